@@ -1,0 +1,98 @@
+"""A network as one flat vector: the coordinates in which every algorithm is written.
+
+Vectors have shape ``(..., d)``: ``(d,)`` for one client, ``(clients, d)`` for a whole cohort. The only reduction an
+algorithm needs is a norm over the last axis, kept: ``(..., 1)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+EPS = 1e-12
+"""Added to every norm that something is divided by, so that a zero vector gives zero, never NaN."""
+
+
+def norm(v: Tensor) -> Tensor:
+    """Euclidean norm over all weights jointly: ``(..., d)`` to ``(..., 1)``."""
+    return torch.linalg.vector_norm(v, dim=-1, keepdim=True)
+
+
+def to_radius(v: Tensor, rho: float | Tensor, eps: float = EPS) -> Tensor:
+    """Scale ``v`` of shape ``(..., d)`` to length ``rho``; a zero vector stays zero."""
+    return v * (rho / (norm(v) + eps))
+
+
+class FlatSpec:
+    """Layout of a module's trainable parameters in one flat vector, in ``named_parameters()`` order.
+
+    Attributes:
+        names: Parameter names, in order.
+        shapes: Their shapes.
+        d: Number of weights.
+
+    Raises:
+        ValueError: If the module has no trainable parameter.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+        if not named:
+            raise ValueError(f"{type(module).__name__} has no trainable parameter")
+        self.names = [name for name, _ in named]
+        self.shapes = [p.shape for _, p in named]
+        self.numels = [p.numel() for _, p in named]
+        self.d = sum(self.numels)
+        self._masks: dict[tuple[str, torch.device], Tensor] = {}
+
+    def parameters(self, module: nn.Module) -> Iterator[nn.Parameter]:
+        """The module's parameters in the order of the layout."""
+        return map(module.get_parameter, self.names)
+
+    def vector(self, module: nn.Module) -> Tensor:
+        """A copy of the module's weights, ``(d,)``."""
+        return torch.cat([p.detach().reshape(-1) for p in self.parameters(module)])
+
+    def load(self, module: nn.Module, vector: Tensor) -> None:
+        """Write ``vector`` of shape ``(d,)`` into the module's weights."""
+        with torch.no_grad():
+            for p, part in zip(self.parameters(module), self.split(vector).values(), strict=True):
+                p.copy_(part)
+
+    def split(self, vector: Tensor) -> dict[str, Tensor]:
+        """Views of ``vector`` by parameter name, ``(..., d)`` to ``(..., *shape)``."""
+        parts = vector.split(self.numels, dim=-1)
+        lead = vector.shape[:-1]
+        return {n: p.view(*lead, *s) for n, p, s in zip(self.names, parts, self.shapes, strict=True)}
+
+    def mask(self, part_of_name: str, device: torch.device) -> Tensor:
+        """Which weights belong to parameters whose name contains ``part_of_name``: boolean ``(d,)``, kept."""
+        key = (part_of_name, device)
+        if key not in self._masks:
+            flags = [part_of_name in name for name in self.names]
+            self._masks[key] = torch.repeat_interleave(torch.tensor(flags), torch.tensor(self.numels)).to(device)
+        return self._masks[key]
+
+
+class FlatNet:
+    """A module whose parameters and gradients are views of two flat buffers.
+
+    Loading a point and reading a gradient are then one copy each, whatever the number of parameter tensors. The module
+    itself keeps working as ever.
+
+    Attributes:
+        w: Weights, ``(d,)``; writing into it moves the module.
+        g: Gradient, ``(d,)``; ``backward`` adds to it.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.spec = FlatSpec(module)
+        self.w = self.spec.vector(module)
+        self.g = torch.zeros_like(self.w)
+        weights, grads = self.spec.split(self.w), self.spec.split(self.g)
+        for name, p in zip(self.spec.names, self.spec.parameters(module), strict=True):
+            p.data = weights[name]
+            p.grad = grads[name]
