@@ -1,0 +1,72 @@
+# `make` alone lists the targets. Everything is installed into .venv with plain pip, nothing outside this folder changes.
+
+# The first interpreter that really runs, is new enough and can make a virtual environment (`make PYTHON=... venv` overrides).
+PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3.10 python3 python; do \
+	$$p -c 'import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 10))' >/dev/null 2>&1 && echo $$p && break; done)
+VENV ?= .venv
+JOBS ?= 2
+
+BIN := $(VENV)/bin
+RUN := $(BIN)/python -m
+# one thread a test process (threads of several processes fight for the cores), and no network
+TEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 WANDB_MODE=offline $(RUN) pytest
+FIRST_NOTEBOOK := notebooks/quickstart.ipynb
+OTHER_NOTEBOOKS := $(filter-out $(FIRST_NOTEBOOK),$(wildcard notebooks/*.ipynb))
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+.PHONY: help venv dev demo test test-slow test-all lint types format docs bench clean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  \033[1mmake %-10s\033[0m %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+venv: $(VENV)/.installed ## Make .venv with the package in it
+dev: $(VENV)/.installed-dev ## The same with all that tests, checks and documentation need
+
+$(BIN)/pip:
+	@python="$(PYTHON)"; \
+	if [ -z "$$python" ]; then echo "no Python >= 3.10 with venv found; try: make PYTHON=/path/to/python3" >&2; exit 1; fi; \
+	echo "$$python -m venv $(VENV)"; "$$python" -m venv $(VENV)
+
+$(VENV)/.installed: pyproject.toml | $(BIN)/pip
+	$(RUN) pip install -e .
+	@touch $@
+
+$(VENV)/.installed-dev: pyproject.toml | $(BIN)/pip
+	$(RUN) pip install -e '.[dev]'
+	@touch $(VENV)/.installed $@
+
+demo: venv ## Train on a small data set that needs no download
+	$(BIN)/fl-lightning fit --config configs/quickstart.yaml
+
+test: dev ## Run the quick tests and the first notebook
+	$(TEST) -n $(JOBS) -m "not slow" --nbmake tests $(FIRST_NOTEBOOK)
+
+test-slow: dev ## Run what `make test` leaves out: the slow tests and the other notebooks
+	$(TEST) -n $(JOBS) -m slow tests || [ $$? -eq 5 ] # 5: none is marked slow
+	$(if $(OTHER_NOTEBOOKS),$(TEST) -n $(JOBS) --nbmake $(OTHER_NOTEBOOKS))
+
+test-all: test test-slow ## Run everything
+
+lint: dev ## Check style and formatting
+	$(RUN) ruff check
+	$(RUN) ruff format --check
+
+types: dev ## Check types
+	$(RUN) mypy
+
+format: dev ## Mend style and formatting where that can be done safely
+	$(RUN) ruff check --fix
+	$(RUN) ruff format
+
+docs: dev ## Build the documentation into site/
+	$(RUN) mkdocs build --strict
+
+bench: venv ## Run the benchmarks
+	@for script in $(sort $(wildcard benchmarks/bench_*.py)); do \
+		echo "$$script"; $(BIN)/python "$$script" || exit 1; done
+
+clean: ## Remove caches and built files (.venv, runs/ and data/ stay)
+	rm -rf build dist site htmlcov .coverage .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -path ./$(VENV) -prune -o -type d \( -name __pycache__ -o -name .ipynb_checkpoints -o -name '*.egg-info' \) -exec rm -rf {} +

@@ -1,0 +1,48 @@
+"""FedAvg, and what changes only the server's step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fl_lightning.objective import LocalObjective
+from fl_lightning.server import Adam, Momentum
+
+
+class FedAvg(LocalObjective):
+    """Federated averaging: local SGD, then the average of the models."""
+
+    paper = "McMahan et al., AISTATS 2017"
+
+
+class FedAvgM(LocalObjective):
+    """FedAvg with momentum on the server.
+
+    Args:
+        beta: Server momentum.
+        server_lr: Server learning rate.
+        **kwargs: As for `LocalObjective`.
+    """
+
+    paper = "Hsu et al., 2019"
+
+    def __init__(self, beta: float = 0.9, server_lr: float = 1.0, **kwargs: Any) -> None:
+        super().__init__(server_update=Momentum(beta, server_lr), **kwargs)
+
+
+class FedAdam(LocalObjective):
+    """FedAvg with Adam on the server; its further options are those of ``server_update: Adam``.
+
+    Args:
+        server_lr: Server learning rate.
+        beta1: Decay of the first moment.
+        beta2: Decay of the second moment.
+        tau: Added to the root of the second moment.
+        **kwargs: As for `LocalObjective`.
+    """
+
+    paper = "Reddi et al., ICLR 2021"
+
+    def __init__(
+        self, server_lr: float = 0.1, beta1: float = 0.9, beta2: float = 0.99, tau: float = 0.01, **kwargs: Any
+    ) -> None:
+        super().__init__(server_update=Adam(server_lr, beta1, beta2, tau), **kwargs)

@@ -1,0 +1,37 @@
+"""FedSAM and FedASAM: FedAvg whose clients take the gradient at an ascent point."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fl_lightning.ascent import ASAM, SAM
+from fl_lightning.objective import LocalObjective
+
+
+class FedSAM(LocalObjective):
+    """FedAvg with SAM on the clients.
+
+    Args:
+        rho: Radius of the ascent.
+        **kwargs: As for `LocalObjective`.
+    """
+
+    paper = "Caldarola et al., ECCV 2022; Qu et al., ICML 2022"
+
+    def __init__(self, rho: float = 0.05, **kwargs: Any) -> None:
+        super().__init__(ascent=SAM(rho), **kwargs)
+
+
+class FedASAM(LocalObjective):
+    """FedAvg with adaptive SAM on the clients.
+
+    Args:
+        rho: Radius of the ascent.
+        eta: Added to the absolute weights that scale it.
+        **kwargs: As for `LocalObjective`.
+    """
+
+    paper = "Caldarola et al., ECCV 2022"
+
+    def __init__(self, rho: float = 0.5, eta: float = 0.2, **kwargs: Any) -> None:
+        super().__init__(ascent=ASAM(rho, eta), **kwargs)

@@ -1,0 +1,54 @@
+"""FedSMOO: one perturbation that all clients agree on, by ADMM."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from fl_lightning.algorithms.feddyn import FedDyn
+from fl_lightning.ascent import Gradient
+from fl_lightning.drift import admm_pull
+from fl_lightning.flat import to_radius
+from fl_lightning.optim import Direction
+from fl_lightning.state import ClientContext, RoundContext, Slots, Uploads
+
+
+class FedSMOO(FedDyn):
+    """Sun et al., ICML 2023, Algorithm 1: FedDyn's duals for the weights, further duals for the perturbation.
+
+    Args:
+        rho: Radius of the perturbation.
+        beta: Penalty of the dynamic regulariser.
+        **kwargs: As for `LocalObjective`.
+    """
+
+    paper = "Sun et al., ICML 2023"
+    client_slots = {**FedDyn.client_slots, "mu": "zeros"}
+    scratch_slots = {"s_hat": "zeros"}
+    server_slots = {**FedDyn.server_slots, "s": "zeros"}
+    down, up = ("w", "s"), ("w", "s")
+    passes = (2, 2)
+
+    def __init__(self, rho: float = 0.1, beta: float = 10.0, **kwargs: Any) -> None:
+        super().__init__(beta=beta, ascent=None, **kwargs)
+        self.rho = rho
+
+    def local_step(
+        self, w: Tensor, grad: Gradient, client: Slots, sent: Slots, ctx: ClientContext
+    ) -> tuple[Direction, Slots]:
+        """Lines 7 to 11."""
+        s_hat = to_radius(grad(w) - client.mu - sent.s, self.rho)  # 7, 8
+        mu = client.mu + s_hat - sent.s  # 9
+        g_hat = grad(w + s_hat)  # 10
+        return g_hat + admm_pull(client.lam, w, sent.w, self.beta), client.replace(mu=mu, s_hat=s_hat)  # 11
+
+    def local_end(self, w: Tensor, client: Slots, sent: Slots, ctx: ClientContext) -> tuple[dict[str, Tensor], Slots]:
+        """Lines 13 to 15."""
+        upload, client = super().local_end(w, client, sent, ctx)  # 14
+        return {**upload, "s": client.mu - client.s_hat}, client  # 13, 15
+
+    def server_step(self, server: Slots, sent: Slots, uploads: Uploads, ctx: RoundContext) -> Slots:
+        """Lines 17 to 19."""
+        s = to_radius(uploads.mean("s"), self.rho)  # 17
+        return super().server_step(server.replace(s=s), sent, uploads, ctx)  # 18, 19

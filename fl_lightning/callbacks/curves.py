@@ -1,0 +1,56 @@
+"""The figure of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fl_lightning.callbacks.base import Callback
+from fl_lightning.loggers import read_metrics
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from fl_lightning.trainer import FederatedTrainer
+
+PANELS = {
+    "server/test/acc": "test accuracy",
+    "server/test/loss": "test loss",
+    "flatness/lambda_max": "Hessian $\\lambda_{max}$",
+    "flatness/discrepancy": "flatness discrepancy $\\Delta_F$",
+}
+
+
+class Curves(Callback):
+    """Draws ``curves.png`` and ``curves.pdf`` of the run when it ends: accuracy, loss and flatness by round."""
+
+    def on_fit_end(self, trainer: FederatedTrainer) -> None:
+        if trainer.fabric.is_global_zero:
+            figure = plot_curves({trainer.run_dir.parent.name: trainer.run_dir / "metrics.csv"})
+            for suffix in ("png", "pdf"):
+                figure.savefig(trainer.run_dir / f"curves.{suffix}", dpi=150)
+
+
+def plot_curves(runs: dict[str, Path]) -> Figure:
+    """Accuracy, loss, lambda_max and flatness discrepancy of one or more runs by round, each where it was measured.
+
+    Args:
+        runs: ``metrics.csv`` of each run, by its label.
+    """
+    from matplotlib.figure import Figure
+
+    columns = {label: read_metrics(path) for label, path in runs.items()}
+    names = [name for name in PANELS if any(name in c for c in columns.values())]
+    figure = Figure(figsize=(3.2 * max(len(names), 1), 2.8), layout="constrained")
+    for i, name in enumerate(names):
+        axes = figure.add_subplot(1, len(names), i + 1, xlabel="round", ylabel=PANELS[name])
+        for (label, metrics), style in zip(columns.items(), ("-", "--", "-.", ":") * len(columns), strict=False):
+            if name in metrics:
+                rounds, values = zip(*metrics[name], strict=True)
+                axes.plot(rounds, values, style, label=label, marker="." if len(rounds) < 30 else None)
+        axes.grid(alpha=0.3)
+        if name == "flatness/lambda_max" and min(v for c in columns.values() for _, v in c.get(name, ())) > 0:
+            axes.set_yscale("log")
+        if i == 0 and len(runs) > 1:
+            axes.legend(fontsize="small")
+    return figure

@@ -1,0 +1,103 @@
+"""Flatness of the global model while it trains."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from fl_lightning.callbacks.base import Callback
+from fl_lightning.errors import UserError
+
+if TYPE_CHECKING:
+    from fl_lightning.local import LocalResult
+    from fl_lightning.state import RoundContext
+    from fl_lightning.trainer import FederatedTrainer
+
+
+class FlatnessMonitor(Callback):
+    """Logs lambda_max of the Hessian and the flatness discrepancy of FedGF's Definition 1.
+
+    ``flatness/lambda_max`` is the largest eigenvalue at the evaluated global model, by Lanczos, with its relative
+    residual beside it. ``flatness/discrepancy`` is ``|S(w^{t+1}) - sum_k p_k S_k(w_k)|``: the sharpness (one gradient
+    step to radius ``rho``) of the new global model on training data of all clients, against that of this round's local
+    models on their own. Loss without weight decay, eval mode, no augmentation; the seeded samples stay the same.
+
+    Args:
+        every_n_rounds: Rounds between two measurements; the last round is always measured.
+        rho: Radius of the sharpness.
+        hessian_samples: Training images for lambda_max, stratified; null: all.
+        sharpness_samples: Training images for the global sharpness, stratified; null: all. Local models see all of
+            their client's data.
+        iterations: Most Lanczos steps.
+        tol: Relative residual to stop at.
+    """
+
+    def __init__(
+        self,
+        every_n_rounds: int = 10,
+        rho: float = 0.05,
+        hessian_samples: int | None = 1000,
+        sharpness_samples: int | None = 10_000,
+        iterations: int = 100,
+        tol: float = 1e-3,
+    ) -> None:
+        if every_n_rounds < 1 or rho <= 0:
+            raise UserError(
+                f"callbacks: FlatnessMonitor.every_n_rounds = {every_n_rounds}, rho = {rho}: at least 1, and above 0"
+            )
+        self.every_n_rounds, self.rho = every_n_rounds, rho
+        self.hessian_samples, self.sharpness_samples = hessian_samples, sharpness_samples
+        self.iterations, self.tol = iterations, tol
+        self._local = torch.zeros(2, dtype=torch.float64)
+        self._seconds = 0.0
+        self._due = False
+
+    def on_round_start(self, trainer: FederatedTrainer, ctx: RoundContext, cohort: list[int]) -> None:
+        self._due = (ctx.t + 1) % self.every_n_rounds == 0 or ctx.t + 1 == ctx.rounds
+        self._local = torch.zeros(2, dtype=torch.float64)
+        self._seconds = 0.0
+
+    def on_local_end(self, trainer: FederatedTrainer, result: LocalResult) -> None:
+        from fl_lightning.flatness import sharpness
+
+        if self._due and bool(torch.isfinite(result.w).all()):
+            started = time.perf_counter()
+            batches = partial(trainer.data.client_eval_batches, result.client, trainer.dtype)
+            rise = sharpness(trainer.objective.net, trainer.objective.loss, batches, self.rho, at=result.w)
+            self._local += torch.tensor([result.ctx.n_k * rise, result.ctx.n_k], dtype=torch.float64)
+            self._seconds += time.perf_counter() - started
+
+    def on_round_end(self, trainer: FederatedTrainer) -> None:
+        if not self._due:
+            return
+        from fl_lightning.flatness import lambda_max, sharpness
+
+        started = time.perf_counter()
+        net, loss, data, dtype = trainer.objective.net, trainer.objective.loss, trainer.data, trainer.dtype
+        weighted, samples = trainer.fabric.all_reduce(self._local.to(trainer.fabric.device), reduce_op="sum").tolist()
+        local = weighted / samples
+        subset = data.sample_indices(self.sharpness_samples, trainer.seed)
+        rise = sharpness(net, loss, partial(data.eval_batches, subset, dtype), self.rho, at=trainer.server.w)
+        subset = data.sample_indices(self.hessian_samples, trainer.seed)
+        top = lambda_max(
+            net,
+            loss,
+            partial(data.eval_batches, subset, dtype),
+            at=trainer.global_model,
+            iterations=self.iterations,
+            tol=self.tol,
+            seed=trainer.seed,
+        )
+        trainer.log(
+            {
+                "flatness/lambda_max": top.value,
+                "flatness/lambda_max_residual": top.residual,
+                "flatness/discrepancy": abs(rise - local),
+                "flatness/sharpness_global": rise,
+                "flatness/sharpness_local": local,
+                "time/flatness_s": self._seconds + time.perf_counter() - started,
+            }
+        )

@@ -1,0 +1,21 @@
+"""Data sets, their division among clients, and batches."""
+
+from fl_lightning.data.arrays import Arrays, Digits
+from fl_lightning.data.augment import Augment
+from fl_lightning.data.images import ImageFolder, TorchvisionData
+from fl_lightning.data.module import FederatedDataModule
+from fl_lightning.data.partition import IID, Dirichlet, FromFile, Given, Partition
+
+__all__ = [
+    "IID",
+    "Arrays",
+    "Augment",
+    "Digits",
+    "Dirichlet",
+    "FederatedDataModule",
+    "FromFile",
+    "Given",
+    "ImageFolder",
+    "Partition",
+    "TorchvisionData",
+]

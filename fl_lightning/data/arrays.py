@@ -1,0 +1,122 @@
+"""Data from Python, from an .npz file, and the digits of scikit-learn."""
+
+from __future__ import annotations
+
+import zipfile
+from itertools import accumulate, pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fl_lightning.data.module import FederatedDataModule
+from fl_lightning.data.partition import Given
+from fl_lightning.data.tensors import inputs, labels, stratified
+from fl_lightning.errors import UserError
+from fl_lightning.rng import numpy_generator
+
+KEYS = ("x_train", "y_train", "x_test", "y_test")
+
+
+class Arrays(FederatedDataModule):
+    """Plain arrays: an .npz file to be divided, or one (x, y) pair per client.
+
+    uint8 arrays are images and are scaled to [0, 1]; floats are taken as they are, float64 without loss.
+
+    Args:
+        path: File with ``x_train, y_train, x_test, y_test``; images may be NHWC or NCHW.
+        client_arrays: From Python, each client's ``(x, y)``; then this is the partition, and the number of clients.
+        test: With client_arrays, the central test set ``(x, y)``.
+        scale: Value of a uint8 pixel that becomes 1.0.
+        **kwargs: As for FederatedDataModule.
+
+    Raises:
+        UserError: If not exactly one of path and client_arrays is given, or on faulty data.
+    """
+
+    def __init__(
+        self,
+        path: str | None = None,
+        client_arrays: list[tuple[Any, Any]] | None = None,
+        test: tuple[Any, Any] | None = None,
+        scale: float = 255.0,
+        **kwargs: Any,
+    ) -> None:
+        if (path is None) == (client_arrays is None):
+            raise UserError("path: give either path (an .npz file) or client_arrays (from Python)")
+        self.path = path
+        self.scale = scale
+        self.client_arrays = client_arrays
+        self.test = test
+        if client_arrays is not None:
+            if test is None:
+                raise UserError("test: missing beside client_arrays; give the central test set as (x, y)")
+            bounds = accumulate((len(y) for _, y in client_arrays), initial=0)
+            given = Given([list(range(a, b)) for a, b in pairwise(bounds)])
+            kwargs = {**kwargs, "num_clients": len(client_arrays), "partition": given}
+        super().__init__(**kwargs)
+
+    def load(self) -> tuple[Any, Any, Any, Any]:
+        """See :class:`FederatedDataModule`."""
+        if self.client_arrays is None:
+            return self._from_file()
+        assert self.test is not None
+        x_test, y_test = inputs("x of test", self.test[0]), labels("y of test", self.test[1])
+        xs: list[Tensor] = []
+        ys: list[Tensor] = []
+        for client, (x, y) in enumerate(self.client_arrays):
+            xs.append(inputs(f"x of client {client}", x))
+            ys.append(labels(f"y of client {client}", y))
+            if len(xs[-1]) != len(ys[-1]):
+                raise UserError(
+                    f"client_arrays: client {client} has {len(xs[-1])} samples and {len(ys[-1])} labels; "
+                    "give one label per sample"
+                )
+            if xs[-1].shape[1:] != x_test.shape[1:] or xs[-1].dtype != x_test.dtype:
+                raise UserError(
+                    f"client_arrays: client {client} has samples of shape {tuple(xs[-1].shape[1:])} and "
+                    f"{xs[-1].dtype}, test {tuple(x_test.shape[1:])} and {x_test.dtype}; prepare all alike"
+                )
+        return torch.cat(xs), torch.cat(ys), x_test, y_test
+
+    def _from_file(self) -> tuple[Any, Any, Any, Any]:
+        try:
+            with np.load(str(self.path)) as file:
+                missing = [key for key in KEYS if key not in file]
+                if missing:
+                    raise UserError(f"path: '{self.path}' lacks {', '.join(missing)}; it needs {', '.join(KEYS)}")
+                return file["x_train"], file["y_train"], file["x_test"], file["y_test"]
+        except FileNotFoundError:
+            raise UserError(f"path: no file '{self.path}'; give an .npz file with {', '.join(KEYS)}") from None
+        except UserError:
+            raise
+        except (OSError, ValueError, EOFError, TypeError, zipfile.BadZipFile) as error:
+            raise UserError(
+                f"path: '{self.path}' is no readable .npz file ({error}); write it anew with np.savez"
+            ) from None
+
+
+class Digits(FederatedDataModule):
+    """The 1,797 handwritten 8x8 digits that come with scikit-learn: 1,437 for training, 360 for testing.
+
+    Args:
+        num_clients: Number of clients.
+        batch_size: Samples per local step; null for full batches.
+        **kwargs: As for FederatedDataModule.
+    """
+
+    scale = 16.0
+
+    def __init__(self, num_clients: int = 50, batch_size: int | None = 16, **kwargs: Any) -> None:
+        super().__init__(num_clients=num_clients, batch_size=batch_size, **kwargs)
+
+    def load(self) -> tuple[Any, Any, Any, Any]:
+        """See :class:`FederatedDataModule`."""
+        from sklearn.datasets import load_digits  # type: ignore[import-untyped]
+
+        digits = load_digits()
+        x, y = digits.images.astype(np.uint8), digits.target.astype(np.int64)
+        test = stratified(y, 360, numpy_generator(0, "digits test set"))  # the same whatever the seed
+        train = np.setdiff1d(np.arange(len(y)), test)
+        return x[train], y[train], x[test], y[test]

@@ -1,0 +1,158 @@
+"""Image data sets: torchvision's, and folders of image files."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fl_lightning.data.module import FederatedDataModule
+from fl_lightning.errors import UserError
+
+NORMALISATION = {
+    "CIFAR10": ([0.4914, 0.4822, 0.4465], [0.2470, 0.2434, 0.2616]),
+    "CIFAR100": ([0.5071, 0.4865, 0.4409], [0.2673, 0.2564, 0.2762]),
+}
+"""Mean and standard deviation as in the fedgloss and FL-SAM code."""
+
+
+class TorchvisionData(FederatedDataModule):
+    """Any classification data set of torchvision with a training and a test part.
+
+    Args:
+        name: Its name, such as CIFAR10, CIFAR100, MNIST, FashionMNIST, SVHN, EMNIST.
+        data_dir: Folder of the data.
+        download: Whether to download what is missing.
+        dataset_kwargs: Further arguments of the torchvision class, such as ``{split: balanced}`` for EMNIST.
+        **kwargs: As for FederatedDataModule; mean and std default to the published ones for CIFAR-10 and CIFAR-100
+            (``mean: [0], std: [1]`` switches them off).
+
+    Raises:
+        UserError: If the name is unknown, or files are missing (on loading).
+    """
+
+    def __init__(
+        self,
+        name: str,
+        data_dir: str = "data",
+        download: bool = False,
+        dataset_kwargs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        self.dataset = name  # Lightning has a name of its own
+        self.data_dir = data_dir
+        self.download = download
+        self.dataset_kwargs = dataset_kwargs or {}
+        if name in NORMALISATION and self.mean is None and self.std is None:
+            self.mean, self.std = NORMALISATION[name]
+
+    def prepare_data(self) -> None:
+        """Download what is missing, if asked to."""
+        if self.download:
+            self._dataset(train=True, download=True)
+            self._dataset(train=False, download=True)
+
+    def load(self) -> tuple[Any, Any, Any, Any]:
+        """See :class:`FederatedDataModule`."""
+        return *_arrays(self._dataset(train=True)), *_arrays(self._dataset(train=False))
+
+    def _dataset(self, train: bool, download: bool = False) -> Any:
+        from torchvision import datasets  # type: ignore[import-untyped]
+
+        makers = {n: inspect.signature(getattr(datasets, n)).parameters for n in datasets.__all__}
+        known = [n for n, parameters in makers.items() if "train" in parameters or "split" in parameters]
+        if self.dataset not in known:
+            lower = difflib.get_close_matches(self.dataset.lower(), [n.lower() for n in known])
+            close = [n for n in known if n.lower() in lower] or ["CIFAR10", "CIFAR100", "MNIST"]
+            raise UserError(
+                f"name: '{self.dataset}' is no torchvision data set with a training part; "
+                f"did you mean {' or '.join(close)}?"
+            )
+        make = getattr(datasets, self.dataset)
+        # EMNIST's split is another thing than SVHN's: it comes beside train.
+        by_flag = "train" in makers[self.dataset] or "split" in self.dataset_kwargs
+        part = {"train": train} if by_flag else {"split": "train" if train else "test"}
+        try:
+            return make(self.data_dir, **part, **({"download": True} if download else {}), **self.dataset_kwargs)
+        except (TypeError, ValueError) as error:
+            raise UserError(
+                f"dataset_kwargs: {self.dataset} cannot be made with {self.dataset_kwargs} ({error}); correct them"
+            ) from None
+        except (RuntimeError, OSError, EOFError, AssertionError) as error:
+            raise UserError(
+                f"data_dir: {self.dataset} cannot be read from '{self.data_dir}' "
+                f"({str(error).strip()}); put it there or set download: true"
+            ) from None
+
+
+def _arrays(dataset: Any) -> tuple[Any, Any]:
+    data, targets = getattr(dataset, "data", None), getattr(dataset, "targets", getattr(dataset, "labels", None))
+    if data is not None and targets is not None:
+        return data, np.asarray(targets)
+    pairs = [(np.asarray(image.convert("RGB")), label) for image, label in dataset]
+    if len({image.shape for image, _ in pairs}) != 1:
+        raise UserError(
+            f"name: {type(dataset).__name__} has images of several sizes; write it as files, use ImageFolder"
+        )
+    return np.stack([image for image, _ in pairs]), np.array([label for _, label in pairs])
+
+
+class ImageFolder(FederatedDataModule):
+    """Image files in ``root/train/<class>/`` and ``root/test/<class>/``, read into memory as RGB.
+
+    Args:
+        root: Folder with ``train`` and ``test``.
+        image_size: Height and width, in pixels, that every image is resized to (bilinear).
+        **kwargs: As for FederatedDataModule.
+
+    Raises:
+        UserError: If a folder is missing or empty, a file is no image, or classes differ (on loading).
+    """
+
+    def __init__(self, root: str, image_size: int, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        if image_size < 1:
+            raise UserError(f"image_size: {image_size} is not positive; use for example 32")
+        self.root = root
+        self.image_size = image_size
+
+    def load(self) -> tuple[Any, Any, Any, Any]:
+        """See :class:`FederatedDataModule`."""
+        x_train, y_train, classes = self._part("train")
+        x_test, y_test, test_classes = self._part("test")
+        if classes != test_classes:
+            odd = sorted(set(classes) ^ set(test_classes))
+            raise UserError(
+                f"root: class '{odd[0]}' is not in both train and test of '{self.root}'; name classes alike"
+            )
+        return x_train, y_train, x_test, y_test
+
+    def _part(self, part: str) -> tuple[NDArray[np.uint8], torch.Tensor, list[str]]:
+        from torchvision.datasets import ImageFolder as Files  # type: ignore[import-untyped]
+
+        folder = Path(self.root, part)
+        try:
+            files = Files(str(folder))
+        except FileNotFoundError:
+            raise UserError(
+                f"root: no images of each class under '{folder}'; expected {self.root}/train/<class>/*.png "
+                f"and {self.root}/test/<class>/*.png"
+            ) from None
+        images = np.stack([self._read(path) for path, _ in files.samples])
+        return images, torch.tensor(files.targets), files.classes
+
+    def _read(self, path: str) -> NDArray[np.uint8]:
+        from PIL import Image
+
+        try:
+            with Image.open(path) as image:
+                size = (self.image_size, self.image_size)
+                return np.asarray(image.convert("RGB").resize(size, Image.Resampling.BILINEAR))
+        except OSError as error:
+            raise UserError(f"root: '{path}' is no readable image ({error}); mend or remove it") from None

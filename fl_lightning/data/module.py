@@ -1,0 +1,315 @@
+"""The base of all data sets: tensors in memory, divided among clients."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, Self
+
+import lightning as L
+import numpy as np
+import torch
+from torch import Tensor
+
+from fl_lightning.data.augment import Augment
+from fl_lightning.data.partition import IID, Partition
+from fl_lightning.data.tensors import check_pairs, inputs, labels, stratified
+from fl_lightning.errors import UserError
+from fl_lightning.rng import generator, numpy_generator
+
+Batch = tuple[Tensor, Tensor]
+"""Samples ``(B, *input_shape)`` and labels ``(B,)``."""
+
+
+class FederatedDataModule(L.LightningDataModule, ABC):
+    """Training data divided among clients, and a central test set. Subclasses implement :meth:`load` only.
+
+    It serves a federation by :meth:`client_batches` and, as an ordinary Lightning data module, a plain ``L.Trainer``
+    with the union of the clients' data.
+
+    Args:
+        num_clients: Number of clients.
+        partition: How the training samples are divided; IID if not given.
+        batch_size: Samples per local step; null takes a client's whole data in every step (full batch).
+        eval_batch_size: Samples per batch in evaluation.
+        val_fraction: Share of the training data held out for validation (stratified) before it is divided.
+        augment: Augmentation of training batches; null for none.
+        mean: Mean of each channel, subtracted after scaling to [0, 1]; null for none.
+        std: Standard deviation of each channel, divided by after that; null for none.
+        seed: Seed of the partition, of the validation part and of fixed samples.
+
+    Attributes:
+        num_classes: Number of classes (after setup, as all that follow).
+        input_shape: Shape of one sample, ``(C, H, W)`` for images.
+        clients: Each client's indices into the training data.
+        client_sizes: Number of samples of each client, ``(num_clients,)``, int64.
+
+    Raises:
+        UserError: If a value is out of range, or (in setup) if the data are faulty or cannot be divided.
+    """
+
+    scale: float = 255.0
+    """Value of a uint8 pixel that becomes 1.0."""
+    num_classes: int
+    input_shape: tuple[int, ...]
+    clients: list[Tensor]
+    client_sizes: Tensor
+
+    def __init__(
+        self,
+        num_clients: int = 100,
+        partition: Partition | None = None,
+        batch_size: int | None = 64,
+        eval_batch_size: int = 500,
+        val_fraction: float = 0.0,
+        augment: Augment | None = None,
+        mean: list[float] | None = None,
+        std: list[float] | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        if num_clients < 1:
+            raise UserError(f"num_clients: {num_clients} is not positive; use 1 or more")
+        if batch_size is not None and batch_size < 1:
+            raise UserError(f"batch_size: {batch_size} is not positive; use 1 or more, or null for full batches")
+        if eval_batch_size < 1:
+            raise UserError(f"eval_batch_size: {eval_batch_size} is not positive; use 1 or more")
+        if not 0 <= val_fraction < 1:
+            raise UserError(f"val_fraction: {val_fraction} is not in [0, 1); use for example 0.1")
+        if std is not None and not all(s > 0 for s in std):
+            raise UserError(f"std: {std} must be positive; leave out constant channels or use 1")
+        self.num_clients = num_clients
+        self.partition = partition or IID()
+        self.batch_size = batch_size
+        self.eval_batch_size = eval_batch_size
+        self.val_fraction = val_fraction
+        self.augment = augment
+        self.mean = mean
+        self.std = std
+        self.seed = seed
+        self.device = torch.device("cpu")
+        self._is_set_up = False
+        self._constants: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
+
+    @abstractmethod
+    def load(self) -> tuple[Any, Any, Any, Any]:
+        """Read the data.
+
+        Returns:
+            ``x_train, y_train, x_test, y_test`` as arrays or tensors: uint8 images (NCHW, NHWC or NHW), or floats or
+            tokens ``(N, ...)``; labels are integers ``(N,)``.
+        """
+
+    def setup(self, stage: str | None = None) -> None:
+        """Load, check, hold out and divide the data; does nothing the second time."""
+        if self._is_set_up:
+            return
+        x_train, y_train, x_test, y_test = self.load()
+        self.x_train, self.y_train = inputs("x_train", x_train), labels("y_train", y_train)
+        self.x_test, self.y_test = inputs("x_test", x_test), labels("y_test", y_test)
+        check_pairs(self.x_train, self.y_train, self.x_test, self.y_test)
+        self.num_classes = int(self.y_train.max()) + 1
+        self.input_shape = tuple(self.x_train.shape[1:])
+        self._check_settings()
+        self.clients = self._divide()
+        self.client_sizes = torch.tensor([len(part) for part in self.clients])
+        self._train_indices = torch.cat(self.clients).sort().values
+        self._is_set_up = True
+
+    def _check_settings(self) -> None:
+        if self.augment is not None and len(self.input_shape) != 3:
+            raise UserError(f"augment: samples of shape {self.input_shape} are no images (C, H, W); set augment: null")
+        for key, values in (("mean", self.mean), ("std", self.std)):
+            if values is not None and len(values) not in (1, self.input_shape[0] if self.input_shape else 1):
+                raise UserError(
+                    f"{key}: {len(values)} values for samples of shape {self.input_shape}; give one, or one per channel"
+                )
+
+    def _divide(self) -> list[Tensor]:
+        """Set ``val_indices``; return each client's."""
+        y = self.y_train.numpy()
+        n_val = round(self.val_fraction * len(y))
+        val = stratified(y, n_val, numpy_generator(self.seed, "validation"))
+        self.val_indices = torch.from_numpy(val)
+        kept = np.setdiff1d(np.arange(len(y)), val)
+        if self.num_clients > len(kept):
+            raise UserError(
+                f"num_clients: {self.num_clients} exceeds the {len(kept)} training samples; use fewer clients"
+            )
+        if not self.partition.fixed:
+            parts = self.partition(y[kept], self.num_clients, self.num_classes, self.seed)
+            return [torch.from_numpy(kept[part]) for part in parts]
+        parts = self.partition(y, self.num_clients, self.num_classes, self.seed)
+        parts = [part[~np.isin(part, val)] for part in parts]
+        for client, part in enumerate(parts):
+            if len(part) == 0:
+                raise UserError(
+                    f"val_fraction: {self.val_fraction} takes all data of client {client}; use a smaller one"
+                )
+        return [torch.from_numpy(part) for part in parts]
+
+    def to(self, device: torch.device | str) -> Self:
+        """Move the stored data to ``device``, where batches are then made."""
+        device = torch.device(device)
+        if device != self.device:
+            for name in ("x_train", "y_train", "x_test", "y_test"):
+                setattr(self, name, getattr(self, name).to(device))
+            self.device = device
+        return self
+
+    # Training
+
+    def batches_per_client(self, client: int, epochs: int, steps: int | None) -> int:
+        """Number of local steps K: ``steps`` if given, otherwise ``epochs`` passes of the client's batches."""
+        return steps if steps is not None else epochs * self._batches_per_epoch(len(self.clients[client]))
+
+    def client_batches(
+        self, client: int, epochs: int, steps: int | None, generator: torch.Generator, dtype: torch.dtype
+    ) -> Iterator[Batch]:
+        """Training batches of one client: shuffled anew in every epoch, augmented, scaled, made as they are asked for.
+
+        Args:
+            client: Index of the client.
+            epochs: Passes through its data; the last, short batch of a pass is kept.
+            steps: Number of batches, over as many passes as that takes; overrides epochs.
+            generator: CPU generator; the same state gives the same batches.
+            dtype: Floating dtype of the samples.
+        """
+        count = self.batches_per_client(client, epochs, steps)
+        return self._training_batches(self.clients[client], count, generator, dtype)
+
+    def _training_batches(
+        self, indices: Tensor, count: int, generator: torch.Generator, dtype: torch.dtype
+    ) -> Iterator[Batch]:
+        size = self.batch_size or len(indices)
+        per_epoch = self._batches_per_epoch(len(indices))
+        order = indices.to(self.device)
+        for step in range(count):
+            at = step % per_epoch
+            if at == 0 and self.batch_size is not None:
+                order = indices[torch.randperm(len(indices), generator=generator)].to(self.device)
+            batch = order[at * size : (at + 1) * size]
+            x = self.x_train[batch]
+            if self.augment is not None:
+                x = self.augment(x, generator)
+            yield self._scaled(x, dtype), self.y_train[batch]
+
+    def _batches_per_epoch(self, n: int) -> int:
+        return 1 if self.batch_size is None else math.ceil(n / self.batch_size)
+
+    def _scaled(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """Raw samples to network inputs; floats may be changed in place."""
+        if x.dtype == torch.int64:  # tokens
+            return x
+        out = x.to(dtype)
+        if x.dtype == torch.uint8:
+            out = out.div_(self.scale)
+        if self.mean is not None:
+            out = out.sub_(self._constant("mean", self.mean, dtype))
+        if self.std is not None:
+            out = out.div_(self._constant("std", self.std, dtype))
+        return out
+
+    def _constant(self, name: str, values: list[float], dtype: torch.dtype) -> Tensor:
+        key = (name, dtype, self.device)
+        if key not in self._constants:
+            shape = (-1, *[1] * (len(self.input_shape) - 1))
+            self._constants[key] = torch.tensor(values, dtype=dtype, device=self.device).view(shape)
+        return self._constants[key]
+
+    # Evaluation
+
+    def eval_batches(
+        self, split: Literal["train", "val", "test"] | Sequence[int] | Tensor, dtype: torch.dtype = torch.float32
+    ) -> Iterator[Batch]:
+        """Batches in order and without augmentation.
+
+        Args:
+            split: ``train`` (the union of the clients' data), ``val``, ``test``, or indices into the training data.
+            dtype: Floating dtype of the samples.
+
+        Raises:
+            UserError: If ``val`` is asked for, but nothing was held out.
+        """
+        if isinstance(split, str) and split == "test":
+            return self._batches(self.x_test, self.y_test, torch.arange(len(self.y_test)), dtype)
+        if isinstance(split, str) and split == "val" and len(self.val_indices) == 0:
+            raise UserError(f"val_fraction: {self.val_fraction} holds out no validation data; set for example 0.1")
+        named = {"train": self._train_indices, "val": self.val_indices}
+        indices = named[split] if isinstance(split, str) else torch.as_tensor(split, dtype=torch.int64)
+        return self._batches(self.x_train, self.y_train, indices, dtype)
+
+    def client_eval_batches(self, client: int, dtype: torch.dtype = torch.float32) -> Iterator[Batch]:
+        """All training data of one client, in order and without augmentation."""
+        return self.eval_batches(self.clients[client], dtype)
+
+    def _batches(self, x: Tensor, y: Tensor, indices: Tensor, dtype: torch.dtype) -> Iterator[Batch]:
+        indices = indices.to(self.device)
+        for start in range(0, len(indices), self.eval_batch_size):
+            part = indices[start : start + self.eval_batch_size]
+            yield self._scaled(x[part], dtype), y[part]
+
+    def sample_indices(self, n: int | None, seed: int | None = None) -> Tensor:
+        """A fixed stratified sample of the union of the clients' data, as sorted indices into the training data.
+
+        Args:
+            n: Number of samples; null, or more than there are, takes all.
+            seed: Seed of the draw; null takes the data module's.
+        """
+        if n is None or n >= len(self._train_indices):
+            return self._train_indices
+        y = self.y_train[self._train_indices.to(self.device)].cpu().numpy()
+        rng = numpy_generator(self.seed if seed is None else seed, "sample")
+        return self._train_indices[torch.from_numpy(stratified(y, n, rng))]
+
+    # Centralized training by a plain L.Trainer
+
+    def train_dataloader(self) -> Loader:
+        """Shuffled, augmented float32 batches of the union of the clients' data."""
+        return Loader(self._batches_per_epoch(len(self._train_indices)), self._central_epoch)
+
+    def _central_epoch(self, epoch: int) -> Iterator[Batch]:
+        count = self._batches_per_epoch(len(self._train_indices))
+        # The trainer's count goes on after a resumption.
+        epoch = self.trainer.current_epoch if self.trainer is not None else epoch
+        rng = generator(self.seed, "centralized", epoch)
+        return self._training_batches(self._train_indices, count, rng, torch.float32)
+
+    def val_dataloader(self) -> Loader | list[Batch]:
+        """Float32 batches of the validation part; empty if nothing was held out."""
+        n = len(self.val_indices)
+        return Loader(math.ceil(n / self.eval_batch_size), lambda _: self.eval_batches("val")) if n else []
+
+    def test_dataloader(self) -> Loader:
+        """Float32 batches of the test set."""
+        return Loader(math.ceil(len(self.y_test) / self.eval_batch_size), lambda _: self.eval_batches("test"))
+
+    def fingerprint(self) -> str:
+        """Hash of labels and clients' indices, by which a checkpoint knows its data."""
+        digest = hashlib.sha256()
+        for tensor in (self.client_sizes, torch.cat(self.clients), self.y_train.cpu(), self.y_test.cpu()):
+            digest.update(np.int64(len(tensor)).tobytes() + tensor.numpy().tobytes())
+        return digest.hexdigest()[:16]
+
+
+class Loader:
+    """Batches that can be iterated again and again, with a length: all that a trainer needs of a data loader.
+
+    Args:
+        length: Number of batches.
+        epoch: Makes the batches of one pass, given how many passes there were before.
+    """
+
+    def __init__(self, length: int, epoch: Callable[[int], Iterator[Batch]]) -> None:
+        self._length = length
+        self._epoch = epoch
+        self._passes = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[Batch]:
+        self._passes += 1
+        return self._epoch(self._passes - 1)

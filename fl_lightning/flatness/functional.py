@@ -1,0 +1,170 @@
+"""The data loss F(w), its gradient and its Hessian as functions of the flat weights.
+
+F is the sample-weighted mean of ``loss(model(x), y)`` over all samples, whatever the batch sizes, in eval mode and in
+the model's own dtype (an active autocast is switched off). The model is never written to: weights, gradients, modes
+and the global random state are afterwards what they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from fl_lightning.errors import UserError
+from fl_lightning.flat import FlatSpec
+
+Batches = Callable[[], Iterable[tuple[Tensor, Tensor]]]
+"""Called once for every pass over the data; must give the same samples each time (no augmentation, no drop_last)."""
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+"""Per-sample losses: ``loss(logits, target)`` of shape ``(n,)``, e.g. ``nn.CrossEntropyLoss(reduction="none")``."""
+
+KEEP_SAMPLES = 512
+"""Up to so many samples :func:`hvp` keeps the graph of the gradient by default."""
+
+
+def mean_loss(model: nn.Module, loss: Loss, batches: Batches, at: Tensor | None = None) -> float:
+    """F(w) = 1/n Σ loss(model(x_i), y_i).
+
+    Args:
+        model: The network; buffers and frozen parameters are its own.
+        loss: Per-sample losses.
+        batches: The data.
+        at: Flat weights ``(d,)`` to measure at; by default the model's own.
+
+    Returns:
+        The mean loss, summed up in float64.
+
+    Raises:
+        UserError: If there is no sample, or if ``loss`` does not return one value per sample.
+    """
+    point = _Point(model, loss, at)
+    total, n = torch.zeros((), dtype=torch.float64, device=point.w.device), 0
+    with _measuring(model), torch.no_grad():
+        for x, y in batches():
+            losses = point.losses(x, y)
+            total, n = total + losses.sum(dtype=torch.float64), n + len(losses)
+    return total.item() / _positive(n)
+
+
+def gradient(model: nn.Module, loss: Loss, batches: Batches, at: Tensor | None = None) -> Tensor:
+    """∇F(w), shape ``(d,)``; arguments and errors as in :func:`mean_loss`."""
+    point = _Point(model, loss, at)
+    total, n = torch.zeros_like(point.w), 0
+    with _measuring(model):
+        for x, y in batches():
+            losses = point.losses(x, y)
+            total, n = total + _grad(losses.sum(), point.w), n + len(losses)
+    return total / _positive(n)
+
+
+def hvp(
+    model: nn.Module, loss: Loss, batches: Batches, at: Tensor | None = None, *, keep_graph: bool | None = None
+) -> Callable[[Tensor], Tensor]:
+    """Exact Hessian-vector products v -> ∇²F(w) v by double backprop (Pearlmutter 1994).
+
+    Args:
+        model: The network.
+        loss: Per-sample losses.
+        batches: The data.
+        at: Flat weights ``(d,)``; by default a copy of the model's own, taken now.
+        keep_graph: Keep the graph of ∇F over all batches in memory, so that a product costs one backward only. By
+            default if the data are a single batch or at most ``KEEP_SAMPLES`` samples.
+
+    Returns:
+        A function from ``(d,)`` to ``(d,)``, both in the model's dtype. It holds the graph as long as it lives.
+
+    Raises:
+        UserError: As :func:`mean_loss`.
+    """
+    point = _Point(model, loss, at)
+    sizes = batch_sizes(batches)
+    n = _positive(sum(sizes))
+    keep = (len(sizes) == 1 or n <= KEEP_SAMPLES) if keep_graph is None else keep_graph
+
+    def shares() -> Iterator[Tensor]:
+        """Each batch's share of ∇F, differentiable."""
+        for x, y in batches():
+            yield _grad(point.losses(x, y).sum() / n, point.w, create_graph=True)
+
+    kept: list[Tensor] = []
+    if keep:
+        with _measuring(model):
+            kept = list(shares())
+
+    def product(v: Tensor) -> Tensor:
+        total, v = torch.zeros_like(point.w), v.to(point.w)
+        with _measuring(model):
+            for share in kept or shares():
+                total = total + _grad(share, point.w, v, retain_graph=keep)
+        return total
+
+    return product
+
+
+def batch_sizes(batches: Batches) -> list[int]:
+    """Samples in each batch."""
+    with _same_random_state():
+        return [len(x) for x, _ in batches()]
+
+
+class _Point:
+    """The network at fixed flat weights ``w``, a leaf of the graph that shares no memory with the model."""
+
+    def __init__(self, model: nn.Module, loss: Loss, at: Tensor | None) -> None:
+        self.model, self.loss, self.spec = model, loss, FlatSpec(model)
+        own = self.spec.vector(model)
+        with torch.inference_mode(False):  # an inference tensor could not require gradients
+            self.w = (own if at is None else at.to(own)).detach().clone().requires_grad_()
+
+    def losses(self, x: Tensor, y: Tensor) -> Tensor:
+        x, y = x.to(self.w.device), y.to(self.w.device)
+        losses = self.loss(torch.func.functional_call(self.model, self.spec.split(self.w), (x,)), y)
+        if losses.shape != (len(x),):
+            raise UserError(f"loss: gives {tuple(losses.shape)}, not one value per sample; use reduction='none'")
+        return losses
+
+
+@contextmanager
+def _measuring(model: nn.Module) -> Iterator[None]:
+    """Eval mode, gradients on, autocast off; modes and global random state are restored."""
+    modes = [(module, module.training) for module in model.modules()]
+    device = next(model.parameters()).device.type
+    try:
+        model.eval()
+        with (
+            _same_random_state(),
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            torch.autocast(device, enabled=False),
+            sdpa_kernel(SDPBackend.MATH),  # fused attention has no second derivative
+        ):
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def _same_random_state() -> AbstractContextManager[None]:
+    return torch.random.fork_rng(devices=[])  # a DataLoader draws a base seed in every pass
+
+
+def _grad(
+    y: Tensor, w: Tensor, v: Tensor | None = None, *, create_graph: bool = False, retain_graph: bool = False
+) -> Tensor:
+    """vᵀ ∂y/∂w, also where y is constant in w (a linear loss has a constant gradient)."""
+    if not y.requires_grad:
+        return torch.zeros_like(w)
+    retain = create_graph or retain_graph
+    (g,) = torch.autograd.grad(y, w, v, create_graph=create_graph, retain_graph=retain, materialize_grads=True)
+    return g
+
+
+def _positive(n: int) -> int:
+    if n == 0:
+        raise UserError("batches: no sample; give a function that returns the data anew in every call")
+    return n

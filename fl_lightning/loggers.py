@@ -1,0 +1,174 @@
+"""Loggers of a run: CSV always, Weights & Biases if asked; one x-axis, ``round``."""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from lightning.fabric.loggers import Logger
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+
+if TYPE_CHECKING:
+    from wandb.sdk.wandb_run import Run as WandbRun
+
+
+class RunLogger(Logger):
+    """A logger that is told its run folder when the run starts, and its state when a run is resumed."""
+
+    def __init__(self) -> None:
+        self.dir: Path | None = None
+
+    def start(self, run_dir: Path, state: Mapping[str, Any], round: int) -> None:
+        """Begin to log.
+
+        Args:
+            run_dir: The run's folder, which exists.
+            state: The `state_dict` from the checkpoint, empty in a new run.
+            round: Number of rounds already done: later ones that stand in the log are dropped.
+        """
+        self.dir = run_dir
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs to go on in the same log."""
+        return {}
+
+    @property
+    def name(self) -> str | None:
+        """The logger's name."""
+        return type(self).__name__
+
+    @property
+    def version(self) -> str | None:
+        """The run folder's name."""
+        return self.dir.name if self.dir else None
+
+    @rank_zero_only
+    def log_hyperparams(self, params: dict[str, Any]) -> None:  # type: ignore[override]
+        """Record the resolved config."""
+
+
+class CSVLogger(RunLogger):
+    """``metrics.csv`` in the run folder: a row a round, a column a metric, empty where nothing was measured."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.columns: list[str] = ["round"]
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+        assert self.dir is not None, "start the logger first"
+        return self.dir / "metrics.csv"
+
+    @rank_zero_only
+    def start(self, run_dir: Path, state: Mapping[str, Any], round: int) -> None:
+        super().start(run_dir, state, round)
+        rows = []
+        if self.path.exists():
+            with self.path.open(newline="") as file:
+                reader = csv.DictReader(file)
+                # a crash may have cut the last row short
+                rows = [row for row in reader if None not in row.values() and int(row["round"]) <= round]
+                self.columns = list(reader.fieldnames or self.columns)
+        self._rewrite(rows)
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:  # type: ignore[override]
+        """Append the row of round ``step``."""
+        if new := [key for key in metrics if key not in self.columns]:
+            with self.path.open(newline="") as file:
+                rows = list(csv.DictReader(file))
+            self.columns += new
+            self._rewrite(rows)
+        with self.path.open("a", newline="") as file:
+            csv.DictWriter(file, self.columns).writerow({"round": step, **metrics})
+
+    def _rewrite(self, rows: list[dict[str, Any]]) -> None:
+        temporary = self.path.with_suffix(".tmp")
+        with temporary.open("w", newline="") as file:
+            writer = csv.DictWriter(file, self.columns)
+            writer.writeheader()
+            writer.writerows(rows)
+        os.replace(temporary, self.path)
+
+
+def read_metrics(path: Path) -> dict[str, list[tuple[int, float]]]:
+    """The columns of a ``metrics.csv`` as (round, value) pairs, empty cells left out."""
+    columns: dict[str, list[tuple[int, float]]] = {}
+    with path.open(newline="") as file:
+        for row in csv.DictReader(file):
+            for key, value in row.items():
+                if key != "round" and value:
+                    columns.setdefault(key, []).append((int(row["round"]), float(value)))
+    return columns
+
+
+class WandbLogger(RunLogger):
+    """A Weights & Biases run; offline unless asked, which needs no account.
+
+    Args:
+        project: W&B project.
+        group: Group within it.
+        tags: Tags.
+        name: Name of the run; by default its folder's.
+        mode: offline (upload later by ``wandb sync``), online, or disabled.
+        entity: W&B user or team.
+    """
+
+    def __init__(
+        self,
+        project: str = "fl_lightning",
+        group: str | None = None,
+        tags: list[str] | None = None,
+        name: str | None = None,
+        mode: Literal["offline", "online", "disabled"] = "offline",
+        entity: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.project, self.group, self.tags = project, group, tags
+        self.run_name, self.mode, self.entity = name, mode, entity
+        self.experiment: WandbRun | None = None
+
+    @rank_zero_only
+    def start(self, run_dir: Path, state: Mapping[str, Any], round: int) -> None:
+        super().start(run_dir, state, round)
+        import wandb
+
+        self.experiment = wandb.init(
+            project=self.project,
+            entity=self.entity,
+            group=self.group,
+            tags=self.tags,
+            name=self.run_name or f"{run_dir.parent.name}/{run_dir.name}",
+            id=state.get("id"),
+            resume="allow",
+            mode=self.mode,
+            dir=run_dir,
+            settings=wandb.Settings(silent=True, console="off"),
+        )
+        self.experiment.define_metric("round")
+        self.experiment.define_metric("*", step_metric="round")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"id": self.experiment.id} if self.experiment else {}
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:  # type: ignore[override]
+        """Log the metrics of round ``step``."""
+        if self.experiment:
+            self.experiment.log({"round": step, **metrics})
+
+    @rank_zero_only
+    def log_hyperparams(self, params: dict[str, Any]) -> None:  # type: ignore[override]
+        if self.experiment:
+            self.experiment.config.update(params, allow_val_change=True)
+
+    @rank_zero_only
+    def finalize(self, status: str) -> None:
+        """Close the run."""
+        if self.experiment:
+            self.experiment.finish(exit_code=0 if status == "success" else 1)
+            self.experiment = None

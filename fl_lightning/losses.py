@@ -1,0 +1,20 @@
+"""Additions to the loss, per sample: logits ``(n, C)`` to losses ``(n,)``."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def kl_to_teacher(logits: Tensor, teacher: Tensor, tau: float = 1.0, tau2: bool = True) -> Tensor:
+    """``KL(softmax(teacher/tau) || softmax(logits/tau))`` of each sample (FedGMT Eq. 9).
+
+    Args:
+        logits: The student's, ``(n, C)``.
+        teacher: The teacher's, ``(n, C)``.
+        tau: Temperature.
+        tau2: Multiply by ``tau^2``, as the official code does (the paper does not write it).
+    """
+    student, target = (F.log_softmax(z / tau, dim=-1) for z in (logits, teacher))
+    kl = F.kl_div(student, target, reduction="none", log_target=True).sum(-1)
+    return tau * tau * kl if tau2 else kl

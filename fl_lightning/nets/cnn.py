@@ -1,0 +1,84 @@
+"""Small networks, with PyTorch's default initialisation.
+
+ReLU comes after max-pooling throughout: the two commute, and fewer values are rectified.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+
+class DigitsMLP(nn.Sequential):
+    """64 - hidden - classes, ReLU; for 8x8 digits. 4,810 weights by default.
+
+    Args:
+        hidden: Width of the hidden layer.
+        num_classes: Number of classes.
+    """
+
+    def __init__(self, hidden: int = 64, num_classes: int = 10) -> None:
+        super().__init__(nn.Flatten(), nn.Linear(64, hidden), nn.ReLU(), nn.Linear(hidden, num_classes))
+
+
+class DigitsCNN(nn.Sequential):
+    """Two 3x3 convolutions (8 and 16 channels), each with pooling, and a linear layer; for 1x8x8 digits. 1,898 weights.
+
+    Args:
+        num_classes: Number of classes.
+    """
+
+    def __init__(self, num_classes: int = 10) -> None:
+        super().__init__(
+            *_block(1, 8, kernel=3, padding=1),
+            *_block(8, 16, kernel=3, padding=1),
+            nn.Flatten(),
+            nn.Linear(64, num_classes),
+        )
+
+
+class HsuCNN(nn.Sequential):
+    """LeNet-like network for 32x32 images of Hsu et al. 2019, used by FedSAM, FedGloSS and FedGF.
+
+    Two unpadded 5x5 convolutions of 64 channels, then 384 - 192 - classes. 797,962 weights with 10 classes, 815,332
+    with 100.
+
+    Args:
+        num_classes: Number of classes.
+        in_channels: Colour channels of the images.
+    """
+
+    def __init__(self, num_classes: int = 10, in_channels: int = 3) -> None:
+        super().__init__(
+            *_block(in_channels, 64, kernel=5),
+            *_block(64, 64, kernel=5),
+            nn.Flatten(),
+            nn.Linear(1600, 384),
+            nn.ReLU(),
+            nn.Linear(384, 192),
+            nn.ReLU(),
+            nn.Linear(192, num_classes),
+        )
+
+
+class FLSAMCNN(nn.Sequential):
+    """Network for 3x32x32 images of the FL-SAM code (FedGMT).
+
+    Two padded 5x5 convolutions of 32 and 64 channels, then 512 - classes. 2,156,490 weights with 10 classes.
+
+    Args:
+        num_classes: Number of classes.
+    """
+
+    def __init__(self, num_classes: int = 10) -> None:
+        super().__init__(
+            *_block(3, 32, kernel=5, padding=2),
+            *_block(32, 64, kernel=5, padding=2),
+            nn.Flatten(),
+            nn.Linear(4096, 512),
+            nn.ReLU(),
+            nn.Linear(512, num_classes),
+        )
+
+
+def _block(channels: int, out: int, kernel: int, padding: int = 0) -> tuple[nn.Module, ...]:
+    return nn.Conv2d(channels, out, kernel, padding=padding), nn.MaxPool2d(2), nn.ReLU()

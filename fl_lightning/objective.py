@@ -1,0 +1,222 @@
+"""The local objective of a client as a LightningModule, and the hooks that make it an algorithm."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+
+from fl_lightning.ascent import Ascent, Gradient
+from fl_lightning.averaging import SWA
+from fl_lightning.errors import UserError
+from fl_lightning.flat import FlatSpec
+from fl_lightning.optim import SGD, CentralizedOptimizer, Direction
+from fl_lightning.server import ServerUpdate
+from fl_lightning.state import ClientContext, RoundContext, Rule, Slots, Uploads, Weighting
+
+
+class LocalObjective(L.LightningModule):
+    """Net, loss and metrics, and the hooks of a federated algorithm. As it stands, it is FedAvg.
+
+    A subclass overrides only what its paper changes. Vectors have shape ``(..., d)``; hooks never change one in place.
+    The client's hooks see what was sent (``down``) and their own slots, the server's see averages of what was uploaded
+    (``up``): nothing else exists.
+
+    Args:
+        net: The network: a batch to logits.
+        loss: Per-sample losses ``(logits, target) -> (n,)``; a ``reduction`` attribute is set to "none".
+        optimizer: The local optimizer.
+        ascent: Where the gradient is taken: null (at the weights), SAM, ASAM, or your own.
+        server_update: What the server makes of the pseudo-gradient: ServerUpdate (averaging), Momentum, Adam.
+        averaging: Average of the global model that evaluation uses: null or SWA.
+        weighting: Weights of the clients' models in their average: samples or uniform; null: the algorithm's own.
+        init_weights: Initial weights of the net: a file (state_dict or checkpoint), or from Python a state_dict.
+
+    Attributes:
+        client_slots: State that a client keeps, by name with its first value (see `fl_lightning.state.Rule`).
+        scratch_slots: The same for what lives during one round's local training and is never stored.
+        server_slots: State that the server keeps beside ``w``.
+        down: Names of server slots that are sent to a client.
+        up: Names that a client uploads.
+        default_weighting: The weighting of the paper's box.
+        paper: Where the algorithm comes from.
+    """
+
+    client_slots: ClassVar[dict[str, Rule]] = {}
+    scratch_slots: ClassVar[dict[str, Rule]] = {}
+    server_slots: ClassVar[dict[str, Rule]] = {}
+    down: tuple[str, ...] = ("w",)
+    up: tuple[str, ...] = ("w",)
+    default_weighting: ClassVar[Weighting] = "samples"
+    paper: ClassVar[str] = ""
+
+    def __init__(
+        self,
+        net: nn.Module,
+        loss: nn.Module | None = None,
+        optimizer: SGD | None = None,
+        ascent: Ascent | None = None,
+        server_update: ServerUpdate | None = None,
+        averaging: SWA | None = None,
+        weighting: Weighting | None = None,
+        init_weights: str | dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        self.net = net
+        self.loss = nn.CrossEntropyLoss() if loss is None else loss
+        if hasattr(self.loss, "reduction"):
+            self.loss.reduction = "none"
+        self.optimizer = SGD() if optimizer is None else optimizer
+        self.ascent = ascent
+        self.server_update = ServerUpdate() if server_update is None else server_update
+        self.averaging = averaging
+        self.weighting: Weighting = weighting or self.default_weighting
+        if init_weights is not None:
+            load_weights(net, init_weights)
+        if next(net.buffers(), None) is not None:
+            name = next(name for name, _ in net.named_buffers())
+            raise UserError(f"model.net has the buffer '{name}': running statistics are not averaged; use GroupNorm")
+        self.flat = FlatSpec(net)
+
+    # What is minimised
+
+    def losses(self, logits: Tensor, target: Tensor, *teacher: Tensor) -> Tensor:
+        """Loss of each sample, ``(n,)``.
+
+        Args:
+            logits: The net's output, ``(n, ...)``.
+            target: ``(n,)``.
+            teacher: The teacher's output on the same batch, if `teacher` names weights.
+        """
+        return self.loss(logits, target)  # type: ignore[no-any-return]
+
+    def training_step(self, batch: tuple[Tensor, ...], batch_idx: int) -> Tensor:
+        """Loss of the local objective on a minibatch ``(x, y)`` or ``(x, y, teacher's output)``, a scalar."""
+        x, y, *teacher = batch
+        return self.losses(self.net(x), y, *teacher).mean()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The net's output."""
+        return self.net(x)  # type: ignore[no-any-return]
+
+    # The hooks of a round, in their order
+
+    def broadcast(self, server: Slots, ctx: RoundContext) -> Slots:
+        """What is sent this round, of which clients get the names in ``down``; ``server`` itself stays as it is."""
+        return server
+
+    def local_start(self, client: Slots, sent: Slots, ctx: ClientContext) -> tuple[Tensor, Slots]:
+        """Where local training starts, and what of the client's state is renewed at contact."""
+        return sent.w, client
+
+    def teacher(self, client: Slots, sent: Slots) -> Tensor | None:
+        """Weights ``(d,)`` whose output on each minibatch `losses` gets, without gradient; None: no teacher."""
+        return None
+
+    def sharp(self, w: Tensor, grad: Gradient, client: Slots, sent: Slots, ctx: ClientContext) -> Tensor:
+        """The gradient at the ascent point, or at ``w`` if there is no ascent."""
+        return grad(w) if self.ascent is None else grad(w + self.ascent(w, grad, client, sent, ctx))
+
+    def local_step(
+        self, w: Tensor, grad: Gradient, client: Slots, sent: Slots, ctx: ClientContext
+    ) -> tuple[Direction, Slots]:
+        """Direction of one local step (descent goes against it), and the client's state after it."""
+        return self.sharp(w, grad, client, sent, ctx), client
+
+    def local_end(self, w: Tensor, client: Slots, sent: Slots, ctx: ClientContext) -> tuple[dict[str, Tensor], Slots]:
+        """What a client uploads (the names in ``up``), and what it keeps."""
+        return {"w": w}, client
+
+    def server_step(self, server: Slots, sent: Slots, uploads: Uploads, ctx: RoundContext) -> Slots:
+        """The server's next state, from averages of the uploads."""
+        return self.server_update(server, sent.w - uploads.weighted("w"), ctx)
+
+    # What follows from the parts
+
+    def client_rules(self) -> dict[str, Rule]:
+        """First values of all client slots, those of the injected parts included."""
+        return {**self.client_slots, **(self.ascent.client_slots if self.ascent else {})}
+
+    def server_rules(self) -> dict[str, Rule]:
+        """First values of all server slots but ``w``, those of the injected parts included."""
+        return {
+            **self.server_slots,
+            **self.server_update.first(),
+            **(self.averaging.slots if self.averaging else {}),
+        }
+
+    @property
+    def passes(self) -> tuple[int, int]:
+        """Forward and backward passes of a local step."""
+        backward = 1 if self.ascent is None else self.ascent.passes
+        has_teacher = type(self).teacher is not LocalObjective.teacher
+        return backward + has_teacher, backward
+
+    # Centralized training under a plain lightning.Trainer
+
+    def configure_optimizers(self) -> Any:
+        """The local optimizer (with its ascent) for ``lightning.Trainer``, its learning rate decaying by epoch.
+
+        Raises:
+            UserError: If the algorithm keeps client or server state.
+        """
+        state = [*self.client_rules(), *self.server_rules()]
+        if state:
+            raise UserError(
+                f"{type(self).__name__} keeps federated state ({', '.join(state)}): "
+                "train it with fl_lightning.FederatedTrainer, not with lightning.Trainer"
+            )
+        optimizer = CentralizedOptimizer(self.flat.parameters(self.net), self)
+        epochs = self.trainer.max_epochs or 1
+        factor = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda epoch: self.optimizer.lr_at(epoch, epochs) / self.optimizer.lr
+        )
+        return {"optimizer": optimizer, "lr_scheduler": factor}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Logs the loss as ``train/loss``."""
+        self.log("train/loss", outputs["loss"], prog_bar=True)
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        """Logs ``val/loss`` and ``val/acc``."""
+        self._log_evaluation("val", *batch)
+
+    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        """Logs ``test/loss`` and ``test/acc``."""
+        self._log_evaluation("test", *batch)
+
+    def _log_evaluation(self, split: str, x: Tensor, y: Tensor) -> None:
+        from torchmetrics.functional.classification import multiclass_accuracy
+
+        logits = self.net(x)
+        acc = multiclass_accuracy(logits, y, num_classes=logits.shape[1], average="micro")
+        self.log_dict({f"{split}/loss": self.loss(logits, y).mean(), f"{split}/acc": acc}, batch_size=len(y))
+
+
+def load_weights(net: nn.Module, source: str | Mapping[str, Any]) -> None:
+    """Load a state_dict, or a file that holds one (of the net, or of a checkpoint of this package), into ``net``.
+
+    Raises:
+        UserError: If the file is missing or unreadable, or names and shapes do not fit the net.
+    """
+    if isinstance(source, str):
+        if not Path(source).is_file():
+            raise UserError(f"model.init_weights = {source}: no such file; give a state_dict saved by torch.save")
+        try:
+            source = torch.load(source, map_location="cpu", weights_only=True)
+        except Exception as error:
+            raise UserError(f"model.init_weights = {source}: not a state_dict saved by torch.save ({error!r:.80})") from None
+    weights = source.get("state_dict", source) if isinstance(source, Mapping) else {}
+    weights = {name.removeprefix("net."): torch.as_tensor(value) for name, value in weights.items()}
+    own = net.state_dict()
+    wrong = [n for n in own.keys() | weights.keys() if own.get(n) is None or weights.get(n) is None or own[n].shape != weights[n].shape]
+    if wrong:
+        raise UserError(
+            f"model.init_weights does not fit {type(net).__name__}: '{sorted(wrong)[0]}' is missing, unknown or of "
+            f"another shape ({len(wrong)} such names); take the net that the weights were saved from"
+        )
+    net.load_state_dict(weights)

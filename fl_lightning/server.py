@@ -1,0 +1,99 @@
+"""Server updates: from a pseudo-gradient to the next global model.
+
+``delta`` of shape ``(d,)`` points uphill: the model that was sent less the average of the local models.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from fl_lightning.errors import UserError
+from fl_lightning.state import RoundContext, Rule, Slots
+
+
+class ServerUpdate:
+    """Plain averaging: ``w - lr * delta``; with lr 1 the average of the local models (FedAvg).
+
+    Args:
+        lr: Server learning rate eta_g.
+    """
+
+    slots: ClassVar[dict[str, Rule]] = {}
+
+    def __init__(self, lr: float = 1.0) -> None:
+        self.lr = lr
+
+    def first(self) -> dict[str, Rule]:
+        """First values of the server slots that it keeps."""
+        return dict(self.slots)
+
+    def __call__(self, server: Slots, delta: Tensor, ctx: RoundContext) -> Slots:
+        """The server's state after the step."""
+        return server.replace(w=server.w - self.lr * delta)
+
+
+class Momentum(ServerUpdate):
+    """``v = beta v + delta; w - lr v`` (FedAvgM; Hsu et al., 2019).
+
+    Args:
+        beta: Momentum.
+        lr: Server learning rate.
+    """
+
+    slots: ClassVar[dict[str, Rule]] = {"server_v": "zeros"}
+
+    def __init__(self, beta: float = 0.9, lr: float = 1.0) -> None:
+        super().__init__(lr)
+        self.beta = beta
+
+    def __call__(self, server: Slots, delta: Tensor, ctx: RoundContext) -> Slots:
+        v = self.beta * server.server_v + delta
+        return server.replace(w=server.w - self.lr * v, server_v=v)
+
+
+class Adam(ServerUpdate):
+    """``w - lr m / (sqrt(v) + tau)`` (FedAdam; Reddi et al., ICLR 2021, Algorithm 2).
+
+    Args:
+        lr: Server learning rate.
+        beta1: Decay of the first moment m.
+        beta2: Decay of the second moment v.
+        tau: Added to the root.
+        v0: First value of v: 0 (as run by FL-Simulator and by Google) or tau^2 (as in the paper's box).
+        bias_correction: Correct both moments, as Google's experiments did.
+    """
+
+    slots: ClassVar[dict[str, Rule]] = {"server_m": "zeros"}
+
+    def __init__(
+        self,
+        lr: float = 0.1,
+        beta1: float = 0.9,
+        beta2: float = 0.99,
+        tau: float = 0.01,
+        v0: Literal["0", "tau2"] = "0",
+        bias_correction: bool = False,
+    ) -> None:
+        super().__init__(lr)
+        if tau <= 0:
+            raise UserError(f"server_update.tau = {tau}: must be above 0, it is divided by")
+        self.beta1, self.beta2, self.tau, self.v0, self.bias_correction = beta1, beta2, tau, v0, bias_correction
+
+    def first(self) -> dict[str, Rule]:
+        v0 = 0.0 if self.v0 == "0" else self.tau**2
+        return {**self.slots, "server_v": lambda w0: torch.full_like(w0, v0)}
+
+    def second_moment(self, v: Tensor, delta: Tensor) -> Tensor:
+        """The next v; where FedYogi and FedAdagrad differ."""
+        return self.beta2 * v + (1 - self.beta2) * delta * delta
+
+    def __call__(self, server: Slots, delta: Tensor, ctx: RoundContext) -> Slots:
+        m = self.beta1 * server.server_m + (1 - self.beta1) * delta
+        v = self.second_moment(server.server_v, delta)
+        lr = self.lr
+        if self.bias_correction:
+            lr = lr * (1 - self.beta2 ** (ctx.t + 1)) ** 0.5 / (1 - self.beta1 ** (ctx.t + 1))
+        return server.replace(w=server.w - lr * m / (v.sqrt() + self.tau), server_m=m, server_v=v)

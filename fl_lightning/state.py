@@ -1,0 +1,154 @@
+"""What the hooks of an algorithm are handed: named vectors, the context of a round, and the averages of the uploads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from fl_lightning.flat import FlatSpec
+
+Weighting: TypeAlias = Literal["samples", "uniform"]
+
+Rule: TypeAlias = str | float | Callable[[Tensor], Tensor]
+"""First value of a slot: ``"zeros"``, ``"w0"`` (initial model) or ``"w"`` (model received at first contact) for a vector
+``(d,)``; a number for a scalar ``(1,)``; a function of the initial model for anything else."""
+
+
+class Slots(Mapping[str, Tensor]):
+    """Named tensors, read as attributes (``client.lam``) and never changed in place: ``replace`` makes a new one."""
+
+    def __init__(self, values: Mapping[str, Tensor]) -> None:
+        self._values = dict(values)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __getattr__(self, name: str) -> Tensor:
+        if name.startswith("_") or name not in self._values:
+            raise AttributeError(f"no slot '{name}' here; there are: {', '.join(self.__dict__.get('_values', ()))}")
+        return self._values[name]
+
+    def replace(self, **new: Tensor) -> Slots:
+        """A copy with some values exchanged.
+
+        Raises:
+            AttributeError: If a name is not a declared slot.
+        """
+        for name in new.keys() - self._values.keys():
+            getattr(self, name)
+        return Slots({**self._values, **new})
+
+    def only(self, names: Iterable[str]) -> Slots:
+        """The slots of these names alone: what goes over the wire."""
+        return Slots({name: getattr(self, name) for name in names})
+
+    def finite(self) -> bool:
+        """Whether every value is finite."""
+        return all(bool(torch.isfinite(v).all()) for v in self._values.values())
+
+    @classmethod
+    def first(cls, rules: Mapping[str, Rule], w0: Tensor, w: Tensor) -> Slots:
+        """First values by rule; see `Rule`.
+
+        Raises:
+            ValueError: If a rule is an unknown word.
+        """
+
+        def value(name: str, rule: Rule) -> Tensor:
+            match rule:
+                case "zeros":
+                    return torch.zeros_like(w0)
+                case "w0":
+                    return w0.clone()
+                case "w":
+                    return w.clone()
+                case str():
+                    raise ValueError(f"slot '{name}': first value '{rule}' is none of 'zeros', 'w0', 'w' or a number")
+                case int() | float():
+                    return w0.new_full((1,), rule)
+                case _:
+                    return rule(w0)
+
+        return cls({name: value(name, rule) for name, rule in rules.items()})
+
+
+@dataclass(frozen=True)
+class RoundContext:
+    """Where a round stands.
+
+    Attributes:
+        t: Round, from 0.
+        rounds: Number of rounds of the whole run, T.
+        m: Number of clients, M (not of this round's cohort: that is ``uploads.n``).
+        flat: Layout of the weight vector.
+        exchange: Number of this exchange within the round, from 0.
+    """
+
+    t: int
+    rounds: int
+    m: int
+    flat: FlatSpec
+    exchange: int = 0
+
+
+@dataclass(frozen=True)
+class ClientContext(RoundContext):
+    """The same on a client.
+
+    Attributes:
+        lr: Learning rate of this round's local steps.
+        K: Number of local steps.
+        k_lr: Sum of the steps' learning rates.
+        n_k: Number of samples.
+    """
+
+    lr: float = 0.0
+    K: int = 0
+    k_lr: float = 0.0
+    n_k: int = 0
+
+
+class Uploads:
+    """Averages of what a cohort sent; all that the server sees.
+
+    Attributes:
+        n: Number of clients in the averages, S.
+        names: What was sent.
+    """
+
+    def __init__(self, names: Iterable[str], weighting: Weighting) -> None:
+        self.names = (*names, "k_lr")
+        self.weighting = weighting
+        self.n = 0
+        self.samples = 0
+        self._sums: dict[str, Tensor] = {}
+        self._weighted_sums: dict[str, Tensor] = {}
+
+    def add(self, upload: Mapping[str, Tensor], samples: int) -> None:
+        """Add one client's upload. Clients are added in cohort order, so that sums do not depend on who trained whom."""
+        self.n += 1
+        self.samples += samples
+        for name in self.names:
+            for sums, factor in ((self._sums, 1), (self._weighted_sums, samples)):
+                if name in sums:
+                    sums[name].add_(upload[name], alpha=factor)
+                else:
+                    sums[name] = upload[name] * factor
+
+    def mean(self, name: str) -> Tensor:
+        """Plain mean over the cohort: for duals, variates, perturbations and distances."""
+        return self._sums[name] / self.n
+
+    def weighted(self, name: str) -> Tensor:
+        """Mean that follows ``weighting`` (by samples, or uniform): for models and pseudo-gradients."""
+        return self.mean(name) if self.weighting == "uniform" else self._weighted_sums[name] / self.samples

@@ -1,0 +1,449 @@
+"""The federated orchestrator: who trains, when, and where. It knows no algorithm."""
+
+from __future__ import annotations
+
+import atexit
+import time
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning as L
+import torch
+from lightning.fabric.loggers import Logger
+from torch import Tensor
+from torchmetrics import MeanMetric
+from torchmetrics.classification import MulticlassAccuracy
+
+from fl_lightning import checkpoint
+from fl_lightning.callbacks import Callback, Checkpoints, Curves, Progress
+from fl_lightning.clients import ClientStore
+from fl_lightning.data import FederatedDataModule
+from fl_lightning.errors import UserError
+from fl_lightning.local import LocalResult, SequentialEngine
+from fl_lightning.loggers import CSVLogger, RunLogger
+from fl_lightning.objective import LocalObjective
+from fl_lightning.rng import generator
+from fl_lightning.sampling import CohortSampler, Uniform
+from fl_lightning.state import ClientContext, RoundContext, Slots, Uploads
+
+Split = Literal["train", "val", "test"]
+
+
+class FederatedTrainer:
+    """Runs the rounds of a federated experiment on Lightning Fabric.
+
+    Results depend on the seed and the config alone: neither on the number of processes nor on where a run was
+    interrupted.
+
+    Args:
+        max_rounds: Number of rounds, T.
+        clients_per_round: Size of the cohort, S, when no ``sampler`` is given.
+        sampler: Who takes part: Uniform, Bernoulli, Trace, or your own.
+        local_epochs: Passes of a client over its data, E.
+        local_steps: Steps of a client, K; it takes the place of ``local_epochs``.
+        eval_every: Rounds between two evaluations; the last round is always evaluated.
+        accelerator: As for ``lightning.Fabric``: auto, cpu, gpu, ...
+        strategy: As for ``lightning.Fabric``; with several devices "ddp" launches the processes (the model itself is
+            never wrapped: each process trains its share of the cohort).
+        devices: Number of devices (processes) per node.
+        num_nodes: Number of nodes.
+        precision: 32-true, 64-true, or bf16-mixed (float32 weights and state, bfloat16 forward passes).
+        seed: Of everything drawn during the run: initial weights (from the command line), cohorts, minibatches.
+        loggers: Further loggers beside ``metrics.csv``: WandbLogger, or one of Lightning's.
+        callbacks: FlatnessMonitor, Trajectory, Checkpoints, ..., or your own.
+        default_root_dir: Where run folders go.
+        name: Folder of this experiment's runs; by default model and data.
+        enable_progress_bar: Show the live progress and the summary.
+    """
+
+    def __init__(
+        self,
+        max_rounds: int = 100,
+        clients_per_round: int = 10,
+        sampler: CohortSampler | None = None,
+        local_epochs: int = 1,
+        local_steps: int | None = None,
+        eval_every: int = 1,
+        accelerator: str = "auto",
+        strategy: str = "auto",
+        devices: int | str = 1,
+        num_nodes: int = 1,
+        precision: Literal["32-true", "64-true", "bf16-mixed"] = "32-true",
+        seed: int = 0,
+        loggers: list[RunLogger | Logger] | None = None,
+        callbacks: list[Callback] | None = None,
+        default_root_dir: str = "runs",
+        name: str | None = None,
+        enable_progress_bar: bool = True,
+    ) -> None:
+        for key, value in (
+            ("max_rounds", max_rounds),
+            ("local_epochs", local_epochs),
+            ("local_steps", local_steps),
+            ("eval_every", eval_every),
+        ):
+            if value is not None and value < 1:
+                raise UserError(f"trainer.{key} = {value}: at least 1")
+        self.max_rounds, self.eval_every, self.seed = max_rounds, eval_every, seed
+        self.sampler = Uniform(clients_per_round) if sampler is None else sampler
+        self.local_epochs, self.local_steps = local_epochs, local_steps
+        self.default_root_dir, self.name = Path(default_root_dir), name
+        self.callbacks = self._with_defaults(list(callbacks or ()), enable_progress_bar)
+        self.loggers = [CSVLogger(), *(loggers or ())]
+        self.precision = precision
+        self.fabric = L.Fabric(
+            accelerator=accelerator,
+            strategy=strategy,
+            devices=devices,
+            num_nodes=num_nodes,
+            precision=precision,
+            callbacks=self.callbacks,
+            loggers=self.loggers,  # type: ignore[arg-type]
+        )
+        self.dtype = torch.float64 if precision == "64-true" else torch.float32
+        self.config: dict[str, Any] = {}
+        """The resolved config, saved by the command line and sent to the loggers."""
+        self.round = 0
+        """Number of rounds done."""
+        self.metrics: dict[str, float] = {}
+        """The latest value of every metric."""
+        self._launched = False
+
+    @staticmethod
+    def _with_defaults(callbacks: list[Callback], progress: bool) -> list[Callback]:
+        for default in (Curves, Progress, Checkpoints):
+            if (default is not Progress or progress) and not any(isinstance(c, default) for c in callbacks):
+                callbacks.append(default())
+        # what measures comes first; a checkpoint is taken when everything else has seen the round
+        return sorted(callbacks, key=lambda c: isinstance(c, Progress) + 2 * isinstance(c, Checkpoints))
+
+    # Entry points
+
+    def fit(self, model: LocalObjective, datamodule: FederatedDataModule, ckpt_path: str | None = None) -> None:
+        """Train for ``max_rounds`` rounds.
+
+        Args:
+            model: The local objective, which names the algorithm. After the run its net holds the final global model.
+            datamodule: The clients' data.
+            ckpt_path: A checkpoint to go on from, in its own run folder; or "last" for the newest run of this name.
+
+        Raises:
+            UserError: If config, data or checkpoint do not fit; nothing has been written then.
+        """
+        self._launch()
+        path = self._resolve(ckpt_path, model, datamodule)
+        restored = self._set_up(model, datamodule, path, resume=True)
+        self.sampler.check(self.max_rounds, datamodule.num_clients)
+        self._check_net()
+        self._start_run(path, restored)
+        status = "failed"
+        try:
+            self.fabric.call("on_fit_start", trainer=self)
+            while self.round < self.max_rounds:
+                self._train_round()
+            self.objective.flat.load(self.objective.net, self.global_model)
+            self.fabric.call("on_fit_end", trainer=self)
+            status = "success"
+        except BaseException as error:
+            self.fabric.call("on_exception", trainer=self, error=error)
+            raise
+        finally:
+            for logger in self.loggers:
+                logger.finalize(status)
+
+    def validate(
+        self, model: LocalObjective, datamodule: FederatedDataModule, ckpt_path: str | None = None
+    ) -> dict[str, float]:
+        """Evaluate the global model on the held-out part of the training data (``data.val_fraction``).
+
+        Args:
+            model: The local objective.
+            datamodule: The data.
+            ckpt_path: The checkpoint to evaluate, or "last"; by default the model's own weights.
+
+        Returns:
+            ``server/val/acc`` and ``server/val/loss``.
+        """
+        if datamodule.val_fraction == 0:
+            raise UserError("data.val_fraction = 0: there is nothing to validate on; set it above 0, or use test")
+        return self._evaluate_only(model, datamodule, ckpt_path, "val")
+
+    def test(
+        self, model: LocalObjective, datamodule: FederatedDataModule, ckpt_path: str | None = None
+    ) -> dict[str, float]:
+        """Evaluate the global model on the test set.
+
+        Args:
+            model: The local objective.
+            datamodule: The data.
+            ckpt_path: The checkpoint to evaluate, or "last"; by default the model's own weights.
+
+        Returns:
+            ``server/test/acc`` and ``server/test/loss``.
+        """
+        return self._evaluate_only(model, datamodule, ckpt_path, "test")
+
+    # State of the run
+
+    @property
+    def global_model(self) -> Tensor:
+        """The weights that evaluation, flatness and export use, ``(d,)``: of SWA the average, else the server's."""
+        averaging = self.objective.averaging
+        return self.server.w if averaging is None else averaging.model(self.server)
+
+    def log(self, metrics: dict[str, float]) -> None:
+        """Add metrics to this round's; names say what was measured where, as in ``server/test/acc``."""
+        self._logged.update(metrics)
+        self.metrics.update(metrics)
+
+    def save_checkpoint(self, path: Path) -> None:
+        """Write everything that the run needs to go on as if it had never stopped (rank 0 writes)."""
+        if self.fabric.is_global_zero:
+            weights = self.objective.flat.split(self.global_model.cpu())
+            checkpoint.save(
+                path,
+                {
+                    "round": self.round,
+                    "identity": self._identity(),
+                    "state_dict": {f"net.{name}": value.clone() for name, value in weights.items()},
+                    "server": {name: value.cpu() for name, value in self.server.items()},
+                    "clients": self.clients.state_dict(),
+                    "total_floats": self.total_floats,
+                    "metrics": self.metrics,
+                    "loggers": [x.state_dict() if isinstance(x, RunLogger) else {} for x in self.loggers],
+                    "callbacks": [callback.state_dict() for callback in self.callbacks],
+                },
+            )
+        self.fabric.barrier()
+
+    def _identity(self) -> dict[str, Any]:
+        """What must be the same when a run is resumed, by config key."""
+        return {
+            **self._model_identity(),
+            "trainer.seed": self.seed,
+            "trainer.precision": self.precision,
+            "data": self.data.fingerprint(),
+        }
+
+    def _model_identity(self) -> dict[str, Any]:
+        flat = self.objective.flat
+        return {
+            "model": type(self.objective).__name__,
+            "model.net (its parameters)": [(n, list(s)) for n, s in zip(flat.names, flat.shapes, strict=True)],
+            "model (its client state)": sorted(self.objective.client_rules()),
+            "model (its server state)": sorted(self.objective.server_rules()),
+        }
+
+    # Setting up
+
+    def _launch(self) -> None:
+        if not self._launched:
+            self.fabric.launch()
+            self._launched = True
+            if self.fabric.world_size > 1:
+                atexit.register(torch.distributed.destroy_process_group)  # or gloo aborts at exit
+
+    def _resolve(self, ckpt_path: str | None, model: LocalObjective, data: FederatedDataModule) -> Path | None:
+        self.name = self.name or f"{type(model).__name__}-{type(data).__name__}"
+        return ckpt_path if ckpt_path is None else checkpoint.resolve(ckpt_path, self.default_root_dir, self.name)
+
+    def _set_up(
+        self, model: LocalObjective, data: FederatedDataModule, path: Path | None, resume: bool = False
+    ) -> dict[str, Any]:
+        """Bring data and model in place and make the first state, or that of the checkpoint, which is returned."""
+        fabric = self.fabric
+        restored = {} if path is None else checkpoint.load(path)
+        self.objective, self.data = model, data
+        if fabric.local_rank == 0:
+            data.prepare_data()
+        fabric.barrier()
+        data.setup("fit")
+        data.to(fabric.device)
+        model.to(device=fabric.device, dtype=self.dtype)
+        self.engine = SequentialEngine(model, fabric.autocast)
+        w0 = fabric.broadcast(self.engine.net.w.clone())
+        self.server = Slots({"w": w0, **Slots.first(model.server_rules(), w0, w0)})
+        self.clients = ClientStore(model.client_rules(), w0)
+        self.round, self.total_floats, self.metrics = 0, 0, {}
+        self._logged: dict[str, float] = {}
+        if path is not None:
+            checkpoint.check_identity(path, restored["identity"], self._identity() if resume else self._model_identity())
+            self.server = Slots({name: value.to(w0) for name, value in restored["server"].items()})
+            self.clients.load_state_dict(restored["clients"])
+            self.round, self.total_floats = restored["round"], restored["total_floats"]
+            self.metrics = restored["metrics"]
+        return restored
+
+    def _start_run(self, path: Path | None, restored: dict[str, Any]) -> None:
+        """Open the run folder and the logs."""
+        fabric = self.fabric
+        if path is None:
+            assert self.name is not None
+            new = checkpoint.new_run_dir(self.default_root_dir, self.name) if fabric.is_global_zero else None
+            self.run_dir: Path = fabric.broadcast(new)
+        else:
+            self.run_dir = path.parent.parent
+        for callback, state in zip(self.callbacks, restored.get("callbacks", ()), strict=False):
+            callback.load_state_dict(state)
+        states = dict(enumerate(restored.get("loggers", ())))
+        for i, logger in enumerate(self.loggers):
+            if isinstance(logger, RunLogger):
+                logger.start(self.run_dir, states.get(i, {}), self.round)
+            logger.log_hyperparams(self.config)
+
+    def _check_net(self) -> None:
+        """One batch through the net, so that a net that does not fit the data is told in one line."""
+        net, data, fits = type(self.objective.net).__name__, self.data, False
+        x, y = next(iter(data.eval_batches("test", self.dtype)))
+        try:
+            logits = self.engine.logits(self.server.w, x)
+            fits = logits.shape[:1] == x.shape[:1] and logits.shape[1] >= data.num_classes
+        except (RuntimeError, ValueError) as error:
+            raise UserError(
+                f"model.net = {net} cannot take a batch of shape {tuple(x.shape)} ({str(error).splitlines()[0]:.80}); "
+                "choose a net for this data"
+            ) from None
+        if not fits:
+            raise UserError(
+                f"model.net = {net} gives outputs of shape {tuple(logits.shape)} for {data.num_classes} classes; "
+                f"set its num_classes to {data.num_classes}"
+            )
+        if (losses := self.objective.loss(logits, y)).shape != y.shape:
+            raise UserError(
+                f"model.loss = {type(self.objective.loss).__name__} gives a value of shape {tuple(losses.shape)}; "
+                f"it must give one loss per sample, {tuple(y.shape)}"
+            )
+
+    # A round
+
+    def _train_round(self) -> None:
+        """One round: broadcast, local training, aggregation; then evaluation, callbacks, logs.
+
+        The state changes only when the whole round is done, so whatever breaks off in between loses nothing.
+        """
+        started = time.perf_counter()
+        self._logged = {}
+        objective, fabric, t, m = self.objective, self.fabric, self.round, self.data.num_clients
+        cohort = self.sampler(t, m, self.seed)
+        ctx = RoundContext(t, self.max_rounds, m, objective.flat)
+        fabric.call("on_round_start", trainer=self, ctx=ctx, cohort=cohort)
+        sent = objective.broadcast(self.server, ctx).only(objective.down)
+        share = [self._train_client(k, sent, ctx) for k in cohort[fabric.global_rank :: fabric.world_size]]
+        results = self._exchange(share, cohort, sent, ctx)
+
+        uploads = Uploads(objective.up, objective.weighting)
+        accepted = [r for r in results if r.slots.finite() and Slots(r.upload).finite()]
+        if not accepted:
+            raise UserError(
+                f"round {t + 1}: no client's update is finite, training has diverged; lower model.optimizer.lr or set "
+                "model.optimizer.clip"
+            )
+        for r in accepted:
+            k_lr = self.server.w.new_full((1,), r.ctx.k_lr)
+            uploads.add({**r.upload, "k_lr": k_lr}, r.ctx.n_k)
+        server = objective.server_step(self.server, sent, uploads, ctx)
+        if objective.averaging is not None:
+            server = objective.averaging.update(server, self.server.w, ctx)
+
+        self.server = server
+        for r in accepted:
+            self.clients.scatter(r.client, r.slots)
+        self.round += 1
+        floats = sum(v.numel() for v in sent.values()) + sum(v.numel() for v in results[0].upload.values())
+        self.total_floats += floats * len(cohort)
+        if fabric.device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - started
+        self.log(
+            {
+                "client/train/loss": float(torch.stack([r.loss for r in results]).mean()),
+                "client/refused": len(results) - len(accepted),
+                "client/lr": results[0].ctx.lr,
+                "comm/total_bits": self.total_floats * sent.w.element_size() * 8,
+                "time/round_s": seconds,
+                "time/clients_per_s": len(cohort) / seconds,
+            }
+        )
+        if self.round % self.eval_every == 0 or self.round == self.max_rounds:
+            for split in ("val", "test") if self.data.val_fraction else ("test",):
+                self.log(self.evaluate(split))
+        fabric.call("on_round_end", trainer=self)
+        for logger in self.loggers:
+            logger.log_metrics(metrics=self._logged, step=self.round)
+        fabric.call("on_round_logged", trainer=self, metrics=self._logged)
+
+    def client_context(self, client: int, ctx: RoundContext) -> ClientContext:
+        """The context that a client trains in."""
+        objective = self.objective
+        lr = objective.optimizer.lr_at(ctx.t, ctx.rounds)
+        if objective.averaging is not None:
+            lr = objective.averaging.lr(lr, ctx)
+        steps = self.data.batches_per_client(client, self.local_epochs, self.local_steps)
+        n_k = int(self.data.client_sizes[client])
+        return ClientContext(
+            ctx.t, ctx.rounds, ctx.m, ctx.flat, ctx.exchange, lr=lr, K=steps, k_lr=steps * lr, n_k=n_k
+        )
+
+    def _train_client(self, client: int, sent: Slots, ctx: RoundContext) -> LocalResult:
+        draw = generator(self.seed, "batches", ctx.t, ctx.exchange, client)
+        batches = self.data.client_batches(client, self.local_epochs, self.local_steps, draw, self.dtype)
+        state = self.clients.gather(client, sent.w, self.objective.scratch_slots)
+        result = self.engine.train(client, state, sent, batches, self.client_context(client, ctx), self.seed)
+        self.fabric.call("on_local_end", trainer=self, result=result)
+        return result
+
+    def _exchange(
+        self, share: list[LocalResult], cohort: list[int], sent: Slots, ctx: RoundContext
+    ) -> list[LocalResult]:
+        """Every process's results on every process, in cohort order: then sums do not depend on who trained whom."""
+        fabric = self.fabric
+        if fabric.world_size == 1:
+            return share
+        keep = self.clients.rules
+        # rank 0 always has a client, so it knows the layout of a result as one row
+        layout = fabric.broadcast({n: v.numel() for n, v in share[0].parts(keep).items()} if share else None)
+        rows = sent.w.new_zeros(-(-len(cohort) // fabric.world_size), sum(layout.values()))
+        for row, result in zip(rows, share, strict=False):
+            torch.cat(list(result.parts(keep).values()), out=row)
+        gathered = fabric.all_gather(rows)
+        results = []
+        for i, client in enumerate(cohort):
+            row = gathered[i % fabric.world_size, i // fabric.world_size]
+            parts = dict(zip(layout, row.split(list(layout.values())), strict=True))
+            results.append(LocalResult.of_parts(client, parts, self.client_context(client, ctx)))
+        return results
+
+    # Evaluation
+
+    def evaluate(self, split: Split, w: Tensor | None = None) -> dict[str, float]:
+        """Accuracy and mean loss on a whole split.
+
+        Args:
+            split: "train" (the union of the clients' data, not augmented), "val" or "test".
+            w: Weights ``(d,)``; by default the global model.
+
+        Returns:
+            ``server/<split>/acc`` and ``server/<split>/loss``.
+        """
+        fabric, data = self.fabric, self.data
+        w = self.global_model if w is None else w
+        loss = MeanMetric().to(fabric.device)
+        acc = MulticlassAccuracy(data.num_classes, average="micro", validate_args=False).to(fabric.device)
+        for i, (x, y) in enumerate(data.eval_batches(split, self.dtype)):
+            if i % fabric.world_size == fabric.global_rank:
+                logits = self.engine.logits(w, x).to(self.dtype)
+                loss.update(self.objective.loss(logits, y))
+                acc.update(logits[:, : data.num_classes], y)
+        return {f"server/{split}/acc": float(acc.compute()), f"server/{split}/loss": float(loss.compute())}
+
+    def _evaluate_only(
+        self, model: LocalObjective, data: FederatedDataModule, ckpt_path: str | None, split: Split
+    ) -> dict[str, float]:
+        self._launch()
+        path = self._resolve(ckpt_path, model, data)
+        self._set_up(model, data, path)
+        self._check_net()
+        self.metrics = self.evaluate(split)
+        self.fabric.print("  ".join(f"{name} {value:.4f}" for name, value in self.metrics.items()))
+        return self.metrics
+

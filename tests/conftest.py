@@ -1,0 +1,70 @@
+"""Shared fixtures: one thread, and the small problem of the golden trajectories."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from fl_lightning import Arrays, FederatedTrainer, LocalObjective, Trace, Trajectory
+
+torch.set_num_threads(1)
+GOLDEN = Path(__file__).parent / "golden"
+
+
+class GoldenNet(nn.Module):
+    """The net of the golden trajectories: 1,220 weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3, padding=1)
+        self.fc1 = nn.Linear(64, 16)
+        self.fc2 = nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.max_pool2d(torch.relu(self.conv(x)), 2)
+        return self.fc2(torch.relu(self.fc1(x.flatten(1))))
+
+
+class Golden:
+    """The problem that the official codes were run on, and our runs of it."""
+
+    def __init__(self, folder: Path) -> None:
+        with np.load(GOLDEN / "problem.npz") as z:
+            self.arrays = [(z[f"client{k}_x"], z[f"client{k}_y"]) for k in range(4)]
+            self.test = (z["test_x"], z["test_y"])
+            self.schedule = z["schedule"].tolist()
+            self.init = {key[5:]: torch.from_numpy(z[key]) for key in z.files if key.startswith("init/")}
+        self.folder = folder
+
+    def net(self) -> GoldenNet:
+        net = GoldenNet()
+        net.load_state_dict(self.init)
+        return net
+
+    def run(self, objective: LocalObjective, dtype: Any = np.float64, **trainer: Any) -> tuple[FederatedTrainer, Trajectory]:
+        """Three full-batch steps a client, the participation schedule of the file."""
+        arrays = [(x.astype(dtype), y) for x, y in self.arrays]
+        data = Arrays(client_arrays=arrays, test=(self.test[0].astype(dtype), self.test[1]), batch_size=None)
+        record = Trajectory()
+        options: dict[str, Any] = {
+            "sampler": Trace(self.schedule),
+            "max_rounds": len(self.schedule),
+            "local_steps": 3,
+            "precision": "64-true" if dtype == np.float64 else "32-true",
+            "accelerator": "cpu",
+            "enable_progress_bar": False,
+            "default_root_dir": str(self.folder),
+        }
+        fit = FederatedTrainer(callbacks=[record], **{**options, **trainer})
+        fit.fit(objective, data)
+        return fit, record
+
+
+@pytest.fixture
+def golden(tmp_path: Path) -> Golden:
+    return Golden(tmp_path)
