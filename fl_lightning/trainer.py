@@ -91,15 +91,21 @@ class FederatedTrainer:
         self.callbacks = self._with_defaults(list(callbacks or ()), enable_progress_bar)
         self.loggers = [CSVLogger(), *(loggers or ())]
         self.precision = precision
-        self.fabric = L.Fabric(
-            accelerator=accelerator,
-            strategy=strategy,
-            devices=devices,
-            num_nodes=num_nodes,
-            precision=precision,
-            callbacks=self.callbacks,
-            loggers=self.loggers,  # type: ignore[arg-type]
-        )
+        try:
+            self.fabric = L.Fabric(
+                accelerator=accelerator,
+                strategy=strategy,
+                devices=devices,
+                num_nodes=num_nodes,
+                precision=precision,
+                callbacks=self.callbacks,
+                loggers=self.loggers,  # type: ignore[arg-type]
+            )
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise UserError(
+                f"trainer.accelerator = {accelerator}, devices = {devices}, strategy = {strategy}, precision = "
+                f"{precision}: {' '.join(str(error).split())}"
+            ) from None
         self.dtype = torch.float64 if precision == "64-true" else torch.float32
         self.config: dict[str, Any] = {}
         """The resolved config, saved by the command line and sent to the loggers."""
@@ -145,6 +151,7 @@ class FederatedTrainer:
             self.fabric.call("on_fit_end", trainer=self)
             status = "success"
         except BaseException as error:
+            self._write_logs()  # of a round that is done, but was broken off while it was measured
             self.fabric.call("on_exception", trainer=self, error=error)
             raise
         finally:
@@ -322,7 +329,6 @@ class FederatedTrainer:
         The state changes only when the whole round is done, so whatever breaks off in between loses nothing.
         """
         started = time.perf_counter()
-        self._logged = {}
         objective, fabric, t, m = self.objective, self.fabric, self.round, self.data.num_clients
         cohort = self.sampler(t, m, self.seed)
         ctx = RoundContext(t, self.max_rounds, m, objective.flat)
@@ -368,9 +374,15 @@ class FederatedTrainer:
             for split in ("val", "test") if self.data.val_fraction else ("test",):
                 self.log(self.evaluate(split))
         fabric.call("on_round_end", trainer=self)
-        for logger in self.loggers:
-            logger.log_metrics(metrics=self._logged, step=self.round)
-        fabric.call("on_round_logged", trainer=self, metrics=self._logged)
+        fabric.call("on_round_logged", trainer=self, metrics=self._write_logs())
+
+    def _write_logs(self) -> dict[str, float]:
+        """Hand this round's metrics to the loggers, once."""
+        metrics, self._logged = self._logged, {}
+        if metrics:
+            for logger in self.loggers:
+                logger.log_metrics(metrics=metrics, step=self.round)
+        return metrics
 
     def client_context(self, client: int, ctx: RoundContext) -> ClientContext:
         """The context that a client trains in."""

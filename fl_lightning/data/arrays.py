@@ -113,7 +113,7 @@ class Digits(FederatedDataModule):
 
     def load(self) -> tuple[Any, Any, Any, Any]:
         """See :class:`FederatedDataModule`."""
-        from sklearn.datasets import load_digits  # type: ignore[import-untyped]
+        from sklearn.datasets import load_digits
 
         digits = load_digits()
         x, y = digits.images.astype(np.uint8), digits.target.astype(np.int64)

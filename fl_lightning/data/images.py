@@ -63,7 +63,7 @@ class TorchvisionData(FederatedDataModule):
         return *_arrays(self._dataset(train=True)), *_arrays(self._dataset(train=False))
 
     def _dataset(self, train: bool, download: bool = False) -> Any:
-        from torchvision import datasets  # type: ignore[import-untyped]
+        from torchvision import datasets
 
         makers = {n: inspect.signature(getattr(datasets, n)).parameters for n in datasets.__all__}
         known = [n for n, parameters in makers.items() if "train" in parameters or "split" in parameters]
@@ -134,7 +134,7 @@ class ImageFolder(FederatedDataModule):
         return x_train, y_train, x_test, y_test
 
     def _part(self, part: str) -> tuple[NDArray[np.uint8], torch.Tensor, list[str]]:
-        from torchvision.datasets import ImageFolder as Files  # type: ignore[import-untyped]
+        from torchvision.datasets import ImageFolder as Files
 
         folder = Path(self.root, part)
         try:

@@ -6,7 +6,7 @@ import hashlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal
 
 import lightning as L
 import numpy as np
@@ -18,6 +18,9 @@ from fl_lightning.data.partition import IID, Partition
 from fl_lightning.data.tensors import check_pairs, inputs, labels, stratified
 from fl_lightning.errors import UserError
 from fl_lightning.rng import generator, numpy_generator
+
+if TYPE_CHECKING:
+    from typing_extensions import Self  # typing has it from Python 3.11
 
 Batch = tuple[Tensor, Tensor]
 """Samples ``(B, *input_shape)`` and labels ``(B,)``."""

@@ -26,7 +26,7 @@ class ResNet18GN(nn.Module):
     """
 
     def __init__(self, num_classes: int = 10, groups: int = 2, stem: Literal["cifar", "imagenet"] = "cifar") -> None:
-        from torchvision.models import resnet18  # type: ignore[import-untyped]
+        from torchvision.models import resnet18
 
         super().__init__()
         if groups < 1 or 64 % groups:

@@ -1,0 +1,112 @@
+"""Errors of the command line as one line each: the key, the value, and the remedy."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import re
+from collections.abc import Iterator, Sequence
+from types import ModuleType
+
+from fl_lightning.errors import UserError
+
+
+def find_user_error(error: BaseException | None) -> UserError | None:
+    """The mistake behind an exception that a library raised from it."""
+    while error is not None and not isinstance(error, UserError):
+        error = error.__cause__
+    return error
+
+
+def explain(message: str, configs: Sequence[str] = ()) -> str:
+    """One line for what the parser says in many.
+
+    Args:
+        message: The parser's own message.
+        configs: Config files that were given.
+    """
+    path = ".".join(re.findall(r'Parser key "([^"]+)"', message))
+    config = " or ".join(configs) or "(none)"
+    if match := re.search(r"File does not exist: '([^']+)'", message):
+        return f"config = {match[1]}: no such file; give the path of a YAML file"
+    if match := re.search(r"Problems parsing config: (.*)", message, re.DOTALL):
+        return f"config = {config}: not valid YAML ({one_line(match[1])}); check brackets, colons and indentation there"
+    if match := re.search(r"Unexpected config: (.*)", message):
+        return f"config = {config}: it holds '{match[1]:.40}'; give YAML with model, data and trainer"
+    if match := re.search(r"(?:Option|accept option) '([^']+)'", message):
+        return _unknown_option(path, match[1], message)
+    if match := re.search(r"(?:import path string:|given class_path) '?([\w.]+)", message):
+        return _unknown_class(path, match[1])
+    if match := re.search(r"arguments are required: (.*)", message):
+        names = ", ".join("--" + name.partition(".")[2] for name in match[1].split(", "))
+        return f"{names}: missing; give a value, or a file by --config (such as configs/quickstart.yaml)"
+    if match := re.search(r"unrecognized arguments: (.*)", message):
+        name, _, value = match[1].partition(" ")
+        return _unknown_option("", name.lstrip("-").partition("=")[0], f"val='{value}'")
+    if match := re.search(r"invalid choice: '([^']+)' \(choose from (.*)\)", message):
+        return f"subcommand = {match[1]}: choose from {match[2]}"
+    if match := re.search(r'expected "subcommand" to be one of {([^}]+)}', message):
+        return f"subcommand: missing; choose from {match[1].replace(',', ', ')}, or see --help"
+    if match := re.search(r"Expected an? (.+?)(?:\. Got value: (.*))?$", message, re.MULTILINE):
+        given = match[2] or _first(r"Given value: (.*)", message)
+        kind = _first(r"<class '([\w.]+)'>", match[1]) or match[1].removeprefix("typing.")
+        return f"{path} = {given:.60}: expected {kind}"
+    return one_line(message)
+
+
+def one_line(text: str, limit: int = 300) -> str:
+    """White space folded, and cut."""
+    text = " ".join(text.split())
+    return text if len(text) <= limit else f"{text[:limit]}…"
+
+
+def _unknown_option(path: str, name: str, message: str) -> str:
+    key = f"{path}.{name}" if path else name
+    value = _first(rf"'{re.escape(name.split('.')[-1])}': ([^,}}]+)", message) or _first(r"val='([^']*)'", message)
+    leaf = name.split(".")[-1]
+    near = difflib.get_close_matches(leaf, sorted({p for c in _classes() for p in _parameters(c)}), cutoff=0.7)
+    head = key.split(".")[0]
+    top = "" if head in ("model", "data", "trainer") else "; settings stand under model, data and trainer"
+    hint = f" ({_suggest(near)})" if near else ""
+    where = f"--{path}.help" if path else "--help"
+    return f"{key}{f' = {value}' if value else ''}: no such setting{hint}{top}; `fl-lightning fit {where}` shows them"
+
+
+def _unknown_class(path: str, name: str) -> str:
+    known = sorted({c.__name__ for c in _classes()})
+    near = difflib.get_close_matches(name, known, cutoff=0.6) or difflib.get_close_matches(
+        name.lower(), known, cutoff=0.4
+    )
+    if path == "model" and not near:
+        from fl_lightning.algorithms import __all__ as near
+    module = name.rpartition(".")[0]
+    remedy = f"check that Python can import '{module}'" if module else _suggest(near)
+    return f"{path} = {name}: no such class; {remedy}{'' if module else ', or give the dotted path of your own class'}"
+
+
+def _suggest(names: Sequence[str]) -> str:
+    return f"did you mean {', '.join(names)}?" if len(names) < 4 else f"choose from {', '.join(names)}"
+
+
+def _first(pattern: str, text: str) -> str:
+    match = re.search(pattern, text)
+    return match[1] if match else ""
+
+
+def _classes() -> Iterator[type]:
+    """Every public class that a config can name."""
+    from fl_lightning import algorithms, ascent, averaging, callbacks, data, loggers, nets, optim, sampling, server, trainer
+
+    modules: tuple[ModuleType, ...] = (
+        algorithms, ascent, averaging, callbacks, data, loggers, nets, optim, sampling, server, trainer
+    )  # fmt: skip
+    for module in modules:
+        for value in vars(module).values():
+            if inspect.isclass(value) and value.__module__.startswith("fl_lightning"):
+                yield value
+
+
+def _parameters(cls: type) -> Iterator[str]:
+    for base in cls.__mro__:
+        if "__init__" in vars(base) and base.__module__.startswith("fl_lightning"):
+            yield from list(inspect.signature(base.__init__).parameters)[1:]  # type: ignore[misc]
