@@ -61,6 +61,9 @@ def one_line(text: str, limit: int = 300) -> str:
 
 
 def _unknown_option(path: str, name: str, message: str) -> str:
+    nested = _first(r"NestedArg\(key='([^']+)'", message)
+    if nested.endswith(f".{name}"):
+        path = f"{path.partition('.')[0]}.{nested.removesuffix(f'.{name}')}"
     key = f"{path}.{name}" if path else name
     value = _first(rf"'{re.escape(name.split('.')[-1])}': ([^,}}]+)", message) or _first(r"val='([^']*)'", message)
     leaf = name.split(".")[-1]

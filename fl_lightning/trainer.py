@@ -48,6 +48,7 @@ class FederatedTrainer:
         devices: Number of devices (processes) per node.
         num_nodes: Number of nodes.
         precision: 32-true, 64-true, or bf16-mixed (float32 weights and state, bfloat16 forward passes).
+        threads: CPU threads of each process; null: what torch takes. Small nets run best with 1.
         seed: Of everything drawn during the run: initial weights (from the command line), cohorts, minibatches.
         loggers: Further loggers beside ``metrics.csv``: WandbLogger, or one of Lightning's.
         callbacks: FlatnessMonitor, Trajectory, Checkpoints, ..., or your own.
@@ -69,6 +70,7 @@ class FederatedTrainer:
         devices: int | str = 1,
         num_nodes: int = 1,
         precision: Literal["32-true", "64-true", "bf16-mixed"] = "32-true",
+        threads: int | None = None,
         seed: int = 0,
         loggers: list[RunLogger | Logger] | None = None,
         callbacks: list[Callback] | None = None,
@@ -81,6 +83,7 @@ class FederatedTrainer:
             ("local_epochs", local_epochs),
             ("local_steps", local_steps),
             ("eval_every", eval_every),
+            ("threads", threads),
         ):
             if value is not None and value < 1:
                 raise UserError(f"trainer.{key} = {value}: at least 1")
@@ -91,6 +94,8 @@ class FederatedTrainer:
         self.callbacks = self._with_defaults(list(callbacks or ()), enable_progress_bar)
         self.loggers = [CSVLogger(), *(loggers or ())]
         self.precision = precision
+        if threads is not None:
+            torch.set_num_threads(threads)
         try:
             self.fabric = L.Fabric(
                 accelerator=accelerator,

@@ -39,6 +39,7 @@ def lambda_max(
     model: nn.Module,
     loss: Loss,
     batches: Batches,
+    at: Tensor | None = None,
     *,
     method: Literal["lanczos", "power"] = "lanczos",
     iterations: int | None = None,
@@ -60,6 +61,7 @@ def lambda_max(
         model: The network.
         loss: Per-sample losses.
         batches: The data.
+        at: Flat weights ``(d,)`` to measure at; by default the model's own.
         method: As above.
         iterations: Most steps, one Hessian-vector product each; default 100 (``lanczos``), 20 (``power``).
         tol: Relative tolerance; default 1e-3 (``lanczos``), 1e-4 (``power``).
@@ -78,8 +80,8 @@ def lambda_max(
     steps, accuracy = steps if iterations is None else iterations, accuracy if tol is None else tol
     if steps < 1:
         raise UserError(f"iterations: {steps} is too few; use 1 or more")
-    matvec = hvp(model, loss, batches, keep_graph=keep_graph)
-    weights = FlatSpec(model).vector(model)
+    matvec = hvp(model, loss, batches, at, keep_graph=keep_graph)
+    weights = FlatSpec(model).vector(model) if at is None else at
     start = torch.randn(len(weights), generator=generator(seed, "lambda_max"), dtype=torch.float64)
     start = start.to(weights.device)
 
@@ -125,7 +127,7 @@ def _power(matvec: Callable[[Tensor], Tensor], start: Tensor, steps: int, tol: f
         last, hv = theta, matvec(v)
         theta, residual = _residual(v, hv)
         converged = abs(theta - last) <= tol * abs(last)
-        if converged or not math.isfinite(theta) or k == steps:
+        if converged or k == steps:
             break
         v = hv / hv.norm()
     return Eigenpair(theta, _relative(residual, theta), k, converged, v)
