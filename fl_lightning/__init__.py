@@ -9,19 +9,53 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from fl_lightning.algorithms import *  # noqa: F403
-    from fl_lightning.ascent import ASAM, SAM, Ascent
-    from fl_lightning.averaging import SWA
-    from fl_lightning.callbacks import Callback, Checkpoints, Curves, FlatnessMonitor, Progress, Trajectory
-    from fl_lightning.data import *  # noqa: F403
-    from fl_lightning.errors import UserError
-    from fl_lightning.loggers import CSVLogger, WandbLogger
-    from fl_lightning.nets import *  # noqa: F403
-    from fl_lightning.objective import LocalObjective
-    from fl_lightning.optim import SGD
-    from fl_lightning.sampling import Bernoulli, Trace, Uniform
-    from fl_lightning.server import Adam, Momentum, ServerUpdate
-    from fl_lightning.trainer import FederatedTrainer
+    from fl_lightning.algorithms import SCAFFOLD as SCAFFOLD
+    from fl_lightning.algorithms import FedAdam as FedAdam
+    from fl_lightning.algorithms import FedASAM as FedASAM
+    from fl_lightning.algorithms import FedAvg as FedAvg
+    from fl_lightning.algorithms import FedAvgM as FedAvgM
+    from fl_lightning.algorithms import FedDyn as FedDyn
+    from fl_lightning.algorithms import FedGloSS as FedGloSS
+    from fl_lightning.algorithms import FedGMT as FedGMT
+    from fl_lightning.algorithms import FedSAM as FedSAM
+    from fl_lightning.algorithms import FedSMOO as FedSMOO
+    from fl_lightning.ascent import ASAM as ASAM
+    from fl_lightning.ascent import SAM as SAM
+    from fl_lightning.ascent import Ascent as Ascent
+    from fl_lightning.averaging import SWA as SWA
+    from fl_lightning.callbacks import Callback as Callback
+    from fl_lightning.callbacks import Checkpoints as Checkpoints
+    from fl_lightning.callbacks import Curves as Curves
+    from fl_lightning.callbacks import FlatnessMonitor as FlatnessMonitor
+    from fl_lightning.callbacks import Progress as Progress
+    from fl_lightning.callbacks import Trajectory as Trajectory
+    from fl_lightning.data import IID as IID
+    from fl_lightning.data import Arrays as Arrays
+    from fl_lightning.data import Augment as Augment
+    from fl_lightning.data import Digits as Digits
+    from fl_lightning.data import Dirichlet as Dirichlet
+    from fl_lightning.data import FederatedDataModule as FederatedDataModule
+    from fl_lightning.data import FromFile as FromFile
+    from fl_lightning.data import ImageFolder as ImageFolder
+    from fl_lightning.data import Partition as Partition
+    from fl_lightning.data import TorchvisionData as TorchvisionData
+    from fl_lightning.errors import UserError as UserError
+    from fl_lightning.loggers import CSVLogger as CSVLogger
+    from fl_lightning.loggers import WandbLogger as WandbLogger
+    from fl_lightning.nets import FLSAMCNN as FLSAMCNN
+    from fl_lightning.nets import DigitsCNN as DigitsCNN
+    from fl_lightning.nets import DigitsMLP as DigitsMLP
+    from fl_lightning.nets import HsuCNN as HsuCNN
+    from fl_lightning.nets import ResNet18GN as ResNet18GN
+    from fl_lightning.objective import LocalObjective as LocalObjective
+    from fl_lightning.optim import SGD as SGD
+    from fl_lightning.sampling import Bernoulli as Bernoulli
+    from fl_lightning.sampling import Trace as Trace
+    from fl_lightning.sampling import Uniform as Uniform
+    from fl_lightning.server import Adam as Adam
+    from fl_lightning.server import Momentum as Momentum
+    from fl_lightning.server import ServerUpdate as ServerUpdate
+    from fl_lightning.trainer import FederatedTrainer as FederatedTrainer
 
 _MODULES = (
     "trainer",

@@ -51,7 +51,9 @@ def show() -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("algorithm", "paper", "client keeps", "server keeps", "down", "up", "forward/backward a step", box=None)
+    table = Table(
+        "algorithm", "paper", "client keeps", "server keeps", "down", "up", "forward/backward a step", box=None
+    )
     for e in entries():
         cells = (", ".join(names) or "-" for names in (e.client, e.server, e.down, e.up))
         table.add_row(e.name, e.paper, *cells, "/".join(map(str, e.passes)))

@@ -65,7 +65,9 @@ def load(path: Path) -> dict[str, Any]:
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(f"ckpt_path = {path}: not a readable checkpoint ({first:.80})") from None
     if not isinstance(checkpoint, dict) or not {"server", "clients", "round", "identity"} <= checkpoint.keys():
-        raise UserError(f"ckpt_path = {path}: not a checkpoint of fl_lightning; give one from a run's checkpoints folder")
+        raise UserError(
+            f"ckpt_path = {path}: not a checkpoint of fl_lightning; give one from a run's checkpoints folder"
+        )
     return checkpoint
 
 

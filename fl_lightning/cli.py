@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
-from jsonargparse import ActionConfigFile, ArgumentParser
+from jsonargparse import ActionConfigFile as ActionConfigFile
+from jsonargparse import ArgumentParser
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 import fl_lightning.algorithms
 import fl_lightning.data
-import fl_lightning.nets  # noqa: F401  so that the bare names of all their classes are known
+import fl_lightning.nets
 from fl_lightning.catalogue import show
 from fl_lightning.messages import explain, find_user_error
 from fl_lightning.objective import LocalObjective
@@ -43,7 +44,7 @@ class FederatedCLI(LightningCLI):
         super().__init__(
             model_class=LocalObjective,
             datamodule_class=fl_lightning.data.FederatedDataModule,
-            trainer_class=FederatedTrainer,
+            trainer_class=FederatedTrainer,  # type: ignore[arg-type]  no lightning.Trainer, see add_core_arguments
             parser_class=Parser,
             subclass_mode_model=True,
             subclass_mode_data=True,
@@ -64,7 +65,9 @@ class FederatedCLI(LightningCLI):
         parser.add_argument("-c", "--config", action=ActionConfigFile, help="A YAML file with any of these settings.")
         return parser
 
-    def setup_parser(self, add_subcommands: bool, main_kwargs: dict[str, Any], subparser_kwargs: dict[str, Any]) -> None:
+    def setup_parser(
+        self, add_subcommands: bool, main_kwargs: dict[str, Any], subparser_kwargs: dict[str, Any]
+    ) -> None:
         """The main parser, the trainer's subcommands, and ``list``."""
         self.parser = Parser(
             prog="fl-lightning",
@@ -109,7 +112,7 @@ class FederatedCLI(LightningCLI):
         self._dump_config()
         self.config_dump.pop("ckpt_path", None)
         self.config_dump.pop("config", None)
-        self.trainer.config = self.config_dump
+        self.trainer.config = self.config_dump  # type: ignore[attr-defined]
 
     def _run_subcommand(self, subcommand: str) -> None:
         if subcommand == "list":
@@ -124,6 +127,7 @@ def main(args: Sequence[str] | None = None) -> None:
     Args:
         args: Arguments; by default those of the process.
     """
+    sys.path.insert(0, "")  # a class of a file in the working folder can be named, as with `python -m`
     try:
         FederatedCLI(args)
     except KeyboardInterrupt:

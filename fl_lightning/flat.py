@@ -17,7 +17,8 @@ EPS = 1e-12
 
 def norm(v: Tensor) -> Tensor:
     """Euclidean norm over all weights jointly: ``(..., d)`` to ``(..., 1)``."""
-    return torch.linalg.vector_norm(v, dim=-1, keepdim=True)
+    result: Tensor = torch.linalg.vector_norm(v, dim=-1, keepdim=True)
+    return result
 
 
 def to_radius(v: Tensor, rho: float | Tensor, eps: float = EPS) -> Tensor:
@@ -63,7 +64,7 @@ class FlatSpec:
 
     def split(self, vector: Tensor) -> dict[str, Tensor]:
         """Views of ``vector`` by parameter name, ``(..., d)`` to ``(..., *shape)``."""
-        parts = vector.split(self.numels, dim=-1)
+        parts = torch.split(vector, self.numels, dim=-1)
         lead = vector.shape[:-1]
         return {n: p.view(*lead, *s) for n, p, s in zip(self.names, parts, self.shapes, strict=True)}
 

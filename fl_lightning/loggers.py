@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from lightning.fabric.loggers import Logger
+from lightning.fabric.loggers.logger import Logger
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class RunLogger(Logger):
         return self.dir.name if self.dir else None
 
     @rank_zero_only
-    def log_hyperparams(self, params: dict[str, Any]) -> None:  # type: ignore[override]
+    def log_hyperparams(self, params: dict[str, Any]) -> None:
         """Record the resolved config."""
 
 
@@ -76,7 +76,7 @@ class CSVLogger(RunLogger):
         self._rewrite(rows)
 
     @rank_zero_only
-    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:  # type: ignore[override]
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Append the row of round ``step``."""
         if new := [key for key in metrics if key not in self.columns]:
             with self.path.open(newline="") as file:
@@ -156,15 +156,15 @@ class WandbLogger(RunLogger):
         return {"id": self.experiment.id} if self.experiment else {}
 
     @rank_zero_only
-    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:  # type: ignore[override]
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Log the metrics of round ``step``."""
         if self.experiment:
             self.experiment.log({"round": step, **metrics})
 
     @rank_zero_only
-    def log_hyperparams(self, params: dict[str, Any]) -> None:  # type: ignore[override]
+    def log_hyperparams(self, params: dict[str, Any]) -> None:
         if self.experiment:
-            self.experiment.config.update(params, allow_val_change=True)
+            self.experiment.config.update(params, allow_val_change=True)  # type: ignore[no-untyped-call]
 
     @rank_zero_only
     def finalize(self, status: str) -> None:

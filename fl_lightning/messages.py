@@ -98,7 +98,19 @@ def _first(pattern: str, text: str) -> str:
 
 def _classes() -> Iterator[type]:
     """Every public class that a config can name."""
-    from fl_lightning import algorithms, ascent, averaging, callbacks, data, loggers, nets, optim, sampling, server, trainer
+    from fl_lightning import (
+        algorithms,
+        ascent,
+        averaging,
+        callbacks,
+        data,
+        loggers,
+        nets,
+        optim,
+        sampling,
+        server,
+        trainer,
+    )
 
     modules: tuple[ModuleType, ...] = (
         algorithms, ascent, averaging, callbacks, data, loggers, nets, optim, sampling, server, trainer

@@ -51,7 +51,7 @@ class LocalObjective(L.LightningModule):
     server_slots: ClassVar[dict[str, Rule]] = {}
     down: tuple[str, ...] = ("w",)
     up: tuple[str, ...] = ("w",)
-    default_weighting: ClassVar[Weighting] = "samples"
+    default_weighting: Weighting = "samples"
     paper: ClassVar[str] = ""
 
     def __init__(
@@ -69,7 +69,7 @@ class LocalObjective(L.LightningModule):
         self.net = net
         self.loss = nn.CrossEntropyLoss() if loss is None else loss
         if hasattr(self.loss, "reduction"):
-            self.loss.reduction = "none"
+            setattr(self.loss, "reduction", "none")  # noqa: B010  a string on a module, which mypy takes for a tensor
         self.optimizer = SGD() if optimizer is None else optimizer
         self.ascent = ascent
         self.server_update = ServerUpdate() if server_update is None else server_update
@@ -209,11 +209,15 @@ def load_weights(net: nn.Module, source: str | Mapping[str, Any]) -> None:
         try:
             source = torch.load(source, map_location="cpu", weights_only=True)
         except Exception as error:
-            raise UserError(f"model.init_weights = {source}: not a state_dict saved by torch.save ({error!r:.80})") from None
+            raise UserError(
+                f"model.init_weights = {source}: not a state_dict saved by torch.save ({error!r:.60})"
+            ) from None
     weights = source.get("state_dict", source) if isinstance(source, Mapping) else {}
     weights = {name.removeprefix("net."): torch.as_tensor(value) for name, value in weights.items()}
     own = net.state_dict()
-    wrong = [n for n in own.keys() | weights.keys() if own.get(n) is None or weights.get(n) is None or own[n].shape != weights[n].shape]
+    wrong = [
+        n for n in own.keys() | weights.keys() if getattr(own.get(n), "shape", 0) != getattr(weights.get(n), "shape", 1)
+    ]
     if wrong:
         raise UserError(
             f"model.init_weights does not fit {type(net).__name__}: '{sorted(wrong)[0]}' is missing, unknown or of "

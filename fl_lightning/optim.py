@@ -120,7 +120,7 @@ class CentralizedOptimizer(torch.optim.Optimizer):
         self.objective = objective
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One local step.
 
         Args:
@@ -130,7 +130,9 @@ class CentralizedOptimizer(torch.optim.Optimizer):
             The closure's value at the unperturbed weights.
         """
         if closure is None:
-            raise UserError(f"{type(self).__name__}.step needs a closure, as Lightning's automatic optimization gives it")
+            raise UserError(
+                f"{type(self).__name__}.step needs a closure, as Lightning's automatic optimization gives it"
+            )
         objective, flat, group = self.objective, self.objective.flat, self.param_groups[0]
         params: list[nn.Parameter] = group["params"]
         w = flat.vector(objective.net)

@@ -9,7 +9,8 @@ from typing import Any, Literal
 
 import lightning as L
 import torch
-from lightning.fabric.loggers import Logger
+import yaml
+from lightning.fabric.loggers.logger import Logger
 from torch import Tensor
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
@@ -104,7 +105,7 @@ class FederatedTrainer:
                 num_nodes=num_nodes,
                 precision=precision,
                 callbacks=self.callbacks,
-                loggers=self.loggers,  # type: ignore[arg-type]
+                loggers=self.loggers,
             )
         except (RuntimeError, TypeError, ValueError) as error:
             raise UserError(
@@ -279,7 +280,9 @@ class FederatedTrainer:
         self.round, self.total_floats, self.metrics = 0, 0, {}
         self._logged: dict[str, float] = {}
         if path is not None:
-            checkpoint.check_identity(path, restored["identity"], self._identity() if resume else self._model_identity())
+            checkpoint.check_identity(
+                path, restored["identity"], self._identity() if resume else self._model_identity()
+            )
             self.server = Slots({name: value.to(w0) for name, value in restored["server"].items()})
             self.clients.load_state_dict(restored["clients"])
             self.round, self.total_floats = restored["round"], restored["total_floats"]
@@ -292,9 +295,11 @@ class FederatedTrainer:
         if path is None:
             assert self.name is not None
             new = checkpoint.new_run_dir(self.default_root_dir, self.name) if fabric.is_global_zero else None
-            self.run_dir: Path = fabric.broadcast(new)
+            self.run_dir = Path(str(fabric.broadcast(new)))
         else:
             self.run_dir = path.parent.parent
+        if self.config and fabric.is_global_zero:
+            (self.run_dir / "config.yaml").write_text(yaml.safe_dump(self.config, sort_keys=False))
         for callback, state in zip(self.callbacks, restored.get("callbacks", ()), strict=False):
             callback.load_state_dict(state)
         states = dict(enumerate(restored.get("loggers", ())))
@@ -397,9 +402,7 @@ class FederatedTrainer:
             lr = objective.averaging.lr(lr, ctx)
         steps = self.data.batches_per_client(client, self.local_epochs, self.local_steps)
         n_k = int(self.data.client_sizes[client])
-        return ClientContext(
-            ctx.t, ctx.rounds, ctx.m, ctx.flat, ctx.exchange, lr=lr, K=steps, k_lr=steps * lr, n_k=n_k
-        )
+        return ClientContext(ctx.t, ctx.rounds, ctx.m, ctx.flat, ctx.exchange, lr=lr, K=steps, k_lr=steps * lr, n_k=n_k)
 
     def _train_client(self, client: int, sent: Slots, ctx: RoundContext) -> LocalResult:
         draw = generator(self.seed, "batches", ctx.t, ctx.exchange, client)
@@ -418,15 +421,17 @@ class FederatedTrainer:
             return share
         keep = self.clients.rules
         # rank 0 always has a client, so it knows the layout of a result as one row
-        layout = fabric.broadcast({n: v.numel() for n, v in share[0].parts(keep).items()} if share else None)
+        layout: dict[str, int] = {n: v.numel() for n, v in share[0].parts(keep).items()} if share else {}
+        layout = fabric.broadcast(layout)
         rows = sent.w.new_zeros(-(-len(cohort) // fabric.world_size), sum(layout.values()))
         for row, result in zip(rows, share, strict=False):
             torch.cat(list(result.parts(keep).values()), out=row)
         gathered = fabric.all_gather(rows)
+        assert isinstance(gathered, Tensor)
         results = []
         for i, client in enumerate(cohort):
             row = gathered[i % fabric.world_size, i // fabric.world_size]
-            parts = dict(zip(layout, row.split(list(layout.values())), strict=True))
+            parts = dict(zip(layout, torch.split(row, list(layout.values())), strict=True))
             results.append(LocalResult.of_parts(client, parts, self.client_context(client, ctx)))
         return results
 
@@ -463,4 +468,3 @@ class FederatedTrainer:
         self.metrics = self.evaluate(split)
         self.fabric.print("  ".join(f"{name} {value:.4f}" for name, value in self.metrics.items()))
         return self.metrics
-

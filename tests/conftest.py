@@ -46,7 +46,9 @@ class Golden:
         net.load_state_dict(self.init)
         return net
 
-    def run(self, objective: LocalObjective, dtype: Any = np.float64, **trainer: Any) -> tuple[FederatedTrainer, Trajectory]:
+    def run(
+        self, objective: LocalObjective, dtype: Any = np.float64, **trainer: Any
+    ) -> tuple[FederatedTrainer, Trajectory]:
         """Three full-batch steps a client, the participation schedule of the file."""
         arrays = [(x.astype(dtype), y) for x, y in self.arrays]
         data = Arrays(client_arrays=arrays, test=(self.test[0].astype(dtype), self.test[1]), batch_size=None)

@@ -128,6 +128,8 @@ def test_measured_at_another_point() -> None:
     spec.load(other, w)
     assert mean_loss(net, CE, batches, w) == mean_loss(other, CE, batches) != mean_loss(net, CE, batches)
     assert sharpness(net, CE, batches, at=w) == sharpness(other, CE, batches)
+    at, there = lambda_max(net, CE, batches, at=w), lambda_max(other, CE, batches)
+    assert at.value == there.value != lambda_max(net, CE, batches).value
     assert torch.equal(gradient(net, CE, batches, w), gradient(other, CE, batches))
     assert torch.equal(hvp(net, CE, batches, w)(v), hvp(other, CE, batches)(v))
 

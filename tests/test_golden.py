@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from fl_lightning import (
-    ASAM,
     SAM,
     SCAFFOLD,
     SGD,
@@ -46,9 +45,7 @@ RUNS: dict[str, Make] = {
     "fedgloss__FedGloSS-SAM__papersigma": lambda **k: FedGloSS(
         rho=0.1, beta=10, sigma_scale="paper", ascent=SAM(0.1), weighting="samples", **k
     ),
-    "FL-SAM__FedGMT__wd1e-3": lambda **k: FedGMT(
-        gamma=1, tau=3, ema_alpha=0.95, beta=10, weighting="samples", **k
-    ),
+    "FL-SAM__FedGMT__wd1e-3": lambda **k: FedGMT(gamma=1, tau=3, ema_alpha=0.95, beta=10, weighting="samples", **k),
     "REPAIRED-FL-SAM__FedSMOO__wd1e-3": lambda **k: FedSMOO(rho=0.1, beta=10, weighting="samples", **k),
 }
 EXTRA_SERVER = {"extra_sigma": "lam", "extra_final_c_params_list": "c"}

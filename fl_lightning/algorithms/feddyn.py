@@ -11,7 +11,7 @@ from fl_lightning.drift import admm_dual, admm_pull
 from fl_lightning.errors import UserError
 from fl_lightning.objective import LocalObjective
 from fl_lightning.optim import Direction
-from fl_lightning.state import ClientContext, RoundContext, Slots, Uploads
+from fl_lightning.state import ClientContext, RoundContext, Slots, Uploads, Weighting
 
 
 class FedDyn(LocalObjective):
@@ -27,7 +27,7 @@ class FedDyn(LocalObjective):
     paper = "Acar et al., ICLR 2021"
     client_slots = {"lam": "zeros"}
     server_slots = {"lam": "zeros"}
-    default_weighting = "uniform"
+    default_weighting: Weighting = "uniform"
 
     def __init__(self, beta: float = 10.0, **kwargs: Any) -> None:
         super().__init__(**kwargs)

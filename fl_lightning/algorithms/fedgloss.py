@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from fl_lightning.algorithms.feddyn import FedDyn
 from fl_lightning.flat import to_radius
-from fl_lightning.state import RoundContext, Slots, Uploads
+from fl_lightning.state import RoundContext, Slots, Uploads, Weighting
 
 
 class FedGloSS(FedDyn):
@@ -24,7 +24,7 @@ class FedGloSS(FedDyn):
 
     paper = "Caldarola et al., 2024 (arXiv:2412.03752)"
     server_slots = {**FedDyn.server_slots, "delta": "zeros"}
-    default_weighting = "samples"
+    default_weighting: Weighting = "samples"
 
     def __init__(
         self, rho: float = 0.1, beta: float = 10.0, sigma_scale: Literal["paper", "code"] = "paper", **kwargs: Any

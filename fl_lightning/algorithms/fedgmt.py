@@ -47,7 +47,8 @@ class FedGMT(FedDyn):
 
     def losses(self, logits: Tensor, target: Tensor, *teacher: Tensor) -> Tensor:
         """Eq. 9: cross-entropy + gamma KL(e || w)."""
-        return super().losses(logits, target) + self.gamma * kl_to_teacher(logits, *teacher, self.tau, self.kl_tau2)
+        kl = kl_to_teacher(logits, teacher[0], self.tau, self.kl_tau2)
+        return super().losses(logits, target) + self.gamma * kl
 
     def local_step(
         self, w: Tensor, grad: Gradient, client: Slots, sent: Slots, ctx: ClientContext

@@ -8,7 +8,7 @@ from fl_lightning.ascent import Gradient
 from fl_lightning.drift import control_variate
 from fl_lightning.objective import LocalObjective
 from fl_lightning.optim import Direction
-from fl_lightning.state import ClientContext, RoundContext, Slots, Uploads
+from fl_lightning.state import ClientContext, RoundContext, Slots, Uploads, Weighting
 
 
 class SCAFFOLD(LocalObjective):
@@ -18,7 +18,7 @@ class SCAFFOLD(LocalObjective):
     client_slots = {"c": "zeros"}
     server_slots = {"c": "zeros"}
     down, up = ("w", "c"), ("w", "delta_c")
-    default_weighting = "uniform"
+    default_weighting: Weighting = "uniform"
 
     def local_step(
         self, w: Tensor, grad: Gradient, client: Slots, sent: Slots, ctx: ClientContext

@@ -77,8 +77,9 @@ class FlatnessMonitor(Callback):
 
         started = time.perf_counter()
         net, loss, data, dtype = trainer.objective.net, trainer.objective.loss, trainer.data, trainer.dtype
-        weighted, samples = trainer.fabric.all_reduce(self._local.to(trainer.fabric.device), reduce_op="sum").tolist()
-        local = weighted / samples
+        total = trainer.fabric.all_reduce(self._local.to(trainer.fabric.device), reduce_op="sum")
+        assert isinstance(total, torch.Tensor)
+        local = float(total[0] / total[1])
         subset = data.sample_indices(self.sharpness_samples, trainer.seed)
         rise = sharpness(net, loss, partial(data.eval_batches, subset, dtype), self.rho, at=trainer.server.w)
         subset = data.sample_indices(self.hessian_samples, trainer.seed)

@@ -138,7 +138,9 @@ def flatness_verdict(columns: Mapping[str, list[tuple[int, float]]]) -> str:
     (first, start), (last, end) = values[0], values[-1]
     peak_round, peak = max(values, key=lambda pair: pair[1])
     trend = "flatter" if end < start else "sharper"
-    text = f"the global minimum got {trend}: lambda_max {_number(start)} at round {first}, {_number(end)} at round {last}"
+    text = (
+        f"the global minimum got {trend}: lambda_max {_number(start)} at round {first}, {_number(end)} at round {last}"
+    )
     if peak_round not in (first, last):
         text += f" (sharpest {_number(peak)} at round {peak_round})"
     if gap := columns.get("flatness/discrepancy"):

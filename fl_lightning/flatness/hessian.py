@@ -81,7 +81,7 @@ def lambda_max(
     if steps < 1:
         raise UserError(f"iterations: {steps} is too few; use 1 or more")
     matvec = hvp(model, loss, batches, at, keep_graph=keep_graph)
-    weights = FlatSpec(model).vector(model) if at is None else at
+    weights = FlatSpec(model).vector(model)
     start = torch.randn(len(weights), generator=generator(seed, "lambda_max"), dtype=torch.float64)
     start = start.to(weights.device)
 
