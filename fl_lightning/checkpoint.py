@@ -62,8 +62,9 @@ def load(path: Path) -> dict[str, Any]:
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        first = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(f"ckpt_path = {path}: not a readable checkpoint ({first:.80})") from None
+        raise UserError(
+            f"ckpt_path = {path}: not a readable checkpoint ({type(error).__name__}); take an older one, or start anew"
+        ) from None
     if not isinstance(checkpoint, dict) or not {"server", "clients", "round", "identity"} <= checkpoint.keys():
         raise UserError(
             f"ckpt_path = {path}: not a checkpoint of fl_lightning; give one from a run's checkpoints folder"

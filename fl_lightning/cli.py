@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, NoReturn
 
 import torch
-from jsonargparse import ActionConfigFile as ActionConfigFile
-from jsonargparse import ArgumentParser
+from jsonargparse import ActionConfigFile, ArgumentParser  # type: ignore[attr-defined]
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 import fl_lightning.algorithms
@@ -36,15 +36,15 @@ class ArgumentsError(Exception):
 class FederatedCLI(LightningCLI):
     """LightningCLI over `FederatedTrainer`, `LocalObjective` and `FederatedDataModule`, in subclass mode.
 
-    One seed, ``trainer.seed``, takes the place of ``seed_everything``; the resolved config goes to the run folder and to
-    the loggers.
+    One seed, ``trainer.seed``, takes the place of ``seed_everything``; the resolved config goes to the run folder and
+    to the loggers.
     """
 
     def __init__(self, args: Sequence[str] | None = None) -> None:
         super().__init__(
             model_class=LocalObjective,
             datamodule_class=fl_lightning.data.FederatedDataModule,
-            trainer_class=FederatedTrainer,  # type: ignore[arg-type]  no lightning.Trainer, see add_core_arguments
+            trainer_class=FederatedTrainer,  # type: ignore[arg-type]
             parser_class=Parser,
             subclass_mode_model=True,
             subclass_mode_data=True,
@@ -134,7 +134,7 @@ def main(args: Sequence[str] | None = None) -> None:
         sys.exit(130)
     except (ArgumentsError, ValueError) as error:
         args = sys.argv[1:] if args is None else args
-        configs = [value for flag, value in zip(args, args[1:], strict=False) if flag in ("-c", "--config")]
+        configs = [value for flag, value in pairwise(args) if flag in ("-c", "--config")]
         if (mistake := find_user_error(error)) is not None:
             sys.exit(f"error: {mistake}")
         if isinstance(error, ArgumentsError) or str(error).startswith("Does not validate"):

@@ -46,7 +46,7 @@ class RunLogger(Logger):
         return self.dir.name if self.dir else None
 
     @rank_zero_only
-    def log_hyperparams(self, params: dict[str, Any]) -> None:
+    def log_hyperparams(self, params: dict[str, Any], *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
         """Record the resolved config."""
 
 
@@ -162,7 +162,7 @@ class WandbLogger(RunLogger):
             self.experiment.log({"round": step, **metrics})
 
     @rank_zero_only
-    def log_hyperparams(self, params: dict[str, Any]) -> None:
+    def log_hyperparams(self, params: dict[str, Any], *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
         if self.experiment:
             self.experiment.config.update(params, allow_val_change=True)  # type: ignore[no-untyped-call]
 

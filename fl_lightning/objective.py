@@ -210,17 +210,15 @@ def load_weights(net: nn.Module, source: str | Mapping[str, Any]) -> None:
             source = torch.load(source, map_location="cpu", weights_only=True)
         except Exception as error:
             raise UserError(
-                f"model.init_weights = {source}: not a state_dict saved by torch.save ({error!r:.60})"
+                f"model.init_weights = {source}: not readable ({type(error).__name__}); "
+                "give a state_dict saved by torch.save"
             ) from None
     weights = source.get("state_dict", source) if isinstance(source, Mapping) else {}
     weights = {name.removeprefix("net."): torch.as_tensor(value) for name, value in weights.items()}
-    own = net.state_dict()
-    wrong = [
-        n for n in own.keys() | weights.keys() if getattr(own.get(n), "shape", 0) != getattr(weights.get(n), "shape", 1)
-    ]
-    if wrong:
+    expected, given = ({(name, w.shape) for name, w in side.items()} for side in (net.state_dict(), weights))
+    if wrong := sorted({name for name, _ in expected ^ given}):
         raise UserError(
-            f"model.init_weights does not fit {type(net).__name__}: '{sorted(wrong)[0]}' is missing, unknown or of "
-            f"another shape ({len(wrong)} such names); take the net that the weights were saved from"
+            f"model.init_weights does not fit {type(net).__name__}: '{wrong[0]}' is missing, unknown or of another shape "
+            f"({len(wrong)} such names); take the net that the weights were saved from"
         )
     net.load_state_dict(weights)

@@ -14,8 +14,8 @@ from fl_lightning.flat import FlatSpec
 Weighting: TypeAlias = Literal["samples", "uniform"]
 
 Rule: TypeAlias = str | float | Callable[[Tensor], Tensor]
-"""First value of a slot: ``"zeros"``, ``"w0"`` (initial model) or ``"w"`` (model received at first contact) for a vector
-``(d,)``; a number for a scalar ``(1,)``; a function of the initial model for anything else."""
+"""First value of a slot: ``"zeros"``, ``"w0"`` (initial model) or ``"w"`` (model received at first contact) for a
+vector ``(d,)``; a number for a scalar ``(1,)``; a function of the initial model for anything else."""
 
 
 class Slots(Mapping[str, Tensor]):
@@ -135,7 +135,7 @@ class Uploads:
         self._weighted_sums: dict[str, Tensor] = {}
 
     def add(self, upload: Mapping[str, Tensor], samples: int) -> None:
-        """Add one client's upload. Clients are added in cohort order, so that sums do not depend on who trained whom."""
+        """Add one client's upload; in cohort order, so that sums do not depend on who trained whom."""
         self.n += 1
         self.samples += samples
         for name in self.names:
