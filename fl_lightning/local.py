@@ -12,7 +12,7 @@ from torch import Tensor
 from fl_lightning.errors import UserError
 from fl_lightning.flat import FlatNet
 from fl_lightning.objective import LocalObjective
-from fl_lightning.rng import generator
+from fl_lightning.rng import seeded
 from fl_lightning.state import ClientContext, Slots
 
 Batch = tuple[Tensor, Tensor]
@@ -93,9 +93,7 @@ class SequentialEngine:
         """
         objective, losses = self.objective, []
         objective.train()
-        device = self.net.w.device
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            torch.manual_seed(int(generator(seed, "net", ctx.t, ctx.exchange, client).initial_seed() % 2**63))
+        with seeded(self.net.w.device, seed, "net", ctx.t, ctx.exchange, client):
             w, slots = objective.local_start(state, sent, ctx)
             teacher = objective.teacher(slots, sent)
             buffer = None

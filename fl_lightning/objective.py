@@ -218,7 +218,7 @@ def load_weights(net: nn.Module, source: str | Mapping[str, Any]) -> None:
     expected, given = ({(name, w.shape) for name, w in side.items()} for side in (net.state_dict(), weights))
     if wrong := sorted({name for name, _ in expected ^ given}):
         raise UserError(
-            f"model.init_weights does not fit {type(net).__name__}: '{wrong[0]}' is missing, unknown or of another shape "
-            f"({len(wrong)} such names); take the net that the weights were saved from"
+            f"model.init_weights does not fit {type(net).__name__}: '{wrong[0]}' is missing, unknown or of another "
+            f"shape ({len(wrong)} such names); take the net that the weights were saved from"
         )
     net.load_state_dict(weights)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from zlib import crc32
 
 import numpy as np
@@ -36,3 +38,19 @@ def generator(seed: int, purpose: str, *keys: int, device: torch.device | str = 
 def numpy_generator(seed: int, purpose: str, *keys: int) -> np.random.Generator:
     """As :func:`generator`, for numpy."""
     return np.random.default_rng(_sequence(seed, purpose, keys))
+
+
+@contextmanager
+def seeded(device: torch.device, seed: int, purpose: str, *keys: int) -> Iterator[None]:
+    """Torch's global generator of a device as :func:`generator` would make it, and as it was afterwards.
+
+    For what a network draws itself, such as dropout. ``torch.manual_seed`` would do, but takes 0.7 ms.
+    """
+    state = int(_sequence(seed, purpose, keys).generate_state(1, np.uint64)[0])
+    mine = torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
+    before = mine.get_state()
+    mine.manual_seed(state)
+    try:
+        yield
+    finally:
+        mine.set_state(before)
