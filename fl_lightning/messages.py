@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
 import inspect
 import re
 from collections.abc import Iterator, Sequence
 from types import ModuleType
+from typing import Any
 
 from fl_lightning.errors import UserError
 
@@ -36,17 +38,21 @@ def explain(message: str, configs: Sequence[str] = ()) -> str:
     if match := re.search(r"(?:Option|accept option) '([^']+)'", message):
         return _unknown_option(path, match[1], message)
     if match := re.search(r"(?:import path string:|given class_path) '?([\w.]+)", message):
-        return _unknown_class(path, match[1])
+        return _unknown_class(path, match[1], message[: match.start()].rpartition("Parser key")[2])
     if match := re.search(r"arguments are required: (.*)", message):
-        names = ", ".join("--" + name.partition(".")[2] for name in match[1].split(", "))
+        names = ", ".join(f"--{path}.{n}" if path else "--" + n.partition(".")[2] for n in match[1].split(", "))
         return f"{names}: missing; give a value, or a file by --config (such as configs/quickstart.yaml)"
-    if match := re.search(r"unrecognized arguments: (.*)", message):
-        name, _, value = match[1].partition(" ")
-        return _unknown_option("", name.lstrip("-").partition("=")[0], f"val='{value}'")
+    if match := re.search(r"unrecognized arguments: -*([^\s=]+)[\s=]?(.*)", message):
+        return _unknown_option("", match[1], f"val='{match[2]}'")
     if match := re.search(r"invalid choice: '([^']+)' \(choose from (.*)\)", message):
         return f"subcommand = {match[1]}: choose from {match[2]}"
     if match := re.search(r'expected "subcommand" to be one of {([^}]+)}', message):
         return f"subcommand: missing; choose from {match[1].replace(',', ', ')}, or see --help"
+    if "Expected a <class 'list'>" in message and (match := re.search(r"Given value: (.*)", message)):
+        return f"{path} = {match[1]:.60}: expected a list; give [{match[1]:.60}], or --{path}+={match[1]:.60}"
+    if "Not a valid subclass of" in message and (odd := _given(message).keys() - {"class_path", "init_args"}):
+        name = min(odd)
+        return f"{path}.{name} = {_given(message)[name]!s:.60}: settings of a class stand under its init_args; put it there"
     if match := re.search(r"Expected an? (.+?)(?:\. Got value: (.*))?$", message, re.MULTILINE):
         given = match[2] or _first(r"Given value: (.*)", message)
         kind = _first(r"<class '([\w.]+)'>", match[1]) or match[1].removeprefix("typing.")
@@ -64,6 +70,8 @@ def _unknown_option(path: str, name: str, message: str) -> str:
     nested = _first(r"NestedArg\(key='([^']+)'", message)
     if nested.endswith(f".{name}"):
         path = f"{path.partition('.')[0]}.{nested.removesuffix(f'.{name}')}"
+    if inner := _find(_given(message), name):
+        path = ".".join([path.partition(".")[0], *inner]) if path.startswith(("model", "data")) else path
     key = f"{path}.{name}" if path else name
     value = _first(rf"'{re.escape(name.split('.')[-1])}': ([^,}}]+)", message) or _first(r"val='([^']*)'", message)
     leaf = name.split(".")[-1]
@@ -75,16 +83,34 @@ def _unknown_option(path: str, name: str, message: str) -> str:
     return f"{key}{f' = {value}' if value else ''}: no such setting{hint}{top}; `fl-lightning fit {where}` shows them"
 
 
-def _unknown_class(path: str, name: str) -> str:
-    known = sorted({c.__name__ for c in _classes()})
-    near = difflib.get_close_matches(name, known, cutoff=0.6) or difflib.get_close_matches(
-        name.lower(), known, cutoff=0.4
-    )
-    if path == "model" and not near:
-        from fl_lightning.algorithms import __all__ as near
-    module = name.rpartition(".")[0]
-    remedy = f"check that Python can import '{module}'" if module else _suggest(near)
-    return f"{path} = {name}: no such class; {remedy}{'' if module else ', or give the dotted path of your own class'}"
+def _unknown_class(path: str, name: str, told: str) -> str:
+    if module := name.rpartition(".")[0]:
+        return f"{path} = {name}: no such class; check that Python can import '{module}'"
+    wanted = set(re.findall(r"fl_lightning(?:\.\w+)*\.([A-Z]\w*)", _first(r"Subtypes: (.*)", told)))
+    fits = [c.__name__ for c in _classes() if not wanted or wanted & {base.__name__ for base in c.__mro__[1:]}]
+    known = sorted({n for n in fits if not n.startswith("_")})
+    near = difflib.get_close_matches(name, known, cutoff=0.6) or known
+    return f"{path} = {name}: no such class; {_suggest(near)}, or give the dotted path of your own class"
+
+
+def _given(message: str) -> dict[str, Any]:
+    """The outermost value that the parser shows, if it is a mapping."""
+    try:
+        value = ast.literal_eval(re.findall(r"Given value: (.*)", message)[-1])
+    except (IndexError, SyntaxError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _find(tree: dict[str, Any], name: str) -> list[str]:
+    """Keys that lead to ``name`` in nested class_path and init_args."""
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            if name in value:
+                return [] if key == "init_args" else [key]
+            if found := _find(value, name):
+                return found if key == "init_args" else [key, *found]
+    return []
 
 
 def _suggest(names: Sequence[str]) -> str:

@@ -47,7 +47,7 @@ class Golden:
         return net
 
     def run(
-        self, objective: LocalObjective, dtype: Any = np.float64, **trainer: Any
+        self, objective: LocalObjective, dtype: Any = np.float64, callbacks: Any = (), **trainer: Any
     ) -> tuple[FederatedTrainer, Trajectory]:
         """Three full-batch steps a client, the participation schedule of the file."""
         arrays = [(x.astype(dtype), y) for x, y in self.arrays]
@@ -62,7 +62,7 @@ class Golden:
             "enable_progress_bar": False,
             "default_root_dir": str(self.folder),
         }
-        fit = FederatedTrainer(callbacks=[record], **{**options, **trainer})
+        fit = FederatedTrainer(callbacks=[record, *callbacks], **{**options, **trainer})
         fit.fit(objective, data)
         return fit, record
 
