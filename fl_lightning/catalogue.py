@@ -57,8 +57,11 @@ def show() -> None:
     for e in entries():
         cells = (", ".join(names) or "-" for names in (e.client, e.server, e.down, e.up))
         table.add_row(e.name, e.paper, *cells, "/".join(map(str, e.passes)))
-    Console().print(table)
-    Console().print(
+    console = Console()
+    if not console.is_terminal:
+        console.width = 160
+    console.print(table)
+    console.print(
         "Wire: each name is one model (d floats) per participating client and round. "
         "`ascent`, `server_update` and `averaging` combine with all of them."
     )

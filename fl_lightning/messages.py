@@ -13,6 +13,10 @@ from typing import Any
 from fl_lightning.errors import UserError
 
 
+class ArgumentsError(Exception):
+    """What the parser says, in many lines."""
+
+
 def find_user_error(error: BaseException | None) -> UserError | None:
     """The mistake behind an exception that a library raised from it."""
     while error is not None and not isinstance(error, UserError):
@@ -52,7 +56,7 @@ def explain(message: str, configs: Sequence[str] = ()) -> str:
         return f"{path} = {match[1]:.60}: expected a list; give [{match[1]:.60}], or --{path}+={match[1]:.60}"
     if "Not a valid subclass of" in message and (odd := _given(message).keys() - {"class_path", "init_args"}):
         name = min(odd)
-        return f"{path}.{name} = {_given(message)[name]!s:.60}: settings of a class stand under its init_args; put it there"
+        return f"{path}.{name} = {_given(message)[name]!s:.60}: put settings of the class under its init_args"
     if match := re.search(r"Expected an? (.+?)(?:\. Got value: (.*))?$", message, re.MULTILINE):
         given = match[2] or _first(r"Given value: (.*)", message)
         kind = _first(r"<class '([\w.]+)'>", match[1]) or match[1].removeprefix("typing.")
@@ -70,7 +74,7 @@ def _unknown_option(path: str, name: str, message: str) -> str:
     nested = _first(r"NestedArg\(key='([^']+)'", message)
     if nested.endswith(f".{name}"):
         path = f"{path.partition('.')[0]}.{nested.removesuffix(f'.{name}')}"
-    if inner := _find(_given(message), name):
+    if (inner := _find(_given(message), name)) is not None:
         path = ".".join([path.partition(".")[0], *inner]) if path.startswith(("model", "data")) else path
     key = f"{path}.{name}" if path else name
     value = _first(rf"'{re.escape(name.split('.')[-1])}': ([^,}}]+)", message) or _first(r"val='([^']*)'", message)
@@ -79,7 +83,9 @@ def _unknown_option(path: str, name: str, message: str) -> str:
     head = key.split(".")[0]
     top = "" if head in ("model", "data", "trainer") else "; settings stand under model, data and trainer"
     hint = f" ({_suggest(near)})" if near else ""
-    where = f"--{path}.help" if path else "--help"
+    parts = path.split(".")
+    chain = [".".join(parts[:n]) for n in range(2 if head == "trainer" else 1, len(parts) + 1) if path]
+    where = " ".join(f"--{p}.help=CLASS" for p in chain) or "--help"
     return f"{key}{f' = {value}' if value else ''}: no such setting{hint}{top}; `fl-lightning fit {where}` shows them"
 
 
@@ -102,15 +108,14 @@ def _given(message: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _find(tree: dict[str, Any], name: str) -> list[str]:
+def _find(tree: dict[str, Any], name: str) -> list[str] | None:
     """Keys that lead to ``name`` in nested class_path and init_args."""
+    if name in tree:
+        return []
     for key, value in tree.items():
-        if isinstance(value, dict):
-            if name in value:
-                return [] if key == "init_args" else [key]
-            if found := _find(value, name):
-                return found if key == "init_args" else [key, *found]
-    return []
+        if isinstance(value, dict) and (found := _find(value, name)) is not None:
+            return found if key == "init_args" else [key, *found]
+    return None
 
 
 def _suggest(names: Sequence[str]) -> str:

@@ -17,17 +17,22 @@ from fl_lightning import checkpoint
 from fl_lightning.cli import main
 from fl_lightning.loggers import read_metrics
 
-DIGITS = (
-    "--model.net=DigitsMLP --model.net.hidden=8 --data=Digits --data.num_clients=6 --data.batch_size=32 "
-    "--trainer.clients_per_round=3 --trainer.max_rounds=2 --trainer.accelerator=cpu --trainer.threads=1 "
-    "--trainer.enable_progress_bar=false"
-).split()
+DIGITS = ["--model.net=DigitsMLP", "--model.net.hidden=8", "--data=Digits", "--data.num_clients=6", "--data.batch_size=32", "--trainer.clients_per_round=3", "--trainer.max_rounds=2", "--trainer.accelerator=cpu", "--trainer.threads=1", "--trainer.enable_progress_bar=false"]
 """Six clients with 240 digits each, three a round; 610 weights."""
+
+
+def cli(*args: str) -> None:
+    """The console script, in this process."""
+    before, sys.argv = sys.argv, ["fl-lightning", *args]
+    try:
+        main()
+    finally:
+        sys.argv = before
 
 
 def run(command: str, *args: str, root: Path, model: str = "FedAvg") -> Path:
     """``fl-lightning <command>`` on the digits in this process; the newest run folder."""
-    main([command, f"--model={model}", *DIGITS, f"--trainer.default_root_dir={root}", *args])
+    cli(command, f"--model={model}", *DIGITS, f"--trainer.default_root_dir={root}", *args)
     return newest(root)
 
 
