@@ -15,7 +15,7 @@ from fl_lightning.messages import ArgumentsError, explain, find_user_error
 
 COMMANDS = {
     "fit": "Train for trainer.max_rounds rounds.",
-    "validate": "Evaluate a model on the held-out part of the training data.",
+    "validate": "Evaluate a model on the held-out part of the training data, or on all of them if none is.",
     "test": "Evaluate a model on the test set.",
     "list": "Show the algorithms: paper, state, wire cost, passes.",
 }

@@ -79,8 +79,9 @@ def _unknown_option(path: str, name: str, message: str) -> str:
     key = f"{path}.{name}" if path else name
     value = _first(rf"'{re.escape(name.split('.')[-1])}': ([^,}}]+)", message) or _first(r"val='([^']*)'", message)
     leaf = name.split(".")[-1]
-    near = difflib.get_close_matches(leaf, sorted({p for c in _classes() for p in _parameters(c)}), cutoff=0.7)
     head = key.split(".")[0]
+    owners = [c for c in _classes() if c.__name__ == "FederatedTrainer" or key.count(".") != 1 or head != "trainer"]
+    near = difflib.get_close_matches(leaf, sorted({p for c in owners for p in _parameters(c)}), cutoff=0.7)
     top = "" if head in ("model", "data", "trainer") else "; settings stand under model, data and trainer"
     hint = f" ({_suggest(near)})" if near else ""
     parts = path.split(".")

@@ -167,7 +167,7 @@ class FederatedTrainer:
     def validate(
         self, model: LocalObjective, datamodule: FederatedDataModule, ckpt_path: str | None = None
     ) -> dict[str, float]:
-        """Evaluate the global model on the held-out part of the training data (``data.val_fraction``).
+        """Evaluate the global model on training data: those held out (``data.val_fraction``), or if none are, all.
 
         Args:
             model: The local objective.
@@ -175,11 +175,9 @@ class FederatedTrainer:
             ckpt_path: The checkpoint to evaluate, or "last"; by default the model's own weights.
 
         Returns:
-            ``server/val/acc`` and ``server/val/loss``.
+            ``server/val/acc`` and ``server/val/loss``, or ``server/train/...`` if nothing was held out.
         """
-        if datamodule.val_fraction == 0:
-            raise UserError("data.val_fraction = 0: there is nothing to validate on; set it above 0, or use test")
-        return self._evaluate_only(model, datamodule, ckpt_path, "val")
+        return self._evaluate_only(model, datamodule, ckpt_path, "val" if datamodule.val_fraction else "train")
 
     def test(
         self, model: LocalObjective, datamodule: FederatedDataModule, ckpt_path: str | None = None

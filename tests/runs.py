@@ -17,7 +17,18 @@ from fl_lightning import checkpoint
 from fl_lightning.cli import main
 from fl_lightning.loggers import read_metrics
 
-DIGITS = ["--model.net=DigitsMLP", "--model.net.hidden=8", "--data=Digits", "--data.num_clients=6", "--data.batch_size=32", "--trainer.clients_per_round=3", "--trainer.max_rounds=2", "--trainer.accelerator=cpu", "--trainer.threads=1", "--trainer.enable_progress_bar=false"]
+DIGITS = [
+    "--model.net=DigitsMLP",
+    "--model.net.hidden=8",
+    "--data=Digits",
+    "--data.num_clients=6",
+    "--data.batch_size=32",
+    "--trainer.clients_per_round=3",
+    "--trainer.max_rounds=2",
+    "--trainer.accelerator=cpu",
+    "--trainer.threads=1",
+    "--trainer.enable_progress_bar=false",
+]
 """Six clients with 240 digits each, three a round; 610 weights."""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +24,14 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run with client state, an average of models and a held-out part."""
     root = tmp_path_factory.mktemp("done")
     args = "--model.ascent=ASAM --model.ascent.rho=0.3 --model.averaging=SWA --model.averaging.start=1"
-    options = "--data.val_fraction=0.1 --trainer.max_rounds=3 --trainer.seed=7"
+    options = "--data.val_fraction=0.1 --trainer.max_rounds=4 --trainer.seed=7"
     return run("fit", *args.split(), *options.split(), root=root, model="SCAFFOLD")
 
 
 def test_run_folder(done: Path) -> None:
     assert done.name == "version_0" and done.parent.name == "SCAFFOLD-Digits"
-    assert [at for at, _ in metrics(done)["server/test/acc"]] == [1, 2, 3]
-    assert last(done)["round"] == 3
+    assert [at for at, _ in metrics(done)["server/test/acc"]] == [1, 2, 3, 4]
+    assert last(done)["round"] == 4
     with Image.open(done / "curves.png") as image:
         image.load()
         assert min(image.size) > 100
@@ -81,6 +82,15 @@ def test_evaluation_gives_what_fit_logged(
     assert {path: path.stat().st_mtime_ns for path in done.parent.rglob("*")} == before
 
 
+def test_validate_without_held_out_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is of the clients' data then, which this net has learnt."""
+    run("fit", "--trainer.max_rounds=8", "--model.optimizer.lr=0.5", root=tmp_path)
+    capsys.readouterr()
+    run("validate", "--ckpt_path=last", root=tmp_path)
+    (acc,) = re.findall(r"server/train/acc (\d\.\d{4})", capsys.readouterr().out)
+    assert float(acc) > 0.5
+
+
 def test_averaged_model_is_what_a_checkpoint_gives(done: Path) -> None:
     """The test above is of the average, then, not of the server's last model."""
     found = last(done)
@@ -127,12 +137,29 @@ def test_composition_in_a_file(tmp_path: Path) -> None:
     assert config["model"]["init_args"]["ascent"]["init_args"]["rho"] == 0.2
 
 
-def test_help(capsys: pytest.CaptureFixture[str]) -> None:
-    for args, expected in ((["--help"], "list"), (["fit", "--help"], "--trainer.max_rounds"), (["test", "--help"], "ckpt")):
-        with pytest.raises(SystemExit) as exit:
-            cli(*args)
-        assert exit.value.code in (0, None)
-        assert expected in capsys.readouterr().out
+@pytest.mark.parametrize(
+    ("args", "code", "expected"),
+    [
+        ("", 2, "configs/quickstart.yaml"),
+        ("--help", 0, "list"),
+        ("fit --help", 0, "--trainer.max_rounds"),
+        ("test --help", 0, "--ckpt_path"),
+        ("fit --model.help=FedGloSS", 0, "--model.beta"),
+        ("fit --data.help=Digits --data.partition.help=Dirichlet", 0, "--data.partition.alpha"),
+        ("fit --trainer.callbacks.help=FlatnessMonitor", 0, "--trainer.callbacks.every_n_rounds"),
+    ],
+)
+def test_help(args: str, code: int, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit:
+        cli(*args.split())
+    assert (exit.value.code or 0) == code
+    shown = capsys.readouterr()
+    assert expected in shown.out and not shown.err
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    cli("--version")
+    assert capsys.readouterr().out.strip() == version("fl-lightning")
 
 
 def test_list_in_a_real_process(tmp_path: Path) -> None:

@@ -72,8 +72,9 @@ class Progress(Callback):
             self._live.update(self._view())
         elif self._bar.get_time() - self._last_line >= self.min_seconds or trainer.round == trainer.max_rounds:
             self._last_line = self._bar.get_time()
-            values = (f"{title} {_number(trainer.metrics.get(name))}" for name, title in COLUMNS.items())
-            self.console.print(f"round {trainer.round}/{trainer.max_rounds}  " + "  ".join(values), highlight=False)
+            known = [(title, trainer.metrics[name]) for name, title in COLUMNS.items() if name in trainer.metrics]
+            line = "  ".join([f"round {trainer.round}/{trainer.max_rounds}", *(f"{t} {_number(v)}" for t, v in known)])
+            self.console.print(line, highlight=False, soft_wrap=True)
 
     def on_exception(self, trainer: FederatedTrainer, error: BaseException) -> None:
         if trainer.fabric.is_global_zero:
