@@ -97,9 +97,8 @@ def main() -> None:
     torch.set_num_threads(1)
     data = Digits(num_clients=50, partition=IID(), batch_size=16)
     data.setup()
-    print(
-        f"torch {torch.__version__}, 1 thread, load average before {os.getloadavg()[0]:.2f}; ms a round, medians of A B A B"
-    )
+    print(f"torch {torch.__version__}, 1 thread, load average before {os.getloadavg()[0]:.2f}")
+    print("ms a round, medians of two interleaved runs each")
     print(f"{'net':10} {'method':7} {'plain loop':>10} {'ours':>8} {'ratio':>6} {'floor':>8} {'of floor':>8}")
     for net in (DigitsMLP, DigitsCNN):
         for sam in (False, True):

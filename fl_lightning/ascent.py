@@ -51,7 +51,7 @@ class SAM(Ascent):
 
     def __init__(self, rho: float = 0.05, warmup: int = 0, rho0: float = 1e-3, eps: float = EPS) -> None:
         if rho < 0 or rho0 < 0:
-            raise UserError(f"ascent.rho = {rho}, rho0 = {rho0}: a radius is 0 or more")
+            raise UserError(f"model.ascent.rho = {rho}, rho0 = {rho0}: a radius is 0 or more")
         self.rho, self.warmup, self.rho0, self.eps = rho, warmup, rho0, eps
 
     def radius(self, t: int) -> float:

@@ -28,9 +28,9 @@ class SWA:
 
     def __init__(self, start: float = 0.75, cycle: int = 1, lr_min: float = 1e-4) -> None:
         if start < 0:
-            raise UserError(f"averaging.start = {start}: give a fraction below 1, or a round from 0")
+            raise UserError(f"model.averaging.start = {start}: give a fraction below 1, or a round from 0")
         if cycle < 1:
-            raise UserError(f"averaging.cycle = {cycle}: at least 1 round")
+            raise UserError(f"model.averaging.cycle = {cycle}: at least 1 round")
         self.start, self.cycle, self.lr_min = start, cycle, lr_min
 
     def start_round(self, rounds: int) -> int:

@@ -6,12 +6,13 @@ Importing torch and Lightning takes seconds, so only what needs them does.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from itertools import pairwise
 
 from fl_lightning import __version__
-from fl_lightning.messages import ArgumentsError, explain, find_user_error
+from fl_lightning.messages import ArgumentsError, tell
 
 COMMANDS = {
     "fit": "Train for trainer.max_rounds rounds.",
@@ -35,6 +36,9 @@ def main(args: Sequence[str] | None = None) -> None:
     if given == ["--version"]:
         print(__version__)
         return
+    if given[0] not in COMMANDS:
+        value = "missing" if given[0].startswith("-") else given[0]
+        sys.exit(f"error: subcommand = {value}: choose from {', '.join(COMMANDS)}, or see --help")
     sys.path.insert(0, "")  # a class of a file in the working folder can be named, as with `python -m`
     try:
         from fl_lightning.federated_cli import FederatedCLI
@@ -43,12 +47,10 @@ def main(args: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     except (ArgumentsError, ValueError) as error:
-        if (mistake := find_user_error(error)) is not None:
-            sys.exit(f"error: {mistake}")
-        if isinstance(error, ArgumentsError) or str(error).startswith("Does not validate"):
-            configs = [value for flag, value in pairwise(given) if flag in ("-c", "--config")]
-            sys.exit(f"error: {explain(str(error), configs)}")
-        raise
+        configs = [value for flag, value in pairwise(given) if flag in ("-c", "--config")]
+        if (line := tell(error, configs)) is None:
+            raise
+        sys.exit(f"error: {line}" if os.environ.get("LOCAL_RANK", "0") == "0" else 1)  # once for all processes
 
 
 def _help() -> argparse.ArgumentParser:

@@ -21,7 +21,10 @@ from fl_lightning.trainer import FederatedTrainer
 
 
 class Parser(LightningArgumentParser):
-    """A parser whose errors are one line for people."""
+    """A parser whose errors are one line for people, and that takes no abbreviated names."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, allow_abbrev=False, **kwargs)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Refuse the arguments."""

@@ -24,6 +24,20 @@ def find_user_error(error: BaseException | None) -> UserError | None:
     return error
 
 
+def tell(error: Exception, configs: Sequence[str] = ()) -> str | None:
+    """One line for a mistake of the user's; None if the error is not one.
+
+    Args:
+        error: What was raised.
+        configs: Config files that were given.
+    """
+    if (mistake := find_user_error(error)) is not None:
+        return str(mistake)
+    # what a class raises while it is made reaches us as a ValueError that tries all members of a union
+    theirs = isinstance(error, ArgumentsError) or str(error).startswith("Does not validate")
+    return explain(str(error), configs) if theirs else None
+
+
 def explain(message: str, configs: Sequence[str] = ()) -> str:
     """One line for what the parser says in many.
 
@@ -48,10 +62,6 @@ def explain(message: str, configs: Sequence[str] = ()) -> str:
         return f"{names}: missing; give a value, or a file by --config (such as configs/quickstart.yaml)"
     if match := re.search(r"unrecognized arguments: -*([^\s=]+)[\s=]?(.*)", message):
         return _unknown_option("", match[1], f"val='{match[2]}'")
-    if match := re.search(r"invalid choice: '([^']+)' \(choose from (.*)\)", message):
-        return f"subcommand = {match[1]}: choose from {match[2]}"
-    if match := re.search(r'expected "subcommand" to be one of {([^}]+)}', message):
-        return f"subcommand: missing; choose from {match[1].replace(',', ', ')}, or see --help"
     if "Expected a <class 'list'>" in message and (match := re.search(r"Given value: (.*)", message)):
         return f"{path} = {match[1]:.60}: expected a list; give [{match[1]:.60}], or --{path}+={match[1]:.60}"
     if "Not a valid subclass of" in message and (odd := _given(message).keys() - {"class_path", "init_args"}):

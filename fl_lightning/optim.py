@@ -76,7 +76,7 @@ class SGD:
             ("lr_decay", lr_decay, lr_decay > 0, "must be above 0"),
         ):
             if not ok:
-                raise UserError(f"optimizer.{key} = {value}: {remedy}")
+                raise UserError(f"model.optimizer.{key} = {value}: {remedy}")
         self.lr, self.momentum, self.weight_decay = lr, momentum, weight_decay
         self.clip, self.lr_decay, self.schedule = clip, lr_decay, schedule
 

@@ -14,7 +14,7 @@ from fl_lightning.errors import UserError
 
 def _sequence(seed: int, purpose: str, keys: tuple[int, ...]) -> np.random.SeedSequence:
     if seed < 0:
-        raise UserError(f"seed: {seed} is negative; use 0 or a positive integer")
+        raise UserError(f"seed = {seed} is negative; use 0 or a positive integer")
     return np.random.SeedSequence([seed, crc32(purpose.encode()), *keys])
 
 

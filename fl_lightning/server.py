@@ -79,7 +79,7 @@ class Adam(ServerUpdate):
     ) -> None:
         super().__init__(lr)
         if tau <= 0:
-            raise UserError(f"server_update.tau = {tau}: must be above 0, it is divided by")
+            raise UserError(f"model.server_update.tau = {tau}: must be above 0, it is divided by")
         self.beta1, self.beta2, self.tau, self.v0, self.bias_correction = beta1, beta2, tau, v0, bias_correction
 
     def first(self) -> dict[str, Rule]:

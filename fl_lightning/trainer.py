@@ -110,7 +110,7 @@ class FederatedTrainer:
         except (RuntimeError, TypeError, ValueError) as error:
             raise UserError(
                 f"trainer.accelerator = {accelerator}, devices = {devices}, strategy = {strategy}, precision = "
-                f"{precision}: {' '.join(str(error).split())}"
+                f"{precision}: {' '.join(str(error).split())} (accelerator cpu, devices 1, strategy auto always work)"
             ) from None
         self.dtype = torch.float64 if precision == "64-true" else torch.float32
         self.config: dict[str, Any] = {}

@@ -202,7 +202,7 @@ def test_validation_part_leaves_given_indices_right():
     data = toy(num_clients=3, val_fraction=0.1, partition=Given(parts))
     for client, part in zip(data.clients, parts, strict=True):
         assert set(client.tolist()) == set(part) - set(data.val_indices.tolist())
-    with pytest.raises(UserError, match=r"val_fraction: 0.9 takes all data of client \d+; use a smaller one"):
+    with pytest.raises(UserError, match=r"data.val_fraction = 0.9 takes all data of client \d+; use a smaller one"):
         toy(num_clients=3, val_fraction=0.9, partition=Given([[0], [1], [2]]))
 
 
@@ -265,18 +265,22 @@ def nan_at(row):
         ((XF, Y[:, None], XF, Y), {}, r"y_train: shape \(60, 1\) is not \(N,\)"),
         ((XF.astype(complex), Y, XF, Y), {}, "x_train: dtype torch.complex128 is not supported"),
         ((np.array(["a"] * 60), Y, XF, Y), {}, "x_train: ndarray of <U1 is no numeric array"),
-        ((XF, Y, XF, Y), {"num_clients": 61}, "num_clients: 61 exceeds the 60 training samples; use fewer clients"),
+        (
+            (XF, Y, XF, Y),
+            {"num_clients": 61},
+            "data.num_clients = 61 exceeds the 60 training samples; use fewer clients",
+        ),
         (
             (XF, Y, XF, Y),
             {"augment": Augment()},
             r"augment: samples of shape \(4,\) are no images .* set augment: null",
         ),
         (None, {"mean": [0.1, 0.2]}, r"mean: 2 values for samples of shape \(3, 6, 5\); give one, or one per channel"),
-        (None, {"std": [0.0]}, r"std: \[0.0\] must be positive"),
-        (None, {"batch_size": 0}, "batch_size: 0 is not positive; use 1 or more, or null for full batches"),
-        (None, {"eval_batch_size": 0}, "eval_batch_size: 0 is not positive"),
-        (None, {"num_clients": 0}, "num_clients: 0 is not positive"),
-        (None, {"val_fraction": 1.0}, r"val_fraction: 1.0 is not in \[0, 1\)"),
+        (None, {"std": [0.0]}, r"data.std = \[0.0\] must be positive"),
+        (None, {"batch_size": 0}, "data.batch_size = 0 is not positive; use 1 or more, or null for full batches"),
+        (None, {"eval_batch_size": 0}, "data.eval_batch_size = 0 is not positive"),
+        (None, {"num_clients": 0}, "data.num_clients = 0 is not positive"),
+        (None, {"val_fraction": 1.0}, r"data.val_fraction = 1.0 is not in \[0, 1\)"),
     ],
 )
 def test_faulty_data_and_settings(arrays, kwargs, message):
@@ -285,9 +289,11 @@ def test_faulty_data_and_settings(arrays, kwargs, message):
 
 
 def test_other_mistakes():
-    with pytest.raises(UserError, match=r"val_fraction: 0.0 holds out no validation data; set for example 0.1"):
+    with pytest.raises(
+        UserError, match=r"data.val_fraction = 0.0 holds out nothing to validate on; use for example 0.1"
+    ):
         toy().eval_batches("val")
-    with pytest.raises(UserError, match="crop: -1 is negative; use 0"):
+    with pytest.raises(UserError, match="crop = -1 is negative; use 0"):
         Augment(crop=-1)
 
 
@@ -376,13 +382,13 @@ def test_npz(tmp_path):
     assert data.y_train.dtype == torch.int64
 
     np.savez(path, x_train=X, y_train=Y)
-    with pytest.raises(UserError, match=r"path: '.*data.npz' lacks x_test, y_test; it needs x_train"):
+    with pytest.raises(UserError, match=r"path = '.*data.npz' lacks x_test, y_test; it needs x_train"):
         Arrays(str(path)).setup()
     for bad in (b"", b"rubbish", path.read_bytes()[:200]):
         path.write_bytes(bad)
-        with pytest.raises(UserError, match=r"path: '.*data.npz' is no readable .npz file \([^\n]*\); write it anew"):
+        with pytest.raises(UserError, match=r"path = '.*data.npz' is no readable .npz file \([^\n]*\); write it anew"):
             Arrays(str(path)).setup()
-    with pytest.raises(UserError, match=r"path: no file '.*none.npz'; give an .npz file with x_train"):
+    with pytest.raises(UserError, match=r"none.npz': no such file; give an .npz file with x_train"):
         Arrays(str(tmp_path / "none.npz")).setup()
 
 
@@ -413,7 +419,10 @@ def test_client_arrays():
         ),
         ({"client_arrays": [(XF[:, :2], Y)], "test": (XF, Y)}, r"client_arrays: client 0 has samples of shape \(2,\)"),
         ({"client_arrays": [(XF, Y), (nan_at(7), Y)], "test": (XF, Y)}, "x of client 1: row 7 holds NaN"),
-        ({"client_arrays": [(XF, Y), (XF[:0], Y[:0])], "test": (XF, Y)}, "num_clients: 2 leaves client 1 without data"),
+        (
+            {"client_arrays": [(XF, Y), (XF[:0], Y[:0])], "test": (XF, Y)},
+            "data.num_clients = 2 leaves client 1 without data",
+        ),
     ],
 )
 def test_faulty_client_arrays(kwargs, message):
@@ -455,7 +464,7 @@ def test_torchvision_with_split(tmp_path):
     assert torch.equal(data.x_train, images()[:2])
     assert data.y_train.tolist() == [0, 1]
     Image.fromarray(X[0][:4]).save(tmp_path / "rendered-sst2" / "train" / "negative" / "b.png")
-    with pytest.raises(UserError, match=r"name: RenderedSST2 has images of several sizes.* use ImageFolder"):
+    with pytest.raises(UserError, match=r"name = RenderedSST2 has images of several sizes.* use ImageFolder"):
         TorchvisionData("RenderedSST2", data_dir=str(tmp_path), num_clients=2).setup()
 
 
@@ -464,14 +473,15 @@ def test_torchvision_defaults_and_mistakes(tmp_path):
     assert TorchvisionData("CIFAR100").mean == [0.5071, 0.4865, 0.4409]
     assert TorchvisionData("CIFAR10", mean=[0.0], std=[1.0]).std == [1.0]
     assert TorchvisionData("MNIST").mean is None
-    with pytest.raises(UserError, match=r"^name: 'cifar-10' is no torchvision data set .* did you mean .*CIFAR10"):
+    with pytest.raises(
+        UserError, match=r"^data.*name = 'cifar-10' is no torchvision data set .* did you mean .*CIFAR10"
+    ):
         TorchvisionData("cifar-10").setup()
     for name in ("CIFAR10", "MNIST", "SVHN", "STL10"):
-        with pytest.raises(
-            UserError, match=rf"^data_dir: {name} cannot be read from '{tmp_path}'[^\n]*download: true$"
-        ):
+        message = rf"^data.data_dir = {tmp_path}: {name} cannot be read from there[^\n]*download: true$"
+        with pytest.raises(UserError, match=message):
             TorchvisionData(name, data_dir=str(tmp_path)).setup()
-    with pytest.raises(UserError, match=r"dataset_kwargs: EMNIST cannot be made with {}.*balanced"):
+    with pytest.raises(UserError, match=r"dataset_kwargs = EMNIST cannot be made with {}.*balanced"):
         TorchvisionData("EMNIST", data_dir=str(tmp_path)).setup()
 
 
@@ -494,13 +504,13 @@ def test_image_folder(tmp_path):
     with pytest.raises(UserError, match="root: class 'dog' is not in both train and test"):
         ImageFolder(str(tmp_path), 5).setup()
     (tmp_path / "train" / "cat" / "0.png").write_bytes(b"rubbish")
-    with pytest.raises(UserError, match=r"root: '.*0.png' is no readable image [^\n]*; mend or remove it"):
+    with pytest.raises(UserError, match=r"root = '.*0.png' is no readable image [^\n]*; mend or remove it"):
         ImageFolder(str(tmp_path), 5).setup()
     with pytest.raises(
         UserError, match=r"root: no images of each class under '.*train'; expected .*/train/<class>/\*.png"
     ):
         ImageFolder(str(tmp_path / "none"), 5).setup()
-    with pytest.raises(UserError, match="image_size: 0 is not positive; use for example 32"):
+    with pytest.raises(UserError, match="image_size = 0 is not positive; use for example 32"):
         ImageFolder(str(tmp_path), 0)
 
 

@@ -183,7 +183,7 @@ def test_evaluation_of_another_model(complaint: Complaint, files: Path) -> None:
     ("args", "parts"),
     [
         (["--trainer.max_rounds=3"], ("subcommand", "missing", "fit, validate, test, list")),
-        (["fitt"], ("subcommand = fitt", "'fit'")),
+        (["fitt"], ("subcommand = fitt", "fit, validate, test, list")),
         (["fit"], ("--data, --model", "missing", "configs/quickstart.yaml")),
         (["fit", "--data=Digits", "--model=FedAvg"], ("--model.net", "missing", "give a value")),
         (["fit", "--config", "none.yaml"], ("config = ", "none.yaml", "no such file", "give the path")),

@@ -48,5 +48,5 @@ def test_resnet_groups_stem_and_pickling():
     assert net.net.maxpool(net.net.conv1(torch.zeros(1, 3, 32, 32))).shape[-2:] == (32, 32)
     copy = pickle.loads(pickle.dumps(net))
     assert torch.equal(copy.net.fc.weight, net.net.fc.weight)
-    with pytest.raises(UserError, match="groups: 3 does not divide 64 channels; use 1, 2, 4"):
+    with pytest.raises(UserError, match="groups = 3 does not divide 64 channels; use 1, 2, 4"):
         ResNet18GN(groups=3)

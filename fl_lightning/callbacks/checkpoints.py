@@ -44,3 +44,5 @@ class Checkpoints(Callback):
 
     def on_exception(self, trainer: FederatedTrainer, error: BaseException) -> None:
         self._save(trainer)
+        if (trainer.run_dir / LAST).exists():
+            trainer.fabric.print(f"saved {trainer.run_dir / LAST}; go on with --ckpt_path last")

@@ -79,9 +79,7 @@ class Progress(Callback):
     def on_exception(self, trainer: FederatedTrainer, error: BaseException) -> None:
         if trainer.fabric.is_global_zero:
             self._stop()
-            self.console.print(
-                f"stopped after round {trainer.round}; go on with --ckpt_path last", highlight=False, soft_wrap=True
-            )
+            self.console.print(f"stopped after round {trainer.round}", highlight=False)
 
     def on_fit_end(self, trainer: FederatedTrainer) -> None:
         if not trainer.fabric.is_global_zero:

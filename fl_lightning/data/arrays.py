@@ -85,15 +85,16 @@ class Arrays(FederatedDataModule):
             with np.load(str(self.path)) as file:
                 missing = [key for key in KEYS if key not in file]
                 if missing:
-                    raise UserError(f"path: '{self.path}' lacks {', '.join(missing)}; it needs {', '.join(KEYS)}")
+                    raise UserError(f"data.path = '{self.path}' lacks {', '.join(missing)}; it needs {', '.join(KEYS)}")
                 return file["x_train"], file["y_train"], file["x_test"], file["y_test"]
         except FileNotFoundError:
-            raise UserError(f"path: no file '{self.path}'; give an .npz file with {', '.join(KEYS)}") from None
+            keys = ", ".join(KEYS)
+            raise UserError(f"data.path = '{self.path}': no such file; give an .npz file with {keys}") from None
         except UserError:
             raise
         except (OSError, ValueError, EOFError, TypeError, zipfile.BadZipFile) as error:
             raise UserError(
-                f"path: '{self.path}' is no readable .npz file ({error}); write it anew with np.savez"
+                f"data.path = '{self.path}' is no readable .npz file ({error}); write it anew with np.savez"
             ) from None
 
 

@@ -24,7 +24,7 @@ class Augment:
 
     def __init__(self, crop: int = 4, flip: bool = True) -> None:
         if crop < 0:
-            raise UserError(f"crop: {crop} is negative; use 0 (no crop) or a number of pixels")
+            raise UserError(f"data.augment.crop = {crop} is negative; use 0 (no crop) or a number of pixels")
         self.crop = crop
         self.flip = flip
 

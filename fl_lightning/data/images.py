@@ -71,7 +71,7 @@ class TorchvisionData(FederatedDataModule):
             lower = difflib.get_close_matches(self.dataset.lower(), [n.lower() for n in known])
             close = [n for n in known if n.lower() in lower] or ["CIFAR10", "CIFAR100", "MNIST"]
             raise UserError(
-                f"name: '{self.dataset}' is no torchvision data set with a training part; "
+                f"data.name = '{self.dataset}' is no torchvision data set with a training part; "
                 f"did you mean {' or '.join(close)}?"
             )
         make = getattr(datasets, self.dataset)
@@ -82,11 +82,12 @@ class TorchvisionData(FederatedDataModule):
             return make(self.data_dir, **part, **({"download": True} if download else {}), **self.dataset_kwargs)
         except (TypeError, ValueError) as error:
             raise UserError(
-                f"dataset_kwargs: {self.dataset} cannot be made with {self.dataset_kwargs} ({error}); correct them"
+                f"data.dataset_kwargs = {self.dataset_kwargs}: {self.dataset} cannot be made with them ({error}); "
+                "correct them"
             ) from None
         except (RuntimeError, OSError, EOFError, AssertionError) as error:
             raise UserError(
-                f"data_dir: {self.dataset} cannot be read from '{self.data_dir}' "
+                f"data.data_dir = {self.data_dir}: {self.dataset} cannot be read from there "
                 f"({str(error).strip()}); put it there or set download: true"
             ) from None
 
@@ -98,7 +99,7 @@ def _arrays(dataset: Any) -> tuple[Any, Any]:
     pairs = [(np.asarray(image.convert("RGB")), label) for image, label in dataset]
     if len({image.shape for image, _ in pairs}) != 1:
         raise UserError(
-            f"name: {type(dataset).__name__} has images of several sizes; write it as files, use ImageFolder"
+            f"data.name = {type(dataset).__name__} has images of several sizes; write it as files, use ImageFolder"
         )
     return np.stack([image for image, _ in pairs]), np.array([label for _, label in pairs])
 
@@ -118,7 +119,7 @@ class ImageFolder(FederatedDataModule):
     def __init__(self, root: str, image_size: int, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         if image_size < 1:
-            raise UserError(f"image_size: {image_size} is not positive; use for example 32")
+            raise UserError(f"data.image_size = {image_size} is not positive; use for example 32")
         self.root = root
         self.image_size = image_size
 
@@ -155,4 +156,4 @@ class ImageFolder(FederatedDataModule):
                 size = (self.image_size, self.image_size)
                 return np.asarray(image.convert("RGB").resize(size, Image.Resampling.BILINEAR))
         except OSError as error:
-            raise UserError(f"root: '{path}' is no readable image ({error}); mend or remove it") from None
+            raise UserError(f"data.root = '{path}' is no readable image ({error}); mend or remove it") from None

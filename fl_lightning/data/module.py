@@ -74,15 +74,15 @@ class FederatedDataModule(L.LightningDataModule, ABC):
     ) -> None:
         super().__init__()
         if num_clients < 1:
-            raise UserError(f"num_clients: {num_clients} is not positive; use 1 or more")
+            raise UserError(f"data.num_clients = {num_clients} is not positive; use 1 or more")
         if batch_size is not None and batch_size < 1:
-            raise UserError(f"batch_size: {batch_size} is not positive; use 1 or more, or null for full batches")
+            raise UserError(f"data.batch_size = {batch_size} is not positive; use 1 or more, or null for full batches")
         if eval_batch_size < 1:
-            raise UserError(f"eval_batch_size: {eval_batch_size} is not positive; use 1 or more")
+            raise UserError(f"data.eval_batch_size = {eval_batch_size} is not positive; use 1 or more")
         if not 0 <= val_fraction < 1:
-            raise UserError(f"val_fraction: {val_fraction} is not in [0, 1); use for example 0.1")
+            raise UserError(f"data.val_fraction = {val_fraction} is not in [0, 1); use for example 0.1")
         if std is not None and not all(s > 0 for s in std):
-            raise UserError(f"std: {std} must be positive; leave out constant channels or use 1")
+            raise UserError(f"data.std = {std} must be positive; leave out constant channels or use 1")
         self.num_clients = num_clients
         self.partition = partition or IID()
         self.batch_size = batch_size
@@ -139,7 +139,7 @@ class FederatedDataModule(L.LightningDataModule, ABC):
         kept = np.setdiff1d(np.arange(len(y)), val)
         if self.num_clients > len(kept):
             raise UserError(
-                f"num_clients: {self.num_clients} exceeds the {len(kept)} training samples; use fewer clients"
+                f"data.num_clients = {self.num_clients} exceeds the {len(kept)} training samples; use fewer clients"
             )
         if not self.partition.fixed:
             parts = self.partition(y[kept], self.num_clients, self.num_classes, self.seed)
@@ -149,7 +149,7 @@ class FederatedDataModule(L.LightningDataModule, ABC):
         for client, part in enumerate(parts):
             if len(part) == 0:
                 raise UserError(
-                    f"val_fraction: {self.val_fraction} takes all data of client {client}; use a smaller one"
+                    f"data.val_fraction = {self.val_fraction} takes all data of client {client}; use a smaller one"
                 )
         return [torch.from_numpy(part) for part in parts]
 
@@ -239,7 +239,9 @@ class FederatedDataModule(L.LightningDataModule, ABC):
         if isinstance(split, str) and split == "test":
             return self._batches(self.x_test, self.y_test, torch.arange(len(self.y_test)), dtype)
         if isinstance(split, str) and split == "val" and len(self.val_indices) == 0:
-            raise UserError(f"val_fraction: {self.val_fraction} holds out no validation data; set for example 0.1")
+            raise UserError(
+                f"data.val_fraction = {self.val_fraction} holds out nothing to validate on; use for example 0.1"
+            )
         named = {"train": self._train_indices, "val": self.val_indices}
         indices = named[split] if isinstance(split, str) else torch.as_tensor(split, dtype=torch.int64)
         return self._batches(self.x_train, self.y_train, indices, dtype)

@@ -52,11 +52,12 @@ class Partition(ABC):
 
 def _check(parts: Sequence[Indices], num_samples: int, num_clients: int, source: str) -> None:
     if len(parts) != num_clients:
-        raise UserError(f"num_clients: {num_clients}, but {source} has {len(parts)} clients; set it to {len(parts)}")
+        m = len(parts)
+        raise UserError(f"data.num_clients = {num_clients}, but {source} has {m} clients; set it to {m}")
     for client, part in enumerate(parts):
         if len(part) == 0:
             raise UserError(
-                f"num_clients: {num_clients} leaves client {client} without data ({num_samples} samples, "
+                f"data.num_clients = {num_clients} leaves client {client} without data ({num_samples} samples, "
                 f"{source}); use fewer clients, a larger alpha or more data"
             )
         if part.min() < 0 or part.max() >= num_samples:
@@ -99,7 +100,7 @@ class Dirichlet(Partition):
     def __init__(self, alpha: float = 0.0) -> None:
         if not (math.isfinite(alpha) and alpha >= 0):
             raise UserError(
-                f"alpha: {alpha} is no concentration; use a finite number >= 0 "
+                f"data.partition.alpha = {alpha} is no concentration; use a finite number >= 0 "
                 "(0: one class per client; for equal shares use IID)"
             )
         self.alpha = alpha
@@ -135,8 +136,8 @@ class Dirichlet(Partition):
         pools = sorted((p for p in pools if len(p)), key=len, reverse=True)
         if num_clients < len(pools):
             raise UserError(
-                f"alpha: 0 gives every client one class, so {len(pools)} classes need at least {len(pools)} "
-                f"clients, not num_clients: {num_clients}; use more clients or alpha > 0"
+                f"data.partition.alpha = 0 gives every client one class, so {len(pools)} classes need at least "
+                f"{len(pools)} clients, not num_clients = {num_clients}; use more clients or alpha > 0"
             )
         turns = [len(range(c, num_clients, len(pools))) for c in range(len(pools))]
         shares = [np.array_split(pool, n) for pool, n in zip(pools, turns, strict=True)]
@@ -184,11 +185,11 @@ class FromFile(Partition):
             rows = self._read()
         except OSError as error:
             raise UserError(
-                f"path: cannot read '{self.path}' ({error.strerror}); give an existing split file"
+                f"data.partition.path = '{self.path}': cannot read it ({error.strerror}); give an existing split file"
             ) from None
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(
-                f"path: '{self.path}' is no split in a known format ({error!r}); use JSON "
+                f"data.partition.path = '{self.path}' is no split in a known format ({error!r}); use JSON "
                 "{client: [indices]} or CSV user_id,image_id,class"
             ) from None
         users = sorted(rows, key=int) if all(user.lstrip("-").isdigit() for user in rows) else list(rows)

@@ -30,7 +30,7 @@ class ResNet18GN(nn.Module):
 
         super().__init__()
         if groups < 1 or 64 % groups:
-            raise UserError(f"groups: {groups} does not divide 64 channels; use 1, 2, 4, 8, 16, 32 or 64")
+            raise UserError(f"model.net.groups = {groups} does not divide 64 channels; use 1, 2, 4, 8, 16, 32 or 64")
         self.net = resnet18(num_classes=num_classes, norm_layer=partial(nn.GroupNorm, groups))
         if stem == "cifar":
             self.net.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
