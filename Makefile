@@ -61,7 +61,7 @@ format: dev ## Mend style and formatting where that can be done safely
 	$(RUN) ruff format
 
 docs: dev ## Build the documentation into site/
-	$(RUN) mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(RUN) mkdocs build --strict
 
 bench: venv ## Run the benchmarks
 	@for script in $(sort $(wildcard benchmarks/bench_*.py)); do \

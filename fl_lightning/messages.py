@@ -91,7 +91,7 @@ def _unknown_option(path: str, name: str, message: str) -> str:
     leaf = name.split(".")[-1]
     head = key.split(".")[0]
     owners = [c for c in _classes() if c.__name__ == "FederatedTrainer" or key.count(".") != 1 or head != "trainer"]
-    near = difflib.get_close_matches(leaf, sorted({p for c in owners for p in _parameters(c)}), cutoff=0.7)
+    near = difflib.get_close_matches(leaf, sorted({p for c in owners for p in _parameters(c)} - {leaf}), cutoff=0.7)
     top = "" if head in ("model", "data", "trainer") else "; settings stand under model, data and trainer"
     hint = f" ({_suggest(near)})" if near else ""
     parts = path.split(".")

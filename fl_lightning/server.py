@@ -47,6 +47,8 @@ class Momentum(ServerUpdate):
 
     def __init__(self, beta: float = 0.9, lr: float = 1.0) -> None:
         super().__init__(lr)
+        if not 0 <= beta < 1:
+            raise UserError(f"model.server_update.beta = {beta}: a momentum is from 0 to below 1 (FedAvgM: model.beta)")
         self.beta = beta
 
     def __call__(self, server: Slots, delta: Tensor, ctx: RoundContext) -> Slots:

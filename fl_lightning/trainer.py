@@ -336,7 +336,7 @@ class FederatedTrainer:
 
         The state changes only when the whole round is done, so whatever breaks off in between loses nothing.
         """
-        started = time.perf_counter()
+        started, self._listening = time.perf_counter(), 0.0
         objective, fabric, t, m = self.objective, self.fabric, self.round, self.data.num_clients
         cohort = self.sampler(t, m, self.seed)
         ctx = RoundContext(t, self.max_rounds, m, objective.flat)
@@ -367,7 +367,7 @@ class FederatedTrainer:
         self.total_floats += floats * len(cohort)
         if fabric.device.type == "cuda":
             torch.cuda.synchronize()
-        seconds = time.perf_counter() - started
+        seconds = time.perf_counter() - started - self._listening
         self.log(
             {
                 "client/train/loss": float(torch.stack([r.loss for r in results]).mean()),
@@ -407,8 +407,10 @@ class FederatedTrainer:
         batches = self.data.client_batches(client, self.local_epochs, self.local_steps, draw, self.dtype)
         state = self.clients.gather(client, sent.w, self.objective.scratch_slots)
         result = self.engine.train(client, state, sent, batches, self.client_context(client, ctx), self.seed)
+        started = time.perf_counter()
         for callback in self.callbacks:  # fabric.call inspects signatures, too slow for once a client
             callback.on_local_end(self, result)
+        self._listening += time.perf_counter() - started
         return result
 
     def _exchange(

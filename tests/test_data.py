@@ -481,7 +481,7 @@ def test_torchvision_defaults_and_mistakes(tmp_path):
         message = rf"^data.data_dir = {tmp_path}: {name} cannot be read from there[^\n]*download: true$"
         with pytest.raises(UserError, match=message):
             TorchvisionData(name, data_dir=str(tmp_path)).setup()
-    with pytest.raises(UserError, match=r"dataset_kwargs = EMNIST cannot be made with {}.*balanced"):
+    with pytest.raises(UserError, match=r"dataset_kwargs = {}: EMNIST cannot be made with them.*balanced"):
         TorchvisionData("EMNIST", data_dir=str(tmp_path)).setup()
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import nn
+
 from fl_lightning.objective import LocalObjective
 from fl_lightning.server import Adam, Momentum
 
@@ -18,6 +20,7 @@ class FedAvgM(LocalObjective):
     """FedAvg with momentum on the server.
 
     Args:
+        net: The network.
         beta: Server momentum.
         server_lr: Server learning rate.
         **kwargs: As for `LocalObjective`.
@@ -25,14 +28,15 @@ class FedAvgM(LocalObjective):
 
     paper = "Hsu et al., 2019"
 
-    def __init__(self, beta: float = 0.9, server_lr: float = 1.0, **kwargs: Any) -> None:
-        super().__init__(server_update=Momentum(beta, server_lr), **kwargs)
+    def __init__(self, net: nn.Module, beta: float = 0.9, server_lr: float = 1.0, **kwargs: Any) -> None:
+        super().__init__(net, server_update=Momentum(beta, server_lr), **kwargs)
 
 
 class FedAdam(LocalObjective):
     """FedAvg with Adam on the server; its further options are those of ``server_update: Adam``.
 
     Args:
+        net: The network.
         server_lr: Server learning rate.
         beta1: Decay of the first moment.
         beta2: Decay of the second moment.
@@ -43,6 +47,12 @@ class FedAdam(LocalObjective):
     paper = "Reddi et al., ICLR 2021"
 
     def __init__(
-        self, server_lr: float = 0.1, beta1: float = 0.9, beta2: float = 0.99, tau: float = 0.01, **kwargs: Any
+        self,
+        net: nn.Module,
+        server_lr: float = 0.1,
+        beta1: float = 0.9,
+        beta2: float = 0.99,
+        tau: float = 0.01,
+        **kwargs: Any,
     ) -> None:
-        super().__init__(server_update=Adam(server_lr, beta1, beta2, tau), **kwargs)
+        super().__init__(net, server_update=Adam(server_lr, beta1, beta2, tau), **kwargs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from fl_lightning.ascent import Gradient
 from fl_lightning.drift import admm_dual, admm_pull
@@ -20,6 +20,7 @@ class FedDyn(LocalObjective):
     The server's ``lam`` is the mean of all M duals, those of clients never seen (zero) included.
 
     Args:
+        net: The network.
         beta: Inverse of FedDyn's alpha.
         **kwargs: As for `LocalObjective`.
     """
@@ -29,8 +30,8 @@ class FedDyn(LocalObjective):
     server_slots = {"lam": "zeros"}
     default_weighting: Weighting = "uniform"
 
-    def __init__(self, beta: float = 10.0, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
+    def __init__(self, net: nn.Module, beta: float = 10.0, **kwargs: Any) -> None:
+        super().__init__(net, **kwargs)
         if beta <= 0:
             raise UserError(f"model.beta = {beta}: must be above 0 (it is 1/alpha of FedDyn)")
         self.beta = beta

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from torch import nn
+
 from fl_lightning.algorithms.feddyn import FedDyn
 from fl_lightning.flat import to_radius
 from fl_lightning.state import RoundContext, Slots, Uploads, Weighting
@@ -16,6 +18,7 @@ class FedGloSS(FedDyn):
     refer to the perturbed model that was sent, on both sides: line 22's ``w^t`` breaks lam = mean of lam_i.
 
     Args:
+        net: The network.
         rho: Radius of the server's perturbation, rho_s.
         beta: Penalty of the duals.
         sigma_scale: Scale of the server's dual: 1/(beta M) as in the paper, or 1/(beta M S) as in the official code.
@@ -27,9 +30,14 @@ class FedGloSS(FedDyn):
     default_weighting: Weighting = "samples"
 
     def __init__(
-        self, rho: float = 0.1, beta: float = 10.0, sigma_scale: Literal["paper", "code"] = "paper", **kwargs: Any
+        self,
+        net: nn.Module,
+        rho: float = 0.1,
+        beta: float = 10.0,
+        sigma_scale: Literal["paper", "code"] = "paper",
+        **kwargs: Any,
     ) -> None:
-        super().__init__(beta=beta, **kwargs)
+        super().__init__(net, beta=beta, **kwargs)
         self.rho, self.sigma_scale = rho, sigma_scale
 
     def broadcast(self, server: Slots, ctx: RoundContext) -> Slots:

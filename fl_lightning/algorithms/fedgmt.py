@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from fl_lightning.algorithms.feddyn import FedDyn
 from fl_lightning.ascent import Gradient
@@ -17,6 +17,7 @@ class FedGMT(FedDyn):
     """Li et al., ICML 2025, Algorithm 1: duals without the quadratic term, and KL to the teacher ``e``.
 
     Args:
+        net: The network.
         gamma: Weight of the KL term.
         tau: Its temperature.
         ema_alpha: How much of the old teacher stays, per round.
@@ -31,6 +32,7 @@ class FedGMT(FedDyn):
 
     def __init__(
         self,
+        net: nn.Module,
         gamma: float = 1.0,
         tau: float = 3.0,
         ema_alpha: float = 0.95,
@@ -38,7 +40,7 @@ class FedGMT(FedDyn):
         beta: float = 10.0,
         **kwargs: Any,
     ) -> None:
-        super().__init__(beta=beta, **kwargs)
+        super().__init__(net, beta=beta, **kwargs)
         self.gamma, self.tau, self.ema_alpha, self.kl_tau2 = gamma, tau, ema_alpha, kl_tau2
 
     def teacher(self, client: Slots, sent: Slots) -> Tensor:

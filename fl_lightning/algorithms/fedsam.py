@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import nn
+
 from fl_lightning.ascent import ASAM, SAM
 from fl_lightning.objective import LocalObjective
 
@@ -12,20 +14,22 @@ class FedSAM(LocalObjective):
     """FedAvg with SAM on the clients.
 
     Args:
+        net: The network.
         rho: Radius of the ascent.
         **kwargs: As for `LocalObjective`.
     """
 
     paper = "Caldarola et al., ECCV 2022; Qu et al., ICML 2022"
 
-    def __init__(self, rho: float = 0.05, **kwargs: Any) -> None:
-        super().__init__(ascent=SAM(rho), **kwargs)
+    def __init__(self, net: nn.Module, rho: float = 0.05, **kwargs: Any) -> None:
+        super().__init__(net, ascent=SAM(rho), **kwargs)
 
 
 class FedASAM(LocalObjective):
     """FedAvg with adaptive SAM on the clients.
 
     Args:
+        net: The network.
         rho: Radius of the ascent.
         eta: Added to the absolute weights that scale it.
         **kwargs: As for `LocalObjective`.
@@ -33,5 +37,5 @@ class FedASAM(LocalObjective):
 
     paper = "Caldarola et al., ECCV 2022"
 
-    def __init__(self, rho: float = 0.5, eta: float = 0.2, **kwargs: Any) -> None:
-        super().__init__(ascent=ASAM(rho, eta), **kwargs)
+    def __init__(self, net: nn.Module, rho: float = 0.5, eta: float = 0.2, **kwargs: Any) -> None:
+        super().__init__(net, ascent=ASAM(rho, eta), **kwargs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from fl_lightning.algorithms.feddyn import FedDyn
 from fl_lightning.ascent import Gradient
@@ -18,6 +18,7 @@ class FedSMOO(FedDyn):
     """Sun et al., ICML 2023, Algorithm 1: FedDyn's duals for the weights, further duals for the perturbation.
 
     Args:
+        net: The network.
         rho: Radius of the perturbation.
         beta: Penalty of the dynamic regulariser.
         **kwargs: As for `LocalObjective`.
@@ -30,8 +31,8 @@ class FedSMOO(FedDyn):
     down, up = ("w", "s"), ("w", "s")
     passes = (2, 2)
 
-    def __init__(self, rho: float = 0.1, beta: float = 10.0, **kwargs: Any) -> None:
-        super().__init__(beta=beta, ascent=None, **kwargs)
+    def __init__(self, net: nn.Module, rho: float = 0.1, beta: float = 10.0, **kwargs: Any) -> None:
+        super().__init__(net, beta=beta, ascent=None, **kwargs)
         self.rho = rho
 
     def local_step(

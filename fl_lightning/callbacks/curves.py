@@ -51,6 +51,8 @@ def plot_curves(runs: dict[str, Path]) -> Figure:
         axes.grid(alpha=0.3)
         if name == "flatness/lambda_max" and min(v for c in columns.values() for _, v in c.get(name, ())) > 0:
             axes.set_yscale("log")
+            axes.yaxis.set_major_formatter("{x:g}")
+            axes.yaxis.set_minor_formatter("{x:g}")
         if i == 0 and len(runs) > 1:
             axes.legend(fontsize="small")
     return figure
