@@ -34,7 +34,7 @@ class Progress(Callback):
         min_seconds: Least time between two plain lines.
     """
 
-    def __init__(self, rows: int = 8, min_seconds: float = 5.0) -> None:
+    def __init__(self, rows: int = 8, min_seconds: float = 1.0) -> None:
         self.rows, self.min_seconds = rows, min_seconds
         self.console = Console()
         self._live: Live | None = None
