@@ -119,6 +119,8 @@ class FederatedTrainer:
         """Number of rounds done."""
         self.metrics: dict[str, float] = {}
         """The latest value of every metric."""
+        self.is_whole = True
+        """Whether the state is that after a whole round; not while a round's results are being written."""
         self._launched = False
 
     @staticmethod
@@ -276,6 +278,7 @@ class FederatedTrainer:
         self.server = Slots({"w": w0, **Slots.first(model.server_rules(), w0, w0)})
         self.clients = ClientStore(model.client_rules(), w0)
         self.round, self.total_floats, self.metrics = 0, 0, {}
+        self.is_whole = True
         self._logged: dict[str, float] = {}
         if path is not None:
             checkpoint.check_identity(
@@ -347,22 +350,24 @@ class FederatedTrainer:
 
         uploads = Uploads(objective.up, objective.weighting)
         accepted = [r for r in results if r.slots.finite() and Slots(r.upload).finite()]
-        if not accepted:
-            raise UserError(
-                f"round {t + 1}: no client's update is finite, training has diverged; lower model.optimizer.lr or set "
-                "model.optimizer.clip"
-            )
         for r in accepted:
             k_lr = self.server.w.new_full((1,), r.ctx.k_lr)
             uploads.add({**r.upload, "k_lr": k_lr}, r.ctx.n_k)
-        server = objective.server_step(self.server, sent, uploads, ctx)
+        server = objective.server_step(self.server, sent, uploads, ctx) if accepted else None
+        if server is None or not server.finite():
+            raise UserError(
+                f"round {t + 1}: {'the new global state' if accepted else 'every upload'} is not finite, training has "
+                "diverged; lower model.optimizer.lr or set model.optimizer.clip"
+            )
         if objective.averaging is not None:
             server = objective.averaging.update(server, self.server.w, ctx)
 
+        self.is_whole = False
         self.server = server
         for r in accepted:
             self.clients.scatter(r.client, r.slots)
         self.round += 1
+        self.is_whole = True
         floats = sum(v.numel() for v in sent.values()) + sum(v.numel() for v in results[0].upload.values())
         self.total_floats += floats * len(cohort)
         if fabric.device.type == "cuda":

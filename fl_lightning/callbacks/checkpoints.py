@@ -43,6 +43,7 @@ class Checkpoints(Callback):
             self._save(trainer)
 
     def on_exception(self, trainer: FederatedTrainer, error: BaseException) -> None:
-        self._save(trainer)
+        if trainer.is_whole:
+            self._save(trainer)
         if (trainer.run_dir / LAST).exists():
             trainer.fabric.print(f"saved {trainer.run_dir / LAST}; go on with --ckpt_path last")
