@@ -10,19 +10,38 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from fl_lightning.algorithms import SCAFFOLD as SCAFFOLD
+    from fl_lightning.algorithms import AdaBest as AdaBest
+    from fl_lightning.algorithms import FedAdagrad as FedAdagrad
     from fl_lightning.algorithms import FedAdam as FedAdam
     from fl_lightning.algorithms import FedASAM as FedASAM
     from fl_lightning.algorithms import FedAvg as FedAvg
     from fl_lightning.algorithms import FedAvgM as FedAvgM
+    from fl_lightning.algorithms import FedCM as FedCM
     from fl_lightning.algorithms import FedDyn as FedDyn
+    from fl_lightning.algorithms import FedGAMMA as FedGAMMA
+    from fl_lightning.algorithms import FedGF as FedGF
     from fl_lightning.algorithms import FedGloSS as FedGloSS
     from fl_lightning.algorithms import FedGMT as FedGMT
+    from fl_lightning.algorithms import FedGMTv2 as FedGMTv2
+    from fl_lightning.algorithms import FedLESAM as FedLESAM
+    from fl_lightning.algorithms import FedLESAMD as FedLESAMD
+    from fl_lightning.algorithms import FedLESAMS as FedLESAMS
+    from fl_lightning.algorithms import FedNova as FedNova
+    from fl_lightning.algorithms import FedNTD as FedNTD
+    from fl_lightning.algorithms import FedProx as FedProx
     from fl_lightning.algorithms import FedSAM as FedSAM
     from fl_lightning.algorithms import FedSMOO as FedSMOO
+    from fl_lightning.algorithms import FedSpeed as FedSpeed
+    from fl_lightning.algorithms import FedYogi as FedYogi
+    from fl_lightning.algorithms import MoFedSAM as MoFedSAM
+    from fl_lightning.algorithms import NaiveFedGloSS as NaiveFedGloSS
     from fl_lightning.ascent import ASAM as ASAM
+    from fl_lightning.ascent import LESAM as LESAM
     from fl_lightning.ascent import SAM as SAM
     from fl_lightning.ascent import Ascent as Ascent
+    from fl_lightning.averaging import EMA as EMA
     from fl_lightning.averaging import SWA as SWA
+    from fl_lightning.averaging import Averaging as Averaging
     from fl_lightning.callbacks import Callback as Callback
     from fl_lightning.callbacks import Checkpoints as Checkpoints
     from fl_lightning.callbacks import Curves as Curves
@@ -52,9 +71,11 @@ if TYPE_CHECKING:
     from fl_lightning.sampling import Bernoulli as Bernoulli
     from fl_lightning.sampling import Trace as Trace
     from fl_lightning.sampling import Uniform as Uniform
+    from fl_lightning.server import Adagrad as Adagrad
     from fl_lightning.server import Adam as Adam
     from fl_lightning.server import Momentum as Momentum
     from fl_lightning.server import ServerUpdate as ServerUpdate
+    from fl_lightning.server import Yogi as Yogi
     from fl_lightning.trainer import FederatedTrainer as FederatedTrainer
 
 _MODULES = (

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import ClassVar
+from collections.abc import Callable, Mapping
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -21,10 +21,14 @@ class Ascent:
 
     Attributes:
         client_slots: State of its own that a client keeps, as in `LocalObjective`.
+        server_slots: The same for the server.
+        down: Those of its server slots that are sent to a client.
         passes: Gradients per local step, the one at the ascent point included.
     """
 
-    client_slots: ClassVar[dict[str, Rule]] = {}
+    client_slots: Mapping[str, Rule] = {}
+    server_slots: Mapping[str, Rule] = {}
+    down: tuple[str, ...] = ()
     passes: ClassVar[int] = 2
 
     def __call__(self, w: Tensor, grad: Gradient, client: Slots, sent: Slots, ctx: ClientContext) -> Tensor:
@@ -34,6 +38,15 @@ class Ascent:
     def local_end(self, client: Slots, sent: Slots, ctx: ClientContext) -> Slots:
         """What the client keeps after its last step; its own slots are the only ones to change."""
         return client
+
+    def server_end(self, server: Slots, before: Slots) -> Slots:
+        """What the server keeps after its step from ``before``; its own slots are the only ones to change."""
+        return server
+
+
+def warm_up(rho: float, rho0: float, warmup: int, t: int) -> float:
+    """FedGloSS, section 5: ``rho0 + (rho - rho0) t / T_s`` up to round T_s, then ``rho``; ``t`` from 0."""
+    return rho if t >= warmup else rho0 + (rho - rho0) * t / warmup
 
 
 class SAM(Ascent):
@@ -55,8 +68,8 @@ class SAM(Ascent):
         self.rho, self.warmup, self.rho0, self.eps = rho, warmup, rho0, eps
 
     def radius(self, t: int) -> float:
-        """Radius of round ``t``, counted from 0 (FedGloSS, section 5: rho(t) = rho0 + (rho - rho0) t / T_s)."""
-        return self.rho if t >= self.warmup else self.rho0 + (self.rho - self.rho0) * t / self.warmup
+        """Radius of round ``t``, counted from 0."""
+        return warm_up(self.rho, self.rho0, self.warmup, t)
 
     def __call__(self, w: Tensor, grad: Gradient, client: Slots, sent: Slots, ctx: ClientContext) -> Tensor:
         return to_radius(grad(w), self.radius(ctx.t), self.eps)
@@ -84,3 +97,40 @@ class ASAM(SAM):
     def __call__(self, w: Tensor, grad: Gradient, client: Slots, sent: Slots, ctx: ClientContext) -> Tensor:
         T = torch.where(ctx.flat.mask("weight", w.device), w.abs() + self.eta, 1.0)
         return T * to_radius(T * grad(w), self.radius(ctx.t), self.eps)
+
+
+class LESAM(Ascent):
+    """FedLESAM's ascent: uphill along the last global update, for nothing, and the same for all steps of a round.
+
+    ``rho * (w_old - w^t) / ||w_old - w^t||``; a client that has not taken part before makes no ascent.
+
+    Args:
+        rho: Radius of the ascent.
+        ref: Which ``w_old``: the model the client received when it last took part (the paper), or the previous round's,
+            which the server then sends as well (the official code).
+        eps: Added to the norm.
+    """
+
+    passes = 1
+
+    def __init__(
+        self,
+        rho: float = 0.1,
+        ref: Literal["own_last_active", "previous_round"] = "own_last_active",
+        eps: float = EPS,
+    ) -> None:
+        self.rho, self.ref, self.eps = rho, ref, eps
+        if ref == "previous_round":
+            self.server_slots, self.down = {"w_previous": "w0"}, ("w_previous",)
+        else:
+            self.client_slots = {"w_old": "w"}
+
+    def __call__(self, w: Tensor, grad: Gradient, client: Slots, sent: Slots, ctx: ClientContext) -> Tensor:
+        w_old = sent.w_previous if self.ref == "previous_round" else client.w_old
+        return to_radius(w_old - sent.w, self.rho, self.eps)
+
+    def local_end(self, client: Slots, sent: Slots, ctx: ClientContext) -> Slots:
+        return client.replace(w_old=sent.w) if "w_old" in client else client
+
+    def server_end(self, server: Slots, before: Slots) -> Slots:
+        return server.replace(w_previous=before.w) if "w_previous" in server else server

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from torch import Tensor
 
@@ -10,15 +10,59 @@ from fl_lightning.errors import UserError
 from fl_lightning.state import RoundContext, Rule, Slots
 
 
-class SWA:
-    """Server-side stochastic weight averaging with a cyclic learning rate (FedASAM + SWA, ECCV 2022, Algorithm 1).
+class Averaging:
+    """Base of the averages; as it stands the global model itself.
 
-    The first collected model replaces the copy taken at the start, as in the official code.
+    Attributes:
+        slots: Server slots that it keeps.
+    """
+
+    slots: ClassVar[dict[str, Rule]] = {}
+
+    def lr(self, base: float, ctx: RoundContext) -> float:
+        """The clients' learning rate in this round, where the local optimizer's is ``base``."""
+        return base
+
+    def update(self, server: Slots, before: Tensor, ctx: RoundContext) -> Slots:
+        """Called after the round's aggregation; ``before`` is the global model at its start, ``(d,)``."""
+        return server
+
+    def model(self, server: Slots) -> Tensor:
+        """The weights to evaluate, ``(d,)``."""
+        return server.w
+
+
+class EMA(Averaging):
+    """Exponential moving average ``alpha ema + (1 - alpha) w`` of the global model, from the initial one on.
+
+    Args:
+        alpha: How much of the old average stays, per round.
+    """
+
+    slots: ClassVar[dict[str, Rule]] = {"ema_w": "w0"}
+
+    def __init__(self, alpha: float = 0.95) -> None:
+        if not 0 <= alpha < 1:
+            raise UserError(f"model.averaging.alpha = {alpha}: must be from 0 to below 1")
+        self.alpha = alpha
+
+    def update(self, server: Slots, before: Tensor, ctx: RoundContext) -> Slots:
+        return server.replace(ema_w=self.alpha * server.ema_w + (1 - self.alpha) * server.w)
+
+    def model(self, server: Slots) -> Tensor:
+        return server.ema_w
+
+
+class SWA(Averaging):
+    """Server-side stochastic weight averaging with a cyclic learning rate (FedASAM + SWA, ECCV 2022, Algorithm 1).
 
     Args:
         start: First round with averaging: a fraction of all rounds (below 1), or a round counted from 0.
         cycle: Rounds per collected model, c. Above 1 the clients' learning rate falls within each cycle.
         lr_min: Learning rate at the end of a cycle, gamma_2; gamma_1 is the local optimizer's.
+        init_in_average: Whether the copy taken at the start counts (the paper's box), or is replaced by the first
+            collected model (the official code).
+        collect: When to collect: after the first round of a cycle, as the official code does, or after its last.
 
     Raises:
         UserError: If ``start`` is negative or ``cycle`` is below 1.
@@ -26,32 +70,46 @@ class SWA:
 
     slots: ClassVar[dict[str, Rule]] = {"swa_w": "zeros", "swa_n": -1.0}
 
-    def __init__(self, start: float = 0.75, cycle: int = 1, lr_min: float = 1e-4) -> None:
+    def __init__(
+        self,
+        start: float = 0.75,
+        cycle: int = 1,
+        lr_min: float = 1e-4,
+        init_in_average: bool = False,
+        collect: Literal["code", "cycle_end"] = "code",
+    ) -> None:
         if start < 0:
             raise UserError(f"model.averaging.start = {start}: give a fraction below 1, or a round from 0")
         if cycle < 1:
             raise UserError(f"model.averaging.cycle = {cycle}: at least 1 round")
         self.start, self.cycle, self.lr_min = start, cycle, lr_min
+        self.init_in_average, self.collect = init_in_average, collect
 
     def start_round(self, rounds: int) -> int:
         """The first round with averaging, t0."""
         return int(self.start * rounds) if self.start < 1 else int(self.start)
 
     def lr(self, base: float, ctx: RoundContext) -> float:
-        """The clients' learning rate in this round: ``(1 - s) base + s lr_min`` with ``s = ((t mod c) + 1) / c``."""
+        """Cyclic from the start on: ``(1 - s) base + s lr_min`` with ``s = ((t mod c) + 1) / c``."""
         if self.cycle == 1 or ctx.t < self.start_round(ctx.rounds):
             return base
         s = (ctx.t % self.cycle + 1) / self.cycle
         return (1 - s) * base + s * self.lr_min
 
     def update(self, server: Slots, before: Tensor, ctx: RoundContext) -> Slots:
-        """Called after the round's aggregation; ``before`` is the global model at its start, ``(d,)``."""
         past = ctx.t - self.start_round(ctx.rounds)
+        if past < 0:
+            return server
         if past == 0:
-            return server.replace(swa_w=before.clone(), swa_n=server.swa_n * 0)
-        if past > 0 and past % self.cycle == 0:
+            n = server.swa_n * 0 + (1 if self.init_in_average else 0)
+            server = server.replace(swa_w=before.clone(), swa_n=n)
+        if self.collect == "code":
+            due = past > 0 and past % self.cycle == 0
+        else:
+            due = ctx.t % self.cycle == self.cycle - 1
+        if due:
             n = server.swa_n
-            return server.replace(swa_w=(n * server.swa_w + server.w) / (n + 1), swa_n=n + 1)
+            server = server.replace(swa_w=(n * server.swa_w + server.w) / (n + 1), swa_n=n + 1)
         return server
 
     def model(self, server: Slots) -> Tensor:

@@ -27,15 +27,16 @@ class ClientStore:
         """Number of clients with a row."""
         return len(self._rows)
 
-    def gather(self, client: int, w: Tensor, scratch: Mapping[str, Rule]) -> Slots:
+    def gather(self, client: int, w: Tensor, scratch: Mapping[str, Rule], row: Slots | None = None) -> Slots:
         """State of a client that has just received ``w``: its row, or first values if it was never seen.
 
         Args:
             client: Its id.
             w: What it received, ``(d,)``.
             scratch: Rules of further slots, which start afresh.
+            row: Its state if it is newer than what is stored.
         """
-        kept = self._rows.get(client) or Slots.first(self.rules, self.w0, w)
+        kept = row or self._rows.get(client) or Slots.first(self.rules, self.w0, w)
         return Slots({**kept, **Slots.first(scratch, self.w0, w)})
 
     def scatter(self, client: int, slots: Slots) -> None:

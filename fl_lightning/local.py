@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fl_lightning.errors import UserError
 from fl_lightning.flat import FlatNet
 from fl_lightning.objective import LocalObjective
 from fl_lightning.rng import seeded
@@ -87,29 +86,20 @@ class SequentialEngine:
             batches: Its minibatches, one a step.
             ctx: Where the round stands.
             seed: For what the net draws itself, such as dropout.
-
-        Raises:
-            UserError: If the objective uploads other names than it declares.
         """
         objective, losses = self.objective, []
         objective.train()
         with seeded(self.net.w.device, seed, "net", ctx.t, ctx.exchange, client):
             w, slots = objective.local_start(state, sent, ctx)
-            teacher = objective.teacher(slots, sent)
+            teacher, start = objective.teacher(slots, sent), sent.replace(w=w)
             buffer = None
             for step, batch in enumerate(batches):
                 values: list[Tensor] = []
                 grad = self._gradient(batch, teacher, step, values)
-                direction, slots = objective.local_step(w, grad, slots, sent, ctx)
+                direction, slots = objective.local_step(w, grad, slots, start, ctx)
                 w, buffer = objective.optimizer.step(w, direction, buffer, ctx.lr)
                 losses.append(values[0])
-        upload, slots = objective.local_end(w, slots, sent, ctx)
-        if objective.ascent is not None:
-            slots = objective.ascent.local_end(slots, sent, ctx)
-        if set(upload) != set(objective.up):
-            raise UserError(
-                f"{type(objective).__name__}.local_end uploads {sorted(upload)}, but declares up = {objective.up}"
-            )
+        upload, slots = objective.finish_local(w, slots, sent, start, ctx)
         return LocalResult(client, w, upload, slots, torch.stack(losses).mean(), ctx)
 
     def _gradient(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -18,3 +19,9 @@ def kl_to_teacher(logits: Tensor, teacher: Tensor, tau: float = 1.0, tau2: bool 
     student, target = (F.log_softmax(z / tau, dim=-1) for z in (logits, teacher))
     kl = F.kl_div(student, target, reduction="none", log_target=True).sum(-1)
     return tau * tau * kl if tau2 else kl
+
+
+def not_true(logits: Tensor, target: Tensor) -> Tensor:
+    """The logits of all classes but the true one, ``(n, C)`` to ``(n, C - 1)`` (FedNTD)."""
+    others = torch.arange(logits.shape[-1] - 1, device=logits.device)
+    return logits.gather(-1, others + (others >= target.unsqueeze(-1)))

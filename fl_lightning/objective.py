@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning.ascent import Ascent, Gradient
-from fl_lightning.averaging import SWA
+from fl_lightning.averaging import Averaging
 from fl_lightning.errors import UserError
 from fl_lightning.flat import FlatSpec
 from fl_lightning.optim import SGD, CentralizedOptimizer, Direction
@@ -31,9 +31,11 @@ class LocalObjective(L.LightningModule):
         loss: Per-sample losses ``(logits, target) -> (n,)``; a ``reduction`` attribute is set to "none".
         optimizer: The local optimizer.
         ascent: Where the gradient is taken: null (at the weights), SAM, ASAM, or your own.
-        server_update: What the server makes of the pseudo-gradient: ServerUpdate (averaging), Momentum, Adam.
-        averaging: Average of the global model that evaluation uses: null or SWA.
+        server_update: What the server makes of the pseudo-gradient: ServerUpdate (averaging), Momentum, Adam, Yogi,
+            Adagrad.
+        averaging: Average of the global model that evaluation uses: null, SWA or EMA.
         weighting: Weights of the clients' models in their average: samples or uniform; null: the algorithm's own.
+        relaxed_init: FedInit's b: a client starts from ``w^t + b (w^t - its last local model)``; 0: from ``w^t``.
         init_weights: Initial weights of the net: a file (state_dict or checkpoint), or from Python a state_dict.
 
     Attributes:
@@ -42,15 +44,17 @@ class LocalObjective(L.LightningModule):
         server_slots: State that the server keeps beside ``w``.
         down: Names of server slots that are sent to a client.
         up: Names that a client uploads.
+        exchanges: How often a round's cohort receives and uploads; ``ctx.exchange`` counts them.
         default_weighting: The weighting of the paper's box.
         paper: Where the algorithm comes from.
     """
 
-    client_slots: ClassVar[dict[str, Rule]] = {}
-    scratch_slots: ClassVar[dict[str, Rule]] = {}
-    server_slots: ClassVar[dict[str, Rule]] = {}
+    client_slots: Mapping[str, Rule] = {}
+    scratch_slots: Mapping[str, Rule] = {}
+    server_slots: Mapping[str, Rule] = {}
     down: tuple[str, ...] = ("w",)
     up: tuple[str, ...] = ("w",)
+    exchanges: ClassVar[int] = 1
     default_weighting: Weighting = "samples"
     paper: ClassVar[str] = ""
 
@@ -61,8 +65,9 @@ class LocalObjective(L.LightningModule):
         optimizer: SGD | None = None,
         ascent: Ascent | None = None,
         server_update: ServerUpdate | None = None,
-        averaging: SWA | None = None,
+        averaging: Averaging | None = None,
         weighting: Weighting | None = None,
+        relaxed_init: float = 0.0,
         init_weights: str | dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
@@ -72,9 +77,12 @@ class LocalObjective(L.LightningModule):
             setattr(self.loss, "reduction", "none")  # noqa: B010  a string on a module, which mypy takes for a tensor
         self.optimizer = SGD() if optimizer is None else optimizer
         self.ascent = ascent
+        if ascent is not None:
+            self.down = (*self.down, *ascent.down)
         self.server_update = ServerUpdate() if server_update is None else server_update
         self.averaging = averaging
         self.weighting: Weighting = weighting or self.default_weighting
+        self.relaxed_init = relaxed_init
         if init_weights is not None:
             load_weights(net, init_weights)
         if next(net.buffers(), None) is not None:
@@ -110,8 +118,13 @@ class LocalObjective(L.LightningModule):
         return server
 
     def local_start(self, client: Slots, sent: Slots, ctx: ClientContext) -> tuple[Tensor, Slots]:
-        """Where local training starts, and what of the client's state is renewed at contact."""
-        return sent.w, client
+        """Where local training starts, and what of the client's state is renewed at contact.
+
+        To the hooks that follow, ``sent.w`` is where local training started.
+        """
+        if not self.relaxed_init:
+            return sent.w, client
+        return sent.w + self.relaxed_init * (sent.w - client.w_last), client
 
     def teacher(self, client: Slots, sent: Slots) -> Tensor | None:
         """Weights ``(d,)`` whose output on each minibatch `losses` gets, without gradient; None: no teacher."""
@@ -137,14 +150,53 @@ class LocalObjective(L.LightningModule):
 
     # What follows from the parts
 
+    def finish_local(
+        self, w: Tensor, client: Slots, received: Slots, start: Slots, ctx: ClientContext
+    ) -> tuple[dict[str, Tensor], Slots]:
+        """`local_end` with what the injected parts add.
+
+        Args:
+            w: Weights after the last local step.
+            client: The client's slots.
+            received: What was sent.
+            start: The same with the weights that local training started from.
+            ctx: The client's context.
+
+        Raises:
+            UserError: If other names are uploaded than declared.
+        """
+        upload, client = self.local_end(w, client, start, ctx)
+        if self.ascent is not None:
+            client = self.ascent.local_end(client, received, ctx)
+        if self.relaxed_init:
+            client = client.replace(w_last=w)
+            if "w" in upload and "start" not in upload:  # the server adds mean(w_K - w_0) to w^t
+                upload = {**upload, "w": upload["w"] - start.w + received.w}
+        if set(upload) != set(self.up):
+            raise UserError(f"{type(self).__name__}.local_end uploads {sorted(upload)}, but declares up = {self.up}")
+        return upload, client
+
+    def finish_round(self, server: Slots, before: Slots, ctx: RoundContext) -> Slots:
+        """What the injected parts add to the server's step from ``before``."""
+        if self.ascent is not None:
+            server = self.ascent.server_end(server, before)
+        if self.averaging is not None:
+            server = self.averaging.update(server, before.w, ctx)
+        return server
+
     def client_rules(self) -> dict[str, Rule]:
         """First values of all client slots, those of the injected parts included."""
-        return {**self.client_slots, **(self.ascent.client_slots if self.ascent else {})}
+        return {
+            **self.client_slots,
+            **(self.ascent.client_slots if self.ascent else {}),
+            **({"w_last": "w0"} if self.relaxed_init else {}),
+        }
 
     def server_rules(self) -> dict[str, Rule]:
         """First values of all server slots but ``w``, those of the injected parts included."""
         return {
             **self.server_slots,
+            **(self.ascent.server_slots if self.ascent else {}),
             **self.server_update.first(),
             **(self.averaging.slots if self.averaging else {}),
         }

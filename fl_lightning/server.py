@@ -99,3 +99,37 @@ class Adam(ServerUpdate):
         if self.bias_correction:
             lr = lr * (1 - self.beta2 ** (ctx.t + 1)) ** 0.5 / (1 - self.beta1 ** (ctx.t + 1))
         return server.replace(w=server.w - lr * m / (v.sqrt() + self.tau), server_m=m, server_v=v)
+
+
+class Yogi(Adam):
+    """Adam with ``v - (1 - beta2) delta^2 sign(v - delta^2)`` (FedYogi; Reddi et al., ICLR 2021, Algorithm 2).
+
+    Args:
+        lr: As for `Adam`.
+        beta1: As for `Adam`.
+        beta2: As for `Adam`.
+        tau: As for `Adam`.
+        v0: As for `Adam`.
+        bias_correction: As for `Adam`.
+    """
+
+    def second_moment(self, v: Tensor, delta: Tensor) -> Tensor:
+        square = delta * delta
+        return v - (1 - self.beta2) * square * torch.sign(v - square)
+
+
+class Adagrad(Adam):
+    """Adam with ``v + delta^2`` (FedAdagrad; Reddi et al., ICLR 2021, Algorithm 2).
+
+    Args:
+        lr: As for `Adam`.
+        beta1: As for `Adam`; their runs have none.
+        tau: As for `Adam`.
+        v0: As for `Adam`.
+    """
+
+    def __init__(self, lr: float = 0.1, beta1: float = 0.0, tau: float = 0.01, v0: Literal["0", "tau2"] = "0") -> None:
+        super().__init__(lr, beta1, 0.0, tau, v0)
+
+    def second_moment(self, v: Tensor, delta: Tensor) -> Tensor:
+        return v + delta * delta

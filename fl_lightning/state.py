@@ -110,12 +110,14 @@ class ClientContext(RoundContext):
         K: Number of local steps.
         k_lr: Sum of the steps' learning rates.
         n_k: Number of samples.
+        n_mean: Mean number of samples of all M clients.
     """
 
     lr: float = 0.0
     K: int = 0
     k_lr: float = 0.0
-    n_k: int = 0
+    n_k: int = 1
+    n_mean: float = 1.0
 
 
 class Uploads:

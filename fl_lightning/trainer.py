@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -342,34 +343,37 @@ class FederatedTrainer:
         started, self._listening = time.perf_counter(), 0.0
         objective, fabric, t, m = self.objective, self.fabric, self.round, self.data.num_clients
         cohort = self.sampler(t, m, self.seed)
-        ctx = RoundContext(t, self.max_rounds, m, objective.flat)
-        fabric.call("on_round_start", trainer=self, ctx=ctx, cohort=cohort)
-        sent = objective.broadcast(self.server, ctx).only(objective.down)
-        share = [self._train_client(k, sent, ctx) for k in cohort[fabric.global_rank :: fabric.world_size]]
-        results = self._exchange(share, cohort, sent, ctx)
-
-        uploads = Uploads(objective.up, objective.weighting)
-        accepted = [r for r in results if r.slots.finite() and Slots(r.upload).finite()]
-        for r in accepted:
-            k_lr = self.server.w.new_full((1,), r.ctx.k_lr)
-            uploads.add({**r.upload, "k_lr": k_lr}, r.ctx.n_k)
-        server = objective.server_step(self.server, sent, uploads, ctx) if accepted else None
-        if server is None or not server.finite():
-            raise UserError(
-                f"round {t + 1}: {'the new global state' if accepted else 'every upload'} is not finite, training has "
-                "diverged; lower model.optimizer.lr or set model.optimizer.clip"
-            )
-        if objective.averaging is not None:
-            server = objective.averaging.update(server, self.server.w, ctx)
+        server, rows, floats = self.server, dict[int, Slots](), 0
+        for exchange in range(objective.exchanges):
+            ctx = RoundContext(t, self.max_rounds, m, objective.flat, exchange)
+            if exchange == 0:
+                fabric.call("on_round_start", trainer=self, ctx=ctx, cohort=cohort)
+            sent = objective.broadcast(server, ctx).only(objective.down)
+            mine = cohort[fabric.global_rank :: fabric.world_size]
+            results = self._exchange([self._train_client(k, sent, rows, ctx) for k in mine], cohort, sent, ctx)
+            accepted = [r for r in results if r.slots.finite() and Slots(r.upload).finite()]
+            uploads = Uploads(objective.up, objective.weighting)
+            for r in accepted:
+                k_lr = server.w.new_full((1,), r.ctx.k_lr)
+                uploads.add({**r.upload, "k_lr": k_lr}, r.ctx.n_k)
+                rows[r.client] = r.slots.only(self.clients.rules)
+            after = objective.server_step(server, sent, uploads, ctx) if accepted else None
+            if after is None or not after.finite():
+                raise UserError(
+                    f"round {t + 1}: {'the new global state' if accepted else 'every upload'} is not finite, training "
+                    "has diverged; lower model.optimizer.lr or set model.optimizer.clip"
+                )
+            server = after
+            floats += sum(v.numel() for v in (*sent.values(), *results[0].upload.values())) * len(cohort)
+        server = objective.finish_round(server, self.server, ctx)
 
         self.is_whole = False
         self.server = server
-        for r in accepted:
-            self.clients.scatter(r.client, r.slots)
+        for client, slots in rows.items():
+            self.clients.scatter(client, slots)
         self.round += 1
+        self.total_floats += floats
         self.is_whole = True
-        floats = sum(v.numel() for v in sent.values()) + sum(v.numel() for v in results[0].upload.values())
-        self.total_floats += floats * len(cohort)
         if fabric.device.type == "cuda":
             torch.cuda.synchronize()
         seconds = time.perf_counter() - started - self._listening
@@ -404,13 +408,14 @@ class FederatedTrainer:
         if objective.averaging is not None:
             lr = objective.averaging.lr(lr, ctx)
         steps = self.data.batches_per_client(client, self.local_epochs, self.local_steps)
-        n_k = int(self.data.client_sizes[client])
-        return ClientContext(ctx.t, ctx.rounds, ctx.m, ctx.flat, ctx.exchange, lr=lr, K=steps, k_lr=steps * lr, n_k=n_k)
+        n_k, n_mean = int(self.data.client_sizes[client]), float(self.data.client_sizes.double().mean())
+        return ClientContext(**vars(ctx), lr=lr, K=steps, k_lr=steps * lr, n_k=n_k, n_mean=n_mean)
 
-    def _train_client(self, client: int, sent: Slots, ctx: RoundContext) -> LocalResult:
+    def _train_client(self, client: int, sent: Slots, rows: Mapping[int, Slots], ctx: RoundContext) -> LocalResult:
+        """Local training of one client, whose state in an earlier exchange of this round stands in ``rows``."""
         draw = generator(self.seed, "batches", ctx.t, ctx.exchange, client)
         batches = self.data.client_batches(client, self.local_epochs, self.local_steps, draw, self.dtype)
-        state = self.clients.gather(client, sent.w, self.objective.scratch_slots)
+        state = self.clients.gather(client, sent.w, self.objective.scratch_slots, rows.get(client))
         result = self.engine.train(client, state, sent, batches, self.client_context(client, ctx), self.seed)
         started = time.perf_counter()
         for callback in self.callbacks:  # fabric.call inspects signatures, too slow for once a client

@@ -18,6 +18,7 @@ from fl_lightning import (
     FedAvg,
     FedAvgM,
     FedDyn,
+    FedGF,
     FedGloSS,
     FedGMT,
     FedSAM,
@@ -41,6 +42,7 @@ RUNS: dict[str, Make] = {
     "fedgloss__FedGloSS-SAM": lambda **k: FedGloSS(
         rho=0.1, beta=10, sigma_scale="code", ascent=SAM(0.1), weighting="samples", **k
     ),
+    "FedGF__FedGF": lambda **k: FedGF(rho=0.1, rho_g=0.2, T_D=0.3, W=3, weighting="samples", **k),
     # beta C = 40 in the file: C = 4 clients there and here, the sum over 2 of them
     "fedgloss__FedGloSS-SAM__papersigma": lambda **k: FedGloSS(
         rho=0.1, beta=10, sigma_scale="paper", ascent=SAM(0.1), weighting="samples", **k
@@ -68,6 +70,13 @@ def test_trajectory(golden: Golden, name: str, dtype: Any, atol: float) -> None:
     if name.startswith("fedgloss"):
         sigma = torch.stack([server.lam for server in record.server[1:]]).numpy()
         np.testing.assert_allclose(sigma, expected["extra_sigma"], rtol=0, atol=atol)
+    if name.startswith("FedGF"):
+        assert [float(server.c) for server in record.server[:-1]] == pytest.approx(expected["extra_c_used"], abs=1e-6)
+        w_tilde = torch.stack([server.w_tilde for server in record.server[1:]]).numpy()
+        sent = expected["extra_perturbed"]
+        np.testing.assert_allclose(
+            w_tilde if len(sent) == 6 else w_tilde[: len(sent)], sent, rtol=0, atol=max(atol, 2e-7)
+        )
     if "extra_swa" in expected:
         swa = torch.stack(record.evaluated)[expected["extra_swa_round"]].numpy()
         np.testing.assert_allclose(swa, expected["extra_swa"], rtol=0, atol=max(atol, 2e-7))

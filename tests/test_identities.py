@@ -12,27 +12,43 @@ from torch import Tensor, nn
 
 from fl_lightning import (
     ASAM,
+    EMA,
     SAM,
     SCAFFOLD,
     SGD,
     SWA,
+    AdaBest,
     Adam,
     Arrays,
     FedAdam,
     FedASAM,
     FedAvg,
     FedAvgM,
+    FedCM,
     FedDyn,
     FederatedTrainer,
+    FedGAMMA,
+    FedGF,
     FedGloSS,
     FedGMT,
+    FedGMTv2,
+    FedLESAM,
+    FedLESAMD,
+    FedLESAMS,
+    FedNova,
+    FedNTD,
+    FedProx,
     FedSAM,
     FedSMOO,
+    FedSpeed,
     LocalObjective,
+    MoFedSAM,
+    NaiveFedGloSS,
     Trace,
     algorithms,
 )
 from fl_lightning.flat import FlatSpec, norm, to_radius
+from fl_lightning.losses import kl_to_teacher, not_true
 from fl_lightning.state import ClientContext, Slots
 from tests.conftest import Golden
 
@@ -41,9 +57,17 @@ DUALS = [
     (FedDyn, "lam"),
     (FedSMOO, "lam"),
     (FedGMT, "lam"),
+    (FedGMTv2, "lam"),
     (FedGloSS, "lam"),
+    (NaiveFedGloSS, "lam"),
+    (FedSpeed, "lam"),
+    (FedLESAMD, "lam"),
     (SCAFFOLD, "c"),
+    (FedGAMMA, "c"),
+    (FedLESAMS, "c"),
 ]
+NO_ASCENT = {FedSAM, FedASAM, FedSMOO, FedGAMMA, FedGF, FedLESAM, FedLESAMD, FedLESAMS, FedSpeed, MoFedSAM}
+"""Algorithms that have an ascent of their own."""
 
 
 def close(a: Tensor, b: Tensor, atol: float = 1e-12) -> None:
@@ -61,7 +85,7 @@ def path(golden: Golden, objective: type[LocalObjective], **options: Any) -> Ten
 @pytest.mark.parametrize("ascent", [None, "SAM"])
 def test_server_slot_is_the_mean_of_all_clients(golden: Golden, algorithm: Any, slot: str, ascent: str | None) -> None:
     """Under partial participation, clients never seen included."""
-    extra = {"ascent": SAM(0.1)} if ascent and algorithm is not FedSMOO else {}
+    extra = {"ascent": SAM(0.1)} if ascent and algorithm not in NO_ASCENT else {}
     _, record = golden.run(algorithm(net=golden.net(), optimizer=WD, **extra))
     seen = 0
     for server, clients in zip(record.server[1:], record.client, strict=True):
@@ -71,19 +95,160 @@ def test_server_slot_is_the_mean_of_all_clients(golden: Golden, algorithm: Any, 
     assert len(record.client[0]) == 2 and seen == 4
 
 
-def test_methods_of_radius_zero_are_feddyn(golden: Golden) -> None:
+@pytest.mark.parametrize("scale", ["sum", "mean"])
+def test_server_variate_of_fedgamma(golden: Golden, scale: Any) -> None:
+    """c_scale mean (FedGF's code) moves S times slower than the mean of all clients' variates."""
+    _, record = golden.run(FedGAMMA(net=golden.net(), optimizer=WD, c_scale=scale))
+    mean = sum(c.c for c in record.client[0].values()) / 4
+    close(record.server[1].c, mean if scale == "sum" else mean / 2)
+
+
+def test_methods_of_radius_zero(golden: Golden) -> None:
     feddyn = path(golden, FedDyn, beta=10)
     close(path(golden, FedSMOO, rho=0, beta=10), feddyn)
     close(path(golden, FedGloSS, rho=0, beta=10), feddyn)
+    close(path(golden, NaiveFedGloSS, rho=0, beta=10), feddyn)
+    close(path(golden, FedSpeed, rho=0, alpha=0.3, beta=10), feddyn)
+    close(path(golden, FedLESAMD, rho=0, beta=10), feddyn)
     assert (path(golden, FedGloSS, rho=0.1, beta=10) - feddyn).abs().max() > 1e-4
+    scaffold = path(golden, SCAFFOLD)
+    close(path(golden, FedGAMMA, rho=0), scaffold)
+    close(path(golden, FedLESAMS, rho=0), scaffold)
+    close(path(golden, MoFedSAM, rho=0, alpha=0.3), path(golden, FedCM, alpha=0.3))
+    assert (path(golden, FedLESAMS, rho=0.1) - scaffold).abs().max() > 1e-4
 
 
-def test_methods_of_neutral_options_are_fedavg(golden: Golden) -> None:
+def test_methods_of_neutral_options(golden: Golden) -> None:
     fedavg = path(golden, FedAvg)
     close(path(golden, FedSAM, rho=0), fedavg)
     close(path(golden, FedASAM, rho=0), fedavg)
     close(path(golden, FedAvgM, beta=0), fedavg)
-    assert (path(golden, FedSAM, rho=0.1) - fedavg).abs().max() > 1e-4
+    close(path(golden, FedProx, mu=0), fedavg)
+    close(path(golden, FedCM, alpha=1), fedavg)
+    close(path(golden, AdaBest, mu=0, beta=0), fedavg)
+    close(path(golden, FedNTD, gamma=0), fedavg)
+    close(path(golden, FedSMOO, rho=0, use_dual=False), fedavg)
+    close(path(golden, FedNova, weighting="uniform"), fedavg)  # equal numbers of steps
+    fedsam = path(golden, FedSAM, rho=0.1)
+    close(path(golden, MoFedSAM, rho=0.1, alpha=1), fedsam)
+    close(path(golden, FedGF, rho=0.1, c=0.0), fedsam)
+    assert (fedsam - fedavg).abs().max() > 1e-4
+
+
+def test_fedgf_of_c_one_takes_all_gradients_at_the_servers_point(golden: Golden) -> None:
+    """From round 1 on."""
+    _, record = golden.run(FedGF(net=golden.net(), optimizer=SGD(lr=0.1), c=1.0, rho_g=0.2))
+    _, once = golden.run(FedGF(net=golden.net(), optimizer=SGD(lr=0.1), c=1.0, rho_g=0.2), local_steps=1)
+    assert [float(s.c) for s in record.server] == [0] + [1] * 6
+    ahead = once.local[1][1].w - once.server[1].w
+    objective, server = FedGF(net=golden.net().double()), once.server[1]
+    x, y = (torch.from_numpy(a) for a in golden.arrays[1])
+    objective.flat.load(objective.net, server.w_tilde)
+    loss = nn.functional.cross_entropy(objective.net(x.double()), y)
+    gradient = torch.cat([g.reshape(-1) for g in torch.autograd.grad(loss, list(objective.net.parameters()))])
+    close(ahead, -0.1 * gradient)
+
+
+def test_fedlesam_ascent(golden: Golden) -> None:
+    """The same for all steps of a round, of length rho, and none at the first part."""
+    seen: dict[tuple[int, int], list[Tensor]] = {}
+
+    class Watched(FedLESAM):
+        def local_step(self, w: Tensor, grad: Any, client: Slots, sent: Slots, ctx: ClientContext) -> Any:
+            def spy(v: Tensor) -> Tensor:
+                seen.setdefault((ctx.t, ctx.n_k), []).append(v - w)
+                return grad(v)
+
+            return super().local_step(w, spy, client, sent, ctx)
+
+    _, record = golden.run(
+        Watched(net=golden.net(), optimizer=WD, rho=0.1), sampler=Trace([[1, 2], [2], [1], [2]]), max_rounds=4
+    )
+    for (t, size), steps in seen.items():
+        assert len(steps) == 3
+        for e in steps:
+            close(e, steps[0], atol=1e-15)
+            assert float(norm(e)) == pytest.approx(0 if t == 0 else 0.1, abs=1e-9), size
+    old = record.server[0].w - record.server[2].w  # client 1 took part in rounds 0 and 2
+    close(seen[2, 32][0], to_radius(old, 0.1))
+
+
+def test_fedntd_term() -> None:
+    """Zero for a student that is its teacher; blind to the logit of the true class."""
+    draw = torch.Generator().manual_seed(0)
+    z, teacher, y = torch.randn(6, 5, generator=draw), torch.randn(6, 5, generator=draw), torch.arange(6) % 5
+
+    def term(z: Tensor, teacher: Tensor) -> Tensor:
+        return kl_to_teacher(not_true(z, y), not_true(teacher, y), tau=2.0)
+
+    close(term(z, z), torch.zeros(6), atol=1e-6)
+    moved = z + 3 * nn.functional.one_hot(y, 5)
+    close(term(moved, teacher), term(z, teacher), atol=1e-6)
+    p, q = (torch.softmax(v[0, 1:] / 2, -1) for v in (teacher, z))
+    assert float(term(z, teacher)[0]) == pytest.approx(4 * float((p * (p / q).log()).sum()), rel=1e-5)
+
+
+def test_naive_fedgloss_climbs_along_the_gradient(golden: Golden) -> None:
+    """K = 1, everybody, no decay, first round: the pseudo-gradient is lr times the gradient of F."""
+    objective = NaiveFedGloSS(net=golden.net(), rho=0.3, optimizer=SGD(lr=0.1))
+    _, record = golden.run(objective, local_steps=1, sampler=Trace([[0, 1, 2, 3]]), max_rounds=1)
+    net = golden.net().double()
+    x, y = (torch.cat([torch.from_numpy(a[i]) for a in golden.arrays]) for i in (0, 1))
+    loss = nn.functional.cross_entropy(net(x.double()), y)
+    gradient = torch.cat([g.reshape(-1) for g in torch.autograd.grad(loss, list(net.parameters()))])
+    w0 = record.server[0].w
+    sent = record.local[0][0].w - w0  # one SGD step from the perturbed model, dual still zero
+    spec = FlatSpec(net)
+    spec.load(net, w0 + to_radius(gradient, 0.3))
+    x, y = (torch.from_numpy(a) for a in golden.arrays[0])
+    own = nn.functional.cross_entropy(net(x.double()), y)
+    g = torch.cat([g.reshape(-1) for g in torch.autograd.grad(own, list(net.parameters()))])
+    close(sent, to_radius(gradient, 0.3) - 0.1 * g)
+
+
+def test_fedgmt_v2_of_all_clients_is_fedgmt(golden: Golden) -> None:
+    """Everybody takes part: a client's teacher is then the server's of the round, so the runs are the same."""
+    everybody = {"sampler": Trace([[0, 1, 2, 3]] * 4), "max_rounds": 4}
+    _, one = golden.run(FedGMT(net=golden.net(), optimizer=WD, ema_alpha=0.5), **everybody)
+    _, two = golden.run(FedGMTv2(net=golden.net(), optimizer=WD, ema_alpha=0.5), **everybody)
+    for t in range(4):
+        for k in range(4):
+            close(two.client[t][k].e, one.server[t].e)
+    close(two.server[-1].w, one.server[-1].w)
+    _, late = golden.run(FedGMTv2(net=golden.net(), optimizer=WD, v2_init="first_seen"))
+    close(late.client[3][3].e, late.server[3].w)  # client 3 takes part in round 3 for the first time
+
+
+def test_relaxed_initialisation(golden: Golden) -> None:
+    """Local training starts ahead of the model received; ADMM keeps lam = mean of lam_i."""
+    b = 0.3
+    _, record = golden.run(FedDyn(net=golden.net(), optimizer=WD, relaxed_init=b))
+    for server, clients in zip(record.server[1:], record.client, strict=True):
+        close(server.lam, sum(c.lam for c in clients.values()) / 4)
+    _, avg = golden.run(FedAvg(net=golden.net(), optimizer=WD, relaxed_init=b, weighting="uniform"))
+    last = dict.fromkeys(range(4), avg.server[0].w)
+    for t, results in enumerate(avg.local):
+        w = avg.server[t].w
+        start = {k: w + b * (w - last[k]) for k in results}
+        close(avg.server[t + 1].w, w + sum(r.w - start[k] for k, r in results.items()) / len(results))
+        last |= {k: r.w for k, r in results.items()}
+
+
+def test_ema_of_the_global_model(golden: Golden) -> None:
+    _, record = golden.run(FedAvg(net=golden.net(), optimizer=WD, averaging=EMA(0.8)))
+    ema = record.server[0].w
+    for server, evaluated in zip(record.server[1:], record.evaluated[1:], strict=True):
+        ema = 0.8 * ema + 0.2 * server.w
+        close(evaluated, ema)
+
+
+def test_split_proximal_term_is_the_same_without_a_clip(golden: Golden) -> None:
+    """FL-Simulator's form differs only where the clip acts: it does not see the part in w."""
+    plain, split = (path(golden, FedDyn, beta=1.0, prox=prox) for prox in ("squared", "fl_simulator"))
+    close(plain, split)
+    sgd = SGD(lr=0.1, clip=0.5)
+    plain, split = (path(golden, FedDyn, beta=1.0, prox=p, optimizer=sgd) for p in ("squared", "fl_simulator"))
+    assert (plain - split).abs().max() > 1e-3
 
 
 def test_fedgloss_of_other_clients_is_feddyn_of_other_clients(golden: Golden) -> None:
@@ -244,13 +409,16 @@ def test_drift_corrected_methods_are_exact(tmp_path: Path, algorithm: Any, optio
     close(fixed_point(tmp_path, quadratic(algorithm, **options), schedule), optimum, atol=1e-9)
 
 
-@pytest.mark.parametrize("name", algorithms.__all__)
-@pytest.mark.parametrize("ascent", [None, SAM(0.1), ASAM(0.3)], ids=["none", "SAM", "ASAM"])
-def test_one_text_serves_one_client_and_a_cohort(name: str, ascent: Any) -> None:
+TEXTS = [
+    (algorithm, ascent)
+    for algorithm in map(vars(algorithms).get, algorithms.__all__)
+    for ascent in ([None] if algorithm in NO_ASCENT else [None, SAM(0.1), ASAM(0.3)])
+]
+
+
+@pytest.mark.parametrize(("algorithm", "ascent"), TEXTS)
+def test_one_text_serves_one_client_and_a_cohort(algorithm: Any, ascent: Any) -> None:
     """The client's hooks on (clients, d) give what they give on each (d,)."""
-    algorithm = getattr(algorithms, name)
-    if ascent is not None and name in ("FedSAM", "FedASAM", "FedSMOO"):
-        pytest.skip("has an ascent of its own")
     objective = algorithm(net=nn.Linear(3, 2), **({} if ascent is None else {"ascent": ascent}))
     d, clients = objective.flat.d, 4
     draw = torch.Generator().manual_seed(0)
@@ -260,8 +428,10 @@ def test_one_text_serves_one_client_and_a_cohort(name: str, ascent: Any) -> None
         return torch.randn(*shape, generator=draw, dtype=torch.float64)
 
     w, h, b = random(clients, d), random(clients, d).abs(), random(clients, d)
-    sent = Slots({n: random(d) for n in objective.down})
-    state = Slots({n: random(clients, d) for n in rules})
+    zero = torch.zeros(d, dtype=torch.float64)
+    server = Slots({"w": zero, **Slots.first(objective.server_rules(), zero, zero)})
+    sent = Slots({n: random(*server[n].shape) for n in objective.down})
+    state = Slots({n: random(clients, *v.shape) for n, v in Slots.first(rules, zero, zero).items()})
     lr, steps = torch.full((clients, 1), 0.1), torch.arange(1, clients + 1).reshape(-1, 1)
     ctx: Any = {"t": 0, "rounds": 1, "m": 10, "flat": objective.flat}
     many = ClientContext(**ctx, lr=lr, K=steps, k_lr=lr * steps)  # type: ignore[arg-type]

@@ -1,22 +1,46 @@
 """One short LightningModule per method of the papers."""
 
-from fl_lightning.algorithms.fedavg import FedAdam, FedAvg, FedAvgM
+from fl_lightning.algorithms.adabest import AdaBest
+from fl_lightning.algorithms.fedavg import FedAdagrad, FedAdam, FedAvg, FedAvgM, FedYogi
+from fl_lightning.algorithms.fedcm import FedCM, MoFedSAM
 from fl_lightning.algorithms.feddyn import FedDyn
-from fl_lightning.algorithms.fedgloss import FedGloSS
-from fl_lightning.algorithms.fedgmt import FedGMT
+from fl_lightning.algorithms.fedgf import FedGF
+from fl_lightning.algorithms.fedgloss import FedGloSS, NaiveFedGloSS
+from fl_lightning.algorithms.fedgmt import FedGMT, FedGMTv2
+from fl_lightning.algorithms.fedlesam import FedLESAM, FedLESAMD, FedLESAMS
+from fl_lightning.algorithms.fednova import FedNova
+from fl_lightning.algorithms.fedntd import FedNTD
+from fl_lightning.algorithms.fedprox import FedProx
 from fl_lightning.algorithms.fedsam import FedASAM, FedSAM
 from fl_lightning.algorithms.fedsmoo import FedSMOO
-from fl_lightning.algorithms.scaffold import SCAFFOLD
+from fl_lightning.algorithms.fedspeed import FedSpeed
+from fl_lightning.algorithms.scaffold import SCAFFOLD, FedGAMMA
 
 __all__ = [
     "SCAFFOLD",
+    "AdaBest",
     "FedASAM",
+    "FedAdagrad",
     "FedAdam",
     "FedAvg",
     "FedAvgM",
+    "FedCM",
     "FedDyn",
+    "FedGAMMA",
+    "FedGF",
     "FedGMT",
+    "FedGMTv2",
     "FedGloSS",
+    "FedLESAM",
+    "FedLESAMD",
+    "FedLESAMS",
+    "FedNTD",
+    "FedNova",
+    "FedProx",
     "FedSAM",
     "FedSMOO",
+    "FedSpeed",
+    "FedYogi",
+    "MoFedSAM",
+    "NaiveFedGloSS",
 ]

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from fl_lightning.objective import LocalObjective
-from fl_lightning.server import Adam, Momentum
+from fl_lightning.server import Adagrad, Adam, Momentum, Yogi
 
 
 class FedAvg(LocalObjective):
@@ -45,6 +45,7 @@ class FedAdam(LocalObjective):
     """
 
     paper = "Reddi et al., ICLR 2021"
+    update = Adam
 
     def __init__(
         self,
@@ -55,4 +56,29 @@ class FedAdam(LocalObjective):
         tau: float = 0.01,
         **kwargs: Any,
     ) -> None:
-        super().__init__(net, server_update=Adam(server_lr, beta1, beta2, tau), **kwargs)
+        super().__init__(net, server_update=self.update(server_lr, beta1, beta2, tau), **kwargs)
+
+
+class FedYogi(FedAdam):
+    """FedAvg with Yogi on the server; options as for `FedAdam`."""
+
+    update = Yogi
+
+
+class FedAdagrad(LocalObjective):
+    """FedAvg with Adagrad on the server; its further options are those of ``server_update: Adagrad``.
+
+    Args:
+        net: The network.
+        server_lr: Server learning rate.
+        beta1: Decay of the first moment.
+        tau: Added to the root of the sum of squares.
+        **kwargs: As for `LocalObjective`.
+    """
+
+    paper = "Reddi et al., ICLR 2021"
+
+    def __init__(
+        self, net: nn.Module, server_lr: float = 0.1, beta1: float = 0.0, tau: float = 0.01, **kwargs: Any
+    ) -> None:
+        super().__init__(net, server_update=Adagrad(server_lr, beta1, tau), **kwargs)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
 from fl_lightning.ascent import Gradient
 from fl_lightning.drift import admm_dual, admm_pull
 from fl_lightning.errors import UserError
+from fl_lightning.flat import to_radius
 from fl_lightning.objective import LocalObjective
 from fl_lightning.optim import Direction
 from fl_lightning.state import ClientContext, RoundContext, Slots, Uploads, Weighting
@@ -22,6 +23,8 @@ class FedDyn(LocalObjective):
     Args:
         net: The network.
         beta: Inverse of FedDyn's alpha.
+        prox: The proximal term: squared (the paper's); unsquared, as FL-SAM has it; fl_simulator: squared, but its part
+            in w is not clipped, as in FL-Simulator and Acar's own code.
         **kwargs: As for `LocalObjective`.
     """
 
@@ -30,28 +33,46 @@ class FedDyn(LocalObjective):
     server_slots = {"lam": "zeros"}
     default_weighting: Weighting = "uniform"
 
-    def __init__(self, net: nn.Module, beta: float = 10.0, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        net: nn.Module,
+        beta: float = 10.0,
+        prox: Literal["squared", "unsquared", "fl_simulator"] = "squared",
+        **kwargs: Any,
+    ) -> None:
         super().__init__(net, **kwargs)
         if beta <= 0:
             raise UserError(f"model.beta = {beta}: must be above 0 (it is 1/alpha of FedDyn)")
-        self.beta = beta
+        self.beta, self.prox = beta, prox
+        if self.relaxed_init:
+            self.up = (*self.up, "start")
+
+    def corrected(self, g: Tensor, w: Tensor, client: Slots, sent: Slots) -> Direction:
+        """``g - lam_i + (w - w^t) / beta``, or a variant of it."""
+        if self.prox == "fl_simulator":
+            return g - client.lam - sent.w / self.beta, w / self.beta
+        if self.prox == "unsquared":
+            return g - client.lam + to_radius(w - sent.w, 0.5 / self.beta)
+        return g + admm_pull(client.lam, w, sent.w, self.beta)
 
     def local_step(
         self, w: Tensor, grad: Gradient, client: Slots, sent: Slots, ctx: ClientContext
     ) -> tuple[Direction, Slots]:
-        """``g - lam_i + (w - w^t) / beta``."""
-        return self.sharp(w, grad, client, sent, ctx) + admm_pull(client.lam, w, sent.w, self.beta), client
+        """Descend along the corrected gradient."""
+        return self.corrected(self.sharp(w, grad, client, sent, ctx), w, client, sent), client
 
     def local_end(self, w: Tensor, client: Slots, sent: Slots, ctx: ClientContext) -> tuple[dict[str, Tensor], Slots]:
         """``lam_i <- lam_i - (w_i - w^t) / beta``."""
-        return {"w": w}, client.replace(lam=admm_dual(client.lam, w, sent.w, self.beta))
+        start = {"start": sent.w} if self.relaxed_init else {}
+        return {"w": w, **start}, client.replace(lam=admm_dual(client.lam, w, sent.w, self.beta))
 
-    def server_beta(self, n: int, m: int) -> float:
-        """Penalty of the server's dual: ``beta M / S`` keeps it the mean of all clients'."""
-        return self.beta * m / n
+    def server_dual(self, server: Slots, sent: Slots, uploads: Uploads, ctx: RoundContext) -> Tensor:
+        """``lam <- lam - sum_S (w_i - w^t) / (beta M)``."""
+        start = uploads.mean("start") if self.relaxed_init else sent.w
+        return admm_dual(server.lam, uploads.mean("w"), start, self.beta * ctx.m / uploads.n)
 
     def server_step(self, server: Slots, sent: Slots, uploads: Uploads, ctx: RoundContext) -> Slots:
-        """``lam <- lam - sum_S (w_i - w^t) / (beta M)``; then ``w <- mean w_i - beta lam``."""
-        lam = admm_dual(server.lam, uploads.mean("w"), sent.w, self.server_beta(uploads.n, ctx.m))
+        """The dual first; then ``w <- mean w_i - beta lam``."""
+        lam = self.server_dual(server, sent, uploads, ctx)
         server = super().server_step(server, sent, uploads, ctx)
         return server.replace(w=server.w - self.beta * lam, lam=lam)

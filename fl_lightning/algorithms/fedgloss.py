@@ -4,25 +4,33 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from torch import nn
+from torch import Tensor, nn
 
 from fl_lightning.algorithms.feddyn import FedDyn
+from fl_lightning.ascent import SAM, warm_up
+from fl_lightning.drift import admm_dual
 from fl_lightning.flat import to_radius
-from fl_lightning.state import RoundContext, Slots, Uploads, Weighting
+from fl_lightning.objective import LocalObjective
+from fl_lightning.state import ClientContext, RoundContext, Slots, Uploads, Weighting
 
 
 class FedGloSS(FedDyn):
     """Caldarola et al., 2024, Algorithm 1: FedDyn around a model perturbed along last round's pseudo-gradient.
 
-    Clients run SGD, or SAM with ``ascent: SAM``. In round 0 there is no pseudo-gradient, and no perturbation. The duals
-    refer to the perturbed model that was sent, on both sides: line 22's ``w^t`` breaks lam = mean of lam_i.
+    Clients run SGD, or SAM with ``ascent: SAM``. In round 0 there is no pseudo-gradient, and no perturbation.
 
     Args:
         net: The network.
         rho: Radius of the server's perturbation, rho_s.
-        beta: Penalty of the duals.
         sigma_scale: Scale of the server's dual: 1/(beta M) as in the paper, or 1/(beta M S) as in the official code.
-        **kwargs: As for `LocalObjective`.
+        sigma_ref: What the server's dual refers to: the perturbed model that was sent, as each client's does (and as in
+            the official code), or the clean one (line 22 as printed: then lam is no mean of lam_i, and the norm of w
+            grows).
+        rho_schedule: The server's radius by round: constant; linear (as the clients' warm-up); or repo_bug, what the
+            official code runs: the clients' rho + (rho - rho0) / T_s in rounds 1 to T_s, then rho.
+        warmup: Rounds T_s of that schedule.
+        rho0: Its first radius.
+        **kwargs: As for `FedDyn`.
     """
 
     paper = "Caldarola et al., 2024 (arXiv:2412.03752)"
@@ -33,22 +41,68 @@ class FedGloSS(FedDyn):
         self,
         net: nn.Module,
         rho: float = 0.1,
-        beta: float = 10.0,
         sigma_scale: Literal["paper", "code"] = "paper",
+        sigma_ref: Literal["perturbed", "clean"] = "perturbed",
+        rho_schedule: Literal["constant", "linear", "repo_bug"] = "constant",
+        warmup: int = 0,
+        rho0: float = 1e-3,
         **kwargs: Any,
     ) -> None:
-        super().__init__(net, beta=beta, **kwargs)
-        self.rho, self.sigma_scale = rho, sigma_scale
+        super().__init__(net, **kwargs)
+        self.rho, self.sigma_scale, self.sigma_ref = rho, sigma_scale, sigma_ref
+        self.rho_schedule, self.warmup, self.rho0 = rho_schedule, warmup, rho0
+
+    def radius(self, t: int) -> float:
+        """The server's radius in round ``t``, from 0."""
+        if self.rho_schedule == "constant":
+            return self.rho
+        if self.rho_schedule == "linear":
+            return warm_up(self.rho, self.rho0, self.warmup, t)
+        clients = self.ascent.rho if isinstance(self.ascent, SAM) else 0.0
+        return clients + (self.rho - self.rho0) / self.warmup if 1 <= t <= self.warmup else self.rho
 
     def broadcast(self, server: Slots, ctx: RoundContext) -> Slots:
         """Lines 5 to 7: ``w + rho delta / ||delta||``."""
-        return server.replace(w=server.w + to_radius(server.delta, self.rho))
+        return server.replace(w=server.w + to_radius(server.delta, self.radius(ctx.t)))
 
-    def server_beta(self, n: int, m: int) -> float:
-        """Line 22, with the scale that was asked for."""
-        return self.beta * m if self.sigma_scale == "code" else super().server_beta(n, m)
+    def server_dual(self, server: Slots, sent: Slots, uploads: Uploads, ctx: RoundContext) -> Tensor:
+        """Line 22, with the reference and the scale that were asked for."""
+        w = server.w if self.sigma_ref == "clean" else sent.w
+        n = 1 if self.sigma_scale == "code" else uploads.n
+        return admm_dual(server.lam, uploads.mean("w"), w, self.beta * ctx.m / n)
 
     def server_step(self, server: Slots, sent: Slots, uploads: Uploads, ctx: RoundContext) -> Slots:
         """Lines 21 to 23; the pseudo-gradient is kept for the next perturbation."""
         delta = sent.w - uploads.weighted("w")
         return super().server_step(server.replace(delta=delta), sent, uploads, ctx)
+
+
+class NaiveFedGloSS(FedGloSS):
+    """FedGloSS with the true pseudo-gradient: the cohort first trains from ``w^t`` to find it, then from the perturbed.
+
+    Duals are updated in the second exchange only. Twice the communication and computation.
+
+    Args:
+        net: The network.
+        **kwargs: As for `FedGloSS`.
+    """
+
+    exchanges = 2
+
+    def __init__(self, net: nn.Module, **kwargs: Any) -> None:
+        super().__init__(net, **kwargs)
+
+    def broadcast(self, server: Slots, ctx: RoundContext) -> Slots:
+        """First ``w^t``, then the perturbed model."""
+        return server if ctx.exchange == 0 else super().broadcast(server, ctx)
+
+    def local_end(self, w: Tensor, client: Slots, sent: Slots, ctx: ClientContext) -> tuple[dict[str, Tensor], Slots]:
+        """The dual is kept as it is in the first exchange."""
+        base = LocalObjective if ctx.exchange == 0 else FedGloSS
+        return base.local_end(self, w, client, sent, ctx)
+
+    def server_step(self, server: Slots, sent: Slots, uploads: Uploads, ctx: RoundContext) -> Slots:
+        """First only the pseudo-gradient, then FedGloSS's step."""
+        if ctx.exchange == 0:
+            return server.replace(delta=sent.w - uploads.weighted("w"))
+        return super().server_step(server, sent, uploads, ctx)

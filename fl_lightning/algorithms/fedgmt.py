@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
 from fl_lightning.algorithms.feddyn import FedDyn
-from fl_lightning.ascent import Gradient
 from fl_lightning.losses import kl_to_teacher
 from fl_lightning.optim import Direction
 from fl_lightning.state import ClientContext, RoundContext, Slots, Uploads
@@ -28,7 +27,7 @@ class FedGMT(FedDyn):
 
     paper = "Li et al., ICML 2025"
     server_slots = {**FedDyn.server_slots, "e": "w0"}
-    down = ("w", "e")
+    down: tuple[str, ...] = ("w", "e")
 
     def __init__(
         self,
@@ -40,7 +39,7 @@ class FedGMT(FedDyn):
         beta: float = 10.0,
         **kwargs: Any,
     ) -> None:
-        super().__init__(net, beta=beta, **kwargs)
+        super().__init__(net, beta, "squared", **kwargs)
         self.gamma, self.tau, self.ema_alpha, self.kl_tau2 = gamma, tau, ema_alpha, kl_tau2
 
     def teacher(self, client: Slots, sent: Slots) -> Tensor:
@@ -52,13 +51,52 @@ class FedGMT(FedDyn):
         kl = kl_to_teacher(logits, teacher[0], self.tau, self.kl_tau2)
         return super().losses(logits, target) + self.gamma * kl
 
-    def local_step(
-        self, w: Tensor, grad: Gradient, client: Slots, sent: Slots, ctx: ClientContext
-    ) -> tuple[Direction, Slots]:
+    def corrected(self, g: Tensor, w: Tensor, client: Slots, sent: Slots) -> Direction:
         """Line 11: ``g - u_m``."""
-        return self.sharp(w, grad, client, sent, ctx) - client.lam, client
+        return g - client.lam
+
+    def ema(self, e: Tensor, w: Tensor) -> Tensor:
+        """``alpha e + (1 - alpha) w``."""
+        return self.ema_alpha * e + (1 - self.ema_alpha) * w
 
     def server_step(self, server: Slots, sent: Slots, uploads: Uploads, ctx: RoundContext) -> Slots:
         """Lines 15 to 18: the teacher follows the new model, its shift by the dual included."""
         server = super().server_step(server, sent, uploads, ctx)
-        return server.replace(e=self.ema_alpha * server.e + (1 - self.ema_alpha) * server.w)
+        return server.replace(e=self.ema(server.e, server.w))
+
+
+class FedGMTv2(FedGMT):
+    """FedGMT whose clients average what they receive, each time they take part: nothing but the model is sent.
+
+    Args:
+        net: The network.
+        ema_alpha: How much of a client's old teacher stays at contact.
+        v2_init: A client's first teacher: the initial model (as in the paper; it is known from the seed and not counted
+            on the wire), or the first model received.
+        **kwargs: As for `FedGMT`.
+    """
+
+    server_slots = FedDyn.server_slots
+    down: tuple[str, ...] = ("w",)
+
+    def __init__(
+        self,
+        net: nn.Module,
+        ema_alpha: float = 0.5,
+        v2_init: Literal["w0", "first_seen"] = "w0",
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(net, ema_alpha=ema_alpha, **kwargs)
+        self.client_slots = {**FedDyn.client_slots, "e": "w0" if v2_init == "w0" else "w"}
+
+    def local_start(self, client: Slots, sent: Slots, ctx: ClientContext) -> tuple[Tensor, Slots]:
+        """``e_m <- alpha e_m + (1 - alpha) w^t``, once a round."""
+        return super().local_start(sent=sent, client=client.replace(e=self.ema(client.e, sent.w)), ctx=ctx)
+
+    def teacher(self, client: Slots, sent: Slots) -> Tensor:
+        """The client's own average, e_m."""
+        return client.e
+
+    def server_step(self, server: Slots, sent: Slots, uploads: Uploads, ctx: RoundContext) -> Slots:
+        """FedDyn's: line 18 is skipped."""
+        return FedDyn.server_step(self, server, sent, uploads, ctx)

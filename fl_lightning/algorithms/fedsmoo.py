@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
 from fl_lightning.algorithms.feddyn import FedDyn
 from fl_lightning.ascent import Gradient
-from fl_lightning.drift import admm_pull
 from fl_lightning.flat import to_radius
+from fl_lightning.objective import LocalObjective
 from fl_lightning.optim import Direction
 from fl_lightning.state import ClientContext, RoundContext, Slots, Uploads
 
@@ -20,20 +20,30 @@ class FedSMOO(FedDyn):
     Args:
         net: The network.
         rho: Radius of the perturbation.
-        beta: Penalty of the dynamic regulariser.
-        **kwargs: As for `LocalObjective`.
+        use_dual: Whether to keep the dynamic regulariser; without it, it is "FedSMOO w/o Reg" of the FedGF paper.
+        s_agg: What the global perturbation is the mean of: mu less the last perturbation (the paper), or mu alone
+            (FL-Simulator).
+        **kwargs: As for `FedDyn`.
     """
 
     paper = "Sun et al., ICML 2023"
-    client_slots = {**FedDyn.client_slots, "mu": "zeros"}
     scratch_slots = {"s_hat": "zeros"}
-    server_slots = {**FedDyn.server_slots, "s": "zeros"}
     down, up = ("w", "s"), ("w", "s")
     passes = (2, 2)
 
-    def __init__(self, net: nn.Module, rho: float = 0.1, beta: float = 10.0, **kwargs: Any) -> None:
-        super().__init__(net, beta=beta, ascent=None, **kwargs)
-        self.rho = rho
+    def __init__(
+        self,
+        net: nn.Module,
+        rho: float = 0.1,
+        use_dual: bool = True,
+        s_agg: Literal["mu_minus_shat", "mu_only"] = "mu_minus_shat",
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(net, ascent=None, **kwargs)
+        self.rho, self.s_agg = rho, s_agg
+        self.base = FedDyn if use_dual else LocalObjective
+        self.client_slots = {**self.base.client_slots, "mu": "zeros"}
+        self.server_slots = {**self.base.server_slots, "s": "zeros"}
 
     def local_step(
         self, w: Tensor, grad: Gradient, client: Slots, sent: Slots, ctx: ClientContext
@@ -42,14 +52,16 @@ class FedSMOO(FedDyn):
         s_hat = to_radius(grad(w) - client.mu - sent.s, self.rho)  # 7, 8
         mu = client.mu + s_hat - sent.s  # 9
         g_hat = grad(w + s_hat)  # 10
-        return g_hat + admm_pull(client.lam, w, sent.w, self.beta), client.replace(mu=mu, s_hat=s_hat)  # 11
+        direction = self.corrected(g_hat, w, client, sent) if self.base is FedDyn else g_hat  # 11
+        return direction, client.replace(mu=mu, s_hat=s_hat)
 
     def local_end(self, w: Tensor, client: Slots, sent: Slots, ctx: ClientContext) -> tuple[dict[str, Tensor], Slots]:
         """Lines 13 to 15."""
-        upload, client = super().local_end(w, client, sent, ctx)  # 14
-        return {**upload, "s": client.mu - client.s_hat}, client  # 13, 15
+        upload, client = self.base.local_end(self, w, client, sent, ctx)  # 14
+        s = client.mu if self.s_agg == "mu_only" else client.mu - client.s_hat  # 13
+        return {**upload, "s": s}, client  # 15
 
     def server_step(self, server: Slots, sent: Slots, uploads: Uploads, ctx: RoundContext) -> Slots:
         """Lines 17 to 19."""
         s = to_radius(uploads.mean("s"), self.rho)  # 17
-        return super().server_step(server.replace(s=s), sent, uploads, ctx)  # 18, 19
+        return self.base.server_step(self, server.replace(s=s), sent, uploads, ctx)  # 18, 19

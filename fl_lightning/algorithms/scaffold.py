@@ -1,10 +1,12 @@
-"""SCAFFOLD, option II."""
+"""SCAFFOLD, option II, and FedGAMMA."""
 
 from __future__ import annotations
 
-from torch import Tensor
+from typing import Any, Literal
 
-from fl_lightning.ascent import Gradient
+from torch import Tensor, nn
+
+from fl_lightning.ascent import SAM, Gradient
 from fl_lightning.drift import control_variate
 from fl_lightning.objective import LocalObjective
 from fl_lightning.optim import Direction
@@ -12,7 +14,13 @@ from fl_lightning.state import ClientContext, RoundContext, Slots, Uploads, Weig
 
 
 class SCAFFOLD(LocalObjective):
-    """Control variates that cancel client drift; with ``ascent: SAM`` it is FedGAMMA."""
+    """Control variates that cancel client drift.
+
+    Args:
+        net: The network.
+        cv_scale: Factor of the correction; FedLESAM's official code has 0.1.
+        **kwargs: As for `LocalObjective`.
+    """
 
     paper = "Karimireddy et al., ICML 2020"
     client_slots = {"c": "zeros"}
@@ -20,18 +28,50 @@ class SCAFFOLD(LocalObjective):
     down, up = ("w", "c"), ("w", "delta_c")
     default_weighting: Weighting = "uniform"
 
+    def __init__(self, net: nn.Module, cv_scale: float = 1.0, **kwargs: Any) -> None:
+        super().__init__(net, **kwargs)
+        self.cv_scale = cv_scale
+
     def local_step(
         self, w: Tensor, grad: Gradient, client: Slots, sent: Slots, ctx: ClientContext
     ) -> tuple[Direction, Slots]:
         """Line 10: ``g - c_i + c``."""
-        return self.sharp(w, grad, client, sent, ctx) - client.c + sent.c, client
+        return self.sharp(w, grad, client, sent, ctx) + self.cv_scale * (sent.c - client.c), client
 
     def local_end(self, w: Tensor, client: Slots, sent: Slots, ctx: ClientContext) -> tuple[dict[str, Tensor], Slots]:
         """Lines 12 to 14."""
         c = control_variate(client.c, sent.c, w, sent.w, ctx.k_lr)
         return {"w": w, "delta_c": c - client.c}, client.replace(c=c)
 
+    def variate_share(self, n: int, m: int) -> float:
+        """What the server adds of the cohort's mean change: S/M, so that c stays the mean of all c_i."""
+        return n / m
+
     def server_step(self, server: Slots, sent: Slots, uploads: Uploads, ctx: RoundContext) -> Slots:
         """Lines 16 and 17."""
-        c = server.c + uploads.n / ctx.m * uploads.mean("delta_c")
+        c = server.c + self.variate_share(uploads.n, ctx.m) * uploads.mean("delta_c")
         return super().server_step(server.replace(c=c), sent, uploads, ctx)
+
+
+class FedGAMMA(SCAFFOLD):
+    """SCAFFOLD whose clients run SAM.
+
+    Args:
+        net: The network.
+        rho: Radius of the ascent.
+        c_scale: The server's variate takes the sum of the changes over M, as SCAFFOLD's, or their mean (FedGF's code:
+            S times slower).
+        **kwargs: As for `SCAFFOLD`.
+    """
+
+    paper = "Dai et al., TNNLS 2023"
+
+    def __init__(
+        self, net: nn.Module, rho: float = 0.1, c_scale: Literal["sum", "mean"] = "sum", **kwargs: Any
+    ) -> None:
+        super().__init__(net, ascent=SAM(rho), **kwargs)
+        self.c_scale = c_scale
+
+    def variate_share(self, n: int, m: int) -> float:
+        """S/M, or 1/M."""
+        return super().variate_share(1 if self.c_scale == "mean" else n, m)

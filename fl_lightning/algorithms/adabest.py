@@ -1,0 +1,55 @@
+"""AdaBest."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from fl_lightning.ascent import Gradient
+from fl_lightning.errors import UserError
+from fl_lightning.objective import LocalObjective
+from fl_lightning.optim import Direction
+from fl_lightning.state import ClientContext, RoundContext, Slots, Uploads, Weighting
+
+
+class AdaBest(LocalObjective):
+    """Client biases that fade with the rounds since a client's last part, and a server that extrapolates.
+
+    With clients of unequal size a correction is scaled by mean size / own size, as in the authors' code.
+
+    Args:
+        net: The network.
+        mu: Share of a round's drift that goes into the bias.
+        beta: Extrapolation of the server.
+        **kwargs: As for `LocalObjective`.
+    """
+
+    paper = "Varno et al., ECCV 2022"
+    client_slots = {"h": "zeros", "last": 0.0}
+    server_slots = {"w_bar": "w0"}
+    default_weighting: Weighting = "uniform"
+
+    def __init__(self, net: nn.Module, mu: float = 0.02, beta: float = 0.98, **kwargs: Any) -> None:
+        super().__init__(net, **kwargs)
+        if not 0 <= beta < 1:
+            raise UserError(f"model.beta = {beta}: must be from 0 to below 1")
+        self.mu, self.beta = mu, beta
+
+    def local_step(
+        self, w: Tensor, grad: Gradient, client: Slots, sent: Slots, ctx: ClientContext
+    ) -> tuple[Direction, Slots]:
+        """``g - h_i``."""
+        return self.sharp(w, grad, client, sent, ctx) - ctx.n_mean / ctx.n_k * client.h, client
+
+    def local_end(self, w: Tensor, client: Slots, sent: Slots, ctx: ClientContext) -> tuple[dict[str, Tensor], Slots]:
+        """``h_i <- h_i / (t - t_i) + mu (w^t - w_i)``, rounds counted from 1."""
+        now = ctx.t + 1
+        h = client.h / (now - client.last) + self.mu * (sent.w - w)
+        return {"w": w}, client.replace(h=h, last=client.last * 0 + now)
+
+    def server_step(self, server: Slots, sent: Slots, uploads: Uploads, ctx: RoundContext) -> Slots:
+        """``w <- w_bar - beta (w_bar_old - w_bar)``, with w_bar the mean of the local models."""
+        w_bar = uploads.weighted("w")
+        server = super().server_step(server, sent, uploads, ctx)
+        return server.replace(w=server.w - self.beta * (server.w_bar - w_bar), w_bar=w_bar)

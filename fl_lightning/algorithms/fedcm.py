@@ -1,0 +1,63 @@
+"""FedCM and MoFedSAM: clients step along a mix of their gradient and the last global direction."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+from fl_lightning.ascent import SAM, Gradient
+from fl_lightning.objective import LocalObjective
+from fl_lightning.optim import Direction
+from fl_lightning.state import ClientContext, RoundContext, Slots, Uploads, Weighting
+
+
+class FedCM(LocalObjective):
+    """Client momentum: ``alpha g + (1 - alpha) delta``, with delta the last mean update in units of a gradient.
+
+    Args:
+        net: The network.
+        alpha: Weight of the client's own gradient.
+        step: The server's step: along the mean update, or along delta (FedGF's code: 1/(K lr) times as far).
+        **kwargs: As for `LocalObjective`.
+    """
+
+    paper = "Xu et al., 2021"
+    server_slots = {"delta": "zeros"}
+    down = ("w", "delta")
+    default_weighting: Weighting = "uniform"
+
+    def __init__(
+        self, net: nn.Module, alpha: float = 0.1, step: Literal["mean", "gf_repo"] = "mean", **kwargs: Any
+    ) -> None:
+        super().__init__(net, **kwargs)
+        self.alpha, self.step = alpha, step
+
+    def local_step(
+        self, w: Tensor, grad: Gradient, client: Slots, sent: Slots, ctx: ClientContext
+    ) -> tuple[Direction, Slots]:
+        """``alpha g + (1 - alpha) delta``."""
+        return self.alpha * self.sharp(w, grad, client, sent, ctx) + (1 - self.alpha) * sent.delta, client
+
+    def server_step(self, server: Slots, sent: Slots, uploads: Uploads, ctx: RoundContext) -> Slots:
+        """``delta <- (w^t - mean w_i) / (K lr)``; the model as FedAvg's."""
+        delta = (sent.w - uploads.mean("w")) / uploads.mean("k_lr")
+        server = server.replace(delta=delta)
+        if self.step == "gf_repo":
+            return self.server_update(server, delta, ctx)
+        return super().server_step(server, sent, uploads, ctx)
+
+
+class MoFedSAM(FedCM):
+    """FedCM whose clients run SAM.
+
+    Args:
+        net: The network.
+        rho: Radius of the ascent.
+        **kwargs: As for `FedCM`.
+    """
+
+    paper = "Qu et al., ICML 2022"
+
+    def __init__(self, net: nn.Module, rho: float = 0.01, **kwargs: Any) -> None:
+        super().__init__(net, ascent=SAM(rho), **kwargs)

@@ -1,0 +1,76 @@
+"""FedGF: gradients at a mix of the local and the global ascent point."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from fl_lightning.ascent import Gradient
+from fl_lightning.errors import UserError
+from fl_lightning.flat import norm, to_radius
+from fl_lightning.objective import LocalObjective
+from fl_lightning.optim import Direction
+from fl_lightning.state import ClientContext, RoundContext, Slots, Uploads
+
+
+class FedGF(LocalObjective):
+    """Lee and Yoon, ICML 2024: ``c`` moves the clients' ascent point towards the server's as their models diverge.
+
+    In round 0 the server has no ascent point yet, and clients run SAM.
+
+    Args:
+        net: The network.
+        rho: Radius of the clients' ascent.
+        rho_g: Radius of the server's; null: rho.
+        T_D: Divergence above which a round counts as diverged.
+        W: Rounds that c is the mean over.
+        c: A fixed mix instead (0: FedSAM, 1: the server's ascent point alone); null: adaptive.
+        window_warmup: In the first W rounds: the mean of what there is (the official code), or the sum over W (the
+            paper).
+        **kwargs: As for `LocalObjective`.
+    """
+
+    paper = "Lee and Yoon, ICML 2024"
+    down, up = ("w", "w_tilde", "c"), ("w", "distance")
+    passes = (2, 2)
+
+    def __init__(
+        self,
+        net: nn.Module,
+        rho: float = 0.05,
+        rho_g: float | None = None,
+        T_D: float = 0.2,
+        W: int = 30,
+        c: float | None = None,
+        window_warmup: Literal["available", "full"] = "available",
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(net, ascent=None, **kwargs)
+        if W < 1 or (c is not None and not 0 <= c <= 1):
+            raise UserError(f"model.W = {W}, c = {c}: W is at least 1, c from 0 to 1 or null")
+        self.rho, self.rho_g = rho, rho if rho_g is None else rho_g
+        self.T_D, self.W, self.c, self.window_warmup = T_D, W, c, window_warmup
+        self.server_slots = {"w_tilde": "w0", "c": 0.0, "window": lambda w0: w0.new_zeros(W)}
+
+    def local_step(
+        self, w: Tensor, grad: Gradient, client: Slots, sent: Slots, ctx: ClientContext
+    ) -> tuple[Direction, Slots]:
+        """``grad(c w_tilde + (1 - c) (w + rho g / ||g||))``."""
+        own = w + to_radius(grad(w), self.rho)
+        return grad(sent.c * sent.w_tilde + (1 - sent.c) * own), client
+
+    def local_end(self, w: Tensor, client: Slots, sent: Slots, ctx: ClientContext) -> tuple[dict[str, Tensor], Slots]:
+        """The distance ``||w^r - w_k||`` goes up as a scalar."""
+        return {"w": w, "distance": norm(sent.w - w)}, client
+
+    def server_step(self, server: Slots, sent: Slots, uploads: Uploads, ctx: RoundContext) -> Slots:
+        """Window and c from this round's divergence; the next ascent point from this round's step."""
+        diverged = (uploads.mean("distance") > self.T_D).to(server.window)
+        window = torch.cat([server.window[1:], diverged])
+        rounds = self.W if self.window_warmup == "full" else min(ctx.t + 1, self.W)
+        c = window.sum(0, keepdim=True) / rounds if self.c is None else server.c * 0 + self.c
+        after = super().server_step(server, sent, uploads, ctx)
+        w_tilde = after.w + to_radius(server.w - after.w, self.rho_g)
+        return after.replace(w_tilde=w_tilde, c=c, window=window)

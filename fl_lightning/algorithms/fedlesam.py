@@ -1,0 +1,62 @@
+"""FedLESAM, alone, with FedDyn's duals (-D) and with SCAFFOLD's variates (-S)."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from torch import nn
+
+from fl_lightning.algorithms.feddyn import FedDyn
+from fl_lightning.algorithms.scaffold import SCAFFOLD
+from fl_lightning.ascent import LESAM
+from fl_lightning.objective import LocalObjective
+
+Ref = Literal["own_last_active", "previous_round"]
+
+
+class FedLESAM(LocalObjective):
+    """FedAvg whose clients take the gradient uphill along the global update since they last took part: one pass a step.
+
+    Args:
+        net: The network.
+        rho: Radius of the ascent.
+        ref: Since the client last took part (the paper), or since the previous round (the official code).
+        **kwargs: As for `LocalObjective`.
+    """
+
+    paper = "Fan et al., ICML 2024"
+
+    def __init__(self, net: nn.Module, rho: float = 0.1, ref: Ref = "own_last_active", **kwargs: Any) -> None:
+        super().__init__(net, ascent=LESAM(rho, ref), **kwargs)
+
+
+class FedLESAMD(FedDyn):
+    """FedLESAM-D: FedDyn with FedLESAM's ascent.
+
+    Args:
+        net: The network.
+        rho: As for `FedLESAM`.
+        ref: As for `FedLESAM`.
+        **kwargs: As for `FedDyn`.
+    """
+
+    paper = "Fan et al., ICML 2024"
+
+    def __init__(self, net: nn.Module, rho: float = 0.1, ref: Ref = "own_last_active", **kwargs: Any) -> None:
+        super().__init__(net, ascent=LESAM(rho, ref), **kwargs)
+
+
+class FedLESAMS(SCAFFOLD):
+    """FedLESAM-S: SCAFFOLD with FedLESAM's ascent.
+
+    Args:
+        net: The network.
+        rho: As for `FedLESAM`.
+        ref: As for `FedLESAM`.
+        **kwargs: As for `SCAFFOLD`.
+    """
+
+    paper = "Fan et al., ICML 2024"
+
+    def __init__(self, net: nn.Module, rho: float = 0.1, ref: Ref = "own_last_active", **kwargs: Any) -> None:
+        super().__init__(net, ascent=LESAM(rho, ref), **kwargs)

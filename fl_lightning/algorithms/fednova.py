@@ -1,0 +1,28 @@
+"""FedNova."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from fl_lightning.objective import LocalObjective
+from fl_lightning.state import ClientContext, RoundContext, Slots, Uploads
+
+
+class FedNova(LocalObjective):
+    """Normalised averaging: each update is divided by its effective number of steps ``tau_i``, local momentum counted.
+
+    Up go the normalised update (one model) and ``tau_i`` (a scalar).
+    """
+
+    paper = "Wang et al., NeurIPS 2020"
+    up = ("update", "tau")
+
+    def local_end(self, w: Tensor, client: Slots, sent: Slots, ctx: ClientContext) -> tuple[dict[str, Tensor], Slots]:
+        """``tau_i = (K - m (1 - m^K) / (1 - m)) / (1 - m)``."""
+        m, ones = self.optimizer.momentum, w[..., :1] * 0 + 1
+        tau = (ctx.K - m * (1 - m**ctx.K) / (1 - m)) / (1 - m) * ones
+        return {"update": (w - sent.w) / tau, "tau": tau}, client
+
+    def server_step(self, server: Slots, sent: Slots, uploads: Uploads, ctx: RoundContext) -> Slots:
+        """``w + (sum p_i tau_i) sum p_i (w_i - w) / tau_i``."""
+        return self.server_update(server, -uploads.weighted("tau") * uploads.weighted("update"), ctx)

@@ -1,0 +1,37 @@
+"""FedNTD."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from fl_lightning.losses import kl_to_teacher, not_true
+from fl_lightning.objective import LocalObjective
+from fl_lightning.state import Slots
+
+
+class FedNTD(LocalObjective):
+    """Not-true distillation: cross-entropy + gamma KL to the received model over all classes but the true one.
+
+    Args:
+        net: The network.
+        gamma: Weight of the KL term.
+        tau: Its temperature.
+        **kwargs: As for `LocalObjective`.
+    """
+
+    paper = "Lee et al., NeurIPS 2022"
+
+    def __init__(self, net: nn.Module, gamma: float = 1.0, tau: float = 1.0, **kwargs: Any) -> None:
+        super().__init__(net, **kwargs)
+        self.gamma, self.tau = gamma, tau
+
+    def teacher(self, client: Slots, sent: Slots) -> Tensor:
+        """The received model, w^t."""
+        return sent.w
+
+    def losses(self, logits: Tensor, target: Tensor, *teacher: Tensor) -> Tensor:
+        """``CE(z, y) + gamma tau^2 KL(teacher || student)`` without the true class."""
+        kl = kl_to_teacher(not_true(logits, target), not_true(teacher[0], target), self.tau)
+        return super().losses(logits, target) + self.gamma * kl

@@ -1,0 +1,35 @@
+"""FedProx."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from fl_lightning.ascent import Gradient
+from fl_lightning.drift import prox_pull
+from fl_lightning.objective import LocalObjective
+from fl_lightning.optim import Direction
+from fl_lightning.state import ClientContext, Slots
+
+
+class FedProx(LocalObjective):
+    """FedAvg with ``mu/2 ||w - w^t||^2`` in the local objective; an ascent follows the loss alone.
+
+    Args:
+        net: The network.
+        mu: Weight of the proximal term.
+        **kwargs: As for `LocalObjective`.
+    """
+
+    paper = "Li et al., MLSys 2020"
+
+    def __init__(self, net: nn.Module, mu: float = 0.01, **kwargs: Any) -> None:
+        super().__init__(net, **kwargs)
+        self.mu = mu
+
+    def local_step(
+        self, w: Tensor, grad: Gradient, client: Slots, sent: Slots, ctx: ClientContext
+    ) -> tuple[Direction, Slots]:
+        """``g + mu (w - w^t)``."""
+        return self.sharp(w, grad, client, sent, ctx) + prox_pull(w, sent.w, self.mu), client

@@ -1,0 +1,61 @@
+"""FedSpeed."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+from fl_lightning.algorithms.feddyn import FedDyn
+from fl_lightning.ascent import Gradient
+from fl_lightning.flat import to_radius
+from fl_lightning.objective import LocalObjective
+from fl_lightning.optim import Direction
+from fl_lightning.state import ClientContext, RoundContext, Slots, Uploads
+
+
+class FedSpeed(FedDyn):
+    """FedDyn whose gradient is a mix of that at the weights and that at SAM's ascent point.
+
+    Args:
+        net: The network.
+        rho: Radius of the ascent.
+        alpha: Weight of the gradient at the ascent point; the official code has only this one (1).
+        dual_agg: Whose duals correct the global model: all clients' (the official code), or the active ones' (the
+            paper).
+        **kwargs: As for `FedDyn`.
+    """
+
+    paper = "Sun et al., ICLR 2023"
+    passes = (2, 2)
+
+    def __init__(
+        self,
+        net: nn.Module,
+        rho: float = 0.1,
+        alpha: float = 1.0,
+        dual_agg: Literal["all", "active"] = "all",
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(net, ascent=None, **kwargs)
+        self.rho, self.alpha, self.dual_agg = rho, alpha, dual_agg
+        if dual_agg == "active":
+            self.server_slots = {}
+
+    def local_step(
+        self, w: Tensor, grad: Gradient, client: Slots, sent: Slots, ctx: ClientContext
+    ) -> tuple[Direction, Slots]:
+        """``(1 - alpha) g(w) + alpha g(w + rho g / ||g||)``, corrected."""
+        g1 = grad(w)
+        g2 = grad(w + to_radius(g1, self.rho))
+        return self.corrected((1 - self.alpha) * g1 + self.alpha * g2, w, client, sent), client
+
+    def local_end(self, w: Tensor, client: Slots, sent: Slots, ctx: ClientContext) -> tuple[dict[str, Tensor], Slots]:
+        """FedDyn's; the paper's clients upload ``w_i - beta lam_i``."""
+        upload, client = super().local_end(w, client, sent, ctx)
+        return {**upload, "w": w - self.beta * client.lam} if self.dual_agg == "active" else upload, client
+
+    def server_step(self, server: Slots, sent: Slots, uploads: Uploads, ctx: RoundContext) -> Slots:
+        """FedDyn's, or the mean of what the active clients sent."""
+        base = LocalObjective if self.dual_agg == "active" else FedDyn
+        return base.server_step(self, server, sent, uploads, ctx)
