@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from fl_lightning.algorithms import FedYogi as FedYogi
     from fl_lightning.algorithms import MoFedSAM as MoFedSAM
     from fl_lightning.algorithms import NaiveFedGloSS as NaiveFedGloSS
+    from fl_lightning.algorithms import STildeAM as STildeAM
     from fl_lightning.ascent import ASAM as ASAM
     from fl_lightning.ascent import LESAM as LESAM
     from fl_lightning.ascent import SAM as SAM

@@ -1,44 +1,86 @@
-"""The algorithms of the package as a table."""
+"""The algorithms of the package as a table: ``python -m fl_lightning.catalogue`` prints it as Markdown."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from torch import nn
+from torch import Tensor, nn
 
 from fl_lightning import algorithms
 from fl_lightning.objective import LocalObjective
+from fl_lightning.state import ClientContext, Slots
+
+WIRE = "Each name on the wire is one model (d numbers) per participating client and exchange, unless it says otherwise."
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One algorithm with its default parts.
+    """One algorithm with its default parts. A name without a remark stands for a vector of d numbers.
 
     Attributes:
         name: Class name.
+        page: Its page in docs/algorithms, named after its module.
         paper: Where it comes from.
         client: State that a client keeps, by name.
         server: State that the server keeps beside the model.
         down: Names sent to a client.
         up: Names uploaded.
+        exchanges: How often a round's cohort receives and uploads.
         passes: Forward and backward passes of a local step.
+        weighting: Weights of the clients' models in their mean.
     """
 
     name: str
+    page: str
     paper: str
     client: tuple[str, ...]
     server: tuple[str, ...]
     down: tuple[str, ...]
     up: tuple[str, ...]
+    exchanges: int
     passes: tuple[int, int]
+    weighting: str
 
     @classmethod
     def of(cls, algorithm: type[LocalObjective]) -> Entry:
-        """Describe a class by an instance with its defaults."""
+        """Describe a class by an instance with its defaults, whose client takes no step."""
         it = algorithm(net=nn.Linear(1, 1))
+        w = it.flat.vector(it.net)
+        ctx = ClientContext(t=0, rounds=1, m=1, flat=it.flat, lr=1.0, K=1, k_lr=1.0)
+        server = Slots({"w": w, **Slots.first(it.server_rules(), w, w)})
+        sent = it.broadcast(server, ctx).only(it.down)
+        client = Slots.first({**it.client_rules(), **it.scratch_slots}, w, sent.w)
+        start, client = it.local_start(client, sent, ctx)
+        upload, client = it.finish_local(start, client, sent, sent.replace(w=start), ctx)
         return cls(
-            algorithm.__name__, it.paper, tuple(it.client_rules()), tuple(it.server_rules()), it.down, it.up, it.passes
+            name=algorithm.__name__,
+            page=algorithm.__module__.rpartition(".")[2] + ".md",
+            paper=it.paper,
+            client=sizes(client, it.client_rules(), it.flat.d),
+            server=sizes(server, it.server_rules(), it.flat.d),
+            down=sizes(sent, it.down, it.flat.d),
+            up=sizes(upload, it.up, it.flat.d),
+            exchanges=it.exchanges,
+            passes=it.passes,
+            weighting=it.weighting,
         )
+
+    def cells(self) -> list[str]:
+        """What stands in the table after the name."""
+        lists = [", ".join(names) or "-" for names in (self.client, self.server, self.down, self.up)]
+        return [self.paper, *lists, str(self.exchanges), "/".join(map(str, self.passes)), self.weighting]
+
+
+HEADS = (
+    "algorithm", "paper", "client keeps", "server keeps", "down", "up", "exchanges", "forward/backward a step", "mean"
+)  # fmt: skip
+
+
+def sizes(values: Mapping[str, Tensor], names: Iterable[str], d: int) -> tuple[str, ...]:
+    """Names, with a remark where a value has not d numbers."""
+    remarks = {d: "", 1: " (scalar)"}
+    return tuple(name + remarks.get(n := values[name].numel(), f" ({n} numbers)") for name in names)
 
 
 def entries() -> list[Entry]:
@@ -46,22 +88,26 @@ def entries() -> list[Entry]:
     return [Entry.of(getattr(algorithms, name)) for name in sorted(algorithms.__all__, key=str.lower)]
 
 
+def markdown() -> str:
+    """The table as docs/algorithms/index.md holds it, each name a link to its page."""
+    rows = [HEADS, ["---"] * len(HEADS), *([f"[`{e.name}`]({e.page})", *e.cells()] for e in entries())]
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
 def show() -> None:
-    """Print the table."""
+    """Print the table on the terminal."""
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(
-        "algorithm", "paper", "client keeps", "server keeps", "down", "up", "forward/backward a step", box=None
-    )
+    table = Table(*HEADS, box=None)
     for e in entries():
-        cells = (", ".join(names) or "-" for names in (e.client, e.server, e.down, e.up))
-        table.add_row(e.name, e.paper, *cells, "/".join(map(str, e.passes)))
+        table.add_row(e.name, *e.cells())
     console = Console()
     if not console.is_terminal:
         console.width = 160
     console.print(table)
-    console.print(
-        "Wire: each name is one model (d floats) per participating client and round. "
-        "`ascent`, `server_update` and `averaging` combine with all of them."
-    )
+    console.print(f"{WIRE} `ascent`, `server_update` and `averaging` combine with all that have none of their own.")
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")

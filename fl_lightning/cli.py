@@ -1,4 +1,4 @@
-"""The command line: ``fl-lightning fit | validate | test | list``.
+"""The command line: ``fl-lightning fit | centralized | validate | test | list``.
 
 Importing torch and Lightning takes seconds, so only what needs them does.
 """
@@ -16,6 +16,7 @@ from fl_lightning.messages import ArgumentsError, tell
 
 COMMANDS = {
     "fit": "Train for trainer.max_rounds rounds.",
+    "centralized": "Train on all clients' data at once: the papers' centralized references.",
     "validate": "Evaluate a model on the held-out part of the training data, or on all of them if none is.",
     "test": "Evaluate a model on the test set.",
     "list": "Show the algorithms: paper, state, wire cost, passes.",

@@ -55,7 +55,7 @@ class FederatedCLI(LightningCLI):
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
         """Methods of the trainer that are subcommands, with the arguments that come from elsewhere."""
-        return {name: {"model", "datamodule"} for name in ("fit", "validate", "test")}
+        return {name: {"model", "datamodule"} for name in ("fit", "centralized", "validate", "test")}
 
     def init_parser(self, **kwargs: Any) -> Parser:
         """A parser with ``--config``."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from fl_lightning.ascent import Ascent, Gradient
 from fl_lightning.averaging import Averaging
+from fl_lightning.centralized import Epochs
 from fl_lightning.errors import UserError
 from fl_lightning.flat import FlatSpec
 from fl_lightning.optim import SGD, CentralizedOptimizer, Direction
@@ -150,6 +151,11 @@ class LocalObjective(L.LightningModule):
 
     # What follows from the parts
 
+    def lr(self, ctx: RoundContext) -> float:
+        """Learning rate of a round's local steps."""
+        lr = self.optimizer.lr_at(ctx.t, ctx.rounds)
+        return lr if self.averaging is None else self.averaging.lr(lr, ctx)
+
     def finish_local(
         self, w: Tensor, client: Slots, received: Slots, start: Slots, ctx: ClientContext
     ) -> tuple[dict[str, Tensor], Slots]:
@@ -216,16 +222,19 @@ class LocalObjective(L.LightningModule):
         Raises:
             UserError: If the algorithm keeps client or server state.
         """
-        state = [*self.client_rules(), *self.server_rules()]
-        if state:
+        epochs = self.trainer.max_epochs or 1
+        averaged = any(isinstance(callback, Epochs) for callback in self.trainer.callbacks)  # type: ignore[attr-defined]
+        state = {*self.client_rules(), *self.server_rules()}
+        if averaged and self.averaging is not None:
+            state -= set(self.averaging.slots)
+        if state or self.down != ("w",):
             raise UserError(
-                f"{type(self).__name__} keeps federated state ({', '.join(state)}): "
+                f"{type(self).__name__} keeps federated state ({', '.join(sorted(state)) or 'what is sent'}): "
                 "train it with fl_lightning.FederatedTrainer, not with lightning.Trainer"
             )
         optimizer = CentralizedOptimizer(self.flat.parameters(self.net), self)
-        epochs = self.trainer.max_epochs or 1
         factor = torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda epoch: self.optimizer.lr_at(epoch, epochs) / self.optimizer.lr
+            optimizer, lambda epoch: self.lr(RoundContext(epoch, epochs, 1, self.flat)) / self.optimizer.lr
         )
         return {"optimizer": optimizer, "lr_scheduler": factor}
 

@@ -144,10 +144,11 @@ class CentralizedOptimizer(torch.optim.Optimizer):
                 losses.append(closure())
             return torch.cat([cast(Tensor, p.grad).reshape(-1) for p in params])
 
-        empty = Slots({})
-        ctx = ClientContext(t=0, rounds=1, m=1, flat=flat, lr=group["lr"], K=1, k_lr=group["lr"])
-        direction, _ = objective.local_step(w, grad, empty, empty, ctx)
         state = self.state[params[0]]
+        slots = state.get("slots") or Slots.first(objective.scratch_slots, w, w)
+        ctx = ClientContext(t=0, rounds=1, m=1, flat=flat, lr=group["lr"], K=1, k_lr=group["lr"])
+        direction, slots = objective.local_step(w, grad, Slots(slots), Slots({"w": w}), ctx)
+        state["slots"] = dict(slots)
         w, state["buffer"] = objective.optimizer.step(w, direction, state.get("buffer"), group["lr"])
         flat.load(objective.net, w)
         return losses[0]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import atexit
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,7 +17,7 @@ from torch import Tensor
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
-from fl_lightning import checkpoint
+from fl_lightning import centralized, checkpoint
 from fl_lightning.callbacks import Callback, Checkpoints, Curves, Progress
 from fl_lightning.clients import ClientStore
 from fl_lightning.data import FederatedDataModule
@@ -151,11 +152,38 @@ class FederatedTrainer:
         self.sampler.check(self.max_rounds, datamodule.num_clients)
         self._check_net()
         self._start_run(path, restored)
+        with self._listened_to():
+            while self.round < self.max_rounds:
+                self._train_round()
+
+    def centralized(self, model: LocalObjective, datamodule: FederatedDataModule) -> None:
+        """Train on the union of the clients' data under lightning.Trainer: the papers' centralized references.
+
+        ``max_rounds`` counts epochs; evaluation, flatness, callbacks and logs are those of `fit`. SGD is FedAvg, SAM
+        and ASAM are FedSAM and FedASAM, S~AM is STildeAM, and SWA an ``averaging`` of any of them.
+
+        Args:
+            model: A local objective without federated state.
+            datamodule: The data.
+
+        Raises:
+            UserError: If the model keeps federated state, or config and data do not fit.
+        """
+        self._launch()
+        self._resolve(None, model, datamodule)
+        self._set_up(model, datamodule, None)
+        self._check_net()
+        self._start_run(None, {})
+        with self._listened_to():
+            centralized.train(self, model, datamodule)
+
+    @contextmanager
+    def _listened_to(self) -> Iterator[None]:
+        """Callbacks and loggers from start to end, however it ends."""
         status = "failed"
         try:
             self.fabric.call("on_fit_start", trainer=self)
-            while self.round < self.max_rounds:
-                self._train_round()
+            yield
             self.objective.flat.load(self.objective.net, self.global_model)
             self.fabric.call("on_fit_end", trainer=self)
             status = "success"
@@ -377,7 +405,7 @@ class FederatedTrainer:
         if fabric.device.type == "cuda":
             torch.cuda.synchronize()
         seconds = time.perf_counter() - started - self._listening
-        self.log(
+        self.close_round(
             {
                 "client/train/loss": float(torch.stack([r.loss for r in results]).mean()),
                 "client/refused": len(results) - len(accepted),
@@ -387,11 +415,15 @@ class FederatedTrainer:
                 "time/clients_per_s": len(cohort) / seconds,
             }
         )
+
+    def close_round(self, metrics: dict[str, float]) -> None:
+        """A round's state is there: log ``metrics``, evaluate if it is time, let callbacks and loggers see it."""
+        self.log(metrics)
         if self.round % self.eval_every == 0 or self.round == self.max_rounds:
             for split in ("val", "test") if self.data.val_fraction else ("test",):
                 self.log(self.evaluate(split))
-        fabric.call("on_round_end", trainer=self)
-        fabric.call("on_round_logged", trainer=self, metrics=self._write_logs())
+        self.fabric.call("on_round_end", trainer=self)
+        self.fabric.call("on_round_logged", trainer=self, metrics=self._write_logs())
 
     def _write_logs(self) -> dict[str, float]:
         """Hand this round's metrics to the loggers, once."""
@@ -403,10 +435,7 @@ class FederatedTrainer:
 
     def client_context(self, client: int, ctx: RoundContext) -> ClientContext:
         """The context that a client trains in."""
-        objective = self.objective
-        lr = objective.optimizer.lr_at(ctx.t, ctx.rounds)
-        if objective.averaging is not None:
-            lr = objective.averaging.lr(lr, ctx)
+        lr = self.objective.lr(ctx)
         steps = self.data.batches_per_client(client, self.local_epochs, self.local_steps)
         n_k, n_mean = int(self.data.client_sizes[client]), float(self.data.client_sizes.double().mean())
         return ClientContext(**vars(ctx), lr=lr, K=steps, k_lr=steps * lr, n_k=n_k, n_mean=n_mean)

@@ -24,9 +24,12 @@ from fl_lightning import (
     FederatedTrainer,
     FedGloSS,
     FedSAM,
+    STildeAM,
     Trajectory,
     UserError,
 )
+from fl_lightning.cli import main
+from fl_lightning.loggers import read_metrics
 from tests.conftest import Golden
 
 
@@ -114,3 +117,46 @@ def test_federated_state_refuses_lightning_trainer(tmp_path: Path, objective: An
         UserError, match=rf"{type(objective).__name__} keeps federated state .*{state}.*FederatedTrainer"
     ):
         trainer(tmp_path, epochs=1).fit(objective, datamodule=Digits())
+
+
+def test_stildeam_against_its_definition(golden: Golden, tmp_path: Path) -> None:
+    """e_i = rho g_(i-1) / ||g_(i-1)||, g_i = grad(w_i + e_i): one pass a step, across epochs."""
+    x, y = (torch.from_numpy(a) for a in golden.arrays[0])
+    net, rho, lr = golden.net(), 0.1, 0.1
+    params = list(net.parameters())
+    w, g = torch.nn.utils.parameters_to_vector(params).detach(), torch.zeros(1220)
+    for _ in range(5):
+        e = rho * g / (g.norm() + 1e-12)
+        torch.nn.utils.vector_to_parameters(w + e, params)
+        g = torch.cat([v.reshape(-1) for v in torch.autograd.grad(nn.functional.cross_entropy(net(x), y), params)])
+        w = w - lr * g
+    data = Arrays(client_arrays=[(x, y)], test=golden.test, batch_size=None)
+    ours = STildeAM(net=golden.net(), rho=rho, optimizer=SGD(lr=lr))
+    trainer(tmp_path, epochs=5).fit(ours, datamodule=data)
+    torch.testing.assert_close(ours.flat.vector(ours.net), w, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["FedAvg", "FedSAM", "FedASAM", "STildeAM"])
+def test_command_line(tmp_path: Path, name: str, capsys: Any) -> None:
+    """Same data, names of metrics, callbacks; SWA's average is what is evaluated."""
+    root = f"--trainer.default_root_dir={tmp_path}"
+    common = ["--data=Digits", "--data.batch_size=32", "--trainer.max_rounds=6", root]
+    monitor = ["--trainer.callbacks+=FlatnessMonitor", "--trainer.callbacks.every_n_rounds=3"]
+    swa = ["--model.averaging=SWA", "--model.averaging.start=3"]
+    model = [f"--model={name}", "--model.net=DigitsMLP", "--model.optimizer=SGD", "--model.optimizer.lr=0.3"]
+    main(["centralized", *model, *swa, *common, *monitor])
+    (folder,) = tmp_path.glob("*/version_0")
+    metrics = read_metrics(folder / "metrics.csv")
+    assert [t for t, _ in metrics["server/test/acc"]] == [1, 2, 3, 4, 5, 6]
+    assert metrics["server/test/acc"][-1][1] > 0.9
+    assert [t for t, _ in metrics["flatness/lambda_max"]] == [3, 6]
+    assert "flatness/discrepancy" not in metrics
+    state = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)
+    assert not torch.equal(state["server"]["swa_w"], state["server"]["w"])
+    assert "Summary" in capsys.readouterr().out
+
+
+def test_command_line_refuses_federated_state(tmp_path: Path) -> None:
+    args = ["--model=SCAFFOLD", "--model.net=DigitsMLP", "--data=Digits", f"--trainer.default_root_dir={tmp_path}"]
+    with pytest.raises(SystemExit, match=r"error: SCAFFOLD keeps federated state \(c\)"):
+        main(["centralized", *args])

@@ -44,6 +44,7 @@ from fl_lightning import (
     LocalObjective,
     MoFedSAM,
     NaiveFedGloSS,
+    STildeAM,
     Trace,
     algorithms,
 )
@@ -66,7 +67,7 @@ DUALS = [
     (FedGAMMA, "c"),
     (FedLESAMS, "c"),
 ]
-NO_ASCENT = {FedSAM, FedASAM, FedSMOO, FedGAMMA, FedGF, FedLESAM, FedLESAMD, FedLESAMS, FedSpeed, MoFedSAM}
+NO_ASCENT = {FedSAM, FedASAM, FedSMOO, FedGAMMA, FedGF, FedLESAM, FedLESAMD, FedLESAMS, FedSpeed, MoFedSAM, STildeAM}
 """Algorithms that have an ascent of their own."""
 
 

@@ -184,6 +184,7 @@ COSTS = {
     "FedLESAMD": (1, 1, 1, 1), "FedLESAMS": (2, 2, 1, 1), "FedNTD": (1, 1, 2, 1), "FedGMT": (2, 1, 2, 1),
     "FedGMTv2": (1, 1, 2, 1), "FedNova": (1, 1, 1, 1), "FedGF": (2, 1, 2, 2), "FedGloSS": (1, 1, 1, 1),
     "NaiveFedGloSS": (2, 2, 2, 2), "AdaBest": (1, 1, 1, 1),
+    "STildeAM": (1, 1, 1, 1),
 }  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from fl_lightning.algorithms.fedsam import FedASAM, FedSAM
 from fl_lightning.algorithms.fedsmoo import FedSMOO
 from fl_lightning.algorithms.fedspeed import FedSpeed
 from fl_lightning.algorithms.scaffold import SCAFFOLD, FedGAMMA
+from fl_lightning.algorithms.stildeam import STildeAM
 
 __all__ = [
     "SCAFFOLD",
@@ -43,4 +44,5 @@ __all__ = [
     "FedYogi",
     "MoFedSAM",
     "NaiveFedGloSS",
+    "STildeAM",
 ]

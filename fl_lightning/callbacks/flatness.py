@@ -79,7 +79,6 @@ class FlatnessMonitor(Callback):
         net, loss, data, dtype = trainer.objective.net, trainer.objective.loss, trainer.data, trainer.dtype
         total = trainer.fabric.all_reduce(self._local.to(trainer.fabric.device), reduce_op="sum")
         assert isinstance(total, torch.Tensor)
-        local = float(total[0] / total[1])
         subset = data.sample_indices(self.sharpness_samples, trainer.seed)
         rise = sharpness(net, loss, partial(data.eval_batches, subset, dtype), self.rho, at=trainer.server.w)
         subset = data.sample_indices(self.hessian_samples, trainer.seed)
@@ -92,13 +91,12 @@ class FlatnessMonitor(Callback):
             tol=self.tol,
             seed=trainer.seed,
         )
-        trainer.log(
-            {
-                "flatness/lambda_max": top.value,
-                "flatness/lambda_max_residual": top.residual,
-                "flatness/discrepancy": abs(rise - local),
-                "flatness/sharpness_global": rise,
-                "flatness/sharpness_local": local,
-                "time/flatness_s": self._seconds + time.perf_counter() - started,
-            }
-        )
+        measured = {
+            "flatness/lambda_max": top.value,
+            "flatness/lambda_max_residual": top.residual,
+            "flatness/sharpness_global": rise,
+        }
+        if total[1] > 0:  # centralized training has no local models
+            local = float(total[0] / total[1])
+            measured |= {"flatness/discrepancy": abs(rise - local), "flatness/sharpness_local": local}
+        trainer.log({**measured, "time/flatness_s": self._seconds + time.perf_counter() - started})

@@ -1,0 +1,147 @@
+"""Every algorithm with its defaults on the problem of configs/quickstart.yaml, three seeds each; nothing is tuned.
+
+``python benchmarks/digits_table.py`` trains (about ten minutes on two CPU cores, one of them used), writes
+docs/algorithms/digits.csv and digits.png, and renews the tables of the pages there. ``--draw`` only does the latter
+two, from the file that is there. A run that diverges is recorded with the round that it broke off in.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fl_lightning import SAM, SGD, Digits, DigitsMLP, Dirichlet, FederatedTrainer, FlatnessMonitor, UserError, algorithms
+from fl_lightning.callbacks import Callback, Curves
+from fl_lightning.loggers import read_metrics
+from fl_lightning.rng import generator
+
+PAGES = Path(__file__).resolve().parents[1] / "docs" / "algorithms"
+CSV, FIGURE = PAGES / "digits.csv", PAGES / "digits.png"
+ROUNDS, EVERY, LAST, SEEDS = 200, 10, 5, (0, 1, 2)
+COLUMNS = (
+    "algorithm", "seed", "diverged_in_round", "acc_final", "acc_mean_last5", "lambda_max", "lambda_max_residual",
+    "discrepancy", "norm_w", "round_s", "bits",
+)  # fmt: skip
+
+RUNS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name: (name, {}) for name in sorted(algorithms.__all__, key=str.lower)},
+    "FedDyn + SAM": ("FedDyn", {"ascent": 0.1}),
+    "FedGloSS + SAM": ("FedGloSS", {"ascent": 0.1}),  # the quickstart itself
+}
+"""What is trained, by its name in the table: the class, and what differs from its defaults (here the radius of SAM)."""
+
+
+class NoCurves(Curves):
+    def on_fit_end(self, trainer: FederatedTrainer) -> None:
+        """Nothing."""
+
+
+def train(label: str, seed: int) -> dict[str, Any]:
+    """One run, as a row of the file."""
+    name, options = RUNS[label]
+    torch.manual_seed(generator(seed, "initial weights").initial_seed())  # as the command line does
+    net = DigitsMLP()
+    parts = {key: SAM(rho) for key, rho in options.items()}
+    model = getattr(algorithms, name)(net=net, optimizer=SGD(lr=0.1, weight_decay=4e-4), **parts)
+    data = Digits(num_clients=50, batch_size=16, partition=Dirichlet(alpha=0.05))
+    callbacks: list[Callback] = [NoCurves(), FlatnessMonitor(every_n_rounds=ROUNDS)]
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = FederatedTrainer(
+            max_rounds=ROUNDS, clients_per_round=10, local_epochs=1, eval_every=EVERY, threads=1, seed=seed,
+            accelerator="cpu", callbacks=callbacks, default_root_dir=folder, enable_progress_bar=False,
+        )  # fmt: skip
+        row: dict[str, Any] = {"algorithm": label, "seed": seed}
+        try:
+            trainer.fit(model, data)
+        except UserError as error:
+            if "diverged" not in str(error):
+                raise
+            return {**row, "diverged_in_round": trainer.round + 1}
+        columns = read_metrics(trainer.run_dir / "metrics.csv")
+    accuracy = [value for _, value in columns["server/test/acc"]]
+    last = trainer.metrics
+    return {
+        **row,
+        "acc_final": f"{accuracy[-1]:.4f}",
+        "acc_mean_last5": f"{statistics.mean(accuracy[-LAST:]):.4f}",
+        "lambda_max": f"{last['flatness/lambda_max']:.4g}",
+        "lambda_max_residual": f"{last['flatness/lambda_max_residual']:.1e}",
+        "discrepancy": f"{last['flatness/discrepancy']:.3g}",
+        "norm_w": f"{float(trainer.global_model.norm()):.4g}",
+        "round_s": f"{statistics.median(value for _, value in columns['time/round_s']):.4f}",
+        "bits": int(last["comm/total_bits"]),
+    }
+
+
+def read() -> dict[str, list[dict[str, str]]]:
+    """The rows of the file, by algorithm."""
+    rows: dict[str, list[dict[str, str]]] = {}
+    with CSV.open(newline="") as file:
+        for row in csv.DictReader(file):
+            rows.setdefault(row["algorithm"], []).append(row)
+    return rows
+
+
+def spread(rows: Sequence[dict[str, str]], column: str, digits: str) -> str:
+    """Mean and standard deviation (n - 1) over the seeds."""
+    values = [float(row[column]) for row in rows]
+    return f"{statistics.mean(values):{digits}} ± {statistics.stdev(values):{digits}}"
+
+
+def table(labels: Sequence[str]) -> str:
+    """These runs as Markdown."""
+    lines = [
+        "| run | accuracy, last 5 evaluations | accuracy, final | λ_max | Δ_F | ‖w‖ | ms a round | Mbit |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    found = read()
+    for label in labels:
+        rows = found[label]
+        if broken := [f"seed {row['seed']}: {row['diverged_in_round']}" for row in rows if row["diverged_in_round"]]:
+            lines.append(f"| {label} | diverged in round ({', '.join(broken)}) | | | | | | |")
+            continue
+        norm = statistics.mean(float(row["norm_w"]) for row in rows)
+        seconds = statistics.median(float(row["round_s"]) for row in rows)
+        bits = statistics.mean(int(row["bits"]) for row in rows)
+        cells = (
+            spread(rows, "acc_mean_last5", ".3f"), spread(rows, "acc_final", ".3f"),
+            spread(rows, "lambda_max", ".2f"), spread(rows, "discrepancy", ".3f"),
+            f"{norm:.1f}", f"{seconds * 1e3:.0f}", f"{bits / 1e6:.0f}",
+        )  # fmt: skip
+        lines.append(f"| {label} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def fill(text: str) -> str:
+    """A page with its tables as the file has them: between ``digits: names`` and ``/digits``, both HTML comments."""
+
+    def new(match: re.Match[str]) -> str:
+        labels = list(RUNS) if match[2] == "all" else match[2].split(", ")
+        return match[1] + table(labels) + match[3]
+
+    return re.sub(r"(<!-- digits: (.*?) -->\n).*?(<!-- /digits -->)", new, text, flags=re.DOTALL)
+
+
+def main() -> None:
+    if sys.argv[1:] != ["--draw"]:
+        with CSV.open("w", newline="") as file:
+            writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+            writer.writeheader()
+            for label in RUNS:
+                for seed in SEEDS:
+                    row = train(label, seed)
+                    writer.writerow(row)
+                    file.flush()
+                    print(*row.values(), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,40 @@
+"""S~AM: SAM along the previous gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from fl_lightning.ascent import Gradient
+from fl_lightning.flat import to_radius
+from fl_lightning.objective import LocalObjective
+from fl_lightning.optim import Direction
+from fl_lightning.state import ClientContext, Slots
+
+
+class STildeAM(LocalObjective):
+    """The centralized reference of FedGloSS, Table 6: FedGloSS's cheap ascent in a single optimizer, one pass a step.
+
+    ``g_i = grad(w + rho g_(i-1) / ||g_(i-1)||)``; the first step makes no ascent. The paper has no box: the reading is
+    ours. In a federation every round starts without a previous gradient.
+
+    Args:
+        net: The network.
+        rho: Radius of the ascent.
+        **kwargs: As for `LocalObjective`.
+    """
+
+    paper = "Caldarola et al., 2024 (arXiv:2412.03752), Table 6"
+    scratch_slots = {"g": "zeros"}
+
+    def __init__(self, net: nn.Module, rho: float = 0.05, **kwargs: Any) -> None:
+        super().__init__(net, ascent=None, **kwargs)
+        self.rho = rho
+
+    def local_step(
+        self, w: Tensor, grad: Gradient, client: Slots, sent: Slots, ctx: ClientContext
+    ) -> tuple[Direction, Slots]:
+        """The gradient at the ascent point, kept for the next one."""
+        g = grad(w + to_radius(client.g, self.rho))
+        return g, client.replace(g=g)

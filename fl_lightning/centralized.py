@@ -1,0 +1,84 @@
+"""The papers' centralized references: the same objective on all clients' data under a plain ``lightning.Trainer``."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import lightning as L
+
+from fl_lightning.errors import UserError
+from fl_lightning.state import RoundContext
+
+if TYPE_CHECKING:
+    from fl_lightning.data import FederatedDataModule
+    from fl_lightning.objective import LocalObjective
+    from fl_lightning.trainer import FederatedTrainer
+
+
+class Epochs(L.Callback):
+    """Lets an epoch of ``lightning.Trainer`` count as a round: averaging, evaluation, callbacks and logs are the same.
+
+    Args:
+        federated: Whose callbacks and loggers listen.
+    """
+
+    def __init__(self, federated: FederatedTrainer) -> None:
+        self.federated = federated
+        self._started = 0.0
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        """An epoch begins: so does a round, of nobody."""
+        self._started = time.perf_counter()
+        self.federated.fabric.call("on_round_start", trainer=self.federated, ctx=self._context(), cohort=[])
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        """An epoch has ended: its weights are the server's."""
+        run, seconds, before, ctx = (
+            self.federated,
+            time.perf_counter() - self._started,
+            self.federated.server,
+            self._context(),
+        )
+        w = pl_module.flat.vector(pl_module.net)
+        run.server = pl_module.finish_round(before.replace(w=w), before, ctx)
+        run.round += 1
+        run.close_round(
+            {
+                "client/train/loss": float(trainer.callback_metrics["train/loss"]),
+                "client/lr": float(trainer.optimizers[0].param_groups[0]["lr"]),
+                "time/round_s": seconds,
+            }
+        )
+        pl_module.flat.load(pl_module.net, w)  # what was measured has used the net
+
+    def _context(self) -> RoundContext:
+        run = self.federated
+        return RoundContext(run.round, run.max_rounds, 1, run.objective.flat)
+
+
+def train(federated: FederatedTrainer, model: LocalObjective, data: FederatedDataModule) -> None:
+    """Train for ``max_rounds`` epochs on the union of the clients' data; the federated trainer is set up for them.
+
+    Raises:
+        UserError: If the model keeps federated state, or more than one device is asked for.
+    """
+    if federated.fabric.world_size > 1:
+        raise UserError(f"trainer.devices = {federated.fabric.world_size}: centralized training takes 1")
+    device = federated.fabric.device
+    trainer = L.Trainer(
+        max_epochs=federated.max_rounds,
+        accelerator="cpu" if device.type == "cpu" else device.type,
+        devices=1,
+        precision=federated.precision,
+        callbacks=[Epochs(federated)],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        limit_val_batches=0,
+    )
+    # minibatches of a data loader are drawn from torch's generator
+    L.seed_everything(federated.seed, verbose=False)
+    trainer.fit(model, train_dataloaders=data.train_dataloader())
