@@ -1,8 +1,8 @@
 """Every algorithm with its defaults on the problem of configs/quickstart.yaml, three seeds each; nothing is tuned.
 
-``python benchmarks/digits_table.py`` trains (about ten minutes on two CPU cores, one of them used), writes
-docs/algorithms/digits.csv and digits.png, and renews the tables of the pages there. ``--draw`` only does the latter
-two, from the file that is there. A run that diverges is recorded with the round that it broke off in.
+``python benchmarks/digits_table.py`` trains (about ten minutes on one core), writes docs/algorithms/digits.csv and
+digits.png, and renews the tables of the pages there. Names of runs after it train these alone and keep the other rows;
+``--draw`` trains nothing. A run that diverges is recorded with the round that it broke off in.
 """
 
 from __future__ import annotations
@@ -12,13 +12,27 @@ import re
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fl_lightning import SAM, SGD, Digits, DigitsMLP, Dirichlet, FederatedTrainer, FlatnessMonitor, UserError, algorithms
+from fl_lightning import (
+    ASAM,
+    EMA,
+    SAM,
+    SGD,
+    SWA,
+    Adam,
+    Digits,
+    DigitsMLP,
+    Dirichlet,
+    FederatedTrainer,
+    FlatnessMonitor,
+    UserError,
+    algorithms,
+)
 from fl_lightning.callbacks import Callback, Curves
 from fl_lightning.loggers import read_metrics
 from fl_lightning.rng import generator
@@ -31,12 +45,51 @@ COLUMNS = (
     "discrepancy", "norm_w", "round_s", "bits",
 )  # fmt: skip
 
-RUNS: dict[str, tuple[str, dict[str, Any]]] = {
-    **{name: (name, {}) for name in sorted(algorithms.__all__, key=str.lower)},
-    "FedDyn + SAM": ("FedDyn", {"ascent": 0.1}),
-    "FedGloSS + SAM": ("FedGloSS", {"ascent": 0.1}),  # the quickstart itself
+Options = Callable[[], dict[str, Any]]
+
+
+def some(name: str, option: str, value: Any) -> tuple[str, tuple[str, Options]]:
+    return f"{name} ({option}: {value})".replace("True", "true").replace("False", "false"), (
+        name, lambda: {option: value}
+    )  # fmt: skip
+
+
+ALGORITHMS: dict[str, tuple[str, Options]] = {
+    **{name: (name, dict) for name in sorted(algorithms.__all__, key=str.lower)},
+    "FedDyn + SAM": ("FedDyn", lambda: {"ascent": SAM(0.1)}),
+    "FedGloSS + SAM": ("FedGloSS", lambda: {"ascent": SAM(0.1)}),  # the quickstart itself
 }
-"""What is trained, by its name in the table: the class, and what differs from its defaults (here the radius of SAM)."""
+CHOICES: dict[str, tuple[str, Options]] = {
+    "FedAdam (v0: tau2)": ("FedAvg", lambda: {"server_update": Adam(v0="tau2")}),
+    "FedAdam (bias_correction: true)": ("FedAvg", lambda: {"server_update": Adam(bias_correction=True)}),
+    **dict([
+        some("FedCM", "step", "gf_repo"),
+        some("FedDyn", "prox", "unsquared"),
+        some("FedGAMMA", "c_scale", "mean"),
+        some("FedGF", "c", 0.0),
+        some("FedGF", "c", 1.0),
+        some("FedGMT", "kl_tau2", False),
+        some("FedGMTv2", "v2_init", "first_seen"),
+        some("FedLESAM", "ref", "previous_round"),
+        some("FedLESAMS", "cv_scale", 0.1),
+        some("FedSMOO", "s_agg", "mu_only"),
+        some("FedSMOO", "use_dual", False),
+        some("FedSpeed", "dual_agg", "active"),
+        some("FedSpeed", "alpha", 0.9),
+    ]),
+    "FedGloSS + SAM (sigma_scale: code)": ("FedGloSS", lambda: {"ascent": SAM(0.1), "sigma_scale": "code"}),
+    "FedGloSS + SAM (sigma_ref: clean)": ("FedGloSS", lambda: {"ascent": SAM(0.1), "sigma_ref": "clean"}),
+}  # fmt: skip
+COMPOSITIONS: dict[str, tuple[str, Options]] = {
+    "FedAvg + SWA": ("FedAvg", lambda: {"averaging": SWA()}),
+    "FedAvg + EMA": ("FedAvg", lambda: {"averaging": EMA()}),
+    "FedASAM + SWA": ("FedASAM", lambda: {"averaging": SWA()}),
+    "FedAvg + relaxed_init 0.1": ("FedAvg", lambda: {"relaxed_init": 0.1}),
+    **{f"{name} + ASAM": (name, lambda: {"ascent": ASAM()}) for name in ("FedProx", "FedAvgM", "SCAFFOLD", "AdaBest")},
+}
+RUNS = {**ALGORITHMS, **CHOICES, **COMPOSITIONS}
+"""What is trained, by its name in the tables: the class, and what differs from its defaults."""
+GROUPS = {"all": ALGORITHMS, "choices": CHOICES, "compositions": COMPOSITIONS}
 
 
 class NoCurves(Curves):
@@ -49,8 +102,7 @@ def train(label: str, seed: int) -> dict[str, Any]:
     name, options = RUNS[label]
     torch.manual_seed(generator(seed, "initial weights").initial_seed())  # as the command line does
     net = DigitsMLP()
-    parts = {key: SAM(rho) for key, rho in options.items()}
-    model = getattr(algorithms, name)(net=net, optimizer=SGD(lr=0.1, weight_decay=4e-4), **parts)
+    model = getattr(algorithms, name)(net=net, optimizer=SGD(lr=0.1, weight_decay=4e-4), **options())
     data = Digits(num_clients=50, batch_size=16, partition=Dirichlet(alpha=0.05))
     callbacks: list[Callback] = [NoCurves(), FlatnessMonitor(every_n_rounds=ROUNDS)]
     with tempfile.TemporaryDirectory() as folder:
@@ -124,7 +176,7 @@ def fill(text: str) -> str:
     """A page with its tables as the file has them: between ``digits: names`` and ``/digits``, both HTML comments."""
 
     def new(match: re.Match[str]) -> str:
-        labels = list(RUNS) if match[2] == "all" else match[2].split(", ")
+        labels = list(GROUPS[match[2]]) if match[2] in GROUPS else match[2].split(", ")
         return match[1] + table(labels) + match[3]
 
     return re.sub(r"(<!-- digits: (.*?) -->\n).*?(<!-- /digits -->)", new, text, flags=re.DOTALL)
@@ -132,15 +184,16 @@ def fill(text: str) -> str:
 
 def main() -> None:
     if sys.argv[1:] != ["--draw"]:
-        with CSV.open("w", newline="") as file:
-            writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-            writer.writeheader()
-            for label in RUNS:
-                for seed in SEEDS:
-                    row = train(label, seed)
-                    writer.writerow(row)
-                    file.flush()
-                    print(*row.values(), flush=True)
+        labels = sys.argv[1:] or list(RUNS)
+        rows: dict[str, list[dict[str, Any]]] = {**read()} if CSV.exists() else {}
+        for label in labels:
+            rows[label] = [train(label, seed) for seed in SEEDS]
+            for row in rows[label]:
+                print(*row.values(), flush=True)
+            with CSV.open("w", newline="") as file:
+                writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+                writer.writeheader()
+                writer.writerows(row for name in RUNS if name in rows for row in rows[name])
 
 
 if __name__ == "__main__":

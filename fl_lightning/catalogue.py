@@ -73,7 +73,8 @@ class Entry:
 
 
 HEADS = (
-    "algorithm", "paper", "client keeps", "server keeps", "down", "up", "exchanges", "forward/backward a step", "mean"
+    "algorithm", "paper", "client keeps", "server keeps", "down", "up", "exchanges", "forward/backward a step",
+    "mean of models",
 )  # fmt: skip
 
 

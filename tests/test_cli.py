@@ -16,7 +16,9 @@ from PIL import Image
 from fl_lightning import algorithms
 from tests.runs import DIGITS, SCRIPT, assert_same, cli, last, metrics, newest, process, run, state
 
-CONFIGS = sorted((Path(__file__).parents[1] / "configs").rglob("*.yaml"))
+FOLDER = Path(__file__).parents[1] / "configs"
+CONFIGS = sorted(FOLDER.glob("*.yaml"))
+FRAGMENTS = sorted(path for path in FOLDER.rglob("*.yaml") if path not in CONFIGS)
 
 
 @pytest.fixture(scope="module")
@@ -188,3 +190,21 @@ def test_config_of_the_repository(config: Path, images: Path, tmp_path: Path) ->
     instead = [] if "Digits" in str(data) else [*noise, "--trainer.clients_per_round=2"]
     cli("fit", f"--config={config}", *instead, "--trainer.max_rounds=2", f"--trainer.default_root_dir={tmp_path}")
     assert last(newest(tmp_path))["round"] == 2
+
+
+@pytest.mark.parametrize("fragment", FRAGMENTS, ids=lambda path: "-".join(path.parts[-2:]))
+def test_fragment_over_the_quickstart(fragment: Path, tmp_path: Path) -> None:
+    """Presets and compositions: each is taken as it stands, and trains."""
+    quickstart, said = FOLDER / "quickstart.yaml", yaml.safe_load(fragment.read_text())
+    flags = ["--trainer.max_rounds=1", "--trainer.loggers=null", "--trainer.callbacks=null"]
+    common = [f"--config={path}" for path in (fragment.with_name("common.yaml"),) if path.exists()]
+    root = f"--trainer.default_root_dir={tmp_path}"
+    cli("fit", f"--config={quickstart}", *common, f"--config={fragment}", *flags, root)
+    made = yaml.safe_load((newest(tmp_path) / "config.yaml").read_text())
+
+    def holds(wanted: Any, found: Any) -> bool:
+        if isinstance(wanted, dict):
+            return all(holds(value, found[key]) for key, value in wanted.items())
+        return found == wanted or found == f"fl_lightning.{wanted}"
+
+    assert holds(said, made)

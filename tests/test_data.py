@@ -86,6 +86,14 @@ def test_augmentation_differs_per_sample():
     assert len(Augment(crop=2, flip=False)(same, rng()).flatten(1).unique(dim=0)) > 10
 
 
+def test_augmentation_per_batch_is_one_draw():
+    x = torch.arange(5 * 64, dtype=torch.float32).reshape(5, 1, 8, 8) + 1
+    same = Augment(crop=2, granularity="batch")(x, torch.Generator().manual_seed(3))
+    assert len({tuple((image == 0).flatten().tolist()) for image in same}) == 1
+    own = Augment(crop=2)(x, torch.Generator().manual_seed(3))
+    assert len({tuple((image == 0).flatten().tolist()) for image in own}) > 1
+
+
 def test_padding_is_black_before_normalisation():
     data = toy(augment=Augment(crop=4, flip=False), mean=[0.5], std=[0.25], batch_size=None, num_clients=1)
     x, _ = next(data.client_batches(0, 1, None, rng(), torch.float64))
