@@ -71,9 +71,9 @@ def shows(message: str, *parts: str) -> None:
     [
         # classes
         ("--model=FedSMO", "model = ", "FedSMO", "did you mean FedSMOO"),
-        ("--model=Nothing", "model = ", "Nothing", "choose from FedASAM, FedAdam, "),
+        ("--model=Nothing", "model = ", "Nothing", "choose from AdaBest, FedASAM, "),
         ("--model=my.own.Thing", "model = ", "my.own.Thing", "Python can import 'my.own'"),
-        ("--model.ascent=SAMM", "model.ascent = ", "SAMM", "did you mean SAM, ASAM?"),
+        ("--model.ascent=SAMM", "model.ascent = ", "SAMM", "did you mean SAM, "),
         ("--model.net=DigitsMPL", "model.net = ", "DigitsMPL", "did you mean DigitsMLP"),
         ("--data=Digit", "data = ", "Digit", "did you mean Digits?"),
         ("--data.partition=Dirichle", "data.partition = ", "Dirichle", "did you mean Dirichlet?"),
@@ -182,8 +182,8 @@ def test_evaluation_of_another_model(complaint: Complaint, files: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "parts"),
     [
-        (["--trainer.max_rounds=3"], ("subcommand", "missing", "fit, validate, test, list")),
-        (["fitt"], ("subcommand = fitt", "fit, validate, test, list")),
+        (["--trainer.max_rounds=3"], ("subcommand", "missing", "fit, centralized, validate, test, list")),
+        (["fitt"], ("subcommand = fitt", "fit, centralized, validate, test, list")),
         (["fit"], ("--data, --model", "missing", "configs/quickstart.yaml")),
         (["fit", "--data=Digits", "--model=FedAvg"], ("--model.net", "missing", "give a value")),
         (["fit", "--config", "none.yaml"], ("config = ", "none.yaml", "no such file", "give the path")),
