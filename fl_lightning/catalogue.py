@@ -1,7 +1,11 @@
-"""The algorithms of the package as a table: ``python -m fl_lightning.catalogue`` prints it as Markdown."""
+"""The algorithms of the package as a table.
+
+``python -m fl_lightning.catalogue`` prints it as Markdown, and with the name of a page (fedavg.md) that page's part.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -89,10 +93,11 @@ def entries() -> list[Entry]:
     return [Entry.of(getattr(algorithms, name)) for name in sorted(algorithms.__all__, key=str.lower)]
 
 
-def markdown() -> str:
-    """The table as docs/algorithms/index.md holds it, each name a link to its page."""
-    rows = [HEADS, ["---"] * len(HEADS), *([f"[`{e.name}`]({e.page})", *e.cells()] for e in entries())]
-    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+def markdown(page: str = "index.md") -> str:
+    """The table as a page of docs/algorithms holds it: of all algorithms, or of those that the page is about."""
+    rows = [e for e in entries() if page in ("index.md", e.page)]
+    lines = [HEADS, ["---"] * len(HEADS), *([f"[`{e.name}`]({e.page})", *e.cells()] for e in rows)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def show() -> None:
@@ -111,4 +116,4 @@ def show() -> None:
 
 
 if __name__ == "__main__":
-    print(markdown(), end="")
+    print(markdown(*sys.argv[1:2]), end="")

@@ -170,7 +170,7 @@ class FederatedTrainer:
             UserError: If the model keeps federated state, or config and data do not fit.
         """
         self._launch()
-        self._resolve(None, model, datamodule)
+        self.name = self.name or f"{type(model).__name__}-centralized-{type(datamodule).__name__}"
         self._set_up(model, datamodule, None)
         self._check_net()
         self._start_run(None, {})

@@ -96,10 +96,9 @@ class Progress(Callback):
                 table.add_row(title, _number(columns[name][-1][1]), _number(best), str(at))
         self.console.print(table)
         seconds = sum(value for name in ("time/round_s", "time/flatness_s") for _, value in columns.get(name, ()))
-        bits = trainer.metrics.get("comm/total_bits", 0)
-        self.console.print(
-            f"{trainer.round} rounds in {seconds:.1f} s, {bits / 8e6:,.1f} MB over the wire", highlight=False
-        )
+        bits = trainer.metrics.get("comm/total_bits")
+        wire = "" if bits is None else f", {bits / 8e6:,.1f} MB over the wire"
+        self.console.print(f"{trainer.round} rounds in {seconds:.1f} s{wire}", highlight=False)
         if verdict := flatness_verdict(columns):
             self.console.print(f"flatness: {verdict}", highlight=False, soft_wrap=True)
         self.console.print(f"results: {trainer.run_dir}", highlight=False, soft_wrap=True)
