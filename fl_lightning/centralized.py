@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import lightning as L
 
 from fl_lightning.errors import UserError
+from fl_lightning.rng import seeded
 from fl_lightning.state import RoundContext
 
 if TYPE_CHECKING:
@@ -79,6 +80,5 @@ def train(federated: FederatedTrainer, model: LocalObjective, data: FederatedDat
         num_sanity_val_steps=0,
         limit_val_batches=0,
     )
-    # minibatches of a data loader are drawn from torch's generator
-    L.seed_everything(federated.seed, verbose=False)
-    trainer.fit(model, train_dataloaders=data.train_dataloader())
+    with seeded(device, federated.seed, "centralized net"):  # for what the net draws itself
+        trainer.fit(model, train_dataloaders=data.train_dataloader(federated.seed))

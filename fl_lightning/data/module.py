@@ -271,16 +271,21 @@ class FederatedDataModule(L.LightningDataModule, ABC):
 
     # Centralized training by a plain L.Trainer
 
-    def train_dataloader(self) -> Loader:
-        """Shuffled, augmented float32 batches of the union of the clients' data."""
-        return Loader(self._batches_per_epoch(len(self._train_indices)), self._central_epoch)
+    def train_dataloader(self, seed: int | None = None) -> Loader:
+        """Shuffled, augmented float32 batches of the union of the clients' data.
 
-    def _central_epoch(self, epoch: int) -> Iterator[Batch]:
-        count = self._batches_per_epoch(len(self._train_indices))
-        # The trainer's count goes on after a resumption.
-        epoch = self.trainer.current_epoch if self.trainer is not None else epoch
-        rng = generator(self.seed, "centralized", epoch)
-        return self._training_batches(self._train_indices, count, rng, torch.float32)
+        Args:
+            seed: Seed of order and augmentation; null takes the data module's.
+        """
+        count, root = self._batches_per_epoch(len(self._train_indices)), self.seed if seed is None else seed
+
+        def batches(epoch: int) -> Iterator[Batch]:
+            # The trainer's count goes on after a resumption.
+            epoch = self.trainer.current_epoch if self.trainer is not None else epoch
+            rng = generator(root, "centralized", epoch)
+            return self._training_batches(self._train_indices, count, rng, torch.float32)
+
+        return Loader(count, batches)
 
     def val_dataloader(self) -> Loader | list[Batch]:
         """Float32 batches of the validation part; empty if nothing was held out."""
