@@ -45,6 +45,8 @@ class LocalObjective(L.LightningModule):
         server_slots: State that the server keeps beside ``w``.
         down: Names of server slots that are sent to a client.
         up: Names that a client uploads.
+        adds_updates: Whether the server adds the clients' updates to ``w^t`` rather than take their models as they are;
+            it matters only where local training starts elsewhere (``relaxed_init``).
         exchanges: How often a round's cohort receives and uploads; ``ctx.exchange`` counts them.
         default_weighting: The weighting of the paper's box.
         paper: Where the algorithm comes from.
@@ -55,6 +57,7 @@ class LocalObjective(L.LightningModule):
     server_slots: Mapping[str, Rule] = {}
     down: tuple[str, ...] = ("w",)
     up: tuple[str, ...] = ("w",)
+    adds_updates: bool = True
     exchanges: ClassVar[int] = 1
     default_weighting: Weighting = "samples"
     paper: ClassVar[str] = ""
@@ -176,7 +179,7 @@ class LocalObjective(L.LightningModule):
             client = self.ascent.local_end(client, received, ctx)
         if self.relaxed_init:
             client = client.replace(w_last=w)
-            if "w" in upload and "start" not in upload:  # the server adds mean(w_K - w_0) to w^t
+            if self.adds_updates and "w" in upload:
                 upload = {**upload, "w": upload["w"] - start.w + received.w}
         if set(upload) != set(self.up):
             raise UserError(f"{type(self).__name__}.local_end uploads {sorted(upload)}, but declares up = {self.up}")

@@ -18,10 +18,14 @@ TEXTS = [*ROOT.glob("docs/**/*.md"), ROOT / "README.md"]
 BLOCK = re.compile(r"<!-- catalogue -->\n(.*?)<!-- /catalogue -->", re.DOTALL)
 
 
-def commands() -> list[str]:
-    """Every ``fl-lightning fit`` of the pages of the algorithms."""
-    blocks = [block for page in PAGES.glob("*.md") for block in re.findall(r"```sh\n(.*?)```", page.read_text(), re.S)]
-    return sorted({line.partition("#")[0].strip() for block in blocks for line in block.splitlines()})
+def blocks(language: str) -> list[str]:
+    """The code of the pages of the algorithms: every line of ``sh``, every block of ``yaml``."""
+    found = [
+        block
+        for page in sorted(PAGES.glob("*.md"))
+        for block in re.findall(rf"```{language}\n(.*?)```", page.read_text(), re.DOTALL)
+    ]
+    return [line for block in found for line in block.splitlines()] if language == "sh" else found
 
 
 @pytest.mark.parametrize("page", ["index.md", *sorted({e.page for e in catalogue.entries()})])
@@ -58,10 +62,28 @@ def test_every_page_is_in_the_navigation() -> None:
     assert [page for page in pages if f": {page}\n" not in nav] == []
 
 
+SHORT = [
+    "--trainer.max_rounds=2",
+    "--trainer.callbacks=[]",
+    "--trainer.loggers=[]",
+    "--trainer.accelerator=cpu",
+    "--trainer.enable_progress_bar=false",
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("command", commands())
-def test_command_of_a_page_runs(command: str, tmp_path: Path) -> None:
-    program, *args = shlex.split(command)
+@pytest.mark.parametrize("command", blocks("sh"))
+def test_command_of_a_page_runs(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    program, *args = shlex.split(command, comments=True)
     assert program == "fl-lightning"
-    short = ["--trainer.max_rounds=2", "--trainer.callbacks=[]", "--trainer.loggers=[]", "--trainer.accelerator=cpu"]
-    cli(*args, *short, "--trainer.enable_progress_bar=false", f"--trainer.default_root_dir={tmp_path}")
+    cli(*args, *SHORT, f"--trainer.default_root_dir={tmp_path}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("text", blocks("yaml"))
+def test_yaml_of_a_page_runs_over_the_quickstart(text: str, tmp_path: Path) -> None:
+    mine = tmp_path / "mine.yaml"
+    mine.write_text(text)
+    files = [f"--config={ROOT / 'configs' / 'quickstart.yaml'}", f"--config={mine}"]
+    cli("fit", *files, *SHORT, f"--trainer.default_root_dir={tmp_path}")

@@ -46,6 +46,7 @@ from fl_lightning import (
     NaiveFedGloSS,
     STildeAM,
     Trace,
+    UserError,
     algorithms,
 )
 from fl_lightning.flat import FlatSpec, norm, to_radius
@@ -223,9 +224,14 @@ def test_fedgmt_v2_of_all_clients_is_fedgmt(golden: Golden) -> None:
 def test_relaxed_initialisation(golden: Golden) -> None:
     """Local training starts ahead of the model received; ADMM keeps lam = mean of lam_i."""
     b = 0.3
-    _, record = golden.run(FedDyn(net=golden.net(), optimizer=WD, relaxed_init=b))
-    for server, clients in zip(record.server[1:], record.client, strict=True):
-        close(server.lam, sum(c.lam for c in clients.values()) / 4)
+    for algorithm in (FedDyn, FedGloSS, FedGMT, FedSMOO, FedSpeed, FedLESAMD):
+        _, record = golden.run(algorithm(net=golden.net(), optimizer=WD, relaxed_init=b))
+        for server, clients in zip(record.server[1:], record.client, strict=True):
+            close(server.lam, sum(c.lam for c in clients.values()) / 4)
+    with pytest.raises(UserError, match=r"relaxed_init = 0.3"):
+        NaiveFedGloSS(net=golden.net(), relaxed_init=b)
+    free = {"rho": 0.0, "use_dual": False, "relaxed_init": b}
+    close(path(golden, FedSMOO, **free), path(golden, FedAvg, relaxed_init=b))
     _, avg = golden.run(FedAvg(net=golden.net(), optimizer=WD, relaxed_init=b, weighting="uniform"))
     last = dict.fromkeys(range(4), avg.server[0].w)
     for t, results in enumerate(avg.local):

@@ -32,6 +32,7 @@ class FedDyn(LocalObjective):
     client_slots = {"lam": "zeros"}
     server_slots = {"lam": "zeros"}
     default_weighting: Weighting = "uniform"
+    adds_updates = False
 
     def __init__(
         self,
@@ -63,13 +64,16 @@ class FedDyn(LocalObjective):
 
     def local_end(self, w: Tensor, client: Slots, sent: Slots, ctx: ClientContext) -> tuple[dict[str, Tensor], Slots]:
         """``lam_i <- lam_i - (w_i - w^t) / beta``."""
-        start = {"start": sent.w} if self.relaxed_init else {}
+        start = {"start": sent.w} if "start" in self.up else {}
         return {"w": w, **start}, client.replace(lam=admm_dual(client.lam, w, sent.w, self.beta))
 
     def server_dual(self, server: Slots, sent: Slots, uploads: Uploads, ctx: RoundContext) -> Tensor:
         """``lam <- lam - sum_S (w_i - w^t) / (beta M)``."""
-        start = uploads.mean("start") if self.relaxed_init else sent.w
-        return admm_dual(server.lam, uploads.mean("w"), start, self.beta * ctx.m / uploads.n)
+        return admm_dual(server.lam, uploads.mean("w"), self.start(sent, uploads), self.beta * ctx.m / uploads.n)
+
+    def start(self, sent: Slots, uploads: Uploads) -> Tensor:
+        """Where local training started, in the mean."""
+        return uploads.mean("start") if "start" in self.up else sent.w
 
     def server_step(self, server: Slots, sent: Slots, uploads: Uploads, ctx: RoundContext) -> Slots:
         """The dual first; then ``w <- mean w_i - beta lam``."""

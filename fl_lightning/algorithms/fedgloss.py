@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from fl_lightning.algorithms.feddyn import FedDyn
 from fl_lightning.ascent import SAM, warm_up
 from fl_lightning.drift import admm_dual
+from fl_lightning.errors import UserError
 from fl_lightning.flat import to_radius
 from fl_lightning.objective import LocalObjective
 from fl_lightning.state import ClientContext, RoundContext, Slots, Uploads, Weighting
@@ -67,7 +68,7 @@ class FedGloSS(FedDyn):
 
     def server_dual(self, server: Slots, sent: Slots, uploads: Uploads, ctx: RoundContext) -> Tensor:
         """Line 22, with the reference and the scale that were asked for."""
-        w = server.w if self.sigma_ref == "clean" else sent.w
+        w = server.w if self.sigma_ref == "clean" else self.start(sent, uploads)
         n = 1 if self.sigma_scale == "code" else uploads.n
         return admm_dual(server.lam, uploads.mean("w"), w, self.beta * ctx.m / n)
 
@@ -91,6 +92,8 @@ class NaiveFedGloSS(FedGloSS):
 
     def __init__(self, net: nn.Module, **kwargs: Any) -> None:
         super().__init__(net, **kwargs)
+        if self.relaxed_init:
+            raise UserError(f"model.relaxed_init = {self.relaxed_init}: not with NaiveFedGloSS's two exchanges; use 0")
 
     def broadcast(self, server: Slots, ctx: RoundContext) -> Slots:
         """First ``w^t``, then the perturbed model."""

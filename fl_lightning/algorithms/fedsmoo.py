@@ -42,6 +42,8 @@ class FedSMOO(FedDyn):
         super().__init__(net, ascent=None, **kwargs)
         self.rho, self.s_agg = rho, s_agg
         self.base = FedDyn if use_dual else LocalObjective
+        if not use_dual:
+            self.up, self.adds_updates = ("w", "s"), True
         self.client_slots = {**self.base.client_slots, "mu": "zeros"}
         self.server_slots = {**self.base.server_slots, "s": "zeros"}
 

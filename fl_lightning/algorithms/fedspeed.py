@@ -40,7 +40,7 @@ class FedSpeed(FedDyn):
         super().__init__(net, ascent=None, **kwargs)
         self.rho, self.alpha, self.dual_agg = rho, alpha, dual_agg
         if dual_agg == "active":
-            self.server_slots = {}
+            self.server_slots, self.up = {}, ("w",)
 
     def local_step(
         self, w: Tensor, grad: Gradient, client: Slots, sent: Slots, ctx: ClientContext
