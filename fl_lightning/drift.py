@@ -23,3 +23,8 @@ def admm_dual(dual: Tensor, w: Tensor, w0: Tensor, beta: float) -> Tensor:
 def control_variate(c_i: Tensor, c: Tensor, w: Tensor, w0: Tensor, k_lr: float) -> Tensor:
     """A client's new variate ``c_i - c + (w0 - w) / (K lr)`` (SCAFFOLD, option II)."""
     return c_i - c + (w0 - w) / k_lr
+
+
+def effective_steps(K: int, momentum: float) -> float:
+    """``(K - m (1 - m^K) / (1 - m)) / (1 - m)``: how many plain steps K steps with momentum are worth (FedNova)."""
+    return (K - momentum * (1 - momentum**K) / (1 - momentum)) / (1 - momentum)

@@ -289,6 +289,67 @@ def test_fedgmt_teacher(golden: Golden) -> None:
     close(record.server[-1].e, record.server[-1].w)
 
 
+@pytest.mark.parametrize("algorithm", [FedDyn, FedSMOO, FedGMT, FedGloSS, FedLESAMD])
+def test_model_is_the_mean_shifted_by_all_duals(golden: Golden, algorithm: Any) -> None:
+    """w^(t+1) = mean_S w_i + mean_M h_i with h_i = -beta lam_i (of FedGloSS about the clean model)."""
+    _, record = golden.run(algorithm(net=golden.net(), optimizer=WD, beta=10, weighting="uniform"))
+    for t, results in enumerate(record.local):
+        mean = sum(r.w for r in results.values()) / len(results)
+        if algorithm is FedGloSS and t > 0:
+            mean = mean - to_radius(record.server[t].delta, 0.1)
+        close(record.server[t + 1].w, mean - 10 * sum(c.lam for c in record.client[t].values()) / 4)
+
+
+def test_duals_shift_the_model_however_large_beta_is(golden: Golden) -> None:
+    """beta to infinity: local steps are plain, yet it is not FedAvg."""
+    options = {"optimizer": WD, "weighting": "uniform"}
+    _, dyn = golden.run(FedDyn(net=golden.net(), beta=1e9, **options))
+    _, avg = golden.run(FedAvg(net=golden.net(), **options))
+    for k in (0, 1):
+        close(dyn.local[0][k].w, avg.local[0][k].w, atol=1e-8)
+    assert (dyn.server[1].w - avg.server[1].w).abs().max() > 1e-3
+
+
+def test_fedgmt_of_alpha_zero_starts_without_kl(golden: Golden) -> None:
+    """The teacher is then w^t: the KL term has no gradient at the first step."""
+    one = {"local_steps": 1}
+    _, with_kl = golden.run(FedGMT(net=golden.net(), optimizer=WD, ema_alpha=0.0, gamma=1.0), **one)
+    _, without = golden.run(FedGMT(net=golden.net(), optimizer=WD, ema_alpha=0.0, gamma=0.0), **one)
+    close(with_kl.server[-1].w, without.server[-1].w)
+
+
+def test_fedsmoo_without_its_duals_is_fedsam(golden: Golden) -> None:
+    class Still(FedSMOO):
+        def local_step(self, w: Tensor, grad: Any, client: Slots, sent: Slots, ctx: ClientContext) -> Any:
+            direction, new = super().local_step(w, grad, client, sent, ctx)
+            return direction, new.replace(mu=client.mu)
+
+        def server_step(self, server: Slots, sent: Slots, uploads: Any, ctx: Any) -> Slots:
+            return super().server_step(server, sent, uploads, ctx).replace(s=server.s)
+
+    close(path(golden, Still, rho=0.1, use_dual=False), path(golden, FedSAM, rho=0.1))
+
+
+def test_asam_of_parameters_without_weights_is_sam(tmp_path: Path) -> None:
+    """T = 1 for whatever has no "weight" in its name."""
+    sam, asam = (fixed_point(tmp_path, quadratic(FedAvg, ascent=a), [[0, 1]] * 5) for a in (SAM(0.1), ASAM(0.1)))
+    close(sam, asam)
+
+
+def test_scaffold_that_knows_the_momentum(tmp_path: Path) -> None:
+    """On a slope (constant gradient) c_i+ is then exactly the gradient, whatever the momentum."""
+
+    class Slope(nn.Module):
+        def forward(self, out: Tensor, y: Tensor) -> Tensor:
+            return out.sum(1)
+
+    gradient = torch.tensor([H[0] ** 0.5] * 2, dtype=torch.float64)
+    for aware in (True, False):
+        optimizer = SGD(lr=0.1, momentum=0.9)
+        objective = SCAFFOLD(net=Quadratics(), loss=Slope(), optimizer=optimizer, momentum_aware=aware)
+        assert torch.allclose(fixed_point(tmp_path, objective, [[0]], slot="c"), gradient / 2, atol=1e-12) is aware
+
+
 def test_fedsmoo_perturbations_have_the_radius(golden: Golden) -> None:
     rho, seen = 0.1, []
 
@@ -376,7 +437,9 @@ class HalfSquare(nn.Module):
 H, B = np.array([0.5, 2.0]), np.array([[1.0, -2.0], [-3.0, 1.0]])
 
 
-def fixed_point(folder: Path, objective: LocalObjective, schedule: list[list[int]], steps: int = 5) -> Tensor:
+def fixed_point(
+    folder: Path, objective: LocalObjective, schedule: list[list[int]], steps: int = 5, slot: str = "w"
+) -> Tensor:
     clients = [(np.array([[h, *b]]), np.array([i])) for i, (h, b) in enumerate(zip(H, B, strict=True))]
     data = Arrays(client_arrays=clients, test=clients[0], batch_size=None)
     fit = FederatedTrainer(
@@ -384,7 +447,7 @@ def fixed_point(folder: Path, objective: LocalObjective, schedule: list[list[int
         eval_every=len(schedule), enable_progress_bar=False, default_root_dir=str(folder),
     )  # fmt: skip
     fit.fit(objective, data)
-    return fit.server.w
+    return fit.server[slot]
 
 
 def quadratic(algorithm: type[LocalObjective], **options: Any) -> LocalObjective:
@@ -414,6 +477,22 @@ def test_fedavg_stays_off_by_its_known_bias(tmp_path: Path) -> None:
 def test_drift_corrected_methods_are_exact(tmp_path: Path, algorithm: Any, options: Any, schedule: Any) -> None:
     optimum = torch.from_numpy((H[:, None] * B).sum(0) / H.sum())
     close(fixed_point(tmp_path, quadratic(algorithm, **options), schedule), optimum, atol=1e-9)
+
+
+@pytest.mark.parametrize(("algorithm", "exact"), [(SCAFFOLD, True), (FedDyn, True), (FedAvg, False)])
+def test_eight_clients_of_unequal_work(tmp_path: Path, algorithm: Any, exact: bool) -> None:
+    """f_i = h_i/2 ||w - b_i||^2, K_i from 3 to 8, half of the clients a round: the optimum, but for FedAvg."""
+    draw = np.random.default_rng(0)
+    h, b, steps = draw.uniform(0.5, 2, 8), draw.normal(size=(8, 2)), [3, 4, 5, 6, 7, 8, 3, 8]
+    clients = [(np.tile([h[i], *b[i]], (k, 1)), np.full(k, i % 2)) for i, k in enumerate(steps)]  # K_i batches of one
+    options = {"beta": 1.0} if algorithm is FedDyn else {}
+    fit = FederatedTrainer(
+        max_rounds=400, clients_per_round=4, precision="64-true", accelerator="cpu", eval_every=400,
+        enable_progress_bar=False, default_root_dir=str(tmp_path),
+    )  # fmt: skip
+    fit.fit(quadratic(algorithm, **options), Arrays(client_arrays=clients, test=clients[0], batch_size=1))
+    off = float((fit.server.w - torch.from_numpy((h[:, None] * b).sum(0) / h.sum())).norm())
+    assert off < 1e-8 if exact else off > 0.05
 
 
 TEXTS = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from fl_lightning.drift import effective_steps
 from fl_lightning.objective import LocalObjective
 from fl_lightning.state import ClientContext, RoundContext, Slots, Uploads
 
@@ -18,9 +19,8 @@ class FedNova(LocalObjective):
     up = ("update", "tau")
 
     def local_end(self, w: Tensor, client: Slots, sent: Slots, ctx: ClientContext) -> tuple[dict[str, Tensor], Slots]:
-        """``tau_i = (K - m (1 - m^K) / (1 - m)) / (1 - m)``."""
-        m, ones = self.optimizer.momentum, w[..., :1] * 0 + 1
-        tau = (ctx.K - m * (1 - m**ctx.K) / (1 - m)) / (1 - m) * ones
+        """``tau_i``, and ``(w_i - w) / tau_i``."""
+        tau = w[..., :1] * 0 + effective_steps(ctx.K, self.optimizer.momentum)
         return {"update": (w - sent.w) / tau, "tau": tau}, client
 
     def server_step(self, server: Slots, sent: Slots, uploads: Uploads, ctx: RoundContext) -> Slots:

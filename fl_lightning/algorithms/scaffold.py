@@ -7,7 +7,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from fl_lightning.ascent import SAM, Gradient
-from fl_lightning.drift import control_variate
+from fl_lightning.drift import control_variate, effective_steps
 from fl_lightning.objective import LocalObjective
 from fl_lightning.optim import Direction
 from fl_lightning.state import ClientContext, RoundContext, Slots, Uploads, Weighting
@@ -19,6 +19,8 @@ class SCAFFOLD(LocalObjective):
     Args:
         net: The network.
         cv_scale: Factor of the correction; FedLESAM's official code has 0.1.
+        momentum_aware: Count the local momentum when a displacement is turned into a gradient: without, it is taken for
+            about 1/(1 - momentum) times too large (the box knows no momentum).
         **kwargs: As for `LocalObjective`.
     """
 
@@ -28,9 +30,9 @@ class SCAFFOLD(LocalObjective):
     down, up = ("w", "c"), ("w", "delta_c")
     default_weighting: Weighting = "uniform"
 
-    def __init__(self, net: nn.Module, cv_scale: float = 1.0, **kwargs: Any) -> None:
+    def __init__(self, net: nn.Module, cv_scale: float = 1.0, momentum_aware: bool = False, **kwargs: Any) -> None:
         super().__init__(net, **kwargs)
-        self.cv_scale = cv_scale
+        self.cv_scale, self.momentum_aware = cv_scale, momentum_aware
 
     def local_step(
         self, w: Tensor, grad: Gradient, client: Slots, sent: Slots, ctx: ClientContext
@@ -40,7 +42,8 @@ class SCAFFOLD(LocalObjective):
 
     def local_end(self, w: Tensor, client: Slots, sent: Slots, ctx: ClientContext) -> tuple[dict[str, Tensor], Slots]:
         """Lines 12 to 14."""
-        c = control_variate(client.c, sent.c, w, sent.w, ctx.k_lr)
+        steps = effective_steps(ctx.K, self.optimizer.momentum) if self.momentum_aware else ctx.K
+        c = control_variate(client.c, sent.c, w, sent.w, ctx.k_lr * steps / ctx.K)
         return {"w": w, "delta_c": c - client.c}, client.replace(c=c)
 
     def variate_share(self, n: int, m: int) -> float:
