@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from fl_lightning.errors import UserError
+from fl_lightning.errors import require
 from fl_lightning.flat import EPS, to_radius
 from fl_lightning.state import ClientContext, Rule, Slots
 
@@ -63,8 +63,8 @@ class SAM(Ascent):
     """
 
     def __init__(self, rho: float = 0.05, warmup: int = 0, rho0: float = 1e-3, eps: float = EPS) -> None:
-        if rho < 0 or rho0 < 0:
-            raise UserError(f"model.ascent.rho = {rho}, rho0 = {rho0}: a radius is 0 or more")
+        for name, value in (("rho", rho), ("warmup", warmup), ("rho0", rho0), ("eps", eps)):
+            require(value >= 0, f"model.ascent.{name}", value, "0 or more")
         self.rho, self.warmup, self.rho0, self.eps = rho, warmup, rho0, eps
 
     def radius(self, t: int) -> float:
@@ -92,6 +92,7 @@ class ASAM(SAM):
         self, rho: float = 0.5, eta: float = 0.2, warmup: int = 0, rho0: float = 1e-3, eps: float = EPS
     ) -> None:
         super().__init__(rho, warmup, rho0, eps)
+        require(eta >= 0, "model.ascent.eta", eta, "0 or more")
         self.eta = eta
 
     def __call__(self, w: Tensor, grad: Gradient, client: Slots, sent: Slots, ctx: ClientContext) -> Tensor:
@@ -119,6 +120,7 @@ class LESAM(Ascent):
         ref: Literal["own_last_active", "previous_round"] = "own_last_active",
         eps: float = EPS,
     ) -> None:
+        require(rho >= 0, "model.ascent.rho", rho, "0 or more")
         self.rho, self.ref, self.eps = rho, ref, eps
         if ref == "previous_round":
             self.server_slots, self.down = {"w_previous": "w0"}, ("w_previous",)

@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from fl_lightning.errors import UserError
+from fl_lightning.errors import require
 from fl_lightning.state import RoundContext, Rule, Slots
 
 
@@ -42,8 +42,7 @@ class EMA(Averaging):
     slots: ClassVar[dict[str, Rule]] = {"ema_w": "w0"}
 
     def __init__(self, alpha: float = 0.95) -> None:
-        if not 0 <= alpha < 1:
-            raise UserError(f"model.averaging.alpha = {alpha}: must be from 0 to below 1")
+        require(0 <= alpha < 1, "model.averaging.alpha", alpha, "from 0 to below 1")
         self.alpha = alpha
 
     def update(self, server: Slots, before: Tensor, ctx: RoundContext) -> Slots:
@@ -78,10 +77,10 @@ class SWA(Averaging):
         init_in_average: bool = False,
         collect: Literal["code", "cycle_end"] = "code",
     ) -> None:
-        if start < 0:
-            raise UserError(f"model.averaging.start = {start}: give a fraction below 1, or a round from 0")
-        if cycle < 1:
-            raise UserError(f"model.averaging.cycle = {cycle}: at least 1 round")
+        whole = start < 1 or start == int(start)
+        require(start >= 0 and whole, "model.averaging.start", start, "give a fraction below 1, or a round from 0")
+        require(cycle >= 1, "model.averaging.cycle", cycle, "at least 1 round")
+        require(lr_min >= 0, "model.averaging.lr_min", lr_min, "0 or more")
         self.start, self.cycle, self.lr_min = start, cycle, lr_min
         self.init_in_average, self.collect = init_in_average, collect
 

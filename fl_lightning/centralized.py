@@ -24,6 +24,8 @@ class Epochs(L.Callback):
         federated: Whose callbacks and loggers listen.
     """
 
+    keeps_averages = True
+
     def __init__(self, federated: FederatedTrainer) -> None:
         self.federated = federated
         self._started = 0.0
@@ -58,19 +60,24 @@ class Epochs(L.Callback):
         return RoundContext(run.round, run.max_rounds, 1, run.objective.flat)
 
 
-def train(federated: FederatedTrainer, model: LocalObjective, data: FederatedDataModule) -> None:
-    """Train for ``max_rounds`` epochs on the union of the clients' data; the federated trainer is set up for them.
+def check(federated: FederatedTrainer, model: LocalObjective) -> None:
+    """Refuse what cannot be trained centrally, before anything is written.
 
     Raises:
         UserError: If the model keeps federated state, or more than one device is asked for.
     """
+    model.check_centralized(averaged=True)
     if federated.fabric.world_size > 1:
         raise UserError(f"trainer.devices = {federated.fabric.world_size}: centralized training takes 1")
+
+
+def train(federated: FederatedTrainer, model: LocalObjective, data: FederatedDataModule) -> None:
+    """Train for ``max_rounds`` epochs on the union of the clients' data; the federated trainer is set up for them."""
     device = federated.fabric.device
     trainer = L.Trainer(
         max_epochs=federated.max_rounds,
         accelerator="cpu" if device.type == "cpu" else device.type,
-        devices=1,
+        devices=1 if device.type == "cpu" else [device.index or 0],
         precision=federated.precision,
         callbacks=[Epochs(federated)],
         logger=False,
@@ -82,3 +89,4 @@ def train(federated: FederatedTrainer, model: LocalObjective, data: FederatedDat
     )
     with seeded(device, federated.seed, "centralized net"):  # for what the net draws itself
         trainer.fit(model, train_dataloaders=data.train_dataloader(federated.seed))
+    model.to(device)  # lightning.Trainer leaves it on the CPU

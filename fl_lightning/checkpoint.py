@@ -21,7 +21,15 @@ def new_run_dir(root: Path, name: str) -> Path:
         try:
             (path := root / name / f"version_{k}").mkdir(parents=True)
         except FileExistsError:
+            if not (root / name).is_dir():
+                raise UserError(
+                    f"trainer.default_root_dir = {root}: {root / name} is no folder; choose another"
+                ) from None
             continue
+        except OSError as error:
+            raise UserError(
+                f"trainer.default_root_dir = {root}: cannot be written ({error.strerror}); choose another folder"
+            ) from None
         return path
     raise AssertionError("unreachable")
 
@@ -40,6 +48,20 @@ def resolve(ckpt_path: str, root: Path, name: str) -> Path:
     if not found:
         raise UserError(f"ckpt_path = last: no checkpoint under {root / name}; start without --ckpt_path")
     return max(found, key=lambda path: path.stat().st_mtime_ns)
+
+
+def run_dir_of(path: Path) -> Path:
+    """The run folder of a checkpoint.
+
+    Raises:
+        UserError: If the file does not lie in a run folder, so that a resumed run would write beside it.
+    """
+    if path.parent.name != LAST.parent.name:
+        raise UserError(
+            f"ckpt_path = {path}: not in the checkpoints folder of a run, so there is no run to go on with; to start "
+            "from its weights give it as model.init_weights"
+        )
+    return path.parent.parent
 
 
 def save(path: Path, checkpoint: dict[str, Any]) -> None:

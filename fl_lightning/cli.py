@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from itertools import pairwise
@@ -40,6 +41,9 @@ def main(args: Sequence[str] | None = None) -> None:
     if given[0] not in COMMANDS:
         value = "missing" if given[0].startswith("-") else given[0]
         sys.exit(f"error: subcommand = {value}: choose from {', '.join(COMMANDS)}, or see --help")
+    signal.signal(
+        signal.SIGTERM, signal.default_int_handler
+    )  # a cluster's time limit: save what is done, as Ctrl-C does
     sys.path.insert(0, "")  # a class of a file in the working folder can be named, as with `python -m`
     try:
         from fl_lightning.federated_cli import FederatedCLI

@@ -39,24 +39,32 @@ class ClientStore:
         kept = row or self._rows.get(client) or Slots.first(self.rules, self.w0, w)
         return Slots({**kept, **Slots.first(scratch, self.w0, w)})
 
-    def scatter(self, client: int, slots: Slots) -> None:
-        """Keep a client's state; names without a rule are dropped."""
-        if self.rules:
-            self._rows[client] = slots.only(self.rules)
+    def row(self, client: int) -> Slots | None:
+        """What is kept of a client; None if it was never seen."""
+        return self._rows.get(client)
+
+    def scatter(self, rows: Mapping[int, Slots | None]) -> None:
+        """Keep clients' states, None for a client to be as if it was never seen; names without a rule are dropped."""
+        for client, slots in rows.items() if self.rules else ():
+            if slots is None:
+                self._rows.pop(client, None)
+            else:
+                self._rows[client] = slots.only(self.rules)
 
     def rows(self) -> dict[int, Slots]:
         """The slots of all clients seen, by id."""
         return dict(self._rows)
 
     def state_dict(self) -> dict[str, Any]:
-        """Rows as tensors, by slot ``(clients seen, d)``, in the order of ``ids``."""
+        """Rows as tensors, by slot ``(clients seen, d)``, in the order of ``ids``; and the initial model."""
         ids = sorted(self._rows)
-        rows = {name: torch.stack([self._rows[i][name] for i in ids]) for name in self.rules} if ids else {}
-        return {"ids": ids, "rows": rows}
+        rows = {name: torch.stack([self._rows[i][name].cpu() for i in ids]) for name in self.rules} if ids else {}
+        return {"ids": ids, "rows": rows, "w0": self.w0.cpu()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over the rows of `state_dict`."""
-        rows = {name: values.to(self.w0) for name, values in state["rows"].items()}
+        self.w0 = state["w0"].to(self.w0)
         self._rows = {
-            i: Slots({name: values[k].clone() for name, values in rows.items()}) for k, i in enumerate(state["ids"])
+            i: Slots({name: values[k].to(self.w0, copy=True) for name, values in state["rows"].items()})
+            for k, i in enumerate(state["ids"])
         }

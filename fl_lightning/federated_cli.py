@@ -14,6 +14,7 @@ import fl_lightning.data
 import fl_lightning.nets
 from fl_lightning.catalogue import show
 from fl_lightning.cli import COMMANDS, EPILOG
+from fl_lightning.errors import require
 from fl_lightning.messages import ArgumentsError, find_user_error
 from fl_lightning.objective import LocalObjective
 from fl_lightning.rng import generator
@@ -99,6 +100,8 @@ class FederatedCLI(LightningCLI):
     def _set_seed(self) -> None:
         """Initial weights follow ``trainer.seed``; everything later has a generator of its own."""
         if self.subcommand != "list":
+            settings = self.config[self.subcommand].trainer
+            require(hasattr(settings, "seed"), "trainer", settings, "give a mapping of settings")
             seed = self.config[self.subcommand].trainer.seed
             torch.manual_seed(generator(seed, "initial weights").initial_seed())
 

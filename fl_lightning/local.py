@@ -26,7 +26,8 @@ class LocalResult:
         w: Local weights after the last step, ``(d,)``.
         upload: What it sends, by name.
         slots: Its state after the round.
-        loss: Mean over the steps of the local objective at the unperturbed weights, a scalar tensor.
+        loss: Mean over the steps of the local objective where a step first asks for a gradient, a scalar tensor: at the
+            unperturbed weights, but for LESAM and S~AM at the ascent point.
         ctx: The context it trained in.
     """
 
@@ -53,6 +54,9 @@ class LocalResult:
             {name.removeprefix(prefix): v for name, v in parts.items() if name.startswith(prefix)}
             for prefix in ("upload.", "slot.")
         )
+        slots = {
+            name: v.clone() for name, v in slots.items()
+        }  # kept over rounds; a view would keep all that it came with
         return cls(client, parts["w"], upload, Slots(slots), parts["loss"][0], ctx)
 
 

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from lightning.fabric.loggers.logger import Logger
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
+from fl_lightning.errors import UserError
+
 if TYPE_CHECKING:
     from wandb.sdk.wandb_run import Run as WandbRun
 
@@ -66,7 +68,7 @@ class CSVLogger(RunLogger):
     @rank_zero_only
     def start(self, run_dir: Path, state: Mapping[str, Any], round: int) -> None:
         super().start(run_dir, state, round)
-        rows = []
+        self.columns, rows = ["round"], []
         if self.path.exists():
             with self.path.open(newline="") as file:
                 reader = csv.DictReader(file)
@@ -137,20 +139,30 @@ class WandbLogger(RunLogger):
         super().start(run_dir, state, round)
         import wandb
 
-        self.experiment = wandb.init(
+        try:
+            self.experiment = self._init(wandb, run_dir, state.get("id"))
+        except wandb.errors.Error as error:
+            raise UserError(
+                f"trainer.loggers: WandbLogger.mode = {self.mode}: {' '.join(str(error).split())[:120]}; "
+                "run `wandb login`, or use mode: offline"
+            ) from None
+        self.experiment.define_metric("round")
+        self.experiment.define_metric("*", step_metric="round")
+
+    def _init(self, wandb: Any, run_dir: Path, run_id: str | None) -> WandbRun:
+        run: WandbRun = wandb.init(
             project=self.project,
             entity=self.entity,
             group=self.group,
             tags=self.tags,
             name=self.run_name or f"{run_dir.parent.name}/{run_dir.name}",
-            id=state.get("id"),
+            id=run_id,
             resume="allow",
             mode=self.mode,
             dir=run_dir,
             settings=wandb.Settings(silent=True, console="off"),
         )
-        self.experiment.define_metric("round")
-        self.experiment.define_metric("*", step_metric="round")
+        return run
 
     def state_dict(self) -> dict[str, Any]:
         return {"id": self.experiment.id} if self.experiment else {}

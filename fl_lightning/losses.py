@@ -16,7 +16,8 @@ def kl_to_teacher(logits: Tensor, teacher: Tensor, tau: float = 1.0, tau2: bool 
         tau: Temperature.
         tau2: Multiply by ``tau^2``, as the official code does (the paper does not write it).
     """
-    student, target = (F.log_softmax(z / tau, dim=-1) for z in (logits, teacher))
+    wide = torch.promote_types(logits.dtype, torch.float32)  # autocast on a CPU would stay in bfloat16
+    student, target = (F.log_softmax(z.to(wide) / tau, dim=-1) for z in (logits, teacher))
     kl = F.kl_div(student, target, reduction="none", log_target=True).sum(-1)
     return tau * tau * kl if tau2 else kl
 

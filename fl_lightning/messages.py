@@ -34,6 +34,8 @@ def tell(error: Exception, configs: Sequence[str] = ()) -> str | None:
     if (mistake := find_user_error(error)) is not None:
         return str(mistake)
     # what a class raises while it is made reaches us as a ValueError that tries all members of a union
+    if isinstance(error, UnicodeDecodeError):
+        return f"config = {' or '.join(configs)}: no text; give a YAML file"
     theirs = isinstance(error, ArgumentsError) or str(error).startswith("Does not validate")
     return explain(str(error), configs) if theirs else None
 
@@ -70,6 +72,9 @@ def explain(message: str, configs: Sequence[str] = ()) -> str:
     if match := re.search(r"Expected an? (.+?)(?:\. Got value: (.*))?$", message, re.MULTILINE):
         given = match[2] or _first(r"Given value: (.*)", message)
         kind = _first(r"<class '([\w.]+)'>", match[1]) or match[1].removeprefix("typing.")
+        own = [line for line in re.findall(r"^\s*- (.+)", message, re.MULTILINE) if not line.startswith("Expected")]
+        if kind == "NoneType" and own:  # what the class itself raised
+            return f"{path or 'model, data or trainer'}: {one_line(own[-1])}"
         return f"{path} = {given:.60}: expected {kind}"
     return one_line(message)
 

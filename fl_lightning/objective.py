@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from fl_lightning.ascent import Ascent, Gradient
 from fl_lightning.averaging import Averaging
-from fl_lightning.centralized import Epochs
 from fl_lightning.errors import UserError
 from fl_lightning.flat import FlatSpec
 from fl_lightning.optim import SGD, CentralizedOptimizer, Direction
@@ -47,6 +46,7 @@ class LocalObjective(L.LightningModule):
         up: Names that a client uploads.
         adds_updates: Whether the server adds the clients' updates to ``w^t`` rather than take their models as they are;
             it matters only where local training starts elsewhere (``relaxed_init``).
+        refers_to_received: Whether the local objective refers to the model received, so that there is none without it.
         exchanges: How often a round's cohort receives and uploads; ``ctx.exchange`` counts them.
         default_weighting: The weighting of the paper's box.
         paper: Where the algorithm comes from.
@@ -58,6 +58,7 @@ class LocalObjective(L.LightningModule):
     down: tuple[str, ...] = ("w",)
     up: tuple[str, ...] = ("w",)
     adds_updates: bool = True
+    refers_to_received: ClassVar[bool] = False
     exchanges: ClassVar[int] = 1
     default_weighting: Weighting = "samples"
     paper: ClassVar[str] = ""
@@ -92,6 +93,11 @@ class LocalObjective(L.LightningModule):
         if next(net.buffers(), None) is not None:
             name = next(name for name, _ in net.named_buffers())
             raise UserError(f"model.net has the buffer '{name}': running statistics are not averaged; use GroupNorm")
+        if frozen := [name for name, p in net.named_parameters() if not p.requires_grad]:
+            raise UserError(
+                f"model.net has the frozen parameter '{frozen[0]}': it would be neither sent nor saved; set its "
+                "requires_grad"
+            )
         self.flat = FlatSpec(net)
 
     # What is minimised
@@ -226,24 +232,35 @@ class LocalObjective(L.LightningModule):
             UserError: If the algorithm keeps client or server state.
         """
         epochs = self.trainer.max_epochs or 1
-        averaged = any(isinstance(callback, Epochs) for callback in self.trainer.callbacks)  # type: ignore[attr-defined]
-        state = {*self.client_rules(), *self.server_rules()}
-        if averaged and self.averaging is not None:
-            state -= set(self.averaging.slots)
-        if state or self.down != ("w",):
-            raise UserError(
-                f"{type(self).__name__} keeps federated state ({', '.join(sorted(state)) or 'what is sent'}): "
-                "train it with fl_lightning.FederatedTrainer, not with lightning.Trainer"
-            )
+        averaged = any(getattr(x, "keeps_averages", False) for x in self.trainer.callbacks)  # type: ignore[attr-defined]
+        self.check_centralized(averaged)
         optimizer = CentralizedOptimizer(self.flat.parameters(self.net), self)
         factor = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda epoch: self.lr(RoundContext(epoch, epochs, 1, self.flat)) / self.optimizer.lr
         )
         return {"optimizer": optimizer, "lr_scheduler": factor}
 
+    def check_centralized(self, averaged: bool = False) -> None:
+        """Refuse what cannot be trained without a federation.
+
+        Args:
+            averaged: Whether somebody takes care of ``averaging``.
+
+        Raises:
+            UserError: If there is client or server state, or the local objective refers to the received model.
+        """
+        state = {*self.client_rules(), *self.server_rules()}
+        if averaged and self.averaging is not None:
+            state -= set(self.averaging.slots)
+        if state or self.refers_to_received:
+            raise UserError(
+                f"{type(self).__name__} keeps federated state ({', '.join(sorted(state)) or 'the received model'}): "
+                "train it with fl_lightning.FederatedTrainer, not with lightning.Trainer"
+            )
+
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Logs the loss as ``train/loss``."""
-        self.log("train/loss", outputs["loss"], prog_bar=True)
+        """Logs the mean loss of the epoch as ``train/loss``."""
+        self.log("train/loss", outputs["loss"], on_step=False, on_epoch=True, prog_bar=True, batch_size=len(batch[1]))
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         """Logs ``val/loss`` and ``val/acc``."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -127,7 +127,7 @@ class CentralizedOptimizer(torch.optim.Optimizer):
             closure: Zeroes the gradients, evaluates the loss and runs backward.
 
         Returns:
-            The closure's value at the unperturbed weights.
+            The closure's value where the step first asks for a gradient.
         """
         if closure is None:
             raise UserError(
@@ -142,11 +142,12 @@ class CentralizedOptimizer(torch.optim.Optimizer):
             flat.load(objective.net, v)
             with torch.enable_grad():
                 losses.append(closure())
-            return torch.cat([cast(Tensor, p.grad).reshape(-1) for p in params])
+            return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in params])
 
         state = self.state[params[0]]
         slots = state.get("slots") or Slots.first(objective.scratch_slots, w, w)
-        ctx = ClientContext(t=0, rounds=1, m=1, flat=flat, lr=group["lr"], K=1, k_lr=group["lr"])
+        t, rounds = objective.trainer.current_epoch, objective.trainer.max_epochs or 1
+        ctx = ClientContext(t=t, rounds=rounds, m=1, flat=flat, lr=group["lr"], K=1, k_lr=group["lr"])
         direction, slots = objective.local_step(w, grad, Slots(slots), Slots({"w": w}), ctx)
         state["slots"] = dict(slots)
         w, state["buffer"] = objective.optimizer.step(w, direction, state.get("buffer"), group["lr"])

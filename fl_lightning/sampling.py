@@ -65,6 +65,10 @@ class Bernoulli(CohortSampler):
             raise UserError(f"trainer.sampler.p = {p}: must be above 0 and at most 1")
         self.p = p
 
+    def check(self, rounds: int, m: int) -> None:
+        if self.p * m < 1e-3:
+            raise UserError(f"trainer.sampler.p = {self.p}: of {m} clients hardly ever one would come; raise it")
+
     def __call__(self, t: int, m: int, seed: int) -> list[int]:
         generator = numpy_generator(seed, "cohort", t)
         while not (cohort := (generator.random(m) < self.p).nonzero()[0].tolist()):
@@ -103,9 +107,11 @@ class Trace(CohortSampler):
 
 def _read_trace(path: str) -> list[list[int]]:
     try:
-        rounds = json.loads(Path(path).read_text())
-        return [[int(k) for k in cohort] for cohort in rounds]
+        rounds: list[list[int]] = json.loads(Path(path).read_text())
+        if not all(type(k) is int for cohort in rounds for k in cohort):
+            raise ValueError("an id is a whole number")
+        return rounds
     except FileNotFoundError:
         raise UserError(f"trainer.sampler.rounds = {path}: no such file; give a JSON list of lists of ids") from None
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, OSError) as error:
         raise UserError(f"trainer.sampler.rounds = {path}: not a JSON list of lists of ids ({error})") from None

@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from fl_lightning.errors import UserError
+from fl_lightning.errors import require
 from fl_lightning.state import RoundContext, Rule, Slots
 
 
@@ -24,6 +24,7 @@ class ServerUpdate:
     slots: ClassVar[dict[str, Rule]] = {}
 
     def __init__(self, lr: float = 1.0) -> None:
+        require(lr > 0, "model.server_update.lr", lr, "above 0")
         self.lr = lr
 
     def first(self) -> dict[str, Rule]:
@@ -47,8 +48,7 @@ class Momentum(ServerUpdate):
 
     def __init__(self, beta: float = 0.9, lr: float = 1.0) -> None:
         super().__init__(lr)
-        if not 0 <= beta < 1:
-            raise UserError(f"model.server_update.beta = {beta}: a momentum is from 0 to below 1 (FedAvgM: model.beta)")
+        require(0 <= beta < 1, "model.server_update.beta", beta, "from 0 to below 1 (of FedAvgM it is model.beta)")
         self.beta = beta
 
     def __call__(self, server: Slots, delta: Tensor, ctx: RoundContext) -> Slots:
@@ -80,8 +80,9 @@ class Adam(ServerUpdate):
         bias_correction: bool = False,
     ) -> None:
         super().__init__(lr)
-        if tau <= 0:
-            raise UserError(f"model.server_update.tau = {tau}: must be above 0, it is divided by")
+        require(tau > 0, "model.server_update.tau", tau, "must be above 0, it is divided by")
+        for name, value in (("beta1", beta1), ("beta2", beta2)):
+            require(0 <= value < 1, f"model.server_update.{name}", value, "from 0 to below 1")
         self.beta1, self.beta2, self.tau, self.v0, self.bias_correction = beta1, beta2, tau, v0, bias_correction
 
     def first(self) -> dict[str, Rule]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,14 +14,13 @@ import torch
 import yaml
 from lightning.fabric.loggers.logger import Logger
 from torch import Tensor
-from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 from fl_lightning import centralized, checkpoint
 from fl_lightning.callbacks import Callback, Checkpoints, Curves, Progress
 from fl_lightning.clients import ClientStore
 from fl_lightning.data import FederatedDataModule
-from fl_lightning.errors import UserError
+from fl_lightning.errors import UserError, require
 from fl_lightning.local import LocalResult, SequentialEngine
 from fl_lightning.loggers import CSVLogger, RunLogger
 from fl_lightning.objective import LocalObjective
@@ -90,6 +89,9 @@ class FederatedTrainer:
         ):
             if value is not None and value < 1:
                 raise UserError(f"trainer.{key} = {value}: at least 1")
+        choices = ("32-true", "64-true", "bf16-mixed")
+        require(precision in choices, "trainer.precision", precision, f"choose from {', '.join(choices)}")
+        require(name is None or ".." not in Path(name).parts, "trainer.name", name, "a folder below default_root_dir")
         self.max_rounds, self.eval_every, self.seed = max_rounds, eval_every, seed
         self.sampler = Uniform(clients_per_round) if sampler is None else sampler
         self.local_epochs, self.local_steps = local_epochs, local_steps
@@ -121,8 +123,6 @@ class FederatedTrainer:
         """Number of rounds done."""
         self.metrics: dict[str, float] = {}
         """The latest value of every metric."""
-        self.is_whole = True
-        """Whether the state is that after a whole round; not while a round's results are being written."""
         self._launched = False
 
     @staticmethod
@@ -170,12 +170,14 @@ class FederatedTrainer:
             UserError: If the model keeps federated state, or config and data do not fit.
         """
         self._launch()
-        self.name = self.name or f"{type(model).__name__}-centralized-{type(datamodule).__name__}"
+        self._resolve(None, model, datamodule, "-centralized-")
         self._set_up(model, datamodule, None)
         self._check_net()
+        centralized.check(self, model)
         self._start_run(None, {})
         with self._listened_to():
             centralized.train(self, model, datamodule)
+            self.engine = SequentialEngine(model, self.fabric.autocast)  # lightning.Trainer has moved the net about
 
     @contextmanager
     def _listened_to(self) -> Iterator[None]:
@@ -188,7 +190,6 @@ class FederatedTrainer:
             self.fabric.call("on_fit_end", trainer=self)
             status = "success"
         except BaseException as error:
-            self._write_logs()  # of a round that is done, but was broken off while it was measured
             self.fabric.call("on_exception", trainer=self, error=error)
             raise
         finally:
@@ -235,8 +236,9 @@ class FederatedTrainer:
 
     def log(self, metrics: dict[str, float]) -> None:
         """Add metrics to this round's; names say what was measured where, as in ``server/test/acc``."""
+        metrics = {name: float(value) for name, value in metrics.items()}
         self._logged.update(metrics)
-        self.metrics.update(metrics)
+        self.metrics = {**self.metrics, **metrics}
 
     def save_checkpoint(self, path: Path) -> None:
         """Write everything that the run needs to go on as if it had never stopped (rank 0 writes)."""
@@ -252,11 +254,10 @@ class FederatedTrainer:
                     "clients": self.clients.state_dict(),
                     "total_floats": self.total_floats,
                     "metrics": self.metrics,
-                    "loggers": [x.state_dict() if isinstance(x, RunLogger) else {} for x in self.loggers],
-                    "callbacks": [callback.state_dict() for callback in self.callbacks],
+                    "loggers": {type(x).__name__: x.state_dict() for x in self.loggers if isinstance(x, RunLogger)},
+                    "callbacks": {type(x).__name__: x.state_dict() for x in self.callbacks},
                 },
             )
-        self.fabric.barrier()
 
     def _identity(self) -> dict[str, Any]:
         """What must be the same when a run is resumed, by config key."""
@@ -285,9 +286,15 @@ class FederatedTrainer:
             if self.fabric.world_size > 1:
                 atexit.register(torch.distributed.destroy_process_group)  # or gloo aborts at exit
 
-    def _resolve(self, ckpt_path: str | None, model: LocalObjective, data: FederatedDataModule) -> Path | None:
-        self.name = self.name or f"{type(model).__name__}-{type(data).__name__}"
-        return ckpt_path if ckpt_path is None else checkpoint.resolve(ckpt_path, self.default_root_dir, self.name)
+    def _resolve(
+        self, ckpt_path: str | None, model: LocalObjective, data: FederatedDataModule, middle: str = "-"
+    ) -> Path | None:
+        """Name the run, and find the checkpoint that is meant."""
+        self._run_name = self.name or f"{type(model).__name__}{middle}{type(data).__name__}"
+        if ckpt_path is None:
+            return None
+        self.fabric.barrier()  # rank 0 may still be writing the checkpoint that is looked for
+        return checkpoint.resolve(ckpt_path, self.default_root_dir, self._run_name)
 
     def _set_up(
         self, model: LocalObjective, data: FederatedDataModule, path: Path | None, resume: bool = False
@@ -303,11 +310,11 @@ class FederatedTrainer:
         data.to(fabric.device)
         model.to(device=fabric.device, dtype=self.dtype)
         self.engine = SequentialEngine(model, fabric.autocast)
-        w0 = fabric.broadcast(self.engine.net.w.clone())
+        # through the CPU: what is broadcast keeps the device of rank 0
+        w0 = fabric.broadcast(self.engine.net.w.cpu()).to(fabric.device, copy=True)
         self.server = Slots({"w": w0, **Slots.first(model.server_rules(), w0, w0)})
         self.clients = ClientStore(model.client_rules(), w0)
         self.round, self.total_floats, self.metrics = 0, 0, {}
-        self.is_whole = True
         self._logged: dict[str, float] = {}
         if path is not None:
             checkpoint.check_identity(
@@ -316,6 +323,10 @@ class FederatedTrainer:
             self.server = Slots({name: value.to(w0) for name, value in restored["server"].items()})
             self.clients.load_state_dict(restored["clients"])
             self.round, self.total_floats = restored["round"], restored["total_floats"]
+            if resume and self.round > self.max_rounds:
+                raise UserError(
+                    f"trainer.max_rounds = {self.max_rounds}: {path} has done {self.round}; take at least as many"
+                )
             self.metrics = restored["metrics"]
         return restored
 
@@ -323,20 +334,19 @@ class FederatedTrainer:
         """Open the run folder and the logs."""
         fabric = self.fabric
         if path is None:
-            assert self.name is not None
-            new = checkpoint.new_run_dir(self.default_root_dir, self.name) if fabric.is_global_zero else None
+            new = checkpoint.new_run_dir(self.default_root_dir, self._run_name) if fabric.is_global_zero else None
             self.run_dir = Path(str(fabric.broadcast(new)))
         else:
-            self.run_dir = path.parent.parent
+            self.run_dir = checkpoint.run_dir_of(path)
         if self.config and fabric.is_global_zero:
             (self.run_dir / "config.yaml").write_text(yaml.safe_dump(self.config, sort_keys=False))
-        for callback, state in zip(self.callbacks, restored.get("callbacks", ()), strict=False):
-            callback.load_state_dict(state)
-        states = dict(enumerate(restored.get("loggers", ())))
-        for i, logger in enumerate(self.loggers):
+        for callback in self.callbacks:
+            callback.load_state_dict(restored.get("callbacks", {}).get(type(callback).__name__, {}))
+        for logger in self.loggers:
             if isinstance(logger, RunLogger):
-                logger.start(self.run_dir, states.get(i, {}), self.round)
-            logger.log_hyperparams(self.config)
+                logger.start(self.run_dir, restored.get("loggers", {}).get(type(logger).__name__, {}), self.round)
+            with suppress(NotImplementedError):  # Fabric's own CSVLogger has none
+                logger.log_hyperparams(self.config)
 
     def _check_net(self) -> None:
         """One batch through the net, so that a net that does not fit the data is told in one line."""
@@ -344,8 +354,8 @@ class FederatedTrainer:
         x, y = next(iter(data.eval_batches("test", self.dtype)))
         try:
             logits = self.engine.logits(self.server.w, x)
-            fits = logits.shape[:1] == x.shape[:1] and logits.shape[1] >= data.num_classes
-        except (RuntimeError, ValueError) as error:
+            fits = logits.ndim == 2 and len(logits) == len(x) and logits.shape[1] >= data.num_classes
+        except (RuntimeError, ValueError, IndexError, TypeError, AttributeError) as error:
             raise UserError(
                 f"model.net = {net} cannot take a batch of shape {tuple(x.shape)} ({str(error).splitlines()[0]:.80}); "
                 "choose a net for this data"
@@ -355,10 +365,18 @@ class FederatedTrainer:
                 f"model.net = {net} gives outputs of shape {tuple(logits.shape)} for {data.num_classes} classes; "
                 f"set its num_classes to {data.num_classes}"
             )
-        if (losses := self.objective.loss(logits, y)).shape != y.shape:
+        loss = type(self.objective.loss).__name__
+        try:
+            shape = tuple(self.objective.loss(logits, y).shape)
+        except (RuntimeError, ValueError, IndexError, TypeError, AttributeError) as error:
             raise UserError(
-                f"model.loss = {type(self.objective.loss).__name__} gives a value of shape {tuple(losses.shape)}; "
-                f"it must give one loss per sample, {tuple(y.shape)}"
+                f"model.loss = {loss} cannot take logits {tuple(logits.shape)} and labels {tuple(y.shape)} "
+                f"({str(error).splitlines()[0]:.80}); choose a loss for classes"
+            ) from None
+        if shape != tuple(y.shape):
+            raise UserError(
+                f"model.loss = {loss} gives a value of shape {shape}; it must give one loss per sample, "
+                f"{tuple(y.shape)}"
             )
 
     # A round
@@ -366,12 +384,12 @@ class FederatedTrainer:
     def _train_round(self) -> None:
         """One round: broadcast, local training, aggregation; then evaluation, callbacks, logs.
 
-        The state changes only when the whole round is done, so whatever breaks off in between loses nothing.
+        A round that breaks off, be it while it is measured, leaves the state as it was; on resume it is run again.
         """
         started, self._listening = time.perf_counter(), 0.0
         objective, fabric, t, m = self.objective, self.fabric, self.round, self.data.num_clients
         cohort = self.sampler(t, m, self.seed)
-        server, rows, floats = self.server, dict[int, Slots](), 0
+        server, rows, floats, refused = self.server, dict[int, Slots](), 0, 0
         for exchange in range(objective.exchanges):
             ctx = RoundContext(t, self.max_rounds, m, objective.flat, exchange)
             if exchange == 0:
@@ -379,7 +397,8 @@ class FederatedTrainer:
             sent = objective.broadcast(server, ctx).only(objective.down)
             mine = cohort[fabric.global_rank :: fabric.world_size]
             results = self._exchange([self._train_client(k, sent, rows, ctx) for k in mine], cohort, sent, ctx)
-            accepted = [r for r in results if r.slots.finite() and Slots(r.upload).finite()]
+            accepted = [r for r in results if r.slots.only(self.clients.rules).finite() and Slots(r.upload).finite()]
+            refused += len(results) - len(accepted)
             uploads = Uploads(objective.up, objective.weighting)
             for r in accepted:
                 k_lr = server.w.new_full((1,), r.ctx.k_lr)
@@ -395,26 +414,29 @@ class FederatedTrainer:
             floats += sum(v.numel() for v in (*sent.values(), *results[0].upload.values())) * len(cohort)
         server = objective.finish_round(server, self.server, ctx)
 
-        self.is_whole = False
-        self.server = server
-        for client, slots in rows.items():
-            self.clients.scatter(client, slots)
-        self.round += 1
-        self.total_floats += floats
-        self.is_whole = True
-        if fabric.device.type == "cuda":
-            torch.cuda.synchronize()
-        seconds = time.perf_counter() - started - self._listening
-        self.close_round(
-            {
-                "client/train/loss": float(torch.stack([r.loss for r in results]).mean()),
-                "client/refused": len(results) - len(accepted),
-                "client/lr": results[0].ctx.lr,
-                "comm/total_bits": self.total_floats * sent.w.element_size() * 8,
-                "time/round_s": seconds,
-                "time/clients_per_s": len(cohort) / seconds,
-            }
-        )
+        before = self.server, self.round, self.total_floats, self.metrics
+        kept = {client: self.clients.row(client) for client in rows}
+        try:
+            self.server, self.round, self.total_floats = server, self.round + 1, self.total_floats + floats
+            self.clients.scatter(rows)
+            if fabric.device.type == "cuda":
+                torch.cuda.synchronize()
+            seconds = time.perf_counter() - started - self._listening
+            self.close_round(
+                {
+                    "client/train/loss": float(torch.stack([r.loss for r in results]).mean()),
+                    "client/refused": refused,
+                    "client/lr": results[0].ctx.lr,
+                    "comm/total_bits": self.total_floats * sent.w.element_size() * 8,
+                    "time/round_s": seconds,
+                    "time/clients_per_s": len(cohort) / seconds,
+                }
+            )
+        except BaseException:
+            self.server, self.round, self.total_floats, self.metrics = before
+            self.clients.scatter(kept)
+            self._logged = {}
+            raise
 
     def close_round(self, metrics: dict[str, float]) -> None:
         """A round's state is there: log ``metrics``, evaluate if it is time, let callbacks and loggers see it."""
@@ -489,14 +511,15 @@ class FederatedTrainer:
         """
         fabric, data = self.fabric, self.data
         w = self.global_model if w is None else w
-        loss = MeanMetric().to(fabric.device)
+        sums = torch.zeros(2, dtype=torch.float64, device=fabric.device)  # of losses (NaN stays NaN) and samples
         acc = MulticlassAccuracy(data.num_classes, average="micro", validate_args=False).to(fabric.device)
         for i, (x, y) in enumerate(data.eval_batches(split, self.dtype)):
             if i % fabric.world_size == fabric.global_rank:
                 logits = self.engine.logits(w, x).to(self.dtype)
-                loss.update(self.objective.loss(logits, y))
+                sums += torch.stack([self.objective.loss(logits, y).sum().double(), sums.new_tensor(len(y))])
                 acc.update(logits[:, : data.num_classes], y)
-        return {f"server/{split}/acc": float(acc.compute()), f"server/{split}/loss": float(loss.compute())}
+        sums = torch.as_tensor(fabric.all_reduce(sums, reduce_op="sum"))
+        return {f"server/{split}/acc": float(acc.compute()), f"server/{split}/loss": float(sums[0] / sums[1])}
 
     def _evaluate_only(
         self, model: LocalObjective, data: FederatedDataModule, ckpt_path: str | None, split: Split

@@ -47,7 +47,12 @@ class Golden:
         return net
 
     def run(
-        self, objective: LocalObjective, dtype: Any = np.float64, callbacks: Any = (), **trainer: Any
+        self,
+        objective: LocalObjective,
+        dtype: Any = np.float64,
+        callbacks: Any = (),
+        ckpt_path: str | None = None,
+        **trainer: Any,
     ) -> tuple[FederatedTrainer, Trajectory]:
         """Three full-batch steps a client, the participation schedule of the file."""
         arrays = [(x.astype(dtype), y) for x, y in self.arrays]
@@ -63,7 +68,7 @@ class Golden:
             "default_root_dir": str(self.folder),
         }
         fit = FederatedTrainer(callbacks=[record, *callbacks], **{**options, **trainer})
-        fit.fit(objective, data)
+        fit.fit(objective, data, ckpt_path)
         return fit, record
 
 

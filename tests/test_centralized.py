@@ -23,6 +23,8 @@ from fl_lightning import (
     FedAvgM,
     FederatedTrainer,
     FedGloSS,
+    FedNTD,
+    FedProx,
     FedSAM,
     STildeAM,
     Trajectory,
@@ -110,6 +112,8 @@ def test_learns_digits_and_logs(tmp_path: Path) -> None:
         (FedGloSS(net=DigitsMLP()), "lam"),
         (FedAvgM(net=DigitsMLP()), "server_v"),
         (FedAvg(net=DigitsMLP(), averaging=SWA()), "swa_w"),
+        (FedNTD(net=DigitsMLP()), "the received model"),
+        (FedProx(net=DigitsMLP()), "the received model"),
     ],
 )
 def test_federated_state_refuses_lightning_trainer(tmp_path: Path, objective: Any, state: str) -> None:
@@ -160,3 +164,17 @@ def test_command_line_refuses_federated_state(tmp_path: Path) -> None:
     args = ["--model=SCAFFOLD", "--model.net=DigitsMLP", "--data=Digits", f"--trainer.default_root_dir={tmp_path}"]
     with pytest.raises(SystemExit, match=r"error: SCAFFOLD keeps federated state \(c\)"):
         main(["centralized", *args])
+
+
+def test_warm_up_counts_epochs(golden: Golden, tmp_path: Path) -> None:
+    seen = []
+
+    class Watched(SAM):
+        def radius(self, t: int) -> float:
+            seen.append(super().radius(t))
+            return seen[-1]
+
+    data = Arrays(client_arrays=[golden.arrays[0]], test=golden.test, batch_size=None)
+    objective = FedAvg(net=golden.net(), ascent=Watched(0.4, warmup=4, rho0=0.0))
+    trainer(tmp_path, epochs=6).fit(objective, datamodule=data)
+    assert seen == pytest.approx([0, 0.1, 0.2, 0.3, 0.4, 0.4])

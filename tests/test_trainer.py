@@ -25,6 +25,7 @@ from fl_lightning import (
     DigitsMLP,
     FedAvg,
     FederatedTrainer,
+    FedGMTv2,
     FedSMOO,
     FlatnessMonitor,
     LocalObjective,
@@ -35,6 +36,7 @@ from fl_lightning import (
 )
 from fl_lightning.clients import ClientStore
 from fl_lightning.local import LocalResult
+from fl_lightning.losses import kl_to_teacher
 from fl_lightning.optim import Cosine
 from fl_lightning.state import ClientContext, Slots
 from tests.conftest import Golden
@@ -87,7 +89,7 @@ def test_a_million_clients_cost_nothing() -> None:
     cohort = Uniform(10)(0, 1_000_000, seed=0)
     store = ClientStore({"c": "zeros"}, torch.zeros(3))
     for k in cohort:
-        store.scatter(k, store.gather(k, torch.zeros(3), {}).replace(c=torch.full((3,), float(k))))
+        store.scatter({k: store.gather(k, torch.zeros(3), {}).replace(c=torch.full((3,), float(k)))})
     assert len(store) == 10 and store.gather(cohort[3], torch.zeros(3), {}).c[0] == cohort[3]
 
 
@@ -325,3 +327,73 @@ def test_ten_lines_of_python(tmp_path: Path) -> None:
     trainer = FederatedTrainer(max_rounds=10, clients_per_round=3, default_root_dir=str(tmp_path), accelerator="cpu")
     trainer.fit(FedAvg(net=nn.Linear(5, 3)), data)
     assert trainer.test(trainer.objective, data)["server/test/acc"] > 0.9
+
+
+def test_a_round_broken_off_while_it_is_measured_is_undone(golden: Golden) -> None:
+    class Stop(Callback):
+        def on_round_end(self, trainer: FederatedTrainer) -> None:
+            if trainer.round == 3:
+                raise KeyboardInterrupt
+
+    whole = golden.run(SCAFFOLD(net=golden.net()))[1]
+    with pytest.raises(KeyboardInterrupt):
+        golden.run(SCAFFOLD(net=golden.net()), callbacks=[Stop()])
+    saved = max(golden.folder.glob("*/*/checkpoints/last.ckpt"))
+    state = torch.load(saved, weights_only=True)
+    assert state["round"] == 2
+    assert torch.equal(state["server"]["w"], whole.server[2].w)
+    assert torch.equal(state["clients"]["rows"]["c"], torch.stack([whole.client[1][k].c for k in (0, 1, 2)]))
+
+
+@pytest.mark.parametrize("options", [{"relaxed_init": 0.2}, {}], ids=["w_last", "teacher"])
+def test_a_resumed_run_keeps_its_initial_model(golden: Golden, options: Any) -> None:
+    """Clients first seen after the interruption get slots from the run's w0, not from the new process's net."""
+    algorithm = FedAvg if options else FedGMTv2
+    whole = golden.run(algorithm(net=golden.net(), **options))[1]
+
+    class Stop(Callback):
+        def on_round_start(self, trainer: FederatedTrainer, ctx: Any, cohort: list[int]) -> None:
+            if ctx.t == 1:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        golden.run(algorithm(net=golden.net(), **options), callbacks=[Stop()])
+    saved = max(golden.folder.glob("*/*/checkpoints/last.ckpt"), key=lambda path: path.stat().st_mtime_ns)
+    torch.manual_seed(5)
+    other = algorithm(net=type(golden.net())(), **options)
+    _, resumed = golden.run(other, ckpt_path=str(saved))
+    assert torch.equal(resumed.server[-1].w, whole.server[-1].w)
+
+
+def test_a_loss_that_is_not_a_number_is_told(golden: Golden) -> None:
+    class Odd(nn.Module):
+        def forward(self, logits: Tensor, y: Tensor) -> Tensor:
+            loss = nn.functional.cross_entropy(logits, y, reduction="none")
+            return torch.where((y == 0) & (len(y) == 64), torch.nan, loss)  # 64: the test set
+
+    fit, _ = golden.run(FedAvg(net=golden.net(), loss=Odd()), sampler=Trace([[0]]), max_rounds=1)
+    assert str(fit.metrics["server/test/loss"]) == "nan"
+
+
+def test_rows_of_an_exchange_hold_nothing_else() -> None:
+    gathered = torch.zeros(1000)
+    parts = {"loss": gathered[:1], "w": gathered[1:4], "upload.w": gathered[1:4], "slot.c": gathered[4:7]}
+    flat: Any = None
+    result = LocalResult.of_parts(0, parts, ClientContext(t=0, rounds=1, m=1, flat=flat))
+    assert result.slots.c.untyped_storage().nbytes() == 12
+
+
+def test_distillation_in_bfloat16_is_taken_in_float32() -> None:
+    draw = torch.Generator().manual_seed(0)
+    z = torch.randn(64, 10, generator=draw)
+    teacher = z + 0.02 * torch.randn(64, 10, generator=draw)
+    exact = kl_to_teacher(z, teacher).mean()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert kl_to_teacher(z, teacher).mean() == pytest.approx(float(exact), rel=1e-4)
+
+
+def test_a_frozen_parameter_is_told() -> None:
+    net = DigitsMLP()
+    next(net.parameters()).requires_grad_(False)
+    with pytest.raises(UserError, match=r"frozen parameter '.*weight'"):
+        FedAvg(net=net)

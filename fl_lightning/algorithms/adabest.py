@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fl_lightning.ascent import Gradient
-from fl_lightning.errors import UserError
+from fl_lightning.errors import require
 from fl_lightning.objective import LocalObjective
 from fl_lightning.optim import Direction
 from fl_lightning.state import ClientContext, RoundContext, Slots, Uploads, Weighting
@@ -32,8 +32,8 @@ class AdaBest(LocalObjective):
 
     def __init__(self, net: nn.Module, mu: float = 0.02, beta: float = 0.98, **kwargs: Any) -> None:
         super().__init__(net, **kwargs)
-        if not 0 <= beta < 1:
-            raise UserError(f"model.beta = {beta}: must be from 0 to below 1")
+        require(mu >= 0, "model.mu", mu, "0 or more")
+        require(0 <= beta < 1, "model.beta", beta, "from 0 to below 1")
         self.mu, self.beta = mu, beta
 
     def local_step(

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from fl_lightning.ascent import SAM, Gradient
+from fl_lightning.errors import require
 from fl_lightning.objective import LocalObjective
 from fl_lightning.optim import Direction
 from fl_lightning.state import ClientContext, RoundContext, Slots, Uploads, Weighting
@@ -31,6 +32,7 @@ class FedCM(LocalObjective):
         self, net: nn.Module, alpha: float = 0.1, step: Literal["mean", "gf_repo"] = "mean", **kwargs: Any
     ) -> None:
         super().__init__(net, **kwargs)
+        require(0 < alpha <= 1, "model.alpha", alpha, "above 0 and at most 1")
         self.alpha, self.step = alpha, step
 
     def local_step(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning.ascent import Gradient
-from fl_lightning.errors import UserError
+from fl_lightning.errors import require
 from fl_lightning.flat import norm, to_radius
 from fl_lightning.objective import LocalObjective
 from fl_lightning.optim import Direction
@@ -48,8 +48,11 @@ class FedGF(LocalObjective):
         **kwargs: Any,
     ) -> None:
         super().__init__(net, ascent=None, **kwargs)
-        if W < 1 or (c is not None and not 0 <= c <= 1):
-            raise UserError(f"model.W = {W}, c = {c}: W is at least 1, c from 0 to 1 or null")
+        require(W >= 1, "model.W", W, "at least 1 round")
+        require(c is None or 0 <= c <= 1, "model.c", c, "from 0 to 1, or null for the adaptive one")
+        require(rho >= 0, "model.rho", rho, "a radius is 0 or more")
+        require(rho_g is None or rho_g >= 0, "model.rho_g", rho_g, "0 or more, or null for rho")
+        require(T_D >= 0, "model.T_D", T_D, "a distance is 0 or more")
         self.rho, self.rho_g = rho, rho if rho_g is None else rho_g
         self.T_D, self.W, self.c, self.window_warmup = T_D, W, c, window_warmup
         self.server_slots = {"w_tilde": "w0", "c": 0.0, "window": lambda w0: w0.new_zeros(W)}

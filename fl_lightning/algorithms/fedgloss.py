@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from fl_lightning.algorithms.feddyn import FedDyn
 from fl_lightning.ascent import SAM, warm_up
 from fl_lightning.drift import admm_dual
-from fl_lightning.errors import UserError
+from fl_lightning.errors import UserError, require
 from fl_lightning.flat import to_radius
 from fl_lightning.objective import LocalObjective
 from fl_lightning.state import ClientContext, RoundContext, Slots, Uploads, Weighting
@@ -50,6 +50,9 @@ class FedGloSS(FedDyn):
         **kwargs: Any,
     ) -> None:
         super().__init__(net, **kwargs)
+        require(rho >= 0, "model.rho", rho, "a radius is 0 or more")
+        require(warmup >= 0, "model.warmup", warmup, "0 rounds or more")
+        require(rho0 >= 0, "model.rho0", rho0, "a radius is 0 or more")
         self.rho, self.sigma_scale, self.sigma_ref = rho, sigma_scale, sigma_ref
         self.rho_schedule, self.warmup, self.rho0 = rho_schedule, warmup, rho0
 

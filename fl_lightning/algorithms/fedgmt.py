@@ -7,6 +7,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from fl_lightning.algorithms.feddyn import FedDyn
+from fl_lightning.errors import require
 from fl_lightning.losses import kl_to_teacher
 from fl_lightning.optim import Direction
 from fl_lightning.state import ClientContext, RoundContext, Slots, Uploads
@@ -40,6 +41,9 @@ class FedGMT(FedDyn):
         **kwargs: Any,
     ) -> None:
         super().__init__(net, beta, "squared", **kwargs)
+        require(gamma >= 0, "model.gamma", gamma, "0 or more")
+        require(tau > 0, "model.tau", tau, "above 0")
+        require(0 <= ema_alpha <= 1, "model.ema_alpha", ema_alpha, "from 0 to 1")
         self.gamma, self.tau, self.ema_alpha, self.kl_tau2 = gamma, tau, ema_alpha, kl_tau2
 
     def teacher(self, client: Slots, sent: Slots) -> Tensor:

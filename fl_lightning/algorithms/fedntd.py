@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fl_lightning.errors import require
 from fl_lightning.losses import kl_to_teacher, not_true
 from fl_lightning.objective import LocalObjective
 from fl_lightning.state import Slots
@@ -22,9 +23,12 @@ class FedNTD(LocalObjective):
     """
 
     paper = "Lee et al., NeurIPS 2022"
+    refers_to_received = True
 
     def __init__(self, net: nn.Module, gamma: float = 1.0, tau: float = 1.0, **kwargs: Any) -> None:
         super().__init__(net, **kwargs)
+        require(gamma >= 0, "model.gamma", gamma, "0 or more")
+        require(tau > 0, "model.tau", tau, "above 0")
         self.gamma, self.tau = gamma, tau
 
     def teacher(self, client: Slots, sent: Slots) -> Tensor:

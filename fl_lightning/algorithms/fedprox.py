@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from fl_lightning.ascent import Gradient
 from fl_lightning.drift import prox_pull
+from fl_lightning.errors import require
 from fl_lightning.objective import LocalObjective
 from fl_lightning.optim import Direction
 from fl_lightning.state import ClientContext, Slots
@@ -23,9 +24,11 @@ class FedProx(LocalObjective):
     """
 
     paper = "Li et al., MLSys 2020"
+    refers_to_received = True
 
     def __init__(self, net: nn.Module, mu: float = 0.01, **kwargs: Any) -> None:
         super().__init__(net, **kwargs)
+        require(mu >= 0, "model.mu", mu, "0 or more")
         self.mu = mu
 
     def local_step(

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from fl_lightning.algorithms.feddyn import FedDyn
 from fl_lightning.ascent import Gradient
+from fl_lightning.errors import require
 from fl_lightning.flat import to_radius
 from fl_lightning.objective import LocalObjective
 from fl_lightning.optim import Direction
@@ -40,6 +41,7 @@ class FedSMOO(FedDyn):
         **kwargs: Any,
     ) -> None:
         super().__init__(net, ascent=None, **kwargs)
+        require(rho >= 0, "model.rho", rho, "a radius is 0 or more")
         self.rho, self.s_agg = rho, s_agg
         self.base = FedDyn if use_dual else LocalObjective
         if not use_dual:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from fl_lightning.algorithms.feddyn import FedDyn
 from fl_lightning.ascent import Gradient
+from fl_lightning.errors import require
 from fl_lightning.flat import to_radius
 from fl_lightning.objective import LocalObjective
 from fl_lightning.optim import Direction
@@ -38,6 +39,8 @@ class FedSpeed(FedDyn):
         **kwargs: Any,
     ) -> None:
         super().__init__(net, ascent=None, **kwargs)
+        require(rho >= 0, "model.rho", rho, "a radius is 0 or more")
+        require(0 <= alpha <= 1, "model.alpha", alpha, "from 0 to 1")
         self.rho, self.alpha, self.dual_agg = rho, alpha, dual_agg
         if dual_agg == "active":
             self.server_slots, self.up = {}, ("w",)

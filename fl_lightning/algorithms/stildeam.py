@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fl_lightning.ascent import Gradient
+from fl_lightning.errors import require
 from fl_lightning.flat import to_radius
 from fl_lightning.objective import LocalObjective
 from fl_lightning.optim import Direction
@@ -30,6 +31,7 @@ class STildeAM(LocalObjective):
 
     def __init__(self, net: nn.Module, rho: float = 0.05, **kwargs: Any) -> None:
         super().__init__(net, ascent=None, **kwargs)
+        require(rho >= 0, "model.rho", rho, "a radius is 0 or more")
         self.rho = rho
 
     def local_step(

@@ -43,7 +43,6 @@ class Checkpoints(Callback):
             self._save(trainer)
 
     def on_exception(self, trainer: FederatedTrainer, error: BaseException) -> None:
-        if trainer.is_whole:
-            self._save(trainer)
+        self._save(trainer)
         if (trainer.run_dir / LAST).exists():
-            trainer.fabric.print(f"saved {trainer.run_dir / LAST}; go on with --ckpt_path last")
+            trainer.fabric.print(f"saved {trainer.run_dir / LAST}; `fit` goes on with --ckpt_path last")

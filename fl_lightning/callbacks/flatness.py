@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from fl_lightning.callbacks.base import Callback
-from fl_lightning.errors import UserError
+from fl_lightning.errors import require
 
 if TYPE_CHECKING:
     from fl_lightning.local import LocalResult
@@ -44,10 +44,15 @@ class FlatnessMonitor(Callback):
         iterations: int = 100,
         tol: float = 1e-3,
     ) -> None:
-        if every_n_rounds < 1 or rho <= 0:
-            raise UserError(
-                f"callbacks: FlatnessMonitor.every_n_rounds = {every_n_rounds}, rho = {rho}: at least 1, and above 0"
-            )
+        for name, value in (
+            ("every_n_rounds", every_n_rounds),
+            ("hessian_samples", hessian_samples),
+            ("sharpness_samples", sharpness_samples),
+            ("iterations", iterations),
+        ):
+            require(value is None or value >= 1, f"callbacks: FlatnessMonitor.{name}", value, "at least 1")
+        for name, number in (("rho", rho), ("tol", tol)):
+            require(number > 0, f"callbacks: FlatnessMonitor.{name}", number, "above 0")
         self.every_n_rounds, self.rho = every_n_rounds, rho
         self.hessian_samples, self.sharpness_samples = hessian_samples, sharpness_samples
         self.iterations, self.tol = iterations, tol

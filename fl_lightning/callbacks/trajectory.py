@@ -32,6 +32,11 @@ class Trajectory(Callback):
         self._now: dict[int, LocalResult] = {}
 
     def on_fit_start(self, trainer: FederatedTrainer) -> None:
+        for kept in (self.server, self.evaluated, self.local, self.client):
+            kept.clear()
+        self._append(trainer)
+
+    def _append(self, trainer: FederatedTrainer) -> None:
         self.server.append(trainer.server)
         self.evaluated.append(trainer.global_model)
 
@@ -39,7 +44,7 @@ class Trajectory(Callback):
         self._now[result.client] = result
 
     def on_round_end(self, trainer: FederatedTrainer) -> None:
-        self.on_fit_start(trainer)
+        self._append(trainer)
         self.local.append(self._now)
         self.client.append(trainer.clients.rows())
         self._now = {}

@@ -134,6 +134,8 @@ class FederatedDataModule(L.LightningDataModule, ABC):
         """Set ``val_indices``; return each client's."""
         y = self.y_train.numpy()
         n_val = round(self.val_fraction * len(y))
+        if self.val_fraction and not n_val:
+            raise UserError(f"data.val_fraction = {self.val_fraction} holds out nothing; use for example 0.1")
         val = stratified(y, n_val, numpy_generator(self.seed, "validation"))
         self.val_indices = torch.from_numpy(val)
         kept = np.setdiff1d(np.arange(len(y)), val)
