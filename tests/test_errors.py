@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,8 @@ import pytest
 import torch
 import yaml
 
+import fl_lightning
+from fl_lightning import DigitsMLP
 from tests.runs import DIGITS, cli, last, newest, process, run
 
 Complaint = Callable[..., str]
@@ -271,3 +274,33 @@ def test_as_people_see_it(tmp_path: Path) -> None:
     assert len(err.splitlines()) == 1
     shows(err, "error: ", "alpha", "-1")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("make", "key"),
+    [
+        *[(lambda a=a: getattr(fl_lightning, a)(DigitsMLP(), rho=-1), "rho = -1") for a in (
+            "FedSAM", "FedASAM", "FedGAMMA", "MoFedSAM", "FedSMOO", "FedSpeed", "FedGF", "FedGloSS", "NaiveFedGloSS",
+            "FedLESAM", "FedLESAMD", "FedLESAMS", "STildeAM",
+        )],
+        (lambda: fl_lightning.FedGMT(DigitsMLP(), tau=0), "model.tau = 0"),
+        (lambda: fl_lightning.FedGMTv2(DigitsMLP(), ema_alpha=2), "model.ema_alpha = 2"),
+        (lambda: fl_lightning.FedNTD(DigitsMLP(), gamma=-1), "model.gamma = -1"),
+        (lambda: fl_lightning.FedCM(DigitsMLP(), alpha=0), "model.alpha = 0"),
+        (lambda: fl_lightning.FedProx(DigitsMLP(), mu=-1), "model.mu = -1"),
+        (lambda: fl_lightning.AdaBest(DigitsMLP(), beta=1), "model.beta = 1"),
+        (lambda: fl_lightning.FedGF(DigitsMLP(), W=0), "model.W = 0"),
+        (lambda: fl_lightning.Adam(beta2=1.5), "model.server_update.beta2 = 1.5"),
+        (lambda: fl_lightning.Momentum(lr=0), "model.server_update.lr = 0"),
+        (lambda: fl_lightning.SWA(start=1.5), "model.averaging.start = 1.5"),
+        (lambda: fl_lightning.EMA(alpha=1), "model.averaging.alpha = 1"),
+        (lambda: fl_lightning.SAM(warmup=-1), "model.ascent.warmup = -1"),
+        (lambda: fl_lightning.FlatnessMonitor(hessian_samples=0), "FlatnessMonitor.hessian_samples = 0"),
+        (lambda: fl_lightning.FederatedTrainer(precision="64"), "trainer.precision = 64"),
+        (lambda: fl_lightning.FederatedTrainer(name="../x"), "trainer.name = ../x"),
+        (lambda: fl_lightning.Bernoulli(1e-9).check(1, 10), "trainer.sampler.p = 1e-09"),
+    ],
+)  # fmt: skip
+def test_settings_out_of_range(make: Any, key: str) -> None:
+    with pytest.raises(fl_lightning.UserError, match=re.escape(key)):
+        make()

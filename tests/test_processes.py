@@ -42,3 +42,28 @@ def test_two_processes(tmp_path: Path) -> None:
         assert [at for at, _ in logged[name]] == [at for at, _ in values] == [1, 2, 3, 4]
         tolerance = 1e-6 if name.startswith("server/") else 1e-9  # float32 sums over batches, by process
         assert [v for _, v in logged[name]] == pytest.approx([v for _, v in values], rel=tolerance), name
+
+
+FAULTY = """
+from fl_lightning.callbacks import Callback
+
+class FailOn(Callback):
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def on_local_end(self, trainer, result):
+        if result.ctx.t == 1 and trainer.fabric.global_rank == self.rank:
+            raise RuntimeError("a fault of one process")
+"""
+
+
+def test_a_fault_of_one_process_ends_all(tmp_path: Path) -> None:
+    """No process waits for one that is gone; what was done is saved."""
+    (tmp_path / "faulty.py").write_text(FAULTY)
+    args = ["--trainer.max_rounds=3", "--trainer.callbacks+=faulty.FailOn", "--trainer.callbacks.rank=0"]
+    two = ["--trainer.devices=2", "--trainer.strategy=ddp", f"--trainer.default_root_dir={tmp_path / 'two'}"]
+    with process(SCRIPT, "fit", "--model=FedAvg", *DIGITS, *args, *two, cwd=tmp_path) as child:
+        out, err = child.communicate(timeout=120)
+    assert child.returncode not in (0, None)
+    assert "a fault of one process" in out + err
+    assert int(state(newest(tmp_path / "two"))["round"]) == 1
