@@ -316,6 +316,7 @@ class FederatedTrainer:
         self.clients = ClientStore(model.client_rules(), w0)
         self.round, self.total_floats, self.metrics = 0, 0, {}
         self._logged: dict[str, float] = {}
+        self._n_mean = float(data.client_sizes.double().mean())
         if path is not None:
             checkpoint.check_identity(
                 path, restored["identity"], self._identity() if resume else self._model_identity()
@@ -459,8 +460,8 @@ class FederatedTrainer:
         """The context that a client trains in."""
         lr = self.objective.lr(ctx)
         steps = self.data.batches_per_client(client, self.local_epochs, self.local_steps)
-        n_k, n_mean = int(self.data.client_sizes[client]), float(self.data.client_sizes.double().mean())
-        return ClientContext(**vars(ctx), lr=lr, K=steps, k_lr=steps * lr, n_k=n_k, n_mean=n_mean)
+        n_k = int(self.data.client_sizes[client])
+        return ClientContext(**vars(ctx), lr=lr, K=steps, k_lr=steps * lr, n_k=n_k, n_mean=self._n_mean)
 
     def _train_client(self, client: int, sent: Slots, rows: Mapping[int, Slots], ctx: RoundContext) -> LocalResult:
         """Local training of one client, whose state in an earlier exchange of this round stands in ``rows``."""

@@ -68,7 +68,8 @@ class FlatnessMonitor(Callback):
     def on_local_end(self, trainer: FederatedTrainer, result: LocalResult) -> None:
         from fl_lightning.flatness import sharpness
 
-        if self._due and bool(torch.isfinite(result.w).all()):
+        final = result.ctx.exchange == trainer.objective.exchanges - 1  # the local models that the server's step is of
+        if self._due and final and bool(torch.isfinite(result.w).all()):
             started = time.perf_counter()
             batches = partial(trainer.data.client_eval_batches, result.client, trainer.dtype)
             rise = sharpness(trainer.objective.net, trainer.objective.loss, batches, self.rho, at=result.w)
