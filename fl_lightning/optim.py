@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from fl_lightning.errors import UserError
+from fl_lightning.errors import UserError, require
 from fl_lightning.flat import norm
 from fl_lightning.state import ClientContext, Slots
 
@@ -75,8 +75,7 @@ class SGD:
             ("clip", clip, clip is None or clip > 0, "must be above 0, or null for none"),
             ("lr_decay", lr_decay, lr_decay > 0, "must be above 0"),
         ):
-            if not ok:
-                raise UserError(f"model.optimizer.{key} = {value}: {remedy}")
+            require(ok, f"model.optimizer.{key}", value, remedy)
         self.lr, self.momentum, self.weight_decay = lr, momentum, weight_decay
         self.clip, self.lr_decay, self.schedule = clip, lr_decay, schedule
 

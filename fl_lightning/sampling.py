@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from fl_lightning.errors import UserError
+from fl_lightning.errors import UserError, require
 from fl_lightning.rng import numpy_generator
 
 
@@ -37,8 +37,7 @@ class Uniform(CohortSampler):
     """
 
     def __init__(self, clients_per_round: int = 10) -> None:
-        if clients_per_round < 1:
-            raise UserError(f"trainer.clients_per_round = {clients_per_round}: at least 1")
+        require(clients_per_round >= 1, "trainer.clients_per_round", clients_per_round, "at least 1")
         self.clients_per_round = clients_per_round
 
     def check(self, rounds: int, m: int) -> None:
@@ -61,8 +60,7 @@ class Bernoulli(CohortSampler):
     """
 
     def __init__(self, p: float = 0.1) -> None:
-        if not 0 < p <= 1:
-            raise UserError(f"trainer.sampler.p = {p}: must be above 0 and at most 1")
+        require(0 < p <= 1, "trainer.sampler.p", p, "must be above 0 and at most 1")
         self.p = p
 
     def check(self, rounds: int, m: int) -> None:

@@ -87,8 +87,7 @@ class FederatedTrainer:
             ("eval_every", eval_every),
             ("threads", threads),
         ):
-            if value is not None and value < 1:
-                raise UserError(f"trainer.{key} = {value}: at least 1")
+            require(value is None or value >= 1, f"trainer.{key}", value, "at least 1")
         choices = ("32-true", "64-true", "bf16-mixed")
         require(precision in choices, "trainer.precision", precision, f"choose from {', '.join(choices)}")
         require(name is None or ".." not in Path(name).parts, "trainer.name", name, "a folder below default_root_dir")
@@ -446,15 +445,10 @@ class FederatedTrainer:
             for split in ("val", "test") if self.data.val_fraction else ("test",):
                 self.log(self.evaluate(split))
         self.fabric.call("on_round_end", trainer=self)
-        self.fabric.call("on_round_logged", trainer=self, metrics=self._write_logs())
-
-    def _write_logs(self) -> dict[str, float]:
-        """Hand this round's metrics to the loggers, once."""
         metrics, self._logged = self._logged, {}
-        if metrics:
-            for logger in self.loggers:
-                logger.log_metrics(metrics=metrics, step=self.round)
-        return metrics
+        for logger in self.loggers:
+            logger.log_metrics(metrics=metrics, step=self.round)
+        self.fabric.call("on_round_logged", trainer=self, metrics=metrics)
 
     def client_context(self, client: int, ctx: RoundContext) -> ClientContext:
         """The context that a client trains in."""

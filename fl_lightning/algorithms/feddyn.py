@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from fl_lightning.ascent import Gradient
 from fl_lightning.drift import admm_dual, admm_pull
-from fl_lightning.errors import UserError
+from fl_lightning.errors import require
 from fl_lightning.flat import to_radius
 from fl_lightning.objective import LocalObjective
 from fl_lightning.optim import Direction
@@ -42,8 +42,7 @@ class FedDyn(LocalObjective):
         **kwargs: Any,
     ) -> None:
         super().__init__(net, **kwargs)
-        if beta <= 0:
-            raise UserError(f"model.beta = {beta}: must be above 0 (it is 1/alpha of FedDyn)")
+        require(beta > 0, "model.beta", beta, "must be above 0 (it is 1/alpha of FedDyn)")
         self.beta, self.prox = beta, prox
         if self.relaxed_init:
             self.up = (*self.up, "start")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from fl_lightning.callbacks.base import Callback
 from fl_lightning.checkpoint import LAST
-from fl_lightning.errors import UserError
+from fl_lightning.errors import require
 
 if TYPE_CHECKING:
     from fl_lightning.trainer import FederatedTrainer
@@ -22,8 +22,7 @@ class Checkpoints(Callback):
     """
 
     def __init__(self, every_n_rounds: int = 10, keep_all: bool = False) -> None:
-        if every_n_rounds < 1:
-            raise UserError(f"callbacks: Checkpoints.every_n_rounds = {every_n_rounds}: at least 1")
+        require(every_n_rounds >= 1, "callbacks: Checkpoints.every_n_rounds", every_n_rounds, "at least 1")
         self.every_n_rounds, self.keep_all = every_n_rounds, keep_all
         self._saved = -1
 
