@@ -53,7 +53,7 @@ class Epochs(L.Callback):
                 "time/round_s": seconds,
             }
         )
-        pl_module.flat.load(pl_module.net, w)  # what was measured has used the net
+        run.engine.net.move_to(w.clone())  # what was measured has used the net; it is trained in place
 
     def _context(self) -> RoundContext:
         run = self.federated
@@ -87,6 +87,7 @@ def train(federated: FederatedTrainer, model: LocalObjective, data: FederatedDat
         num_sanity_val_steps=0,
         limit_val_batches=0,
     )
+    federated.engine.net.move_to(federated.server.w.clone())  # trained in place
     with seeded(device, federated.seed, "centralized net"):  # for what the net draws itself
         trainer.fit(model, train_dataloaders=data.train_dataloader(federated.seed))
     model.to(device)  # lightning.Trainer leaves it on the CPU

@@ -73,6 +73,11 @@ def save(path: Path, checkpoint: dict[str, Any]) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
+    folder = os.open(path.parent, os.O_RDONLY)  # the new name, too, shall outlast the machine
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
 
 
 def load(path: Path) -> dict[str, Any]:

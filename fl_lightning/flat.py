@@ -78,22 +78,29 @@ class FlatSpec:
 
 
 class FlatNet:
-    """A module whose parameters and gradients are views of two flat buffers.
+    """A module that is moved from point to point of the weight space without a copy: its parameters become views.
 
-    Loading a point and reading a gradient are then one copy each, whatever the number of parameter tensors. The module
-    itself keeps working as ever.
-
-    Attributes:
-        w: Weights, ``(d,)``; writing into it moves the module.
-        g: Gradient, ``(d,)``; ``backward`` adds to it.
+    Args:
+        module: The module; its parameters' memory is exchanged, it keeps working as ever.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self.module = module
         self.spec = FlatSpec(module)
-        self.w = self.spec.vector(module)
-        self.g = torch.zeros_like(self.w)
-        weights, grads = self.spec.split(self.w), self.spec.split(self.g)
-        for name, p in zip(self.spec.names, self.spec.parameters(module), strict=True):
-            p.data = weights[name]
-            p.grad = grads[name]
+        self._parameters = list(self.spec.parameters(module))
+        self.move_to(self.spec.vector(module))
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.w.device
+
+    def move_to(self, w: Tensor) -> None:
+        """Make the module's weights views of ``w``, ``(d,)``; nobody may change it in place as long as they are."""
+        self.w = w
+        for p, part, shape in zip(self._parameters, torch.split(w, self.spec.numels), self.spec.shapes, strict=True):
+            p.data = part.view(shape)
+
+    def gradient(self, loss: Tensor) -> Tensor:
+        """Gradient of a scalar made by the module, ``(d,)``."""
+        grads = torch.autograd.grad(loss, self._parameters, materialize_grads=True)
+        return torch.cat([g.reshape(-1) for g in grads])

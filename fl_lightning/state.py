@@ -103,7 +103,7 @@ class RoundContext:
 
 @dataclass(frozen=True)
 class ClientContext(RoundContext):
-    """The same on a client.
+    """The same on a client; of several clients at once, what differs between them is ``(clients, 1)``.
 
     Attributes:
         lr: Learning rate of this round's local steps.
@@ -125,6 +125,7 @@ class Uploads:
 
     Attributes:
         n: Number of clients in the averages, S.
+        samples: Their samples.
         names: What was sent.
     """
 
@@ -134,23 +135,27 @@ class Uploads:
         self.n = 0
         self.samples = 0
         self._sums: dict[str, Tensor] = {}
-        self._weighted_sums: dict[str, Tensor] = {}
 
     def add(self, upload: Mapping[str, Tensor], samples: int) -> None:
         """Add one client's upload; in cohort order, so that sums do not depend on who trained whom."""
         self.n += 1
         self.samples += samples
         for name in self.names:
-            for sums, factor in ((self._sums, 1), (self._weighted_sums, samples)):
-                if name in sums:
-                    sums[name].add_(upload[name], alpha=factor)
-                else:
-                    sums[name] = upload[name] * factor
+            if name not in self._sums:
+                self._sums[name] = torch.stack([upload[name], upload[name] * samples])
+            else:
+                plain, weighted = self._sums[name]
+                plain.add_(upload[name])
+                weighted.add_(upload[name], alpha=samples)
+
+    def change(self, function: Callable[[str, Tensor | None], Tensor]) -> None:
+        """Exchange the sums ``(2, ...)``, plain and weighted by samples, of each name (None: nothing was added)."""
+        self._sums = {name: function(name, self._sums.get(name)) for name in self.names}
 
     def mean(self, name: str) -> Tensor:
         """Plain mean over the cohort: for duals, variates, perturbations and distances."""
-        return self._sums[name] / self.n
+        return self._sums[name][0] / self.n
 
     def weighted(self, name: str) -> Tensor:
         """Mean that follows ``weighting`` (by samples, or uniform): for models and pseudo-gradients."""
-        return self.mean(name) if self.weighting == "uniform" else self._weighted_sums[name] / self.samples
+        return self.mean(name) if self.weighting == "uniform" else self._sums[name][1] / self.samples

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -16,12 +17,13 @@ from lightning.fabric.loggers.logger import Logger
 from torch import Tensor
 from torchmetrics.classification import MulticlassAccuracy
 
-from fl_lightning import centralized, checkpoint
+from fl_lightning import centralized, checkpoint, engine, processes
 from fl_lightning.callbacks import Callback, Checkpoints, Curves, Progress
 from fl_lightning.clients import ClientStore
 from fl_lightning.data import FederatedDataModule
+from fl_lightning.data.minibatches import Minibatches
+from fl_lightning.engine import Job, LocalResult
 from fl_lightning.errors import UserError, require
-from fl_lightning.local import LocalResult, SequentialEngine
 from fl_lightning.loggers import CSVLogger, RunLogger
 from fl_lightning.objective import LocalObjective
 from fl_lightning.rng import generator
@@ -29,13 +31,17 @@ from fl_lightning.sampling import CohortSampler, Uniform
 from fl_lightning.state import ClientContext, RoundContext, Slots, Uploads
 
 Split = Literal["train", "val", "test"]
+EngineName = Literal["auto", "sequential", "batched", "graphed", "debug"]
+CLIENTS = "clients"
+"""Folder of a run where the clients' state goes that is too much for memory."""
+ENGINES: tuple[EngineName, ...] = ("auto", "sequential", "batched", "graphed", "debug")
 
 
 class FederatedTrainer:
     """Runs the rounds of a federated experiment on Lightning Fabric.
 
     Results depend on the seed and the config alone: neither on the number of processes nor on where a run was
-    interrupted.
+    interrupted. What engine "auto" takes, by the clock, stands in the config in the run folder: from there, to the bit.
 
     Args:
         max_rounds: Number of rounds, T.
@@ -50,7 +56,18 @@ class FederatedTrainer:
         devices: Number of devices (processes) per node.
         num_nodes: Number of nodes.
         precision: 32-true, 64-true, or bf16-mixed (float32 weights and state, bfloat16 forward passes).
+        tf32: Let an Nvidia GPU round the factors of float32 products to 10 bits of mantissa, which is much faster.
         threads: CPU threads of each process; null: what torch takes. Small nets run best with 1.
+        engine: How local training is run; the numbers are the same up to rounding. sequential: one client after
+            another; batched: all at once, by vmap; graphed: the same with the local step recorded and replayed, on a
+            GPU as a CUDA graph; debug: sequential, and it names the first value that is not finite; auto: what proves
+            quickest at the start.
+        client_block: Clients that the batched and graphed engines train at once; null: all of a process's share.
+        compile: Let the graphed engine compile its record, which takes up to a minute (less when it was done before)
+            and pays in long runs of tiny nets.
+        deterministic: With several processes, sum up in cohort order whatever came from whom, so that any number of
+            processes gives the same bits; otherwise one all-reduce for each uploaded name, which moves less.
+        client_memory: Memory for the clients' state between rounds, in GiB; what is beyond goes to the run folder.
         seed: Of everything drawn during the run: initial weights (from the command line), cohorts, minibatches.
         loggers: Further loggers beside ``metrics.csv``: WandbLogger, or one of Lightning's.
         callbacks: FlatnessMonitor, Trajectory, Checkpoints, ..., or your own.
@@ -72,7 +89,13 @@ class FederatedTrainer:
         devices: int | str = 1,
         num_nodes: int = 1,
         precision: Literal["32-true", "64-true", "bf16-mixed"] = "32-true",
+        tf32: bool = False,
         threads: int | None = None,
+        engine: EngineName = "auto",
+        client_block: int | None = None,
+        compile: bool = False,
+        deterministic: bool = True,
+        client_memory: float = 1.0,
         seed: int = 0,
         loggers: list[RunLogger | Logger] | None = None,
         callbacks: list[Callback] | None = None,
@@ -86,8 +109,12 @@ class FederatedTrainer:
             ("local_steps", local_steps),
             ("eval_every", eval_every),
             ("threads", threads),
+            ("client_block", client_block),
         ):
             require(value is None or value >= 1, f"trainer.{key}", value, "at least 1")
+        require(client_memory >= 0, "trainer.client_memory", client_memory, "GiB, 0 or more")
+        require(engine in ENGINES, "trainer.engine", engine, f"choose from {', '.join(ENGINES)}")
+        require(not compile or engine in ("graphed", "auto"), "trainer.compile", compile, "only with engine graphed")
         choices = ("32-true", "64-true", "bf16-mixed")
         require(precision in choices, "trainer.precision", precision, f"choose from {', '.join(choices)}")
         require(name is None or ".." not in Path(name).parts, "trainer.name", name, "a folder below default_root_dir")
@@ -98,8 +125,13 @@ class FederatedTrainer:
         self.callbacks = self._with_defaults(list(callbacks or ()), enable_progress_bar)
         self.loggers = [CSVLogger(), *(loggers or ())]
         self.precision = precision
+        self.engine_name: EngineName = engine
+        """The engine; "auto" until it has been chosen."""
+        self.client_block, self.compile = client_block, compile
+        self.deterministic, self.client_memory = deterministic, client_memory
         if threads is not None:
             torch.set_num_threads(threads)
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
         try:
             self.fabric = L.Fabric(
                 accelerator=accelerator,
@@ -123,6 +155,7 @@ class FederatedTrainer:
         self.metrics: dict[str, float] = {}
         """The latest value of every metric."""
         self._launched = False
+        self._undo: tuple[Slots, int, int, dict[str, float]] | None = None
 
     @staticmethod
     def _with_defaults(callbacks: list[Callback], progress: bool) -> list[Callback]:
@@ -150,6 +183,7 @@ class FederatedTrainer:
         restored = self._set_up(model, datamodule, path, resume=True)
         self.sampler.check(self.max_rounds, datamodule.num_clients)
         self._check_net()
+        self._choose_engine(restored.get("engine"))
         self._start_run(path, restored)
         with self._listened_to():
             while self.round < self.max_rounds:
@@ -176,7 +210,7 @@ class FederatedTrainer:
         self._start_run(None, {})
         with self._listened_to():
             centralized.train(self, model, datamodule)
-            self.engine = SequentialEngine(model, self.fabric.autocast)  # lightning.Trainer has moved the net about
+            self.engine = self._engine("sequential")  # lightning.Trainer has moved the net about
 
     @contextmanager
     def _listened_to(self) -> Iterator[None]:
@@ -185,13 +219,14 @@ class FederatedTrainer:
         try:
             self.fabric.call("on_fit_start", trainer=self)
             yield
-            self.objective.flat.load(self.objective.net, self.global_model)
+            self.engine.net.move_to(self.global_model.clone())
             self.fabric.call("on_fit_end", trainer=self)
             status = "success"
         except BaseException as error:
             self.fabric.call("on_exception", trainer=self, error=error)
             raise
         finally:
+            self.clients.close()
             for logger in self.loggers:
                 logger.finalize(status)
 
@@ -240,7 +275,12 @@ class FederatedTrainer:
         self.metrics = {**self.metrics, **metrics}
 
     def save_checkpoint(self, path: Path) -> None:
-        """Write everything that the run needs to go on as if it had never stopped (rank 0 writes)."""
+        """Write everything that the run needs to go on as if it had never stopped (rank 0 writes).
+
+        Args:
+            path: The file. Any but the run's last.ckpt stays valid when later ones are written.
+        """
+        kept = path != self.run_dir / checkpoint.LAST
         if self.fabric.is_global_zero:
             weights = self.objective.flat.split(self.global_model.cpu())
             checkpoint.save(
@@ -250,13 +290,16 @@ class FederatedTrainer:
                     "identity": self._identity(),
                     "state_dict": {f"net.{name}": value.clone() for name, value in weights.items()},
                     "server": {name: value.cpu() for name, value in self.server.items()},
-                    "clients": self.clients.state_dict(),
+                    "clients": self.clients.state_dict(pin=kept),
+                    "engine": self.engine_name,
                     "total_floats": self.total_floats,
                     "metrics": self.metrics,
                     "loggers": {type(x).__name__: x.state_dict() for x in self.loggers if isinstance(x, RunLogger)},
                     "callbacks": {type(x).__name__: x.state_dict() for x in self.callbacks},
                 },
             )
+            self.clients.saved()
+        self._undo = None  # what has been saved is not taken back
 
     def _identity(self) -> dict[str, Any]:
         """What must be the same when a run is resumed, by config key."""
@@ -308,11 +351,14 @@ class FederatedTrainer:
         data.setup("fit")
         data.to(fabric.device)
         model.to(device=fabric.device, dtype=self.dtype)
-        self.engine = SequentialEngine(model, fabric.autocast)
+        self.engine = self._engine("sequential")
         # through the CPU: what is broadcast keeps the device of rank 0
         w0 = fabric.broadcast(self.engine.net.w.cpu()).to(fabric.device, copy=True)
         self.server = Slots({"w": w0, **Slots.first(model.server_rules(), w0, w0)})
-        self.clients = ClientStore(model.client_rules(), w0)
+        self.clients = ClientStore(model.client_rules(), w0, self.client_memory)
+        self._layouts: dict[int, dict[str, list[int]]] = {}
+        self._shapes: dict[str, list[int]] | None = None
+        self._undo = None
         self.round, self.total_floats, self.metrics = 0, 0, {}
         self._logged: dict[str, float] = {}
         self._n_mean = float(data.client_sizes.double().mean())
@@ -321,7 +367,9 @@ class FederatedTrainer:
                 path, restored["identity"], self._identity() if resume else self._model_identity()
             )
             self.server = Slots({name: value.to(w0) for name, value in restored["server"].items()})
-            self.clients.load_state_dict(restored["clients"])
+            if resume and fabric.is_global_zero:  # which keeps the clients' state
+                self.clients.load_state_dict(restored["clients"], path.parent.parent / CLIENTS)
+            self.clients.w0 = restored["clients"]["w0"].to(w0)
             self.round, self.total_floats = restored["round"], restored["total_floats"]
             if resume and self.round > self.max_rounds:
                 raise UserError(
@@ -329,6 +377,44 @@ class FederatedTrainer:
                 )
             self.metrics = restored["metrics"]
         return restored
+
+    def _engine(self, name: EngineName) -> engine.Engine:
+        """An engine by name."""
+        return engine.make(name, self.objective, self.fabric.autocast, self.client_block, self.compile)
+
+    def _choose_engine(self, chosen: EngineName | None) -> None:
+        """Make the engine; "auto" takes that of the checkpoint, or measures on rank 0."""
+        sequential = self.engine
+        if self.engine_name == "auto":
+            reason = ""
+            if chosen is None and self.round < self.max_rounds:
+                if self.fabric.is_global_zero:
+                    rounds = (self.max_rounds - self.round) * self.objective.exchanges
+                    chosen, reason = engine.choose(self._engine, self._sample_jobs(), rounds, self.compile)
+                chosen, reason = self.fabric.broadcast((chosen, reason))
+            self.engine_name = chosen or "sequential"
+            if reason:
+                self.fabric.print(f"engine: {self.engine_name} ({reason})")
+            self.engine = self._engine(self.engine_name)
+        else:
+            self.engine = self._engine(self.engine_name)
+            if self.engine_name in ("batched", "graphed") and self.round < self.max_rounds:
+                engine.check(self.engine, sequential, self._sample_jobs())
+        if self.config:
+            self.config = {**self.config, "trainer": {**self.config["trainer"], "engine": self.engine_name}}
+
+    def _sample_jobs(self) -> list[Job]:
+        """What the first process would train in the next round; clients are taken as if they were never seen."""
+        objective, m = self.objective, self.data.num_clients
+        ctx = RoundContext(self.round, self.max_rounds, m, objective.flat)
+        cohort = self.sampler(self.round, m, self.seed)
+        sent = objective.broadcast(self.server, ctx).only(objective.down)
+        contexts = [self.client_context(k, ctx) for k in cohort]
+        state = Slots.first({**self.clients.rules, **objective.scratch_slots}, self.clients.w0, sent.w)
+        return [
+            Job(cohort[p], state, sent, contexts[p], self._minibatches(cohort[p], contexts[p]), self.seed)
+            for p in processes.shares([c.K for c in contexts], self.fabric.world_size)[0]
+        ]
 
     def _start_run(self, path: Path | None, restored: dict[str, Any]) -> None:
         """Open the run folder and the logs."""
@@ -338,6 +424,7 @@ class FederatedTrainer:
             self.run_dir = Path(str(fabric.broadcast(new)))
         else:
             self.run_dir = checkpoint.run_dir_of(path)
+        self.clients.open(self.run_dir / CLIENTS)
         if self.config and fabric.is_global_zero:
             (self.run_dir / "config.yaml").write_text(yaml.safe_dump(self.config, sort_keys=False))
         for callback in self.callbacks:
@@ -386,7 +473,7 @@ class FederatedTrainer:
 
         A round that breaks off, be it while it is measured, leaves the state as it was; on resume it is run again.
         """
-        started, self._listening = time.perf_counter(), 0.0
+        started, self._training, self._listening = time.perf_counter(), 0.0, 0.0
         objective, fabric, t, m = self.objective, self.fabric, self.round, self.data.num_clients
         cohort = self.sampler(t, m, self.seed)
         server, rows, floats, refused = self.server, dict[int, Slots](), 0, 0
@@ -395,27 +482,21 @@ class FederatedTrainer:
             if exchange == 0:
                 fabric.call("on_round_start", trainer=self, ctx=ctx, cohort=cohort)
             sent = objective.broadcast(server, ctx).only(objective.down)
-            mine = cohort[fabric.global_rank :: fabric.world_size]
-            results = self._exchange([self._train_client(k, sent, rows, ctx) for k in mine], cohort, sent, ctx)
-            accepted = [r for r in results if r.slots.only(self.clients.rules).finite() and Slots(r.upload).finite()]
-            refused += len(results) - len(accepted)
-            uploads = Uploads(objective.up, objective.weighting)
-            for r in accepted:
-                k_lr = server.w.new_full((1,), r.ctx.k_lr)
-                uploads.add({**r.upload, "k_lr": k_lr}, r.ctx.n_k)
-                rows[r.client] = r.slots.only(self.clients.rules)
-            after = objective.server_step(server, sent, uploads, ctx) if accepted else None
+            uploads, losses = self._train_cohort(cohort, sent, rows, ctx)
+            refused += len(cohort) - uploads.n
+            after = objective.server_step(server, sent, uploads, ctx) if uploads.n else None
             if after is None or not after.finite():
                 raise UserError(
-                    f"round {t + 1}: {'the new global state' if accepted else 'every upload'} is not finite, training "
-                    "has diverged; lower model.optimizer.lr or set model.optimizer.clip"
+                    f"round {t + 1}: {'the new global state' if uploads.n else 'every upload'} is not finite, training "
+                    "has diverged; lower model.optimizer.lr or set model.optimizer.clip, or find where it begins with "
+                    "trainer.engine = debug"
                 )
             server = after
-            floats += sum(v.numel() for v in (*sent.values(), *results[0].upload.values())) * len(cohort)
+            uploaded = sum(math.prod(shape) for shape in self._layouts[exchange].values())
+            floats += (sum(v.numel() for v in sent.values()) + uploaded) * len(cohort)
         server = objective.finish_round(server, self.server, ctx)
 
-        before = self.server, self.round, self.total_floats, self.metrics
-        kept = {client: self.clients.row(client) for client in rows}
+        self._undo = self.server, self.round, self.total_floats, self.metrics
         try:
             self.server, self.round, self.total_floats = server, self.round + 1, self.total_floats + floats
             self.clients.scatter(rows)
@@ -424,19 +505,159 @@ class FederatedTrainer:
             seconds = time.perf_counter() - started - self._listening
             self.close_round(
                 {
-                    "client/train/loss": float(torch.stack([r.loss for r in results]).mean()),
+                    "client/train/loss": float(losses.mean()),
                     "client/refused": refused,
-                    "client/lr": results[0].ctx.lr,
+                    "client/lr": objective.lr(ctx),
                     "comm/total_bits": self.total_floats * sent.w.element_size() * 8,
                     "time/round_s": seconds,
+                    "time/orchestration_s": seconds - self._training,
                     "time/clients_per_s": len(cohort) / seconds,
                 }
             )
         except BaseException:
-            self.server, self.round, self.total_floats, self.metrics = before
-            self.clients.scatter(kept)
+            if self._undo is not None:
+                self.server, self.round, self.total_floats, self.metrics = self._undo
+                self.clients.undo()
             self._logged = {}
             raise
+        self.clients.settle()
+
+    def _train_cohort(
+        self, cohort: list[int], sent: Slots, rows: dict[int, Slots], ctx: RoundContext
+    ) -> tuple[Uploads, Tensor]:
+        """Local training of a cohort, each process its share.
+
+        Args:
+            cohort: Ids of the clients.
+            sent: What they receive.
+            rows: On rank 0 the clients' states in this round so far, to which the new ones are added.
+            ctx: Where the round stands.
+
+        Returns:
+            Averages of what is finite, and the loss of each client, ``(cohort,)``: the same on every process.
+        """
+        fabric, objective = self.fabric, self.objective
+        contexts = [self.client_context(k, ctx) for k in cohort]
+        parts = processes.shares([c.K for c in contexts], fabric.world_size)
+        jobs = self._jobs(cohort, contexts, parts, sent, rows)
+        if fabric.is_global_zero and ctx.t + 1 < ctx.rounds and ctx.exchange == objective.exchanges - 1:
+            self.clients.read_ahead(self.sampler(ctx.t + 1, ctx.m, self.seed))
+        results = []
+        local = iter(self.engine.train(jobs))
+        while True:
+            before = time.perf_counter()
+            result = next(local, None)
+            now = time.perf_counter()
+            self._training += now - before
+            if result is None:
+                break
+            for callback in self.callbacks:  # fabric.call inspects signatures, too slow for once a client
+                callback.on_local_end(self, result)
+            self._listening += time.perf_counter() - now
+            results.append(result)
+        return self._aggregate(cohort, contexts, parts, results, rows, sent.w, ctx.exchange)
+
+    def _aggregate(
+        self,
+        cohort: list[int],
+        contexts: list[ClientContext],
+        parts: list[list[int]],
+        results: list[LocalResult],
+        rows: dict[int, Slots],
+        like: Tensor,
+        exchange: int,
+    ) -> tuple[Uploads, Tensor]:
+        fabric, objective = self.fabric, self.objective
+        if exchange not in self._layouts:  # rank 0 always trains somebody
+            layout = {name: list(v.shape) for name, v in results[0].upload.items()} if results else {}
+            self._layouts[exchange] = fabric.broadcast(layout)
+        layout = self._layouts[exchange]
+        told = torch.zeros(2, len(cohort), dtype=torch.float64, device=like.device)  # is it finite, and the loss
+        mine = torch.tensor(parts[fabric.global_rank], device=like.device)
+        if results:
+            finite = torch.tensor([float(r.finite) for r in results], device=like.device)
+            told[:, mine] = torch.stack([finite, torch.stack([r.loss for r in results])]).double()
+        if fabric.world_size > 1:
+            torch.distributed.all_reduce(told)
+        accepted = [bool(x) for x in told[0].tolist()]
+
+        uploads = Uploads(objective.up, objective.weighting)
+        gathered = self.deterministic or fabric.world_size == 1
+        if gathered:
+            columns = {
+                name: processes.gather(fabric, [r.upload[name] for r in results], parts, shape, like)
+                for name, shape in layout.items()
+            }
+            ours = range(len(cohort)) if fabric.is_global_zero else range(0)
+        else:
+            columns = {name: [r.upload[name] for r in results] for name in layout}
+            ours = range(len(results))
+        for i in ours:
+            position = i if gathered else parts[fabric.global_rank][i]
+            if accepted[position]:
+                k_lr = like.new_full((1,), contexts[position].k_lr)
+                upload = {**{name: column[i] for name, column in columns.items()}, "k_lr": k_lr}
+                uploads.add(upload, contexts[position].n_k)
+        if sum(accepted):
+            processes.reduce(fabric, uploads, {**layout, "k_lr": [1]}, like, self.deterministic)
+
+        shapes = self._row_shapes(like)
+        slots = {
+            name: processes.gather(fabric, [r.slots[name] for r in results], parts, shape, like)
+            for name, shape in shapes.items()
+        }
+        if fabric.is_global_zero and shapes:
+            for position, client in enumerate(cohort):
+                if accepted[position]:
+                    rows[client] = Slots({name: column[position] for name, column in slots.items()})
+        return uploads, told[1]
+
+    def _jobs(
+        self,
+        cohort: list[int],
+        contexts: list[ClientContext],
+        parts: list[list[int]],
+        sent: Slots,
+        rows: Mapping[int, Slots],
+    ) -> list[Job]:
+        """What this process trains; rank 0 keeps the clients' state and sends the rows."""
+        fabric, like = self.fabric, sent.w
+        mine = parts[fabric.global_rank]
+        scratch = self.objective.scratch_slots
+        if fabric.world_size == 1:
+            states = [self.clients.gather(k, like, scratch, rows.get(k)) for k in cohort]
+        else:
+            kept = [self.clients.gather(k, like, {}, rows.get(k)) for k in cohort] if fabric.is_global_zero else []
+            columns = {
+                name: processes.scatter(
+                    fabric, torch.stack([k[name] for k in kept]) if kept else None, parts, shape, like
+                )
+                for name, shape in self._row_shapes(like).items()
+            }
+            fresh = Slots.first(scratch, self.clients.w0, like)
+            states = [Slots({**{n: c[i] for n, c in columns.items()}, **fresh}) for i in range(len(mine))]
+        return [
+            Job(cohort[p], state, sent, contexts[p], self._minibatches(cohort[p], contexts[p]), self.seed)
+            for p, state in zip(mine, states, strict=True)
+        ]
+
+    def _row_shapes(self, like: Tensor) -> dict[str, list[int]]:
+        """Shapes of the slots that a client keeps."""
+        if self._shapes is None:
+            first = Slots.first(self.clients.rules, self.clients.w0, like)
+            self._shapes = {name: list(v.shape) for name, v in first.items()}
+        return self._shapes
+
+    def _minibatches(self, client: int, ctx: RoundContext) -> Minibatches:
+        draw = generator(self.seed, "batches", ctx.t, ctx.exchange, client)
+        return self.data.client_batches(client, self.local_epochs, self.local_steps, draw, self.dtype)
+
+    def client_context(self, client: int, ctx: RoundContext) -> ClientContext:
+        """The context that a client trains in."""
+        lr = self.objective.lr(ctx)
+        steps = self.data.batches_per_client(client, self.local_epochs, self.local_steps)
+        n_k = int(self.data.client_sizes[client])
+        return ClientContext(**vars(ctx), lr=lr, K=steps, k_lr=steps * lr, n_k=n_k, n_mean=self._n_mean)
 
     def close_round(self, metrics: dict[str, float]) -> None:
         """A round's state is there: log ``metrics``, evaluate if it is time, let callbacks and loggers see it."""
@@ -449,48 +670,6 @@ class FederatedTrainer:
         for logger in self.loggers:
             logger.log_metrics(metrics=metrics, step=self.round)
         self.fabric.call("on_round_logged", trainer=self, metrics=metrics)
-
-    def client_context(self, client: int, ctx: RoundContext) -> ClientContext:
-        """The context that a client trains in."""
-        lr = self.objective.lr(ctx)
-        steps = self.data.batches_per_client(client, self.local_epochs, self.local_steps)
-        n_k = int(self.data.client_sizes[client])
-        return ClientContext(**vars(ctx), lr=lr, K=steps, k_lr=steps * lr, n_k=n_k, n_mean=self._n_mean)
-
-    def _train_client(self, client: int, sent: Slots, rows: Mapping[int, Slots], ctx: RoundContext) -> LocalResult:
-        """Local training of one client, whose state in an earlier exchange of this round stands in ``rows``."""
-        draw = generator(self.seed, "batches", ctx.t, ctx.exchange, client)
-        batches = self.data.client_batches(client, self.local_epochs, self.local_steps, draw, self.dtype)
-        state = self.clients.gather(client, sent.w, self.objective.scratch_slots, rows.get(client))
-        result = self.engine.train(client, state, sent, batches, self.client_context(client, ctx), self.seed)
-        started = time.perf_counter()
-        for callback in self.callbacks:  # fabric.call inspects signatures, too slow for once a client
-            callback.on_local_end(self, result)
-        self._listening += time.perf_counter() - started
-        return result
-
-    def _exchange(
-        self, share: list[LocalResult], cohort: list[int], sent: Slots, ctx: RoundContext
-    ) -> list[LocalResult]:
-        """Every process's results on every process, in cohort order: then sums do not depend on who trained whom."""
-        fabric = self.fabric
-        if fabric.world_size == 1:
-            return share
-        keep = self.clients.rules
-        # rank 0 always has a client, so it knows the layout of a result as one row
-        layout: dict[str, int] = {n: v.numel() for n, v in share[0].parts(keep).items()} if share else {}
-        layout = fabric.broadcast(layout)
-        rows = sent.w.new_zeros(-(-len(cohort) // fabric.world_size), sum(layout.values()))
-        for row, result in zip(rows, share, strict=False):
-            torch.cat(list(result.parts(keep).values()), out=row)
-        gathered = fabric.all_gather(rows)
-        assert isinstance(gathered, Tensor)
-        results = []
-        for i, client in enumerate(cohort):
-            row = gathered[i % fabric.world_size, i // fabric.world_size]
-            parts = dict(zip(layout, torch.split(row, list(layout.values())), strict=True))
-            results.append(LocalResult.of_parts(client, parts, self.client_context(client, ctx)))
-        return results
 
     # Evaluation
 

@@ -64,6 +64,7 @@ class Golden:
             "local_steps": 3,
             "precision": "64-true" if dtype == np.float64 else "32-true",
             "accelerator": "cpu",
+            "engine": "sequential",
             "enable_progress_bar": False,
             "default_root_dir": str(self.folder),
         }

@@ -27,6 +27,7 @@ DIGITS = [
     "--trainer.max_rounds=2",
     "--trainer.accelerator=cpu",
     "--trainer.threads=1",
+    "--trainer.engine=sequential",
     "--trainer.enable_progress_bar=false",
 ]
 """Six clients with 240 digits each, three a round; 610 weights."""
@@ -59,7 +60,7 @@ def state(folder: Path) -> dict[str, torch.Tensor]:
     """Every tensor that the last checkpoint of a run folder holds, by name."""
     found = last(folder)
     clients = found["clients"]
-    tensors = {"ids": torch.tensor(clients["ids"]), "round": torch.tensor(found["round"]), **found["state_dict"]}
+    tensors = {"ids": torch.as_tensor(clients["ids"]), "round": torch.tensor(found["round"]), **found["state_dict"]}
     tensors |= {f"server.{name}": value for name, value in found["server"].items()}
     return tensors | {f"client.{name}": value for name, value in clients["rows"].items()}
 

@@ -42,7 +42,7 @@ def test_a_row_a_round(logged: Path) -> None:
     every, evaluated, measured = [1, 2, 3, 4, 5], [2, 4, 5], [3, 5]
     assert rounds == {
         **dict.fromkeys(("client/train/loss", "client/refused", "client/lr", "comm/total_bits"), every),
-        **dict.fromkeys(("time/round_s", "time/clients_per_s"), every),
+        **dict.fromkeys(("time/round_s", "time/orchestration_s", "time/clients_per_s"), every),
         **dict.fromkeys(("server/test/acc", "server/test/loss", "server/val/acc", "server/val/loss"), evaluated),
         **dict.fromkeys(("flatness/lambda_max", "flatness/lambda_max_residual", "flatness/discrepancy"), measured),
         **dict.fromkeys(("flatness/sharpness_global", "flatness/sharpness_local", "time/flatness_s"), measured),

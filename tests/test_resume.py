@@ -67,7 +67,8 @@ def make(name: str) -> LocalObjective:
 def fit(root: Path, name: str, *more: Callback, ckpt_path: str | None = None, **options: Any) -> Path:
     data = Digits(num_clients=6, batch_size=32, partition=Dirichlet(1.0))
     trainer = FederatedTrainer(
-        **{"max_rounds": ROUNDS, "clients_per_round": 3, "accelerator": "cpu", "threads": 1, **options},
+        **{"max_rounds": ROUNDS, "clients_per_round": 3, "accelerator": "cpu", "threads": 1, "engine": "sequential"}
+        | options,
         callbacks=[Checkpoints(every_n_rounds=2), FlatnessMonitor(2, hessian_samples=100), NoCurves(), *more],
         default_root_dir=str(root),
         enable_progress_bar=False,
@@ -78,7 +79,7 @@ def fit(root: Path, name: str, *more: Callback, ckpt_path: str | None = None, **
 
 @pytest.mark.parametrize("name", [*algorithms.__all__, "everything"])
 def test_same_bits(name: str, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"sampler": Bernoulli(0.5), "precision": "64-true"} if name == "everything" else {}
+    options: dict[str, Any] = {"sampler": Bernoulli(0.5), "engine": "graphed"} if name == "everything" else {}
     whole = fit(tmp_path / "whole", name, **options)
     with pytest.raises(KeyboardInterrupt):
         fit(tmp_path / "broken", name, Stop(3, KeyboardInterrupt), **options)

@@ -35,7 +35,7 @@ from fl_lightning import (
     algorithms,
 )
 from fl_lightning.clients import ClientStore
-from fl_lightning.local import LocalResult
+from fl_lightning.engine import LocalResult
 from fl_lightning.losses import kl_to_teacher
 from fl_lightning.optim import Cosine
 from fl_lightning.state import ClientContext, Slots
@@ -373,14 +373,6 @@ def test_a_loss_that_is_not_a_number_is_told(golden: Golden) -> None:
 
     fit, _ = golden.run(FedAvg(net=golden.net(), loss=Odd()), sampler=Trace([[0]]), max_rounds=1)
     assert str(fit.metrics["server/test/loss"]) == "nan"
-
-
-def test_rows_of_an_exchange_hold_nothing_else() -> None:
-    gathered = torch.zeros(1000)
-    parts = {"loss": gathered[:1], "w": gathered[1:4], "upload.w": gathered[1:4], "slot.c": gathered[4:7]}
-    flat: Any = None
-    result = LocalResult.of_parts(0, parts, ClientContext(t=0, rounds=1, m=1, flat=flat))
-    assert result.slots.c.untyped_storage().nbytes() == 12
 
 
 def test_distillation_in_bfloat16_is_taken_in_float32() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fl_lightning.local import LocalResult
+    from fl_lightning.engine import LocalResult
     from fl_lightning.state import RoundContext
     from fl_lightning.trainer import FederatedTrainer
 

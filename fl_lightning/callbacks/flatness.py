@@ -12,7 +12,7 @@ from fl_lightning.callbacks.base import Callback
 from fl_lightning.errors import require
 
 if TYPE_CHECKING:
-    from fl_lightning.local import LocalResult
+    from fl_lightning.engine import LocalResult
     from fl_lightning.state import RoundContext
     from fl_lightning.trainer import FederatedTrainer
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from fl_lightning.callbacks.base import Callback
 
 if TYPE_CHECKING:
-    from fl_lightning.local import LocalResult
+    from fl_lightning.engine import LocalResult
     from fl_lightning.state import Slots
     from fl_lightning.trainer import FederatedTrainer
 

@@ -6,14 +6,16 @@ import hashlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import lightning as L
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fl_lightning.data.augment import Augment
+from fl_lightning.data.minibatches import Minibatches
 from fl_lightning.data.partition import IID, Partition
 from fl_lightning.data.tensors import check_pairs, inputs, labels, stratified
 from fl_lightning.errors import UserError
@@ -57,7 +59,7 @@ class FederatedDataModule(L.LightningDataModule, ABC):
     """Value of a uint8 pixel that becomes 1.0."""
     num_classes: int
     input_shape: tuple[int, ...]
-    clients: list[Tensor]
+    clients: Division
     client_sizes: Tensor
 
     def __init__(
@@ -112,13 +114,17 @@ class FederatedDataModule(L.LightningDataModule, ABC):
         x_train, y_train, x_test, y_test = self.load()
         self.x_train, self.y_train = inputs("x_train", x_train), labels("y_train", y_train)
         self.x_test, self.y_test = inputs("x_test", x_test), labels("y_test", y_test)
+        if self.x_train.ndim == 4:  # convolutions are quicker with the channels last in memory
+            self.x_train, self.x_test = (
+                x.contiguous(memory_format=torch.channels_last) for x in (self.x_train, self.x_test)
+            )
         check_pairs(self.x_train, self.y_train, self.x_test, self.y_test)
         self.num_classes = int(self.y_train.max()) + 1
         self.input_shape = tuple(self.x_train.shape[1:])
         self._check_settings()
-        self.clients = self._divide()
-        self.client_sizes = torch.tensor([len(part) for part in self.clients])
-        self._train_indices = torch.cat(self.clients).sort().values
+        self.clients = Division(self._divide())
+        self.client_sizes = self.clients.sizes
+        self._train_indices = self.clients.indices.sort().values
         self._is_set_up = True
 
     def _check_settings(self) -> None:
@@ -130,7 +136,7 @@ class FederatedDataModule(L.LightningDataModule, ABC):
                     f"{key}: {len(values)} values for samples of shape {self.input_shape}; give one, or one per channel"
                 )
 
-    def _divide(self) -> list[Tensor]:
+    def _divide(self) -> list[NDArray[np.int64]]:
         """Set ``val_indices``; return each client's."""
         y = self.y_train.numpy()
         n_val = round(self.val_fraction * len(y))
@@ -145,7 +151,7 @@ class FederatedDataModule(L.LightningDataModule, ABC):
             )
         if not self.partition.fixed:
             parts = self.partition(y[kept], self.num_clients, self.num_classes, self.seed)
-            return [torch.from_numpy(kept[part]) for part in parts]
+            return [kept[part] for part in parts]
         parts = self.partition(y, self.num_clients, self.num_classes, self.seed)
         parts = [part[~np.isin(part, val)] for part in parts]
         for client, part in enumerate(parts):
@@ -153,7 +159,7 @@ class FederatedDataModule(L.LightningDataModule, ABC):
                 raise UserError(
                     f"data.val_fraction = {self.val_fraction} takes all data of client {client}; use a smaller one"
                 )
-        return [torch.from_numpy(part) for part in parts]
+        return parts
 
     def to(self, device: torch.device | str) -> Self:
         """Move the stored data to ``device``, where batches are then made."""
@@ -172,7 +178,7 @@ class FederatedDataModule(L.LightningDataModule, ABC):
 
     def client_batches(
         self, client: int, epochs: int, steps: int | None, generator: torch.Generator, dtype: torch.dtype
-    ) -> Iterator[Batch]:
+    ) -> Minibatches:
         """Training batches of one client: shuffled anew in every epoch, augmented, scaled, made as they are asked for.
 
         Args:
@@ -183,23 +189,45 @@ class FederatedDataModule(L.LightningDataModule, ABC):
             dtype: Floating dtype of the samples.
         """
         count = self.batches_per_client(client, epochs, steps)
-        return self._training_batches(self.clients[client], count, generator, dtype)
+        return self._minibatches(self.clients[client], count, generator, dtype)
 
-    def _training_batches(
-        self, indices: Tensor, count: int, generator: torch.Generator, dtype: torch.dtype
-    ) -> Iterator[Batch]:
-        size = self.batch_size or len(indices)
-        per_epoch = self._batches_per_epoch(len(indices))
-        order = indices.to(self.device)
-        for step in range(count):
-            at = step % per_epoch
-            if at == 0 and self.batch_size is not None:
-                order = indices[torch.randperm(len(indices), generator=generator)].to(self.device)
-            batch = order[at * size : (at + 1) * size]
-            x = self.x_train[batch]
-            if self.augment is not None:
-                x = self.augment(x, generator)
-            yield self._scaled(x, dtype), self.y_train[batch]
+    def _minibatches(self, indices: Tensor, count: int, generator: torch.Generator, dtype: torch.dtype) -> Minibatches:
+        n, size = len(indices), self.batch_size or len(indices)
+        per_epoch = self._batches_per_epoch(n)
+        sizes = ([size] * (per_epoch - 1) + [n - size * (per_epoch - 1)]) * math.ceil(count / per_epoch)
+        if self.batch_size is None:
+            order = indices.repeat(count)
+        else:
+            epochs = range(math.ceil(count / per_epoch))
+            order = torch.cat([indices[torch.randperm(n, generator=generator)] for _ in epochs])
+        sizes = sizes[:count]
+        draws = {} if self.augment is None else self.augment.draw(sizes, generator)
+        return Minibatches(self, order[: sum(sizes)], sizes, draws, dtype)
+
+    def samples(self, indices: Tensor, draws: dict[str, Tensor], dtype: torch.dtype) -> Batch:
+        """Training samples, augmented by what was drawn for them and scaled, on the device of the data.
+
+        Args:
+            indices: Which, ``(n,)``.
+            draws: By `Augment.draw`, ``(n, ...)`` by name; empty for none.
+            dtype: Floating dtype of the samples.
+        """
+        indices = indices.to(self.device)
+        x = self._gather(self.x_train, indices)
+        if self.augment is not None and draws:
+            x = self.augment(x, draws)
+        return self._scaled(x, dtype), self.y_train[indices]
+
+    def sample_bytes(self, dtype: torch.dtype) -> int:
+        """Memory of one sample."""
+        return max(1, math.prod(self.input_shape) * dtype.itemsize)
+
+    @staticmethod
+    def _gather(x: Tensor, indices: Tensor) -> Tensor:
+        """Rows of ``x``; images stay channels_last."""
+        if x.ndim != 4:
+            return x[indices]
+        return x.permute(0, 2, 3, 1)[indices].permute(0, 3, 1, 2)
 
     def _batches_per_epoch(self, n: int) -> int:
         return 1 if self.batch_size is None else math.ceil(n / self.batch_size)
@@ -256,7 +284,7 @@ class FederatedDataModule(L.LightningDataModule, ABC):
         indices = indices.to(self.device)
         for start in range(0, len(indices), self.eval_batch_size):
             part = indices[start : start + self.eval_batch_size]
-            yield self._scaled(x[part], dtype), y[part]
+            yield self._scaled(self._gather(x, part), dtype), y[part]
 
     def sample_indices(self, n: int | None, seed: int | None = None) -> Tensor:
         """A fixed stratified sample of the union of the clients' data, as sorted indices into the training data.
@@ -285,7 +313,7 @@ class FederatedDataModule(L.LightningDataModule, ABC):
             # The trainer's count goes on after a resumption.
             epoch = self.trainer.current_epoch if self.trainer is not None else epoch
             rng = generator(root, "centralized", epoch)
-            return self._training_batches(self._train_indices, count, rng, torch.float32)
+            return iter(self._minibatches(self._train_indices, count, rng, torch.float32))
 
         return Loader(count, batches)
 
@@ -301,9 +329,39 @@ class FederatedDataModule(L.LightningDataModule, ABC):
     def fingerprint(self) -> str:
         """Hash of labels and clients' indices, by which a checkpoint knows its data."""
         digest = hashlib.sha256()
-        for tensor in (self.client_sizes, torch.cat(self.clients), self.y_train.cpu(), self.y_test.cpu()):
+        for tensor in (self.client_sizes, self.clients.indices, self.y_train.cpu(), self.y_test.cpu()):
             digest.update(np.int64(len(tensor)).tobytes() + tensor.numpy().tobytes())
         return digest.hexdigest()[:16]
+
+
+class Division(Sequence[Tensor]):
+    """Each client's indices, as views of one tensor: a million clients are cheap.
+
+    Args:
+        parts: Indices by client.
+
+    Attributes:
+        indices: All of them, client after client.
+        sizes: Number of samples of each client, ``(clients,)``.
+    """
+
+    def __init__(self, parts: Sequence[NDArray[np.int64]]) -> None:
+        self.indices = torch.from_numpy(np.concatenate(parts))
+        self.sizes = torch.tensor([len(part) for part in parts])
+        self._ends = self.sizes.cumsum(0).tolist()
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    @overload
+    def __getitem__(self, client: int) -> Tensor: ...
+    @overload
+    def __getitem__(self, client: slice) -> list[Tensor]: ...
+    def __getitem__(self, client: int | slice) -> Tensor | list[Tensor]:
+        if isinstance(client, slice):
+            return [self[k] for k in range(*client.indices(len(self)))]
+        start = self._ends[client - 1] if client else 0
+        return self.indices[start : self._ends[client]]
 
 
 class Loader:

@@ -1,0 +1,216 @@
+"""Client state: what a round costs as the clients grow in number, and 1,262 clients of a large net in little memory.
+
+``python benchmarks/bench_clients.py store`` measures the store alone (the large net writes 21 GB to the folder after
+``--root``), ``trainer`` whole runs of SCAFFOLD, ``all`` both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from fl_lightning import IID, SCAFFOLD, SGD, Arrays, Checkpoints, Curves, FederatedTrainer, Trace, checkpoint
+from fl_lightning.callbacks import Callback
+from fl_lightning.clients import ClientStore
+from fl_lightning.sampling import Uniform
+from fl_lightning.state import Slots
+
+NUMBERS = (100, 10_000, 1_000_000)
+LARGE_M, COHORT, ROUNDS = 1_262, 10, 200
+FEATURES, CLASSES = 32, 10
+
+
+def small_net() -> nn.Module:
+    """2,504 weights."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(FEATURES, 58), nn.ReLU(), nn.Linear(58, CLASSES))
+
+
+def large_net() -> nn.Module:
+    """4.1 million weights."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(FEATURES, 4096), nn.ReLU(), nn.Linear(4096, 960), nn.ReLU(),
+                         nn.Linear(960, CLASSES))  # fmt: skip
+
+
+def size(net: nn.Module) -> int:
+    return sum(p.numel() for p in net.parameters())
+
+
+def peak() -> float:
+    """The most memory this process has held so far, in GiB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "linux" else 2**30)
+
+
+def round_of(store: ClientStore, cohort: list[int], following: list[int], w: torch.Tensor) -> float:
+    """Seconds for a round's gather, scatter and settle."""
+    started = time.perf_counter()
+    rows = {k: Slots({"c": store.gather(k, w, {}).c + 1}) for k in cohort}
+    store.read_ahead(following)
+    store.scatter(rows)
+    store.settle()
+    return time.perf_counter() - started
+
+
+def checked(store: ClientStore, path: Path) -> tuple[float, float]:
+    """Seconds for a checkpoint, and its size in MB."""
+    started = time.perf_counter()
+    checkpoint.save(path, {"clients": store.state_dict()})
+    store.saved()
+    return time.perf_counter() - started, path.stat().st_size / 1e6
+
+
+def store_small(root: Path, m: int, memory: float) -> None:
+    """All m clients have a row; then rounds of ten, a checkpoint after each fiftieth."""
+    d = size(small_net())
+    w, path = torch.zeros(d), root / "x.ckpt"
+    store = ClientStore({"c": "zeros"}, w, memory)
+    store.open(root / "clients")
+    for first in range(0, m, 1000):
+        store.scatter({k: Slots({"c": torch.full((d,), float(k))}) for k in range(first, min(m, first + 1000))})
+        store.settle()
+    seconds, sampler = [], Uniform(COHORT)
+    saved = checked(store, path)
+    for t in range(ROUNDS):
+        seconds.append(round_of(store, sampler(t, m, 0), sampler(t + 1, m, 0), w))
+        if t % 50 == 49:
+            saved = checked(store, path)
+    started = time.perf_counter()
+    store.load_state_dict(torch.load(path)["clients"], root / "clients")
+    print(
+        f"{m:>9,} {memory:6g} {statistics.median(seconds) * 1e3:9.2f} {max(seconds) * 1e3:9.2f} {saved[0]:8.2f} "
+        f"{saved[1]:9.1f} {time.perf_counter() - started:8.2f} {peak():6.2f} {_on_disk(root) / 1e9:8.2f}"
+    )
+    store.close()
+
+
+def store_large(root: Path) -> None:
+    """Every client takes part twice, ten a round, a checkpoint after each tenth round, 1 GiB of rows in memory."""
+    d = size(large_net())
+    w, path = torch.zeros(d), root / "x.ckpt"
+    store = ClientStore({"c": "zeros"}, w, 1.0)
+    store.open(root / "clients")
+    cohorts = 2 * [list(range(k, min(k + COHORT, LARGE_M))) for k in range(0, LARGE_M, COHORT)]
+    seconds, saves = [], []
+    for t, (cohort, following) in enumerate(zip(cohorts, [*cohorts[1:], []], strict=True)):
+        seconds.append(round_of(store, cohort, following, w))
+        if t % 10 == 9:
+            saves.append(checked(store, path)[0])
+    assert all(bool((store.gather(k, w, {}).c == 2).all()) for k in range(0, LARGE_M, 100))
+    half = len(seconds) // 2
+    print(
+        f"{LARGE_M} clients, {d:,} weights: {statistics.median(seconds[:half]):.3f} s a round at first contact, "
+        f"{statistics.median(seconds[half:]):.3f} s ({max(seconds[half:]):.2f} at most) with rows to read; "
+        f"{statistics.median(saves):.2f} s a checkpoint of {path.stat().st_size / 1e6:.0f} MB; "
+        f"peak memory {peak():.2f} GiB, {_on_disk(root) / 1e9:.1f} GB on disk"
+    )
+    store.close()
+
+
+def _on_disk(root: Path) -> int:
+    return sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
+
+
+class Times(Callback):
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    def on_round_logged(self, trainer: FederatedTrainer, metrics: dict[str, float]) -> None:
+        self.seconds.append(metrics["time/round_s"])
+
+
+class NoCurves(Curves):
+    def on_fit_end(self, trainer: FederatedTrainer) -> None:
+        """Nothing."""
+
+
+def run(root: Path, net: nn.Module, m: int, rounds: int, memory: float, **options: Any) -> tuple[Times, float, float]:
+    """SCAFFOLD with one step on one sample a client; its rounds, the seconds before and around them."""
+    draw = np.random.default_rng(0)
+    x = draw.standard_normal((m + 100, FEATURES), dtype=np.float32)
+    y = draw.integers(0, CLASSES, m + 100)
+    np.savez(root / "data.npz", x_train=x[:m], y_train=y[:m], x_test=x[m:], y_test=y[m:])
+    started, times = time.perf_counter(), Times()
+    data = Arrays(path=str(root / "data.npz"), num_clients=m, partition=IID(), batch_size=1)
+    trainer = FederatedTrainer(
+        max_rounds=rounds, local_steps=1, eval_every=rounds, accelerator="cpu", threads=1, client_memory=memory,
+        callbacks=[times, NoCurves(), Checkpoints(every_n_rounds=50)], default_root_dir=str(root),
+        enable_progress_bar=False, **options,
+    )  # fmt: skip
+    trainer.fit(SCAFFOLD(net=net, optimizer=SGD(lr=0.01)), data)
+    total = time.perf_counter() - started
+    return times, total - sum(times.seconds), len(trainer.clients)
+
+
+def trainer_small(root: Path, m: int, memory: float) -> None:
+    times, rest, seen = run(root, small_net(), m, ROUNDS, memory, clients_per_round=COHORT)
+    ms = sorted(1e3 * s for s in times.seconds[5:])
+    print(f"{m:>9,} {memory:6g} {statistics.median(ms):9.2f} {ms[-1]:9.2f} {rest:8.2f} {seen:9,} {peak():6.2f}")
+
+
+def trainer_large(root: Path) -> None:
+    """Every client takes part twice."""
+    cohorts = 2 * [list(range(k, min(k + COHORT, LARGE_M))) for k in range(0, LARGE_M, COHORT)]
+    times, rest, seen = run(root, large_net(), LARGE_M, len(cohorts), 1.0, sampler=Trace(cohorts))
+    half = len(cohorts) // 2
+    print(
+        f"{seen} clients, {size(large_net()):,} weights, cohorts of {COHORT}, one step: "
+        f"{statistics.median(times.seconds[:half]):.3f} s a round at first contact, "
+        f"{statistics.median(times.seconds[half:]):.3f} s with rows to read; {rest:.0f} s for all the rest, "
+        f"peak memory {peak():.2f} GiB, {_on_disk(root) / 1e9:.1f} GB on disk"
+    )
+
+
+PARTS: dict[str, Callable[..., None]] = {
+    f.__name__: f for f in (store_small, store_large, trainer_small, trainer_large)
+}
+
+
+def alone(root: str | None, part: str, *args: float) -> None:
+    """In a process and a folder of its own: peak memory is that of a process."""
+    with tempfile.TemporaryDirectory(dir=root) as folder:
+        command = [sys.executable, __file__, part, "--root", folder, *(f"--arg={a}" for a in args)]
+        subprocess.run(command, check=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("part", choices=["store", "trainer", "all", *PARTS])
+    parser.add_argument("--root", help="folder for files; by default the system's temporary one")
+    parser.add_argument("--arg", action="append", default=[], type=float, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    if options.part in PARTS:
+        numbers = [int(a) if k == 0 else a for k, a in enumerate(options.arg)]
+        return PARTS[options.part](Path(options.root), *numbers)
+    print(f"torch {torch.__version__}, 1 thread, load average before {os.getloadavg()[0]:.2f}")
+    if options.part in ("store", "all"):
+        print(f"store alone, {size(small_net()):,} weights, every client has a row, cohorts of {COHORT}; memory in GiB")
+        print("  clients budget  round ms   slowest   save s   save MB   load s   peak  disk GB", flush=True)
+        for m in NUMBERS:
+            for memory in (1.0, 0.0):
+                alone(options.root, "store_small", m, memory)
+        alone(options.root, "store_large")
+    if options.part in ("trainer", "all"):
+        print(f"SCAFFOLD, {size(small_net()):,} weights, cohorts of {COHORT}, one step; memory in GiB")
+        print("  clients budget  round ms   slowest   rest s      seen   peak", flush=True)
+        for m in NUMBERS:
+            for memory in (1.0, 0.0):
+                alone(options.root, "trainer_small", m, memory)
+        alone(options.root, "trainer_large")
+    print(f"load average after {os.getloadavg()[0]:.2f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""fl_lightning as a user runs it."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+import fl_lightning as fl
+from contest.worker import Turns
+from contest.workloads import BETA, EMA, RHO, TAU, Work
+from fl_lightning.callbacks import Callback, Checkpoints, Curves
+from fl_lightning.data.partition import Given
+
+OPTIONS: dict[str, dict[str, float]] = {
+    "FedAvg": {},
+    "FedSAM": {"rho": RHO},
+    "FedSMOO": {"rho": RHO, "beta": BETA},
+    "FedGMT": {"beta": BETA, "tau": TAU, "ema_alpha": EMA},
+}
+
+
+class Data(fl.FederatedDataModule):
+    """The workload's arrays, divided as for the others; a few of them are the test set, which nobody looks at."""
+
+    def __init__(self, work: Work) -> None:
+        self.x, self.y = work.arrays()
+        self.scale = work.scale
+        super().__init__(
+            num_clients=work.clients, partition=Given([part.tolist() for part in work.parts(len(self.y))]),
+            batch_size=work.batch, augment=fl.Augment(crop=4, flip=True) if work.augment else None,
+        )  # fmt: skip
+
+    def load(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.x, self.y, self.x[:500], self.y[:500]
+
+
+class Steps(Callback):
+    """Hands every round's time over."""
+
+    def __init__(self, turns: Turns) -> None:
+        self.turns = turns
+
+    def on_fit_start(self, trainer: fl.FederatedTrainer) -> None:
+        self.turns.ready(trainer.engine_name)
+
+    def on_round_logged(self, trainer: fl.FederatedTrainer, metrics: Mapping[str, float]) -> None:
+        self.turns.round(metrics["time/round_s"], orchestration_s=metrics.get("time/orchestration_s", math.nan))
+
+
+def run(work: Work, spec: dict[str, Any], turns: Turns) -> None:
+    data = Data(work)
+    net = getattr(fl, work.ours)()
+    sgd = fl.SGD(lr=work.lr, momentum=work.momentum)
+    model = getattr(fl, spec["method"])(net=net, optimizer=sgd, **OPTIONS[spec["method"]])
+    never = 10**5  # rounds, more than are ever run
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = fl.FederatedTrainer(
+            max_rounds=never, clients_per_round=work.cohort, local_steps=work.steps, eval_every=never,
+            accelerator="cpu", threads=work.threads, engine=spec["engine"], precision=spec["precision"],
+            compile=spec["compile"], callbacks=[Steps(turns), Checkpoints(every_n_rounds=never), Curves()],
+            default_root_dir=folder, enable_progress_bar=False,
+        )  # fmt: skip
+        trainer.fit(model, data)

@@ -1,0 +1,96 @@
+"""What every engine takes and gives: a client's job, and what its local training gave."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fl_lightning.data.minibatches import Minibatches
+from fl_lightning.flat import FlatNet
+from fl_lightning.objective import LocalObjective
+from fl_lightning.state import ClientContext, Slots
+
+Autocast = Callable[[], AbstractContextManager[object]]
+"""Context for forward passes: ``fabric.autocast``."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One client's local training in one exchange.
+
+    Attributes:
+        client: Its id.
+        state: Its slots.
+        sent: What it received.
+        ctx: Where the round stands.
+        minibatches: Its data, one minibatch a step.
+        seed: For what the net draws itself, such as dropout.
+    """
+
+    client: int
+    state: Slots
+    sent: Slots
+    ctx: ClientContext
+    minibatches: Minibatches
+    seed: int
+
+
+@dataclass(frozen=True)
+class LocalResult:
+    """What one client's local training gave.
+
+    Attributes:
+        client: Its id.
+        w: Local weights after the last step, ``(d,)``.
+        upload: What it sends, by name.
+        slots: Its state after the round.
+        loss: Mean over the steps of the local objective where a step first asks for a gradient, a scalar tensor: at the
+            unperturbed weights, but for LESAM and S~AM at the ascent point.
+        ctx: The context it trained in.
+        finite: Whether all that it sends and keeps is finite.
+    """
+
+    client: int
+    w: Tensor
+    upload: dict[str, Tensor]
+    slots: Slots
+    loss: Tensor
+    ctx: ClientContext
+    finite: bool
+
+
+class Engine:
+    """Runs local training. All engines run the same hooks and give the same numbers, up to rounding.
+
+    Args:
+        objective: The local objective, on its device and in its precision.
+        autocast: Context for forward passes.
+
+    Attributes:
+        net: The flat view of the objective's net. Its weights are scratch: wherever the last pass left them.
+    """
+
+    name = "sequential"
+
+    def __init__(self, objective: LocalObjective, autocast: Autocast) -> None:
+        self.objective, self.autocast = objective, autocast
+        self.net = FlatNet(objective.net)
+
+    def train(self, jobs: Sequence[Job]) -> Iterator[LocalResult]:
+        """Local training of each client, in the order of ``jobs``."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def logits(self, w: Tensor, x: Tensor) -> Tensor:
+        """The net's output at weights ``w`` in eval mode; the mode is restored."""
+        training = self.objective.net.training
+        self.net.move_to(w)
+        self.objective.net.eval()
+        with self.autocast():
+            out: Tensor = self.objective.net(x)
+        self.objective.net.train(training)
+        return out

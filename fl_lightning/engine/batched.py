@@ -1,0 +1,281 @@
+"""All clients of a block at once: the same hooks on ``(clients, d)``, gradients by vmap."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import repeat
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import functional_call, grad_and_value, vmap
+
+from fl_lightning.data.minibatches import Block, blocks
+from fl_lightning.engine.base import Autocast, Engine, Job, LocalResult
+from fl_lightning.errors import UserError
+from fl_lightning.objective import LocalObjective
+from fl_lightning.state import ClientContext, Slots
+
+Tensors = dict[str, Tensor]
+
+
+class BatchedEngine(Engine):
+    """Blocks of clients in one batched program; clients with fewer steps, or smaller minibatches, are masked.
+
+    Args:
+        objective: As for `Engine`.
+        autocast: As for `Engine`.
+        width: Clients of a block; null: all that are given at once.
+
+    Raises:
+        UserError: If the objective defines a ``training_step`` of its own, whose mean could not leave padding out; or
+            (in training) if the net cannot be batched: it draws random numbers, or its Python code looks at values.
+    """
+
+    name = "batched"
+
+    SIGNS = ("vmap", "tracing tensor", "RecordedRound", "only integer tensors")
+    """What errors say that vmap or the recording raises, and not the net."""
+
+    def __init__(self, objective: LocalObjective, autocast: Autocast, width: int | None = None) -> None:
+        super().__init__(objective, autocast)
+        if type(objective).training_step is not LocalObjective.training_step:
+            raise UserError(
+                f"trainer.engine = {self.name}: {type(objective).__name__} defines training_step; define `losses`, one "
+                "value per sample, or use sequential"
+            )
+        self.width = width
+        self._widest = 2  # a convolution of a single group rounds differently
+
+    def train(self, jobs: Sequence[Job]) -> Iterator[LocalResult]:
+        width = self.width or len(jobs)
+        for at in range(0, len(jobs), width):
+            yield from self._train_block(jobs[at : at + width])
+
+    def _train_block(self, jobs: Sequence[Job]) -> list[LocalResult]:
+        try:
+            return self._trained(jobs)
+        except (RuntimeError, TypeError) as error:
+            if not any(sign in str(error) for sign in self.SIGNS):
+                raise
+            names = type(self.objective).__name__, type(self.objective.net).__name__
+            raise UserError(
+                f"trainer.engine = {self.name}: {names[0]} with {names[1]} cannot be batched "
+                f"({str(error).splitlines()[0]:.100}); use sequential"
+            ) from None
+
+    def _trained(self, jobs: Sequence[Job]) -> list[LocalResult]:
+        objective, sent = self.objective, _together([job.sent for job in jobs])
+        objective.train()
+        # a block narrower than before is padded with a client that makes no step, so that shapes stay the same
+        self._widest = width = max(self._widest, len(jobs))
+        rows = [*jobs, *repeat(jobs[0], width - len(jobs))]
+        state = Slots({name: torch.stack([job.state[name] for job in rows]) for name in jobs[0].state})
+        sent = Slots({name: v if v.ndim == 1 else _widened(v, width) for name, v in sent.items()})
+        ctx = self._context(rows)
+        w, slots = objective.local_start(state, sent, ctx)
+        start, teacher = sent.replace(w=w), objective.teacher(slots, sent)
+        w = w.expand(width, -1)
+        buffer = torch.zeros_like(w) if objective.optimizer.momentum else None
+        loss = w.new_zeros(width)
+        for block in self._blocks([job.minibatches for job in jobs], width):
+            w, slots, buffer, losses = self._steps(w, slots, buffer, start, teacher, block, ctx)
+            loss = loss + losses
+        upload, slots = objective.finish_local(w, slots, sent, start, ctx)
+        return self._results(jobs, w, upload, slots, loss)
+
+    def _results(
+        self, jobs: Sequence[Job], w: Tensor, upload: Tensors, slots: Slots, loss: Tensor
+    ) -> list[LocalResult]:
+        width = len(w)
+        slots = slots.only(self.objective.client_rules())
+        named = {**{f"u{n}": v for n, v in upload.items()}, **{f"s{n}": v for n, v in slots.items()}}
+        rows = {name: v if v.ndim > 1 else v.expand(width, -1) for name, v in named.items()}
+        finite = torch.stack([torch.isfinite(v).all(-1) for v in (*rows.values(), loss[:, None] * 0)]).all(0).tolist()
+        each = {name: v.unbind() for name, v in rows.items()}
+        ws, steps = w.unbind(), loss.new_tensor([max(job.ctx.K, 1) for job in jobs])
+        losses = (loss[: len(jobs)] / steps).unbind()
+        return [
+            LocalResult(
+                job.client,
+                ws[i],
+                {name: each[f"u{name}"][i] for name in upload},
+                Slots({name: each[f"s{name}"][i] for name in slots}),
+                losses[i],
+                job.ctx,
+                finite[i],
+            )
+            for i, job in enumerate(jobs)
+        ]
+
+    def _context(self, jobs: Sequence[Job]) -> ClientContext:
+        """The clients' contexts as one; what differs between clients is ``(clients, 1)``."""
+        like, first = jobs[0].sent.w, jobs[0].ctx
+
+        def column(name: str) -> Any:
+            return like.new_tensor([[getattr(job.ctx, name)] for job in jobs])
+
+        columns = {name: column(name) for name in ("lr", "K", "k_lr", "n_k", "n_mean")}
+        return ClientContext(first.t, first.rounds, first.m, first.flat, first.exchange, **columns)
+
+    def _blocks(self, clients: Sequence[Any], width: int) -> Iterator[Block]:
+        batch = max(max(client.sizes) for client in clients)
+        yield from blocks(clients, width, clients[0].source.batch_size or 1 << (batch - 1).bit_length())
+
+    def _steps(
+        self,
+        w: Tensor,
+        slots: Slots,
+        buffer: Tensor | None,
+        start: Slots,
+        teacher: Tensor | None,
+        block: Block,
+        ctx: ClientContext,
+    ) -> tuple[Tensor, Slots, Tensor | None, Tensor]:
+        """All steps of a block; the losses are summed over them."""
+        total = w.new_zeros(len(w))
+        for x, y, weight, active in zip(block.x, block.y, block.weight, block.active, strict=True):
+            w, slots, buffer, loss = self._step(w, slots, buffer, start, teacher, (x, y, weight), active, ctx)
+            total = total + loss
+        return w, slots, buffer, total
+
+    def _step(
+        self,
+        w: Tensor,
+        slots: Slots,
+        buffer: Tensor | None,
+        start: Slots,
+        teacher: Tensor | None,
+        batch: tuple[Tensor, ...],
+        active: Tensor,
+        ctx: ClientContext,
+    ) -> tuple[Tensor, Slots, Tensor | None, Tensor]:
+        """One local step of every client; those that are not active stay where they are."""
+        values: list[Tensor] = []
+        if teacher is not None:
+            batch = (*batch, self._teach(teacher, batch[0]))
+
+        def grad(v: Tensor) -> Tensor:
+            g: Tensor
+            with self.autocast():
+                g, loss = vmap(grad_and_value(self._loss))(v.expand_as(w), *batch)
+            values.append(loss.detach())
+            return g
+
+        direction, new = self.objective.local_step(w, grad, slots, start, ctx)
+        after, momentum = self.objective.optimizer.step(w, direction, buffer, ctx.lr)
+
+        def where(new: Tensor, old: Tensor) -> Tensor:
+            return torch.where(active, new, old)
+
+        slots = Slots({name: where(new[name], old) for name, old in slots.items()})
+        buffer = None if buffer is None or momentum is None else where(momentum, buffer)
+        return where(after, w), slots, buffer, torch.where(active[:, 0], values[0], 0)
+
+    def _loss(self, v: Tensor, x: Tensor, y: Tensor, weight: Tensor, *teacher: Tensor) -> Tensor:
+        logits: Tensor = functional_call(self.objective.net, self.net.spec.split(v), (x,))
+        return torch.sum(self.objective.losses(logits, y, *teacher) * weight)
+
+    @torch.no_grad()
+    def _teach(self, teacher: Tensor, x: Tensor) -> Tensor:
+        """The teacher's logits on every client's minibatch, in eval mode."""
+        net, spec = self.objective.net, self.net.spec
+
+        def forward(v: Tensor, x: Tensor) -> Tensor:
+            logits: Tensor = functional_call(net, spec.split(v), (x,))
+            return logits
+
+        net.eval()
+        out: Tensor
+        with self.autocast():
+            if teacher.ndim == 1:  # the same for all
+                out = vmap(forward, in_dims=(None, 0))(teacher, x)
+            else:
+                out = vmap(forward)(teacher, x)
+        net.train()
+        return out
+
+
+def _together(sent: Sequence[Slots]) -> Slots:
+    """What clients received: shared tensors stay as they are, different ones are stacked."""
+    first = sent[0]
+    if all(other is first for other in sent):
+        return first
+    return Slots({name: torch.stack([s[name] for s in sent]) for name in first})
+
+
+def _widened(v: Tensor, width: int) -> Tensor:
+    return torch.cat([v, v[:1].expand(width - len(v), -1)]) if len(v) < width else v
+
+
+class GraphedEngine(BatchedEngine):
+    """The batched engine with its local step recorded once and replayed: no Python, autograd or vmap in between.
+
+    Args:
+        objective: As for `Engine`.
+        autocast: As for `Engine`.
+        width: As for `BatchedEngine`.
+        compile: Compile the record to machine code, of all steps of a round if they are few.
+    """
+
+    name = "graphed"
+
+    UNROLLED = 8
+    """Most local steps that are compiled into one graph."""
+
+    def __init__(
+        self, objective: LocalObjective, autocast: Autocast, width: int | None = None, compile: bool = False
+    ) -> None:
+        from fl_lightning.engine.record import Recorder
+
+        super().__init__(objective, autocast, width)
+        self.compile = compile
+        self._recorder = Recorder(compile)
+
+    def _steps(
+        self,
+        w: Tensor,
+        slots: Slots,
+        buffer: Tensor | None,
+        start: Slots,
+        teacher: Tensor | None,
+        block: Block,
+        ctx: ClientContext,
+    ) -> tuple[Tensor, Slots, Tensor | None, Tensor]:
+        n = len(block.x)
+        unroll = n if self.compile and n <= self.UNROLLED else 1
+        fixed: Tensors = {
+            **{f"start.{name}": v for name, v in start.items()},
+            **{f"ctx.{name}": getattr(ctx, name) for name in ("lr", "K", "k_lr", "n_k", "n_mean")},
+        }
+        if teacher is not None:
+            fixed["teacher"] = teacher
+        state: Tensors = {"w": w.contiguous(), **{f"slot.{name}": v for name, v in slots.items()}}
+        if buffer is not None:
+            state["buffer"] = buffer
+        total = w.new_zeros(len(w))
+        for at in range(0, n, unroll):
+            span = slice(at, at + unroll)
+            data = {"x": block.x[span], "y": block.y[span], "weight": block.weight[span], "active": block.active[span]}
+            state = self._recorder({**state, "loss": total}, {**fixed, **data}, self._replayed, ctx, self._settings())
+            total = state.pop("loss")
+        slots = Slots({name: state[f"slot.{name}"] for name in slots})
+        return state["w"], slots, state.get("buffer"), total
+
+    def _replayed(self, state: Mapping[str, Tensor], inputs: Mapping[str, Tensor], ctx: ClientContext) -> Tensors:
+        """What is recorded: a few steps, from named tensors to named tensors."""
+        slots = Slots({n.removeprefix("slot."): v for n, v in state.items() if n.startswith("slot.")})
+        start = Slots({n.removeprefix("start."): v for n, v in inputs.items() if n.startswith("start.")})
+        block = Block(*(inputs[name] for name in ("x", "y", "weight", "active")))
+        w, slots, buffer, loss = super()._steps(
+            state["w"], slots, state.get("buffer"), start, inputs.get("teacher"), block, ctx
+        )
+        after = {"w": w, "loss": state["loss"] + loss, **{f"slot.{name}": v for name, v in slots.items()}}
+        return after if buffer is None else {**after, "buffer": buffer}
+
+    def _settings(self) -> tuple[Any, ...]:
+        """Plain settings of the objective and its parts: a record holds them as they were."""
+        objective = self.objective
+        parts: tuple[object, ...] = (objective, objective.ascent, objective.optimizer, objective.loss)
+        plain = (bool, int, float, str, tuple, type(None))
+        return tuple(v for part in parts if part is not None for v in vars(part).values() if isinstance(v, plain))

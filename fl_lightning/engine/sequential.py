@@ -1,0 +1,92 @@
+"""One client after another in one net; and the same with a check at every step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from fl_lightning.engine.base import Autocast, Engine, Job, LocalResult
+from fl_lightning.errors import UserError
+from fl_lightning.objective import LocalObjective
+from fl_lightning.rng import seeded
+
+
+class SequentialEngine(Engine):
+    """One client after another in one net, whose weights are views of the point where a gradient is asked for.
+
+    Attributes:
+        forwards: Forward passes made so far.
+        backwards: Backward passes made so far.
+    """
+
+    def __init__(self, objective: LocalObjective, autocast: Autocast) -> None:
+        super().__init__(objective, autocast)
+        self.forwards = self.backwards = 0
+
+    def train(self, jobs: Sequence[Job]) -> Iterator[LocalResult]:
+        for job in jobs:
+            yield self._train(job)
+
+    def _train(self, job: Job) -> LocalResult:
+        objective, ctx, losses = self.objective, job.ctx, []
+        objective.train()
+        with seeded(self.net.device, job.seed, "net", ctx.t, ctx.exchange, job.client):
+            w, slots = objective.local_start(job.state, job.sent, ctx)
+            teacher, start = objective.teacher(slots, job.sent), job.sent.replace(w=w)
+            buffer = None
+            for step, batch in enumerate(job.minibatches):
+                values: list[Tensor] = []
+                grad = self._gradient(batch, teacher, job, step, values)
+                direction, slots = objective.local_step(w, grad, slots, start, ctx)
+                w, buffer = objective.optimizer.step(w, direction, buffer, ctx.lr)
+                self._check("the weights after it", w, job, step)
+                losses.append(values[0])
+        upload, slots = objective.finish_local(w, slots, job.sent, start, ctx)
+        kept = (*upload.values(), *slots.only(objective.client_rules()).values())
+        finite = all(bool(torch.isfinite(v).all()) for v in kept)
+        return LocalResult(job.client, w, upload, slots, torch.stack(losses).mean(), ctx, finite)
+
+    def _gradient(
+        self, batch: tuple[Tensor, Tensor], teacher: Tensor | None, job: Job, step: int, values: list[Tensor]
+    ) -> Callable[[Tensor], Tensor]:
+        """The closure ``grad(v)`` on one minibatch; the loss of each call is appended to ``values``."""
+        data: tuple[Tensor, ...] = batch
+        if teacher is not None:
+            data = (*batch, self.logits(teacher, batch[0]))
+            self.forwards += 1
+
+        def grad(v: Tensor) -> Tensor:
+            self.net.move_to(v)
+            with self.autocast():
+                loss = self.objective.training_step(data, step)
+            self._check("the loss", loss, job, step)
+            g = self.net.gradient(loss)
+            self._check("the gradient", g, job, step)
+            self.forwards += 1
+            self.backwards += 1
+            values.append(loss.detach())
+            return g
+
+        return grad
+
+    def _check(self, what: str, value: Tensor, job: Job, step: int) -> None:
+        """For `DebugEngine`."""
+
+
+class DebugEngine(SequentialEngine):
+    """The sequential engine; it raises at the first value that is not finite, and names client, round and step."""
+
+    def _check(self, what: str, value: Tensor, job: Job, step: int) -> None:
+        if not bool(torch.isfinite(value).all()):
+            raise UserError(
+                f"round {job.ctx.t + 1}, client {job.client}, local step {step + 1} of {job.ctx.K}: {what} is not "
+                f"finite{self._culprit(what, value)}; lower model.optimizer.lr or set model.optimizer.clip"
+            )
+
+    def _culprit(self, what: str, value: Tensor) -> str:
+        if value.numel() == 1:
+            return ""
+        parts = self.objective.flat.split(value)
+        return f" (first in {next(name for name, v in parts.items() if not bool(torch.isfinite(v).all()))})"

@@ -1,0 +1,104 @@
+"""Many processes: who trains whom, and what goes between them. With one process nothing is copied."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from lightning.fabric import Fabric
+from torch import Tensor
+
+from fl_lightning.state import Uploads
+
+
+def shares(steps: Sequence[int], processes: int) -> list[list[int]]:
+    """Positions of the cohort that each process trains: the longest first, each to whom has least to do.
+
+    Args:
+        steps: Local steps of each client of the cohort.
+        processes: Number of processes.
+
+    Returns:
+        For each process positions in ascending order; the first process always has some.
+    """
+    load = [(0, rank) for rank in range(processes)]
+    mine: list[list[int]] = [[] for _ in range(processes)]
+    for position in sorted(range(len(steps)), key=lambda i: -steps[i]):
+        busy, rank = heapq.heappop(load)
+        mine[rank].append(position)
+        heapq.heappush(load, (busy + steps[position], rank))
+    return [sorted(positions) for positions in mine]
+
+
+def scatter(fabric: Fabric, rows: Tensor | None, parts: list[list[int]], shape: Sequence[int], like: Tensor) -> Tensor:
+    """Rows of a cohort from rank 0 to whom trains the client.
+
+    Args:
+        fabric: The processes.
+        rows: On rank 0 one row for each position of the cohort, ``(cohort, *shape)``.
+        parts: Positions by rank.
+        shape: Shape of a row.
+        like: A tensor of the dtype, on this process's device.
+
+    Returns:
+        This process's rows, ``(its positions, *shape)``.
+    """
+    if fabric.world_size == 1:
+        assert rows is not None
+        return rows
+    most, sent = max(map(len, parts)), None
+    if rows is not None:
+        sent = [torch.cat([rows[part], rows.new_zeros(most - len(part), *shape)]) for part in parts]
+    mine = like.new_empty(most, *shape)
+    dist.scatter(mine, sent, src=0)
+    return mine[: len(parts[fabric.global_rank])]
+
+
+def gather(
+    fabric: Fabric, rows: Sequence[Tensor], parts: list[list[int]], shape: Sequence[int], like: Tensor
+) -> list[Tensor]:
+    """The inverse of `scatter`: rows of every process on rank 0, in cohort order; elsewhere nothing."""
+    if fabric.world_size == 1:
+        return list(rows)
+    mine = like.new_zeros(max(map(len, parts)), *shape)
+    for place, row in zip(mine, rows, strict=False):
+        place.copy_(row)
+    if fabric.global_rank:
+        dist.gather(mine, dst=0)
+        return []
+    everyone = [torch.empty_like(mine) for _ in parts]
+    dist.gather(mine, everyone, dst=0)
+    cohort: list[Tensor] = [mine] * sum(map(len, parts))
+    for part, theirs in zip(parts, everyone, strict=True):
+        for position, row in zip(part, theirs, strict=False):
+            cohort[position] = row
+    return cohort
+
+
+def reduce(
+    fabric: Fabric, uploads: Uploads, shapes: dict[str, Sequence[int]], like: Tensor, deterministic: bool
+) -> None:
+    """Make the sums of this process's clients those of all.
+
+    Args:
+        fabric: The processes.
+        uploads: The sums; they are changed in place.
+        shapes: Shape of each uploaded name.
+        like: A tensor of the dtype, on this process's device.
+        deterministic: Rank 0 has already summed up all rows: only broadcast.
+    """
+    if fabric.world_size == 1:
+        return
+
+    def shared(sums: Tensor) -> Tensor:
+        if deterministic:
+            dist.broadcast(sums, src=0)
+        else:
+            dist.all_reduce(sums)
+        return sums
+
+    counts = torch.tensor([uploads.n, uploads.samples], dtype=torch.int64, device=like.device)
+    uploads.n, uploads.samples = shared(counts).tolist()
+    uploads.change(lambda name, sums: shared(like.new_zeros(2, *shapes[name]) if sums is None else sums))
