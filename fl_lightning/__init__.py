@@ -97,7 +97,7 @@ _MODULES = (
 
 
 def __getattr__(name: str) -> Any:
-    if not name.startswith("_"):
+    if name[:1].isupper():  # a class; anything else is a module, which Python finds by itself
         for module in _MODULES:
             found = getattr(import_module(f"{__name__}.{module}"), name, None)
             if found is not None and getattr(found, "__module__", "").startswith(__name__):

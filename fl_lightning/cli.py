@@ -1,4 +1,4 @@
-"""The command line: ``fl-lightning fit | centralized | validate | test | list``.
+"""The command line: ``fl-lightning fit | centralized | validate | test | plan | list``.
 
 Importing torch and Lightning takes seconds, so only what needs them does.
 """
@@ -20,6 +20,7 @@ COMMANDS = {
     "centralized": "Train on all clients' data at once: the papers' centralized references.",
     "validate": "Evaluate a model on the held-out part of the training data, or on all of them if none is.",
     "test": "Evaluate a model on the test set.",
+    "plan": "Predict hours, memory and bits of a fit, from a few rounds that are measured here.",
     "list": "Show the algorithms: paper, state, wire cost, passes.",
 }
 EPILOG = "Start with: fl-lightning fit --config configs/quickstart.yaml"

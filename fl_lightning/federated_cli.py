@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
+from json import dumps
 from typing import Any, NoReturn
 
 import torch
@@ -17,6 +19,7 @@ from fl_lightning.cli import COMMANDS, EPILOG
 from fl_lightning.errors import require
 from fl_lightning.messages import ArgumentsError, find_user_error
 from fl_lightning.objective import LocalObjective
+from fl_lightning.plan import plan
 from fl_lightning.rng import generator
 from fl_lightning.trainer import FederatedTrainer
 
@@ -55,8 +58,8 @@ class FederatedCLI(LightningCLI):
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """Methods of the trainer that are subcommands, with the arguments that come from elsewhere."""
-        return {name: {"model", "datamodule"} for name in ("fit", "centralized", "validate", "test")}
+        """Methods of the trainer (`plan`: of this class) that are subcommands, with the arguments from elsewhere."""
+        return {name: {"model", "datamodule"} for name in ("fit", "centralized", "validate", "test", "plan")}
 
     def init_parser(self, **kwargs: Any) -> Parser:
         """A parser with ``--config``."""
@@ -78,7 +81,8 @@ class FederatedCLI(LightningCLI):
         commands = self.parser.add_subcommands()
         for name in self.subcommands():
             summary = COMMANDS[name]
-            parser = self._prepare_subcommand_parser(FederatedTrainer, name, description=summary)
+            owner = FederatedCLI if name == "plan" else FederatedTrainer
+            parser = self._prepare_subcommand_parser(owner, name, description=summary)
             self._subcommand_parsers[name] = parser
             commands.add_subcommand(name, parser, help=summary)
         summary = COMMANDS["list"]
@@ -105,6 +109,18 @@ class FederatedCLI(LightningCLI):
             seed = self.config[self.subcommand].trainer.seed
             torch.manual_seed(generator(seed, "initial weights").initial_seed())
 
+    def before_instantiate_classes(self) -> None:
+        """A plan is measured on one process; how many the config asks for is what it is made for."""
+        if self.subcommand == "plan":
+            given = self.config.plan
+            for key, name in (("devices", "devices"), ("nodes", "num_nodes")):
+                if given[key] is None:
+                    asked = str(given.trainer[name])
+                    require(asked.isdecimal(), f"trainer.{name}", asked, f"say how many by --{key}")
+                    given[key] = int(asked)
+                given.trainer[name] = 1
+            given.trainer.strategy = "auto"
+
     def instantiate_classes(self) -> None:
         """Make model, data and trainer; the trainer gets the resolved config."""
         if self.subcommand == "list":
@@ -118,5 +134,34 @@ class FederatedCLI(LightningCLI):
     def _run_subcommand(self, subcommand: str) -> None:
         if subcommand == "list":
             show()
+        elif subcommand == "plan":
+            self.plan(**self._prepare_subcommand_kwargs(subcommand))
         else:
             super()._run_subcommand(subcommand)
+
+    def plan(
+        self,
+        model: LocalObjective,
+        datamodule: fl_lightning.data.FederatedDataModule,
+        devices: int | None = None,
+        nodes: int | None = None,
+        bandwidth: float = 10.0,
+        json: bool = False,
+    ) -> None:
+        """Predict hours, memory and bits of a fit.
+
+        Args:
+            model: The local objective.
+            datamodule: The clients' data.
+            devices: Devices (processes) per node; null: trainer.devices.
+            nodes: Nodes; null: trainer.num_nodes.
+            bandwidth: Between nodes, in Gbit/s.
+            json: Print one line of JSON instead of a table.
+        """
+        assert devices is not None and nodes is not None
+        trainer: Any = self.trainer
+        made = plan(trainer, model, datamodule, devices, nodes, bandwidth)
+        if json:
+            print(dumps(asdict(made) | {"seconds": made.seconds}))
+        else:
+            made.show()

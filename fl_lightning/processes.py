@@ -13,6 +13,12 @@ from torch import Tensor
 from fl_lightning.state import Uploads
 
 
+def leave() -> None:
+    """End this process's part in the group of processes, if there is one: without, gloo aborts at exit."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def shares(steps: Sequence[int], processes: int) -> list[list[int]]:
     """Positions of the cohort that each process trains: the longest first, each to whom has least to do.
 
@@ -75,6 +81,13 @@ def gather(
         for position, row in zip(part, theirs, strict=False):
             cohort[position] = row
     return cohort
+
+
+def total(fabric: Fabric, mine: Tensor) -> Tensor:
+    """Sum of a tensor over all processes, on each of them; the tensor is changed in place."""
+    if fabric.world_size > 1:
+        dist.all_reduce(mine)
+    return mine
 
 
 def reduce(

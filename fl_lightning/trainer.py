@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -114,7 +115,12 @@ class FederatedTrainer:
             require(value is None or value >= 1, f"trainer.{key}", value, "at least 1")
         require(client_memory >= 0, "trainer.client_memory", client_memory, "GiB, 0 or more")
         require(engine in ENGINES, "trainer.engine", engine, f"choose from {', '.join(ENGINES)}")
-        require(not compile or engine in ("graphed", "auto"), "trainer.compile", compile, "only with engine graphed")
+        require(
+            not compile or engine not in ("batched", "debug"),
+            "trainer.compile",
+            compile,
+            "not with engine batched or debug",
+        )
         choices = ("32-true", "64-true", "bf16-mixed")
         require(precision in choices, "trainer.precision", precision, f"choose from {', '.join(choices)}")
         require(name is None or ".." not in Path(name).parts, "trainer.name", name, "a folder below default_root_dir")
@@ -129,6 +135,7 @@ class FederatedTrainer:
         """The engine; "auto" until it has been chosen."""
         self.client_block, self.compile = client_block, compile
         self.deterministic, self.client_memory = deterministic, client_memory
+        self.threads = threads
         if threads is not None:
             torch.set_num_threads(threads)
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
@@ -178,6 +185,13 @@ class FederatedTrainer:
         Raises:
             UserError: If config, data or checkpoint do not fit; nothing has been written then.
         """
+        self._begin(model, datamodule, ckpt_path)
+        with self._listened_to():
+            while self.round < self.max_rounds:
+                self._train_round()
+
+    def _begin(self, model: LocalObjective, datamodule: FederatedDataModule, ckpt_path: str | None) -> None:
+        """All of `fit` that comes before the first round."""
         self._launch()
         path = self._resolve(ckpt_path, model, datamodule)
         restored = self._set_up(model, datamodule, path, resume=True)
@@ -185,9 +199,6 @@ class FederatedTrainer:
         self._check_net()
         self._choose_engine(restored.get("engine"))
         self._start_run(path, restored)
-        with self._listened_to():
-            while self.round < self.max_rounds:
-                self._train_round()
 
     def centralized(self, model: LocalObjective, datamodule: FederatedDataModule) -> None:
         """Train on the union of the clients' data under lightning.Trainer: the papers' centralized references.
@@ -226,6 +237,7 @@ class FederatedTrainer:
             self.fabric.call("on_exception", trainer=self, error=error)
             raise
         finally:
+            self.data.read_ahead(())
             self.clients.close()
             for logger in self.loggers:
                 logger.finalize(status)
@@ -325,8 +337,10 @@ class FederatedTrainer:
         if not self._launched:
             self.fabric.launch()
             self._launched = True
+            if self.threads is not None:  # Fabric has shared out the cores
+                torch.set_num_threads(self.threads)
             if self.fabric.world_size > 1:
-                atexit.register(torch.distributed.destroy_process_group)  # or gloo aborts at exit
+                atexit.register(processes.leave)
 
     def _resolve(
         self, ckpt_path: str | None, model: LocalObjective, data: FederatedDataModule, middle: str = "-"
@@ -540,10 +554,12 @@ class FederatedTrainer:
         contexts = [self.client_context(k, ctx) for k in cohort]
         parts = processes.shares([c.K for c in contexts], fabric.world_size)
         jobs = self._jobs(cohort, contexts, parts, sent, rows)
+        if self.data.stream:
+            self.data.read_ahead([*(job.minibatches for job in jobs), *self._upcoming(ctx)])
         if fabric.is_global_zero and ctx.t + 1 < ctx.rounds and ctx.exchange == objective.exchanges - 1:
             self.clients.read_ahead(self.sampler(ctx.t + 1, ctx.m, self.seed))
         results = []
-        local = iter(self.engine.train(jobs))
+        local = iter(self.engine.train(jobs) if jobs else ())
         while True:
             before = time.perf_counter()
             result = next(local, None)
@@ -651,6 +667,17 @@ class FederatedTrainer:
     def _minibatches(self, client: int, ctx: RoundContext) -> Minibatches:
         draw = generator(self.seed, "batches", ctx.t, ctx.exchange, client)
         return self.data.client_batches(client, self.local_epochs, self.local_steps, draw, self.dtype)
+
+    def _upcoming(self, ctx: RoundContext) -> list[Minibatches]:
+        """What this process trains on after this: in the next exchange, or in the next round."""
+        over = ctx.exchange + 1 == self.objective.exchanges
+        ctx = replace(ctx, t=ctx.t + 1, exchange=0) if over else replace(ctx, exchange=ctx.exchange + 1)
+        if ctx.t == ctx.rounds:
+            return []
+        cohort = self.sampler(ctx.t, ctx.m, self.seed)
+        contexts = [self.client_context(k, ctx) for k in cohort]
+        mine = processes.shares([c.K for c in contexts], self.fabric.world_size)[self.fabric.global_rank]
+        return [self._minibatches(cohort[p], contexts[p]) for p in mine]
 
     def client_context(self, client: int, ctx: RoundContext) -> ClientContext:
         """The context that a client trains in."""

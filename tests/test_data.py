@@ -516,6 +516,7 @@ def test_image_folder(tmp_path):
     (tmp_path / "test" / "dog").rename(tmp_path / "test" / "wolf")
     with pytest.raises(UserError, match="root: class 'dog' is not in both train and test"):
         ImageFolder(str(tmp_path), 5).setup()
+    (tmp_path / "test" / "wolf").rename(tmp_path / "test" / "dog")
     (tmp_path / "train" / "cat" / "0.png").write_bytes(b"rubbish")
     with pytest.raises(UserError, match=r"root = '.*0.png' is no readable image [^\n]*; mend or remove it"):
         ImageFolder(str(tmp_path), 5).setup()

@@ -124,7 +124,7 @@ def test_a_record_is_used_again(tmp_path: Path) -> None:
     options = {"max_rounds": 8, "local_steps": 2, "batch": 2}
     graphed = train(tmp_path, objective(), "graphed", **options)
     assert isinstance(graphed.engine, GraphedEngine)
-    assert graphed.engine._recorder.made == 2  # before the end of the warm-up, and after it
+    assert graphed.engine.records.made == 2  # before the end of the warm-up, and after it
     assert_close(graphed, train(tmp_path, objective(), "sequential", **options))
 
 

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import itertools
 import math
+import threading
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import DataLoader, TensorDataset
 
 from fl_lightning.flat import FlatNet, FlatSpec
 from fl_lightning.flatness import (
+    Eigenpair,
+    Reduce,
     flatness_discrepancy,
     gradient,
     hvp,
@@ -24,6 +30,7 @@ from fl_lightning.flatness import (
 
 CE = nn.CrossEntropyLoss(reduction="none")
 Data = Callable[[], Iterable[tuple[Tensor, Tensor]]]
+T = TypeVar("T")
 
 
 def mlp(dtype: torch.dtype = torch.float64) -> nn.Module:
@@ -109,6 +116,68 @@ def test_every_sample_counts_the_same() -> None:
     for keep in (True, False):
         torch.testing.assert_close(hvp(net, CE, many, keep_graph=keep)(v), hvp(net, CE, one)(v), rtol=1e-10, atol=1e-13)
     assert sharpness(net, CE, many) == pytest.approx(sharpness(net, CE, one), rel=1e-10)
+
+
+def on_each(processes: int, measure: Callable[[nn.Module, int, Reduce], T]) -> list[T]:
+    """``measure(mlp(), rank, reduce)`` of processes, here threads; if they do not reduce in step, they break off."""
+    barrier, nets = threading.Barrier(processes, timeout=30), [mlp() for _ in range(processes)]
+    given: list[Tensor] = [torch.empty(0)] * processes
+
+    def one(rank: int) -> T:
+        def reduce(mine: Tensor) -> Tensor:
+            given[rank] = mine
+            barrier.wait()
+            total = torch.stack(given).sum(0)
+            barrier.wait()
+            return total
+
+        return measure(nets[rank], rank, reduce)
+
+    # what a measurement sets and restores for its process alone is not for each thread alone
+    with torch.random.fork_rng(), sdpa_kernel(SDPBackend.MATH), ThreadPoolExecutor(processes) as pool:
+        return list(pool.map(one, range(processes)))
+
+
+@pytest.mark.parametrize("keep", [True, False, None])
+def test_processes_share_the_samples(keep: bool | None) -> None:
+    """Each has some batches, the last one none; all get what a lone process gets."""
+    batches, v = data((5, 3, 4)), torch.randn(FlatSpec(mlp()).d, dtype=torch.float64)
+
+    def measure(net: nn.Module, batches: Data, reduce: Reduce | None) -> list[Tensor]:
+        top = lambda_max(net, CE, batches, tol=1e-9, keep_graph=keep, reduce=reduce)
+        power = lambda_max(net, CE, batches, method="power", keep_graph=keep, reduce=reduce)
+        numbers = [
+            mean_loss(net, CE, batches, reduce=reduce),
+            sharpness(net, CE, batches, 0.1, 3, reduce=reduce),
+            *(x for pair in (top, power) for x in (pair.value, pair.iterations)),
+        ]
+        product = hvp(net, CE, batches, keep_graph=keep, reduce=reduce)
+        sums = gradient(net, CE, batches, reduce=reduce), product(v), product(v)
+        return [torch.tensor(numbers, dtype=torch.float64), *sums, top.vector]
+
+    parts = [lambda: list(batches())[::2], lambda: list(batches())[1:2], list]
+    shared, alone = on_each(3, lambda net, rank, reduce: measure(net, parts[rank], reduce)), mlp()
+    for mine in shared:
+        for theirs, expected, first in zip(mine, measure(alone, batches, None), shared[0], strict=True):
+            torch.testing.assert_close(theirs, expected, rtol=1e-9, atol=1e-12)
+            assert torch.equal(theirs, first)
+
+
+def test_processes_stop_together() -> None:
+    """Also where one sees another residual than the others, as between machines that round differently."""
+    for method in ("lanczos", "power"):
+
+        def measure(net: nn.Module, rank: int, reduce: Reduce, method: str = method) -> Eigenpair:
+            tol = (1e-3, 1e-9)[rank]
+            return lambda_max(net, CE, data(), method=method, tol=tol, reduce=reduce)  # type: ignore[arg-type]
+
+        loose, strict = on_each(2, measure)
+        assert loose.converged and loose.iterations == strict.iterations < 20
+
+
+def test_no_process_has_a_sample() -> None:
+    with pytest.raises(ValueError, match="batches: no sample"):
+        on_each(2, lambda net, rank, reduce: gradient(net, CE, list, reduce=reduce))
 
 
 def test_gradient_and_loss_are_those_of_eval_mode() -> None:

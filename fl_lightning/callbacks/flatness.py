@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
+from fl_lightning import processes
 from fl_lightning.callbacks.base import Callback
 from fl_lightning.errors import require
 
@@ -24,6 +27,7 @@ class FlatnessMonitor(Callback):
     residual beside it. ``flatness/discrepancy`` is ``|S(w^{t+1}) - sum_k p_k S_k(w_k)|``: the sharpness (one gradient
     step to radius ``rho``) of the new global model on training data of all clients, against that of this round's local
     models on their own. Loss without weight decay, eval mode, no augmentation; the seeded samples stay the same.
+    Processes share the samples evenly.
 
     Args:
         every_n_rounds: Rounds between two measurements; the last round is always measured.
@@ -82,20 +86,24 @@ class FlatnessMonitor(Callback):
         from fl_lightning.flatness import lambda_max, sharpness
 
         started = time.perf_counter()
-        net, loss, data, dtype = trainer.objective.net, trainer.objective.loss, trainer.data, trainer.dtype
-        total = trainer.fabric.all_reduce(self._local.to(trainer.fabric.device), reduce_op="sum")
-        assert isinstance(total, torch.Tensor)
-        subset = data.sample_indices(self.sharpness_samples, trainer.seed)
-        rise = sharpness(net, loss, partial(data.eval_batches, subset, dtype), self.rho, at=trainer.server.w)
-        subset = data.sample_indices(self.hessian_samples, trainer.seed)
+        fabric, net, loss, data = trainer.fabric, trainer.objective.net, trainer.objective.loss, trainer.data
+        reduce = partial(processes.total, fabric)
+
+        def share(samples: int | None) -> Callable[[], Iterator[tuple[Tensor, Tensor]]]:
+            mine = data.sample_indices(samples, trainer.seed)[fabric.global_rank :: fabric.world_size]
+            return partial(data.eval_batches, mine, trainer.dtype)
+
+        total = reduce(self._local.to(fabric.device))
+        rise = sharpness(net, loss, share(self.sharpness_samples), self.rho, at=trainer.server.w, reduce=reduce)
         top = lambda_max(
             net,
             loss,
-            partial(data.eval_batches, subset, dtype),
+            share(self.hessian_samples),
             at=trainer.global_model,
             iterations=self.iterations,
             tol=self.tol,
             seed=trainer.seed,
+            reduce=reduce,
         )
         measured = {
             "flatness/lambda_max": top.value,

@@ -5,6 +5,7 @@ from fl_lightning.data.augment import Augment
 from fl_lightning.data.images import ImageFolder, TorchvisionData
 from fl_lightning.data.module import FederatedDataModule
 from fl_lightning.data.partition import IID, Dirichlet, FromFile, Given, Partition
+from fl_lightning.data.stream import Samples
 
 __all__ = [
     "IID",
@@ -17,5 +18,6 @@ __all__ = [
     "Given",
     "ImageFolder",
     "Partition",
+    "Samples",
     "TorchvisionData",
 ]

@@ -1,9 +1,10 @@
-"""Data from Python, from an .npz file, and the digits of scikit-learn."""
+"""Data from Python, from .npz or .npy files, and the digits of scikit-learn."""
 
 from __future__ import annotations
 
 import zipfile
 from itertools import accumulate, pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,12 +21,13 @@ KEYS = ("x_train", "y_train", "x_test", "y_test")
 
 
 class Arrays(FederatedDataModule):
-    """Plain arrays: an .npz file to be divided, or one (x, y) pair per client.
+    """Plain arrays: an .npz file or a folder of .npy files to be divided, or one (x, y) pair per client.
 
     uint8 arrays are images and are scaled to [0, 1]; floats are taken as they are, float64 without loss.
 
     Args:
-        path: File with ``x_train, y_train, x_test, y_test``; images may be NHWC or NCHW.
+        path: File with ``x_train, y_train, x_test, y_test``, or folder with ``x_train.npy`` and so on, which ``stream``
+            maps into memory; images may be NHWC or NCHW.
         client_arrays: From Python, each client's ``(x, y)``; then this is the partition, and the number of clients.
         test: With client_arrays, the central test set ``(x, y)``.
         scale: Value of a uint8 pixel that becomes 1.0.
@@ -44,7 +46,7 @@ class Arrays(FederatedDataModule):
         **kwargs: Any,
     ) -> None:
         if (path is None) == (client_arrays is None):
-            raise UserError("path: give either path (an .npz file) or client_arrays (from Python)")
+            raise UserError("path: give either path (an .npz file or a folder) or client_arrays (from Python)")
         self.path = path
         self.scale = scale
         self.client_arrays = client_arrays
@@ -59,9 +61,10 @@ class Arrays(FederatedDataModule):
 
     def load(self) -> tuple[Any, Any, Any, Any]:
         """See :class:`FederatedDataModule`."""
-        if self.client_arrays is None:
-            return self._from_file()
-        assert self.test is not None
+        if self.path is not None:
+            folder = Path(self.path)
+            return self._from_folder(folder) if folder.is_dir() else self._from_file()
+        assert self.client_arrays is not None and self.test is not None
         x_test, y_test = inputs("x of test", self.test[0]), labels("y of test", self.test[1])
         xs: list[Tensor] = []
         ys: list[Tensor] = []
@@ -96,6 +99,21 @@ class Arrays(FederatedDataModule):
             raise UserError(
                 f"data.path = '{self.path}' is no readable .npz file ({error}); write it anew with np.savez"
             ) from None
+
+    def _from_folder(self, folder: Path) -> tuple[Any, Any, Any, Any]:
+        files = [folder / f"{key}.npy" for key in KEYS]
+        missing = [file.name for file in files if not file.is_file()]
+        if missing:
+            needed = ", ".join(file.name for file in files)
+            raise UserError(f"data.path = '{folder}' lacks {', '.join(missing)}; it needs {needed}")
+        mode: Any = "r" if self.stream else None
+        try:
+            x_train, y_train, x_test, y_test = (np.load(file, mmap_mode=mode) for file in files)
+        except (OSError, ValueError, EOFError) as error:
+            raise UserError(
+                f"data.path = '{folder}' has no readable .npy files ({error}); write them anew with np.save"
+            ) from None
+        return x_train, np.array(y_train), x_test, np.array(y_test)
 
 
 class Digits(FederatedDataModule):

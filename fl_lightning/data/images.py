@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from fl_lightning.data.module import FederatedDataModule
+from fl_lightning.data.stream import Samples
 from fl_lightning.errors import UserError
 
 NORMALISATION = {
@@ -104,8 +105,40 @@ def _arrays(dataset: Any) -> tuple[Any, Any]:
     return np.stack([image for image, _ in pairs]), np.array([label for _, label in pairs])
 
 
+class ImageFiles(Samples):
+    """Image files, read as RGB.
+
+    Args:
+        paths: The files.
+        size: Height and width, in pixels, that every image is resized to (bilinear).
+    """
+
+    dtype = np.dtype(np.uint8)
+
+    def __init__(self, paths: list[str], size: int) -> None:
+        self.paths, self.size = paths, size
+        self.shape = (len(paths), size, size, 3)
+
+    def __getitem__(self, index: int) -> NDArray[np.uint8]:
+        """One image, ``(H, W, 3)``.
+
+        Raises:
+            UserError: If the file is no image.
+        """
+        from PIL import Image
+
+        path = self.paths[index]
+        try:
+            with Image.open(path) as image:
+                return np.asarray(image.convert("RGB").resize((self.size, self.size), Image.Resampling.BILINEAR))
+        except OSError as error:
+            raise UserError(f"data.root = '{path}' is no readable image ({error}); mend or remove it") from None
+
+
 class ImageFolder(FederatedDataModule):
-    """Image files in ``root/train/<class>/`` and ``root/test/<class>/``, read into memory as RGB.
+    """Image files in ``root/train/<class>/`` and ``root/test/<class>/``, as RGB.
+
+    With ``stream`` a file is read when it is needed, and only then is it seen whether it is an image.
 
     Args:
         root: Folder with ``train`` and ``test``.
@@ -113,7 +146,7 @@ class ImageFolder(FederatedDataModule):
         **kwargs: As for FederatedDataModule.
 
     Raises:
-        UserError: If a folder is missing or empty, a file is no image, or classes differ (on loading).
+        UserError: If a folder is missing or empty, a file is no image, or classes differ (on loading or reading).
     """
 
     def __init__(self, root: str, image_size: int, **kwargs: Any) -> None:
@@ -134,7 +167,7 @@ class ImageFolder(FederatedDataModule):
             )
         return x_train, y_train, x_test, y_test
 
-    def _part(self, part: str) -> tuple[NDArray[np.uint8], torch.Tensor, list[str]]:
+    def _part(self, part: str) -> tuple[ImageFiles, torch.Tensor, list[str]]:
         from torchvision.datasets import ImageFolder as Files
 
         folder = Path(self.root, part)
@@ -145,15 +178,5 @@ class ImageFolder(FederatedDataModule):
                 f"root: no images of each class under '{folder}'; expected {self.root}/train/<class>/*.png "
                 f"and {self.root}/test/<class>/*.png"
             ) from None
-        images = np.stack([self._read(path) for path, _ in files.samples])
-        return images, torch.tensor(files.targets), files.classes
-
-    def _read(self, path: str) -> NDArray[np.uint8]:
-        from PIL import Image
-
-        try:
-            with Image.open(path) as image:
-                size = (self.image_size, self.image_size)
-                return np.asarray(image.convert("RGB").resize(size, Image.Resampling.BILINEAR))
-        except OSError as error:
-            raise UserError(f"data.root = '{path}' is no readable image ({error}); mend or remove it") from None
+        paths = [path for path, _ in files.samples]
+        return ImageFiles(paths, self.image_size), torch.tensor(files.targets), files.classes

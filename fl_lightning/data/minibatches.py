@@ -40,13 +40,14 @@ class Minibatches:
 
     def __iter__(self) -> Iterator[Batch]:
         at = 0
-        for sizes in self._chunks(self.sizes):
-            n = sum(sizes)
-            x, y = self.source.samples(
-                self.indices[at : at + n], {k: v[at : at + n] for k, v in self.draws.items()}, self.dtype
-            )
-            yield from zip(torch.split(x, sizes), torch.split(y, sizes), strict=True)
-            at += n
+        with self.source.reading([self]):
+            for sizes in self._chunks(self.sizes):
+                n = sum(sizes)
+                x, y = self.source.samples(
+                    self.indices[at : at + n], {k: v[at : at + n] for k, v in self.draws.items()}, self.dtype
+                )
+                yield from zip(torch.split(x, sizes), torch.split(y, sizes), strict=True)
+                at += n
 
     def head(self, steps: int) -> Minibatches:
         """The first few steps alone."""
@@ -108,15 +109,16 @@ def blocks(clients: Sequence[Minibatches], width: int, batch: int) -> Iterator[B
     draws = {name: torch.cat([c.draws[name] for c in clients]) for name in first.draws}
 
     at, device = 0, first.source.device
-    for chunk in first._chunks([batch] * steps, width):
-        span = slice(at, at + len(chunk))
-        flat = position[span].reshape(-1)
-        x, y = first.source.samples(indices[flat], {name: v[flat] for name, v in draws.items()}, first.dtype)
-        shape = (len(chunk), width, batch)
-        yield Block(
-            torch.unflatten(x, 0, shape),
-            torch.unflatten(y, 0, shape),
-            weight[span].to(device, first.dtype),
-            active[span].to(device),
-        )
-        at += len(chunk)
+    with first.source.reading(clients):
+        for chunk in first._chunks([batch] * steps, width):
+            span = slice(at, at + len(chunk))
+            flat = position[span].reshape(-1)
+            x, y = first.source.samples(indices[flat], {name: v[flat] for name, v in draws.items()}, first.dtype)
+            shape = (len(chunk), width, batch)
+            yield Block(
+                torch.unflatten(x, 0, shape),
+                torch.unflatten(y, 0, shape),
+                weight[span].to(device, first.dtype),
+                active[span].to(device),
+            )
+            at += len(chunk)

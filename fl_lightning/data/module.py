@@ -1,11 +1,12 @@
-"""The base of all data sets: tensors in memory, divided among clients."""
+"""The base of all data sets: samples divided among clients, in memory or streamed."""
 
 from __future__ import annotations
 
 import hashlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import lightning as L
@@ -17,6 +18,7 @@ from torch import Tensor
 from fl_lightning.data.augment import Augment
 from fl_lightning.data.minibatches import Minibatches
 from fl_lightning.data.partition import IID, Partition
+from fl_lightning.data.stream import Ahead, Samples, Stream
 from fl_lightning.data.tensors import check_pairs, inputs, labels, stratified
 from fl_lightning.errors import UserError
 from fl_lightning.rng import generator, numpy_generator
@@ -44,6 +46,9 @@ class FederatedDataModule(L.LightningDataModule, ABC):
         mean: Mean of each channel, subtracted after scaling to [0, 1]; null for none.
         std: Standard deviation of each channel, divided by after that; null for none.
         seed: Seed of the partition, of the validation part and of fixed samples.
+        stream: Keep the samples where they lie, in files, a memory map or host memory, and bring them to the device
+            when they are needed: for data that do not fit there. The results are the same, to the bit.
+        workers: Threads that read files and memory maps.
 
     Attributes:
         num_classes: Number of classes (after setup, as all that follow).
@@ -59,6 +64,8 @@ class FederatedDataModule(L.LightningDataModule, ABC):
     """Value of a uint8 pixel that becomes 1.0."""
     num_classes: int
     input_shape: tuple[int, ...]
+    x_train: Tensor | Stream
+    x_test: Tensor | Stream
     clients: Division
     client_sizes: Tensor
 
@@ -73,6 +80,8 @@ class FederatedDataModule(L.LightningDataModule, ABC):
         mean: list[float] | None = None,
         std: list[float] | None = None,
         seed: int = 0,
+        stream: bool = False,
+        workers: int = 4,
     ) -> None:
         super().__init__()
         if num_clients < 1:
@@ -85,6 +94,8 @@ class FederatedDataModule(L.LightningDataModule, ABC):
             raise UserError(f"data.val_fraction = {val_fraction} is not in [0, 1); use for example 0.1")
         if std is not None and not all(s > 0 for s in std):
             raise UserError(f"data.std = {std} must be positive; leave out constant channels or use 1")
+        if workers < 1:
+            raise UserError(f"data.workers = {workers} is not positive; use for example the number of CPU cores")
         self.num_clients = num_clients
         self.partition = partition or IID()
         self.batch_size = batch_size
@@ -94,7 +105,10 @@ class FederatedDataModule(L.LightningDataModule, ABC):
         self.mean = mean
         self.std = std
         self.seed = seed
+        self.stream = stream
+        self.workers = workers
         self.device = torch.device("cpu")
+        self._ahead: Ahead | None = None
         self._is_set_up = False
         self._constants: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
 
@@ -104,7 +118,8 @@ class FederatedDataModule(L.LightningDataModule, ABC):
 
         Returns:
             ``x_train, y_train, x_test, y_test`` as arrays or tensors: uint8 images (NCHW, NHWC or NHW), or floats or
-            tokens ``(N, ...)``; labels are integers ``(N,)``.
+            tokens ``(N, ...)``; labels are integers ``(N,)``. Samples that need not be in memory can be `Samples` or an
+            ``np.memmap``.
         """
 
     def setup(self, stage: str | None = None) -> None:
@@ -112,12 +127,8 @@ class FederatedDataModule(L.LightningDataModule, ABC):
         if self._is_set_up:
             return
         x_train, y_train, x_test, y_test = self.load()
-        self.x_train, self.y_train = inputs("x_train", x_train), labels("y_train", y_train)
-        self.x_test, self.y_test = inputs("x_test", x_test), labels("y_test", y_test)
-        if self.x_train.ndim == 4:  # convolutions are quicker with the channels last in memory
-            self.x_train, self.x_test = (
-                x.contiguous(memory_format=torch.channels_last) for x in (self.x_train, self.x_test)
-            )
+        self.x_train, self.y_train = self._stored("x_train", x_train), labels("y_train", y_train)
+        self.x_test, self.y_test = self._stored("x_test", x_test), labels("y_test", y_test)
         check_pairs(self.x_train, self.y_train, self.x_test, self.y_test)
         self.num_classes = int(self.y_train.max()) + 1
         self.input_shape = tuple(self.x_train.shape[1:])
@@ -126,6 +137,12 @@ class FederatedDataModule(L.LightningDataModule, ABC):
         self.client_sizes = self.clients.sizes
         self._train_indices = self.clients.indices.sort().values
         self._is_set_up = True
+
+    def _stored(self, name: str, x: Any) -> Tensor | Stream:
+        if isinstance(x, Samples) or (self.stream and isinstance(x, np.memmap)):
+            stream = Stream(name, x, self.workers)
+            return stream if self.stream else stream.read()
+        return inputs(name, x)
 
     def _check_settings(self) -> None:
         if self.augment is not None and len(self.input_shape) != 3:
@@ -162,10 +179,10 @@ class FederatedDataModule(L.LightningDataModule, ABC):
         return parts
 
     def to(self, device: torch.device | str) -> Self:
-        """Move the stored data to ``device``, where batches are then made."""
+        """Move the stored data to ``device``, where batches are then made; samples that are streamed stay."""
         device = torch.device(device)
         if device != self.device:
-            for name in ("x_train", "y_train", "x_test", "y_test"):
+            for name in ("y_train", "y_test") if self.stream else ("x_train", "y_train", "x_test", "y_test"):
                 setattr(self, name, getattr(self, name).to(device))
             self.device = device
         return self
@@ -212,22 +229,52 @@ class FederatedDataModule(L.LightningDataModule, ABC):
             draws: By `Augment.draw`, ``(n, ...)`` by name; empty for none.
             dtype: Floating dtype of the samples.
         """
-        indices = indices.to(self.device)
-        x = self._gather(self.x_train, indices)
+        here = indices.to(self.device)
+        x = self._gather(self.x_train, indices if self.stream else here, self._ahead)
         if self.augment is not None and draws:
             x = self.augment(x, draws)
-        return self._scaled(x, dtype), self.y_train[indices]
+        return self._scaled(x, dtype), self.y_train[here]
+
+    def read_ahead(self, clients: Iterable[Minibatches]) -> None:
+        """Have the samples of these read before they are asked for, as many as memory is meant for; none: stop.
+
+        Without it, whatever is iterated reads its own ahead. What was read for the former ones and is needed here, too,
+        is kept. Samples in memory need none of it.
+
+        Args:
+            clients: Minibatches in the order of use, such as those of a cohort and then of the next.
+        """
+        if isinstance(self.x_train, Stream):
+            plan = [i for client in clients for i in client.indices.tolist()]
+            ahead = Ahead(self.x_train, plan, self._ahead)
+            self._ahead = ahead if plan else None
+
+    def reading(self, clients: Iterable[Minibatches]) -> AbstractContextManager[object]:
+        """A context in which the samples of these are read ahead, unless others are already."""
+        if not self.stream or self._ahead is not None:
+            return nullcontext()
+        self.read_ahead(clients)
+        stack = ExitStack()
+        stack.callback(self.read_ahead, ())
+        return stack
 
     def sample_bytes(self, dtype: torch.dtype) -> int:
         """Memory of one sample."""
         return max(1, math.prod(self.input_shape) * dtype.itemsize)
 
-    @staticmethod
-    def _gather(x: Tensor, indices: Tensor) -> Tensor:
-        """Rows of ``x``; images stay channels_last."""
-        if x.ndim != 4:
-            return x[indices]
-        return x.permute(0, 2, 3, 1)[indices].permute(0, 3, 1, 2)
+    def _gather(self, x: Tensor | Stream, indices: Tensor, ahead: Ahead | None) -> Tensor:
+        """Some samples, on the device; images stay channels_last. The indices are where the samples are."""
+        if isinstance(x, Stream):
+            rows = (ahead or Ahead(x, ())).take(indices.tolist())
+        elif x.ndim == 4:
+            rows = x.permute(0, 2, 3, 1)[indices].permute(0, 3, 1, 2)
+        else:
+            rows = x[indices]
+        if not self.stream:
+            return rows
+        if self.device.type == "cuda":  # from such memory it is copied while the host goes on
+            rows = rows.pin_memory()
+        return rows.to(self.device, non_blocking=True)
 
     def _batches_per_epoch(self, n: int) -> int:
         return 1 if self.batch_size is None else math.ceil(n / self.batch_size)
@@ -280,11 +327,13 @@ class FederatedDataModule(L.LightningDataModule, ABC):
         """All training data of one client, in order and without augmentation."""
         return self.eval_batches(self.clients[client], dtype)
 
-    def _batches(self, x: Tensor, y: Tensor, indices: Tensor, dtype: torch.dtype) -> Iterator[Batch]:
-        indices = indices.to(self.device)
-        for start in range(0, len(indices), self.eval_batch_size):
-            part = indices[start : start + self.eval_batch_size]
-            yield self._scaled(self._gather(x, part), dtype), y[part]
+    def _batches(self, x: Tensor | Stream, y: Tensor, indices: Tensor, dtype: torch.dtype) -> Iterator[Batch]:
+        here = indices.to(self.device)
+        indices = indices.cpu() if self.stream else here
+        with Ahead(x, indices.tolist()) if isinstance(x, Stream) else nullcontext() as ahead:
+            for start in range(0, len(indices), self.eval_batch_size):
+                part = slice(start, start + self.eval_batch_size)
+                yield self._scaled(self._gather(x, indices[part], ahead), dtype), y[here[part]]
 
     def sample_indices(self, n: int | None, seed: int | None = None) -> Tensor:
         """A fixed stratified sample of the union of the clients' data, as sorted indices into the training data.

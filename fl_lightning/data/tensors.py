@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -11,12 +12,20 @@ from torch import Tensor
 
 from fl_lightning.errors import UserError
 
+if TYPE_CHECKING:
+    from fl_lightning.data.stream import Stream
 
-def inputs(name: str, array: Any) -> Tensor:
+
+def inputs(name: str, array: Any, rows: Sequence[int] | None = None) -> Tensor:
     """A tensor of samples: images ``(N, C, H, W)`` or features ``(N, ...)``.
 
     uint8 arrays are images: ``(N, H, W)`` gets a channel, ``(N, H, W, 1 or 3)`` is turned to ``(N, C, H, W)``. Floats
-    keep their dtype, int32 and int64 (tokens) become int64.
+    keep their dtype, int32 and int64 (tokens) become int64. They lie in memory as `layout` says.
+
+    Args:
+        name: What they are called in errors.
+        array: The samples.
+        rows: Their numbers, ``(N,)``, if these are not all.
 
     Raises:
         UserError: If the dtype is none of these, or a value is not finite.
@@ -30,12 +39,19 @@ def inputs(name: str, array: Any) -> Tensor:
     elif x.is_floating_point():
         if not x.isfinite().all():
             row = int((~x.isfinite()).nonzero()[0, 0])
-            raise UserError(f"{name}: row {row} holds NaN or infinity; clean or drop such rows")
+            raise UserError(
+                f"{name}: row {row if rows is None else rows[row]} holds NaN or infinity; clean or drop such rows"
+            )
     elif x.dtype in (torch.int32, torch.int64):
         x = x.long()
     else:
         raise UserError(f"{name}: dtype {x.dtype} is not supported; use uint8 (images), float or int64 (tokens)")
-    return x.contiguous()
+    return x.contiguous(memory_format=layout(x.ndim))
+
+
+def layout(ndim: int) -> torch.memory_format:
+    """How samples lie in memory: images with the channels last, with which convolutions are quicker."""
+    return torch.channels_last if ndim == 4 else torch.contiguous_format
 
 
 def labels(name: str, array: Any) -> Tensor:
@@ -55,7 +71,7 @@ def labels(name: str, array: Any) -> Tensor:
     return y
 
 
-def check_pairs(x_train: Tensor, y_train: Tensor, x_test: Tensor, y_test: Tensor) -> None:
+def check_pairs(x_train: Tensor | Stream, y_train: Tensor, x_test: Tensor | Stream, y_test: Tensor) -> None:
     """Check that samples and labels, training and test data fit together.
 
     Raises:

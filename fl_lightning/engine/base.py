@@ -14,6 +14,8 @@ from fl_lightning.flat import FlatNet
 from fl_lightning.objective import LocalObjective
 from fl_lightning.state import ClientContext, Slots
 
+COLUMNS = ("lr", "K", "k_lr", "n_k", "n_mean")
+"""What differs between the contexts of a cohort's clients."""
 Autocast = Callable[[], AbstractContextManager[object]]
 """Context for forward passes: ``fabric.autocast``."""
 

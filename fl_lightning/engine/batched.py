@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import repeat
 from typing import Any
 
@@ -11,7 +11,17 @@ from torch import Tensor
 from torch.func import functional_call, grad_and_value, vmap
 
 from fl_lightning.data.minibatches import Block, blocks
-from fl_lightning.engine.base import Autocast, Engine, Job, LocalResult
+from fl_lightning.engine.base import COLUMNS, Autocast, Engine, Job, LocalResult
+from fl_lightning.engine.record import (
+    Compiled,
+    CudaGraph,
+    RecordedRound,
+    Records,
+    Replay,
+    plain_settings,
+    round_number,
+    trace,
+)
 from fl_lightning.errors import UserError
 from fl_lightning.objective import LocalObjective
 from fl_lightning.state import ClientContext, Slots
@@ -49,7 +59,7 @@ class BatchedEngine(Engine):
 
     def train(self, jobs: Sequence[Job]) -> Iterator[LocalResult]:
         width = self.width or len(jobs)
-        for at in range(0, len(jobs), width):
+        for at in range(0, len(jobs), width or 1):
             yield from self._train_block(jobs[at : at + width])
 
     def _train_block(self, jobs: Sequence[Job]) -> list[LocalResult]:
@@ -115,7 +125,7 @@ class BatchedEngine(Engine):
         def column(name: str) -> Any:
             return like.new_tensor([[getattr(job.ctx, name)] for job in jobs])
 
-        columns = {name: column(name) for name in ("lr", "K", "k_lr", "n_k", "n_mean")}
+        columns = {name: column(name) for name in COLUMNS}
         return ClientContext(first.t, first.rounds, first.m, first.flat, first.exchange, **columns)
 
     def _blocks(self, clients: Sequence[Any], width: int) -> Iterator[Block]:
@@ -226,11 +236,9 @@ class GraphedEngine(BatchedEngine):
     def __init__(
         self, objective: LocalObjective, autocast: Autocast, width: int | None = None, compile: bool = False
     ) -> None:
-        from fl_lightning.engine.record import Recorder
-
         super().__init__(objective, autocast, width)
         self.compile = compile
-        self._recorder = Recorder(compile)
+        self.records = Records()
 
     def _steps(
         self,
@@ -242,40 +250,47 @@ class GraphedEngine(BatchedEngine):
         block: Block,
         ctx: ClientContext,
     ) -> tuple[Tensor, Slots, Tensor | None, Tensor]:
-        n = len(block.x)
+        n, settings = len(block.x), self._settings()
         unroll = n if self.compile and n <= self.UNROLLED else 1
         fixed: Tensors = {
             **{f"start.{name}": v for name, v in start.items()},
-            **{f"ctx.{name}": getattr(ctx, name) for name in ("lr", "K", "k_lr", "n_k", "n_mean")},
+            **{f"ctx.{name}": getattr(ctx, name) for name in COLUMNS},
+            "t": round_number(ctx, w),
         }
         if teacher is not None:
             fixed["teacher"] = teacher
-        state: Tensors = {"w": w.contiguous(), **{f"slot.{name}": v for name, v in slots.items()}}
+        state: Tensors = {
+            "w": w.contiguous(),
+            "loss": w.new_zeros(len(w)),
+            **{f"slot.{name}": v for name, v in slots.items()},
+        }
         if buffer is not None:
             state["buffer"] = buffer
-        total = w.new_zeros(len(w))
         for at in range(0, n, unroll):
             span = slice(at, at + unroll)
             data = {"x": block.x[span], "y": block.y[span], "weight": block.weight[span], "active": block.active[span]}
-            state = self._recorder({**state, "loss": total}, {**fixed, **data}, self._replayed, ctx, self._settings())
-            total = state.pop("loss")
+            named = {**state, **fixed, **data}
+            replay = self.records.find(named, ctx, settings, self._record)
+            with torch.no_grad():
+                state = dict(zip(state, replay(*named.values()), strict=True))
         slots = Slots({name: state[f"slot.{name}"] for name in slots})
-        return state["w"], slots, state.get("buffer"), total
+        return state["w"], slots, state.get("buffer"), state["loss"]
 
-    def _replayed(self, state: Mapping[str, Tensor], inputs: Mapping[str, Tensor], ctx: ClientContext) -> Tensors:
-        """What is recorded: a few steps, from named tensors to named tensors."""
-        slots = Slots({n.removeprefix("slot."): v for n, v in state.items() if n.startswith("slot.")})
-        start = Slots({n.removeprefix("start."): v for n, v in inputs.items() if n.startswith("start.")})
-        block = Block(*(inputs[name] for name in ("x", "y", "weight", "active")))
+    def _record(self, named: Tensors, ctx: ClientContext) -> tuple[RecordedRound, Replay]:
+        round_number, graph = trace(self._recorded, named, ctx)
+        replay = Compiled(graph) if self.compile else graph
+        return round_number, CudaGraph(replay) if named["w"].is_cuda else replay
+
+    def _recorded(self, named: Tensors, ctx: ClientContext) -> list[Tensor]:
+        """What is recorded: a few steps, from named tensors to those of them that are state, in the same order."""
+        slots = Slots({n.removeprefix("slot."): v for n, v in named.items() if n.startswith("slot.")})
+        start = Slots({n.removeprefix("start."): v for n, v in named.items() if n.startswith("start.")})
+        block = Block(*(named[name] for name in ("x", "y", "weight", "active")))
         w, slots, buffer, loss = super()._steps(
-            state["w"], slots, state.get("buffer"), start, inputs.get("teacher"), block, ctx
+            named["w"], slots, named.get("buffer"), start, named.get("teacher"), block, ctx
         )
-        after = {"w": w, "loss": state["loss"] + loss, **{f"slot.{name}": v for name, v in slots.items()}}
-        return after if buffer is None else {**after, "buffer": buffer}
+        return [w, named["loss"] + loss, *slots.values(), *([] if buffer is None else [buffer])]
 
     def _settings(self) -> tuple[Any, ...]:
-        """Plain settings of the objective and its parts: a record holds them as they were."""
         objective = self.objective
-        parts: tuple[object, ...] = (objective, objective.ascent, objective.optimizer, objective.loss)
-        plain = (bool, int, float, str, tuple, type(None))
-        return tuple(v for part in parts if part is not None for v in vars(part).values() if isinstance(v, plain))
+        return plain_settings(objective, objective.ascent, objective.optimizer, objective.loss)

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.fx import GraphModule
 
 from fl_lightning.errors import UserError
 from fl_lightning.state import ClientContext
 
 Tensors = dict[str, Tensor]
-Step = Callable[[Mapping[str, Tensor], Mapping[str, Tensor], ClientContext], Tensors]
 Replay = Callable[..., tuple[Tensor, ...]]
+T = TypeVar("T")
 
 
 class RecordedRound:
@@ -68,91 +69,105 @@ for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
     setattr(RecordedRound, f"__r{_name}__", _arithmetic(getattr(operator, _name), swapped=True))
 
 
-class Recorder:
-    """Keeps records by shapes, settings and round; makes one when none fits.
+Trace = tuple[RecordedRound, GraphModule]
+Make = Callable[[Tensors, ClientContext], tuple[RecordedRound, T]]
 
-    Args:
-        compile: Compile each record.
 
-    Raises:
-        UserError: If a record is to be compiled and there is no working C++ compiler.
-    """
+class Records:
+    """Records by the shapes of their tensors, settings and round; a new one is made when none fits."""
 
     KEPT = 32
     """Most records that are kept; the oldest goes first."""
 
-    def __init__(self, compile: bool = False) -> None:
-        self.compile = compile
+    def __init__(self) -> None:
         self.made = 0
         """Records made so far."""
-        self._records: dict[Any, tuple[RecordedRound, Replay]] = {}
+        self._records: dict[Any, tuple[RecordedRound, Any]] = {}
 
-    def __call__(
-        self, state: Tensors, inputs: Tensors, step: Step, ctx: ClientContext, settings: tuple[Any, ...]
-    ) -> Tensors:
-        """``step(state, inputs, ctx)``, whose result has the names of ``state``."""
-        device = state["w"].device
-        round_number = torch.tensor(float(ctx.t), dtype=torch.float64, device=device)
-        tensors = (*state.values(), *inputs.values(), round_number)
-        names = (*state, *inputs)
-        shapes = tuple((tuple(v.shape), v.dtype) for v in tensors)
-        key = (names, shapes, settings, ctx.rounds, ctx.m, ctx.exchange)
-        record = self._records.get(key)
-        if record is None or not record[0].hold(ctx.t):
+    def find(self, named: Tensors, ctx: ClientContext, settings: tuple[Any, ...], make: Make[T]) -> T:
+        """What ``make(named, ctx)`` gave for such tensors, settings and round, now or before."""
+        key = (*((n, v.shape, v.dtype) for n, v in named.items()), settings, ctx.rounds, ctx.m, ctx.exchange)
+        found = self._records.get(key)
+        if found is None or not found[0].hold(ctx.t):
             self._records.pop(key, None)
             if len(self._records) >= self.KEPT:
                 del self._records[next(iter(self._records))]
-            self._records[key] = record = self._record(state, inputs, tensors, step, ctx)
-        with torch.no_grad():
-            return dict(zip(state, record[1](*tensors), strict=True))
-
-    def _record(
-        self, state: Tensors, inputs: Tensors, tensors: tuple[Tensor, ...], step: Step, ctx: ClientContext
-    ) -> tuple[RecordedRound, Replay]:
-        from torch.fx.experimental.proxy_tensor import make_fx
-
-        rounds: list[RecordedRound] = []
-
-        def flat(*tensors: Tensor) -> tuple[Tensor, ...]:
-            named = dict(zip((*state, *inputs), tensors, strict=False))
-            rounds.append(RecordedRound(ctx.t, tensors[-1]))
-            columns = {name.removeprefix("ctx."): v for name, v in named.items() if name.startswith("ctx.")}
-            here = replace(ctx, t=rounds[-1], **columns)  # type: ignore[arg-type]
-            after = step({n: named[n] for n in state}, {n: named[n] for n in inputs}, here)
-            return tuple(after[name] for name in state)
-
-        graph = make_fx(flat)(*tensors)
-        graph.graph.eliminate_dead_code()
-        graph.recompile()
-        self.made += 1
-        replay: Replay = graph
-        if self.compile:
-            replay = _compiled(graph, tensors)
-        if tensors[0].is_cuda:
-            replay = _CudaGraph(replay)
-        return rounds[-1], replay
+            self._records[key] = found = make(named, ctx)
+            self.made += 1
+        record: T = found[1]
+        return record
 
 
-def _compiled(graph: torch.fx.GraphModule, tensors: tuple[Tensor, ...]) -> Replay:
-    # where the compiler keeps what it made: a temporary folder would be gone with the next boot
-    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"), "fl_lightning", "inductor")
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
-    compiled: Replay = torch.compile(graph, dynamic=False, fullgraph=True)
-    try:
-        with torch.no_grad():
-            compiled(*tensors)
-    except Exception as error:
-        if type(error).__module__.startswith("torch._"):
-            cause = str(error.__cause__ or error).strip().splitlines()[0]
-            raise UserError(
-                f"trainer.compile = true: the compiler failed ({cause:.150}); install a C++ compiler, or set it to "
-                "false"
-            ) from None
-        raise
-    return compiled
+def plain_settings(*parts: object) -> tuple[Any, ...]:
+    """Plain attributes of objects that a record depends on: it holds them as they were."""
+    plain = (bool, int, float, str, tuple, type(None))
+    return tuple(v for part in parts if part is not None for v in vars(part).values() if isinstance(v, plain))
 
 
-class _CudaGraph:
+def trace(function: Callable[[Tensors, ClientContext], Sequence[Tensor]], named: Tensors, ctx: ClientContext) -> Trace:
+    """The operations of a function of named tensors, in which the round and ``ctx.<attribute>`` are inputs, too.
+
+    Args:
+        function: From the tensors and the context with them in it to tensors.
+        named: The tensors; ``t`` is the round.
+        ctx: The context.
+    """
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    rounds: list[RecordedRound] = []
+
+    def flat(*tensors: Tensor) -> tuple[Tensor, ...]:
+        inputs = dict(zip(named, tensors, strict=True))
+        rounds.append(RecordedRound(ctx.t, inputs["t"]))
+        columns = {name.removeprefix("ctx."): v for name, v in inputs.items() if name.startswith("ctx.")}
+        return tuple(function(inputs, replace(ctx, t=rounds[-1], **columns)))  # type: ignore[arg-type]
+
+    graph = make_fx(flat)(*named.values())
+    graph.graph.eliminate_dead_code()
+    graph.recompile()
+    return rounds[-1], graph
+
+
+def round_number(ctx: ClientContext, like: Tensor) -> Tensor:
+    """The round as an input of a record."""
+    return torch.tensor(float(ctx.t), dtype=torch.float64, device=like.device)
+
+
+class Compiled:
+    """A record as machine code, made at the first call.
+
+    Args:
+        graph: The record.
+
+    Raises:
+        UserError: At the first call, if there is no working C++ compiler.
+    """
+
+    def __init__(self, graph: GraphModule) -> None:
+        # where the compiler keeps what it made: a temporary folder would be gone with the next boot
+        cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"), "fl_lightning", "inductor")
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
+        self._function: Replay = torch.compile(graph, dynamic=False, fullgraph=True)
+        self._tried = False
+
+    def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        if self._tried:
+            return self._function(*tensors)
+        try:
+            result = self._function(*tensors)
+        except Exception as error:
+            if type(error).__module__.startswith("torch._"):
+                cause = str(error.__cause__ or error).strip().splitlines()[0]
+                raise UserError(
+                    f"trainer.compile = true: the compiler failed ({cause:.150}); install a C++ compiler, or set it to "
+                    "false"
+                ) from None
+            raise
+        self._tried = True
+        return result
+
+
+class CudaGraph:
     """A function of tensors of fixed shapes as one CUDA graph.
 
     Args:

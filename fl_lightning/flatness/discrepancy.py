@@ -10,11 +10,18 @@ from torch import Tensor, nn
 
 from fl_lightning.errors import UserError
 from fl_lightning.flat import FlatSpec, norm, to_radius
-from fl_lightning.flatness.functional import Batches, Loss, batch_sizes, gradient, mean_loss
+from fl_lightning.flatness.functional import Batches, Loss, Reduce, batch_sizes, gradient, mean_loss
 
 
 def sharpness(
-    model: nn.Module, loss: Loss, batches: Batches, rho: float = 0.05, steps: int = 1, at: Tensor | None = None
+    model: nn.Module,
+    loss: Loss,
+    batches: Batches,
+    rho: float = 0.05,
+    steps: int = 1,
+    at: Tensor | None = None,
+    *,
+    reduce: Reduce | None = None,
 ) -> float:
     """max_{‖δ‖≤rho} F(w+δ) - F(w), the maximum approximated from below by gradient ascent.
 
@@ -24,10 +31,11 @@ def sharpness(
     Args:
         model: The network; its weights are not moved.
         loss: Per-sample losses.
-        batches: The data.
+        batches: The data; of many processes this one's share, which may be nothing.
         rho: Radius, in weight units.
         steps: Ascent steps, one pass with gradient each; two passes without come on top.
         at: Flat weights w, ``(d,)``; by default the model's own.
+        reduce: Sums up over the processes; every process must call. None: this process has all samples.
 
     Returns:
         The sharpness, in units of the loss.
@@ -40,9 +48,10 @@ def sharpness(
     w = FlatSpec(model).vector(model) if at is None else at
     delta = torch.zeros_like(w)
     for _ in range(steps):
-        delta = delta + to_radius(gradient(model, loss, batches, w + delta), rho)
+        delta = delta + to_radius(gradient(model, loss, batches, w + delta, reduce=reduce), rho)
         delta = torch.where(norm(delta) > rho, to_radius(delta, rho), delta)
-    return mean_loss(model, loss, batches, w + delta) - mean_loss(model, loss, batches, w)
+    before, after = (mean_loss(model, loss, batches, v, reduce=reduce) for v in (w, w + delta))
+    return after - before
 
 
 def flatness_discrepancy(global_sharpness: float, local_sharpness: Sequence[float], sizes: Sequence[int]) -> float:

@@ -3,6 +3,9 @@
 F is the sample-weighted mean of ``loss(model(x), y)`` over all samples, whatever the batch sizes, in eval mode and in
 the model's own dtype (an active autocast is switched off). The model is never written to: weights, gradients, modes
 and the global random state are afterwards what they were.
+
+Many processes may share the work: each calls the same function with batches of its own (or none) and the same
+``reduce``, and all get the value over all samples.
 """
 
 from __future__ import annotations
@@ -23,18 +26,24 @@ Batches = Callable[[], Iterable[tuple[Tensor, Tensor]]]
 Loss = Callable[[Tensor, Tensor], Tensor]
 """Per-sample losses: ``loss(logits, target)`` of shape ``(n,)``, e.g. ``nn.CrossEntropyLoss(reduction="none")``."""
 
+Reduce = Callable[[Tensor], Tensor]
+"""Sum of a tensor over the processes that share the samples, on each of them; it may change its argument."""
+
 KEEP_SAMPLES = 512
 """Up to so many samples :func:`hvp` keeps the graph of the gradient by default."""
 
 
-def mean_loss(model: nn.Module, loss: Loss, batches: Batches, at: Tensor | None = None) -> float:
+def mean_loss(
+    model: nn.Module, loss: Loss, batches: Batches, at: Tensor | None = None, *, reduce: Reduce | None = None
+) -> float:
     """F(w) = 1/n Σ loss(model(x_i), y_i).
 
     Args:
         model: The network; buffers and frozen parameters are its own.
         loss: Per-sample losses.
-        batches: The data.
+        batches: The data; of many processes this one's share, which may be nothing.
         at: Flat weights ``(d,)`` to measure at; by default the model's own.
+        reduce: Sums up over the processes; every process must call. None: this process has all samples.
 
     Returns:
         The mean loss, summed up in float64.
@@ -48,10 +57,12 @@ def mean_loss(model: nn.Module, loss: Loss, batches: Batches, at: Tensor | None 
         for x, y in batches():
             losses = point.losses(x, y)
             total, n = total + losses.sum(dtype=torch.float64), n + len(losses)
-    return total.item() / _positive(n)
+    return _summed(total, reduce).item() / _samples(n, total, reduce)
 
 
-def gradient(model: nn.Module, loss: Loss, batches: Batches, at: Tensor | None = None) -> Tensor:
+def gradient(
+    model: nn.Module, loss: Loss, batches: Batches, at: Tensor | None = None, *, reduce: Reduce | None = None
+) -> Tensor:
     """∇F(w), shape ``(d,)``; arguments and errors as in :func:`mean_loss`."""
     point = _Point(model, loss, at)
     total, n = torch.zeros_like(point.w), 0
@@ -59,21 +70,28 @@ def gradient(model: nn.Module, loss: Loss, batches: Batches, at: Tensor | None =
         for x, y in batches():
             losses = point.losses(x, y)
             total, n = total + _grad(losses.sum(), point.w), n + len(losses)
-    return total / _positive(n)
+    return _summed(total, reduce) / _samples(n, total, reduce)
 
 
 def hvp(
-    model: nn.Module, loss: Loss, batches: Batches, at: Tensor | None = None, *, keep_graph: bool | None = None
+    model: nn.Module,
+    loss: Loss,
+    batches: Batches,
+    at: Tensor | None = None,
+    *,
+    keep_graph: bool | None = None,
+    reduce: Reduce | None = None,
 ) -> Callable[[Tensor], Tensor]:
     """Exact Hessian-vector products v -> ∇²F(w) v by double backprop (Pearlmutter 1994).
 
     Args:
         model: The network.
         loss: Per-sample losses.
-        batches: The data.
+        batches: The data, as in :func:`mean_loss`.
         at: Flat weights ``(d,)``; by default a copy of the model's own, taken now.
-        keep_graph: Keep the graph of ∇F over all batches in memory, so that a product costs one backward only. By
-            default if the data are a single batch or at most ``KEEP_SAMPLES`` samples.
+        keep_graph: Keep the graph of ∇F over these batches in memory, so that a product costs one backward only. By
+            default if they are a single one or have at most ``KEEP_SAMPLES`` samples; each process decides for itself.
+        reduce: As in :func:`mean_loss`; it is called once in every product, too.
 
     Returns:
         A function from ``(d,)`` to ``(d,)``, both in the model's dtype. It holds the graph as long as it lives.
@@ -83,8 +101,8 @@ def hvp(
     """
     point = _Point(model, loss, at)
     sizes = batch_sizes(batches)
-    n = _positive(sum(sizes))
-    keep = (len(sizes) == 1 or n <= KEEP_SAMPLES) if keep_graph is None else keep_graph
+    n = _samples(sum(sizes), point.w, reduce)
+    keep = (len(sizes) == 1 or sum(sizes) <= KEEP_SAMPLES) if keep_graph is None else keep_graph
 
     def shares() -> Iterator[Tensor]:
         """Each batch's share of ∇F, differentiable."""
@@ -101,7 +119,7 @@ def hvp(
         with _measuring(model):
             for share in kept or shares():
                 total = total + _grad(share, point.w, v, retain_graph=keep)
-        return total
+        return _summed(total, reduce)
 
     return product
 
@@ -164,7 +182,13 @@ def _grad(
     return g
 
 
-def _positive(n: int) -> int:
+def _summed(mine: Tensor, reduce: Reduce | None) -> Tensor:
+    return mine if reduce is None else reduce(mine)
+
+
+def _samples(mine: int, like: Tensor, reduce: Reduce | None) -> int:
+    """Number of samples of all processes; it is reduced on the device of ``like``."""
+    n = mine if reduce is None else int(reduce(torch.tensor(mine, device=like.device)))
     if n == 0:
         raise UserError("batches: no sample; give a function that returns the data anew in every call")
     return n

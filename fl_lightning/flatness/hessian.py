@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fl_lightning.errors import UserError
 from fl_lightning.flat import FlatSpec
-from fl_lightning.flatness.functional import Batches, Loss, hvp
+from fl_lightning.flatness.functional import Batches, Loss, Reduce, hvp
 from fl_lightning.rng import generator
 
 
@@ -46,6 +46,7 @@ def lambda_max(
     tol: float | None = None,
     seed: int = 0,
     keep_graph: bool | None = None,
+    reduce: Reduce | None = None,
 ) -> Eigenpair:
     """The largest eigenvalue λ_max of the Hessian of F at the model's weights, in eval mode.
 
@@ -60,13 +61,14 @@ def lambda_max(
     Args:
         model: The network.
         loss: Per-sample losses.
-        batches: The data.
+        batches: The data; of many processes this one's share, which may be nothing.
         at: Flat weights ``(d,)`` to measure at; by default the model's own.
         method: As above.
         iterations: Most steps, one Hessian-vector product each; default 100 (``lanczos``), 20 (``power``).
         tol: Relative tolerance; default 1e-3 (``lanczos``), 1e-4 (``power``).
         seed: Of the normally distributed start.
         keep_graph: See :func:`~fl_lightning.flatness.hvp`.
+        reduce: Sums up over the processes; each then runs the same iteration on products of all samples.
 
     Returns:
         The eigenpair; value and residual are NaN if the Hessian is not finite.
@@ -80,7 +82,7 @@ def lambda_max(
     steps, accuracy = steps if iterations is None else iterations, accuracy if tol is None else tol
     if steps < 1:
         raise UserError(f"iterations: {steps} is too few; use 1 or more")
-    matvec = hvp(model, loss, batches, at, keep_graph=keep_graph)
+    matvec = hvp(model, loss, batches, at, keep_graph=keep_graph, reduce=reduce)
     weights = FlatSpec(model).vector(model)
     start = torch.randn(len(weights), generator=generator(seed, "lambda_max"), dtype=torch.float64)
     start = start.to(weights.device)
@@ -88,12 +90,23 @@ def lambda_max(
     def product(v: Tensor) -> Tensor:
         return matvec(v).double()
 
+    def agreed(stop: bool) -> bool:
+        # processes that round differently may see the same residual on two sides of the tolerance
+        return stop if reduce is None else bool(reduce(start.new_tensor(stop)) > 0)
+
     if method == "power":
-        return _power(product, start, steps, accuracy)
-    return _lanczos(product, start, steps, accuracy, torch.finfo(weights.dtype).eps)
+        return _power(product, start, steps, accuracy, agreed)
+    return _lanczos(product, start, steps, accuracy, agreed, torch.finfo(weights.dtype).eps)
 
 
-def _lanczos(matvec: Callable[[Tensor], Tensor], start: Tensor, steps: int, tol: float, eps: float) -> Eigenpair:
+def _lanczos(
+    matvec: Callable[[Tensor], Tensor],
+    start: Tensor,
+    steps: int,
+    tol: float,
+    agreed: Callable[[bool], bool],
+    eps: float,
+) -> Eigenpair:
     basis = [start / start.norm()]
     t = torch.zeros(steps, steps + 1, dtype=torch.float64)  # the tridiagonal matrix and the next off-diagonal entry
     for k in range(steps):
@@ -110,7 +123,8 @@ def _lanczos(matvec: Callable[[Tensor], Tensor], start: Tensor, steps: int, tol:
         ritz, s = torch.linalg.eigh(t[: k + 1, : k + 1])
         # below the rounding of H nothing can be told: this ends invariant subspaces and eigenvalues that are zero
         floor = 4 * eps * ritz.abs().max().item()
-        if beta * abs(s[-1, -1].item()) <= max(tol * abs(ritz[-1].item()), floor) or k + 1 == len(start):
+        found = beta * abs(s[-1, -1].item()) <= max(tol * abs(ritz[-1].item()), floor)
+        if agreed(found) or k + 1 == len(start):
             break
         basis.append(r / beta)
     v = torch.zeros_like(start)
@@ -121,12 +135,14 @@ def _lanczos(matvec: Callable[[Tensor], Tensor], start: Tensor, steps: int, tol:
     return Eigenpair(theta, _relative(residual, theta), k + 1, residual <= max(tol * abs(theta), floor), v)
 
 
-def _power(matvec: Callable[[Tensor], Tensor], start: Tensor, steps: int, tol: float) -> Eigenpair:
+def _power(
+    matvec: Callable[[Tensor], Tensor], start: Tensor, steps: int, tol: float, agreed: Callable[[bool], bool]
+) -> Eigenpair:
     v, theta = start / start.norm(), 0.0
     for k in range(1, steps + 1):
         last, hv = theta, matvec(v)
         theta, residual = _residual(v, hv)
-        converged = abs(theta - last) <= tol * abs(last)
+        converged = agreed(abs(theta - last) <= tol * abs(last))
         if converged or k == steps:
             break
         v = hv / hv.norm()

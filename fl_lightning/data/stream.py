@@ -1,0 +1,155 @@
+"""Samples that lie in files or on disk and are read when they are needed, by threads."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fl_lightning.data.tensors import inputs, layout
+
+AHEAD = 256 * 2**20
+"""Bytes of samples, as stored, that are read before they are needed."""
+
+
+class Samples(ABC):
+    """Samples that need not be in memory. A data set's ``load`` may return them in place of an array.
+
+    Attributes:
+        shape: ``(N, ...)``, as an array of all of them would have it.
+        dtype: Their dtype.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    @abstractmethod
+    def __getitem__(self, index: int) -> NDArray[Any]:
+        """One sample. It is called by several threads at once, and may raise a UserError."""
+
+
+class Stream:
+    """Samples as a data module takes them, read by a pool of threads.
+
+    Args:
+        name: What they are called in errors.
+        source: Where they lie.
+        workers: Number of threads.
+
+    Attributes:
+        shape: As a tensor of all of them would have it, ``(N, C, H, W)`` for images.
+        dtype: Likewise.
+        nbytes: Memory that those take which are read before they are needed, at most.
+        ahead: Their number.
+    """
+
+    def __init__(self, name: str, source: Samples | np.memmap[Any, Any], workers: int) -> None:
+        self.name, self.source = name, source
+        like = inputs(name, np.zeros((1, *source.shape[1:]), source.dtype))
+        self.shape: tuple[int, ...] = (len(source), *like.shape[1:])
+        self.dtype = like.dtype
+        self.ahead = max(1, min(len(self), AHEAD // max(1, like.nbytes)))
+        self.nbytes = self.ahead * like.nbytes
+        self._pool = ThreadPoolExecutor(workers, "samples")
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def start(self, index: int) -> Future[NDArray[Any]]:
+        """Have a thread read one sample."""
+        return self._pool.submit(self._read, index)
+
+    def read(self) -> Tensor:
+        """All samples, ``(N, ...)``."""
+        rows = torch.empty(self.shape, dtype=self.dtype, memory_format=layout(len(self.shape)))
+        with Ahead(self, range(len(self))) as ahead:
+            for at in range(0, len(self), self.ahead):
+                part = range(at, min(at + self.ahead, len(self)))
+                rows[at : at + len(part)] = ahead.take(part)
+        return rows
+
+    def _read(self, index: int) -> NDArray[Any]:
+        sample = self.source[index]
+        return np.array(sample) if isinstance(sample, np.memmap) else sample  # a map is read when it is copied
+
+
+class Ahead:
+    """Samples in the order in which they will be needed; a bounded number of them is read before that.
+
+    Only the thread that takes the samples changes it, so it needs no lock. A sample that is planned again while it is
+    in memory is not read again.
+
+    Args:
+        stream: The samples.
+        plan: Indices in the order of use, with repeats. Others may be taken as well, but must be waited for.
+        before: What was planned so far: what it has read and the new plan needs soon is taken over.
+    """
+
+    def __init__(self, stream: Stream, plan: Iterable[int], before: Ahead | None = None) -> None:
+        self._stream = stream
+        self._plan = deque(plan)
+        self._reads: dict[int, Future[NDArray[Any]]] = {}
+        self._uses = Counter[int]()  # planned so far and not yet taken; negative: taken before it was its turn
+        self._fill({} if before is None else before._reads)
+        if before is not None:
+            before.close()
+
+    def __enter__(self) -> Ahead:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Read no more."""
+        self._plan.clear()
+        for read in self._reads.values():
+            read.cancel()
+        self._reads = {}
+
+    def take(self, indices: Sequence[int]) -> Tensor:
+        """Some samples, ``(n, ...)``, in host memory.
+
+        Raises:
+            UserError: If one of them is faulty.
+        """
+        stream, reads = self._stream, dict[int, Future[NDArray[Any]]]()
+        places: dict[int, list[int]] = {}
+        for place, i in enumerate(indices):
+            places.setdefault(i, []).append(place)
+        for i, its in places.items():
+            reads[i] = self._reads[i] if i in self._reads else stream.start(i)
+            self._uses[i] -= len(its)
+            if self._uses[i] <= 0:
+                self._reads.pop(i, None)
+        self._fill({})
+        rows = np.empty((len(indices), *stream.source.shape[1:]), stream.source.dtype)
+        try:
+            for i, its in places.items():
+                sample = reads.pop(i).result()
+                for place in its:
+                    rows[place] = sample
+        except BaseException:  # a faulty sample, or Ctrl-C: the others are needless
+            for read in reads.values():
+                read.cancel()
+            self.close()
+            raise
+        return inputs(stream.name, rows, indices)
+
+    def _fill(self, done: dict[int, Future[NDArray[Any]]]) -> None:
+        """Start to read what comes next, unless it is among those done."""
+        while self._plan and len(self._reads) < self._stream.ahead:
+            i = self._plan.popleft()
+            self._uses[i] += 1
+            if self._uses[i] == 1:
+                self._reads[i] = done.pop(i) if i in done else self._stream.start(i)
