@@ -33,7 +33,7 @@ class Epochs(L.Callback):
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         """An epoch begins: so does a round, of nobody."""
         self._started = time.perf_counter()
-        self.federated.fabric.call("on_round_start", trainer=self.federated, ctx=self._context(), cohort=[])
+        self.federated.tell("on_round_start", ctx=self._context(), cohort=[])
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         """An epoch has ended: its weights are the server's."""

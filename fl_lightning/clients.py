@@ -62,6 +62,11 @@ class ClientStore:
         new = sum(k not in self._rows and k not in self._index for k in self._pending)
         return len(self._rows) + len(self._index) + new
 
+    @property
+    def on_disk(self) -> bool:
+        """Whether the row of some client is in the file."""
+        return bool(self._index or self._placed)
+
     def gather(self, client: int, w: Tensor, scratch: Mapping[str, Rule], row: Slots | None = None) -> Slots:
         """State of a client that has just received ``w``: its row, or first values if it was never seen.
 

@@ -26,6 +26,11 @@ def to_radius(v: Tensor, rho: float | Tensor, eps: float = EPS) -> Tensor:
     return v * (rho / (norm(v) + eps))
 
 
+def is_finite(v: Tensor) -> Tensor:
+    """Whether all values of each vector are finite, ``(..., d)`` to ``(...)``."""
+    return torch.isfinite((v * 0).sum(-1))  # infinity times 0 is NaN, which no sum loses
+
+
 class FlatSpec:
     """Layout of a module's trainable parameters in one flat vector, in ``named_parameters()`` order.
 

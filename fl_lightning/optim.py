@@ -101,9 +101,9 @@ class SGD:
         if unclipped is not None:
             u = u + unclipped
         if self.weight_decay:
-            u = u + self.weight_decay * w
+            u = torch.add(u, w, alpha=self.weight_decay)
         if self.momentum:
-            u = buffer = u if buffer is None else self.momentum * buffer + u
+            u = buffer = u if buffer is None else torch.add(u, buffer, alpha=self.momentum)
         return w - lr * u, buffer
 
 

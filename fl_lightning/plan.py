@@ -340,8 +340,8 @@ class Trial(FederatedTrainer):
         uploads = [math.prod(shape) * number for shape in self._layouts[exchange].values()]
         moved = [Message("rooted", most * row) for row in rows]
         gathered = [Message("rooted", most * upload) for upload in uploads if self.deterministic]
-        shared = [16, *(2 * size for size in (*uploads, number))]  # plain and weighted sums
-        summed = [Message("broadcast" if self.deterministic else "all_reduce", size) for size in shared]
+        # plain and weighted sums
+        summed = [Message("broadcast" if self.deterministic else "all_reduce", 2 * upload) for upload in uploads]
         return [*moved, Message("all_reduce", 16 * cohort), *gathered, *summed, *moved]
 
 

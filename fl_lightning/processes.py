@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -91,7 +91,7 @@ def total(fabric: Fabric, mine: Tensor) -> Tensor:
 
 
 def reduce(
-    fabric: Fabric, uploads: Uploads, shapes: dict[str, Sequence[int]], like: Tensor, deterministic: bool
+    fabric: Fabric, uploads: Uploads, shapes: Mapping[str, Sequence[int]], like: Tensor, deterministic: bool
 ) -> None:
     """Make the sums of this process's clients those of all.
 
@@ -112,6 +112,4 @@ def reduce(
             dist.all_reduce(sums)
         return sums
 
-    counts = torch.tensor([uploads.n, uploads.samples], dtype=torch.int64, device=like.device)
-    uploads.n, uploads.samples = shared(counts).tolist()
     uploads.change(lambda name, sums: shared(like.new_zeros(2, *shapes[name]) if sums is None else sums))

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
-from fl_lightning.flat import FlatSpec
+from fl_lightning.flat import FlatSpec, is_finite
 
 Weighting: TypeAlias = Literal["samples", "uniform"]
 
@@ -54,7 +54,7 @@ class Slots(Mapping[str, Tensor]):
 
     def finite(self) -> bool:
         """Whether every value is finite."""
-        return all(bool(torch.isfinite(v).all()) for v in self._values.values())
+        return all(bool(is_finite(v)) for v in self._values.values())
 
     @classmethod
     def first(cls, rules: Mapping[str, Rule], w0: Tensor, w: Tensor) -> Slots:
@@ -121,25 +121,30 @@ class ClientContext(RoundContext):
 
 
 class Uploads:
-    """Averages of what a cohort sent; all that the server sees.
+    """Averages of what a cohort sent; all that the server sees. ``k_lr`` of the contexts is one of them.
+
+    Args:
+        names: What is sent.
+        weighting: What `weighted` does.
+        clients: Contexts of those whose uploads will be added.
+        like: A tensor of the uploads' dtype and device.
 
     Attributes:
         n: Number of clients in the averages, S.
         samples: Their samples.
-        names: What was sent.
+        names: What is sent.
     """
 
-    def __init__(self, names: Iterable[str], weighting: Weighting) -> None:
-        self.names = (*names, "k_lr")
-        self.weighting = weighting
-        self.n = 0
-        self.samples = 0
-        self._sums: dict[str, Tensor] = {}
+    def __init__(
+        self, names: Iterable[str], weighting: Weighting, clients: Sequence[ClientContext], like: Tensor
+    ) -> None:
+        self.names, self.weighting = tuple(names), weighting
+        self.n, self.samples = len(clients), sum(c.n_k for c in clients)
+        k_lr = [[sum(c.k_lr for c in clients)], [sum(c.k_lr * c.n_k for c in clients)]]
+        self._sums = {"k_lr": like.new_tensor(k_lr)}
 
     def add(self, upload: Mapping[str, Tensor], samples: int) -> None:
         """Add one client's upload; in cohort order, so that sums do not depend on who trained whom."""
-        self.n += 1
-        self.samples += samples
         for name in self.names:
             if name not in self._sums:
                 self._sums[name] = torch.stack([upload[name], upload[name] * samples])
@@ -150,7 +155,7 @@ class Uploads:
 
     def change(self, function: Callable[[str, Tensor | None], Tensor]) -> None:
         """Exchange the sums ``(2, ...)``, plain and weighted by samples, of each name (None: nothing was added)."""
-        self._sums = {name: function(name, self._sums.get(name)) for name in self.names}
+        self._sums |= {name: function(name, self._sums.get(name)) for name in self.names}
 
     def mean(self, name: str) -> Tensor:
         """Plain mean over the cohort: for duals, variates, perturbations and distances."""

@@ -26,6 +26,7 @@ from fl_lightning.data.minibatches import Minibatches
 from fl_lightning.engine import Job, LocalResult
 from fl_lightning.errors import UserError, require
 from fl_lightning.loggers import CSVLogger, RunLogger
+from fl_lightning.malloc import reuse_freed_memory
 from fl_lightning.objective import LocalObjective
 from fl_lightning.rng import generator
 from fl_lightning.sampling import CohortSampler, Uniform
@@ -115,12 +116,7 @@ class FederatedTrainer:
             require(value is None or value >= 1, f"trainer.{key}", value, "at least 1")
         require(client_memory >= 0, "trainer.client_memory", client_memory, "GiB, 0 or more")
         require(engine in ENGINES, "trainer.engine", engine, f"choose from {', '.join(ENGINES)}")
-        require(
-            not compile or engine not in ("batched", "debug"),
-            "trainer.compile",
-            compile,
-            "not with engine batched or debug",
-        )
+        require(not compile or engine in ("graphed", "auto"), "trainer.compile", compile, "only with engine graphed")
         choices = ("32-true", "64-true", "bf16-mixed")
         require(precision in choices, "trainer.precision", precision, f"choose from {', '.join(choices)}")
         require(name is None or ".." not in Path(name).parts, "trainer.name", name, "a folder below default_root_dir")
@@ -228,13 +224,13 @@ class FederatedTrainer:
         """Callbacks and loggers from start to end, however it ends."""
         status = "failed"
         try:
-            self.fabric.call("on_fit_start", trainer=self)
+            self.tell("on_fit_start")
             yield
             self.engine.net.move_to(self.global_model.clone())
-            self.fabric.call("on_fit_end", trainer=self)
+            self.tell("on_fit_end")
             status = "success"
         except BaseException as error:
-            self.fabric.call("on_exception", trainer=self, error=error)
+            self.tell("on_exception", error=error)
             raise
         finally:
             self.data.read_ahead(())
@@ -279,6 +275,11 @@ class FederatedTrainer:
         """The weights that evaluation, flatness and export use, ``(d,)``: of SWA the average, else the server's."""
         averaging = self.objective.averaging
         return self.server.w if averaging is None else averaging.model(self.server)
+
+    def tell(self, hook: str, **what: Any) -> None:
+        """Call a hook of every callback; ``fabric.call`` would inspect signatures, too slow for once a client."""
+        for callback in self.callbacks:
+            getattr(callback, hook)(self, **what)
 
     def log(self, metrics: dict[str, float]) -> None:
         """Add metrics to this round's; names say what was measured where, as in ``server/test/acc``."""
@@ -359,6 +360,8 @@ class FederatedTrainer:
         fabric = self.fabric
         restored = {} if path is None else checkpoint.load(path)
         self.objective, self.data = model, data
+        if fabric.device.type == "cpu":
+            reuse_freed_memory()
         if fabric.local_rank == 0:
             data.prepare_data()
         fabric.barrier()
@@ -494,7 +497,7 @@ class FederatedTrainer:
         for exchange in range(objective.exchanges):
             ctx = RoundContext(t, self.max_rounds, m, objective.flat, exchange)
             if exchange == 0:
-                fabric.call("on_round_start", trainer=self, ctx=ctx, cohort=cohort)
+                self.tell("on_round_start", ctx=ctx, cohort=cohort)
             sent = objective.broadcast(server, ctx).only(objective.down)
             uploads, losses = self._train_cohort(cohort, sent, rows, ctx)
             refused += len(cohort) - uploads.n
@@ -556,7 +559,7 @@ class FederatedTrainer:
         jobs = self._jobs(cohort, contexts, parts, sent, rows)
         if self.data.stream:
             self.data.read_ahead([*(job.minibatches for job in jobs), *self._upcoming(ctx)])
-        if fabric.is_global_zero and ctx.t + 1 < ctx.rounds and ctx.exchange == objective.exchanges - 1:
+        if self.clients.on_disk and ctx.t + 1 < ctx.rounds and ctx.exchange == objective.exchanges - 1:
             self.clients.read_ahead(self.sampler(ctx.t + 1, ctx.m, self.seed))
         results = []
         local = iter(self.engine.train(jobs) if jobs else ())
@@ -567,8 +570,7 @@ class FederatedTrainer:
             self._training += now - before
             if result is None:
                 break
-            for callback in self.callbacks:  # fabric.call inspects signatures, too slow for once a client
-                callback.on_local_end(self, result)
+            self.tell("on_local_end", result=result)
             self._listening += time.perf_counter() - now
             results.append(result)
         return self._aggregate(cohort, contexts, parts, results, rows, sent.w, ctx.exchange)
@@ -597,7 +599,8 @@ class FederatedTrainer:
             torch.distributed.all_reduce(told)
         accepted = [bool(x) for x in told[0].tolist()]
 
-        uploads = Uploads(objective.up, objective.weighting)
+        clients = [ctx for ctx, yes in zip(contexts, accepted, strict=True) if yes]
+        uploads = Uploads(objective.up, objective.weighting, clients, like)
         gathered = self.deterministic or fabric.world_size == 1
         if gathered:
             columns = {
@@ -611,11 +614,9 @@ class FederatedTrainer:
         for i in ours:
             position = i if gathered else parts[fabric.global_rank][i]
             if accepted[position]:
-                k_lr = like.new_full((1,), contexts[position].k_lr)
-                upload = {**{name: column[i] for name, column in columns.items()}, "k_lr": k_lr}
-                uploads.add(upload, contexts[position].n_k)
-        if sum(accepted):
-            processes.reduce(fabric, uploads, {**layout, "k_lr": [1]}, like, self.deterministic)
+                uploads.add({name: column[i] for name, column in columns.items()}, contexts[position].n_k)
+        if clients:
+            processes.reduce(fabric, uploads, layout, like, self.deterministic)
 
         shapes = self._row_shapes(like)
         slots = {
@@ -692,11 +693,11 @@ class FederatedTrainer:
         if self.round % self.eval_every == 0 or self.round == self.max_rounds:
             for split in ("val", "test") if self.data.val_fraction else ("test",):
                 self.log(self.evaluate(split))
-        self.fabric.call("on_round_end", trainer=self)
+        self.tell("on_round_end")
         metrics, self._logged = self._logged, {}
         for logger in self.loggers:
             logger.log_metrics(metrics=metrics, step=self.round)
-        self.fabric.call("on_round_logged", trainer=self, metrics=metrics)
+        self.tell("on_round_logged", metrics=metrics)
 
     # Evaluation
 

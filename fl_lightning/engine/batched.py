@@ -23,6 +23,7 @@ from fl_lightning.engine.record import (
     trace,
 )
 from fl_lightning.errors import UserError
+from fl_lightning.flat import is_finite
 from fl_lightning.objective import LocalObjective
 from fl_lightning.state import ClientContext, Slots
 
@@ -101,7 +102,7 @@ class BatchedEngine(Engine):
         slots = slots.only(self.objective.client_rules())
         named = {**{f"u{n}": v for n, v in upload.items()}, **{f"s{n}": v for n, v in slots.items()}}
         rows = {name: v if v.ndim > 1 else v.expand(width, -1) for name, v in named.items()}
-        finite = torch.stack([torch.isfinite(v).all(-1) for v in (*rows.values(), loss[:, None] * 0)]).all(0).tolist()
+        finite = torch.stack([is_finite(v) for v in rows.values()]).all(0).tolist()
         each = {name: v.unbind() for name, v in rows.items()}
         ws, steps = w.unbind(), loss.new_tensor([max(job.ctx.K, 1) for job in jobs])
         losses = (loss[: len(jobs)] / steps).unbind()

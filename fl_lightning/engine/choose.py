@@ -33,7 +33,7 @@ def make(
         objective: The local objective.
         autocast: Context for forward passes.
         width: Clients of a block, for the batched ones; null: all.
-        compile: Whether the sequential and the graphed one compile.
+        compile: Whether the graphed one compiles.
 
     Raises:
         UserError: If the engine cannot run this objective.
@@ -46,7 +46,7 @@ def make(
         case "debug":
             return DebugEngine(objective, autocast)
         case _:
-            return SequentialEngine(objective, autocast, compile)
+            return SequentialEngine(objective, autocast)
 
 
 def choose(make: Callable[[Name], Engine], jobs: Sequence[Job], rounds: int, compile: bool) -> tuple[Name, str]:

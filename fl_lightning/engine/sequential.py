@@ -3,37 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from fl_lightning.ascent import Gradient
 from fl_lightning.engine.base import Autocast, Engine, Job, LocalResult
-from fl_lightning.engine.fused import FusedStep
 from fl_lightning.errors import UserError
+from fl_lightning.flat import is_finite
 from fl_lightning.objective import LocalObjective
 from fl_lightning.rng import seeded
-from fl_lightning.state import ClientContext, Slots
 
 
 class SequentialEngine(Engine):
     """One client after another in one net, whose weights are views of the point where a gradient is asked for.
-
-    Args:
-        objective: As for `Engine`.
-        autocast: As for `Engine`.
-        compile: Compile what a local step computes between its gradients.
 
     Attributes:
         forwards: Forward passes made so far.
         backwards: Backward passes made so far.
     """
 
-    def __init__(self, objective: LocalObjective, autocast: Autocast, compile: bool = False) -> None:
+    def __init__(self, objective: LocalObjective, autocast: Autocast) -> None:
         super().__init__(objective, autocast)
         self.forwards = self.backwards = 0
-        self._fused = FusedStep(objective) if compile else None
 
     def train(self, jobs: Sequence[Job]) -> Iterator[LocalResult]:
         for job in jobs:
@@ -45,27 +37,18 @@ class SequentialEngine(Engine):
         with seeded(self.net.device, job.seed, "net", ctx.t, ctx.exchange, job.client):
             w, slots = objective.local_start(job.state, job.sent, ctx)
             teacher, start = objective.teacher(slots, job.sent), job.sent.replace(w=w)
-            local_step = partial(self._local_step, start, ctx)
-            if self._fused is not None:
-                local_step = partial(self._fused, self._fused.inputs(start, ctx), ctx)
             buffer = None
             for step, batch in enumerate(job.minibatches):
                 values: list[Tensor] = []
                 grad = self._gradient(batch, teacher, job, step, values)
-                w, slots, buffer = local_step(w, slots, buffer, grad)
+                direction, slots = objective.local_step(w, grad, slots, start, ctx)
+                w, buffer = objective.optimizer.step(w, direction, buffer, ctx.lr)
                 self._check("the weights after it", w, job, step)
                 losses.append(values[0])
         upload, slots = objective.finish_local(w, slots, job.sent, start, ctx)
         kept = (*upload.values(), *slots.only(objective.client_rules()).values())
-        finite = all(bool(torch.isfinite(v).all()) for v in kept)
+        finite = all(bool(is_finite(v)) for v in kept)
         return LocalResult(job.client, w, upload, slots, torch.stack(losses).mean(), ctx, finite)
-
-    def _local_step(
-        self, start: Slots, ctx: ClientContext, w: Tensor, slots: Slots, buffer: Tensor | None, grad: Gradient
-    ) -> tuple[Tensor, Slots, Tensor | None]:
-        direction, slots = self.objective.local_step(w, grad, slots, start, ctx)
-        w, buffer = self.objective.optimizer.step(w, direction, buffer, ctx.lr)
-        return w, slots, buffer
 
     def _gradient(
         self, batch: tuple[Tensor, Tensor], teacher: Tensor | None, job: Job, step: int, values: list[Tensor]
@@ -98,7 +81,7 @@ class DebugEngine(SequentialEngine):
     """The sequential engine; it raises at the first value that is not finite, and names client, round and step."""
 
     def _check(self, what: str, value: Tensor, job: Job, step: int) -> None:
-        if not bool(torch.isfinite(value).all()):
+        if not bool(is_finite(value)):
             raise UserError(
                 f"round {job.ctx.t + 1}, client {job.client}, local step {step + 1} of {job.ctx.K}: {what} is not "
                 f"finite{self._culprit(what, value)}; lower model.optimizer.lr or set model.optimizer.clip"
