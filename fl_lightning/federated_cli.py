@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import product
 from json import dumps
 from typing import Any, NoReturn
 
 import torch
-from jsonargparse import ActionConfigFile, ArgumentParser  # type: ignore[attr-defined]
+from jsonargparse import ActionConfigFile, ArgumentParser, Namespace  # type: ignore[attr-defined]
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 import fl_lightning.algorithms
 import fl_lightning.data
 import fl_lightning.nets
+from fl_lightning import group
 from fl_lightning.catalogue import show
 from fl_lightning.cli import COMMANDS, EPILOG
 from fl_lightning.errors import require
@@ -42,6 +44,8 @@ class FederatedCLI(LightningCLI):
     to the loggers.
     """
 
+    OWN = ("fit", "plan")
+
     def __init__(self, args: Sequence[str] | None = None) -> None:
         super().__init__(
             model_class=LocalObjective,
@@ -58,7 +62,7 @@ class FederatedCLI(LightningCLI):
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """Methods of the trainer (`plan`: of this class) that are subcommands, with the arguments from elsewhere."""
+        """Methods of the trainer (in `OWN`: of this class) that are subcommands, with the arguments from elsewhere."""
         return {name: {"model", "datamodule"} for name in ("fit", "centralized", "validate", "test", "plan")}
 
     def init_parser(self, **kwargs: Any) -> Parser:
@@ -81,7 +85,7 @@ class FederatedCLI(LightningCLI):
         commands = self.parser.add_subcommands()
         for name in self.subcommands():
             summary = COMMANDS[name]
-            owner = FederatedCLI if name == "plan" else FederatedTrainer
+            owner = FederatedCLI if name in self.OWN else FederatedTrainer
             parser = self._prepare_subcommand_parser(owner, name, description=summary)
             self._subcommand_parsers[name] = parser
             commands.add_subcommand(name, parser, help=summary)
@@ -125,19 +129,55 @@ class FederatedCLI(LightningCLI):
         """Make model, data and trainer; the trainer gets the resolved config."""
         if self.subcommand == "list":
             return
-        super().instantiate_classes()
-        self._dump_config()
-        self.config_dump.pop("ckpt_path", None)
-        self.config_dump.pop("config", None)
-        self.trainer.config = self.config_dump  # type: ignore[attr-defined]
+        self.group: list[tuple[FederatedTrainer, LocalObjective]] = []
+        given = self.config[self.subcommand]
+        for settings in _group(given.get("seeds"), given.get("values")):
+            for key, value in settings.items():
+                _set(given, key, value)
+            if settings:
+                self._set_seed()
+            super().instantiate_classes()
+            vars(self).pop("config_dump", None)  # or it stays that of the first run
+            self._dump_config()
+            for key in ("ckpt_path", "config", "seeds", "values"):
+                self.config_dump.pop(key, None)
+            trainer: Any = self.trainer
+            trainer.config = self.config_dump
+            if settings:
+                where = "_".join(f"{key.rpartition('.')[2]}_{value}" for key, value in settings.items())
+                trainer.name = f"{trainer.name or trainer.default_name(self.model, self.datamodule)}/{where}"
+            self.group.append((trainer, self.model))
 
     def _run_subcommand(self, subcommand: str) -> None:
         if subcommand == "list":
             show()
-        elif subcommand == "plan":
-            self.plan(**self._prepare_subcommand_kwargs(subcommand))
+        elif subcommand in self.OWN:
+            getattr(self, subcommand)(**self._prepare_subcommand_kwargs(subcommand))
         else:
             super()._run_subcommand(subcommand)
+
+    def fit(
+        self,
+        model: LocalObjective,
+        datamodule: fl_lightning.data.FederatedDataModule,
+        ckpt_path: str | None = None,
+        seeds: str | None = None,
+        values: str | None = None,
+    ) -> None:
+        """Train for ``max_rounds`` rounds; with several seeds or values, several runs as one batched program.
+
+        Args:
+            model: The local objective.
+            datamodule: The clients' data.
+            ckpt_path: A checkpoint to go on from, in its own run folder; or "last" for the newest run of this name.
+            seeds: Values of trainer.seed, such as 0,1,2: a run for each, in a folder of its own.
+            values: Values of another number, such as model.rho=0.02,0.05: a run for each (and each seed).
+        """
+        trainers, models = zip(*self.group, strict=True)
+        if len(self.group) == 1 and not (seeds or values):
+            trainers[0].fit(model, datamodule, ckpt_path)
+        else:
+            group.fit(trainers, models, datamodule, ckpt_path)
 
     def plan(
         self,
@@ -165,3 +205,38 @@ class FederatedCLI(LightningCLI):
             print(dumps(asdict(made) | {"seconds": made.seconds}))
         else:
             made.show()
+
+
+def _group(seeds: str | None, values: str | None) -> list[dict[str, Any]]:
+    """Settings of each run of a group, by key; of a single run, none."""
+    names: list[tuple[str, list[Any]]] = []
+    if values is not None:
+        key, equals, listed = values.partition("=")
+        require(bool(equals), "values", values, "give key=number,number, as in model.rho=0.02,0.05")
+        require(key.startswith("model."), "values", values, "give a number of the model, as in model.rho=0.02,0.05")
+        names.append((key, _numbers("values", listed, float)))
+    if seeds is not None:
+        names.append(("trainer.seed", _numbers("seeds", seeds, int)))
+    return [dict(zip([key for key, _ in names], chosen, strict=True)) for chosen in product(*(v for _, v in names))]
+
+
+def _numbers(key: str, listed: str, number: type) -> list[Any]:
+    try:
+        found = [number(value) for value in listed.split(",")]
+    except ValueError:
+        found = []
+    require(bool(found) and len(set(found)) == len(found), key, listed, "give different numbers, such as 0,1,2")
+    return found
+
+
+def _set(config: Namespace, key: str, value: Any) -> None:
+    """Set a config key as it is written on the command line, without init_args."""
+    at: Any = config
+    *path, last = key.split(".")
+    for name in (*path, last):
+        if isinstance(at, Namespace) and "init_args" in at and name not in at:
+            at = at.init_args
+        require(isinstance(at, Namespace) and name in at, "values", key, "no such setting; see the run's config.yaml")
+        if name != last:
+            at = at[name]
+    at[last] = value

@@ -159,6 +159,7 @@ class WandbLogger(RunLogger):
             id=run_id,
             resume="allow",
             mode=self.mode,
+            reinit="create_new",  # the runs of a group log side by side
             dir=run_dir,
             settings=wandb.Settings(silent=True, console="off"),
         )

@@ -303,7 +303,7 @@ class Trial(FederatedTrainer):
                 for callback in self.clocked:
                     callback.set_due(self.laps[-1].due)
                 started = time.perf_counter()
-                self._train_round()
+                self._train(self._round())
                 self.laps[-1].seconds = time.perf_counter() - started
             self.laps.append(Lap())  # for what ends the run
             started = time.perf_counter()

@@ -5,9 +5,10 @@ from __future__ import annotations
 import atexit
 import math
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,6 +33,8 @@ from fl_lightning.rng import generator
 from fl_lightning.sampling import CohortSampler, Uniform
 from fl_lightning.state import ClientContext, RoundContext, Slots, Uploads
 
+Rounds = Generator[list[Job], Iterator[LocalResult], None]
+"""Yields the jobs of an exchange, and is sent their results."""
 Split = Literal["train", "val", "test"]
 EngineName = Literal["auto", "sequential", "batched", "graphed", "debug"]
 CLIENTS = "clients"
@@ -157,6 +160,8 @@ class FederatedTrainer:
         """Number of rounds done."""
         self.metrics: dict[str, float] = {}
         """The latest value of every metric."""
+        self.values: dict[str, float] = {}
+        """Settings of the objective that differ between the runs of a `group`, by name."""
         self._launched = False
         self._undo: tuple[Slots, int, int, dict[str, float]] | None = None
 
@@ -182,19 +187,40 @@ class FederatedTrainer:
             UserError: If config, data or checkpoint do not fit; nothing has been written then.
         """
         self._begin(model, datamodule, ckpt_path)
-        with self._listened_to():
-            while self.round < self.max_rounds:
-                self._train_round()
+        self._train(self._rounds())
 
     def _begin(self, model: LocalObjective, datamodule: FederatedDataModule, ckpt_path: str | None) -> None:
-        """All of `fit` that comes before the first round."""
+        """All that comes before the first round."""
+        path, restored = self._prepare(model, datamodule, ckpt_path)
+        self._choose_engine(restored.get("engine"), self._sample_jobs)
+        self._start_run(path, restored)
+
+    def _prepare(
+        self, model: LocalObjective, datamodule: FederatedDataModule, ckpt_path: str | None
+    ) -> tuple[Path | None, dict[str, Any]]:
+        """The state before the first round, and that it can be trained; returns the checkpoint it is from, if any."""
         self._launch()
         path = self._resolve(ckpt_path, model, datamodule)
         restored = self._set_up(model, datamodule, path, resume=True)
         self.sampler.check(self.max_rounds, datamodule.num_clients)
         self._check_net()
-        self._choose_engine(restored.get("engine"))
-        self._start_run(path, restored)
+        return path, restored
+
+    def _train(self, rounds: Rounds) -> None:
+        """Give rounds the local training that they ask for."""
+        results: Iterator[LocalResult] = iter(())
+        next_jobs = partial(next, rounds)
+        with closing(rounds), suppress(StopIteration):
+            while True:
+                jobs = next_jobs()
+                results = iter(self.engine.train(jobs) if jobs else ())
+                next_jobs = partial(rounds.send, results)
+
+    def _rounds(self) -> Rounds:
+        """All rounds to come: they yield the jobs of an exchange and are sent the results."""
+        with self._listened_to():
+            while self.round < self.max_rounds:
+                yield from self._round()
 
     def centralized(self, model: LocalObjective, datamodule: FederatedDataModule) -> None:
         """Train on the union of the clients' data under lightning.Trainer: the papers' centralized references.
@@ -343,11 +369,16 @@ class FederatedTrainer:
             if self.fabric.world_size > 1:
                 atexit.register(processes.leave)
 
+    @staticmethod
+    def default_name(model: LocalObjective, data: FederatedDataModule, middle: str = "-") -> str:
+        """The folder of runs that are given no name."""
+        return f"{type(model).__name__}{middle}{type(data).__name__}"
+
     def _resolve(
         self, ckpt_path: str | None, model: LocalObjective, data: FederatedDataModule, middle: str = "-"
     ) -> Path | None:
         """Name the run, and find the checkpoint that is meant."""
-        self._run_name = self.name or f"{type(model).__name__}{middle}{type(data).__name__}"
+        self._run_name = self.name or self.default_name(model, data, middle)
         if ckpt_path is None:
             return None
         self.fabric.barrier()  # rank 0 may still be writing the checkpoint that is looked for
@@ -399,15 +430,15 @@ class FederatedTrainer:
         """An engine by name."""
         return engine.make(name, self.objective, self.fabric.autocast, self.client_block, self.compile)
 
-    def _choose_engine(self, chosen: EngineName | None) -> None:
-        """Make the engine; "auto" takes that of the checkpoint, or measures on rank 0."""
+    def _choose_engine(self, chosen: EngineName | None, sample: Callable[[], list[Job]]) -> None:
+        """Make the engine; "auto" takes that of the checkpoint, or measures a sample of jobs on rank 0."""
         sequential = self.engine
         if self.engine_name == "auto":
             reason = ""
             if chosen is None and self.round < self.max_rounds:
                 if self.fabric.is_global_zero:
                     rounds = (self.max_rounds - self.round) * self.objective.exchanges
-                    chosen, reason = engine.choose(self._engine, self._sample_jobs(), rounds, self.compile)
+                    chosen, reason = engine.choose(self._engine, sample(), rounds, self.compile)
                 chosen, reason = self.fabric.broadcast((chosen, reason))
             self.engine_name = chosen or "sequential"
             if reason:
@@ -416,9 +447,14 @@ class FederatedTrainer:
         else:
             self.engine = self._engine(self.engine_name)
             if self.engine_name in ("batched", "graphed") and self.round < self.max_rounds:
-                engine.check(self.engine, sequential, self._sample_jobs())
+                engine.check(self.engine, sequential, sample())
+        self._name_engine(self.engine_name)
+
+    def _name_engine(self, name: EngineName) -> None:
+        """Say which engine trains this run, for checkpoints and config."""
+        self.engine_name = name
         if self.config:
-            self.config = {**self.config, "trainer": {**self.config["trainer"], "engine": self.engine_name}}
+            self.config = {**self.config, "trainer": {**self.config["trainer"], "engine": name}}
 
     def _sample_jobs(self) -> list[Job]:
         """What the first process would train in the next round; clients are taken as if they were never seen."""
@@ -429,7 +465,7 @@ class FederatedTrainer:
         contexts = [self.client_context(k, ctx) for k in cohort]
         state = Slots.first({**self.clients.rules, **objective.scratch_slots}, self.clients.w0, sent.w)
         return [
-            Job(cohort[p], state, sent, contexts[p], self._minibatches(cohort[p], contexts[p]), self.seed)
+            Job(cohort[p], state, sent, contexts[p], self._minibatches(cohort[p], contexts[p]), self.seed, self.values)
             for p in processes.shares([c.K for c in contexts], self.fabric.world_size)[0]
         ]
 
@@ -485,7 +521,7 @@ class FederatedTrainer:
 
     # A round
 
-    def _train_round(self) -> None:
+    def _round(self) -> Rounds:
         """One round: broadcast, local training, aggregation; then evaluation, callbacks, logs.
 
         A round that breaks off, be it while it is measured, leaves the state as it was; on resume it is run again.
@@ -499,7 +535,7 @@ class FederatedTrainer:
             if exchange == 0:
                 self.tell("on_round_start", ctx=ctx, cohort=cohort)
             sent = objective.broadcast(server, ctx).only(objective.down)
-            uploads, losses = self._train_cohort(cohort, sent, rows, ctx)
+            uploads, losses = yield from self._train_cohort(cohort, sent, rows, ctx)
             refused += len(cohort) - uploads.n
             after = objective.server_step(server, sent, uploads, ctx) if uploads.n else None
             if after is None or not after.finite():
@@ -541,7 +577,7 @@ class FederatedTrainer:
 
     def _train_cohort(
         self, cohort: list[int], sent: Slots, rows: dict[int, Slots], ctx: RoundContext
-    ) -> tuple[Uploads, Tensor]:
+    ) -> Generator[list[Job], Iterator[LocalResult], tuple[Uploads, Tensor]]:
         """Local training of a cohort, each process its share.
 
         Args:
@@ -562,7 +598,9 @@ class FederatedTrainer:
         if self.clients.on_disk and ctx.t + 1 < ctx.rounds and ctx.exchange == objective.exchanges - 1:
             self.clients.read_ahead(self.sampler(ctx.t + 1, ctx.m, self.seed))
         results = []
-        local = iter(self.engine.train(jobs) if jobs else ())
+        before = time.perf_counter()
+        local = yield jobs
+        self._training += time.perf_counter() - before
         while True:
             before = time.perf_counter()
             result = next(local, None)
@@ -654,7 +692,7 @@ class FederatedTrainer:
             fresh = Slots.first(scratch, self.clients.w0, like)
             states = [Slots({**{n: c[i] for n, c in columns.items()}, **fresh}) for i in range(len(mine))]
         return [
-            Job(cohort[p], state, sent, contexts[p], self._minibatches(cohort[p], contexts[p]), self.seed)
+            Job(cohort[p], state, sent, contexts[p], self._minibatches(cohort[p], contexts[p]), self.seed, self.values)
             for p, state in zip(mine, states, strict=True)
         ]
 

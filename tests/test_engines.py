@@ -221,13 +221,13 @@ def test_auto_measures_and_keeps_its_choice(golden: Golden, tmp_path: Path, caps
     long._run_name = "measured"
     long._set_up(FedAvg(net=Small()), data(batch_size=2), None)
     before = long.server.w.clone()
-    long._choose_engine(None)
+    long._choose_engine(None, long._sample_jobs)
     out = capsys.readouterr().out
     assert long.engine_name == "graphed" and f"engine: {long.engine_name} (sequential " in out
     assert "batched " in out and "graphed " in out
     assert torch.equal(long.server.w, before) and len(long.clients) == 0
     long.engine_name = "auto"
-    long._choose_engine("batched")  # a checkpoint's
+    long._choose_engine("batched", long._sample_jobs)  # a checkpoint's
     assert long.engine_name == "batched" and capsys.readouterr().out == ""
     assert torch.load(path, weights_only=True)["engine"] == "sequential"
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from copy import copy
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,6 +33,7 @@ class Job:
         ctx: Where the round stands.
         minibatches: Its data, one minibatch a step.
         seed: For what the net draws itself, such as dropout.
+        values: Settings that take the place of the engine's objective's, by name; those of a part as ``ascent.rho``.
     """
 
     client: int
@@ -39,6 +42,7 @@ class Job:
     ctx: ClientContext
     minibatches: Minibatches
     seed: int
+    values: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,19 @@ class LocalResult:
     finite: bool
 
 
+def changed(objective: LocalObjective, values: Mapping[str, float | Tensor]) -> LocalObjective:
+    """An objective that shares everything with another one but some settings, by name as in `Job`."""
+    objective = copy(objective)
+    parts: dict[str, Any] = {"": objective}
+    for name, value in values.items():
+        part, _, attribute = name.rpartition(".")
+        if part not in parts:
+            parts[part] = copy(getattr(objective, part))
+            setattr(objective, part, parts[part])
+        setattr(parts[part], attribute, value)
+    return objective
+
+
 class Engine:
     """Runs local training. All engines run the same hooks and give the same numbers, up to rounding.
 
@@ -85,6 +102,17 @@ class Engine:
     def train(self, jobs: Sequence[Job]) -> Iterator[LocalResult]:
         """Local training of each client, in the order of ``jobs``."""
         raise NotImplementedError
+
+    @contextmanager
+    def _with(self, values: Mapping[str, float | Tensor]) -> Iterator[None]:
+        """Train by an objective with other settings; floats, or ``(clients, 1)``."""
+        objective = self.objective
+        try:
+            if values:
+                self.objective = changed(objective, values)
+            yield
+        finally:
+            self.objective = objective
 
     @torch.no_grad()
     def logits(self, w: Tensor, x: Tensor) -> Tensor:

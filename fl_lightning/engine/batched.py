@@ -45,7 +45,7 @@ class BatchedEngine(Engine):
 
     name = "batched"
 
-    SIGNS = ("vmap", "tracing tensor", "RecordedRound", "only integer tensors")
+    SIGNS = ("vmap", "Boolean value of Tensor", "tracing tensor", "RecordedRound", "only integer tensors")
     """What errors say that vmap or the recording raises, and not the net."""
 
     def __init__(self, objective: LocalObjective, autocast: Autocast, width: int | None = None) -> None:
@@ -56,6 +56,7 @@ class BatchedEngine(Engine):
                 "value per sample, or use sequential"
             )
         self.width = width
+        self._own: Tensors = {}
         self._widest = 2  # a convolution of a single group rounds differently
 
     def train(self, jobs: Sequence[Job]) -> Iterator[LocalResult]:
@@ -76,11 +77,16 @@ class BatchedEngine(Engine):
             ) from None
 
     def _trained(self, jobs: Sequence[Job]) -> list[LocalResult]:
-        objective, sent = self.objective, _together([job.sent for job in jobs])
-        objective.train()
         # a block narrower than before is padded with a client that makes no step, so that shapes stay the same
         self._widest = width = max(self._widest, len(jobs))
         rows = [*jobs, *repeat(jobs[0], width - len(jobs))]
+        self._own = self._values(rows)
+        with self._with(self._own):
+            return self._train_rows(jobs, rows)
+
+    def _train_rows(self, jobs: Sequence[Job], rows: Sequence[Job]) -> list[LocalResult]:
+        objective, sent, width = self.objective, _together([job.sent for job in jobs]), len(rows)
+        objective.train()
         state = Slots({name: torch.stack([job.state[name] for job in rows]) for name in jobs[0].state})
         sent = Slots({name: v if v.ndim == 1 else _widened(v, width) for name, v in sent.items()})
         ctx = self._context(rows)
@@ -122,12 +128,15 @@ class BatchedEngine(Engine):
     def _context(self, jobs: Sequence[Job]) -> ClientContext:
         """The clients' contexts as one; what differs between clients is ``(clients, 1)``."""
         like, first = jobs[0].sent.w, jobs[0].ctx
-
-        def column(name: str) -> Any:
-            return like.new_tensor([[getattr(job.ctx, name)] for job in jobs])
-
-        columns = {name: column(name) for name in COLUMNS}
+        columns: dict[str, Any] = {
+            name: like.new_tensor([[getattr(job.ctx, name)] for job in jobs]) for name in COLUMNS
+        }
         return ClientContext(first.t, first.rounds, first.m, first.flat, first.exchange, **columns)
+
+    @staticmethod
+    def _values(jobs: Sequence[Job]) -> Tensors:
+        """The clients' own settings, ``(clients, 1)``."""
+        return {name: jobs[0].sent.w.new_tensor([[job.values[name]] for job in jobs]) for name in jobs[0].values}
 
     def _blocks(self, clients: Sequence[Any], width: int) -> Iterator[Block]:
         batch = max(max(client.sizes) for client in clients)
@@ -256,6 +265,7 @@ class GraphedEngine(BatchedEngine):
         fixed: Tensors = {
             **{f"start.{name}": v for name, v in start.items()},
             **{f"ctx.{name}": getattr(ctx, name) for name in COLUMNS},
+            **{f"value.{name}": v for name, v in self._own.items()},
             "t": round_number(ctx, w),
         }
         if teacher is not None:
@@ -287,9 +297,11 @@ class GraphedEngine(BatchedEngine):
         slots = Slots({n.removeprefix("slot."): v for n, v in named.items() if n.startswith("slot.")})
         start = Slots({n.removeprefix("start."): v for n, v in named.items() if n.startswith("start.")})
         block = Block(*(named[name] for name in ("x", "y", "weight", "active")))
-        w, slots, buffer, loss = super()._steps(
-            named["w"], slots, named.get("buffer"), start, named.get("teacher"), block, ctx
-        )
+        values = {n.removeprefix("value."): v for n, v in named.items() if n.startswith("value.")}
+        with self._with(values):
+            w, slots, buffer, loss = super()._steps(
+                named["w"], slots, named.get("buffer"), start, named.get("teacher"), block, ctx
+            )
         return [w, named["loss"] + loss, *slots.values(), *([] if buffer is None else [buffer])]
 
     def _settings(self) -> tuple[Any, ...]:

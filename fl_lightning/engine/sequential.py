@@ -29,7 +29,9 @@ class SequentialEngine(Engine):
 
     def train(self, jobs: Sequence[Job]) -> Iterator[LocalResult]:
         for job in jobs:
-            yield self._train(job)
+            with self._with(job.values):
+                result = self._train(job)
+            yield result
 
     def _train(self, job: Job) -> LocalResult:
         objective, ctx, losses = self.objective, job.ctx, []
