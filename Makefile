@@ -63,9 +63,8 @@ format: dev ## Mend style and formatting where that can be done safely
 docs: dev ## Build the documentation into site/
 	NO_MKDOCS_2_WARNING=1 $(RUN) mkdocs build --strict
 
-bench: venv ## Run the benchmarks
-	@for script in $(sort $(wildcard benchmarks/bench_*.py)); do \
-		echo "$$script"; $(BIN)/python "$$script" || exit 1; done
+bench: venv ## Measure the engines and renew docs/benchmarks.md (a quarter of an hour)
+	$(BIN)/python benchmarks/bench_engine.py
 
 clean: ## Remove caches and built files (.venv, runs/ and data/ stay)
 	rm -rf build dist site htmlcov .coverage .pytest_cache .mypy_cache .ruff_cache .hypothesis
