@@ -94,8 +94,9 @@ class Clock(Callback):
 
 def command(*args: str, cpu: bool) -> str:
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    clock = "import time; time.perf_counter = time.process_time; " if cpu else ""
-    call = [sys.executable, "-c", f"{clock}from fl_lightning.cli import main; main()", *args]
+    clock = "import time; time.perf_counter = time.process_time; "
+    program = ["-c", f"{clock}from fl_lightning.cli import main; main()"] if cpu else [str(HERE.parent / "cli.py")]
+    call = [sys.executable, *program, *args]  # several processes are started anew from a file
     return subprocess.run(call, cwd=HERE, env=env, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 
