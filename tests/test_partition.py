@@ -130,7 +130,8 @@ def generated(classes, clients):
     step = classes // np.gcd(classes, clients)
     return st.one_of(
         st.builds(IID, powers),
-        st.builds(Dirichlet, alphas, powers),
+        st.just(IID(stratified=True)),
+        st.builds(Dirichlet, alphas, powers, st.sampled_from(["rounded", "multinomial"])),
         st.builds(FLSimDirichlet, alphas, yes),
         st.builds(FLSimPathological, st.integers(1, classes), yes),
         st.builds(PAM, alphas, alphas, st.just(coarse)),
@@ -180,6 +181,27 @@ def test_what_every_partition_keeps(problem):
         assert held == sizes(n, clients, partition.power).tolist()
     else:
         assert max(held) - min(held) <= 1
+    if getattr(partition, "stratified", False):
+        assert np.ptp(table_of(y, parts, c), axis=0).max() <= 1
+
+
+def test_stratified_shares_are_exact():
+    y = labels_of([20] * 5)
+    parts = IID(stratified=True)(y, 10, 5, 0)
+    assert (table_of(y, parts, 5) == 2).all()
+    with pytest.raises(UserError, match=r"^data.partition.power = 1.0: stratified clients have equal sizes; use 0$"):
+        IID(1.0, stratified=True)
+
+
+def test_multinomial_draws_leave_single_samples():
+    """Classes with one sample among the first 91 clients of CIFAR-100, alpha 1000: 499 in the spec's own program."""
+    y = np.repeat(np.arange(100), 500)
+    single = [
+        (table_of(y, Dirichlet(1000, draws=draws)(y, 100, 100, 0)[:91], 100) == 1).sum()
+        for draws in ("rounded", "multinomial")
+    ]
+    assert single[0] < 60
+    assert single[1] == pytest.approx(499, abs=70)  # three standard deviations
 
 
 def test_sizes_by_a_power_law():

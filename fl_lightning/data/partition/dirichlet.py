@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 
@@ -17,17 +18,24 @@ class IID(Partition):
 
     Args:
         power: Client k has a share proportional to ``(k+1)**-power`` of the samples, and at least one; 0: equal shares.
+        stratified: Whether each class is dealt out evenly as well (to within one sample), as FL-Simulator does with
+            CIFAR-100.
 
     Raises:
-        UserError: If power is negative or not finite.
+        UserError: If power is negative or not finite, or given with stratified.
     """
 
-    def __init__(self, power: float = 0.0) -> None:
+    def __init__(self, power: float = 0.0, stratified: bool = False) -> None:
         self.power = _power(power)
+        require(not (power and stratified), "data.partition.power", power, "stratified clients have equal sizes; use 0")
+        self.stratified = stratified
 
     def split(self, labels: Indices, num_clients: int, num_classes: int, seed: int) -> Sequence[Indices]:
         """See :meth:`Partition.__call__`."""
         order = numpy_generator(seed, "partition").permutation(len(labels))
+        if self.stratified:
+            order = order[labels[order].argsort(kind="stable")]
+            return [order[client::num_clients] for client in range(num_clients)]
         return np.split(order, sizes(len(labels), num_clients, self.power).cumsum()[:-1])
 
 
@@ -42,12 +50,16 @@ class Dirichlet(Partition):
         alpha: TOTAL concentration, alpha / num_classes for each class; some papers print the value per class (0.005 for
             0.05 with 10 classes). 0 gives every client one class. Large values approach equal shares.
         power: Sizes as those of :class:`IID`; 0: equal.
+        draws: How a client gets its samples by q: "rounded", as above; or "multinomial", class by class with q
+            renormalised when a class is used up, as in Google's public generator, which gives other splits.
 
     Raises:
         UserError: If alpha or power is negative or not finite, or power is given with alpha = 0.
     """
 
-    def __init__(self, alpha: float = 0.0, power: float = 0.0) -> None:
+    def __init__(
+        self, alpha: float = 0.0, power: float = 0.0, draws: Literal["rounded", "multinomial"] = "rounded"
+    ) -> None:
         if not (math.isfinite(alpha) and alpha >= 0):
             raise UserError(
                 f"data.partition.alpha = {alpha} is no concentration; use a finite number >= 0 "
@@ -56,6 +68,7 @@ class Dirichlet(Partition):
         require(not power or alpha > 0, "data.partition.power", power, "with alpha = 0 classes set the sizes; use 0")
         self.alpha = alpha
         self.power = _power(power)
+        self.draws = draws
 
     def split(self, labels: Indices, num_clients: int, num_classes: int, seed: int) -> Sequence[Indices]:
         """See :meth:`Partition.__call__`."""
@@ -64,14 +77,15 @@ class Dirichlet(Partition):
         if self.alpha == 0:
             return self._one_class_each(pools, num_clients)
         left = np.array([len(pool) for pool in pools])
+        count = self._rounded if self.draws == "rounded" else self._multinomial
         parts = []
         for size in sizes(len(labels), num_clients, self.power):
-            counts = self._counts(size, left, rng)
+            counts = count(size, left, rng)
             left -= counts
             parts.append(np.concatenate([p[a : a + n] for p, a, n in zip(pools, left, counts, strict=True)]))
         return parts
 
-    def _counts(self, size: int, left: Indices, rng: np.random.Generator) -> Indices:
+    def _rounded(self, size: int, left: Indices, rng: np.random.Generator) -> Indices:
         """Samples of each class for one client of ``size`` samples when the pools hold ``left``: ``(num_classes,)``."""
         counts = np.zeros_like(left)
         while missing := size - counts.sum():
@@ -80,6 +94,21 @@ class Dirichlet(Partition):
             q = rng.dirichlet(np.full(len(classes), self.alpha / len(left)))
             want = np.diff(np.rint(missing * q.cumsum()).astype(np.int64), prepend=0)
             counts[classes] += np.minimum(want, (left - counts)[classes])
+        return counts
+
+    def _multinomial(self, size: int, left: Indices, rng: np.random.Generator) -> Indices:
+        """The same, drawn sample by sample."""
+        counts = np.zeros_like(left)
+        q = np.zeros(len(left))
+        while missing := size - counts.sum():
+            remaining = counts < left
+            q = q * remaining
+            if not q.any():  # the first draw; or what is left had no share, to rounding
+                q[remaining] = rng.dirichlet(np.full(remaining.sum(), self.alpha / len(left)))
+            for c in rng.choice(len(left), missing, p=q / q.sum()):
+                counts[c] += 1
+                if counts[c] == left[c]:
+                    break
         return counts
 
     def _one_class_each(self, pools: list[Indices], num_clients: int) -> list[Indices]:
