@@ -237,6 +237,7 @@ class Segmentation(FederatedDataModule):
     FedDrive drops.
 
     Args:
+        data_dir: Folder that holds the following four.
         train: Folder of the training lists.
         test: Folder of the test lists.
         images: Folder that the paths of images begin in.
@@ -258,10 +259,11 @@ class Segmentation(FederatedDataModule):
 
     def __init__(
         self,
-        train: Path,
-        test: Path,
-        images: Path,
-        maps: Path,
+        data_dir: str,
+        train: str,
+        test: str,
+        images: str,
+        maps: str,
         size: tuple[int, int],
         classes: dict[int, int],
         eval_size: tuple[int, int] | None = None,
@@ -284,21 +286,24 @@ class Segmentation(FederatedDataModule):
             stream=stream,
             **kwargs,
         )
-        self.folders, self.images, self.maps = (train, test), images, maps
+        self.data_dir, self.layout = data_dir, (train, test, images, maps)
         self.size, self.classes, self.eval_size = size, classes, eval_size
         self._as_listed = num_clients is None
         self._parts: dict[str, Tensor] = {}
 
     def load(self) -> tuple[Any, Any, Any, Any]:
         """See :class:`FederatedDataModule`."""
-        train, test = (_listed(folder) for folder in self.folders)
+        *lists, self.images, self.maps = located(
+            "data.data_dir", self.data_dir, self.layout, f"{LISTS} and {self.home}"
+        )
+        train, test = (_listed(folder) for folder in lists)
         bounds = np.cumsum([0, *(len(pairs) for pairs in train.values())]).tolist()
         self.partition = Given([list(range(a, b)) for a, b in pairwise(bounds)])
         if self._as_listed:
             self.num_clients = len(train)
         users = [user for user, pairs in test.items() for _ in pairs]
         self._parts = {user: torch.tensor([other == user for other in users]) for user in test} if len(test) > 1 else {}
-        (x, y), (x_test, y_test) = (self._scenes(lists) for lists in (train, test))
+        (x, y), (x_test, y_test) = (self._scenes(users) for users in (train, test))
         return x, y, x_test, y_test
 
     def _scenes(self, users: dict[str, list[tuple[str, str]]]) -> tuple[Scenes, NDArray[np.int64]]:
@@ -361,12 +366,12 @@ class Cityscapes(Segmentation):
         clients: Literal["uniform", "heterogeneous", "class_imbalance"] = "heterogeneous",
         **kwargs: Any,
     ) -> None:
-        root = Path(data_dir)
         super().__init__(
-            root / clients / "train",
-            root / clients / "test",
-            root / "leftImg8bit",
-            root / "gtFine",
+            data_dir,
+            f"{clients}/train",
+            f"{clients}/test",
+            "leftImg8bit",
+            "gtFine",
             (1024, 2048),
             CITYSCAPES,
             **kwargs,
@@ -400,12 +405,12 @@ class IDDA(Segmentation):
         eval_size: tuple[int, int] | None = (512, 928),
         **kwargs: Any,
     ) -> None:
-        root = Path(data_dir)
         super().__init__(
-            root / clients / setting / "train",
-            root / clients / setting / "test",
-            root / "IDDAsmall",
-            root / "IDDAsmall",
+            data_dir,
+            f"{clients}/{setting}/train",
+            f"{clients}/{setting}/test",
+            "IDDAsmall",
+            "IDDAsmall",
             (1024, 1856),
             IDDA16 if remap else IDDA23,
             eval_size=eval_size,
@@ -419,7 +424,6 @@ class IDDA(Segmentation):
 
 def _listed(folder: Path) -> dict[str, list[tuple[str, str]]]:
     """Image and label map of each scene, by user, from the lists of a folder in the order of their numbers."""
-    located("data.data_dir", folder.parent, [folder.name], LISTS)
 
     def number(path: Path) -> tuple[int, str]:
         found = re.search(r"(\d+)$", path.stem)

@@ -23,7 +23,8 @@ def located(key: str, folder: str | Path, layout: Sequence[str], home: str) -> l
     paths = [Path(folder, name) for name in layout]
     for name, path in zip(layout, paths, strict=True):
         if not path.exists():
-            raise UserError(f"{key} = '{folder}': '{name}' is missing; expected there {', '.join(layout)}, from {home}")
+            expected = ", ".join(dict.fromkeys(layout))
+            raise UserError(f"{key} = '{folder}': '{name}' is missing; expected there {expected}, from {home}")
     return paths
 
 
