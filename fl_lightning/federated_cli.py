@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from itertools import product
 from json import dumps
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from jsonargparse import ActionConfigFile, ArgumentParser, Namespace  # type: ignore[attr-defined]
@@ -22,7 +22,6 @@ from fl_lightning.catalogue import show
 from fl_lightning.cli import COMMANDS, EPILOG
 from fl_lightning.data.show import show as show_data
 from fl_lightning.errors import require
-from fl_lightning.measures import Measure
 from fl_lightning.messages import ArgumentsError, find_user_error
 from fl_lightning.objective import LocalObjective
 from fl_lightning.plan import plan
@@ -48,9 +47,15 @@ class FederatedCLI(LightningCLI):
     to the loggers.
     """
 
-    OWN = ("fit", "plan", "flatness", "landscape", "interpolate", "corruptions")
+    OWN = ("fit", "plan")
     WITHOUT_MODEL = ("data", "compare", "list")
-    OF_CHECKPOINTS = ("flatness", "landscape", "interpolate", "corruptions")
+    OF_CHECKPOINTS: ClassVar[dict[str, Callable[..., Any]]] = {
+        "flatness": laboratory.flatness,
+        "landscape": laboratory.landscape,
+        "interpolate": laboratory.interpolate,
+        "corruptions": corruptions.run,
+    }
+    """Functions of trainer, model, data and their own arguments. Without --config they take that of the checkpoint."""
 
     def __init__(self, args: Sequence[str] | None = None) -> None:
         if args is None:
@@ -70,8 +75,12 @@ class FederatedCLI(LightningCLI):
 
     @classmethod
     def subcommands(cls) -> dict[str, set[str]]:
-        """Methods of the trainer (in `OWN`: of this class) that are subcommands, with the arguments from elsewhere."""
-        return {name: {"model", "datamodule", "a", "b"} for name in COMMANDS if name not in cls.WITHOUT_MODEL}
+        """Subcommands with a model, and the arguments that are not options of theirs.
+
+        They are functions in `OF_CHECKPOINTS`, methods of this class in `OWN`, else methods of the trainer.
+        """
+        given = {"trainer", "model", "data", "datamodule", "a", "b"}
+        return {name: given for name in COMMANDS if name not in cls.WITHOUT_MODEL}
 
     def init_parser(self, **kwargs: Any) -> Parser:
         """A parser with ``--config``."""
@@ -108,6 +117,16 @@ class FederatedCLI(LightningCLI):
         compared.add_function_arguments(compare.show, skip={"runs"})
         for name, other in (("compare", compared), ("list", ArgumentParser(description=COMMANDS["list"]))):
             commands.add_subcommand(name, other, help=COMMANDS[name])
+
+    def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
+        if subcommand not in self.OF_CHECKPOINTS:
+            return super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
+        parser = self.init_parser(**kwargs)
+        self._add_arguments(parser)
+        skip: set[str | int] = {*self.subcommands()[subcommand]}
+        added = parser.add_function_arguments(self.OF_CHECKPOINTS[subcommand], skip=skip)
+        self._subcommand_method_arguments[subcommand] = added
+        return parser
 
     def _data_parser(self) -> Parser:
         """The parser of ``data``, which takes the config of a run and makes neither its model nor its trainer."""
@@ -188,6 +207,10 @@ class FederatedCLI(LightningCLI):
             compare.show(**self.config.compare.as_dict())
         elif subcommand == "data":
             show_data(self.datamodule, self.config.data.out)
+        elif subcommand in self.OF_CHECKPOINTS:
+            given = self._prepare_subcommand_kwargs(subcommand)
+            model, data = given.pop("model"), given.pop("datamodule")
+            self.OF_CHECKPOINTS[subcommand](self.trainer, model, data, **given)
         elif subcommand in self.OWN:
             getattr(self, subcommand)(**self._prepare_subcommand_kwargs(subcommand))
         else:
@@ -216,101 +239,6 @@ class FederatedCLI(LightningCLI):
         else:
             group.fit(trainers, models, datamodule, ckpt_path)
 
-    def flatness(
-        self,
-        model: LocalObjective,
-        datamodule: fl_lightning.data.FederatedDataModule,
-        ckpt_path: str | None = None,
-        metrics: list[Measure] | None = None,
-        out: str | None = None,
-    ) -> None:
-        """Measure the flatness of a checkpoint.
-
-        Without --config, that of the checkpoint's run is taken.
-
-        Args:
-            model: The local objective.
-            datamodule: The clients' data.
-            ckpt_path: The checkpoint, or "last".
-            metrics: LambdaMax, Spectrum, HessianTrace, Discrepancy, LPF, ...; null: LambdaMax and Discrepancy.
-            out: Folder for results; null: flatness in the run folder.
-        """
-        laboratory.flatness(self._federated, model, datamodule, ckpt_path, metrics, out)
-
-    def landscape(
-        self,
-        model: LocalObjective,
-        datamodule: fl_lightning.data.FederatedDataModule,
-        ckpt_path: str | None = None,
-        kind: laboratory.Kind = "surface",
-        compare: list[str] | None = None,
-        splits: list[laboratory.Where] | None = None,
-        clients: list[int] | None = None,
-        samples: int | None = 1000,
-        points: int | None = None,
-        span: float = 1.0,
-        directions: int = 10,
-        out: str | None = None,
-    ) -> None:
-        """Draw the loss around a checkpoint.
-
-        Without --config, that of the checkpoint's run is taken.
-
-        Args:
-            model: The local objective.
-            datamodule: The clients' data.
-            ckpt_path: The checkpoint, or "last".
-            kind: surface (two random directions), plane (through three checkpoints), perturbation (curves), or
-                trajectory (a client's local training).
-            compare: Further checkpoints of the same net.
-            splits: Data: train, test; null: train.
-            clients: Local models and data of these clients, for a surface; the client of a trajectory.
-            samples: Training images, stratified; null: all.
-            points: Points along each axis; null: 51 of a surface, else 21.
-            span: Extent of surface and curves.
-            directions: Random directions of a perturbation.
-            out: Folder for results; null: landscape in the run folder.
-        """
-        laboratory.landscape(
-            self._federated, model, datamodule, ckpt_path, kind, compare or [], splits or ["train"], clients or [],
-            samples, points, span, directions, out,
-        )  # fmt: skip
-
-    def interpolate(
-        self,
-        model: LocalObjective,
-        datamodule: fl_lightning.data.FederatedDataModule,
-        a: str,
-        b: str,
-        splits: list[laboratory.Where] | None = None,
-        samples: int | None = 10_000,
-        points: int = 61,
-        out: str | None = None,
-    ) -> None:
-        """Measure the loss on the line between two checkpoints.
-
-        Without --config, that of the run of A is taken.
-
-        Args:
-            model: The local objective.
-            datamodule: The clients' data.
-            a: Checkpoint at gamma = 1.
-            b: Checkpoint at gamma = 0.
-            splits: Data; null: train and test.
-            samples: Training images, stratified; null: all.
-            points: Values of gamma from -1 to 2.
-            out: Folder for results; null: interpolate in the run folder of A.
-        """
-        laboratory.interpolate(
-            self._federated, model, datamodule, a, b, splits or ["train", "test"], samples, points, out
-        )
-
-    @property
-    def _federated(self) -> FederatedTrainer:
-        trainer: Any = self.trainer
-        assert isinstance(trainer, FederatedTrainer)
-        return trainer
-
     def plan(
         self,
         model: LocalObjective,
@@ -337,27 +265,6 @@ class FederatedCLI(LightningCLI):
             print(dumps(asdict(made) | {"seconds": made.seconds}))
         else:
             made.show()
-
-    def corruptions(
-        self,
-        model: LocalObjective,
-        datamodule: fl_lightning.data.FederatedDataModule,
-        folder: str,
-        ckpt_path: str | None = None,
-        out: str | None = None,
-    ) -> None:
-        """Evaluate a model on CIFAR-10-C or CIFAR-100-C, by corruption and severity.
-
-        Without --config, that of the checkpoint's run is taken.
-
-        Args:
-            model: The local objective.
-            datamodule: CIFAR-10 or CIFAR-100.
-            folder: Where the .npy files of CIFAR-10-C or CIFAR-100-C lie.
-            ckpt_path: The checkpoint to evaluate, or "last"; by default the model's own weights.
-            out: Folder of corruptions.csv and of the figure; null: that of the checkpoint's run, or the working folder.
-        """
-        corruptions.run(self._federated, model, datamodule, folder, ckpt_path, out)
 
 
 def _with_config_of_run(args: list[str]) -> list[str]:

@@ -54,7 +54,7 @@ def flatness(
     trainer: FederatedTrainer,
     model: LocalObjective,
     data: FederatedDataModule,
-    ckpt_path: str | None,
+    ckpt_path: str | None = None,
     metrics: Sequence[Measure] | None = None,
     out: str | None = None,
 ) -> list[Reading]:
@@ -182,7 +182,7 @@ def landscape(
     trainer: FederatedTrainer,
     model: LocalObjective,
     data: FederatedDataModule,
-    ckpt_path: str | None,
+    ckpt_path: str | None = None,
     kind: Kind = "surface",
     compare: Sequence[str] = (),
     splits: Sequence[Where] = ("train",),
