@@ -179,7 +179,11 @@ def test_landmarks(nested: bool, tmp_path: Path) -> None:
     run(data, nn.Sequential(nn.Flatten(), nn.Linear(192, 3)), tmp_path)
     with pytest.raises(UserError, match=r"data.num_clients = 4, but Natural has 3 clients; set it to 3"):
         Landmarks(str(tmp_path), image_size=8, num_clients=4).setup()
-    next((tmp_path / "images").rglob(f"{names[6]}.jpg")).unlink()
+    photograph = next((tmp_path / "images").rglob(f"{names[6]}.jpg"))
+    photograph.write_bytes(b"rubbish")
+    with pytest.raises(UserError, match=rf"^data.images = '{photograph}' is no readable image"):
+        list(data.eval_batches("test"))
+    photograph.unlink()
     message = rf"images': 1 of 2 photographs are missing, such as '[^\n]*{names[6]}.jpg'; expected there <image_id>.jpg"
     with pytest.raises(UserError, match=message):
         Landmarks(str(tmp_path), num_clients=3).setup()

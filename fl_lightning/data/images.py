@@ -163,12 +163,13 @@ class ImageFiles(Samples):
     Args:
         paths: The files.
         size: Height and width, in pixels, that every image is resized to (bilinear).
+        key: Config key of their folder.
     """
 
     dtype = np.dtype(np.uint8)
 
-    def __init__(self, paths: list[str], size: int) -> None:
-        self.paths, self.size = paths, size
+    def __init__(self, paths: list[str], size: int, key: str = "data.root") -> None:
+        self.paths, self.size, self.key = paths, size, key
         self.shape = (len(paths), size, size, 3)
 
     def __getitem__(self, index: int) -> NDArray[np.uint8]:
@@ -184,7 +185,7 @@ class ImageFiles(Samples):
             with Image.open(path) as image:
                 return np.asarray(image.convert("RGB").resize((self.size, self.size), Image.Resampling.BILINEAR))
         except OSError as error:
-            raise UserError(f"data.root = '{path}' is no readable image ({error}); mend or remove it") from None
+            raise UserError(f"{self.key} = '{path}' is no readable image ({error}); mend or remove it") from None
 
 
 class ImageFolder(FederatedDataModule):

@@ -79,7 +79,7 @@ class Landmarks(FederatedDataModule):
                 f"'{missing[0].relative_to(self.images)}'; expected there <image_id>.jpg or a/b/c/<image_id>.jpg, from "
                 f"{PHOTOS}"
             )
-        return ImageFiles([str(path) for path in paths], self.image_size)
+        return ImageFiles([str(path) for path in paths], self.image_size, "data.images")
 
 
 def _rows(path: Path, columns: tuple[str, ...]) -> list[dict[str, str]]:
