@@ -85,6 +85,12 @@ def test_summary_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert f"last 4 rounds: mean test acc {found['mean']:.4f}" in out and "of 2 evaluations" in out
 
 
+@pytest.mark.parametrize(("evaluated", "last"), [(3, 3), (1, 5)])
+def test_last_rounds_are_those_all_evaluated(evaluated: int, last: int, tmp_path: Path) -> None:
+    folder = run("fit", "--trainer.max_rounds=5", f"--trainer.eval_last={evaluated}", root=tmp_path)
+    assert json.loads((folder / "summary.json").read_text())["last"] == last  # at most the rounds that there are
+
+
 @pytest.mark.parametrize(
     ("rounds", "every", "last"), [(7, 3, 2), (7, 3, 1), (6, 3, 1), (5, 10, 8), (10, 1, 4), (9, 4, 6)]
 )

@@ -20,19 +20,21 @@ class Results(Callback):
     """Writes ``summary.json`` when a run ends: an `fl_lightning.summary.Summary` of what the data evaluate.
 
     Args:
-        last: Rounds at the end whose evaluations are averaged; the papers take 100 or 50.
+        last: Rounds at the end whose evaluations are averaged; the papers take 100 or 50. null: ``trainer.eval_last`` if
+            that is set, else 100.
         target: A value of the metric to be reached, such as an accuracy of 0.8; null: none.
 
     Raises:
         UserError: If ``last`` is below 1.
     """
 
-    def __init__(self, last: int = LAST, target: float | None = None) -> None:
-        require(last >= 1, "trainer.callbacks: Results.last", last, "at least 1 round")
+    def __init__(self, last: int | None = None, target: float | None = None) -> None:
+        require(last is None or last >= 1, "trainer.callbacks: Results.last", last, "at least 1 round")
         self.last, self.target = last, target
 
     def on_fit_end(self, trainer: FederatedTrainer) -> None:
         if trainer.fabric.is_global_zero:
             metric = f"server/test/{trainer.data.metric()[0]}"
-            found = asdict(summarise(trainer.run_dir, self.last, self.target, metric))
+            last = self.last or (trainer.eval_last if trainer.eval_last > 1 else LAST)
+            found = asdict(summarise(trainer.run_dir, last, self.target, metric))
             (trainer.run_dir / FILE).write_text(json.dumps(found, indent=2) + "\n")
