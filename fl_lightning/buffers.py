@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from fl_lightning.errors import UserError
 from fl_lightning.state import Rule, Slots, Uploads
 
 Policy = Literal["average", "local", "reset"]
@@ -109,6 +110,21 @@ def unchanged(net: nn.Module) -> Iterator[None]:
     finally:
         for name, value in kept.items():
             net.get_buffer(name).copy_(value)
+
+
+@contextmanager
+def variance_needed(told: str) -> Iterator[None]:
+    """What BatchNorm says where there is one value for each channel, as a line for people.
+
+    Raises:
+        UserError: ``told``, in place of torch's error.
+    """
+    try:
+        yield
+    except ValueError as error:
+        if "more than 1 value per channel" not in str(error):
+            raise
+        raise UserError(told) from None
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim.swa_utils import update_bn
 
 from fl_lightning import centralized, checkpoint, engine, processes
-from fl_lightning.buffers import Buffers
+from fl_lightning.buffers import Buffers, variance_needed
 from fl_lightning.callbacks import Callback, Checkpoints, Curves, Progress, Results
 from fl_lightning.clients import ClientStore
 from fl_lightning.data import FederatedDataModule
@@ -548,6 +548,13 @@ class FederatedTrainer:
                 f"model.net = {net} cannot take a batch of shape {tuple(x.shape)} ({str(error).splitlines()[0]:.80}); "
                 "choose a net for this data"
             ) from None
+        if self.normalised_by_batch:
+            least = len(data.y_test) % data.eval_batch_size or data.eval_batch_size
+            with variance_needed(
+                f"data.eval_batch_size = {data.eval_batch_size} leaves a batch of one test sample, in which BatchNorm "
+                "has no variance, and model.buffers = local evaluates by its statistics; choose another size, such as 8"
+            ):
+                self.engine.logits(self.server.w, x[:least], by_batch=True)
         if not fits:
             raise UserError(
                 f"model.net = {net} gives outputs of shape {tuple(logits.shape)} for {data.num_classes} classes; "

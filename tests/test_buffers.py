@@ -479,6 +479,13 @@ def test_refusals(golden: Golden) -> None:
     )  # fmt: skip
     with pytest.raises(UserError, match=r"data.batch_size: client 0 has a minibatch of one sample"):
         alone.fit(objective(), data)
+    data = Arrays(client_arrays=[(x, y)], test=golden.test, batch_size=len(x) - 1, drop_last=True)
+    alone.fit(objective(), data)
+    data = Arrays(client_arrays=[(x, y)], test=golden.test, eval_batch_size=len(golden.test[0]) - 1)
+    with pytest.raises(
+        UserError, match=r"^data.eval_batch_size = \d+ leaves a batch of one test sample, .*, such as 8$"
+    ):
+        alone.fit(objective(policy="local"), data)
     with pytest.raises(UserError, match="keeps buffers, and a landscape would need"):
         laboratory.landscape(fit, objective(), fit.data, str(fit.run_dir / checkpoint.LAST))
     plain = FedAvg(net=nn.Sequential(nn.Flatten(), nn.Linear(192, 4)), buffers="average")  # nothing to keep

@@ -145,6 +145,17 @@ def test_each_epoch_has_every_sample_once_in_a_new_order():
         assert torch.equal(torch.from_numpy(Y)[rows], y)
 
 
+def test_short_minibatches_are_left_out():
+    data = features(batch_size=4, drop_last=True)
+    batches = list(data.client_batches(2, 2, None, rng(), torch.float64))
+    assert data.batches_per_client(2, 2, None) == 6 and [len(y) for _, y in batches] == [4] * 6
+    kept = [set(map(tuple, torch.cat([x for x, _ in part]).tolist())) for part in (batches[:3], batches[3:])]
+    assert [len(rows) for rows in kept] == [12, 12] and kept[0] != kept[1]  # of 15 others in each epoch
+    assert len(data.train_dataloader()) == 15
+    (only,) = features(batch_size=16, drop_last=True).client_batches(2, 1, None, rng(), torch.float64)
+    assert len(only[1]) == 15
+
+
 def test_steps_go_on_through_epochs():
     data = features(batch_size=4)
     assert data.batches_per_client(2, 99, 6) == 6

@@ -20,8 +20,8 @@ class Results(Callback):
     """Writes ``summary.json`` when a run ends: an `fl_lightning.summary.Summary` of what the data evaluate.
 
     Args:
-        last: Rounds at the end whose evaluations are averaged; the papers take 100 or 50. null: ``trainer.eval_last`` if
-            that is set, else 100.
+        last: Rounds at the end whose evaluations are averaged; the papers take 100 or 50. null: ``trainer.eval_last``
+            if that is set, else 100.
         target: A value of the metric to be reached, such as an accuracy of 0.8; null: none.
 
     Raises:

@@ -233,8 +233,8 @@ class Segmentation(FederatedDataModule):
     """Scenes and who has them, from FedDrive's lists. The net answers with logits ``(B, classes, h, w)``.
 
     Lists are JSON files ``{"users": [...], "user_data": {user: {"x": [images], "y": [label maps]}}}``. Training takes
-    the loss PixelCrossEntropy (``model.loss``); evaluation gives ``miou``. Epochs end with a short minibatch, which
-    FedDrive drops.
+    the loss PixelCrossEntropy (``model.loss``); evaluation gives ``miou``. FedDrive has drop_last, and
+    evaluates SiloBN in batches of 8.
 
     Args:
         data_dir: Folder that holds the following four.

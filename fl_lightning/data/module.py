@@ -47,6 +47,7 @@ class FederatedDataModule(L.LightningDataModule, ABC):
         partition: How the training samples are divided; IID if not given.
         batch_size: Samples per local step; null takes a client's whole data in every step (full batch).
         eval_batch_size: Samples per batch in evaluation.
+        drop_last: Leave out the short minibatch at the end of an epoch, unless it is the only one (FedDrive).
         val_fraction: Share of the training data held out for validation (stratified) before it is divided.
         augment: Augmentation of training batches; null for none.
         mean: Mean of each channel, subtracted after scaling to [0, 1]; null for none.
@@ -90,6 +91,7 @@ class FederatedDataModule(L.LightningDataModule, ABC):
         partition: Partition | None = None,
         batch_size: int | None = 64,
         eval_batch_size: int = 500,
+        drop_last: bool = False,
         val_fraction: float = 0.0,
         augment: Augment | None = None,
         mean: list[float] | None = None,
@@ -116,6 +118,7 @@ class FederatedDataModule(L.LightningDataModule, ABC):
         self.partition = partition or IID()
         self.batch_size = batch_size
         self.eval_batch_size = eval_batch_size
+        self.drop_last = drop_last
         self.val_fraction = val_fraction
         self.augment = augment
         self.mean = mean
@@ -271,7 +274,7 @@ class FederatedDataModule(L.LightningDataModule, ABC):
 
         Args:
             client: Index of the client.
-            epochs: Passes through its data; the last, short batch of a pass is kept.
+            epochs: Passes through its data.
             steps: Number of batches, over as many passes as that takes; overrides epochs.
             generator: CPU generator; the same state gives the same batches.
             dtype: Floating dtype of the samples.
@@ -282,12 +285,13 @@ class FederatedDataModule(L.LightningDataModule, ABC):
     def _minibatches(self, indices: Tensor, count: int, generator: torch.Generator, dtype: torch.dtype) -> Minibatches:
         n, size = len(indices), self.batch_size or len(indices)
         per_epoch = self._batches_per_epoch(n)
-        sizes = ([size] * (per_epoch - 1) + [n - size * (per_epoch - 1)]) * math.ceil(count / per_epoch)
+        used = min(n, size * per_epoch)
+        sizes = ([size] * (per_epoch - 1) + [used - size * (per_epoch - 1)]) * math.ceil(count / per_epoch)
         if self.batch_size is None:
             order = indices.repeat(count)
         else:
             epochs = range(math.ceil(count / per_epoch))
-            order = torch.cat([indices[torch.randperm(n, generator=generator)] for _ in epochs])
+            order = torch.cat([indices[torch.randperm(n, generator=generator)[:used]] for _ in epochs])
         sizes = sizes[:count]
         draws = {} if self.augment is None else self.augment.draw(sizes, generator)
         return Minibatches(self, order[: sum(sizes)], sizes, draws, dtype)
@@ -349,7 +353,9 @@ class FederatedDataModule(L.LightningDataModule, ABC):
         return rows.to(self.device, non_blocking=True)
 
     def _batches_per_epoch(self, n: int) -> int:
-        return 1 if self.batch_size is None else math.ceil(n / self.batch_size)
+        if self.batch_size is None:
+            return 1
+        return max(1, n // self.batch_size) if self.drop_last else math.ceil(n / self.batch_size)
 
     def _scaled(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """Raw samples to network inputs; floats may be changed in place."""

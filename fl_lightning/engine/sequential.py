@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 
 from fl_lightning.ascent import Gradient
-from fl_lightning.buffers import unchanged
+from fl_lightning.buffers import unchanged, variance_needed
 from fl_lightning.engine.base import Autocast, Engine, Job, LocalResult
 from fl_lightning.errors import UserError
 from fl_lightning.flat import is_finite
@@ -31,7 +31,7 @@ class SequentialEngine(Engine):
 
     def train(self, jobs: Sequence[Job]) -> Iterator[LocalResult]:
         for job in jobs:
-            with self._with(job.values), _told(job):
+            with self._with(job.values), variance_needed(ALONE.format(job.client)):
                 result = self._train(job)
             yield result
 
@@ -91,18 +91,10 @@ class SequentialEngine(Engine):
         """For `DebugEngine`."""
 
 
-@contextmanager
-def _told(job: Job) -> Iterator[None]:
-    """What BatchNorm says of a minibatch of one sample, as a line for people."""
-    try:
-        yield
-    except ValueError as error:
-        if "more than 1 value per channel" not in str(error):
-            raise
-        raise UserError(
-            f"data.batch_size: client {job.client} has a minibatch of one sample, in which BatchNorm has no variance; "
-            "choose one that leaves more for the end of an epoch"
-        ) from None
+ALONE = (
+    "data.batch_size: client {} has a minibatch of one sample, in which BatchNorm has no variance; choose one that "
+    "leaves more for the end of an epoch, or set data.drop_last: true"
+)
 
 
 class DebugEngine(SequentialEngine):
