@@ -149,6 +149,17 @@ class Rows:
         return [word for part in (first, *rest) for word in shlex.split(part or "")] + more
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*not the .* of the published data set:UserWarning")
+def test_row_of_silobn_trains(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its net is evaluated by the statistics of each batch."""
+    monkeypatch.chdir(home)
+    file = FOLDER / "fedsam" / "cityscapes_heterogeneous.yaml"
+    row = [*shlex.split(Rows("fedsam").settings("SiloBN", file) or ""), "--model.ascent=SAM"]
+    cli("fit", *small(file), *row, f"--trainer.default_root_dir={tmp_path}", "--trainer.enable_progress_bar=false")
+    assert math.isfinite(metrics(newest(tmp_path))["server/test/loss"][-1][1])
+
+
 CELLS = [cell for cell in find() if cell.dataset and cell.table not in ("FL-Simulator", "FL-SAM")]
 """All cells of the papers' tables that are of a run, those of the codes' README files left out."""
 
