@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
+from statistics import mean
 from typing import TYPE_CHECKING
 
 from fl_lightning.callbacks.base import Callback
@@ -13,6 +17,8 @@ if TYPE_CHECKING:
 
     from fl_lightning.trainer import FederatedTrainer
 
+POINTS = 100
+"""Parts of a run whose means are drawn."""
 PANELS = {
     "server/test/acc": "test accuracy",
     "server/test/miou": "test mIoU",
@@ -38,6 +44,8 @@ class Curves(Callback):
 def plot_curves(runs: dict[str, Path]) -> Figure:
     """Accuracy, loss, lambda_max and flatness discrepancy of one or more runs by round, each where it was measured.
 
+    Of a long run the means over hundredths of its rounds are drawn, and thin lines through the single values.
+
     Args:
         runs: ``metrics.csv`` of each run, by its label.
     """
@@ -51,7 +59,10 @@ def plot_curves(runs: dict[str, Path]) -> Figure:
         for (label, metrics), style in zip(columns.items(), ("-", "--", "-.", ":") * len(columns), strict=False):
             if name in metrics:
                 rounds, values = zip(*metrics[name], strict=True)
-                axes.plot(rounds, values, style, label=label, marker="." if len(rounds) < 30 else None)
+                shown = _means(rounds, values)
+                (line,) = axes.plot(*shown, style, label=label, marker="." if len(shown[0]) < 30 else None)
+                if len(shown[0]) < len(rounds):
+                    axes.plot(rounds, values, color=line.get_color(), linewidth=0.5, alpha=0.3, zorder=1)
         axes.grid(alpha=0.3)
         if name == "flatness/lambda_max" and min(v for c in columns.values() for _, v in c.get(name, ())) > 0:
             axes.set_yscale("log")
@@ -60,3 +71,11 @@ def plot_curves(runs: dict[str, Path]) -> Figure:
         if i == 0 and len(runs) > 1:
             figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize="small")
     return figure
+
+
+def _means(rounds: Sequence[int], values: Sequence[float]) -> tuple[list[float], list[float]]:
+    """Mean round and mean value of each part of a run in which something was measured."""
+    width = math.ceil(rounds[-1] / POINTS)
+    parts = [list(part) for _, part in groupby(zip(rounds, values, strict=True), lambda pair: (pair[0] - 1) // width)]
+    means = [[mean(column) for column in zip(*part, strict=True)] for part in parts]
+    return [at for at, _ in means], [value for _, value in means]
