@@ -55,7 +55,8 @@ def test_cifar100_knows_coarse_labels_and_names(tmp_path: Path, monkeypatch: pyt
     assert data.names == names
     assert data.mean == [0.5071, 0.4865, 0.4409]
     (tmp_path / "cifar-100-python" / "train").write_bytes(b"cut")
-    with pytest.raises(UserError, match=r"^data.data_dir = [^\n]*CIFAR100 cannot be read [^\n]*corrupted[^\n]*$"):
+    there = "put there cifar-100-python, from https://www.cs.toronto.edu/~kriz/cifar.html, or set download: true"
+    with pytest.raises(UserError, match=rf"^data.data_dir = [^\n]*CIFAR100 cannot be read [^\n]*corrupted.*; {there}$"):
         CIFAR100(str(tmp_path)).setup()
 
 

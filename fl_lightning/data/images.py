@@ -25,6 +25,11 @@ NORMALISATION = {
 """Mean and standard deviation as in the fedgloss and FL-SAM code, of CINIC-10 in the latter."""
 
 
+CIFAR = "https://www.cs.toronto.edu/~kriz/cifar.html"
+LAYOUT = {"CIFAR10": f"cifar-10-batches-py, from {CIFAR}", "CIFAR100": f"cifar-100-python, from {CIFAR}"}
+"""What is expected in ``data_dir``, and where it is from."""
+
+
 class TorchvisionData(FederatedDataModule):
     """Any classification data set of torchvision with a training and a test part.
 
@@ -91,7 +96,8 @@ class TorchvisionData(FederatedDataModule):
         except (RuntimeError, OSError, EOFError, AssertionError) as error:
             raise UserError(
                 f"data.data_dir = {self.data_dir}: {self.dataset} cannot be read from there "
-                f"({' '.join(str(error).split())}); put it there or set download: true"
+                f"({' '.join(str(error).split())}); put there {LAYOUT.get(self.dataset, 'its files')}, or set "
+                "download: true"
             ) from None
 
 
