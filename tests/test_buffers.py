@@ -312,6 +312,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_kill_9_and_resume(folder: Path) -> None:
     """The clients' own statistics come back to the bit."""
     with process(SCRIPT, "fit", *arguments(folder / "broken", "local"), cwd=folder) as child:

@@ -309,6 +309,7 @@ def test_flatness_says_what_the_monitor_does(runs: dict[str, Path], tmp_path: Pa
         assert [row["name"] for row in csv.DictReader(file)] == [r["name"] for r in made["readings"]]
 
 
+@pytest.mark.slow
 def test_flatness_on_processes(runs: dict[str, Path], tmp_path: Path) -> None:
     """In a real console; two share the samples and the clients."""
     devices = ["--trainer.devices=2", "--trainer.strategy=ddp"]
@@ -377,6 +378,7 @@ def test_mistakes(args: list[str], told: str, runs: dict[str, Path]) -> None:
     assert str(end.value).startswith("error: ") and told in str(end.value) and "\n" not in str(end.value)
 
 
+@pytest.mark.slow
 def test_an_interrupt_keeps_what_was_computed(runs: dict[str, Path], tmp_path: Path) -> None:
     command = [sys.executable, "-m", "fl_lightning", "landscape", "--ckpt_path", ckpt(runs["a"]), "--points=400"]
     with subprocess.Popen([*command, f"--out={tmp_path}"], stdout=subprocess.PIPE, text=True) as child:

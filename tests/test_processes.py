@@ -213,7 +213,8 @@ def assert_close(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -
         assert (a[name] - b[name]).abs().max() <= 1e-12 * b[name].abs().max(), name
 
 
-@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_fault_of_one_process_ends_all(folder: Path, rank: int) -> None:
     """No process waits for one that is gone; what was done is saved, and one process goes on from it."""
     args = [*UNEVEN, "--trainer.engine=graphed", "--trainer.max_rounds=3", "--trainer.callbacks+=many.FailOn"]
