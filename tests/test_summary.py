@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from fl_lightning import UserError
+from fl_lightning.callbacks.curves import plot_curves
 from fl_lightning.compare import cell, columns, compare, latex
 from fl_lightning.plan import due
 from fl_lightning.summary import summarise
@@ -83,6 +84,14 @@ def test_summary_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert (found["target_round"], found["target_transmissions"]) == (3, 6)
     out = capsys.readouterr().out
     assert f"last 4 rounds: mean test acc {found['mean']:.4f}" in out and "of 2 evaluations" in out
+
+
+def test_curves_of_long_runs_are_means(tmp_path: Path) -> None:
+    accuracy = {**{at: at / 1000 for at in range(50, 951, 50)}, 998: 0.2, 999: 0.3, 1000: 0.7}
+    folder = write(tmp_path / "run", accuracy, rounds=1000)
+    mean_line, single = plot_curves({"run": folder / "metrics.csv"}).axes[0].lines
+    assert len(mean_line.get_xdata()) == 20 and len(single.get_xdata()) == 22
+    assert [float(d[-1]) for d in mean_line.get_data()] == pytest.approx([999, 0.4])
 
 
 @pytest.mark.parametrize(("evaluated", "last"), [(3, 3), (1, 5)])

@@ -75,7 +75,7 @@ def plot_curves(runs: dict[str, Path]) -> Figure:
 
 def _means(rounds: Sequence[int], values: Sequence[float]) -> tuple[list[float], list[float]]:
     """Mean round and mean value of each part of a run in which something was measured."""
-    width = math.ceil(rounds[-1] / POINTS)
+    width = max(1, math.ceil(rounds[-1] / POINTS))
     parts = [list(part) for _, part in groupby(zip(rounds, values, strict=True), lambda pair: (pair[0] - 1) // width)]
     means = [[mean(column) for column in zip(*part, strict=True)] for part in parts]
     return [at for at, _ in means], [value for _, value in means]
