@@ -208,6 +208,7 @@ def cell(group: Group, column: Column, pair: str, never: str) -> str:
 def write(groups: Sequence[Group], shown: Sequence[Column], out: Path) -> None:
     """Write ``compare.csv`` (full precision), ``compare.tex`` (needs booktabs) and the curves of all runs."""
     from fl_lightning.callbacks.curves import plot_curves
+    from fl_lightning.flatness.plots import save_figure
 
     out.mkdir(parents=True, exist_ok=True)
     with (out / "compare.csv").open("w", newline="") as file:
@@ -227,9 +228,7 @@ def write(groups: Sequence[Group], shown: Sequence[Column], out: Path) -> None:
         for folder, seed in zip(group.folders, group.seeds, strict=True):
             label = group.name if len(group.runs) == 1 or seed is None else f"{group.name}, seed {seed[0]}"
             curves[label if label not in curves else f"{label}, {folder.name}"] = folder / "metrics.csv"
-    figure = plot_curves(curves)
-    for suffix in ("png", "pdf"):
-        figure.savefig(out / f"curves.{suffix}", dpi=150)
+    save_figure(plot_curves(curves), out / "curves")
 
 
 def latex(groups: Sequence[Group], shown: Sequence[Column]) -> str:

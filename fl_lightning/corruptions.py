@@ -164,12 +164,12 @@ def run(
         lambda x: trainer.engine.logits(trainer.global_model, x.to(trainer.dtype)), data, folder
     )
     if trainer.fabric.is_global_zero:
+        from fl_lightning.flatness.plots import save_figure
+
         home = Path(out) if out is not None else Path() if ckpt_path is None else path.parent.parent
         home.mkdir(parents=True, exist_ok=True)
         write(home / "corruptions.csv", rows)
-        figure = plot_corruptions({home.resolve().parent.name: rows})
-        for suffix in ("png", "pdf"):
-            figure.savefig(home / f"corruptions.{suffix}", dpi=150)
+        save_figure(plot_corruptions({home.resolve().parent.name: rows}), home / "corruptions")
         for name, value in means(rows).items():
             print(f"{name} {value:.4f}")
         print(f"results: {home / 'corruptions.csv'}")

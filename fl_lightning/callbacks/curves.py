@@ -33,9 +33,10 @@ class Curves(Callback):
 
     def on_fit_end(self, trainer: FederatedTrainer) -> None:
         if trainer.fabric.is_global_zero:
+            from fl_lightning.flatness.plots import save_figure
+
             figure = plot_curves({trainer.run_dir.parent.name: trainer.run_dir / "metrics.csv"})
-            for suffix in ("png", "pdf"):
-                figure.savefig(trainer.run_dir / f"curves.{suffix}", dpi=150)
+            save_figure(figure, trainer.run_dir / "curves")
             for logger in trainer.loggers:
                 if isinstance(logger, RunLogger):
                     logger.log_image("curves", trainer.run_dir / "curves.png", trainer.round)

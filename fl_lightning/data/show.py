@@ -49,6 +49,8 @@ def show(data: FederatedDataModule, out: str | None = None) -> None:
     counts = class_counts(data)
     _print(data, counts)
     if out is not None:
+        from fl_lightning.flatness.plots import save_figure
+
         folder = Path(out)
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -56,8 +58,7 @@ def show(data: FederatedDataModule, out: str | None = None) -> None:
             raise UserError(f"out = {out}: no folder can be made there ({error.strerror}); give another one") from None
         write_csv(counts, folder / "clients.csv")
         for name, figure in (("heatmap", heat_map(counts)), ("bubbles", bubbles(counts))):
-            for suffix in ("png", "pdf"):
-                figure.savefig(folder / f"{name}.{suffix}", dpi=150)
+            save_figure(figure, folder / name)
         print(f"written to {folder}: clients.csv; heatmap and bubbles as .png and .pdf")
 
 
