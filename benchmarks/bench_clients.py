@@ -22,11 +22,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from fl_lightning import IID, SCAFFOLD, SGD, Arrays, Checkpoints, Curves, FederatedTrainer, Trace, checkpoint
-from fl_lightning.callbacks import Callback
-from fl_lightning.clients import ClientStore
-from fl_lightning.sampling import Uniform
-from fl_lightning.state import Slots
+from fl_lightning import IID, SCAFFOLD, SGD, Arrays, Checkpoints, Curves, FederatedTrainer, ReplaySampler
+from fl_lightning.core.state import State
+from fl_lightning.trainer import checkpoint
+from fl_lightning.trainer.callbacks import Callback
+from fl_lightning.trainer.client_store import ClientStore
+from fl_lightning.trainer.samplers import UniformSampler
 
 NUMBERS = (100, 10_000, 1_000_000)
 LARGE_M, COHORT, ROUNDS = 1_262, 10, 200
@@ -56,10 +57,10 @@ def peak() -> float:
 def round_of(store: ClientStore, cohort: list[int], following: list[int], w: torch.Tensor) -> float:
     """Seconds for a round's gather, scatter and settle."""
     started = time.perf_counter()
-    rows = {k: Slots({"c": store.gather(k, w, {}).c + 1}) for k in cohort}
+    rows = {k: State({"c": store.get(k, w, {}).c + 1}) for k in cohort}
     store.read_ahead(following)
-    store.scatter(rows)
-    store.settle()
+    store.stage(rows)
+    store.commit()
     return time.perf_counter() - started
 
 
@@ -78,9 +79,9 @@ def store_small(root: Path, m: int, memory: float) -> None:
     store = ClientStore({"c": "zeros"}, w, memory)
     store.open(root / "clients")
     for first in range(0, m, 1000):
-        store.scatter({k: Slots({"c": torch.full((d,), float(k))}) for k in range(first, min(m, first + 1000))})
-        store.settle()
-    seconds, sampler = [], Uniform(COHORT)
+        store.stage({k: State({"c": torch.full((d,), float(k))}) for k in range(first, min(m, first + 1000))})
+        store.commit()
+    seconds, sampler = [], UniformSampler(COHORT)
     saved = checked(store, path)
     for t in range(ROUNDS):
         seconds.append(round_of(store, sampler(t, m, 0), sampler(t + 1, m, 0), w))
@@ -107,7 +108,7 @@ def store_large(root: Path) -> None:
         seconds.append(round_of(store, cohort, following, w))
         if t % 10 == 9:
             saves.append(checked(store, path)[0])
-    assert all(bool((store.gather(k, w, {}).c == 2).all()) for k in range(0, LARGE_M, 100))
+    assert all(bool((store.get(k, w, {}).c == 2).all()) for k in range(0, LARGE_M, 100))
     half = len(seconds) // 2
     print(
         f"{LARGE_M} clients, {d:,} weights: {statistics.median(seconds[:half]):.3f} s a round at first contact, "
@@ -162,7 +163,7 @@ def trainer_small(root: Path, m: int, memory: float) -> None:
 def trainer_large(root: Path) -> None:
     """Every client takes part twice."""
     cohorts = 2 * [list(range(k, min(k + COHORT, LARGE_M))) for k in range(0, LARGE_M, COHORT)]
-    times, rest, seen = run(root, large_net(), LARGE_M, len(cohorts), 1.0, sampler=Trace(cohorts))
+    times, rest, seen = run(root, large_net(), LARGE_M, len(cohorts), 1.0, sampler=ReplaySampler(cohorts))
     half = len(cohorts) // 2
     print(
         f"{seen} clients, {size(large_net()):,} weights, cohorts of {COHORT}, one step: "

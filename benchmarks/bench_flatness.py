@@ -23,11 +23,11 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning import IID, SGD, Arrays, Curves, FedAvg, FederatedTrainer, FlatnessMonitor, HsuCNN, ResNet18GN
-from fl_lightning.callbacks import Callback
-from fl_lightning.flat import FlatSpec
+from fl_lightning.core.flat import FlatSpec
+from fl_lightning.core.state import RoundContext
 from fl_lightning.flatness import functional, gradient, hvp, lambda_max
-from fl_lightning.malloc import reuse_freed_memory
-from fl_lightning.state import RoundContext
+from fl_lightning.trainer.callbacks import Callback
+from fl_lightning.trainer.memory import reuse_freed_memory
 
 LOSS = nn.CrossEntropyLoss(reduction="none")
 CLIENTS, IMAGES = 20, 500  # of a client

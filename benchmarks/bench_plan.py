@@ -25,7 +25,7 @@ from typing import Any
 import torch.distributed as dist
 
 from fl_lightning import Callback
-from fl_lightning.plan import peak_memory
+from fl_lightning.commands.plan import peak_memory
 
 HERE = Path(__file__).resolve().parent
 COMMON = "--data=Digits --data.batch_size=16 --trainer.accelerator=cpu --trainer.threads=1"
@@ -95,7 +95,9 @@ class Clock(Callback):
 def command(*args: str, cpu: bool) -> str:
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     clock = "import time; time.perf_counter = time.process_time; "
-    program = ["-c", f"{clock}from fl_lightning.cli import main; main()"] if cpu else [str(HERE.parent / "cli.py")]
+    program = (
+        ["-c", f"{clock}from fl_lightning.commands.main import main; main()"] if cpu else [str(HERE.parent / "cli.py")]
+    )
     call = [sys.executable, *program, *args]  # several processes are started anew from a file
     return subprocess.run(call, cwd=HERE, env=env, check=True, stdout=subprocess.PIPE, text=True).stdout
 

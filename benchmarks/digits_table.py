@@ -25,7 +25,6 @@ from fl_lightning import (
     SAM,
     SGD,
     SWA,
-    Adam,
     Digits,
     DigitsMLP,
     Dirichlet,
@@ -33,13 +32,14 @@ from fl_lightning import (
     FederatedTrainer,
     FlatnessMonitor,
     LambdaMax,
+    ServerAdam,
     UserError,
     algorithms,
 )
-from fl_lightning.callbacks import Callback, Curves
-from fl_lightning.catalogue import entries
-from fl_lightning.loggers import read_metrics
-from fl_lightning.rng import generator
+from fl_lightning.algorithms.catalogue import entries
+from fl_lightning.core.rng import generator
+from fl_lightning.results.metrics import read_metrics
+from fl_lightning.trainer.callbacks import Callback, Curves
 
 PAGES = Path(__file__).resolve().parents[1] / "docs" / "algorithms"
 CSV, FIGURE = PAGES / "digits.csv", PAGES / "digits.png"
@@ -64,8 +64,8 @@ ALGORITHMS: dict[str, tuple[str, Options]] = {
     "FedGloSS + SAM": ("FedGloSS", lambda: {"ascent": SAM(0.1)}),  # the quickstart itself
 }
 CHOICES: dict[str, tuple[str, Options]] = {
-    "FedAdam (v0: tau2)": ("FedAvg", lambda: {"server_update": Adam(v0="tau2")}),
-    "FedAdam (bias_correction: true)": ("FedAvg", lambda: {"server_update": Adam(bias_correction=True)}),
+    "FedAdam (v0: tau2)": ("FedAvg", lambda: {"server_update": ServerAdam(v0="tau2")}),
+    "FedAdam (bias_correction: true)": ("FedAvg", lambda: {"server_update": ServerAdam(bias_correction=True)}),
     **dict([
         some("FedCM", "step", "gf_repo"),
         some("FedDyn", "prox", "unsquared"),

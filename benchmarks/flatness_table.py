@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 import fl_lightning as fl
-from fl_lightning.callbacks.flatness import read_readings
-from fl_lightning.rng import generator
+from fl_lightning.core.rng import generator
+from fl_lightning.trainer.callbacks.flatness import read_readings
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 CSV, PAGE = DOCS / "flatness_table.csv", DOCS / "measuring.md"

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from fl_lightning import Arrays, FederatedTrainer, LocalObjective, Trace, Trajectory
+from fl_lightning import Arrays, FederatedTrainer, LocalObjective, ReplaySampler, Trajectory
 
 torch.set_num_threads(1)
 GOLDEN = Path(__file__).parent / "golden"
@@ -59,7 +59,7 @@ class Golden:
         data = Arrays(client_arrays=arrays, test=(self.test[0].astype(dtype), self.test[1]), batch_size=None)
         record = Trajectory()
         options: dict[str, Any] = {
-            "sampler": Trace(self.schedule),
+            "sampler": ReplaySampler(self.schedule),
             "max_rounds": len(self.schedule),
             "local_steps": 3,
             "precision": "64-true" if dtype == np.float64 else "32-true",

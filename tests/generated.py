@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torchvision import datasets
 
-from fl_lightning.rng import numpy_generator
+from fl_lightning.core.rng import numpy_generator
 
 Part = tuple[NDArray[np.uint8], Sequence[int]]
 """Images ``(n, H, W, 3)`` and their labels."""

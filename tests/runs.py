@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from fl_lightning import checkpoint
-from fl_lightning.cli import main
-from fl_lightning.loggers import read_metrics
+from fl_lightning.commands.main import main
+from fl_lightning.results.metrics import read_metrics
+from fl_lightning.trainer import checkpoint
 
 DIGITS = [
     "--model.net=DigitsMLP",

@@ -12,8 +12,8 @@ from torch import Tensor
 import fl_lightning as fl
 from contest.worker import Turns
 from contest.workloads import BETA, EMA, RHO, TAU, Work
-from fl_lightning.callbacks import Callback, Checkpoints, Curves
 from fl_lightning.data.partition import Given
+from fl_lightning.trainer.callbacks import Callback, Checkpoints, Curves
 
 OPTIONS: dict[str, dict[str, float]] = {
     "FedAvg": {},

@@ -6,11 +6,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fl_lightning.ascent import Gradient
-from fl_lightning.errors import require
-from fl_lightning.objective import LocalObjective
-from fl_lightning.optim import Direction
-from fl_lightning.state import ClientContext, RoundContext, Slots, Uploads, Weighting
+from fl_lightning.algorithms.base import LocalObjective
+from fl_lightning.algorithms.parts.ascent import Gradient
+from fl_lightning.algorithms.parts.sgd import Direction
+from fl_lightning.core.errors import require
+from fl_lightning.core.state import ClientContext, RoundContext, State, Uploads, Weighting
 
 
 class AdaBest(LocalObjective):
@@ -26,8 +26,8 @@ class AdaBest(LocalObjective):
     """
 
     paper = "Varno et al., ECCV 2022"
-    client_slots = {"h": "zeros", "last": 0.0}
-    server_slots = {"w_bar": "w0"}
+    client_state = {"h": "zeros", "last": 0.0}
+    server_state = {"w_bar": "w0"}
     default_weighting: Weighting = "uniform"
 
     def __init__(self, net: nn.Module, mu: float = 0.02, beta: float = 0.98, **kwargs: Any) -> None:
@@ -37,18 +37,18 @@ class AdaBest(LocalObjective):
         self.mu, self.beta = mu, beta
 
     def local_step(
-        self, w: Tensor, grad: Gradient, client: Slots, sent: Slots, ctx: ClientContext
-    ) -> tuple[Direction, Slots]:
+        self, w: Tensor, grad: Gradient, client: State, sent: State, ctx: ClientContext
+    ) -> tuple[Direction, State]:
         """``g - h_i``."""
-        return self.sharp(w, grad, client, sent, ctx) - ctx.n_mean / ctx.n_k * client.h, client
+        return self.local_gradient(w, grad, client, sent, ctx) - ctx.n_mean / ctx.n_k * client.h, client
 
-    def local_end(self, w: Tensor, client: Slots, sent: Slots, ctx: ClientContext) -> tuple[dict[str, Tensor], Slots]:
+    def local_end(self, w: Tensor, client: State, sent: State, ctx: ClientContext) -> tuple[dict[str, Tensor], State]:
         """``h_i <- h_i / (t - t_i) + mu (w^t - w_i)``, rounds counted from 1."""
         now = ctx.t + 1
         h = client.h / (now - client.last) + self.mu * (sent.w - w)
         return {"w": w}, client.replace(h=h, last=client.last * 0 + now)
 
-    def server_step(self, server: Slots, sent: Slots, uploads: Uploads, ctx: RoundContext) -> Slots:
+    def server_step(self, server: State, sent: State, uploads: Uploads, ctx: RoundContext) -> State:
         """``w <- w_bar - beta (w_bar_old - w_bar)``, with w_bar the mean of the local models."""
         w_bar = uploads.weighted("w")
         server = super().server_step(server, sent, uploads, ctx)

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import nn
 
-from fl_lightning.objective import LocalObjective
-from fl_lightning.server import Adagrad, Adam, Momentum, Yogi
+from fl_lightning.algorithms.base import LocalObjective
+from fl_lightning.algorithms.parts.server_optimizers import ServerAdagrad, ServerAdam, ServerMomentum, ServerYogi
 
 
 class FedAvg(LocalObjective):
@@ -29,11 +29,11 @@ class FedAvgM(LocalObjective):
     paper = "Hsu et al., 2019"
 
     def __init__(self, net: nn.Module, beta: float = 0.9, server_lr: float = 1.0, **kwargs: Any) -> None:
-        super().__init__(net, server_update=Momentum(beta, server_lr), **kwargs)
+        super().__init__(net, server_update=ServerMomentum(beta, server_lr), **kwargs)
 
 
 class FedAdam(LocalObjective):
-    """FedAvg with Adam on the server; its further options are those of ``server_update: Adam``.
+    """FedAvg with ServerAdam on the server; its further options are those of ``server_update: ServerAdam``.
 
     Args:
         net: The network.
@@ -45,7 +45,7 @@ class FedAdam(LocalObjective):
     """
 
     paper = "Reddi et al., ICLR 2021"
-    update = Adam
+    update = ServerAdam
 
     def __init__(
         self,
@@ -60,13 +60,13 @@ class FedAdam(LocalObjective):
 
 
 class FedYogi(FedAdam):
-    """FedAvg with Yogi on the server; options as for `FedAdam`."""
+    """FedAvg with ServerYogi on the server; options as for `FedAdam`."""
 
-    update = Yogi
+    update = ServerYogi
 
 
 class FedAdagrad(LocalObjective):
-    """FedAvg with Adagrad on the server; its further options are those of ``server_update: Adagrad``.
+    """FedAvg with ServerAdagrad on the server; its further options are those of ``server_update: ServerAdagrad``.
 
     Args:
         net: The network.
@@ -81,4 +81,4 @@ class FedAdagrad(LocalObjective):
     def __init__(
         self, net: nn.Module, server_lr: float = 0.1, beta1: float = 0.0, tau: float = 0.01, **kwargs: Any
     ) -> None:
-        super().__init__(net, server_update=Adagrad(server_lr, beta1, tau), **kwargs)
+        super().__init__(net, server_update=ServerAdagrad(server_lr, beta1, tau), **kwargs)

@@ -6,11 +6,11 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from fl_lightning.ascent import SAM, Gradient
-from fl_lightning.errors import require
-from fl_lightning.objective import LocalObjective
-from fl_lightning.optim import Direction
-from fl_lightning.state import ClientContext, RoundContext, Slots, Uploads, Weighting
+from fl_lightning.algorithms.base import LocalObjective
+from fl_lightning.algorithms.parts.ascent import SAM, Gradient
+from fl_lightning.algorithms.parts.sgd import Direction
+from fl_lightning.core.errors import require
+from fl_lightning.core.state import ClientContext, RoundContext, State, Uploads, Weighting
 
 
 class FedCM(LocalObjective):
@@ -24,7 +24,7 @@ class FedCM(LocalObjective):
     """
 
     paper = "Xu et al., 2021"
-    server_slots = {"delta": "zeros"}
+    server_state = {"delta": "zeros"}
     down = ("w", "delta")
     default_weighting: Weighting = "uniform"
 
@@ -36,12 +36,12 @@ class FedCM(LocalObjective):
         self.alpha, self.step = alpha, step
 
     def local_step(
-        self, w: Tensor, grad: Gradient, client: Slots, sent: Slots, ctx: ClientContext
-    ) -> tuple[Direction, Slots]:
+        self, w: Tensor, grad: Gradient, client: State, sent: State, ctx: ClientContext
+    ) -> tuple[Direction, State]:
         """``alpha g + (1 - alpha) delta``."""
-        return self.alpha * self.sharp(w, grad, client, sent, ctx) + (1 - self.alpha) * sent.delta, client
+        return self.alpha * self.local_gradient(w, grad, client, sent, ctx) + (1 - self.alpha) * sent.delta, client
 
-    def server_step(self, server: Slots, sent: Slots, uploads: Uploads, ctx: RoundContext) -> Slots:
+    def server_step(self, server: State, sent: State, uploads: Uploads, ctx: RoundContext) -> State:
         """``delta <- (w^t - mean w_i) / (K lr)``; the model as FedAvg's."""
         delta = (sent.w - uploads.mean("w")) / uploads.mean("k_lr")
         server = server.replace(delta=delta)

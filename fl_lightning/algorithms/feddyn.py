@@ -6,13 +6,13 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from fl_lightning.ascent import Gradient
-from fl_lightning.drift import admm_dual, admm_pull
-from fl_lightning.errors import require
-from fl_lightning.flat import to_radius
-from fl_lightning.objective import LocalObjective
-from fl_lightning.optim import Direction
-from fl_lightning.state import ClientContext, RoundContext, Slots, Uploads, Weighting
+from fl_lightning.algorithms.base import LocalObjective
+from fl_lightning.algorithms.parts.ascent import Gradient
+from fl_lightning.algorithms.parts.drift import admm_dual, admm_pull
+from fl_lightning.algorithms.parts.sgd import Direction
+from fl_lightning.core.errors import require
+from fl_lightning.core.flat import to_radius
+from fl_lightning.core.state import ClientContext, RoundContext, State, Uploads, Weighting
 
 
 class FedDyn(LocalObjective):
@@ -31,8 +31,8 @@ class FedDyn(LocalObjective):
     """
 
     paper = "Acar et al., ICLR 2021"
-    client_slots = {"lam": "zeros"}
-    server_slots = {"lam": "zeros"}
+    client_state = {"lam": "zeros"}
+    server_state = {"lam": "zeros"}
     default_weighting: Weighting = "uniform"
     adds_updates = False
 
@@ -48,15 +48,15 @@ class FedDyn(LocalObjective):
         require(beta > 0, "model.beta", beta, "must be above 0 (it is 1/alpha of FedDyn)")
         self.beta, self.prox, self.use_dual = beta, prox, use_dual
         if not use_dual:
-            self.client_slots, self.server_slots = (
+            self.client_state, self.server_state = (
                 {name: first for name, first in slots.items() if name != "lam"}
-                for slots in (self.client_slots, self.server_slots)
+                for slots in (self.client_state, self.server_state)
             )
             self.adds_updates = True
         elif self.relaxed_init:
             self.up = (*self.up, "start")
 
-    def corrected(self, g: Tensor, w: Tensor, client: Slots, sent: Slots) -> Direction:
+    def corrected(self, g: Tensor, w: Tensor, client: State, sent: State) -> Direction:
         """``g - lam_i + (w - w^t) / beta``, or a variant of it."""
         if not self.use_dual:
             return g
@@ -67,27 +67,27 @@ class FedDyn(LocalObjective):
         return g + admm_pull(client.lam, w, sent.w, self.beta)
 
     def local_step(
-        self, w: Tensor, grad: Gradient, client: Slots, sent: Slots, ctx: ClientContext
-    ) -> tuple[Direction, Slots]:
+        self, w: Tensor, grad: Gradient, client: State, sent: State, ctx: ClientContext
+    ) -> tuple[Direction, State]:
         """Descend along the corrected gradient."""
-        return self.corrected(self.sharp(w, grad, client, sent, ctx), w, client, sent), client
+        return self.corrected(self.local_gradient(w, grad, client, sent, ctx), w, client, sent), client
 
-    def local_end(self, w: Tensor, client: Slots, sent: Slots, ctx: ClientContext) -> tuple[dict[str, Tensor], Slots]:
+    def local_end(self, w: Tensor, client: State, sent: State, ctx: ClientContext) -> tuple[dict[str, Tensor], State]:
         """``lam_i <- lam_i - (w_i - w^t) / beta``."""
         if not self.use_dual:
             return super().local_end(w, client, sent, ctx)
         start = {"start": sent.w} if "start" in self.up else {}
         return {"w": w, **start}, client.replace(lam=admm_dual(client.lam, w, sent.w, self.beta))
 
-    def server_dual(self, server: Slots, sent: Slots, uploads: Uploads, ctx: RoundContext) -> Tensor:
+    def server_dual(self, server: State, sent: State, uploads: Uploads, ctx: RoundContext) -> Tensor:
         """``lam <- lam - sum_S (w_i - w^t) / (beta M)``."""
         return admm_dual(server.lam, uploads.mean("w"), self.start(sent, uploads), self.beta * ctx.m / uploads.n)
 
-    def start(self, sent: Slots, uploads: Uploads) -> Tensor:
+    def start(self, sent: State, uploads: Uploads) -> Tensor:
         """Where local training started, in the mean."""
         return uploads.mean("start") if "start" in self.up else sent.w
 
-    def server_step(self, server: Slots, sent: Slots, uploads: Uploads, ctx: RoundContext) -> Slots:
+    def server_step(self, server: State, sent: State, uploads: Uploads, ctx: RoundContext) -> State:
         """The dual first; then ``w <- mean w_i - beta lam``."""
         if not self.use_dual:
             return super().server_step(server, sent, uploads, ctx)

@@ -7,12 +7,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from fl_lightning.ascent import Gradient
-from fl_lightning.errors import require
-from fl_lightning.flat import norm, to_radius
-from fl_lightning.objective import LocalObjective
-from fl_lightning.optim import Direction
-from fl_lightning.state import ClientContext, RoundContext, Slots, Uploads
+from fl_lightning.algorithms.base import LocalObjective
+from fl_lightning.algorithms.parts.ascent import Gradient
+from fl_lightning.algorithms.parts.sgd import Direction
+from fl_lightning.core.errors import require
+from fl_lightning.core.flat import norm, to_radius
+from fl_lightning.core.state import ClientContext, RoundContext, State, Uploads
 
 
 class FedGF(LocalObjective):
@@ -55,20 +55,20 @@ class FedGF(LocalObjective):
         require(T_D >= 0, "model.T_D", T_D, "a distance is 0 or more")
         self.rho, self.rho_g = rho, rho if rho_g is None else rho_g
         self.T_D, self.W, self.c, self.window_warmup = T_D, W, c, window_warmup
-        self.server_slots = {"w_tilde": "w0", "c": 0.0, "window": lambda w0: w0.new_zeros(W)}
+        self.server_state = {"w_tilde": "w0", "c": 0.0, "window": lambda w0: w0.new_zeros(W)}
 
     def local_step(
-        self, w: Tensor, grad: Gradient, client: Slots, sent: Slots, ctx: ClientContext
-    ) -> tuple[Direction, Slots]:
+        self, w: Tensor, grad: Gradient, client: State, sent: State, ctx: ClientContext
+    ) -> tuple[Direction, State]:
         """``grad(c w_tilde + (1 - c) (w + rho g / ||g||))``."""
         own = w + to_radius(grad(w), self.rho)
         return grad(sent.c * sent.w_tilde + (1 - sent.c) * own), client
 
-    def local_end(self, w: Tensor, client: Slots, sent: Slots, ctx: ClientContext) -> tuple[dict[str, Tensor], Slots]:
+    def local_end(self, w: Tensor, client: State, sent: State, ctx: ClientContext) -> tuple[dict[str, Tensor], State]:
         """The distance ``||w^r - w_k||`` goes up as a scalar."""
         return {"w": w, "distance": norm(sent.w - w)}, client
 
-    def server_step(self, server: Slots, sent: Slots, uploads: Uploads, ctx: RoundContext) -> Slots:
+    def server_step(self, server: State, sent: State, uploads: Uploads, ctx: RoundContext) -> State:
         """Window and c from this round's divergence; the next ascent point from this round's step."""
         diverged = (uploads.mean("distance") > self.T_D).to(server.window)
         window = torch.cat([server.window[1:], diverged])

@@ -6,13 +6,13 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
+from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.algorithms.feddyn import FedDyn
-from fl_lightning.ascent import SAM, warm_up
-from fl_lightning.drift import admm_dual
-from fl_lightning.errors import UserError, require
-from fl_lightning.flat import to_radius
-from fl_lightning.objective import LocalObjective
-from fl_lightning.state import ClientContext, RoundContext, Slots, Uploads, Weighting
+from fl_lightning.algorithms.parts.ascent import SAM, warm_up
+from fl_lightning.algorithms.parts.drift import admm_dual
+from fl_lightning.core.errors import UserError, require
+from fl_lightning.core.flat import to_radius
+from fl_lightning.core.state import ClientContext, RoundContext, State, Uploads, Weighting
 
 
 class FedGloSS(FedDyn):
@@ -35,7 +35,7 @@ class FedGloSS(FedDyn):
     """
 
     paper = "Caldarola et al., 2024 (arXiv:2412.03752)"
-    server_slots = {**FedDyn.server_slots, "delta": "zeros"}
+    server_state = {**FedDyn.server_state, "delta": "zeros"}
     default_weighting: Weighting = "samples"
 
     def __init__(
@@ -65,17 +65,17 @@ class FedGloSS(FedDyn):
         clients = self.ascent.rho if isinstance(self.ascent, SAM) else 0.0
         return clients + (self.rho - self.rho0) / self.warmup if 1 <= t <= self.warmup else self.rho
 
-    def broadcast(self, server: Slots, ctx: RoundContext) -> Slots:
+    def broadcast(self, server: State, ctx: RoundContext) -> State:
         """Lines 5 to 7: ``w + rho delta / ||delta||``."""
         return server.replace(w=server.w + to_radius(server.delta, self.radius(ctx.t)))
 
-    def server_dual(self, server: Slots, sent: Slots, uploads: Uploads, ctx: RoundContext) -> Tensor:
+    def server_dual(self, server: State, sent: State, uploads: Uploads, ctx: RoundContext) -> Tensor:
         """Line 22, with the reference and the scale that were asked for."""
         w = server.w if self.sigma_ref == "clean" else self.start(sent, uploads)
         n = 1 if self.sigma_scale == "code" else uploads.n
         return admm_dual(server.lam, uploads.mean("w"), w, self.beta * ctx.m / n)
 
-    def server_step(self, server: Slots, sent: Slots, uploads: Uploads, ctx: RoundContext) -> Slots:
+    def server_step(self, server: State, sent: State, uploads: Uploads, ctx: RoundContext) -> State:
         """Lines 21 to 23; the pseudo-gradient is kept for the next perturbation."""
         delta = sent.w - uploads.weighted("w")
         return super().server_step(server.replace(delta=delta), sent, uploads, ctx)
@@ -84,31 +84,31 @@ class FedGloSS(FedDyn):
 class NaiveFedGloSS(FedGloSS):
     """FedGloSS with the true pseudo-gradient: the cohort first trains from ``w^t`` to find it, then from the perturbed.
 
-    Duals are updated in the second exchange only. Twice the communication and computation.
+    Duals are updated in the second phase only. Twice the communication and computation.
 
     Args:
         net: The network.
         **kwargs: As for `FedGloSS`.
     """
 
-    exchanges = 2
+    phases = 2
 
     def __init__(self, net: nn.Module, **kwargs: Any) -> None:
         super().__init__(net, **kwargs)
         if self.relaxed_init:
-            raise UserError(f"model.relaxed_init = {self.relaxed_init}: not with NaiveFedGloSS's two exchanges; use 0")
+            raise UserError(f"model.relaxed_init = {self.relaxed_init}: not with NaiveFedGloSS's two phases; use 0")
 
-    def broadcast(self, server: Slots, ctx: RoundContext) -> Slots:
+    def broadcast(self, server: State, ctx: RoundContext) -> State:
         """First ``w^t``, then the perturbed model."""
-        return server if ctx.exchange == 0 else super().broadcast(server, ctx)
+        return server if ctx.phase == 0 else super().broadcast(server, ctx)
 
-    def local_end(self, w: Tensor, client: Slots, sent: Slots, ctx: ClientContext) -> tuple[dict[str, Tensor], Slots]:
-        """The dual is kept as it is in the first exchange."""
-        base = LocalObjective if ctx.exchange == 0 else FedGloSS
+    def local_end(self, w: Tensor, client: State, sent: State, ctx: ClientContext) -> tuple[dict[str, Tensor], State]:
+        """The dual is kept as it is in the first phase."""
+        base = LocalObjective if ctx.phase == 0 else FedGloSS
         return base.local_end(self, w, client, sent, ctx)
 
-    def server_step(self, server: Slots, sent: Slots, uploads: Uploads, ctx: RoundContext) -> Slots:
+    def server_step(self, server: State, sent: State, uploads: Uploads, ctx: RoundContext) -> State:
         """First only the pseudo-gradient, then FedGloSS's step."""
-        if ctx.exchange == 0:
+        if ctx.phase == 0:
             return server.replace(delta=sent.w - uploads.weighted("w"))
         return super().server_step(server, sent, uploads, ctx)

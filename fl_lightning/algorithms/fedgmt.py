@@ -7,10 +7,10 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from fl_lightning.algorithms.feddyn import FedDyn
-from fl_lightning.errors import require
-from fl_lightning.losses import kl_to_teacher
-from fl_lightning.optim import Direction
-from fl_lightning.state import ClientContext, RoundContext, Slots, Uploads
+from fl_lightning.algorithms.parts.sgd import Direction
+from fl_lightning.core.errors import require
+from fl_lightning.core.losses import kl_to_teacher
+from fl_lightning.core.state import ClientContext, RoundContext, State, Uploads
 
 
 class FedGMT(FedDyn):
@@ -27,7 +27,7 @@ class FedGMT(FedDyn):
     """
 
     paper = "Li et al., ICML 2025"
-    server_slots = {**FedDyn.server_slots, "e": "w0"}
+    server_state = {**FedDyn.server_state, "e": "w0"}
     down: tuple[str, ...] = ("w", "e")
 
     def __init__(
@@ -46,7 +46,7 @@ class FedGMT(FedDyn):
         require(0 <= ema_alpha <= 1, "model.ema_alpha", ema_alpha, "from 0 to 1")
         self.gamma, self.tau, self.ema_alpha, self.kl_tau2 = gamma, tau, ema_alpha, kl_tau2
 
-    def teacher(self, client: Slots, sent: Slots) -> Tensor:
+    def teacher(self, client: State, sent: State) -> Tensor:
         """The averaged trajectory, e^t."""
         return sent.e
 
@@ -55,7 +55,7 @@ class FedGMT(FedDyn):
         kl = kl_to_teacher(logits, teacher[0], self.tau, self.kl_tau2)
         return super().losses(logits, target) + self.gamma * kl
 
-    def corrected(self, g: Tensor, w: Tensor, client: Slots, sent: Slots) -> Direction:
+    def corrected(self, g: Tensor, w: Tensor, client: State, sent: State) -> Direction:
         """Line 11: ``g - u_m``."""
         return g - client.lam if self.use_dual else g
 
@@ -63,7 +63,7 @@ class FedGMT(FedDyn):
         """``alpha e + (1 - alpha) w``."""
         return self.ema_alpha * e + (1 - self.ema_alpha) * w
 
-    def server_step(self, server: Slots, sent: Slots, uploads: Uploads, ctx: RoundContext) -> Slots:
+    def server_step(self, server: State, sent: State, uploads: Uploads, ctx: RoundContext) -> State:
         """Lines 15 to 18: the teacher follows the new model, its shift by the dual included."""
         server = super().server_step(server, sent, uploads, ctx)
         return server.replace(e=self.ema(server.e, server.w))
@@ -80,7 +80,7 @@ class FedGMTv2(FedGMT):
         **kwargs: As for `FedGMT`.
     """
 
-    server_slots = FedDyn.server_slots
+    server_state = FedDyn.server_state
     down: tuple[str, ...] = ("w",)
 
     def __init__(
@@ -91,16 +91,16 @@ class FedGMTv2(FedGMT):
         **kwargs: Any,
     ) -> None:
         super().__init__(net, ema_alpha=ema_alpha, **kwargs)
-        self.client_slots = {**self.client_slots, "e": "w0" if v2_init == "w0" else "w"}
+        self.client_state = {**self.client_state, "e": "w0" if v2_init == "w0" else "w"}
 
-    def local_start(self, client: Slots, sent: Slots, ctx: ClientContext) -> tuple[Tensor, Slots]:
+    def local_start(self, client: State, sent: State, ctx: ClientContext) -> tuple[Tensor, State]:
         """``e_m <- alpha e_m + (1 - alpha) w^t``, once a round."""
         return super().local_start(sent=sent, client=client.replace(e=self.ema(client.e, sent.w)), ctx=ctx)
 
-    def teacher(self, client: Slots, sent: Slots) -> Tensor:
+    def teacher(self, client: State, sent: State) -> Tensor:
         """The client's own average, e_m."""
         return client.e
 
-    def server_step(self, server: Slots, sent: Slots, uploads: Uploads, ctx: RoundContext) -> Slots:
+    def server_step(self, server: State, sent: State, uploads: Uploads, ctx: RoundContext) -> State:
         """FedDyn's: line 18 is skipped."""
         return FedDyn.server_step(self, server, sent, uploads, ctx)

@@ -6,10 +6,10 @@ from typing import Any, Literal
 
 from torch import nn
 
+from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.algorithms.feddyn import FedDyn
+from fl_lightning.algorithms.parts.ascent import LESAM
 from fl_lightning.algorithms.scaffold import SCAFFOLD
-from fl_lightning.ascent import LESAM
-from fl_lightning.objective import LocalObjective
 
 Ref = Literal["own_last_active", "previous_round"]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fl_lightning.drift import effective_steps
-from fl_lightning.objective import LocalObjective
-from fl_lightning.state import ClientContext, RoundContext, Slots, Uploads
+from fl_lightning.algorithms.base import LocalObjective
+from fl_lightning.algorithms.parts.drift import effective_steps
+from fl_lightning.core.state import ClientContext, RoundContext, State, Uploads
 
 
 class FedNova(LocalObjective):
@@ -18,11 +18,11 @@ class FedNova(LocalObjective):
     paper = "Wang et al., NeurIPS 2020"
     up = ("update", "tau")
 
-    def local_end(self, w: Tensor, client: Slots, sent: Slots, ctx: ClientContext) -> tuple[dict[str, Tensor], Slots]:
+    def local_end(self, w: Tensor, client: State, sent: State, ctx: ClientContext) -> tuple[dict[str, Tensor], State]:
         """``tau_i``, and ``(w_i - w) / tau_i``."""
         tau = w[..., :1] * 0 + effective_steps(ctx.K, self.optimizer.momentum)
         return {"update": (w - sent.w) / tau, "tau": tau}, client
 
-    def server_step(self, server: Slots, sent: Slots, uploads: Uploads, ctx: RoundContext) -> Slots:
+    def server_step(self, server: State, sent: State, uploads: Uploads, ctx: RoundContext) -> State:
         """``w + (sum p_i tau_i) sum p_i (w_i - w) / tau_i``."""
         return self.server_update(server, -uploads.weighted("tau") * uploads.weighted("update"), ctx)

@@ -6,10 +6,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fl_lightning.errors import require
-from fl_lightning.losses import kl_to_teacher, not_true
-from fl_lightning.objective import LocalObjective
-from fl_lightning.state import Slots
+from fl_lightning.algorithms.base import LocalObjective
+from fl_lightning.core.errors import require
+from fl_lightning.core.losses import kl_to_teacher, not_true
+from fl_lightning.core.state import State
 
 
 class FedNTD(LocalObjective):
@@ -31,7 +31,7 @@ class FedNTD(LocalObjective):
         require(tau > 0, "model.tau", tau, "above 0")
         self.gamma, self.tau = gamma, tau
 
-    def teacher(self, client: Slots, sent: Slots) -> Tensor:
+    def teacher(self, client: State, sent: State) -> Tensor:
         """The received model, w^t."""
         return sent.w
 

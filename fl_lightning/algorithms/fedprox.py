@@ -6,12 +6,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fl_lightning.ascent import Gradient
-from fl_lightning.drift import prox_pull
-from fl_lightning.errors import require
-from fl_lightning.objective import LocalObjective
-from fl_lightning.optim import Direction
-from fl_lightning.state import ClientContext, Slots
+from fl_lightning.algorithms.base import LocalObjective
+from fl_lightning.algorithms.parts.ascent import Gradient
+from fl_lightning.algorithms.parts.drift import prox_pull
+from fl_lightning.algorithms.parts.sgd import Direction
+from fl_lightning.core.errors import require
+from fl_lightning.core.state import ClientContext, State
 
 
 class FedProx(LocalObjective):
@@ -32,7 +32,7 @@ class FedProx(LocalObjective):
         self.mu = mu
 
     def local_step(
-        self, w: Tensor, grad: Gradient, client: Slots, sent: Slots, ctx: ClientContext
-    ) -> tuple[Direction, Slots]:
+        self, w: Tensor, grad: Gradient, client: State, sent: State, ctx: ClientContext
+    ) -> tuple[Direction, State]:
         """``g + mu (w - w^t)``."""
-        return self.sharp(w, grad, client, sent, ctx) + prox_pull(w, sent.w, self.mu), client
+        return self.local_gradient(w, grad, client, sent, ctx) + prox_pull(w, sent.w, self.mu), client

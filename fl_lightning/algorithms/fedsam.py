@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import nn
 
-from fl_lightning.ascent import ASAM, SAM
-from fl_lightning.objective import LocalObjective
+from fl_lightning.algorithms.base import LocalObjective
+from fl_lightning.algorithms.parts.ascent import ASAM, SAM
 
 
 class FedSAM(LocalObjective):

@@ -7,11 +7,11 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from fl_lightning.algorithms.feddyn import FedDyn
-from fl_lightning.ascent import Gradient
-from fl_lightning.errors import require
-from fl_lightning.flat import to_radius
-from fl_lightning.optim import Direction
-from fl_lightning.state import ClientContext, RoundContext, Slots, Uploads
+from fl_lightning.algorithms.parts.ascent import Gradient
+from fl_lightning.algorithms.parts.sgd import Direction
+from fl_lightning.core.errors import require
+from fl_lightning.core.flat import to_radius
+from fl_lightning.core.state import ClientContext, RoundContext, State, Uploads
 
 
 class FedSMOO(FedDyn):
@@ -26,9 +26,9 @@ class FedSMOO(FedDyn):
     """
 
     paper = "Sun et al., ICML 2023"
-    client_slots = {**FedDyn.client_slots, "mu": "zeros"}
-    server_slots = {**FedDyn.server_slots, "s": "zeros"}
-    scratch_slots = {"s_hat": "zeros"}
+    client_state = {**FedDyn.client_state, "mu": "zeros"}
+    server_state = {**FedDyn.server_state, "s": "zeros"}
+    scratch_state = {"s_hat": "zeros"}
     down, up = ("w", "s"), ("w", "s")
     passes = (2, 2)
 
@@ -44,21 +44,21 @@ class FedSMOO(FedDyn):
         self.rho, self.s_agg = rho, s_agg
 
     def local_step(
-        self, w: Tensor, grad: Gradient, client: Slots, sent: Slots, ctx: ClientContext
-    ) -> tuple[Direction, Slots]:
+        self, w: Tensor, grad: Gradient, client: State, sent: State, ctx: ClientContext
+    ) -> tuple[Direction, State]:
         """Lines 7 to 11."""
         s_hat = to_radius(grad(w) - client.mu - sent.s, self.rho)  # 7, 8
         mu = client.mu + s_hat - sent.s  # 9
         g_hat = grad(w + s_hat)  # 10
         return self.corrected(g_hat, w, client, sent), client.replace(mu=mu, s_hat=s_hat)  # 11
 
-    def local_end(self, w: Tensor, client: Slots, sent: Slots, ctx: ClientContext) -> tuple[dict[str, Tensor], Slots]:
+    def local_end(self, w: Tensor, client: State, sent: State, ctx: ClientContext) -> tuple[dict[str, Tensor], State]:
         """Lines 13 to 15."""
         upload, client = super().local_end(w, client, sent, ctx)  # 14
         s = client.mu if self.s_agg == "mu_only" else client.mu - client.s_hat  # 13
         return {**upload, "s": s}, client  # 15
 
-    def server_step(self, server: Slots, sent: Slots, uploads: Uploads, ctx: RoundContext) -> Slots:
+    def server_step(self, server: State, sent: State, uploads: Uploads, ctx: RoundContext) -> State:
         """Lines 17 to 19."""
         s = to_radius(uploads.mean("s"), self.rho)  # 17
         return super().server_step(server.replace(s=s), sent, uploads, ctx)  # 18, 19

@@ -6,13 +6,13 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
+from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.algorithms.feddyn import FedDyn
-from fl_lightning.ascent import Gradient
-from fl_lightning.errors import require
-from fl_lightning.flat import to_radius
-from fl_lightning.objective import LocalObjective
-from fl_lightning.optim import Direction
-from fl_lightning.state import ClientContext, RoundContext, Slots, Uploads
+from fl_lightning.algorithms.parts.ascent import Gradient
+from fl_lightning.algorithms.parts.sgd import Direction
+from fl_lightning.core.errors import require
+from fl_lightning.core.flat import to_radius
+from fl_lightning.core.state import ClientContext, RoundContext, State, Uploads
 
 
 class FedSpeed(FedDyn):
@@ -43,22 +43,22 @@ class FedSpeed(FedDyn):
         require(0 <= alpha <= 1, "model.alpha", alpha, "from 0 to 1")
         self.rho, self.alpha, self.dual_agg = rho, alpha, dual_agg if self.use_dual else "all"
         if self.dual_agg == "active":
-            self.server_slots, self.up = {}, ("w",)
+            self.server_state, self.up = {}, ("w",)
 
     def local_step(
-        self, w: Tensor, grad: Gradient, client: Slots, sent: Slots, ctx: ClientContext
-    ) -> tuple[Direction, Slots]:
+        self, w: Tensor, grad: Gradient, client: State, sent: State, ctx: ClientContext
+    ) -> tuple[Direction, State]:
         """``(1 - alpha) g(w) + alpha g(w + rho g / ||g||)``, corrected."""
         g1 = grad(w)
         g2 = grad(w + to_radius(g1, self.rho))
         return self.corrected((1 - self.alpha) * g1 + self.alpha * g2, w, client, sent), client
 
-    def local_end(self, w: Tensor, client: Slots, sent: Slots, ctx: ClientContext) -> tuple[dict[str, Tensor], Slots]:
+    def local_end(self, w: Tensor, client: State, sent: State, ctx: ClientContext) -> tuple[dict[str, Tensor], State]:
         """FedDyn's; the paper's clients upload ``w_i - beta lam_i``."""
         upload, client = super().local_end(w, client, sent, ctx)
         return {**upload, "w": w - self.beta * client.lam} if self.dual_agg == "active" else upload, client
 
-    def server_step(self, server: Slots, sent: Slots, uploads: Uploads, ctx: RoundContext) -> Slots:
+    def server_step(self, server: State, sent: State, uploads: Uploads, ctx: RoundContext) -> State:
         """FedDyn's, or the mean of what the active clients sent."""
         base = LocalObjective if self.dual_agg == "active" else FedDyn
         return base.server_step(self, server, sent, uploads, ctx)

@@ -6,11 +6,11 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from fl_lightning.ascent import SAM, Gradient
-from fl_lightning.drift import control_variate, effective_steps
-from fl_lightning.objective import LocalObjective
-from fl_lightning.optim import Direction
-from fl_lightning.state import ClientContext, RoundContext, Slots, Uploads, Weighting
+from fl_lightning.algorithms.base import LocalObjective
+from fl_lightning.algorithms.parts.ascent import SAM, Gradient
+from fl_lightning.algorithms.parts.drift import control_variate, effective_steps
+from fl_lightning.algorithms.parts.sgd import Direction
+from fl_lightning.core.state import ClientContext, RoundContext, State, Uploads, Weighting
 
 
 class SCAFFOLD(LocalObjective):
@@ -25,8 +25,8 @@ class SCAFFOLD(LocalObjective):
     """
 
     paper = "Karimireddy et al., ICML 2020"
-    client_slots = {"c": "zeros"}
-    server_slots = {"c": "zeros"}
+    client_state = {"c": "zeros"}
+    server_state = {"c": "zeros"}
     down, up = ("w", "c"), ("w", "delta_c")
     default_weighting: Weighting = "uniform"
 
@@ -35,12 +35,12 @@ class SCAFFOLD(LocalObjective):
         self.cv_scale, self.momentum_aware = cv_scale, momentum_aware
 
     def local_step(
-        self, w: Tensor, grad: Gradient, client: Slots, sent: Slots, ctx: ClientContext
-    ) -> tuple[Direction, Slots]:
+        self, w: Tensor, grad: Gradient, client: State, sent: State, ctx: ClientContext
+    ) -> tuple[Direction, State]:
         """Line 10: ``g - c_i + c``."""
-        return self.sharp(w, grad, client, sent, ctx) + self.cv_scale * (sent.c - client.c), client
+        return self.local_gradient(w, grad, client, sent, ctx) + self.cv_scale * (sent.c - client.c), client
 
-    def local_end(self, w: Tensor, client: Slots, sent: Slots, ctx: ClientContext) -> tuple[dict[str, Tensor], Slots]:
+    def local_end(self, w: Tensor, client: State, sent: State, ctx: ClientContext) -> tuple[dict[str, Tensor], State]:
         """Lines 12 to 14."""
         steps = effective_steps(ctx.K, self.optimizer.momentum) if self.momentum_aware else ctx.K
         c = control_variate(client.c, sent.c, w, sent.w, ctx.k_lr * steps / ctx.K)
@@ -50,7 +50,7 @@ class SCAFFOLD(LocalObjective):
         """What the server adds of the cohort's mean change: S/M, so that c stays the mean of all c_i."""
         return n / m
 
-    def server_step(self, server: Slots, sent: Slots, uploads: Uploads, ctx: RoundContext) -> Slots:
+    def server_step(self, server: State, sent: State, uploads: Uploads, ctx: RoundContext) -> State:
         """Lines 16 and 17."""
         c = server.c + self.variate_share(uploads.n, ctx.m) * uploads.mean("delta_c")
         return super().server_step(server.replace(c=c), sent, uploads, ctx)

@@ -6,12 +6,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fl_lightning.ascent import Gradient
-from fl_lightning.errors import require
-from fl_lightning.flat import to_radius
-from fl_lightning.objective import LocalObjective
-from fl_lightning.optim import Direction
-from fl_lightning.state import ClientContext, Slots
+from fl_lightning.algorithms.base import LocalObjective
+from fl_lightning.algorithms.parts.ascent import Gradient
+from fl_lightning.algorithms.parts.sgd import Direction
+from fl_lightning.core.errors import require
+from fl_lightning.core.flat import to_radius
+from fl_lightning.core.state import ClientContext, State
 
 
 class STildeAM(LocalObjective):
@@ -27,7 +27,7 @@ class STildeAM(LocalObjective):
     """
 
     paper = "Caldarola et al., 2024 (arXiv:2412.03752), Table 6"
-    scratch_slots = {"g": "zeros"}
+    scratch_state = {"g": "zeros"}
 
     def __init__(self, net: nn.Module, rho: float = 0.05, **kwargs: Any) -> None:
         super().__init__(net, ascent=None, **kwargs)
@@ -35,8 +35,8 @@ class STildeAM(LocalObjective):
         self.rho = rho
 
     def local_step(
-        self, w: Tensor, grad: Gradient, client: Slots, sent: Slots, ctx: ClientContext
-    ) -> tuple[Direction, Slots]:
+        self, w: Tensor, grad: Gradient, client: State, sent: State, ctx: ClientContext
+    ) -> tuple[Direction, State]:
         """The gradient at the ascent point, kept for the next one."""
         g = grad(w + to_radius(client.g, self.rho))
         return g, client.replace(g=g)

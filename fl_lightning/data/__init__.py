@@ -3,7 +3,6 @@
 from fl_lightning.data.arrays import Arrays, Digits
 from fl_lightning.data.augment import Augment
 from fl_lightning.data.dataset import FromDataset
-from fl_lightning.data.driving import IDDA, Cityscapes, ScaledCrop
 from fl_lightning.data.images import CIFAR10, CIFAR100, CINIC10, ImageFolder, TorchvisionData
 from fl_lightning.data.landmarks import Landmarks
 from fl_lightning.data.module import FederatedDataModule
@@ -20,6 +19,7 @@ from fl_lightning.data.partition import (
     Natural,
     Partition,
 )
+from fl_lightning.data.segmentation import IDDA, Cityscapes, ScaledCrop
 from fl_lightning.data.stream import Samples
 from fl_lightning.data.text import AGNews
 

@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fl_lightning.core.errors import UserError
+from fl_lightning.core.rng import numpy_generator
 from fl_lightning.data.module import FederatedDataModule
 from fl_lightning.data.partition import Given
 from fl_lightning.data.tensors import inputs, labels, stratified
-from fl_lightning.errors import UserError
-from fl_lightning.rng import numpy_generator
 
 KEYS = ("x_train", "y_train", "x_test", "y_test")
 

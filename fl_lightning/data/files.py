@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from fl_lightning.errors import UserError
+from fl_lightning.core.errors import UserError
 
 
 def located(key: str, folder: str | Path, layout: Sequence[str], home: str) -> list[Path]:

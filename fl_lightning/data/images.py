@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from fl_lightning.core.errors import UserError
 from fl_lightning.data.files import located
 from fl_lightning.data.module import FederatedDataModule
 from fl_lightning.data.stream import Samples
-from fl_lightning.errors import UserError
 
 NORMALISATION = {
     "CIFAR10": ([0.4914, 0.4822, 0.4465], [0.2470, 0.2434, 0.2616]),

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from fl_lightning.core.errors import UserError, require
 from fl_lightning.data.files import broken, located
 from fl_lightning.data.images import ImageFiles
 from fl_lightning.data.module import FederatedDataModule
 from fl_lightning.data.partition import Natural, Partition
-from fl_lightning.errors import UserError, require
 
 HOME = "https://github.com/google-research/google-research/tree/master/federated_vision_datasets"
 PHOTOS = "https://github.com/cvdfoundation/google-landmark"

@@ -18,7 +18,7 @@ CHUNK = 64 * 2**20
 
 @dataclass(frozen=True)
 class Minibatches:
-    """A client's minibatches of one exchange; iterated, they give ``(x, y)`` of each step.
+    """A client's minibatches of one phase; iterated, they give ``(x, y)`` of each step.
 
     Attributes:
         source: The data module that they are taken from.

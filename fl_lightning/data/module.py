@@ -18,13 +18,13 @@ from torch import Tensor
 from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy
 
+from fl_lightning.core.errors import UserError
+from fl_lightning.core.rng import generator, numpy_generator
 from fl_lightning.data.augment import Augment
 from fl_lightning.data.minibatches import Minibatches
 from fl_lightning.data.partition import IID, Partition
 from fl_lightning.data.stream import Ahead, Samples, Stream
 from fl_lightning.data.tensors import check_pairs, copies, inputs, labels, stratified
-from fl_lightning.errors import UserError
-from fl_lightning.rng import generator, numpy_generator
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # typing has it from Python 3.11

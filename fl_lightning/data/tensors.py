@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fl_lightning.errors import UserError
+from fl_lightning.core.errors import UserError
 
 if TYPE_CHECKING:
     from fl_lightning.data.stream import Stream

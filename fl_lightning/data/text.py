@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fl_lightning.core.errors import require
 from fl_lightning.data.files import broken, located
 from fl_lightning.data.module import FederatedDataModule
-from fl_lightning.errors import require
 
 HOME = "http://groups.di.unipi.it/~gulli/AG_corpus_of_news_articles.html (as CSV files by Zhang et al. 2015)"
 UNKNOWN = "<unk>"

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fl_lightning import buffers
+from fl_lightning.algorithms.base import LocalObjective
+from fl_lightning.core import buffers
+from fl_lightning.core.flat import FlatNet
+from fl_lightning.core.state import ClientContext, State
 from fl_lightning.data.minibatches import Minibatches
-from fl_lightning.flat import FlatNet
-from fl_lightning.objective import LocalObjective
-from fl_lightning.state import ClientContext, Slots
 
 COLUMNS = ("lr", "K", "k_lr", "n_k", "n_mean")
 """What differs between the contexts of a cohort's clients."""
@@ -25,7 +25,7 @@ Autocast = Callable[[], AbstractContextManager[object]]
 
 @dataclass(frozen=True)
 class Job:
-    """One client's local training in one exchange.
+    """One client's local training in one phase.
 
     Attributes:
         client: Its id.
@@ -38,8 +38,8 @@ class Job:
     """
 
     client: int
-    state: Slots
-    sent: Slots
+    state: State
+    sent: State
     ctx: ClientContext
     minibatches: Minibatches
     seed: int
@@ -64,10 +64,10 @@ class LocalResult:
     """
 
     client: int
-    sent: Slots
+    sent: State
     w: Tensor
     upload: dict[str, Tensor]
-    slots: Slots
+    slots: State
     loss: Tensor
     ctx: ClientContext
     finite: bool

@@ -10,6 +10,10 @@ import torch
 from torch import Tensor
 from torch.func import functional_call, grad_and_value, vmap
 
+from fl_lightning.algorithms.base import LocalObjective
+from fl_lightning.core.errors import UserError
+from fl_lightning.core.flat import is_finite
+from fl_lightning.core.state import ClientContext, State
 from fl_lightning.data.minibatches import Block, blocks
 from fl_lightning.engine.base import COLUMNS, Autocast, Engine, Job, LocalResult
 from fl_lightning.engine.record import (
@@ -22,10 +26,6 @@ from fl_lightning.engine.record import (
     round_number,
     trace,
 )
-from fl_lightning.errors import UserError
-from fl_lightning.flat import is_finite
-from fl_lightning.objective import LocalObjective
-from fl_lightning.state import ClientContext, Slots
 
 Tensors = dict[str, Tensor]
 
@@ -93,8 +93,8 @@ class BatchedEngine(Engine):
     def _train_rows(self, jobs: Sequence[Job], rows: Sequence[Job]) -> list[LocalResult]:
         objective, sent, width = self.objective, _together([job.sent for job in jobs]), len(rows)
         objective.train()
-        state = Slots({name: torch.stack([job.state[name] for job in rows]) for name in jobs[0].state})
-        sent = Slots({name: v if v.ndim == 1 else _widened(v, width) for name, v in sent.items()})
+        state = State({name: torch.stack([job.state[name] for job in rows]) for name in jobs[0].state})
+        sent = State({name: v if v.ndim == 1 else _widened(v, width) for name, v in sent.items()})
         ctx = self._context(rows)
         w, slots = objective.local_start(state, sent, ctx)
         start, teacher = sent.replace(w=w), objective.teacher(slots, sent)
@@ -108,10 +108,10 @@ class BatchedEngine(Engine):
         return self._results(jobs, w, upload, slots, loss)
 
     def _results(
-        self, jobs: Sequence[Job], w: Tensor, upload: Tensors, slots: Slots, loss: Tensor
+        self, jobs: Sequence[Job], w: Tensor, upload: Tensors, slots: State, loss: Tensor
     ) -> list[LocalResult]:
         width = len(w)
-        slots = slots.only(self.objective.client_rules())
+        slots = slots.only(self.objective.client_inits())
         named = {**{f"u{n}": v for n, v in upload.items()}, **{f"s{n}": v for n, v in slots.items()}}
         rows = {name: v if v.ndim > 1 else v.expand(width, -1) for name, v in named.items()}
         finite = torch.stack([is_finite(v) for v in rows.values()]).all(0).tolist()
@@ -124,7 +124,7 @@ class BatchedEngine(Engine):
                 job.sent,
                 ws[i],
                 {name: each[f"u{name}"][i] for name in upload},
-                Slots({name: each[f"s{name}"][i] for name in slots}),
+                State({name: each[f"s{name}"][i] for name in slots}),
                 losses[i],
                 job.ctx,
                 finite[i],
@@ -138,7 +138,7 @@ class BatchedEngine(Engine):
         columns: dict[str, Any] = {
             name: like.new_tensor([[getattr(job.ctx, name)] for job in jobs]) for name in COLUMNS
         }
-        return ClientContext(first.t, first.rounds, first.m, first.flat, first.exchange, **columns)
+        return ClientContext(first.t, first.rounds, first.m, first.flat, first.phase, **columns)
 
     @staticmethod
     def _values(jobs: Sequence[Job]) -> Tensors:
@@ -152,13 +152,13 @@ class BatchedEngine(Engine):
     def _steps(
         self,
         w: Tensor,
-        slots: Slots,
+        slots: State,
         buffer: Tensor | None,
-        start: Slots,
+        start: State,
         teacher: Tensor | None,
         block: Block,
         ctx: ClientContext,
-    ) -> tuple[Tensor, Slots, Tensor | None, Tensor]:
+    ) -> tuple[Tensor, State, Tensor | None, Tensor]:
         """All steps of a block; the losses are summed over them."""
         total = w.new_zeros(len(w))
         for x, y, weight, active in zip(block.x, block.y, block.weight, block.active, strict=True):
@@ -169,14 +169,14 @@ class BatchedEngine(Engine):
     def _step(
         self,
         w: Tensor,
-        slots: Slots,
+        slots: State,
         buffer: Tensor | None,
-        start: Slots,
+        start: State,
         teacher: Tensor | None,
         batch: tuple[Tensor, ...],
         active: Tensor,
         ctx: ClientContext,
-    ) -> tuple[Tensor, Slots, Tensor | None, Tensor]:
+    ) -> tuple[Tensor, State, Tensor | None, Tensor]:
         """One local step of every client; those that are not active stay where they are."""
         values: list[Tensor] = []
         if teacher is not None:
@@ -195,7 +195,7 @@ class BatchedEngine(Engine):
         def where(new: Tensor, old: Tensor) -> Tensor:
             return torch.where(active, new, old)
 
-        slots = Slots({name: where(new[name], old) for name, old in slots.items()})
+        slots = State({name: where(new[name], old) for name, old in slots.items()})
         buffer = None if buffer is None or momentum is None else where(momentum, buffer)
         return where(after, w), slots, buffer, torch.where(active[:, 0], values[0], 0)
 
@@ -223,12 +223,12 @@ class BatchedEngine(Engine):
         return out
 
 
-def _together(sent: Sequence[Slots]) -> Slots:
+def _together(sent: Sequence[State]) -> State:
     """What clients received: shared tensors stay as they are, different ones are stacked."""
     first = sent[0]
     if all(other is first for other in sent):
         return first
-    return Slots({name: torch.stack([s[name] for s in sent]) for name in first})
+    return State({name: torch.stack([s[name] for s in sent]) for name in first})
 
 
 def _widened(v: Tensor, width: int) -> Tensor:
@@ -260,13 +260,13 @@ class GraphedEngine(BatchedEngine):
     def _steps(
         self,
         w: Tensor,
-        slots: Slots,
+        slots: State,
         buffer: Tensor | None,
-        start: Slots,
+        start: State,
         teacher: Tensor | None,
         block: Block,
         ctx: ClientContext,
-    ) -> tuple[Tensor, Slots, Tensor | None, Tensor]:
+    ) -> tuple[Tensor, State, Tensor | None, Tensor]:
         n, settings = len(block.x), self._settings()
         unroll = n if self.compile and n <= self.UNROLLED else 1
         fixed: Tensors = {
@@ -291,7 +291,7 @@ class GraphedEngine(BatchedEngine):
             replay = self.records.find(named, ctx, settings, self._record)
             with torch.no_grad():
                 state = dict(zip(state, replay(*named.values()), strict=True))
-        slots = Slots({name: state[f"slot.{name}"] for name in slots})
+        slots = State({name: state[f"slot.{name}"] for name in slots})
         return state["w"], slots, state.get("buffer"), state["loss"]
 
     def _record(self, named: Tensors, ctx: ClientContext) -> tuple[RecordedRound, Replay]:
@@ -301,8 +301,8 @@ class GraphedEngine(BatchedEngine):
 
     def _recorded(self, named: Tensors, ctx: ClientContext) -> list[Tensor]:
         """What is recorded: a few steps, from named tensors to those of them that are state, in the same order."""
-        slots = Slots({n.removeprefix("slot."): v for n, v in named.items() if n.startswith("slot.")})
-        start = Slots({n.removeprefix("start."): v for n, v in named.items() if n.startswith("start.")})
+        slots = State({n.removeprefix("slot."): v for n, v in named.items() if n.startswith("slot.")})
+        start = State({n.removeprefix("start."): v for n, v in named.items() if n.startswith("start.")})
         block = Block(*(named[name] for name in ("x", "y", "weight", "active")))
         values = {n.removeprefix("value."): v for n, v in named.items() if n.startswith("value.")}
         with self._with(values):

@@ -9,11 +9,11 @@ from typing import Literal
 
 import torch
 
+from fl_lightning.algorithms.base import LocalObjective
+from fl_lightning.core.errors import UserError
 from fl_lightning.engine.base import Autocast, Engine, Job
 from fl_lightning.engine.batched import BatchedEngine, GraphedEngine
 from fl_lightning.engine.sequential import DebugEngine, SequentialEngine
-from fl_lightning.errors import UserError
-from fl_lightning.objective import LocalObjective
 
 Name = Literal["auto", "sequential", "batched", "graphed", "debug"]
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from fl_lightning.errors import UserError
-from fl_lightning.state import ClientContext
+from fl_lightning.core.errors import UserError
+from fl_lightning.core.state import ClientContext
 
 Tensors = dict[str, Tensor]
 Replay = Callable[..., tuple[Tensor, ...]]
@@ -86,7 +86,7 @@ class Records:
 
     def find(self, named: Tensors, ctx: ClientContext, settings: tuple[Any, ...], make: Make[T]) -> T:
         """What ``make(named, ctx)`` gave for such tensors, settings and round, now or before."""
-        key = (*((n, v.shape, v.dtype) for n, v in named.items()), settings, ctx.rounds, ctx.m, ctx.exchange)
+        key = (*((n, v.shape, v.dtype) for n, v in named.items()), settings, ctx.rounds, ctx.m, ctx.phase)
         found = self._records.get(key)
         if found is None or not found[0].hold(ctx.t):
             self._records.pop(key, None)

@@ -8,13 +8,13 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from fl_lightning.ascent import Gradient
-from fl_lightning.buffers import unchanged, variance_needed
+from fl_lightning.algorithms.base import LocalObjective
+from fl_lightning.algorithms.parts.ascent import Gradient
+from fl_lightning.core.buffers import unchanged, variance_needed
+from fl_lightning.core.errors import UserError
+from fl_lightning.core.flat import is_finite
+from fl_lightning.core.rng import seeded
 from fl_lightning.engine.base import Autocast, Engine, Job, LocalResult
-from fl_lightning.errors import UserError
-from fl_lightning.flat import is_finite
-from fl_lightning.objective import LocalObjective
-from fl_lightning.rng import seeded
 
 
 class SequentialEngine(Engine):
@@ -39,7 +39,7 @@ class SequentialEngine(Engine):
         objective, ctx, losses = self.objective, job.ctx, []
         buffers = objective.net_buffers
         objective.train()
-        with seeded(self.net.device, job.seed, "net", ctx.t, ctx.exchange, job.client):
+        with seeded(self.net.device, job.seed, "net", ctx.t, ctx.phase, job.client):
             w, slots = objective.local_start(job.state, job.sent, ctx)
             if buffers is not None:
                 buffers.load(objective.net, buffers.start(slots, job.sent))
@@ -54,7 +54,7 @@ class SequentialEngine(Engine):
                 losses.append(values[0])
         after = None if buffers is None else buffers.vector(objective.net)
         upload, slots = objective.finish_local(w, slots, job.sent, start, ctx, after)
-        kept = (*upload.values(), *slots.only(objective.client_rules()).values())
+        kept = (*upload.values(), *slots.only(objective.client_inits()).values())
         finite = all(bool(is_finite(v)) for v in kept)
         loss = torch.stack(losses).mean()
         return LocalResult(job.client, job.sent, w, upload, slots, loss, ctx, finite, after)

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fl_lightning.errors import UserError
-from fl_lightning.flat import FlatSpec
+from fl_lightning.core.errors import UserError
+from fl_lightning.core.flat import FlatSpec
 from fl_lightning.flatness.convolution import ConstantInputs
 
 Batches = Callable[[], Iterable[tuple[Tensor, Tensor]]]

@@ -8,11 +8,11 @@ from typing import Generic, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
-from fl_lightning.errors import UserError
-from fl_lightning.flat import FlatSpec
+from fl_lightning.core.errors import UserError
+from fl_lightning.core.flat import FlatSpec
+from fl_lightning.core.rng import generator
 from fl_lightning.flatness.functional import Batches, Loss, Progress, Reduce, arithmetic, hvp
 from fl_lightning.flatness.krylov import Lanczos, Power
-from fl_lightning.rng import generator
 
 T = TypeVar("T")
 

@@ -23,7 +23,7 @@ class Lanczos:
     """Lanczos with full reorthogonalisation and thick restart (Wu & Simon, SIAM J. Matrix Anal. Appl. 22, 2000).
 
     With orthonormal rows V, A Vᵀ = Vᵀ T + r eᵀ, where e is the last unit vector. T = V A Vᵀ is formed of explicit inner
-    products. So a restart need only exchange V for the best Ritz vectors and T for their values; the next column of T
+    products. So a restart need only phase V for the best Ritz vectors and T for their values; the next column of T
     then holds what couples them to r.
 
     A Krylov space holds one eigenvector of each eigenvalue. If it is found to be invariant, the iteration goes on with

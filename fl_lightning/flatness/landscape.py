@@ -20,10 +20,10 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
 
-from fl_lightning.errors import require
-from fl_lightning.flat import FlatSpec, to_radius
+from fl_lightning.core.errors import require
+from fl_lightning.core.flat import FlatSpec, to_radius
+from fl_lightning.core.rng import generator
 from fl_lightning.flatness.functional import Batches, Loss, Progress, Reduce, gradient, mean_losses
-from fl_lightning.rng import generator
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # typing has it from Python 3.11

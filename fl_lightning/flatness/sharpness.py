@@ -9,10 +9,10 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from fl_lightning.errors import UserError, require
-from fl_lightning.flat import FlatSpec, norm, to_radius
+from fl_lightning.core.errors import UserError, require
+from fl_lightning.core.flat import FlatSpec, norm, to_radius
+from fl_lightning.core.rng import generator
 from fl_lightning.flatness.functional import Batches, Estimate, Loss, Reduce, batch_sizes, gradient, mean_loss
-from fl_lightning.rng import generator
 
 
 def sharpness(

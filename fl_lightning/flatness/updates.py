@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fl_lightning.errors import UserError
-from fl_lightning.flat import EPS
+from fl_lightning.core.errors import UserError
+from fl_lightning.core.flat import EPS
 
 
 def divergence(clients: Sequence[Tensor], center: Tensor) -> float:

@@ -7,8 +7,8 @@ from collections import OrderedDict
 import torch
 from torch import Tensor, nn
 
-from fl_lightning import weights
-from fl_lightning.errors import UserError
+from fl_lightning.core import weights
+from fl_lightning.core.errors import UserError
 
 
 class BiSeNetV2(nn.Module):

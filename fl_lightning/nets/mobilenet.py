@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from fl_lightning import weights
+from fl_lightning.core import weights
 from fl_lightning.nets.resnet import group_norm
 
 

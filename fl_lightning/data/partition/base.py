@@ -10,7 +10,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_lightning.errors import UserError, require
+from fl_lightning.core.errors import UserError, require
 
 Indices = NDArray[np.int64]
 
@@ -19,7 +19,7 @@ class Partition(ABC):
     """Base class: subclasses implement :meth:`split`; calling the object also checks the result.
 
     A split is a function of labels, seed and parameters. Random numbers come from
-    ``fl_lightning.rng.numpy_generator(seed, "partition")``, or, where the draws of an official program are repeated,
+    ``fl_lightning.core.rng.numpy_generator(seed, "partition")``, or, where the draws of an official program are repeated,
     from :func:`replay`; never from a global generator.
     """
 

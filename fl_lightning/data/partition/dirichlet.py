@@ -8,9 +8,9 @@ from typing import Literal
 
 import numpy as np
 
+from fl_lightning.core.errors import UserError, require
+from fl_lightning.core.rng import numpy_generator
 from fl_lightning.data.partition.base import Indices, Partition, members, sizes
-from fl_lightning.errors import UserError, require
-from fl_lightning.rng import numpy_generator
 
 
 class IID(Partition):

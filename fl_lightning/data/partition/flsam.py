@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from fl_lightning.core.errors import UserError, require
+from fl_lightning.core.rng import numpy_generator
 from fl_lightning.data.partition.base import Indices, Partition, concentration, members, replay
-from fl_lightning.errors import UserError, require
-from fl_lightning.rng import numpy_generator
 
 GROUP = 10
 """Clients among which a chunk of the data is divided."""

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fl_lightning.core.errors import require
 from fl_lightning.data.partition.base import Indices, Partition, concentration, members, replay
-from fl_lightning.errors import require
 
 Floats = NDArray[np.float64]
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from fl_lightning.core.errors import UserError, require
 from fl_lightning.data.partition.base import Indices, Partition, check
-from fl_lightning.errors import UserError, require
 
 
 class Given(Partition):

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from fl_lightning.core.errors import require
+from fl_lightning.core.rng import numpy_generator
 from fl_lightning.data.partition.base import Indices, Partition, concentration, members, sizes
-from fl_lightning.errors import require
-from fl_lightning.rng import numpy_generator
 
 CIFAR100_COARSE = (
     4, 1, 14, 8, 0, 6, 7, 7, 18, 3, 3, 14, 9, 18, 7, 11, 3, 9, 7, 11, 6, 11, 5, 10, 7, 6, 13, 15, 3, 15,

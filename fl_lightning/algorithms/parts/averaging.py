@@ -1,0 +1,116 @@
+"""Averages of the global model over rounds; clients never see them, evaluation and flatness do."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from torch import Tensor
+
+from fl_lightning.algorithms.parts.schedules import in_cycle
+from fl_lightning.core.errors import require
+from fl_lightning.core.state import Init, RoundContext, State
+
+
+class Averaging:
+    """Base of the averages; as it stands the global model itself.
+
+    Attributes:
+        slots: Server slots that it keeps.
+    """
+
+    slots: ClassVar[dict[str, Init]] = {}
+
+    def lr(self, base: float, ctx: RoundContext) -> float:
+        """The clients' learning rate in this round, where the local optimizer's is ``base``."""
+        return base
+
+    def update(self, server: State, before: Tensor, ctx: RoundContext) -> State:
+        """Called after the round's aggregation; ``before`` is the global model at its start, ``(d,)``."""
+        return server
+
+    def model(self, server: State) -> Tensor:
+        """The weights to evaluate, ``(d,)``."""
+        return server.w
+
+
+class EMA(Averaging):
+    """Exponential moving average ``alpha ema + (1 - alpha) w`` of the global model, from the initial one on.
+
+    Args:
+        alpha: How much of the old average stays, per round.
+    """
+
+    slots: ClassVar[dict[str, Init]] = {"ema_w": "w0"}
+
+    def __init__(self, alpha: float = 0.95) -> None:
+        require(0 <= alpha < 1, "model.averaging.alpha", alpha, "from 0 to below 1")
+        self.alpha = alpha
+
+    def update(self, server: State, before: Tensor, ctx: RoundContext) -> State:
+        return server.replace(ema_w=self.alpha * server.ema_w + (1 - self.alpha) * server.w)
+
+    def model(self, server: State) -> Tensor:
+        return server.ema_w
+
+
+class SWA(Averaging):
+    """Server-side stochastic weight averaging with a cyclic learning rate (FedASAM + SWA, ECCV 2022, Algorithm 1).
+
+    Args:
+        start: First round with averaging: a fraction of all rounds (below 1), or a round counted from 0.
+        cycle: Rounds per collected model, c. Above 1 the clients' learning rate falls within each cycle.
+        lr_min: Learning rate at the end of a cycle, gamma_2; gamma_1 is the local optimizer's.
+        init_in_average: Whether the copy taken at the start counts (the paper's box), or is replaced by the first
+            collected model (the official code).
+        collect: When to collect: after the first round of a cycle, as the official code does, or after its last.
+
+    Raises:
+        UserError: If ``start`` is negative or ``cycle`` is below 1.
+    """
+
+    slots: ClassVar[dict[str, Init]] = {"swa_w": "zeros", "swa_n": -1.0}
+
+    def __init__(
+        self,
+        start: float = 0.75,
+        cycle: int = 1,
+        lr_min: float = 1e-4,
+        init_in_average: bool = False,
+        collect: Literal["code", "cycle_end"] = "code",
+    ) -> None:
+        whole = start < 1 or start == int(start)
+        require(start >= 0 and whole, "model.averaging.start", start, "give a fraction below 1, or a round from 0")
+        require(cycle >= 1, "model.averaging.cycle", cycle, "at least 1 round")
+        require(lr_min >= 0, "model.averaging.lr_min", lr_min, "0 or more")
+        self.start, self.cycle, self.lr_min = start, cycle, lr_min
+        self.init_in_average, self.collect = init_in_average, collect
+
+    def start_round(self, rounds: int) -> int:
+        """The first round with averaging, t0."""
+        return int(self.start * rounds) if self.start < 1 else int(self.start)
+
+    def lr(self, base: float, ctx: RoundContext) -> float:
+        """Cyclic from the start on: ``(1 - s) base + s lr_min`` with ``s = ((t mod c) + 1) / c``."""
+        if self.cycle == 1 or ctx.t < self.start_round(ctx.rounds):
+            return base
+        return in_cycle(ctx.t, self.cycle, base, self.lr_min)
+
+    def update(self, server: State, before: Tensor, ctx: RoundContext) -> State:
+        past = ctx.t - self.start_round(ctx.rounds)
+        if past < 0:
+            return server
+        if past == 0:
+            n = server.swa_n * 0 + (1 if self.init_in_average else 0)
+            server = server.replace(swa_w=before.clone(), swa_n=n)
+        if self.collect == "code":
+            due = past > 0 and past % self.cycle == 0
+        else:
+            due = ctx.t % self.cycle == self.cycle - 1
+        if due:
+            n = server.swa_n
+            server = server.replace(swa_w=(n * server.swa_w + server.w) / (n + 1), swa_n=n + 1)
+        return server
+
+    def model(self, server: State) -> Tensor:
+        """The weights to evaluate, ``(d,)``: the average once it has begun, before that the global model."""
+        return server.swa_w if float(server.swa_n) >= 0 else server.w

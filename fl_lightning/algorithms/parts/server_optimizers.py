@@ -1,0 +1,136 @@
+"""Server updates: from a pseudo-gradient to the next global model.
+
+``delta`` of shape ``(d,)`` points uphill: the model that was sent less the average of the local models.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from fl_lightning.core.errors import require
+from fl_lightning.core.state import Init, RoundContext, State
+
+
+class ServerUpdate:
+    """Plain averaging: ``w - lr * delta``; with lr 1 the average of the local models (FedAvg).
+
+    Args:
+        lr: Server learning rate eta_g.
+    """
+
+    slots: ClassVar[dict[str, Init]] = {}
+
+    def __init__(self, lr: float = 1.0) -> None:
+        require(lr > 0, "model.server_update.lr", lr, "above 0")
+        self.lr = lr
+
+    def first(self) -> dict[str, Init]:
+        """First values of the server slots that it keeps."""
+        return dict(self.slots)
+
+    def __call__(self, server: State, delta: Tensor, ctx: RoundContext) -> State:
+        """The server's state after the step."""
+        return server.replace(w=server.w - self.lr * delta)
+
+
+class ServerMomentum(ServerUpdate):
+    """``v = beta v + delta; w - lr v`` (FedAvgM; Hsu et al., 2019).
+
+    Args:
+        beta: ServerMomentum.
+        lr: Server learning rate.
+    """
+
+    slots: ClassVar[dict[str, Init]] = {"server_v": "zeros"}
+
+    def __init__(self, beta: float = 0.9, lr: float = 1.0) -> None:
+        super().__init__(lr)
+        require(0 <= beta < 1, "model.server_update.beta", beta, "from 0 to below 1 (of FedAvgM it is model.beta)")
+        self.beta = beta
+
+    def __call__(self, server: State, delta: Tensor, ctx: RoundContext) -> State:
+        v = self.beta * server.server_v + delta
+        return server.replace(w=server.w - self.lr * v, server_v=v)
+
+
+class ServerAdam(ServerUpdate):
+    """``w - lr m / (sqrt(v) + tau)`` (FedAdam; Reddi et al., ICLR 2021, Algorithm 2).
+
+    Args:
+        lr: Server learning rate.
+        beta1: Decay of the first moment m.
+        beta2: Decay of the second moment v.
+        tau: Added to the root.
+        v0: First value of v: 0 (as run by FL-Simulator and by Google) or tau^2 (as in the paper's box).
+        bias_correction: Correct both moments, as Google's experiments did.
+    """
+
+    slots: ClassVar[dict[str, Init]] = {"server_m": "zeros"}
+
+    def __init__(
+        self,
+        lr: float = 0.1,
+        beta1: float = 0.9,
+        beta2: float = 0.99,
+        tau: float = 0.01,
+        v0: Literal["0", "tau2"] = "0",
+        bias_correction: bool = False,
+    ) -> None:
+        super().__init__(lr)
+        require(tau > 0, "model.server_update.tau", tau, "must be above 0, it is divided by")
+        for name, value in (("beta1", beta1), ("beta2", beta2)):
+            require(0 <= value < 1, f"model.server_update.{name}", value, "from 0 to below 1")
+        self.beta1, self.beta2, self.tau, self.v0, self.bias_correction = beta1, beta2, tau, v0, bias_correction
+
+    def first(self) -> dict[str, Init]:
+        v0 = 0.0 if self.v0 == "0" else self.tau**2
+        return {**self.slots, "server_v": lambda w0: torch.full_like(w0, v0)}
+
+    def second_moment(self, v: Tensor, delta: Tensor) -> Tensor:
+        """The next v; where FedYogi and FedAdagrad differ."""
+        return self.beta2 * v + (1 - self.beta2) * delta * delta
+
+    def __call__(self, server: State, delta: Tensor, ctx: RoundContext) -> State:
+        m = self.beta1 * server.server_m + (1 - self.beta1) * delta
+        v = self.second_moment(server.server_v, delta)
+        lr = self.lr
+        if self.bias_correction:
+            lr = lr * (1 - self.beta2 ** (ctx.t + 1)) ** 0.5 / (1 - self.beta1 ** (ctx.t + 1))
+        return server.replace(w=server.w - lr * m / (v.sqrt() + self.tau), server_m=m, server_v=v)
+
+
+class ServerYogi(ServerAdam):
+    """ServerAdam with ``v - (1 - beta2) delta^2 sign(v - delta^2)`` (FedYogi; Reddi et al., ICLR 2021, Algorithm 2).
+
+    Args:
+        lr: As for `ServerAdam`.
+        beta1: As for `ServerAdam`.
+        beta2: As for `ServerAdam`.
+        tau: As for `ServerAdam`.
+        v0: As for `ServerAdam`.
+        bias_correction: As for `ServerAdam`.
+    """
+
+    def second_moment(self, v: Tensor, delta: Tensor) -> Tensor:
+        square = delta * delta
+        return v - (1 - self.beta2) * square * torch.sign(v - square)
+
+
+class ServerAdagrad(ServerAdam):
+    """ServerAdam with ``v + delta^2`` (FedAdagrad; Reddi et al., ICLR 2021, Algorithm 2).
+
+    Args:
+        lr: As for `ServerAdam`.
+        beta1: As for `ServerAdam`; their runs have none.
+        tau: As for `ServerAdam`.
+        v0: As for `ServerAdam`.
+    """
+
+    def __init__(self, lr: float = 0.1, beta1: float = 0.0, tau: float = 0.01, v0: Literal["0", "tau2"] = "0") -> None:
+        super().__init__(lr, beta1, 0.0, tau, v0)
+
+    def second_moment(self, v: Tensor, delta: Tensor) -> Tensor:
+        return v + delta * delta

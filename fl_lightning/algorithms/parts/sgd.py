@@ -1,0 +1,78 @@
+"""The local optimizer: SGD on flat vectors."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fl_lightning.algorithms.parts.schedules import Schedule
+from fl_lightning.core.errors import require
+from fl_lightning.core.flat import norm
+
+Direction = Tensor | tuple[Tensor, Tensor]
+"""What a local step returns: a direction ``(..., d)``, or a clipped and an unclipped part."""
+
+
+class SGD:
+    """SGD with momentum and coupled weight decay, made anew for every client and round.
+
+    In this order: clip the direction, add ``weight_decay * w`` (at the unperturbed weights), momentum, step.
+
+    Args:
+        lr: Learning rate of round 0.
+        momentum: Factor of the momentum buffer.
+        weight_decay: L2 factor.
+        clip: Largest norm of the direction, all corrections included; null: none.
+        lr_decay: Factor of the learning rate per round.
+        schedule: A further factor by round.
+
+    Raises:
+        UserError: If a value is out of range.
+    """
+
+    def __init__(
+        self,
+        lr: float = 0.1,
+        momentum: float = 0.0,
+        weight_decay: float = 0.0,
+        clip: float | None = None,
+        lr_decay: float = 1.0,
+        schedule: Schedule | None = None,
+    ) -> None:
+        for key, value, ok, remedy in (
+            ("lr", lr, lr > 0, "must be above 0"),
+            ("momentum", momentum, 0 <= momentum < 1, "must be from 0 to below 1"),
+            ("weight_decay", weight_decay, weight_decay >= 0, "must be 0 or more"),
+            ("clip", clip, clip is None or clip > 0, "must be above 0, or null for none"),
+            ("lr_decay", lr_decay, lr_decay > 0, "must be above 0"),
+        ):
+            require(ok, f"model.optimizer.{key}", value, remedy)
+        self.lr, self.momentum, self.weight_decay = lr, momentum, weight_decay
+        self.clip, self.lr_decay, self.schedule = clip, lr_decay, schedule
+
+    def lr_at(self, t: int, rounds: int) -> float:
+        """Learning rate of round ``t``, from 0."""
+        return self.lr * self.lr_decay**t * (self.schedule(t, rounds) if self.schedule else 1.0)
+
+    def step(self, w: Tensor, direction: Direction, buffer: Tensor | None, lr: float) -> tuple[Tensor, Tensor | None]:
+        """One step from ``w`` ``(..., d)``.
+
+        Args:
+            w: Weights.
+            direction: What the algorithm returned.
+            buffer: ServerMomentum buffer of the last step, None at the first one.
+            lr: Learning rate.
+
+        Returns:
+            The new weights and the new buffer.
+        """
+        u, unclipped = direction if isinstance(direction, tuple) else (direction, None)
+        if self.clip is not None:
+            u = u * (self.clip / (norm(u) + 1e-6)).clamp(max=1.0)  # torch's clip_grad_norm_
+        if unclipped is not None:
+            u = u + unclipped
+        if self.weight_decay:
+            u = torch.add(u, w, alpha=self.weight_decay)
+        if self.momentum:
+            u = buffer = u if buffer is None else torch.add(u, buffer, alpha=self.momentum)
+        return w - lr * u, buffer

@@ -1,0 +1,1 @@
+"""What every room uses: flat vectors, named state, contexts, random streams, errors."""

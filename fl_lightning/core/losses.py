@@ -1,0 +1,75 @@
+"""Losses of pixels, and additions to the loss: per sample, ``(n,)``."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fl_lightning.core.errors import require
+
+
+def kl_to_teacher(logits: Tensor, teacher: Tensor, tau: float = 1.0, tau2: bool = True) -> Tensor:
+    """``KL(softmax(teacher/tau) || softmax(logits/tau))`` of each sample (FedGMT Eq. 9).
+
+    Args:
+        logits: The student's, ``(n, C)``.
+        teacher: The teacher's, ``(n, C)``.
+        tau: Temperature.
+        tau2: Multiply by ``tau^2``, as the official code does (the paper does not write it).
+    """
+    wide = torch.promote_types(logits.dtype, torch.float32)  # autocast on a CPU would stay in bfloat16
+    student, target = (F.log_softmax(z.to(wide) / tau, dim=-1) for z in (logits, teacher))
+    kl = F.kl_div(student, target, reduction="none", log_target=True).sum(-1)
+    return tau * tau * kl if tau2 else kl
+
+
+def not_true(logits: Tensor, target: Tensor) -> Tensor:
+    """The logits of all classes but the true one, ``(n, C)`` to ``(n, C - 1)`` (FedNTD).
+
+    Raises:
+        UserError: If a sample has probabilities in place of one class.
+    """
+    require(not target.is_floating_point(), "data.augment.mixup", "on", "use 0, FedNTD needs one true class a sample")
+    others = torch.arange(logits.shape[-1] - 1, device=logits.device)
+    return logits.gather(-1, others + (others >= target.unsqueeze(-1)))
+
+
+class PixelCrossEntropy(nn.Module):
+    """Cross-entropy of each image, the mean over its pixels: for segmentation.
+
+    Auxiliary outputs, if the net gives a tuple in training, count as much as the main one. Outputs smaller than the
+    label map are enlarged to it (bilinear).
+
+    Args:
+        hardest: Share of an image's pixels that count, those of the largest loss (FedDrive: 0.25); null: all.
+        ignore_index: Label of pixels that do not count; among the hardest their loss is 0.
+
+    Raises:
+        UserError: If ``hardest`` is no share.
+    """
+
+    def __init__(self, hardest: float | None = None, ignore_index: int = 255) -> None:
+        super().__init__()
+        require(hardest is None or 0 < hardest <= 1, "model.loss.hardest", hardest, "a share above 0, at most 1")
+        self.hardest = hardest
+        self.ignore_index = ignore_index
+
+    def forward(self, logits: Tensor | tuple[Tensor, ...], target: Tensor) -> Tensor:
+        """Losses ``(n,)`` of logits ``(n, C, H, W)``, or several such, and label maps ``(n, H, W)``."""
+        if isinstance(logits, Tensor):
+            return self._of(logits, target)
+        return torch.stack([self._of(output, target) for output in logits]).sum(0)
+
+    def _of(self, logits: Tensor, target: Tensor) -> Tensor:
+        pixels = F.cross_entropy(enlarged(logits, target), target, ignore_index=self.ignore_index, reduction="none")
+        pixels = pixels.flatten(1)
+        if self.hardest is not None:
+            return pixels.topk(max(1, int(self.hardest * pixels.shape[1])), dim=1).values.mean(1)
+        return pixels.sum(1) / (target != self.ignore_index).flatten(1).sum(1).clamp(min=1)
+
+
+def enlarged(logits: Tensor, target: Tensor) -> Tensor:
+    """Logits ``(n, C, h, w)`` brought to the size of label maps ``(n, H, W)``, by bilinear interpolation."""
+    size = target.shape[-2:]
+    return logits if logits.shape[-2:] == size else F.interpolate(logits, size=size, mode="bilinear")

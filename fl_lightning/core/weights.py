@@ -1,0 +1,63 @@
+"""Weights from files, told in one line if they do not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fl_lightning.core.errors import UserError
+
+STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+"""Ends of the names of what BatchNorm keeps beside scale and shift."""
+
+
+def read(path: str, key: str) -> Any:
+    """What torch.save has written.
+
+    Args:
+        path: The file.
+        key: The setting that names it, for the message.
+
+    Raises:
+        UserError: If it is missing or unreadable.
+    """
+    if not Path(path).is_file():
+        raise UserError(f"{key} = {path}: no such file; give a state_dict saved by torch.save")
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise UserError(
+            f"{key} = {path}: not readable ({type(error).__name__}); give a state_dict saved by torch.save"
+        ) from None
+
+
+def load(net: nn.Module, weights: Mapping[str, Tensor], key: str, head: str | None = None) -> None:
+    """Load tensors by name into ``net``.
+
+    Args:
+        net: The network.
+        weights: Its state_dict, or with ``head`` that of a network of another kind of normalising layer and another
+            head.
+        key: The setting that they are from, for the message.
+        head: How the names of the head begin: it is left as it is if its shape differs, and so are statistics that
+            ``net`` does not keep left out.
+
+    Raises:
+        UserError: If anything else is missing, unknown or of another shape.
+    """
+    own = {name: value.shape for name, value in net.state_dict().items()}
+    given = {name: value.shape for name, value in weights.items()}
+    if head is not None:
+        given = {name: shape for name, shape in given.items() if name in own or not name.endswith(STATISTICS)}
+        if any(own.get(name) != shape for name, shape in given.items() if name.startswith(head)):
+            own, given = ({n: s for n, s in side.items() if not n.startswith(head)} for side in (own, given))
+    if wrong := sorted({name for name, _ in own.items() ^ given.items()}):
+        raise UserError(
+            f"{key} does not fit {type(net).__name__}: '{wrong[0]}' is missing, unknown or of another shape "
+            f"({len(wrong)} such names); take the net that the weights were saved from"
+        )
+    net.load_state_dict({name: weights[name] for name in given}, strict=False)

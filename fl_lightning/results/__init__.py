@@ -1,0 +1,1 @@
+"""What runs leave behind: summaries, comparisons, curves, and the papers' numbers."""

@@ -1,0 +1,274 @@
+"""Several finished runs in one table: as text, CSV, LaTeX and one figure of their curves."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+import yaml
+
+from fl_lightning.core.errors import UserError
+from fl_lightning.results.summary import LAST, Summary, summarise
+
+HOW = (
+    "seed", "name", "default_root_dir", "engine", "client_block", "compile", "accelerator", "strategy", "devices",
+    "num_nodes", "threads", "client_memory", "loggers", "callbacks", "enable_progress_bar",
+)  # fmt: skip
+"""Settings of the trainer that may differ between runs that are one but for their seeds."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs of one config with different seeds.
+
+    Attributes:
+        name: What they are called in the table.
+        folders: Their run folders.
+        seeds: Their seeds, (trainer.seed, data.seed); None of a run without ``config.yaml``.
+        runs: Their statistics.
+    """
+
+    name: str
+    folders: list[Path]
+    seeds: list[tuple[int, int] | None]
+    runs: list[Summary]
+
+    def values(self, name: str) -> list[float]:
+        """A statistic of each run that has it, see `Summary`."""
+        found = [getattr(run, name) for run in self.runs]
+        return [value for value in found if value is not None]
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of the table: mean and sample standard deviation over the runs of a group.
+
+    Attributes:
+        key: Its name in the CSV file.
+        title: Its head.
+        of: The statistic, see `Summary`.
+        scale: What it is multiplied by for people.
+        digits: Decimals for people.
+        spread: Whether people see the standard deviation.
+        fraction: Whether papers print it in per cent.
+        to_target: Whether a run may lack it because the target was not reached.
+    """
+
+    key: str
+    title: str
+    of: str
+    scale: float = 1.0
+    digits: int = 4
+    spread: bool = False
+    fraction: bool = False
+    to_target: bool = False
+
+
+def compare(
+    runs: Sequence[str | Path],
+    target: float | None = None,
+    last: int = LAST,
+    metric: str | None = None,
+    reference: str | Path | None = None,
+) -> list[Group]:
+    """Statistics of runs; those of one config but for the seeds are a group.
+
+    Args:
+        runs: Run folders.
+        target: A value of the metric to be reached, such as an accuracy of 0.8.
+        last: Rounds at the end whose evaluations are averaged.
+        metric: Name of the metric, larger is better; None: what the data evaluate on the test set.
+        reference: One of the runs: what its group reaches (the mean of its last rounds) is the target if none is given.
+
+    Raises:
+        UserError: If a folder holds no run or several hold the same, or they evaluate different metrics.
+    """
+    members: dict[str, list[tuple[tuple[int, int] | None, Path]]] = {}
+    for run in runs:
+        folder, found = Path(run).resolve(), summarise(run, last, metric=metric)
+        metric = metric or found.metric  # the same of all
+        key, seed = _identity(folder)
+        for other_seed, other in members.setdefault(key, []):
+            if seed == other_seed:
+                raise UserError(f"runs = {run}: the same config and seed as {other}; leave one of them out")
+        members[key].append((seed, folder))
+    names = _names([group[0][1] for group in members.values()])
+    groups = []
+    for name, group in zip(names, members.values(), strict=True):
+        seeds, folders = [seed for seed, _ in group], [folder for _, folder in group]
+        groups.append(Group(name, folders, seeds, [summarise(folder, last, target, metric) for folder in folders]))
+    if reference is None:
+        return groups
+    baseline = of_run(groups, reference)
+    if target is None:
+        return compare(runs, mean(baseline.values("mean")), last, metric, reference)
+    return groups
+
+
+def of_run(groups: Iterable[Group], run: str | Path) -> Group:
+    """The group that a run belongs to.
+
+    Raises:
+        UserError: If it belongs to none.
+    """
+    for group in groups:
+        if Path(run).resolve() in group.folders:
+            return group
+    raise UserError(f"reference = {run}: none of the runs that are compared; name it there, too")
+
+
+def columns(groups: Sequence[Group], reference: Group | None = None) -> list[Column]:
+    """What the table shows."""
+    fraction, last = groups[0].runs[0].metric.endswith(("acc", "miou")), max(r.last for g in groups for r in g.runs)
+    shown = [
+        Column("mean", f"last {last}", "mean", spread=True, fraction=fraction),
+        Column("std_rounds", "sd over rounds", "std", fraction=fraction),
+        Column("best", "best", "best", fraction=fraction),
+        Column("final", "final", "final", fraction=fraction),
+        Column("minutes", "minutes", "minutes", digits=2),
+        Column("gigabytes", "GB", "bits", 1 / 8e9, digits=3),
+    ]
+    target = groups[0].runs[0].target
+    if target is not None:
+        shown += [
+            Column("target_rounds", f"rounds to {target:.4g}", "target_round", digits=0, to_target=True),
+            Column("target_minutes", "minutes", "target_minutes", digits=2, to_target=True),
+            Column("target_gigabytes", "GB", "target_bits", 1 / 8e9, digits=3, to_target=True),
+            Column("target_transmissions", "models", "target_transmissions", digits=0, to_target=True),
+        ]
+        if reference is not None and (bits := reference.values("bits")):
+            shown.append(Column("target_cost", "cost in B", "target_bits", 1 / mean(bits), 2, to_target=True))
+    return [c for c in shown if c.to_target or any(group.values(c.of) for group in groups)]
+
+
+def show(
+    runs: list[str],
+    target: float | None = None,
+    last: int = LAST,
+    metric: str | None = None,
+    reference: str | None = None,
+    out: str | None = None,
+) -> None:
+    """Print a table of finished runs, and write it as CSV and LaTeX.
+
+    Args:
+        runs: Run folders.
+        target: A value of the metric to be reached, such as an accuracy of 0.8; null: that of the reference, if any.
+        last: Rounds at the end whose evaluations are averaged.
+        metric: Name of the metric, larger is better; null: what the data evaluate on the test set.
+        reference: One of the runs, such as FedAvg's: its mean of the last rounds is the target, its bits are B.
+        out: Folder for compare.csv, compare.tex, curves.png and curves.pdf; null: only the table is printed.
+    """
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    groups = compare(runs, target, last, metric, reference)
+    shown = columns(groups, None if reference is None else of_run(groups, reference))
+    table = Table(title=groups[0].runs[0].metric)
+    for i, title in enumerate(["run", "seeds", *(column.title for column in shown)]):
+        table.add_column(title, justify="right" if i else "left")
+    for group in groups:
+        table.add_row(escape(group.name), str(len(group.runs)), *(cell(group, c, "{} ± {}", "×") for c in shown))
+    console = Console()
+    if not console.is_terminal:
+        console.width = 160
+    console.print(table)
+    if out is not None:
+        write(groups, shown, Path(out))
+        console.print(f"results: {out}", soft_wrap=True, highlight=False)
+
+
+def cell(group: Group, column: Column, pair: str, never: str) -> str:
+    """A cell as people read it.
+
+    Args:
+        group: The row.
+        column: The column.
+        pair: How mean and standard deviation are written.
+        never: What stands where the target was never reached.
+    """
+    values = [value * column.scale for value in group.values(column.of)]
+    if not values:
+        return never if column.to_target else ""
+    text = f"{mean(values):,.{column.digits}f}"
+    if column.spread and len(values) > 1:
+        text = pair.format(text, f"{stdev(values):.{column.digits}f}")
+    if column.to_target and len(values) < len(group.runs):
+        text += f" ({len(values)} of {len(group.runs)})"  # the others never did
+    return text
+
+
+def write(groups: Sequence[Group], shown: Sequence[Column], out: Path) -> None:
+    """Write ``compare.csv`` (full precision), ``compare.tex`` (needs booktabs) and the curves of all runs."""
+    from fl_lightning.core.figures import save_figure
+    from fl_lightning.results.curves import plot_curves
+
+    out.mkdir(parents=True, exist_ok=True)
+    with (out / "compare.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        heads = [name for column in shown for name in (column.key, f"{column.key}_sd")]
+        writer.writerow(["run", "seeds", "metric", "evaluations", "reached", *heads])
+        for group in groups:
+            numbers: list[Any] = []
+            for column in shown:
+                values = [value * column.scale for value in group.values(column.of)]
+                numbers += [mean(values) if values else "", stdev(values) if len(values) > 1 else ""]
+            first, reached = group.runs[0], len(group.values("target_round"))
+            writer.writerow([group.name, len(group.runs), first.metric, first.evaluations, reached, *numbers])
+    (out / "compare.tex").write_text(latex(groups, shown))
+    curves = {}
+    for group in groups:
+        for folder, seed in zip(group.folders, group.seeds, strict=True):
+            label = group.name if len(group.runs) == 1 or seed is None else f"{group.name}, seed {seed[0]}"
+            curves[label if label not in curves else f"{label}, {folder.name}"] = folder / "metrics.csv"
+    save_figure(plot_curves(curves), out / "curves")
+
+
+def latex(groups: Sequence[Group], shown: Sequence[Column]) -> str:
+    """The table for a paper, by booktabs; accuracy and mIoU in per cent."""
+    printed = [replace(column, scale=100.0, digits=2) if column.fraction else column for column in shown]
+    lines = [["run", *(column.title for column in shown)]]
+    for group in groups:
+        name = re.sub(r"([_%#&$])", r"\\\1", group.name)
+        lines.append([name, *(cell(group, column, r"${} \pm {}$", r"$\times$") for column in printed)])
+    rows = [" & ".join(line) + r" \\" for line in lines]
+    body = [r"\toprule", rows[0], r"\midrule", *rows[1:], r"\bottomrule"]
+    return "\n".join([rf"\begin{{tabular}}{{l{'r' * len(shown)}}}", *body, r"\end{tabular}", ""])
+
+
+def _identity(folder: Path) -> tuple[str, tuple[int, int] | None]:
+    """What makes runs comparable but for their seeds, and these; a run without a config is like no other."""
+    try:
+        config = yaml.safe_load((folder / "config.yaml").read_text())
+        trainer, data = config["trainer"], config["data"]["init_args"]
+        seeds = trainer["seed"], data.pop("seed")
+    except (OSError, yaml.YAMLError, KeyError, TypeError):
+        return str(folder), None
+    config["trainer"] = {key: value for key, value in trainer.items() if key not in HOW}
+    return json.dumps(config, sort_keys=True, default=str), seeds
+
+
+def _names(folders: Sequence[Path]) -> list[str]:
+    """A short name for each group, from the folder of its first run: as much of the path as tells it from others."""
+    paths = []
+    for folder in folders:
+        *parts, version = folder.parts
+        if not re.fullmatch(r"version_\d+", version):
+            parts.append(version)
+        parts[-1] = re.sub(r"_?seed_-?\d+$", "", parts[-1])  # as `fit --seeds` names them
+        paths.append([part for part in parts if part])
+    names = []
+    paths = [p if paths.count(p) == 1 else [*folder.parts] for p, folder in zip(paths, folders, strict=True)]
+    for i, path in enumerate(paths):
+        others = paths[:i] + paths[i + 1 :]
+        least = 2 if re.fullmatch(r"version_\d+", path[-1]) else 1
+        lengths = range(least, len(path) + 1)
+        names.append("/".join(next((path[-n:] for n in lengths if all(o[-n:] != path[-n:] for o in others)), path)))
+    return names

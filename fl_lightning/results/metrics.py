@@ -1,0 +1,17 @@
+"""Metrics of a run by round, from its ``metrics.csv``."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+
+def read_metrics(path: Path) -> dict[str, list[tuple[int, float]]]:
+    """The columns of a ``metrics.csv`` as (round, value) pairs, empty cells left out."""
+    columns: dict[str, list[tuple[int, float]]] = {}
+    with path.open(newline="") as file:
+        for row in csv.DictReader(file):
+            for key, value in row.items():
+                if key != "round" and value:
+                    columns.setdefault(key, []).append((int(row["round"]), float(value)))
+    return columns

@@ -1,0 +1,139 @@
+"""The numbers that the five papers print, as far as they are at hand: ``papers.csv`` beside this file.
+
+``python -m fl_lightning.results.papers fedsam 2`` prints a table of a paper as Markdown.
+"""
+
+from __future__ import annotations
+
+import csv
+import difflib
+import sys
+from dataclasses import dataclass, fields
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from fl_lightning.core.errors import UserError
+
+PAPERS = {
+    "fedsam": "Caldarola et al., ECCV 2022: FedSAM, FedASAM, SWA",
+    "fedsmoo": "Sun et al., ICML 2023: FedSMOO; table FL-Simulator is that of its code's README",
+    "fedgf": "Lee and Yoon, ICML 2024: FedGF",
+    "fedgloss": "Caldarola et al., 2024 (arXiv:2412.03752): FedGloSS; table 5/10: rounds and costs of both",
+    "fedgmt": "Li et al., ICML 2025: FedGMT; table FL-SAM is that of its code's README",
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One number of a table.
+
+    Attributes:
+        paper: A key of `PAPERS`.
+        table: Its number there.
+        dataset: A data set of the package, or CIFAR100-PAM.
+        model: The package's network that stands for the paper's.
+        heterogeneity: As the paper prints it, so FedGF's alpha is that of a class.
+        participation: Clients of a round / all clients.
+        epochs: Local epochs E.
+        algorithm: Algorithm and its additions, such as ``FedASAM+SWA``.
+        metric: What the number is: ``acc`` in percent, ``acc@5000`` after 5,000 rounds, ``acc@50%`` after half of them;
+            ``miou``, also of ``seen`` and ``unseen`` domains; ``lambda_max``, ``lambda_local``, ``lambda_global``,
+            ``trace``, ``lpf``, ``discrepancy``, ``divergence``; ``rounds@74`` (rounds to 74 %), likewise ``seconds@74``
+            and ``minutes@41``; ``rounds_to_fedavg`` (to FedAvg's final accuracy); ``cost`` (communication over
+            FedAvg's); ``models_per_client`` (down and up), ``transmissions_100`` (hundreds of models),
+            ``seconds_per_round``.
+        value: The number; None if there is none, and `note` says why.
+        std: Its standard deviation, if it is known.
+        note: What is doubtful; begins with "lost" (in the text at hand), "uncertain", "not converged", "not reached" or
+            "failed" where that is so.
+        printed: Number and standard deviation with the digits of the paper.
+    """
+
+    paper: str
+    table: str
+    dataset: str
+    model: str
+    heterogeneity: str
+    participation: str
+    epochs: str
+    algorithm: str
+    metric: str
+    value: float | None
+    std: float | None
+    note: str
+    printed: str
+
+
+COLUMNS = tuple(field.name for field in fields(Cell) if field.name not in ("value", "std", "note", "printed"))
+
+
+def find(**where: str) -> list[Cell]:
+    """Cells with these values, such as ``find(paper="fedsam", table="2", dataset="CIFAR10")``; all without any.
+
+    Args:
+        where: Values by column, one of `COLUMNS`.
+
+    Returns:
+        At least one cell, in the order of the papers' tables.
+
+    Raises:
+        UserError: If a column is unknown, or no cell is like that.
+    """
+    found = list(_all())
+    for column, value in where.items():
+        if column not in COLUMNS:
+            raise UserError(f"papers: {column} is no column; choose from {', '.join(COLUMNS)}")
+        have = list(dict.fromkeys(getattr(cell, column) for cell in found))
+        found = [cell for cell in found if getattr(cell, column) == value]
+        if not found:
+            close = difflib.get_close_matches(value, have) or have
+            raise UserError(f"papers: {column} = {value}: no such cell; choose from {', '.join(filter(None, close))}")
+    return found
+
+
+@cache
+def _all() -> tuple[Cell, ...]:
+    with Path(__file__).with_suffix(".csv").open(newline="", encoding="utf-8") as file:
+        return tuple(_cell(row) for row in csv.DictReader(file))
+
+
+def _cell(row: dict[str, str]) -> Cell:
+    value, std = (float(row[name]) if row[name] else None for name in ("value", "std"))
+    printed = row["value"] + (f" ± {row['std']}" if row["std"] else "")
+    key: dict[str, Any] = {name: row[name] for name in COLUMNS}
+    return Cell(**key, value=value, std=std, note=row["note"], printed=printed)
+
+
+def markdown(paper: str, table: str) -> str:
+    """A table of a paper: algorithms by data, the numbers for several participations side by side.
+
+    Raises:
+        UserError: If there is no such table.
+    """
+    cells = find(paper=paper, table=table)
+
+    def values(column: str) -> list[str]:
+        return list(dict.fromkeys(getattr(cell, column) for cell in cells))
+
+    data = [c for c in ("dataset", "model", "heterogeneity", "metric") if len(values(c)) > 1]
+    epochs = len({(c.dataset, c.epochs) for c in cells if c.epochs}) > len({c.dataset for c in cells if c.epochs})
+    shown: dict[str, dict[str, dict[str, str]]] = {}  # by row, column and participation
+    cohorts: dict[str, dict[str, None]] = {}  # of each column
+    for cell in cells:
+        row = f"{cell.algorithm}, E = {cell.epochs}" if epochs else cell.algorithm
+        column = ", ".join(filter(None, (getattr(cell, name) for name in data)))
+        reason = cell.note.partition(";")[0]
+        text = reason if cell.value is None else cell.printed + ("?" if reason == "uncertain" else "")
+        shown.setdefault(row, {}).setdefault(column, {})[cell.participation] = text
+        cohorts.setdefault(column, {})[cell.participation] = None
+    heads = values("participation")
+    lines = [[", ".join(heads) if len(heads) > 1 else "", *cohorts], ["---"] * (len(cohorts) + 1)]
+    for row, of in shown.items():
+        parts = [" / ".join(of[c].get(p, "-") for p in cohorts[c]) if c in of else "" for c in cohorts]
+        lines.append([row, *parts])
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+if __name__ == "__main__":
+    print(markdown(*sys.argv[1:3]), end="")

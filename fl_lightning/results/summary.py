@@ -1,0 +1,117 @@
+"""What a run came to: the statistics that the papers report, from its ``metrics.csv``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean, pstdev, stdev
+
+from fl_lightning.core.errors import UserError, require
+from fl_lightning.results.metrics import read_metrics
+
+LAST = 100
+"""Rounds at the end whose evaluations are averaged: ECCV 2022, FedGloSS and FedGF take 100, FedGMT 50."""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Statistics of one run. What was not measured or never reached is None.
+
+    Attributes:
+        metric: What they are of, such as ``server/test/acc``.
+        rounds: Rounds done.
+        last: Rounds at the end whose evaluations count.
+        evaluations: Their number.
+        mean: Mean over these evaluations: the papers' headline.
+        std: Sample standard deviation over them (n - 1), as FedGMT reports it; None for a single one.
+        std_population: The same with n.
+        best: Largest value of the whole run.
+        best_round: Where it was first reached.
+        final: Value of the last evaluation.
+        minutes: Of all rounds: local training and aggregation, without evaluation and what callbacks measure.
+        bits: Sent and uploaded in all.
+        transmissions: Models sent and uploaded in all, per client of a cohort: 2 a round of FedAvg (FedGF, Table 3).
+        target: The value that was to be reached, if one was given.
+        target_round: First evaluated round with at least that value, not smoothed.
+        target_minutes: Minutes up to and with that round.
+        target_bits: Bits up to and with that round.
+        target_transmissions: Transmissions up to and with that round.
+    """
+
+    metric: str
+    rounds: int
+    last: int
+    evaluations: int
+    mean: float
+    std: float | None
+    std_population: float
+    best: float
+    best_round: int
+    final: float
+    minutes: float | None
+    bits: float | None
+    transmissions: float | None
+    target: float | None = None
+    target_round: int | None = None
+    target_minutes: float | None = None
+    target_bits: float | None = None
+    target_transmissions: float | None = None
+
+
+def summarise(run: str | Path, last: int = LAST, target: float | None = None, metric: str | None = None) -> Summary:
+    """Statistics of a run.
+
+    Args:
+        run: Its folder, or its ``metrics.csv``.
+        last: Rounds at the end whose evaluations are averaged.
+        target: A value to be reached; it is in the unit of the metric, so accuracy is a fraction.
+        metric: Name of the metric, larger is better; None: what the data evaluate on the test set, accuracy or mIoU.
+
+    Raises:
+        UserError: If there is no such file or metric, or no evaluation in the last rounds.
+    """
+    require(last >= 1, "last", last, "at least 1 round")
+    path = Path(run)
+    path = path / "metrics.csv" if path.is_dir() else path
+    if not path.is_file():
+        raise UserError(f"run = {run}: no metrics.csv there; give the folder of a run")
+    columns = read_metrics(path)
+    if metric is None:
+        tested = [name for name in columns if name.startswith("server/test/") and name != "server/test/loss"]
+        metric = tested[0] if tested else "server/test/acc"
+    if metric not in columns:
+        raise UserError(f"metric = {metric}: not in {path}, which has {', '.join(columns) or 'no rows'}")
+    evaluated, rounds = columns[metric], max(values[-1][0] for values in columns.values())
+    window = [value for at, value in evaluated if at > rounds - last]
+    if not window:
+        raise UserError(f"last = {last}: no {metric} in the last {last} of {rounds} rounds of {path}; take more rounds")
+    best_round, best = max(evaluated, key=lambda pair: (pair[1], -pair[0]))
+    reached = next((at for at, value in evaluated if value >= target), None) if target is not None else None
+
+    def minutes(until: int) -> float | None:
+        seconds = [value for at, value in columns.get("time/round_s", ()) if at <= until]
+        return sum(seconds) / 60 if seconds else None
+
+    def at(name: str, until: int | None) -> float | None:
+        return None if until is None else dict(columns.get(name, ())).get(until)
+
+    return Summary(
+        metric=metric,
+        rounds=rounds,
+        last=min(last, rounds),
+        evaluations=len(window),
+        mean=mean(window),
+        std=stdev(window) if len(window) > 1 else None,
+        std_population=pstdev(window),
+        best=best,
+        best_round=best_round,
+        final=evaluated[-1][1],
+        minutes=minutes(rounds),
+        bits=at("comm/total_bits", rounds),
+        transmissions=at("comm/transmissions", rounds),
+        target=target,
+        target_round=reached,
+        target_minutes=None if reached is None else minutes(reached),
+        target_bits=at("comm/total_bits", reached),
+        target_transmissions=at("comm/transmissions", reached),
+    )

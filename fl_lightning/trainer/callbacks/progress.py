@@ -1,0 +1,163 @@
+"""What a person sees while a run goes on, and at its end."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+from rich.table import Table
+
+from fl_lightning.results.metrics import read_metrics
+from fl_lightning.results.summary import Summary
+from fl_lightning.trainer.callbacks.base import Callback
+from fl_lightning.trainer.callbacks.flatness import FlatnessMonitor
+from fl_lightning.trainer.callbacks.results import FILE
+from fl_lightning.trainer.measurements import PROTOCOL
+
+if TYPE_CHECKING:
+    from fl_lightning.trainer.trainer import FederatedTrainer
+
+COLUMNS = {
+    "server/test/acc": "test acc",
+    "server/test/miou": "test mIoU",
+    "server/test/loss": "test loss",
+    "client/train/loss": "train loss",
+    "flatness/lambda_max": "lambda_max",
+    "flatness/discrepancy": "discrepancy",
+}
+
+
+class Progress(Callback):
+    """A live table of the last rounds with a bar, and a summary at the end; plain lines where there is no terminal.
+
+    Args:
+        rows: Rounds shown at a time.
+        min_seconds: Least time between two plain lines.
+    """
+
+    def __init__(self, rows: int = 8, min_seconds: float = 1.0) -> None:
+        self.rows, self.min_seconds = rows, min_seconds
+        self.console = Console()
+        self._live: Live | None = None
+        self._recent: list[list[str]] = []
+        self._last_line = 0.0
+
+    def on_fit_start(self, trainer: FederatedTrainer) -> None:
+        if not trainer.fabric.is_global_zero:
+            return
+        self._recent = []
+        data = trainer.data
+        self.console.print(
+            f"[bold]{type(trainer.objective).__name__}[/] on {type(data).__name__}: {data.num_clients} clients, "
+            f"{trainer.objective.flat.d:,} weights, {trainer.max_rounds} rounds"
+            + (f", going on after round {trainer.round}" if trainer.round else ""),
+            highlight=False,
+        )
+        self.console.print(f"run folder: {trainer.run_dir}", highlight=False, soft_wrap=True)
+        self._bar = Bar(
+            TextColumn("round"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left"),
+            TimeRemainingColumn(), console=self.console,
+        )  # fmt: skip
+        self._task = self._bar.add_task("round", total=trainer.max_rounds, completed=trainer.round)
+        if self.console.is_terminal:
+            self._live = Live(self._view(), console=self.console, refresh_per_second=8)
+            self._live.start()
+
+    def on_round_logged(self, trainer: FederatedTrainer, metrics: Mapping[str, float]) -> None:
+        if not trainer.fabric.is_global_zero:
+            return
+        self._bar.update(self._task, completed=trainer.round)
+        row = [str(trainer.round), *(_number(metrics.get(name)) for name in COLUMNS)]
+        self._recent = [*self._recent, row][-self.rows :]
+        if self._live is not None:
+            self._live.update(self._view())
+        elif self._bar.get_time() - self._last_line >= self.min_seconds or trainer.round == trainer.max_rounds:
+            self._last_line = self._bar.get_time()
+            known = [(title, trainer.metrics[name]) for name, title in COLUMNS.items() if name in trainer.metrics]
+            line = "  ".join([f"round {trainer.round}/{trainer.max_rounds}", *(f"{t} {_number(v)}" for t, v in known)])
+            self.console.print(line, highlight=False, soft_wrap=True)
+
+    def on_exception(self, trainer: FederatedTrainer, error: BaseException) -> None:
+        if trainer.fabric.is_global_zero:
+            self._stop()
+            self.console.print(f"stopped after round {trainer.round}", highlight=False)
+
+    def on_fit_end(self, trainer: FederatedTrainer) -> None:
+        if not trainer.fabric.is_global_zero:
+            return
+        self._stop()
+        columns = read_metrics(trainer.run_dir / "metrics.csv")
+        table = Table(title="Summary", show_header=True)
+        for title in ("", "last", "best", "at round"):
+            table.add_column(title, justify="left" if not title else "right")
+        for name, title in COLUMNS.items():
+            if name in columns:
+                pick = max if name.endswith(("acc", "miou")) else min
+                at, best = pick(columns[name], key=lambda pair: pair[1])
+                table.add_row(title, _number(columns[name][-1][1]), _number(best), str(at))
+        self.console.print(table)
+        found = Summary(**json.loads((trainer.run_dir / FILE).read_text()))
+        name, spread = COLUMNS.get(found.metric, found.metric), f" ± {_number(found.std)}" if found.std else ""
+        self.console.print(
+            f"last {found.last} rounds: mean {name} {_number(found.mean)}{spread} of {found.evaluations} evaluations",
+            highlight=False,
+        )
+        seconds = sum(value for name in ("time/round_s", "time/flatness_s") for _, value in columns.get(name, ()))
+        bits = trainer.metrics.get("comm/total_bits")
+        wire = "" if bits is None else f", {bits / 8e6:,.1f} MB over the wire"
+        self.console.print(f"{trainer.round} rounds in {seconds:.1f} s{wire}", highlight=False)
+        if verdict := flatness_verdict(columns):
+            self.console.print(f"flatness: {verdict}", highlight=False, soft_wrap=True)
+        monitors = [callback for callback in trainer.callbacks if isinstance(callback, FlatnessMonitor)]
+        if any(monitor.protocol for monitor in monitors):
+            self.console.print(f"measured with: {PROTOCOL}; seed {trainer.seed}", highlight=False, soft_wrap=True)
+        for line in (line for monitor in monitors for line in monitor.protocol):
+            self.console.print(f"  {line}", style="dim", highlight=False, soft_wrap=True)
+        self.console.print(f"results: {trainer.run_dir}", highlight=False, soft_wrap=True)
+
+    def _stop(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def _view(self) -> Group:
+        table = Table("round", *COLUMNS.values(), box=None)
+        for column in table.columns:
+            column.justify, column.min_width = "right", 10
+        for row in self._recent:
+            table.add_row(*row)
+        return Group(table, self._bar)
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}" if abs(value) >= 1000 or abs(value) < 1e-3 else f"{value:.4f}"
+
+
+def flatness_verdict(columns: Mapping[str, list[tuple[int, float]]]) -> str:
+    """One sentence on where the run went: flatter or sharper than its sharpest and its first measured point.
+
+    Args:
+        columns: Metrics by name, as (round, value) pairs.
+
+    Returns:
+        Nothing if lambda_max was not measured at least twice.
+    """
+    values = columns.get("flatness/lambda_max", [])
+    if len(values) < 2:
+        return ""
+    (first, start), (last, end) = values[0], values[-1]
+    peak_round, peak = max(values, key=lambda pair: pair[1])
+    trend = "flatter" if end < start else "sharper"
+    text = (
+        f"the global minimum got {trend}: lambda_max {_number(start)} at round {first}, {_number(end)} at round {last}"
+    )
+    if peak_round not in (first, last):
+        text += f" (sharpest {_number(peak)} at round {peak_round})"
+    if gap := columns.get("flatness/discrepancy"):
+        text += f"; local and global flatness differ by {_number(gap[-1][1])}"
+    return text

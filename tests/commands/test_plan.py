@@ -1,0 +1,204 @@
+"""What a plan predicts is what a run does, as far as no clock is concerned; and it leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fl_lightning import (
+    SCAFFOLD,
+    BernoulliSampler,
+    Checkpoints,
+    Digits,
+    DigitsMLP,
+    Discrepancy,
+    FedAvg,
+    FederatedTrainer,
+    FlatnessMonitor,
+    LambdaMax,
+    NaiveFedGloSS,
+)
+from fl_lightning.algorithms.base import LocalObjective
+from fl_lightning.commands.plan import Message, Network, Plan, due, makespan, plan, work
+from fl_lightning.core.errors import UserError
+from fl_lightning.engine import GraphedEngine
+from tests.runs import DIGITS, SCRIPT, cli, metrics, newest, process
+
+
+def trainer(root: Path, **options: Any) -> FederatedTrainer:
+    fixed: dict[str, Any] = {"engine": "sequential", "accelerator": "cpu", "threads": 1, "enable_progress_bar": False}
+    return FederatedTrainer(
+        **{"max_rounds": 5, "clients_per_round": 3, **fixed, "default_root_dir": str(root), **options}
+    )
+
+
+def digits() -> Digits:
+    return Digits(num_clients=6, batch_size=32)
+
+
+def times(made: Plan) -> dict[str, int]:
+    return {part.name: part.times for part in made.parts}
+
+
+@pytest.mark.parametrize("algorithm", [FedAvg, SCAFFOLD, NaiveFedGloSS])
+@pytest.mark.parametrize("precision", ["32-true", "64-true"])
+def test_bits_are_those_that_fit_logs(algorithm: type[LocalObjective], precision: str, tmp_path: Path) -> None:
+    """Cohorts of random size, more rounds than are measured, and an algorithm of two phases."""
+    options: dict[str, Any] = {
+        "sampler": BernoulliSampler(0.4),
+        "max_rounds": 25,
+        "precision": precision,
+        "eval_every": 25,
+    }
+    made = plan(trainer(tmp_path, **options), algorithm(DigitsMLP(hidden=4)), digits(), devices=2)
+    assert made.measured < 25
+    run = trainer(tmp_path, **options)
+    run.fit(algorithm(DigitsMLP(hidden=4)), digits())
+    assert made.bits == run.metrics["comm/total_bits"]
+
+
+@pytest.mark.parametrize(("rounds", "every", "expected"), [(10, 5, 2), (11, 5, 3), (4, 5, 1), (1, 1, 1), (7, 1, 7)])
+def test_due_in_the_last_round_too(rounds: int, every: int, expected: int) -> None:
+    assert due(rounds, every) == expected
+
+
+def test_rounds_are_counted_as_fit_does_them(tmp_path: Path) -> None:
+    def listeners() -> list[Any]:
+        return [FlatnessMonitor(4, [LambdaMax(samples=50, iterations=3), Discrepancy()]), Checkpoints(3, keep_all=True)]
+
+    options: dict[str, Any] = {"max_rounds": 11, "eval_every": 5}
+    data = Digits(num_clients=6, batch_size=32, val_fraction=0.1)
+    made = plan(trainer(tmp_path, callbacks=listeners(), **options), FedAvg(DigitsMLP(hidden=4)), data)
+    trainer(tmp_path, callbacks=listeners(), **options).fit(FedAvg(DigitsMLP(hidden=4)), data)
+    done = metrics(newest(tmp_path))
+    found = times(made)
+    assert found["local training"] == len(done["client/train/loss"]) == 11
+    assert found["evaluation (test)"] == len(done["server/test/acc"]) == 3
+    assert found["evaluation (val)"] == len(done["server/val/acc"]) == 3
+    assert found["FlatnessMonitor"] == len(done["flatness/lambda_max"]) == 3
+    assert found["Checkpoints"] == len(list((newest(tmp_path) / "checkpoints").glob("round_*.ckpt"))) == 4
+    assert all(
+        part.each > 0 for part in made.parts if part.name in ("local training", "FlatnessMonitor", "Checkpoints")
+    )
+
+
+def test_disk_and_rows_at_the_end(tmp_path: Path) -> None:
+    """Every client's row is there at the end, though few were seen while it was measured."""
+    options: dict[str, Any] = {"max_rounds": 60, "clients_per_round": 1, "eval_every": 60}
+    data = Digits(num_clients=40, batch_size=64)
+    made = plan(trainer(tmp_path, **options), SCAFFOLD(DigitsMLP()), data)
+    run = trainer(tmp_path, **options)
+    run.fit(SCAFFOLD(DigitsMLP()), data)
+    assert made.contents["clients' state"] == len(run.clients) * run.server.w.nbytes
+    assert made.disk == pytest.approx((run.run_dir / "checkpoints" / "last.ckpt").stat().st_size, rel=0.05)
+    assert made.memory > made.contents["data"] > 0 and made.device_memory == 0
+
+
+def test_makespan_gives_the_longest_to_whom_has_least() -> None:
+    """5 to A, 4 to B, 3 to B, 3 to A, 3 to B: A makes 8 steps, B 10."""
+    assert makespan([3, 5, 3, 4, 3], 2) == 10
+    assert makespan([3, 5, 3, 4, 3], 1) == 18
+    assert makespan([3, 5], 8) == 5
+
+
+def test_work_of_a_block_is_that_of_its_longest() -> None:
+    assert work([3, 5, 2], "sequential") == work([3, 5, 2], "debug") == 10
+    assert work([3, 5, 2], "batched") == 5
+    assert work([3, 5, 2], "graphed", block=2) == 5 + 2
+    assert work([], "batched") == 0
+    assert makespan([3, 5, 3, 4, 3], 2, "batched") == 5
+
+
+def test_messages_by_hand() -> None:
+    """Two nodes of four processes; 10 bytes/s within a node, 1 between; no latency but 1 s within."""
+    network = Network(4, 2, inside=(1.0, 10.0), across=(0.0, 1.0))
+    assert network.seconds([Message("rooted", 10)]) == pytest.approx(1 + 3 * 1 + 4 * 10)
+    assert network.seconds([Message("broadcast", 10)]) == pytest.approx(1 + 2 * 1 + 1 * 10)
+    assert network.seconds([Message("all_reduce", 10)]) == pytest.approx(1 + 1.5 * 1 + 1 * 10)
+    assert network.moved([Message("rooted", 10), Message("all_reduce", 1)]) == 7 * 10 + 7 * 2
+    alone = Network(1, 1, inside=(1.0, 10.0), across=(1.0, 1.0))
+    assert alone.seconds([Message("all_reduce", 10)]) == alone.moved([Message("rooted", 10)]) == 0
+
+
+def test_more_processes_move_more_and_train_less(tmp_path: Path) -> None:
+    one, four = (plan(trainer(tmp_path), SCAFFOLD(DigitsMLP(hidden=4)), digits(), n) for n in (1, 4))
+    assert one.moved == 0 < four.moved
+    assert one.bits == four.bits
+    assert not any("within a node" in sentence for sentence in one.assumptions)
+    assert any("within a node" in sentence for sentence in four.assumptions)
+
+
+def test_crowded_cores_are_told(tmp_path: Path) -> None:
+    made = plan(trainer(tmp_path), FedAvg(DigitsMLP(hidden=4)), digits(), devices=1000)
+    assert any("1000 processes with 1 threads share" in sentence for sentence in made.assumptions)
+
+
+def test_trainer_and_model_stay_as_they_are(tmp_path: Path) -> None:
+    root, model, monitor = tmp_path / "runs", SCAFFOLD(DigitsMLP(hidden=4)), FlatnessMonitor(every_n_rounds=7)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    mine = trainer(root, callbacks=[monitor])
+    settings, threads = dict(vars(mine)), torch.get_num_threads()
+    plan(mine, model, digits(), devices=2)
+    assert not root.exists()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert vars(mine) == settings
+    assert monitor.every_n_rounds == 7 and torch.get_num_threads() == threads
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("devices", 0), ("nodes", -1), ("bandwidth", 0.0)], ids=lambda value: str(value)
+)
+def test_numbers_out_of_range(key: str, value: float, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=f"^{key} = {value}: "):
+        plan(trainer(tmp_path), FedAvg(DigitsMLP(hidden=4)), digits(), **{key: value})  # type: ignore[arg-type]
+
+
+def test_engine_is_that_of_the_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    widths: list[int] = []
+    train = GraphedEngine.train
+
+    def noted(self: GraphedEngine, jobs: Any) -> Any:
+        widths.append(len(jobs))
+        return train(self, jobs)
+
+    monkeypatch.setattr(GraphedEngine, "train", noted)
+    options: dict[str, Any] = {"engine": "graphed", "clients_per_round": 6, "max_rounds": 3}
+    assert plan(trainer(tmp_path, **options), FedAvg(DigitsMLP(hidden=4)), digits(), devices=2).engine == "graphed"
+    assert set(widths) == {3}  # each of two processes trains half of the cohort
+
+
+def test_command_in_a_real_process(tmp_path: Path) -> None:
+    args = ["plan", "--model=SCAFFOLD", *DIGITS, "--devices=2", "--nodes=2", "--bandwidth=10"]
+    with process(SCRIPT, *args, cwd=tmp_path) as child:
+        out, err = child.communicate(timeout=120)
+    assert child.returncode == 0, err
+    assert "local training" in out and "on the wire: 468,480 bits" in out and "between nodes" in out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_command_takes_devices_of_the_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["--trainer.devices=3", "--trainer.num_nodes=2", "--trainer.strategy=ddp", "--json=true"]
+    cli("plan", "--model=FedAvg", *DIGITS, *asked, f"--trainer.default_root_dir={tmp_path / 'runs'}")
+    found = json.loads(capsys.readouterr().out)
+    assert (found["devices"], found["nodes"]) == (3, 2)
+    assert found["seconds"] == pytest.approx(sum(part["times"] * part["each"] for part in found["parts"]))
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("arg", "told"),
+    [
+        ("--devices=0", "devices = 0: at least 1"),
+        ("--devices=two", "devices = two: expected int"),
+        ("--bandwidth=-1", "bandwidth = -1.0: Gbit/s between nodes, above 0"),
+        ("--trainer.devices=auto", "trainer.devices = auto: say how many by --devices"),
+    ],
+)
+def test_mistake_is_one_line(arg: str, told: str) -> None:
+    with pytest.raises(SystemExit) as exit:
+        cli("plan", "--model=FedAvg", *DIGITS, arg)
+    assert exit.value.code == f"error: {told}"

@@ -1,0 +1,277 @@
+"""The papers' data sets, read from small files that were written in their own formats."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from PIL import Image
+from torch import nn
+from torch.utils.data import Dataset
+
+import fl_lightning
+from fl_lightning import CIFAR10, CIFAR100, CINIC10, AGNews, FedAvg, FederatedTrainer, FromDataset, Landmarks
+from fl_lightning.core.errors import UserError
+from fl_lightning.core.rng import numpy_generator
+from fl_lightning.data.text import basic_english, vocabulary
+from tests import generated
+from tests.generated import news, pictures
+
+RNG = numpy_generator(0, "test data sets")
+IMAGES = RNG.integers(0, 256, (200, 32, 32, 3), dtype=np.uint8)
+FINE = RNG.permutation(np.repeat(np.arange(100), 2))
+
+
+def cifar10(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    y = (FINE % 10).tolist()
+    generated.cifar10(folder, monkeypatch, (IMAGES[:100], y[:100]), (IMAGES[100:], y[100:]))
+
+
+def cifar100(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    y = FINE.tolist()
+    return generated.cifar100(folder, monkeypatch, (IMAGES[:150], y[:150]), (IMAGES[150:], y[150:]))
+
+
+def test_cifar10(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cifar10(tmp_path, monkeypatch)
+    data = CIFAR10(str(tmp_path), num_clients=5)
+    data.setup()
+    assert torch.equal(torch.as_tensor(data.x_train).movedim(1, -1), torch.from_numpy(IMAGES[:100]))
+    np.testing.assert_array_equal(data.y_test, FINE[100:] % 10)
+    assert data.std == [0.2470, 0.2434, 0.2616]
+
+
+def test_cifar100_knows_coarse_labels_and_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = cifar100(tmp_path, monkeypatch)
+    data = CIFAR100(str(tmp_path), num_clients=5)
+    data.setup()
+    np.testing.assert_array_equal(data.y_train, FINE[:150])
+    np.testing.assert_array_equal(data.coarse, FINE[:150] // 5)
+    assert data.names == names
+    assert data.mean == [0.5071, 0.4865, 0.4409]
+    (tmp_path / "cifar-100-python" / "train").write_bytes(b"cut")
+    there = "put there cifar-100-python, from https://www.cs.toronto.edu/~kriz/cifar.html, or set download: true"
+    with pytest.raises(UserError, match=rf"^data.data_dir = [^\n]*CIFAR100 cannot be read [^\n]*corrupted.*; {there}$"):
+        CIFAR100(str(tmp_path)).setup()
+
+
+def run(data: Any, net: nn.Module, folder: Path) -> FederatedTrainer:
+    """A round of every client."""
+    trainer = FederatedTrainer(
+        max_rounds=1, clients_per_round=data.num_clients, engine="sequential", accelerator="cpu", callbacks=[],
+        default_root_dir=str(folder / "runs"), enable_progress_bar=False,
+    )  # fmt: skip
+    trainer.fit(FedAvg(net=net), data)
+    return trainer
+
+
+# CINIC-10
+
+
+@pytest.mark.parametrize("valid", [False, True])
+def test_cinic10(valid: bool, tmp_path: Path) -> None:
+    for part, start in (("train", 0), ("valid", 40), ("test", 80)):
+        for label, name in enumerate(("airplane", "automobile")):
+            pictures(tmp_path / part / name, IMAGES[start + 4 * label :][:4])
+    data = CINIC10(str(tmp_path), valid, num_clients=2)
+    with pytest.warns(UserWarning, match=r"CINIC10: \d+ training and 8 test samples, not the \d+0000 and 90000 of the"):
+        data.setup()
+    x = torch.as_tensor(data.x_train).movedim(1, -1)
+    assert torch.equal(x[:8], torch.from_numpy(IMAGES[:8]))
+    assert len(x) == (16 if valid else 8)
+    assert data.y_train.tolist() == [0] * 4 + [1] * 4 + ([0] * 4 + [1] * 4 if valid else [])
+    if valid:
+        assert torch.equal(x[8:], torch.from_numpy(IMAGES[40:48]))
+    assert data.std == [0.24205776, 0.23828046, 0.25874835]
+    (tmp_path / "test").rename(tmp_path / "other")
+    message = (
+        r"^data.root = '[^\n]*': 'test' is missing; expected there train, [^\n]*from https://github.com/BayesWatch"
+    )
+    with pytest.raises(UserError, match=message):
+        CINIC10(str(tmp_path), valid).setup()
+
+
+# AG News
+
+
+def test_basic_english() -> None:
+    """By the rules of torchtext's tokeniser."""
+    text = 'It\'s "Wall St." (Reuters): up,down; 3.5<br />why?!  end'
+    want = "it ' s wall st . ( reuters ) up , down 3 . 5 why ? ! end"
+    assert basic_english(text) == want.split()
+
+
+def test_vocabulary_is_in_order_of_frequency_then_alphabet() -> None:
+    tokens = vocabulary([["b", "a", "c"], ["c", "b", "<unk>"], ["c"]])
+    assert tokens == {"<unk>": 0, "c": 1, "b": 2, "a": 3}
+
+
+def test_ag_news(tmp_path: Path) -> None:
+    train = [(k, "Oil up, again", "Prices rise; oil, oil.") for k in (1, 2, 3, 4)] + [(3, "Quiet", "day")]
+    home = news(tmp_path, train, [(4, "Robots", 'say ""hi""'), (1, "Oil", "down")])
+    data = AGNews(home, max_length=6, num_clients=5)
+    with pytest.warns(UserWarning, match="AGNews: 5 training and 2 test samples, not the 120000 and 7600"):
+        data.setup()
+    tokens = data.vocabulary
+    assert list(tokens)[:3] == ["<unk>", "oil", ","] and {"down", "hi"} < set(tokens)  # of the test texts, too
+    assert data.y_train.tolist() == [0, 1, 2, 3, 2] and data.y_test.tolist() == [3, 0]
+    x = torch.as_tensor(data.x_train)
+    assert x.dtype == torch.int64 and x.shape == (5, 6)
+    assert x[0].tolist() == [tokens[t] for t in ("oil", "up", ",", "again", "prices", "rise")]
+    assert x[4].tolist() == [tokens["quiet"], tokens["day"], 0, 0, 0, 0]
+
+    class Bag(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.fc = nn.Embedding(len(tokens), 4, padding_idx=0), nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.fc(self.embedding(x).mean(1))  # type: ignore[no-any-return]
+
+    assert "server/test/acc" in run(data, Bag(), tmp_path).metrics
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (("5", "a", "b"), r"train.csv': line 2 is not class \(1 to 4\), title, description; get it anew from http"),
+        (("1",), r"train.csv': line 2 is not class"),
+    ],
+)
+def test_broken_news(row: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=message):
+        AGNews(news(tmp_path, [(1, "a", "b"), row], [(1, "a", "b")])).setup()
+    (tmp_path / "train.csv").unlink()
+    with pytest.raises(UserError, match=r"'train.csv' is missing; expected there train.csv, test.csv, from http"):
+        AGNews(str(tmp_path)).setup()
+    with pytest.raises(UserError, match="max_length = 0: use 1 or more"):
+        AGNews(max_length=0)
+
+
+# Landmarks
+
+
+def landmarks(folder: Path, nested: bool) -> list[str]:
+    """Five photographs of three users, of two sizes; two to test."""
+    names = [f"{i}a{i:014x}" for i in range(7)]
+    photographs = {name: np.full((20 + i, 30, 3), 30 * i, np.uint8) for i, name in enumerate(names)}
+    users = ["10", "2", "10", "7", "2"]
+    rows = [(user, name, i % 3) for i, (user, name) in enumerate(zip(users, names, strict=False))]
+    generated.landmarks(folder, photographs, rows, [(names[5], 2), (names[6], 0)], nested)
+    return names
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.filterwarnings("ignore:Landmarks")
+def test_landmarks(nested: bool, tmp_path: Path) -> None:
+    names = landmarks(tmp_path, nested)
+    data = Landmarks(str(tmp_path), image_size=8, num_clients=3, batch_size=2)
+    data.setup()
+    assert [part.tolist() for part in data.clients] == [[1, 4], [3], [0, 2]]  # users 2, 7, 10
+    assert data.y_train.tolist() == [0, 1, 2, 0, 1] and data.y_test.tolist() == [2, 0]
+    x, _ = next(data.eval_batches("test"))
+    grey = (x.mean((1, 2, 3)) * 255).round().tolist()
+    assert grey == [150, 180] and x.shape == (2, 3, 8, 8)  # a flat JPEG is exact
+    run(data, nn.Sequential(nn.Flatten(), nn.Linear(192, 3)), tmp_path)
+    with pytest.raises(UserError, match=r"data.num_clients = 4, but Natural has 3 clients; set it to 3"):
+        Landmarks(str(tmp_path), image_size=8, num_clients=4).setup()
+    photograph = next((tmp_path / "images").rglob(f"{names[6]}.jpg"))
+    photograph.write_bytes(b"rubbish")
+    with pytest.raises(UserError, match=rf"^data.images = '{photograph}' is no readable image"):
+        list(data.eval_batches("test"))
+    photograph.unlink()
+    message = rf"images': 1 of 2 photographs are missing, such as '[^\n]*{names[6]}.jpg'; expected there <image_id>.jpg"
+    with pytest.raises(UserError, match=message):
+        Landmarks(str(tmp_path), num_clients=3).setup()
+    (tmp_path / "test.csv").write_text("image_id,class\nabc,x\n")
+    with pytest.raises(UserError, match=r"test.csv': line 2 is not image_id, class; get it anew from https://github"):
+        Landmarks(str(tmp_path), num_clients=3).setup()
+    (tmp_path / "test.csv").unlink()
+    with pytest.raises(UserError, match=r"'test.csv' is missing; expected there federated_train.csv, test.csv, from"):
+        Landmarks(str(tmp_path)).setup()
+
+
+# Any torch data set
+
+
+class Pairs(Dataset):  # type: ignore[type-arg]
+    """Images with a label each, counted when they are read."""
+
+    def __init__(self, images: Any, labels: Any) -> None:
+        self.images, self.labels, self.reads = images, labels, 0
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        self.reads += 1
+        return self.images[index], int(self.labels[index])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("kind", ["array", "tensor", "PIL"])
+def test_any_dataset_with_clients(kind: str, stream: bool, tmp_path: Path) -> None:
+    as_kind = {"array": lambda x: x, "tensor": torch.from_numpy, "PIL": Image.fromarray}[kind]
+    train = Pairs([as_kind(x) for x in IMAGES[:6]], [0, 1, 2, 0, 1, 2])
+    test = Pairs([as_kind(x) for x in IMAGES[6:8]], [1, 0])
+    data = FromDataset(train, test, ["ann", "bob", "ann", "bob", "ann", "cy"], stream=stream, batch_size=2)
+    data.setup()
+    assert [part.tolist() for part in data.clients] == [[0, 2, 4], [1, 3], [5]]
+    x, y = next(data.eval_batches([4, 1]))
+    np.testing.assert_allclose(x.movedim(1, -1).numpy(), IMAGES[[4, 1]] / 255, rtol=1e-6)
+    assert y.tolist() == [1, 1]
+    before = train.reads
+    run(data, nn.Sequential(nn.Flatten(), nn.Linear(3072, 3)), tmp_path)
+    assert (train.reads > before) is stream
+
+
+def test_targets_spare_reading(tmp_path: Path) -> None:
+    train = Pairs(IMAGES[:6], [0, 1] * 3)
+    train.targets = [0, 1] * 3  # type: ignore[attr-defined]
+    data = FromDataset(train, Pairs(IMAGES[6:8], [1, 0]), num_clients=2, stream=True)
+    data.setup()
+    assert train.reads == 1 and data.y_train.tolist() == [0, 1] * 3
+
+
+def test_faulty_datasets() -> None:
+    good = Pairs(IMAGES[:4], [0, 1, 0, 1])
+    with pytest.raises(UserError, match="clients: 3 of them for 4 samples; give the client of each"):
+        FromDataset(good, good, [0, 1, 1])
+    odd = Pairs([*IMAGES[:3], IMAGES[3, :5]], [0, 1, 0, 1])
+    with pytest.raises(UserError, match=r"train: sample 3 is uint8 \(5, 32, 3\), the first is uint8 \(32, 32, 3\)"):
+        FromDataset(odd, good, num_clients=2).setup()
+    with pytest.raises(UserError, match="test: no samples"):
+        FromDataset(good, Pairs([], []), num_clients=2).setup()
+
+
+# Documentation
+
+
+def test_code_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[1] / "docs" / "data.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    made = []
+    for block in blocks:
+        exec(block, names)
+        if "data = " in block:
+            data = names["data"]
+            data.setup()
+            made.append((type(data).__name__, data.num_clients, data.client_sizes.tolist()))
+            assert len(block.strip().splitlines()) < 15
+    assert made == [("Arrays", 5, [10] * 5), ("FromDataset", 3, [20] * 3), ("Sensors", 2, [10, 20])]
+
+
+def test_yaml_of_the_page_is_a_config() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "data.md").read_text()
+    for block in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL):
+        given = yaml.safe_load(block)["data"]
+        settings = given["init_args"].pop("augment")
+        augment = getattr(fl_lightning, settings["class_path"])(**settings["init_args"])
+        assert getattr(fl_lightning, given["class_path"])(**given["init_args"], augment=augment).augment is augment

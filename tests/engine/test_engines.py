@@ -1,0 +1,257 @@
+"""All engines give the same numbers; what they cannot run they refuse."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fl_lightning import (
+    ASAM,
+    LESAM,
+    SAM,
+    SGD,
+    SWA,
+    Arrays,
+    Augment,
+    BernoulliSampler,
+    FedAvg,
+    FederatedTrainer,
+    FedGMT,
+    LocalObjective,
+    UserError,
+    algorithms,
+)
+from fl_lightning.engine import GraphedEngine
+from fl_lightning.engine.record import RecordedRound
+from tests.conftest import Golden
+
+SIZES = (11, 3, 17, 8, 5)
+"""Minibatches of 4: between 1 and 5 steps a client, the last ones short."""
+
+
+class Net(nn.Sequential):
+    def __init__(self) -> None:
+        torch.manual_seed(1)
+        super().__init__(
+            nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.MaxPool2d(2), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3)
+        )
+
+
+class Small(nn.Sequential):
+    def __init__(self) -> None:
+        torch.manual_seed(1)
+        super().__init__(nn.Flatten(), nn.Linear(72, 4), nn.ReLU(), nn.Linear(4, 3))
+
+
+def data(batch_size: int | None = 4) -> Arrays:
+    rng = np.random.default_rng(0)
+    x = [rng.integers(0, 256, (n, 6, 6, 2), dtype=np.uint8).transpose(0, 3, 1, 2) for n in (*SIZES, 8)]
+    y = [rng.integers(0, 3, n) for n in (*SIZES, 8)]
+    y[0][:3] = 0, 1, 2
+    clients = list(zip(x[:-1], y[:-1], strict=True))
+    return Arrays(client_arrays=clients, test=(x[-1], y[-1]), batch_size=batch_size, augment=Augment(crop=1))
+
+
+def train(
+    folder: Path, objective: LocalObjective, engine: str, batch: int | None = 4, **options: Any
+) -> FederatedTrainer:
+    trainer = FederatedTrainer(
+        **{"max_rounds": 3, "clients_per_round": 4, "precision": "64-true", **options},
+        engine=engine,  # type: ignore[arg-type]
+        accelerator="cpu",
+        threads=1,
+        default_root_dir=str(folder),
+        enable_progress_bar=False,
+    )
+    trainer.fit(objective, data(batch))
+    return trainer
+
+
+def assert_close(a: FederatedTrainer, b: FederatedTrainer) -> None:
+    """Server state, client rows and logged losses, to rounding in float64."""
+    rows_a, rows_b = a.clients.rows(), b.clients.rows()
+    assert rows_a.keys() == rows_b.keys()
+    pairs = [(f"server.{name}", a.server[name], b.server[name]) for name in a.server]
+    pairs += [(f"client {k}.{name}", rows_a[k][name], rows_b[k][name]) for k in rows_a for name in rows_a[k]]
+    for name, x, y in pairs:
+        assert (x - y).abs().max() <= 1e-12 * max(float(y.abs().max()), 1e-3), name
+    assert a.metrics["client/train/loss"] == pytest.approx(b.metrics["client/train/loss"], rel=1e-12)
+
+
+@pytest.mark.parametrize("name", algorithms.__all__)
+def test_every_algorithm_on_every_engine(name: str, tmp_path: Path) -> None:
+    """Unequal numbers of steps and samples, momentum, weight decay, clipping, augmentation, a decaying lr."""
+
+    def objective() -> LocalObjective:
+        optimizer = SGD(0.05, momentum=0.9, weight_decay=1e-3, clip=1.0, lr_decay=0.9)
+        return getattr(algorithms, name)(net=Small(), optimizer=optimizer)  # type: ignore[no-any-return]
+
+    sequential = train(tmp_path, objective(), "sequential")
+    for engine in ("batched", "graphed"):
+        assert_close(train(tmp_path, objective(), engine), sequential)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"local_steps": 6},
+        {"client_block": 3},
+        {"sampler": BernoulliSampler(0.5), "max_rounds": 5},
+        {"batch": None, "local_steps": 2},
+    ],
+    ids=["steps", "blocks of 3", "cohorts of any size", "full batch"],
+)
+def test_shapes(options: dict[str, Any], tmp_path: Path) -> None:
+    def objective() -> LocalObjective:
+        return algorithms.SCAFFOLD(net=Net(), ascent=ASAM(0.1, warmup=2), averaging=SWA(start=1, cycle=1))
+
+    sequential = train(tmp_path, objective(), "sequential", **options)
+    for engine in ("batched", "graphed"):
+        assert_close(train(tmp_path, objective(), engine, **options), sequential)
+
+
+def test_a_record_is_used_again(tmp_path: Path) -> None:
+    """The round of a warm-up is an input of the record, lr too; a comparison that turns over makes a new one."""
+
+    def objective() -> LocalObjective:
+        return FedGMT(net=Net(), ascent=SAM(0.1, warmup=4), optimizer=SGD(0.05, lr_decay=0.9))
+
+    options = {"max_rounds": 8, "local_steps": 2, "batch": 2}
+    graphed = train(tmp_path, objective(), "graphed", **options)
+    assert isinstance(graphed.engine, GraphedEngine)
+    assert graphed.engine.records.made == 2  # before the end of the warm-up, and after it
+    assert_close(graphed, train(tmp_path, objective(), "sequential", **options))
+
+
+def test_a_setting_changed_during_the_run_is_seen(tmp_path: Path) -> None:
+    from fl_lightning import Callback
+
+    class Wider(Callback):
+        def on_round_end(self, trainer: FederatedTrainer) -> None:
+            trainer.objective.ascent.rho = 0.3  # type: ignore[union-attr]
+
+    runs = [
+        train(tmp_path, FedAvg(net=Net(), ascent=SAM(0.1)), engine, callbacks=[Wider()])
+        for engine in ("sequential", "graphed")
+    ]
+    assert_close(*runs)
+    assert not torch.equal(runs[0].server.w, train(tmp_path, FedAvg(net=Net(), ascent=SAM(0.1)), "sequential").server.w)
+
+
+def test_arithmetic_on_the_recorded_round() -> None:
+    t = RecordedRound(3, torch.tensor(3.0))
+    assert t < 5 and not t >= 4 and t
+    assert float(1 - t / 6) == 0.5 and float(2 * t + 1) == 7
+    assert t.hold(2) and not t.hold(5) and not t.hold(0)
+    with pytest.raises(TypeError):
+        range(t)  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+def test_compiled(tmp_path: Path) -> None:
+    def objective() -> LocalObjective:
+        return FedAvg(net=Small(), ascent=LESAM(0.1), optimizer=SGD(0.05, 0.9))
+
+    options = {"local_steps": 2, "batch": 2}
+    compiled = train(tmp_path, objective(), "graphed", compile=True, **options)
+    assert_close(compiled, train(tmp_path, objective(), "sequential", **options))
+
+
+class OwnStep(LocalObjective):
+    def training_step(self, batch: tuple[Tensor, ...], batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx)
+
+
+class LooksAtValues(LocalObjective):
+    def local_step(self, w: Tensor, grad: Any, client: Any, sent: Any, ctx: Any) -> Any:
+        g = grad(w)
+        return (g if g.sum() > 0 else -g), client
+
+
+class CountsRounds(LocalObjective):
+    def local_step(self, w: Tensor, grad: Any, client: Any, sent: Any, ctx: Any) -> Any:
+        return sum(grad(w) for _ in range(1 + ctx.t)), client
+
+
+@pytest.mark.parametrize(
+    ("objective", "engine", "says"),
+    [
+        (OwnStep(net=Net()), "batched", "OwnStep defines training_step; define `losses`"),
+        (FedAvg(net=nn.Sequential(Net(), nn.Dropout())), "batched", "cannot be batched .*random"),
+        (FedAvg(net=nn.Sequential(Net(), nn.Dropout())), "graphed", "cannot be batched .*random"),
+        (LooksAtValues(net=Net()), "batched", "for several clients at once .* something else"),
+        (LooksAtValues(net=Net()), "graphed", "cannot be batched .*get value out of a tracing tensor"),
+        (CountsRounds(net=Net()), "graphed", "cannot be batched .*only integer"),
+    ],
+    ids=["training_step", "dropout", "dropout graphed", "reduces", "values", "round"],
+)
+def test_what_cannot_be_batched_is_told(objective: LocalObjective, engine: str, says: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=says) as error:
+        train(tmp_path, objective, engine)
+    assert "sequential" in str(error.value) and "\n" not in str(error.value)
+    train(tmp_path, FedAvg(net=Net()), "sequential")
+
+
+@pytest.mark.parametrize(
+    ("lr", "what"), [(1e160, r"round 1, client \d, local step 2 of \d: the (loss|gradient) is not finite")]
+)
+def test_debug_engine_names_the_first_value(lr: float, what: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=what):
+        train(tmp_path, FedAvg(net=Net(), optimizer=SGD(lr)), "debug", local_steps=3)
+    calm = train(tmp_path, FedAvg(net=Net()), "debug")
+    assert torch.equal(calm.server.w, train(tmp_path, FedAvg(net=Net()), "sequential").server.w)
+
+
+def test_auto_measures_and_keeps_its_choice(golden: Golden, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trainer = train(tmp_path, FedAvg(net=Net()), "auto", max_rounds=2)
+    assert trainer.engine_name == "sequential"  # too short to measure
+    assert "engine:" not in capsys.readouterr().out
+    path = trainer.run_dir / "checkpoints" / "last.ckpt"
+    long = FederatedTrainer(
+        max_rounds=2, clients_per_round=4, precision="64-true", local_steps=4, accelerator="cpu", threads=1,
+        default_root_dir=str(tmp_path), enable_progress_bar=False,
+    )  # fmt: skip
+    long.max_rounds = 100_000
+    long._launch()
+    long._run_name = "measured"
+    long._set_up(FedAvg(net=Small()), data(batch_size=2), None)
+    before = long.server.w.clone()
+    long._choose_engine(None, long._sample_jobs)
+    out = capsys.readouterr().out
+    assert long.engine_name == "graphed" and f"engine: {long.engine_name} (sequential " in out
+    assert "batched " in out and "graphed " in out
+    assert torch.equal(long.server.w, before) and len(long.clients) == 0
+    long.engine_name = "auto"
+    long._choose_engine("batched", long._sample_jobs)  # a checkpoint's
+    assert long.engine_name == "batched" and capsys.readouterr().out == ""
+    assert torch.load(path, weights_only=True)["engine"] == "sequential"
+
+
+@pytest.mark.slow
+def test_memory_is_flat(tmp_path: Path) -> None:
+    """Over 200 rounds nothing is kept: neither tensors nor records."""
+    import gc
+
+    from fl_lightning import Callback
+
+    class Count(Callback):
+        def __init__(self) -> None:
+            self.tensors: list[int] = []
+
+        def on_round_logged(self, trainer: FederatedTrainer, metrics: Any) -> None:
+            if trainer.round in (50, 200):
+                gc.collect()
+                self.tensors.append(sum(v.numel() for v in gc.get_objects() if type(v) is Tensor))
+
+    for engine in ("sequential", "batched", "graphed"):
+        count = Count()
+        train(
+            tmp_path, algorithms.FedSMOO(net=Small()), engine, max_rounds=200, eval_every=200, local_steps=1,
+            sampler=None, clients_per_round=5, callbacks=[count],
+        )  # fmt: skip
+        assert count.tensors[1] <= count.tensors[0] * 1.01, engine

@@ -1,0 +1,362 @@
+"""Every algorithm, round by round, against an independent transcription of its box (tests/boxes.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+import fl_lightning as fl
+from tests import boxes
+from tests.conftest import GOLDEN, Golden
+from tests.integration.boxes import Models, Problem, Setting, asam, fedopt, momentum, sam
+
+Box = Callable[[Problem], Models]
+Averaged = Callable[[Problem], tuple[Models, Models]]
+Make = Callable[..., fl.LocalObjective]
+
+COHORTS = [[2, 0, 1], [3], [0, 1, 2, 3], [1, 2], [3, 0, 1], [0]]
+SETTINGS = {
+    "wd": Setting(weight_decay=1e-3, weighting="uniform"),
+    "momentum": Setting(momentum=0.9, lr_decay=0.9, weighting="samples"),
+    "K1-cohorts": Setting(weight_decay=1e-3, local_steps=1, weighting="samples", schedule=COHORTS),
+    "K5-clip": Setting(momentum=0.5, clip=1.0, local_steps=5, weighting="uniform"),
+}
+
+CASES: dict[str, tuple[Box, Make]] = {
+    "FedAvg": (boxes.fedavg, lambda **k: fl.FedAvg(**k)),
+    "FedAvg-RI": (lambda P: boxes.fedavg(P, b=0.1), lambda **k: fl.FedAvg(relaxed_init=0.1, **k)),
+    "FedProx": (lambda P: boxes.fedavg(P, mu=0.1), lambda **k: fl.FedProx(mu=0.1, **k)),
+    "FedProx+ASAM": (
+        lambda P: boxes.fedavg(P, asam(0.5, 0.2), mu=0.1),
+        lambda **k: fl.FedProx(mu=0.1, ascent=fl.ASAM(0.5, 0.2), **k),
+    ),
+    "FedAvg-server_lr": (
+        lambda P: boxes.fedavg(P, server=momentum(0.0, 0.5)),
+        lambda **k: fl.FedAvg(server_update=fl.ServerUpdate(0.5), **k),
+    ),
+    "FedAvgM": (
+        lambda P: boxes.fedavg(P, server=momentum(0.7, 0.8)),
+        lambda **k: fl.FedAvgM(beta=0.7, server_lr=0.8, **k),
+    ),
+    "FedAvgM+ASAM": (
+        lambda P: boxes.fedavg(P, asam(0.5, 0.2), server=momentum(0.7)),
+        lambda **k: fl.FedAvgM(beta=0.7, ascent=fl.ASAM(0.5, 0.2), **k),
+    ),
+    "FedAdam": (
+        lambda P: boxes.fedavg(P, server=fedopt("adam", 0.1, 0.01, 0.9, 0.99)),
+        lambda **k: fl.FedAdam(server_lr=0.1, beta1=0.9, beta2=0.99, tau=0.01, **k),
+    ),
+    "FedAdam-google": (
+        lambda P: boxes.fedavg(P, server=fedopt("adam", 0.1, 0.01, 0.9, 0.999, bias_correction=True)),
+        lambda **k: fl.FedAvg(
+            server_update=fl.ServerAdam(lr=0.1, beta1=0.9, beta2=0.999, tau=0.01, v0="0", bias_correction=True), **k
+        ),
+    ),
+    "FedAdam-tau2": (
+        lambda P: boxes.fedavg(P, server=fedopt("adam", 0.1, 0.01, 0.9, 0.99, v0="tau2")),
+        lambda **k: fl.FedAvg(server_update=fl.ServerAdam(lr=0.1, beta1=0.9, beta2=0.99, tau=0.01, v0="tau2"), **k),
+    ),
+    "FedYogi": (
+        lambda P: boxes.fedavg(P, server=fedopt("yogi", 0.1, 0.01, 0.9, 0.99)),
+        lambda **k: fl.FedYogi(server_lr=0.1, beta1=0.9, beta2=0.99, tau=0.01, **k),
+    ),
+    "FedYogi-tau2-google": (
+        lambda P: boxes.fedavg(P, server=fedopt("yogi", 0.1, 0.01, 0.9, 0.99, "tau2", True)),
+        lambda **k: fl.FedAvg(
+            server_update=fl.ServerYogi(lr=0.1, beta1=0.9, beta2=0.99, tau=0.01, v0="tau2", bias_correction=True), **k
+        ),
+    ),
+    "FedAdagrad": (
+        lambda P: boxes.fedavg(P, server=fedopt("adagrad", 0.1, 0.01, 0.0)),
+        lambda **k: fl.FedAdagrad(server_lr=0.1, tau=0.01, **k),
+    ),
+    "FedAdagrad-beta1-tau2": (
+        lambda P: boxes.fedavg(P, server=fedopt("adagrad", 0.1, 0.01, 0.9, v0="tau2")),
+        lambda **k: fl.FedAvg(server_update=fl.ServerAdagrad(lr=0.1, tau=0.01, beta1=0.9, v0="tau2"), **k),
+    ),
+    "FedSAM": (lambda P: boxes.fedavg(P, sam(0.1)), lambda **k: fl.FedSAM(rho=0.1, **k)),
+    "FedSAM-warmup": (
+        lambda P: boxes.fedavg(P, sam(0.1, 3, 0.01)),
+        lambda **k: fl.FedAvg(ascent=fl.SAM(0.1, warmup=3, rho0=0.01), **k),
+    ),
+    "FedASAM": (lambda P: boxes.fedavg(P, asam(0.5, 0.2)), lambda **k: fl.FedASAM(rho=0.5, eta=0.2, **k)),
+    "SCAFFOLD": (boxes.scaffold, lambda **k: fl.SCAFFOLD(**k)),
+    "SCAFFOLD+ASAM": (
+        lambda P: boxes.scaffold(P, asam(0.5, 0.2)),
+        lambda **k: fl.SCAFFOLD(ascent=fl.ASAM(0.5, 0.2), **k),
+    ),
+    "SCAFFOLD-server_lr": (
+        lambda P: boxes.scaffold(P, eta_g=0.7),
+        lambda **k: fl.SCAFFOLD(server_update=fl.ServerUpdate(0.7), **k),
+    ),
+    "FedGAMMA": (lambda P: boxes.scaffold(P, sam(0.1)), lambda **k: fl.FedGAMMA(rho=0.1, **k)),
+    "FedGAMMA-mean": (
+        lambda P: boxes.scaffold(P, sam(0.1), "mean"),
+        lambda **k: fl.FedGAMMA(rho=0.1, c_scale="mean", **k),
+    ),
+    "FedCM": (lambda P: boxes.fedcm(P, 0.1), lambda **k: fl.FedCM(alpha=0.1, **k)),
+    "MoFedSAM": (lambda P: boxes.fedcm(P, 0.3, sam(0.1)), lambda **k: fl.MoFedSAM(rho=0.1, alpha=0.3, **k)),
+    "MoFedSAM-server_lr": (
+        lambda P: boxes.fedcm(P, 0.3, sam(0.1), eta_g=0.7),
+        lambda **k: fl.MoFedSAM(rho=0.1, alpha=0.3, server_update=fl.ServerUpdate(0.7), **k),
+    ),
+    "MoFedSAM-gf_repo": (
+        lambda P: boxes.fedcm(P, 0.3, sam(0.1), eta_g=0.1, gf_repo=True),
+        lambda **k: fl.MoFedSAM(rho=0.1, alpha=0.3, step="gf_repo", server_update=fl.ServerUpdate(0.1), **k),
+    ),
+    "AdaBest": (lambda P: boxes.adabest(P, 0.1, 0.8), lambda **k: fl.AdaBest(mu=0.1, beta=0.8, **k)),
+    "AdaBest+ASAM": (
+        lambda P: boxes.adabest(P, 0.1, 0.8, asam(0.5, 0.2)),
+        lambda **k: fl.AdaBest(mu=0.1, beta=0.8, ascent=fl.ASAM(0.5, 0.2), **k),
+    ),
+    "FedNTD": (lambda P: boxes.fedntd(P, 0.8, 2.0), lambda **k: fl.FedNTD(gamma=0.8, tau=2.0, **k)),
+    "FedNova": (boxes.fednova, lambda **k: fl.FedNova(**k)),
+    "FedDyn": (lambda P: boxes.feddyn(P, 5.0), lambda **k: fl.FedDyn(beta=5.0, **k)),
+    "FedDyn-unsquared": (
+        lambda P: boxes.feddyn(P, 5.0, prox="unsquared"),
+        lambda **k: fl.FedDyn(beta=5.0, prox="unsquared", **k),
+    ),
+    "FedDyn-fl_simulator": (
+        lambda P: boxes.feddyn(P, 5.0, prox="fl_simulator"),
+        lambda **k: fl.FedDyn(beta=5.0, prox="fl_simulator", **k),
+    ),
+    "FedDyn+SAM": (
+        lambda P: boxes.feddyn(P, 5.0, sam(0.1)),
+        lambda **k: fl.FedDyn(beta=5.0, ascent=fl.SAM(0.1), **k),
+    ),
+    "FedDyn-RI": (lambda P: boxes.feddyn(P, 5.0, b=0.1), lambda **k: fl.FedDyn(beta=5.0, relaxed_init=0.1, **k)),
+    "FedSpeed": (
+        lambda P: boxes.feddyn(P, 5.0, sam(0.1), alpha=0.9),
+        lambda **k: fl.FedSpeed(rho=0.1, alpha=0.9, beta=5.0, **k),
+    ),
+    "FedSpeed-active": (
+        lambda P: boxes.feddyn(P, 5.0, sam(0.1), dual_agg="active"),
+        lambda **k: fl.FedSpeed(rho=0.1, alpha=1.0, beta=5.0, dual_agg="active", **k),
+    ),
+    "FedSpeed-RI": (
+        lambda P: boxes.feddyn(P, 5.0, sam(0.1), alpha=0.9, b=0.1),
+        lambda **k: fl.FedSpeed(rho=0.1, alpha=0.9, beta=5.0, relaxed_init=0.1, **k),
+    ),
+    "FedSMOO-RI": (
+        lambda P: boxes.fedsmoo(P, 0.1, 5.0, b=0.1),
+        lambda **k: fl.FedSMOO(rho=0.1, beta=5.0, relaxed_init=0.1, **k),
+    ),
+    "FedSMOO": (lambda P: boxes.fedsmoo(P, 0.1, 5.0), lambda **k: fl.FedSMOO(rho=0.1, beta=5.0, **k)),
+    "FedSMOO-noreg": (
+        lambda P: boxes.fedsmoo(P, 0.1, 5.0, use_dual=False),
+        lambda **k: fl.FedSMOO(rho=0.1, beta=5.0, use_dual=False, **k),
+    ),
+    "FedSMOO-mu_only-unsquared": (
+        lambda P: boxes.fedsmoo(P, 0.1, 5.0, s_agg="mu_only", prox="unsquared"),
+        lambda **k: fl.FedSMOO(rho=0.1, beta=5.0, s_agg="mu_only", prox="unsquared", **k),
+    ),
+    "FedSMOO-fl_simulator": (
+        lambda P: boxes.fedsmoo(P, 0.1, 5.0, prox="fl_simulator"),
+        lambda **k: fl.FedSMOO(rho=0.1, beta=5.0, prox="fl_simulator", **k),
+    ),
+    "FedGF": (
+        lambda P: boxes.fedgf(P, 0.1, T_D=0.3, W=3, rho_g=0.2),
+        lambda **k: fl.FedGF(rho=0.1, rho_g=0.2, T_D=0.3, W=3, **k),
+    ),
+    "FedGF-full": (
+        lambda P: boxes.fedgf(P, 0.1, T_D=0.3, W=4, window_warmup="full"),
+        lambda **k: fl.FedGF(rho=0.1, T_D=0.3, W=4, window_warmup="full", **k),
+    ),
+    "FedGF-server_lr": (
+        lambda P: boxes.fedgf(P, 0.1, T_D=0.3, W=3, eta_g=0.7),
+        lambda **k: fl.FedGF(rho=0.1, T_D=0.3, W=3, server_update=fl.ServerUpdate(0.7), **k),
+    ),
+    "FedGF-static": (
+        lambda P: boxes.fedgf(P, 0.1, T_D=0.3, W=3, c=0.5),
+        lambda **k: fl.FedGF(rho=0.1, T_D=0.3, W=3, c=0.5, **k),
+    ),
+    "FedGMT": (
+        lambda P: boxes.fedgmt(P, 1.0, 3.0, 0.8, 5.0),
+        lambda **k: fl.FedGMT(gamma=1.0, tau=3.0, ema_alpha=0.8, beta=5.0, **k),
+    ),
+    "FedGMT-tau1": (
+        lambda P: boxes.fedgmt(P, 0.7, 2.0, 0.9, 5.0, kl_tau2=False),
+        lambda **k: fl.FedGMT(gamma=0.7, tau=2.0, ema_alpha=0.9, beta=5.0, kl_tau2=False, **k),
+    ),
+    "FedGloSS": (
+        lambda P: boxes.fedgloss(P, 0.1, 5.0),
+        lambda **k: fl.FedGloSS(rho=0.1, beta=5.0, ascent=None, **k),
+    ),
+    "FedGloSS-SAM-warmup": (
+        lambda P: boxes.fedgloss(P, 0.1, 5.0, rho_l=0.15, T_s=3),
+        lambda **k: fl.FedGloSS(rho=0.1, beta=5.0, ascent=fl.SAM(0.15, warmup=3, rho0=1e-3), **k),
+    ),
+    "FedGloSS-code-linear": (
+        lambda P: boxes.fedgloss(P, 0.1, 5.0, 0.15, 3, 0.01, sigma_scale="code", rho_schedule="linear"),
+        lambda **k: fl.FedGloSS(
+            rho=0.1,
+            beta=5.0,
+            sigma_scale="code",
+            rho_schedule="linear",
+            warmup=3,
+            rho0=0.01,
+            ascent=fl.SAM(0.15, warmup=3, rho0=0.01),
+            **k,
+        ),
+    ),
+    "FedGloSS-clean-repo_bug": (
+        lambda P: boxes.fedgloss(P, 0.1, 5.0, 0.15, 3, 0.01, sigma_ref="clean", rho_schedule="repo_bug"),
+        lambda **k: fl.FedGloSS(
+            rho=0.1,
+            beta=5.0,
+            sigma_ref="clean",
+            rho_schedule="repo_bug",
+            warmup=3,
+            rho0=0.01,
+            ascent=fl.SAM(0.15, warmup=3, rho0=0.01),
+            **k,
+        ),
+    ),
+    "FedGloSS-server_lr": (
+        lambda P: boxes.fedgloss(P, 0.1, 5.0, 0.15, eta_s=0.7),
+        lambda **k: fl.FedGloSS(rho=0.1, beta=5.0, ascent=fl.SAM(0.15), server_update=fl.ServerUpdate(0.7), **k),
+    ),
+    "NaiveFedGloSS": (
+        lambda P: boxes.fedgloss(P, 0.1, 5.0, naive=True),
+        lambda **k: fl.NaiveFedGloSS(rho=0.1, beta=5.0, ascent=None, **k),
+    ),
+    "NaiveFedGloSS-SAM": (
+        lambda P: boxes.fedgloss(P, 0.1, 5.0, 0.15, naive=True),
+        lambda **k: fl.NaiveFedGloSS(rho=0.1, beta=5.0, ascent=fl.SAM(0.15), **k),
+    ),
+}
+for _ref in ("own_last_active", "previous_round"):
+    _lesam = {"rho": 0.2, "ref": _ref}
+    CASES |= {
+        f"FedLESAM-{_ref}": (
+            lambda P, o=_lesam: boxes.fedlesam(P, **o),
+            lambda o=_lesam, **k: fl.FedLESAM(**o, **k),
+        ),
+        f"FedLESAMD-{_ref}": (
+            lambda P, o=_lesam: boxes.feddyn(P, 5.0, lesam=o),
+            lambda o=_lesam, **k: fl.FedLESAMD(beta=5.0, **o, **k),
+        ),
+        f"FedLESAMS-{_ref}": (
+            lambda P, o=_lesam: boxes.scaffold(P, lesam=o, cv_scale=0.5),
+            lambda o=_lesam, **k: fl.FedLESAMS(cv_scale=0.5, **o, **k),
+        ),
+    }
+for _init in ("w0", "first_seen"):
+    CASES[f"FedGMTv2-{_init}"] = (
+        lambda P, o=_init: boxes.fedgmt(P, 1.0, 3.0, 0.6, 5.0, v2=o),
+        lambda o=_init, **k: fl.FedGMTv2(gamma=1.0, tau=3.0, ema_alpha=0.6, beta=5.0, v2_init=o, **k),
+    )
+
+AVERAGED: dict[str, tuple[Averaged, Make]] = {
+    "SWA": (
+        lambda P: boxes.with_swa(P, boxes.fedavg, start=2, cycle=1),
+        lambda **k: fl.FedAvg(averaging=fl.SWA(start=2, cycle=1), **k),
+    ),
+    "SWA-cycle": (
+        lambda P: boxes.with_swa(P, boxes.fedavg, start=1, cycle=2, lr_min=0.01, init_in_average=True),
+        lambda **k: fl.FedAvg(averaging=fl.SWA(start=1, cycle=2, lr_min=0.01, init_in_average=True), **k),
+    ),
+    "FedASAM+SWA-cycle_end": (
+        lambda P: boxes.with_swa(
+            P, lambda P: boxes.fedavg(P, asam(0.5, 0.2)), start=2, cycle=2, lr_min=0.01, collect="cycle_end"
+        ),
+        lambda **k: fl.FedASAM(
+            rho=0.5, eta=0.2, averaging=fl.SWA(start=2, cycle=2, lr_min=0.01, collect="cycle_end"), **k
+        ),
+    ),
+    "FedDyn+EMA": (
+        lambda P: boxes.with_ema(P, lambda P: boxes.feddyn(P, 5.0), 0.7),
+        lambda **k: fl.FedDyn(beta=5.0, averaging=fl.EMA(0.7), **k),
+    ),
+}
+
+
+class NoCurves(fl.Curves):
+    """Saves the time of drawing."""
+
+    def on_fit_end(self, trainer: fl.FederatedTrainer) -> None: ...
+
+
+def problem(golden: Golden, s: Setting) -> Problem:
+    return Problem(golden.net(), golden.arrays, s.schedule or golden.schedule, s)
+
+
+def run(golden: Golden, make: Make, s: Setting) -> fl.Trajectory:
+    """The package's run of the setting."""
+    optimizer = fl.SGD(lr=s.lr, momentum=s.momentum, weight_decay=s.weight_decay, clip=s.clip, lr_decay=s.lr_decay)
+    objective = make(net=golden.net(), optimizer=optimizer, weighting=s.weighting)
+    golden.schedule = s.schedule or golden.schedule
+    options = {"callbacks": [NoCurves()], "eval_every": len(golden.schedule)}
+    return golden.run(objective, local_steps=s.local_steps, **options)[1]
+
+
+def assert_same(ours: Models, box: Models) -> None:
+    difference = (torch.stack(ours) - torch.stack(box)).abs().amax(1)
+    assert difference.max() <= 1e-10, f"max abs difference by round {difference.tolist()}"
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("case", CASES)
+def test_box(golden: Golden, case: str, setting: str) -> None:
+    s, (box, make) = SETTINGS[setting], CASES[case]
+    record = run(golden, make, s)
+    assert_same([server.w for server in record.server], box(problem(golden, s)))
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("case", AVERAGED)
+def test_box_of_average(golden: Golden, case: str, setting: str) -> None:
+    s, (box, make) = SETTINGS[setting], AVERAGED[case]
+    record = run(golden, make, s)
+    models, evaluated = box(problem(golden, s))
+    assert_same([server.w for server in record.server], models)
+    assert_same(record.evaluated, evaluated)
+
+
+UNEQUAL_STEPS = ("FedNova", "SCAFFOLD", "FedGAMMA", "FedLESAMS-own_last_active", "FedCM", "MoFedSAM")
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+@pytest.mark.parametrize("case", UNEQUAL_STEPS)
+def test_box_unequal_steps(golden: Golden, case: str, momentum: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients that hold copies of one sample: 3, 4, 5, 3 minibatches of 8, with the same gradient on each."""
+    s, (box, make) = Setting(momentum=momentum, batch=8, local_steps=None, weight_decay=1e-3), CASES[case]
+    golden.arrays = [(x[:1].repeat(len(x), 0), y[:1].repeat(len(y), 0)) for x, y in golden.arrays]
+    monkeypatch.setattr("tests.conftest.Arrays", lambda batch_size, **k: fl.Arrays(batch_size=8, **k))
+    record = run(golden, make, s)
+    assert_same([server.w for server in record.server], box(problem(golden, s)))
+
+
+GOLDEN_RUNS: dict[str, tuple[str, Box]] = {
+    "FL-Simulator__FedAvg": ("uniform", boxes.fedavg),
+    "FL-Simulator__FedDyn": ("uniform", lambda P: boxes.feddyn(P, 10)),
+    "FL-Simulator__FedSAM": ("uniform", lambda P: boxes.fedavg(P, sam(0.1))),
+    "FL-Simulator__SCAFFOLD": ("uniform", boxes.scaffold),
+    "fedsam__FedAvg": ("samples", boxes.fedavg),
+    "fedsam__FedAvgM": ("samples", lambda P: boxes.fedavg(P, server=momentum(0.7))),
+    "fedsam__FedASAM+SWA": ("samples", lambda P: boxes.fedavg(P, asam(0.5, 0.2))),
+    "FedGF__FedGF": ("samples", lambda P: boxes.fedgf(P, 0.1, T_D=0.3, W=3, rho_g=0.2)),
+    "fedgloss__FedGloSS-SAM": ("samples", lambda P: boxes.fedgloss(P, 0.1, 10, 0.1, sigma_scale="code")),
+    "fedgloss__FedGloSS-SAM__papersigma": ("samples", lambda P: boxes.fedgloss(P, 0.1, 10, 0.1)),
+    "FL-SAM__FedGMT__wd1e-3": ("samples", lambda P: boxes.fedgmt(P, 1, 3, 0.95, 10)),
+    "REPAIRED-FL-SAM__FedSMOO__wd1e-3": ("samples", lambda P: boxes.fedsmoo(P, 0.1, 10)),
+}
+
+
+@pytest.mark.parametrize("name", GOLDEN_RUNS)
+def test_box_meets_official_code(golden: Golden, name: str) -> None:
+    weighting, box = GOLDEN_RUNS[name]
+    models = box(problem(golden, Setting(weight_decay=1e-3, weighting=weighting)))
+    with np.load(GOLDEN / f"{name}.npz") as z:
+        np.testing.assert_allclose(torch.stack(models), z["global"], rtol=0, atol=1e-7)
+
+
+def test_swa_meets_official_code(golden: Golden) -> None:
+    P = problem(golden, Setting(weight_decay=1e-3))
+    evaluated = boxes.with_swa(P, GOLDEN_RUNS["fedsam__FedASAM+SWA"][1], start=2, cycle=1)[1]
+    with np.load(GOLDEN / "fedsam__FedASAM+SWA.npz") as z:
+        swa = torch.stack(evaluated)[z["extra_swa_round"]]
+        np.testing.assert_allclose(swa, z["extra_swa"], rtol=0, atol=2e-7)

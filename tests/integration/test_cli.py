@@ -1,0 +1,210 @@
+"""The command line: what it accepts, what it leaves behind, and that a run can be made again from it."""
+
+from __future__ import annotations
+
+import re
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from PIL import Image
+
+from fl_lightning import algorithms
+from tests.runs import DIGITS, SCRIPT, assert_same, cli, last, metrics, newest, process, run, state
+
+FOLDER = Path(__file__).parents[1] / "configs"
+CONFIGS = sorted(FOLDER.glob("*.yaml"))
+FRAGMENTS = sorted(path for name in ("compositions", "presets") for path in (FOLDER / name).rglob("*.yaml"))
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run with client state, an average of models and a held-out part."""
+    root = tmp_path_factory.mktemp("done")
+    args = "--model.ascent=ASAM --model.ascent.rho=0.3 --model.averaging=SWA --model.averaging.start=1"
+    options = "--data.val_fraction=0.1 --trainer.max_rounds=4 --trainer.seed=7"
+    return run("fit", *args.split(), *options.split(), root=root, model="SCAFFOLD")
+
+
+def test_run_folder(done: Path) -> None:
+    assert done.name == "version_0" and done.parent.name == "SCAFFOLD-Digits"
+    assert [at for at, _ in metrics(done)["server/test/acc"]] == [1, 2, 3, 4]
+    assert last(done)["round"] == 4
+    with Image.open(done / "curves.png") as image:
+        image.load()
+        assert min(image.size) > 100
+        assert len(image.convert("L").histogram()) > 1 and image.convert("L").getextrema() == (0, 255)
+    assert (done / "curves.pdf").read_bytes().startswith(b"%PDF")
+
+
+def test_saved_config_runs_again_to_the_same_bits(done: Path, tmp_path: Path) -> None:
+    saved = yaml.safe_load((done / "config.yaml").read_text())
+    assert saved["model"]["init_args"]["ascent"]["init_args"]["rho"] == 0.3
+    assert saved["trainer"]["seed"] == 7
+    assert "ckpt_path" not in saved
+    cli("fit", f"--config={done / 'config.yaml'}", f"--trainer.default_root_dir={tmp_path}")
+    again = newest(tmp_path)
+    assert again != done
+    assert_same(state(again), state(done))
+    assert metrics(again) == metrics(done)
+
+
+def test_print_config_is_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = f"--trainer.default_root_dir={tmp_path / 'runs'}"
+    args = ["--model=FedGloSS", *DIGITS, "--model.rho=0.25", "--trainer.callbacks+=FlatnessMonitor", root]
+    printed = []
+    for given in (args, [f"--config={tmp_path / 'config.yaml'}"]):
+        with pytest.raises(SystemExit) as exit:
+            cli("fit", *given, "--print_config")
+        assert exit.value.code in (0, None)
+        printed.append(capsys.readouterr().out)
+        (tmp_path / "config.yaml").write_text(printed[-1])
+    assert yaml.safe_load(printed[0])["model"]["init_args"]["rho"] == 0.25
+    assert printed[0] == printed[1]
+    assert not (tmp_path / "runs").exists()
+    cli("fit", f"--config={tmp_path / 'config.yaml'}")
+    assert "flatness/lambda_max" in metrics(newest(tmp_path / "runs"))
+
+
+@pytest.mark.parametrize(("command", "split"), [("validate", "val"), ("test", "test")])
+def test_evaluation_gives_what_fit_logged(
+    done: Path, command: str, split: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, file = f"--config={done / 'config.yaml'}", done / "checkpoints" / "last.ckpt"
+    before = {path: path.stat().st_mtime_ns for path in done.parent.rglob("*")}
+    for ckpt_path in ("last", file):
+        cli(command, config, f"--ckpt_path={ckpt_path}")
+        shown = dict(re.findall(r"(\S+) (\d+\.\d{4})\b", capsys.readouterr().out))
+        logged = {name: f"{metrics(done)[name][-1][1]:.4f}" for name in (f"server/{split}/acc", f"server/{split}/loss")}
+        assert shown == logged
+    assert {path: path.stat().st_mtime_ns for path in done.parent.rglob("*")} == before
+
+
+def test_validate_without_held_out_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is of the clients' data then, which this net has learnt."""
+    run("fit", "--trainer.max_rounds=8", "--model.optimizer.lr=0.5", root=tmp_path)
+    capsys.readouterr()
+    run("validate", "--ckpt_path=last", root=tmp_path)
+    (acc,) = re.findall(r"server/train/acc (\d\.\d{4})", capsys.readouterr().out)
+    assert float(acc) > 0.5
+
+
+def test_averaged_model_is_what_a_checkpoint_gives(done: Path) -> None:
+    """The test above is of the average, then, not of the server's last model."""
+    found = last(done)
+    model = torch.cat([value.reshape(-1) for value in found["state_dict"].values()])
+    assert torch.equal(model, found["server"]["swa_w"])
+    assert not torch.equal(model, found["server"]["w"])
+
+
+def test_flags_alone(tmp_path: Path) -> None:
+    """Bare names and nested overrides, no config file, defaults for the rest."""
+    args = (
+        "fit --model SCAFFOLD --model.net DigitsMLP --model.ascent ASAM --model.ascent.rho 0.3 --model.averaging SWA "
+        "--data Digits --trainer.max_rounds 2"
+    )
+    cli(*args.split(), "--trainer.default_root_dir", str(tmp_path))
+    assert len(metrics(newest(tmp_path))["server/test/acc"]) == 2
+    assert set(last(newest(tmp_path))["server"]) == {"w", "c", "swa_w", "swa_n"}
+
+
+COMPOSITION: dict[str, Any] = {
+    "model": {
+        "class_path": "SCAFFOLD",
+        "init_args": {
+            "net": "DigitsMLP",
+            "ascent": {"class_path": "ASAM", "init_args": {"rho": 0.3}},
+            "averaging": {"class_path": "SWA", "init_args": {"start": 1, "cycle": 2}},
+            "server_update": {"class_path": "ServerMomentum", "init_args": {"beta": 0.5}},
+            "optimizer": {"class_path": "SGD", "init_args": {"lr": 0.05, "momentum": 0.9}},
+        },
+    },
+    "data": {"class_path": "Digits", "init_args": {"num_clients": 10, "partition": {"class_path": "Dirichlet"}}},
+    "trainer": {"max_rounds": 3, "sampler": {"class_path": "BernoulliSampler", "init_args": {"p": 0.5}}},
+}
+
+
+def test_composition_in_a_file(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(COMPOSITION))
+    root = f"--trainer.default_root_dir={tmp_path}"
+    cli("fit", "--config", str(tmp_path / "mine.yaml"), "--model.ascent.rho=0.2", root)
+    found = last(newest(tmp_path))
+    assert set(found["server"]) == {"w", "c", "server_v", "swa_w", "swa_n"}
+    config = yaml.safe_load((newest(tmp_path) / "config.yaml").read_text())
+    assert config["model"]["init_args"]["ascent"]["class_path"] == "fl_lightning.ASAM"
+    assert config["model"]["init_args"]["ascent"]["init_args"]["rho"] == 0.2
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "expected"),
+    [
+        ("", 2, "configs/quickstart.yaml"),
+        ("--help", 0, "list"),
+        ("fit --help", 0, "--trainer.max_rounds"),
+        ("test --help", 0, "--ckpt_path"),
+        ("fit --model.help=FedGloSS", 0, "--model.beta"),
+        ("fit --data.help=Digits --data.partition.help=Dirichlet", 0, "--data.partition.alpha"),
+        ("fit --trainer.callbacks.help=FlatnessMonitor", 0, "--trainer.callbacks.every_n_rounds"),
+    ],
+)
+def test_help(args: str, code: int, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit:
+        cli(*args.split())
+    assert (exit.value.code or 0) == code
+    shown = capsys.readouterr()
+    assert expected in shown.out and not shown.err
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    cli("--version")
+    assert capsys.readouterr().out.strip() == version("fl-lightning")
+
+
+def test_list_in_a_real_process(tmp_path: Path) -> None:
+    with process(SCRIPT, "list", cwd=tmp_path) as child:
+        out, err = child.communicate(timeout=120)
+        assert child.returncode == 0
+    assert err == ""
+    shown = {line.split()[0] for line in out.splitlines() if line.strip()}
+    assert set(algorithms.__all__) <= shown
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Noise in the form of CIFAR, for configs whose data have to be downloaded."""
+    path, rng = tmp_path_factory.mktemp("images") / "noise.npz", np.random.default_rng(0)
+    x, y = rng.integers(0, 256, (500, 32, 32, 3), dtype=np.uint8), np.arange(500) % 10
+    np.savez(path, x_train=x, y_train=y, x_test=x[:20], y_test=y[:20])
+    return path
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
+def test_config_of_the_repository(config: Path, images: Path, tmp_path: Path) -> None:
+    data = yaml.safe_load(config.read_text()).get("data", {})
+    noise = ["--data=Arrays", f"--data.path={images}", "--data.partition=IID", "--trainer.local_steps=1"]
+    instead = [] if "Digits" in str(data) else [*noise, "--trainer.clients_per_round=2"]
+    cli("fit", f"--config={config}", *instead, "--trainer.max_rounds=2", f"--trainer.default_root_dir={tmp_path}")
+    assert last(newest(tmp_path))["round"] == 2
+
+
+@pytest.mark.parametrize("fragment", FRAGMENTS, ids=lambda path: "-".join(path.parts[-2:]))
+def test_fragment_over_the_quickstart(fragment: Path, tmp_path: Path) -> None:
+    """Presets and compositions: each is taken as it stands, and trains."""
+    quickstart, said = FOLDER / "quickstart.yaml", yaml.safe_load(fragment.read_text())
+    flags = ["--trainer.max_rounds=1", "--trainer.loggers=null", "--trainer.callbacks=null"]
+    common = [f"--config={path}" for path in (fragment.with_name("common.yaml"),) if path.exists()]
+    root = f"--trainer.default_root_dir={tmp_path}"
+    cli("fit", f"--config={quickstart}", *common, f"--config={fragment}", *flags, root)
+    made = yaml.safe_load((newest(tmp_path) / "config.yaml").read_text())
+
+    def holds(wanted: Any, found: Any) -> bool:
+        if isinstance(wanted, dict):
+            return all(holds(value, found[key]) for key, value in wanted.items())
+        return found == wanted or found == f"fl_lightning.{wanted}"
+
+    assert holds(said, made)

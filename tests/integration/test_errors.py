@@ -1,0 +1,317 @@
+"""Bad input is told in one line with key, value and remedy, before anything is written."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+import fl_lightning
+from fl_lightning import DigitsMLP
+from fl_lightning.commands.main import COMMANDS
+from tests.runs import DIGITS, cli, last, newest, process, run
+
+Complaint = Callable[..., str]
+
+ARRAYS = [*DIGITS, "--data=Arrays", "--data.num_clients=3", "--trainer.clients_per_round=2"]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Bad files of every kind, and one good run under ``done``."""
+    folder = tmp_path_factory.mktemp("files")
+    x, y = np.random.default_rng(0).normal(size=(40, 8, 8)).astype(np.float32), np.arange(40) % 4
+    np.savez(folder / "good.npz", x_train=x, y_train=y, x_test=x[:8], y_test=y[:8])
+    x[3, 2, 2] = np.nan
+    np.savez(folder / "nan.npz", x_train=x, y_train=y, x_test=x[4:12], y_test=y[4:12])
+    (folder / "empty.json").write_text(json.dumps({"0": list(range(20)), "1": [], "2": list(range(20, 40))}))
+    (folder / "trace.json").write_text("[[0, 1], [1]]")
+    (folder / "broken.yaml").write_text("model: [1, 2\ndata: {")
+    (folder / "word.yaml").write_text("hello\n")
+    (folder / "garbage.ckpt").write_bytes(b"not a checkpoint")
+    torch.save({"a": 1}, folder / "other.ckpt")
+    good = (run("fit", root=folder / "done") / "checkpoints" / "last.ckpt").read_bytes()
+    (folder / "cut.ckpt").write_bytes(good[: len(good) // 2])
+    return folder
+
+
+@pytest.fixture
+def complaint(
+    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Complaint:
+    """What ``fl-lightning`` with these arguments exits with; that it is one line, and that no run folder was made."""
+    monkeypatch.chdir(files)
+
+    def complaint(*args: str, root: Path = tmp_path / "runs") -> str:
+        before = {path: path.stat().st_mtime_ns for path in root.rglob("*")}
+        with pytest.raises(SystemExit) as exit:
+            cli(*args[:1], f"--trainer.default_root_dir={root}", *args[1:])
+        message = exit.value.code  # a text: Python prints it to stderr and exits with 1
+        assert isinstance(message, str)
+        assert message.startswith("error: ")
+        assert len(message.splitlines()) == 1
+        assert capsys.readouterr().err == ""
+        assert {path: path.stat().st_mtime_ns for path in root.rglob("*")} == before
+        return message
+
+    return complaint
+
+
+def shows(message: str, *parts: str) -> None:
+    for part in parts:
+        assert part in message
+
+
+@pytest.mark.parametrize(
+    ("args", "key", "value", "remedy"),
+    [
+        # classes
+        ("--model=FedSMO", "model = ", "FedSMO", "did you mean FedSMOO"),
+        ("--model=Nothing", "model = ", "Nothing", "choose from AdaBest, FedASAM, "),
+        ("--model=my.own.Thing", "model = ", "my.own.Thing", "Python can import 'my.own'"),
+        ("--model.ascent=SAMM", "model.ascent = ", "SAMM", "did you mean SAM, "),
+        ("--model.net=DigitsMPL", "model.net = ", "DigitsMPL", "did you mean DigitsMLP"),
+        ("--data=Digit", "data = ", "Digit", "did you mean Digits?"),
+        ("--data.partition=Dirichle", "data.partition = ", "Dirichle", "did you mean Dirichlet"),
+        ("--trainer.sampler=Unifrom", "trainer.sampler = ", "Unifrom", "did you mean UniformSampler?"),
+        (
+            "--trainer.callbacks+=FlatnesMonitor",
+            "trainer.callbacks = ",
+            "FlatnesMonitor",
+            "did you mean FlatnessMonitor",
+        ),
+        ("--trainer.callbacks=FlatnessMonitor", "trainer.callbacks = ", "FlatnessMonitor", "--trainer.callbacks+=Flat"),
+        # keys
+        ("--model.averagin=SWA", "model.averagin = ", "SWA", "did you mean averaging"),
+        ("--model.optimizer.lrr=0.1", "model.optimizer.lrr = ", "0.1", "did you mean lr?"),
+        ("--trainer.max_roundz=3", "trainer.max_roundz = ", "3", "did you mean max_rounds?"),
+        ("--trainer.max_round=3", "trainer.max_round = ", "3", "did you mean max_rounds?"),
+        ("--trainer.rho=3", "trainer.rho = ", "3", "no such setting; `fl-lightning fit --help`"),
+        ("--lr=0.1", "lr = ", "0.1", "settings stand under model, data and trainer"),
+        (
+            "--trainer.callbacks+=FlatnessMonitor --trainer.callbacks.every=2",
+            "callbacks.every = ",
+            "2",
+            "--trainer.callbacks.help=CLASS",
+        ),
+        ("--trainer.sampler=ReplaySampler", "trainer.sampler.rounds", "", "missing; give a value"),
+        # types and ranges
+        ("--trainer.max_rounds=many", "trainer.max_rounds = ", "many", "expected int"),
+        ("--trainer.max_rounds=0", "trainer.max_rounds = ", "0", "at least 1"),
+        ("--model.ascent=SAM --model.ascent.rho=big", "model.ascent.rho = ", "big", "expected float"),
+        ("--model.ascent=SAM --model.ascent.rho=-1", "ascent.rho = ", "-1", "0 or more"),
+        ("--model.optimizer.lr=-0.1", "optimizer.lr = ", "-0.1", "must be above 0"),
+        ("--model.weighting=sample", "model.weighting = ", "sample", "'samples', 'uniform'"),
+        ("--data.partition=Dirichlet --data.partition.alpha=-1", "alpha", "-1", "use a finite number >= 0"),
+        ("--data.num_clients=5000", "num_clients", "5000", "use fewer clients"),
+        ("--trainer.precision=16", "trainer.precision = ", "16", "'64-true'"),
+        ("--trainer.accelerator=quantum", "trainer.accelerator = ", "quantum", "auto, "),
+        # the cohort
+        ("--trainer.clients_per_round=7", "trainer.clients_per_round = ", "7", "take at most 6"),
+        (
+            "--trainer.sampler=ReplaySampler --trainer.sampler.rounds=trace.json --trainer.max_rounds=5",
+            "trainer.sampler.rounds holds 2",
+            "max_rounds = 5",
+            "take max_rounds 2, or a longer trace",
+        ),
+        (
+            "--trainer.sampler=ReplaySampler --trainer.sampler.rounds=[[0],[6]]",
+            "rounds[1] = ",
+            "[6]",
+            "ids from 0 to 5",
+        ),
+        (
+            "--trainer.sampler=ReplaySampler --trainer.sampler.rounds=none.json",
+            "sampler.rounds = ",
+            "none.json",
+            "give a JSON",
+        ),
+        # the net and the data
+        ("--model.net=HsuCNN", "model.net = ", "HsuCNN", "choose a net for this data"),
+        ("--model.net.num_classes=5", "model.net = ", "DigitsMLP", "set its num_classes to 10"),
+        ("--model.init_weights=none.pt", "model.init_weights = ", "none.pt", "give a state_dict"),
+        ("--model.init_weights=garbage.ckpt", "model.init_weights = ", "garbage.ckpt", "give a state_dict"),
+        # checkpoints
+        ("--ckpt_path=last", "ckpt_path = ", "last", "start without --ckpt_path"),
+        ("--ckpt_path=none.ckpt", "ckpt_path = ", "none.ckpt", "give a checkpoint file"),
+        ("--ckpt_path=garbage.ckpt", "ckpt_path = ", "garbage.ckpt", "take an older one"),
+        ("--ckpt_path=cut.ckpt", "ckpt_path = ", "cut.ckpt", "take an older one"),
+        ("--ckpt_path=other.ckpt", "ckpt_path = ", "other.ckpt", "give one from a run's checkpoints folder"),
+    ],
+)
+def test_argument(complaint: Complaint, args: str, key: str, value: str, remedy: str) -> None:
+    model = () if "--model=" in args else ("--model=FedAvg",)
+    shows(complaint("fit", *model, *DIGITS, *args.split()), key, value, remedy)
+
+
+@pytest.mark.parametrize(
+    ("args", "parts"),
+    [
+        ("--data.path=nan.npz", ("x_train", "row 3", "NaN", "drop such rows")),
+        ("--data.path=none.npz", ("path", "none.npz", "give an .npz file")),
+        (
+            "--data.path=good.npz --data.partition=FromFile --data.partition.path=empty.json",
+            ("client 1 without data", "empty.json", "use fewer clients"),
+        ),
+    ],
+)
+def test_data(complaint: Complaint, args: str, parts: tuple[str, ...]) -> None:
+    shows(complaint("fit", "--model=FedAvg", *ARRAYS, *args.split()), *parts)
+
+
+@pytest.mark.parametrize(
+    ("args", "key", "saved", "here"),
+    [
+        ("--trainer.seed=1", "trainer.seed", "0", "1"),
+        ("--model=SCAFFOLD", "model", "FedAvg", "SCAFFOLD"),
+        ("--model.net.hidden=9", "model.net", "[8, 64]", "[9, 64]"),
+        ("--model.averaging=SWA", "server state", "[]", "swa_w"),
+        ("--data.seed=1", "data", "", ""),
+        ("--trainer.precision=64-true", "trainer.precision", "32-true", "64-true"),
+    ],
+)
+def test_checkpoint_of_another_run(
+    complaint: Complaint, files: Path, args: str, key: str, saved: str, here: str
+) -> None:
+    done = files / "done"
+    path = newest(done) / "checkpoints" / "last.ckpt"
+    message = complaint("fit", "--model=FedAvg", *DIGITS, *args.split(), f"--ckpt_path={path}", root=done)
+    shows(message, f"ckpt_path = {path}", key, saved, here, "resume with the run's own config.yaml")
+
+
+def test_evaluation_of_another_model(complaint: Complaint, files: Path) -> None:
+    path = newest(files / "done") / "checkpoints" / "last.ckpt"
+    message = complaint("test", "--model=FedDyn", *DIGITS, f"--ckpt_path={path}", root=files / "done")
+    shows(message, str(path), "model = FedAvg", "FedDyn")
+
+
+@pytest.mark.parametrize(
+    ("args", "parts"),
+    [
+        (["--trainer.max_rounds=3"], ("subcommand", "missing", ", ".join(COMMANDS))),
+        (["fitt"], ("subcommand = fitt", ", ".join(COMMANDS))),
+        (["fit"], ("--data, --model", "missing", "configs/quickstart.yaml")),
+        (["fit", "--data=Digits", "--model=FedAvg"], ("--model.net", "missing", "give a value")),
+        (["fit", "--config", "none.yaml"], ("config = ", "none.yaml", "no such file", "give the path")),
+        (["fit", "--config", "broken.yaml"], ("config = broken.yaml", "not valid YAML", "line 2", "check brackets")),
+        (["fit", "--config", "word.yaml"], ("config = word.yaml", "hello", "give YAML with model, data and trainer")),
+    ],
+)
+def test_command_line(files: Path, args: list[str], parts: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(files)
+    before = sorted(files.iterdir())
+    with pytest.raises(SystemExit) as exit:
+        cli(*args)
+    assert isinstance(exit.value.code, str)
+    assert len(exit.value.code.splitlines()) == 1
+    shows(exit.value.code, "error: ", *parts)
+    assert sorted(files.iterdir()) == before
+
+
+def made(name: str, **init_args: Any) -> dict[str, Any]:
+    return {"class_path": name, "init_args": init_args}
+
+
+def fedavg(**init_args: Any) -> dict[str, Any]:
+    return {"model": made("FedAvg", **{"net": "DigitsMLP", **init_args})}
+
+
+@pytest.mark.parametrize(
+    ("config", "parts"),
+    [
+        ({"model": made("FedAvgg", net="DigitsMLP")}, ("model = FedAvgg", "did you mean FedAvg, FedAvgM")),
+        (fedavg(nett=1), ("model.nett = 1", "did you mean net?")),
+        (
+            fedavg(net=made("DigitsMLP", hiden=3)),
+            ("model.net.hiden = 3", "did you mean hidden?", "--model.help=CLASS --model.net.help=CLASS"),
+        ),
+        (fedavg(optimizer={"momentun": 0.9}), ("model.optimizer.momentun = 0.9", "did you mean momentum?")),
+        (fedavg(ascent=made("SAM", rho=[1])), ("model.ascent.rho = [1]", "expected float")),
+        ({"model": {**fedavg()["model"], "lr": 3}}, ("model.lr = 3", "under its init_args")),
+        ({"data": made("Digits", batchsize=3)}, ("data.batchsize = 3", "did you mean batch_size")),
+        ({"trainer": {"max_round": 3}}, ("trainer.max_round", "did you mean max_rounds?")),
+        ({"trainer": {"callbacks": [made("Trajectry")]}}, ("callbacks = Trajectry", "did you mean Trajectory")),
+        (
+            {"trainer": {"callbacks": [made("Checkpoints", every_n_rounds=0)]}},
+            ("Checkpoints.every_n_rounds = 0", "at least 1"),
+        ),
+        (
+            {"trainer": {"loggers": [made("WandbLogger", mode="onlin")]}},
+            ("trainer.loggers.mode = onlin", "'offline', 'online', 'disabled'"),
+        ),
+        ({"training": {"max_rounds": 3}}, ("training", "no such setting", "model, data and trainer")),
+    ],
+)
+def test_config_file(complaint: Complaint, tmp_path: Path, config: dict[str, Any], parts: tuple[str, ...]) -> None:
+    whole = {**fedavg(), "data": "Digits", **config}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(whole))
+    shows(complaint("fit", f"--config={tmp_path / 'config.yaml'}"), *parts)
+
+
+def test_divergence_keeps_the_last_good_round(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    explode = ["--model.optimizer.lr_decay=1e9", "--trainer.max_rounds=9"]
+    with pytest.raises(SystemExit) as exit:
+        run("fit", *explode, root=tmp_path)
+    message = str(exit.value.code)
+    shows(message, "error: round ", "lower model.optimizer.lr")
+    assert len(message.splitlines()) == 1
+    diverged = int(message.split("round ")[1].split(":")[0])
+    assert diverged > 1
+    good = last(newest(tmp_path))
+    assert good["round"] == diverged - 1
+    assert all(bool(value.isfinite().all()) for value in good["state_dict"].values())
+    capsys.readouterr()
+    run("test", "--ckpt_path=last", root=tmp_path)
+    assert "server/test/acc" in capsys.readouterr().out
+    run("fit", "--model.optimizer.lr=1e-9", f"--trainer.max_rounds={diverged}", "--ckpt_path=last", root=tmp_path)
+    assert last(newest(tmp_path))["round"] == diverged
+
+
+def test_as_people_see_it(tmp_path: Path) -> None:
+    """A real process: one line on stderr, nothing else, exit code 1, an empty folder."""
+    args = ["fit", "--model=FedAvg", *DIGITS, "--data.partition=Dirichlet", "--data.partition.alpha=-1"]
+    with process(sys.executable, "-m", "fl_lightning", *args, cwd=tmp_path) as child:
+        out, err = child.communicate(timeout=120)
+        assert child.returncode == 1
+    assert out == ""
+    assert len(err.splitlines()) == 1
+    shows(err, "error: ", "alpha", "-1")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("make", "key"),
+    [
+        *[(lambda a=a: getattr(fl_lightning, a)(DigitsMLP(), rho=-1), "rho = -1") for a in (
+            "FedSAM", "FedASAM", "FedGAMMA", "MoFedSAM", "FedSMOO", "FedSpeed", "FedGF", "FedGloSS", "NaiveFedGloSS",
+            "FedLESAM", "FedLESAMD", "FedLESAMS", "STildeAM",
+        )],
+        (lambda: fl_lightning.FedGMT(DigitsMLP(), tau=0), "model.tau = 0"),
+        (lambda: fl_lightning.FedGMTv2(DigitsMLP(), ema_alpha=2), "model.ema_alpha = 2"),
+        (lambda: fl_lightning.FedNTD(DigitsMLP(), gamma=-1), "model.gamma = -1"),
+        (lambda: fl_lightning.FedCM(DigitsMLP(), alpha=0), "model.alpha = 0"),
+        (lambda: fl_lightning.FedProx(DigitsMLP(), mu=-1), "model.mu = -1"),
+        (lambda: fl_lightning.AdaBest(DigitsMLP(), beta=1), "model.beta = 1"),
+        (lambda: fl_lightning.FedGF(DigitsMLP(), W=0), "model.W = 0"),
+        (lambda: fl_lightning.ServerAdam(beta2=1.5), "model.server_update.beta2 = 1.5"),
+        (lambda: fl_lightning.ServerMomentum(lr=0), "model.server_update.lr = 0"),
+        (lambda: fl_lightning.SWA(start=1.5), "model.averaging.start = 1.5"),
+        (lambda: fl_lightning.EMA(alpha=1), "model.averaging.alpha = 1"),
+        (lambda: fl_lightning.SAM(warmup=-1), "model.ascent.warmup = -1"),
+        (lambda: fl_lightning.LambdaMax(samples=0), "LambdaMax.samples = 0"),
+        (lambda: fl_lightning.FederatedTrainer(precision="64"), "trainer.precision = 64"),
+        (lambda: fl_lightning.FederatedTrainer(name="../x"), "trainer.name = ../x"),
+        (lambda: fl_lightning.BernoulliSampler(1e-9).check(1, 10), "trainer.sampler.p = 1e-09"),
+    ],
+)  # fmt: skip
+def test_settings_out_of_range(make: Any, key: str) -> None:
+    with pytest.raises(fl_lightning.UserError, match=re.escape(key)):
+        make()

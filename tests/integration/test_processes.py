@@ -1,0 +1,278 @@
+"""Many processes give what one gives, to the bit or to rounding, however they are launched; and they end in peace."""
+
+from __future__ import annotations
+
+import itertools
+import socket
+import sys
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fl_lightning.trainer.collectives import assign
+from tests.runs import DIGITS, SCRIPT, assert_same, cli, metrics, newest, process, run, state
+
+STEPS = st.lists(st.integers(1, 12), min_size=1, max_size=7)
+
+
+@settings(max_examples=100, deadline=None)
+@given(steps=STEPS, processes=st.integers(1, 3))
+def test_assign(steps: list[int], processes: int) -> None:
+    """A partition, the same each time; nobody waits longer than Graham's bound, 4/3 - 1/(3 processes) of the best."""
+    parts = assign(steps, processes)
+    assert len(parts) == processes and parts[0] and parts == assign(steps, processes)
+    assert sorted(itertools.chain(*parts)) == list(range(len(steps)))
+    assert all(part == sorted(part) for part in parts)
+
+    def longest(owners: tuple[int, ...]) -> int:
+        return max(sum(k for k, o in zip(steps, owners, strict=True) if o == rank) for rank in range(processes))
+
+    best = min(longest(owners) for owners in itertools.product(range(processes), repeat=len(steps)))
+    most = max(sum(steps[i] for i in part) for part in parts)
+    assert 3 * processes * most <= (4 * processes - 1) * best
+
+
+def test_assign_by_hand() -> None:
+    assert assign([3, 3, 2, 2, 2], 2) == [[0, 2, 4], [1, 3]]
+    assert assign([1, 5, 1], 4) == [[1], [0], [2], []]
+    assert assign([2, 2], 1) == [[0, 1]]
+
+
+COHORTS = "[[0,1,2,3,4],[5],[0,5],[1,2,5]]"
+"""Odd ones, some smaller than the number of processes, and clients that change process."""
+
+ARGS = [
+    "--model.ascent=SAM",
+    "--data.eval_batch_size=100",
+    "--trainer.sampler=ReplaySampler",
+    f"--trainer.sampler.rounds={COHORTS}",
+    "--trainer.max_rounds=4",
+    "--trainer.callbacks+=FlatnessMonitor",
+    "--trainer.callbacks.every_n_rounds=1",
+]
+
+MANY = '''
+import numpy as np
+import torch
+
+from fl_lightning import SCAFFOLD, Digits, UserError
+from fl_lightning.trainer.callbacks import Callback
+from fl_lightning.data import Dirichlet
+
+
+class Uneven(Dirichlet):
+    """Skewed labels, and sizes as 1 : 2 : 3 : ..."""
+
+    def split(self, labels, num_clients, num_classes, seed):
+        indices = np.concatenate(super().split(labels, num_clients, num_classes, seed))
+        ends = np.arange(1, num_clients + 1).cumsum() * len(indices)
+        return np.split(indices, ends[:-1] // (num_clients * (num_clients + 1) // 2))
+
+
+class Parts(Digits):
+    """The last of the test samples are evaluated on their own, too."""
+
+    def test_parts(self):
+        return {"late": torch.arange(len(self.y_test)) >= 200}
+
+
+class Wild(SCAFFOLD):
+    """Its smallest client's first upload is not finite."""
+
+    def local_end(self, w, client, sent, ctx):
+        upload, client = super().local_end(w, client, sent, ctx)
+        return {**upload, "w": torch.full_like(w, float("nan"))} if ctx.t == 0 and ctx.n_k < 100 else upload, client
+
+
+class FailOn(Callback):
+    """Fails in the third round."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def on_local_end(self, trainer, result):
+        if result.ctx.t == 2 and trainer.fabric.world_size > 1 and trainer.fabric.global_rank == self.rank:
+            raise RuntimeError("a fault of one process")
+
+
+class Mistaken(Callback):
+    """The user's mistake, met in the first round by one process or by all."""
+
+    def __init__(self, rank: int | None) -> None:
+        self.rank = rank
+
+    def on_round_end(self, trainer):
+        if self.rank is None or trainer.fabric.global_rank == self.rank:
+            raise UserError("mine = 3: use 4")
+'''
+METRICS = (
+    "--trainer.callbacks.metrics=[{{class_path: LambdaMax, init_args: {{samples: {}}}}}, Discrepancy, Updates, "
+    "ClientLambdaMax, {{class_path: DeltaEpsilon, init_args: {{rho: 0.1}}}}]"
+)
+UNEVEN = ["--data.partition=many.Uneven", "--data.partition.alpha=1"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working folder but for the classes of ``many.py``."""
+    (tmp_path / "many.py").write_text(MANY)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "many", raising=False)
+    return tmp_path
+
+
+def launch(*commands: list[str], cwd: Path) -> Path:
+    """Run commands at the same time, each to a good and quiet end; their one run folder, below ``cwd / "many"``."""
+    root = f"--trainer.default_root_dir={cwd / 'many'}"
+    with ExitStack() as stack:
+        children = [stack.enter_context(process(*command, root, cwd=cwd)) for command in commands]
+        for child in children:
+            out, err = child.communicate(timeout=300)
+            assert child.returncode == 0, err
+            for sign in ("terminate called", "process_group", "Traceback", "Warning"):
+                assert sign not in out + err
+    (found,) = (cwd / "many").glob("*/*")
+    return found
+
+
+def processes(n: int) -> list[str]:
+    return [f"--trainer.devices={n}", "--trainer.strategy=ddp"]
+
+
+def torchrun(*args: str) -> list[str]:
+    return [sys.executable, "-m", "torch.distributed.run", *args, "-m", "fl_lightning"]
+
+
+def assert_metrics(there: Path, one: Path, measured: float) -> None:
+    """The same names and rounds; sums over batches, by process, are equal within ``measured``, all else but exactly."""
+    logged, expected = metrics(there), metrics(one)
+    assert logged.keys() == expected.keys() > {"flatness/lambda_max", "flatness/discrepancy"}
+    for name, values in expected.items():
+        rounds = (
+            [2, 3, 4] if name.endswith(("_cosine", "_epsilon")) else [1, 2, 3, 4]
+        )  # the first round has none before it
+        assert [at for at, _ in logged[name]] == [at for at, _ in values] == rounds
+        tolerance = measured if name.startswith(("server/", "flatness/")) else 1e-12
+        assert [v for _, v in logged[name]] == pytest.approx([v for _, v in values], tolerance, tolerance), name
+
+
+def test_two_processes(folder: Path) -> None:
+    """Launched by Fabric; evaluation, too, is shared, though 400 samples are one batch."""
+    args = [*ARGS, METRICS.format(300), "--data=many.Parts", "--data.eval_batch_size=400"]
+    one = run("fit", *args, root=folder / "one", model="SCAFFOLD")
+    there = launch([SCRIPT, "fit", "--model=SCAFFOLD", *DIGITS, *args, *processes(2)], cwd=folder)
+    assert_same(state(there), state(one))
+    assert state(one)["ids"].tolist() == [0, 1, 2, 3, 4, 5]
+    assert_metrics(there, one, 1e-5)
+    assert "server/test_late/acc" in metrics(one)
+
+
+@pytest.mark.slow
+def test_three_unequal_processes(folder: Path) -> None:
+    """Launched by torchrun. The third has no sample for lambda_max; a refused client is refused."""
+    args = [*ARGS, *UNEVEN, METRICS.format(2)]
+    one = run("fit", *args, root=folder / "one", model="many.Wild")
+    there = launch(
+        [*torchrun("--standalone", "--nproc_per_node=3"), "fit", "--model=many.Wild", *DIGITS, *args, *processes(3)],
+        cwd=folder,
+    )
+    assert_same(state(there), state(one))
+    assert_metrics(there, one, 1e-5)
+    assert [refused for _, refused in metrics(there)["client/refused"]] == [1, 0, 0, 0]
+
+
+@pytest.mark.slow
+def test_two_nodes_by_sums(folder: Path) -> None:
+    """Without ``deterministic``, on two nodes of torchrun (both here): equal to rounding in float64."""
+    args = [*ARGS, *UNEVEN, METRICS.format(300), "--trainer.precision=64-true"]
+    one = run("fit", *args, root=folder / "one", model="many.Wild")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    nodes = [
+        torchrun("--nnodes=2", f"--node_rank={rank}", "--master_addr=127.0.0.1", f"--master_port={port}")
+        for rank in range(2)
+    ]
+    sums = ["--trainer.deterministic=false", *processes(1), "--trainer.num_nodes=2"]
+    there = launch(*([*node, "fit", "--model=many.Wild", *DIGITS, *args, *sums] for node in nodes), cwd=folder)
+    assert_close(state(there), state(one))
+    assert_metrics(there, one, 1e-9)
+    assert [refused for _, refused in metrics(there)["client/refused"]] == [1, 0, 0, 0]
+
+
+def assert_close(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> None:
+    """Within 1e-12 of the largest entry."""
+    assert a.keys() == b.keys()
+    for name in a:
+        assert (a[name] - b[name]).abs().max() <= 1e-12 * b[name].abs().max(), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_fault_of_one_process_ends_all(folder: Path, rank: int) -> None:
+    """No process waits for one that is gone; what was done is saved, and one process goes on from it."""
+    args = [*UNEVEN, "--trainer.engine=graphed", "--trainer.max_rounds=3", "--trainer.callbacks+=many.FailOn"]
+    args += [f"--trainer.callbacks.rank={rank}"]
+    command = [SCRIPT, "fit", "--model=SCAFFOLD", *DIGITS, *args, *processes(2)]
+    with process(*command, f"--trainer.default_root_dir={folder / 'two'}", cwd=folder) as child:
+        out, err = child.communicate(timeout=120)
+    assert child.returncode not in (0, None)
+    assert "a fault of one process" in out + err
+    assert int(state(newest(folder / "two"))["round"]) == 2
+    resumed = run("fit", *args, "--ckpt_path=last", root=folder / "two", model="SCAFFOLD")
+    assert_same(state(resumed), state(run("fit", *args, root=folder / "one", model="SCAFFOLD")))
+
+
+@pytest.mark.parametrize(
+    ("rank", "told"),
+    [
+        ("null", "error: mine"),
+        pytest.param("0", "error: mine", marks=pytest.mark.slow),
+        pytest.param("1", "error (process 1): mine", marks=pytest.mark.slow),
+    ],
+)
+def test_a_mistake_is_told_once(folder: Path, rank: str, told: str) -> None:
+    """By the first process if it meets it, otherwise by the one that does."""
+    args = [*DIGITS, "--trainer.callbacks+=many.Mistaken", f"--trainer.callbacks.rank={rank}", *processes(2)]
+    with process(SCRIPT, "fit", "--model=FedAvg", *args, cwd=folder) as child:
+        out, err = child.communicate(timeout=120)
+    assert child.returncode not in (0, None)
+    assert f"{told} = 3: use 4" in err.splitlines()
+    assert (out + err).count("mine = 3") == 1
+
+
+@pytest.mark.slow
+def test_a_mistake_in_the_arguments_is_told_once(folder: Path) -> None:
+    """Though every process reads them, before they know of each other."""
+    command = [*torchrun("--standalone", "--nproc_per_node=2"), "fit", "--model=FedAvgg", *DIGITS]
+    with process(*command, cwd=folder) as child:
+        out, err = child.communicate(timeout=120)
+    assert child.returncode not in (0, None)
+    assert len([line for line in (out + err).splitlines() if line.startswith("error: model = FedAvgg: ")]) == 1
+
+
+@pytest.mark.parametrize(
+    ("env", "start"),
+    [
+        ({"SLURM_PROCID": "0", "SLURM_LOCALID": "0"}, "error: model"),
+        ({"SLURM_PROCID": "3", "SLURM_LOCALID": "1"}, None),
+        ({"SLURM_PROCID": "2", "SLURM_LOCALID": "0"}, "error (process 2): model"),
+        ({"RANK": "2", "LOCAL_RANK": "0"}, "error (process 2): model"),
+        ({"LOCAL_RANK": "1"}, None),
+    ],
+)
+def test_who_tells(env: dict[str, str], start: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the processes of a cluster before they know of each other: the first of each node."""
+    for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID", "SLURM_LOCALID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as exit:
+        cli("fit", "--model=FedAvgg", *DIGITS)
+    assert exit.value.code == 1 if start is None else str(exit.value.code).startswith(start)

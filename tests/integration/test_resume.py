@@ -1,0 +1,227 @@
+"""A run that was broken off goes on to the same bits as one that never was."""
+
+from __future__ import annotations
+
+import resource
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fl_lightning import (
+    ASAM,
+    SWA,
+    Arrays,
+    BernoulliSampler,
+    Callback,
+    Checkpoints,
+    Curves,
+    DeltaEpsilon,
+    Digits,
+    DigitsMLP,
+    Dirichlet,
+    Discrepancy,
+    FederatedTrainer,
+    FlatnessMonitor,
+    LambdaMax,
+    LocalObjective,
+    ServerMomentum,
+    Updates,
+    UserError,
+    WandbLogger,
+    algorithms,
+    checkpoint,
+)
+from tests.runs import DIGITS, SCRIPT, assert_same, kill, last, metrics, newest, process, run, state
+
+ROUNDS = 6
+
+
+class Stop(Callback):
+    """Breaks off in the middle of a round, when ``at`` rounds are done and one client has trained."""
+
+    def __init__(self, at: int, error: type[BaseException]) -> None:
+        self.at, self.error = at, error
+
+    def on_local_end(self, trainer: FederatedTrainer, result: Any) -> None:
+        if trainer.round == self.at:
+            raise self.error
+
+
+class NoCurves(Curves):
+    """Takes the place of the figure, which is of no concern here and takes longer than the run."""
+
+    def on_fit_end(self, trainer: FederatedTrainer) -> None:
+        pass
+
+
+def make(name: str) -> LocalObjective:
+    torch.manual_seed(3)
+    net = DigitsMLP(hidden=8)
+    if name == "everything":
+        averaging = SWA(start=2, cycle=2)
+        return algorithms.SCAFFOLD(net, ascent=ASAM(warmup=4), server_update=ServerMomentum(0.5), averaging=averaging)
+    return getattr(algorithms, name)(net=net)  # type: ignore[no-any-return]
+
+
+def fit(root: Path, name: str, *more: Callback, ckpt_path: str | None = None, **options: Any) -> Path:
+    data = Digits(num_clients=6, batch_size=32, partition=Dirichlet(1.0))
+    trainer = FederatedTrainer(
+        **{"max_rounds": ROUNDS, "clients_per_round": 3, "accelerator": "cpu", "threads": 1, "engine": "sequential"}
+        | options,
+        callbacks=[
+            Checkpoints(every_n_rounds=2),
+            FlatnessMonitor(2, [LambdaMax(samples=100), Discrepancy(), Updates(), DeltaEpsilon(rho=0.1)]),
+            NoCurves(),
+            *more,
+        ],
+        default_root_dir=str(root),
+        enable_progress_bar=False,
+    )
+    trainer.fit(make(name), data, ckpt_path)
+    return trainer.run_dir
+
+
+@pytest.mark.parametrize("name", [*algorithms.__all__, "everything"])
+def test_same_bits(name: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"sampler": BernoulliSampler(0.5), "engine": "graphed"} if name == "everything" else {}
+    whole = fit(tmp_path / "whole", name, **options)
+    with pytest.raises(KeyboardInterrupt):
+        fit(tmp_path / "broken", name, Stop(3, KeyboardInterrupt), **options)
+    broken = newest(tmp_path / "broken")
+    assert last(broken)["round"] == 3
+    assert state(broken).keys() == state(whole).keys()
+    assert not torch.equal(state(broken)["server.w"], state(whole)["server.w"])
+    assert fit(tmp_path / "broken", name, ckpt_path="last", **options) == broken
+    assert_same(state(broken), state(whole))
+    assert metrics(broken) == metrics(whole)
+    assert [at for at, _ in metrics(whole)["client/train/loss"]] == [1, 2, 3, 4, 5, 6]
+
+
+def test_broken_off_twice_and_by_an_error(tmp_path: Path) -> None:
+    whole = fit(tmp_path / "whole", "SCAFFOLD")
+    with pytest.raises(ZeroDivisionError):
+        fit(tmp_path / "broken", "SCAFFOLD", Stop(1, ZeroDivisionError))
+    with pytest.raises(KeyboardInterrupt):
+        fit(tmp_path / "broken", "SCAFFOLD", Stop(5, KeyboardInterrupt), ckpt_path="last")
+    broken = newest(tmp_path / "broken")
+    assert last(broken)["round"] == 5
+    fit(tmp_path / "broken", "SCAFFOLD", ckpt_path=str(broken / checkpoint.LAST))
+    assert_same(state(broken), state(whole))
+    assert metrics(broken) == metrics(whole)
+
+
+def test_rounds_after_the_checkpoint_are_logged_once(tmp_path: Path) -> None:
+    """A run that died hard has rows after its last checkpoint, the last of them cut short."""
+    whole = fit(tmp_path / "whole", "FedDyn")
+    with pytest.raises(KeyboardInterrupt):
+        fit(tmp_path / "broken", "FedDyn", Stop(5, KeyboardInterrupt))
+    broken = newest(tmp_path / "broken")
+    early = tmp_path / "early"
+    with pytest.raises(KeyboardInterrupt):
+        fit(early, "FedDyn", Stop(2, KeyboardInterrupt))
+    (broken / checkpoint.LAST).write_bytes((newest(early) / checkpoint.LAST).read_bytes())
+    log = broken / "metrics.csv"
+    log.write_text(log.read_text()[:-30])
+    fit(tmp_path / "broken", "FedDyn", ckpt_path="last")
+    assert_same(state(broken), state(whole))
+    assert metrics(broken) == metrics(whole)
+
+
+def test_wandb_run_keeps_its_id(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        fit(tmp_path, "FedAvg", Stop(3, KeyboardInterrupt), loggers=[WandbLogger()])
+    (first,) = newest(tmp_path).glob("wandb/offline-run-*/run-*.wandb")
+    fit(tmp_path, "FedAvg", ckpt_path="last", loggers=[WandbLogger()])
+    files = set(newest(tmp_path).glob("wandb/offline-run-*/run-*.wandb"))
+    assert len(files) == 2
+    assert {path.name for path in files} == {first.name}
+
+
+def test_kill_9(tmp_path: Path) -> None:
+    """A real process, killed with its children between two checkpoints."""
+    rounds = "--trainer.max_rounds=150"
+    saves = ["--trainer.callbacks+=Checkpoints", "--trainer.callbacks.every_n_rounds=7"]
+    args = [f"--trainer.default_root_dir={tmp_path / 'broken'}", rounds, *saves]
+    with process(SCRIPT, "fit", "--model=SCAFFOLD", *DIGITS, *args, cwd=tmp_path) as child:
+        deadline = time.monotonic() + 120
+        logs: list[Path] = []
+        while not logs or len(logs[0].read_text().splitlines()) < 10:  # the header and 9 rounds
+            assert child.poll() is None and time.monotonic() < deadline
+            time.sleep(0.002)
+            logs = list((tmp_path / "broken").glob("*/*/metrics.csv"))
+        kill(child)
+        assert child.wait() == -signal.SIGKILL
+    broken = newest(tmp_path / "broken")
+    done = last(broken)["round"]
+    assert done % 7 == 0 and 0 < done < 150
+    assert run("fit", rounds, *saves, "--ckpt_path=last", root=tmp_path / "broken", model="SCAFFOLD") == broken
+    whole = run("fit", rounds, *saves, root=tmp_path / "whole", model="SCAFFOLD")
+    assert_same(state(broken), state(whole))
+    assert metrics(broken) == metrics(whole)
+    assert [at for at, _ in metrics(broken)["comm/total_bits"]] == list(range(1, 151))
+
+
+@pytest.fixture
+def small_disk() -> Iterator[None]:
+    """No file may grow above 100 kB."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def whole_checkpoint(x: torch.Tensor) -> dict[str, Any]:
+    return {"server": {"w": x}, "clients": {}, "round": 1, "identity": {}}
+
+
+def test_write_that_fails_leaves_the_previous_checkpoint(tmp_path: Path, small_disk: None) -> None:
+    path = tmp_path / "checkpoints" / "last.ckpt"
+    checkpoint.save(path, whole_checkpoint(torch.arange(10.0)))
+    with pytest.raises((OSError, RuntimeError)):
+        checkpoint.save(path, whole_checkpoint(torch.zeros(100_000)))
+    assert torch.equal(checkpoint.load(path)["server"]["w"], torch.arange(10.0))
+
+
+class Unsavable:
+    def __reduce__(self) -> Any:
+        raise ZeroDivisionError
+
+
+def test_state_that_cannot_be_saved_leaves_the_previous_checkpoint(tmp_path: Path) -> None:
+    class Odd(Callback):
+        def state_dict(self) -> dict[str, Any]:
+            return {"odd": Unsavable()} if self.round == 4 else {}
+
+        def on_round_start(self, trainer: FederatedTrainer, ctx: Any, cohort: list[int]) -> None:
+            self.round = ctx.t + 1
+
+    with pytest.raises(ZeroDivisionError):
+        fit(tmp_path, "SCAFFOLD", Odd())
+    assert last(newest(tmp_path))["round"] == 2
+    fit(tmp_path, "SCAFFOLD", ckpt_path="last")
+    assert_same(state(newest(tmp_path)), state(fit(tmp_path / "whole", "SCAFFOLD")))
+
+
+def test_longer_run_goes_on(tmp_path: Path) -> None:
+    """A finished run can be made longer; nothing is trained if there is nothing left to do."""
+    fit(tmp_path, "FedAvg", max_rounds=3)
+    longer = fit(tmp_path, "FedAvg", max_rounds=5, ckpt_path="last")
+    assert last(longer)["round"] == 5
+    assert_same(state(longer), state(fit(tmp_path / "whole", "FedAvg", max_rounds=5)))
+    before = metrics(longer)
+    assert fit(tmp_path, "FedAvg", max_rounds=5, ckpt_path="last") == longer
+    assert metrics(longer) == before
+
+
+def test_other_data_are_refused(tmp_path: Path) -> None:
+    done = fit(tmp_path, "FedAvg", max_rounds=1)
+    x = torch.zeros(12, 1, 8, 8)
+    other = Arrays(client_arrays=[(x, torch.arange(12) % 10)] * 6, test=(x, torch.arange(12) % 10))
+    trainer = FederatedTrainer(max_rounds=2, accelerator="cpu", default_root_dir=str(tmp_path))
+    with pytest.raises(UserError, match="made with data = "):
+        trainer.fit(make("FedAvg"), other, str(done / checkpoint.LAST))

@@ -1,0 +1,97 @@
+"""A class of one's own, in a file of one's own, is used like those of the package."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from tests.runs import assert_same, cli, last, metrics, newest, process, run, state
+
+FEDPROX = '''
+from fl_lightning import LocalObjective
+
+
+class FedProx(LocalObjective):
+    """A proximal term mu/2 |w - w_t|^2 (Li et al., MLSys 2020)."""
+
+    def __init__(self, mu: float = 0.01, **kwargs):
+        super().__init__(**kwargs)
+        self.mu = mu
+
+    def local_step(self, w, grad, client, sent, ctx):
+        return self.local_gradient(w, grad, client, sent, ctx) + self.mu * (w - sent.w), client
+'''
+REMEMBER = '''
+from fl_lightning import LocalObjective
+
+
+class Remember(LocalObjective):
+    """Clients that keep the weights they ended with, and a server that counts them."""
+
+    client_state = {"own": "w"}
+    server_state = {"seen": 0.0}
+
+    def local_end(self, w, client, sent, ctx):
+        return {"w": w}, client.replace(own=w)
+
+    def server_step(self, server, sent, uploads, ctx):
+        return super().server_step(server.replace(seen=server.seen + uploads.n), sent, uploads, ctx)
+'''
+MONITOR = {"class_path": "FlatnessMonitor", "init_args": {"every_n_rounds": 1}}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A user's folder with one file of code and one config."""
+    (tmp_path / "mine.py").write_text(FEDPROX)
+    config = {
+        "model": {"class_path": "mine.FedProx", "init_args": {"mu": 0.5, "net": "DigitsMLP", "ascent": "SAM"}},
+        "data": {"class_path": "Digits", "init_args": {"num_clients": 6, "batch_size": 32}},
+        "trainer": {"max_rounds": 2, "clients_per_round": 3, "threads": 1, "callbacks": [MONITOR]},
+    }
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(config))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path
+    sys.modules.pop("mine", None)
+
+
+def test_in_a_real_process(folder: Path) -> None:
+    """The file lies in the working folder, nothing is installed."""
+    with process(sys.executable, "-m", "fl_lightning", "fit", "--config", "mine.yaml", cwd=folder) as child:
+        _, err = child.communicate(timeout=120)
+    assert child.returncode == 0, err
+    done = newest(folder / "runs")
+    assert done.parent.name == "FedProx-Digits"
+    assert [at for at, _ in metrics(done)["server/test/acc"]] == [1, 2]
+    assert "flatness/lambda_max" in metrics(done)
+    cli("fit", "--config", "mine.yaml", "--trainer.max_rounds=4", "--ckpt_path=last")
+    assert last(done)["round"] == 4
+    cli("fit", "--config", "mine.yaml", "--trainer.max_rounds=4", "--trainer.default_root_dir=whole")
+    assert_same(state(newest(folder / "whole")), state(done))
+    assert metrics(newest(folder / "whole")) == metrics(done)
+
+
+def test_proximal_term(folder: Path) -> None:
+    """Without it FedProx is FedAvg to the bit, with it clients stay nearer to the global model."""
+    fedavg = run("fit", root=folder / "a")
+    assert_same(state(run("fit", "--model.mu=0", root=folder / "b", model="mine.FedProx")), state(fedavg))
+    prox = state(run("fit", "--model.mu=1", root=folder / "c", model="mine.FedProx"))
+    start = state(run("fit", "--model.optimizer.lr=1e-30", root=folder / "d"))["server.w"]
+    moved = [float((s["server.w"] - start).norm()) for s in (prox, state(fedavg))]
+    assert 0 < moved[0] < 0.95 * moved[1]
+
+
+def test_state_of_ones_own(folder: Path) -> None:
+    (folder / "mine.py").write_text(REMEMBER)
+    done = run("fit", root=folder, model="mine.Remember")
+    found = last(done)
+    assert float(found["server"]["seen"]) == 6
+    assert found["clients"]["rows"]["own"].shape == (len(found["clients"]["ids"]), 610)
+    fedavg = run("fit", root=folder / "fedavg")
+    assert torch.equal(found["server"]["w"], last(fedavg)["server"]["w"])

@@ -1,0 +1,403 @@
+"""The measures of the laboratory: closed forms, rehearsals, and what monitor and commands say of the same model."""
+
+from __future__ import annotations
+
+import csv
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fl_lightning import (
+    IID,
+    LPF,
+    SAM,
+    SCAFFOLD,
+    SGD,
+    AdaptiveSharpness,
+    Callback,
+    ClientLambdaMax,
+    CohortLoss,
+    DeltaEpsilon,
+    Digits,
+    DigitsMLP,
+    Discrepancy,
+    FedAvg,
+    FederatedTrainer,
+    FedGF,
+    FedGloSS,
+    FedSMOO,
+    FlatnessMonitor,
+    HessianTrace,
+    LambdaMax,
+    LocalObjective,
+    Measure,
+    NaiveFedGloSS,
+    Sharpness,
+    SpectralDensity,
+    Spectrum,
+    Updates,
+    UserError,
+)
+from fl_lightning.core.flat import FlatSpec
+from fl_lightning.flatness import cosine, delta_epsilon, divergence, gradient, lpf, mean_loss, sharpness
+from fl_lightning.flatness.sharpness import filter_scale
+from fl_lightning.trainer.callbacks.flatness import read_readings
+from tests.flatness.test_flatness import CE, Quadratic, cnn, data, output, symmetric
+from tests.runs import cli, run, state
+
+# Closed forms
+
+
+def test_adaptive_sharpness_by_hand() -> None:
+    net, batches = cnn(), data((5, 7))
+    spec = FlatSpec(net)
+    w, g = spec.vector(net), gradient(net, CE, batches)
+    scaled = {name: p.abs() + 0.2 if name.endswith("weight") else p * 0 + 1 for name, p in net.named_parameters()}
+    T = torch.cat([p.flatten() for p in scaled.values()]).detach()
+    ascended = w + 0.3 * T**2 * g / (T * g).norm()
+    expected = mean_loss(net, CE, batches, ascended) - mean_loss(net, CE, batches)
+    assert sharpness(net, CE, batches, rho=0.3, eta=0.2) == pytest.approx(expected, rel=1e-9)
+    # T is 1 where there is no parameter called weight
+    b = torch.tensor([3.0, 4.0], dtype=torch.float64)
+    linear = Quadratic(torch.zeros(2, 2, dtype=torch.float64), b)
+    assert sharpness(linear, output, data(), rho=0.1, eta=0.7) == pytest.approx(0.5)
+
+
+def test_adaptive_steps_stay_in_the_ellipsoid() -> None:
+    net, batches = cnn(), data((12,))
+    one, many = (sharpness(net, CE, batches, rho=0.5, steps=k, eta=0.1) for k in (1, 12))
+    assert 0 < one <= many + 1e-12
+
+
+def test_lpf_of_a_quadratic() -> None:
+    """E F(w + ε) = F(w) + sigma² tr(A) / 2."""
+    a = symmetric([5.0, 3.0, 1.0, -2.0])
+    net = Quadratic(a, w=torch.tensor([0.3, -0.1, 0.2, 0.5], dtype=torch.float64))
+    made = [lpf(net, output, data((3, 2)), sigma=0.5, draws=400, seed=seed) for seed in range(4)]
+    exact = mean_loss(net, output, data()) + 0.5**2 * a.trace().item() / 2
+    assert all(abs(m.value - exact) < 4 * m.error for m in made) and all(m.samples == 400 for m in made)
+    assert 0.02 < made[0].error < 0.2
+    assert made[0] == lpf(net, output, data((5,)), sigma=0.5, draws=400, seed=0) != made[1]
+    assert lpf(net, output, data(), sigma=0.0, draws=2).value == pytest.approx(
+        mean_loss(net, output, data()), rel=1e-12
+    )
+
+
+def test_filter_relative_noise() -> None:
+    """Doubling a filter and its bias doubles its noise; the noise of the other filters stays."""
+    net = cnn()
+    spec = FlatSpec(net)
+    parts = spec.split(filter_scale(spec, spec.vector(net)))
+    weight, bias = net.get_parameter("0.weight"), net.get_parameter("0.bias")
+    for f in range(len(bias)):
+        expected = weight[f].norm() + bias[f].abs()
+        torch.testing.assert_close(parts["0.weight"][f], expected.expand_as(weight[f]).detach())
+        torch.testing.assert_close(parts["0.bias"][f], expected.detach())
+    gamma, beta = net.get_parameter("1.weight"), net.get_parameter("1.bias")
+    torch.testing.assert_close(parts["1.weight"], (gamma.abs() + beta.abs()).detach())
+
+
+def test_distances_and_angles() -> None:
+    a, b = torch.tensor([3.0, 0.0]), torch.tensor([0.0, 4.0])
+    assert divergence([a, b], torch.zeros(2)) == pytest.approx(12.5)
+    assert cosine(a, b) == 0 and cosine(a, 2 * a) == pytest.approx(1) and cosine(a, 0 * a) == 0
+    assert delta_epsilon(a, 5 * a, 0.1) == pytest.approx(0, abs=1e-7)
+    assert delta_epsilon(a, -a, 0.1) == pytest.approx(0.2)
+    assert delta_epsilon(a, b, 0.1) == pytest.approx(0.1 * 2**0.5)
+    with pytest.raises(UserError, match="clients"):
+        divergence([], a)
+
+
+# Rehearsals
+
+
+class Rehearse(Callback):
+    """Before every round: what it will come to."""
+
+    def __init__(self) -> None:
+        self.promised: list[dict[str, Tensor]] = []
+        self.local: list[dict[int, Tensor]] = []
+
+    def on_round_start(self, trainer: FederatedTrainer, ctx: Any, cohort: list[int]) -> None:
+        local: dict[int, Tensor] = {}
+        after = trainer.rehearse(cohort, lambda result: local.update({result.client: result.w}))
+        trainer.rehearse([0, 3], lambda result: None, clean=True)
+        self.promised.append(dict(after))
+        self.local.append(local)
+
+    def on_round_end(self, trainer: FederatedTrainer) -> None:
+        for name, value in trainer.server.items():
+            assert torch.equal(value, self.promised[-1][name]), name
+
+
+def fit(folder: Path, objective: LocalObjective, *callbacks: Callback, **options: Any) -> FederatedTrainer:
+    options = {"max_rounds": 3, "clients_per_round": 4, "precision": "64-true", "engine": "sequential", **options}
+    trainer = FederatedTrainer(
+        accelerator="cpu", enable_progress_bar=False, callbacks=list(callbacks), default_root_dir=str(folder), **options
+    )
+    trainer.fit(objective, Digits(num_clients=6, partition=IID()))
+    return trainer
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return DigitsMLP(hidden=8)
+
+
+@pytest.mark.parametrize("algorithm", [SCAFFOLD, FedSMOO, FedGF, FedGloSS, NaiveFedGloSS])
+def test_a_rehearsal_is_the_round_and_leaves_nothing(algorithm: type[LocalObjective], tmp_path: Path) -> None:
+    rehearse = Rehearse()
+    seen = fit(tmp_path, algorithm(net(), optimizer=SGD(lr=0.1)), rehearse)
+    assert len(rehearse.promised) == 3 and all(len(local) == 4 for local in rehearse.local)
+    plain = fit(tmp_path, algorithm(net(), optimizer=SGD(lr=0.1)))
+    assert all(torch.equal(seen.server[name], value) for name, value in plain.server.items())
+    a, b = (state(t.run_dir) for t in (seen, plain))
+    assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+# The monitor
+
+ALL: list[Measure] = [
+    LambdaMax(samples=100, iterations=5),
+    LambdaMax(samples=None, method="power", iterations=2, split="test"),
+    Spectrum(k=5, samples=50, iterations=8),
+    HessianTrace(probes=6, samples=50),
+    SpectralDensity(probes=2, steps=4, samples=50),
+    ClientLambdaMax(data=["local", "global"], samples=50, iterations=3),
+    Discrepancy(samples=200),
+    Discrepancy(clients="all", steps=2, samples=None),
+    Sharpness(samples=100),
+    AdaptiveSharpness(samples=100),
+    LPF(draws=3, samples=100),
+    LPF(draws=3, samples=100, scale="filter"),
+    CohortLoss(),
+    Updates(),
+    DeltaEpsilon(rho=0.1),
+]
+
+
+@pytest.mark.parametrize("algorithm", [FedGloSS, SCAFFOLD])
+def test_nothing_that_is_measured_changes_the_run(algorithm: type[LocalObjective], tmp_path: Path) -> None:
+    plain = fit(tmp_path, algorithm(net(), ascent=SAM(0.05), optimizer=SGD(lr=0.1)))
+    watched = fit(tmp_path, algorithm(net(), ascent=SAM(0.05), optimizer=SGD(lr=0.1)), FlatnessMonitor(1, ALL))
+    a, b = (state(t.run_dir) for t in (plain, watched))
+    assert all(torch.equal(b[name], value) for name, value in a.items())
+    lines = read_readings(watched.run_dir / "flatness.jsonl")
+    names = {line["name"] for line in lines}
+    assert names >= {
+        "lambda_max", "lambda_1", "lambda_ratio", "trace", "density_mean",
+        "client_lambda_max_local", "client_lambda_max_global", "discrepancy", "discrepancy_all",
+        "sharpness_all", "sharpness_cohort", "adaptive_sharpness_all", "lpf", "lpf_filter", "loss_drop_cohort",
+        "loss_gap", "norm_w", "drift", "distance", "divergence_next", "delta_epsilon", "pseudo_gradient_cosine",
+    }  # fmt: skip
+    assert all(line["data"] and line["model"] for line in lines if line["name"] != "norm_w")
+    logged = watched.metrics
+    assert {f"flatness/{name}" for name in names} <= logged.keys() and 0 < logged["time/flatness_share"] < 1
+    (curve,) = (line for line in lines if line["name"] == "client_lambda_max_local" and line["round"] == 3)
+    values = list(curve["details"]["clients"].values())
+    assert len(values) == 4 and curve["value"] == pytest.approx(sum(values) / 4)
+
+
+def test_what_the_updates_say(tmp_path: Path) -> None:
+    """Against the models themselves."""
+    models: list[tuple[Tensor, dict[int, tuple[Tensor, int]], Tensor]] = []
+
+    class Keep(Callback):
+        def on_round_start(self, trainer: FederatedTrainer, ctx: Any, cohort: list[int]) -> None:
+            self.before, self.local = trainer.server.w, dict[int, tuple[Tensor, int]]()
+
+        def on_local_end(self, trainer: FederatedTrainer, result: Any) -> None:
+            self.local[result.client] = (result.w, result.ctx.n_k)
+
+        def on_round_end(self, trainer: FederatedTrainer) -> None:
+            models.append((self.before, self.local, trainer.server.w))
+
+    metrics = [Updates(rho=0.3), DeltaEpsilon(rho=0.1), CohortLoss()]
+    trainer = fit(tmp_path, FedAvg(net(), optimizer=SGD(lr=0.1)), FlatnessMonitor(1, metrics), Keep())
+    read = {(line["round"], line["name"]): line["value"] for line in read_readings(trainer.run_dir / "flatness.jsonl")}
+    steps = []
+    for t, (before, local, after) in enumerate(models, 1):
+        ws = [w for w, _ in local.values()]
+        n = sum(n for _, n in local.values())
+        steps.append(before - sum(w * n_k for w, n_k in local.values()) / n)
+        torch.testing.assert_close(after, before - steps[-1])
+        drift = [float((w - before).norm()) for w in ws]
+        away = [float((w - after).norm()) for w in ws]
+        assert read[t, "drift"] == pytest.approx(sum(drift) / 4)
+        assert read[t, "distance"] == pytest.approx(sum(away) / 4)
+        assert read[t, "distance_max"] == pytest.approx(max(away))
+        assert read[t, "divergence_previous"] == pytest.approx(sum(x**2 for x in drift) / 4)
+        assert read[t, "divergence_next"] == pytest.approx(sum(x**2 for x in away) / 4)
+        assert read[t, "step_sharpness"] == pytest.approx(0.3 * float((before - after).norm()))
+        assert read[t, "pseudo_gradient_norm"] == pytest.approx(float(steps[-1].norm()))
+        assert read[t, "norm_w"] == pytest.approx(float(after.norm()))
+        assert read[t, "loss_drop_cohort"] != 0 and read[t, "loss_gap"] > 0
+    assert (1, "pseudo_gradient_cosine") not in read and (1, "delta_epsilon") not in read
+    for t in (2, 3):
+        turn = cosine(steps[t - 2], steps[t - 1])
+        assert read[t, "pseudo_gradient_cosine"] == pytest.approx(turn)
+        # FedAvg sends what it has: the direction from the unperturbed model is the round's own
+        assert read[t, "delta_epsilon_cosine"] == pytest.approx(turn)
+        assert read[t, "delta_epsilon"] == pytest.approx(0.1 * (2 - 2 * turn) ** 0.5)
+
+
+def test_all_clients_in_the_cohort(tmp_path: Path) -> None:
+    """With full participation the two discrepancies are the same number."""
+    metrics = [Discrepancy(samples=None), Discrepancy(samples=None, clients="all")]
+    monitor = FlatnessMonitor(1, metrics)
+    trainer = fit(tmp_path, FedAvg(net(), optimizer=SGD(lr=0.1)), monitor, clients_per_round=6, max_rounds=2)
+    found = trainer.metrics
+    assert found["flatness/discrepancy_all"] == pytest.approx(found["flatness/discrepancy"], rel=1e-9)
+    assert found["flatness/sharpness_local_all"] == pytest.approx(found["flatness/sharpness_local"], rel=1e-12)
+
+
+def test_settings(tmp_path: Path) -> None:
+    for make, told in (
+        (lambda: LPF(draws=1), "LPF.draws = 1"),
+        (lambda: Sharpness(rho=0), "Sharpness.rho = 0"),
+        (lambda: LambdaMax(tol=-1.0), "LambdaMax.tol = -1.0"),
+        (lambda: Discrepancy(clients="some"), "Discrepancy.clients = some"),  # type: ignore[arg-type]
+        (lambda: FlatnessMonitor(metrics=[]), "FlatnessMonitor.metrics"),
+    ):
+        with pytest.raises(UserError, match=told):
+            make()
+    with pytest.raises(UserError, match=r"DeltaEpsilon.rho = None: FedAvg has no rho"):
+        fit(tmp_path, FedAvg(net()), FlatnessMonitor(1, [DeltaEpsilon()]))
+
+
+# Commands on checkpoints
+
+MEASURED = "[{class_path: LambdaMax, init_args: {samples: 100, tol: 1.0e-6}}, Discrepancy, Updates]"
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Two runs of two rounds, and one of three with a monitor."""
+    root = tmp_path_factory.mktemp("laboratory")
+    found = {name: run("fit", f"--trainer.seed={i}", root=root / name) for i, name in enumerate(("a", "b"))}
+    monitor = ["--trainer.callbacks+=FlatnessMonitor", "--trainer.callbacks.every_n_rounds=1"]
+    more = ["--trainer.max_rounds=3", *monitor, f"--trainer.callbacks.metrics={MEASURED}"]
+    found["watched"] = run("fit", *more, root=root / "watched")
+    return found
+
+
+def ckpt(folder: Path) -> str:
+    return str(folder / "checkpoints" / "last.ckpt")
+
+
+def test_flatness_says_what_the_monitor_does(runs: dict[str, Path], tmp_path: Path) -> None:
+    """lambda_max of the round of the checkpoint; local models are those of the round to come."""
+    args = [f"--metrics={MEASURED}", f"--out={tmp_path}", "--trainer.max_rounds=3"]
+    cli("flatness", "--ckpt_path", ckpt(runs["a"]), *args)
+    made = json.loads((tmp_path / "flatness.json").read_text())
+    read = {r["name"]: r["value"] for r in made["readings"]}
+    lines = read_readings(runs["watched"] / "flatness.jsonl")
+    watched = {(line["round"], line["name"]): line["value"] for line in lines}
+    assert made["round"] == 2 and made["seed"] == 0 and "weight decay" in made["protocol"]
+    assert read["lambda_max"] == pytest.approx(watched[2, "lambda_max"], rel=1e-5)
+    for name in ("discrepancy", "sharpness_global", "sharpness_local", "drift", "norm_w", "divergence_next"):
+        assert read[name] == pytest.approx(watched[3, name], rel=1e-5), name
+    with (tmp_path / "flatness.csv").open(newline="") as file:
+        assert [row["name"] for row in csv.DictReader(file)] == [r["name"] for r in made["readings"]]
+
+
+@pytest.mark.slow
+def test_flatness_on_processes(runs: dict[str, Path], tmp_path: Path) -> None:
+    """In a real console; two share the samples and the clients."""
+    devices = ["--trainer.devices=2", "--trainer.strategy=ddp"]
+    command = [sys.executable, "-m", "fl_lightning", "flatness", "--ckpt_path", ckpt(runs["a"])]
+    made = subprocess.run(
+        [*command, f"--metrics={MEASURED}", f"--out={tmp_path}", *devices], capture_output=True, text=True, timeout=300
+    )
+    assert made.returncode == 0, made.stderr
+    assert "lambda_max" in made.stdout and "eval mode" in made.stdout and "Traceback" not in made.stderr
+    cli("flatness", "--ckpt_path", ckpt(runs["a"]), f"--metrics={MEASURED}", f"--out={tmp_path / 'one'}")
+    there, here = (json.loads((f / "flatness.json").read_text())["readings"] for f in (tmp_path, tmp_path / "one"))
+    assert [r["name"] for r in there] == [r["name"] for r in here]
+    assert [r["value"] for r in there] == pytest.approx([r["value"] for r in here], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("args", "files"),
+    [
+        (["--points=4", "--splits=[train,test]"], ("surface", "surface_3d")),
+        (["--points=4", "--clients=[1]"], ("surface", "surface_3d")),
+        (["--kind=perturbation", "--points=4", "--directions=2"], ("perturbation",)),
+        (["--kind=trajectory", "--points=4", "--clients=[2]"], ("trajectory",)),
+    ],
+)
+def test_landscape(args: list[str], files: tuple[str, ...], runs: dict[str, Path], tmp_path: Path) -> None:
+    compare = [] if "--clients=[2]" in args else [f"--compare=[{ckpt(runs['b'])}]"]
+    cli("landscape", "--ckpt_path", ckpt(runs["a"]), *compare, f"--out={tmp_path}", "--samples=60", *args)
+    for name in files:
+        assert (tmp_path / f"{name}.pdf").read_bytes()[:5] == b"%PDF-"
+        assert (tmp_path / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
+    made = json.loads((tmp_path / f"{files[0]}.json").read_text())
+    assert len(made) == (1 if not compare else 3 if "--clients=[1]" in args else 2)
+    assert all(result["missing"] == 0 and result["protocol"]["seed"] == 0 for result in made.values())
+    with (tmp_path / f"{files[0]}.csv").open(newline="") as file:
+        assert all(float(row["loss"]) > 0 for row in csv.DictReader(file))
+
+
+def test_plane_and_line_through_checkpoints(runs: dict[str, Path], tmp_path: Path) -> None:
+    a, b, c = (ckpt(runs[name]) for name in ("a", "b", "watched"))
+    cli("landscape", "--ckpt_path", a, f"--compare=[{b},{c}]", "--kind=plane", "--points=3", f"--out={tmp_path}")
+    (plane,) = json.loads((tmp_path / "plane.json").read_text()).values()
+    assert len(plane["models"]) == 3 and all(max(m["residual"]) < 1e-5 for m in plane["models"].values())
+    cli("interpolate", a, b, "--points=4", f"--out={tmp_path}")
+    (line,) = json.loads((tmp_path / "interpolate.json").read_text()).values()
+    cli("test", "--config", str(runs["a"] / "config.yaml"), "--ckpt_path", a)
+    found = dict(zip(line["gammas"], line["loss"]["test"], strict=True))
+    assert found[1.0] != found[0.0]
+
+
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        (["flatness", "--config=CONFIG"], "ckpt_path = None: give a checkpoint"),
+        (["flatness", "--ckpt_path=nowhere.ckpt", "--config=CONFIG"], "nowhere.ckpt: no such file"),
+        (["landscape", "--ckpt_path=CKPT", "--kind=plane"], "compare = []: a plane goes through two checkpoints more"),
+        (["landscape", "--ckpt_path=CKPT", "--clients=[77]"], "clients = 77: from 0 to 5"),
+        (["landscape", "--ckpt_path=CKPT", "--points=1"], "points = 1: 2 or more"),
+        (["interpolate", "CKPT", "CKPT", "--model.net.hidden=9"], "it was made with model.net"),
+        (["flatness", "--ckpt_path=CKPT", "--metrics=[LambdaMin]"], "LambdaMax"),
+    ],
+)
+def test_mistakes(args: list[str], told: str, runs: dict[str, Path]) -> None:
+    given = [a.replace("CKPT", ckpt(runs["a"])).replace("CONFIG", str(runs["a"] / "config.yaml")) for a in args]
+    with pytest.raises(SystemExit) as end:
+        cli(*given)
+    assert str(end.value).startswith("error: ") and told in str(end.value) and "\n" not in str(end.value)
+
+
+@pytest.mark.slow
+def test_an_interrupt_keeps_what_was_computed(runs: dict[str, Path], tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "fl_lightning", "landscape", "--ckpt_path", ckpt(runs["a"]), "--points=400"]
+    with subprocess.Popen([*command, f"--out={tmp_path}"], stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        assert any(line.startswith("surface of") for line in child.stdout)
+        time.sleep(2)
+        assert child.poll() is None
+        child.send_signal(signal.SIGINT)
+        child.communicate(timeout=120)
+    assert child.returncode == 130
+    (made,) = json.loads((tmp_path / "surface.json").read_text()).values()
+    losses = [v for row in made["loss"]["train"] for v in row]
+    assert 0 < made["missing"] == sum(v is None for v in losses) < len(losses) == 400**2
+
+
+def test_a_run_ends_with_how_it_was_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    more = ["--trainer.enable_progress_bar=true", "--trainer.callbacks+=FlatnessMonitor"]
+    run("fit", *more, root=tmp_path)
+    told = capsys.readouterr().out
+    assert "loss without weight decay, eval mode, no augmentation" in told and "seed 0" in told
+    assert "lambda_max: global model, training data, stratified sample (1,000), method lanczos" in told
+    assert "discrepancy: aggregated and local models" in told and "rho 0.05" in told

@@ -1,0 +1,167 @@
+"""Several runs as one batched program: each is what it is alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fl_lightning import (
+    SAM,
+    SGD,
+    BernoulliSampler,
+    Callback,
+    Digits,
+    DigitsMLP,
+    Dirichlet,
+    FederatedTrainer,
+    FedGMT,
+    LocalObjective,
+    UserError,
+    algorithms,
+    group,
+)
+from tests.runs import DIGITS, SCRIPT, assert_same, cli, last, metrics, newest, process, state
+
+ROUNDS = 4
+
+
+def run(root: Path, seed: int, engine: str, **options: Any) -> FederatedTrainer:
+    return FederatedTrainer(
+        **{"max_rounds": ROUNDS, "clients_per_round": 3, "accelerator": "cpu", "threads": 1, "precision": "64-true"}
+        | options,
+        seed=seed, engine=engine, default_root_dir=str(root), name=f"run_{seed}", enable_progress_bar=False,
+    )  # fmt: skip
+
+
+def model(seed: int, rho: float = 0.1, make: Any = algorithms.SCAFFOLD, **options: Any) -> LocalObjective:
+    torch.manual_seed(seed)
+    return make(net=DigitsMLP(hidden=8), ascent=SAM(rho), optimizer=SGD(0.1, 0.9), **options)  # type: ignore[no-any-return]
+
+
+def data() -> Digits:
+    return Digits(num_clients=6, batch_size=64, partition=Dirichlet(1.0))
+
+
+def assert_equal(together: list[FederatedTrainer], alone: list[FederatedTrainer]) -> None:
+    for one, other in zip(together, alone, strict=True):
+        a, b = state(one.run_dir), state(other.run_dir)
+        assert a.keys() == b.keys()
+        for name in a:
+            assert float((a[name] - b[name]).abs().max()) <= 1e-12 * float(b[name].abs().max()), name
+        assert metrics(one.run_dir).keys() == metrics(other.run_dir).keys()
+    assert not torch.equal(state(alone[0].run_dir)["server.w"], state(alone[1].run_dir)["server.w"])
+
+
+@pytest.mark.parametrize("engine", ["sequential", "batched", "graphed"])
+@pytest.mark.parametrize("make", [algorithms.SCAFFOLD, FedGMT, algorithms.FedGloSS])
+def test_seeds(make: Any, engine: str, tmp_path: Path) -> None:
+    """Cohorts of different sizes, too: a round's jobs change their number."""
+    options = {"sampler": BernoulliSampler(0.5)}
+    together, alone = ([run(tmp_path / where, seed, engine, **options) for seed in (0, 1)] for where in "ab")
+    objectives = [model(seed, make=make) for seed in (0, 1)]
+    group.fit(together, objectives, data())
+    for seed, trainer in enumerate(alone):
+        trainer.fit(model(seed, make=make), data())
+    assert_equal(together, alone)
+
+
+@pytest.mark.parametrize("engine", ["sequential", "batched", "graphed"])
+def test_values(engine: str, tmp_path: Path) -> None:
+    """A number of the ascent, one of the optimizer and one of the algorithm, and learning rates."""
+    numbers = [(0.05, 0.1, 0.5), (0.2, 0.05, 2.0)]
+
+    def objective(rho: float, lr: float, beta: float) -> LocalObjective:
+        torch.manual_seed(0)
+        return FedGMT(DigitsMLP(hidden=8), ascent=SAM(rho), optimizer=SGD(lr), beta=beta)
+
+    together, alone = ([run(tmp_path / where / str(i), 0, engine) for i in (0, 1)] for where in "ab")
+    group.fit(together, [objective(*n) for n in numbers], data())
+    assert together[0].values.keys() == {"beta", "ascent.rho", "optimizer.lr"}
+    for trainer, n in zip(alone, numbers, strict=True):
+        trainer.fit(objective(*n), data())
+    assert_equal(together, alone)
+
+
+def test_number_that_decides_is_told(tmp_path: Path) -> None:
+    """Without weight decay a step is another one."""
+    trainers = [run(tmp_path, seed, "batched") for seed in (0, 1)]
+    models = [FedGMT(DigitsMLP(hidden=8), optimizer=SGD(weight_decay=decay)) for decay in (0.0, 0.1)]
+    with pytest.raises(UserError, match=r"cannot be batched .* use sequential"):
+        group.fit(trainers, models, data())
+
+
+def test_one_diverges_the_others_go_on(tmp_path: Path) -> None:
+    """And what was broken off is resumed, wherever each run was."""
+    trainers = [run(tmp_path, seed, "batched") for seed in (0, 1, 2)]
+    objectives = [model(seed) for seed in (0, 1, 2)]
+    objectives[1].optimizer.lr = 1e200
+    with pytest.raises(UserError, match=r"1 of 3 runs broke off; .*run_1.version_0: round 1: .* not finite"):
+        group.fit(trainers, objectives, data())
+    assert [trainer.round for trainer in trainers] == [ROUNDS, 0, ROUNDS]
+
+    class Stop(Callback):
+        def on_local_end(self, trainer: FederatedTrainer, result: Any) -> None:
+            if trainer.round == 2:
+                raise KeyboardInterrupt
+
+    root = tmp_path / "stopped"
+    with pytest.raises(KeyboardInterrupt):
+        group.fit([run(root, s, "batched", callbacks=[Stop()] * (s == 1)) for s in (0, 1)],
+                  [model(s) for s in (0, 1)], data())  # fmt: skip
+    assert [last(root / f"run_{s}/version_0")["round"] for s in (0, 1)] == [3, 2]
+    resumed = [run(root, s, "batched") for s in (0, 1)]
+    group.fit(resumed, [model(s) for s in (0, 1)], data(), "last")
+    whole = [run(tmp_path / "whole", s, "batched") for s in (0, 1)]
+    group.fit(whole, [model(s) for s in (0, 1)], data())
+    assert [t.run_dir for t in resumed] == [root / f"run_{s}/version_0" for s in (0, 1)]
+    for one, other in zip(resumed, whole, strict=True):
+        assert_same(state(one.run_dir), state(other.run_dir))
+
+
+@pytest.mark.parametrize(
+    ("other", "says"),
+    [
+        (lambda: model(0, make=algorithms.FedDyn), "model.class_path"),
+        (lambda: FedGMT(DigitsMLP(hidden=9)), "model.net: runs of a group must have the same"),
+        (lambda: FedGMT(DigitsMLP(hidden=8), optimizer=SGD(clip=1.0)), "model.optimizer.clip = None, 1.0: .* numbers"),
+        (lambda: FedGMT(DigitsMLP(hidden=8), ascent=SAM(0.1)), "model.ascent: .* same"),
+    ],
+    ids=["class", "net", "none", "part"],
+)
+def test_what_cannot_be_one_program_is_told(other: Any, says: str, tmp_path: Path) -> None:
+    trainers = [run(tmp_path, seed, "batched") for seed in (0, 1)]
+    with pytest.raises(UserError, match=says):
+        group.fit(trainers, [FedGMT(DigitsMLP(hidden=8)), other()], data())
+    assert not list(tmp_path.iterdir())
+
+
+def test_command_line(tmp_path: Path) -> None:
+    args = ["--model=FedSAM", *DIGITS, "--trainer.engine=batched", f"--trainer.default_root_dir={tmp_path}"]
+    with process(SCRIPT, "fit", *args, "--seeds=3,5", "--values=model.rho=0.01,0.1", cwd=tmp_path) as child:
+        out, err = child.communicate(timeout=120)
+    assert child.returncode == 0, err
+    assert "4 runs" in out
+    runs = {folder.parent.name for folder in tmp_path.glob("FedSAM-Digits/*/version_0")}
+    assert runs == {f"rho_{rho}_seed_{seed}" for rho in (0.01, 0.1) for seed in (3, 5)}
+    # the config of a run is that of the same run alone
+    one = tmp_path / "FedSAM-Digits/rho_0.1_seed_5/version_0"
+    cli("fit", f"--config={one / 'config.yaml'}", f"--trainer.default_root_dir={tmp_path / 'alone'}")
+    torch.testing.assert_close(state(newest(tmp_path / "alone")), state(one), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("arg", "says"),
+    [
+        ("--seeds=0,x", "seeds = 0,x"),
+        ("--seeds=1,1", "seeds = 1,1.*different"),
+        ("--values=0.1,0.2", "values = 0.1,0.2"),
+        ("--values=model.roh=0.1,0.2", "model.roh.*no such setting"),
+    ],
+)
+def test_faulty_arguments_are_told(arg: str, says: str, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=says):
+        cli("fit", "--model=FedSAM", *DIGITS, f"--trainer.default_root_dir={tmp_path}", arg)
+    assert not list(tmp_path.iterdir())

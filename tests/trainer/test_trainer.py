@@ -1,0 +1,405 @@
+"""The orchestrator: cohorts, weights of the average, refused uploads, counted passes, precision, evaluation."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fl_lightning import (
+    ASAM,
+    IID,
+    SAM,
+    SCAFFOLD,
+    SGD,
+    SWA,
+    Arrays,
+    BernoulliSampler,
+    Callback,
+    Digits,
+    DigitsMLP,
+    Discrepancy,
+    FedAvg,
+    FederatedTrainer,
+    FedGMTv2,
+    FedSMOO,
+    FlatnessMonitor,
+    LambdaMax,
+    LocalObjective,
+    ReplaySampler,
+    UniformSampler,
+    UserError,
+    algorithms,
+)
+from fl_lightning.algorithms.parts.schedules import Cosine
+from fl_lightning.core.losses import kl_to_teacher
+from fl_lightning.core.state import ClientContext, State
+from fl_lightning.engine import LocalResult
+from fl_lightning.trainer.client_store import ClientStore
+from tests.conftest import Golden
+
+
+def digits_run(folder: Path, objective: LocalObjective, rounds: int = 3, **options: Any) -> FederatedTrainer:
+    torch.manual_seed(0)
+    options = {"clients_per_round": 4, "accelerator": "cpu", "enable_progress_bar": False, **options}
+    fit = FederatedTrainer(max_rounds=rounds, default_root_dir=str(folder), **options)
+    fit.fit(objective, Digits(num_clients=20, partition=IID()))
+    return fit
+
+
+# Cohorts
+
+
+def test_uniform_cohorts() -> None:
+    draws = [UniformSampler(5)(t, 20, seed=1) for t in range(2000)]
+    assert all(len(set(c)) == 5 and set(c) <= set(range(20)) for c in draws)
+    counts = Counter(k for c in draws for k in c)
+    assert min(counts.values()) > 400 and max(counts.values()) < 600  # 500 each, sd 19
+    assert draws[:50] == [UniformSampler(5)(t, 20, seed=1) for t in range(50)]
+    assert draws[:50] != [UniformSampler(5)(t, 20, seed=2) for t in range(50)]
+    assert len(set(map(tuple, draws))) > 1500
+
+
+def test_bernoulli_cohorts() -> None:
+    """The number varies, and nobody at all is drawn again."""
+    sizes = [len(BernoulliSampler(0.1)(t, 20, seed=0)) for t in range(2000)]
+    assert min(sizes) == 1 and max(sizes) > 4
+    assert sum(sizes) / len(sizes) == pytest.approx(2 / (1 - 0.9**20), abs=0.15)
+
+
+def test_trace_from_a_file(golden: Golden, tmp_path: Path) -> None:
+    (tmp_path / "trace.json").write_text(json.dumps(golden.schedule))
+    from_file, from_list = (
+        golden.run(FedAvg(net=golden.net()), sampler=ReplaySampler(source))[1]
+        for source in (str(tmp_path / "trace.json"), golden.schedule)
+    )
+    assert [list(r) for r in from_file.local] == golden.schedule
+    assert torch.equal(from_file.server[-1].w, from_list.server[-1].w)
+    (tmp_path / "trace.json").write_text("{}[")
+    with pytest.raises(UserError, match="not a JSON list"):
+        ReplaySampler(str(tmp_path / "trace.json"))
+    with pytest.raises(UserError, match=r"rounds\[1\] = \[4\].*0 to 3"):
+        ReplaySampler([[0], [4]]).check(2, 4)
+
+
+def test_a_million_clients_cost_nothing() -> None:
+    cohort = UniformSampler(10)(0, 1_000_000, seed=0)
+    store = ClientStore({"c": "zeros"}, torch.zeros(3))
+    for k in cohort:
+        store.stage({k: store.get(k, torch.zeros(3), {}).replace(c=torch.full((3,), float(k)))})
+    assert len(store) == 10 and store.get(cohort[3], torch.zeros(3), {}).c[0] == cohort[3]
+
+
+def test_slots_of_first_contact() -> None:
+    rules: Any = {"a": "zeros", "b": "w0", "c": "w", "d": 2.0, "e": lambda w0: w0.new_ones(4)}
+    first = State.initial(rules, w0=torch.ones(3), w=torch.full((3,), 5.0))
+    assert [v.tolist() for v in first.values()] == [[0] * 3, [1] * 3, [5] * 3, [2], [1] * 4]
+    with pytest.raises(AttributeError, match="no slot 'lamb' here; there are: a, b"):
+        first.replace(lamb=torch.ones(3))
+    with pytest.raises(AttributeError, match="no slot 'x'"):
+        _ = first.x
+    with pytest.raises(ValueError, match="'zero' is none of"):
+        State.initial({"a": "zero"}, torch.ones(3), torch.ones(3))
+
+
+# A round
+
+
+@pytest.mark.parametrize("weighting", ["samples", "uniform"])
+def test_weights_of_the_average(golden: Golden, weighting: Any) -> None:
+    _, record = golden.run(FedAvg(net=golden.net(), weighting=weighting))
+    sizes = [24, 32, 40, 24]
+    for t, results in enumerate(record.local):
+        p = torch.tensor([sizes[k] if weighting == "samples" else 1 for k in results], dtype=torch.float64)
+        mean = (p[:, None] * torch.stack([r.w for r in results.values()])).sum(0) / p.sum()
+        torch.testing.assert_close(record.server[t + 1].w, mean, rtol=0, atol=1e-13)
+
+
+def test_clients_see_only_what_is_sent(golden: Golden) -> None:
+    class Peeping(SCAFFOLD):
+        down = ("w",)
+
+    with pytest.raises(AttributeError, match="no slot 'c' here; there are: w"):
+        golden.run(Peeping(net=golden.net()))
+
+    class Chatty(FedAvg):
+        def local_end(self, w: Tensor, client: State, sent: State, ctx: ClientContext) -> Any:
+            return {"w": w, "secret": w}, client
+
+    with pytest.raises(UserError, match=r"uploads .*secret.*declares up"):
+        golden.run(Chatty(net=golden.net()))
+
+
+def test_an_upload_that_is_not_finite_is_refused(golden: Golden) -> None:
+    """Neither the average nor that client's row is written; it is counted; if nobody is left the run says so."""
+
+    class Broken(SCAFFOLD):
+        def local_end(self, w: Tensor, client: State, sent: State, ctx: ClientContext) -> Any:
+            upload, client = super().local_end(w, client, sent, ctx)
+            bad = ctx.t == 1 and ctx.n_k == 40  # client 2
+            return {**upload, "w": w * float("nan")} if bad else upload, client
+
+    class Refusals(Callback):
+        def __init__(self) -> None:
+            self.counts: list[float] = []
+
+        def on_round_logged(self, trainer: FederatedTrainer, metrics: Any) -> None:
+            self.counts.append(metrics["client/refused"])
+
+    refusals = Refusals()
+    _, record = golden.run(Broken(net=golden.net()), callbacks=[refusals])
+    assert refusals.counts == [0, 1, 0, 0, 0, 0]
+    assert (
+        torch.equal(record.server[2].w, record.server[1].w + (record.local[1][1].w - record.server[1].w))
+        or (record.server[2].w - record.local[1][1].w).abs().max() < 1e-14
+    )
+    assert 2 not in record.client[1] and 2 in record.client[2]
+    assert all(s.finite() for s in record.server)
+
+
+def test_state_after_a_broken_round_is_that_before(golden: Golden) -> None:
+    class Stop(Callback):
+        def on_local_end(self, trainer: FederatedTrainer, result: LocalResult) -> None:
+            if result.ctx.t == 2 and result.client == 2:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        golden.run(SCAFFOLD(net=golden.net()), callbacks=[Stop()])
+    whole = golden.run(SCAFFOLD(net=golden.net()))[1]
+    (saved,) = golden.folder.glob("*/version_0/checkpoints/last.ckpt")
+    state = torch.load(saved, weights_only=True)
+    assert state["round"] == 2
+    assert torch.equal(state["server"]["w"], whole.server[2].w)
+    assert torch.equal(state["clients"]["rows"]["c"], torch.stack([whole.client[1][k].c for k in (0, 1, 2)]))
+
+
+ONE_SCALAR = {"FedNova": (0, 1), "FedGF": (1, 1)}
+COSTS = {
+    # models down and up, forward and backward passes a step: the papers' tables
+    "FedAvg": (1, 1, 1, 1), "FedProx": (1, 1, 1, 1), "FedAvgM": (1, 1, 1, 1), "FedAdam": (1, 1, 1, 1),
+    "FedYogi": (1, 1, 1, 1), "FedAdagrad": (1, 1, 1, 1), "SCAFFOLD": (2, 2, 1, 1), "FedCM": (2, 1, 1, 1),
+    "FedDyn": (1, 1, 1, 1), "FedSAM": (1, 1, 2, 2), "FedASAM": (1, 1, 2, 2), "MoFedSAM": (2, 1, 2, 2),
+    "FedGAMMA": (2, 2, 2, 2), "FedSpeed": (1, 1, 2, 2), "FedSMOO": (2, 2, 2, 2), "FedLESAM": (1, 1, 1, 1),
+    "FedLESAMD": (1, 1, 1, 1), "FedLESAMS": (2, 2, 1, 1), "FedNTD": (1, 1, 2, 1), "FedGMT": (2, 1, 2, 1),
+    "FedGMTv2": (1, 1, 2, 1), "FedNova": (1, 1, 1, 1), "FedGF": (2, 1, 2, 2), "FedGloSS": (1, 1, 1, 1),
+    "NaiveFedGloSS": (2, 2, 2, 2), "AdaBest": (1, 1, 1, 1),
+    "STildeAM": (1, 1, 1, 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", algorithms.__all__)
+def test_passes_and_wire_are_what_is_declared(golden: Golden, name: str) -> None:
+    """Counted: floats that really went, passes that were really made; NaiveFedGloSS makes each step twice."""
+    objective = getattr(algorithms, name)(net=golden.net())
+    counted: list[tuple[int, int]] = []
+
+    class Count(Callback):
+        def on_local_end(self, trainer: FederatedTrainer, result: LocalResult) -> None:
+            counted.append((trainer.engine.forwards, trainer.engine.backwards))
+
+    fit, _ = golden.run(objective, callbacks=[Count()], sampler=ReplaySampler([[0, 1]]), max_rounds=1)
+    down, up, forwards, backwards = COSTS[name]
+    (f0, b0), (f1, b1) = counted[0], counted[-1]
+    others = 2 * objective.phases - 1  # trainings between the two counts
+    made = (f1 - f0) / 3 / others * objective.phases, (b1 - b0) / 3 / others * objective.phases
+    assert made == (forwards, backwards)
+    assert tuple(n * objective.phases for n in objective.passes) == (forwards, backwards)
+    scalars = sum(ONE_SCALAR.get(name, (0, 0)))
+    assert fit.metrics["comm/total_bits"] == ((down + up) * objective.flat.d + scalars) * 64 * 2
+
+
+def test_results_do_not_depend_on_the_global_generator(tmp_path: Path) -> None:
+    """Dropout included; and monitoring changes nothing."""
+
+    class Disturb(Callback):
+        def on_local_end(self, trainer: FederatedTrainer, result: LocalResult) -> None:
+            torch.randn(7)
+
+    def net() -> nn.Module:
+        torch.manual_seed(1)
+        return nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.Dropout(0.5), nn.ReLU(), nn.Linear(32, 10))
+
+    plain = digits_run(tmp_path, FedAvg(net=net()))
+    watched = digits_run(tmp_path, FedAvg(net=net()), callbacks=[Disturb(), FlatnessMonitor(every_n_rounds=1)])
+    assert torch.equal(plain.server.w, watched.server.w)
+    other = digits_run(tmp_path, FedAvg(net=net()), seed=1)
+    assert not torch.equal(plain.server.w, other.server.w)
+
+
+def test_composition_learns(tmp_path: Path) -> None:
+    """SCAFFOLD + ASAM + SWA with a schedule, a clip and momentum; accuracy is that of the average."""
+    optimizer = SGD(lr=0.2, momentum=0.5, clip=5.0, schedule=Cosine(0.1))
+    objective = SCAFFOLD(net=DigitsMLP(), optimizer=optimizer, ascent=ASAM(0.3), averaging=SWA(start=0.5))
+    fit = digits_run(tmp_path, objective, rounds=20, eval_every=5)
+    assert fit.metrics["server/test/acc"] > 0.85
+    final = fit.evaluate("test", fit.global_model)
+    assert final == {k: v for k, v in fit.metrics.items() if k.startswith("server/test")}
+    assert torch.equal(objective.flat.vector(objective.net), fit.global_model)
+    assert not torch.equal(fit.global_model, fit.server.w)
+
+
+def test_bf16_mixed_keeps_float32_state(tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    fit = digits_run(tmp_path, FedSMOO(net=DigitsMLP(), optimizer=SGD(lr=0.3)), rounds=15, precision="bf16-mixed")
+    exact = digits_run(tmp_path, FedSMOO(net=DigitsMLP(), optimizer=SGD(lr=0.3)), rounds=15)
+    assert {v.dtype for v in fit.server.values()} == {torch.float32}
+    assert fit.metrics["server/test/acc"] > 0.8
+    assert not torch.equal(fit.server.w, exact.server.w)
+
+
+def test_clip_acts_on_the_corrected_direction() -> None:
+    sgd, w = SGD(clip=1.0, weight_decay=0.5), torch.ones(2)
+    step, _ = sgd.step(w, torch.tensor([3.0, 4.0]), None, lr=1.0)
+    torch.testing.assert_close(step, w - torch.tensor([0.6, 0.8]) - 0.5 * w, rtol=0, atol=1e-6)
+    parts, _ = sgd.step(w, (torch.tensor([3.0, 4.0]), torch.tensor([9.0, 9.0])), None, lr=1.0)
+    torch.testing.assert_close(parts, step - 9, rtol=0, atol=1e-6)
+
+
+def test_losses_per_sample(golden: Golden, tmp_path: Path) -> None:
+    """An injected loss: label smoothing is taken; a loss of another shape is told in one line."""
+    smooth = golden.run(FedAvg(net=golden.net(), loss=nn.CrossEntropyLoss(label_smoothing=0.1)))[1]
+    plain = golden.run(FedAvg(net=golden.net()))[1]
+    assert (smooth.server[-1].w - plain.server[-1].w).abs().max() > 1e-4
+
+    class Scalar(nn.Module):
+        def forward(self, logits: Tensor, y: Tensor) -> Tensor:
+            return nn.functional.cross_entropy(logits, y)
+
+    with pytest.raises(UserError, match=r"model.loss = Scalar .*one loss per sample"):
+        golden.run(FedAvg(net=golden.net(), loss=Scalar()))
+
+
+def test_initial_weights(golden: Golden, tmp_path: Path) -> None:
+    torch.save(golden.init, tmp_path / "init.pt")
+    fresh = type(golden.net())
+    for source in (golden.init, str(tmp_path / "init.pt")):
+        objective = FedAvg(net=fresh(), init_weights=source)
+        assert torch.equal(objective.net.fc1.bias, golden.init["fc1.bias"])
+    fit, _ = golden.run(FedAvg(net=golden.net()))
+    checkpoint = fit.run_dir / "checkpoints" / "last.ckpt"
+    assert torch.allclose(
+        FedAvg(net=fresh().double(), init_weights=str(checkpoint)).net.fc1.bias, fit.objective.net.fc1.bias
+    )
+    with pytest.raises(UserError, match=r"does not fit DigitsMLP: '.*' is missing"):
+        FedAvg(net=DigitsMLP(), init_weights=golden.init)
+    with pytest.raises(UserError, match="no such file"):
+        FedAvg(net=DigitsMLP(), init_weights="nowhere.pt")
+
+
+def test_a_net_with_running_statistics_is_told(golden: Golden) -> None:
+    with pytest.raises(UserError, match=r"buffer '1.running_mean'.*GroupNorm"):
+        FedAvg(net=nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+
+
+def test_flatness_monitor_against_the_plain_functions(golden: Golden) -> None:
+    from fl_lightning.flatness import lambda_max, measure_discrepancy
+
+    fit, record = golden.run(
+        SCAFFOLD(net=golden.net(), ascent=SAM(0.1)), sampler=ReplaySampler([[0, 1, 2, 3]] * 2), max_rounds=2,
+        callbacks=[FlatnessMonitor(2, [LambdaMax(samples=None, tol=1e-8), Discrepancy(rho=0.1)])],
+    )  # fmt: skip
+    net, loss, data = fit.objective.net, fit.objective.loss, fit.data
+
+    def batches(k: int) -> Any:
+        return lambda: data.client_eval_batches(k, torch.float64)
+
+    clients = [(record.local[1][k].w, batches(k)) for k in range(4)]
+    assert fit.metrics["flatness/discrepancy"] == pytest.approx(
+        measure_discrepancy(net, loss, clients, rho=0.1), rel=1e-9
+    )
+    top = lambda_max(net, loss, lambda: data.eval_batches("train", torch.float64), tol=1e-8)
+    assert fit.metrics["flatness/lambda_max"] == pytest.approx(top.value, rel=1e-6)
+    assert fit.metrics["flatness/lambda_max_residual"] < 1e-8
+
+
+def test_ten_lines_of_python(tmp_path: Path) -> None:
+    """Lists of per-client arrays, as a newcomer would write it."""
+    draw = torch.Generator().manual_seed(0)
+    centers = 3 * torch.randn(3, 5, generator=draw)
+    clients = []
+    for _ in range(6):
+        y = torch.randint(3, (20,), generator=draw)
+        clients.append((centers[y] + torch.randn(20, 5, generator=draw), y))
+    data = Arrays(client_arrays=clients, test=clients[0], batch_size=10)
+    trainer = FederatedTrainer(max_rounds=10, clients_per_round=3, default_root_dir=str(tmp_path), accelerator="cpu")
+    trainer.fit(FedAvg(net=nn.Linear(5, 3)), data)
+    assert trainer.test(trainer.objective, data)["server/test/acc"] > 0.9
+
+
+def test_a_round_broken_off_while_it_is_measured_is_undone(golden: Golden) -> None:
+    class Stop(Callback):
+        def on_round_end(self, trainer: FederatedTrainer) -> None:
+            if trainer.round == 3:
+                raise KeyboardInterrupt
+
+    whole = golden.run(SCAFFOLD(net=golden.net()))[1]
+    with pytest.raises(KeyboardInterrupt):
+        golden.run(SCAFFOLD(net=golden.net()), callbacks=[Stop()])
+    saved = max(golden.folder.glob("*/*/checkpoints/last.ckpt"))
+    state = torch.load(saved, weights_only=True)
+    assert state["round"] == 2
+    assert torch.equal(state["server"]["w"], whole.server[2].w)
+    assert torch.equal(state["clients"]["rows"]["c"], torch.stack([whole.client[1][k].c for k in (0, 1, 2)]))
+
+
+@pytest.mark.parametrize("options", [{"relaxed_init": 0.2}, {}], ids=["w_last", "teacher"])
+def test_a_resumed_run_keeps_its_initial_model(golden: Golden, options: Any) -> None:
+    """Clients first seen after the interruption get slots from the run's w0, not from the new process's net."""
+    algorithm = FedAvg if options else FedGMTv2
+    whole = golden.run(algorithm(net=golden.net(), **options))[1]
+
+    class Stop(Callback):
+        def on_round_start(self, trainer: FederatedTrainer, ctx: Any, cohort: list[int]) -> None:
+            if ctx.t == 1:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        golden.run(algorithm(net=golden.net(), **options), callbacks=[Stop()])
+    saved = max(golden.folder.glob("*/*/checkpoints/last.ckpt"), key=lambda path: path.stat().st_mtime_ns)
+    torch.manual_seed(5)
+    other = algorithm(net=type(golden.net())(), **options)
+    _, resumed = golden.run(other, ckpt_path=str(saved))
+    assert torch.equal(resumed.server[-1].w, whole.server[-1].w)
+
+
+def test_a_loss_that_is_not_a_number_is_told(golden: Golden) -> None:
+    class Odd(nn.Module):
+        def forward(self, logits: Tensor, y: Tensor) -> Tensor:
+            loss = nn.functional.cross_entropy(logits, y, reduction="none")
+            return torch.where((y == 0) & (len(y) == 64), torch.nan, loss)  # 64: the test set
+
+    fit, _ = golden.run(FedAvg(net=golden.net(), loss=Odd()), sampler=ReplaySampler([[0]]), max_rounds=1)
+    assert str(fit.metrics["server/test/loss"]) == "nan"
+
+
+def test_distillation_in_bfloat16_is_taken_in_float32() -> None:
+    draw = torch.Generator().manual_seed(0)
+    z = torch.randn(64, 10, generator=draw)
+    teacher = z + 0.02 * torch.randn(64, 10, generator=draw)
+    exact = kl_to_teacher(z, teacher).mean()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert kl_to_teacher(z, teacher).mean() == pytest.approx(float(exact), rel=1e-4)
+
+
+def test_a_frozen_parameter_is_told() -> None:
+    net = DigitsMLP()
+    next(net.parameters()).requires_grad_(False)
+    with pytest.raises(UserError, match=r"frozen parameter '.*weight'"):
+        FedAvg(net=net)
+
+
+@pytest.mark.parametrize("tf32", [False, True])
+@pytest.mark.filterwarnings("error")
+def test_tf32(tf32: bool) -> None:
+    """Products and convolutions alike, whatever torch does by itself, and without a warning."""
+    FederatedTrainer(tf32=tf32, accelerator="cpu")
+    try:
+        assert torch.backends.cuda.matmul.allow_tf32 is torch.backends.cudnn.allow_tf32 is tf32
+        assert torch.get_float32_matmul_precision() == ("high" if tf32 else "highest")
+    finally:
+        FederatedTrainer(accelerator="cpu")
