@@ -52,6 +52,7 @@ test-all: test test-slow ## Run everything
 lint: dev ## Check style and formatting
 	$(RUN) ruff check
 	$(RUN) ruff format --check
+	$(BIN)/lint-imports
 
 types: dev ## Check types
 	$(RUN) mypy

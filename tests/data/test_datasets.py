@@ -253,7 +253,7 @@ def test_faulty_datasets() -> None:
 
 
 def test_code_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = (Path(__file__).parents[1] / "docs" / "data.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
@@ -269,7 +269,7 @@ def test_code_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_yaml_of_the_page_is_a_config() -> None:
-    page = (Path(__file__).parents[1] / "docs" / "data.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
     for block in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL):
         given = yaml.safe_load(block)["data"]
         settings = given["init_args"].pop("augment")

@@ -32,7 +32,7 @@ from fl_lightning.data.partition.base import sizes
 from fl_lightning.data.partition.pam import CIFAR100_COARSE
 from tests.runs import SCRIPT, cli, process
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def labels_of(counts):

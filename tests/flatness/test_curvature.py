@@ -489,7 +489,7 @@ def test_gradient_is_left_to_pytorch() -> None:
 
 @pytest.mark.slow
 def test_code_of_the_page_runs() -> None:
-    page = (Path(__file__).parents[1] / "docs" / "flatness.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "flatness.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     names: dict[str, Any] = {}
     exec(next(block for block in blocks if "Interrupted" in block), names)

@@ -573,7 +573,7 @@ def test_legend_tells_the_barrier_and_lines_differ_by_more_than_colour() -> None
 
 @pytest.mark.slow
 def test_code_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = (Path(__file__).parents[1] / "docs" / "landscapes.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "landscapes.md").read_text()
     monkeypatch.chdir(tmp_path)
     exec("\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL)), {})
     drawn = {"surface", "surface_3d", "plane", "interpolation", "perturbation"}

@@ -16,7 +16,7 @@ from PIL import Image
 from fl_lightning import algorithms
 from tests.runs import DIGITS, SCRIPT, assert_same, cli, last, metrics, newest, process, run, state
 
-FOLDER = Path(__file__).parents[1] / "configs"
+FOLDER = Path(__file__).parents[2] / "configs"
 CONFIGS = sorted(FOLDER.glob("*.yaml"))
 FRAGMENTS = sorted(path for name in ("compositions", "presets") for path in (FOLDER / name).rglob("*.yaml"))
 

@@ -13,7 +13,7 @@ from fl_lightning import algorithms
 from fl_lightning.algorithms import catalogue
 from tests.runs import cli
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGES = ROOT / "docs" / "algorithms"
 TEXTS = [*ROOT.glob("docs/**/*.md"), ROOT / "README.md"]
 BLOCK = re.compile(r"<!-- catalogue -->\n(.*?)<!-- /catalogue -->", re.DOTALL)

@@ -20,7 +20,7 @@ from fl_lightning.results.papers import PAPERS, Cell, find, markdown
 from tests import generated
 from tests.runs import cli, last, metrics, newest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "configs" / "experiment"
 FILES = sorted(FOLDER.rglob("*.yaml"))
 SPECIAL = {"Landmarks": "landmarks", "Cityscapes": "segmentation", "IDDA": "segmentation"}

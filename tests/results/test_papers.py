@@ -39,7 +39,7 @@ def test_each_cell_stands_there_once() -> None:
 
 
 def test_the_file_has_these_columns_and_no_stray_space() -> None:
-    with (Path(fl_lightning.__file__).parent / "papers.csv").open(newline="") as file:
+    with (Path(fl_lightning.__file__).parent / "results" / "papers.csv").open(newline="") as file:
         head, *rows = csv.reader(file)
     assert tuple(head) == (*COLUMNS, "value", "std", "note")
     assert all(len(row) == len(head) and all(text == text.strip() for text in row) for row in rows)
