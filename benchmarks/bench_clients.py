@@ -28,6 +28,7 @@ from fl_lightning.trainer import checkpoint
 from fl_lightning.trainer.callbacks import Callback
 from fl_lightning.trainer.client_store import ClientStore
 from fl_lightning.trainer.samplers import UniformSampler
+from fl_lightning.trainer.run import Run
 
 NUMBERS = (100, 10_000, 1_000_000)
 LARGE_M, COHORT, ROUNDS = 1_262, 10, 200
@@ -127,12 +128,12 @@ class Times(Callback):
     def __init__(self) -> None:
         self.seconds: list[float] = []
 
-    def on_round_logged(self, trainer: FederatedTrainer, metrics: dict[str, float]) -> None:
+    def on_round_logged(self, run: Run, metrics: dict[str, float]) -> None:
         self.seconds.append(metrics["time/round_s"])
 
 
 class NoCurves(Curves):
-    def on_fit_end(self, trainer: FederatedTrainer) -> None:
+    def on_fit_end(self, run: Run) -> None:
         """Nothing."""
 
 

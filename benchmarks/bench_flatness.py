@@ -28,6 +28,7 @@ from fl_lightning.core.state import RoundContext
 from fl_lightning.flatness import functional, gradient, hvp, lambda_max
 from fl_lightning.trainer.callbacks import Callback
 from fl_lightning.trainer.memory import reuse_freed_memory
+from fl_lightning.trainer.run import Run
 
 LOSS = nn.CrossEntropyLoss(reduction="none")
 CLIENTS, IMAGES = 20, 500  # of a client
@@ -89,10 +90,10 @@ class Times(Callback):
         self.rounds: list[float] = []
         self.measured: list[float] = []
 
-    def on_round_start(self, trainer: FederatedTrainer, ctx: RoundContext, cohort: list[int]) -> None:
+    def on_round_start(self, run: Run, ctx: RoundContext, cohort: list[int]) -> None:
         self.started = time.process_time()
 
-    def on_round_logged(self, trainer: FederatedTrainer, metrics: dict[str, float]) -> None:
+    def on_round_logged(self, run: Run, metrics: dict[str, float]) -> None:
         seconds = time.process_time() - self.started
         if "time/flatness_s" in metrics:
             self.measured.append(seconds - statistics.median(self.rounds))
@@ -101,7 +102,7 @@ class Times(Callback):
 
 
 class NoCurves(Curves):
-    def on_fit_end(self, trainer: FederatedTrainer) -> None:
+    def on_fit_end(self, run: Run) -> None:
         """Nothing."""
 
 

@@ -59,12 +59,12 @@ class Clock(Callback):
     def __init__(self, path: str) -> None:
         self.path, self.moved = Path(path), 0
 
-    def on_fit_start(self, trainer: Any) -> None:
-        if trainer.fabric.is_global_zero:
+    def on_fit_start(self, run: Any) -> None:
+        if run.fabric.is_global_zero:
             self.started = time.perf_counter()
-            if trainer.fabric.world_size > 1:
-                self.count(trainer.fabric.world_size - 1)
-            atexit.register(self.write, trainer)
+            if run.fabric.world_size > 1:
+                self.count(run.fabric.world_size - 1)
+            atexit.register(self.write, run)
 
     def count(self, others: int) -> None:
         """Count the bytes that the processes send each other."""

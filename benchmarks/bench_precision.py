@@ -29,8 +29,8 @@ def accuracy(data: str, split: str, rounds: int, precision: str, seed: int) -> f
     found: list[float] = []
 
     class Evaluations(fl.Callback):
-        def on_round_logged(self, trainer: fl.FederatedTrainer, metrics: dict[str, float]) -> None:
-            if "server/test/acc" in metrics and trainer.round > rounds - 100:
+        def on_round_logged(self, run: fl.FederatedTrainer, metrics: dict[str, float]) -> None:
+            if "server/test/acc" in metrics and run.rounds_done > rounds - 100:
                 found.append(metrics["server/test/acc"])
 
     arrays = fl.Arrays(

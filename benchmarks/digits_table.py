@@ -40,6 +40,7 @@ from fl_lightning.algorithms.catalogue import entries
 from fl_lightning.core.rng import generator
 from fl_lightning.results.metrics import read_metrics
 from fl_lightning.trainer.callbacks import Callback, Curves
+from fl_lightning.trainer.run import Run
 
 PAGES = Path(__file__).resolve().parents[1] / "docs" / "algorithms"
 CSV, FIGURE = PAGES / "digits.csv", PAGES / "digits.png"
@@ -97,7 +98,7 @@ GROUPS = {"all": ALGORITHMS, "choices": CHOICES, "compositions": COMPOSITIONS}
 
 
 class NoCurves(Curves):
-    def on_fit_end(self, trainer: FederatedTrainer) -> None:
+    def on_fit_end(self, run: Run) -> None:
         """Nothing."""
 
 
@@ -121,7 +122,7 @@ def train(label: str, seed: int) -> dict[str, Any]:
             if "diverged" not in str(error):
                 raise
             return {**row, "diverged_in_round": trainer.round + 1}
-        columns = read_metrics(trainer.run_dir / "metrics.csv")
+        columns = read_metrics(trainer.folder.path / "metrics.csv")
     accuracy = [value for _, value in columns["server/test/acc"]]
     last = trainer.metrics
     return {

@@ -27,7 +27,7 @@ MEASURES = {"lpf": "error", "lambda_max": "residual", "discrepancy": None}
 
 
 class NoCurves(fl.Curves):
-    def on_fit_end(self, trainer: fl.FederatedTrainer) -> None:
+    def on_fit_end(self, run: fl.FederatedTrainer) -> None:
         """Nothing."""
 
 
@@ -44,7 +44,7 @@ def train(name: str, alpha: float) -> dict[str, Any]:
             enable_progress_bar=False,
         )  # fmt: skip
         trainer.fit(model, data)
-        readings = {r["name"]: r for r in read_readings(trainer.run_dir / "flatness.jsonl")}
+        readings = {r["name"]: r for r in read_readings(trainer.folder.path / "flatness.jsonl")}
     row: dict[str, Any] = {"algorithm": name, "alpha": alpha, "accuracy": f"{trainer.metrics['server/test/acc']:.4f}"}
     for measure, spread in MEASURES.items():
         row[measure] = f"{readings[measure]['value']:.4g}"

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from fl_lightning import Arrays, FederatedTrainer, LocalObjective, ReplaySampler, Trajectory
+from fl_lightning.trainer.run import Run
 
 torch.set_num_threads(1)
 GOLDEN = Path(__file__).parent / "golden"
@@ -53,7 +54,7 @@ class Golden:
         callbacks: Any = (),
         ckpt_path: str | None = None,
         **trainer: Any,
-    ) -> tuple[FederatedTrainer, Trajectory]:
+    ) -> tuple[Run, Trajectory]:
         """Three full-batch steps a client, the participation schedule of the file."""
         arrays = [(x.astype(dtype), y) for x, y in self.arrays]
         data = Arrays(client_arrays=arrays, test=(self.test[0].astype(dtype), self.test[1]), batch_size=None)
@@ -69,8 +70,7 @@ class Golden:
             "default_root_dir": str(self.folder),
         }
         fit = FederatedTrainer(callbacks=[record, *callbacks], **{**options, **trainer})
-        fit.fit(objective, data, ckpt_path)
-        return fit, record
+        return fit.fit(objective, data, ckpt_path), record
 
 
 @pytest.fixture

@@ -53,7 +53,7 @@ def newest(root: Path) -> Path:
 
 
 def last(folder: Path) -> dict[str, Any]:
-    return checkpoint.load(folder / checkpoint.LAST)
+    return checkpoint.load(folder / "checkpoints/last.ckpt")
 
 
 def state(folder: Path) -> dict[str, torch.Tensor]:

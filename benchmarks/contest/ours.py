@@ -44,10 +44,10 @@ class Steps(Callback):
     def __init__(self, turns: Turns) -> None:
         self.turns = turns
 
-    def on_fit_start(self, trainer: fl.FederatedTrainer) -> None:
-        self.turns.ready(trainer.engine_name)
+    def on_fit_start(self, run: fl.FederatedTrainer) -> None:
+        self.turns.ready(run.engine_name)
 
-    def on_round_logged(self, trainer: fl.FederatedTrainer, metrics: Mapping[str, float]) -> None:
+    def on_round_logged(self, run: fl.FederatedTrainer, metrics: Mapping[str, float]) -> None:
         self.turns.round(metrics["time/round_s"], orchestration_s=metrics.get("time/orchestration_s", math.nan))
 
 

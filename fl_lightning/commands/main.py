@@ -61,9 +61,9 @@ def main(args: Sequence[str] | None = None) -> None:
         configs = [value for flag, value in pairwise(given) if flag in ("-c", "--config")]
         if (line := tell(error, configs)) is None:
             raise
-        from fl_lightning.trainer.collectives import tells
+        from fl_lightning.trainer.collectives import reports
 
-        rank, telling = tells()
+        rank, telling = reports()
         sys.exit(f"error{f' (process {rank})' if rank else ''}: {line}" if telling else 1)
 
 

@@ -40,6 +40,11 @@ def numpy_generator(seed: int, purpose: str, *keys: int) -> np.random.Generator:
     return np.random.default_rng(_sequence(seed, purpose, keys))
 
 
+def global_generator(device: torch.device) -> torch.Generator:
+    """Torch's global generator of a device, from which a net draws by itself."""
+    return torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
+
+
 @contextmanager
 def seeded(device: torch.device, seed: int, purpose: str, *keys: int) -> Iterator[None]:
     """Torch's global generator of a device as :func:`generator` would make it, and as it was afterwards.
@@ -47,7 +52,7 @@ def seeded(device: torch.device, seed: int, purpose: str, *keys: int) -> Iterato
     For what a network draws itself, such as dropout. ``torch.manual_seed`` would do, but takes 0.7 ms.
     """
     state = int(_sequence(seed, purpose, keys).generate_state(1, np.uint64)[0])
-    mine = torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
+    mine = global_generator(device)
     before = mine.get_state()
     mine.manual_seed(state)
     try:

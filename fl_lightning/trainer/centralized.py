@@ -2,54 +2,51 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import lightning as L
+import torch
 
+from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.core.buffers import unchanged
 from fl_lightning.core.errors import UserError
-from fl_lightning.core.rng import seeded
-from fl_lightning.core.state import RoundContext
-
-if TYPE_CHECKING:
-    from fl_lightning.algorithms.base import LocalObjective
-    from fl_lightning.data import FederatedDataModule
-    from fl_lightning.trainer.trainer import FederatedTrainer
+from fl_lightning.core.rng import global_generator, seeded
+from fl_lightning.trainer.run import Run, Snapshot
+from fl_lightning.trainer.settings import Settings
 
 
 class Epochs(L.Callback):
-    """Lets an epoch of ``lightning.Trainer`` count as a round: averaging, evaluation, callbacks and logs are the same.
+    """Makes an epoch of ``lightning.Trainer`` a round: averaging, evaluation, callbacks and logs are the same.
 
     Args:
-        federated: Whose callbacks and loggers listen.
+        run: The run.
     """
 
     keeps_averages = True
 
-    def __init__(self, federated: FederatedTrainer) -> None:
-        self.federated = federated
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.snapshot: Snapshot | None = None
         self._started = 0.0
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        """An epoch begins: so does a round, of nobody."""
+        """Starts a round without a cohort."""
+        self.snapshot = self.run.snapshot()
         self._started = time.perf_counter()
-        self.federated.tell("on_round_start", ctx=self._context(), cohort=[])
+        self.run.call("on_round_start", ctx=self.run.round_context(self.run.rounds_done), cohort=[])
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: Any) -> None:
-        """An epoch has ended: its weights are the server's."""
-        run, seconds, before, ctx = (
-            self.federated,
-            time.perf_counter() - self._started,
-            self.federated.server,
-            self._context(),
-        )
-        w, buffers = pl_module.flat.vector(pl_module.net), pl_module.net_buffers
-        after = before.replace(w=w)
+        """Makes the epoch's weights those of the server."""
+        run, seconds, before = self.run, time.perf_counter() - self._started, self.run.server
+        buffers, after = pl_module.net_buffers, before.replace(w=pl_module.flat.vector(pl_module.net))
         if buffers is not None and "buffers" in after:
             after = after.replace(buffers=buffers.vector(pl_module.net))
-        run.server = pl_module.finish_round(after, before, ctx)
-        run.round += 1
+        state = _state(trainer, run)
+        run.training_state = lambda: state
+        run.apply(pl_module.finish_round(after, before, run.round_context(run.rounds_done)), {}, 0)
         with unchanged(pl_module.net):
             run.close_round(
                 {
@@ -58,33 +55,46 @@ class Epochs(L.Callback):
                     "time/round_s": seconds,
                 }
             )
-        run.engine.net.move_to(w.clone())  # what was measured has used the net; it is trained in place
-
-    def _context(self) -> RoundContext:
-        run = self.federated
-        return RoundContext(run.round, run.max_rounds, 1, run.objective.flat)
+        self.snapshot = None  # the epoch is done
+        run.net.move_to(after.w.clone())  # measurements have moved the net, which is trained in place
+        trainer.should_stop = trainer.should_stop or (run.finished and run.rounds_done < run.max_rounds)
 
 
-def check(federated: FederatedTrainer, model: LocalObjective) -> None:
-    """Refuse what cannot be trained centrally, before anything is written.
+def _state(trainer: L.Trainer, run: Run) -> dict[str, Any]:
+    """What Lightning needs to continue after this epoch: its own checkpoint, and the net's random generator."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "lightning.ckpt")
+        trainer.save_checkpoint(path)
+        return {
+            "lightning": torch.load(path, map_location="cpu", weights_only=True),
+            "generator": global_generator(run.fabric.device).get_state(),
+        }
+
+
+def check_centralized(settings: Settings, model: LocalObjective) -> None:
+    """Checks that a model can be trained centrally, before anything is written.
 
     Raises:
-        UserError: If the model keeps federated state, or more than one device is asked for.
+        UserError: If the model keeps federated state, or there is more than one process.
     """
     model.check_centralized(averaged=True)
-    if federated.fabric.world_size > 1:
-        raise UserError(f"trainer.devices = {federated.fabric.world_size}: centralized training takes 1")
+    if settings.fabric.world_size > 1:
+        raise UserError(f"trainer.devices = {settings.fabric.world_size}: centralized training takes 1")
 
 
-def train(federated: FederatedTrainer, model: LocalObjective, data: FederatedDataModule) -> None:
-    """Train for ``max_rounds`` epochs on the union of the clients' data; the federated trainer is set up for them."""
-    device = federated.fabric.device
+def train_centrally(run: Run) -> None:
+    """Trains for ``max_rounds`` epochs on the union of the clients' data, from the run's state on.
+
+    Args:
+        run: The run, in its session. An interruption leaves it after its last whole epoch.
+    """
+    device, epochs, model = run.fabric.device, Epochs(run), run.objective
     trainer = L.Trainer(
-        max_epochs=federated.max_rounds,
+        max_epochs=run.max_rounds,
         accelerator="cpu" if device.type == "cpu" else device.type,
         devices=1 if device.type == "cpu" else [device.index or 0],
-        precision=federated.precision,
-        callbacks=[Epochs(federated)],
+        precision=run.settings.precision,
+        callbacks=[epochs],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -92,7 +102,18 @@ def train(federated: FederatedTrainer, model: LocalObjective, data: FederatedDat
         num_sanity_val_steps=0,
         limit_val_batches=0,
     )
-    federated.engine.net.move_to(federated.server.w.clone())  # trained in place
-    with seeded(device, federated.seed, "centralized net"):  # for what the net draws itself
-        trainer.fit(model, train_dataloaders=data.train_dataloader(federated.seed))
+    run.net.move_to(run.server.w.clone())  # trained in place
+    state = run.restored.get("training") or {}
+    with tempfile.TemporaryDirectory() as folder, seeded(device, run.seed, "centralized net"):
+        path = None
+        if state:
+            torch.save(state["lightning"], path := str(Path(folder, "lightning.ckpt")))
+            global_generator(device).set_state(state["generator"])
+        try:
+            trainer.fit(model, train_dataloaders=run.data.train_dataloader(run.seed), ckpt_path=path)
+        except BaseException:
+            if epochs.snapshot is not None:
+                run.restore(epochs.snapshot)
+            raise
     model.to(device)  # lightning.Trainer leaves it on the CPU
+    run.net.move_to(run.server.w.clone())

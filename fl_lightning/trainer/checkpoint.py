@@ -1,119 +1,154 @@
-"""Run folders and checkpoint files: written whole or not at all, read with one clear line for each thing wrong."""
+"""Checkpoints: all that a run needs to continue as if it had never stopped."""
 
 from __future__ import annotations
 
-import os
-from itertools import count
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import lightning
 import torch
 
 from fl_lightning.core.errors import UserError
-
-LAST = Path("checkpoints", "last.ckpt")
-"""The newest checkpoint, within a run folder."""
-
-
-def new_run_dir(root: Path, name: str) -> Path:
-    """Make ``root/name/version_k`` with the first free k; safe when several runs start at once."""
-    for k in count():
-        try:
-            (path := root / name / f"version_{k}").mkdir(parents=True)
-        except FileExistsError:
-            if not (root / name).is_dir():
-                raise UserError(
-                    f"trainer.default_root_dir = {root}: {root / name} is no folder; choose another"
-                ) from None
-            continue
-        except OSError as error:
-            raise UserError(
-                f"trainer.default_root_dir = {root}: cannot be written ({error.strerror}); choose another folder"
-            ) from None
-        return path
-    raise AssertionError("unreachable")
+from fl_lightning.core.files import write_atomically
+from fl_lightning.core.state import State
+from fl_lightning.trainer.loggers import RunLogger
+from fl_lightning.trainer.run import Run, state_keys
+from fl_lightning.trainer.run_folder import RunFolder
 
 
-def resolve(ckpt_path: str, root: Path, name: str) -> Path:
-    """The checkpoint file that ``ckpt_path`` means: a path, or "last" for the newest run of this name.
+def save(run: Run, path: Path) -> None:
+    """Writes a checkpoint; rank 0 writes. The file is whole, whenever the process dies.
 
-    Raises:
-        UserError: If there is none.
+    Args:
+        run: The run, between two rounds.
+        path: The file. Any but the run's last.ckpt stays valid when later ones are written.
     """
-    if ckpt_path != "last":
-        if not Path(ckpt_path).is_file():
-            raise UserError(f"ckpt_path = {ckpt_path}: no such file; give a checkpoint file, or 'last'")
-        return Path(ckpt_path)
-    found = list((root / name).glob(f"version_*/{LAST}"))
-    if not found:
-        raise UserError(f"ckpt_path = last: no checkpoint under {root / name}; start without --ckpt_path")
-    return max(found, key=lambda path: path.stat().st_mtime_ns)
+    if run.fabric.is_global_zero:
+        content = _on_cpu(_content(run, pin=path != run.folder.last))
+        write_atomically(path, lambda file: torch.save(content, file))
+        run.clients.saved()
+    run.saved_rounds = run.rounds_done
 
 
-def run_dir_of(path: Path) -> Path:
-    """The run folder of a checkpoint.
+def _content(run: Run, pin: bool) -> dict[str, Any]:
+    objective, buffers = run.objective, run.objective.net_buffers
+    weights = dict(objective.flat.split(run.global_model.cpu()))
+    if buffers is not None:
+        named = buffers.named(run.server.get("buffers", buffers.first))
+        weights |= {name: v for name, v in named.items() if name in objective.net.state_dict()}
+    callbacks = zip(state_keys(run.callbacks), run.callbacks, strict=True)
+    loggers = zip(state_keys(run.loggers), run.loggers, strict=True)
+    return {
+        # what LightningModule.load_from_checkpoint reads
+        "pytorch-lightning_version": lightning.__version__,
+        "hyper_parameters": dict(objective.hparams),
+        "state_dict": {f"net.{name}": value.clone() for name, value in weights.items()},
+        "kind": run.kind,
+        "identity": _identity(run),
+        "round": run.rounds_done,
+        "engine": run.engine_name,
+        "server": dict(run.server),
+        "buffers": None if buffers is None else buffers.first,
+        "clients": run.clients.state_dict(pin=pin),
+        "total_floats": run.total_floats,
+        "elapsed": run.elapsed,
+        "metrics": run.metrics,
+        "training": run.training_state(),
+        "callbacks": {key: x.state_dict() for key, x in callbacks},
+        "loggers": {key: x.state_dict() for key, x in loggers if isinstance(x, RunLogger)},
+    }
 
-    Raises:
-        UserError: If the file does not lie in a run folder, so that a resumed run would write beside it.
-    """
-    if path.parent.name != LAST.parent.name:
-        raise UserError(
-            f"ckpt_path = {path}: not in the checkpoints folder of a run, so there is no run to go on with; to start "
-            "from its weights give it as model.init_weights"
-        )
-    return path.parent.parent
 
-
-def save(path: Path, checkpoint: dict[str, Any]) -> None:
-    """Write a checkpoint atomically: a crash while writing leaves the previous one whole."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    with temporary.open("wb") as file:
-        torch.save(checkpoint, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    folder = os.open(path.parent, os.O_RDONLY)  # the new name, too, shall outlast the machine
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+def _on_cpu(value: Any) -> Any:
+    """The same with all tensors on the CPU."""
+    if isinstance(value, torch.Tensor):
+        return value.cpu()
+    if type(value) is dict:
+        return {key: _on_cpu(item) for key, item in value.items()}
+    return [_on_cpu(item) for item in value] if type(value) is list else value
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Read a checkpoint onto the CPU.
+    """Reads a checkpoint onto the CPU.
 
     Raises:
-        UserError: If the file is no checkpoint of this package.
+        UserError: If the file is not a checkpoint of this package.
     """
     try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         raise UserError(
-            f"ckpt_path = {path}: not a readable checkpoint ({type(error).__name__}); take an older one, or start anew"
+            f"ckpt_path = {path}: not a readable checkpoint ({type(error).__name__}); take an older one, or start again"
         ) from None
-    if not isinstance(checkpoint, dict) or not {"server", "clients", "round", "identity"} <= checkpoint.keys():
+    if not isinstance(content, dict) or not {"server", "clients", "round", "identity"} <= content.keys():
         raise UserError(
             f"ckpt_path = {path}: not a checkpoint of fl_lightning; give one from a run's checkpoints folder"
         )
-    return checkpoint
+    return content
 
 
-def check_identity(path: Path, saved: dict[str, Any], here: dict[str, Any]) -> None:
-    """Refuse a checkpoint of another model, data split or seed.
+def restore(run: Run, ckpt_path: str, resume: bool = True, clients: bool = True) -> None:
+    """Restores a run from a checkpoint.
 
     Args:
-        path: The file, for the message.
-        saved: What the checkpoint says of its run, by config key.
-        here: The same of this run.
+        run: A new run.
+        ckpt_path: The file, or "last" or "best" of the newest run of the same name.
+        resume: Whether the run continues in the checkpoint's folder; otherwise it is only looked at.
+        clients: Whether to restore the clients' state, too; the data must then be the same.
 
     Raises:
-        UserError: At the first difference.
+        UserError: If there is no such checkpoint, or it is of another model, and to be resumed, of other data, another
+            seed or another kind of training.
     """
+    run.fabric.barrier()  # rank 0 may still be writing it
+    path = RunFolder.find_checkpoint(ckpt_path, run.settings.default_root_dir, run.name)
+    content, buffers, w0 = load(path), run.objective.net_buffers, run.server.w
+    if resume and content["kind"] != run.kind:
+        command = "fit" if run.kind == "centralized" else "centralized"
+        raise UserError(f"ckpt_path = {path}: of {content['kind']} training; continue it with `fl-lightning {command}`")
+    _check_identity(path, content["identity"], _identity(run) if clients else _model_identity(run))
+    if resume and content["round"] > run.max_rounds:
+        raise UserError(
+            f"trainer.max_rounds = {run.max_rounds}: {path} has done {content['round']}; take at least as many"
+        )
+    if resume or path.parent.name == RunFolder.CHECKPOINTS:
+        run.folder = RunFolder.of_checkpoint(path)
+    if clients and run.fabric.is_global_zero:
+        run.clients.load_state_dict(content["clients"], RunFolder(path.parent.parent).clients)
+    run.checkpoint, run.restored = path, content
+    run.server = State({name: value.to(w0) for name, value in content["server"].items()})
+    run.clients.w0 = content["clients"]["w0"].to(w0)
+    if buffers is not None:
+        buffers.first = content["buffers"].to(w0)
+    run.rounds_done, run.total_floats, run.metrics = content["round"], content["total_floats"], content["metrics"]
+
+
+def _identity(run: Run) -> dict[str, Any]:
+    """What must be the same when a run is resumed, by config key."""
+    return {
+        **_model_identity(run),
+        "trainer.seed": run.seed,
+        "trainer.precision": run.settings.precision,
+        "data": run.data.fingerprint(),
+    }
+
+
+def _model_identity(run: Run) -> dict[str, Any]:
+    flat = run.objective.flat
+    return {
+        "model": type(run.objective).__name__,
+        "model.net (its parameters)": [(n, list(s)) for n, s in zip(flat.names, flat.shapes, strict=True)],
+        "model (its client state)": sorted(run.objective.client_inits()),
+        "model (its server state)": sorted(run.objective.server_inits()),
+    }
+
+
+def _check_identity(path: Path, saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:
     for key, value in here.items():
         if saved.get(key) != value:
             raise UserError(
-                f"ckpt_path = {path}: it was made with {key} = {_short(saved.get(key))}, this run has {_short(value)}; "
+                f"ckpt_path = {path}: made with {key} = {_short(saved.get(key))}, this run has {_short(value)}; "
                 "resume with the run's own config.yaml"
             )
 

@@ -1,62 +1,98 @@
-"""Many processes: who trains whom, and what goes between them. With one process nothing is copied."""
+"""Communication between processes. With one process nothing is copied."""
 
 from __future__ import annotations
 
 import heapq
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
 from torch import Tensor
-from torch.distributed.distributed_c10d import _get_default_store
 
+from fl_lightning.core.errors import UserError
 from fl_lightning.core.state import Uploads
 
 K = TypeVar("K")
 V = TypeVar("V")
+_store: dist.TCPStore | None = None
+
+
+def connect(fabric: Fabric) -> None:
+    """Opens the store by which processes agree on who reports an error, after they have been launched."""
+    global _store
+    if fabric.world_size == 1:
+        return
+    host, limit = os.environ.get("MASTER_ADDR", "127.0.0.1"), timedelta(seconds=30)
+    if fabric.is_global_zero:
+        _store = dist.TCPStore(host, 0, is_master=True, timeout=limit, wait_for_workers=False)
+    port = fabric.broadcast(_store.port if _store is not None else 0)
+    if not fabric.is_global_zero:
+        with suppress(RuntimeError):  # no way through between the nodes: the first process of each reports
+            _store = dist.TCPStore(host, port, is_master=False, timeout=limit)
 
 
 def shutdown() -> None:
-    """End this process's part in the group of processes, if there is one: without, gloo aborts at exit."""
+    """Leaves the group of processes, if there is one; otherwise gloo aborts at exit."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def tells(seconds: float = 10.0) -> tuple[int, bool]:
-    """This process's rank, and whether it is the one to tell a mistake of the user's that it has met.
+def reports(seconds: float = 10.0) -> tuple[int, bool]:
+    """This process's rank, and whether it is the one that reports an error.
 
-    Most mistakes are met by all processes: the first one tells them. Another one tells what the first has not met, too,
-    after some seconds. Before they know of each other, the first process of each node tells.
+    Most errors occur on all processes: the first one reports them. After some seconds, another one reports what the
+    first has not met. Before the processes are connected, the first process of each node reports.
 
     Args:
         seconds: How long to wait for the first process.
     """
-    if not dist.is_initialized():
+    if _store is None:
         known = [os.environ[name] for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK") if name in os.environ]
         local = [os.environ[name] for name in ("LOCAL_RANK", "SLURM_LOCALID") if name in os.environ]
         return int((known or ["0"])[0]), (local or known or ["0"])[0] == "0"
-    rank, store = dist.get_rank(), _get_default_store()
+    rank, store = dist.get_rank() if dist.is_initialized() else 0, _store
     try:
         if rank == 0:
-            store.set("mistake", "met")
-            others = dist.get_world_size() - 1  # they ask while the store is here, which this process may keep
-            _soon(lambda: store.add("mistake heard", 0) == others, seconds / 5)
+            store.set("error", "met")
+            others = dist.get_world_size() - 1  # they ask while the store exists, which this process holds
+            _soon(lambda: store.add("error seen", 0) == others, seconds / 5)
             return rank, True
-        met = _soon(lambda: bool(store.check(["mistake"])), seconds)
-        store.add("mistake heard", 1)
-    except RuntimeError:  # whoever kept the store is gone
+        met = _soon(lambda: bool(store.check(["error"])), seconds)
+        store.add("error seen", 1)
+    except RuntimeError:  # the process that held the store is gone
         return rank, True
     return rank, not met
 
 
-def _soon(true: Callable[[], bool], seconds: float) -> bool:
-    """Whether something becomes true in that time."""
+@contextmanager
+def lost_process(fabric: Fabric) -> Iterator[None]:
+    """Turns the communication error of a process whose peer has gone into one line.
+
+    Raises:
+        UserError: If another process has ended.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        lost = isinstance(error, dist.DistError) or "gloo" in str(error).lower() or "Connection" in str(error)
+        if fabric.world_size == 1 or isinstance(error, UserError) or not lost:
+            raise
+        raise UserError(
+            f"process {fabric.global_rank} has lost another one, which has failed or was killed; see its own message, "
+            "and continue from the last checkpoint by --ckpt_path last"
+        ) from error
+
+
+def _soon(condition: Callable[[], bool], seconds: float) -> bool:
+    """Whether a condition becomes true within that time."""
     end = time.monotonic() + seconds
-    while not true():
+    while not condition():
         if time.monotonic() > end:
             return False
         time.sleep(0.05)
@@ -64,7 +100,7 @@ def _soon(true: Callable[[], bool], seconds: float) -> bool:
 
 
 def assign(steps: Sequence[int], processes: int) -> list[list[int]]:
-    """Positions of the cohort that each process trains: the longest first, each to whom has least to do.
+    """Positions of the cohort that each process trains: the longest first, each to the process with the least work.
 
     Args:
         steps: Local steps of each client of the cohort.
@@ -83,7 +119,7 @@ def assign(steps: Sequence[int], processes: int) -> list[list[int]]:
 
 
 def scatter(fabric: Fabric, rows: Tensor | None, parts: list[list[int]], shape: Sequence[int], like: Tensor) -> Tensor:
-    """Rows of a cohort from rank 0 to whom trains the client.
+    """Sends the rows of a cohort from rank 0 to the processes that train the clients.
 
     Args:
         fabric: The processes.
@@ -128,7 +164,7 @@ def gather(
 
 
 def all_gather_dict(fabric: Fabric, mine: Mapping[K, V]) -> dict[K, V]:
-    """What the processes know of different clients, together, on each of them; pickled on the way."""
+    """Merges what the processes know of different clients, on each process; pickled on the way."""
     everyone: list[Mapping[K, V]] = [mine] * fabric.world_size
     if fabric.world_size > 1:
         dist.all_gather_object(everyone, mine)
@@ -136,7 +172,7 @@ def all_gather_dict(fabric: Fabric, mine: Mapping[K, V]) -> dict[K, V]:
 
 
 def all_reduce_sum(fabric: Fabric, mine: Tensor) -> Tensor:
-    """Sum of a tensor over all processes, on each of them; the tensor is changed in place."""
+    """Sums a tensor over all processes, in place."""
     if fabric.world_size > 1:
         dist.all_reduce(mine)
     return mine
@@ -145,7 +181,7 @@ def all_reduce_sum(fabric: Fabric, mine: Tensor) -> Tensor:
 def reduce(
     fabric: Fabric, uploads: Uploads, shapes: Mapping[str, Sequence[int]], like: Tensor, deterministic: bool
 ) -> None:
-    """Make the sums of this process's clients those of all.
+    """Sums the uploads of all processes.
 
     Args:
         fabric: The processes.

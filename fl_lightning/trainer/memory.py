@@ -1,27 +1,50 @@
-"""How the C library hands out memory."""
+"""The C library's allocator during a run on a CPU."""
 
 from __future__ import annotations
 
 import ctypes
 import sys
-from functools import cache
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-# parameters of glibc's mallopt(3)
+import torch
+
 M_MXFAST, M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = 1, -1, -3
-LARGEST = 32 * 2**20
-"""Largest value that glibc takes as M_MMAP_THRESHOLD, in bytes."""
+"""Parameters of glibc's mallopt(3)."""
+KEPT = {M_MMAP_THRESHOLD: 32 * 2**20, M_TRIM_THRESHOLD: 2**31 - 1, M_MXFAST: 0}
+"""Values during a run; 32 MiB is the largest that glibc accepts as M_MMAP_THRESHOLD."""
+DEFAULT = {M_MMAP_THRESHOLD: 128 * 2**10, M_TRIM_THRESHOLD: 128 * 2**10, M_MXFAST: 16 * ctypes.sizeof(ctypes.c_size_t)}
+"""glibc's own values."""
+_depth = 0
 
 
-@cache
-def reuse_freed_memory() -> None:
-    """Keep freed memory for the next tensor, which the system would otherwise have to clear page by page.
+@contextmanager
+def keep_freed_memory(device: torch.device) -> Iterator[None]:
+    """Keeps freed memory for the next tensor, instead of returning it to the system, which would clear it page by page.
 
-    It holds for the process, once, and only with glibc. Training on a CPU frees and asks for the same megabytes in
-    every step. Without M_MXFAST, splinters beside a freed block keep it from being handed out again.
+    Training on a CPU frees and allocates the same megabytes in every step. Without M_MXFAST, small free blocks next to
+    a large one keep it from being reused. Only glibc has these parameters; elsewhere this does nothing.
+
+    Args:
+        device: Where the run trains; only the CPU needs it.
     """
-    if not sys.platform.startswith("linux"):
+    global _depth
+    mallopt = None
+    if device.type == "cpu" and sys.platform.startswith("linux"):
+        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        yield
         return
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        for parameter, value in ((M_MMAP_THRESHOLD, LARGEST), (M_TRIM_THRESHOLD, 2**31 - 1), (M_MXFAST, 0)):
-            mallopt(parameter, value)
+    _depth += 1
+    _set(mallopt, KEPT)
+    try:
+        yield
+    finally:
+        _depth -= 1
+        if not _depth:
+            _set(mallopt, DEFAULT)
+
+
+def _set(mallopt: ctypes._NamedFuncPointer, values: dict[int, int]) -> None:
+    for parameter, value in values.items():
+        mallopt(parameter, value)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Sequence
 from itertools import islice
 from statistics import mean, stdev
 
@@ -13,8 +12,13 @@ from rich.table import Table
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.core.errors import UserError
 from fl_lightning.data import FederatedDataModule
-from fl_lightning.engine import Job, LocalResult
+from fl_lightning.engine import Engine
 from fl_lightning.trainer.callbacks.progress import COLUMNS, Progress
+from fl_lightning.trainer.checks import check_fit
+from fl_lightning.trainer.choose import choose_engine
+from fl_lightning.trainer.cohort import Cohort
+from fl_lightning.trainer.round import Round
+from fl_lightning.trainer.run import Run
 from fl_lightning.trainer.trainer import FederatedTrainer
 
 Plain = bool | int | float | str | None
@@ -27,47 +31,43 @@ def fit(
     models: Sequence[LocalObjective],
     datamodule: FederatedDataModule,
     ckpt_path: str | None = None,
-) -> None:
-    """Train all runs side by side: the local steps of all their cohorts are one program of the engine.
+) -> list[Run]:
+    """Trains all runs in parallel: the local steps of all their cohorts are one program of the engine.
 
-    Each run is what it would be alone, up to rounding, in a folder of its own. One that diverges ends, the others go
-    on. Progress is shown for the first one.
+    Each run is what it would be alone, up to rounding, in a folder of its own. One that diverges ends, and the others
+    continue. The live progress is that of the first one.
 
     Args:
-        trainers: One for each run, alike but for the seed; they should differ in name to be resumed by "last".
-        models: Their local objectives, alike but for numbers.
+        trainers: One for each run, alike except for the seed; with different names, "last" resumes each of them.
+        models: Their local objectives, alike except for numbers.
         datamodule: The clients' data, shared by all.
-        ckpt_path: "last" to go on with the newest run of each name.
+        ckpt_path: "last" to continue the newest run of each name.
+
+    Returns:
+        The runs.
 
     Raises:
-        UserError: As ``FederatedTrainer.fit``, or if the runs differ in more than that; and in the end, if some of
-            them broke off.
+        UserError: As ``FederatedTrainer.fit``; if the runs differ in more than that; and at the end, if some of them
+            broke off.
     """
     first = trainers[0]
-    if first.fabric.world_size > 1:
-        raise UserError(f"trainer.devices: {first.fabric.world_size} processes; a group of runs takes one, set it to 1")
-    names = differing(models)
-    begun = []
-    for trainer, model in zip(trainers, models, strict=True):
-        if trainer is not first:
-            trainer.callbacks = [c for c in trainer.callbacks if not isinstance(c, Progress)]
-        trainer.values = {name: _get(model, name) for name in names}
-        begun.append(trainer._prepare(model, datamodule, ckpt_path))
-
-    def sample() -> list[Job]:
-        rearmost = min(trainer.round for trainer in trainers)
-        return [job for trainer in trainers if trainer.round == rearmost for job in trainer._sample_jobs()]
-
-    first._choose_engine(begun[0][1].get("engine"), sample)
-    for trainer, (path, restored) in zip(trainers, begun, strict=True):
-        if trainer is not first:
-            trainer._name_engine(first.engine_name)
-        trainer._start_run(path, restored)
-    broken = _train(trainers)
-    _show(trainers, broken)
+    with first.environment():
+        if first.fabric.world_size > 1:
+            raise UserError(f"trainer.devices: {first.fabric.world_size} processes; parallel runs take one, set it to 1")
+        names = differing(models)
+        runs = [trainer.start(model, datamodule, ckpt_path) for trainer, model in zip(trainers, models, strict=True)]
+        for run in runs:
+            check_fit(run)
+            run.varied = {name: _get(run.objective, name) for name in names}
+            if run is not runs[0]:
+                run.callbacks = [c for c in run.callbacks if not isinstance(c, Progress)]
+        choose_engine(runs)
+        broken = _train(runs)
+    _show(runs, broken)
     if broken:
-        which, error = next(iter(broken.items()))
-        raise UserError(f"{len(broken)} of {len(trainers)} runs broke off; {which.run_dir}: {error}")
+        run, error = next(iter(broken.items()))
+        raise UserError(f"{len(broken)} of {len(runs)} runs broke off; {run.folder.path}: {error}")
+    return runs
 
 
 def differing(models: Sequence[LocalObjective]) -> list[str]:
@@ -77,12 +77,13 @@ def differing(models: Sequence[LocalObjective]) -> list[str]:
         UserError: If the objectives differ in more than numbers.
     """
     names = []
+    remedy = "parallel runs must have the same; start them one by one"
     if len({(*model.flat.names, *model.flat.shapes) for model in models}) > 1:
-        raise UserError("model.net: runs of a group must have the same; start them one by one")
+        raise UserError(f"model.net: {remedy}")
     for part in PARTS:
         owners = [getattr(model, part) if part else model for model in models]
         if len({type(owner) for owner in owners}) > 1:
-            raise UserError(f"model.{part or 'class_path'}: runs of a group must have the same; start them one by one")
+            raise UserError(f"model.{part or 'class_path'}: {remedy}")
         for name, value in vars(owners[0]).items() if owners[0] is not None else ():
             values = [vars(owner)[name] for owner in owners]
             if name.startswith("_") or name in PARTS or not isinstance(value, Plain) or len(set(values)) == 1:
@@ -90,7 +91,7 @@ def differing(models: Sequence[LocalObjective]) -> list[str]:
             path = f"{part}.{name}".lstrip(".")
             if part == "loss" or not all(type(v) in (int, float) for v in values):
                 raise UserError(
-                    f"model.{path} = {', '.join(map(str, values))}: runs of a group may differ in numbers of the "
+                    f"model.{path} = {', '.join(map(str, values))}: parallel runs may differ in numbers of the "
                     "objective, its ascent and its optimizer; start them one by one"
                 )
             names.append(path)
@@ -102,48 +103,79 @@ def _get(model: LocalObjective, name: str) -> float:
     return float(getattr(getattr(model, part) if part else model, attribute))
 
 
-def _train(trainers: Sequence[FederatedTrainer]) -> dict[FederatedTrainer, UserError]:
-    """All rounds of all runs; returns those that broke off, and why."""
-    engine, broken = trainers[0].engine, dict[FederatedTrainer, UserError]()
-    with ExitStack() as stack:
-        rounds = {trainer: stack.enter_context(closing(trainer._rounds())) for trainer in trainers}
-        waiting: dict[FederatedTrainer, list[Job]] = {}
-
-        def advance(trainer: FederatedTrainer, results: Iterator[LocalResult] | None) -> None:
-            waiting.pop(trainer, None)
-            try:
-                waiting[trainer] = next(rounds[trainer]) if results is None else rounds[trainer].send(results)
-            except StopIteration:
-                pass
-            except UserError as error:
-                broken[trainer] = error
-
-        for trainer in trainers:
-            advance(trainer, None)
-        while waiting:
-            # resumed runs may have stopped in different rounds: the rearmost go first
-            at = {trainer: (jobs[0].ctx.t, jobs[0].ctx.phase) for trainer, jobs in waiting.items()}
-            now = [trainer for trainer in waiting if at[trainer] == min(at.values())]
-            results = iter(list(engine.train([job for trainer in now for job in waiting[trainer]])))
-            for trainer in now:
-                advance(trainer, iter(list(islice(results, len(waiting[trainer])))))
+def _train(runs: Sequence[Run]) -> dict[Run, UserError]:
+    """Trains all runs to their ends; returns those that broke off, and why."""
+    engine, broken, active = runs[0].engine, dict[Run, UserError](), list[Run]()
+    try:
+        for run in runs:
+            run.open()
+            active.append(run)
+            run.call("on_fit_start")
+        while active:
+            # resumed runs may have stopped in different rounds: those furthest behind go first
+            behind = min(run.rounds_done for run in active)
+            broken |= _train_round([run for run in active if run.rounds_done == behind and not run.finished], engine)
+            for run in [run for run in active if run in broken or run.finished]:
+                active.remove(run)
+                run.fail(broken[run]) if run in broken else run.end()
+    except BaseException as error:
+        for run in active:
+            run.fail(error)
+        raise
     return broken
 
 
-def _show(trainers: Sequence[FederatedTrainer], broken: dict[FederatedTrainer, UserError]) -> None:
-    """What the runs came to, with mean and standard deviation."""
-    shown = [name for name in COLUMNS if any(name in trainer.metrics for trainer in trainers)]
-    values = trainers[0].values
-    table = Table("seed", *values, *(COLUMNS[name] for name in shown), title=f"{len(trainers)} runs")
-    whole = [trainer for trainer in trainers if trainer not in broken]
-    for trainer in trainers:
-        cells = [f"{trainer.metrics[name]:.4f}" if name in trainer.metrics else "" for name in shown]
-        own = [f"{value:g}" for value in trainer.values.values()]
-        table.add_row(f"{trainer.seed}{' (broke off)' * (trainer in broken)}", *own, *cells)
-    if len(whole) > 1 and not values:
-        found = [[trainer.metrics[name] for trainer in whole if name in trainer.metrics] for name in shown]
+def _train_round(runs: Sequence[Run], engine: Engine) -> dict[Run, UserError]:
+    """One round of each run, phase by phase; returns those that broke off. Any error restores the run that it hits."""
+    snapshots = {run: run.snapshot() for run in runs}
+    rounds = {run: Round(run, Cohort.draw(run, run.rounds_done), run.on_result) for run in runs}
+    broken: dict[Run, UserError] = {}
+
+    def each(step: Callable[[Run], None]) -> None:
+        for run in list(rounds):
+            try:
+                step(run)
+            except UserError as error:
+                broken[run] = error
+                run.restore(snapshots[run])
+                del rounds[run]
+
+    def close(run: Run) -> None:
+        rounds[run].apply()
+        run.close_round(rounds[run].metrics())
+        run.clients.commit()
+        del rounds[run]
+
+    try:
+        each(lambda run: run.call("on_round_start", ctx=run.round_context(run.rounds_done), cohort=rounds[run].cohort.clients))
+        phases = {run: round_.phases() for run, round_ in rounds.items()}
+        for _ in range(runs[0].objective.phases if runs else 0):
+            now = {run: next(phases[run]) for run in rounds}
+            jobs = {run: phase.jobs() for run, phase in now.items()}
+            results = iter(list(engine.train([job for run in now for job in jobs[run]])))
+            taken = {run: list(islice(results, len(jobs[run]))) for run in now}
+            each(lambda run: now[run].aggregate(taken[run]))  # noqa: B023  called at once
+        each(close)
+    except BaseException:
+        for run in rounds:
+            run.restore(snapshots[run])
+        raise
+    return broken
+
+
+def _show(runs: Sequence[Run], broken: dict[Run, UserError]) -> None:
+    """Prints the last metrics of all runs, with mean and standard deviation."""
+    shown = [name for name in COLUMNS if any(name in run.metrics for run in runs)]
+    table = Table("seed", *runs[0].varied, *(COLUMNS[name] for name in shown), title=f"{len(runs)} runs")
+    whole = [run for run in runs if run not in broken]
+    for run in runs:
+        cells = [f"{run.metrics[name]:.4f}" if name in run.metrics else "" for name in shown]
+        own = [f"{value:g}" for value in run.varied.values()]
+        table.add_row(f"{run.seed}{' (broke off)' * (run in broken)}", *own, *cells)
+    if len(whole) > 1 and not runs[0].varied:
+        found = [[run.metrics[name] for run in whole if name in run.metrics] for name in shown]
         table.add_row("mean ± sd", *(f"{mean(v):.4f} ± {stdev(v):.4f}" if len(v) > 1 else "" for v in found))
     console = Console()
     console.print(table)
-    for trainer in trainers:
-        console.print(f"results: {trainer.run_dir}", soft_wrap=True, highlight=False)
+    for run in runs:
+        console.print(f"results: {run.folder.path}", soft_wrap=True, highlight=False)

@@ -94,7 +94,7 @@ def test_disk_and_rows_at_the_end(tmp_path: Path) -> None:
     run = trainer(tmp_path, **options)
     run.fit(SCAFFOLD(DigitsMLP()), data)
     assert made.contents["clients' state"] == len(run.clients) * run.server.w.nbytes
-    assert made.disk == pytest.approx((run.run_dir / "checkpoints" / "last.ckpt").stat().st_size, rel=0.05)
+    assert made.disk == pytest.approx((run.folder.path / "checkpoints" / "last.ckpt").stat().st_size, rel=0.05)
     assert made.memory > made.contents["data"] > 0 and made.device_memory == 0
 
 

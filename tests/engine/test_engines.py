@@ -28,6 +28,7 @@ from fl_lightning import (
 )
 from fl_lightning.engine import GraphedEngine
 from fl_lightning.engine.record import RecordedRound
+from fl_lightning.trainer.run import Run
 from tests.conftest import Golden
 
 SIZES = (11, 3, 17, 8, 5)
@@ -132,8 +133,8 @@ def test_a_setting_changed_during_the_run_is_seen(tmp_path: Path) -> None:
     from fl_lightning import Callback
 
     class Wider(Callback):
-        def on_round_end(self, trainer: FederatedTrainer) -> None:
-            trainer.objective.ascent.rho = 0.3  # type: ignore[union-attr]
+        def on_round_end(self, run: Run) -> None:
+            run.objective.ascent.rho = 0.3  # type: ignore[union-attr]
 
     runs = [
         train(tmp_path, FedAvg(net=Net(), ascent=SAM(0.1)), engine, callbacks=[Wider()])
@@ -211,7 +212,7 @@ def test_auto_measures_and_keeps_its_choice(golden: Golden, tmp_path: Path, caps
     trainer = train(tmp_path, FedAvg(net=Net()), "auto", max_rounds=2)
     assert trainer.engine_name == "sequential"  # too short to measure
     assert "engine:" not in capsys.readouterr().out
-    path = trainer.run_dir / "checkpoints" / "last.ckpt"
+    path = trainer.folder.path / "checkpoints" / "last.ckpt"
     long = FederatedTrainer(
         max_rounds=2, clients_per_round=4, precision="64-true", local_steps=4, accelerator="cpu", threads=1,
         default_root_dir=str(tmp_path), enable_progress_bar=False,
@@ -243,8 +244,8 @@ def test_memory_is_flat(tmp_path: Path) -> None:
         def __init__(self) -> None:
             self.tensors: list[int] = []
 
-        def on_round_logged(self, trainer: FederatedTrainer, metrics: Any) -> None:
-            if trainer.round in (50, 200):
+        def on_round_logged(self, run: Run, metrics: Any) -> None:
+            if run.rounds_done in (50, 200):
                 gc.collect()
                 self.tensors.append(sum(v.numel() for v in gc.get_objects() if type(v) is Tensor))
 

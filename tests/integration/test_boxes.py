@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fl_lightning as fl
-from tests import boxes
+from tests.integration import boxes
 from tests.conftest import GOLDEN, Golden
 from tests.integration.boxes import Models, Problem, Setting, asam, fedopt, momentum, sam
 
@@ -277,7 +277,7 @@ AVERAGED: dict[str, tuple[Averaged, Make]] = {
 class NoCurves(fl.Curves):
     """Saves the time of drawing."""
 
-    def on_fit_end(self, trainer: fl.FederatedTrainer) -> None: ...
+    def on_fit_end(self, run: fl.FederatedTrainer) -> None: ...
 
 
 def problem(golden: Golden, s: Setting) -> Problem:

@@ -95,8 +95,8 @@ class FailOn(Callback):
     def __init__(self, rank: int) -> None:
         self.rank = rank
 
-    def on_local_end(self, trainer, result):
-        if result.ctx.t == 2 and trainer.fabric.world_size > 1 and trainer.fabric.global_rank == self.rank:
+    def on_local_end(self, run, result):
+        if result.ctx.t == 2 and run.fabric.world_size > 1 and run.fabric.global_rank == self.rank:
             raise RuntimeError("a fault of one process")
 
 
@@ -106,8 +106,8 @@ class Mistaken(Callback):
     def __init__(self, rank: int | None) -> None:
         self.rank = rank
 
-    def on_round_end(self, trainer):
-        if self.rank is None or trainer.fabric.global_rank == self.rank:
+    def on_round_end(self, run):
+        if self.rank is None or run.fabric.global_rank == self.rank:
             raise UserError("mine = 3: use 4")
 '''
 METRICS = (

@@ -34,11 +34,14 @@ from fl_lightning import (
     UserError,
     WandbLogger,
     algorithms,
-    checkpoint,
 )
+from fl_lightning.core.files import write_atomically
+from fl_lightning.trainer import checkpoint
+from fl_lightning.trainer.run import Run
 from tests.runs import DIGITS, SCRIPT, assert_same, kill, last, metrics, newest, process, run, state
 
 ROUNDS = 6
+LAST = Path("checkpoints", "last.ckpt")
 
 
 class Stop(Callback):
@@ -47,15 +50,15 @@ class Stop(Callback):
     def __init__(self, at: int, error: type[BaseException]) -> None:
         self.at, self.error = at, error
 
-    def on_local_end(self, trainer: FederatedTrainer, result: Any) -> None:
-        if trainer.round == self.at:
+    def on_local_end(self, run: Run, result: Any) -> None:
+        if run.rounds_done == self.at:
             raise self.error
 
 
 class NoCurves(Curves):
     """Takes the place of the figure, which is of no concern here and takes longer than the run."""
 
-    def on_fit_end(self, trainer: FederatedTrainer) -> None:
+    def on_fit_end(self, run: Run) -> None:
         pass
 
 
@@ -82,8 +85,7 @@ def fit(root: Path, name: str, *more: Callback, ckpt_path: str | None = None, **
         default_root_dir=str(root),
         enable_progress_bar=False,
     )
-    trainer.fit(make(name), data, ckpt_path)
-    return trainer.run_dir
+    return trainer.fit(make(name), data, ckpt_path).folder.path
 
 
 @pytest.mark.parametrize("name", [*algorithms.__all__, "everything"])
@@ -110,7 +112,7 @@ def test_broken_off_twice_and_by_an_error(tmp_path: Path) -> None:
         fit(tmp_path / "broken", "SCAFFOLD", Stop(5, KeyboardInterrupt), ckpt_path="last")
     broken = newest(tmp_path / "broken")
     assert last(broken)["round"] == 5
-    fit(tmp_path / "broken", "SCAFFOLD", ckpt_path=str(broken / checkpoint.LAST))
+    fit(tmp_path / "broken", "SCAFFOLD", ckpt_path=str(broken / LAST))
     assert_same(state(broken), state(whole))
     assert metrics(broken) == metrics(whole)
 
@@ -124,7 +126,7 @@ def test_rounds_after_the_checkpoint_are_logged_once(tmp_path: Path) -> None:
     early = tmp_path / "early"
     with pytest.raises(KeyboardInterrupt):
         fit(early, "FedDyn", Stop(2, KeyboardInterrupt))
-    (broken / checkpoint.LAST).write_bytes((newest(early) / checkpoint.LAST).read_bytes())
+    (broken / LAST).write_bytes((newest(early) / LAST).read_bytes())
     log = broken / "metrics.csv"
     log.write_text(log.read_text()[:-30])
     fit(tmp_path / "broken", "FedDyn", ckpt_path="last")
@@ -181,9 +183,9 @@ def whole_checkpoint(x: torch.Tensor) -> dict[str, Any]:
 
 def test_write_that_fails_leaves_the_previous_checkpoint(tmp_path: Path, small_disk: None) -> None:
     path = tmp_path / "checkpoints" / "last.ckpt"
-    checkpoint.save(path, whole_checkpoint(torch.arange(10.0)))
+    write_atomically(path, lambda file: torch.save(whole_checkpoint(torch.arange(10.0)), file))
     with pytest.raises((OSError, RuntimeError)):
-        checkpoint.save(path, whole_checkpoint(torch.zeros(100_000)))
+        write_atomically(path, lambda file: torch.save(whole_checkpoint(torch.zeros(100_000)), file))
     assert torch.equal(checkpoint.load(path)["server"]["w"], torch.arange(10.0))
 
 
@@ -194,10 +196,15 @@ class Unsavable:
 
 def test_state_that_cannot_be_saved_leaves_the_previous_checkpoint(tmp_path: Path) -> None:
     class Odd(Callback):
+        round = 0
+
         def state_dict(self) -> dict[str, Any]:
             return {"odd": Unsavable()} if self.round == 4 else {}
 
-        def on_round_start(self, trainer: FederatedTrainer, ctx: Any, cohort: list[int]) -> None:
+        def load_state_dict(self, state: Any) -> None:
+            pass
+
+        def on_round_start(self, run: Run, ctx: Any, cohort: list[int]) -> None:
             self.round = ctx.t + 1
 
     with pytest.raises(ZeroDivisionError):
@@ -224,4 +231,4 @@ def test_other_data_are_refused(tmp_path: Path) -> None:
     other = Arrays(client_arrays=[(x, torch.arange(12) % 10)] * 6, test=(x, torch.arange(12) % 10))
     trainer = FederatedTrainer(max_rounds=2, accelerator="cpu", default_root_dir=str(tmp_path))
     with pytest.raises(UserError, match="made with data = "):
-        trainer.fit(make("FedAvg"), other, str(done / checkpoint.LAST))
+        trainer.fit(make("FedAvg"), other, str(done / LAST))

@@ -31,12 +31,12 @@ from fl_lightning import (
     NaiveFedGloSS,
     ReplaySampler,
     UserError,
-    checkpoint,
     group,
     laboratory,
 )
 from fl_lightning.flatness import lambda_max, sharpness
 from fl_lightning.trainer.measurements import Discrepancy, LambdaMax
+from fl_lightning.trainer.run import Run
 from tests.conftest import Golden
 from tests.runs import DIGITS, SCRIPT, assert_same, cli, kill, last, metrics, newest, process, state
 
@@ -336,8 +336,8 @@ def test_kill_9_and_resume(folder: Path) -> None:
 class Stop(Callback):
     """Breaks off in the middle of the second round."""
 
-    def on_local_end(self, trainer: FederatedTrainer, result: Any) -> None:
-        if trainer.round == 1:
+    def on_local_end(self, run: Run, result: Any) -> None:
+        if run.rounds_done == 1:
             raise KeyboardInterrupt
 
 
@@ -354,7 +354,7 @@ def test_resume(golden: Golden, policy: Any) -> None:
     other = made()
     norms(other.net)[0].running_mean += 1
     fit, _ = golden.run(other, name="broken", ckpt_path="last")
-    assert_same(state(fit.run_dir), state(whole.run_dir))
+    assert_same(state(fit.folder.path), state(whole.folder.path))
     assert torch.equal(statistics(fit.objective.net), statistics(whole.objective.net))
     wrong = objective(0.0, "local" if policy == "average" else "average", NaiveFedGloSS)
     with pytest.raises(UserError, match=r"made with model \(its (client|server) state\)"):
@@ -365,12 +365,12 @@ def test_resume(golden: Golden, policy: Any) -> None:
 def test_a_checkpoint_is_evaluated_as_in_its_run(golden: Golden, policy: Any) -> None:
     fit, _ = golden.run(objective(0.1, policy))
     run = {name: fit.metrics[name] for name in ("server/test/acc", "server/test/loss")}
-    path = str(fit.run_dir / checkpoint.LAST)
-    assert fit.test(fit.objective, fit.data) == run  # the net as it was left
-    assert fit.test(objective(0.1, policy), fit.data, path) == run
+    path = str(fit.folder.path / "checkpoints/last.ckpt")
+    assert fit.settings.test(fit.objective, fit.data) == run  # the net as it was left
+    assert fit.settings.test(objective(0.1, policy), fit.data, path) == run
     started = objective(0.1, policy, init_weights=path)
     assert torch.equal(started.flat.vector(started.net), fit.server.w.float())
-    saved = last(fit.run_dir)["state_dict"]
+    saved = last(fit.folder.path)["state_dict"]
     expected = fit.server.buffers if policy == "average" else statistics(Net().double())
     assert torch.equal(statistics(started.net), expected.float())
     assert saved["net.1.num_batches_tracked"] == 0
@@ -407,7 +407,7 @@ def test_centralized_by_the_federated_trainer(golden: Golden, policy: Any) -> No
     )  # fmt: skip
     made, seen = objective(0.1, policy), list[Tensor]()
     made.on_train_batch_start = lambda *_: seen.append(statistics(made.net))  # type: ignore[assignment]
-    fit.centralized(made, data)
+    fit = fit.centralized(made, data)
     for epoch in range(4):
         net = Net().double()
         train(net, torch.from_numpy(x), torch.from_numpy(y).long(), 0.1, steps=epoch)
@@ -488,6 +488,6 @@ def test_refusals(golden: Golden) -> None:
     ):
         alone.fit(objective(policy="local"), data)
     with pytest.raises(UserError, match="keeps buffers, and a landscape would need"):
-        laboratory.landscape(fit, objective(), fit.data, str(fit.run_dir / checkpoint.LAST))
+        laboratory.landscape(fit, objective(), fit.data, str(fit.folder.path / "checkpoints/last.ckpt"))
     plain = FedAvg(net=nn.Sequential(nn.Flatten(), nn.Linear(192, 4)), buffers="average")  # nothing to keep
     assert plain.net_buffers is None and plain.wire == (("w",), ("w",))

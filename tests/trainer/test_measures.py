@@ -50,6 +50,7 @@ from fl_lightning.core.flat import FlatSpec
 from fl_lightning.flatness import cosine, delta_epsilon, divergence, gradient, lpf, mean_loss, sharpness
 from fl_lightning.flatness.sharpness import filter_scale
 from fl_lightning.trainer.callbacks.flatness import read_readings
+from fl_lightning.trainer.run import Run
 from tests.flatness.test_flatness import CE, Quadratic, cnn, data, output, symmetric
 from tests.runs import cli, run, state
 
@@ -126,15 +127,15 @@ class Rehearse(Callback):
         self.promised: list[dict[str, Tensor]] = []
         self.local: list[dict[int, Tensor]] = []
 
-    def on_round_start(self, trainer: FederatedTrainer, ctx: Any, cohort: list[int]) -> None:
+    def on_round_start(self, run: Run, ctx: Any, cohort: list[int]) -> None:
         local: dict[int, Tensor] = {}
-        after = trainer.rehearse(cohort, lambda result: local.update({result.client: result.w}))
-        trainer.rehearse([0, 3], lambda result: None, clean=True)
+        after = run.rehearse(cohort, lambda result: local.update({result.client: result.w}))
+        run.rehearse([0, 3], lambda result: None, clean=True)
         self.promised.append(dict(after))
         self.local.append(local)
 
-    def on_round_end(self, trainer: FederatedTrainer) -> None:
-        for name, value in trainer.server.items():
+    def on_round_end(self, run: Run) -> None:
+        for name, value in run.server.items():
             assert torch.equal(value, self.promised[-1][name]), name
 
 
@@ -159,7 +160,7 @@ def test_a_rehearsal_is_the_round_and_leaves_nothing(algorithm: type[LocalObject
     assert len(rehearse.promised) == 3 and all(len(local) == 4 for local in rehearse.local)
     plain = fit(tmp_path, algorithm(net(), optimizer=SGD(lr=0.1)))
     assert all(torch.equal(seen.server[name], value) for name, value in plain.server.items())
-    a, b = (state(t.run_dir) for t in (seen, plain))
+    a, b = (state(t.folder.path) for t in (seen, plain))
     assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
@@ -188,9 +189,9 @@ ALL: list[Measure] = [
 def test_nothing_that_is_measured_changes_the_run(algorithm: type[LocalObjective], tmp_path: Path) -> None:
     plain = fit(tmp_path, algorithm(net(), ascent=SAM(0.05), optimizer=SGD(lr=0.1)))
     watched = fit(tmp_path, algorithm(net(), ascent=SAM(0.05), optimizer=SGD(lr=0.1)), FlatnessMonitor(1, ALL))
-    a, b = (state(t.run_dir) for t in (plain, watched))
+    a, b = (state(t.folder.path) for t in (plain, watched))
     assert all(torch.equal(b[name], value) for name, value in a.items())
-    lines = read_readings(watched.run_dir / "flatness.jsonl")
+    lines = read_readings(watched.folder.path / "flatness.jsonl")
     names = {line["name"] for line in lines}
     assert names >= {
         "lambda_max", "lambda_1", "lambda_ratio", "trace", "density_mean",
@@ -211,18 +212,18 @@ def test_what_the_updates_say(tmp_path: Path) -> None:
     models: list[tuple[Tensor, dict[int, tuple[Tensor, int]], Tensor]] = []
 
     class Keep(Callback):
-        def on_round_start(self, trainer: FederatedTrainer, ctx: Any, cohort: list[int]) -> None:
-            self.before, self.local = trainer.server.w, dict[int, tuple[Tensor, int]]()
+        def on_round_start(self, run: Run, ctx: Any, cohort: list[int]) -> None:
+            self.before, self.local = run.server.w, dict[int, tuple[Tensor, int]]()
 
-        def on_local_end(self, trainer: FederatedTrainer, result: Any) -> None:
+        def on_local_end(self, run: Run, result: Any) -> None:
             self.local[result.client] = (result.w, result.ctx.n_k)
 
-        def on_round_end(self, trainer: FederatedTrainer) -> None:
-            models.append((self.before, self.local, trainer.server.w))
+        def on_round_end(self, run: Run) -> None:
+            models.append((self.before, self.local, run.server.w))
 
     metrics = [Updates(rho=0.3), DeltaEpsilon(rho=0.1), CohortLoss()]
     trainer = fit(tmp_path, FedAvg(net(), optimizer=SGD(lr=0.1)), FlatnessMonitor(1, metrics), Keep())
-    read = {(line["round"], line["name"]): line["value"] for line in read_readings(trainer.run_dir / "flatness.jsonl")}
+    read = {(line["round"], line["name"]): line["value"] for line in read_readings(trainer.folder.path / "flatness.jsonl")}
     steps = []
     for t, (before, local, after) in enumerate(models, 1):
         ws = [w for w, _ in local.values()]

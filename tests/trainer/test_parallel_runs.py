@@ -21,8 +21,9 @@ from fl_lightning import (
     LocalObjective,
     UserError,
     algorithms,
-    group,
 )
+from fl_lightning.trainer import parallel_runs
+from fl_lightning.trainer.run import Run
 from tests.runs import DIGITS, SCRIPT, assert_same, cli, last, metrics, newest, process, state
 
 ROUNDS = 4
@@ -47,12 +48,12 @@ def data() -> Digits:
 
 def assert_equal(together: list[FederatedTrainer], alone: list[FederatedTrainer]) -> None:
     for one, other in zip(together, alone, strict=True):
-        a, b = state(one.run_dir), state(other.run_dir)
+        a, b = state(one.run.folder.path), state(other.run.folder.path)
         assert a.keys() == b.keys()
         for name in a:
             assert float((a[name] - b[name]).abs().max()) <= 1e-12 * float(b[name].abs().max()), name
-        assert metrics(one.run_dir).keys() == metrics(other.run_dir).keys()
-    assert not torch.equal(state(alone[0].run_dir)["server.w"], state(alone[1].run_dir)["server.w"])
+        assert metrics(one.run.folder.path).keys() == metrics(other.run.folder.path).keys()
+    assert not torch.equal(state(alone[0].folder.path)["server.w"], state(alone[1].folder.path)["server.w"])
 
 
 @pytest.mark.parametrize("engine", ["sequential", "batched", "graphed"])
@@ -62,7 +63,7 @@ def test_seeds(make: Any, engine: str, tmp_path: Path) -> None:
     options = {"sampler": BernoulliSampler(0.5)}
     together, alone = ([run(tmp_path / where, seed, engine, **options) for seed in (0, 1)] for where in "ab")
     objectives = [model(seed, make=make) for seed in (0, 1)]
-    group.fit(together, objectives, data())
+    parallel_runs.fit(together, objectives, data())
     for seed, trainer in enumerate(alone):
         trainer.fit(model(seed, make=make), data())
     assert_equal(together, alone)
@@ -78,8 +79,8 @@ def test_values(engine: str, tmp_path: Path) -> None:
         return FedGMT(DigitsMLP(hidden=8), ascent=SAM(rho), optimizer=SGD(lr), beta=beta)
 
     together, alone = ([run(tmp_path / where / str(i), 0, engine) for i in (0, 1)] for where in "ab")
-    group.fit(together, [objective(*n) for n in numbers], data())
-    assert together[0].values.keys() == {"beta", "ascent.rho", "optimizer.lr"}
+    parallel_runs.fit(together, [objective(*n) for n in numbers], data())
+    assert together[0].run.varied.keys() == {"beta", "ascent.rho", "optimizer.lr"}
     for trainer, n in zip(alone, numbers, strict=True):
         trainer.fit(objective(*n), data())
     assert_equal(together, alone)
@@ -90,7 +91,7 @@ def test_number_that_decides_is_told(tmp_path: Path) -> None:
     trainers = [run(tmp_path, seed, "batched") for seed in (0, 1)]
     models = [FedGMT(DigitsMLP(hidden=8), optimizer=SGD(weight_decay=decay)) for decay in (0.0, 0.1)]
     with pytest.raises(UserError, match=r"cannot be batched .* use sequential"):
-        group.fit(trainers, models, data())
+        parallel_runs.fit(trainers, models, data())
 
 
 def test_one_diverges_the_others_go_on(tmp_path: Path) -> None:
@@ -99,33 +100,33 @@ def test_one_diverges_the_others_go_on(tmp_path: Path) -> None:
     objectives = [model(seed) for seed in (0, 1, 2)]
     objectives[1].optimizer.lr = 1e200
     with pytest.raises(UserError, match=r"1 of 3 runs broke off; .*run_1.version_0: round 1: .* not finite"):
-        group.fit(trainers, objectives, data())
-    assert [trainer.round for trainer in trainers] == [ROUNDS, 0, ROUNDS]
+        parallel_runs.fit(trainers, objectives, data())
+    assert [trainer.run.rounds_done for trainer in trainers] == [ROUNDS, 0, ROUNDS]
 
     class Stop(Callback):
-        def on_local_end(self, trainer: FederatedTrainer, result: Any) -> None:
-            if trainer.round == 2:
+        def on_local_end(self, run: Run, result: Any) -> None:
+            if run.rounds_done == 2:
                 raise KeyboardInterrupt
 
     root = tmp_path / "stopped"
     with pytest.raises(KeyboardInterrupt):
-        group.fit([run(root, s, "batched", callbacks=[Stop()] * (s == 1)) for s in (0, 1)],
+        parallel_runs.fit([run(root, s, "batched", callbacks=[Stop()] * (s == 1)) for s in (0, 1)],
                   [model(s) for s in (0, 1)], data())  # fmt: skip
     assert [last(root / f"run_{s}/version_0")["round"] for s in (0, 1)] == [3, 2]
     resumed = [run(root, s, "batched") for s in (0, 1)]
-    group.fit(resumed, [model(s) for s in (0, 1)], data(), "last")
+    parallel_runs.fit(resumed, [model(s) for s in (0, 1)], data(), "last")
     whole = [run(tmp_path / "whole", s, "batched") for s in (0, 1)]
-    group.fit(whole, [model(s) for s in (0, 1)], data())
-    assert [t.run_dir for t in resumed] == [root / f"run_{s}/version_0" for s in (0, 1)]
+    parallel_runs.fit(whole, [model(s) for s in (0, 1)], data())
+    assert [t.run.folder.path for t in resumed] == [root / f"run_{s}/version_0" for s in (0, 1)]
     for one, other in zip(resumed, whole, strict=True):
-        assert_same(state(one.run_dir), state(other.run_dir))
+        assert_same(state(one.run.folder.path), state(other.run.folder.path))
 
 
 @pytest.mark.parametrize(
     ("other", "says"),
     [
         (lambda: model(0, make=algorithms.FedDyn), "model.class_path"),
-        (lambda: FedGMT(DigitsMLP(hidden=9)), "model.net: runs of a group must have the same"),
+        (lambda: FedGMT(DigitsMLP(hidden=9)), "model.net: parallel runs must have the same"),
         (lambda: FedGMT(DigitsMLP(hidden=8), optimizer=SGD(clip=1.0)), "model.optimizer.clip = None, 1.0: .* numbers"),
         (lambda: FedGMT(DigitsMLP(hidden=8), ascent=SAM(0.1)), "model.ascent: .* same"),
     ],
@@ -134,7 +135,7 @@ def test_one_diverges_the_others_go_on(tmp_path: Path) -> None:
 def test_what_cannot_be_one_program_is_told(other: Any, says: str, tmp_path: Path) -> None:
     trainers = [run(tmp_path, seed, "batched") for seed in (0, 1)]
     with pytest.raises(UserError, match=says):
-        group.fit(trainers, [FedGMT(DigitsMLP(hidden=8)), other()], data())
+        parallel_runs.fit(trainers, [FedGMT(DigitsMLP(hidden=8)), other()], data())
     assert not list(tmp_path.iterdir())
 
 

@@ -41,15 +41,15 @@ from fl_lightning.core.losses import kl_to_teacher
 from fl_lightning.core.state import ClientContext, State
 from fl_lightning.engine import LocalResult
 from fl_lightning.trainer.client_store import ClientStore
+from fl_lightning.trainer.run import Run
 from tests.conftest import Golden
 
 
-def digits_run(folder: Path, objective: LocalObjective, rounds: int = 3, **options: Any) -> FederatedTrainer:
+def digits_run(folder: Path, objective: LocalObjective, rounds: int = 3, **options: Any) -> Run:
     torch.manual_seed(0)
     options = {"clients_per_round": 4, "accelerator": "cpu", "enable_progress_bar": False, **options}
     fit = FederatedTrainer(max_rounds=rounds, default_root_dir=str(folder), **options)
-    fit.fit(objective, Digits(num_clients=20, partition=IID()))
-    return fit
+    return fit.fit(objective, Digits(num_clients=20, partition=IID()))
 
 
 # Cohorts
@@ -148,7 +148,7 @@ def test_an_upload_that_is_not_finite_is_refused(golden: Golden) -> None:
         def __init__(self) -> None:
             self.counts: list[float] = []
 
-        def on_round_logged(self, trainer: FederatedTrainer, metrics: Any) -> None:
+        def on_round_logged(self, run: Run, metrics: Any) -> None:
             self.counts.append(metrics["client/refused"])
 
     refusals = Refusals()
@@ -164,7 +164,7 @@ def test_an_upload_that_is_not_finite_is_refused(golden: Golden) -> None:
 
 def test_state_after_a_broken_round_is_that_before(golden: Golden) -> None:
     class Stop(Callback):
-        def on_local_end(self, trainer: FederatedTrainer, result: LocalResult) -> None:
+        def on_local_end(self, run: Run, result: LocalResult) -> None:
             if result.ctx.t == 2 and result.client == 2:
                 raise KeyboardInterrupt
 
@@ -199,8 +199,8 @@ def test_passes_and_wire_are_what_is_declared(golden: Golden, name: str) -> None
     counted: list[tuple[int, int]] = []
 
     class Count(Callback):
-        def on_local_end(self, trainer: FederatedTrainer, result: LocalResult) -> None:
-            counted.append((trainer.engine.forwards, trainer.engine.backwards))
+        def on_local_end(self, run: Run, result: LocalResult) -> None:
+            counted.append((run.engine.forwards, run.engine.backwards))
 
     fit, _ = golden.run(objective, callbacks=[Count()], sampler=ReplaySampler([[0, 1]]), max_rounds=1)
     down, up, forwards, backwards = COSTS[name]
@@ -217,7 +217,7 @@ def test_results_do_not_depend_on_the_global_generator(tmp_path: Path) -> None:
     """Dropout included; and monitoring changes nothing."""
 
     class Disturb(Callback):
-        def on_local_end(self, trainer: FederatedTrainer, result: LocalResult) -> None:
+        def on_local_end(self, run: Run, result: LocalResult) -> None:
             torch.randn(7)
 
     def net() -> nn.Module:
@@ -281,7 +281,7 @@ def test_initial_weights(golden: Golden, tmp_path: Path) -> None:
         objective = FedAvg(net=fresh(), init_weights=source)
         assert torch.equal(objective.net.fc1.bias, golden.init["fc1.bias"])
     fit, _ = golden.run(FedAvg(net=golden.net()))
-    checkpoint = fit.run_dir / "checkpoints" / "last.ckpt"
+    checkpoint = fit.folder.path / "checkpoints" / "last.ckpt"
     assert torch.allclose(
         FedAvg(net=fresh().double(), init_weights=str(checkpoint)).net.fc1.bias, fit.objective.net.fc1.bias
     )
@@ -327,14 +327,14 @@ def test_ten_lines_of_python(tmp_path: Path) -> None:
         clients.append((centers[y] + torch.randn(20, 5, generator=draw), y))
     data = Arrays(client_arrays=clients, test=clients[0], batch_size=10)
     trainer = FederatedTrainer(max_rounds=10, clients_per_round=3, default_root_dir=str(tmp_path), accelerator="cpu")
-    trainer.fit(FedAvg(net=nn.Linear(5, 3)), data)
-    assert trainer.test(trainer.objective, data)["server/test/acc"] > 0.9
+    run = trainer.fit(FedAvg(net=nn.Linear(5, 3)), data)
+    assert trainer.test(run.objective, data)["server/test/acc"] > 0.9
 
 
 def test_a_round_broken_off_while_it_is_measured_is_undone(golden: Golden) -> None:
     class Stop(Callback):
-        def on_round_end(self, trainer: FederatedTrainer) -> None:
-            if trainer.round == 3:
+        def on_round_end(self, run: Run) -> None:
+            if run.rounds_done == 3:
                 raise KeyboardInterrupt
 
     whole = golden.run(SCAFFOLD(net=golden.net()))[1]
@@ -354,7 +354,7 @@ def test_a_resumed_run_keeps_its_initial_model(golden: Golden, options: Any) -> 
     whole = golden.run(algorithm(net=golden.net(), **options))[1]
 
     class Stop(Callback):
-        def on_round_start(self, trainer: FederatedTrainer, ctx: Any, cohort: list[int]) -> None:
+        def on_round_start(self, run: Run, ctx: Any, cohort: list[int]) -> None:
             if ctx.t == 1:
                 raise KeyboardInterrupt
 

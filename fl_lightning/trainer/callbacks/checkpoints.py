@@ -1,16 +1,16 @@
-"""Checkpoints while training."""
+"""Checkpoints of a run."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import Any, Literal
 
 from fl_lightning.core.errors import require
-from fl_lightning.trainer.callbacks.base import Callback
-from fl_lightning.trainer.checkpoint import LAST
-
-if TYPE_CHECKING:
-    from fl_lightning.trainer.trainer import FederatedTrainer
+from fl_lightning.trainer import checkpoint
+from fl_lightning.trainer.callbacks.monitor import monitored
+from fl_lightning.trainer.run import Callback, Run
 
 
 class Checkpoints(Callback):
@@ -19,29 +19,84 @@ class Checkpoints(Callback):
     Args:
         every_n_rounds: Rounds between two checkpoints; the last round is always saved.
         keep_all: Also keep each one as ``checkpoints/round_<n>.ckpt``.
+        monitor: Metric whose best round is kept as ``checkpoints/best.ckpt``, such as ``server/test/acc``; null: none.
+        mode: Whether the largest (max) or the smallest (min) value is the best.
+        save_top_k: Number of best rounds that are kept; from 2 on each as ``checkpoints/round_<n>.ckpt``, too.
+
+    Attributes:
+        best: Value of the monitored metric by round, of those kept, best first.
+
+    Raises:
+        UserError: If a setting is out of range.
     """
 
-    def __init__(self, every_n_rounds: int = 10, keep_all: bool = False) -> None:
+    def __init__(
+        self,
+        every_n_rounds: int = 10,
+        keep_all: bool = False,
+        monitor: str | None = None,
+        mode: Literal["min", "max"] = "max",
+        save_top_k: int = 1,
+    ) -> None:
         require(every_n_rounds >= 1, "callbacks: Checkpoints.every_n_rounds", every_n_rounds, "at least 1")
+        require(save_top_k >= 1, "callbacks: Checkpoints.save_top_k", save_top_k, "at least 1")
+        require(mode in ("min", "max"), "callbacks: Checkpoints.mode", mode, "choose from min, max")
         self.every_n_rounds, self.keep_all = every_n_rounds, keep_all
+        self.monitor, self.mode, self.save_top_k = monitor, mode, save_top_k
+        self.best: dict[int, float] = {}
         self._saved = -1
 
-    def _save(self, trainer: FederatedTrainer) -> None:
-        if trainer.round == self._saved:
+    def on_fit_start(self, run: Run) -> None:
+        self._saved = run.rounds_done
+
+    def on_round_logged(self, run: Run, metrics: Mapping[str, float]) -> None:
+        if self.monitor is not None:
+            value = monitored(run, "Checkpoints", self.monitor, metrics)
+            if value is not None:
+                self._keep_best(run, value)
+        if run.rounds_done % self.every_n_rounds == 0 or run.rounds_done == run.max_rounds:
+            self._save(run)
+
+    def on_fit_end(self, run: Run) -> None:
+        self._save(run)
+
+    def on_exception(self, run: Run, error: BaseException) -> None:
+        self._save(run)
+        if run.folder.last.exists():
+            command = "fit" if run.kind == "federated" else "centralized"
+            config = f" --config {run.folder.config}" if run.folder.config.exists() else ""
+            run.fabric.print(f"to continue: fl-lightning {command}{config} --ckpt_path {run.folder.last}")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self.best}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.best = dict(state["best"])
+
+    def _save(self, run: Run) -> None:
+        if run.rounds_done == self._saved:
             return
-        trainer.save_checkpoint(trainer.run_dir / LAST)
+        checkpoint.save(run, run.folder.last)
+        self._saved = run.rounds_done
         if self.keep_all:
-            trainer.save_checkpoint(trainer.run_dir / LAST.parent / f"round_{trainer.round}.ckpt")
-        self._saved = trainer.round
+            checkpoint.save(run, self._path(run, run.rounds_done))
 
-    def on_fit_start(self, trainer: FederatedTrainer) -> None:
-        self._saved = trainer.round
+    def _keep_best(self, run: Run, value: float) -> None:
+        """Saves this round if it is among the best, and removes the one that no longer is."""
+        sign = -1 if self.mode == "max" else 1
+        scores = {**self.best, run.rounds_done: value}
+        ranked = sorted((r for r in scores if not math.isnan(scores[r])), key=lambda r: (sign * scores[r], r))
+        kept = ranked[: self.save_top_k]
+        if run.rounds_done not in kept:
+            return
+        before, self.best = self.best, {r: scores[r] for r in kept}
+        if self.save_top_k > 1:
+            checkpoint.save(run, self._path(run, run.rounds_done))
+        if kept[0] == run.rounds_done:
+            checkpoint.save(run, run.folder.best)
+        if run.fabric.is_global_zero and not self.keep_all:
+            for dropped in before.keys() - self.best.keys():
+                self._path(run, dropped).unlink(missing_ok=True)
 
-    def on_round_logged(self, trainer: FederatedTrainer, metrics: Mapping[str, float]) -> None:
-        if trainer.round % self.every_n_rounds == 0 or trainer.round == trainer.max_rounds:
-            self._save(trainer)
-
-    def on_exception(self, trainer: FederatedTrainer, error: BaseException) -> None:
-        self._save(trainer)
-        if (trainer.run_dir / LAST).exists():
-            trainer.fabric.print(f"saved {trainer.run_dir / LAST}; `fit` goes on with --ckpt_path last")
+    def _path(self, run: Run, rounds: int) -> Path:
+        return run.folder.checkpoints / f"round_{rounds}.ckpt"

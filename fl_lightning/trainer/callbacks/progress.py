@@ -14,13 +14,11 @@ from rich.table import Table
 
 from fl_lightning.results.metrics import read_metrics
 from fl_lightning.results.summary import Summary
-from fl_lightning.trainer.callbacks.base import Callback
+from fl_lightning.trainer.run import Callback, Run
 from fl_lightning.trainer.callbacks.flatness import FlatnessMonitor
 from fl_lightning.trainer.callbacks.results import FILE
 from fl_lightning.trainer.measurements import PROTOCOL
 
-if TYPE_CHECKING:
-    from fl_lightning.trainer.trainer import FederatedTrainer
 
 COLUMNS = {
     "server/test/acc": "test acc",
@@ -47,51 +45,51 @@ class Progress(Callback):
         self._recent: list[list[str]] = []
         self._last_line = 0.0
 
-    def on_fit_start(self, trainer: FederatedTrainer) -> None:
-        if not trainer.fabric.is_global_zero:
+    def on_fit_start(self, run: Run) -> None:
+        if not run.fabric.is_global_zero:
             return
         self._recent = []
-        data = trainer.data
+        data = run.data
         self.console.print(
-            f"[bold]{type(trainer.objective).__name__}[/] on {type(data).__name__}: {data.num_clients} clients, "
-            f"{trainer.objective.flat.d:,} weights, {trainer.max_rounds} rounds"
-            + (f", going on after round {trainer.round}" if trainer.round else ""),
+            f"[bold]{type(run.objective).__name__}[/] on {type(data).__name__}: {data.num_clients} clients, "
+            f"{run.objective.flat.d:,} weights, {run.max_rounds} rounds"
+            + (f", going on after round {run.rounds_done}" if run.rounds_done else ""),
             highlight=False,
         )
-        self.console.print(f"run folder: {trainer.run_dir}", highlight=False, soft_wrap=True)
+        self.console.print(f"run folder: {run.folder.path}", highlight=False, soft_wrap=True)
         self._bar = Bar(
             TextColumn("round"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left"),
             TimeRemainingColumn(), console=self.console,
         )  # fmt: skip
-        self._task = self._bar.add_task("round", total=trainer.max_rounds, completed=trainer.round)
+        self._task = self._bar.add_task("round", total=run.max_rounds, completed=run.rounds_done)
         if self.console.is_terminal:
             self._live = Live(self._view(), console=self.console, refresh_per_second=8)
             self._live.start()
 
-    def on_round_logged(self, trainer: FederatedTrainer, metrics: Mapping[str, float]) -> None:
-        if not trainer.fabric.is_global_zero:
+    def on_round_logged(self, run: Run, metrics: Mapping[str, float]) -> None:
+        if not run.fabric.is_global_zero:
             return
-        self._bar.update(self._task, completed=trainer.round)
-        row = [str(trainer.round), *(_number(metrics.get(name)) for name in COLUMNS)]
+        self._bar.update(self._task, completed=run.rounds_done)
+        row = [str(run.rounds_done), *(_number(metrics.get(name)) for name in COLUMNS)]
         self._recent = [*self._recent, row][-self.rows :]
         if self._live is not None:
             self._live.update(self._view())
-        elif self._bar.get_time() - self._last_line >= self.min_seconds or trainer.round == trainer.max_rounds:
+        elif self._bar.get_time() - self._last_line >= self.min_seconds or run.rounds_done == run.max_rounds:
             self._last_line = self._bar.get_time()
-            known = [(title, trainer.metrics[name]) for name, title in COLUMNS.items() if name in trainer.metrics]
-            line = "  ".join([f"round {trainer.round}/{trainer.max_rounds}", *(f"{t} {_number(v)}" for t, v in known)])
+            known = [(title, run.metrics[name]) for name, title in COLUMNS.items() if name in run.metrics]
+            line = "  ".join([f"round {run.rounds_done}/{run.max_rounds}", *(f"{t} {_number(v)}" for t, v in known)])
             self.console.print(line, highlight=False, soft_wrap=True)
 
-    def on_exception(self, trainer: FederatedTrainer, error: BaseException) -> None:
-        if trainer.fabric.is_global_zero:
+    def on_exception(self, run: Run, error: BaseException) -> None:
+        if run.fabric.is_global_zero:
             self._stop()
-            self.console.print(f"stopped after round {trainer.round}", highlight=False)
+            self.console.print(f"stopped after round {run.rounds_done}", highlight=False)
 
-    def on_fit_end(self, trainer: FederatedTrainer) -> None:
-        if not trainer.fabric.is_global_zero:
+    def on_fit_end(self, run: Run) -> None:
+        if not run.fabric.is_global_zero:
             return
         self._stop()
-        columns = read_metrics(trainer.run_dir / "metrics.csv")
+        columns = read_metrics(run.folder.metrics)
         table = Table(title="Summary", show_header=True)
         for title in ("", "last", "best", "at round"):
             table.add_column(title, justify="left" if not title else "right")
@@ -101,24 +99,24 @@ class Progress(Callback):
                 at, best = pick(columns[name], key=lambda pair: pair[1])
                 table.add_row(title, _number(columns[name][-1][1]), _number(best), str(at))
         self.console.print(table)
-        found = Summary(**json.loads((trainer.run_dir / FILE).read_text()))
+        found = Summary(**json.loads((run.folder.path / FILE).read_text()))
         name, spread = COLUMNS.get(found.metric, found.metric), f" ± {_number(found.std)}" if found.std else ""
         self.console.print(
             f"last {found.last} rounds: mean {name} {_number(found.mean)}{spread} of {found.evaluations} evaluations",
             highlight=False,
         )
         seconds = sum(value for name in ("time/round_s", "time/flatness_s") for _, value in columns.get(name, ()))
-        bits = trainer.metrics.get("comm/total_bits")
+        bits = run.metrics.get("comm/total_bits")
         wire = "" if bits is None else f", {bits / 8e6:,.1f} MB over the wire"
-        self.console.print(f"{trainer.round} rounds in {seconds:.1f} s{wire}", highlight=False)
+        self.console.print(f"{run.rounds_done} rounds in {seconds:.1f} s{wire}", highlight=False)
         if verdict := flatness_verdict(columns):
             self.console.print(f"flatness: {verdict}", highlight=False, soft_wrap=True)
-        monitors = [callback for callback in trainer.callbacks if isinstance(callback, FlatnessMonitor)]
+        monitors = [callback for callback in run.callbacks if isinstance(callback, FlatnessMonitor)]
         if any(monitor.protocol for monitor in monitors):
-            self.console.print(f"measured with: {PROTOCOL}; seed {trainer.seed}", highlight=False, soft_wrap=True)
+            self.console.print(f"measured with: {PROTOCOL}; seed {run.seed}", highlight=False, soft_wrap=True)
         for line in (line for monitor in monitors for line in monitor.protocol):
             self.console.print(f"  {line}", style="dim", highlight=False, soft_wrap=True)
-        self.console.print(f"results: {trainer.run_dir}", highlight=False, soft_wrap=True)
+        self.console.print(f"results: {run.folder.path}", highlight=False, soft_wrap=True)
 
     def _stop(self) -> None:
         if self._live is not None:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from typing import TYPE_CHECKING
 
 from fl_lightning.core.errors import require
 from fl_lightning.results.summary import LAST, summarise
-from fl_lightning.trainer.callbacks.base import Callback
+from fl_lightning.trainer.run import Callback, Run
 
-if TYPE_CHECKING:
-    from fl_lightning.trainer.trainer import FederatedTrainer
 
 FILE = "summary.json"
 
@@ -32,9 +29,9 @@ class Results(Callback):
         require(last is None or last >= 1, "trainer.callbacks: Results.last", last, "at least 1 round")
         self.last, self.target = last, target
 
-    def on_fit_end(self, trainer: FederatedTrainer) -> None:
-        if trainer.fabric.is_global_zero:
-            metric = f"server/test/{trainer.data.metric()[0]}"
-            last = self.last or (trainer.eval_last if trainer.eval_last > 1 else LAST)
-            found = asdict(summarise(trainer.run_dir, last, self.target, metric))
-            (trainer.run_dir / FILE).write_text(json.dumps(found, indent=2) + "\n")
+    def on_fit_end(self, run: Run) -> None:
+        if run.fabric.is_global_zero:
+            metric = f"server/test/{run.data.metric()[0]}"
+            last = self.last or (run.settings.eval_last if run.settings.eval_last > 1 else LAST)
+            found = asdict(summarise(run.folder.path, last, self.target, metric))
+            (run.folder.path / FILE).write_text(json.dumps(found, indent=2) + "\n")

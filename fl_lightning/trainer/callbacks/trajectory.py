@@ -1,4 +1,4 @@
-"""Weights after every round, to hold a run against outside numbers."""
+"""Weights after every round, to compare a run with outside numbers."""
 
 from __future__ import annotations
 
@@ -6,22 +6,21 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from fl_lightning.trainer.callbacks.base import Callback
+from fl_lightning.trainer.run import Callback, Run
 
 if TYPE_CHECKING:
     from fl_lightning.core.state import State
     from fl_lightning.engine import LocalResult
-    from fl_lightning.trainer.trainer import FederatedTrainer
 
 
 class Trajectory(Callback):
     """Keeps every round's vectors in memory: for small problems and tests.
 
     Attributes:
-        server: The server's slots, first value and then after each round; ``server[t].w`` is the global model ``(d,)``.
+        server: The server's state, initial value and then after each round; ``server[t].w`` is the global model ``(d,)``.
         evaluated: The model that evaluation uses (of SWA the average), likewise.
         local: After each round, the local results by client, in cohort order; ``local[t][k].w`` is ``(d,)``.
-        client: After each round, all clients' slots by id, as they are kept.
+        client: After each round, all clients' stored states by id.
     """
 
     def __init__(self) -> None:
@@ -30,21 +29,27 @@ class Trajectory(Callback):
         self.local: list[dict[int, LocalResult]] = []
         self.client: list[dict[int, State]] = []
         self._now: dict[int, LocalResult] = {}
+        self._first = 0
 
-    def on_fit_start(self, trainer: FederatedTrainer) -> None:
+    def on_fit_start(self, run: Run) -> None:
         for kept in (self.server, self.evaluated, self.local, self.client):
             kept.clear()
-        self._append(trainer)
+        self._now, self._first = {}, run.rounds_done
+        self._append(run)
 
-    def _append(self, trainer: FederatedTrainer) -> None:
-        self.server.append(trainer.server)
-        self.evaluated.append(trainer.global_model)
+    def _append(self, run: Run) -> None:
+        self.server.append(run.server)
+        self.evaluated.append(run.global_model)
 
-    def on_local_end(self, trainer: FederatedTrainer, result: LocalResult) -> None:
+    def on_exception(self, run: Run, error: BaseException) -> None:
+        rounds = run.rounds_done - self._first
+        del self.server[rounds + 1 :], self.evaluated[rounds + 1 :], self.local[rounds:], self.client[rounds:]
+
+    def on_local_end(self, run: Run, result: LocalResult) -> None:
         self._now[result.client] = result
 
-    def on_round_end(self, trainer: FederatedTrainer) -> None:
-        self._append(trainer)
+    def on_round_end(self, run: Run) -> None:
+        self._append(run)
         self.local.append(self._now)
-        self.client.append(trainer.clients.rows())
+        self.client.append(run.clients.rows())
         self._now = {}

@@ -1,0 +1,61 @@
+"""The callbacks of every run, and which others a trainer accepts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import lightning.pytorch.callbacks as theirs
+
+from fl_lightning.core.errors import UserError
+from fl_lightning.trainer.callbacks.checkpoints import Checkpoints
+from fl_lightning.trainer.callbacks.curves import Curves
+from fl_lightning.trainer.callbacks.early_stopping import EarlyStoppingAdapter
+from fl_lightning.trainer.callbacks.progress import Progress
+from fl_lightning.trainer.callbacks.results import Results
+from fl_lightning.trainer.run import Callback
+
+OURS = {
+    "ModelCheckpoint": "Checkpoints (monitor, mode, save_top_k)",
+    "Timer": "trainer.max_time",
+    "ModelSummary": "Progress",
+    "LearningRateMonitor": "the metric client/lr, which every run logs",
+    "StochasticWeightAveraging": "model.averaging: SWA",
+    "WeightAveraging": "model.averaging: EMA",
+    "EMAWeightAveraging": "model.averaging: EMA",
+    "GradientAccumulationScheduler": "data.batch_size",
+}
+"""What takes the place of a callback of Lightning's; of its progress bars, Progress does."""
+
+
+def with_defaults(callbacks: Sequence[Any], progress: bool) -> list[Callback]:
+    """The given callbacks and the default ones, in the order of their calls.
+
+    Args:
+        callbacks: Ours, or Lightning's ``EarlyStopping``.
+        progress: Whether someone looks at the run: then it has the live progress, and a figure at its end.
+
+    Raises:
+        UserError: If a callback is another one of Lightning's, or none at all.
+    """
+    found = [_accepted(callback) for callback in callbacks]
+    for default in (Results, Checkpoints, *((Curves, Progress) if progress else ())):
+        if not any(isinstance(callback, default) for callback in found):
+            found.append(default())
+    # measurements come first; Progress shows the figure's folder; a checkpoint is written when the others have run
+    order = (Curves, Results, Progress, EarlyStoppingAdapter, Checkpoints)
+    return sorted(found, key=lambda c: next((i + 1 for i, kind in enumerate(order) if isinstance(c, kind)), 0))
+
+
+def _accepted(callback: Any) -> Callback:
+    name = type(callback).__name__
+    if isinstance(callback, Callback):
+        return callback
+    if isinstance(callback, theirs.EarlyStopping):
+        return EarlyStoppingAdapter(callback)
+    if isinstance(callback, theirs.ProgressBar):
+        raise UserError(f"trainer.callbacks: {name} is a callback of lightning.Trainer; use Progress")
+    if isinstance(callback, theirs.Callback):
+        remedy = f"use {OURS[name]}" if name in OURS else "write a subclass of fl_lightning.Callback"
+        raise UserError(f"trainer.callbacks: {name} is a callback of lightning.Trainer; {remedy}")
+    raise UserError(f"trainer.callbacks: {name} is not a callback; write a subclass of fl_lightning.Callback")

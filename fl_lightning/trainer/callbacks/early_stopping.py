@@ -1,0 +1,55 @@
+"""Lightning's ``EarlyStopping``, as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.trainer.states import TrainerFn
+
+from fl_lightning.trainer.callbacks.monitor import monitored
+from fl_lightning.trainer.run import Callback, Run
+
+
+class EarlyStoppingAdapter(Callback):
+    """Calls Lightning's ``EarlyStopping`` in each round in which its metric is measured; rank 0 decides for all.
+
+    Args:
+        inner: The callback; ``monitor`` is a metric of ours, such as ``server/test/loss``, and ``patience`` counts
+            measurements.
+    """
+
+    def __init__(self, inner: EarlyStopping) -> None:
+        self.inner = inner
+
+    def on_round_logged(self, run: Run, metrics: Mapping[str, float]) -> None:
+        if monitored(run, "EarlyStopping", self.inner.monitor, metrics) is None:
+            return
+        trainer = SimpleNamespace(
+            state=SimpleNamespace(fn=TrainerFn.FITTING),
+            sanity_checking=False,
+            fast_dev_run=False,
+            callback_metrics={name: torch.tensor(value) for name, value in metrics.items()},
+            strategy=SimpleNamespace(reduce_boolean_decision=lambda decision, all: decision),
+            should_stop=run.should_stop,
+            current_epoch=run.rounds_done,
+            val_check_interval=None,
+            world_size=run.fabric.world_size,
+            global_rank=run.fabric.global_rank,
+        )
+        view: Any = trainer
+        self.inner.setup(view, run.objective, "fit")
+        self.inner.on_train_epoch_end(view, run.objective)
+        self.inner.on_validation_end(view, run.objective)
+        run.should_stop = bool(run.fabric.broadcast(trainer.should_stop))
+        if run.should_stop and self.inner.stopping_reason_message:
+            run.fabric.print(f"stopped early: {self.inner.stopping_reason_message.partition(' Signaling')[0]}")
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.inner.load_state_dict(dict(state))

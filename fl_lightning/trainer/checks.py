@@ -1,0 +1,64 @@
+"""Checks before the first round: net, loss and data fit together."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from fl_lightning.core.buffers import variance_needed
+from fl_lightning.core.errors import UserError
+from fl_lightning.core.rng import generator
+from fl_lightning.trainer.run import Run
+
+MISFIT = (RuntimeError, ValueError, IndexError, TypeError, AttributeError)
+"""Errors that a net or a loss raises on input of the wrong shape or type."""
+
+
+def check_fit(run: Run) -> None:
+    """Passes one batch through net and loss.
+
+    Raises:
+        UserError: If the net does not take the data's samples or has another number of classes, the loss does not give
+            one value per sample, or BatchNorm would get a batch of one sample.
+    """
+    objective, data, evaluator, fits = run.objective, run.data, run.evaluator, False
+    net = type(objective.net).__name__
+    x, y = next(iter(data.eval_batches("test", run.dtype)))
+    try:
+        logits = evaluator.logits(run.server.w, x)
+        fits = logits.ndim == y.ndim + 1 and len(logits) == len(x) and logits.shape[1] >= data.num_classes
+    except MISFIT as error:
+        raise UserError(
+            f"model.net = {net} cannot take a batch of shape {tuple(x.shape)} ({str(error).splitlines()[0]:.80}); "
+            "choose a net for this data"
+        ) from None
+    if evaluator.by_batch:
+        least = len(data.y_test) % data.eval_batch_size or data.eval_batch_size
+        with variance_needed(
+            f"data.eval_batch_size = {data.eval_batch_size} leaves a batch of one test sample, in which BatchNorm "
+            "has no variance, and model.buffers = local evaluates by its statistics; choose another size, such as 8"
+        ):
+            evaluator.logits(run.server.w, x[:least], by_batch=True)
+    if not fits:
+        raise UserError(
+            f"model.net = {net} gives outputs of shape {tuple(logits.shape)} for {data.num_classes} classes; "
+            f"set its num_classes to {data.num_classes}"
+        )
+    _check_loss(run, logits, y)
+    draw = generator(run.seed, "check")
+    x, y = next(iter(data.client_batches(0, 1, 1, draw, run.dtype)))  # with Mixup its labels are probabilities
+    _check_loss(run, evaluator.logits(run.server.w, x[:2]), y[:2])
+
+
+def _check_loss(run: Run, logits: Tensor, y: Tensor) -> None:
+    loss = type(run.objective.loss).__name__
+    try:
+        shape = tuple(run.objective.loss(logits, y).shape)
+    except MISFIT as error:
+        raise UserError(
+            f"model.loss = {loss} cannot take logits {tuple(logits.shape)} and labels {tuple(y.shape)} "
+            f"({str(error).splitlines()[0]:.80}); choose a loss for classes"
+        ) from None
+    if shape != (len(y),):
+        raise UserError(
+            f"model.loss = {loss} gives a value of shape {shape}; it must give one loss per sample, {(len(y),)}"
+        )

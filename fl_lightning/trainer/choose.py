@@ -1,0 +1,51 @@
+"""The engine of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fl_lightning import engine
+from fl_lightning.engine import EngineName, Job
+from fl_lightning.trainer.cohort import Cohort
+from fl_lightning.trainer.round import Round
+from fl_lightning.trainer.run import Run
+
+
+def choose_engine(runs: Sequence[Run]) -> None:
+    """Makes the engine that trains all of these runs; "auto" takes that of the checkpoint, or measures on rank 0.
+
+    Args:
+        runs: One run, or several that are trained as one program.
+
+    Raises:
+        UserError: If the engine cannot run this objective.
+    """
+    run, fabric = runs[0], runs[0].fabric
+    chosen: EngineName = run.settings.engine
+    if chosen == "auto":
+        chosen = run.restored.get("engine", "auto")
+    made = None
+    if chosen == "auto" and run.finished:
+        chosen = "sequential"
+    if chosen == "auto":
+        jobs, reason = _sample(runs), ""
+        if fabric.is_global_zero:
+            rounds = (run.max_rounds - run.rounds_done) * run.objective.phases
+            chosen, reason = engine.choose(run.make_engine, jobs, rounds, run.settings.compile)
+        chosen, reason = fabric.broadcast((chosen, reason))
+        if reason:
+            fabric.print(f"engine: {chosen} ({reason})")
+    else:
+        made = run.make_engine(chosen)
+        if run.settings.engine in ("batched", "graphed") and not run.finished:
+            engine.check(made, run.engine, _sample(runs))
+    made = made or run.make_engine(chosen)
+    for each in runs:
+        each.use_engine(chosen, made)
+
+
+def _sample(runs: Sequence[Run]) -> list[Job]:
+    """What this process trains first in the next round of those runs that are furthest behind."""
+    behind = min(run.rounds_done for run in runs)
+    rounds = [Round(run, Cohort.draw(run, behind)) for run in runs if run.rounds_done == behind]
+    return [job for each in rounds for job in next(each.phases()).jobs()]

@@ -1,0 +1,154 @@
+"""The one evaluation: of fit, validate, test, corruptions and measurements."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Literal
+
+import torch
+from lightning.fabric import Fabric
+from torch import Tensor
+from torch.optim.swa_utils import update_bn
+
+from fl_lightning.algorithms.base import LocalObjective
+from fl_lightning.core.buffers import Buffers
+from fl_lightning.core.flat import FlatNet, accumulator_dtype
+from fl_lightning.core.forward import logits
+from fl_lightning.core.rng import seeded
+from fl_lightning.data import FederatedDataModule
+from fl_lightning.trainer import collectives
+
+Split = Literal["train", "val", "test"]
+Batches = Iterable[tuple[Tensor, Tensor]]
+
+
+class Evaluator:
+    """Evaluates weights of a net. Every process must call, in the same order.
+
+    Args:
+        fabric: The processes, which share the samples.
+        objective: The local objective.
+        data: The data.
+        net: The flat view of the objective's net; evaluation moves it.
+        dtype: Dtype of the weights.
+        seed: Seed of the run, for nets that draw random numbers while their statistics are estimated.
+    """
+
+    def __init__(
+        self,
+        fabric: Fabric,
+        objective: LocalObjective,
+        data: FederatedDataModule,
+        net: FlatNet,
+        dtype: torch.dtype,
+        seed: int,
+    ) -> None:
+        self.fabric, self.objective, self.data, self.net = fabric, objective, data, net
+        self.dtype, self.seed = dtype, seed
+        self._estimated: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def by_batch(self) -> bool:
+        """Whether evaluation normalizes each batch by its own statistics."""
+        return self.objective.net_buffers is not None and self.objective.net_buffers.policy == "local"
+
+    def logits(self, w: Tensor, x: Tensor, by_batch: bool = False) -> Tensor:
+        """The net's output at weights ``w``, ``(d,)``, in eval mode."""
+        return logits(self.net, self.objective.net, w, x, self.fabric.autocast, by_batch)
+
+    def evaluate(self, split: Split, w: Tensor, statistics: Tensor | None) -> dict[str, float]:
+        """Mean loss and the data's metric on a whole split.
+
+        Args:
+            split: "train" (all clients' data, not augmented), "val" or "test".
+            w: Weights, ``(d,)``.
+            statistics: The server's net buffers, ``(b,)``, if it keeps any.
+
+        Returns:
+            ``server/<split>/acc`` (or the metric's name), ``server/<split>/loss``, and if the data name parts of the
+            test set, their metric as ``server/test_<part>/acc``.
+        """
+        rank, world = self.fabric.global_rank, self.fabric.world_size
+        # normalized by batch, batches stay whole and the processes share them; otherwise they share samples
+        share = (0, 1) if self.by_batch else (rank, world)
+        parts = self.data.test_parts() if split == "test" else {}
+        if not self.by_batch:
+            parts = {part: of[rank::world] for part, of in parts.items()}
+        values = self.measure(self.data.eval_batches(split, self.dtype, share), w, statistics, parts)
+        name = self.data.metric()[0]
+        loss = values.pop("loss")
+        return {
+            **{f"server/{split}{part and '_'}{part}/{name}": value for part, value in values.items()},
+            f"server/{split}/loss": loss,
+        }
+
+    def measure(
+        self, batches: Batches, w: Tensor, statistics: Tensor | None, parts: Mapping[str, Tensor] | None = None
+    ) -> dict[str, float]:
+        """Mean loss and the data's metric on batches.
+
+        Args:
+            batches: This process's samples; with ``model.buffers`` = local all of them on every process.
+            w: Weights, ``(d,)``.
+            statistics: The server's net buffers, ``(b,)``, if it keeps any.
+            parts: Parts of the samples by name, boolean ``(n,)``.
+
+        Returns:
+            ``loss``, the metric under the empty name, and the metric of each part.
+        """
+        fabric, data, n, parts = self.fabric, self.data, 0, parts or {}
+        self.load_statistics(w, statistics)
+        sums = torch.zeros(2, dtype=accumulator_dtype(fabric.device), device=fabric.device)  # of losses, and samples
+        metrics = {part: data.metric()[1].to(fabric.device) for part in ("", *parts)}
+        for i, (x, y) in enumerate(batches):
+            rows, n = slice(n, n + len(y)), n + len(y)
+            if self.by_batch and i % fabric.world_size != fabric.global_rank:
+                continue
+            z = self.logits(w, x, self.by_batch).to(self.dtype)
+            loss = self.objective.evaluation_loss(z, y).sum()
+            sums += torch.stack([loss.to(sums.dtype), sums.new_tensor(len(y))])
+            z = z[:, : data.num_classes]
+            metrics[""].update(z, y)
+            for part, of in parts.items():
+                if (mine := of[rows].to(y.device)).any():
+                    metrics[part].update(z[mine], y[mine])
+        sums = torch.as_tensor(fabric.all_reduce(sums, reduce_op="sum"))
+        return {**{part: float(m.compute()) for part, m in metrics.items()}, "loss": float(sums[0] / sums[1])}
+
+    def load_statistics(self, w: Tensor, statistics: Tensor | None) -> None:
+        """Loads the buffers that weights are evaluated with into the net.
+
+        With ``model.buffers`` = average these are the server's; reset: the initial ones, with BatchNorm's statistics
+        estimated on the training data at ``w``; local: the initial ones.
+
+        Args:
+            w: Weights, ``(d,)``.
+            statistics: The server's net buffers, ``(b,)``; None: the initial ones.
+        """
+        buffers, net = self.objective.net_buffers, self.objective.net
+        if buffers is None:
+            return
+        if buffers.policy == "reset":
+            if self._estimated is None or self._estimated[0] is not w:
+                buffers.load(net, buffers.first)
+                self._estimated = w, self._estimate(w, buffers)
+            statistics = self._estimated[1]
+        buffers.load(net, buffers.first if statistics is None else statistics)
+
+    def _estimate(self, w: Tensor, buffers: Buffers) -> Tensor:
+        """Buffers at ``w``, ``(b,)``, by torch's update_bn: means over all batches of each batch's statistics."""
+        fabric, net, seen = self.fabric, self.objective.net, 0
+
+        def mine() -> Iterator[Tensor]:
+            nonlocal seen
+            for i, (x, _) in enumerate(self.data.eval_batches("train", self.dtype)):
+                if i % fabric.world_size == fabric.global_rank:
+                    seen += 1
+                    yield x
+
+        self.net.move_to(w)
+        with fabric.autocast(), seeded(fabric.device, self.seed, "statistics"):
+            update_bn(mine(), net)
+        sums = buffers.vector(net) * seen
+        total = collectives.all_reduce_sum(fabric, torch.cat([sums, sums.new_tensor([seen])]))
+        return total[:-1] / total[-1] if total[-1] else buffers.first  # without BatchNorm no batch was read

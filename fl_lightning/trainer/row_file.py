@@ -1,0 +1,169 @@
+"""Rows of one size in a file, written by copy on write."""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fl_lightning.core.errors import UserError
+from fl_lightning.core.files import write_atomically
+from fl_lightning.core.state import State
+
+STAMP = 8
+"""Bytes before each row in the file: a number that no other row has."""
+
+
+class RowFile:
+    """Rows of one size in a file, by position; what a checkpoint refers to is never written to.
+
+    Args:
+        path: The file. What lies in it already may belong to checkpoints, and is left alone until the next `saved`.
+        shapes: Shapes of a row's slots, by name.
+        like: A tensor with the dtype of all slots; if it is on a GPU, rows are read to pinned memory.
+    """
+
+    def __init__(self, path: Path, shapes: Mapping[str, tuple[int, ...]], like: Tensor) -> None:
+        self.path, self.shapes = path, shapes
+        self.options: dict[str, Any] = {"dtype": like.dtype, "pin_memory": like.is_cuda}
+        self.size = STAMP + sum(int(np.prod(shape)) for shape in shapes.values()) * like.element_size()
+        end = -(-path.stat().st_size // self.size) if path.exists() else 0
+        self.held = bytearray(b"\1" * end)  # by position: whether a checkpoint may refer to it
+        self.stamps = array("q", bytes(STAMP * end))
+        self.free: list[int] = []
+        self.pins = path.with_suffix(".pins")
+        self.pinned = torch.load(self.pins)["positions"].numpy() if self.pins.exists() else np.zeros(0, np.int64)
+        self.pinned = self.pinned[self.pinned < end]
+        self.snapshot: np.ndarray[Any, Any] | None = None  # positions of the last state, None if it is pinned
+        self.stamp = secrets.randbits(62)
+        self._fd: int | None = None
+
+    @property
+    def fd(self) -> int:
+        """The open file."""
+        if self._fd is None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
+        return self._fd
+
+    def write(self, slots: State) -> int:
+        """Write a row to a free position, which is returned."""
+        if {name: tuple(v.shape) for name, v in slots.items()} != self.shapes:
+            raise ValueError(f"client state has other shapes than at first contact: {self.shapes}")
+        if not self.free:
+            self.free.append(len(self.held))
+            self.held.append(0)
+            self.stamps.append(0)
+        position = self.free[-1]
+        self.stamp = self.stamps[position] = self.stamp + 1
+        values = [v.to("cpu", self.options["dtype"]).contiguous() for v in slots.values()]
+        with self._in_one_line("written"):
+            self._transfer(os.pwritev, position, np.array([self.stamp]), values)
+        return self.free.pop()
+
+    def read(self, position: int) -> State:
+        """The row at a position, on the CPU, each slot in memory of its own. The thread and the run read at once."""
+        stamp = np.zeros(1, np.int64)
+        slots = State({name: torch.empty(shape, **self.options) for name, shape in self.shapes.items()})
+        with self._in_one_line("read"):
+            self._transfer(os.preadv, position, stamp, list(slots.values()))
+        if stamp[0] != self.stamps[position]:
+            raise UserError(
+                f"{self.path}: changed while the run used it; let one run at a time use a folder, and start anew"
+            )
+        return slots
+
+    def _transfer(
+        self, call: Callable[[int, Any, int], int], position: int, stamp: np.ndarray[Any, Any], values: Sequence[Tensor]
+    ) -> None:
+        """A whole row by preadv or pwritev, however many calls that takes."""
+        buffers = [stamp.view(np.uint8), *(v.numpy().reshape(-1).view(np.uint8) for v in values)]
+        offset = position * self.size
+        while buffers:
+            done = call(self.fd, buffers, offset)
+            if not done:
+                raise OSError(errno.EIO, "it is cut short")
+            offset += done
+            while buffers and done >= len(buffers[0]):
+                done -= len(buffers.pop(0))
+            if done:
+                buffers[0] = buffers[0][done:]
+
+    @contextmanager
+    def _in_one_line(self, done: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise UserError(
+                f"{self.path}: cannot be {done} ({error.strerror}); see to the disk and resume from the last "
+                "checkpoint, or keep the rows in memory (trainer.client_memory)"
+            ) from None
+
+    def release(self, position: int) -> None:
+        """The position is not in use any more; it becomes free, now or when no checkpoint refers to it."""
+        if not self.held[position]:
+            self.free.append(position)
+
+    def state(self, index: Mapping[int, int], pin: bool) -> dict[str, Any]:
+        """Where the rows of ``index`` are, once they are on disk; see `ClientStore.state_dict`."""
+        positions = np.fromiter(index.values(), np.int64, len(index))
+        np.asarray(self.held)[positions] = 1
+        self.snapshot = None if pin else positions
+        if pin:
+            self.pinned = np.union1d(self.pinned, positions)
+        if len(positions):
+            with self._in_one_line("flushed to disk"):
+                os.fsync(self.fd)
+                if pin:  # noted before there is such a checkpoint
+                    pins = {"positions": torch.from_numpy(self.pinned)}
+                    write_atomically(self.pins, lambda file: torch.save(pins, file))
+        return {
+            "name": self.path.name,
+            "row_bytes": self.size,
+            "ids": torch.from_numpy(np.fromiter(index, np.int64, len(index))),
+            "positions": torch.from_numpy(positions),
+            "stamps": torch.from_numpy(np.asarray(self.stamps)[positions]),
+        }
+
+    def saved(self, used: Sequence[int]) -> None:
+        """Free what is neither used, nor pinned, nor in the last `state`."""
+        if self.snapshot is None:
+            return
+        self.held = bytearray(len(self.held))
+        held = np.asarray(self.held)
+        held[self.snapshot] = held[self.pinned] = 1
+        taken = held.copy()
+        taken[np.array(used, np.int64)] = 1
+        self.free = np.flatnonzero(taken == 0)[::-1].tolist()  # the first ones are taken first
+
+    def load(self, state: Mapping[str, Any]) -> dict[int, int]:
+        """Check that the rows of `state` are there, and return their positions by client."""
+        positions, stamps = state["positions"].numpy(), state["stamps"].numpy()
+        need = int(positions.max(initial=-1) + 1) * self.size
+        remedy = "put the run's own file back, take another checkpoint, or start anew"
+        if len(positions) and not self.path.exists():
+            raise UserError(f"{self.path}: missing, and the checkpoint keeps {len(positions)} clients there; {remedy}")
+        if state["row_bytes"] != self.size:
+            raise UserError(f"{self.path}: has rows of {state['row_bytes']} bytes, this run {self.size}; {remedy}")
+        if len(positions) and (size := self.path.stat().st_size) < need:
+            raise UserError(f"{self.path}: cut short, {size} bytes of at least {need}; {remedy}")
+        for position, stamp in zip(positions.tolist(), stamps.tolist(), strict=True):
+            if os.pread(self.fd, STAMP, position * self.size) != np.int64(stamp).tobytes():
+                raise UserError(f"{self.path}: holds newer rows than the checkpoint's; {remedy}")
+            self.stamps[position] = stamp
+        return dict(zip(state["ids"].tolist(), positions.tolist(), strict=True))
+
+    def close(self) -> None:
+        """Close the file until it is used again."""
+        if self._fd is not None:
+            os.close(self._fd)
+        self._fd = None

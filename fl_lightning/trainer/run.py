@@ -1,0 +1,382 @@
+"""All state of a run in one object, and the hooks that listen to it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import yaml
+from lightning.fabric.loggers.logger import Logger
+from torch import Tensor
+
+from fl_lightning import engine as engines
+from fl_lightning.algorithms.base import LocalObjective
+from fl_lightning.core.flat import FlatNet
+from fl_lightning.core.state import RoundContext, State
+from fl_lightning.data import FederatedDataModule
+from fl_lightning.engine import Engine, EngineName, LocalResult
+from fl_lightning.trainer.client_store import ClientStore
+from fl_lightning.trainer.evaluation import Evaluator, Split
+from fl_lightning.trainer.loggers import RunLogger
+from fl_lightning.trainer.run_folder import RunFolder
+from fl_lightning.trainer.settings import Settings
+
+if TYPE_CHECKING:
+    from lightning.fabric import Fabric
+
+Kind = Literal["federated", "centralized"]
+
+
+class Callback:
+    """Base class of callbacks: override the hooks that you need.
+
+    They are called in the order given. A hook leaves the run as it is; the only thing that it may set is
+    ``run.should_stop``. Every process calls every hook, except `on_local_end`, which only the process calls that
+    trained the client.
+    """
+
+    def on_fit_start(self, run: Run) -> None:
+        """Called when the state is initialized or restored: ``run.rounds_done`` rounds are done."""
+
+    def on_round_start(self, run: Run, ctx: RoundContext, cohort: list[int]) -> None:
+        """Called when a cohort has been drawn."""
+
+    def on_local_end(self, run: Run, result: LocalResult) -> None:
+        """Called when a client has trained."""
+
+    def on_round_end(self, run: Run) -> None:
+        """Called when the server has its new state and evaluation, if due, is done; add metrics by ``run.log``."""
+
+    def on_round_logged(self, run: Run, metrics: Mapping[str, float]) -> None:
+        """Called when all metrics of the round have gone to the loggers."""
+
+    def on_exception(self, run: Run, error: BaseException) -> None:
+        """Called when the run breaks off; ``run`` holds the state after its last whole round."""
+
+    def on_fit_end(self, run: Run) -> None:
+        """Called when all rounds are done."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state between two rounds. Later rounds replace its values and never change them in place."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores what `state_dict` returned; not called if that was empty."""
+
+
+def state_keys(objects: Sequence[object]) -> list[str]:
+    """A key for the state of each object: its class, numbered from the second of the same class on."""
+    names = [type(x).__name__ for x in objects]
+    counts = [names[:i].count(name) for i, name in enumerate(names)]
+    return [name if not n else f"{name}.{n}" for name, n in zip(names, counts, strict=True)]
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A run's state between two rounds; see `Run.snapshot`."""
+
+    server: State
+    rounds_done: int
+    total_floats: int
+    metrics: dict[str, float]
+    callbacks: list[dict[str, Any]]
+    training_state: Callable[[], dict[str, Any]]
+
+
+class Run:
+    """All state of a run. Callbacks get it, and ``FederatedTrainer.fit`` returns it.
+
+    Making one launches the processes, sets up the data, and moves the objective to its device; it writes nothing.
+
+    Args:
+        settings: The trainer's settings.
+        callbacks: The callbacks, in the order of their calls.
+        loggers: The loggers.
+        objective: The local objective.
+        data: The clients' data.
+        kind: Federated or centralized training.
+
+    Attributes:
+        fabric: Devices and processes.
+        seed: Seed of the run.
+        max_rounds: Number of rounds, T.
+        dtype: Dtype of weights and state.
+        net: The flat view of the objective's net.
+        evaluator: Evaluates weights.
+        engine: Runs local training.
+        engine_name: Its name; "auto" until it is chosen.
+        server: The server's state.
+        clients: The clients' state; rank 0 holds it.
+        rounds_done: Number of rounds done.
+        total_floats: Numbers sent and uploaded so far.
+        metrics: The latest value of every metric.
+        should_stop: Ends the run after this round; a callback may set it.
+        checkpoint: The checkpoint that the run was restored from.
+        restored: Its content.
+        folder: The run's folder, from `open` on; of a restored run, that of the checkpoint.
+        varied: Settings of the objective that differ between runs trained as one program, by name.
+        training_state: Called for further state of a checkpoint; centralized training sets it.
+        upload_shapes: Shapes of what a client uploads, by phase and name.
+        mean_samples: Mean number of samples of a client.
+        callback_s: Seconds spent in callbacks.
+        saved_rounds: Rounds done when a checkpoint was last written.
+
+    Raises:
+        UserError: If the data do not fit.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        callbacks: Sequence[Callback],
+        loggers: Sequence[Logger],
+        objective: LocalObjective,
+        data: FederatedDataModule,
+        kind: Kind = "federated",
+    ) -> None:
+        settings.launch()
+        self.settings, self.callbacks, self.loggers = settings, list(callbacks), list(loggers)
+        self.objective, self.data, self.kind = objective, data, kind
+        self.fabric: Fabric = settings.fabric
+        self.seed, self.max_rounds, self.dtype = settings.seed, settings.max_rounds, settings.dtype
+        middle = "-" if kind == "federated" else "-centralized-"
+        self.name = settings.name or f"{type(objective).__name__}{middle}{type(data).__name__}"
+        self.checkpoint: Path | None = None
+        self.restored: dict[str, Any] = {}
+
+        fabric = self.fabric
+        if fabric.local_rank == 0:
+            data.prepare_data()
+        fabric.barrier()
+        data.setup("fit")
+        data.to(fabric.device)
+        objective.to(device=fabric.device, dtype=self.dtype)
+        self.net = FlatNet(objective.net)
+        # through the CPU: what is broadcast keeps the device of rank 0
+        w0 = fabric.broadcast(self.net.w.cpu()).to(fabric.device, copy=True)
+        if objective.net_buffers is not None:
+            objective.net_buffers.take(objective.net)
+            objective.net_buffers.first = fabric.broadcast(objective.net_buffers.first.cpu()).to(w0)
+        self.evaluator = Evaluator(fabric, objective, data, self.net, self.dtype, self.seed)
+        self.engine_name: EngineName = settings.engine
+        self.engine = self.make_engine("sequential")
+        self.server = State({"w": w0, **State.initial(objective.server_inits(), w0, w0)})
+        self.clients = ClientStore(objective.client_inits(), w0, settings.client_memory)
+        self.rounds_done, self.total_floats, self.should_stop = 0, 0, False
+        self.metrics: dict[str, float] = {}
+        self.varied: dict[str, float] = {}
+        self.training_state: Callable[[], dict[str, Any]] = dict
+        self.upload_shapes: dict[int, dict[str, list[int]]] = {}
+        self.mean_samples = float(data.client_sizes.double().mean())
+        self.callback_s = 0.0
+        self._opened = time.monotonic()
+        self._round_metrics: dict[str, float] = {}
+        self.saved_rounds = -1
+        self._folder: RunFolder | None = None
+
+    # State
+
+    @property
+    def folder(self) -> RunFolder:
+        """The run's folder."""
+        assert self._folder is not None, "the folder is created when the run begins"
+        return self._folder
+
+    @folder.setter
+    def folder(self, folder: RunFolder) -> None:
+        self._folder = folder
+
+    @property
+    def global_model(self) -> Tensor:
+        """The weights that evaluation, flatness and export use, ``(d,)``: of SWA the average, else the server's."""
+        averaging = self.objective.averaging
+        return self.server.w if averaging is None else averaging.model(self.server)
+
+    @property
+    def next_round(self) -> int:
+        """The round to come, from 0; after the last one, the last one."""
+        return min(self.rounds_done, self.max_rounds - 1)
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds that the run has taken, those before it was resumed included."""
+        return self.restored.get("elapsed", 0.0) + time.monotonic() - self._opened
+
+    @property
+    def finished(self) -> bool:
+        """Whether all rounds are done, or rank 0 finds that the run should stop; every process must ask."""
+        limit = self.settings.max_time
+        stop = self.should_stop or (limit is not None and self.elapsed >= limit)
+        if self.fabric.world_size > 1:
+            stop = bool(self.fabric.broadcast(stop))
+        self.should_stop = stop
+        return stop or self.rounds_done >= self.max_rounds
+
+    def round_context(self, t: int, phase: int = 0) -> RoundContext:
+        """The context of round ``t``."""
+        return RoundContext(t, self.max_rounds, self.data.num_clients, self.objective.flat, phase)
+
+    def make_engine(self, name: EngineName) -> Engine:
+        """An engine for this run's objective."""
+        settings = self.settings
+        return engines.make(
+            name, self.objective, self.net, self.fabric.autocast, settings.client_block, settings.compile
+        )
+
+    def use_engine(self, name: EngineName, engine: Engine) -> None:
+        """Trains with an engine from now on."""
+        self.engine_name, self.engine = name, engine
+
+    def log(self, metrics: Mapping[str, float]) -> None:
+        """Adds metrics to this round's; names say what was measured where, as in ``server/test/acc``."""
+        metrics = {name: float(value) for name, value in metrics.items()}
+        self._round_metrics.update(metrics)
+        self.metrics = {**self.metrics, **metrics}
+
+    def call(self, hook: str, **arguments: Any) -> None:
+        """Calls a hook of every callback."""
+        started = time.perf_counter()
+        for callback in self.callbacks:
+            getattr(callback, hook)(self, **arguments)
+        self.callback_s += time.perf_counter() - started
+
+    def on_result(self, result: LocalResult) -> None:
+        """Calls the callbacks' `on_local_end`."""
+        self.call("on_local_end", result=result)
+
+    def evaluate(self, split: Split, w: Tensor | None = None) -> dict[str, float]:
+        """Loss and metric of weights on a split; see `Evaluator.evaluate`.
+
+        Args:
+            split: "train", "val" or "test".
+            w: Weights, ``(d,)``; by default the global model.
+        """
+        return self.evaluator.evaluate(split, self.global_model if w is None else w, self.server.get("buffers"))
+
+    def evaluate_batches(self, batches: Any) -> dict[str, float]:
+        """Loss and metric of the global model on batches ``(x, y)``, such as those of ``data.eval_batches``."""
+        values = self.evaluator.measure(batches, self.global_model, self.server.get("buffers"))
+        return {self.data.metric()[0]: values[""], "loss": values["loss"]}
+
+    def load_statistics(self, w: Tensor) -> None:
+        """Loads the buffers that weights ``w``, ``(d,)``, are evaluated with into the net; every process must call."""
+        self.evaluator.load_statistics(w, self.server.get("buffers"))
+
+    # From start to end
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        """Callbacks and loggers from the run's start to its end, however it ends."""
+        self.open()
+        try:
+            self.call("on_fit_start")
+            yield
+            self.end()
+        except BaseException as error:
+            self.fail(error)
+            raise
+
+    def open(self) -> None:
+        """Creates the folder, or opens that of the checkpoint; restores callbacks and starts loggers."""
+        fabric, rank0 = self.fabric, self.fabric.is_global_zero
+        if self._folder is None:
+            path = RunFolder.create(self.settings.default_root_dir, self.name).path if rank0 else None
+            self._folder = RunFolder(Path(str(fabric.broadcast(path))))
+        self.clients.open(self.folder.clients)
+        config = dict(self.settings.config)
+        if config:
+            config["trainer"] = {**config["trainer"], "engine": self.engine_name}
+            if rank0:
+                self.folder.config.write_text(yaml.safe_dump(config, sort_keys=False))
+        states = self.restored.get("callbacks", {})
+        for key, callback in zip(state_keys(self.callbacks), self.callbacks, strict=True):
+            if states.get(key):
+                callback.load_state_dict(states[key])
+        states = self.restored.get("loggers", {})
+        for key, logger in zip(state_keys(self.loggers), self.loggers, strict=True):
+            if isinstance(logger, RunLogger):
+                logger.start(self.folder.path, states.get(key, {}), self.rounds_done)
+            with suppress(NotImplementedError):  # Fabric's own CSVLogger logs none
+                logger.log_hyperparams(config)
+
+    def end(self) -> None:
+        """Ends the run: the net holds the global model."""
+        self.net.move_to(self.global_model.clone())
+        self.load_statistics(self.global_model)
+        self.call("on_fit_end")
+        self._close("success")
+
+    def fail(self, error: BaseException) -> None:
+        """Ends the run by an error, after its last whole round."""
+        try:
+            self.call("on_exception", error=error)
+        finally:
+            self._close("failed")
+
+    def _close(self, status: str) -> None:
+        self.data.read_ahead(())
+        self.clients.close()
+        for logger in self.loggers:
+            logger.finalize(status)
+
+    # A round
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """All of what follows, or nothing: an error restores the run and its callbacks. A written checkpoint ends it."""
+        snapshot = self.snapshot()
+        try:
+            yield
+        except BaseException:
+            self.restore(snapshot)
+            raise
+        self.clients.commit()
+
+    def snapshot(self) -> Snapshot:
+        """The state between two rounds, by reference: later rounds replace it and change nothing in place."""
+        states = [callback.state_dict() for callback in self.callbacks]
+        return Snapshot(
+            self.server, self.rounds_done, self.total_floats, self.metrics, states, self.training_state
+        )
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Returns to a snapshot; after a checkpoint of a later round, the run stays there."""
+        self._round_metrics = {}
+        if self.saved_rounds > snapshot.rounds_done:
+            self.clients.commit()
+            return
+        self.server, self.rounds_done = snapshot.server, snapshot.rounds_done
+        self.total_floats, self.metrics = snapshot.total_floats, snapshot.metrics
+        self.training_state = snapshot.training_state
+        self.clients.rollback()
+        for callback, state in zip(self.callbacks, snapshot.callbacks, strict=True):
+            if state:
+                callback.load_state_dict(state)
+
+    def apply(self, server: State, rows: Mapping[int, State], floats: int) -> None:
+        """Takes over what a round has changed.
+
+        Args:
+            server: The server's next state.
+            rows: On rank 0 the clients' new states, by id.
+            floats: Numbers that went over the wire.
+        """
+        self.server, self.rounds_done, self.total_floats = server, self.rounds_done + 1, self.total_floats + floats
+        self.clients.stage(rows)
+
+    def close_round(self, metrics: Mapping[str, float]) -> None:
+        """Logs a round's metrics, evaluates if it is due, and calls callbacks and loggers."""
+        self.log(metrics)
+        settings = self.settings
+        if self.rounds_done % settings.eval_every == 0 or self.rounds_done > self.max_rounds - settings.eval_last:
+            for split in ("val", "test") if self.data.val_fraction else ("test",):
+                self.log(self.evaluate(split))  # type: ignore[arg-type]
+        self.call("on_round_end")
+        logged, self._round_metrics = self._round_metrics, {}
+        for logger in self.loggers:
+            logger.log_metrics(metrics=logged, step=self.rounds_done)
+        self.call("on_round_logged", metrics=logged)

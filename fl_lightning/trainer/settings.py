@@ -1,0 +1,168 @@
+"""The settings of a trainer, checked, and the devices that they name."""
+
+from __future__ import annotations
+
+import atexit
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning as L
+import torch
+
+from fl_lightning.core.errors import UserError, require
+from fl_lightning.engine import ENGINES, EngineName
+from fl_lightning.trainer import collectives
+from fl_lightning.trainer.memory import keep_freed_memory
+from fl_lightning.trainer.samplers import CohortSampler, UniformSampler
+
+PRECISIONS = ("32-true", "64-true", "bf16-mixed")
+
+
+class Settings:
+    """Settings of a `FederatedTrainer`.
+
+    Args:
+        max_rounds: Number of rounds, T.
+        clients_per_round: Size of the cohort, S, if there is no ``sampler``.
+        sampler: Draws the cohorts: UniformSampler, BernoulliSampler, ReplaySampler, or your own.
+        local_epochs: Passes of a client over its data, E.
+        local_steps: Steps of a client, K; overrides ``local_epochs``.
+        max_time: Stops the run after this time, as ``DD:HH:MM:SS`` or ``HH:MM:SS``; a resumed run counts on.
+        eval_every: Rounds between two evaluations.
+        eval_last: Rounds at the end that are all evaluated; the papers average over 100 of them.
+        accelerator: As in ``lightning.Fabric``: auto, cpu, gpu, ...
+        strategy: As in ``lightning.Fabric``; with several devices "ddp" launches the processes. The model is not
+            wrapped: each process trains its share of the cohort.
+        devices: Number of devices (processes) per node.
+        num_nodes: Number of nodes.
+        precision: 32-true, 64-true, or bf16-mixed (float32 weights and state, bfloat16 forward passes).
+        tf32: Let an Nvidia GPU round the factors of float32 products to 10 bits of mantissa, which is much faster.
+        threads: CPU threads of each process during a run; null: torch's own number. Small nets run best with 1.
+        engine: Runs local training; all engines give the same numbers up to rounding. sequential: one client after
+            another; batched: all at once, by vmap; graphed: batched, with the local step recorded and replayed, on a
+            GPU as a CUDA graph; debug: sequential, and it names the first value that is not finite; auto: the fastest,
+            measured at the start.
+        client_block: Clients that the batched and graphed engines train at once; null: all of a process's share.
+        compile: Let the graphed engine compile its record, which takes up to a minute (less if cached) and pays off
+            in long runs of tiny nets.
+        deterministic: With several processes, sum the uploads in cohort order, so that any number of processes gives
+            the same bits; otherwise one all-reduce for each uploaded name, which moves less data.
+        client_memory: Memory for the clients' state between rounds, in GiB; the rest goes to the run folder.
+        seed: Seed of everything drawn during the run: initial weights (from the command line), cohorts, minibatches.
+        default_root_dir: Folder of the run folders.
+        name: Folder of this experiment's runs; by default model and data.
+
+    Attributes:
+        fabric: The devices; `launch` starts its processes.
+        dtype: Dtype of weights and state.
+        config: The resolved config; the command line sets it, the run folder and the loggers get it.
+
+    Raises:
+        UserError: If a setting is out of range, or the devices are not available.
+    """
+
+    def __init__(
+        self,
+        max_rounds: int = 100,
+        clients_per_round: int = 10,
+        sampler: CohortSampler | None = None,
+        local_epochs: int = 1,
+        local_steps: int | None = None,
+        max_time: str | None = None,
+        eval_every: int = 1,
+        eval_last: int = 1,
+        accelerator: str = "auto",
+        strategy: str = "auto",
+        devices: int | str = 1,
+        num_nodes: int = 1,
+        precision: Literal["32-true", "64-true", "bf16-mixed"] = "32-true",
+        tf32: bool = False,
+        threads: int | None = None,
+        engine: EngineName = "auto",
+        client_block: int | None = None,
+        compile: bool = False,
+        deterministic: bool = True,
+        client_memory: float = 1.0,
+        seed: int = 0,
+        default_root_dir: str = "runs",
+        name: str | None = None,
+    ) -> None:
+        for key, value in (
+            ("max_rounds", max_rounds),
+            ("local_epochs", local_epochs),
+            ("local_steps", local_steps),
+            ("eval_every", eval_every),
+            ("eval_last", eval_last),
+            ("threads", threads),
+            ("client_block", client_block),
+        ):
+            require(value is None or value >= 1, f"trainer.{key}", value, "at least 1")
+        require(client_memory >= 0, "trainer.client_memory", client_memory, "GiB, 0 or more")
+        require(engine in ENGINES, "trainer.engine", engine, f"choose from {', '.join(ENGINES)}")
+        require(not compile or engine in ("graphed", "auto"), "trainer.compile", compile, "only with engine graphed")
+        require(precision in PRECISIONS, "trainer.precision", precision, f"choose from {', '.join(PRECISIONS)}")
+        require(name is None or ".." not in Path(name).parts, "trainer.name", name, "a folder below default_root_dir")
+        self.max_rounds, self.max_time, self.seed = max_rounds, _seconds(max_time), seed
+        self.eval_every, self.eval_last = eval_every, eval_last
+        self.sampler = UniformSampler(clients_per_round) if sampler is None else sampler
+        self.local_epochs, self.local_steps = local_epochs, local_steps
+        self.default_root_dir, self.name = Path(default_root_dir), name
+        self.engine: EngineName = engine
+        self.client_block, self.compile = client_block, compile
+        self.deterministic, self.client_memory = deterministic, client_memory
+        self.threads, self.tf32, self.precision = threads, tf32, precision
+        self.dtype = torch.float64 if precision == "64-true" else torch.float32
+        self.config: dict[str, Any] = {}
+        try:
+            self.fabric = L.Fabric(
+                accelerator=accelerator, strategy=strategy, devices=devices, num_nodes=num_nodes, precision=precision
+            )
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise UserError(
+                f"trainer.accelerator = {accelerator}, devices = {devices}, strategy = {strategy}, precision = "
+                f"{precision}: {' '.join(str(error).split())} (accelerator cpu, devices 1, strategy auto always work)"
+            ) from None
+        self._launched = False
+
+    def launch(self) -> None:
+        """Starts the processes, at the first call."""
+        if not self._launched:
+            self.fabric.launch()
+            self._launched = True
+            collectives.connect(self.fabric)
+            if self.fabric.world_size > 1:
+                atexit.register(collectives.shutdown)
+
+    @contextmanager
+    def environment(self) -> Iterator[None]:
+        """Torch's threads and float32 precision, and the C library's allocator, as this trainer wants them.
+
+        They are restored afterwards. It may be nested.
+        """
+        self.launch()  # Fabric divides the cores among its processes
+        threads, matmul = torch.get_num_threads(), torch.get_float32_matmul_precision()
+        convolutions = torch.backends.cudnn.allow_tf32
+        torch.set_num_threads(self.threads or threads)
+        torch.set_float32_matmul_precision("high" if self.tf32 else "highest")
+        torch.backends.cudnn.allow_tf32 = self.tf32
+        try:
+            with collectives.lost_process(self.fabric), keep_freed_memory(self.fabric.device):
+                yield
+        finally:
+            torch.set_num_threads(threads)
+            torch.set_float32_matmul_precision(matmul)
+            torch.backends.cudnn.allow_tf32 = convolutions
+
+
+def _seconds(max_time: str | None) -> float | None:
+    """Seconds of a time such as ``01:12:00:00``."""
+    if max_time is None:
+        return None
+    match = re.fullmatch(r"(?:(\d+):)?(\d+):(\d+):(\d+)", str(max_time))
+    require(match is not None, "trainer.max_time", max_time, "give DD:HH:MM:SS, such as 00:12:00:00")
+    days, hours, minutes, seconds = (int(part or 0) for part in match.groups()) if match else (0, 0, 0, 0)
+    return timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds).total_seconds()

@@ -1,0 +1,173 @@
+"""Callbacks: early stopping, best checkpoints, state over resumptions, and Lightning's own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch.callbacks as theirs
+import pytest
+import torch
+
+from fl_lightning import (
+    SGD,
+    Callback,
+    Checkpoints,
+    Digits,
+    DigitsMLP,
+    FedAvg,
+    FederatedTrainer,
+    FedSAM,
+    FlatnessMonitor,
+    UserError,
+)
+from fl_lightning.trainer.run import Run
+from tests.runs import assert_same, last, metrics, state
+
+OPTIONS = {"clients_per_round": 3, "accelerator": "cpu", "threads": 1, "enable_progress_bar": False}
+
+
+def fit(root: Path, *callbacks: Any, rounds: int = 6, ckpt_path: str | None = None, lr: float = 0.1, **more: Any) -> Run:
+    torch.manual_seed(0)
+    options = {**OPTIONS, "engine": "sequential", "max_rounds": rounds, "default_root_dir": str(root), **more}
+    trainer = FederatedTrainer(callbacks=list(callbacks), **options)
+    model = FedAvg(DigitsMLP(hidden=8), optimizer=SGD(lr))
+    return trainer.fit(model, Digits(num_clients=6, batch_size=32), ckpt_path)
+
+
+def test_early_stopping_is_lightnings(tmp_path: Path, capsys: Any) -> None:
+    """A learning rate of 0 never improves: patience 2 stops after the third measurement; a resumed run remembers."""
+    stop = theirs.EarlyStopping("server/test/loss", patience=2)
+    run = fit(tmp_path, stop, lr=1e-30, rounds=9)
+    assert run.rounds_done == 3 and stop.wait_count == 2
+    assert "stopped early: Monitored metric server/test/loss did not improve" in capsys.readouterr().out
+    assert last(run.folder.path)["round"] == 3 and json.loads((run.folder.path / "summary.json").read_text())
+    assert fit(tmp_path / "other", theirs.EarlyStopping("server/test/loss", patience=2), rounds=4).rounds_done == 4
+
+    # interrupted in the second round, the wait goes on where it was
+    class Interrupt(Callback):
+        def on_round_end(self, run: Run) -> None:
+            if run.rounds_done == 2:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fit(tmp_path / "broken", theirs.EarlyStopping("server/test/loss", patience=2), Interrupt(), lr=1e-30, rounds=9)
+    again = theirs.EarlyStopping("server/test/loss", patience=2)
+    assert fit(tmp_path / "broken", again, lr=1e-30, rounds=9, ckpt_path="last").rounds_done == 3
+
+
+@pytest.mark.parametrize("callback", [theirs.EarlyStopping("server/tset/loss"), Checkpoints(monitor="server/tset/loss")])
+def test_unknown_metric_to_monitor(callback: Any, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"monitor = server/tset/loss: no such metric; choose from .*server/test/loss"):
+        fit(tmp_path, callback)
+
+
+@pytest.mark.parametrize(
+    ("callback", "remedy"),
+    [
+        (theirs.ModelCheckpoint(), "ModelCheckpoint is a callback of lightning.Trainer; use Checkpoints"),
+        (theirs.Timer("00:01:00:00"), "use trainer.max_time"),
+        (theirs.RichProgressBar(), "use Progress"),
+        (theirs.LearningRateMonitor(), "client/lr"),
+        (theirs.BatchSizeFinder(), "write a subclass of fl_lightning.Callback"),
+        ("Curves", "str is not a callback"),
+    ],
+)
+def test_other_lightning_callbacks_are_refused(callback: Any, remedy: str) -> None:
+    with pytest.raises(UserError, match=remedy):
+        FederatedTrainer(callbacks=[callback], accelerator="cpu")
+
+
+def test_a_callback_may_stop_the_run(tmp_path: Path) -> None:
+    class Stop(Callback):
+        def on_round_end(self, run: Run) -> None:
+            run.should_stop = run.rounds_done == 2
+
+    run = fit(tmp_path, Stop())
+    assert run.rounds_done == 2 and last(run.folder.path)["round"] == 2
+
+
+def test_max_time_counts_over_resumptions(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"trainer.max_time = soon: give DD:HH:MM:SS"):
+        FederatedTrainer(max_time="soon")
+    assert FederatedTrainer(max_time="01:02:03:04", accelerator="cpu").max_time == 93784
+
+    class Interrupt(Callback):
+        def on_round_end(self, run: Run) -> None:
+            if run.rounds_done == 3:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fit(tmp_path, Interrupt(), max_time="00:00:01:00")
+    path = next(tmp_path.glob("*/*/checkpoints/last.ckpt"))
+    content = torch.load(path, weights_only=True)
+    assert 0 < content["elapsed"] < 60
+    torch.save({**content, "elapsed": 61.0}, path)
+    assert fit(tmp_path, max_time="00:00:01:00", ckpt_path="last").rounds_done == 2
+    assert fit(tmp_path, max_time="00:00:10:00", ckpt_path="last").rounds_done == 6
+
+
+class Scores(Callback):
+    """Logs given scores, one a round."""
+
+    def __init__(self, *scores: float) -> None:
+        self.scores = scores
+
+    def on_round_end(self, run: Run) -> None:
+        run.log({"mine/score": self.scores[run.rounds_done - 1]})
+
+
+def test_best_checkpoint(tmp_path: Path) -> None:
+    """The best round by a metric, the best three, and a run that goes on from it as ever."""
+    scores = Scores(3, 5, 4, float("nan"), 1, 2)
+    run = fit(tmp_path, scores, Checkpoints(monitor="mine/score"))
+    files = {path.name: torch.load(path, weights_only=True)["round"] for path in run.folder.checkpoints.iterdir()}
+    assert files == {"last.ckpt": 6, "best.ckpt": 2}
+    top = fit(tmp_path / "top", scores, Checkpoints(monitor="mine/score", mode="min", save_top_k=3))
+    files = {path.name: torch.load(path, weights_only=True)["round"] for path in top.folder.checkpoints.iterdir()}
+    assert files == {"last.ckpt": 6, "best.ckpt": 5, "round_1.ckpt": 1, "round_5.ckpt": 5, "round_6.ckpt": 6}
+    whole = state(run.folder.path)
+    again = fit(tmp_path, scores, Checkpoints(monitor="mine/score"), ckpt_path="best")
+    assert again.folder.path == run.folder.path
+    assert_same(state(run.folder.path), whole)
+    with pytest.raises(UserError, match="ckpt_path = best: no such checkpoint"):
+        fit(tmp_path / "none", ckpt_path="best")
+
+
+def test_two_callbacks_of_a_class_keep_their_own_state(tmp_path: Path) -> None:
+    class Sum(Callback):
+        def __init__(self, step: int) -> None:
+            self.step, self.total = step, 0
+
+        def on_round_end(self, run: Run) -> None:
+            self.total += self.step
+            if run.rounds_done == 4 and self.step == 1 and run.checkpoint is None:
+                raise KeyboardInterrupt
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"total": self.total}
+
+        def load_state_dict(self, saved: Any) -> None:
+            self.total = saved["total"]  # as any callback does: it is not called without a state
+
+    one, ten = Sum(1), Sum(10)
+    with pytest.raises(KeyboardInterrupt):
+        fit(tmp_path, ten, one)
+    assert (one.total, ten.total) == (3, 30)  # the broken round is undone
+    one, ten = Sum(1), Sum(10)
+    fit(tmp_path, ten, one, ckpt_path="last")
+    assert (one.total, ten.total) == (6, 60)
+
+
+def test_a_trainer_fits_twice(tmp_path: Path) -> None:
+    """Each run chooses its engine, and its callbacks start afresh."""
+    trainer = FederatedTrainer(
+        max_rounds=2, engine="auto", default_root_dir=str(tmp_path), callbacks=[FlatnessMonitor(1)], **OPTIONS
+    )
+    torch.manual_seed(0)
+    runs = [trainer.fit(FedSAM(DigitsMLP(hidden=8)), Digits(num_clients=6, batch_size=32)) for _ in range(1)]
+    assert trainer.engine == "auto" and runs[0].engine_name == "sequential"  # too short to be worth a choice
+    torch.manual_seed(0)
+    runs.append(trainer.fit(FedSAM(DigitsMLP(hidden=8)), Digits(num_clients=6, batch_size=32)))
+    assert metrics(runs[0].folder.path) == metrics(runs[1].folder.path)

@@ -1,0 +1,175 @@
+"""A run and its rounds: dry rounds, transactions, what a run sets and restores, checkpoints as Lightning reads them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fl_lightning import (
+    SAM,
+    SCAFFOLD,
+    SGD,
+    SWA,
+    Callback,
+    Checkpoints,
+    Digits,
+    DigitsMLP,
+    FedAvg,
+    FederatedTrainer,
+    FedSAM,
+    FedSMOO,
+    NaiveFedGloSS,
+    UserError,
+)
+from fl_lightning.trainer.cohort import Cohort
+from fl_lightning.trainer.round import Round
+from fl_lightning.trainer.run import Run
+from tests.runs import assert_same, last, metrics, newest, state
+
+OPTIONS = {"clients_per_round": 3, "accelerator": "cpu", "engine": "sequential", "enable_progress_bar": False}
+
+
+def trainer(root: Path, *callbacks: Callback, rounds: int = 5, **more: Any) -> FederatedTrainer:
+    return FederatedTrainer(
+        **{**OPTIONS, "max_rounds": rounds, "default_root_dir": str(root), **more}, callbacks=list(callbacks)
+    )
+
+
+def data() -> Digits:
+    return Digits(num_clients=6, batch_size=32)
+
+
+def model(make: Any = FedSMOO, **options: Any) -> Any:
+    torch.manual_seed(0)
+    return make(DigitsMLP(hidden=8), **options)
+
+
+@pytest.mark.parametrize("make", [FedSMOO, NaiveFedGloSS, SCAFFOLD])
+def test_a_round_that_is_not_applied_is_a_dry_run(make: Any, tmp_path: Path) -> None:
+    """In every hook, also while another round is open: the run ends as it would have, and the dry round is the next."""
+    dry: dict[int, torch.Tensor] = {}
+
+    class Dry(Callback):
+        def train(self, run: Run) -> None:
+            heard: list[int] = []
+            made = Round(run, Cohort.draw(run, run.next_round), lambda result: heard.append(result.client))
+            dry[run.rounds_done] = made.train(run.engine).server.w
+            assert sorted(set(heard)) == sorted(made.cohort.clients)
+            Round(run, Cohort.of(run, [0, 5], run.next_round), perturb=False).train(run.engine)
+
+        def on_round_start(self, run: Run, ctx: Any, cohort: list[int]) -> None:
+            self.train(run)
+
+        def on_round_end(self, run: Run) -> None:
+            self.train(run)
+
+    plain = trainer(tmp_path / "plain").fit(model(make), data())
+    watched = trainer(tmp_path / "watched", Dry(), Servers()).fit(model(make), data())
+    assert_same(state(watched.folder.path), state(plain.folder.path))
+    for rounds, w in Servers.seen.items():
+        if rounds:
+            assert torch.equal(dry[rounds - 1], w)
+
+
+class Servers(Callback):
+    seen: dict[int, torch.Tensor] = {}
+
+    def on_round_logged(self, run: Run, metrics: Any) -> None:
+        self.seen[run.rounds_done] = run.server.w
+
+
+HOOKS = ("on_round_start", "on_local_end", "on_round_end", "on_round_logged")
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
+def test_an_interruption_in_any_hook_takes_the_round_back(hook: str, error: type[BaseException], tmp_path: Path) -> None:
+    class Stop(Callback):
+        def stop(self, run: Run, **_: Any) -> None:
+            if run.rounds_done == (2 if hook in HOOKS[:2] else 3):
+                raise error
+
+    setattr(Stop, hook, lambda self, run, *_, **what: self.stop(run, **what))
+    whole = trainer(tmp_path / "whole").fit(model(), data())
+    with pytest.raises(error):
+        trainer(tmp_path / "broken", Stop()).fit(model(), data())
+    broken = newest(tmp_path / "broken")
+    assert last(broken)["round"] == 2
+    trainer(tmp_path / "broken").fit(model(), data(), "last")
+    assert_same(state(broken), state(whole.folder.path))
+    assert metrics(broken) == metrics(whole.folder.path)
+
+
+def test_a_written_checkpoint_is_not_taken_back(tmp_path: Path) -> None:
+    class Late(Checkpoints):
+        def on_round_logged(self, run: Run, metrics: Any) -> None:
+            super().on_round_logged(run, metrics)
+            if run.rounds_done == 4:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        trainer(tmp_path, Late(every_n_rounds=2)).fit(model(), data())
+    assert last(newest(tmp_path))["round"] == 4
+    whole = trainer(tmp_path / "whole").fit(model(), data())
+    trainer(tmp_path).fit(model(), data(), "last")
+    assert_same(state(newest(tmp_path)), state(whole.folder.path))
+
+
+def test_what_a_run_sets_it_restores(tmp_path: Path) -> None:
+    """The constructor changes neither torch's threads nor its precision; a run restores both, however it ends."""
+    torch.set_float32_matmul_precision("medium")
+    before = torch.get_num_threads()
+    during: list[tuple[int, str]] = []
+
+    class Look(Callback):
+        def on_round_end(self, run: Run) -> None:
+            during.append((torch.get_num_threads(), torch.get_float32_matmul_precision()))
+            raise KeyboardInterrupt
+
+    try:
+        fit = trainer(tmp_path, Look(), threads=2, tf32=True)
+        assert (torch.get_num_threads(), torch.get_float32_matmul_precision()) == (before, "medium")
+        with pytest.raises(KeyboardInterrupt):
+            fit.fit(model(), data())
+        assert during == [(2, "high")]
+        assert (torch.get_num_threads(), torch.get_float32_matmul_precision()) == (before, "medium")
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+def test_lightning_loads_our_checkpoints(tmp_path: Path) -> None:
+    run = trainer(tmp_path, rounds=2).fit(model(FedSAM, rho=0.2, averaging=SWA(start=1)), data())
+    loaded = FedSAM.load_from_checkpoint(run.folder.last, net=DigitsMLP(hidden=8))
+    assert torch.equal(loaded.flat.vector(loaded.net), run.global_model)
+
+
+@pytest.mark.parametrize("options", [{}, {"ascent": SAM(0.1), "averaging": SWA(start=2)}], ids=["SGD", "SAM + SWA"])
+def test_centralized_training_resumes_to_the_bit(options: Any, tmp_path: Path) -> None:
+    """Momentum, learning-rate decay, shuffling and dropout included; its checkpoint is not one of `fit`."""
+
+    def central() -> FedAvg:
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Dropout(0.3), torch.nn.Linear(64, 10))
+        return FedAvg(net, optimizer=SGD(0.1, momentum=0.9, lr_decay=0.9), **options)
+
+    class Stop(Callback):
+        def on_round_end(self, run: Run) -> None:
+            if run.rounds_done == 4:
+                raise ZeroDivisionError
+
+    whole = trainer(tmp_path / "whole").centralized(central(), data())
+    with pytest.raises(ZeroDivisionError):
+        trainer(tmp_path / "broken", Stop()).centralized(central(), data())
+    broken = newest(tmp_path / "broken")
+    assert last(broken)["round"] == 3
+    with pytest.raises(UserError, match=r"of centralized training; continue it with `fl-lightning centralized`"):
+        trainer(tmp_path / "broken").fit(central(), data(), str(broken / "checkpoints/last.ckpt"))
+    assert trainer(tmp_path / "broken").centralized(central(), data(), "last").folder.path == broken
+    assert_same(state(broken), state(whole.folder.path))
+    assert metrics(broken) == metrics(whole.folder.path)
+    federated = trainer(tmp_path / "fit").fit(central(), data())
+    with pytest.raises(UserError, match=r"of federated training; continue it with `fl-lightning fit`"):
+        trainer(tmp_path / "fit").centralized(central(), data(), str(federated.folder.last))
