@@ -779,7 +779,7 @@ class FederatedTrainer:
 
         shapes = self._row_shapes(like)
         slots = {
-            name: collectives.gather(fabric, [r.slots[name] for r in results], parts, shape, like)
+            name: collectives.gather(fabric, [r.state[name] for r in results], parts, shape, like)
             for name, shape in shapes.items()
         }
         if fabric.is_global_zero and shapes:
