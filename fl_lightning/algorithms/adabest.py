@@ -10,7 +10,7 @@ from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.algorithms.parts.ascent import Gradient
 from fl_lightning.algorithms.parts.sgd import Direction
 from fl_lightning.core.errors import require
-from fl_lightning.core.state import ClientContext, RoundContext, State, Uploads, Weighting
+from fl_lightning.core.state import ClientContext, RoundContext, State, Upload, Uploads, Weighting
 
 
 class AdaBest(LocalObjective):
@@ -37,15 +37,15 @@ class AdaBest(LocalObjective):
         self.mu, self.beta = mu, beta
 
     def local_step(
-        self, w: Tensor, grad: Gradient, client: State, sent: State, ctx: ClientContext
+        self, w: Tensor, grad: Gradient, client: State, received: State, ctx: ClientContext
     ) -> tuple[Direction, State]:
         """``g - h_i``."""
-        return self.local_gradient(w, grad, client, sent, ctx) - ctx.n_mean / ctx.n_k * client.h, client
+        return self.local_gradient(w, grad, client, received, ctx) - ctx.n_mean / ctx.n_k * client.h, client
 
-    def local_end(self, w: Tensor, client: State, sent: State, ctx: ClientContext) -> tuple[dict[str, Tensor], State]:
+    def local_end(self, w: Tensor, client: State, received: State, ctx: ClientContext) -> tuple[Upload, State]:
         """``h_i <- h_i / (t - t_i) + mu (w^t - w_i)``, rounds counted from 1."""
         now = ctx.t + 1
-        h = client.h / (now - client.last) + self.mu * (sent.w - w)
+        h = client.h / (now - client.last) + self.mu * (client.start - w)
         return {"w": w}, client.replace(h=h, last=client.last * 0 + now)
 
     def server_step(self, server: State, sent: State, uploads: Uploads, ctx: RoundContext) -> State:

@@ -19,7 +19,7 @@ from fl_lightning.core import weights
 from fl_lightning.core.buffers import POLICIES, Buffers, Policy
 from fl_lightning.core.errors import UserError, require
 from fl_lightning.core.flat import FlatSpec
-from fl_lightning.core.state import ClientContext, Init, RoundContext, State, Uploads, Weighting
+from fl_lightning.core.state import ClientContext, Init, RoundContext, State, Upload, Uploads, Weighting
 
 
 class LocalObjective(L.LightningModule):
@@ -35,8 +35,8 @@ class LocalObjective(L.LightningModule):
             ``label_smoothing`` only training is smoothed.
         optimizer: The local optimizer.
         ascent: Where the gradient is taken: null (at the weights), SAM, ASAM, or your own.
-        server_update: What the server makes of the pseudo-gradient: ServerUpdate (averaging), ServerMomentum, ServerAdam, ServerYogi,
-            ServerAdagrad.
+        server_update: What the server makes of the pseudo-gradient: ServerUpdate (averaging), ServerMomentum,
+            ServerAdam, ServerYogi, ServerAdagrad.
         averaging: Average of the global model that evaluation uses: null, SWA or EMA.
         weighting: Weights of the clients' models in their average: samples or uniform; null: the algorithm's own.
         relaxed_init: FedInit's b: a client starts from ``w^t + b (w^t - its last local model)``; 0: from ``w^t``.
@@ -149,30 +149,30 @@ class LocalObjective(L.LightningModule):
         """What is sent this round, of which clients get the names in ``down``; ``server`` itself stays as it is."""
         return server
 
-    def local_start(self, client: State, sent: State, ctx: ClientContext) -> tuple[Tensor, State]:
+    def local_start(self, client: State, received: State, ctx: ClientContext) -> tuple[Tensor, State]:
         """Where local training starts, and what of the client's state is renewed at contact.
 
-        To the hooks that follow, ``sent.w`` is where local training started.
+        To the hooks that follow, these weights are ``client.start``.
         """
         if not self.relaxed_init:
-            return sent.w, client
-        return sent.w + self.relaxed_init * (sent.w - client.w_last), client
+            return received.w, client
+        return received.w + self.relaxed_init * (received.w - client.w_last), client
 
-    def teacher(self, client: State, sent: State) -> Tensor | None:
+    def teacher(self, client: State, received: State) -> Tensor | None:
         """Weights ``(d,)`` whose output on each minibatch `losses` gets, without gradient; None: no teacher."""
         return None
 
-    def local_gradient(self, w: Tensor, grad: Gradient, client: State, sent: State, ctx: ClientContext) -> Tensor:
+    def local_gradient(self, w: Tensor, grad: Gradient, client: State, received: State, ctx: ClientContext) -> Tensor:
         """The gradient at the ascent point, or at ``w`` if there is no ascent."""
-        return grad(w) if self.ascent is None else grad(w + self.ascent(w, grad, client, sent, ctx))
+        return grad(w) if self.ascent is None else grad(w + self.ascent(w, grad, client, received, ctx))
 
     def local_step(
-        self, w: Tensor, grad: Gradient, client: State, sent: State, ctx: ClientContext
+        self, w: Tensor, grad: Gradient, client: State, received: State, ctx: ClientContext
     ) -> tuple[Direction, State]:
         """Direction of one local step (descent goes against it), and the client's state after it."""
-        return self.local_gradient(w, grad, client, sent, ctx), client
+        return self.local_gradient(w, grad, client, received, ctx), client
 
-    def local_end(self, w: Tensor, client: State, sent: State, ctx: ClientContext) -> tuple[dict[str, Tensor], State]:
+    def local_end(self, w: Tensor, client: State, received: State, ctx: ClientContext) -> tuple[Upload, State]:
         """What a client uploads (the names in ``up``), and what it keeps."""
         return {"w": w}, client
 
@@ -187,35 +187,44 @@ class LocalObjective(L.LightningModule):
         lr = self.optimizer.lr_at(ctx.t, ctx.rounds)
         return lr if self.averaging is None else self.averaging.lr(lr, ctx)
 
+    def begin_local(self, client: State, received: State, ctx: ClientContext) -> tuple[Tensor, State]:
+        """`local_start`, after which ``client.start`` holds the weights that it returned.
+
+        Raises:
+            UserError: If the algorithm has state of that name.
+        """
+        if "start" in client:
+            raise UserError(f"{type(self).__name__}: state 'start' is where local training starts; choose another name")
+        w, client = self.local_start(client, received, ctx)
+        return w, client | {"start": w}
+
     def finish_local(
         self,
         w: Tensor,
         client: State,
         received: State,
-        start: State,
         ctx: ClientContext,
         buffers: Tensor | None = None,
-    ) -> tuple[dict[str, Tensor], State]:
+    ) -> tuple[Upload, State]:
         """`local_end` with what the injected parts add.
 
         Args:
             w: Weights after the last local step.
-            client: The client's slots.
-            received: What was sent.
-            start: The same with the weights that local training started from.
+            client: The client's state, with ``start``.
+            received: What the server sent.
             ctx: The client's context.
             buffers: The net's buffers after the last local step, ``(b,)``, if it has any.
 
         Raises:
             UserError: If other names are uploaded than declared.
         """
-        upload, client = self.local_end(w, client, start, ctx)
+        upload, client = self.local_end(w, client, received, ctx)
         if self.ascent is not None:
             client = self.ascent.local_end(client, received, ctx)
         if self.relaxed_init:
             client = client.replace(w_last=w)
             if self.adds_updates and "w" in upload:
-                upload = {**upload, "w": upload["w"] - start.w + received.w}
+                upload = {**upload, "w": upload["w"] - client.start + received.w}
         if set(upload) != set(self.up):
             raise UserError(f"{type(self).__name__}.local_end uploads {sorted(upload)}, but declares up = {self.up}")
         if self.net_buffers is not None and buffers is not None:

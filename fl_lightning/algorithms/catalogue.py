@@ -1,6 +1,7 @@
 """The algorithms of the package as a table.
 
-``python -m fl_lightning.algorithms.catalogue`` prints it as Markdown, and with the name of a page (fedavg.md) that page's part.
+``python -m fl_lightning.algorithms.catalogue`` prints it as Markdown; with the name of a page (fedavg.md), the rows of
+that page.
 """
 
 from __future__ import annotations
@@ -55,8 +56,7 @@ class Entry:
         server = State({"w": w, **State.initial(it.server_inits(), w, w)})
         sent = it.broadcast(server, ctx).only(it.down)
         client = State.initial({**it.client_inits(), **it.scratch_state}, w, sent.w)
-        start, client = it.local_start(client, sent, ctx)
-        upload, client = it.finish_local(start, client, sent, sent.replace(w=start), ctx)
+        upload, client = it.finish_local(*it.begin_local(client, sent, ctx), sent, ctx)
         return cls(
             name=algorithm.__name__,
             page=algorithm.__module__.rpartition(".")[2] + ".md",

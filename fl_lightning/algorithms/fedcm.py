@@ -36,10 +36,11 @@ class FedCM(LocalObjective):
         self.alpha, self.step = alpha, step
 
     def local_step(
-        self, w: Tensor, grad: Gradient, client: State, sent: State, ctx: ClientContext
+        self, w: Tensor, grad: Gradient, client: State, received: State, ctx: ClientContext
     ) -> tuple[Direction, State]:
         """``alpha g + (1 - alpha) delta``."""
-        return self.alpha * self.local_gradient(w, grad, client, sent, ctx) + (1 - self.alpha) * sent.delta, client
+        g = self.local_gradient(w, grad, client, received, ctx)
+        return self.alpha * g + (1 - self.alpha) * received.delta, client
 
     def server_step(self, server: State, sent: State, uploads: Uploads, ctx: RoundContext) -> State:
         """``delta <- (w^t - mean w_i) / (K lr)``; the model as FedAvg's."""

@@ -12,7 +12,7 @@ from fl_lightning.algorithms.parts.drift import admm_dual, admm_pull
 from fl_lightning.algorithms.parts.sgd import Direction
 from fl_lightning.core.errors import require
 from fl_lightning.core.flat import to_radius
-from fl_lightning.core.state import ClientContext, RoundContext, State, Uploads, Weighting
+from fl_lightning.core.state import ClientContext, RoundContext, State, Upload, Uploads, Weighting
 
 
 class FedDyn(LocalObjective):
@@ -54,38 +54,38 @@ class FedDyn(LocalObjective):
             )
             self.adds_updates = True
         elif self.relaxed_init:
-            self.up = (*self.up, "start")
+            self.up = (*self.up, "start_w")
 
-    def corrected(self, g: Tensor, w: Tensor, client: State, sent: State) -> Direction:
+    def corrected(self, g: Tensor, w: Tensor, client: State) -> Direction:
         """``g - lam_i + (w - w^t) / beta``, or a variant of it."""
         if not self.use_dual:
             return g
         if self.prox == "fl_simulator":
-            return g - client.lam - sent.w / self.beta, w / self.beta
+            return g - client.lam - client.start / self.beta, w / self.beta
         if self.prox == "unsquared":
-            return g - client.lam + to_radius(w - sent.w, 0.5 / self.beta)
-        return g + admm_pull(client.lam, w, sent.w, self.beta)
+            return g - client.lam + to_radius(w - client.start, 0.5 / self.beta)
+        return g + admm_pull(client.lam, w, client.start, self.beta)
 
     def local_step(
-        self, w: Tensor, grad: Gradient, client: State, sent: State, ctx: ClientContext
+        self, w: Tensor, grad: Gradient, client: State, received: State, ctx: ClientContext
     ) -> tuple[Direction, State]:
         """Descend along the corrected gradient."""
-        return self.corrected(self.local_gradient(w, grad, client, sent, ctx), w, client, sent), client
+        return self.corrected(self.local_gradient(w, grad, client, received, ctx), w, client), client
 
-    def local_end(self, w: Tensor, client: State, sent: State, ctx: ClientContext) -> tuple[dict[str, Tensor], State]:
+    def local_end(self, w: Tensor, client: State, received: State, ctx: ClientContext) -> tuple[Upload, State]:
         """``lam_i <- lam_i - (w_i - w^t) / beta``."""
         if not self.use_dual:
-            return super().local_end(w, client, sent, ctx)
-        start = {"start": sent.w} if "start" in self.up else {}
-        return {"w": w, **start}, client.replace(lam=admm_dual(client.lam, w, sent.w, self.beta))
+            return super().local_end(w, client, received, ctx)
+        start = {"start_w": client.start} if "start_w" in self.up else {}
+        return {"w": w, **start}, client.replace(lam=admm_dual(client.lam, w, client.start, self.beta))
 
     def server_dual(self, server: State, sent: State, uploads: Uploads, ctx: RoundContext) -> Tensor:
         """``lam <- lam - sum_S (w_i - w^t) / (beta M)``."""
-        return admm_dual(server.lam, uploads.mean("w"), self.start(sent, uploads), self.beta * ctx.m / uploads.n)
+        return admm_dual(server.lam, uploads.mean("w"), self.mean_start(sent, uploads), self.beta * ctx.m / uploads.n)
 
-    def start(self, sent: State, uploads: Uploads) -> Tensor:
-        """Where local training started, in the mean."""
-        return uploads.mean("start") if "start" in self.up else sent.w
+    def mean_start(self, sent: State, uploads: Uploads) -> Tensor:
+        """Mean over the cohort of the weights where local training started, ``(d,)``."""
+        return uploads.mean("start_w") if "start_w" in self.up else sent.w
 
     def server_step(self, server: State, sent: State, uploads: Uploads, ctx: RoundContext) -> State:
         """The dual first; then ``w <- mean w_i - beta lam``."""

@@ -12,7 +12,7 @@ from fl_lightning.algorithms.parts.ascent import Gradient
 from fl_lightning.algorithms.parts.sgd import Direction
 from fl_lightning.core.errors import require
 from fl_lightning.core.flat import norm, to_radius
-from fl_lightning.core.state import ClientContext, RoundContext, State, Uploads
+from fl_lightning.core.state import ClientContext, RoundContext, State, Upload, Uploads
 
 
 class FedGF(LocalObjective):
@@ -58,15 +58,15 @@ class FedGF(LocalObjective):
         self.server_state = {"w_tilde": "w0", "c": 0.0, "window": lambda w0: w0.new_zeros(W)}
 
     def local_step(
-        self, w: Tensor, grad: Gradient, client: State, sent: State, ctx: ClientContext
+        self, w: Tensor, grad: Gradient, client: State, received: State, ctx: ClientContext
     ) -> tuple[Direction, State]:
         """``grad(c w_tilde + (1 - c) (w + rho g / ||g||))``."""
         own = w + to_radius(grad(w), self.rho)
-        return grad(sent.c * sent.w_tilde + (1 - sent.c) * own), client
+        return grad(received.c * received.w_tilde + (1 - received.c) * own), client
 
-    def local_end(self, w: Tensor, client: State, sent: State, ctx: ClientContext) -> tuple[dict[str, Tensor], State]:
+    def local_end(self, w: Tensor, client: State, received: State, ctx: ClientContext) -> tuple[Upload, State]:
         """The distance ``||w^r - w_k||`` goes up as a scalar."""
-        return {"w": w, "distance": norm(sent.w - w)}, client
+        return {"w": w, "distance": norm(client.start - w)}, client
 
     def server_step(self, server: State, sent: State, uploads: Uploads, ctx: RoundContext) -> State:
         """Window and c from this round's divergence; the next ascent point from this round's step."""

@@ -12,7 +12,7 @@ from fl_lightning.algorithms.parts.ascent import SAM, warm_up
 from fl_lightning.algorithms.parts.drift import admm_dual
 from fl_lightning.core.errors import UserError, require
 from fl_lightning.core.flat import to_radius
-from fl_lightning.core.state import ClientContext, RoundContext, State, Uploads, Weighting
+from fl_lightning.core.state import ClientContext, RoundContext, State, Upload, Uploads, Weighting
 
 
 class FedGloSS(FedDyn):
@@ -71,7 +71,7 @@ class FedGloSS(FedDyn):
 
     def server_dual(self, server: State, sent: State, uploads: Uploads, ctx: RoundContext) -> Tensor:
         """Line 22, with the reference and the scale that were asked for."""
-        w = server.w if self.sigma_ref == "clean" else self.start(sent, uploads)
+        w = server.w if self.sigma_ref == "clean" else self.mean_start(sent, uploads)
         n = 1 if self.sigma_scale == "code" else uploads.n
         return admm_dual(server.lam, uploads.mean("w"), w, self.beta * ctx.m / n)
 
@@ -102,10 +102,10 @@ class NaiveFedGloSS(FedGloSS):
         """First ``w^t``, then the perturbed model."""
         return server if ctx.phase == 0 else super().broadcast(server, ctx)
 
-    def local_end(self, w: Tensor, client: State, sent: State, ctx: ClientContext) -> tuple[dict[str, Tensor], State]:
+    def local_end(self, w: Tensor, client: State, received: State, ctx: ClientContext) -> tuple[Upload, State]:
         """The dual is kept as it is in the first phase."""
         base = LocalObjective if ctx.phase == 0 else FedGloSS
-        return base.local_end(self, w, client, sent, ctx)
+        return base.local_end(self, w, client, received, ctx)
 
     def server_step(self, server: State, sent: State, uploads: Uploads, ctx: RoundContext) -> State:
         """First only the pseudo-gradient, then FedGloSS's step."""

@@ -46,16 +46,16 @@ class FedGMT(FedDyn):
         require(0 <= ema_alpha <= 1, "model.ema_alpha", ema_alpha, "from 0 to 1")
         self.gamma, self.tau, self.ema_alpha, self.kl_tau2 = gamma, tau, ema_alpha, kl_tau2
 
-    def teacher(self, client: State, sent: State) -> Tensor:
+    def teacher(self, client: State, received: State) -> Tensor:
         """The averaged trajectory, e^t."""
-        return sent.e
+        return received.e
 
     def losses(self, logits: Tensor, target: Tensor, *teacher: Tensor) -> Tensor:
         """Eq. 9: cross-entropy + gamma KL(e || w)."""
         kl = kl_to_teacher(logits, teacher[0], self.tau, self.kl_tau2)
         return super().losses(logits, target) + self.gamma * kl
 
-    def corrected(self, g: Tensor, w: Tensor, client: State, sent: State) -> Direction:
+    def corrected(self, g: Tensor, w: Tensor, client: State) -> Direction:
         """Line 11: ``g - u_m``."""
         return g - client.lam if self.use_dual else g
 
@@ -93,11 +93,11 @@ class FedGMTv2(FedGMT):
         super().__init__(net, ema_alpha=ema_alpha, **kwargs)
         self.client_state = {**self.client_state, "e": "w0" if v2_init == "w0" else "w"}
 
-    def local_start(self, client: State, sent: State, ctx: ClientContext) -> tuple[Tensor, State]:
+    def local_start(self, client: State, received: State, ctx: ClientContext) -> tuple[Tensor, State]:
         """``e_m <- alpha e_m + (1 - alpha) w^t``, once a round."""
-        return super().local_start(sent=sent, client=client.replace(e=self.ema(client.e, sent.w)), ctx=ctx)
+        return super().local_start(client.replace(e=self.ema(client.e, received.w)), received, ctx)
 
-    def teacher(self, client: State, sent: State) -> Tensor:
+    def teacher(self, client: State, received: State) -> Tensor:
         """The client's own average, e_m."""
         return client.e
 

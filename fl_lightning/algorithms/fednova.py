@@ -6,7 +6,7 @@ from torch import Tensor
 
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.algorithms.parts.drift import effective_steps
-from fl_lightning.core.state import ClientContext, RoundContext, State, Uploads
+from fl_lightning.core.state import ClientContext, RoundContext, State, Upload, Uploads
 
 
 class FedNova(LocalObjective):
@@ -18,10 +18,10 @@ class FedNova(LocalObjective):
     paper = "Wang et al., NeurIPS 2020"
     up = ("update", "tau")
 
-    def local_end(self, w: Tensor, client: State, sent: State, ctx: ClientContext) -> tuple[dict[str, Tensor], State]:
+    def local_end(self, w: Tensor, client: State, received: State, ctx: ClientContext) -> tuple[Upload, State]:
         """``tau_i``, and ``(w_i - w) / tau_i``."""
         tau = w[..., :1] * 0 + effective_steps(ctx.K, self.optimizer.momentum)
-        return {"update": (w - sent.w) / tau, "tau": tau}, client
+        return {"update": (w - client.start) / tau, "tau": tau}, client
 
     def server_step(self, server: State, sent: State, uploads: Uploads, ctx: RoundContext) -> State:
         """``w + (sum p_i tau_i) sum p_i (w_i - w) / tau_i``."""

@@ -31,9 +31,9 @@ class FedNTD(LocalObjective):
         require(tau > 0, "model.tau", tau, "above 0")
         self.gamma, self.tau = gamma, tau
 
-    def teacher(self, client: State, sent: State) -> Tensor:
+    def teacher(self, client: State, received: State) -> Tensor:
         """The received model, w^t."""
-        return sent.w
+        return received.w
 
     def losses(self, logits: Tensor, target: Tensor, *teacher: Tensor) -> Tensor:
         """``CE(z, y) + gamma tau^2 KL(teacher || student)`` without the true class."""

@@ -32,7 +32,7 @@ class FedProx(LocalObjective):
         self.mu = mu
 
     def local_step(
-        self, w: Tensor, grad: Gradient, client: State, sent: State, ctx: ClientContext
+        self, w: Tensor, grad: Gradient, client: State, received: State, ctx: ClientContext
     ) -> tuple[Direction, State]:
         """``g + mu (w - w^t)``."""
-        return self.local_gradient(w, grad, client, sent, ctx) + prox_pull(w, sent.w, self.mu), client
+        return self.local_gradient(w, grad, client, received, ctx) + prox_pull(w, client.start, self.mu), client

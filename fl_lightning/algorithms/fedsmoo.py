@@ -11,7 +11,7 @@ from fl_lightning.algorithms.parts.ascent import Gradient
 from fl_lightning.algorithms.parts.sgd import Direction
 from fl_lightning.core.errors import require
 from fl_lightning.core.flat import to_radius
-from fl_lightning.core.state import ClientContext, RoundContext, State, Uploads
+from fl_lightning.core.state import ClientContext, RoundContext, State, Upload, Uploads
 
 
 class FedSMOO(FedDyn):
@@ -44,17 +44,17 @@ class FedSMOO(FedDyn):
         self.rho, self.s_agg = rho, s_agg
 
     def local_step(
-        self, w: Tensor, grad: Gradient, client: State, sent: State, ctx: ClientContext
+        self, w: Tensor, grad: Gradient, client: State, received: State, ctx: ClientContext
     ) -> tuple[Direction, State]:
         """Lines 7 to 11."""
-        s_hat = to_radius(grad(w) - client.mu - sent.s, self.rho)  # 7, 8
-        mu = client.mu + s_hat - sent.s  # 9
+        s_hat = to_radius(grad(w) - client.mu - received.s, self.rho)  # 7, 8
+        mu = client.mu + s_hat - received.s  # 9
         g_hat = grad(w + s_hat)  # 10
-        return self.corrected(g_hat, w, client, sent), client.replace(mu=mu, s_hat=s_hat)  # 11
+        return self.corrected(g_hat, w, client), client.replace(mu=mu, s_hat=s_hat)  # 11
 
-    def local_end(self, w: Tensor, client: State, sent: State, ctx: ClientContext) -> tuple[dict[str, Tensor], State]:
+    def local_end(self, w: Tensor, client: State, received: State, ctx: ClientContext) -> tuple[Upload, State]:
         """Lines 13 to 15."""
-        upload, client = super().local_end(w, client, sent, ctx)  # 14
+        upload, client = super().local_end(w, client, received, ctx)  # 14
         s = client.mu if self.s_agg == "mu_only" else client.mu - client.s_hat  # 13
         return {**upload, "s": s}, client  # 15
 

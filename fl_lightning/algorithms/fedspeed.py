@@ -12,7 +12,7 @@ from fl_lightning.algorithms.parts.ascent import Gradient
 from fl_lightning.algorithms.parts.sgd import Direction
 from fl_lightning.core.errors import require
 from fl_lightning.core.flat import to_radius
-from fl_lightning.core.state import ClientContext, RoundContext, State, Uploads
+from fl_lightning.core.state import ClientContext, RoundContext, State, Upload, Uploads
 
 
 class FedSpeed(FedDyn):
@@ -46,16 +46,16 @@ class FedSpeed(FedDyn):
             self.server_state, self.up = {}, ("w",)
 
     def local_step(
-        self, w: Tensor, grad: Gradient, client: State, sent: State, ctx: ClientContext
+        self, w: Tensor, grad: Gradient, client: State, received: State, ctx: ClientContext
     ) -> tuple[Direction, State]:
         """``(1 - alpha) g(w) + alpha g(w + rho g / ||g||)``, corrected."""
         g1 = grad(w)
         g2 = grad(w + to_radius(g1, self.rho))
-        return self.corrected((1 - self.alpha) * g1 + self.alpha * g2, w, client, sent), client
+        return self.corrected((1 - self.alpha) * g1 + self.alpha * g2, w, client), client
 
-    def local_end(self, w: Tensor, client: State, sent: State, ctx: ClientContext) -> tuple[dict[str, Tensor], State]:
+    def local_end(self, w: Tensor, client: State, received: State, ctx: ClientContext) -> tuple[Upload, State]:
         """FedDyn's; the paper's clients upload ``w_i - beta lam_i``."""
-        upload, client = super().local_end(w, client, sent, ctx)
+        upload, client = super().local_end(w, client, received, ctx)
         return {**upload, "w": w - self.beta * client.lam} if self.dual_agg == "active" else upload, client
 
     def server_step(self, server: State, sent: State, uploads: Uploads, ctx: RoundContext) -> State:

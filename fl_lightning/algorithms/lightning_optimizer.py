@@ -55,11 +55,11 @@ class CentralizedOptimizer(torch.optim.Optimizer):
             return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in params])
 
         state = self.state[params[0]]
-        slots = state.get("slots") or State.initial(objective.scratch_state, w, w)
+        client = State(state.get("client") or State.initial(objective.scratch_state, w, w))
         t, rounds = objective.trainer.current_epoch, objective.trainer.max_epochs or 1
         ctx = ClientContext(t=t, rounds=rounds, m=1, flat=flat, lr=group["lr"], K=1, k_lr=group["lr"])
-        direction, slots = objective.local_step(w, grad, State(slots), State({"w": w}), ctx)
-        state["slots"] = dict(slots)
+        direction, client = objective.local_step(w, grad, client | {"start": w}, State({"w": w}), ctx)
+        state["client"] = dict(client.only(objective.scratch_state))
         w, state["buffer"] = objective.optimizer.step(w, direction, state.get("buffer"), group["lr"])
         flat.load(objective.net, w)
         return losses[0]

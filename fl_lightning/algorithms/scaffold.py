@@ -10,7 +10,7 @@ from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.algorithms.parts.ascent import SAM, Gradient
 from fl_lightning.algorithms.parts.drift import control_variate, effective_steps
 from fl_lightning.algorithms.parts.sgd import Direction
-from fl_lightning.core.state import ClientContext, RoundContext, State, Uploads, Weighting
+from fl_lightning.core.state import ClientContext, RoundContext, State, Upload, Uploads, Weighting
 
 
 class SCAFFOLD(LocalObjective):
@@ -35,15 +35,15 @@ class SCAFFOLD(LocalObjective):
         self.cv_scale, self.momentum_aware = cv_scale, momentum_aware
 
     def local_step(
-        self, w: Tensor, grad: Gradient, client: State, sent: State, ctx: ClientContext
+        self, w: Tensor, grad: Gradient, client: State, received: State, ctx: ClientContext
     ) -> tuple[Direction, State]:
         """Line 10: ``g - c_i + c``."""
-        return self.local_gradient(w, grad, client, sent, ctx) + self.cv_scale * (sent.c - client.c), client
+        return self.local_gradient(w, grad, client, received, ctx) + self.cv_scale * (received.c - client.c), client
 
-    def local_end(self, w: Tensor, client: State, sent: State, ctx: ClientContext) -> tuple[dict[str, Tensor], State]:
+    def local_end(self, w: Tensor, client: State, received: State, ctx: ClientContext) -> tuple[Upload, State]:
         """Lines 12 to 14."""
         steps = effective_steps(ctx.K, self.optimizer.momentum) if self.momentum_aware else ctx.K
-        c = control_variate(client.c, sent.c, w, sent.w, ctx.k_lr * steps / ctx.K)
+        c = control_variate(client.c, received.c, w, client.start, ctx.k_lr * steps / ctx.K)
         return {"w": w, "delta_c": c - client.c}, client.replace(c=c)
 
     def variate_share(self, n: int, m: int) -> float:

@@ -35,7 +35,7 @@ class STildeAM(LocalObjective):
         self.rho = rho
 
     def local_step(
-        self, w: Tensor, grad: Gradient, client: State, sent: State, ctx: ClientContext
+        self, w: Tensor, grad: Gradient, client: State, received: State, ctx: ClientContext
     ) -> tuple[Direction, State]:
         """The gradient at the ascent point, kept for the next one."""
         g = grad(w + to_radius(client.g, self.rho))

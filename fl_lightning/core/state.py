@@ -18,6 +18,10 @@ Init: TypeAlias = str | float | Callable[[Tensor], Tensor]
 vector ``(d,)``; a number for a scalar ``(1,)``; a function of the initial model for anything else."""
 
 
+Upload: TypeAlias = dict[str, Tensor]
+"""What one client uploads, by name."""
+
+
 class State(Mapping[str, Tensor]):
     """Named tensors, read as attributes (``client.lam``) and never changed in place: ``replace`` makes a new one."""
 
@@ -35,7 +39,7 @@ class State(Mapping[str, Tensor]):
 
     def __getattr__(self, name: str) -> Tensor:
         if name.startswith("_") or name not in self._values:
-            raise AttributeError(f"no slot '{name}' here; there are: {', '.join(self.__dict__.get('_values', ()))}")
+            raise AttributeError(f"no state '{name}' here; there are: {', '.join(self.__dict__.get('_values', ()))}")
         return self._values[name]
 
     def replace(self, **new: Tensor) -> State:
@@ -47,6 +51,10 @@ class State(Mapping[str, Tensor]):
         for name in new.keys() - self._values.keys():
             getattr(self, name)
         return State({**self._values, **new})
+
+    def __or__(self, more: Mapping[str, Tensor]) -> State:
+        """A copy with further entries, or other values for those that it has."""
+        return State({**self._values, **more})
 
     def only(self, names: Iterable[str]) -> State:
         """The slots of these names alone: what goes over the wire."""

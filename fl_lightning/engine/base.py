@@ -14,7 +14,7 @@ from torch import Tensor
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.core import buffers
 from fl_lightning.core.flat import FlatNet
-from fl_lightning.core.state import ClientContext, State
+from fl_lightning.core.state import ClientContext, State, Upload
 from fl_lightning.data.minibatches import Minibatches
 
 COLUMNS = ("lr", "K", "k_lr", "n_k", "n_mean")
@@ -29,21 +29,21 @@ class Job:
 
     Attributes:
         client: Its id.
-        state: Its slots.
-        sent: What it received.
+        state: Its state.
+        received: What the server sent.
         ctx: Where the round stands.
         minibatches: Its data, one minibatch a step.
         seed: For what the net draws itself, such as dropout.
-        values: Settings that take the place of the engine's objective's, by name; those of a part as ``ascent.rho``.
+        settings: Settings that replace those of the engine's objective, by name; those of a part as ``ascent.rho``.
     """
 
     client: int
     state: State
-    sent: State
+    received: State
     ctx: ClientContext
     minibatches: Minibatches
     seed: int
-    values: Mapping[str, float] = field(default_factory=dict)
+    settings: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -52,10 +52,10 @@ class LocalResult:
 
     Attributes:
         client: Its id.
-        sent: What it received.
+        received: What the server sent.
         w: Local weights after the last step, ``(d,)``.
-        upload: What it sends, by name.
-        slots: Its state after the round.
+        upload: What it uploads, by name.
+        state: The state that it keeps.
         loss: Mean over the steps of the local objective where a step first asks for a gradient, a scalar tensor: at the
             unperturbed weights, but for LESAM and S~AM at the ascent point.
         ctx: The context it trained in.
@@ -64,21 +64,21 @@ class LocalResult:
     """
 
     client: int
-    sent: State
+    received: State
     w: Tensor
-    upload: dict[str, Tensor]
-    slots: State
+    upload: Upload
+    state: State
     loss: Tensor
     ctx: ClientContext
     finite: bool
     buffers: Tensor | None = None
 
 
-def changed(objective: LocalObjective, values: Mapping[str, float | Tensor]) -> LocalObjective:
-    """An objective that shares everything with another one but some settings, by name as in `Job`."""
+def changed(objective: LocalObjective, settings: Mapping[str, float | Tensor]) -> LocalObjective:
+    """Returns an objective that shares everything with another one but some settings, by name as in `Job`."""
     objective = copy(objective)
     parts: dict[str, Any] = {"": objective}
-    for name, value in values.items():
+    for name, value in settings.items():
         part, _, attribute = name.rpartition(".")
         if part not in parts:
             parts[part] = copy(getattr(objective, part))
@@ -109,12 +109,12 @@ class Engine:
         raise NotImplementedError
 
     @contextmanager
-    def _with(self, values: Mapping[str, float | Tensor]) -> Iterator[None]:
-        """Train by an objective with other settings; floats, or ``(clients, 1)``."""
+    def _with(self, settings: Mapping[str, float | Tensor]) -> Iterator[None]:
+        """Trains with other settings: floats, or ``(clients, 1)``."""
         objective = self.objective
         try:
-            if values:
-                self.objective = changed(objective, values)
+            if settings:
+                self.objective = changed(objective, settings)
             yield
         finally:
             self.objective = objective

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import repeat
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.func import functional_call, grad_and_value, vmap
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.core.errors import UserError
 from fl_lightning.core.flat import is_finite
-from fl_lightning.core.state import ClientContext, State
+from fl_lightning.core.state import ClientContext, State, Upload
 from fl_lightning.data.minibatches import Block, blocks
 from fl_lightning.engine.base import COLUMNS, Autocast, Engine, Job, LocalResult
 from fl_lightning.engine.record import (
@@ -28,6 +29,42 @@ from fl_lightning.engine.record import (
 )
 
 Tensors = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Carry:
+    """What a local step changes.
+
+    Attributes:
+        w: Weights, ``(clients, d)``.
+        state: The clients' state, without ``start``.
+        momentum: Momentum buffers ``(clients, d)``, if the optimizer has any.
+        loss: Sum of the losses so far, ``(clients,)``.
+    """
+
+    w: Tensor
+    state: State
+    momentum: Tensor | None
+    loss: Tensor
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """What stays the same over the local steps of a round.
+
+    Attributes:
+        received: What the server sent; ``(d,)`` where it is the same for all clients.
+        start: Weights where local training starts.
+        teacher: The teacher's weights, if there is one.
+        settings: The clients' own settings, ``(clients, 1)``.
+        ctx: The clients' contexts as one.
+    """
+
+    received: State
+    start: Tensor
+    teacher: Tensor | None
+    settings: Tensors
+    ctx: ClientContext
 
 
 class BatchedEngine(Engine):
@@ -62,7 +99,6 @@ class BatchedEngine(Engine):
                 "client; use sequential"
             )
         self.width = width
-        self._own: Tensors = {}
         self._widest = 2  # a convolution of a single group rounds differently
 
     def train(self, jobs: Sequence[Job]) -> Iterator[LocalResult]:
@@ -86,118 +122,89 @@ class BatchedEngine(Engine):
         # a block narrower than before is padded with a client that makes no step, so that shapes stay the same
         self._widest = width = max(self._widest, len(jobs))
         rows = [*jobs, *repeat(jobs[0], width - len(jobs))]
-        self._own = self._values(rows)
-        with self._with(self._own):
-            return self._train_rows(jobs, rows)
+        settings = {n: rows[0].received.w.new_tensor([[job.settings[n]] for job in rows]) for n in rows[0].settings}
+        with self._with(settings):
+            return self._train_rows(jobs, rows, settings)
 
-    def _train_rows(self, jobs: Sequence[Job], rows: Sequence[Job]) -> list[LocalResult]:
-        objective, sent, width = self.objective, _together([job.sent for job in jobs]), len(rows)
+    def _train_rows(self, jobs: Sequence[Job], rows: Sequence[Job], settings: Tensors) -> list[LocalResult]:
+        objective, received, width = self.objective, _together([job.received for job in jobs]), len(rows)
         objective.train()
         state = State({name: torch.stack([job.state[name] for job in rows]) for name in jobs[0].state})
-        sent = State({name: v if v.ndim == 1 else _widened(v, width) for name, v in sent.items()})
+        received = State({name: v if v.ndim == 1 else _widened(v, width) for name, v in received.items()})
         ctx = self._context(rows)
-        w, slots = objective.local_start(state, sent, ctx)
-        start, teacher = sent.replace(w=w), objective.teacher(slots, sent)
-        w = w.expand(width, -1)
-        buffer = torch.zeros_like(w) if objective.optimizer.momentum else None
-        loss = w.new_zeros(width)
+        start, client = objective.begin_local(state, received, ctx)
+        fixed = Fixed(received, start, objective.teacher(client, received), settings, ctx)
+        w = start.expand(width, -1)
+        momentum = torch.zeros_like(w) if objective.optimizer.momentum else None
+        carry = Carry(w, client.only(state), momentum, w.new_zeros(width))
         for block in self._blocks([job.minibatches for job in jobs], width):
-            w, slots, buffer, losses = self._steps(w, slots, buffer, start, teacher, block, ctx)
-            loss = loss + losses
-        upload, slots = objective.finish_local(w, slots, sent, start, ctx)
-        return self._results(jobs, w, upload, slots, loss)
+            carry = self._steps(carry, block, fixed)
+        upload, client = objective.finish_local(carry.w, carry.state | {"start": start}, received, ctx)
+        return self._results(jobs, carry, upload, client.only(objective.client_inits()))
 
-    def _results(
-        self, jobs: Sequence[Job], w: Tensor, upload: Tensors, slots: State, loss: Tensor
-    ) -> list[LocalResult]:
-        width = len(w)
-        slots = slots.only(self.objective.client_inits())
-        named = {**{f"u{n}": v for n, v in upload.items()}, **{f"s{n}": v for n, v in slots.items()}}
-        rows = {name: v if v.ndim > 1 else v.expand(width, -1) for name, v in named.items()}
-        finite = torch.stack([is_finite(v) for v in rows.values()]).all(0).tolist()
-        each = {name: v.unbind() for name, v in rows.items()}
-        ws, steps = w.unbind(), loss.new_tensor([max(job.ctx.K, 1) for job in jobs])
-        losses = (loss[: len(jobs)] / steps).unbind()
+    def _results(self, jobs: Sequence[Job], carry: Carry, upload: Upload, state: State) -> list[LocalResult]:
+        width = len(carry.w)
+        groups = [{n: v if v.ndim > 1 else v.expand(width, -1) for n, v in g.items()} for g in (upload, state)]
+        finite = torch.stack([is_finite(v) for group in groups for v in group.values()]).all(0).tolist()
+        uploads, states = ({name: v.unbind() for name, v in group.items()} for group in groups)
+        steps = carry.loss.new_tensor([max(job.ctx.K, 1) for job in jobs])
+        each = zip(jobs, carry.w.unbind(), (carry.loss[: len(jobs)] / steps).unbind(), finite, strict=False)  # padding
         return [
             LocalResult(
                 job.client,
-                job.sent,
-                ws[i],
-                {name: each[f"u{name}"][i] for name in upload},
-                State({name: each[f"s{name}"][i] for name in slots}),
-                losses[i],
+                job.received,
+                w,
+                {name: v[i] for name, v in uploads.items()},
+                State({name: v[i] for name, v in states.items()}),
+                loss,
                 job.ctx,
-                finite[i],
+                ok,
             )
-            for i, job in enumerate(jobs)
+            for i, (job, w, loss, ok) in enumerate(each)
         ]
 
     def _context(self, jobs: Sequence[Job]) -> ClientContext:
         """The clients' contexts as one; what differs between clients is ``(clients, 1)``."""
-        like, first = jobs[0].sent.w, jobs[0].ctx
+        like, first = jobs[0].received.w, jobs[0].ctx
         columns: dict[str, Any] = {
             name: like.new_tensor([[getattr(job.ctx, name)] for job in jobs]) for name in COLUMNS
         }
         return ClientContext(first.t, first.rounds, first.m, first.flat, first.phase, **columns)
 
-    @staticmethod
-    def _values(jobs: Sequence[Job]) -> Tensors:
-        """The clients' own settings, ``(clients, 1)``."""
-        return {name: jobs[0].sent.w.new_tensor([[job.values[name]] for job in jobs]) for name in jobs[0].values}
-
     def _blocks(self, clients: Sequence[Any], width: int) -> Iterator[Block]:
         batch = max(max(client.sizes) for client in clients)
         yield from blocks(clients, width, clients[0].source.batch_size or 1 << (batch - 1).bit_length())
 
-    def _steps(
-        self,
-        w: Tensor,
-        slots: State,
-        buffer: Tensor | None,
-        start: State,
-        teacher: Tensor | None,
-        block: Block,
-        ctx: ClientContext,
-    ) -> tuple[Tensor, State, Tensor | None, Tensor]:
-        """All steps of a block; the losses are summed over them."""
-        total = w.new_zeros(len(w))
+    def _steps(self, carry: Carry, block: Block, fixed: Fixed) -> Carry:
+        """All steps of a block."""
+        now = replace(carry, loss=torch.zeros_like(carry.loss))
         for x, y, weight, active in zip(block.x, block.y, block.weight, block.active, strict=True):
-            w, slots, buffer, loss = self._step(w, slots, buffer, start, teacher, (x, y, weight), active, ctx)
-            total = total + loss
-        return w, slots, buffer, total
+            now = self._step(now, (x, y, weight), active, fixed)
+        return replace(now, loss=carry.loss + now.loss)
 
-    def _step(
-        self,
-        w: Tensor,
-        slots: State,
-        buffer: Tensor | None,
-        start: State,
-        teacher: Tensor | None,
-        batch: tuple[Tensor, ...],
-        active: Tensor,
-        ctx: ClientContext,
-    ) -> tuple[Tensor, State, Tensor | None, Tensor]:
+    def _step(self, carry: Carry, batch: tuple[Tensor, ...], active: Tensor, fixed: Fixed) -> Carry:
         """One local step of every client; those that are not active stay where they are."""
         values: list[Tensor] = []
-        if teacher is not None:
-            batch = (*batch, self._teach(teacher, batch[0]))
+        if fixed.teacher is not None:
+            batch = (*batch, self._teach(fixed.teacher, batch[0]))
 
         def grad(v: Tensor) -> Tensor:
             g: Tensor
             with self.autocast():
-                g, loss = vmap(grad_and_value(self._loss))(v.expand_as(w), *batch)
+                g, loss = vmap(grad_and_value(self._loss))(v.expand_as(carry.w), *batch)
             values.append(loss.detach())
             return g
 
-        direction, new = self.objective.local_step(w, grad, slots, start, ctx)
-        after, momentum = self.objective.optimizer.step(w, direction, buffer, ctx.lr)
+        client = carry.state | {"start": fixed.start}
+        direction, client = self.objective.local_step(carry.w, grad, client, fixed.received, fixed.ctx)
+        w, momentum = self.objective.optimizer.step(carry.w, direction, carry.momentum, fixed.ctx.lr)
 
         def where(new: Tensor, old: Tensor) -> Tensor:
             return torch.where(active, new, old)
 
-        slots = State({name: where(new[name], old) for name, old in slots.items()})
-        buffer = None if buffer is None or momentum is None else where(momentum, buffer)
-        return where(after, w), slots, buffer, torch.where(active[:, 0], values[0], 0)
+        state = State({name: where(client[name], old) for name, old in carry.state.items()})
+        momentum = None if carry.momentum is None or momentum is None else where(momentum, carry.momentum)
+        return Carry(where(w, carry.w), state, momentum, carry.loss + torch.where(active[:, 0], values[0], 0))
 
     def _loss(self, v: Tensor, x: Tensor, y: Tensor, weight: Tensor, *teacher: Tensor) -> Tensor:
         logits: Tensor = functional_call(self.objective.net, self.net.spec.split(v), (x,))
@@ -223,12 +230,12 @@ class BatchedEngine(Engine):
         return out
 
 
-def _together(sent: Sequence[State]) -> State:
-    """What clients received: shared tensors stay as they are, different ones are stacked."""
-    first = sent[0]
-    if all(other is first for other in sent):
+def _together(received: Sequence[State]) -> State:
+    """What several clients received: tensors of one and the same state stay ``(d,)``, others are stacked."""
+    first = received[0]
+    if all(other is first for other in received):
         return first
-    return State({name: torch.stack([s[name] for s in sent]) for name in first})
+    return State({name: torch.stack([state[name] for state in received]) for name in first})
 
 
 def _widened(v: Tensor, width: int) -> Tensor:
@@ -257,42 +264,28 @@ class GraphedEngine(BatchedEngine):
         self.compile = compile
         self.records = Records()
 
-    def _steps(
-        self,
-        w: Tensor,
-        slots: State,
-        buffer: Tensor | None,
-        start: State,
-        teacher: Tensor | None,
-        block: Block,
-        ctx: ClientContext,
-    ) -> tuple[Tensor, State, Tensor | None, Tensor]:
+    def _steps(self, carry: Carry, block: Block, fixed: Fixed) -> Carry:
         n, settings = len(block.x), self._settings()
         unroll = n if self.compile and n <= self.UNROLLED else 1
-        fixed: Tensors = {
-            **{f"start.{name}": v for name, v in start.items()},
-            **{f"ctx.{name}": getattr(ctx, name) for name in COLUMNS},
-            **{f"value.{name}": v for name, v in self._own.items()},
-            "t": round_number(ctx, w),
+        inputs: Tensors = {
+            **_prefixed("received", fixed.received),
+            **_prefixed("ctx", {name: getattr(fixed.ctx, name) for name in COLUMNS}),
+            **_prefixed("settings", fixed.settings),
+            "t": round_number(fixed.ctx, carry.w),
         }
-        if teacher is not None:
-            fixed["teacher"] = teacher
-        state: Tensors = {
-            "w": w.contiguous(),
-            "loss": w.new_zeros(len(w)),
-            **{f"slot.{name}": v for name, v in slots.items()},
-        }
-        if buffer is not None:
-            state["buffer"] = buffer
+        if fixed.start is not fixed.received.w:
+            inputs["start"] = fixed.start
+        if fixed.teacher is not None:
+            inputs["teacher"] = fixed.teacher
+        carried = _tensors(replace(carry, w=carry.w.contiguous(), loss=torch.zeros_like(carry.loss)))
         for at in range(0, n, unroll):
             span = slice(at, at + unroll)
             data = {"x": block.x[span], "y": block.y[span], "weight": block.weight[span], "active": block.active[span]}
-            named = {**state, **fixed, **data}
-            replay = self.records.find(named, ctx, settings, self._record)
+            named = {**carried, **inputs, **data}
+            replay = self.records.find(named, fixed.ctx, settings, self._record)
             with torch.no_grad():
-                state = dict(zip(state, replay(*named.values()), strict=True))
-        slots = State({name: state[f"slot.{name}"] for name in slots})
-        return state["w"], slots, state.get("buffer"), state["loss"]
+                carried = dict(zip(carried, replay(*named.values()), strict=True))
+        return replace(_carry(carried), loss=carry.loss + carried["loss"])
 
     def _record(self, named: Tensors, ctx: ClientContext) -> tuple[RecordedRound, Replay]:
         round_number, graph = trace(self._recorded, named, ctx)
@@ -300,17 +293,32 @@ class GraphedEngine(BatchedEngine):
         return round_number, CudaGraph(replay) if named["w"].is_cuda else replay
 
     def _recorded(self, named: Tensors, ctx: ClientContext) -> list[Tensor]:
-        """What is recorded: a few steps, from named tensors to those of them that are state, in the same order."""
-        slots = State({n.removeprefix("slot."): v for n, v in named.items() if n.startswith("slot.")})
-        start = State({n.removeprefix("start."): v for n, v in named.items() if n.startswith("start.")})
+        """What is recorded: a few steps, from named tensors to those of them that a step changes, in the same order."""
+        received, settings = State(_below("received", named)), _below("settings", named)
+        fixed = Fixed(received, named.get("start", received.w), named.get("teacher"), settings, ctx)
         block = Block(*(named[name] for name in ("x", "y", "weight", "active")))
-        values = {n.removeprefix("value."): v for n, v in named.items() if n.startswith("value.")}
-        with self._with(values):
-            w, slots, buffer, loss = super()._steps(
-                named["w"], slots, named.get("buffer"), start, named.get("teacher"), block, ctx
-            )
-        return [w, named["loss"] + loss, *slots.values(), *([] if buffer is None else [buffer])]
+        with self._with(settings):
+            return list(_tensors(super()._steps(_carry(named), block, fixed)).values())
 
     def _settings(self) -> tuple[Any, ...]:
         objective = self.objective
         return plain_settings(objective, objective.ascent, objective.optimizer, objective.loss)
+
+
+def _prefixed(prefix: str, values: Mapping[str, Tensor]) -> Tensors:
+    return {f"{prefix}.{name}": value for name, value in values.items()}
+
+
+def _below(prefix: str, named: Tensors) -> Tensors:
+    return {name.removeprefix(f"{prefix}."): v for name, v in named.items() if name.startswith(f"{prefix}.")}
+
+
+def _tensors(carry: Carry) -> Tensors:
+    """The tensors of a carry by name."""
+    momentum = {} if carry.momentum is None else {"momentum": carry.momentum}
+    return {"w": carry.w, "loss": carry.loss, **_prefixed("state", carry.state), **momentum}
+
+
+def _carry(named: Tensors) -> Carry:
+    """The inverse of `_tensors`; other names are ignored."""
+    return Carry(named["w"], State(_below("state", named)), named.get("momentum"), named["loss"])

@@ -100,7 +100,7 @@ def check(engine: Engine, sequential: Engine, jobs: Sequence[Job]) -> None:
     """
     jobs = [_head(job, 1) for job in jobs]
     for job, one, other in zip(jobs, sequential.train(jobs), engine.train(jobs), strict=True):
-        update, difference = (float((w - one.w).norm()) for w in (job.sent.w, other.w))
+        update, difference = (float((w - one.w).norm()) for w in (job.received.w, other.w))
         if one.finite and not difference <= 0.1 * update + 1e-5 * float(one.w.norm()):  # far above rounding in bfloat16
             raise UserError(
                 f"trainer.engine = {engine.name}: {type(engine.objective).__name__} gives for several clients at once "

@@ -14,6 +14,7 @@ from fl_lightning.core.buffers import unchanged, variance_needed
 from fl_lightning.core.errors import UserError
 from fl_lightning.core.flat import is_finite
 from fl_lightning.core.rng import seeded
+from fl_lightning.core.state import State
 from fl_lightning.engine.base import Autocast, Engine, Job, LocalResult
 
 
@@ -31,7 +32,7 @@ class SequentialEngine(Engine):
 
     def train(self, jobs: Sequence[Job]) -> Iterator[LocalResult]:
         for job in jobs:
-            with self._with(job.values), variance_needed(ALONE.format(job.client)):
+            with self._with(job.settings), variance_needed(ALONE.format(job.client)):
                 result = self._train(job)
             yield result
 
@@ -40,24 +41,24 @@ class SequentialEngine(Engine):
         buffers = objective.net_buffers
         objective.train()
         with seeded(self.net.device, job.seed, "net", ctx.t, ctx.phase, job.client):
-            w, slots = objective.local_start(job.state, job.sent, ctx)
+            w, client = objective.begin_local(job.state, job.received, ctx)
             if buffers is not None:
-                buffers.load(objective.net, buffers.start(slots, job.sent))
-            teacher, start = objective.teacher(slots, job.sent), job.sent.replace(w=w)
+                buffers.load(objective.net, buffers.start(client, job.received))
+            teacher = objective.teacher(client, job.received)
             momentum = None
             for step, batch in enumerate(job.minibatches):
                 values: list[Tensor] = []
                 grad = self._gradient(batch, teacher, job, step, values)
-                direction, slots = objective.local_step(w, grad, slots, start, ctx)
+                direction, client = objective.local_step(w, grad, client, job.received, ctx)
                 w, momentum = objective.optimizer.step(w, direction, momentum, ctx.lr)
                 self._check("the weights after it", w, job, step)
                 losses.append(values[0])
         after = None if buffers is None else buffers.vector(objective.net)
-        upload, slots = objective.finish_local(w, slots, job.sent, start, ctx, after)
-        kept = (*upload.values(), *slots.only(objective.client_inits()).values())
-        finite = all(bool(is_finite(v)) for v in kept)
+        upload, client = objective.finish_local(w, client, job.received, ctx, after)
+        client = client.only(objective.client_inits())
+        finite = State(upload).finite() and client.finite()
         loss = torch.stack(losses).mean()
-        return LocalResult(job.client, job.sent, w, upload, slots, loss, ctx, finite, after)
+        return LocalResult(job.client, job.received, w, upload, client, loss, ctx, finite, after)
 
     def _gradient(
         self, batch: tuple[Tensor, Tensor], teacher: Tensor | None, job: Job, step: int, values: list[Tensor]

@@ -575,7 +575,7 @@ class Updates(Measure):
 
     def end(self, scene: Scene) -> list[Reading]:
         models, self._models = self._models, []
-        mine = {r.client: [float((r.w - w).norm()) for w in (r.sent.w, scene.before, scene.after)] for r in models}
+        mine = {r.client: [float((r.w - w).norm()) for w in (r.received.w, scene.before, scene.after)] for r in models}
         found = collectives.all_gather_dict(scene.trainer.fabric, mine)
         values = {"norm_w": float(scene.after.norm())}
         if found:
@@ -666,7 +666,7 @@ class PseudoGradient:
         """A client has trained on this process; what is not finite counts nothing, as in the average."""
         if result.finite:
             weight = 1.0 if self.trainer.objective.weighting == "uniform" else float(result.ctx.n_k)
-            self._sum, self._weight = self._sum + weight * (result.sent.w - result.w), self._weight + weight
+            self._sum, self._weight = self._sum + weight * (result.received.w - result.w), self._weight + weight
 
     def value(self) -> Tensor | None:
         """Δ̃, ``(d,)``, the same on every process; None if there was no client."""

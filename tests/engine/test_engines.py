@@ -169,13 +169,13 @@ class OwnStep(LocalObjective):
 
 
 class LooksAtValues(LocalObjective):
-    def local_step(self, w: Tensor, grad: Any, client: Any, sent: Any, ctx: Any) -> Any:
+    def local_step(self, w: Tensor, grad: Any, client: Any, received: Any, ctx: Any) -> Any:
         g = grad(w)
         return (g if g.sum() > 0 else -g), client
 
 
 class CountsRounds(LocalObjective):
-    def local_step(self, w: Tensor, grad: Any, client: Any, sent: Any, ctx: Any) -> Any:
+    def local_step(self, w: Tensor, grad: Any, client: Any, received: Any, ctx: Any) -> Any:
         return sum(grad(w) for _ in range(1 + ctx.t)), client
 
 

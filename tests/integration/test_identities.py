@@ -164,12 +164,12 @@ def test_fedlesam_ascent(golden: Golden) -> None:
     seen: dict[tuple[int, int], list[Tensor]] = {}
 
     class Watched(FedLESAM):
-        def local_step(self, w: Tensor, grad: Any, client: State, sent: State, ctx: ClientContext) -> Any:
+        def local_step(self, w: Tensor, grad: Any, client: State, received: State, ctx: ClientContext) -> Any:
             def spy(v: Tensor) -> Tensor:
                 seen.setdefault((ctx.t, ctx.n_k), []).append(v - w)
                 return grad(v)
 
-            return super().local_step(w, spy, client, sent, ctx)
+            return super().local_step(w, spy, client, received, ctx)
 
     _, record = golden.run(
         Watched(net=golden.net(), optimizer=WD, rho=0.1), sampler=ReplaySampler([[1, 2], [2], [1], [2]]), max_rounds=4
@@ -181,6 +181,29 @@ def test_fedlesam_ascent(golden: Golden) -> None:
             assert float(norm(e)) == pytest.approx(0 if t == 0 else 0.1, abs=1e-9), size
     old = record.server[0].w - record.server[2].w  # client 1 took part in rounds 0 and 2
     close(seen[2, 32][0], to_radius(old, 0.1))
+
+
+@pytest.mark.parametrize("ref", ["own_last_active", "previous_round"])
+def test_fedlesam_ascent_is_taken_from_the_received_model(golden: Golden, ref: Any) -> None:
+    """With a relaxed start, too: none at a client's first part, later along w_old - w^t, wherever training starts."""
+    seen: dict[tuple[int, int], list[Tensor]] = {}
+
+    class Watched(FedLESAM):
+        def local_step(self, w: Tensor, grad: Any, client: State, *rest: Any) -> Any:
+            def spy(v: Tensor) -> Tensor:
+                seen.setdefault((rest[-1].t, rest[-1].n_k), []).append(v - w)
+                return grad(v)
+
+            return super().local_step(w, spy, client, *rest)
+
+    cohorts = ReplaySampler([[1], [2], [1], [2]])
+    objective = Watched(net=golden.net(), optimizer=WD, rho=0.1, ref=ref, relaxed_init=0.3)
+    _, record = golden.run(objective, sampler=cohorts, max_rounds=4)
+    w = [server.w for server in record.server]
+    first = torch.zeros_like(w[0]) if ref == "own_last_active" else w[0] - w[1]
+    close(seen[1, 40][0], to_radius(first, 0.1), atol=1e-15)  # client 2's first part: it starts at w + 0.3 (w - w0)
+    for e in seen[2, 32]:
+        close(e, to_radius(w[0 if ref == "own_last_active" else 1] - w[2], 0.1), atol=1e-15)
 
 
 def test_fedntd_term() -> None:
@@ -278,7 +301,7 @@ def test_warm_up_of_the_radius(golden: Golden) -> None:
 
 def test_fedgmt_without_kl_is_feddyn_without_pull(golden: Golden) -> None:
     class DualOnly(FedDyn):
-        def local_step(self, w: Tensor, grad: Any, client: State, sent: State, ctx: ClientContext) -> Any:
+        def local_step(self, w: Tensor, grad: Any, client: State, received: State, ctx: ClientContext) -> Any:
             return grad(w) - client.lam, client
 
     close(path(golden, FedGMT, gamma=0), path(golden, DualOnly))
@@ -326,8 +349,8 @@ def test_fedgmt_of_alpha_zero_starts_without_kl(golden: Golden) -> None:
 
 def test_fedsmoo_without_its_duals_is_fedsam(golden: Golden) -> None:
     class Still(FedSMOO):
-        def local_step(self, w: Tensor, grad: Any, client: State, sent: State, ctx: ClientContext) -> Any:
-            direction, new = super().local_step(w, grad, client, sent, ctx)
+        def local_step(self, w: Tensor, grad: Any, client: State, received: State, ctx: ClientContext) -> Any:
+            direction, new = super().local_step(w, grad, client, received, ctx)
             return direction, new.replace(mu=client.mu)
 
         def server_step(self, server: State, sent: State, uploads: Any, ctx: Any) -> State:
@@ -360,9 +383,9 @@ def test_fedsmoo_perturbations_have_the_radius(golden: Golden) -> None:
     rho, seen = 0.1, []
 
     class Watched(FedSMOO):
-        def local_step(self, w: Tensor, grad: Any, client: State, sent: State, ctx: ClientContext) -> Any:
-            direction, new = super().local_step(w, grad, client, sent, ctx)
-            close(new.mu - client.mu, new.s_hat - sent.s)
+        def local_step(self, w: Tensor, grad: Any, client: State, received: State, ctx: ClientContext) -> Any:
+            direction, new = super().local_step(w, grad, client, received, ctx)
+            close(new.mu - client.mu, new.s_hat - received.s)
             seen.append(float(norm(new.s_hat)))
             return direction, new
 
@@ -522,18 +545,19 @@ def test_one_text_serves_one_client_and_a_cohort(algorithm: Any, ascent: Any) ->
     w, h, b = random(clients, d), random(clients, d).abs(), random(clients, d)
     zero = torch.zeros(d, dtype=torch.float64)
     server = State({"w": zero, **State.initial(objective.server_inits(), zero, zero)})
-    sent = State({n: random(*server[n].shape) for n in objective.down})
+    received = State({n: random(*server[n].shape) for n in objective.down})
     state = State({n: random(clients, *v.shape) for n, v in State.initial(rules, zero, zero).items()})
+    state = state | {"start": random(clients, d)}
     lr, steps = torch.full((clients, 1), 0.1), torch.arange(1, clients + 1).reshape(-1, 1)
     ctx: Any = {"t": 0, "rounds": 1, "m": 10, "flat": objective.flat}
     many = ClientContext(**ctx, lr=lr, K=steps, k_lr=lr * steps)  # type: ignore[arg-type]
-    direction, after = objective.local_step(w, lambda v: h * (v - b), state, sent, many)
-    upload, kept = objective.local_end(w - 0.1 * direction, after, sent, many)
+    direction, after = objective.local_step(w, lambda v: h * (v - b), state, received, many)
+    upload, kept = objective.local_end(w - 0.1 * direction, after, received, many)
     for k in range(clients):
         one = ClientContext(**ctx, lr=0.1, K=k + 1, k_lr=float(lr[k] * (k + 1)))
         mine = State({n: v[k] for n, v in state.items()})
-        direction_k, after_k = objective.local_step(w[k], lambda v, k=k: h[k] * (v - b[k]), mine, sent, one)
-        upload_k, kept_k = objective.local_end(w[k] - 0.1 * direction_k, after_k, sent, one)
+        direction_k, after_k = objective.local_step(w[k], lambda v, k=k: h[k] * (v - b[k]), mine, received, one)
+        upload_k, kept_k = objective.local_end(w[k] - 0.1 * direction_k, after_k, received, one)
         for ours, theirs in ((upload, upload_k), (kept, kept_k)):
             for n in theirs:
                 close(ours[n][k], theirs[n], atol=1e-6)  # lr is float32 here

@@ -84,8 +84,8 @@ class Parts(Digits):
 class Wild(SCAFFOLD):
     """Its smallest client's first upload is not finite."""
 
-    def local_end(self, w, client, sent, ctx):
-        upload, client = super().local_end(w, client, sent, ctx)
+    def local_end(self, w, client, received, ctx):
+        upload, client = super().local_end(w, client, received, ctx)
         return {**upload, "w": torch.full_like(w, float("nan"))} if ctx.t == 0 and ctx.n_k < 100 else upload, client
 
 

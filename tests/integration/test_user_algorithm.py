@@ -23,8 +23,8 @@ class FedProx(LocalObjective):
         super().__init__(**kwargs)
         self.mu = mu
 
-    def local_step(self, w, grad, client, sent, ctx):
-        return self.local_gradient(w, grad, client, sent, ctx) + self.mu * (w - sent.w), client
+    def local_step(self, w, grad, client, received, ctx):
+        return self.local_gradient(w, grad, client, received, ctx) + self.mu * (w - client.start), client
 '''
 REMEMBER = '''
 from fl_lightning import LocalObjective
@@ -36,7 +36,7 @@ class Remember(LocalObjective):
     client_state = {"own": "w"}
     server_state = {"seen": 0.0}
 
-    def local_end(self, w, client, sent, ctx):
+    def local_end(self, w, client, received, ctx):
         return {"w": w}, client.replace(own=w)
 
     def server_step(self, server, sent, uploads, ctx):

@@ -95,13 +95,13 @@ def test_a_million_clients_cost_nothing() -> None:
     assert len(store) == 10 and store.get(cohort[3], torch.zeros(3), {}).c[0] == cohort[3]
 
 
-def test_slots_of_first_contact() -> None:
+def test_state_at_first_contact() -> None:
     rules: Any = {"a": "zeros", "b": "w0", "c": "w", "d": 2.0, "e": lambda w0: w0.new_ones(4)}
     first = State.initial(rules, w0=torch.ones(3), w=torch.full((3,), 5.0))
     assert [v.tolist() for v in first.values()] == [[0] * 3, [1] * 3, [5] * 3, [2], [1] * 4]
-    with pytest.raises(AttributeError, match="no slot 'lamb' here; there are: a, b"):
+    with pytest.raises(AttributeError, match="no state 'lamb' here; there are: a, b"):
         first.replace(lamb=torch.ones(3))
-    with pytest.raises(AttributeError, match="no slot 'x'"):
+    with pytest.raises(AttributeError, match="no state 'x'"):
         _ = first.x
     with pytest.raises(ValueError, match="'zero' is none of"):
         State.initial({"a": "zero"}, torch.ones(3), torch.ones(3))
@@ -124,11 +124,11 @@ def test_clients_see_only_what_is_sent(golden: Golden) -> None:
     class Peeping(SCAFFOLD):
         down = ("w",)
 
-    with pytest.raises(AttributeError, match="no slot 'c' here; there are: w"):
+    with pytest.raises(AttributeError, match="no state 'c' here; there are: w"):
         golden.run(Peeping(net=golden.net()))
 
     class Chatty(FedAvg):
-        def local_end(self, w: Tensor, client: State, sent: State, ctx: ClientContext) -> Any:
+        def local_end(self, w: Tensor, client: State, received: State, ctx: ClientContext) -> Any:
             return {"w": w, "secret": w}, client
 
     with pytest.raises(UserError, match=r"uploads .*secret.*declares up"):
@@ -139,8 +139,8 @@ def test_an_upload_that_is_not_finite_is_refused(golden: Golden) -> None:
     """Neither the average nor that client's row is written; it is counted; if nobody is left the run says so."""
 
     class Broken(SCAFFOLD):
-        def local_end(self, w: Tensor, client: State, sent: State, ctx: ClientContext) -> Any:
-            upload, client = super().local_end(w, client, sent, ctx)
+        def local_end(self, w: Tensor, client: State, received: State, ctx: ClientContext) -> Any:
+            upload, client = super().local_end(w, client, received, ctx)
             bad = ctx.t == 1 and ctx.n_k == 40  # client 2
             return {**upload, "w": w * float("nan")} if bad else upload, client
 

@@ -30,11 +30,11 @@ class Ascent:
     down: tuple[str, ...] = ()
     passes: ClassVar[int] = 2
 
-    def __call__(self, w: Tensor, grad: Gradient, client: State, sent: State, ctx: ClientContext) -> Tensor:
+    def __call__(self, w: Tensor, grad: Gradient, client: State, received: State, ctx: ClientContext) -> Tensor:
         """The displacement from ``w``, of the same shape ``(..., d)``."""
         raise TypeError(f"{type(self).__name__} must define __call__")
 
-    def local_end(self, client: State, sent: State, ctx: ClientContext) -> State:
+    def local_end(self, client: State, received: State, ctx: ClientContext) -> State:
         """What the client keeps after its last step; its own slots are the only ones to change."""
         return client
 
@@ -70,7 +70,7 @@ class SAM(Ascent):
         """Radius of round ``t``, counted from 0."""
         return warm_up(self.rho, self.rho0, self.warmup, t)
 
-    def __call__(self, w: Tensor, grad: Gradient, client: State, sent: State, ctx: ClientContext) -> Tensor:
+    def __call__(self, w: Tensor, grad: Gradient, client: State, received: State, ctx: ClientContext) -> Tensor:
         return to_radius(grad(w), self.radius(ctx.t), self.eps)
 
 
@@ -94,7 +94,7 @@ class ASAM(SAM):
         require(eta >= 0, "model.ascent.eta", eta, "0 or more")
         self.eta = eta
 
-    def __call__(self, w: Tensor, grad: Gradient, client: State, sent: State, ctx: ClientContext) -> Tensor:
+    def __call__(self, w: Tensor, grad: Gradient, client: State, received: State, ctx: ClientContext) -> Tensor:
         T = ctx.flat.adaptive_scale(w, self.eta)
         return T * to_radius(T * grad(w), self.radius(ctx.t), self.eps)
 
@@ -126,12 +126,12 @@ class LESAM(Ascent):
         else:
             self.client_state = {"w_old": "w"}
 
-    def __call__(self, w: Tensor, grad: Gradient, client: State, sent: State, ctx: ClientContext) -> Tensor:
-        w_old = sent.w_previous if self.ref == "previous_round" else client.w_old
-        return to_radius(w_old - sent.w, self.rho, self.eps)
+    def __call__(self, w: Tensor, grad: Gradient, client: State, received: State, ctx: ClientContext) -> Tensor:
+        w_old = received.w_previous if self.ref == "previous_round" else client.w_old
+        return to_radius(w_old - received.w, self.rho, self.eps)
 
-    def local_end(self, client: State, sent: State, ctx: ClientContext) -> State:
-        return client.replace(w_old=sent.w) if "w_old" in client else client
+    def local_end(self, client: State, received: State, ctx: ClientContext) -> State:
+        return client.replace(w_old=received.w) if "w_old" in client else client
 
     def server_end(self, server: State, before: State) -> State:
         return server.replace(w_previous=before.w) if "w_previous" in server else server
