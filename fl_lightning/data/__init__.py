@@ -1,4 +1,4 @@
-"""Data sets, their division among clients, and batches."""
+"""Data sets, their partition among clients, and batches."""
 
 from fl_lightning.data.arrays import Arrays, Digits
 from fl_lightning.data.augment import Augment
@@ -19,7 +19,8 @@ from fl_lightning.data.partition import (
     Natural,
     Partition,
 )
-from fl_lightning.data.segmentation import IDDA, Cityscapes, ScaledCrop
+from fl_lightning.data.scaled_crop import ScaledCrop
+from fl_lightning.data.segmentation import IDDA, Cityscapes
 from fl_lightning.data.stream import Samples
 from fl_lightning.data.text import AGNews
 

@@ -1,4 +1,4 @@
-"""Data from Python, from .npz or .npy files, and the digits of scikit-learn."""
+"""Data from Python, from .npz or .npy files, and scikit-learn's digits."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ KEYS = ("x_train", "y_train", "x_test", "y_test")
 class Arrays(FederatedDataModule):
     """Plain arrays: an .npz file or a folder of .npy files to be divided, or one (x, y) pair per client.
 
-    uint8 arrays are images and are scaled to [0, 1]; floats are taken as they are, float64 without loss.
+    uint8 arrays are images and are scaled to [0, 1]; floats are not scaled, and float64 is kept.
 
     Args:
         path: File with ``x_train, y_train, x_test, y_test``, or folder with ``x_train.npy`` and so on, which ``stream``
             maps into memory; images may be NHWC or NCHW.
-        client_arrays: From Python, each client's ``(x, y)``; then this is the partition, and the number of clients.
+        client_arrays: From Python, each client's ``(x, y)``, which sets the partition and the number of clients.
         test: With client_arrays, the central test set ``(x, y)``.
         scale: Value of a uint8 pixel that becomes 1.0.
         **kwargs: As for FederatedDataModule.
@@ -53,7 +53,7 @@ class Arrays(FederatedDataModule):
         self.test = test
         if client_arrays is not None:
             if test is None:
-                raise UserError("test: missing beside client_arrays; give the central test set as (x, y)")
+                raise UserError("test: missing; client_arrays need the central test set as (x, y)")
             bounds = accumulate((len(y) for _, y in client_arrays), initial=0)
             given = Given([list(range(a, b)) for a, b in pairwise(bounds)])
             kwargs = {**kwargs, "num_clients": len(client_arrays), "partition": given}
@@ -97,7 +97,7 @@ class Arrays(FederatedDataModule):
             raise
         except (OSError, ValueError, EOFError, TypeError, zipfile.BadZipFile) as error:
             raise UserError(
-                f"data.path = '{self.path}' is no readable .npz file ({error}); write it anew with np.savez"
+                f"data.path = '{self.path}' is not a readable .npz file ({error}); write it again with np.savez"
             ) from None
 
     def _from_folder(self, folder: Path) -> tuple[Any, Any, Any, Any]:
@@ -111,7 +111,7 @@ class Arrays(FederatedDataModule):
             x_train, y_train, x_test, y_test = (np.load(file, mmap_mode=mode) for file in files)
         except (OSError, ValueError, EOFError) as error:
             raise UserError(
-                f"data.path = '{folder}' has no readable .npy files ({error}); write them anew with np.save"
+                f"data.path = '{folder}' has no readable .npy files ({error}); write them again with np.save"
             ) from None
         return x_train, np.array(y_train), x_test, np.array(y_test)
 
@@ -136,6 +136,6 @@ class Digits(FederatedDataModule):
 
         digits = load_digits()
         x, y = digits.images.astype(np.uint8), digits.target.astype(np.int64)
-        test = stratified(y, 360, numpy_generator(0, "digits test set"))  # the same whatever the seed
+        test = stratified(y, 360, numpy_generator(0, "digits test set"))  # independent of data.seed
         train = np.setdiff1d(np.arange(len(y)), test)
         return x[train], y[train], x[test], y[test]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Sized
+from collections.abc import Mapping, Sequence, Sized
 from typing import Any, cast
 
 import numpy as np
@@ -16,20 +16,21 @@ from fl_lightning.data.stream import Samples
 
 
 class FromDataset(FederatedDataModule):
-    """Map-style torch data sets whose samples are ``(x, label)``; x is an array, a tensor or a PIL image.
+    """Map-style torch data sets of samples ``(x, label)``; x is an array, a tensor or a PIL image.
 
-    Samples are read once, by threads, or with ``stream`` each time when they are needed; then labels are taken from
-    the attribute ``targets`` if there is one, and otherwise found by reading every sample.
+    Threads read the samples once, or with ``stream`` whenever they are needed. Labels are those of the attribute
+    ``targets`` if there is one; otherwise every sample is read for its label.
 
     Args:
         train: The training data.
         test: The test data.
-        clients: Client of each training sample, numbers or names; this is then the partition, and the number of
-            clients. Null: divided by ``partition``.
+        clients: Client of each training sample, numbers or names, which sets the partition and the number of
+            clients. Null: samples are divided by ``partition``.
         **kwargs: As for FederatedDataModule.
 
     Raises:
-        UserError: If there are not as many clients as samples, or (on loading or reading) samples are not alike.
+        UserError: If there are not as many clients as samples, or (on loading or reading) samples are not pairs, or
+            differ in shape or dtype.
     """
 
     def __init__(
@@ -37,9 +38,7 @@ class FromDataset(FederatedDataModule):
     ) -> None:
         if clients is not None:
             if len(clients) != len(cast(Sized, train)):
-                raise UserError(
-                    f"clients: {len(clients)} of them for {len(cast(Sized, train))} samples; give the client of each"
-                )
+                raise UserError(f"clients: {len(clients)} for {len(cast(Sized, train))} samples; give one per sample")
             users = [str(client) for client in clients]
             kwargs = {**kwargs, "num_clients": len(set(users)), "partition": Natural(users)}
         super().__init__(**kwargs)
@@ -52,13 +51,17 @@ class FromDataset(FederatedDataModule):
 
 
 class _Read(Samples):
-    """The first parts of a data set's pairs."""
+    """The inputs of a data set's pairs."""
 
     def __init__(self, name: str, dataset: Any) -> None:
         self.name, self.dataset = name, dataset
         if len(dataset) == 0:
             raise UserError(f"{name}: no samples; the {name} data must not be empty")
-        first = np.asarray(dataset[0][0])
+        sample = dataset[0]
+        if isinstance(sample, Mapping):  # as in Hugging Face's data sets
+            keys = ", ".join(map(str, sample))
+            raise UserError(f"{name}: samples are dicts with keys {keys}; wrap the data set to give pairs (x, label)")
+        first = np.asarray(sample[0])
         self.shape, self.dtype = (len(dataset), *first.shape), first.dtype
 
     def __getitem__(self, index: int) -> NDArray[Any]:

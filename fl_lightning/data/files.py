@@ -1,4 +1,4 @@
-"""Files of published data sets: what is missing is named together with the layout and the home page."""
+"""Files of published data sets; errors name what is missing, the expected layout and the home page."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 from fl_lightning.core.errors import UserError
 
 
-def located(key: str, folder: str | Path, layout: Sequence[str], home: str) -> list[Path]:
-    """Files or folders of a data set.
+def find_files(key: str, folder: str | Path, layout: Sequence[str], home: str) -> list[Path]:
+    """Returns the paths of a data set's files or folders.
 
     Args:
         key: Config key of the folder.
-        folder: Where the data set lies.
-        layout: What is expected there.
+        folder: Folder of the data set.
+        layout: Files and folders that are expected there.
         home: Home page of the data set.
 
     Raises:
@@ -28,6 +28,6 @@ def located(key: str, folder: str | Path, layout: Sequence[str], home: str) -> l
     return paths
 
 
-def broken(key: str, path: str | Path, what: object, home: str) -> UserError:
-    """The error of a file that is not as published."""
-    return UserError(f"{key} = '{path}': {' '.join(str(what).split())}; get it anew from {home}")
+def corrupt_file_error(key: str, path: str | Path, what: object, home: str) -> UserError:
+    """Returns the error for a file that is not as published."""
+    return UserError(f"{key} = '{path}': {' '.join(str(what).split())}; get it again from {home}")

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from fl_lightning.core.errors import UserError
-from fl_lightning.data.files import located
+from fl_lightning.data.files import find_files
 from fl_lightning.data.module import FederatedDataModule
 from fl_lightning.data.stream import Samples
 
@@ -22,12 +22,12 @@ NORMALISATION = {
     "CIFAR100": ([0.5071, 0.4865, 0.4409], [0.2673, 0.2564, 0.2762]),
     "CINIC10": ([0.47889522, 0.47227842, 0.43047404], [0.24205776, 0.23828046, 0.25874835]),
 }
-"""Mean and standard deviation as in the fedgloss and FL-SAM code, of CINIC-10 in the latter."""
+"""Mean and standard deviation of the fedgloss and FL-SAM repositories; of CINIC-10, those of the latter."""
 
 
 CIFAR = "https://www.cs.toronto.edu/~kriz/cifar.html"
 LAYOUT = {"CIFAR10": f"cifar-10-batches-py, from {CIFAR}", "CIFAR100": f"cifar-100-python, from {CIFAR}"}
-"""What is expected in ``data_dir``, and where it is from."""
+"""Expected content of ``data_dir``, and its home page."""
 
 
 class TorchvisionData(FederatedDataModule):
@@ -36,10 +36,10 @@ class TorchvisionData(FederatedDataModule):
     Args:
         name: Its name, such as CIFAR10, CIFAR100, MNIST, FashionMNIST, SVHN, EMNIST.
         data_dir: Folder of the data.
-        download: Whether to download what is missing.
-        dataset_kwargs: Further arguments of the torchvision class, such as ``{split: balanced}`` for EMNIST.
+        download: Whether to download missing files.
+        dataset_kwargs: Other arguments of the torchvision class, such as ``{split: balanced}`` for EMNIST.
         **kwargs: As for FederatedDataModule; mean and std default to the published ones for CIFAR-10 and CIFAR-100
-            (``mean: [0], std: [1]`` switches them off).
+            (``mean: [0], std: [1]`` disables them).
 
     Raises:
         UserError: If the name is unknown, or files are missing (on loading).
@@ -54,14 +54,14 @@ class TorchvisionData(FederatedDataModule):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        self.dataset = name  # Lightning has a name of its own
+        self.dataset = name  # `name` is an attribute of Lightning's
         self.data_dir = data_dir
         self.download = download
         self.dataset_kwargs = dataset_kwargs or {}
         _normalise(self, name)
 
     def prepare_data(self) -> None:
-        """Download what is missing, if asked to."""
+        """Downloads missing files, if ``download`` is set."""
         if self.download:
             self._dataset(train=True, download=True)
             self._dataset(train=False, download=True)
@@ -79,19 +79,18 @@ class TorchvisionData(FederatedDataModule):
             lower = difflib.get_close_matches(self.dataset.lower(), [n.lower() for n in known])
             close = [n for n in known if n.lower() in lower] or ["CIFAR10", "CIFAR100", "MNIST"]
             raise UserError(
-                f"data.name = '{self.dataset}' is no torchvision data set with a training part; "
+                f"data.name = '{self.dataset}' is not a torchvision data set with a training part; "
                 f"did you mean {' or '.join(close)}?"
             )
         make = getattr(datasets, self.dataset)
-        # EMNIST's split is another thing than SVHN's: it comes beside train.
+        # EMNIST has both `train` and `split`; SVHN's `split` means train or test
         by_flag = "train" in makers[self.dataset] or "split" in self.dataset_kwargs
         part = {"train": train} if by_flag else {"split": "train" if train else "test"}
         try:
             return make(self.data_dir, **part, **({"download": True} if download else {}), **self.dataset_kwargs)
         except (TypeError, ValueError) as error:
             raise UserError(
-                f"data.dataset_kwargs = {self.dataset_kwargs}: {self.dataset} cannot be made with them ({error}); "
-                "correct them"
+                f"data.dataset_kwargs = {self.dataset_kwargs}: {self.dataset} refuses them ({error}); correct them"
             ) from None
         except (RuntimeError, OSError, EOFError, AssertionError) as error:
             raise UserError(
@@ -126,7 +125,7 @@ class CIFAR100(TorchvisionData):
 
     Attributes:
         coarse: Coarse label (one of 20) of every training sample, ``(50000,)``, int64; after loading.
-        names: File name of every training sample, such as ``cichlid_s_001814.png``, by which some published splits go.
+        names: File name of every training sample, such as ``cichlid_s_001814.png``; some published splits use them.
     """
 
     coarse: NDArray[np.int64]
@@ -139,14 +138,14 @@ class CIFAR100(TorchvisionData):
         """See :class:`FederatedDataModule`."""
         arrays = super().load()
         with Path(self.data_dir, "cifar-100-python", "train").open("rb") as file:
-            entries = pickle.load(file, encoding="latin1")  # torchvision has just compared its checksum
+            entries = pickle.load(file, encoding="latin1")  # torchvision has just verified its checksum
         self.coarse = np.array(entries["coarse_labels"], np.int64)
         self.names = entries["filenames"]
         return arrays
 
 
 def _normalise(data: FederatedDataModule, name: str) -> None:
-    """Take the published mean and standard deviation, if there are any and nothing else was asked for."""
+    """Sets the published mean and standard deviation, if there are any and the user has set none."""
     if name in NORMALISATION and data.mean is None and data.std is None and not data.standardise:
         data.mean, data.std = NORMALISATION[name]
 
@@ -179,10 +178,10 @@ class ImageFiles(Samples):
         self.shape = (len(paths), size, size, 3)
 
     def __getitem__(self, index: int) -> NDArray[np.uint8]:
-        """One image, ``(H, W, 3)``.
+        """Returns one image, ``(H, W, 3)``.
 
         Raises:
-            UserError: If the file is no image.
+            UserError: If the file is not an image.
         """
         from PIL import Image
 
@@ -191,13 +190,13 @@ class ImageFiles(Samples):
             with Image.open(path) as image:
                 return np.asarray(image.convert("RGB").resize((self.size, self.size), Image.Resampling.BILINEAR))
         except OSError as error:
-            raise UserError(f"{self.key} = '{path}' is no readable image ({error}); mend or remove it") from None
+            raise UserError(f"{self.key} = '{path}' is not a readable image ({error}); replace or remove it") from None
 
 
 class ImageFolder(FederatedDataModule):
     """Image files in ``root/train/<class>/`` and ``root/test/<class>/``, as RGB.
 
-    With ``stream`` a file is read when it is needed, and only then is it seen whether it is an image.
+    With ``stream``, a file is read, and so checked, only when it is needed.
 
     Args:
         root: Folder with ``train`` and ``test``.
@@ -205,7 +204,7 @@ class ImageFolder(FederatedDataModule):
         **kwargs: As for FederatedDataModule.
 
     Raises:
-        UserError: If a folder is missing or empty, a file is no image, or classes differ (on loading or reading).
+        UserError: If a folder is missing or empty, a file is not an image, or classes differ (on loading or reading).
     """
 
     def __init__(self, root: str, image_size: int, **kwargs: Any) -> None:
@@ -248,7 +247,7 @@ class CINIC10(ImageFolder):
 
     Args:
         root: Folder with ``train``, ``valid`` and ``test``.
-        valid: Whether to train on the images of ``valid``, too; otherwise they are not used, as in FL-SAM.
+        valid: Whether to train on the images of ``valid`` too; otherwise they are not used, as in FL-SAM.
         **kwargs: As for FederatedDataModule; mean and std default to those of FL-SAM.
 
     Raises:
@@ -264,7 +263,7 @@ class CINIC10(ImageFolder):
     def load(self) -> tuple[Any, Any, Any, Any]:
         """See :class:`FederatedDataModule`."""
         parts = ("train", "valid", "test") if self.valid else ("train", "test")
-        located("data.root", self.root, parts, "https://github.com/BayesWatch/cinic-10")
+        find_files("data.root", self.root, parts, "https://github.com/BayesWatch/cinic-10")
         x, y, x_test, y_test = super().load()
         if self.valid:
             more, labels, _ = self._part("valid")

@@ -1,4 +1,4 @@
-"""Landmarks-User-160k: photographs, each client a photographer."""
+"""Landmarks-User-160k: photographs; each client is a photographer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from fl_lightning.core.errors import UserError, require
-from fl_lightning.data.files import broken, located
+from fl_lightning.data.files import corrupt_file_error, find_files
 from fl_lightning.data.images import ImageFiles
 from fl_lightning.data.module import FederatedDataModule
 from fl_lightning.data.partition import Natural, Partition
@@ -22,22 +22,21 @@ class Landmarks(FederatedDataModule):
     """Landmarks-User-160k (Hsu et al. 2020): 164,172 photographs of 2,028 landmarks by 1,262 users; 19,526 to test.
 
     ``federated_train.csv`` (``user_id,image_id,class``) and ``test.csv`` (``image_id,class``) name the images, which
-    are those of the training part of Google Landmarks v2: ``<image_id>.jpg``, or ``a/b/c/<image_id>.jpg`` by the first
-    three letters, as they are published. Each user is a client. The small variant gld23k has the same form, with 233
-    clients.
+    belong to the training part of Google Landmarks v2: ``<image_id>.jpg``, or as published ``a/b/c/<image_id>.jpg``, by
+    the first three letters. Each user is a client. The small variant gld23k has the same format, with 233 clients.
 
     Args:
         data_dir: Folder with the two CSV files.
         images: Folder with the photographs; null: ``images`` in data_dir.
-        image_size: Height and width, in pixels, that every image is resized to (bilinear). That of the papers is not
-            known; Google's own example has 224.
+        image_size: Height and width, in pixels, that every image is resized to (bilinear). The papers do not
+            give theirs; Google's own example has 224.
         num_clients: Number of clients.
-        partition: Another division than by users; null for that.
+        partition: A partition other than by users; null for by users.
         stream: Read photographs when they are needed: in memory they take 28 GB at 224 pixels.
         **kwargs: As for FederatedDataModule.
 
     Raises:
-        UserError: If a file is missing or broken (on loading or reading).
+        UserError: If a file is missing or corrupt (on loading or reading).
     """
 
     published = (164_172, 19_526)
@@ -61,7 +60,7 @@ class Landmarks(FederatedDataModule):
 
     def load(self) -> tuple[Any, Any, Any, Any]:
         """See :class:`FederatedDataModule`."""
-        files = located("data.data_dir", self.data_dir, ("federated_train.csv", "test.csv"), HOME)
+        files = find_files("data.data_dir", self.data_dir, ("federated_train.csv", "test.csv"), HOME)
         train, test = _rows(files[0], ("user_id", "image_id", "class")), _rows(files[1], ("image_id", "class"))
         if self._by_user:
             self.partition = Natural([row["user_id"] for row in train])
@@ -89,10 +88,12 @@ def _rows(path: Path, columns: tuple[str, ...]) -> list[dict[str, str]]:
             rows = []
             for row in reader:
                 if any(not row.get(name) for name in columns) or not row["class"].isdecimal():
-                    raise broken("data.data_dir", path, f"line {reader.line_num} is not {', '.join(columns)}", HOME)
+                    raise corrupt_file_error(
+                        "data.data_dir", path, f"line {reader.line_num} is not {', '.join(columns)}", HOME
+                    )
                 rows.append(row)
     except (UnicodeDecodeError, csv.Error) as error:
-        raise broken("data.data_dir", path, error, HOME) from None
+        raise corrupt_file_error("data.data_dir", path, error, HOME) from None
     if not rows:
-        raise broken("data.data_dir", path, "no rows", HOME)
+        raise corrupt_file_error("data.data_dir", path, "no rows", HOME)
     return rows

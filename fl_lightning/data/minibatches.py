@@ -1,34 +1,56 @@
-"""Which samples a client trains on, step by step: drawn at once, gathered and augmented when they are needed."""
+"""The samples of each training step: drawn up front, gathered and augmented when they are needed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from fl_lightning.data.module import Batch, FederatedDataModule
+Batch = tuple[Tensor, Tensor]
+"""Samples ``(B, *input_shape)`` and labels: ``(B,)``, with Mixup ``(B, classes)``, for segmentation ``(B, H, W)``."""
 
 CHUNK = 64 * 2**20
-"""Bytes of samples that are gathered and augmented in one go."""
+"""Bytes of samples that are gathered and augmented at once."""
+
+
+class SampleSource(Protocol):
+    """Where minibatches get their samples: a data module.
+
+    Attributes:
+        batch_size: Samples per step; null for full batches.
+        device: Device of the samples it returns.
+    """
+
+    batch_size: int | None
+    device: torch.device
+
+    def samples(self, indices: Tensor, draws: dict[str, Tensor], dtype: torch.dtype) -> Batch:
+        """Training samples by index, augmented and scaled; see `FederatedDataModule`."""
+
+    def reading_ahead(self, clients: Iterable[Minibatches]) -> AbstractContextManager[object]:
+        """A context in which the samples of these minibatches are read before they are asked for."""
+
+    def sample_bytes(self, dtype: torch.dtype) -> int:
+        """Memory of one sample, in bytes."""
 
 
 @dataclass(frozen=True)
 class Minibatches:
-    """A client's minibatches of one phase; iterated, they give ``(x, y)`` of each step.
+    """A client's minibatches of one phase; iterating yields ``(x, y)`` of each step.
 
     Attributes:
-        source: The data module that they are taken from.
+        source: The data module that holds the samples.
         indices: Samples in the order of use, ``(n,)``, on the CPU.
         sizes: Samples of each step; their sum is n.
-        draws: What the augmentation drew, ``(n, ...)`` by name, on the CPU.
+        draws: Random draws of the augmentation, ``(n, ...)`` by name, on the CPU.
         dtype: Floating dtype of the samples.
     """
 
-    source: FederatedDataModule
+    source: SampleSource
     indices: Tensor
     sizes: list[int]
     draws: dict[str, Tensor]
@@ -40,31 +62,52 @@ class Minibatches:
 
     def __iter__(self) -> Iterator[Batch]:
         at = 0
-        with self.source.reading([self]):
-            for sizes in self._chunks(self.sizes):
+        with self.source.reading_ahead([self]):
+            for sizes in chunks(self.sizes, self.source.sample_bytes(self.dtype)):
                 n = sum(sizes)
-                x, y = self.source.samples(
-                    self.indices[at : at + n], {k: v[at : at + n] for k, v in self.draws.items()}, self.dtype
-                )
+                draws = {name: v[at : at + n] for name, v in self.draws.items()}
+                x, y = self.source.samples(self.indices[at : at + n], draws, self.dtype)
                 yield from zip(torch.split(x, sizes), torch.split(y, sizes), strict=True)
                 at += n
 
     def head(self, steps: int) -> Minibatches:
         """The first few steps alone."""
-        n = sum(self.sizes[:steps])
-        draws = {name: v[:n] for name, v in self.draws.items()}
-        return Minibatches(self.source, self.indices[:n], self.sizes[:steps], draws, self.dtype)
+        return self.take(range(min(steps, len(self))))
 
-    def _chunks(self, sizes: list[int], width: int = 1) -> Iterator[list[int]]:
-        """Consecutive steps whose samples, ``width`` times as many, take about `CHUNK` bytes."""
-        limit = max(1, CHUNK // (self.source.sample_bytes(self.dtype) * width))
-        chunk: list[int] = []
-        for size in sizes:
-            if chunk and sum(chunk) + size > limit:
-                yield chunk
-                chunk = []
-            chunk.append(size)
-        yield chunk
+    def take(self, steps: Sequence[int]) -> Minibatches:
+        """Some of the steps, in the given order."""
+
+        def rows(v: Tensor) -> Tensor:
+            parts = torch.split(v, self.sizes)
+            return torch.cat([parts[step] for step in steps])
+
+        draws = {name: rows(v) for name, v in self.draws.items()}
+        return Minibatches(self.source, rows(self.indices), [self.sizes[step] for step in steps], draws, self.dtype)
+
+
+def epoch_sizes(n: int, batch_size: int | None, drop_last: bool) -> list[int]:
+    """Samples of each minibatch in one pass over ``n`` samples; never empty.
+
+    Args:
+        n: Number of samples.
+        batch_size: Samples per minibatch; null for all.
+        drop_last: Whether to leave out a short minibatch at the end, unless it is the only one.
+    """
+    size = batch_size or n
+    full, rest = divmod(n, size)
+    return [size] * full + [rest] * (rest > 0 and not (drop_last and full))
+
+
+def chunks(sizes: Iterable[int], sample_bytes: int) -> Iterator[list[int]]:
+    """Consecutive steps whose samples take about `CHUNK` bytes."""
+    limit = max(1, CHUNK // sample_bytes)
+    chunk: list[int] = []
+    for size in sizes:
+        if chunk and sum(chunk) + size > limit:
+            yield chunk
+            chunk = []
+        chunk.append(size)
+    yield chunk
 
 
 @dataclass(frozen=True)
@@ -75,7 +118,7 @@ class Block:
         x: Samples, ``(steps, clients, batch, ...)``.
         y: Labels, ``(steps, clients, batch)``, or with Mixup ``(steps, clients, batch, classes)``.
         weight: Weight of each sample in its minibatch's mean, 0 for padding, ``(steps, clients, batch)``.
-        active: Whether a client makes that step at all, ``(steps, clients, 1)``.
+        active: Whether a client takes that step, ``(steps, clients, 1)``.
     """
 
     x: Tensor
@@ -85,7 +128,7 @@ class Block:
 
 
 def blocks(clients: Sequence[Minibatches], width: int, batch: int) -> Iterator[Block]:
-    """The minibatches of several clients side by side.
+    """Stacks the minibatches of several clients.
 
     Args:
         clients: Their minibatches, of one source.
@@ -109,8 +152,8 @@ def blocks(clients: Sequence[Minibatches], width: int, batch: int) -> Iterator[B
     draws = {name: torch.cat([c.draws[name] for c in clients]) for name in first.draws}
 
     at, device = 0, first.source.device
-    with first.source.reading(clients):
-        for chunk in first._chunks([batch] * steps, width):
+    with first.source.reading_ahead(clients):
+        for chunk in chunks([batch] * steps, first.source.sample_bytes(first.dtype) * width):
             span = slice(at, at + len(chunk))
             flat = position[span].reshape(-1)
             x, y = first.source.samples(indices[flat], {name: v[flat] for name, v in draws.items()}, first.dtype)

@@ -1,4 +1,4 @@
-"""Samples that lie in files or on disk and are read when they are needed, by threads."""
+"""Samples in files or memory maps that threads read when they are needed."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from torch import Tensor
 from fl_lightning.data.tensors import inputs, layout
 
 AHEAD = 256 * 2**20
-"""Bytes of samples, as stored, that are read before they are needed."""
+"""Bytes of samples, as stored, that are read ahead."""
 
 
 class Samples(ABC):
-    """Samples that need not be in memory. A data set's ``load`` may return them in place of an array.
+    """Samples that need not be in memory; ``load`` of a data set may return them instead of an array.
 
     Attributes:
-        shape: ``(N, ...)``, as an array of all of them would have it.
+        shape: Shape of an array of all samples, ``(N, ...)``.
         dtype: Their dtype.
     """
 
@@ -35,22 +35,21 @@ class Samples(ABC):
 
     @abstractmethod
     def __getitem__(self, index: int) -> NDArray[Any]:
-        """One sample. It is called by several threads at once, and may raise a UserError."""
+        """One sample. Several threads call it at once; it may raise a UserError."""
 
 
 class Stream:
-    """Samples as a data module takes them, read by a pool of threads.
+    """Samples as a data module keeps them, read by a pool of threads.
 
     Args:
-        name: What they are called in errors.
-        source: Where they lie.
+        name: Name of the samples in errors.
+        source: The samples.
         workers: Number of threads.
 
     Attributes:
-        shape: As a tensor of all of them would have it, ``(N, C, H, W)`` for images.
-        dtype: Likewise.
-        nbytes: Memory that those take which are read before they are needed, at most.
-        ahead: Their number.
+        shape: Shape of a tensor of all samples, ``(N, C, H, W)`` for images.
+        dtype: Its dtype.
+        ahead: Number of samples that are read ahead, at most.
     """
 
     def __init__(self, name: str, source: Samples | np.memmap[Any, Any], workers: int) -> None:
@@ -59,66 +58,65 @@ class Stream:
         self.shape: tuple[int, ...] = (len(source), *like.shape[1:])
         self.dtype = like.dtype
         self.ahead = max(1, min(len(self), AHEAD // max(1, like.nbytes)))
-        self.nbytes = self.ahead * like.nbytes
         self._pool = ThreadPoolExecutor(workers, "samples")
 
     def __len__(self) -> int:
         return self.shape[0]
 
     def start(self, index: int) -> Future[NDArray[Any]]:
-        """Have a thread read one sample."""
+        """Lets a thread read one sample."""
         return self._pool.submit(self._read, index)
 
     def read(self) -> Tensor:
         """All samples, ``(N, ...)``."""
         rows = torch.empty(self.shape, dtype=self.dtype, memory_format=layout(len(self.shape)))
-        with Ahead(self, range(len(self))) as ahead:
+        with Prefetcher(self, range(len(self))) as prefetcher:
             for at in range(0, len(self), self.ahead):
                 part = range(at, min(at + self.ahead, len(self)))
-                rows[at : at + len(part)] = ahead.take(part)
+                rows[at : at + len(part)] = prefetcher.take(part)
         return rows
 
     def _read(self, index: int) -> NDArray[Any]:
         sample = self.source[index]
-        return np.array(sample) if isinstance(sample, np.memmap) else sample  # a map is read when it is copied
+        return np.array(sample) if isinstance(sample, np.memmap) else sample  # a map is read when copied
 
 
-class Ahead:
-    """Samples in the order in which they will be needed; a bounded number of them is read before that.
+class Prefetcher:
+    """Reads a bounded number of samples ahead, in the order in which they will be needed.
 
-    Only the thread that takes the samples changes it, so it needs no lock. A sample that is planned again while it is
-    in memory is not read again.
+    Only the thread that takes the samples changes its state, so it needs no lock. A sample that is planned again while
+    it is in memory is not read again.
 
     Args:
         stream: The samples.
-        plan: Indices in the order of use, with repeats. Others may be taken as well, but must be waited for.
-        before: What was planned so far: what it has read and the new plan needs soon is taken over.
+        plan: Indices in the order of use, with repeats. Others can be taken too, but are read only then.
+        before: The previous prefetcher, which is closed; samples that it has read and the new plan needs soon are kept.
     """
 
-    def __init__(self, stream: Stream, plan: Iterable[int], before: Ahead | None = None) -> None:
+    def __init__(self, stream: Stream, plan: Iterable[int], before: Prefetcher | None = None) -> None:
         self._stream = stream
         self._plan = deque(plan)
         self._reads: dict[int, Future[NDArray[Any]]] = {}
-        self._uses = Counter[int]()  # planned so far and not yet taken; negative: taken before it was its turn
+        self._uses = Counter[int]()  # planned and not yet taken; negative: taken before its turn
         self._fill({} if before is None else before._reads)
         if before is not None:
             before.close()
 
-    def __enter__(self) -> Ahead:
+    def __enter__(self) -> Prefetcher:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
-        """Read no more."""
+        """Stops reading."""
         self._plan.clear()
         for read in self._reads.values():
             read.cancel()
         self._reads = {}
 
     def take(self, indices: Sequence[int]) -> Tensor:
-        """Some samples, ``(n, ...)``, in host memory.
+        """Returns samples by index, ``(n, ...)``, in host memory.
 
         Raises:
             UserError: If one of them is faulty.
@@ -139,7 +137,7 @@ class Ahead:
                 sample = reads.pop(i).result()
                 for place in its:
                     rows[place] = sample
-        except BaseException:  # a faulty sample, or Ctrl-C: the others are needless
+        except BaseException:  # a faulty sample, or Ctrl-C: the others are not needed
             for read in reads.values():
                 read.cancel()
             self.close()
@@ -147,7 +145,7 @@ class Ahead:
         return inputs(stream.name, rows, indices)
 
     def _fill(self, done: dict[int, Future[NDArray[Any]]]) -> None:
-        """Start to read what comes next, unless it is among those done."""
+        """Starts to read the next samples, unless they are among those done."""
         while self._plan and len(self._reads) < self._stream.ahead:
             i = self._plan.popleft()
             self._uses[i] += 1

@@ -1,9 +1,9 @@
-"""Arrays from anywhere, checked and brought into one form."""
+"""Arrays and tensors of samples and labels, checked and converted to one form."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,20 +12,17 @@ from torch import Tensor
 
 from fl_lightning.core.errors import UserError
 
-if TYPE_CHECKING:
-    from fl_lightning.data.stream import Stream
-
 
 def inputs(name: str, array: Any, rows: Sequence[int] | None = None) -> Tensor:
-    """A tensor of samples: images ``(N, C, H, W)`` or features ``(N, ...)``.
+    """Returns samples as a tensor: images ``(N, C, H, W)`` or features ``(N, ...)``, in the memory format of `layout`.
 
-    uint8 arrays are images: ``(N, H, W)`` gets a channel, ``(N, H, W, 1 or 3)`` is turned to ``(N, C, H, W)``. Floats
-    keep their dtype, int32 and int64 (tokens) become int64. They lie in memory as `layout` says.
+    uint8 arrays are images: ``(N, H, W)`` gets a channel, ``(N, H, W, 1 or 3)`` becomes ``(N, C, H, W)``. Floats
+    keep their dtype; int32 and int64 (tokens) become int64.
 
     Args:
-        name: What they are called in errors.
+        name: Name of the samples in errors.
         array: The samples.
-        rows: Their numbers, ``(N,)``, if these are not all.
+        rows: Their row numbers, ``(N,)``, if these are not all rows.
 
     Raises:
         UserError: If the dtype is none of these, or a value is not finite.
@@ -50,15 +47,15 @@ def inputs(name: str, array: Any, rows: Sequence[int] | None = None) -> Tensor:
 
 
 def layout(ndim: int) -> torch.memory_format:
-    """How samples lie in memory: images with the channels last, with which convolutions are quicker."""
+    """Memory format of samples: channels_last for images, since convolutions are faster with it."""
     return torch.channels_last if ndim == 4 else torch.contiguous_format
 
 
 def labels(name: str, array: Any) -> Tensor:
-    """Class labels as int64, ``(N,)``.
+    """Returns class labels as int64, ``(N,)``.
 
     Raises:
-        UserError: If they are not integers >= 0 in one dimension.
+        UserError: If they are not one-dimensional, or not integers >= 0.
     """
     y = _tensor(name, array)
     if y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
@@ -69,44 +66,6 @@ def labels(name: str, array: Any) -> Tensor:
     if len(y) and y.min() < 0:
         raise UserError(f"{name}: label {int(y.min())} at row {int(y.argmin())} is negative; number the classes from 0")
     return y
-
-
-def check_pairs(x_train: Tensor | Stream, y_train: Tensor, x_test: Tensor | Stream, y_test: Tensor) -> None:
-    """Check that samples and labels, training and test data fit together.
-
-    Raises:
-        UserError: If counts, shapes, dtypes or classes disagree.
-    """
-    for split, x, y in (("train", x_train, y_train), ("test", x_test, y_test)):
-        if len(x) != len(y):
-            raise UserError(
-                f"x_{split}: {len(x)} samples, but y_{split} has {len(y)} labels; give one label per sample"
-            )
-        if len(x) == 0:
-            raise UserError(f"x_{split}: no samples; the {split} data must not be empty")
-    for what, a, b in (
-        ("shape", tuple(x_train.shape[1:]), tuple(x_test.shape[1:])),
-        ("dtype", x_train.dtype, x_test.dtype),
-    ):
-        if a != b:
-            raise UserError(f"x_test: {what} {b} of a sample differs from x_train's {a}; prepare both alike")
-    if y_test.max() > y_train.max():
-        row, top = int(y_test.argmax()), int(y_train.max())
-        raise UserError(
-            f"y_test: label {int(y_test[row])} at row {row} exceeds y_train's largest, {top}; "
-            "number the classes of both alike"
-        )
-
-
-def copies(x_train: Tensor, x_test: Tensor) -> int:
-    """How many test samples occur among the training samples, value for value, by a hash of each."""
-    seen = set(_hashes(x_train))
-    return sum(row in seen for row in _hashes(x_test))
-
-
-def _hashes(x: Tensor) -> Iterator[int]:
-    rows = x.permute(0, 2, 3, 1) if x.ndim == 4 else x  # as they lie in memory
-    return (hash(row.tobytes()) for row in rows.numpy())
 
 
 def stratified(y: NDArray[np.int64], n: int, rng: np.random.Generator) -> NDArray[np.int64]:
@@ -124,6 +83,6 @@ def _tensor(name: str, array: Any) -> Tensor:
         return array.detach().cpu() if isinstance(array, Tensor) else torch.from_numpy(np.ascontiguousarray(array))
     except (TypeError, ValueError):
         raise UserError(
-            f"{name}: {type(array).__name__} of {np.asarray(array).dtype} is no numeric array; "
+            f"{name}: {type(array).__name__} of {np.asarray(array).dtype} is not a numeric array; "
             "give a numpy array or tensor"
         ) from None

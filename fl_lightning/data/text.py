@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fl_lightning.core.errors import require
-from fl_lightning.data.files import broken, located
+from fl_lightning.data.files import corrupt_file_error, find_files
 from fl_lightning.data.module import FederatedDataModule
 
 HOME = "http://groups.di.unipi.it/~gulli/AG_corpus_of_news_articles.html (as CSV files by Zhang et al. 2015)"
@@ -21,12 +21,12 @@ MARKS = str.maketrans({**{mark: f" {mark} " for mark in ".,()!?"}, "'": " '  ", 
 
 
 def basic_english(text: str) -> list[str]:
-    """Words and punctuation marks in lower case, as torchtext's tokeniser ``basic_english`` gives them."""
+    """Splits into lower-case words and punctuation marks, as torchtext's tokeniser ``basic_english``."""
     return text.lower().replace("<br />", " ").translate(MARKS).split()
 
 
 def vocabulary(texts: Sequence[Sequence[str]]) -> dict[str, int]:
-    """Number of each token: 0 is "<unk>", then by falling frequency, equal ones in alphabetical order."""
+    """Numbers tokens: 0 is "<unk>", then by decreasing frequency; equally frequent ones alphabetically."""
     counts = Counter(token for text in texts for token in text)
     del counts[UNKNOWN]
     order = sorted(counts, key=lambda token: (-counts[token], token))
@@ -36,9 +36,9 @@ def vocabulary(texts: Sequence[Sequence[str]]) -> dict[str, int]:
 class AGNews(FederatedDataModule):
     """AG News (Zhang et al. 2015): 120,000 training and 7,600 test texts of 4 classes, as tokens.
 
-    ``train.csv`` and ``test.csv`` have rows ``class (1 to 4), title, description``; title and description are one text.
+    ``train.csv`` and ``test.csv`` have rows ``class (1 to 4), title, description``; title and description are joined.
     The vocabulary is that of training and test texts together, as in FL-SAM (98,635 tokens). A sample is
-    ``(max_length,)`` int64; 0 pads, and is the unknown token as well.
+    ``(max_length,)`` int64; 0 is both padding and the unknown token.
 
     Args:
         data_dir: Folder with ``train.csv`` and ``test.csv``.
@@ -49,7 +49,7 @@ class AGNews(FederatedDataModule):
         vocabulary: Number of each token (after loading).
 
     Raises:
-        UserError: If a file is missing or broken (on loading), or max_length is not positive.
+        UserError: If a file is missing or corrupt (on loading), or max_length is not positive.
     """
 
     published = (120_000, 7_600)
@@ -57,13 +57,15 @@ class AGNews(FederatedDataModule):
 
     def __init__(self, data_dir: str = "data/ag_news", max_length: int = 200, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        require(max_length > 0, "data.max_length", max_length, "use 1 or more tokens")
+        require(max_length > 0, "data.max_length", max_length, "use 1 or more")
         self.data_dir = data_dir
         self.max_length = max_length
 
     def load(self) -> tuple[Any, Any, Any, Any]:
         """See :class:`FederatedDataModule`."""
-        train, test = (_read(path) for path in located("data.data_dir", self.data_dir, ("train.csv", "test.csv"), HOME))
+        train, test = (
+            _read(path) for path in find_files("data.data_dir", self.data_dir, ("train.csv", "test.csv"), HOME)
+        )
         self.vocabulary = vocabulary([*train[0], *test[0]])
         return self._numbers(train[0]), train[1], self._numbers(test[0]), test[1]
 
@@ -83,10 +85,10 @@ def _read(path: Path) -> tuple[list[list[str]], NDArray[np.int64]]:
             reader = csv.reader(file)
             for row in reader:
                 if len(row) < 2 or row[0] not in ("1", "2", "3", "4"):
-                    told = f"line {reader.line_num} is not class (1 to 4), title, description"
-                    raise broken("data.data_dir", path, told, HOME)
+                    problem = f"line {reader.line_num} is not class (1 to 4), title, description"
+                    raise corrupt_file_error("data.data_dir", path, problem, HOME)
                 texts.append(basic_english(" ".join(row[1:])))
                 labels.append(int(row[0]) - 1)
     except (UnicodeDecodeError, csv.Error) as error:
-        raise broken("data.data_dir", path, error, HOME) from None
+        raise corrupt_file_error("data.data_dir", path, error, HOME) from None
     return texts, np.array(labels, np.int64)

@@ -1,25 +1,23 @@
-"""CIFAR-C: rows and severities, what is refused, and the table and figure by the command line."""
+"""CIFAR-C: rows and severities, what is refused, and the table and figure of the command line."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch import Tensor
+from torch import Tensor, nn
 
-from fl_lightning import Arrays, UserError
-from fl_lightning.commands.corruptions import (
-    CORRUPTIONS,
-    CorruptedCIFAR,
-    evaluate_corruptions,
-    means,
-    plot_corruptions,
-    read,
-)
+from fl_lightning import SGD, Arrays, Checkpoints, FedAvg, FederatedTrainer, UserError
+from fl_lightning.commands.corruptions import evaluate_corruptions, run
 from fl_lightning.core.rng import numpy_generator
+from fl_lightning.data.corruptions import CORRUPTIONS, CorruptedCIFAR
+from fl_lightning.data.minibatches import Batch
+from fl_lightning.results.corruptions import means, plot_corruptions, read
 from tests.runs import cli
 
 N = 12
@@ -57,15 +55,17 @@ def test_severities_are_blocks_of_rows(tmp_path: Path) -> None:
 
 
 def test_accuracy_of_a_known_predictor(tmp_path: Path) -> None:
-    """It sees images scaled and normalised, and answers the corruption's and severity's number modulo 3."""
+    """It gets images scaled and normalised, and predicts the corruption's and severity's number modulo 3."""
     data = Arrays(cifar(tmp_path), num_clients=2, mean=[0.5], std=[0.25], eval_batch_size=5)
     data.setup()
 
     def predict(x: Tensor) -> Tensor:
-        value = ((x[:, 0, 0, 0] * 0.25 + 0.5) * 255).round().long()
-        return torch.nn.functional.one_hot(value % 3, 7)  # more outputs than classes
+        return ((x[:, 0, 0, 0] * 0.25 + 0.5) * 255).round().long() % 3
 
-    rows = evaluate_corruptions(predict, data, str(written(tmp_path / "c")), CORRUPTIONS[:4], (1, 5))
+    def accuracy(batches: Iterable[Batch]) -> float:
+        return float(torch.cat([predict(x) == y for x, y in batches]).double().mean())
+
+    rows = list(evaluate_corruptions(accuracy, data, str(written(tmp_path / "c")), CORRUPTIONS[:4], (1, 5)))
     assert [row[:2] for row in rows] == [("clean", 0), *((c, s) for c in CORRUPTIONS[:4] for s in (1, 5))]
     for row in rows[1:]:
         answer = (10 * CORRUPTIONS.index(row.corruption) + row.severity) % 3
@@ -95,15 +95,56 @@ def test_what_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         UserError, match="its 12 labels are not the 12 of data's test set; CIFAR-10-C goes with CIFAR10"
     ):
-        evaluate_corruptions(lambda x: x, data, str(folder), ["fog"])
+        list(evaluate_corruptions(lambda batches: 0.0, data, str(folder), ["fog"]))
     np.save(folder / "fog.npy", np.zeros((N, 32, 32, 3)))
-    with pytest.raises(
-        UserError, match=r"fog.npy': float64 \(12, 32, 32, 3\) in place of uint8 \(60, 32, 32, 3\); get"
-    ):
+    with pytest.raises(UserError, match=r"fog.npy': float64 \(12, 32, 32, 3\) instead of uint8 \(60, 32, 32, 3\); get"):
         CorruptedCIFAR(str(folder), ["fog"])
     (folder / "fog.npy").write_bytes(b"rubbish")
-    with pytest.raises(UserError, match=rf"^folder = '[^\n]*fog.npy': [^\n]*; get it anew from {home}$"):
+    with pytest.raises(UserError, match=rf"^folder = '[^\n]*fog.npy': [^\n]*; get it again from {home}$"):
         CorruptedCIFAR(str(folder), ["fog"])
+
+
+def batch_norm_net() -> nn.Module:
+    """A net whose running statistics change its predictions."""
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, stride=4), nn.BatchNorm2d(8, momentum=0.5), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(),
+        nn.Linear(32, 3),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("policy", ["average", "local", "reset"])
+def test_clean_row_is_the_number_of_test(tmp_path: Path, policy: Any) -> None:
+    """Also with running statistics, which are no parameters; fog is here the test set itself."""
+    x = np.clip(40 * np.arange(3)[np.arange(90) % 3, None, None, None] + RNG.integers(60, 140, (90, 32, 32, 3)), 0, 255)
+    path, y = tmp_path / "cifar.npz", np.arange(90) % 3
+    x = x.astype(np.uint8)
+    np.savez(path, x_train=x[:60], y_train=y[:60], x_test=x[60:], y_test=y[60:])
+    folder = tmp_path / "c"
+    folder.mkdir()
+    np.save(folder / "labels.npy", np.tile(y[60:], 5))
+    for name in CORRUPTIONS:
+        np.save(folder / f"{name}.npy", np.tile(x[60:], (5, 1, 1, 1)))
+
+    torch.manual_seed(0)
+    data = Arrays(str(path), num_clients=2, batch_size=8, eval_batch_size=7)
+    trainer = FederatedTrainer(
+        max_rounds=4, clients_per_round=2, accelerator="cpu", callbacks=[Checkpoints()], enable_progress_bar=False,
+        default_root_dir=str(tmp_path / "runs"),
+    )  # fmt: skip
+    trainer.fit(FedAvg(net=batch_norm_net(), optimizer=SGD(lr=0.05), buffers=policy), data)
+    (last,) = (tmp_path / "runs").rglob("last.ckpt")
+
+    model = FedAvg(net=batch_norm_net(), optimizer=SGD(lr=0.05), buffers=policy)
+    want = trainer.test(model, data, str(last))["server/test/acc"]
+    rows = run(trainer, model, data, str(folder), str(last))
+    assert rows[0] == ("clean", 0, want)
+    assert len(rows) == 96 and {row.acc for row in rows} == {want}
+    assert want > 0.5
+    fresh = batch_norm_net()
+    fresh.load_state_dict({**fresh.state_dict(), **dict(model.net.named_parameters())})
+    with torch.no_grad():
+        predicted = torch.cat([fresh.eval()(x).argmax(1) == y for x, y in data.eval_batches("test")])
+    assert float(predicted.double().mean()) < want  # the initial statistics give another number
 
 
 def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -120,7 +120,7 @@ def test_standardise_is_that_of_tensorflow() -> None:
         adjusted = max(image.std(), 1 / np.sqrt(n))
         np.testing.assert_allclose(result, (image - image.mean()) / adjusted, rtol=0, atol=1e-12)
     assert (x[-1] == 0).all()
-    with pytest.raises(UserError, match="standardise = true: takes the place of mean and std"):
+    with pytest.raises(UserError, match="standardise = true: replaces mean and std"):
         toy(standardise=True, mean=[0.5])
 
 

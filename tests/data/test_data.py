@@ -289,7 +289,7 @@ def nan_at(row):
         ((XF, Y.astype(float), XF, Y), {}, "y_train: labels are torch.float64; convert them to integers"),
         ((XF, Y[:, None], XF, Y), {}, r"y_train: shape \(60, 1\) is not \(N,\)"),
         ((XF.astype(complex), Y, XF, Y), {}, "x_train: dtype torch.complex128 is not supported"),
-        ((np.array(["a"] * 60), Y, XF, Y), {}, "x_train: ndarray of <U1 is no numeric array"),
+        ((np.array(["a"] * 60), Y, XF, Y), {}, "x_train: ndarray of <U1 is not a numeric array"),
         (
             (XF, Y, XF, Y),
             {"num_clients": 61},
@@ -298,14 +298,14 @@ def nan_at(row):
         (
             (XF, Y, XF, Y),
             {"augment": Augment()},
-            r"augment: samples of shape \(4,\) are no images .* set augment: null",
+            r"augment: samples of shape \(4,\) are not images .* set augment: null",
         ),
         (None, {"mean": [0.1, 0.2]}, r"mean: 2 values for samples of shape \(3, 6, 5\); give one, or one per channel"),
-        (None, {"std": [0.0]}, r"data.std = \[0.0\] must be positive"),
-        (None, {"batch_size": 0}, "data.batch_size = 0 is not positive; use 1 or more, or null for full batches"),
-        (None, {"eval_batch_size": 0}, "data.eval_batch_size = 0 is not positive"),
-        (None, {"num_clients": 0}, "data.num_clients = 0 is not positive"),
-        (None, {"val_fraction": 1.0}, r"data.val_fraction = 1.0 is not in \[0, 1\)"),
+        (None, {"std": [0.0]}, r"data.std = \[0.0\]: must be positive"),
+        (None, {"batch_size": 0}, "data.batch_size = 0: use 1 or more, or null \\(full batch\\)"),
+        (None, {"eval_batch_size": 0}, "data.eval_batch_size = 0: use 1 or more"),
+        (None, {"num_clients": 0}, "data.num_clients = 0: use 1 or more"),
+        (None, {"val_fraction": 1.0}, r"data.val_fraction = 1.0: use a share in \[0, 1\), for example 0.1"),
     ],
 )
 def test_faulty_data_and_settings(arrays, kwargs, message):
@@ -401,9 +401,9 @@ def test_centralized_training_by_lightning():
 def test_loader_repeats_from_the_start():
     data = toy(augment=Augment(1))
     loader = data.train_dataloader()
-    first, second, anew = (torch.cat([x for x, _ in batches]) for batches in (loader, loader, data.train_dataloader()))
+    first, second, again = (torch.cat([x for x, _ in batches]) for batches in (loader, loader, data.train_dataloader()))
     assert not torch.equal(first, second)
-    assert torch.equal(first, anew)
+    assert torch.equal(first, again)
     assert len(list(loader)) == len(loader) == 15
     assert len(list(data.test_dataloader())) == len(data.test_dataloader()) == 1
     assert data.val_dataloader() == []
@@ -423,7 +423,9 @@ def test_npz(tmp_path):
         Arrays(str(path)).setup()
     for bad in (b"", b"rubbish", path.read_bytes()[:200]):
         path.write_bytes(bad)
-        with pytest.raises(UserError, match=r"path = '.*data.npz' is no readable .npz file \([^\n]*\); write it anew"):
+        with pytest.raises(
+            UserError, match=r"path = '.*data.npz' is not a readable .npz file \([^\n]*\); write it again"
+        ):
             Arrays(str(path)).setup()
     with pytest.raises(UserError, match=r"none.npz': no such file; give an .npz file with x_train"):
         Arrays(str(tmp_path / "none.npz")).setup()
@@ -449,7 +451,7 @@ def test_client_arrays():
     [
         ({}, "path: give either path .* or client_arrays"),
         ({"path": "a.npz", "client_arrays": []}, "path: give either path .* or client_arrays"),
-        ({"client_arrays": [(XF, Y)]}, "test: missing beside client_arrays"),
+        ({"client_arrays": [(XF, Y)]}, "test: missing; client_arrays need the central test set"),
         (
             {"client_arrays": [(XF, Y), (XF, Y[:3])], "test": (XF, Y)},
             "client_arrays: client 1 has 60 samples and 3 labels",
@@ -511,14 +513,14 @@ def test_torchvision_defaults_and_mistakes(tmp_path):
     assert TorchvisionData("CIFAR10", mean=[0.0], std=[1.0]).std == [1.0]
     assert TorchvisionData("MNIST").mean is None
     with pytest.raises(
-        UserError, match=r"^data.*name = 'cifar-10' is no torchvision data set .* did you mean .*CIFAR10"
+        UserError, match=r"^data.*name = 'cifar-10' is not a torchvision data set .* did you mean .*CIFAR10"
     ):
         TorchvisionData("cifar-10").setup()
     for name in ("CIFAR10", "MNIST", "SVHN", "STL10"):
         message = rf"^data.data_dir = {tmp_path}: {name} cannot be read from there[^\n]*download: true$"
         with pytest.raises(UserError, match=message):
             TorchvisionData(name, data_dir=str(tmp_path)).setup()
-    with pytest.raises(UserError, match=r"dataset_kwargs = {}: EMNIST cannot be made with them.*balanced"):
+    with pytest.raises(UserError, match=r"dataset_kwargs = {}: EMNIST refuses them.*balanced"):
         TorchvisionData("EMNIST", data_dir=str(tmp_path)).setup()
 
 
@@ -542,7 +544,7 @@ def test_image_folder(tmp_path):
         ImageFolder(str(tmp_path), 5).setup()
     (tmp_path / "test" / "wolf").rename(tmp_path / "test" / "dog")
     (tmp_path / "train" / "cat" / "0.png").write_bytes(b"rubbish")
-    with pytest.raises(UserError, match=r"root = '.*0.png' is no readable image [^\n]*; mend or remove it"):
+    with pytest.raises(UserError, match=r"root = '.*0.png' is not a readable image [^\n]*; replace or remove it"):
         ImageFolder(str(tmp_path), 5).setup()
     with pytest.raises(
         UserError, match=r"root: no images of each class under '.*train'; expected .*/train/<class>/\*.png"

@@ -139,7 +139,7 @@ def test_ag_news(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        (("5", "a", "b"), r"train.csv': line 2 is not class \(1 to 4\), title, description; get it anew from http"),
+        (("5", "a", "b"), r"train.csv': line 2 is not class \(1 to 4\), title, description; get it again from http"),
         (("1",), r"train.csv': line 2 is not class"),
     ],
 )
@@ -182,14 +182,14 @@ def test_landmarks(nested: bool, tmp_path: Path) -> None:
         Landmarks(str(tmp_path), image_size=8, num_clients=4).setup()
     photograph = next((tmp_path / "images").rglob(f"{names[6]}.jpg"))
     photograph.write_bytes(b"rubbish")
-    with pytest.raises(UserError, match=rf"^data.images = '{photograph}' is no readable image"):
+    with pytest.raises(UserError, match=rf"^data.images = '{photograph}' is not a readable image"):
         list(data.eval_batches("test"))
     photograph.unlink()
     message = rf"images': 1 of 2 photographs are missing, such as '[^\n]*{names[6]}.jpg'; expected there <image_id>.jpg"
     with pytest.raises(UserError, match=message):
         Landmarks(str(tmp_path), num_clients=3).setup()
     (tmp_path / "test.csv").write_text("image_id,class\nabc,x\n")
-    with pytest.raises(UserError, match=r"test.csv': line 2 is not image_id, class; get it anew from https://github"):
+    with pytest.raises(UserError, match=r"test.csv': line 2 is not image_id, class; get it again from https://github"):
         Landmarks(str(tmp_path), num_clients=3).setup()
     (tmp_path / "test.csv").unlink()
     with pytest.raises(UserError, match=r"'test.csv' is missing; expected there federated_train.csv, test.csv, from"):
@@ -240,7 +240,7 @@ def test_targets_spare_reading(tmp_path: Path) -> None:
 
 def test_faulty_datasets() -> None:
     good = Pairs(IMAGES[:4], [0, 1, 0, 1])
-    with pytest.raises(UserError, match="clients: 3 of them for 4 samples; give the client of each"):
+    with pytest.raises(UserError, match="clients: 3 for 4 samples; give one per sample"):
         FromDataset(good, good, [0, 1, 1])
     odd = Pairs([*IMAGES[:3], IMAGES[3, :5]], [0, 1, 0, 1])
     with pytest.raises(UserError, match=r"train: sample 3 is uint8 \(5, 32, 3\), the first is uint8 \(32, 32, 3\)"):

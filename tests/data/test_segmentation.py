@@ -25,7 +25,8 @@ from fl_lightning import (
     UserError,
 )  # fmt: skip
 from fl_lightning.core.rng import generator, numpy_generator
-from fl_lightning.data.segmentation import CITYSCAPES, IDDA16, MeanIoU
+from fl_lightning.data.miou import MeanIoU
+from fl_lightning.data.segmentation import CITYSCAPES, IDDA16
 from tests.engine.test_engines import assert_close
 from tests.generated import lists, scene
 from tests.runs import cli
@@ -262,7 +263,7 @@ def test_flip_and_jitter() -> None:
 
 
 def test_what_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"data.augment = Augment: knows no label maps; use ScaledCrop or null"):
+    with pytest.raises(UserError, match=r"data.augment = Augment: ignores label maps; use ScaledCrop or null"):
         Cityscapes(augment=Augment())
     there = "heterogeneous/train, heterogeneous/test, leftImg8bit, gtFine, from https://github.com/Erosinho13"
     with pytest.raises(UserError, match=rf"^data.data_dir = '[^']*': 'heter[^']*' is missing; expected there {there}"):
@@ -271,10 +272,10 @@ def test_what_is_refused(tmp_path: Path) -> None:
     data.setup()
     path = Path(str(data.x_train.source.maps[3]))  # type: ignore[union-attr]
     Image.fromarray(IMAGES[3]).save(path)
-    with pytest.raises(UserError, match=r"labelIds.png': RGB in place of one label a pixel"):
+    with pytest.raises(UserError, match=r"labelIds.png': RGB instead of one label a pixel"):
         list(data.eval_batches([3]))
     path.write_bytes(b"rubbish")
-    with pytest.raises(UserError, match=r"labelIds.png' is no readable image"):
+    with pytest.raises(UserError, match=r"labelIds.png' is not a readable image"):
         list(data.eval_batches([3]))
     path.unlink()
     with pytest.raises(
@@ -282,9 +283,9 @@ def test_what_is_refused(tmp_path: Path) -> None:
     ):
         Cityscapes(str(tmp_path)).setup()
     (tmp_path / "heterogeneous" / "test" / "all_data_0.json").write_text('{"users": []}')
-    with pytest.raises(UserError, match=r"all_data_0.json': no list of users with images x and label maps y"):
+    with pytest.raises(UserError, match=r"all_data_0.json': not a list of users with images x and label maps y"):
         cityscapes(tmp_path).setup()
-    with pytest.raises(UserError, match=r"data.augment.jitter = 2: from 0"):
+    with pytest.raises(UserError, match=r"data.augment.jitter = 2: use 0 \(none\) to 1"):
         ScaledCrop(jitter=2)
 
 

@@ -166,7 +166,7 @@ def test_next_clients_are_read_meanwhile_and_kept(monkeypatch):
     list(first)
     data.read_ahead([second, first])
     list(second)
-    assert settle(data, 72) == 72  # the second was kept, the first was read anew
+    assert settle(data, 72) == 72  # the second was kept, the first was read again
     data.read_ahead(())
 
 
@@ -203,7 +203,9 @@ def test_a_broken_image_is_told_in_one_line(engine, pictures, tmp_path):
     path = tmp_path / "rubbish.png"
     path.write_bytes(b"rubbish")
     data.x_train.source.paths[int(data.clients[0][0])] = str(path)
-    with pytest.raises(UserError, match=rf"^data.root = '{path}' is no readable image [^\n]*; mend or remove it$"):
+    with pytest.raises(
+        UserError, match=rf"^data.root = '{path}' is not a readable image [^\n]*; replace or remove it$"
+    ):
         fit(data, tmp_path, engine, seed=1)
     fit(ImageFolder(str(pictures), 8, stream=True, **SETTINGS), tmp_path, engine)  # nothing is left in the way
 
@@ -226,7 +228,7 @@ def test_faulty_folders_of_arrays(tmp_path):
     with pytest.raises(UserError, match=r"lacks y_test.npy; it needs x_train.npy, y_train.npy, .*, y_test.npy$"):
         Arrays(str(tmp_path), stream=True).setup()
     (tmp_path / "y_test.npy").write_bytes(b"rubbish")
-    with pytest.raises(UserError, match=r"has no readable .npy files \([^\n]*\); write them anew with np.save"):
+    with pytest.raises(UserError, match=r"has no readable .npy files \([^\n]*\); write them again with np.save"):
         Arrays(str(tmp_path)).setup()
-    with pytest.raises(UserError, match=r"data.workers = 0 is not positive"):
+    with pytest.raises(UserError, match=r"data.workers = 0: use for example"):
         Arrays(str(tmp_path), workers=0)

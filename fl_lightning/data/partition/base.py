@@ -19,7 +19,7 @@ class Partition(ABC):
     """Base class: subclasses implement :meth:`split`; calling the object also checks the result.
 
     A split is a function of labels, seed and parameters. Random numbers come from
-    ``fl_lightning.core.rng.numpy_generator(seed, "partition")``, or, where the draws of an official program are repeated,
+    ``fl_lightning.core.rng.numpy_generator(seed, "partition")``, or, to reproduce the draws of an official program,
     from :func:`replay`; never from a global generator.
     """
 

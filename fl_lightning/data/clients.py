@@ -1,0 +1,82 @@
+"""Which client holds which training samples."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import overload
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fl_lightning.core.errors import UserError
+from fl_lightning.core.rng import numpy_generator
+from fl_lightning.data.partition import Partition
+from fl_lightning.data.tensors import stratified
+
+
+class ClientIndices(Sequence[Tensor]):
+    """Each client's indices, as views of one tensor: a million clients are cheap.
+
+    Args:
+        parts: Indices by client.
+
+    Attributes:
+        indices: All of them, client after client.
+        sizes: Number of samples of each client, ``(clients,)``.
+    """
+
+    def __init__(self, parts: Sequence[NDArray[np.int64]]) -> None:
+        self.indices = torch.from_numpy(np.concatenate(parts))
+        self.sizes = torch.tensor([len(part) for part in parts])
+        self._ends = self.sizes.cumsum(0).tolist()
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    @overload
+    def __getitem__(self, client: int) -> Tensor: ...
+    @overload
+    def __getitem__(self, client: slice) -> list[Tensor]: ...
+    def __getitem__(self, client: int | slice) -> Tensor | list[Tensor]:
+        if isinstance(client, slice):
+            return [self[k] for k in range(*client.indices(len(self)))]
+        start = self._ends[client - 1] if client else 0
+        return self.indices[start : self._ends[client]]
+
+
+def divide(
+    y: NDArray[np.int64], partition: Partition, num_clients: int, num_classes: int, val_fraction: float, seed: int
+) -> tuple[Tensor, ClientIndices]:
+    """Holds out the validation part, and divides the rest among the clients.
+
+    Args:
+        y: Training labels, ``(N,)``.
+        partition: How they are divided. A fixed one refers to all N samples, and loses what is held out.
+        num_clients: Number of clients.
+        num_classes: Number of classes.
+        val_fraction: Share of the samples that is held out, stratified by class.
+        seed: Seed of both.
+
+    Returns:
+        Indices that are held out, ``(n_val,)``, and those of each client.
+
+    Raises:
+        UserError: If nothing would be held out, or a client is left without samples.
+    """
+    n_val = round(val_fraction * len(y))
+    if val_fraction and not n_val:
+        raise UserError(f"data.val_fraction = {val_fraction} holds out nothing; use for example 0.1")
+    val = stratified(y, n_val, numpy_generator(seed, "validation"))
+    kept = np.setdiff1d(np.arange(len(y)), val)
+    if num_clients > len(kept):
+        raise UserError(f"data.num_clients = {num_clients} exceeds the {len(kept)} training samples; use fewer clients")
+    if partition.fixed:
+        parts = [part[~np.isin(part, val)] for part in partition(y, num_clients, num_classes, seed)]
+    else:
+        parts = [kept[part] for part in partition(y[kept], num_clients, num_classes, seed)]
+    for client, part in enumerate(parts):
+        if len(part) == 0:
+            raise UserError(f"data.val_fraction = {val_fraction} takes all data of client {client}; use a smaller one")
+    return torch.from_numpy(val), ClientIndices(parts)

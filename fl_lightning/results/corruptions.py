@@ -1,0 +1,87 @@
+"""Accuracy by corruption and severity: table, means and figure."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+CLEAN = "clean"
+
+
+class Accuracy(NamedTuple):
+    """One row of the table.
+
+    Attributes:
+        corruption: Name of the corruption; "clean" for the test set itself.
+        severity: 1 to 5; 0 for the test set itself.
+        acc: Share of the test images that are classified correctly.
+    """
+
+    corruption: str
+    severity: int
+    acc: float
+
+
+def means(rows: Sequence[Accuracy]) -> dict[str, float]:
+    """Accuracy on the clean test set, mean over all corruptions by severity, and over all of them."""
+    found: dict[str, list[float]] = {CLEAN: []}
+    for row in sorted(rows, key=lambda row: row.severity):
+        found.setdefault(f"severity {row.severity}" if row.severity else CLEAN, []).append(row.acc)
+    found["all"] = [row.acc for row in rows if row.severity]
+    return {name: float(np.mean(values)) for name, values in found.items() if values}
+
+
+def write(path: Path, rows: Sequence[Accuracy]) -> None:
+    """Writes the table as CSV."""
+    with path.open("w", newline="") as file:
+        table = csv.writer(file)
+        table.writerow(Accuracy._fields)
+        table.writerows(rows)
+
+
+def read(path: Path) -> list[Accuracy]:
+    """Reads a table that `write` wrote."""
+    with path.open(newline="") as file:
+        return [Accuracy(row["corruption"], int(row["severity"]), float(row["acc"])) for row in csv.DictReader(file)]
+
+
+def plot_corruptions(runs: Mapping[str, Sequence[Accuracy] | Path]) -> Figure:
+    """Draws the accuracy of one or more runs by corruption, at the highest severity and averaged over all of them.
+
+    A dotted line is the accuracy on the clean test set.
+
+    Args:
+        runs: Rows, or the file that contains them, of each run by its label.
+    """
+    from matplotlib.figure import Figure
+
+    tables = {label: read(rows) if isinstance(rows, Path) else rows for label, rows in runs.items()}
+    corrupted = [row for rows in tables.values() for row in rows if row.severity]
+    names = list(dict.fromkeys(row.corruption for row in corrupted))
+    severities = {row.severity for row in corrupted}
+    highest = max(severities)
+    figure = Figure(figsize=(3 + 0.45 * len(names), 5.5), layout="constrained")
+    width = 0.8 / len(tables)
+    for place, (title, chosen) in enumerate(((f"severity {highest}", {highest}), ("mean over severities", severities))):
+        axes = figure.add_subplot(2, 1, place + 1, title=title, ylabel="test accuracy")
+        for i, (label, rows) in enumerate(tables.items()):
+            shown = [row for row in rows if row.severity in chosen]
+            heights = [np.mean([r.acc for r in shown if r.corruption == name] or [np.nan]) for name in names]
+            at = np.arange(len(names)) + (i - (len(tables) - 1) / 2) * width
+            bars = axes.bar(at, heights, width, label=label)
+            for row in rows:
+                if row.corruption == CLEAN:
+                    axes.axhline(row.acc, color=bars.patches[0].get_facecolor(), linestyle=":", linewidth=1)
+        labels = [name.replace("_", " ") for name in names] if place else [""] * len(names)
+        axes.set_xticks(range(len(names)), labels, rotation=40, ha="right", fontsize="small")
+        axes.grid(axis="y", alpha=0.3)
+        if not place and len(tables) > 1:
+            figure.legend(loc="outside upper center", ncols=len(tables), fontsize="small")
+    return figure
