@@ -140,22 +140,24 @@ def _train_round(runs: Sequence[Run], engine: Engine) -> dict[Run, UserError]:
                 run.restore(snapshots[run])
                 del rounds[run]
 
-    def close(run: Run) -> None:
-        rounds[run].apply()
-        run.close_round(rounds[run].metrics())
-        run.clients.commit()
-        del rounds[run]
+    def aggregate(run: Run) -> None:
+        phase, results = phases[run], taken[run]
+        phase.aggregate(results)
+        if phase.last:
+            rounds[run].apply()
+            run.close_round(rounds[run].metrics())
+            run.clients.commit()
+            del rounds[run]
 
     try:
-        each(lambda run: run.call("on_round_start", ctx=run.round_context(run.rounds_done), cohort=rounds[run].cohort.clients))
-        phases = {run: round_.phases() for run, round_ in rounds.items()}
-        for _ in range(runs[0].objective.phases if runs else 0):
-            now = {run: next(phases[run]) for run in rounds}
-            jobs = {run: phase.jobs() for run, phase in now.items()}
-            results = iter(list(engine.train([job for run in now for job in jobs[run]])))
-            taken = {run: list(islice(results, len(jobs[run]))) for run in now}
-            each(lambda run: now[run].aggregate(taken[run]))  # noqa: B023  called at once
-        each(close)
+        each(lambda run: rounds[run].start())
+        coming = {run: round_.phases() for run, round_ in rounds.items()}
+        while rounds:
+            phases = {run: next(coming[run]) for run in rounds}
+            jobs = {run: phase.jobs() for run, phase in phases.items()}
+            results = iter(list(engine.train([job for run in phases for job in jobs[run]])))
+            taken = {run: list(islice(results, len(jobs[run]))) for run in phases}
+            each(aggregate)
     except BaseException:
         for run in rounds:
             run.restore(snapshots[run])

@@ -54,6 +54,10 @@ class Round:
         self.training_s = 0.0
         self._started, self._callback_s = time.perf_counter(), run.callback_s
 
+    def start(self) -> None:
+        """Calls the callbacks' `on_round_start`."""
+        self.run.call("on_round_start", ctx=self.run.round_context(self.cohort.t), cohort=self.cohort.clients)
+
     def train(self, engine: Engine) -> Round:
         """Runs all phases.
 

@@ -73,7 +73,7 @@ class FederatedTrainer(Settings):
                 while not run.finished:
                     with run.transaction():
                         round_ = Round(run, Cohort.draw(run, run.rounds_done), run.on_result)
-                        run.call("on_round_start", ctx=run.round_context(run.rounds_done), cohort=round_.cohort.clients)
+                        round_.start()
                         for phase in round_.phases():
                             phase.aggregate(run.engine.train(phase.jobs()))
                         round_.apply()

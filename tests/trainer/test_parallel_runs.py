@@ -53,7 +53,7 @@ def assert_equal(together: list[FederatedTrainer], alone: list[FederatedTrainer]
         for name in a:
             assert float((a[name] - b[name]).abs().max()) <= 1e-12 * float(b[name].abs().max()), name
         assert metrics(one.run.folder.path).keys() == metrics(other.run.folder.path).keys()
-    assert not torch.equal(state(alone[0].folder.path)["server.w"], state(alone[1].folder.path)["server.w"])
+    assert not torch.equal(state(alone[0].run.folder.path)["server.w"], state(alone[1].run.folder.path)["server.w"])
 
 
 @pytest.mark.parametrize("engine", ["sequential", "batched", "graphed"])
