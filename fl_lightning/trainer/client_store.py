@@ -1,4 +1,4 @@
-"""The clients' state between rounds: rows by client, made on first use, in memory and beyond a budget in a file."""
+"""The clients' state between rounds: a row a client, created on first use, in memory and beyond a budget in a file."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from torch import Tensor
 from fl_lightning.core.state import Init, State
 from fl_lightning.trainer.row_file import RowFile
 
+
 class ClientStore:
     """State of every client seen so far; a client never seen costs nothing.
 
-    A round's rows are pending, and seen by every reader, until `commit` or `rollback`. A row stays where it is first put:
-    in memory (beside ``w0``) while the budget lasts, else in a file that is written by copy on write, so that what a
-    checkpoint refers to is whole whenever the process dies.
+    A round's rows are pending, and visible to every reader, until `commit` or `rollback`. A row stays where it is first
+    put: in memory (on the device of ``w0``) while the budget lasts, otherwise in a file that is written by copy on
+    write, so that whatever a checkpoint refers to is intact whenever the process dies.
 
     One process keeps the rows; two stores must not write to the same folder.
 
@@ -43,7 +44,7 @@ class ClientStore:
         self._thread: ThreadPoolExecutor | None = None
 
     def open(self, folder: Path) -> None:
-        """Say in which folder rows may go to a file; nothing is made there before the first one does."""
+        """Sets the folder of the file; nothing is created there before the first row goes to it."""
         if self._file is None or self._file.path.parent != folder:
             self._file = RowFile(folder / "rows.bin", self.shapes, self.w0)
 
@@ -58,13 +59,13 @@ class ClientStore:
         return bool(self._index or self._placed)
 
     def get(self, client: int, w: Tensor, scratch: Mapping[str, Init], row: State | None = None) -> State:
-        """State of a client that has just received ``w``: its row, or first values if it was never seen.
+        """Returns the state of a client that has just received ``w``: its row, or initial values at first contact.
 
         Args:
             client: Its id.
             w: What it received, ``(d,)``.
-            scratch: Rules of further slots, which start afresh.
-            row: Its state if it is newer than what is stored.
+            scratch: Initial values of further state, which is not stored.
+            row: Its state, if newer than what is stored.
 
         Raises:
             UserError: If the row is in the file and cannot be read.
@@ -73,7 +74,7 @@ class ClientStore:
         return State({**kept, **State.initial(scratch, self.w0, w)})
 
     def row(self, client: int) -> State | None:
-        """What is kept of a client, be it pending; None if it was never seen. Raises as `get`."""
+        """Returns the row of a client, pending or not; None before first contact. Raises as `get`."""
         found = self._pending.get(client) or self._rows.get(client)
         if found is not None or client not in self._index:
             return found
@@ -82,20 +83,20 @@ class ClientStore:
         return State({name: v.to(self.w0.device, non_blocking=True) for name, v in read.items()})
 
     def rows(self) -> dict[int, State]:
-        """The slots of all clients seen, by id. For small runs: it holds them all at once."""
+        """Returns the rows of all clients seen, by id. For small runs: it holds them all at once."""
         clients = sorted(self._rows.keys() | self._index.keys() | self._pending.keys())
         return {k: row for k in clients if (row := self.row(k)) is not None}
 
     def stage(self, rows: Mapping[int, State]) -> None:
-        """Take a round's rows as pending; names without a rule are dropped.
+        """Takes a round's rows as pending, without scratch state.
 
-        Those that go to the file are written here, so that `commit` cannot fail. What is pending in memory is a copy.
+        Rows that go to the file are written here, so that `commit` cannot fail. Those in memory are copies.
 
         Args:
             rows: The clients' states, by id.
 
         Raises:
-            UserError: If the file cannot be written. `rollback` then leaves the state as it was.
+            UserError: If the file cannot be written. `rollback` then restores the state.
         """
         if not self.inits:
             return
@@ -118,15 +119,12 @@ class ClientStore:
             self._disk.release(self._placed.pop(client))
 
     def rollback(self) -> None:
-        """Drop the pending rows: the state is that before them, also if `state_dict` has been called since."""
+        """Drops the pending rows, also if `state_dict` has been called since."""
         for client in list(self._pending):
             self._drop(client)
 
     def commit(self) -> None:
-        """The pending rows become the state, and what they replace is forgotten.
-
-        If this is broken off, the rows are still pending, and it may be called again.
-        """
+        """Makes the pending rows the state. If it is interrupted, the rows are still pending: call it again."""
         for client, slots in self._pending.items():
             old, new = self._index.get(client), self._placed.get(client)
             if new is None:
@@ -136,45 +134,44 @@ class ClientStore:
             else:
                 self._index[client] = new
                 self._rows.pop(client, None)
-                if client in self._ahead:  # wanted again at once: no need to read it
+                if client in self._ahead:  # needed again at once: not read from the file
                     self._ahead[client] = State({name: v.clone() for name, v in slots.items()})
             if old is not None and old != new:
                 self._disk.release(old)
         self._pending, self._placed = {}, {}
 
     def read_ahead(self, clients: Iterable[int]) -> None:
-        """Let a thread read the rows of the clients that will be gathered next; what was read before is forgotten.
+        """Reads the rows of the next clients in a thread, and drops what was read ahead before.
 
-        Best called when a round's own clients have been gathered. A row that changes meanwhile is handed out as it is
-        when it is gathered.
+        Best called when a round's own clients have been read. A row that changes meanwhile is returned as it is when
+        `get` asks for it.
 
         Args:
-            clients: Their ids, in the order in which they will be gathered. So many rows must fit into memory beside
-                the budget.
+            clients: Their ids, in the order of use. So many rows must fit into memory in addition to the budget.
         """
         self._thread = self._thread or ThreadPoolExecutor(1, "read-ahead")
         ahead: dict[int, Future[State] | State | None] = {}
         for client in clients:
             if client in self._pending:
-                ahead[client] = None  # settle puts the row here
+                ahead[client] = None  # commit puts the row here
             elif client in self._index:
                 known = self._ahead.get(client)
                 ahead[client] = known or self._thread.submit(self._disk.read, self._index[client])
         self._ahead = ahead
 
     def state_dict(self, pin: bool = False) -> dict[str, Any]:
-        """The state, pending rows included, for a checkpoint; what it refers to in the file is on disk on return.
+        """Returns the state, pending rows included, for a checkpoint. What it refers to in the file is then on disk.
 
-        Neither its positions nor those of the checkpoint before are written to until `saved`. Nothing is settled: if
-        the checkpoint cannot be written, `rollback` still takes the round back.
+        Neither its positions nor those of the checkpoint before are written to until `saved`. Nothing is committed: if
+        the checkpoint cannot be written, `rollback` still undoes the round.
 
         Args:
-            pin: For a checkpoint that later ones do not replace: its positions are never written to again, whichever
-                checkpoint the run is resumed from.
+            pin: Whether later checkpoints do not replace this one: its positions are then never written to again,
+                whichever checkpoint the run is resumed from.
 
         Returns:
-            Rows in memory as tensors, by slot ``(clients, d)``, in the order of ``ids``; the initial model; and where
-            the rows in the file are.
+            Rows in memory as tensors by name, ``(clients, d)``, in the order of ``ids``; the initial model; and the
+            positions of the rows in the file.
 
         Raises:
             UserError: If the folder cannot be written.
@@ -192,14 +189,14 @@ class ClientStore:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], folder: Path) -> None:
-        """Take over the state of `state_dict`.
+        """Restores the state of `state_dict`.
 
-        Nothing is written, and nothing that lies in the file is overwritten before the next `saved`: until then other
-        checkpoints of the same folder stay whole, too.
+        Nothing in the file is overwritten before the next `saved`: until then other checkpoints of the same folder stay
+        intact, too.
 
         Args:
-            state: What it returned.
-            folder: As for `open`: where the file is.
+            state: What `state_dict` returned.
+            folder: As for `open`.
 
         Raises:
             UserError: If the file is missing, cut short, or lacks a row that the checkpoint refers to.
@@ -216,7 +213,7 @@ class ClientStore:
             self._index = self._disk.load(state["file"])
 
     def saved(self) -> None:
-        """The checkpoint of the last `state_dict` is safely on disk and takes the place of the one before.
+        """Call it when the checkpoint of the last `state_dict` is on disk and replaces the one before.
 
         Positions that neither it nor a pinned one refers to become free. After a pinned `state_dict` nothing changes.
         """
@@ -224,7 +221,7 @@ class ClientStore:
             self._file.saved([*self._index.values(), *self._placed.values()])
 
     def close(self) -> None:
-        """End the thread and close the file; either comes back if it is needed again."""
+        """Ends the thread and closes the file; both reopen if needed."""
         if self._thread is not None:
             self._thread.shutdown(cancel_futures=True)
         self._thread, self._ahead = None, {}
@@ -233,5 +230,5 @@ class ClientStore:
 
     @property
     def _disk(self) -> RowFile:
-        assert self._file is not None, "open() says where rows beyond the memory budget go"
+        assert self._file is not None, "call open() first: rows exceed the memory budget"
         return self._file

@@ -53,7 +53,9 @@ def fit(
     first = trainers[0]
     with first.environment():
         if first.fabric.world_size > 1:
-            raise UserError(f"trainer.devices: {first.fabric.world_size} processes; parallel runs take one, set it to 1")
+            raise UserError(
+                f"trainer.devices: {first.fabric.world_size} processes; parallel runs take one, set it to 1"
+            )
         names = differing(models)
         runs = [trainer.start(model, datamodule, ckpt_path) for trainer, model in zip(trainers, models, strict=True)]
         for run in runs:

@@ -144,7 +144,15 @@ class Phase:
             fresh = State.initial(scratch, run.clients.w0, like)
             states = [State({**{n: c[i] for n, c in columns.items()}, **fresh}) for i in range(len(mine))]
         jobs = [
-            Job(cohort.clients[p], state, self.sent, self.contexts[p], self._minibatches(cohort, p), run.seed, run.varied)
+            Job(
+                cohort.clients[p],
+                state,
+                self.sent,
+                self.contexts[p],
+                self._minibatches(cohort, p),
+                run.seed,
+                run.varied,
+            )
             for p, state in zip(mine, states, strict=True)
         ]
         self._read_ahead(jobs)

@@ -24,12 +24,12 @@ STAMP = 8
 
 
 class RowFile:
-    """Rows of one size in a file, by position; what a checkpoint refers to is never written to.
+    """Rows of one size in a file, by position. Positions that a checkpoint refers to are never written to.
 
     Args:
-        path: The file. What lies in it already may belong to checkpoints, and is left alone until the next `saved`.
-        shapes: Shapes of a row's slots, by name.
-        like: A tensor with the dtype of all slots; if it is on a GPU, rows are read to pinned memory.
+        path: The file. Rows already in it may belong to checkpoints, and stay until the next `saved`.
+        shapes: Shapes of a row's values, by name.
+        like: A tensor with the dtype of all values; if it is on a GPU, rows are read to pinned memory.
     """
 
     def __init__(self, path: Path, shapes: Mapping[str, tuple[int, ...]], like: Tensor) -> None:
@@ -56,7 +56,7 @@ class RowFile:
         return self._fd
 
     def write(self, slots: State) -> int:
-        """Write a row to a free position, which is returned."""
+        """Writes a row to a free position, and returns that."""
         if {name: tuple(v.shape) for name, v in slots.items()} != self.shapes:
             raise ValueError(f"client state has other shapes than at first contact: {self.shapes}")
         if not self.free:
@@ -71,27 +71,27 @@ class RowFile:
         return self.free.pop()
 
     def read(self, position: int) -> State:
-        """The row at a position, on the CPU, each slot in memory of its own. The thread and the run read at once."""
+        """Returns the row at a position, on the CPU. A thread and the run may read at the same time."""
         stamp = np.zeros(1, np.int64)
         slots = State({name: torch.empty(shape, **self.options) for name, shape in self.shapes.items()})
         with self._in_one_line("read"):
             self._transfer(os.preadv, position, stamp, list(slots.values()))
         if stamp[0] != self.stamps[position]:
             raise UserError(
-                f"{self.path}: changed while the run used it; let one run at a time use a folder, and start anew"
+                f"{self.path}: changed while the run used it; let one run at a time use a folder, and start again"
             )
         return slots
 
     def _transfer(
         self, call: Callable[[int, Any, int], int], position: int, stamp: np.ndarray[Any, Any], values: Sequence[Tensor]
     ) -> None:
-        """A whole row by preadv or pwritev, however many calls that takes."""
+        """Transfers a whole row by preadv or pwritev, in as many calls as it takes."""
         buffers = [stamp.view(np.uint8), *(v.numpy().reshape(-1).view(np.uint8) for v in values)]
         offset = position * self.size
         while buffers:
             done = call(self.fd, buffers, offset)
             if not done:
-                raise OSError(errno.EIO, "it is cut short")
+                raise OSError(errno.EIO, "the file is cut short")
             offset += done
             while buffers and done >= len(buffers[0]):
                 done -= len(buffers.pop(0))
@@ -104,17 +104,17 @@ class RowFile:
             yield
         except OSError as error:
             raise UserError(
-                f"{self.path}: cannot be {done} ({error.strerror}); see to the disk and resume from the last "
+                f"{self.path}: cannot be {done} ({error.strerror}); check the disk and resume from the last "
                 "checkpoint, or keep the rows in memory (trainer.client_memory)"
             ) from None
 
     def release(self, position: int) -> None:
-        """The position is not in use any more; it becomes free, now or when no checkpoint refers to it."""
+        """Gives a position up; it becomes free now, or when no checkpoint refers to it."""
         if not self.held[position]:
             self.free.append(position)
 
     def state(self, index: Mapping[int, int], pin: bool) -> dict[str, Any]:
-        """Where the rows of ``index`` are, once they are on disk; see `ClientStore.state_dict`."""
+        """Flushes the rows of ``index`` to disk and returns their positions; see `ClientStore.state_dict`."""
         positions = np.fromiter(index.values(), np.int64, len(index))
         np.asarray(self.held)[positions] = 1
         self.snapshot = None if pin else positions
@@ -123,7 +123,7 @@ class RowFile:
         if len(positions):
             with self._in_one_line("flushed to disk"):
                 os.fsync(self.fd)
-                if pin:  # noted before there is such a checkpoint
+                if pin:  # recorded before there is such a checkpoint
                     pins = {"positions": torch.from_numpy(self.pinned)}
                     write_atomically(self.pins, lambda file: torch.save(pins, file))
         return {
@@ -135,7 +135,7 @@ class RowFile:
         }
 
     def saved(self, used: Sequence[int]) -> None:
-        """Free what is neither used, nor pinned, nor in the last `state`."""
+        """Frees positions that are neither used, nor pinned, nor in the last `state`."""
         if self.snapshot is None:
             return
         self.held = bytearray(len(self.held))
@@ -146,10 +146,10 @@ class RowFile:
         self.free = np.flatnonzero(taken == 0)[::-1].tolist()  # the first ones are taken first
 
     def load(self, state: Mapping[str, Any]) -> dict[int, int]:
-        """Check that the rows of `state` are there, and return their positions by client."""
+        """Checks that the rows of `state` are in the file, and returns their positions by client."""
         positions, stamps = state["positions"].numpy(), state["stamps"].numpy()
         need = int(positions.max(initial=-1) + 1) * self.size
-        remedy = "put the run's own file back, take another checkpoint, or start anew"
+        remedy = "put the run's own file back, take another checkpoint, or start again"
         if len(positions) and not self.path.exists():
             raise UserError(f"{self.path}: missing, and the checkpoint keeps {len(positions)} clients there; {remedy}")
         if state["row_bytes"] != self.size:
@@ -163,7 +163,7 @@ class RowFile:
         return dict(zip(state["ids"].tolist(), positions.tolist(), strict=True))
 
     def close(self) -> None:
-        """Close the file until it is used again."""
+        """Closes the file until it is used again."""
         if self._fd is not None:
             os.close(self._fd)
         self._fd = None

@@ -339,9 +339,7 @@ class Run:
     def snapshot(self) -> Snapshot:
         """The state between two rounds, by reference: later rounds replace it and change nothing in place."""
         states = [callback.state_dict() for callback in self.callbacks]
-        return Snapshot(
-            self.server, self.rounds_done, self.total_floats, self.metrics, states, self.training_state
-        )
+        return Snapshot(self.server, self.rounds_done, self.total_floats, self.metrics, states, self.training_state)
 
     def restore(self, snapshot: Snapshot) -> None:
         """Returns to a snapshot; after a checkpoint of a later round, the run stays there."""

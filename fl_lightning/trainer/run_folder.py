@@ -8,8 +8,6 @@ from pathlib import Path
 from fl_lightning.core.errors import UserError
 
 
-
-
 class RunFolder:
     """Paths of a run's files.
 

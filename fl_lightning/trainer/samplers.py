@@ -1,4 +1,4 @@
-"""Who takes part in a round: the same cohort on every process, by (seed, round)."""
+"""Samplers of cohorts: the same cohort on every process, a function of (seed, round)."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ class CohortSampler:
     """Base of the samplers; a subclass defines ``__call__``."""
 
     def check(self, rounds: int, m: int) -> None:
-        """Refuse what cannot work, before anything is trained.
+        """Checks that every cohort can be drawn, before anything is trained.
 
         Args:
             rounds: Rounds of the run.
             m: Number of clients.
 
         Raises:
-            UserError: If some round's cohort cannot be drawn.
+            UserError: If a round's cohort cannot be drawn.
         """
 
     def __call__(self, t: int, m: int, seed: int) -> list[int]:
@@ -53,10 +53,10 @@ class UniformSampler(CohortSampler):
 
 
 class BernoulliSampler(CohortSampler):
-    """Every client with probability ``p``, redrawn if nobody came (FL-Simulator).
+    """Each client with probability ``p``, redrawn if the cohort is empty (FL-Simulator).
 
     Args:
-        p: Probability of taking part.
+        p: Probability of participation.
     """
 
     def __init__(self, p: float = 0.1) -> None:
@@ -65,7 +65,9 @@ class BernoulliSampler(CohortSampler):
 
     def check(self, rounds: int, m: int) -> None:
         if self.p * m < 1e-3:
-            raise UserError(f"trainer.sampler.p = {self.p}: of {m} clients hardly ever one would come; raise it")
+            raise UserError(
+                f"trainer.sampler.p = {self.p}: with {m} clients almost all cohorts would be empty; raise it"
+            )
 
     def __call__(self, t: int, m: int, seed: int) -> list[int]:
         generator = numpy_generator(seed, "cohort", t)
@@ -75,7 +77,7 @@ class BernoulliSampler(CohortSampler):
 
 
 class ReplaySampler(CohortSampler):
-    """Replay of a participation trace.
+    """Replays a participation trace.
 
     Args:
         rounds: The cohorts, round by round; or a JSON file that holds such a list of lists.

@@ -28,7 +28,9 @@ from tests.runs import assert_same, last, metrics, state
 OPTIONS = {"clients_per_round": 3, "accelerator": "cpu", "threads": 1, "enable_progress_bar": False}
 
 
-def fit(root: Path, *callbacks: Any, rounds: int = 6, ckpt_path: str | None = None, lr: float = 0.1, **more: Any) -> Run:
+def fit(
+    root: Path, *callbacks: Any, rounds: int = 6, ckpt_path: str | None = None, lr: float = 0.1, **more: Any
+) -> Run:
     torch.manual_seed(0)
     options = {**OPTIONS, "engine": "sequential", "max_rounds": rounds, "default_root_dir": str(root), **more}
     trainer = FederatedTrainer(callbacks=list(callbacks), **options)
@@ -57,7 +59,9 @@ def test_early_stopping_is_lightnings(tmp_path: Path, capsys: Any) -> None:
     assert fit(tmp_path / "broken", again, lr=1e-30, rounds=9, ckpt_path="last").rounds_done == 3
 
 
-@pytest.mark.parametrize("callback", [theirs.EarlyStopping("server/tset/loss"), Checkpoints(monitor="server/tset/loss")])
+@pytest.mark.parametrize(
+    "callback", [theirs.EarlyStopping("server/tset/loss"), Checkpoints(monitor="server/tset/loss")]
+)
 def test_unknown_metric_to_monitor(callback: Any, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"monitor = server/tset/loss: no such metric; choose from .*server/test/loss"):
         fit(tmp_path, callback)

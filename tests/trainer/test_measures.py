@@ -223,7 +223,9 @@ def test_what_the_updates_say(tmp_path: Path) -> None:
 
     metrics = [Updates(rho=0.3), DeltaEpsilon(rho=0.1), CohortLoss()]
     trainer = fit(tmp_path, FedAvg(net(), optimizer=SGD(lr=0.1)), FlatnessMonitor(1, metrics), Keep())
-    read = {(line["round"], line["name"]): line["value"] for line in read_readings(trainer.folder.path / "flatness.jsonl")}
+    read = {
+        (line["round"], line["name"]): line["value"] for line in read_readings(trainer.folder.path / "flatness.jsonl")
+    }
     steps = []
     for t, (before, local, after) in enumerate(models, 1):
         ws = [w for w, _ in local.values()]

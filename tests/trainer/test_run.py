@@ -86,7 +86,9 @@ HOOKS = ("on_round_start", "on_local_end", "on_round_end", "on_round_logged")
 
 @pytest.mark.parametrize("hook", HOOKS)
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
-def test_an_interruption_in_any_hook_takes_the_round_back(hook: str, error: type[BaseException], tmp_path: Path) -> None:
+def test_an_interruption_in_any_hook_takes_the_round_back(
+    hook: str, error: type[BaseException], tmp_path: Path
+) -> None:
     class Stop(Callback):
         def stop(self, run: Run, **_: Any) -> None:
             if run.rounds_done == (2 if hook in HOOKS[:2] else 3):

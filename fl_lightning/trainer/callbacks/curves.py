@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from fl_lightning.results.curves import plot_curves
-from fl_lightning.trainer.run import Callback, Run
 from fl_lightning.trainer.loggers import RunLogger
-
+from fl_lightning.trainer.run import Callback, Run
 
 
 class Curves(Callback):

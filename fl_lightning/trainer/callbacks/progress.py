@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -14,11 +13,10 @@ from rich.table import Table
 
 from fl_lightning.results.metrics import read_metrics
 from fl_lightning.results.summary import Summary
-from fl_lightning.trainer.run import Callback, Run
 from fl_lightning.trainer.callbacks.flatness import FlatnessMonitor
 from fl_lightning.trainer.callbacks.results import FILE
 from fl_lightning.trainer.measurements import PROTOCOL
-
+from fl_lightning.trainer.run import Callback, Run
 
 COLUMNS = {
     "server/test/acc": "test acc",

@@ -9,7 +9,6 @@ from fl_lightning.core.errors import require
 from fl_lightning.results.summary import LAST, summarise
 from fl_lightning.trainer.run import Callback, Run
 
-
 FILE = "summary.json"
 
 
