@@ -1,6 +1,6 @@
-"""Style and saving of figures.
+"""Style, ticks and saving of figures.
 
-Widths are those of one or two columns of a paper, no text is below 7 pt at that size, and colour is never the only
+Figures are as wide as one or two columns of a paper, no text is below 7 pt at that size, and colour is never the only
 difference between lines.
 """
 
@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 COLUMN, PAGE = 3.25, 6.75
-"""Width of a column, and of two, in inches."""
+"""Width of one column and of two, in inches."""
 
 STYLE: dict[Any, Any] = {
     "font.size": 8,
@@ -35,22 +36,45 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 COLORMAP = "viridis"
 
 
+def style() -> Any:
+    """The context in which figures are made and saved."""
+    import matplotlib
+
+    return matplotlib.rc_context(STYLE)
+
+
+def log_levels(low: float, high: float) -> list[float]:
+    """About ten round numbers between two positive ones, evenly spaced on a logarithmic scale."""
+    from matplotlib.ticker import LogLocator
+
+    ratio = high / low
+    subs = (1, 1.5, 2, 3, 5, 7) if ratio < 30 else (1, 2, 5) if ratio < 2000 else (1, 3) if ratio < 1e5 else (1,)
+    return [float(level) for level in LogLocator(subs=subs, numticks=50).tick_values(low, high)]
+
+
+def log_ticks(axes: Axes) -> None:
+    """Labels a logarithmic y axis at round numbers that leave room for each other."""
+    from matplotlib.ticker import FixedLocator, FormatStrFormatter, NullLocator
+
+    axes.yaxis.set_major_locator(FixedLocator(log_levels(*axes.get_ylim())))
+    axes.yaxis.set_major_formatter(FormatStrFormatter("%g"))
+    axes.yaxis.set_minor_locator(NullLocator())
+
+
 def save_figure(figure: Figure, path: str | Path) -> list[Path]:
     """Write a figure as PDF (vectors) and PNG (300 dpi).
 
     Args:
         figure: The figure.
-        path: The files' path without suffix; its folder is made.
+        path: The files' path without suffix; its folder is created.
 
     Returns:
         The two files.
     """
-    import matplotlib
-
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     files = [path.with_name(f"{path.name}.{suffix}") for suffix in ("pdf", "png")]
-    with matplotlib.rc_context(STYLE):
+    with style():
         for file, metadata in zip(files, ({"CreationDate": None}, None), strict=True):
             figure.savefig(file, dpi=300, metadata=metadata)
     return files

@@ -13,25 +13,20 @@ from fl_lightning.flatness.functional import (
 )
 from fl_lightning.flatness.hessian import Eigenpair, Interrupted, Spectrum, lambda_max, spectrum
 from fl_lightning.flatness.landscape import (
-    Interpolation,
-    Perturbation,
-    Plane,
-    Projection,
-    Surface,
-    Values,
     along,
     evaluate,
     filter_normalized,
     interpolate,
     perturbation_curves,
-    project,
     random_direction,
     random_plane,
     surface,
 )
+from fl_lightning.flatness.planes import Plane, Projection, project
 from fl_lightning.flatness.probes import Density, spectral_density, trace
 from fl_lightning.flatness.sharpness import flatness_discrepancy, lpf, measure_discrepancy, sharpness
 from fl_lightning.flatness.updates import cosine, delta_epsilon, distances, divergence
+from fl_lightning.flatness.values import Interpolation, Perturbation, Surface, Values
 
 __all__ = [
     "Batches",

@@ -2,9 +2,9 @@
 
 F is the sample-weighted mean of ``loss(model(x), y)`` over all samples, whatever the batch sizes, in eval mode and in
 the model's own dtype (an active autocast is switched off). The model is never written to: weights, gradients, modes
-and the global random state are afterwards what they were.
+and the global random state keep their values.
 
-Many processes may share the work: each calls the same function with batches of its own (or none) and the same
+Several processes may share the samples: each calls the same function with its own batches (or none) and the same
 ``reduce``, and all get the value over all samples.
 """
 
@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -23,17 +24,28 @@ from fl_lightning.core.errors import UserError
 from fl_lightning.core.flat import FlatSpec
 from fl_lightning.flatness.convolution import ConstantInputs
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # typing has it from Python 3.11
+
 Batches = Callable[[], Iterable[tuple[Tensor, Tensor]]]
-"""Called once for every pass over the data; must give the same samples each time (no augmentation, no drop_last)."""
+"""Called once per pass over the data; must give the same samples each time (no augmentation, no drop_last)."""
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """Per-sample losses: ``loss(logits, target)`` of shape ``(n,)``, e.g. ``nn.CrossEntropyLoss(reduction="none")``."""
 
 Reduce = Callable[[Tensor], Tensor]
-"""Sum of a tensor over the processes that share the samples, on each of them; it may change its argument."""
+"""Sum of a tensor over the processes that share the samples, on each of them; may change its argument in place."""
 
 Progress = Callable[[int, int], None]
-"""Told again and again how much is done, and of how much at most: products with a vector, or points of a landscape."""
+"""Called with the number done so far and the maximum: of products with a vector, or of points of a landscape."""
+
+
+class Options(TypedDict, total=False):
+    """Keywords of all measurements of the Hessian; :class:`LossAt` describes them."""
+
+    keep_graph: bool | None
+    reduce: Reduce | None
+    progress: Progress | None
 
 
 @dataclass(frozen=True)
@@ -43,7 +55,7 @@ class Estimate:
     Attributes:
         value: The mean.
         error: Its standard error.
-        samples: Number of draws, for a trace that of Hessian-vector products.
+        samples: Number of draws; for a trace, of Hessian-vector products.
     """
 
     value: float
@@ -52,7 +64,99 @@ class Estimate:
 
 
 KEEP_BYTES = 2**30
-""":func:`hvp` keeps the graph of the gradient by default if it takes no more memory: 1,600 images for `HsuCNN`."""
+"""By default :func:`hvp` keeps the graph of the gradient up to this size: 1,600 images for `HsuCNN`."""
+
+
+class LossAt:
+    """The data loss F at fixed flat weights w, and how it is computed.
+
+    Args:
+        model: The network; its buffers and frozen parameters are used as they are.
+        loss: Per-sample losses.
+        batches: The data; with several processes this one's share, which may be empty.
+        at: Flat weights w, ``(d,)``; by default a copy of the model's own, taken now.
+        keep_graph: Keep the graph of ∇F over these batches in memory, so that a Hessian-vector product costs one
+            backward only. By default if there is a single batch, or if the graph takes at most ``KEEP_BYTES``,
+            judged by that of the first batch; each process decides for itself.
+        reduce: Sums over the processes; every process must call. None: this process has all samples.
+        progress: Called after each Hessian-vector product.
+
+    Attributes:
+        w: The weights, ``(d,)``, a leaf that shares no memory with the model.
+        spec: Their layout.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Loss,
+        batches: Batches,
+        at: Tensor | None = None,
+        *,
+        keep_graph: bool | None = None,
+        reduce: Reduce | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        self.model, self.loss, self.batches, self.spec = model, loss, batches, FlatSpec(model)
+        self.keep_graph, self.reduce, self.progress = keep_graph, reduce, progress
+        own = self.spec.vector(model)
+        with torch.inference_mode(False):  # an inference tensor cannot require gradients
+            self.w = (own if at is None else at.to(own)).detach().clone().requires_grad_()
+
+    def scores(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """The losses of a batch, ``(n,)``, and the network's outputs.
+
+        Raises:
+            UserError: If ``loss`` does not return one value per sample.
+        """
+        x, y = x.to(self.w.device), y.to(self.w.device)
+        outputs = torch.func.functional_call(self.model, self.spec.split(self.w), (x,))
+        losses = self.loss(outputs, y)
+        if losses.shape != (len(x),):
+            raise UserError(f"loss: gives {tuple(losses.shape)}, not one value per sample; use reduction='none'")
+        return losses, outputs
+
+    def total(self, mine: Tensor) -> Tensor:
+        """Sum of a tensor over the processes."""
+        return mine if self.reduce is None else self.reduce(mine)
+
+    def samples(self, mine: int) -> int:
+        """Number of samples of all processes.
+
+        Raises:
+            UserError: If there is none.
+        """
+        return _some(mine if self.reduce is None else int(self.reduce(torch.tensor(mine, device=self.w.device))))
+
+    def hvp(self) -> Callable[[Tensor], Tensor]:
+        """See :func:`hvp`."""
+        sizes = batch_sizes(self.batches)
+        n = self.samples(sum(sizes))
+
+        def shares() -> Iterator[Tensor]:
+            """Each batch's share of ∇F, differentiable."""
+            for x, y in self.batches():
+                with ConstantInputs():
+                    loss = self.scores(x, y)[0].sum() / n
+                yield _grad(loss, self.w, create_graph=True)
+
+        kept: list[Tensor] = []
+        if sizes and self.keep_graph is not False:
+            with _measuring(self.model):
+                rest, saved = shares(), _Saved()
+                with saved:
+                    kept = [next(rest)]
+                fits = len(sizes) == 1 or saved.bytes * sum(sizes) <= KEEP_BYTES * sizes[0]
+                kept = [*kept, *rest] if self.keep_graph or fits else []
+
+        def product(v: Tensor) -> Tensor:
+            total, v = torch.zeros_like(self.w), v.to(self.w)
+            with arithmetic(total.device) if kept else _measuring(self.model):
+                for share in kept or shares():
+                    total = total + _grad(share, self.w, v, retain_graph=bool(kept))
+            return self.total(total)
+
+        return product
 
 
 def mean_loss(
@@ -61,25 +165,25 @@ def mean_loss(
     """F(w) = 1/n Σ loss(model(x_i), y_i).
 
     Args:
-        model: The network; buffers and frozen parameters are its own.
+        model: The network; its buffers and frozen parameters are used as they are.
         loss: Per-sample losses.
-        batches: The data; of many processes this one's share, which may be nothing.
-        at: Flat weights ``(d,)`` to measure at; by default the model's own.
-        reduce: Sums up over the processes; every process must call. None: this process has all samples.
+        batches: The data; with several processes this one's share, which may be empty.
+        at: Flat weights w, ``(d,)``; by default the model's own.
+        reduce: Sums over the processes; every process must call. None: this process has all samples.
 
     Returns:
-        The mean loss, summed up in float64.
+        The mean loss, summed in float64.
 
     Raises:
         UserError: If there is no sample, or if ``loss`` does not return one value per sample.
     """
-    point = _Point(model, loss, at)
-    total, n = torch.zeros((), dtype=torch.float64, device=point.w.device), 0
+    f = LossAt(model, loss, batches, at, reduce=reduce)
+    total, n = torch.zeros((), dtype=torch.float64, device=f.w.device), 0
     with _measuring(model), torch.no_grad():
         for x, y in batches():
-            losses = point.losses(x, y)
+            losses, _ = f.scores(x, y)
             total, n = total + losses.sum(dtype=torch.float64), n + len(losses)
-    return _summed(total, reduce).item() / _samples(n, total, reduce)
+    return f.total(total).item() / f.samples(n)
 
 
 def mean_losses(
@@ -92,7 +196,7 @@ def mean_losses(
         loss: Per-sample losses.
         batches: The data, as in :func:`mean_loss`.
         at: Flat weights, ``(p, d)``.
-        reduce: As in :func:`mean_loss`; it is called once.
+        reduce: As in :func:`mean_loss`; called once.
 
     Returns:
         The mean losses ``(p,)`` and the shares of samples whose largest output is their label's ``(p,)``, both float64
@@ -101,16 +205,16 @@ def mean_losses(
     Raises:
         UserError: As :func:`mean_loss`.
     """
-    points = [_Point(model, loss, w) for w in at]
-    total = torch.zeros(2 * len(points) + 1, dtype=torch.float64, device=points[0].w.device)
+    points = [LossAt(model, loss, batches, w, reduce=reduce) for w in at]
+    sums = torch.zeros(2 * len(points) + 1, dtype=torch.float64, device=points[0].w.device)
     with _measuring(model), torch.no_grad():
         for x, y in batches():
             scores = [point.scores(x, y) for point in points]
-            sums = [losses.sum(dtype=torch.float64) for losses, _ in scores]
-            right = [_right(outputs, y.to(total.device)) for _, outputs in scores]
-            total += torch.stack([*sums, *right, total.new_tensor(len(x))])
-    total = _summed(total, reduce).cpu()
-    means = total[:-1] / _samples(int(total[-1]), total, None)
+            losses = [values.sum(dtype=torch.float64) for values, _ in scores]
+            correct = [_correct(outputs, y.to(sums.device)) for _, outputs in scores]
+            sums += torch.stack([*losses, *correct, sums.new_tensor(len(x))])
+    sums = points[0].total(sums).cpu()
+    means = sums[:-1] / _some(int(sums[-1]))
     return means[: len(points)], means[len(points) :]
 
 
@@ -118,35 +222,26 @@ def gradient(
     model: nn.Module, loss: Loss, batches: Batches, at: Tensor | None = None, *, reduce: Reduce | None = None
 ) -> Tensor:
     """∇F(w), shape ``(d,)``; arguments and errors as in :func:`mean_loss`."""
-    point = _Point(model, loss, at)
-    total, n = torch.zeros_like(point.w), 0
+    f = LossAt(model, loss, batches, at, reduce=reduce)
+    total, n = torch.zeros_like(f.w), 0
     with _measuring(model):
         for x, y in batches():
-            losses = point.losses(x, y)
-            total, n = total + _grad(losses.sum(), point.w), n + len(losses)
-    return _summed(total, reduce) / _samples(n, total, reduce)
+            losses, _ = f.scores(x, y)
+            total, n = total + _grad(losses.sum(), f.w), n + len(losses)
+    return f.total(total) / f.samples(n)
 
 
 def hvp(
-    model: nn.Module,
-    loss: Loss,
-    batches: Batches,
-    at: Tensor | None = None,
-    *,
-    keep_graph: bool | None = None,
-    reduce: Reduce | None = None,
+    model: nn.Module, loss: Loss, batches: Batches, at: Tensor | None = None, **options: Unpack[Options]
 ) -> Callable[[Tensor], Tensor]:
-    """Exact Hessian-vector products v -> ∇²F(w) v by double backprop (Pearlmutter 1994).
+    """Exact Hessian-vector products v -> ∇²F(w) v by double backward (Pearlmutter 1994).
 
     Args:
-        model: The network.
+        model: The network, and so on as for :class:`LossAt`.
         loss: Per-sample losses.
-        batches: The data, as in :func:`mean_loss`.
-        at: Flat weights ``(d,)``; by default a copy of the model's own, taken now.
-        keep_graph: Keep the graph of ∇F over these batches in memory, so that a product costs one backward only. By
-            default if they are a single one, or if the graph takes no more than ``KEEP_BYTES``, judged by that of the
-            first batch; each process decides for itself.
-        reduce: As in :func:`mean_loss`; it is called once in every product, too.
+        batches: The data.
+        at: Flat weights w, ``(d,)``; by default a copy of the model's own, taken now.
+        **options: ``keep_graph`` and ``reduce`` of :class:`LossAt`; ``reduce`` is called once in every product.
 
     Returns:
         A function from ``(d,)`` to ``(d,)``, both in the model's dtype. It holds the graph as long as it lives.
@@ -154,73 +249,24 @@ def hvp(
     Raises:
         UserError: As :func:`mean_loss`.
     """
-    point = _Point(model, loss, at)
-    sizes = batch_sizes(batches)
-    n = _samples(sum(sizes), point.w, reduce)
-
-    def shares() -> Iterator[Tensor]:
-        """Each batch's share of ∇F, differentiable."""
-        for x, y in batches():
-            with ConstantInputs():
-                loss = point.losses(x, y).sum() / n
-            yield _grad(loss, point.w, create_graph=True)
-
-    kept: list[Tensor] = []
-    if sizes and keep_graph is not False:
-        with _measuring(model):
-            rest, saved = shares(), _Saved()
-            with saved:
-                kept = [next(rest)]
-            fits = len(sizes) == 1 or saved.bytes * sum(sizes) <= KEEP_BYTES * sizes[0]
-            kept = [*kept, *rest] if keep_graph or fits else []
-
-    def product(v: Tensor) -> Tensor:
-        total, v = torch.zeros_like(point.w), v.to(point.w)
-        with arithmetic(total.device) if kept else _measuring(model):
-            for share in kept or shares():
-                total = total + _grad(share, point.w, v, retain_graph=bool(kept))
-        return _summed(total, reduce)
-
-    return product
+    return LossAt(model, loss, batches, at, **options).hvp()
 
 
 def batch_sizes(batches: Batches) -> list[int]:
-    """Samples in each batch."""
+    """Number of samples of each batch."""
     with _same_random_state():
         return [len(x) for x, _ in batches()]
 
 
-class _Point:
-    """The network at fixed flat weights ``w``, a leaf of the graph that shares no memory with the model."""
-
-    def __init__(self, model: nn.Module, loss: Loss, at: Tensor | None) -> None:
-        self.model, self.loss, self.spec = model, loss, FlatSpec(model)
-        own = self.spec.vector(model)
-        with torch.inference_mode(False):  # an inference tensor could not require gradients
-            self.w = (own if at is None else at.to(own)).detach().clone().requires_grad_()
-
-    def losses(self, x: Tensor, y: Tensor) -> Tensor:
-        return self.scores(x, y)[0]
-
-    def scores(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """The losses ``(n,)`` and the network's outputs."""
-        x, y = x.to(self.w.device), y.to(self.w.device)
-        outputs = torch.func.functional_call(self.model, self.spec.split(self.w), (x,))
-        losses = self.loss(outputs, y)
-        if losses.shape != (len(x),):
-            raise UserError(f"loss: gives {tuple(losses.shape)}, not one value per sample; use reduction='none'")
-        return losses, outputs
-
-
-def _right(outputs: Tensor, y: Tensor) -> Tensor:
-    """How many samples are classified rightly, float64; NaN if the outputs are not scores of classes."""
-    if outputs.ndim != 2 or y.ndim != 1 or y.is_floating_point():
-        return torch.full((), math.nan, dtype=torch.float64, device=outputs.device)
-    return (outputs.argmax(1) == y).sum(dtype=torch.float64)
+@contextmanager
+def arithmetic(device: torch.device) -> Iterator[None]:
+    """Enables gradients and disables autocast, whatever is active outside."""
+    with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
+        yield
 
 
 class _Saved(torch.autograd.graph.saved_tensors_hooks):
-    """Within it, the memory is counted that the graph holds on to."""
+    """Counts the memory that the graph saves for backward while this is active."""
 
     def __init__(self) -> None:
         self._sizes: dict[int, int] = {}
@@ -238,7 +284,7 @@ class _Saved(torch.autograd.graph.saved_tensors_hooks):
 
 @contextmanager
 def _measuring(model: nn.Module) -> Iterator[None]:
-    """Eval mode and exact arithmetic; modes and global random state are restored."""
+    """Eval mode and exact arithmetic; restores the modes and the global random state."""
     modes = [(module, module.training) for module in model.modules()]
     device = next(model.parameters()).device
     try:
@@ -254,15 +300,15 @@ def _measuring(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-@contextmanager
-def arithmetic(device: torch.device) -> Iterator[None]:
-    """Gradients can be taken, and an active autocast rounds nothing."""
-    with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
-        yield
-
-
 def _same_random_state() -> AbstractContextManager[None]:
     return torch.random.fork_rng(devices=[])  # a DataLoader draws a base seed in every pass
+
+
+def _correct(outputs: Tensor, y: Tensor) -> Tensor:
+    """Number of samples that are classified correctly, float64; NaN if the outputs are not scores of classes."""
+    if outputs.ndim != 2 or y.ndim != 1 or y.is_floating_point():
+        return torch.full((), math.nan, dtype=torch.float64, device=outputs.device)
+    return (outputs.argmax(1) == y).sum(dtype=torch.float64)
 
 
 def _grad(
@@ -276,13 +322,7 @@ def _grad(
     return g
 
 
-def _summed(mine: Tensor, reduce: Reduce | None) -> Tensor:
-    return mine if reduce is None else reduce(mine)
-
-
-def _samples(mine: int, like: Tensor, reduce: Reduce | None) -> int:
-    """Number of samples of all processes; it is reduced on the device of ``like``."""
-    n = mine if reduce is None else int(reduce(torch.tensor(mine, device=like.device)))
+def _some(n: int) -> int:
     if n == 0:
-        raise UserError("batches: no sample; give a function that returns the data anew in every call")
+        raise UserError("batches: no sample; give a function that returns the data at every call")
     return n

@@ -3,27 +3,39 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from fl_lightning.core.errors import UserError
-from fl_lightning.core.flat import FlatSpec
 from fl_lightning.core.rng import generator
-from fl_lightning.flatness.functional import Batches, Loss, Progress, Reduce, arithmetic, hvp
+from fl_lightning.flatness.functional import Batches, Loss, LossAt, Options, arithmetic
 from fl_lightning.flatness.krylov import Lanczos, Power
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # typing has it from Python 3.11
 
 T = TypeVar("T")
 
 Method = Literal["lanczos", "power"]
 
 
+class SpectrumOptions(Options, total=False):
+    """Keywords of :func:`spectrum` that :func:`lambda_max` takes, too."""
+
+    method: Method
+    iterations: int | None
+    tol: float | None
+    basis: int | None
+    seed: int
+
+
 class Interrupted(KeyboardInterrupt, Generic[T]):
-    """A measurement was interrupted from the keyboard, but not for nothing.
+    """A measurement was interrupted from the keyboard and holds its partial result.
 
     Attributes:
-        partial: What it would have returned, from what it had seen so far.
+        partial: The result of the products computed so far.
     """
 
     def __init__(self, partial: T) -> None:
@@ -38,7 +50,7 @@ class Eigenpair:
     Attributes:
         value: θ = vᵀHv.
         residual: ‖Hv - θv‖ / |θ|. H has an eigenvalue within ``residual * |value|`` of θ.
-        iterations: Products taken.
+        iterations: Number of products computed.
         converged: Whether the stopping rule was met; for the power iteration that alone says little.
         vector: v, unit length, ``(d,)``, in the model's dtype.
     """
@@ -55,12 +67,12 @@ class Spectrum:
     """Approximate eigenpairs (θ_i, v_i) of H, from the largest θ_i down.
 
     Attributes:
-        values: θ_i = v_iᵀHv_i, ``(k,)``, float64; fewer than were asked for if there are fewer weights, or if the
+        values: θ_i = v_iᵀHv_i, ``(k,)``, float64; fewer than requested if there are fewer weights, or if the
             measurement was interrupted early.
         residuals: ‖Hv_i - θ_i v_i‖ / |θ_i|, ``(k,)``. H has an eigenvalue within ``residuals[i] * |values[i]|`` of θ_i.
-        iterations: Products taken.
+        iterations: Number of products computed.
         converged: Whether the stopping rule was met for all.
-        vectors: v_i, unit length, ``(k, d)``, in the model's dtype; None unless asked for.
+        vectors: v_i, unit length, ``(k, d)``, in the model's dtype; None unless requested.
     """
 
     values: Tensor
@@ -70,7 +82,7 @@ class Spectrum:
     vectors: Tensor | None = None
 
     def ratio(self, i: int = 5) -> float:
-        """λ_1 / λ_i, counted from 1: how far the largest stands out (FedSAM, ECCV 2022, Table 1, has i = 5).
+        """λ_1 / λ_i, counted from 1; FedSAM (ECCV 2022, Table 1) has i = 5.
 
         Raises:
             UserError: If there are fewer than ``i`` eigenvalues.
@@ -84,41 +96,25 @@ class Hessian:
     """H as Krylov methods and probes use it: products that are counted, and random vectors like the weights.
 
     Args:
-        model: The network, and so on as for :func:`~fl_lightning.flatness.hvp`.
-        loss: Per-sample losses.
-        batches: The data.
-        at: Flat weights ``(d,)``.
+        f: The loss, at the weights of H.
         draws: Generator of the random vectors.
-        most: Most products that will be taken.
-        keep_graph: See :func:`~fl_lightning.flatness.hvp`.
-        reduce: Sums up over the processes.
-        progress: Is told of each product.
+        most: Maximum number of products, for ``f.progress``.
+
+    Attributes:
+        like: A tensor of the dtype and device of the vectors, ``(d,)``.
+        products: Number of products computed.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        loss: Loss,
-        batches: Batches,
-        at: Tensor | None,
-        draws: torch.Generator,
-        most: int,
-        keep_graph: bool | None,
-        reduce: Reduce | None,
-        progress: Progress | None,
-    ) -> None:
-        self._product = hvp(model, loss, batches, at, keep_graph=keep_graph, reduce=reduce)
-        self.like = FlatSpec(model).vector(model)
-        self.d = len(self.like)
-        self.products = 0
-        self.most, self._draws, self._reduce, self._progress = most, draws, reduce, progress
+    def __init__(self, f: LossAt, draws: torch.Generator, most: int) -> None:
+        self._f, self._product, self._draws = f, f.hvp(), draws
+        self.like, self.d, self.most, self.products = f.w, f.spec.d, most, 0
 
     def __call__(self, v: Tensor) -> Tensor:
         """H v, both ``(d,)``."""
         hv = self._product(v)
         self.products += 1
-        if self._progress is not None:
-            self._progress(self.products, self.most)
+        if self._f.progress is not None:
+            self._f.progress(self.products, self.most)
         return hv
 
     def normal(self) -> Tensor:
@@ -130,28 +126,22 @@ class Hessian:
         return torch.randint(2, (self.d,), generator=self._draws).to(self.like).mul_(2).sub_(1)
 
     def agreed(self, stop: bool) -> bool:
-        """A decision of all: processes that round differently may see the same number on two sides of a tolerance."""
-        return stop if self._reduce is None else bool(self._reduce(self.like.new_tensor(stop)) > 0)
+        """One decision for all processes: with different rounding they may disagree about a tolerance."""
+        return bool(self._f.total(self.like.new_tensor(stop)) > 0)
 
 
 def lambda_max(
-    model: nn.Module,
-    loss: Loss,
-    batches: Batches,
-    at: Tensor | None = None,
-    *,
-    method: Method = "lanczos",
-    iterations: int | None = None,
-    tol: float | None = None,
-    basis: int | None = None,
-    seed: int = 0,
-    keep_graph: bool | None = None,
-    reduce: Reduce | None = None,
-    progress: Progress | None = None,
+    model: nn.Module, loss: Loss, batches: Batches, at: Tensor | None = None, **options: Unpack[SpectrumOptions]
 ) -> Eigenpair:
-    """The largest eigenvalue λ_max of the Hessian of F at the model's weights, in eval mode.
+    """The largest eigenvalue λ_max of the Hessian of F, in eval mode: :func:`spectrum` with ``k=1``, and its vector.
 
-    It is :func:`spectrum` with ``k=1``, and its vector.
+    Args:
+        model: The network.
+        loss: Per-sample losses.
+        batches: The data; with several processes this one's share, which may be empty.
+        at: Flat weights ``(d,)``; by default the model's own.
+        **options: ``method``, ``iterations``, ``tol``, ``basis``, ``seed`` of :func:`spectrum`, and the options of
+            :class:`~fl_lightning.flatness.functional.LossAt`.
 
     Returns:
         The eigenpair; value and residual are NaN if the Hessian is not finite.
@@ -160,10 +150,7 @@ def lambda_max(
         UserError: As :func:`spectrum`.
         Interrupted: As :func:`spectrum`; ``partial`` is a :class:`Spectrum`.
     """
-    found = spectrum(
-        model, loss, batches, at, k=1, method=method, iterations=iterations, tol=tol, basis=basis, vectors=True,
-        seed=seed, keep_graph=keep_graph, reduce=reduce, progress=progress,
-    )  # fmt: skip
+    found = spectrum(model, loss, batches, at, k=1, vectors=True, **options)
     assert found.vectors is not None
     value, residual = found.values.item(), found.residuals.item()
     return Eigenpair(value, residual, found.iterations, found.converged, found.vectors[0])
@@ -182,36 +169,33 @@ def spectrum(
     basis: int | None = None,
     vectors: bool = False,
     seed: int = 0,
-    keep_graph: bool | None = None,
-    reduce: Reduce | None = None,
-    progress: Progress | None = None,
+    **options: Unpack[Options],
 ) -> Spectrum:
-    """The k largest eigenvalues of the Hessian of F at the model's weights, in eval mode.
+    """The k largest eigenvalues of the Hessian of F, in eval mode.
 
     ``lanczos``: the algebraically largest, by :class:`~fl_lightning.flatness.krylov.Lanczos`, stopped when the relative
-    residuals of all k are at most ``tol``. A value is then wrong by about ``tol``² |θ| / (relative gap to the next):
-    the default of 1e-2 gives three digits or more. Memory: ``basis`` vectors of the model's size and dtype.
+    residuals of all k are at most ``tol``. The error of a value is then about ``tol``² |θ| / (relative gap to the
+    next): the default of 1e-2 gives three digits or more. Memory: ``basis`` vectors of the model's size and dtype.
 
     ``power``: the papers' measure (FedGloSS, arXiv 2412.03752, App. D.3; FedSAM, ECCV 2022, Fig. 5): deflated power
     iteration, each stopped when the relative change of the estimate is at most ``tol``. It finds the eigenvalues
-    largest in magnitude, of either sign, and is often stopped long before it is there: see the residuals.
+    largest in magnitude, of either sign, and often stops long before it converges: see the residuals.
 
     Args:
         model: The network.
         loss: Per-sample losses.
-        batches: The data; of many processes this one's share, which may be nothing.
-        at: Flat weights ``(d,)`` to measure at; by default the model's own.
-        k: How many; of d weights at most d.
+        batches: The data; with several processes this one's share, which may be empty.
+        at: Flat weights ``(d,)``; by default the model's own.
+        k: Number of eigenvalues; at most d are returned.
         method: As above.
-        iterations: Most Hessian-vector products, default 100 + 10 k (``lanczos``), or most for each eigenvalue, default
-            20 (``power``).
+        iterations: Maximum number of Hessian-vector products, default 100 + 10 k (``lanczos``); with ``power`` for each
+            eigenvalue, default 20.
         tol: As above, default 1e-2 (``lanczos``), 1e-4 (``power``).
-        basis: Most Lanczos vectors kept, default the larger of 2 k and k + 50.
+        basis: Maximum number of Lanczos vectors kept, default the larger of 2 k and k + 50.
         vectors: Return the eigenvectors, too.
-        seed: Of the normally distributed start.
-        keep_graph: See :func:`~fl_lightning.flatness.hvp`.
-        reduce: Sums up over the processes; each then runs the same iteration on products of all samples.
-        progress: Called after each product.
+        seed: Seed of the normally distributed start.
+        **options: See :class:`~fl_lightning.flatness.functional.LossAt`. With ``reduce`` every process runs the same
+            iteration on products of all samples.
 
     Returns:
         The eigenvalues; values and residuals are NaN if the Hessian is not finite.
@@ -220,7 +204,7 @@ def spectrum(
         UserError: If ``method`` is unknown, ``k`` or ``iterations`` not positive, or ``basis`` less than k + 2; else as
             ``mean_loss``.
         Interrupted: On KeyboardInterrupt after the first product; ``partial`` is a :class:`Spectrum` without vectors,
-            of power iterations with the eigenvalues that are done.
+            with ``power`` of the eigenvalues found so far.
     """
     if method not in ("lanczos", "power"):
         raise UserError(f"method: {method!r} is unknown; use 'lanczos' or 'power'")
@@ -230,9 +214,9 @@ def spectrum(
     for key, number, least in (("k", k, 1), ("iterations", steps, 1), ("basis", size, k + 2)):
         if number < least:
             raise UserError(f"{key}: {number} is too few; use {least} or more")
-    k = min(k, FlatSpec(model).d)
-    most = steps if method == "lanczos" else steps * k
-    h = Hessian(model, loss, batches, at, generator(seed, "spectrum"), most, keep_graph, reduce, progress)
+    f = LossAt(model, loss, batches, at, **options)
+    k = min(k, f.spec.d)
+    h = Hessian(f, generator(seed, "spectrum"), steps if method == "lanczos" else steps * k)
     with arithmetic(h.like.device):
         if method == "power":
             return _power(h, k, steps, accuracy, vectors)

@@ -1,6 +1,6 @@
-"""Eigenvalues of a symmetric matrix A that is known by its products: Lanczos, and the papers' power iteration.
+"""Eigenvalues of a symmetric matrix A given by its products: Lanczos, and the papers' power iteration.
 
-Vectors keep the dtype and the device of the random ones; numbers of the small projected matrix are float64 on the CPU.
+Vectors keep the dtype and the device of the random ones; the small projected matrix is float64 on the CPU.
 """
 
 from __future__ import annotations
@@ -16,37 +16,37 @@ Matvec = Callable[[Tensor], Tensor]
 """v -> A v, from ``(d,)`` to ``(d,)``."""
 
 COLUMNS = 2**16
-"""A restart mixes the basis vectors so many columns at a time, so that it needs no second basis."""
+"""A restart mixes this many columns of the basis at a time, so that it needs no second basis."""
 
 
 class Lanczos:
     """Lanczos with full reorthogonalisation and thick restart (Wu & Simon, SIAM J. Matrix Anal. Appl. 22, 2000).
 
     With orthonormal rows V, A Vᵀ = Vᵀ T + r eᵀ, where e is the last unit vector. T = V A Vᵀ is formed of explicit inner
-    products. So a restart need only phase V for the best Ritz vectors and T for their values; the next column of T
-    then holds what couples them to r.
+    products. So a restart only replaces V by the best Ritz vectors and T by their values; the next column of T then
+    holds what couples them to r.
 
-    A Krylov space holds one eigenvector of each eigenvalue. If it is found to be invariant, the iteration goes on with
-    a random vector orthogonal to it, until a further invariant space changes nothing among the wanted values: so
-    multiple eigenvalues, zero among them, are counted as often as they occur. If it has converged before, a multiple
-    eigenvalue may be counted once.
+    A Krylov space holds one eigenvector of each eigenvalue. Once it is invariant, the iteration continues with a random
+    vector orthogonal to it, until a further invariant space no longer changes the wanted values: multiple eigenvalues,
+    including zero, are counted as often as they occur. If it converges before, a multiple eigenvalue may be counted
+    once.
 
     Args:
         matvec: The matrix.
-        random: Gives a random vector ``(d,)`` at each call.
-        wanted: How many of the algebraically largest eigenvalues are wanted.
-        size: Most basis vectors kept, d at most are; more than ``wanted``.
-        agreed: Makes a decision that of all processes that share the products.
+        random: Returns a random vector ``(d,)`` at each call.
+        wanted: Number of the algebraically largest eigenvalues to find.
+        size: Maximum number of basis vectors kept, more than ``wanted``; at most d are kept.
+        agreed: Makes one decision for all processes that share the products.
 
     Attributes:
         values: Ritz values, ascending, ``(n,)``, float64; NaN if a product was not finite.
         residuals: ‖Av - θv‖ of each Ritz pair (θ, v).
-        coefficients: Ritz vectors in terms of the basis, one a column, ``(n, n)``.
+        coefficients: Ritz vectors in terms of the basis, one per column, ``(n, n)``.
         invariant: Whether the basis spans an invariant space, up to rounding.
     """
 
     ROUNDING = 50
-    """What is below so many eps ‖A‖ counts as zero: products of that size are rounding."""
+    """Values below this many eps ‖A‖ count as zero: products of that size are rounding."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class Lanczos:
         self.invariant = False
 
     def step(self) -> None:
-        """One product more."""
+        """Computes one more product."""
         if self._n == len(self._basis):
             self._restart()
         n = self._n + 1
@@ -116,14 +116,14 @@ class Lanczos:
         return torch.nn.functional.normalize(mix @ self._basis[: self._n])
 
     def _nothing_new(self, top: Tensor) -> bool:
-        """Whether one more invariant space is of no use: each holds all eigenvalues, but none twice."""
+        """Whether a further invariant space is useless: each holds all eigenvalues, but none twice."""
         if len(self._before) + 1 >= self.wanted:
             return True
         last = self._before[-1] if self._before else top[:0]
         return len(last) == len(top) and bool(((top - last).abs() <= self._floor).all())
 
     def _restart(self) -> None:
-        kept = self.wanted + (self._n - self.wanted) // 2  # more than are wanted: they go on converging
+        kept = self.wanted + (self._n - self.wanted) // 2  # more than wanted: they keep converging
         mix = self.coefficients[:, -kept:].T.to(self._basis)
         for part in torch.split(self._basis, COLUMNS, dim=1):
             part[:kept] = mix @ part
@@ -133,7 +133,7 @@ class Lanczos:
 
 
 class Pair(NamedTuple):
-    """θ, ‖Av - θv‖, whether the iteration has stopped by its tolerance, and v, ``(d,)``."""
+    """θ, ‖Av - θv‖, whether the iteration met its tolerance, and v, ``(d,)``."""
 
     value: float
     residual: float
@@ -142,20 +142,20 @@ class Pair(NamedTuple):
 
 
 class Power:
-    """Deflated power iteration, as the papers measure (FedGloSS, arXiv 2412.03752, App. D.3, and its program).
+    """Deflated power iteration, as in the papers (FedGloSS, arXiv 2412.03752, App. D.3, and its program).
 
     The eigenvalues largest in magnitude, one after another: v <- Hv / ‖Hv‖ until the change of θ = vᵀHv is at most
     ``tol`` |θ|, then H <- H - θ v vᵀ. The first start is random, each further one is the eigenvector before.
 
     Args:
         matvec: The matrix.
-        random: Gives a random vector ``(d,)`` at each call.
-        steps: Most products for each eigenvalue.
+        random: Returns a random vector ``(d,)`` at each call.
+        steps: Maximum number of products for each eigenvalue.
         tol: As above.
-        agreed: Makes a decision that of all processes that share the products.
+        agreed: Makes one decision for all processes that share the products.
 
     Attributes:
-        pairs: What was found, in that order.
+        pairs: The pairs found so far, in that order.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class Power:
         self.pairs: list[Pair] = []
 
     def next(self) -> None:
-        """Find one eigenvalue more."""
+        """Finds the next eigenvalue."""
         v, theta = self.pairs[-1].vector if self.pairs else self.random(), 0.0
         v = v / v.norm()
         for step in range(1, self.steps + 1):
@@ -187,7 +187,7 @@ class Power:
 
 
 def _orthogonalised(r: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
-    """``r`` less its part in the span of the rows, and the coefficients of that part, float64 on the CPU."""
+    """``r`` minus its projection onto the rows, and the projection's coefficients, float64 on the CPU."""
     total = torch.zeros(len(basis), dtype=torch.float64)
     for _ in range(2):  # once is not enough when r is nearly in the span
         c = basis @ r

@@ -1,10 +1,10 @@
-"""What products with random vectors tell of the Hessian H of the data loss F: its trace, its spectral density."""
+"""Trace and spectral density of the Hessian H of the data loss F, estimated from products with random vectors."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
@@ -12,18 +12,21 @@ from torch.nn.utils.rnn import pad_sequence
 
 from fl_lightning.core.errors import UserError
 from fl_lightning.core.rng import generator
-from fl_lightning.flatness.functional import Batches, Estimate, Loss, Progress, Reduce, arithmetic
+from fl_lightning.flatness.functional import Batches, Estimate, Loss, LossAt, Options, arithmetic
 from fl_lightning.flatness.hessian import Hessian, Interrupted
 from fl_lightning.flatness.krylov import Lanczos
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # typing has it from Python 3.11
 
 
 @dataclass(frozen=True, eq=False)
 class Density:
-    """The spectral density of H, (1/d) Σ_i δ(t - λ_i), as a mean of quadratures: one a probe.
+    """The spectral density of H, (1/d) Σ_i δ(t - λ_i), as a mean of quadratures, one per probe.
 
     Attributes:
         nodes: Eigenvalues of the projected matrices, ascending, ``(probes, steps)``, float64.
-        weights: Their weights, of sum 1 in each row; 0 where a row has fewer nodes.
+        weights: Their weights; each row sums to 1, and is 0 where it has fewer nodes.
         d: Number of weights of the model.
     """
 
@@ -32,7 +35,7 @@ class Density:
     d: int
 
     def __call__(self, grid: Tensor, sigma: float) -> Tensor:
-        """The density convolved with a Gaussian, at the points of ``grid``; its integral is 1.
+        """The density convolved with a Gaussian, at the points of ``grid``; it integrates to 1.
 
         Args:
             grid: Eigenvalues t, any shape.
@@ -42,7 +45,7 @@ class Density:
             UserError: If ``sigma`` is not positive.
         """
         if sigma <= 0:
-            raise UserError(f"sigma: {sigma} is no width; use a positive number, such as a hundredth of the range")
+            raise UserError(f"sigma: {sigma} is not positive; use a width such as a hundredth of the range")
         nodes, weights = (x.reshape(-1).to(grid.device) for x in (self.nodes, self.weights / len(self.weights)))
         bell = torch.exp(-(((grid.double().unsqueeze(-1) - nodes) / sigma) ** 2) / 2) / (sigma * math.sqrt(2 * math.pi))
         return (bell * weights).sum(-1)
@@ -61,45 +64,41 @@ def trace(
     method: Literal["hutch++", "hutchinson"] = "hutch++",
     samples: int = 60,
     seed: int = 0,
-    keep_graph: bool | None = None,
-    reduce: Reduce | None = None,
-    progress: Progress | None = None,
+    **options: Unpack[Options],
 ) -> Estimate:
-    """The trace of the Hessian of F at the model's weights, in eval mode, without bias.
+    """An unbiased estimate of the trace of the Hessian of F, in eval mode.
 
     ``hutchinson``: the mean of zᵀHz over vectors z of random signs (Hutchinson 1990).
 
-    ``hutch++``: exact on a random subspace, in which the large eigenvalues show, and Hutchinson on the rest (Meyer et
-    al., Hutch++, SOSA 2021, Algorithm 1). A third of the products makes the subspace, a third measures on it, a
-    third is probes. Memory: ``samples`` / 3 vectors of the model's size, twice for a moment.
+    ``hutch++``: exact on a random subspace that captures the large eigenvalues, and Hutchinson on the rest (Meyer et
+    al., Hutch++, SOSA 2021, Algorithm 1). A third of the products builds the subspace, a third measures on it, and a
+    third is probes. Memory: ``samples`` / 3 vectors of the model's size, briefly twice.
 
     Args:
         model: The network.
         loss: Per-sample losses.
-        batches: The data; of many processes this one's share, which may be nothing.
-        at: Flat weights ``(d,)`` to measure at; by default the model's own.
+        batches: The data; with several processes this one's share, which may be empty.
+        at: Flat weights ``(d,)``; by default the model's own.
         method: As above.
-        samples: Hessian-vector products, fewer if they are more than it takes to span the whole space.
-        seed: Of the random signs.
-        keep_graph: See :func:`~fl_lightning.flatness.hvp`.
-        reduce: Sums up over the processes.
-        progress: Called after each product.
+        samples: Number of Hessian-vector products; fewer if they span the whole space.
+        seed: Seed of the random signs.
+        **options: See :class:`~fl_lightning.flatness.functional.LossAt`.
 
     Returns:
-        The estimate, in units of the loss, with its standard error, for ``hutch++`` that of the rest; NaN if the
+        The estimate, in units of the loss, with its standard error (of ``hutch++``: that of the rest); NaN if the
         Hessian is not finite. ``samples`` counts products.
 
     Raises:
         UserError: If ``method`` is unknown, or there are fewer than 2 (``hutchinson``) or 4 samples; else as
             ``mean_loss``.
-        Interrupted: On KeyboardInterrupt after the second probe; ``partial`` is the estimate by those so far.
+        Interrupted: On KeyboardInterrupt after the second probe; ``partial`` is the estimate from the probes so far.
     """
     if method not in ("hutch++", "hutchinson"):
         raise UserError(f"method: {method!r} is unknown; use 'hutch++' or 'hutchinson'")
     least = 4 if method == "hutch++" else 2
     if samples < least:
         raise UserError(f"samples: {samples} is too few for {method}; use {least} or more")
-    h = Hessian(model, loss, batches, at, generator(seed, "trace"), samples, keep_graph, reduce, progress)
+    h = Hessian(LossAt(model, loss, batches, at, **options), generator(seed, "trace"), samples)
     exact, space = 0.0, h.like.new_zeros(h.d, 0)
     probes: list[float] = []
 
@@ -133,40 +132,36 @@ def spectral_density(
     probes: int = 5,
     steps: int = 60,
     seed: int = 0,
-    keep_graph: bool | None = None,
-    reduce: Reduce | None = None,
-    progress: Progress | None = None,
+    **options: Unpack[Options],
 ) -> Density:
-    """The spectral density of the Hessian of F at the model's weights, in eval mode, by stochastic Lanczos quadrature.
+    """The spectral density of the Hessian of F, in eval mode, by stochastic Lanczos quadrature.
 
-    Each probe is ``steps`` of Lanczos from a vector of random signs. The eigenvalues of the projected matrix are nodes,
-    the squared first components of its eigenvectors their weights (Ubaru, Chen & Saad, SIAM J. Matrix Anal. Appl. 38,
-    2017). Memory: ``steps`` vectors of the model's size and dtype.
+    Each probe runs ``steps`` of Lanczos from a vector of random signs. The eigenvalues of the projected matrix are the
+    nodes, the squared first components of its eigenvectors their weights (Ubaru, Chen & Saad, SIAM J. Matrix Anal.
+    Appl. 38, 2017). Memory: ``steps`` vectors of the model's size and dtype.
 
     Args:
         model: The network.
         loss: Per-sample losses.
-        batches: The data; of many processes this one's share, which may be nothing.
-        at: Flat weights ``(d,)`` to measure at; by default the model's own.
-        probes: Random vectors.
-        steps: Products with each; fewer where its Krylov space is exhausted, which then is exact.
-        seed: Of the random signs.
-        keep_graph: See :func:`~fl_lightning.flatness.hvp`.
-        reduce: Sums up over the processes.
-        progress: Called after each product.
+        batches: The data; with several processes this one's share, which may be empty.
+        at: Flat weights ``(d,)``; by default the model's own.
+        probes: Number of random vectors.
+        steps: Number of products with each; fewer if its Krylov space is exhausted, which is then exact.
+        seed: Seed of the random signs.
+        **options: See :class:`~fl_lightning.flatness.functional.LossAt`.
 
     Returns:
         The density; nodes are NaN if the Hessian is not finite.
 
     Raises:
         UserError: If ``probes`` or ``steps`` is not positive; else as ``mean_loss``.
-        Interrupted: On KeyboardInterrupt after the first probe; ``partial`` is the density by the probes that are done.
+        Interrupted: On KeyboardInterrupt after the first probe; ``partial`` is the density from the probes so far.
     """
     for key, number in (("probes", probes), ("steps", steps)):
         if number < 1:
             raise UserError(f"{key}: {number} is too few; use 1 or more")
-    draws = generator(seed, "spectral_density")
-    h = Hessian(model, loss, batches, at, draws, probes * steps, keep_graph, reduce, progress)
+    f = LossAt(model, loss, batches, at, **options)
+    h = Hessian(f, generator(seed, "spectral_density"), probes * steps)
     nodes: list[Tensor] = []
     weights: list[Tensor] = []
 

@@ -1,4 +1,4 @@
-"""How much a loss rises nearby: sharpness, its average by a low-pass filter, and FedGF's flatness discrepancy."""
+"""How much a loss rises nearby: sharpness, the loss under a low-pass filter, and FedGF's flatness discrepancy."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def sharpness(
     eta: float | None = None,
     reduce: Reduce | None = None,
 ) -> float:
-    """max_{‖δ‖≤rho} F(w+δ) - F(w), the maximum approximated from below by gradient ascent.
+    """max_{‖δ‖≤rho} F(w+δ) - F(w), approximated from below by gradient ascent.
 
     One step is δ = rho ∇F/‖∇F‖, with the gradient of all data (the first-order maximiser, Foret et al. 2021, Eq. 2;
     FedGF Eq. 5; FedGMT Eq. 4). With more, each adds rho ∇F(w+δ)/‖∇F(w+δ)‖ and projects δ onto the ball.
@@ -37,12 +37,12 @@ def sharpness(
     Args:
         model: The network; its weights are not moved.
         loss: Per-sample losses.
-        batches: The data; of many processes this one's share, which may be nothing.
+        batches: The data; with several processes this one's share, which may be empty.
         rho: Radius, in weight units; with ``eta`` a multiple of T.
-        steps: Ascent steps, one pass with gradient each; two passes without come on top.
+        steps: Number of ascent steps, one pass with gradient each, plus two passes without.
         at: Flat weights w, ``(d,)``; by default the model's own.
-        eta: Added to the absolute weights of the adaptive sharpness; null: the plain one.
-        reduce: Sums up over the processes; every process must call. None: this process has all samples.
+        eta: Added to the absolute weights of the adaptive sharpness; None: the plain one.
+        reduce: Sums over the processes; every process must call. None: this process has all samples.
 
     Returns:
         The sharpness, in units of the loss.
@@ -78,20 +78,20 @@ def lpf(
 ) -> Estimate:
     """E_ε F(w+ε) with ε ~ N(0, sigma² I): the loss seen through a low-pass filter (Bisla et al., AISTATS 2022).
 
-    It includes the level of the loss: for a quadratic it is F(w) + sigma² tr(H) / 2. FedGF's Table 2 has this measure,
-    but does not say which scale.
+    It includes the level of the loss: for a quadratic it is F(w) + sigma² tr(H) / 2. FedGF's Table 2 reports this
+    measure without its scale.
 
     Args:
         model: The network.
         loss: Per-sample losses.
-        batches: The data; of many processes this one's share, which may be nothing.
+        batches: The data; with several processes this one's share, which may be empty.
         sigma: Standard deviation of the noise on every weight.
-        draws: Monte Carlo draws, one pass without gradient each.
+        draws: Number of Monte Carlo draws, one pass without gradient each.
         at: Flat weights ``(d,)``; by default the model's own.
-        scale: "none": as written above. "filter": as the authors' program has it, the noise of a filter (or row) is
-            ``sigma`` times its norm plus its absolute bias, that of a normalisation channel times |γ| + |β|.
-        seed: Of the noise.
-        reduce: Sums up over the processes, which all draw the same noise.
+        scale: "none": as above. "filter": as in the authors' program, the noise of a filter (or row) is ``sigma`` times
+            its norm plus its absolute bias, that of a normalisation channel ``sigma`` times |γ| + |β|.
+        seed: Seed of the noise.
+        reduce: Sums over the processes, which all draw the same noise.
 
     Returns:
         The mean over the draws, with its standard error.
@@ -129,7 +129,7 @@ def flatness_discrepancy(global_sharpness: float, local_sharpness: Sequence[floa
     Args:
         global_sharpness: S, of the aggregated model on the data of all clients.
         local_sharpness: S_i, of each local model on its own data.
-        sizes: m_i, samples of each client.
+        sizes: m_i, number of samples of each client.
 
     Raises:
         UserError: If there are no samples, or not one size per local sharpness.
@@ -149,8 +149,8 @@ def measure_discrepancy(
 ) -> float:
     """Δ_F of the aggregated ``model`` and its clients, each as (local flat weights w_i ``(d,)``, its data D_i).
 
-    F is the loss over the union of the D_i. The paper leaves open how the maximum is found, rho, and which clients are
-    meant: here :func:`sharpness`, and whoever is passed, usually the active clients whose w_i were averaged.
+    F is the loss over the union of the D_i. The paper does not specify how the maximum is found, its radius, or which
+    clients count: here by :func:`sharpness`, over the clients passed, usually those whose w_i were averaged.
 
     Raises:
         UserError: As :func:`sharpness` and :func:`flatness_discrepancy`.

@@ -1,4 +1,4 @@
-"""What a round's models say without data: distances, angles and norms."""
+"""Distances, angles and norms of a round's models; no data needed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fl_lightning.core.flat import EPS
 def divergence(clients: Sequence[Tensor], center: Tensor) -> float:
     """Mean over the clients of ‖w_i - w‖² (FedSMOO, Table 2).
 
-    The paper's table has w^t for the ``center``, its text w^{t+1}; the authors' program takes w^{t+1}.
+    The paper's table has w^t as the ``center``, its text w^{t+1}; the authors' program uses w^{t+1}.
 
     Args:
         clients: Local models w_i, ``(d,)`` each.

@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING
 
+from fl_lightning.core.figures import log_ticks
 from fl_lightning.results.metrics import read_metrics
 
 if TYPE_CHECKING:
@@ -50,8 +51,7 @@ def plot_curves(runs: dict[str, Path]) -> Figure:
         axes.grid(alpha=0.3)
         if name == "flatness/lambda_max" and min(v for c in columns.values() for _, v in c.get(name, ())) > 0:
             axes.set_yscale("log")
-            axes.yaxis.set_major_formatter("{x:g}")
-            axes.yaxis.set_minor_formatter("{x:g}")
+            log_ticks(axes)
         if i == 0 and len(runs) > 1:
             figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize="small")
     return figure

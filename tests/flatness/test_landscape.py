@@ -24,6 +24,7 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from fl_lightning.core.figures import COLUMN, PAGE, save_figure
 from fl_lightning.core.flat import FlatSpec
 from fl_lightning.flatness import (
     Interpolation,
@@ -516,7 +517,7 @@ FIGURES = {
 
 
 def test_a_figure_is_written_the_same_again(tmp_path: Path) -> None:
-    files = [plots.save_figure(FIGURES["perturbation"](), tmp_path / name) for name in "ab"]
+    files = [save_figure(FIGURES["perturbation"](), tmp_path / name) for name in "ab"]
     assert [f.read_bytes() for f in files[0]] == [f.read_bytes() for f in files[1]]
 
 
@@ -527,12 +528,12 @@ def texts(figure: Figure) -> list[Text]:
 @pytest.mark.parametrize("name", FIGURES)
 def test_figure_is_fit_to_print(name: str, tmp_path: Path) -> None:
     figure = FIGURES[name]()
-    pdf, png = plots.save_figure(figure, tmp_path / "new" / "a.figure")
+    pdf, png = save_figure(figure, tmp_path / "new" / "a.figure")
     assert [f.name for f in (pdf, png)] == ["a.figure.pdf", "a.figure.png"]
     content = pdf.read_bytes()
     assert content.startswith(b"%PDF-") and content.rstrip().endswith(b"%%EOF") and b"/Type3" not in content
     width, height = figure.get_size_inches()
-    assert width in (plots.COLUMN, plots.PAGE) and height < 9
+    assert width in (COLUMN, PAGE) and height < 9
     with Image.open(png) as image:
         image.load()
         assert image.size == pytest.approx((300 * width, 300 * height), abs=1)
