@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from fl_lightning.data import FederatedDataModule
     from fl_lightning.trainer.trainer import FederatedTrainer
 
+SUMMARY = "Evaluate a model on CIFAR-10-C or CIFAR-100-C, by corruption and severity."
 HOME = "https://github.com/hendrycks/robustness"
 CORRUPTIONS = (
     "gaussian_noise", "shot_noise", "impulse_noise", "defocus_blur", "glass_blur", "motion_blur", "zoom_blur", "snow",
