@@ -100,20 +100,5 @@ def markdown(page: str = "index.md") -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def show() -> None:
-    """Print the table on the terminal."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(*HEADS, box=None)
-    for e in entries():
-        table.add_row(e.name, *e.cells())
-    console = Console()
-    if not console.is_terminal:
-        console.width = 160
-    console.print(table)
-    console.print(f"{WIRE} `ascent`, `server_update` and `averaging` combine with all that have none of their own.")
-
-
 if __name__ == "__main__":
     print(markdown(*sys.argv[1:2]), end="")

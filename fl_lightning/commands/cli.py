@@ -1,319 +1,203 @@
-"""LightningCLI for the federated trainer."""
+"""LightningCLI for the federated trainer: one subcommand, its parser, and what its config builds."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
-from itertools import product
-from json import dumps
+import inspect
+import re
+from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from textwrap import fill
+from typing import Any, NoReturn
 
 import torch
-from jsonargparse import ActionConfigFile, ArgumentParser, Namespace  # type: ignore[attr-defined]
+import yaml
+from docstring_parser import parse
+from jsonargparse import ActionConfigFile, Namespace  # type: ignore[attr-defined]
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
-import fl_lightning.algorithms
-import fl_lightning.data
+import fl_lightning
+import fl_lightning.algorithms  # a class goes by its bare name once it is imported
 import fl_lightning.nets
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.algorithms.catalogue import show
-from fl_lightning.commands import corruptions, laboratory
-from fl_lightning.commands.data import show as show_data
-from fl_lightning.commands.main import COMMANDS, EPILOG
+from fl_lightning.commands.last import check_last
 from fl_lightning.commands.messages import ArgumentsError, find_user_error
-from fl_lightning.commands.plan import plan
-from fl_lightning.core.errors import require
+from fl_lightning.core.errors import UserError, require
 from fl_lightning.core.rng import generator
-from fl_lightning.results import compare
-from fl_lightning.trainer import parallel_runs as group
+from fl_lightning.data import FederatedDataModule
 from fl_lightning.trainer.trainer import FederatedTrainer
+
+PARTS = ("trainer", "model", "data")
+"""Parts of a config."""
 
 
 class Parser(LightningArgumentParser):
-    """A parser whose errors are one line for people, and that takes no abbreviated names."""
+    """A parser that raises its errors and takes no abbreviated names."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, allow_abbrev=False, **kwargs)
+        super().__init__(*args, **{"prog": "fl-lightning", "allow_abbrev": False, **kwargs})
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Refuse the arguments."""
+        """Refuses the arguments."""
         raise find_user_error(ex) or ArgumentsError(message)
+
+    def format_help(self, *args: Any, **kwargs: Any) -> str:
+        """The help; of the known subclasses of an open type, such as ``torch.nn.Module``, only this package's."""
+        text: str = super().format_help(*args, **kwargs)
+        return re.sub(r",\s+known\s+subclasses:([^)]*)\)", _own_classes, text)
+
+
+def _own_classes(match: re.Match[str]) -> str:
+    paths = "".join(match[1].split()).split(",")
+    named = [path.removeprefix("fl_lightning.") for path in paths if path.startswith("fl_lightning.")]
+    own = [name for name in named if name in fl_lightning.__all__]
+    if len(named) < len(paths):  # algorithms are modules, too
+        own = [name for name in own if not issubclass(getattr(fl_lightning, name), LocalObjective)]
+        own.append("or a dotted path")
+    indent = 24 * " "
+    return ",\n" + fill(f"classes: {', '.join(own)})", 80, initial_indent=indent, subsequent_indent=indent)
 
 
 class FederatedCLI(LightningCLI):
     """LightningCLI over `FederatedTrainer`, `LocalObjective` and `FederatedDataModule`, in subclass mode.
 
-    One seed, ``trainer.seed``, takes the place of ``seed_everything``; the resolved config goes to the run folder and
-    to the loggers.
+    It holds the parser of one subcommand and its parsed arguments, ``config``; `build` makes the objects, `run` runs
+    the subcommand. It overrides public methods only: ``run=False`` keeps LightningCLI from its own subcommands, which
+    would take those of a ``lightning.Trainer``. One seed, ``trainer.seed``, takes the place of ``seed_everything``.
+
+    Args:
+        command: The subcommand: a module of this folder.
+        args: Its arguments.
     """
 
-    OWN = ("fit", "plan")
-    WITHOUT_MODEL = ("data", "compare", "list")
-    OF_CHECKPOINTS: ClassVar[dict[str, Callable[..., Any]]] = {
-        "flatness": laboratory.flatness,
-        "landscape": laboratory.landscape,
-        "interpolate": laboratory.interpolate,
-        "corruptions": corruptions.run,
-    }
-    """Functions of trainer, model, data and their own arguments. Without --config they take that of the checkpoint."""
-
-    def __init__(self, args: Sequence[str] | None = None) -> None:
-        if args is None:
-            sys.argv[1:] = _with_config_of_run(sys.argv[1:])
+    def __init__(self, command: str, *args: str) -> None:
+        module = import_module(f"fl_lightning.commands.{command}")
+        self.command, self.function, self.summary = command, module.run, module.SUMMARY
+        self.parameters = inspect.signature(module.run).parameters
+        self.needs = PARTS if "cli" in self.parameters else tuple(part for part in PARTS if part in self.parameters)
         super().__init__(
-            model_class=LocalObjective,
-            datamodule_class=fl_lightning.data.FederatedDataModule,
             trainer_class=FederatedTrainer,  # type: ignore[arg-type]
-            parser_class=Parser,
-            subclass_mode_model=True,
-            subclass_mode_data=True,
             save_config_callback=None,
             auto_configure_optimizers=False,
             load_from_checkpoint_support=False,
-            args=None if args is None else _with_config_of_run(list(args)),
+            run=False,
+            args=_with_config_of_run(list(args)) if self.needs else list(args),
         )
-
-    @classmethod
-    def subcommands(cls) -> dict[str, set[str]]:
-        """Subcommands with a model, and the arguments that are not options of theirs.
-
-        They are functions in `OF_CHECKPOINTS`, methods of this class in `OWN`, else methods of the trainer.
-        """
-        given = {"trainer", "model", "data", "datamodule", "a", "b"}
-        return {name: given for name in COMMANDS if name not in cls.WITHOUT_MODEL}
 
     def init_parser(self, **kwargs: Any) -> Parser:
-        """A parser with ``--config``."""
-        parser = Parser(dump_header=["fl_lightning"], **kwargs)
-        parser.add_argument("-c", "--config", action=ActionConfigFile, help="A YAML file with any of these settings.")
-        return parser
-
-    def setup_parser(
-        self, add_subcommands: bool, main_kwargs: dict[str, Any], subparser_kwargs: dict[str, Any]
-    ) -> None:
-        """The main parser, the trainer's subcommands, and those that need no model."""
-        self.parser = Parser(
-            prog="fl-lightning",
-            description="Federated learning with flat minima.",
-            epilog=EPILOG,
+        """Makes an empty parser."""
+        parser = Parser(
+            prog=f"fl-lightning {self.command}", description=self.summary, dump_header=["fl_lightning"], **kwargs
         )
-        self._subcommand_parsers: dict[str, LightningArgumentParser] = {}
-        self._subcommand_method_arguments: dict[str, list[str]] = {}
-        commands = self.parser.add_subcommands()
-        for name in self.subcommands():
-            summary = COMMANDS[name]
-            owner = FederatedCLI if name in self.OWN else FederatedTrainer
-            parser = self._prepare_subcommand_parser(owner, name, description=summary)
-            if name == "interpolate":
-                for end, gamma in (("a", 1), ("b", 0)):
-                    parser.add_argument(end, metavar=end.upper(), help=f"Checkpoint at gamma = {gamma}.")
-                    self._subcommand_method_arguments[name].append(end)
-            self._subcommand_parsers[name] = parser
-            commands.add_subcommand(name, parser, help=summary)
-        self._subcommand_parsers["data"] = self._data_parser()
-        commands.add_subcommand("data", self._subcommand_parsers["data"], help=COMMANDS["data"])
-        compared = Parser(description=COMMANDS["compare"])
-        compared.add_argument("runs", nargs="+", type=str, metavar="RUN", help="Run folders.")
-        compared.add_function_arguments(compare.show, skip={"runs"})
-        for name, other in (("compare", compared), ("list", ArgumentParser(description=COMMANDS["list"]))):
-            commands.add_subcommand(name, other, help=COMMANDS[name])
-
-    def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
-        if subcommand not in self.OF_CHECKPOINTS:
-            return super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
-        parser = self.init_parser(**kwargs)
-        self._add_arguments(parser)
-        skip: set[str | int] = {*self.subcommands()[subcommand]}
-        added = parser.add_function_arguments(self.OF_CHECKPOINTS[subcommand], skip=skip)
-        self._subcommand_method_arguments[subcommand] = added
-        return parser
-
-    def _data_parser(self) -> Parser:
-        """The parser of ``data``, which takes the config of a run and makes neither its model nor its trainer."""
-        parser = self.init_parser(description=COMMANDS["data"])
-        parser.add_lightning_class_args(self._datamodule_class, "data", subclass_mode=True)
-        for key in ("model", "trainer"):
-            parser.add_argument(f"--{key}", type=dict | str | None, help="Of a run's config; not used.")
-        parser.add_argument("--out", type=str | None, help="Folder for the whole table (CSV) and the figures.")
+        if self.needs:
+            text = "A YAML file with any of these settings; later ones win."
+            parser.add_argument("-c", "--config", action=ActionConfigFile, help=text)
         return parser
 
     def add_default_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """None beside the classes' own: the seed is ``trainer.seed``."""
+        """Adds nothing: the seed is ``trainer.seed``."""
 
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Arguments of trainer, model and data."""
-        # LightningArgumentParser.add_lightning_class_args refuses a trainer that is not a lightning.Trainer
-        parser.add_class_arguments(FederatedTrainer, "trainer", instantiate=False, fail_untyped=False, sub_configs=True)
-        parser.add_lightning_class_args(self._model_class, "model", subclass_mode=True)
-        parser.add_lightning_class_args(self._datamodule_class, "data", subclass_mode=True)
+        """Adds the parts of the config that the subcommand needs; a run's whole config is accepted nonetheless."""
+        for part in PARTS if self.needs else ():
+            if part not in self.needs:
+                parser.add_argument(f"--{part}", type=dict | str | None, help="Part of a run's config; not used.")
+            elif part == "trainer":  # add_lightning_class_args refuses one that is not a lightning.Trainer
+                parser.add_class_arguments(
+                    FederatedTrainer, part, instantiate=False, fail_untyped=False, sub_configs=True
+                )
+            else:
+                kind = LocalObjective if part == "model" else FederatedDataModule
+                parser.add_lightning_class_args(kind, part, subclass_mode=True)
 
-    def _parse_ckpt_path(self) -> None:
-        """Checkpoints are read by the trainer, which says what is wrong with one."""
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Adds the subcommand's own arguments."""
+        texts = {param.arg_name: param.description for param in parse(inspect.getdoc(self.function) or "").params}
+        options: set[str | int] = {"cli", *PARTS}
+        for name, parameter in self.parameters.items():
+            if parameter.kind is parameter.POSITIONAL_ONLY and name not in options:
+                nargs = "+" if parameter.annotation in (list[str], "list[str]") else None
+                parser.add_argument(name, metavar=name.upper(), type=str, nargs=nargs, help=texts.get(name))
+                options.add(name)
+        parser.add_function_arguments(self.function, skip=options)
 
-    def _set_seed(self) -> None:
-        """Initial weights follow ``trainer.seed``; everything later has a generator of its own."""
-        if self.subcommand not in self.WITHOUT_MODEL:
-            settings = self.config[self.subcommand].trainer
-            require(hasattr(settings, "seed"), "trainer", settings, "give a mapping of settings")
-            seed = self.config[self.subcommand].trainer.seed
-            torch.manual_seed(generator(seed, "initial weights").initial_seed())
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        """Parses the arguments."""
+        self.config = parser.parse_args(args)
+        self.config["seed_everything"] = False  # LightningCLI would seed everything with 0
 
     def before_instantiate_classes(self) -> None:
-        """A plan is measured on one process; how many the config asks for is what it is made for."""
-        if self.subcommand == "plan":
-            given = self.config.plan
-            for key, name in (("devices", "devices"), ("nodes", "num_nodes")):
-                if given[key] is None:
-                    asked = str(given.trainer[name])
-                    require(asked.isdecimal(), f"trainer.{name}", asked, f"say how many by --{key}")
-                    given[key] = int(asked)
-                given.trainer[name] = 1
-            given.trainer.strategy = "auto"
+        """Removes what LightningCLI only reads before."""
+        del self.config["seed_everything"]
 
     def instantiate_classes(self) -> None:
-        """Make model, data and trainer; the trainer gets the resolved config."""
-        if self.subcommand in ("compare", "list"):
-            return
-        if self.subcommand == "data":
-            super().instantiate_classes()
-            return
-        self.group: list[tuple[FederatedTrainer, LocalObjective]] = []
-        given = self.config[self.subcommand]
-        for settings in _group(given.get("seeds"), given.get("values")):
-            for key, value in settings.items():
-                _set(given, key, value)
-            if settings:
-                self._set_seed()
-            super().instantiate_classes()
-            vars(self).pop("config_dump", None)  # or it stays that of the first run
-            self._dump_config()
-            for key in ("ckpt_path", "config", "seeds", "values"):
-                self.config_dump.pop(key, None)
-            trainer: Any = self.trainer
-            trainer.config = self.config_dump
-            if settings:
-                where = "_".join(f"{key.rpartition('.')[2]}_{value}" for key, value in settings.items())
-                trainer.name = f"{trainer.name or trainer.default_name(self.model, self.datamodule)}/{where}"
-            self.group.append((trainer, self.model))
+        """Builds nothing: `build` does, once or for several runs."""
 
     def instantiate_trainer(self, **kwargs: Any) -> Any:
-        """The trainer; none for ``data``."""
-        return None if self.subcommand == "data" else super().instantiate_trainer(**kwargs)
+        """Builds the trainer, if the subcommand needs one."""
+        return super().instantiate_trainer(**kwargs) if "trainer" in self.needs else None
 
-    def _run_subcommand(self, subcommand: str) -> None:
-        if subcommand == "list":
-            show()
-        elif subcommand == "compare":
-            compare.show(**self.config.compare.as_dict())
-        elif subcommand == "data":
-            show_data(self.datamodule, self.config.data.out)
-        elif subcommand in self.OF_CHECKPOINTS:
-            given = self._prepare_subcommand_kwargs(subcommand)
-            model, data = given.pop("model"), given.pop("datamodule")
-            self.OF_CHECKPOINTS[subcommand](self.trainer, model, data, **given)
-        elif subcommand in self.OWN:
-            getattr(self, subcommand)(**self._prepare_subcommand_kwargs(subcommand))
-        else:
-            super()._run_subcommand(subcommand)
-
-    def fit(
-        self,
-        model: LocalObjective,
-        datamodule: fl_lightning.data.FederatedDataModule,
-        ckpt_path: str | None = None,
-        seeds: str | None = None,
-        values: str | None = None,
-    ) -> None:
-        """Train for ``max_rounds`` rounds; with several seeds or values, several runs as one batched program.
+    def build(self, settings: Mapping[str, Any] | None = None) -> Namespace:
+        """Builds what the subcommand needs, with initial weights that follow ``trainer.seed``.
 
         Args:
-            model: The local objective.
-            datamodule: The clients' data.
-            ckpt_path: A checkpoint to go on from, in its own run folder; or "last" for the newest run of this name.
-            seeds: Values of trainer.seed, such as 0,1,2: a run for each, in a folder of its own.
-            values: Values of another number, such as model.rho=0.02,0.05: a run for each (and each seed).
-        """
-        trainers, models = zip(*self.group, strict=True)
-        if len(self.group) == 1 and not (seeds or values):
-            trainers[0].fit(model, datamodule, ckpt_path)
-        else:
-            group.fit(trainers, models, datamodule, ckpt_path)
+            settings: Settings that replace those of the config, by key as on the command line.
 
-    def plan(
-        self,
-        model: LocalObjective,
-        datamodule: fl_lightning.data.FederatedDataModule,
-        devices: int | None = None,
-        nodes: int | None = None,
-        bandwidth: float = 10.0,
-        json: bool = False,
-    ) -> None:
-        """Predict hours, memory and bits of a fit.
+        Returns:
+            ``trainer``, which has the resolved config, ``model``, ``data``, and the subcommand's own arguments.
 
-        Args:
-            model: The local objective.
-            datamodule: The clients' data.
-            devices: Devices (processes) per node; null: trainer.devices.
-            nodes: Nodes; null: trainer.num_nodes.
-            bandwidth: Between nodes, in Gbit/s.
-            json: Print one line of JSON instead of a table.
+        Raises:
+            UserError: If there is no such setting, or one is out of range.
         """
-        assert devices is not None and nodes is not None
-        trainer: Any = self.trainer
-        made = plan(trainer, model, datamodule, devices, nodes, bandwidth)
-        if json:
-            print(dumps(asdict(made) | {"seconds": made.seconds}))
-        else:
-            made.show()
+        asked, self.config = self.config, self.config.clone()
+        for key, value in (settings or {}).items():
+            _set(self.config, key, value)
+        if "trainer" in self.needs:
+            given = self.config.trainer
+            require(hasattr(given, "seed"), "trainer", given, "give a mapping of settings")
+            torch.manual_seed(generator(given.seed, "initial weights").initial_seed())
+        super().instantiate_classes()
+        made: Namespace = self.config_init
+        if "trainer" in self.needs:
+            # False by position, with values of None: skip_none is skip_unset from jsonargparse 4.50 on
+            text = self.parser.dump(self.config, "yaml", False)
+            made.trainer = self.trainer
+            made.trainer.config = {key: value for key, value in yaml.safe_load(text).items() if key in PARTS}
+        self.config = asked
+        return made
+
+    def run(self) -> None:
+        """Runs the subcommand."""
+        made = self.config if "cli" in self.parameters else self.build()
+        if "trainer" in self.parameters:
+            check_last(made.trainer, made.model, made.data, made.get("ckpt_path"))
+        given = {name: self if name == "cli" else made[name] for name in self.parameters}
+        positional = [name for name, p in self.parameters.items() if p.kind is p.POSITIONAL_ONLY]
+        self.function(*(given.pop(name) for name in positional), **given)
 
 
 def _with_config_of_run(args: list[str]) -> list[str]:
-    """Arguments of a command on checkpoints; without --config, with that of the first checkpoint's run."""
-    if not args or args[0] not in FederatedCLI.OF_CHECKPOINTS:
+    """Arguments that name a checkpoint and no config, with the config of the checkpoint's run."""
+    if {"-c", "--config", "-h", "--help"} & {arg.partition("=")[0] for arg in args}:
         return args
-    names = [arg.partition("=")[0] for arg in args]
-    if {"-c", "--config", "-h", "--help"} & set(names):
-        return args
-    for arg, following in zip(args, [*args[1:], ""], strict=True):
-        path = Path(arg.partition("=")[2] or (following if arg == "--ckpt_path" else arg))
-        config = path.parent.parent / "config.yaml"
-        if path.suffix == ".ckpt" and config.is_file():
-            return [args[0], "--config", str(config), *args[1:]]
+    for before, arg, after in zip(["", *args], args, [*args[1:], ""], strict=False):
+        name, _, value = arg.partition("=")
+        positional = not arg.startswith("-") and ("=" in before or not before.startswith("-"))
+        path = Path((value or after) if name == "--ckpt_path" else arg if positional else "")
+        if path.suffix == ".ckpt" and (config := path.parent.parent / "config.yaml").is_file():
+            return ["--config", str(config), *args]
     return args
 
 
-def _group(seeds: str | None, values: str | None) -> list[dict[str, Any]]:
-    """Settings of each run of a group, by key; of a single run, none."""
-    names: list[tuple[str, list[Any]]] = []
-    if values is not None:
-        key, equals, listed = values.partition("=")
-        require(bool(equals), "values", values, "give key=number,number, as in model.rho=0.02,0.05")
-        require(key.startswith("model."), "values", values, "give a number of the model, as in model.rho=0.02,0.05")
-        names.append((key, _numbers("values", listed, float)))
-    if seeds is not None:
-        names.append(("trainer.seed", _numbers("seeds", seeds, int)))
-    return [dict(zip([key for key, _ in names], chosen, strict=True)) for chosen in product(*(v for _, v in names))]
-
-
-def _numbers(key: str, listed: str, number: type) -> list[Any]:
-    try:
-        found = [number(value) for value in listed.split(",")]
-    except ValueError:
-        found = []
-    require(bool(found) and len(set(found)) == len(found), key, listed, "give different numbers, such as 0,1,2")
-    return found
-
-
 def _set(config: Namespace, key: str, value: Any) -> None:
-    """Set a config key as it is written on the command line, without init_args."""
+    """Sets a config key as it is written on the command line, without init_args."""
     at: Any = config
     *path, last = key.split(".")
     for name in (*path, last):
         if isinstance(at, Namespace) and "init_args" in at and name not in at:
             at = at.init_args
-        require(isinstance(at, Namespace) and name in at, "values", key, "no such setting; see the run's config.yaml")
+        if not isinstance(at, Namespace) or name not in at:
+            raise UserError(f"{key} = {value}: no such setting; see the run's config.yaml")
         if name != last:
             at = at[name]
     at[last] = value

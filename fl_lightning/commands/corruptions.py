@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from fl_lightning.data.module import FederatedDataModule
     from fl_lightning.trainer.trainer import FederatedTrainer
 
+SUMMARY = "Evaluate a model on CIFAR-10-C or CIFAR-100-C, by corruption and severity."
 
 def evaluate_corruptions(
     accuracy: Callable[[Iterable[Batch]], float],

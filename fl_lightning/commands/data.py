@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+SUMMARY = "Show how the samples are divided among the clients: table, CSV file, figures."
 ROWS, COLUMNS = 12, 12
 """Clients and classes that the table on the terminal has at most; the CSV file has all."""
 
@@ -34,7 +35,7 @@ def class_counts(data: FederatedDataModule) -> NDArray[np.int64]:
     return np.stack([y[part].bincount(minlength=data.num_classes).numpy() for part in data.clients])
 
 
-def show(data: FederatedDataModule, out: str | None = None) -> None:
+def run(data: FederatedDataModule, out: str | None = None) -> None:
     """Print the division; with ``out`` also write the whole table and the figures.
 
     Args:

@@ -1,38 +1,40 @@
 """The command line: ``fl-lightning fit | centralized | test | flatness | landscape | plan | compare | ...``.
 
-Importing torch and Lightning takes seconds, so only what needs them does.
+Importing torch and Lightning takes seconds, so ``--help``, ``--version`` and a wrong subcommand do without.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
+import os
 import signal
 import sys
 from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
 
 from fl_lightning import __version__
-from fl_lightning.commands.messages import ArgumentsError, tell
+from fl_lightning.commands.messages import EXAMPLE, ArgumentsError, explain
 
-COMMANDS = {
-    "fit": "Train for trainer.max_rounds rounds.",
-    "centralized": "Train on all clients' data at once: the papers' centralized references.",
-    "validate": "Evaluate a model on the held-out part of the training data, or on all of them if none is.",
-    "test": "Evaluate a model on the test set.",
-    "flatness": "Measure the flatness of a checkpoint: Hessian, sharpness, discrepancy, drift.",
-    "landscape": "Draw the loss around checkpoints: surfaces, planes, perturbations, local trajectories.",
-    "interpolate": "Measure the loss on the line between two checkpoints, and its barrier.",
-    "plan": "Predict hours, memory and bits of a fit, from a few rounds that are measured here.",
-    "data": "Show how the samples are divided among the clients: table, CSV file, figures.",
-    "corruptions": "Evaluate a model on CIFAR-10-C or CIFAR-100-C, by corruption and severity.",
-    "compare": "Compare finished runs: statistics over seeds as table, CSV and LaTeX, and their curves.",
-    "list": "Show the algorithms: paper, state, wire cost, passes.",
-}
-EPILOG = "Start with: fl-lightning fit --config configs/quickstart.yaml"
+
+def _summaries() -> dict[str, str]:
+    """Returns the summary of each subcommand: of each file of this folder that defines ``SUMMARY``."""
+    found = {}
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        for line in ast.parse(path.read_text(encoding="utf-8")).body:
+            match line:
+                case ast.Assign([ast.Name("SUMMARY")], value):
+                    found[path.stem] = ast.literal_eval(value)
+    return found
+
+
+COMMANDS = _summaries()
+"""The subcommands and their summaries."""
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run the command line.
+    """Runs the command line.
 
     Args:
         args: Arguments; by default those of the process.
@@ -47,28 +49,30 @@ def main(args: Sequence[str] | None = None) -> None:
     if given[0] not in COMMANDS:
         value = "missing" if given[0].startswith("-") else given[0]
         sys.exit(f"error: subcommand = {value}: choose from {', '.join(COMMANDS)}, or see --help")
-    signal.signal(
-        signal.SIGTERM, signal.default_int_handler
-    )  # a cluster's time limit: save what is done, as Ctrl-C does
-    sys.path.insert(0, "")  # a class of a file in the working folder can be named, as with `python -m`
+    # a cluster's time limit saves what is done, as Ctrl-C does
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # classes in files of the working folder can be named; absolute, since a config is read from within its own folder
+    sys.path.insert(0, os.getcwd())
     try:
         from fl_lightning.commands.cli import FederatedCLI
 
-        FederatedCLI(args)
+        FederatedCLI(*given).run()
     except KeyboardInterrupt:
         sys.exit(130)
     except (ArgumentsError, ValueError) as error:
         configs = [value for flag, value in pairwise(given) if flag in ("-c", "--config")]
-        if (line := tell(error, configs)) is None:
+        if (line := explain(error, configs)) is None:
             raise
         from fl_lightning.trainer.collectives import reports
 
-        rank, telling = reports()
-        sys.exit(f"error{f' (process {rank})' if rank else ''}: {line}" if telling else 1)
+        rank, first = reports()
+        sys.exit(f"error{f' (process {rank})' if rank else ''}: {line}" if first else 1)
 
 
 def _help() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("fl-lightning", description="Federated learning with flat minima.", epilog=EPILOG)
+    parser = argparse.ArgumentParser(
+        "fl-lightning", description="Federated learning with flat minima.", epilog=f"Start with: {EXAMPLE}"
+    )
     parser.add_argument("--version", action="store_true", help="Show the version.")
     commands = parser.add_subparsers(title="subcommands", metavar="{" + ",".join(COMMANDS) + "}")
     for name, summary in COMMANDS.items():

@@ -11,20 +11,24 @@ from typing import Any
 
 from fl_lightning.core.errors import UserError
 
+EXAMPLE = "fl-lightning fit --config configs/quickstart.yaml"
+
 
 class ArgumentsError(Exception):
-    """What the parser says, in many lines."""
+    """The parser's own message, of many lines."""
 
 
 def find_user_error(error: BaseException | None) -> UserError | None:
-    """The mistake behind an exception that a library raised from it."""
+    """Returns the user error that an exception was raised from, if any."""
     while error is not None and not isinstance(error, UserError):
         error = error.__cause__
     return error
 
 
-def tell(error: Exception, configs: Sequence[str] = ()) -> str | None:
-    """One line for a mistake of the user's; None if the error is not one.
+def explain(error: Exception, configs: Sequence[str] = ()) -> str | None:
+    """Returns one line for a mistake of the user, or None if the error is another.
+
+    The commonest mistakes have a message of their own; of the others it is the parser's, with folded white space.
 
     Args:
         error: What was raised.
@@ -32,109 +36,92 @@ def tell(error: Exception, configs: Sequence[str] = ()) -> str | None:
     """
     if (mistake := find_user_error(error)) is not None:
         return str(mistake)
-    # what a class raises while it is made reaches us as a ValueError that tries all members of a union
-    if isinstance(error, UnicodeDecodeError):
-        return f"config = {' or '.join(configs)}: no text; give a YAML file"
-    theirs = isinstance(error, ArgumentsError) or str(error).startswith("Does not validate")
-    return explain(str(error), configs) if theirs else None
-
-
-def explain(message: str, configs: Sequence[str] = ()) -> str:
-    """One line for what the parser says in many.
-
-    Args:
-        message: The parser's own message.
-        configs: Config files that were given.
-    """
-    path = ".".join(re.findall(r'Parser key "([^"]+)"', message))
-    config = " or ".join(configs) or "(none)"
+    message = str(error)
+    # what jsonargparse raises while it builds the classes
+    if not isinstance(error, (ArgumentsError, UnicodeDecodeError)) and not message.startswith("Does not validate"):
+        return None
+    path = ".".join(re.findall(r'(?:Parser key "|Group \')([^"\']+)', message))
     if match := re.search(r"File does not exist: '([^']+)'", message):
         return f"config = {match[1]}: no such file; give the path of a YAML file"
-    if match := re.search(r"Problems parsing config: (.*)", message, re.DOTALL):
-        return f"config = {config}: not valid YAML ({one_line(match[1])}); check brackets, colons and indentation there"
-    if match := re.search(r"Unexpected config: (.*)", message):
-        return f"config = {config}: it holds '{match[1]:.40}'; give YAML with model, data and trainer"
+    if re.search("Problems parsing config|Unexpected config|codec can't decode", message):
+        return f"config = {' or '.join(configs)}: {_fold(message)}; give YAML with model, data and trainer"
+    if match := re.search(r"Problem with given class_path '([\w.]+)':\s+(.*)", message):
+        module = match[1].rpartition(".")[0]
+        remedy = f"; check that Python can import '{module}'" if "No module" in match[2] else ""
+        return f"{path or 'class_path'} = {match[1]}: {_fold(match[2])}{remedy}"
+    if match := re.search(r"import path string: (.+)", message):
+        return _unknown_class(path, match[1], message[: match.start()].rpartition("Parser key")[2])
     if match := re.search(r"(?:Option|accept option) '([^']+)'", message):
         return _unknown_option(path, match[1], message)
-    if match := re.search(r"(?:import path string:|given class_path) '?([\w.]+)", message):
-        return _unknown_class(path, match[1], message[: match.start()].rpartition("Parser key")[2])
-    if match := re.search(r"arguments are required: (.*)", message):
-        names = ", ".join(f"--{path}.{n}" if path else "--" + n.partition(".")[2] for n in match[1].split(", "))
-        return f"{names}: missing; give a value, or a file by --config (such as configs/quickstart.yaml)"
     if match := re.search(r"unrecognized arguments: -*([^\s=]+)[\s=]?(.*)", message):
         return _unknown_option("", match[1], f"val='{match[2]}'")
-    if "Expected a <class 'list'>" in message and (match := re.search(r"Given value: (.*)", message)):
-        return f"{path} = {match[1]:.60}: expected a list; give [{match[1]:.60}], or --{path}+={match[1]:.60}"
-    if "Not a valid subclass of" in message and (odd := _given(message).keys() - {"class_path", "init_args"}):
-        name = min(odd)
-        return f"{path}.{name} = {_given(message)[name]!s:.60}: put settings of the class under its init_args"
-    if match := re.search(r"Expected an? (.+?)(?:\. Got value: (.*))?$", message, re.MULTILINE):
-        given = match[2] or _first(r"Given value: (.*)", message)
-        kind = _first(r"<class '([\w.]+)'>", match[1]) or match[1].removeprefix("typing.")
-        own = [line for line in re.findall(r"^\s*- (.+)", message, re.MULTILINE) if not line.startswith("Expected")]
-        if kind == "NoneType" and own:  # what the class itself raised
-            return f"{path or 'model, data or trainer'}: {one_line(own[-1])}"
-        return f"{path} = {given:.60}: expected {kind}"
-    return one_line(message)
+    if match := re.search(r"arguments are required: (.*)", message):
+        if not path and match[1] not in ("data, model", "data", "model"):
+            return f"{match[1]}: missing; see --help"
+        names = ", ".join(f"--{path}.{name}".replace("--.", "--") for name in match[1].split(", "))
+        remedy = "give a value, a file by --config (such as configs/quickstart.yaml), or a run by --ckpt_path"
+        return f"{names}: missing; {remedy} (runs/.../checkpoints/last.ckpt)"
+    if match := re.search(
+        r"Expected an? (?:<class '|typing\.)?(?!path)(.+?)(?:'>)?(?:\. Got value: (.*))?$", message, re.M
+    ):
+        value = match[2] or _first(r"Given value: (.*)", message)
+        own = re.findall(r"^ *- (?!Expected|a |Does not validate)(.+)", message, re.M)
+        if match[1] == "NoneType" and own:  # raised by the class itself
+            return f"{path or 'model, data or trainer'}: {_fold(own[-1])}"
+        remedy = f"; give [{value:.60}], or --{path}+={value:.60}" if match[1] == "list" else ""
+        return f"{path} = {value:.60}: expected {match[1]}{remedy}"
+    return _fold(message)
 
 
-def one_line(text: str, limit: int = 300) -> str:
-    """White space folded, and cut."""
+def _fold(text: str, limit: int = 300) -> str:
+    """Folds white space, and cuts."""
     text = " ".join(text.split())
     return text if len(text) <= limit else f"{text[:limit]}…"
 
 
 def _unknown_option(path: str, name: str, message: str) -> str:
-    nested = _first(r"NestedArg\(key='([^']+)'", message)
-    if nested.endswith(f".{name}"):
-        path = f"{path.partition('.')[0]}.{nested.removesuffix(f'.{name}')}"
-    if (inner := _find(_given(message), name)) is not None:
-        path = ".".join([path.partition(".")[0], *inner]) if path.startswith(("model", "data")) else path
-    key = f"{path}.{name}" if path else name
-    value = _first(rf"'{re.escape(name.split('.')[-1])}': ([^,}}]+)", message) or _first(r"val='([^']*)'", message)
-    leaf = name.split(".")[-1]
-    head = key.split(".")[0]
-    owners = [c for c in _classes() if c.__name__ == "FederatedTrainer" or key.count(".") != 1 or head != "trainer"]
+    *above, leaf = f"{path}.{name}".strip(".").split(".")
+    value = _first(rf"'{re.escape(leaf)}': ([^,}}]+)", message) or _first(r"val='([^']*)'", message)
+    if nested := re.findall(r"NestedArg\(key='([^']+)'", message):  # from the command line; the outermost is the last
+        above = [*(above[:1] if "." in nested[-1] else above), *nested[-1].split(".")[:-1]]
+    elif (inner := _find(message, leaf)) is not None:  # from a file
+        above = [above[0], *inner]
+    inside = above[0] if above and above[0] in ("model", "data", "trainer") else ""
+    trainer = inside == "trainer" and len(above) == 1
+    owners = [c for c in _classes() if not trainer or c.__name__ == "FederatedTrainer"]
     near = difflib.get_close_matches(leaf, sorted({p for c in owners for p in _parameters(c)} - {leaf}), cutoff=0.7)
-    top = "" if head in ("model", "data", "trainer") else "; settings stand under model, data and trainer"
-    hint = f" ({_suggest(near)})" if near else ""
-    parts = path.split(".")
-    chain = [".".join(parts[:n]) for n in range(2 if head == "trainer" else 1, len(parts) + 1) if path]
-    where = " ".join(f"--{p}.help=CLASS" for p in chain) or "--help"
+    hint = f" (did you mean {' or '.join(near)}?)" if near else ""
+    top = "" if inside else "; settings stand under model, data and trainer"
+    chain = [".".join(above[:n]) for n in range(1 + (inside == "trainer"), len(above) + 1)]
+    where = " ".join(f"--{part}.help=CLASS" for part in chain if inside) or "--help"
+    key = ".".join([*above, leaf])
     return f"{key}{f' = {value}' if value else ''}: no such setting{hint}{top}; `fl-lightning fit {where}` shows them"
 
 
-def _unknown_class(path: str, name: str, told: str) -> str:
-    if module := name.rpartition(".")[0]:
-        return f"{path} = {name}: no such class; check that Python can import '{module}'"
-    wanted = set(re.findall(r"fl_lightning(?:\.\w+)*\.([A-Z]\w*)", _first(r"Subtypes: (.*)", told)))
-    fits = [c.__name__ for c in _classes() if not wanted or wanted & {base.__name__ for base in c.__mro__[1:]}]
-    known = sorted({n for n in fits if not n.startswith("_")})
-    near = difflib.get_close_matches(name, known, cutoff=0.6) or known
-    return f"{path} = {name}: no such class; {_suggest(near)}, or give the dotted path of your own class"
+def _unknown_class(path: str, name: str, wanted: str) -> str:
+    bases = set(re.findall(r"fl_lightning(?:\.\w+)*\.([A-Z]\w*)", _first("Subtypes: (.*)", wanted)))
+    known = sorted(c.__name__ for c in _classes() if not bases or bases & {base.__name__ for base in c.__mro__[1:]})
+    near = difflib.get_close_matches(name, known, cutoff=0.55)
+    if not near:
+        return f"{path} = {name}: no such class; choose from {', '.join(known)}, or give the dotted path of your own"
+    return (
+        f"{path} = {name}: no such class; did you mean {', '.join(near)}? A class of your own goes by its dotted path"
+    )
 
 
-def _given(message: str) -> dict[str, Any]:
-    """The outermost value that the parser shows, if it is a mapping."""
+def _find(message: str, name: str) -> list[str] | None:
+    """Returns the keys that lead to ``name`` in the outermost mapping that the parser shows."""
+
+    def find(tree: Any) -> list[str] | None:
+        if not isinstance(tree, dict) or name in tree:
+            return [] if isinstance(tree, dict) else None
+        paths = ((key, find(value)) for key, value in tree.items())
+        return next(([key, *path] if key != "init_args" else path for key, path in paths if path is not None), None)
+
     try:
-        value = ast.literal_eval(re.findall(r"Given value: (.*)", message)[-1])
+        return find(ast.literal_eval(re.findall(r"Given value: (.*)", message)[-1]))
     except (IndexError, SyntaxError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}
-
-
-def _find(tree: dict[str, Any], name: str) -> list[str] | None:
-    """Keys that lead to ``name`` in nested class_path and init_args."""
-    if name in tree:
-        return []
-    for key, value in tree.items():
-        if isinstance(value, dict) and (found := _find(value, name)) is not None:
-            return found if key == "init_args" else [key, *found]
-    return None
-
-
-def _suggest(names: Sequence[str]) -> str:
-    return f"did you mean {', '.join(names)}?" if len(names) < 4 else f"choose from {', '.join(names)}"
+        return None
 
 
 def _first(pattern: str, text: str) -> str:

@@ -14,13 +14,8 @@ from typing import Any
 import yaml
 
 from fl_lightning.core.errors import UserError
+from fl_lightning.results.configs import EXECUTION
 from fl_lightning.results.summary import LAST, Summary, summarise
-
-HOW = (
-    "seed", "name", "default_root_dir", "engine", "client_block", "compile", "accelerator", "strategy", "devices",
-    "num_nodes", "threads", "client_memory", "loggers", "callbacks", "enable_progress_bar",
-)  # fmt: skip
-"""Settings of the trainer that may differ between runs that are one but for their seeds."""
 
 
 @dataclass(frozen=True)
@@ -147,44 +142,6 @@ def columns(groups: Sequence[Group], reference: Group | None = None) -> list[Col
     return [c for c in shown if c.to_target or any(group.values(c.of) for group in groups)]
 
 
-def show(
-    runs: list[str],
-    target: float | None = None,
-    last: int = LAST,
-    metric: str | None = None,
-    reference: str | None = None,
-    out: str | None = None,
-) -> None:
-    """Print a table of finished runs, and write it as CSV and LaTeX.
-
-    Args:
-        runs: Run folders.
-        target: A value of the metric to be reached, such as an accuracy of 0.8; null: that of the reference, if any.
-        last: Rounds at the end whose evaluations are averaged.
-        metric: Name of the metric, larger is better; null: what the data evaluate on the test set.
-        reference: One of the runs, such as FedAvg's: its mean of the last rounds is the target, its bits are B.
-        out: Folder for compare.csv, compare.tex, curves.png and curves.pdf; null: only the table is printed.
-    """
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
-    groups = compare(runs, target, last, metric, reference)
-    shown = columns(groups, None if reference is None else of_run(groups, reference))
-    table = Table(title=groups[0].runs[0].metric)
-    for i, title in enumerate(["run", "seeds", *(column.title for column in shown)]):
-        table.add_column(title, justify="right" if i else "left")
-    for group in groups:
-        table.add_row(escape(group.name), str(len(group.runs)), *(cell(group, c, "{} ± {}", "×") for c in shown))
-    console = Console()
-    if not console.is_terminal:
-        console.width = 160
-    console.print(table)
-    if out is not None:
-        write(groups, shown, Path(out))
-        console.print(f"results: {out}", soft_wrap=True, highlight=False)
-
-
 def cell(group: Group, column: Column, pair: str, never: str) -> str:
     """A cell as people read it.
 
@@ -251,7 +208,7 @@ def _identity(folder: Path) -> tuple[str, tuple[int, int] | None]:
         seeds = trainer["seed"], data.pop("seed")
     except (OSError, yaml.YAMLError, KeyError, TypeError):
         return str(folder), None
-    config["trainer"] = {key: value for key, value in trainer.items() if key not in HOW}
+    config["trainer"] = {key: value for key, value in trainer.items() if key not in EXECUTION}
     return json.dumps(config, sort_keys=True, default=str), seeds
 
 

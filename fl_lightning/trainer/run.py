@@ -143,8 +143,7 @@ class Run:
         self.objective, self.data, self.kind = objective, data, kind
         self.fabric: Fabric = settings.fabric
         self.seed, self.max_rounds, self.dtype = settings.seed, settings.max_rounds, settings.dtype
-        middle = "-" if kind == "federated" else "-centralized-"
-        self.name = settings.name or f"{type(objective).__name__}{middle}{type(data).__name__}"
+        self.name = settings.run_name(objective, data, "-" if kind == "federated" else "-centralized-")
         self.checkpoint: Path | None = None
         self.restored: dict[str, Any] = {}
 

@@ -128,6 +128,10 @@ class Settings:
             ) from None
         self._launched = False
 
+    def run_name(self, model: object, data: object, middle: str = "-") -> str:
+        """The folder of this experiment's runs: ``name``, by default model and data."""
+        return self.name or f"{type(model).__name__}{middle}{type(data).__name__}"
+
     def launch(self) -> None:
         """Starts the processes, at the first call."""
         if not self._launched:

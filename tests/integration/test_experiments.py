@@ -60,18 +60,12 @@ class Parsed(FederatedCLI):
 
     def make(self, *args: str) -> Any:
         self.config = self.parser.parse_args(list(args))
-        self.subcommand = args[0]
-        self.instantiate_classes()
-        return self
-
-    def _run_subcommand(self, subcommand: str) -> None: ...
+        return self.build()
 
 
 @pytest.fixture(scope="module")
 def parsed() -> Parsed:
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr("sys.argv", ["", "fit", "--model=FedAvg", "--model.net=DigitsMLP", "--data=Digits"])
-        return Parsed()
+    return Parsed("fit", "--model=FedAvg", "--model.net=DigitsMLP", "--data=Digits")
 
 
 def path(file: Path) -> str:
@@ -80,10 +74,10 @@ def path(file: Path) -> str:
 
 @pytest.mark.parametrize("file", FILES, ids=path)
 def test_experiment_is_made(file: Path, parsed: Parsed) -> None:
-    made, settings = parsed.make(kind(file)[0], *small(file)), said(file)
+    made, settings = parsed.make(*small(file)), said(file)
     assert made.trainer.max_rounds == 2
     assert made.model.optimizer.lr == settings["model"]["init_args"]["optimizer"]["init_args"]["lr"]
-    assert made.datamodule.num_clients == settings["data"]["init_args"].get("num_clients", 1)
+    assert made.data.num_clients == settings["data"]["init_args"].get("num_clients", 1)
 
 
 SEEN: set[tuple[str, ...]] = set()

@@ -1,0 +1,41 @@
+"""The configs of runs, compared."""
+
+from __future__ import annotations
+
+from typing import Any
+
+EXECUTION = (
+    "name", "default_root_dir", "engine", "client_block", "compile", "accelerator", "strategy", "devices",
+    "num_nodes", "threads", "client_memory", "loggers", "callbacks", "enable_progress_bar",
+)  # fmt: skip
+"""Settings of the trainer that change how a run is executed, and not its results."""
+
+
+def differences(saved: dict[str, Any], here: dict[str, Any]) -> list[str]:
+    """Returns the settings in which two resolved configs differ, as ``key = saved value (here: value)``.
+
+    Keys are written as on the command line, without init_args. Of parts of different classes only these are named.
+    Settings that only one config has, and those of the trainer that change no result, do not count.
+
+    Args:
+        saved: A run's config.
+        here: Another one.
+    """
+    return [
+        f"{key} = {_short(one)} (here: {_short(other)})"
+        for key, one, other in _differing("", saved, here)
+        if key.removeprefix("trainer.") not in EXECUTION
+    ]
+
+
+def _differing(key: str, one: Any, other: Any) -> list[tuple[str, Any, Any]]:
+    if not (isinstance(one, dict) and isinstance(other, dict)) or one.get("class_path") != other.get("class_path"):
+        return [] if one == other else [(key, one, other)]
+    one, other = ({**part, **(part.get("init_args") or {})} for part in (one, other))
+    shared = [name for name in one if name in other and name not in ("class_path", "init_args")]
+    return [found for name in shared for found in _differing(f"{key}.{name}".lstrip("."), one[name], other[name])]
+
+
+def _short(value: Any) -> str:
+    text = str(value.get("class_path", value) if isinstance(value, dict) else value).removeprefix("fl_lightning.")
+    return text if len(text) <= 60 else f"{text[:60]}…"
