@@ -7,12 +7,15 @@ from fl_lightning.trainer.trainer import FederatedTrainer
 SUMMARY = "Train on all clients' data at once: the papers' centralized references."
 
 
-def run(trainer: FederatedTrainer, model: LocalObjective, data: FederatedDataModule) -> None:
+def run(
+    trainer: FederatedTrainer, model: LocalObjective, data: FederatedDataModule, ckpt_path: str | None = None
+) -> None:
     """Trains on the union of the clients' data under ``lightning.Trainer``; ``max_rounds`` counts epochs.
 
     Args:
         trainer: The trainer.
         model: A local objective without federated state.
         data: The data.
+        ckpt_path: A checkpoint to continue in its own run folder; "last" or "best" for the newest run of this name.
     """
-    trainer.centralized(model, data)
+    trainer.centralized(model, data, ckpt_path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Mapping
+from contextlib import nullcontext
 from importlib import import_module
 from pathlib import Path
 from textwrap import fill
@@ -25,6 +26,7 @@ from fl_lightning.commands.messages import ArgumentsError, find_user_error
 from fl_lightning.core.errors import UserError, require
 from fl_lightning.core.rng import generator
 from fl_lightning.data import FederatedDataModule
+from fl_lightning.trainer.settings import Kind
 from fl_lightning.trainer.trainer import FederatedTrainer
 
 PARTS = ("trainer", "model", "data")
@@ -169,11 +171,13 @@ class FederatedCLI(LightningCLI):
     def run(self) -> None:
         """Runs the subcommand."""
         made = self.config if "cli" in self.parameters else self.build()
-        if "trainer" in self.parameters:
-            check_last(made.trainer, made.model, made.data, made.get("ckpt_path"))
         given = {name: self if name == "cli" else made[name] for name in self.parameters}
         positional = [name for name, p in self.parameters.items() if p.kind is p.POSITIONAL_ONLY]
-        self.function(*(given.pop(name) for name in positional), **given)
+        with made.trainer.environment() if "trainer" in self.parameters else nullcontext():
+            if "trainer" in self.parameters:
+                kind: Kind = "centralized" if self.command == "centralized" else "federated"
+                check_last(made.trainer, made.model, made.data, made.get("ckpt_path"), kind)
+            self.function(*(given.pop(name) for name in positional), **given)
 
 
 def _with_config_of_run(args: list[str]) -> list[str]:

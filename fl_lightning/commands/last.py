@@ -12,6 +12,7 @@ from fl_lightning.data import FederatedDataModule
 from fl_lightning.results.configs import differences
 from fl_lightning.trainer import checkpoint
 from fl_lightning.trainer.run_folder import RunFolder
+from fl_lightning.trainer.settings import Kind
 from fl_lightning.trainer.trainer import FederatedTrainer
 
 OTHER_RUN = re.compile(r"(model|data|model\.ascent|model\.net(\..*)?|(.*\.)?(rho|seed)) = ")
@@ -19,7 +20,11 @@ OTHER_RUN = re.compile(r"(model|data|model\.ascent|model\.net(\..*)?|(.*\.)?(rho
 
 
 def check_last(
-    trainer: FederatedTrainer, model: LocalObjective, data: FederatedDataModule, ckpt_path: str | None
+    trainer: FederatedTrainer,
+    model: LocalObjective,
+    data: FederatedDataModule,
+    ckpt_path: str | None,
+    kind: Kind = "federated",
 ) -> None:
     """Shows the run that ``last`` means, its round, and the settings in which this config differs from that run's.
 
@@ -28,13 +33,14 @@ def check_last(
         model: The local objective.
         data: The data.
         ckpt_path: As given; nothing is checked unless it is "last" or "best".
+        kind: Federated or centralized training.
 
     Raises:
         UserError: If there is no such run, or it is one of another seed, rho or net.
     """
     if ckpt_path not in ("last", "best"):
         return
-    path = RunFolder.find_checkpoint(ckpt_path, trainer.default_root_dir, trainer.run_name(model, data))
+    path = RunFolder.find_checkpoint(ckpt_path, trainer.default_root_dir, trainer.run_name(model, data, kind))
     run = RunFolder.of_checkpoint(path)
     if not run.config.is_file():
         return  # it was started from Python

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import yaml
 from lightning.fabric.loggers.logger import Logger
@@ -23,12 +23,10 @@ from fl_lightning.trainer.client_store import ClientStore
 from fl_lightning.trainer.evaluation import Evaluator, Split
 from fl_lightning.trainer.loggers import RunLogger
 from fl_lightning.trainer.run_folder import RunFolder
-from fl_lightning.trainer.settings import Settings
+from fl_lightning.trainer.settings import Kind, Settings
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
-
-Kind = Literal["federated", "centralized"]
 
 
 class Callback:
@@ -143,7 +141,7 @@ class Run:
         self.objective, self.data, self.kind = objective, data, kind
         self.fabric: Fabric = settings.fabric
         self.seed, self.max_rounds, self.dtype = settings.seed, settings.max_rounds, settings.dtype
-        self.name = settings.run_name(objective, data, "-" if kind == "federated" else "-centralized-")
+        self.name = settings.run_name(objective, data, kind)
         self.checkpoint: Path | None = None
         self.restored: dict[str, Any] = {}
 

@@ -19,6 +19,8 @@ from fl_lightning.trainer import collectives
 from fl_lightning.trainer.memory import keep_freed_memory
 from fl_lightning.trainer.samplers import CohortSampler, UniformSampler
 
+Kind = Literal["federated", "centralized"]
+"""Kinds of training."""
 PRECISIONS = ("32-true", "64-true", "bf16-mixed")
 
 
@@ -128,8 +130,9 @@ class Settings:
             ) from None
         self._launched = False
 
-    def run_name(self, model: object, data: object, middle: str = "-") -> str:
+    def run_name(self, model: object, data: object, kind: Kind = "federated") -> str:
         """The folder of this experiment's runs: ``name``, by default model and data."""
+        middle = "-" if kind == "federated" else f"-{kind}-"
         return self.name or f"{type(model).__name__}{middle}{type(data).__name__}"
 
     def launch(self) -> None:

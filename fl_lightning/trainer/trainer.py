@@ -17,8 +17,8 @@ from fl_lightning.trainer.choose import choose_engine
 from fl_lightning.trainer.cohort import Cohort
 from fl_lightning.trainer.loggers import CSVLogger, RunLogger
 from fl_lightning.trainer.round import Round
-from fl_lightning.trainer.run import Kind, Run
-from fl_lightning.trainer.settings import Settings
+from fl_lightning.trainer.run import Run
+from fl_lightning.trainer.settings import Kind, Settings
 
 
 class FederatedTrainer(Settings):
