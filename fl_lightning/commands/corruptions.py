@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 SUMMARY = "Evaluate a model on CIFAR-10-C or CIFAR-100-C, by corruption and severity."
 
+
 def evaluate_corruptions(
     accuracy: Callable[[Iterable[Batch]], float],
     data: FederatedDataModule,

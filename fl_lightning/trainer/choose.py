@@ -41,7 +41,7 @@ def choose_engine(runs: Sequence[Run]) -> None:
             engine.check(made, run.engine, _sample(runs))
     made = made or run.make_engine(chosen)
     for each in runs:
-        each.use_engine(chosen, made)
+        each.engine_name, each.engine = chosen, made
 
 
 def _sample(runs: Sequence[Run]) -> list[Job]:

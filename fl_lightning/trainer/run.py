@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from fl_lightning import engine as engines
 from fl_lightning.algorithms.base import LocalObjective
+from fl_lightning.core.errors import UserError
 from fl_lightning.core.flat import FlatNet
 from fl_lightning.core.state import RoundContext, State
 from fl_lightning.data import FederatedDataModule
@@ -73,16 +73,8 @@ def state_keys(objects: Sequence[object]) -> list[str]:
     return [name if not n else f"{name}.{n}" for name, n in zip(names, counts, strict=True)]
 
 
-@dataclass(frozen=True)
-class Snapshot:
-    """A run's state between two rounds; see `Run.snapshot`."""
-
-    server: State
-    rounds_done: int
-    total_floats: int
-    metrics: dict[str, float]
-    callbacks: list[dict[str, Any]]
-    training_state: Callable[[], dict[str, Any]]
+Snapshot = tuple[dict[str, Any], list[dict[str, Any]]]
+"""A run's state between two rounds, and that of its callbacks; see `Run.snapshot`."""
 
 
 class Run:
@@ -126,6 +118,10 @@ class Run:
     Raises:
         UserError: If the data do not fit.
     """
+
+    STATE = ("server", "rounds_done", "total_floats", "metrics", "training_state")
+    """What a round replaces, in addition to the clients' state."""
+    folder: RunFolder
 
     def __init__(
         self,
@@ -173,19 +169,8 @@ class Run:
         self._opened = time.monotonic()
         self._round_metrics: dict[str, float] = {}
         self.saved_rounds = -1
-        self._folder: RunFolder | None = None
 
     # State
-
-    @property
-    def folder(self) -> RunFolder:
-        """The run's folder."""
-        assert self._folder is not None, "the folder is created when the run begins"
-        return self._folder
-
-    @folder.setter
-    def folder(self, folder: RunFolder) -> None:
-        self._folder = folder
 
     @property
     def global_model(self) -> Tensor:
@@ -224,15 +209,28 @@ class Run:
             name, self.objective, self.net, self.fabric.autocast, settings.client_block, settings.compile
         )
 
-    def use_engine(self, name: EngineName, engine: Engine) -> None:
-        """Trains with an engine from now on."""
-        self.engine_name, self.engine = name, engine
-
     def log(self, metrics: Mapping[str, float]) -> None:
         """Adds metrics to this round's; names say what was measured where, as in ``server/test/acc``."""
         metrics = {name: float(value) for name, value in metrics.items()}
         self._round_metrics.update(metrics)
         self.metrics = {**self.metrics, **metrics}
+
+    def monitored(self, callback: str, name: str, metrics: Mapping[str, float]) -> float | None:
+        """This round's value of a metric that a callback monitors; None if it was not measured.
+
+        Args:
+            callback: The callback, for the message.
+            name: The metric.
+            metrics: All metrics of the round.
+
+        Raises:
+            UserError: If everything has been measured once, and the metric was not among it.
+        """
+        every = [self.settings.eval_every, *(getattr(c, "every_n_rounds", 1) for c in self.callbacks)]
+        if name not in self.metrics and self.rounds_done >= min(max(every), self.max_rounds):
+            known = ", ".join(sorted(self.metrics))
+            raise UserError(f"trainer.callbacks: {callback}.monitor = {name}: no such metric; choose from {known}")
+        return metrics.get(name)
 
     def call(self, hook: str, **arguments: Any) -> None:
         """Calls a hook of every callback."""
@@ -280,9 +278,9 @@ class Run:
     def open(self) -> None:
         """Creates the folder, or opens that of the checkpoint; restores callbacks and starts loggers."""
         fabric, rank0 = self.fabric, self.fabric.is_global_zero
-        if self._folder is None:
+        if self.checkpoint is None:
             path = RunFolder.create(self.settings.default_root_dir, self.name).path if rank0 else None
-            self._folder = RunFolder(Path(str(fabric.broadcast(path))))
+            self.folder = RunFolder(Path(str(fabric.broadcast(path))))
         self.clients.open(self.folder.clients)
         config = dict(self.settings.config)
         if config:
@@ -335,22 +333,20 @@ class Run:
 
     def snapshot(self) -> Snapshot:
         """The state between two rounds, by reference: later rounds replace it and change nothing in place."""
-        states = [callback.state_dict() for callback in self.callbacks]
-        return Snapshot(self.server, self.rounds_done, self.total_floats, self.metrics, states, self.training_state)
+        return {name: getattr(self, name) for name in self.STATE}, [c.state_dict() for c in self.callbacks]
 
     def restore(self, snapshot: Snapshot) -> None:
         """Returns to a snapshot; after a checkpoint of a later round, the run stays there."""
+        state, callbacks = snapshot
         self._round_metrics = {}
-        if self.saved_rounds > snapshot.rounds_done:
+        if self.saved_rounds > state["rounds_done"]:
             self.clients.commit()
             return
-        self.server, self.rounds_done = snapshot.server, snapshot.rounds_done
-        self.total_floats, self.metrics = snapshot.total_floats, snapshot.metrics
-        self.training_state = snapshot.training_state
+        vars(self).update(state)
         self.clients.rollback()
-        for callback, state in zip(self.callbacks, snapshot.callbacks, strict=True):
-            if state:
-                callback.load_state_dict(state)
+        for callback, its in zip(self.callbacks, callbacks, strict=True):
+            if its:
+                callback.load_state_dict(its)
 
     def apply(self, server: State, rows: Mapping[int, State], floats: int) -> None:
         """Takes over what a round has changed.

@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 from fl_lightning.core.errors import require
 from fl_lightning.trainer import checkpoint
-from fl_lightning.trainer.callbacks.monitor import monitored
 from fl_lightning.trainer.run import Callback, Run
 
 
@@ -51,7 +50,7 @@ class Checkpoints(Callback):
 
     def on_round_logged(self, run: Run, metrics: Mapping[str, float]) -> None:
         if self.monitor is not None:
-            value = monitored(run, "Checkpoints", self.monitor, metrics)
+            value = run.monitored("Checkpoints", self.monitor, metrics)
             if value is not None:
                 self._keep_best(run, value)
         if run.rounds_done % self.every_n_rounds == 0 or run.rounds_done == run.max_rounds:

@@ -10,7 +10,6 @@ import torch
 from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.trainer.states import TrainerFn
 
-from fl_lightning.trainer.callbacks.monitor import monitored
 from fl_lightning.trainer.run import Callback, Run
 
 
@@ -26,7 +25,7 @@ class EarlyStoppingAdapter(Callback):
         self.inner = inner
 
     def on_round_logged(self, run: Run, metrics: Mapping[str, float]) -> None:
-        if monitored(run, "EarlyStopping", self.inner.monitor, metrics) is None:
+        if run.monitored("EarlyStopping", self.inner.monitor, metrics) is None:
             return
         trainer = SimpleNamespace(
             state=SimpleNamespace(fn=TrainerFn.FITTING),
