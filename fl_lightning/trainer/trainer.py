@@ -20,7 +20,8 @@ from torch.optim.swa_utils import update_bn
 
 from fl_lightning import engine
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.core.buffers import Buffers, variance_needed
+from fl_lightning.algorithms.parts.buffers import Buffers
+from fl_lightning.core.buffers import variance_needed
 from fl_lightning.core.errors import UserError, require
 from fl_lightning.core.rng import generator, seeded
 from fl_lightning.core.state import ClientContext, RoundContext, State, Uploads
