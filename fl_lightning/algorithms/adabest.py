@@ -7,8 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.algorithms.parts.ascent import Gradient
-from fl_lightning.algorithms.parts.sgd import Direction
+from fl_lightning.algorithms.parts.base import Gradient, Step
 from fl_lightning.core.errors import require
 from fl_lightning.core.state import ClientContext, RoundContext, State, Upload, Uploads, Weighting
 
@@ -36,9 +35,7 @@ class AdaBest(LocalObjective):
         require(0 <= beta < 1, "model.beta", beta, "from 0 to below 1")
         self.mu, self.beta = mu, beta
 
-    def local_step(
-        self, w: Tensor, grad: Gradient, client: State, received: State, ctx: ClientContext
-    ) -> tuple[Direction, State]:
+    def local_step(self, w: Tensor, grad: Gradient, client: State, received: State, ctx: ClientContext) -> Step:
         """``g - h_i``."""
         return self.local_gradient(w, grad, client, received, ctx) - ctx.n_mean / ctx.n_k * client.h, client
 

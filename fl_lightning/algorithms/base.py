@@ -2,58 +2,60 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import lightning as L
 import torch
 from torch import Tensor, nn
 
 from fl_lightning.algorithms.lightning_optimizer import CentralizedOptimizer
-from fl_lightning.algorithms.parts.ascent import Ascent, Gradient
+from fl_lightning.algorithms.module import SupervisedModule
+from fl_lightning.algorithms.parts.ascent import Ascent
 from fl_lightning.algorithms.parts.averaging import Averaging
+from fl_lightning.algorithms.parts.base import Gradient, Part, Step
+from fl_lightning.algorithms.parts.buffers import POLICIES, Buffers, Policy
+from fl_lightning.algorithms.parts.relaxed import RelaxedInit
 from fl_lightning.algorithms.parts.server_optimizers import ServerUpdate
-from fl_lightning.algorithms.parts.sgd import SGD, Direction
+from fl_lightning.algorithms.parts.sgd import SGD
 from fl_lightning.core import weights
-from fl_lightning.core.buffers import POLICIES, Buffers, Policy
 from fl_lightning.core.errors import UserError, require
 from fl_lightning.core.flat import FlatSpec
 from fl_lightning.core.state import ClientContext, Init, RoundContext, State, Upload, Uploads, Weighting
 
 
-class LocalObjective(L.LightningModule):
-    """Net, loss and metrics, and the hooks of a federated algorithm. As it stands, it is FedAvg.
+class LocalObjective(SupervisedModule):
+    """A network, its loss, and the hooks of a federated algorithm; by default FedAvg.
 
-    A subclass overrides only what its paper changes. Vectors have shape ``(..., d)``; hooks never change one in place.
-    The client's hooks see what was sent (``down``) and their own slots, the server's see averages of what was uploaded
-    (``up``): nothing else exists.
+    A subclass overrides only what its paper changes. Vectors have shape ``(..., d)``: ``(d,)`` for one client,
+    ``(clients, d)`` for several at once; hooks never change one in place. A client's hooks see what it received (the
+    names in ``down``) and its own state; the server's hooks see averages of the uploads (the names in ``up``).
 
     Args:
         net: The network: a batch to logits.
-        loss: Per-sample losses ``(logits, target) -> (n,)``; a ``reduction`` attribute is set to "none". With
-            ``label_smoothing`` only training is smoothed.
+        loss: Losses per sample ``(logits, target) -> (n,)``; a loss with a ``reduction`` is copied and reduces nothing.
+            ``label_smoothing`` acts in training only.
         optimizer: The local optimizer.
         ascent: Where the gradient is taken: null (at the weights), SAM, ASAM, or your own.
-        server_update: What the server makes of the pseudo-gradient: ServerUpdate (averaging), ServerMomentum,
+        server_update: The server's step along the pseudo-gradient: ServerUpdate (averaging), ServerMomentum,
             ServerAdam, ServerYogi, ServerAdagrad.
         averaging: Average of the global model that evaluation uses: null, SWA or EMA.
-        weighting: Weights of the clients' models in their average: samples or uniform; null: the algorithm's own.
+        weighting: Weights of the clients' models in their average: samples or uniform; null: the algorithm's default.
         relaxed_init: FedInit's b: a client starts from ``w^t + b (w^t - its last local model)``; 0: from ``w^t``.
         init_weights: Initial weights of the net: a file (state_dict or checkpoint), or from Python a state_dict.
-        buffers: What becomes of the running statistics of BatchNorm, and of other buffers: average, local or reset (see
-            `fl_lightning.core.buffers.Buffers`); null refuses nets that have any.
+        buffers: How the running statistics of BatchNorm, and other buffers, are treated: average, local or reset (see
+            `fl_lightning.algorithms.parts.buffers.Buffers`); null refuses nets that have any.
 
     Attributes:
         net_buffers: The net's buffers; None if it has none.
-        client_state: State that a client keeps, by name with its first value (see `fl_lightning.core.state.Init`).
-        scratch_state: The same for what lives during one round's local training and is never stored.
-        server_state: State that the server keeps beside ``w``.
-        down: Names of server slots that are sent to a client.
+        client_state: State that a client keeps, by name with its initial value (see `fl_lightning.core.state.Init`).
+        scratch_state: The same for state that lives during one round's local training and is never stored.
+        server_state: State that the server keeps in addition to ``w``.
+        down: Names of server state that is sent to a client.
         up: Names that a client uploads.
         adds_updates: Whether the server adds the clients' updates to ``w^t`` rather than take their models as they are;
-            it matters only where local training starts elsewhere (``relaxed_init``).
-        refers_to_received: Whether the local objective refers to the model received, so that there is none without it.
+            they differ only where local training starts elsewhere (``relaxed_init``).
+        refers_to_received: Whether the local objective refers to the received model, so that it has no meaning without
+            a server.
         phases: How often a round's cohort receives and uploads; ``ctx.phase`` counts them.
         default_weighting: The weighting of the paper's box.
         paper: Where the algorithm comes from.
@@ -70,6 +72,38 @@ class LocalObjective(L.LightningModule):
     default_weighting: Weighting = "samples"
     paper: ClassVar[str] = ""
 
+    # The hooks of a round, in their order
+
+    def broadcast(self, server: State, ctx: RoundContext) -> State:
+        """Returns what is sent this round, of which clients get the names in ``down``."""
+        return server
+
+    def local_start(self, client: State, received: State, ctx: ClientContext) -> tuple[Tensor, State]:
+        """Returns the weights where local training starts (``client.start`` in later hooks), and the client's state."""
+        return received.w, client
+
+    def teacher(self, client: State, received: State) -> Tensor | None:
+        """Returns weights ``(d,)`` whose output on each minibatch is an argument of `losses`; None: no teacher."""
+        return None
+
+    def local_gradient(self, w: Tensor, grad: Gradient, client: State, received: State, ctx: ClientContext) -> Tensor:
+        """Returns the gradient at the ascent point, or at ``w`` if there is no ascent."""
+        return grad(w) if self.ascent is None else grad(w + self.ascent(w, grad, client, received, ctx))
+
+    def local_step(self, w: Tensor, grad: Gradient, client: State, received: State, ctx: ClientContext) -> Step:
+        """Returns the direction of one local step (descent goes against it), and the client's state after it."""
+        return self.local_gradient(w, grad, client, received, ctx), client
+
+    def local_end(self, w: Tensor, client: State, received: State, ctx: ClientContext) -> tuple[Upload, State]:
+        """Returns what a client uploads after its last step, which ended at ``w``, and its state."""
+        return {"w": w}, client
+
+    def server_step(self, server: State, sent: State, uploads: Uploads, ctx: RoundContext) -> State:
+        """Returns the server's next state, from averages of the uploads."""
+        return self.server_update(server, sent.w - uploads.weighted("w"), ctx)
+
+    # Construction
+
     def __init__(
         self,
         net: nn.Module,
@@ -83,15 +117,9 @@ class LocalObjective(L.LightningModule):
         init_weights: str | dict[str, Any] | None = None,
         buffers: Policy | None = None,
     ) -> None:
-        super().__init__()
-        self.net = net
-        self.loss = nn.CrossEntropyLoss() if loss is None else loss
-        if hasattr(self.loss, "reduction"):
-            setattr(self.loss, "reduction", "none")  # noqa: B010  a string on a module, which mypy takes for a tensor
+        super().__init__(net, loss)
         self.optimizer = SGD() if optimizer is None else optimizer
         self.ascent = ascent
-        if ascent is not None:
-            self.down = (*self.down, *ascent.down)
         self.server_update = ServerUpdate() if server_update is None else server_update
         self.averaging = averaging
         self.weighting: Weighting = weighting or self.default_weighting
@@ -102,7 +130,7 @@ class LocalObjective(L.LightningModule):
         named = [name for name, _ in net.named_buffers()]
         if named and buffers is None:
             raise UserError(
-                f"model.net has the buffer '{named[0]}': say what becomes of running statistics by model.buffers = "
+                f"model.net has the buffer '{named[0]}': choose how running statistics are treated by model.buffers = "
                 "average, local or reset, or use GroupNorm"
             )
         self.net_buffers = Buffers(net, buffers) if named and buffers is not None else None
@@ -113,82 +141,41 @@ class LocalObjective(L.LightningModule):
             )
         self.flat = FlatSpec(net)
 
-    # What is minimised
-
-    def losses(self, logits: Tensor, target: Tensor, *teacher: Tensor) -> Tensor:
-        """Loss of each sample, ``(n,)``.
-
-        Args:
-            logits: The net's output, ``(n, ...)``.
-            target: Classes ``(n,)``, or with Mixup their probabilities ``(n, C)``.
-            teacher: The teacher's output on the same batch, if `teacher` names weights.
-        """
-        return self.loss(logits, target)  # type: ignore[no-any-return]
+    # The hooks with those of the parts: what engines and the trainer call
 
     @property
-    def evaluation_loss(self) -> nn.Module:
-        """What evaluation and flatness measure: `loss` without label smoothing, to compare runs with and without it."""
-        if not getattr(self.loss, "label_smoothing", 0):
-            return self.loss
-        plain = copy.copy(self.loss)
-        vars(plain)["label_smoothing"] = 0.0
-        return plain
+    def parts(self) -> list[Part]:
+        """The parts of this objective, in the order in which their hooks run."""
+        relaxed = RelaxedInit(self.relaxed_init, self.adds_updates) if self.relaxed_init else None
+        parts = (self.ascent, self.server_update, relaxed, self.averaging, self.net_buffers)
+        return [part for part in parts if part is not None]
 
-    def training_step(self, batch: tuple[Tensor, ...], batch_idx: int) -> Tensor:
-        """Loss of the local objective on a minibatch ``(x, y)`` or ``(x, y, teacher's output)``, a scalar."""
-        x, y, *teacher = batch
-        return self.losses(self.net(x), y, *teacher).mean()
+    @property
+    def _owners(self) -> tuple[LocalObjective | Part, ...]:
+        return self, *self.parts
 
-    def forward(self, x: Tensor) -> Tensor:
-        """The net's output."""
-        return self.net(x)  # type: ignore[no-any-return]
+    def client_inits(self) -> dict[str, Init]:
+        """Returns the initial values of all state that a client keeps."""
+        return {name: init for owner in self._owners for name, init in owner.client_state.items()}
 
-    # The hooks of a round, in their order
+    def server_inits(self) -> dict[str, Init]:
+        """Returns the initial values of all state that the server keeps in addition to ``w``."""
+        return {name: init for owner in self._owners for name, init in owner.server_state.items()}
 
-    def broadcast(self, server: State, ctx: RoundContext) -> State:
-        """What is sent this round, of which clients get the names in ``down``; ``server`` itself stays as it is."""
-        return server
-
-    def local_start(self, client: State, received: State, ctx: ClientContext) -> tuple[Tensor, State]:
-        """Where local training starts, and what of the client's state is renewed at contact.
-
-        To the hooks that follow, these weights are ``client.start``.
-        """
-        if not self.relaxed_init:
-            return received.w, client
-        return received.w + self.relaxed_init * (received.w - client.w_last), client
-
-    def teacher(self, client: State, received: State) -> Tensor | None:
-        """Weights ``(d,)`` whose output on each minibatch `losses` gets, without gradient; None: no teacher."""
-        return None
-
-    def local_gradient(self, w: Tensor, grad: Gradient, client: State, received: State, ctx: ClientContext) -> Tensor:
-        """The gradient at the ascent point, or at ``w`` if there is no ascent."""
-        return grad(w) if self.ascent is None else grad(w + self.ascent(w, grad, client, received, ctx))
-
-    def local_step(
-        self, w: Tensor, grad: Gradient, client: State, received: State, ctx: ClientContext
-    ) -> tuple[Direction, State]:
-        """Direction of one local step (descent goes against it), and the client's state after it."""
-        return self.local_gradient(w, grad, client, received, ctx), client
-
-    def local_end(self, w: Tensor, client: State, received: State, ctx: ClientContext) -> tuple[Upload, State]:
-        """What a client uploads (the names in ``up``), and what it keeps."""
-        return {"w": w}, client
-
-    def server_step(self, server: State, sent: State, uploads: Uploads, ctx: RoundContext) -> State:
-        """The server's next state, from averages of the uploads."""
-        return self.server_update(server, sent.w - uploads.weighted("w"), ctx)
-
-    # What follows from the parts
+    @property
+    def wire(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """All names that are sent, and all names that are uploaded."""
+        return tuple(n for x in self._owners for n in x.down), tuple(n for x in self._owners for n in x.up)
 
     def lr(self, ctx: RoundContext) -> float:
-        """Learning rate of a round's local steps."""
+        """Returns the learning rate of a round's local steps."""
         lr = self.optimizer.lr_at(ctx.t, ctx.rounds)
-        return lr if self.averaging is None else self.averaging.lr(lr, ctx)
+        for part in self.parts:
+            lr = part.local_lr(lr, ctx)
+        return lr
 
     def begin_local(self, client: State, received: State, ctx: ClientContext) -> tuple[Tensor, State]:
-        """`local_start`, after which ``client.start`` holds the weights that it returned.
+        """Returns the weights where local training starts, and the client's state, with these weights as ``start``.
 
         Raises:
             UserError: If the algorithm has state of that name.
@@ -196,90 +183,47 @@ class LocalObjective(L.LightningModule):
         if "start" in client:
             raise UserError(f"{type(self).__name__}: state 'start' is where local training starts; choose another name")
         w, client = self.local_start(client, received, ctx)
+        for part in self.parts:
+            w, client = part.local_start(w, client, received, ctx)
         return w, client | {"start": w}
 
-    def finish_local(
-        self,
-        w: Tensor,
-        client: State,
-        received: State,
-        ctx: ClientContext,
-        buffers: Tensor | None = None,
-    ) -> tuple[Upload, State]:
-        """`local_end` with what the injected parts add.
-
-        Args:
-            w: Weights after the last local step.
-            client: The client's state, with ``start``.
-            received: What the server sent.
-            ctx: The client's context.
-            buffers: The net's buffers after the last local step, ``(b,)``, if it has any.
+    def finish_local(self, w: Tensor, client: State, received: State, ctx: ClientContext) -> tuple[Upload, State]:
+        """Returns what a client uploads after its last step, which ended at ``w``, and its state.
 
         Raises:
-            UserError: If other names are uploaded than declared.
+            UserError: If `local_end` uploads other names than declared.
         """
         upload, client = self.local_end(w, client, received, ctx)
-        if self.ascent is not None:
-            client = self.ascent.local_end(client, received, ctx)
-        if self.relaxed_init:
-            client = client.replace(w_last=w)
-            if self.adds_updates and "w" in upload:
-                upload = {**upload, "w": upload["w"] - client.start + received.w}
         if set(upload) != set(self.up):
             raise UserError(f"{type(self).__name__}.local_end uploads {sorted(upload)}, but declares up = {self.up}")
-        if self.net_buffers is not None and buffers is not None:
-            upload, client = self.net_buffers.end(buffers, upload, client)
+        for part in self.parts:
+            upload, client = part.local_end(w, upload, client, received, ctx)
         return upload, client
 
     def finish_phase(self, server: State, sent: State, uploads: Uploads, ctx: RoundContext) -> State:
-        """`server_step` with what the net's buffers add."""
+        """Returns the server's state after a phase."""
         server = self.server_step(server, sent, uploads, ctx)
-        return server if self.net_buffers is None else self.net_buffers.aggregate(server, uploads)
-
-    def finish_round(self, server: State, before: State, ctx: RoundContext) -> State:
-        """What the injected parts add to the server's step from ``before``."""
-        if self.ascent is not None:
-            server = self.ascent.server_end(server, before)
-        if self.averaging is not None:
-            server = self.averaging.update(server, before.w, ctx)
+        for part in self.parts:
+            server = part.phase_end(server, uploads)
         return server
 
-    def client_inits(self) -> dict[str, Init]:
-        """First values of all client slots, those of the injected parts included."""
-        return {
-            **self.client_state,
-            **(self.ascent.client_state if self.ascent else {}),
-            **({"w_last": "w0"} if self.relaxed_init else {}),
-            **(self.net_buffers.client_inits() if self.net_buffers else {}),
-        }
-
-    def server_inits(self) -> dict[str, Init]:
-        """First values of all server slots but ``w``, those of the injected parts included."""
-        return {
-            **self.server_state,
-            **(self.ascent.server_state if self.ascent else {}),
-            **self.server_update.first(),
-            **(self.averaging.slots if self.averaging else {}),
-            **(self.net_buffers.server_inits() if self.net_buffers else {}),
-        }
-
-    @property
-    def wire(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Names that are sent, and names that are uploaded: ``down`` and ``up`` with the net's buffers."""
-        more = self.net_buffers.wire if self.net_buffers else ()
-        return (*self.down, *more), (*self.up, *more)
+    def finish_round(self, server: State, before: State, ctx: RoundContext) -> State:
+        """Returns the server's state after a round that began with the state ``before``."""
+        for part in self.parts:
+            server = part.round_end(server, before, ctx)
+        return server
 
     @property
     def passes(self) -> tuple[int, int]:
-        """Forward and backward passes of a local step."""
+        """Numbers of forward and backward passes of a local step."""
         backward = 1 if self.ascent is None else self.ascent.passes
         has_teacher = type(self).teacher is not LocalObjective.teacher
         return backward + has_teacher, backward
 
-    # Centralized training under a plain lightning.Trainer
+    # Centralized training under lightning.Trainer
 
     def configure_optimizers(self) -> Any:
-        """The local optimizer (with its ascent) for ``lightning.Trainer``, its learning rate decaying by epoch.
+        """Returns the local optimizer (with its ascent) for ``lightning.Trainer``; its learning rate changes by epoch.
 
         Raises:
             UserError: If the algorithm keeps client or server state.
@@ -294,45 +238,26 @@ class LocalObjective(L.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": factor}
 
     def check_centralized(self, averaged: bool = False) -> None:
-        """Refuse what cannot be trained without a federation.
+        """Checks that the objective can be trained without a federation.
 
         Args:
-            averaged: Whether somebody takes care of ``averaging``.
+            averaged: Whether a callback keeps the average of ``averaging``.
 
         Raises:
             UserError: If there is client or server state, or the local objective refers to the received model.
         """
         state = {*self.client_inits(), *self.server_inits()} - {"buffers"}
         if averaged and self.averaging is not None:
-            state -= set(self.averaging.slots)
+            state -= set(self.averaging.server_state)
         if state or self.refers_to_received:
             raise UserError(
                 f"{type(self).__name__} keeps federated state ({', '.join(sorted(state)) or 'the received model'}): "
                 "train it with fl_lightning.FederatedTrainer, not with lightning.Trainer"
             )
 
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Logs the mean loss of the epoch as ``train/loss``."""
-        self.log("train/loss", outputs["loss"], on_step=False, on_epoch=True, prog_bar=True, batch_size=len(batch[1]))
-
-    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        """Logs ``val/loss`` and ``val/acc``."""
-        self._log_evaluation("val", *batch)
-
-    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        """Logs ``test/loss`` and ``test/acc``."""
-        self._log_evaluation("test", *batch)
-
-    def _log_evaluation(self, split: str, x: Tensor, y: Tensor) -> None:
-        from torchmetrics.functional.classification import multiclass_accuracy
-
-        logits = self.net(x)
-        acc = multiclass_accuracy(logits, y, num_classes=logits.shape[1], average="micro")
-        self.log_dict({f"{split}/loss": self.evaluation_loss(logits, y).mean(), f"{split}/acc": acc}, batch_size=len(y))
-
 
 def load_weights(net: nn.Module, source: str | Mapping[str, Any]) -> None:
-    """Load a state_dict, or a file that holds one (of the net, or of a checkpoint of this package), into ``net``.
+    """Loads a state_dict, or a file that holds one (of the net, or of a checkpoint of this package), into ``net``.
 
     Raises:
         UserError: If the file is missing or unreadable, or names and shapes do not fit the net.

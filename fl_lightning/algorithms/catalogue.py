@@ -54,7 +54,7 @@ class Entry:
         w = it.flat.vector(it.net)
         ctx = ClientContext(t=0, rounds=1, m=1, flat=it.flat, lr=1.0, K=1, k_lr=1.0)
         server = State({"w": w, **State.initial(it.server_inits(), w, w)})
-        sent = it.broadcast(server, ctx).only(it.down)
+        sent = it.broadcast(server, ctx).only(it.wire[0])
         client = State.initial({**it.client_inits(), **it.scratch_state}, w, sent.w)
         upload, client = it.finish_local(*it.begin_local(client, sent, ctx), sent, ctx)
         return cls(
@@ -63,8 +63,8 @@ class Entry:
             paper=it.paper,
             client=sizes(client, it.client_inits(), it.flat.d),
             server=sizes(server, it.server_inits(), it.flat.d),
-            down=sizes(sent, it.down, it.flat.d),
-            up=sizes(upload, it.up, it.flat.d),
+            down=sizes(sent, it.wire[0], it.flat.d),
+            up=sizes(upload, it.wire[1], it.flat.d),
             phases=it.phases,
             passes=it.passes,
             weighting=it.weighting,

@@ -7,8 +7,8 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.algorithms.parts.ascent import SAM, Gradient
-from fl_lightning.algorithms.parts.sgd import Direction
+from fl_lightning.algorithms.parts.ascent import SAM
+from fl_lightning.algorithms.parts.base import Gradient, Step
 from fl_lightning.core.errors import require
 from fl_lightning.core.state import ClientContext, RoundContext, State, Uploads, Weighting
 
@@ -35,9 +35,7 @@ class FedCM(LocalObjective):
         require(0 < alpha <= 1, "model.alpha", alpha, "above 0 and at most 1")
         self.alpha, self.step = alpha, step
 
-    def local_step(
-        self, w: Tensor, grad: Gradient, client: State, received: State, ctx: ClientContext
-    ) -> tuple[Direction, State]:
+    def local_step(self, w: Tensor, grad: Gradient, client: State, received: State, ctx: ClientContext) -> Step:
         """``alpha g + (1 - alpha) delta``."""
         g = self.local_gradient(w, grad, client, received, ctx)
         return self.alpha * g + (1 - self.alpha) * received.delta, client

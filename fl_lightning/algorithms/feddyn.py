@@ -7,9 +7,8 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.algorithms.parts.ascent import Gradient
+from fl_lightning.algorithms.parts.base import Direction, Gradient, Step
 from fl_lightning.algorithms.parts.drift import admm_dual, admm_pull
-from fl_lightning.algorithms.parts.sgd import Direction
 from fl_lightning.core.errors import require
 from fl_lightning.core.flat import to_radius
 from fl_lightning.core.state import ClientContext, RoundContext, State, Upload, Uploads, Weighting
@@ -66,9 +65,7 @@ class FedDyn(LocalObjective):
             return g - client.lam + to_radius(w - client.start, 0.5 / self.beta)
         return g + admm_pull(client.lam, w, client.start, self.beta)
 
-    def local_step(
-        self, w: Tensor, grad: Gradient, client: State, received: State, ctx: ClientContext
-    ) -> tuple[Direction, State]:
+    def local_step(self, w: Tensor, grad: Gradient, client: State, received: State, ctx: ClientContext) -> Step:
         """Descend along the corrected gradient."""
         return self.corrected(self.local_gradient(w, grad, client, received, ctx), w, client), client
 

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.algorithms.parts.ascent import Gradient
-from fl_lightning.algorithms.parts.sgd import Direction
+from fl_lightning.algorithms.parts.base import Gradient, Step
 from fl_lightning.core.errors import require
 from fl_lightning.core.flat import norm, to_radius
 from fl_lightning.core.state import ClientContext, RoundContext, State, Upload, Uploads
@@ -57,9 +56,7 @@ class FedGF(LocalObjective):
         self.T_D, self.W, self.c, self.window_warmup = T_D, W, c, window_warmup
         self.server_state = {"w_tilde": "w0", "c": 0.0, "window": lambda w0: w0.new_zeros(W)}
 
-    def local_step(
-        self, w: Tensor, grad: Gradient, client: State, received: State, ctx: ClientContext
-    ) -> tuple[Direction, State]:
+    def local_step(self, w: Tensor, grad: Gradient, client: State, received: State, ctx: ClientContext) -> Step:
         """``grad(c w_tilde + (1 - c) (w + rho g / ||g||))``."""
         own = w + to_radius(grad(w), self.rho)
         return grad(received.c * received.w_tilde + (1 - received.c) * own), client

@@ -7,9 +7,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.algorithms.parts.ascent import Gradient
+from fl_lightning.algorithms.parts.base import Gradient, Step
 from fl_lightning.algorithms.parts.drift import prox_pull
-from fl_lightning.algorithms.parts.sgd import Direction
 from fl_lightning.core.errors import require
 from fl_lightning.core.state import ClientContext, State
 
@@ -31,8 +30,6 @@ class FedProx(LocalObjective):
         require(mu >= 0, "model.mu", mu, "0 or more")
         self.mu = mu
 
-    def local_step(
-        self, w: Tensor, grad: Gradient, client: State, received: State, ctx: ClientContext
-    ) -> tuple[Direction, State]:
+    def local_step(self, w: Tensor, grad: Gradient, client: State, received: State, ctx: ClientContext) -> Step:
         """``g + mu (w - w^t)``."""
         return self.local_gradient(w, grad, client, received, ctx) + prox_pull(w, client.start, self.mu), client

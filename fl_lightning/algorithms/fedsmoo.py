@@ -7,8 +7,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from fl_lightning.algorithms.feddyn import FedDyn
-from fl_lightning.algorithms.parts.ascent import Gradient
-from fl_lightning.algorithms.parts.sgd import Direction
+from fl_lightning.algorithms.parts.base import Gradient, Step
 from fl_lightning.core.errors import require
 from fl_lightning.core.flat import to_radius
 from fl_lightning.core.state import ClientContext, RoundContext, State, Upload, Uploads
@@ -43,9 +42,7 @@ class FedSMOO(FedDyn):
         require(rho >= 0, "model.rho", rho, "a radius is 0 or more")
         self.rho, self.s_agg = rho, s_agg
 
-    def local_step(
-        self, w: Tensor, grad: Gradient, client: State, received: State, ctx: ClientContext
-    ) -> tuple[Direction, State]:
+    def local_step(self, w: Tensor, grad: Gradient, client: State, received: State, ctx: ClientContext) -> Step:
         """Lines 7 to 11."""
         s_hat = to_radius(grad(w) - client.mu - received.s, self.rho)  # 7, 8
         mu = client.mu + s_hat - received.s  # 9

@@ -8,8 +8,7 @@ from torch import Tensor, nn
 
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.algorithms.feddyn import FedDyn
-from fl_lightning.algorithms.parts.ascent import Gradient
-from fl_lightning.algorithms.parts.sgd import Direction
+from fl_lightning.algorithms.parts.base import Gradient, Step
 from fl_lightning.core.errors import require
 from fl_lightning.core.flat import to_radius
 from fl_lightning.core.state import ClientContext, RoundContext, State, Upload, Uploads
@@ -45,9 +44,7 @@ class FedSpeed(FedDyn):
         if self.dual_agg == "active":
             self.server_state, self.up = {}, ("w",)
 
-    def local_step(
-        self, w: Tensor, grad: Gradient, client: State, received: State, ctx: ClientContext
-    ) -> tuple[Direction, State]:
+    def local_step(self, w: Tensor, grad: Gradient, client: State, received: State, ctx: ClientContext) -> Step:
         """``(1 - alpha) g(w) + alpha g(w + rho g / ||g||)``, corrected."""
         g1 = grad(w)
         g2 = grad(w + to_radius(g1, self.rho))

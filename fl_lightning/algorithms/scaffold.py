@@ -7,9 +7,9 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.algorithms.parts.ascent import SAM, Gradient
+from fl_lightning.algorithms.parts.ascent import SAM
+from fl_lightning.algorithms.parts.base import Gradient, Step
 from fl_lightning.algorithms.parts.drift import control_variate, effective_steps
-from fl_lightning.algorithms.parts.sgd import Direction
 from fl_lightning.core.state import ClientContext, RoundContext, State, Upload, Uploads, Weighting
 
 
@@ -34,9 +34,7 @@ class SCAFFOLD(LocalObjective):
         super().__init__(net, **kwargs)
         self.cv_scale, self.momentum_aware = cv_scale, momentum_aware
 
-    def local_step(
-        self, w: Tensor, grad: Gradient, client: State, received: State, ctx: ClientContext
-    ) -> tuple[Direction, State]:
+    def local_step(self, w: Tensor, grad: Gradient, client: State, received: State, ctx: ClientContext) -> Step:
         """Line 10: ``g - c_i + c``."""
         return self.local_gradient(w, grad, client, received, ctx) + self.cv_scale * (received.c - client.c), client
 

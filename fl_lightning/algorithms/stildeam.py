@@ -7,8 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.algorithms.parts.ascent import Gradient
-from fl_lightning.algorithms.parts.sgd import Direction
+from fl_lightning.algorithms.parts.base import Gradient, Step
 from fl_lightning.core.errors import require
 from fl_lightning.core.flat import to_radius
 from fl_lightning.core.state import ClientContext, State
@@ -34,9 +33,7 @@ class STildeAM(LocalObjective):
         require(rho >= 0, "model.rho", rho, "a radius is 0 or more")
         self.rho = rho
 
-    def local_step(
-        self, w: Tensor, grad: Gradient, client: State, received: State, ctx: ClientContext
-    ) -> tuple[Direction, State]:
+    def local_step(self, w: Tensor, grad: Gradient, client: State, received: State, ctx: ClientContext) -> Step:
         """The gradient at the ascent point, kept for the next one."""
         g = grad(w + to_radius(client.g, self.rho))
         return g, client.replace(g=g)

@@ -408,7 +408,7 @@ def trajectory(trainer: FederatedTrainer, objective: LocalObjective, client: int
     ctx = RoundContext(trainer.coming, trainer.max_rounds, trainer.data.num_clients, trainer.objective.flat)
     own = objective is trainer.objective
     sent = trainer.objective.broadcast(trainer.server, ctx) if own else State({"w": trainer.server.w})
-    sent = sent.only(objective.down)
+    sent = sent.only(objective.wire[0])
     empty = State.initial({**objective.client_inits(), **objective.scratch_state}, trainer.clients.w0, sent.w)
     state = trainer.clients.get(client, sent.w, objective.scratch_state, None) if own else empty
     context = trainer.client_context(client, ctx)

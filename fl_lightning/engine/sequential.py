@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.algorithms.parts.ascent import Gradient
+from fl_lightning.algorithms.parts.base import Gradient
 from fl_lightning.core.buffers import unchanged, variance_needed
 from fl_lightning.core.errors import UserError
 from fl_lightning.core.flat import is_finite
@@ -43,7 +43,7 @@ class SequentialEngine(Engine):
         with seeded(self.net.device, job.seed, "net", ctx.t, ctx.phase, job.client):
             w, client = objective.begin_local(job.state, job.received, ctx)
             if buffers is not None:
-                buffers.load(objective.net, buffers.start(client, job.received))
+                buffers.load(objective.net, client.buffers)
             teacher = objective.teacher(client, job.received)
             momentum = None
             for step, batch in enumerate(job.minibatches):
@@ -53,8 +53,10 @@ class SequentialEngine(Engine):
                 w, momentum = objective.optimizer.step(w, direction, momentum, ctx.lr)
                 self._check("the weights after it", w, job, step)
                 losses.append(values[0])
-        after = None if buffers is None else buffers.vector(objective.net)
-        upload, client = objective.finish_local(w, client, job.received, ctx, after)
+        after = None
+        if buffers is not None:
+            client |= {"buffers": (after := buffers.vector(objective.net))}
+        upload, client = objective.finish_local(w, client, job.received, ctx)
         client = client.only(objective.client_inits())
         finite = State(upload).finite() and client.finite()
         loss = torch.stack(losses).mean()

@@ -472,8 +472,8 @@ def fixed_point(
     clients = [(np.array([[h, *b]]), np.array([i])) for i, (h, b) in enumerate(zip(H, B, strict=True))]
     data = Arrays(client_arrays=clients, test=clients[0], batch_size=None)
     fit = FederatedTrainer(
-        max_rounds=len(schedule), sampler=ReplaySampler(schedule), local_steps=steps, precision="64-true", accelerator="cpu",
-        eval_every=len(schedule), enable_progress_bar=False, default_root_dir=str(folder),
+        max_rounds=len(schedule), sampler=ReplaySampler(schedule), local_steps=steps, precision="64-true",
+        accelerator="cpu", eval_every=len(schedule), enable_progress_bar=False, default_root_dir=str(folder),
     )  # fmt: skip
     fit.fit(objective, data)
     return fit.server[slot]

@@ -2,45 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import ClassVar, Literal
 
 from torch import Tensor
 
+from fl_lightning.algorithms.parts.base import Gradient, Part
 from fl_lightning.core.errors import require
 from fl_lightning.core.flat import EPS, to_radius
-from fl_lightning.core.state import ClientContext, Init, State
-
-Gradient = Callable[[Tensor], Tensor]
-"""Gradient of the local objective on this step's minibatch: a point ``(..., d)`` to a gradient ``(..., d)``."""
+from fl_lightning.core.state import ClientContext, RoundContext, State, Upload
 
 
-class Ascent:
-    """Base of the ascent steps; a subclass says where to go in ``__call__``.
+class Ascent(Part):
+    """Base class of the ascent steps; a subclass defines ``__call__``.
 
     Attributes:
-        client_state: State of its own that a client keeps, as in `LocalObjective`.
-        server_state: The same for the server.
-        down: Those of its server slots that are sent to a client.
         passes: Gradients per local step, the one at the ascent point included.
     """
 
-    client_state: Mapping[str, Init] = {}
-    server_state: Mapping[str, Init] = {}
-    down: tuple[str, ...] = ()
     passes: ClassVar[int] = 2
 
     def __call__(self, w: Tensor, grad: Gradient, client: State, received: State, ctx: ClientContext) -> Tensor:
-        """The displacement from ``w``, of the same shape ``(..., d)``."""
+        """Returns the displacement from ``w``, of the same shape ``(..., d)``."""
         raise TypeError(f"{type(self).__name__} must define __call__")
-
-    def local_end(self, client: State, received: State, ctx: ClientContext) -> State:
-        """What the client keeps after its last step; its own slots are the only ones to change."""
-        return client
-
-    def server_end(self, server: State, before: State) -> State:
-        """What the server keeps after its step from ``before``; its own slots are the only ones to change."""
-        return server
 
 
 def warm_up(rho: float, rho0: float, warmup: int, t: int) -> float:
@@ -100,14 +83,15 @@ class ASAM(SAM):
 
 
 class LESAM(Ascent):
-    """FedLESAM's ascent: uphill along the last global update, for nothing, and the same for all steps of a round.
+    """FedLESAM's ascent: against the last global update, without a gradient, the same for all steps of a round.
 
-    ``rho * (w_old - w^t) / ||w_old - w^t||``; a client that has not taken part before makes no ascent.
+    ``rho * (w_old - w^t) / ||w_old - w^t||`` with ``w^t`` the received model; there is no ascent at a client's first
+    part.
 
     Args:
         rho: Radius of the ascent.
-        ref: Which ``w_old``: the model the client received when it last took part (the paper), or the previous round's,
-            which the server then sends as well (the official code).
+        ref: Which ``w_old``: the model that the client received when it last took part (the paper), or that of the
+            previous round, which the server then sends as well (the official code).
         eps: Added to the norm.
     """
 
@@ -130,8 +114,10 @@ class LESAM(Ascent):
         w_old = received.w_previous if self.ref == "previous_round" else client.w_old
         return to_radius(w_old - received.w, self.rho, self.eps)
 
-    def local_end(self, client: State, received: State, ctx: ClientContext) -> State:
-        return client.replace(w_old=received.w) if "w_old" in client else client
+    def local_end(
+        self, w: Tensor, upload: Upload, client: State, received: State, ctx: ClientContext
+    ) -> tuple[Upload, State]:
+        return upload, client.replace(w_old=received.w) if "w_old" in self.client_state else client
 
-    def server_end(self, server: State, before: State) -> State:
-        return server.replace(w_previous=before.w) if "w_previous" in server else server
+    def round_end(self, server: State, before: State, ctx: RoundContext) -> State:
+        return server.replace(w_previous=before.w) if "w_previous" in self.server_state else server

@@ -1,35 +1,23 @@
-"""Averages of the global model over rounds; clients never see them, evaluation and flatness do."""
+"""Averages of the global model over rounds: clients never see them, evaluation and flatness use them."""
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from collections.abc import Mapping
+from typing import Literal
 
 from torch import Tensor
 
+from fl_lightning.algorithms.parts.base import Part
 from fl_lightning.algorithms.parts.schedules import in_cycle
 from fl_lightning.core.errors import require
 from fl_lightning.core.state import Init, RoundContext, State
 
 
-class Averaging:
-    """Base of the averages; as it stands the global model itself.
-
-    Attributes:
-        slots: Server slots that it keeps.
-    """
-
-    slots: ClassVar[dict[str, Init]] = {}
-
-    def lr(self, base: float, ctx: RoundContext) -> float:
-        """The clients' learning rate in this round, where the local optimizer's is ``base``."""
-        return base
-
-    def update(self, server: State, before: Tensor, ctx: RoundContext) -> State:
-        """Called after the round's aggregation; ``before`` is the global model at its start, ``(d,)``."""
-        return server
+class Averaging(Part):
+    """Base class of the averages; by default the global model itself."""
 
     def model(self, server: State) -> Tensor:
-        """The weights to evaluate, ``(d,)``."""
+        """Returns the weights to evaluate, ``(d,)``."""
         return server.w
 
 
@@ -37,16 +25,16 @@ class EMA(Averaging):
     """Exponential moving average ``alpha ema + (1 - alpha) w`` of the global model, from the initial one on.
 
     Args:
-        alpha: How much of the old average stays, per round.
+        alpha: Decay per round.
     """
 
-    slots: ClassVar[dict[str, Init]] = {"ema_w": "w0"}
+    server_state: Mapping[str, Init] = {"ema_w": "w0"}
 
     def __init__(self, alpha: float = 0.95) -> None:
         require(0 <= alpha < 1, "model.averaging.alpha", alpha, "from 0 to below 1")
         self.alpha = alpha
 
-    def update(self, server: State, before: Tensor, ctx: RoundContext) -> State:
+    def round_end(self, server: State, before: State, ctx: RoundContext) -> State:
         return server.replace(ema_w=self.alpha * server.ema_w + (1 - self.alpha) * server.w)
 
     def model(self, server: State) -> Tensor:
@@ -60,15 +48,15 @@ class SWA(Averaging):
         start: First round with averaging: a fraction of all rounds (below 1), or a round counted from 0.
         cycle: Rounds per collected model, c. Above 1 the clients' learning rate falls within each cycle.
         lr_min: Learning rate at the end of a cycle, gamma_2; gamma_1 is the local optimizer's.
-        init_in_average: Whether the copy taken at the start counts (the paper's box), or is replaced by the first
-            collected model (the official code).
-        collect: When to collect: after the first round of a cycle, as the official code does, or after its last.
+        init_in_average: Whether the average starts with the model at its start (the paper's box), or the first
+            collected model replaces that (the official code).
+        collect: Whether models are collected after the first round of a cycle (the official code) or after its last.
 
     Raises:
         UserError: If ``start`` is negative or ``cycle`` is below 1.
     """
 
-    slots: ClassVar[dict[str, Init]] = {"swa_w": "zeros", "swa_n": -1.0}
+    server_state: Mapping[str, Init] = {"swa_w": "zeros", "swa_n": -1.0}
 
     def __init__(
         self,
@@ -86,22 +74,22 @@ class SWA(Averaging):
         self.init_in_average, self.collect = init_in_average, collect
 
     def start_round(self, rounds: int) -> int:
-        """The first round with averaging, t0."""
+        """Returns the first round with averaging, t0."""
         return int(self.start * rounds) if self.start < 1 else int(self.start)
 
-    def lr(self, base: float, ctx: RoundContext) -> float:
-        """Cyclic from the start on: ``(1 - s) base + s lr_min`` with ``s = ((t mod c) + 1) / c``."""
+    def local_lr(self, lr: float, ctx: RoundContext) -> float:
+        """Cyclic from the start on: ``(1 - s) lr + s lr_min`` with ``s = ((t mod c) + 1) / c``."""
         if self.cycle == 1 or ctx.t < self.start_round(ctx.rounds):
-            return base
-        return in_cycle(ctx.t, self.cycle, base, self.lr_min)
+            return lr
+        return in_cycle(ctx.t, self.cycle, lr, self.lr_min)
 
-    def update(self, server: State, before: Tensor, ctx: RoundContext) -> State:
+    def round_end(self, server: State, before: State, ctx: RoundContext) -> State:
         past = ctx.t - self.start_round(ctx.rounds)
         if past < 0:
             return server
         if past == 0:
             n = server.swa_n * 0 + (1 if self.init_in_average else 0)
-            server = server.replace(swa_w=before.clone(), swa_n=n)
+            server = server.replace(swa_w=before.w.clone(), swa_n=n)
         if self.collect == "code":
             due = past > 0 and past % self.cycle == 0
         else:
@@ -112,5 +100,5 @@ class SWA(Averaging):
         return server
 
     def model(self, server: State) -> Tensor:
-        """The weights to evaluate, ``(d,)``: the average once it has begun, before that the global model."""
+        """Returns the weights to evaluate, ``(d,)``: the average once it has begun, before that the global model."""
         return server.swa_w if float(server.swa_n) >= 0 else server.w

@@ -1,38 +1,35 @@
 """Server updates: from a pseudo-gradient to the next global model.
 
-``delta`` of shape ``(d,)`` points uphill: the model that was sent less the average of the local models.
+The pseudo-gradient ``delta``, ``(d,)``, points uphill: the model that was sent minus the average of the local models.
 """
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from collections.abc import Mapping
+from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from fl_lightning.algorithms.parts.base import Part
 from fl_lightning.core.errors import require
 from fl_lightning.core.state import Init, RoundContext, State
 
 
-class ServerUpdate:
+class ServerUpdate(Part):
     """Plain averaging: ``w - lr * delta``; with lr 1 the average of the local models (FedAvg).
 
     Args:
         lr: Server learning rate eta_g.
     """
 
-    slots: ClassVar[dict[str, Init]] = {}
-
     def __init__(self, lr: float = 1.0) -> None:
         require(lr > 0, "model.server_update.lr", lr, "above 0")
         self.lr = lr
 
-    def first(self) -> dict[str, Init]:
-        """First values of the server slots that it keeps."""
-        return dict(self.slots)
-
     def __call__(self, server: State, delta: Tensor, ctx: RoundContext) -> State:
-        """The server's state after the step."""
+        """Returns the server's state after the step."""
         return server.replace(w=server.w - self.lr * delta)
 
 
@@ -40,11 +37,11 @@ class ServerMomentum(ServerUpdate):
     """``v = beta v + delta; w - lr v`` (FedAvgM; Hsu et al., 2019).
 
     Args:
-        beta: ServerMomentum.
+        beta: Momentum.
         lr: Server learning rate.
     """
 
-    slots: ClassVar[dict[str, Init]] = {"server_v": "zeros"}
+    server_state: Mapping[str, Init] = {"server_v": "zeros"}
 
     def __init__(self, beta: float = 0.9, lr: float = 1.0) -> None:
         super().__init__(lr)
@@ -64,11 +61,9 @@ class ServerAdam(ServerUpdate):
         beta1: Decay of the first moment m.
         beta2: Decay of the second moment v.
         tau: Added to the root.
-        v0: First value of v: 0 (as run by FL-Simulator and by Google) or tau^2 (as in the paper's box).
+        v0: Initial value of v: 0 (as run by FL-Simulator and by Google) or tau^2 (as in the paper's box).
         bias_correction: Correct both moments, as Google's experiments did.
     """
-
-    slots: ClassVar[dict[str, Init]] = {"server_m": "zeros"}
 
     def __init__(
         self,
@@ -84,13 +79,11 @@ class ServerAdam(ServerUpdate):
         for name, value in (("beta1", beta1), ("beta2", beta2)):
             require(0 <= value < 1, f"model.server_update.{name}", value, "from 0 to below 1")
         self.beta1, self.beta2, self.tau, self.v0, self.bias_correction = beta1, beta2, tau, v0, bias_correction
-
-    def first(self) -> dict[str, Init]:
-        v0 = 0.0 if self.v0 == "0" else self.tau**2
-        return {**self.slots, "server_v": lambda w0: torch.full_like(w0, v0)}
+        first = partial(torch.full_like, fill_value=0.0 if v0 == "0" else tau**2)
+        self.server_state = {"server_m": "zeros", "server_v": first}
 
     def second_moment(self, v: Tensor, delta: Tensor) -> Tensor:
-        """The next v; where FedYogi and FedAdagrad differ."""
+        """Returns the next v, in which FedYogi and FedAdagrad differ."""
         return self.beta2 * v + (1 - self.beta2) * delta * delta
 
     def __call__(self, server: State, delta: Tensor, ctx: RoundContext) -> State:

@@ -5,16 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fl_lightning.algorithms.parts.base import Direction
 from fl_lightning.algorithms.parts.schedules import Schedule
 from fl_lightning.core.errors import require
 from fl_lightning.core.flat import norm
 
-Direction = Tensor | tuple[Tensor, Tensor]
-"""What a local step returns: a direction ``(..., d)``, or a clipped and an unclipped part."""
-
 
 class SGD:
-    """SGD with momentum and coupled weight decay, made anew for every client and round.
+    """SGD with momentum and coupled weight decay; momentum starts from zero for every client and round.
 
     In this order: clip the direction, add ``weight_decay * w`` (at the unperturbed weights), momentum, step.
 
@@ -22,7 +20,7 @@ class SGD:
         lr: Learning rate of round 0.
         momentum: Factor of the momentum buffer.
         weight_decay: L2 factor.
-        clip: Largest norm of the direction, all corrections included; null: none.
+        clip: Largest norm of the direction, corrections included; null: no clipping.
         lr_decay: Factor of the learning rate per round.
         schedule: A further factor by round.
 
@@ -51,16 +49,16 @@ class SGD:
         self.clip, self.lr_decay, self.schedule = clip, lr_decay, schedule
 
     def lr_at(self, t: int, rounds: int) -> float:
-        """Learning rate of round ``t``, from 0."""
+        """Returns the learning rate of round ``t``, counted from 0."""
         return self.lr * self.lr_decay**t * (self.schedule(t, rounds) if self.schedule else 1.0)
 
     def step(self, w: Tensor, direction: Direction, buffer: Tensor | None, lr: float) -> tuple[Tensor, Tensor | None]:
-        """One step from ``w`` ``(..., d)``.
+        """Takes one step.
 
         Args:
-            w: Weights.
-            direction: What the algorithm returned.
-            buffer: ServerMomentum buffer of the last step, None at the first one.
+            w: Weights, ``(..., d)``.
+            direction: The algorithm's direction.
+            buffer: Momentum buffer of the last step, ``(..., d)``; None at the first step.
             lr: Learning rate.
 
         Returns:
