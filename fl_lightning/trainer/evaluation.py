@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim.swa_utils import update_bn
 
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.core.buffers import Buffers
+from fl_lightning.algorithms.parts.buffers import Buffers
 from fl_lightning.core.flat import FlatNet, accumulator_dtype
 from fl_lightning.core.forward import logits
 from fl_lightning.core.rng import seeded
