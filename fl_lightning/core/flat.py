@@ -31,6 +31,11 @@ def is_finite(v: Tensor) -> Tensor:
     return torch.isfinite((v * 0).sum(-1))  # infinity times 0 is NaN, which no sum loses
 
 
+def accumulator_dtype(device: torch.device) -> torch.dtype:
+    """Dtype for sums of many values: float64, or float32 on Apple's MPS, which has no float64."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
 class FlatSpec:
     """Layout of a module's trainable parameters in one flat vector, in ``named_parameters()`` order.
 

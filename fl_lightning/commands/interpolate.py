@@ -1,0 +1,60 @@
+"""``fl-lightning interpolate``: the loss on the line between two checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from fl_lightning import flatness
+from fl_lightning.algorithms.base import LocalObjective
+from fl_lightning.commands.study import Study, check_no_buffers, label_of, output_folder, weights_of
+from fl_lightning.core.errors import require
+from fl_lightning.data import FederatedDataModule
+from fl_lightning.flatness.plots import plot_interpolation
+from fl_lightning.trainer.measurements.base import Split
+from fl_lightning.trainer.trainer import FederatedTrainer
+
+SUMMARY = "Measure the loss on the line between two checkpoints, and its barrier."
+
+
+def run(
+    trainer: FederatedTrainer,
+    model: LocalObjective,
+    data: FederatedDataModule,
+    a: str,
+    b: str,
+    /,
+    splits: Sequence[Split] = ("train", "test"),
+    samples: int | None = 10_000,
+    points: int = 61,
+    out: str | None = None,
+) -> None:
+    """Loss and accuracy on the line through two checkpoints, γ a + (1-γ) b, and the barrier between them.
+
+    Args:
+        trainer: Its seed and precision are used, and its processes share the work.
+        model: The local objective.
+        data: The data.
+        a: The checkpoint at γ = 1.
+        b: The checkpoint at γ = 0.
+        splits: Data: train (of all clients, a stratified sample) and test.
+        samples: Number of training images; null: all.
+        points: Number of values of γ from -1 to 2.
+        out: Folder for the files; by default ``interpolate`` in the run folder of ``a``.
+
+    Raises:
+        UserError: If a checkpoint is of another net.
+    """
+    require(points >= 3, "points", points, "3 or more")
+    check_no_buffers(model)
+    loaded = trainer.load(model, data, a)
+    path, other = weights_of(loaded, b)
+    one = label_of(loaded.checkpoint)
+    zero = label_of(path, [one])
+    with Study.of(loaded, output_folder(loaded, out, "interpolate"), {}, splits, samples) as study:
+        options = study.options("line", a=one, b=zero)
+        gammas = np.linspace(-1, 2, points)
+        found = flatness.interpolate(a=loaded.global_model, b=other, gammas=gammas, **options)
+        loaded.fabric.print("barrier: " + ", ".join(f"{name} {found.barrier(name):.4g}" for name in found.loss))
+        study.save("interpolate", {"line": found}, interpolate=lambda: plot_interpolation({"line": found}, (zero, one)))
