@@ -1,7 +1,160 @@
-"""``fl-lightning flatness``."""
+"""``fl-lightning flatness``: measures of flatness on a checkpoint."""
 
-from fl_lightning.commands.laboratory import flatness as run
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, fields, replace
+from functools import partial
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from fl_lightning.algorithms.base import LocalObjective
+from fl_lightning.commands.study import Step, label_of, output_folder, progress_bar
+from fl_lightning.core.errors import require
+from fl_lightning.data import FederatedDataModule
+from fl_lightning.engine import LocalResult
+from fl_lightning.trainer.cohort import Cohort
+from fl_lightning.trainer.measurements import (
+    PROTOCOL,
+    Measure,
+    Measurement,
+    MeasurementContext,
+    PseudoGradient,
+    check_statistics,
+    default_measures,
+    dry_round,
+)
+from fl_lightning.trainer.run import Run
+from fl_lightning.trainer.trainer import FederatedTrainer
 
 SUMMARY = "Measure the flatness of a checkpoint: Hessian, sharpness, discrepancy, drift."
+RETRAINED = "(cohort retrained from the checkpoint)"
 
-__all__ = ["SUMMARY", "run"]
+
+def run(
+    trainer: FederatedTrainer,
+    model: LocalObjective,
+    data: FederatedDataModule,
+    ckpt_path: str | None = None,
+    metrics: Sequence[Measure] | None = None,
+    out: str | None = None,
+) -> list[Measurement]:
+    """Measures a checkpoint; writes ``flatness.json``, ``flatness.csv`` and figures, and shows a table.
+
+    A checkpoint holds no local models. For measures that need them, the cohort of the next round (after the last round,
+    the last cohort again) is trained from the checkpoint, and nothing of it is kept. An interrupt keeps what was
+    measured before.
+
+    Args:
+        trainer: Its seed and precision are used, and its processes share the work.
+        model: The local objective.
+        data: The data.
+        ckpt_path: The checkpoint, or "last".
+        metrics: The measures; by default LambdaMax and Discrepancy.
+        out: Folder for the files; by default ``flatness`` in the run folder.
+
+    Returns:
+        The measurements.
+    """
+    require(ckpt_path is not None, "ckpt_path", ckpt_path, "give a checkpoint, or 'last'")
+    check_statistics(model)
+    measures = default_measures() if metrics is None else metrics
+    found: list[Measurement] = []
+    loaded = trainer.load(model, data, ckpt_path, clients=True)
+    try:
+        with progress_bar(loaded.fabric) as step:
+            _measure(loaded, measures, found, step)
+    finally:
+        if found and loaded.fabric.is_global_zero:
+            folder = output_folder(loaded, out, "flatness")
+            _save(folder, loaded, found)
+            _draw(folder, label_of(loaded.checkpoint), found)
+            _show(folder, loaded, found)
+    return found
+
+
+def _measure(run: Run, measures: Sequence[Measure], found: list[Measurement], step: Step) -> None:
+    """Adds the measurements to ``found``, at an interrupt those so far."""
+    trained = [measure for measure in measures if type(measure).update is not Measure.update or measure.tracks]
+    total, cohort = len(measures) + len(trained), Cohort.draw(run, run.next_round).clients
+    context = MeasurementContext.between_rounds(run, cohort)
+    if trained:
+        for i, measure in enumerate(trained):
+            step(i, total, f"{type(measure).__name__}: local training")
+            measure.begin(run, cohort)
+        context = _after_dry_round(context, trained)
+    for i, measure in enumerate(measures, start=len(trained)):
+        name = type(measure).__name__
+        step(i, total, name)
+        products = partial(_products, step, i, total, name)
+        try:
+            new = measure.compute(replace(context, progress=products))
+        except KeyboardInterrupt as stop:
+            found += getattr(stop, "partial", [])
+            raise
+        found += [replace(m, model=f"{m.model} {RETRAINED}") for m in new] if measure in trained else new
+    step(total, total, "done")
+
+
+def _products(step: Step, at: int, total: int, name: str, done: int, most: int) -> None:
+    step(at, total, f"{name}: {done} of at most {most} Hessian-vector products")
+
+
+def _after_dry_round(context: MeasurementContext, measures: Sequence[Measure]) -> MeasurementContext:
+    """The context after one more round, whose local models update the measures."""
+    run, mean = context.run, PseudoGradient(context.run)
+
+    def update(result: LocalResult) -> None:
+        if result.finite:
+            mean.add(result)
+            for measure in measures:
+                measure.update(run, result)
+
+    after = dry_round(run, context.cohort, update).w
+    states = run.restored.get("callbacks", {}).items()
+    previous = [state["pseudo_gradient"] for key, state in states if key.startswith("FlatnessMonitor")]
+    tracked = next((vector.to(after) for vector in previous if vector is not None), None)
+    return replace(context, after=after, pseudo_gradient=mean.value(), previous=tracked)
+
+
+def _save(folder: Path, run: Run, measurements: Sequence[Measurement]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    about = {"checkpoint": str(run.checkpoint), "round": run.rounds_done, "seed": run.seed, "protocol": PROTOCOL}
+    rows = [asdict(measurement) for measurement in measurements]
+    (folder / "flatness.json").write_text(json.dumps({**about, "measurements": rows}, indent=1) + "\n")
+    columns = [column.name for column in fields(Measurement) if column.name != "details"]
+    with (folder / "flatness.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns, extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(row | {"settings": json.dumps(row["settings"])} for row in rows)
+
+
+def _draw(folder: Path, label: str, measurements: Sequence[Measurement]) -> None:
+    """Figures of the spectrum and its density."""
+    from fl_lightning.core.figures import save_figure
+    from fl_lightning.flatness.plots import plot_density, plot_spectrum
+
+    for details in (measurement.details for measurement in measurements):
+        if "eigenvalues" in details:
+            save_figure(plot_spectrum({label: details["eigenvalues"]}), folder / "spectrum")
+        if "density" in details:
+            save_figure(plot_density({label: (details["grid"], details["density"])}), folder / "density")
+
+
+def _show(folder: Path, run: Run, measurements: Sequence[Measurement]) -> None:
+    table = Table("measure", "value", "±", "on", title=f"Flatness after round {run.rounds_done}")
+    table.columns[0].no_wrap = True
+    for column in table.columns[1:3]:
+        column.justify = "right"
+    for m in measurements:
+        spread = f"{m.error:.2g}" if m.error is not None else ""
+        spread = f"{abs(m.residual * m.value):.1g} (residual)" if m.residual is not None else spread
+        table.add_row(m.name, f"{m.value:.4g}", spread, m.protocol())
+    console = Console()
+    console.print(table)
+    console.print(f"measured with: {PROTOCOL}; seed {run.seed}", highlight=False, soft_wrap=True)
+    console.print(f"results: {folder}", highlight=False, soft_wrap=True)

@@ -1,11 +1,18 @@
-"""``fl-lightning interpolate``."""
+"""``fl-lightning interpolate``: the loss on the line between two checkpoints."""
+
+from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
+from fl_lightning import flatness
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.commands import laboratory
-from fl_lightning.commands.laboratory import Where
+from fl_lightning.commands.study import Study, check_no_buffers, label_of, output_folder, weights_of
+from fl_lightning.core.errors import require
 from fl_lightning.data import FederatedDataModule
+from fl_lightning.flatness.plots import plot_interpolation
+from fl_lightning.trainer.measurements.base import Split
 from fl_lightning.trainer.trainer import FederatedTrainer
 
 SUMMARY = "Measure the loss on the line between two checkpoints, and its barrier."
@@ -18,7 +25,7 @@ def run(
     a: str,
     b: str,
     /,
-    splits: Sequence[Where] = ("train", "test"),
+    splits: Sequence[Split] = ("train", "test"),
     samples: int | None = 10_000,
     points: int = 61,
     out: str | None = None,
@@ -32,8 +39,22 @@ def run(
         a: The checkpoint at γ = 1.
         b: The checkpoint at γ = 0.
         splits: Data: train (of all clients, a stratified sample) and test.
-        samples: Training images; null: all.
-        points: Values of γ from -1 to 2.
+        samples: Number of training images; null: all.
+        points: Number of values of γ from -1 to 2.
         out: Folder for the files; by default ``interpolate`` in the run folder of ``a``.
+
+    Raises:
+        UserError: If a checkpoint is of another net.
     """
-    laboratory.interpolate(trainer, model, data, a, b, splits, samples, points, out)
+    require(points >= 3, "points", points, "3 or more")
+    check_no_buffers(model)
+    loaded = trainer.load(model, data, a)
+    path, other = weights_of(loaded, b)
+    one = label_of(loaded.checkpoint)
+    zero = label_of(path, [one])
+    with Study.of(loaded, output_folder(loaded, out, "interpolate"), {}, splits, samples) as study:
+        options = study.options("line", a=one, b=zero)
+        gammas = np.linspace(-1, 2, points)
+        found = flatness.interpolate(a=loaded.global_model, b=other, gammas=gammas, **options)
+        loaded.fabric.print("barrier: " + ", ".join(f"{name} {found.barrier(name):.4g}" for name in found.loss))
+        study.save("interpolate", {"line": found}, interpolate=lambda: plot_interpolation({"line": found}, (zero, one)))

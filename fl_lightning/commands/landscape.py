@@ -1,7 +1,189 @@
-"""``fl-lightning landscape``."""
+"""``fl-lightning landscape``: the loss around checkpoints."""
 
-from fl_lightning.commands.laboratory import landscape as run
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import replace
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fl_lightning.algorithms import FedAvg, FedSAM
+from fl_lightning.algorithms.base import LocalObjective
+from fl_lightning.commands.study import Study, check_no_buffers, label_of, output_folder, weights_of
+from fl_lightning.core.errors import require
+from fl_lightning.core.state import State
+from fl_lightning.data import FederatedDataModule
+from fl_lightning.engine import SequentialEngine
+from fl_lightning.flatness import Plane, perturbation_curves, random_plane, surface
+from fl_lightning.flatness.plots import plot_perturbation, plot_plane, plot_surface
+from fl_lightning.trainer import collectives
+from fl_lightning.trainer.cohort import Cohort
+from fl_lightning.trainer.measurements import MeasurementContext, dry_round
+from fl_lightning.trainer.measurements.base import Split
+from fl_lightning.trainer.round import Round
+from fl_lightning.trainer.run import Run
+from fl_lightning.trainer.trainer import FederatedTrainer
 
 SUMMARY = "Draw the loss around checkpoints: surfaces, planes, perturbations, local trajectories."
 
-__all__ = ["SUMMARY", "run"]
+
+def run(
+    trainer: FederatedTrainer,
+    model: LocalObjective,
+    data: FederatedDataModule,
+    ckpt_path: str | None = None,
+    kind: Literal["surface", "plane", "perturbation", "trajectory"] = "surface",
+    compare: Sequence[str] = (),
+    splits: Sequence[Split] = ("train",),
+    clients: Sequence[int] = (),
+    samples: int | None = 1000,
+    points: int | None = None,
+    span: float = 1.0,
+    directions: int = 10,
+    out: str | None = None,
+) -> None:
+    """Measures the loss around a checkpoint; writes it as CSV and JSON, and figures as PDF and PNG.
+
+    Args:
+        trainer: Its seed and precision are used, and its processes share the work.
+        model: The local objective.
+        data: The data.
+        ckpt_path: The checkpoint, or "last".
+        kind: "surface": over two random directions, the same for all models, filter-normalised. "plane": through
+            three checkpoints, two of them in ``compare``. "perturbation": against the length of a perturbation.
+            "trajectory": local training of a client from the checkpoint, by its own algorithm, FedAvg and FedSAM, in
+            the plane through the start and the ends of the first two.
+        compare: Further checkpoints with the same net.
+        splits: Data: train (of all clients, a stratified sample) and test.
+        clients: For a surface: also the local models of these clients, and their data, for all models. For a
+            trajectory: the client.
+        samples: Number of training images; null: all.
+        points: Number of points along each axis; by default 51 for a surface, else 21.
+        span: A surface reaches from -span to span, curves to span.
+        directions: Number of random directions of a perturbation.
+        out: Folder for the files; by default ``landscape`` in the run folder.
+
+    Raises:
+        UserError: If the arguments do not fit, or a checkpoint is of another net.
+    """
+    require(ckpt_path is not None, "ckpt_path", ckpt_path, "give a checkpoint, or 'last'")
+    require(points is None or points >= 2, "points", points, "2 or more")
+    require(span > 0, "span", span, "above 0")
+    require(samples is None or samples >= 1, "samples", samples, "at least 1, or null for all")
+    require(kind != "plane" or len(compare) == 2, "compare", list(compare), "a plane goes through two checkpoints more")
+    require(kind != "trajectory" or len(clients) == 1, "clients", list(clients), "a trajectory is that of one client")
+    check_no_buffers(model)
+    loaded = trainer.load(model, data, ckpt_path, clients=kind == "trajectory" or bool(clients))
+    for k in clients:
+        require(0 <= k < data.num_clients, "clients", k, f"from 0 to {data.num_clients - 1}")
+    models = {label_of(loaded.checkpoint): loaded.global_model}
+    for other in compare:
+        path, w = weights_of(loaded, other)
+        models[label_of(path, list(models))] = w
+    with Study.of(loaded, output_folder(loaded, out, "landscape"), models, splits, samples) as study:
+        loaded.fabric.print(f"{kind} of {', '.join(models)} on {', '.join(study.sets)}", flush=True)
+        match kind:
+            case "surface":
+                _surface(study, clients, points or 51, span)
+            case "plane":
+                _plane(study, points or 21)
+            case "perturbation":
+                _perturbation(study, points or 21, span, directions)
+            case "trajectory":
+                _trajectory(study, clients[0], points or 21)
+
+
+def _surface(study: Study, clients: Sequence[int], points: int, span: float) -> None:
+    """Over two random directions, the same for all models before they are normalised."""
+    run = study.run
+    if clients:  # their data, and their models after a dry round
+        local: dict[int, Tensor] = {}
+        dry_round(run, clients, lambda result: local.update({result.client: result.w.cpu()}))
+        everyone = collectives.all_gather_dict(run.fabric, local)
+        for k in clients:
+            study.models[f"client {k}"] = everyone[k].to(run.server.w)
+            study.sets[f"data of client {k}"] = MeasurementContext.between_rounds(run).union([k])[0]
+    axis, spec = np.linspace(-span, span, points), run.objective.flat
+    found = study.each(
+        lambda label, w: surface(
+            at=w,
+            directions=random_plane(spec, w, run.seed),
+            x=axis,
+            **study.options(label, directions="random, filter-normalised"),
+        )
+    )
+    study.save("surface", found, surface=lambda: plot_surface(found), surface_3d=lambda: plot_surface(found, "3d"))
+
+
+def _plane(study: Study, points: int) -> None:
+    """Through the three models."""
+    plane = Plane.through(*study.models.values())
+    x, y = plane.grid(points)
+    options = study.options("plane", origin=next(iter(study.models)))
+    found = surface(at=plane.origin, directions=plane.directions, x=x, y=y, models=study.models, **options)
+    study.save("plane", {"plane": found}, plane=lambda: plot_plane(found))
+
+
+def _perturbation(study: Study, points: int, span: float, directions: int) -> None:
+    """Against the length of a perturbation."""
+    radii, seed = np.linspace(0, span, points), study.run.seed
+    found = study.each(
+        lambda label, w: perturbation_curves(
+            at=w, radii=radii, directions=directions, seed=seed, **study.options(label)
+        )
+    )
+    study.save("perturbation", found, perturbation=lambda: plot_perturbation(found))
+
+
+def _trajectory(study: Study, client: int, points: int) -> None:
+    """Local training of a client, by its own algorithm, FedAvg and FedSAM."""
+    run = study.run
+    own = run.objective
+    rivals: list[LocalObjective] = [FedAvg(own.net, loss=own.loss, optimizer=own.optimizer)]
+    if type(own) is not FedSAM:
+        rivals.append(FedSAM(own.net, loss=own.loss, optimizer=own.optimizer))
+    objectives = rivals if type(own) is FedAvg else [own, *rivals]
+    paths = {type(o).__name__: trajectory(run, o, client) for o in objectives}
+    first, second = list(paths.values())[:2]
+    plane = Plane.through(first[0], first[-1], second[-1])
+    x, y = plane.grid(points, include=[plane.project(path) for path in paths.values()])
+    study.sets = {f"data of client {client}": MeasurementContext.between_rounds(run).union([client])[0], **study.sets}
+    options = study.options("trajectory", client=client)
+    found = surface(at=plane.origin, directions=plane.directions, x=x, y=y, models=paths, **options)
+    for name, projected in found.models.items():
+        run.fabric.print(f"{name}: at most {projected.residual.max():.3g} outside the plane")
+    study.save("trajectory", {"trajectory": found}, trajectory=lambda: plot_plane(found, total=True))
+
+
+def trajectory(run: Run, objective: LocalObjective, client: int) -> Tensor:
+    """A client's local weights from the start of the next round's local training to its end, ``(K + 1, d)``.
+
+    The run stays as it is. Every process calls; rank 0 trains.
+
+    Args:
+        run: A loaded run, with the clients' state.
+        objective: The run's own, or another one on the same net that keeps no state.
+        client: Its id.
+    """
+    jobs = next(Round(run, Cohort.of(run, [client], run.next_round)).phases()).jobs()
+    if objective is not run.objective:
+        received = State({"w": run.server.w}).only(objective.down)
+        inits = {**objective.client_inits(), **objective.scratch_state}
+        state = State.initial(inits, run.clients.w0, received.w)
+        jobs = [replace(job, state=state, received=received) for job in jobs]
+    iterates: list[Tensor] = []
+    local_step = objective.local_step
+
+    def recorded(w: Tensor, *rest: Any) -> Any:
+        iterates.append(w.clone())
+        return local_step(w, *rest)
+
+    recording: Any = copy(objective)
+    recording.local_step = recorded
+    iterates += [result.w for result in SequentialEngine(recording, run.net, run.fabric.autocast).train(jobs)]
+    path: Tensor = run.fabric.broadcast(torch.stack(iterates).cpu() if iterates else None)
+    return path.to(run.server.w)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fl_lightning.core.errors import UserError
-from fl_lightning.core.flat import FlatSpec
+from fl_lightning.core.flat import FlatSpec, accumulator_dtype
 from fl_lightning.flatness.convolution import ConstantInputs
 
 if TYPE_CHECKING:
@@ -172,18 +172,13 @@ def mean_loss(
         reduce: Sums over the processes; every process must call. None: this process has all samples.
 
     Returns:
-        The mean loss, summed in float64.
+        The mean loss, summed in float64 (float32 on MPS).
 
     Raises:
         UserError: If there is no sample, or if ``loss`` does not return one value per sample.
     """
-    f = LossAt(model, loss, batches, at, reduce=reduce)
-    total, n = torch.zeros((), dtype=torch.float64, device=f.w.device), 0
-    with _measuring(model), torch.no_grad():
-        for x, y in batches():
-            losses, _ = f.scores(x, y)
-            total, n = total + losses.sum(dtype=torch.float64), n + len(losses)
-    return f.total(total).item() / f.samples(n)
+    at = FlatSpec(model).vector(model) if at is None else at
+    return mean_losses(model, loss, batches, at[None], reduce=reduce)[0].item()
 
 
 def mean_losses(
@@ -199,21 +194,22 @@ def mean_losses(
         reduce: As in :func:`mean_loss`; called once.
 
     Returns:
-        The mean losses ``(p,)`` and the shares of samples whose largest output is their label's ``(p,)``, both float64
-        and on the CPU. The accuracy is NaN if the outputs are not scores of classes, ``(n, classes)``.
+        The mean losses ``(p,)`` and the shares of samples whose largest output is their label's ``(p,)``, float64 on
+        the CPU. The accuracy is NaN if the outputs are not scores of classes, ``(n, classes)``.
 
     Raises:
         UserError: As :func:`mean_loss`.
     """
     points = [LossAt(model, loss, batches, w, reduce=reduce) for w in at]
-    sums = torch.zeros(2 * len(points) + 1, dtype=torch.float64, device=points[0].w.device)
+    device = points[0].w.device
+    sums = torch.zeros(2 * len(points) + 1, dtype=accumulator_dtype(device), device=device)
     with _measuring(model), torch.no_grad():
         for x, y in batches():
             scores = [point.scores(x, y) for point in points]
-            losses = [values.sum(dtype=torch.float64) for values, _ in scores]
-            correct = [_correct(outputs, y.to(sums.device)) for _, outputs in scores]
+            losses = [values.sum(dtype=sums.dtype) for values, _ in scores]
+            correct = [_correct(outputs, y.to(device)).to(sums.dtype) for _, outputs in scores]
             sums += torch.stack([*losses, *correct, sums.new_tensor(len(x))])
-    sums = points[0].total(sums).cpu()
+    sums = points[0].total(sums).cpu().double()
     means = sums[:-1] / _some(int(sums[-1]))
     return means[: len(points)], means[len(points) :]
 
@@ -305,10 +301,10 @@ def _same_random_state() -> AbstractContextManager[None]:
 
 
 def _correct(outputs: Tensor, y: Tensor) -> Tensor:
-    """Number of samples that are classified correctly, float64; NaN if the outputs are not scores of classes."""
+    """Number of samples that are classified correctly; NaN if the outputs are not scores of classes."""
     if outputs.ndim != 2 or y.ndim != 1 or y.is_floating_point():
-        return torch.full((), math.nan, dtype=torch.float64, device=outputs.device)
-    return (outputs.argmax(1) == y).sum(dtype=torch.float64)
+        return torch.full((), math.nan, device=outputs.device)
+    return (outputs.argmax(1) == y).sum()
 
 
 def _grad(

@@ -191,5 +191,5 @@ def _orthogonalised(r: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
     total = torch.zeros(len(basis), dtype=torch.float64)
     for _ in range(2):  # once is not enough when r is nearly in the span
         c = basis @ r
-        r, total = torch.addmv(r, basis.T, c, alpha=-1), total + c.double().cpu()
+        r, total = torch.addmv(r, basis.T, c, alpha=-1), total + c.cpu().double()
     return r, total

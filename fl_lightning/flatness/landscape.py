@@ -23,7 +23,7 @@ from fl_lightning.core.errors import require
 from fl_lightning.core.flat import FlatSpec, to_radius
 from fl_lightning.core.rng import generator
 from fl_lightning.flatness.functional import Batches, Loss, Progress, Reduce, gradient, mean_losses
-from fl_lightning.flatness.planes import Array, project
+from fl_lightning.flatness.planes import Array, exact, project
 from fl_lightning.flatness.values import Interpolation, Perturbation, Surface, Values
 
 if TYPE_CHECKING:
@@ -164,14 +164,14 @@ def perturbation_curves(
     require(directions >= 2, "directions", directions, "at least 2, for their spread")
     require(len(data) > 0, "data", dict(data), "at least one data set")
     spec = FlatSpec(model)
-    w = (spec.vector(model) if at is None else at).double()
+    w = exact(spec.vector(model) if at is None else at)
     r = _numbers(np.linspace(0, 1, 21) if radii is None else radii)
     first = gradient(model, loss, next(iter(data.values())), w, reduce=options.get("reduce"))
 
     @lru_cache(maxsize=1)  # only one direction is in memory
     def direction(line: int) -> Tensor:
         if line == 0:
-            return to_radius(first.double(), 1.0)
+            return to_radius(exact(first), 1.0)
         return filter_normalized(random_direction(spec, seed, line - 1), w, spec)
 
     def point(i: int) -> Tensor:
@@ -210,7 +210,7 @@ def interpolate(
     """
     given = _numbers(np.linspace(-1, 2, 61) if gammas is None else gammas)
     g = np.union1d(given.round(12), [0.0, 1.0])
-    start = b.double()
+    start = exact(b)
     values = evaluate(model, loss, data, _affine(start, (a.to(start) - start)[None], g[:, None]), len(g), **options)
     return Interpolation(**_shaped(values, len(g)), gammas=g)
 
@@ -281,7 +281,7 @@ def filter_normalized(direction: Tensor, w: Tensor, spec: FlatSpec, *, keep_vect
     Returns:
         ``(..., d)``, float64, on the device of ``w``.
     """
-    w = w.double()
+    w = exact(w)
     direction = direction.to(w)
     parts = []
     weights = spec.split(w)
@@ -310,7 +310,7 @@ def _numbers(values: ArrayLike) -> Array:
 
 def _affine(at: Tensor, directions: Tensor, coordinates: Array) -> Callable[[int], Tensor]:
     """The points at + Σ_j coordinates[i, j] directions[j], in float64, so that the ends of a line are exact."""
-    origin = at.double()
+    origin = exact(at)
     basis, c = directions.to(origin), torch.from_numpy(coordinates).to(origin.device)
     return lambda i: origin + c[i] @ basis
 

@@ -15,6 +15,11 @@ from fl_lightning.core.errors import require
 Array = NDArray[np.float64]
 
 
+def exact(v: Tensor) -> Tensor:
+    """A vector in float64; on the CPU if its device is Apple's MPS, which has no float64."""
+    return (v.cpu() if v.device.type == "mps" else v).double()
+
+
 @dataclass(frozen=True, eq=False)
 class Projection:
     """Places of n models in a plane.
@@ -42,7 +47,7 @@ def project(weights: Tensor, origin: Tensor, directions: Tensor) -> Projection:
     Raises:
         UserError: If the directions are parallel or zero.
     """
-    basis = directions.double()
+    basis = exact(directions)
     gram = basis @ basis.T
     spans = bool(torch.linalg.det(gram) > 1e-12 * gram[0, 0] * gram[1, 1])
     require(spans, "directions", "parallel or zero", "give two that span a plane")
@@ -81,7 +86,7 @@ class Plane:
         Raises:
             UserError: If they lie on one line.
         """
-        origin = w0.double()
+        origin = exact(w0)
         u, v = w2.to(origin) - origin, w1.to(origin) - origin
         u = u / u.norm()
         aside = v.norm()

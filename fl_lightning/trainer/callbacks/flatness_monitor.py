@@ -1,0 +1,150 @@
+"""Flatness of the global and the local models during training."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from fl_lightning.core.errors import require
+from fl_lightning.core.files import write_atomically
+from fl_lightning.core.state import RoundContext
+from fl_lightning.engine import LocalResult
+from fl_lightning.trainer.loggers import RunLogger
+from fl_lightning.trainer.measurements import (
+    Measure,
+    Measurement,
+    MeasurementContext,
+    PseudoGradient,
+    check_statistics,
+    default_measures,
+)
+from fl_lightning.trainer.run import Callback, Run
+
+FILE = "flatness.jsonl"
+"""All measurements of a run with their protocols, one per line, in the run folder."""
+
+
+class FlatnessMonitor(Callback):
+    """Logs measures of flatness as ``flatness/<name>``: by default lambda_max of the Hessian and FedGF's discrepancy.
+
+    The relative residual of an eigenvalue is logged as ``_residual``, the standard error of a random estimate as
+    ``_error``. Each number goes to ``flatness.jsonl`` with its protocol. Loss without weight decay, eval mode, no
+    augmentation; the seeded samples are the same in every round. Processes share the samples evenly.
+
+    Args:
+        every_n_rounds: Rounds between two measurements; the last round is always measured.
+        metrics: The measures; null: LambdaMax and Discrepancy, on 1,000 and 10,000 training images.
+
+    Attributes:
+        protocol: Protocols of the last measured numbers.
+    """
+
+    def __init__(self, every_n_rounds: int = 10, metrics: list[Measure] | None = None) -> None:
+        require(every_n_rounds >= 1, "callbacks: FlatnessMonitor.every_n_rounds", every_n_rounds, "at least 1")
+        require(metrics != [], "callbacks: FlatnessMonitor.metrics", metrics, "name some, or null for the default")
+        self.every_n_rounds = every_n_rounds
+        self.metrics = default_measures() if metrics is None else metrics
+        self.protocol: list[str] = []
+        self._tracks = any(metric.tracks for metric in self.metrics)
+        self.load_state_dict({})
+
+    def on_fit_start(self, run: Run) -> None:
+        check_statistics(run.objective)
+        if not run.rounds_done:
+            self.load_state_dict({})  # the monitor may have seen another run
+        if self._previous is not None:
+            self._previous = self._previous.to(run.server.w)
+        path = run.folder.path / FILE
+        if run.fabric.is_global_zero and path.exists():
+            lines = [line for line in read_measurements(path) if line["round"] <= run.rounds_done]
+            write_atomically(path, "".join(json.dumps(line) + "\n" for line in lines))
+
+    def on_round_start(self, run: Run, ctx: RoundContext, cohort: list[int]) -> None:
+        started = time.perf_counter()
+        self._due = (ctx.t + 1) % self.every_n_rounds == 0 or ctx.t + 1 == ctx.rounds
+        self._before, self._cohort = run.server.w, cohort
+        self._mean = PseudoGradient(run) if self._tracks else None
+        for measure in self._measures():
+            measure.begin(run, cohort)
+        self._seconds = time.perf_counter() - started
+
+    def on_local_end(self, run: Run, result: LocalResult) -> None:
+        # the server's step is made of the local models of the last phase
+        if result.finite and result.ctx.phase == run.objective.phases - 1:
+            started = time.perf_counter()
+            if self._mean is not None:
+                self._mean.add(result)
+            for measure in self._measures():
+                measure.update(run, result)
+            self._seconds += time.perf_counter() - started
+
+    def on_round_end(self, run: Run) -> None:
+        started = time.perf_counter()
+        mean = None if self._mean is None else self._mean.value()
+        if self._due:
+            context = MeasurementContext(
+                run, run.global_model, self._before, run.server.w, self._cohort, mean, self._previous
+            )
+            found = [measurement for measure in self._measures() for measurement in measure.compute(context)]
+            self._write(run, found)
+            self.protocol = [f"{m.name}: {m.protocol()}" for m in found]
+            self._seconds += time.perf_counter() - started
+            self._total += self._seconds
+            share = self._total / (time.perf_counter() - self._started)
+            run.log(scalars(found) | {"time/flatness_s": self._seconds, "time/flatness_share": share})
+        if self._tracks:
+            self._previous = mean
+
+    def _measures(self) -> list[Measure]:
+        """The measures of this round; centralized training has no cohort."""
+        return [measure for measure in self.metrics if self._due and (self._cohort or not measure.local)]
+
+    def _write(self, run: Run, measurements: Sequence[Measurement]) -> None:
+        if not run.fabric.is_global_zero:
+            return
+        with (run.folder.path / FILE).open("a") as file:
+            for measurement in measurements:
+                file.write(json.dumps({"round": run.rounds_done, "seed": run.seed, **asdict(measurement)}) + "\n")
+        for logger in run.loggers:
+            if isinstance(logger, RunLogger):
+                for name, rows in (pair for measurement in measurements for pair in tables(measurement).items()):
+                    logger.log_rows(f"flatness/{name}", rows, run.rounds_done)
+
+    def state_dict(self) -> dict[str, Any]:
+        elapsed = time.perf_counter() - self._started
+        return {"pseudo_gradient": self._previous, "total": self._total, "elapsed": elapsed}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._previous: Tensor | None = state.get("pseudo_gradient")
+        self._total: float = state.get("total", 0.0)
+        self._started = time.perf_counter() - state.get("elapsed", 0.0)
+
+
+def scalars(measurements: Sequence[Measurement]) -> dict[str, float]:
+    """The logged metrics, by name."""
+    numbers = [
+        (m.name, end, x)
+        for m in measurements
+        for end, x in (("", m.value), ("_residual", m.residual), ("_error", m.error))
+    ]
+    return {f"flatness/{name}{end}": x for name, end, x in numbers if x is not None}
+
+
+def tables(measurement: Measurement) -> dict[str, list[dict[str, float]]]:
+    """The details of a measurement, as rows by name."""
+    details = {k: v.items() if isinstance(v, Mapping) else enumerate(v) for k, v in measurement.details.items()}
+    return {
+        f"{measurement.name}_{name}": [{"key": int(key), "value": value} for key, value in pairs]
+        for name, pairs in details.items()
+    }
+
+
+def read_measurements(path: Path) -> list[dict[str, Any]]:
+    """The lines of a ``flatness.jsonl``, without one that a crash has cut short."""
+    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]

@@ -1,0 +1,51 @@
+"""Measurements of flatness, which `FlatnessMonitor` and ``fl-lightning flatness`` take by name.
+
+The functions are in `fl_lightning.flatness`; these classes choose the model and the data. Every number is a
+`Measurement`, which carries its protocol.
+"""
+
+from fl_lightning.trainer.measurements.base import (
+    PROTOCOL,
+    Measure,
+    Measurement,
+    MeasurementContext,
+    check_statistics,
+    dry_round,
+)
+from fl_lightning.trainer.measurements.hessian import (
+    ClientLambdaMax,
+    HessianTrace,
+    LambdaMax,
+    SpectralDensity,
+    Spectrum,
+)
+from fl_lightning.trainer.measurements.sharpness import LPF, AdaptiveSharpness, CohortLoss, Discrepancy, Sharpness
+from fl_lightning.trainer.measurements.updates import DeltaEpsilon, PseudoGradient, Updates
+
+__all__ = [
+    "LPF",
+    "PROTOCOL",
+    "AdaptiveSharpness",
+    "ClientLambdaMax",
+    "CohortLoss",
+    "DeltaEpsilon",
+    "Discrepancy",
+    "HessianTrace",
+    "LambdaMax",
+    "Measure",
+    "Measurement",
+    "MeasurementContext",
+    "PseudoGradient",
+    "Sharpness",
+    "SpectralDensity",
+    "Spectrum",
+    "Updates",
+    "check_statistics",
+    "default_measures",
+    "dry_round",
+]
+
+
+def default_measures() -> list[Measure]:
+    """The measures used if none are given."""
+    return [LambdaMax(), Discrepancy()]

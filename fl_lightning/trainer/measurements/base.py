@@ -1,0 +1,231 @@
+"""Base class of the measures, the context they get, and the measurements they return."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from fl_lightning.algorithms.base import LocalObjective
+from fl_lightning.core.errors import UserError, require
+from fl_lightning.core.flat import accumulator_dtype
+from fl_lightning.core.state import State
+from fl_lightning.engine import LocalResult
+from fl_lightning.flatness import Batches, Progress
+from fl_lightning.trainer import collectives
+from fl_lightning.trainer.cohort import Cohort
+from fl_lightning.trainer.round import Round
+from fl_lightning.trainer.run import Run
+
+Split = Literal["train", "test"]
+PROTOCOL = "loss without weight decay, eval mode, no augmentation, in the precision of the weights"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """One number and its protocol.
+
+    Attributes:
+        name: Name of the number.
+        value: The number.
+        model: The weights it belongs to.
+        data: The data.
+        samples: Number of samples; 0 if it needs no data.
+        residual: Of an eigenvalue: ‖Hv - θv‖ / |θ|.
+        error: Of a random estimate: its standard error.
+        iterations: Number of Hessian-vector products, ascent steps, or draws.
+        settings: Radius and the like.
+        details: Further numbers: eigenvalues, or values of each client.
+    """
+
+    name: str
+    value: float
+    model: str = "global model"
+    data: str = ""
+    samples: int = 0
+    residual: float | None = None
+    error: float | None = None
+    iterations: int | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+    def protocol(self) -> str:
+        """Model, data and settings in one line."""
+        on = f"{self.data} ({self.samples:,})" if self.samples else self.data
+        settings = [f"{name} {value}" for name, value in self.settings.items()]
+        return ", ".join(part for part in (self.model, on, *settings) if part)
+
+
+@dataclass(frozen=True)
+class MeasurementContext:
+    """A round to measure, or a dry one.
+
+    Attributes:
+        run: The run.
+        model: The global model that is evaluated, ``(d,)``.
+        before: The server's model w^t before the round, ``(d,)``.
+        after: The server's model w^{t+1} after it, the average of the local models, ``(d,)``.
+        cohort: Ids of the round's clients.
+        pseudo_gradient: Δ̃ of the round, ``(d,)``; None if no measure `tracks` it.
+        previous: Δ̃ of the round before; None in the first.
+        progress: Called after each Hessian-vector product with the number so far and the maximum.
+    """
+
+    run: Run
+    model: Tensor
+    before: Tensor
+    after: Tensor
+    cohort: Sequence[int] = ()
+    pseudo_gradient: Tensor | None = None
+    previous: Tensor | None = None
+    progress: Progress | None = None
+
+    @classmethod
+    def between_rounds(cls, run: Run, cohort: Sequence[int] = ()) -> MeasurementContext:
+        """The context of a run whose next round has not begun."""
+        return cls(run, run.global_model, run.server.w, run.server.w, cohort)
+
+    def train(self, samples: int | None, split: Split = "train") -> tuple[Batches, int, str]:
+        """Samples of a split.
+
+        Args:
+            samples: Size of the stratified sample of the training data; None: all.
+            split: "train" (of all clients), or "test", of which all are taken.
+
+        Returns:
+            This process's share of the batches, the number of all samples, and their description.
+        """
+        data = self.run.data
+        if split == "test":
+            return self._share("test"), len(data.y_test), "test set"
+        chosen = data.sample_indices(samples, self.run.seed)
+        whole = len(chosen) == int(data.client_sizes.sum())
+        return self._share(chosen), len(chosen), "training data" if whole else "training data, stratified sample"
+
+    def union(self, clients: Sequence[int]) -> tuple[Batches, int, str]:
+        """The data of some clients; returns as `train`."""
+        chosen = torch.cat([self.run.data.clients[k] for k in clients])
+        return self._share(chosen), len(chosen), f"training data of {len(clients)} clients"
+
+    def _share(self, split: Tensor | Literal["test"]) -> Batches:
+        run = self.run
+        return partial(run.data.eval_batches, split, run.dtype, (run.fabric.global_rank, run.fabric.world_size))
+
+    def loss(self, batches: Batches, w: Tensor | None = None) -> dict[str, Any]:
+        """The loss at given weights: the first arguments of the functions of `fl_lightning.flatness`.
+
+        The net gets the statistics that the global model is evaluated with.
+
+        Args:
+            batches: This process's share of the data.
+            w: Weights ``(d,)``; by default the global model.
+        """
+        objective = self.run.objective
+        self.run.load_statistics(self.model)
+        return {
+            "model": objective.net,
+            "loss": objective.evaluation_loss,
+            "batches": batches,
+            "at": self.model if w is None else w,
+            "reduce": partial(collectives.all_reduce_sum, self.run.fabric),
+        }
+
+    def total(self, sums: Tensor) -> list[float]:
+        """Sums ``(n,)`` of this process, added over the processes."""
+        device = self.model.device
+        total: list[float] = collectives.all_reduce_sum(
+            self.run.fabric, sums.to(device, accumulator_dtype(device))
+        ).tolist()
+        return total
+
+
+class Measure:
+    """Base class of measures: `update` sees every local model of a round, and `compute` returns the measurements.
+
+    Attributes:
+        local: Whether it needs local models: centralized training leaves it out.
+        tracks: Whether it needs the pseudo-gradient of every round, not only of the measured ones.
+    """
+
+    local = False
+    tracks = False
+
+    def begin(self, run: Run, cohort: Sequence[int]) -> None:
+        """Called when a measured round begins, with the run's state before it."""
+
+    def update(self, run: Run, result: LocalResult) -> None:
+        """Called on the process that trained a client, with its local result."""
+
+    def compute(self, context: MeasurementContext) -> list[Measurement]:
+        """Returns the measurements, the same on every process; every process calls."""
+        raise NotImplementedError
+
+
+def local_loss(run: Run, result: LocalResult, chosen: Tensor | None = None) -> dict[str, Any]:
+    """The loss at a local model: the first arguments of the functions of `fl_lightning.flatness`.
+
+    Args:
+        run: The run; its net holds the client's buffers.
+        result: The local model.
+        chosen: Indices into the training data; by default the client's own.
+    """
+    batches = partial(run.data.eval_batches, run.data.clients[result.client] if chosen is None else chosen, run.dtype)
+    return {
+        "model": run.objective.net, "loss": run.objective.evaluation_loss, "batches": batches, "at": result.w
+    }  # fmt: skip
+
+
+def dry_round(
+    run: Run, clients: Sequence[int], on_result: Callable[[LocalResult], object], perturb: bool = True
+) -> State:
+    """Trains clients as the next round would; the run stays as it is. Every process calls.
+
+    After the last round, its minibatches and learning rate are used again.
+
+    Args:
+        run: The run.
+        clients: Ids of the clients; needs memory for as many local models.
+        on_result: Called with each result of the last phase on this process.
+        perturb: Whether the algorithm may perturb the model that it sends; otherwise it is the server's.
+
+    Returns:
+        The server's next state.
+
+    Raises:
+        UserError: If training diverges.
+    """
+    last = run.objective.phases - 1
+
+    cohort = Cohort.of(run, clients, run.next_round)
+    round_ = Round(run, cohort, lambda r: on_result(r) if r.ctx.phase == last else None, perturb)
+    return round_.train(run.engine).server
+
+
+def check_statistics(objective: LocalObjective) -> None:
+    """Checks that the global model has running statistics, if its net keeps any.
+
+    Raises:
+        UserError: If every client keeps its own.
+    """
+    if objective.net_buffers is not None and objective.net_buffers.policy == "local":
+        raise UserError(
+            "model.buffers = local: the global model has no running statistics to measure its flatness with; use "
+            "average or reset, or do not measure it"
+        )
+
+
+def check_counts(measure: Measure, **values: int | None) -> None:
+    """Raises a UserError if a setting of a measure is below 1."""
+    for name, value in values.items():
+        ok = value is None or value >= 1
+        require(ok, f"measure: {type(measure).__name__}.{name}", value, "at least 1")
+
+
+def check_positive(measure: Measure, **values: float | None) -> None:
+    """Raises a UserError if a setting of a measure is not positive."""
+    for name, value in values.items():
+        require(value is None or value > 0, f"measure: {type(measure).__name__}.{name}", value, "above 0")

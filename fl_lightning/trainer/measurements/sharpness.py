@@ -1,0 +1,229 @@
+"""Measures of the loss nearby: sharpness, discrepancy, loss under noise, and what a round does to the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from fl_lightning.core.errors import require
+from fl_lightning.engine import LocalResult
+from fl_lightning.flatness import lpf, mean_loss, sharpness
+from fl_lightning.trainer.measurements.base import (
+    Measure,
+    Measurement,
+    MeasurementContext,
+    check_counts,
+    check_positive,
+    dry_round,
+    local_loss,
+)
+from fl_lightning.trainer.run import Run
+
+Clients = Literal["cohort", "all"]
+
+
+class LocalMean(Measure):
+    """Base class of measures with a mean over local models, weighted by their samples."""
+
+    def begin(self, run: Run, cohort: Sequence[int]) -> None:
+        self._sums = torch.zeros(2, dtype=torch.float64)
+
+    def add(self, value: float, result: LocalResult) -> None:
+        """Adds a local model's value."""
+        self._sums += torch.tensor([result.ctx.n_k * value, result.ctx.n_k], dtype=torch.float64)
+
+    def mean(self, context: MeasurementContext) -> tuple[float, int]:
+        """The mean over the clients of all processes, and their number of samples; NaN and 0 if there are none."""
+        weighted, m = context.total(self._sums)
+        return weighted / m if m else float("nan"), int(m)
+
+
+class Discrepancy(LocalMean):
+    """``discrepancy``: FedGF's Definition 1, |S(w^{t+1}) - Σ_i (m_i/m) S_i(w_i)|; both terms are logged, too.
+
+    S is the sharpness of the aggregated model on the training data of all clients, S_i that of a local model on all of
+    its client's data.
+
+    Args:
+        rho: Radius of the sharpness.
+        steps: Number of ascent steps.
+        samples: Size of the stratified sample for S; null: all training data.
+        clients: cohort: the local models of the round. all: those of all clients, each trained from w^t for this
+            measure; the global model is then their average, and the names end in ``_all``.
+    """
+
+    def __init__(
+        self, rho: float = 0.05, steps: int = 1, samples: int | None = 10_000, clients: Clients = "cohort"
+    ) -> None:
+        check_counts(self, samples=samples, steps=steps)
+        check_positive(self, rho=rho)
+        require(clients in ("cohort", "all"), "measure: Discrepancy.clients", clients, "cohort or all")
+        self.rho, self.steps, self.samples, self.clients = rho, steps, samples, clients
+
+    def begin(self, run: Run, cohort: Sequence[int]) -> None:
+        super().begin(run, cohort)
+        self._after: Tensor | None = None
+        if self.clients == "all" and cohort:
+            self._after = dry_round(run, range(run.data.num_clients), partial(self._add, run)).w
+
+    def update(self, run: Run, result: LocalResult) -> None:
+        if self.clients == "cohort":
+            self._add(run, result)
+
+    def _add(self, run: Run, result: LocalResult) -> None:
+        if result.finite:
+            self.add(sharpness(**local_loss(run, result), rho=self.rho, steps=self.steps), result)
+
+    def compute(self, context: MeasurementContext) -> list[Measurement]:
+        batches, n, what = context.train(self.samples)
+        w = context.after if self._after is None else self._after
+        rise = sharpness(**context.loss(batches, w), rho=self.rho, steps=self.steps)
+        end = "" if self.clients == "cohort" else "_all"
+        common: dict[str, Any] = {"iterations": self.steps, "settings": {"rho": self.rho}}
+        measurements = [
+            Measurement(
+                name=f"sharpness_global{end}", value=rise, model="aggregated model", data=what, samples=n, **common
+            )
+        ]
+        local, m = self.mean(context)
+        if m:
+            own = f"own data of {'all clients' if self.clients == 'all' else 'the cohort'}"
+            measurements += [
+                Measurement(
+                    name=f"sharpness_local{end}", value=local, model="local models", data=own, samples=m, **common
+                ),
+                Measurement(
+                    name=f"discrepancy{end}",
+                    value=abs(rise - local),
+                    model="aggregated and local models",
+                    data=f"{own} ({m:,}); {what}",
+                    samples=n,
+                    **common,
+                ),
+            ]
+        return measurements
+
+
+class Sharpness(Measure):
+    """``sharpness_all`` and ``sharpness_cohort``: of the global model on all data and on the cohort's (FedGMT, Eq. 4).
+
+    With ``eta`` ASAM's adaptive sharpness, ``adaptive_sharpness_...``.
+
+    Args:
+        data: all, cohort, or both.
+        rho: Radius.
+        steps: Number of ascent steps.
+        samples: Size of the stratified sample of all clients' data; null: all. The cohort's data are used whole.
+        eta: Added to the absolute weights in the adaptive sharpness; null: the plain one.
+    """
+
+    def __init__(
+        self,
+        data: list[Clients] | None = None,
+        rho: float = 0.05,
+        steps: int = 1,
+        samples: int | None = 10_000,
+        eta: float | None = None,
+    ) -> None:
+        check_counts(self, samples=samples, steps=steps)
+        check_positive(self, rho=rho)
+        require(eta is None or eta >= 0, "measure: Sharpness.eta", eta, "0 or more, or null for the plain sharpness")
+        self.data: list[Clients] = ["all", "cohort"] if data is None else data
+        self.rho, self.steps, self.samples, self.eta = rho, steps, samples, eta
+
+    def compute(self, context: MeasurementContext) -> list[Measurement]:
+        measurements = []
+        prefix = "sharpness" if self.eta is None else "adaptive_sharpness"
+        settings = {"rho": self.rho} | ({} if self.eta is None else {"eta": self.eta})
+        for of in self.data if context.cohort else ["all"]:
+            batches, n, what = context.train(self.samples) if of == "all" else context.union(context.cohort)
+            rise = sharpness(**context.loss(batches), rho=self.rho, steps=self.steps, eta=self.eta)
+            common: dict[str, Any] = {"data": what, "samples": n, "iterations": self.steps, "settings": settings}
+            measurements.append(Measurement(name=f"{prefix}_{of}", value=rise, **common))
+        return measurements
+
+
+class AdaptiveSharpness(Sharpness):
+    """``adaptive_sharpness_all`` and ``_cohort``: ASAM's, as `Sharpness`.
+
+    Args:
+        rho: Radius, a multiple of |w| + eta.
+        eta: Added to the absolute weights.
+        **kwargs: As for `Sharpness`.
+    """
+
+    def __init__(self, rho: float = 0.5, eta: float = 0.2, **kwargs: Any) -> None:
+        super().__init__(rho=rho, eta=eta, **kwargs)
+
+
+class LPF(Measure):
+    """``lpf``: the loss under Gaussian noise on the weights (Bisla et al.; FedGF, Table 2).
+
+    Args:
+        sigma: Standard deviation.
+        draws: Number of Monte Carlo draws, one pass each.
+        scale: none: noise of the same size everywhere; filter: relative to each filter, as in the authors' program.
+        samples: Size of the stratified sample of the training data; null: all.
+    """
+
+    def __init__(
+        self,
+        sigma: float = 0.01,
+        draws: int = 100,
+        scale: Literal["none", "filter"] = "none",
+        samples: int | None = 10_000,
+    ) -> None:
+        check_counts(self, samples=samples)
+        require(draws >= 2, "measure: LPF.draws", draws, "2 or more")
+        check_positive(self, sigma=sigma)
+        self.sigma, self.draws, self.scale, self.samples = sigma, draws, scale, samples
+
+    def compute(self, context: MeasurementContext) -> list[Measurement]:
+        batches, n, what = context.train(self.samples)
+        found = lpf(
+            **context.loss(batches), sigma=self.sigma, draws=self.draws, scale=self.scale, seed=context.run.seed
+        )
+        return [
+            Measurement(
+                name="lpf" if self.scale == "none" else "lpf_filter",
+                value=found.value,
+                data=what,
+                samples=n,
+                error=found.error,
+                iterations=self.draws,
+                settings={"sigma": self.sigma, "scale": self.scale},
+            )
+        ]
+
+
+class CohortLoss(LocalMean):
+    """``loss_drop_cohort`` and ``loss_gap``: what a round does to the loss on the data of its own clients.
+
+    The drop is F_S(w^t) - F_S(w^{t+1}) on the union of the cohort's data (FedGMT's Figure 2, as far as its program
+    computes it). The gap is |Σ_k n_k (F_k(w^{t+1}) - F_k(w_k))| / n.
+    """
+
+    local = True
+
+    def update(self, run: Run, result: LocalResult) -> None:
+        self.add(mean_loss(**local_loss(run, result)), result)
+
+    def compute(self, context: MeasurementContext) -> list[Measurement]:
+        batches, n, what = context.union(context.cohort)
+        before, after = (mean_loss(**context.loss(batches, w)) for w in (context.before, context.after))
+        local, m = self.mean(context)
+        drop = Measurement(
+            name="loss_drop_cohort",
+            value=before - after,
+            model="models before and after the round",
+            data=what,
+            samples=n,
+        )
+        gap = Measurement(
+            name="loss_gap", value=abs(after - local), model="aggregated and local models", data=what, samples=n
+        )
+        return [drop, gap] if m else [drop]
