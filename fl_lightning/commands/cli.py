@@ -172,8 +172,8 @@ class FederatedCLI(LightningCLI):
         if "trainer" in self.parameters:
             check_last(made.trainer, made.model, made.data, made.get("ckpt_path"))
         given = {name: self if name == "cli" else made[name] for name in self.parameters}
-        positional = [name for name, p in self.parameters.items() if p.kind is p.POSITIONAL_ONLY]
-        self.function(*(given.pop(name) for name in positional), **given)
+        positional = [given.pop(name) for name, p in self.parameters.items() if p.kind is p.POSITIONAL_ONLY]
+        self.function(*positional, **given)
 
 
 def _with_config_of_run(args: list[str]) -> list[str]:

@@ -208,7 +208,7 @@ def _identity(folder: Path) -> tuple[str, tuple[int, int] | None]:
         seeds = trainer["seed"], data.pop("seed")
     except (OSError, yaml.YAMLError, KeyError, TypeError):
         return str(folder), None
-    config["trainer"] = {key: value for key, value in trainer.items() if key not in EXECUTION}
+    config["trainer"] = {key: value for key, value in trainer.items() if key not in (*EXECUTION, "seed")}
     return json.dumps(config, sort_keys=True, default=str), seeds
 
 
