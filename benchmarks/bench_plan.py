@@ -1,10 +1,10 @@
-"""What ``fl-lightning plan`` says of small runs on this CPU, and what they then take.
+"""Small runs on this CPU as ``fl-lightning plan`` predicts them, and as measured.
 
 The plan is made, then the run, in processes of their own, one after the other. Prints a table in Markdown: seconds from
 the first round to the end, peak memory of the first process, bits on the wire, bytes between processes.
 
     python benchmarks/bench_plan.py --only SCAFFOLD
-    python benchmarks/bench_plan.py --cpu    # seconds of CPU time, where others use the cores, too; of single processes
+    python benchmarks/bench_plan.py --cpu    # seconds of CPU time, on a busy machine; of single processes
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def command(*args: str, cpu: bool) -> str:
     program = (
         ["-c", f"{clock}from fl_lightning.commands.main import main; main()"] if cpu else [str(HERE.parent / "cli.py")]
     )
-    call = [sys.executable, *program, *args]  # several processes are started anew from a file
+    call = [sys.executable, *program, *args]  # Fabric starts further processes from a file
     return subprocess.run(call, cwd=HERE, env=env, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 

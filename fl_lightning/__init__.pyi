@@ -39,6 +39,7 @@ from .algorithms.parts.server_optimizers import ServerMomentum as ServerMomentum
 from .algorithms.parts.server_optimizers import ServerUpdate as ServerUpdate
 from .algorithms.parts.server_optimizers import ServerYogi as ServerYogi
 from .algorithms.parts.sgd import SGD as SGD
+from .commands.export import load_net as load_net
 from .core.errors import UserError as UserError
 from .core.losses import PixelCrossEntropy as PixelCrossEntropy
 from .data import CIFAR10 as CIFAR10

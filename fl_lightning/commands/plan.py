@@ -52,12 +52,12 @@ KEPT = (
 
 @dataclass(frozen=True)
 class Part:
-    """Something that a run does again and again.
+    """Repeated work of a run.
 
     Attributes:
-        name: What it is.
+        name: Its name.
         times: How often the run does it.
-        each: Seconds that it takes once.
+        each: Seconds of one time.
     """
 
     name: str
@@ -81,7 +81,7 @@ class Plan:
         rounds: Rounds of the run, T.
         measured: Rounds that were measured.
         setup: Seconds before the first round, without the start of the processes.
-        parts: What the run spends its time with, from its first round on.
+        parts: The work of the run, from its first round on.
         memory: Bytes of main memory of the first process at its peak.
         device_memory: Bytes on its accelerator at its peak; 0 on a CPU.
         contents: Bytes of weights and server state, clients' state, and data.

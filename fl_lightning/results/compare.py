@@ -1,4 +1,4 @@
-"""Several finished runs in one table: as text, CSV, LaTeX and one figure of their curves."""
+"""A table of several finished runs: as CSV, LaTeX and a figure of their curves."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Group:
     """Runs of one config with different seeds.
 
     Attributes:
-        name: What they are called in the table.
+        name: Their name in the table.
         folders: Their run folders.
         seeds: Their seeds, (trainer.seed, data.seed); None of a run without ``config.yaml``.
         runs: Their statistics.
@@ -35,7 +35,7 @@ class Group:
     runs: list[Summary]
 
     def values(self, name: str) -> list[float]:
-        """A statistic of each run that has it, see `Summary`."""
+        """Returns a statistic of each run that has it, see `Summary`."""
         found = [getattr(run, name) for run in self.runs]
         return [value for value in found if value is not None]
 
@@ -48,11 +48,11 @@ class Column:
         key: Its name in the CSV file.
         title: Its head.
         of: The statistic, see `Summary`.
-        scale: What it is multiplied by for people.
-        digits: Decimals for people.
-        spread: Whether people see the standard deviation.
+        scale: Factor of the printed value.
+        digits: Printed decimals.
+        spread: Whether the standard deviation is printed.
         fraction: Whether papers print it in per cent.
-        to_target: Whether a run may lack it because the target was not reached.
+        to_target: Whether it is missing in a run that did not reach the target.
     """
 
     key: str
@@ -72,14 +72,14 @@ def compare(
     metric: str | None = None,
     reference: str | Path | None = None,
 ) -> list[Group]:
-    """Statistics of runs; those of one config but for the seeds are a group.
+    """Computes statistics of runs; runs of one config with different seeds are a group.
 
     Args:
         runs: Run folders.
-        target: A value of the metric to be reached, such as an accuracy of 0.8.
+        target: Value of the metric that runs are to reach, such as an accuracy of 0.8.
         last: Rounds at the end whose evaluations are averaged.
-        metric: Name of the metric, larger is better; None: what the data evaluate on the test set.
-        reference: One of the runs: what its group reaches (the mean of its last rounds) is the target if none is given.
+        metric: Name of the metric, larger is better; None: that of the data on the test set.
+        reference: One of the runs; without ``target``, the mean of its group's last rounds is the target.
 
     Raises:
         UserError: If a folder holds no run or several hold the same, or they evaluate different metrics.
@@ -107,19 +107,19 @@ def compare(
 
 
 def of_run(groups: Iterable[Group], run: str | Path) -> Group:
-    """The group that a run belongs to.
+    """Returns the group of a run.
 
     Raises:
-        UserError: If it belongs to none.
+        UserError: If the run is in none.
     """
     for group in groups:
         if Path(run).resolve() in group.folders:
             return group
-    raise UserError(f"reference = {run}: none of the runs that are compared; name it there, too")
+    raise UserError(f"reference = {run}: none of the runs; add it to them")
 
 
 def columns(groups: Sequence[Group], reference: Group | None = None) -> list[Column]:
-    """What the table shows."""
+    """Returns the columns of the table."""
     fraction, last = groups[0].runs[0].metric.endswith(("acc", "miou")), max(r.last for g in groups for r in g.runs)
     shown = [
         Column("mean", f"last {last}", "mean", spread=True, fraction=fraction),
@@ -143,13 +143,13 @@ def columns(groups: Sequence[Group], reference: Group | None = None) -> list[Col
 
 
 def cell(group: Group, column: Column, pair: str, never: str) -> str:
-    """A cell as people read it.
+    """Returns a cell as text.
 
     Args:
         group: The row.
         column: The column.
-        pair: How mean and standard deviation are written.
-        never: What stands where the target was never reached.
+        pair: Format of mean and standard deviation.
+        never: The text if the target was never reached.
     """
     values = [value * column.scale for value in group.values(column.of)]
     if not values:
@@ -163,7 +163,7 @@ def cell(group: Group, column: Column, pair: str, never: str) -> str:
 
 
 def write(groups: Sequence[Group], shown: Sequence[Column], out: Path) -> None:
-    """Write ``compare.csv`` (full precision), ``compare.tex`` (needs booktabs) and the curves of all runs."""
+    """Writes ``compare.csv`` (full precision), ``compare.tex`` (needs booktabs) and the curves of all runs."""
     from fl_lightning.core.figures import save_figure
     from fl_lightning.results.curves import plot_curves
 
@@ -189,7 +189,7 @@ def write(groups: Sequence[Group], shown: Sequence[Column], out: Path) -> None:
 
 
 def latex(groups: Sequence[Group], shown: Sequence[Column]) -> str:
-    """The table for a paper, by booktabs; accuracy and mIoU in per cent."""
+    """Returns the table for a paper, by booktabs; accuracy and mIoU in per cent."""
     printed = [replace(column, scale=100.0, digits=2) if column.fraction else column for column in shown]
     lines = [["run", *(column.title for column in shown)]]
     for group in groups:
@@ -201,19 +201,19 @@ def latex(groups: Sequence[Group], shown: Sequence[Column]) -> str:
 
 
 def _identity(folder: Path) -> tuple[str, tuple[int, int] | None]:
-    """What makes runs comparable but for their seeds, and these; a run without a config is like no other."""
+    """Returns a run's config without its seeds, as text, and the seeds; without a config, its path and None."""
     try:
         config = yaml.safe_load((folder / "config.yaml").read_text())
         trainer, data = config["trainer"], config["data"]["init_args"]
         seeds = trainer["seed"], data.pop("seed")
     except (OSError, yaml.YAMLError, KeyError, TypeError):
         return str(folder), None
-    config["trainer"] = {key: value for key, value in trainer.items() if key not in EXECUTION}
+    config["trainer"] = {key: value for key, value in trainer.items() if key not in (*EXECUTION, "seed")}
     return json.dumps(config, sort_keys=True, default=str), seeds
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
-    """A short name for each group, from the folder of its first run: as much of the path as tells it from others."""
+    """Returns a short name for each group: the end of the path of its first run, long enough to be unique."""
     paths = []
     for folder in folders:
         *parts, version = folder.parts

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 POINTS = 100
-"""Parts of a run whose means are drawn."""
+"""Parts of a run; the mean of each is drawn."""
 PANELS = {
     "server/test/acc": "test accuracy",
     "server/test/miou": "test mIoU",
@@ -27,7 +27,7 @@ PANELS = {
 
 
 def plot_curves(runs: dict[str, Path]) -> Figure:
-    """Accuracy, loss, lambda_max and flatness discrepancy of one or more runs by round, each where it was measured.
+    """Accuracy, loss, lambda_max and flatness discrepancy of one or more runs by round.
 
     Of a long run the means over hundredths of its rounds are drawn, and thin lines through the single values.
 
@@ -58,7 +58,7 @@ def plot_curves(runs: dict[str, Path]) -> Figure:
 
 
 def _means(rounds: Sequence[int], values: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Mean round and mean value of each part of a run in which something was measured."""
+    """Returns mean round and mean value of each part of a run that has measurements."""
     width = max(1, math.ceil(rounds[-1] / POINTS))
     parts = [list(part) for _, part in groupby(zip(rounds, values, strict=True), lambda pair: (pair[0] - 1) // width)]
     means = [[mean(column) for column in zip(*part, strict=True)] for part in parts]

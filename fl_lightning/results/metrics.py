@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def read_metrics(path: Path) -> dict[str, list[tuple[int, float]]]:
-    """The columns of a ``metrics.csv`` as (round, value) pairs, empty cells left out."""
+    """Returns the columns of a ``metrics.csv`` as (round, value) pairs, without empty cells."""
     columns: dict[str, list[tuple[int, float]]] = {}
     with path.open(newline="") as file:
         for row in csv.DictReader(file):

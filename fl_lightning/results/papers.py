@@ -1,4 +1,4 @@
-"""The numbers that the five papers print, as far as they are at hand: ``papers.csv`` beside this file.
+"""The numbers that the five papers print: ``papers.csv`` in this folder.
 
 ``python -m fl_lightning.results.papers fedsam 2`` prints a table of a paper as Markdown.
 """
@@ -44,8 +44,8 @@ class Cell:
             FedAvg's); ``models_per_client`` (down and up), ``transmissions_100`` (hundreds of models),
             ``seconds_per_round``.
         value: The number; None if there is none, and `note` says why.
-        std: Its standard deviation, if it is known.
-        note: What is doubtful; begins with "lost" (in the text at hand), "uncertain", "not converged", "not reached" or
+        std: Its standard deviation, if known.
+        note: Doubts; begins with "lost" (in the text at hand), "uncertain", "not converged", "not reached" or
             "failed" where that is so.
         printed: Number and standard deviation with the digits of the paper.
     """
@@ -69,7 +69,7 @@ COLUMNS = tuple(field.name for field in fields(Cell) if field.name not in ("valu
 
 
 def find(**where: str) -> list[Cell]:
-    """Cells with these values, such as ``find(paper="fedsam", table="2", dataset="CIFAR10")``; all without any.
+    """Returns the cells with these values, such as ``find(paper="fedsam", table="2", dataset="CIFAR10")``.
 
     Args:
         where: Values by column, one of `COLUMNS`.
@@ -78,7 +78,7 @@ def find(**where: str) -> list[Cell]:
         At least one cell, in the order of the papers' tables.
 
     Raises:
-        UserError: If a column is unknown, or no cell is like that.
+        UserError: If a column is unknown, or no cell has these values.
     """
     found = list(_all())
     for column, value in where.items():
@@ -106,7 +106,7 @@ def _cell(row: dict[str, str]) -> Cell:
 
 
 def markdown(paper: str, table: str) -> str:
-    """A table of a paper: algorithms by data, the numbers for several participations side by side.
+    """Returns a table of a paper: algorithms by data, the numbers of several participations in one cell.
 
     Raises:
         UserError: If there is no such table.

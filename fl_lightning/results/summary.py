@@ -1,4 +1,4 @@
-"""What a run came to: the statistics that the papers report, from its ``metrics.csv``."""
+"""Statistics of a run that the papers report, from its ``metrics.csv``."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ LAST = 100
 
 @dataclass(frozen=True)
 class Summary:
-    """Statistics of one run. What was not measured or never reached is None.
+    """Statistics of one run; None for what was not measured or never reached.
 
     Attributes:
-        metric: What they are of, such as ``server/test/acc``.
+        metric: Its name, such as ``server/test/acc``.
         rounds: Rounds done.
         last: Rounds at the end whose evaluations count.
         evaluations: Their number.
@@ -26,12 +26,12 @@ class Summary:
         std: Sample standard deviation over them (n - 1), as FedGMT reports it; None for a single one.
         std_population: The same with n.
         best: Largest value of the whole run.
-        best_round: Where it was first reached.
+        best_round: The first round with that value.
         final: Value of the last evaluation.
         minutes: Of all rounds: local training and aggregation, without evaluation and what callbacks measure.
         bits: Sent and uploaded in all.
         transmissions: Models sent and uploaded in all, per client of a cohort: 2 a round of FedAvg (FedGF, Table 3).
-        target: The value that was to be reached, if one was given.
+        target: The value to reach, if one was given.
         target_round: First evaluated round with at least that value, not smoothed.
         target_minutes: Minutes up to and with that round.
         target_bits: Bits up to and with that round.

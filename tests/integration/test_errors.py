@@ -1,4 +1,4 @@
-"""Bad input is told in one line with key, value and remedy, before anything is written."""
+"""Bad input gives one line with key, value and remedy, before anything is written."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,9 @@ def shows(message: str, *parts: str) -> None:
         ("--model=Nothing", "model = ", "Nothing", "choose from AdaBest, FedASAM, "),
         ("--model=my.own.Thing", "model = ", "my.own.Thing", "Python can import 'my.own'"),
         ("--model.ascent=SAMM", "model.ascent = ", "SAMM", "did you mean SAM, "),
+        ("--model.ascent=SAMM", "ascent", "SAMM", "LESAM? A class of your own goes by its dotted path"),
+        ("--data=json.Sensors", "data = ", "json.Sensors", "module 'json' has no attribute 'Sensors'"),
+        ("--data=CIFAR-10", "data = ", "CIFAR-10: ", "did you mean CIFAR10"),
         ("--model.net=DigitsMPL", "model.net = ", "DigitsMPL", "did you mean DigitsMLP"),
         ("--data=Digit", "data = ", "Digit", "did you mean Digits?"),
         ("--data.partition=Dirichle", "data.partition = ", "Dirichle", "did you mean Dirichlet"),
@@ -256,6 +260,13 @@ def test_config_file(complaint: Complaint, tmp_path: Path, config: dict[str, Any
     whole = {**fedavg(), "data": "Digits", **config}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(whole))
     shows(complaint("fit", f"--config={tmp_path / 'config.yaml'}"), *parts)
+
+
+@pytest.mark.skipif(find_spec("mlflow") is not None, reason="mlflow is installed")
+def test_a_logger_whose_package_is_missing(complaint: Complaint) -> None:
+    name = "lightning.pytorch.loggers.MLFlowLogger"
+    message = complaint("fit", "--model=FedAvg", *DIGITS, f"--trainer.loggers+={name}")
+    shows(message, f"class_path = {name}: ", "'mlflow", "not met", "pip install")
 
 
 def test_divergence_keeps_the_last_good_round(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

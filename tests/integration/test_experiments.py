@@ -204,21 +204,21 @@ ROWS = {"SAM": "FedSAM", "ASAM": "FedASAM", **dict.fromkeys(("SGD", "SWA", "Mixu
 
 
 def check(parsed: Parsed, command: Command, cell: Cell) -> None:
-    name, file, settings = command
+    _, file, settings = command
     cohort, _, clients = cell.participation.partition("/")
     flags = [f"--trainer.clients_per_round={cohort}", f"--data.num_clients={clients}"] if clients else []
     overlay = [f"--config={ROOT / 'configs' / 'debug' / 'landmarks.yaml'}"] if file.stem == "landmarks" else []
     with torch.device("meta"):  # no weights are drawn
-        made = parsed.make(name, f"--config={file}", *overlay, *settings, *flags)
+        made = parsed.make(f"--config={file}", *overlay, *settings, *flags)
     base, *added = re.split(r" |\+", cell.algorithm)[0], *cell.algorithm.split("+")[1:]
     assert type(made.model).__name__ == ROWS.get(base, base), cell
     assert (made.model.averaging is not None) == ("SWA" in cell.algorithm), cell
     for part in ("Mixup", "Cutout"):
-        assert bool(getattr(made.datamodule.augment, part.lower(), 0)) == (part in cell.algorithm), cell
+        assert bool(getattr(made.data.augment, part.lower(), 0)) == (part in cell.algorithm), cell
     for ascent in {"SAM", "ASAM"} & {word for part in added for word in part.split(" ")}:
         assert type(made.model.ascent).__name__ == ascent, cell
     if clients:
-        assert (made.trainer.sampler.clients_per_round, made.datamodule.num_clients) == (int(cohort), int(clients))
+        assert (made.trainer.sampler.clients_per_round, made.data.num_clients) == (int(cohort), int(clients))
 
 
 @pytest.mark.slow
@@ -255,5 +255,5 @@ def test_code_of_the_page(capsys: pytest.CaptureFixture[str], parsed: Parsed, mo
     lines = [line for block in blocks for line in block.replace("\\\n", "").splitlines()]
     assert len(lines) == 3
     for line in lines:
-        parsed.make(*shlex.split(line)[1:])
-    assert type(parsed.make(*shlex.split(lines[0])[1:]).model).__name__ == "FedASAM"
+        parsed.make(*shlex.split(line)[2:])
+    assert type(parsed.make(*shlex.split(lines[0])[2:]).model).__name__ == "FedASAM"

@@ -49,7 +49,7 @@ from fl_lightning import (
 from fl_lightning.core.flat import FlatSpec
 from fl_lightning.flatness import cosine, delta_epsilon, divergence, gradient, lpf, mean_loss, sharpness
 from fl_lightning.flatness.sharpness import filter_scale
-from fl_lightning.trainer.callbacks.flatness import read_readings
+from fl_lightning.trainer.callbacks.flatness_monitor import read_readings
 from fl_lightning.trainer.run import Run
 from tests.flatness.test_flatness import CE, Quadratic, cnn, data, output, symmetric
 from tests.runs import cli, run, state

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from fl_lightning.results.metrics import read_metrics
 from fl_lightning.results.summary import Summary
-from fl_lightning.trainer.callbacks.flatness import FlatnessMonitor
+from fl_lightning.trainer.callbacks.flatness_monitor import FlatnessMonitor
 from fl_lightning.trainer.callbacks.results import FILE
 from fl_lightning.trainer.measurements import PROTOCOL
 from fl_lightning.trainer.run import Callback, Run

@@ -1,0 +1,68 @@
+"""``fl-lightning export``, and the net of a run from Python."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from fl_lightning.core.errors import UserError
+from fl_lightning.trainer import checkpoint
+
+SUMMARY = "Write the net of a checkpoint, weights and running statistics, as a state_dict."
+
+HERE = {
+    "trainer.accelerator": "cpu",
+    "trainer.devices": 1,
+    "trainer.num_nodes": 1,
+    "trainer.strategy": "auto",
+    "model.init_weights": None,
+}
+"""Settings of a run that do not hold for looking at its net."""
+
+
+def run(ckpt: str, out: str, /) -> None:
+    """Writes a file for ``net.load_state_dict(torch.load(OUT))``.
+
+    Args:
+        ckpt: The checkpoint, in its run folder.
+        out: The file.
+    """
+    net = load_net(ckpt)
+    Path(out).parent.mkdir(parents=True, exist_ok=True)
+    torch.save(net.state_dict(), out)
+    print(f"{type(net).__name__}, {sum(p.numel() for p in net.parameters()):,} weights: {out}")
+
+
+def load_net(run_folder: str | Path) -> nn.Module:
+    """Returns the net of a run, on the CPU, with the weights and running statistics of its last checkpoint.
+
+    It is built from the run's ``config.yaml``. Statistics are those that evaluation uses: with ``model.buffers`` =
+    average those of the checkpoint; with reset they are estimated on the training data, which must be there; with
+    local there are none but the initial ones.
+
+    Args:
+        run_folder: The folder of the run, or one of its checkpoints.
+
+    Raises:
+        UserError: If there is no config or checkpoint.
+    """
+    from fl_lightning.commands.cli import FederatedCLI
+
+    path = Path(run_folder)
+    path = path / checkpoint.LAST if path.is_dir() else path
+    config = path.parent.parent / "config.yaml"
+    if not config.is_file():
+        raise UserError(f"{run_folder}: no run folder with a config.yaml; give that of a run of the command line")
+    weights = {key.removeprefix("net."): value for key, value in checkpoint.load(path)["state_dict"].items()}
+    with torch.random.fork_rng(devices=[]):
+        made = FederatedCLI("test", "--config", str(config)).build(HERE)
+        if made.model.net_buffers is not None and made.model.net_buffers.policy == "reset":
+            made.trainer.load(made.model, made.data, str(path))
+            made.trainer.load_statistics(made.trainer.global_model)
+            weights |= made.model.net.state_dict()
+    net: nn.Module = made.model.net
+    net.to(weights[next(name for name, _ in net.named_parameters())].dtype)
+    net.load_state_dict(weights)
+    return net

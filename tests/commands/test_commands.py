@@ -1,0 +1,198 @@
+"""Subcommands as files, runs that `last` means, configs in other folders, and nets that leave a run."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import fl_lightning
+from fl_lightning import DigitsMLP, UserError
+from fl_lightning.commands.main import COMMANDS
+from tests.runs import DIGITS, SCRIPT, assert_same, cli, last, metrics, newest, process, run
+
+IMPORTED = """
+import json, sys
+sys.argv = json.loads(sys.argv[1])
+from fl_lightning.commands.main import main
+try:
+    main()
+except SystemExit as end:
+    print(end.code, file=sys.stderr)
+print(json.dumps([name for name in ("torch", "lightning", "jsonargparse") if name in sys.modules]))
+"""
+
+
+@pytest.mark.parametrize("args", [["--help"], ["--version"], ["fitt"], ["--trainer.seed=1"], []])
+def test_nothing_heavy_is_imported(args: list[str]) -> None:
+    command = [sys.executable, "-c", IMPORTED, json.dumps(["fl-lightning", *args])]
+    out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert json.loads(out.splitlines()[-1]) == []
+
+
+def test_a_file_is_a_subcommand() -> None:
+    folder = Path(fl_lightning.__file__).parent / "commands"
+    assert set(COMMANDS) == {path.stem for path in folder.glob("*.py") if "\nSUMMARY = " in path.read_text()}
+    assert {"fit", "centralized", "validate", "test", "plan", "data", "compare", "list", "export"} <= set(COMMANDS)
+
+
+def test_no_module_of_one_system_alone() -> None:
+    """Windows has no ``resource``."""
+    program = "import sys; sys.modules['resource'] = None; import fl_lightning.commands.cli, fl_lightning.commands.plan"
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_help_of_a_class_is_short(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli("fit", "--model.help=FedGloSS")
+    shown = capsys.readouterr().out
+    assert len(shown.splitlines()) < 130 and "torch.nn" not in shown
+    assert "DigitsMLP" in shown and "or a dotted path" in " ".join(shown.split()) and "--model.sigma_ref" in shown
+
+
+# A config in another folder than the module that it names
+
+MODULE = """
+from fl_lightning import Callback, FedAvg
+
+
+class Mine(FedAvg):
+    pass
+
+
+class Noted(Callback):
+    def on_fit_end(self, run):
+        print("noted")
+"""
+
+
+def test_a_run_with_a_class_of_ones_own_resumes_from_its_own_config(tmp_path: Path) -> None:
+    (tmp_path / "my_methods.py").write_text(MODULE)
+    args = [*DIGITS, "--trainer.callbacks+=my_methods.Noted", "--trainer.default_root_dir=runs/deep"]
+
+    def command(*command: str) -> str:
+        with process(SCRIPT, *command, cwd=tmp_path) as child:
+            out, err = child.communicate(timeout=120)
+        assert child.returncode == 0, err
+        return out
+
+    assert "noted" in command("fit", "--model=my_methods.Mine", *args)
+    config = "--config=runs/deep/Mine-Digits/version_0/config.yaml"
+    assert "noted" in command("fit", config, "--trainer.max_rounds=3", "--ckpt_path=last")
+    assert last(tmp_path / "runs/deep/Mine-Digits/version_0")["round"] == 3
+    out = command("test", config, "--ckpt_path=last")
+    assert "last: runs/deep/Mine-Digits/version_0, round 3" in out and "server/test/acc" in out
+
+
+# The run that is meant
+
+
+@pytest.fixture
+def done(tmp_path: Path) -> Path:
+    return run("fit", "--model.ascent=SAM", "--model.ascent.rho=0.1", root=tmp_path)
+
+
+def again(command: str, *args: str, root: Path) -> None:
+    cli(command, "--model=FedAvg", "--model.ascent=SAM", "--model.ascent.rho=0.1", *DIGITS,
+        f"--trainer.default_root_dir={root}", *args)  # fmt: skip
+
+
+def test_last_says_what_it_takes(done: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    again("test", "--ckpt_path=last", root=tmp_path)
+    assert capsys.readouterr().out.startswith(f"last: {done}, round 2\n")
+    again("fit", "--trainer.max_rounds=3", "--ckpt_path=last", root=tmp_path)
+    out = capsys.readouterr().out
+    assert out.startswith(f"last: {done}, round 2; settings that differ: trainer.max_rounds = 2 (here: 3)\n")
+
+
+@pytest.mark.parametrize("command", ["fit", "test", "flatness"])
+@pytest.mark.parametrize(
+    ("arg", "says"),
+    [
+        ("--trainer.seed=1", "trainer.seed = 0 (here: 1)"),
+        ("--model.ascent.rho=0.2", "model.ascent.rho = 0.1 (here: 0.2)"),
+        ("--model.net.hidden=9", "model.net.hidden = 8 (here: 9)"),
+    ],
+)
+def test_last_refuses_another_run(command: str, arg: str, says: str, done: Path, tmp_path: Path) -> None:
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(SystemExit) as exit:
+        again(command, arg, "--ckpt_path=last", root=tmp_path)
+    path = done / "checkpoints" / "last.ckpt"
+    assert exit.value.code == (
+        f"error: ckpt_path = last: the newest run, {done}, has {says}; name the run that you mean: --ckpt_path {path}"
+    )
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("command", ["validate", "test", "fit"])
+def test_a_checkpoint_brings_its_config(
+    command: str, done: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = metrics(done)
+    path = done / "checkpoints" / "last.ckpt"
+    for args in ([f"--ckpt_path={path}"], ["--ckpt_path", str(path)]):
+        capsys.readouterr()
+        cli(command, *args)
+        if command == "test":
+            assert f"server/test/acc {before['server/test/acc'][-1][1]:.4f}" in capsys.readouterr().out
+    assert newest(tmp_path) == done and metrics(done) == before
+
+
+def test_weights_to_start_from_bring_no_config(done: Path, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"error: --model\.net: missing"):
+        cli("fit", f"--model.init_weights={done / 'checkpoints' / 'last.ckpt'}")
+
+
+# Nets that leave a run
+
+
+def test_export(done: Path, tmp_path: Path) -> None:
+    out = tmp_path / "nets" / "net.pt"
+    cli("export", str(done / "checkpoints" / "last.ckpt"), str(out))
+    net = DigitsMLP(hidden=8)
+    net.load_state_dict(torch.load(out))
+    assert_same({f"net.{name}": value for name, value in net.state_dict().items()}, last(done)["state_dict"])
+    before = torch.get_rng_state()
+    assert_same(fl_lightning.load_net(done).state_dict(), net.state_dict())
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+NORMED = """
+from torch import nn
+
+
+class Normed(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 10))
+"""
+
+
+@pytest.mark.parametrize("policy", ["average", "reset"])
+def test_statistics_leave_with_the_net(policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "normed_net.py").write_text(NORMED)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    digits = [arg for arg in DIGITS if "model.net" not in arg]
+    args = ["--model=FedAvg", "--model.net=normed_net.Normed", f"--model.buffers={policy}", *digits]
+    cli("fit", *args, "--trainer.precision=64-true", "--trainer.default_root_dir=runs")
+    folder = newest(Path("runs"))
+    net = fl_lightning.load_net(folder).eval()
+    data = fl_lightning.Digits(num_clients=6)
+    data.setup()
+    right = total = 0
+    with torch.no_grad():
+        for x, y in data.eval_batches("test", torch.float64):
+            right, total = right + int((net(x).argmax(1) == y).sum()), total + len(y)
+    assert right / total == pytest.approx(metrics(folder)["server/test/acc"][-1][1], abs=1e-7)
+    assert not torch.equal(net[2].running_var, torch.ones(8, dtype=torch.float64))
+
+
+def test_no_net_where_there_is_no_run(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"no run folder with a config\.yaml"):
+        fl_lightning.load_net(tmp_path)

@@ -1,0 +1,45 @@
+"""In which settings two configs differ."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fl_lightning.results.configs import differences
+
+
+def config(**trainer: Any) -> dict[str, Any]:
+    ascent = {"class_path": "fl_lightning.SAM", "init_args": {"rho": trainer.pop("rho", 0.1)}}
+    net = {"class_path": "fl_lightning.DigitsMLP", "init_args": {"hidden": trainer.pop("hidden", 64)}}
+    return {
+        "model": {"class_path": "fl_lightning.FedAvg", "init_args": {"net": net, "ascent": ascent}},
+        "data": {"class_path": "fl_lightning.Digits", "init_args": {"seed": 0}},
+        "trainer": {"seed": 0, "max_rounds": 3, "engine": "auto", "callbacks": None, **trainer},
+    }
+
+
+def test_the_same() -> None:
+    assert differences(config(), config(engine="graphed", devices=2, name="x", callbacks=[{"class_path": "A"}])) == []
+
+
+def test_settings_by_their_key_on_the_command_line() -> None:
+    found = differences(config(), config(seed=1, rho=0.2, hidden=8, max_rounds=5, engine="batched"))
+    assert found == [
+        "model.net.hidden = 64 (here: 8)",
+        "model.ascent.rho = 0.1 (here: 0.2)",
+        "trainer.seed = 0 (here: 1)",
+        "trainer.max_rounds = 3 (here: 5)",
+    ]
+
+
+def test_of_another_class_only_the_class() -> None:
+    other = config()
+    other["model"]["init_args"]["ascent"] = {"class_path": "fl_lightning.ASAM", "init_args": {"rho": 0.7, "eta": 0.2}}
+    assert differences(config(), other) == ["model.ascent = SAM (here: ASAM)"]
+    other["model"]["init_args"]["ascent"] = None
+    assert differences(config(), other) == ["model.ascent = SAM (here: None)"]
+    other["model"] = {"class_path": "fl_lightning.FedDyn", "init_args": {}}
+    assert differences(config(), other) == ["model = FedAvg (here: FedDyn)"]
+
+
+def test_settings_that_only_one_has_do_not_count() -> None:
+    assert differences(config(), config(new=1)) == differences(config(new=1), config()) == []
