@@ -65,5 +65,6 @@ class BatchLoader(DataLoader[Batch]):
         super().__init__(dataset, **{**kwargs, "batch_size": None})
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]  # torch declares its own iterator class
+        # read at the first batch: Lightning sets the first epoch of a resumed run only after it has called iter()
         epoch = getattr(self.sampler, "epoch", 0)
-        return self.dataset.make([*self.sampler], epoch)
+        yield from self.dataset.make([*self.sampler], epoch)

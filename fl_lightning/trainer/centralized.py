@@ -94,5 +94,5 @@ def train(federated: FederatedTrainer, model: LocalObjective, data: FederatedDat
     )
     federated.engine.net.move_to(federated.server.w.clone())  # trained in place
     with seeded(device, federated.seed, "centralized net"):  # for what the net draws itself
-        trainer.fit(model, train_dataloaders=data.train_dataloader(federated.seed))
+        trainer.fit(model, train_dataloaders=data.train_dataloader(federated.seed, first_epoch=1))
     model.to(device)  # lightning.Trainer leaves it on the CPU
