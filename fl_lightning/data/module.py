@@ -201,16 +201,17 @@ class FederatedDataModule(SampleModule, ABC):
 
     # A plain L.Trainer
 
-    def train_dataloader(self, seed: int | None = None) -> BatchLoader:
+    def train_dataloader(self, seed: int | None = None, first_epoch: int = 0) -> BatchLoader:
         """Shuffled, augmented float32 batches of the union of the clients' data; processes share the batches.
 
         Args:
             seed: Seed of order and augmentation; null takes the data module's.
+            first_epoch: Number of the first epoch; each epoch is drawn by seed and number.
         """
         count, root = len(self._sizes(len(self._union))), self.seed if seed is None else seed
 
         def make(numbers: Sequence[int], epoch: int) -> Iterator[Batch]:
-            rng = generator(root, "centralized", epoch)
+            rng = generator(root, "centralized", first_epoch + epoch)
             return iter(self._minibatches(self._union, count, rng, torch.float32).take(numbers))
 
         return BatchLoader(Batches(count, make), sampler=EpochSampler(count))
