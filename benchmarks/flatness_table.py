@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from fl_lightning.trainer.callbacks.flatness import read_readings
 
 import fl_lightning as fl
 from fl_lightning.core.rng import generator
-from fl_lightning.trainer.callbacks.flatness import read_readings
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 CSV, PAGE = DOCS / "flatness_table.csv", DOCS / "measuring.md"
