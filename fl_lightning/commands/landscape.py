@@ -185,5 +185,5 @@ def trajectory(run: Run, objective: LocalObjective, client: int) -> Tensor:
     recording: Any = copy(objective)
     recording.local_step = recorded
     iterates += [result.w for result in SequentialEngine(recording, run.net, run.fabric.autocast).train(jobs)]
-    path: Tensor = run.fabric.broadcast(torch.stack(iterates).cpu() if iterates else None)
-    return path.to(run.server.w)
+    path: Any = run.fabric.broadcast(torch.stack(iterates).cpu() if iterates else None)
+    return torch.as_tensor(path).to(run.server.w)

@@ -209,7 +209,7 @@ def measure(
     with tempfile.TemporaryDirectory(prefix="fl_lightning_plan_") as folder, contextlib.redirect_stdout(io.StringIO()):
         trial = FederatedTrainer(
             **{name: getattr(trainer, name) for name in KEPT},
-            engine=trainer.engine_name,
+            engine=trainer.engine,
             eval_every=trainer.max_rounds,  # the clock evaluates
             accelerator=trainer.fabric.device.type,
             threads=threads,
@@ -222,7 +222,7 @@ def measure(
                 trial.fit(copy.deepcopy(model), data)
         finally:
             torch.set_num_threads(before)
-        return clock, trial.engine_name, next(Path(folder).rglob("last.ckpt")).stat().st_size
+        return clock, trial.run.engine_name, next(Path(folder).rglob("last.ckpt")).stat().st_size
 
 
 def plan(

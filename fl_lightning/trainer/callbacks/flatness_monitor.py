@@ -51,6 +51,7 @@ class FlatnessMonitor(Callback):
         self.every_n_rounds = every_n_rounds
         self.metrics = default_measures() if metrics is None else metrics
         self.protocol: list[str] = []
+        self._previous: Tensor | None = None
         self._tracks = any(metric.tracks for metric in self.metrics)
         self.load_state_dict({})
 
@@ -121,8 +122,8 @@ class FlatnessMonitor(Callback):
         return {"pseudo_gradient": self._previous, "total": self._total, "elapsed": elapsed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._previous: Tensor | None = state.get("pseudo_gradient")
-        self._total: float = state.get("total", 0.0)
+        self._previous = state.get("pseudo_gradient")
+        self._total = state.get("total", 0.0)
         self._started = time.perf_counter() - state.get("elapsed", 0.0)
 
 
