@@ -160,9 +160,7 @@ def run(
         out: Folder of the results; by default that of the checkpoint's run, or the working folder.
     """
     path, _ = trainer.load(model, data, ckpt_path)
-    rows = evaluate_corruptions(
-        lambda x: trainer.engine.logits(trainer.global_model, x.to(trainer.dtype)), data, folder
-    )
+    rows = evaluate_corruptions(lambda x: trainer.logits(trainer.global_model, x.to(trainer.dtype)), data, folder)
     if trainer.fabric.is_global_zero:
         from fl_lightning.core.figures import save_figure
 

@@ -422,7 +422,7 @@ def trajectory(trainer: FederatedTrainer, objective: LocalObjective, client: int
 
     recording: Any = copy(objective)
     recording.local_step = recorded
-    (result,) = SequentialEngine(recording, trainer.fabric.autocast).train([job])
+    (result,) = SequentialEngine(recording, trainer.net, trainer.fabric.autocast).train([job])
     return torch.stack([*iterates, result.w])
 
 

@@ -1,15 +1,16 @@
-"""Local training of a cohort: the only place where gradients are made, and one client is told from many."""
+"""Local training of a cohort: the only room that computes training gradients, or distinguishes one client from many."""
 
-from fl_lightning.engine.base import Autocast, Engine, Job, LocalResult
+from fl_lightning.engine.base import Engine, Job, LocalResult
 from fl_lightning.engine.batched import BatchedEngine, GraphedEngine
-from fl_lightning.engine.choose import check, choose, make
+from fl_lightning.engine.choose import ENGINES, EngineName, check, choose, make
 from fl_lightning.engine.sequential import DebugEngine, SequentialEngine
 
 __all__ = [
-    "Autocast",
+    "ENGINES",
     "BatchedEngine",
     "DebugEngine",
     "Engine",
+    "EngineName",
     "GraphedEngine",
     "Job",
     "LocalResult",

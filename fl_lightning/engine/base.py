@@ -1,26 +1,23 @@
-"""What every engine takes and gives: a client's job, and what its local training gave."""
+"""The interface of the engines: jobs in, local results out."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.core import buffers
 from fl_lightning.core.flat import FlatNet
+from fl_lightning.core.forward import Autocast
 from fl_lightning.core.state import ClientContext, State, Upload
 from fl_lightning.data.minibatches import Minibatches
 
 COLUMNS = ("lr", "K", "k_lr", "n_k", "n_mean")
-"""What differs between the contexts of a cohort's clients."""
-Autocast = Callable[[], AbstractContextManager[object]]
-"""Context for forward passes: ``fabric.autocast``."""
+"""Attributes in which the contexts of a cohort's clients differ."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +28,9 @@ class Job:
         client: Its id.
         state: Its state.
         received: What the server sent.
-        ctx: Where the round stands.
-        minibatches: Its data, one minibatch a step.
-        seed: For what the net draws itself, such as dropout.
+        ctx: Its context.
+        minibatches: Its data, one minibatch per step.
+        seed: Seed for what the net itself draws, such as dropout.
         settings: Settings that replace those of the engine's objective, by name; those of a part as ``ascent.rho``.
     """
 
@@ -48,7 +45,7 @@ class Job:
 
 @dataclass(frozen=True)
 class LocalResult:
-    """What one client's local training gave.
+    """The result of one client's local training.
 
     Attributes:
         client: Its id.
@@ -56,10 +53,10 @@ class LocalResult:
         w: Local weights after the last step, ``(d,)``.
         upload: What it uploads, by name.
         state: The state that it keeps.
-        loss: Mean over the steps of the local objective where a step first asks for a gradient, a scalar tensor: at the
-            unperturbed weights, but for LESAM and S~AM at the ascent point.
-        ctx: The context it trained in.
-        finite: Whether all that it sends and keeps is finite.
+        loss: Mean over the steps of the local objective at the first point where a step evaluates a gradient, a scalar
+            tensor: the unperturbed weights, for LESAM and S~AM the ascent point.
+        ctx: Its context.
+        finite: Whether all that it uploads and keeps is finite.
         buffers: The net's buffers after the last step, ``(b,)``, if it has any.
     """
 
@@ -92,24 +89,26 @@ class Engine:
 
     Args:
         objective: The local objective, on its device and in its precision.
+        net: The flat view of the objective's net; training leaves it at other weights.
         autocast: Context for forward passes.
-
-    Attributes:
-        net: The flat view of the objective's net. Its weights are scratch: wherever the last pass left them.
     """
 
     name = "sequential"
 
-    def __init__(self, objective: LocalObjective, autocast: Autocast) -> None:
-        self.objective, self.autocast = objective, autocast
-        self.net = FlatNet(objective.net)
+    def __init__(self, objective: LocalObjective, net: FlatNet, autocast: Autocast) -> None:
+        self.objective, self.net, self.autocast = objective, net, autocast
 
     def train(self, jobs: Sequence[Job]) -> Iterator[LocalResult]:
-        """Local training of each client, in the order of ``jobs``."""
+        """Trains each client; yields the results one by one, in the order of ``jobs``."""
         raise NotImplementedError
 
+    def train_mode(self) -> None:
+        """Puts a net in eval mode into train mode; in a net in train mode, submodules in eval mode stay there."""
+        if not self.objective.net.training:
+            self.objective.net.train()
+
     @contextmanager
-    def _with(self, settings: Mapping[str, float | Tensor]) -> Iterator[None]:
+    def using(self, settings: Mapping[str, float | Tensor]) -> Iterator[None]:
         """Trains with other settings: floats, or ``(clients, 1)``."""
         objective = self.objective
         try:
@@ -118,21 +117,3 @@ class Engine:
             yield
         finally:
             self.objective = objective
-
-    @torch.no_grad()
-    def logits(self, w: Tensor, x: Tensor, by_batch: bool = False) -> Tensor:
-        """The net's output at weights ``w`` in eval mode; the mode is restored.
-
-        Args:
-            w: Weights, ``(d,)``.
-            x: Samples.
-            by_batch: Normalise by the batch's statistics where the net keeps running ones.
-        """
-        net = self.objective.net
-        training = net.training
-        self.net.move_to(w)
-        net.eval()
-        with self.autocast(), buffers.by_batch(net) if by_batch else nullcontext():
-            out: Tensor = net(x)
-        net.train(training)
-        return out

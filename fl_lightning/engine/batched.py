@@ -13,10 +13,12 @@ from torch.func import functional_call, grad_and_value, vmap
 
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.core.errors import UserError
-from fl_lightning.core.flat import is_finite
+from fl_lightning.core.flat import FlatNet, is_finite
+from fl_lightning.core.forward import Autocast
+from fl_lightning.core.modes import eval_mode
 from fl_lightning.core.state import ClientContext, State, Upload
 from fl_lightning.data.minibatches import Block, blocks
-from fl_lightning.engine.base import COLUMNS, Autocast, Engine, Job, LocalResult
+from fl_lightning.engine.base import COLUMNS, Engine, Job, LocalResult
 from fl_lightning.engine.record import (
     Compiled,
     CudaGraph,
@@ -72,22 +74,23 @@ class BatchedEngine(Engine):
 
     Args:
         objective: As for `Engine`.
+        net: As for `Engine`.
         autocast: As for `Engine`.
-        width: Clients of a block; null: all that are given at once.
+        width: Clients of a block; null: all jobs at once.
 
     Raises:
-        UserError: If the objective defines a ``training_step`` of its own, whose mean could not leave padding out, or
-            the net has buffers; or (in training) if the net cannot be batched: it draws random numbers, or its Python
-            code looks at values.
+        UserError: If the objective defines a ``training_step``, whose mean would include padding, or the net has
+            buffers; or, in training, if the net cannot be batched: it draws random numbers, or its Python code depends
+            on values.
     """
 
     name = "batched"
 
     SIGNS = ("vmap", "Boolean value of Tensor", "tracing tensor", "RecordedRound", "only integer tensors")
-    """What errors say that vmap or the recording raises, and not the net."""
+    """Parts of messages by which errors of vmap or of the recording are recognized."""
 
-    def __init__(self, objective: LocalObjective, autocast: Autocast, width: int | None = None) -> None:
-        super().__init__(objective, autocast)
+    def __init__(self, objective: LocalObjective, net: FlatNet, autocast: Autocast, width: int | None = None) -> None:
+        super().__init__(objective, net, autocast)
         if type(objective).training_step is not LocalObjective.training_step:
             raise UserError(
                 f"trainer.engine = {self.name}: {type(objective).__name__} defines training_step; define `losses`, one "
@@ -119,16 +122,16 @@ class BatchedEngine(Engine):
             ) from None
 
     def _trained(self, jobs: Sequence[Job]) -> list[LocalResult]:
-        # a block narrower than before is padded with a client that makes no step, so that shapes stay the same
+        # a narrower block is padded with clients that take no step, so that shapes stay the same
         self._widest = width = max(self._widest, len(jobs))
         rows = [*jobs, *repeat(jobs[0], width - len(jobs))]
         settings = {n: rows[0].received.w.new_tensor([[job.settings[n]] for job in rows]) for n in rows[0].settings}
-        with self._with(settings):
+        with self.using(settings):
             return self._train_rows(jobs, rows, settings)
 
     def _train_rows(self, jobs: Sequence[Job], rows: Sequence[Job], settings: Tensors) -> list[LocalResult]:
         objective, received, width = self.objective, _together([job.received for job in jobs]), len(rows)
-        objective.train()
+        self.train_mode()
         state = State({name: torch.stack([job.state[name] for job in rows]) for name in jobs[0].state})
         received = State({name: v if v.ndim == 1 else _widened(v, width) for name, v in received.items()})
         ctx = self._context(rows)
@@ -164,7 +167,7 @@ class BatchedEngine(Engine):
         ]
 
     def _context(self, jobs: Sequence[Job]) -> ClientContext:
-        """The clients' contexts as one; what differs between clients is ``(clients, 1)``."""
+        """Returns the clients' contexts as one; attributes that differ between clients are ``(clients, 1)``."""
         like, first = jobs[0].received.w, jobs[0].ctx
         columns: dict[str, Any] = {
             name: like.new_tensor([[getattr(job.ctx, name)] for job in jobs]) for name in COLUMNS
@@ -176,14 +179,14 @@ class BatchedEngine(Engine):
         yield from blocks(clients, width, clients[0].source.batch_size or 1 << (batch - 1).bit_length())
 
     def _steps(self, carry: Carry, block: Block, fixed: Fixed) -> Carry:
-        """All steps of a block."""
+        """Takes all steps of a block."""
         now = replace(carry, loss=torch.zeros_like(carry.loss))
         for x, y, weight, active in zip(block.x, block.y, block.weight, block.active, strict=True):
             now = self._step(now, (x, y, weight), active, fixed)
         return replace(now, loss=carry.loss + now.loss)
 
     def _step(self, carry: Carry, batch: tuple[Tensor, ...], active: Tensor, fixed: Fixed) -> Carry:
-        """One local step of every client; those that are not active stay where they are."""
+        """Takes one local step of every client; those that are not active do not change."""
         values: list[Tensor] = []
         if fixed.teacher is not None:
             batch = (*batch, self._teach(fixed.teacher, batch[0]))
@@ -212,21 +215,19 @@ class BatchedEngine(Engine):
 
     @torch.no_grad()
     def _teach(self, teacher: Tensor, x: Tensor) -> Tensor:
-        """The teacher's logits on every client's minibatch, in eval mode."""
+        """Returns the teacher's logits on every client's minibatch, in eval mode."""
         net, spec = self.objective.net, self.net.spec
 
         def forward(v: Tensor, x: Tensor) -> Tensor:
             logits: Tensor = functional_call(net, spec.split(v), (x,))
             return logits
 
-        net.eval()
         out: Tensor
-        with self.autocast():
+        with eval_mode(net), self.autocast():
             if teacher.ndim == 1:  # the same for all
                 out = vmap(forward, in_dims=(None, 0))(teacher, x)
             else:
                 out = vmap(forward)(teacher, x)
-        net.train()
         return out
 
 
@@ -243,13 +244,14 @@ def _widened(v: Tensor, width: int) -> Tensor:
 
 
 class GraphedEngine(BatchedEngine):
-    """The batched engine with its local step recorded once and replayed: no Python, autograd or vmap in between.
+    """The batched engine with its local step recorded once and replayed, without Python, autograd or vmap.
 
     Args:
         objective: As for `Engine`.
+        net: As for `Engine`.
         autocast: As for `Engine`.
         width: As for `BatchedEngine`.
-        compile: Compile the record to machine code, of all steps of a round if they are few.
+        compile: Compile the record to machine code, with all steps of a round if they are few.
     """
 
     name = "graphed"
@@ -258,9 +260,14 @@ class GraphedEngine(BatchedEngine):
     """Most local steps that are compiled into one graph."""
 
     def __init__(
-        self, objective: LocalObjective, autocast: Autocast, width: int | None = None, compile: bool = False
+        self,
+        objective: LocalObjective,
+        net: FlatNet,
+        autocast: Autocast,
+        width: int | None = None,
+        compile: bool = False,
     ) -> None:
-        super().__init__(objective, autocast, width)
+        super().__init__(objective, net, autocast, width)
         self.compile = compile
         self.records = Records()
 
@@ -293,11 +300,11 @@ class GraphedEngine(BatchedEngine):
         return round_number, CudaGraph(replay) if named["w"].is_cuda else replay
 
     def _recorded(self, named: Tensors, ctx: ClientContext) -> list[Tensor]:
-        """What is recorded: a few steps, from named tensors to those of them that a step changes, in the same order."""
+        """A few steps, from named tensors to those of them that a step changes, in the same order."""
         received, settings = State(_below("received", named)), _below("settings", named)
         fixed = Fixed(received, named.get("start", received.w), named.get("teacher"), settings, ctx)
         block = Block(*(named[name] for name in ("x", "y", "weight", "active")))
-        with self._with(settings):
+        with self.using(settings):
             return list(_tensors(super()._steps(_carry(named), block, fixed)).values())
 
     def _settings(self) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""One client after another in one net; and the same with a check at every step."""
+"""One client after another in one net, also with a check at every step."""
 
 from __future__ import annotations
 
@@ -12,34 +12,35 @@ from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.algorithms.parts.base import Gradient
 from fl_lightning.core.buffers import unchanged, variance_needed
 from fl_lightning.core.errors import UserError
-from fl_lightning.core.flat import is_finite
+from fl_lightning.core.flat import FlatNet, is_finite
+from fl_lightning.core.forward import Autocast, logits
 from fl_lightning.core.rng import seeded
 from fl_lightning.core.state import State
-from fl_lightning.engine.base import Autocast, Engine, Job, LocalResult
+from fl_lightning.engine.base import Engine, Job, LocalResult
 
 
 class SequentialEngine(Engine):
-    """One client after another in one net, whose weights are views of the point where a gradient is asked for.
+    """One client after another in one net, whose weights are views of the point where the gradient is evaluated.
 
     Attributes:
-        forwards: Forward passes made so far.
-        backwards: Backward passes made so far.
+        forwards: Number of forward passes so far.
+        backwards: Number of backward passes so far.
     """
 
-    def __init__(self, objective: LocalObjective, autocast: Autocast) -> None:
-        super().__init__(objective, autocast)
+    def __init__(self, objective: LocalObjective, net: FlatNet, autocast: Autocast) -> None:
+        super().__init__(objective, net, autocast)
         self.forwards = self.backwards = 0
 
     def train(self, jobs: Sequence[Job]) -> Iterator[LocalResult]:
         for job in jobs:
-            with self._with(job.settings), variance_needed(ALONE.format(job.client)):
+            with self.using(job.settings), variance_needed(ALONE.format(job.client)):
                 result = self._train(job)
             yield result
 
     def _train(self, job: Job) -> LocalResult:
         objective, ctx, losses = self.objective, job.ctx, []
         buffers = objective.net_buffers
-        objective.train()
+        self.train_mode()
         with seeded(self.net.device, job.seed, "net", ctx.t, ctx.phase, job.client):
             w, client = objective.begin_local(job.state, job.received, ctx)
             if buffers is not None:
@@ -65,14 +66,14 @@ class SequentialEngine(Engine):
     def _gradient(
         self, batch: tuple[Tensor, Tensor], teacher: Tensor | None, job: Job, step: int, values: list[Tensor]
     ) -> Gradient:
-        """The closure ``grad(v)`` on one minibatch; the loss of each call is appended to ``values``.
+        """Returns the closure ``grad(v)`` on one minibatch, which appends the loss of each call to ``values``.
 
-        Running statistics change in its first call alone. A teacher normalises by the batch, as the net in training.
+        Running statistics change in its first call only. A teacher normalizes by the batch, as the net in training.
         """
         data: tuple[Tensor, ...] = batch
         net, keeps = self.objective.net, self.objective.net_buffers is not None
         if teacher is not None:
-            data = (*batch, self.logits(teacher, batch[0], by_batch=keeps))
+            data = (*batch, logits(self.net, net, teacher, batch[0], self.autocast, by_batch=keeps))
             self.forwards += 1
 
         def grad(v: Tensor) -> Tensor:
@@ -101,7 +102,7 @@ ALONE = (
 
 
 class DebugEngine(SequentialEngine):
-    """The sequential engine; it raises at the first value that is not finite, and names client, round and step."""
+    """The sequential engine with an error at the first value that is not finite, which names client, round and step."""
 
     def _check(self, what: str, value: Tensor, job: Job, step: int) -> None:
         if not bool(is_finite(value)):

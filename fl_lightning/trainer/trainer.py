@@ -23,11 +23,13 @@ from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.algorithms.parts.buffers import Buffers
 from fl_lightning.core.buffers import variance_needed
 from fl_lightning.core.errors import UserError, require
+from fl_lightning.core.flat import FlatNet
+from fl_lightning.core.forward import logits
 from fl_lightning.core.rng import generator, seeded
 from fl_lightning.core.state import ClientContext, RoundContext, State, Uploads
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.data.minibatches import Minibatches
-from fl_lightning.engine import Job, LocalResult
+from fl_lightning.engine import ENGINES, EngineName, Job, LocalResult
 from fl_lightning.trainer import centralized, checkpoint, collectives
 from fl_lightning.trainer.callbacks import Callback, Checkpoints, Curves, Progress, Results
 from fl_lightning.trainer.client_store import ClientStore
@@ -39,10 +41,8 @@ T = TypeVar("T")
 Rounds = Generator[list[Job], Iterator[LocalResult], None]
 """Yields the jobs of an phase, and is sent their results."""
 Split = Literal["train", "val", "test"]
-EngineName = Literal["auto", "sequential", "batched", "graphed", "debug"]
 CLIENTS = "clients"
 """Folder of a run where the clients' state goes that is too much for memory."""
-ENGINES: tuple[EngineName, ...] = ("auto", "sequential", "batched", "graphed", "debug")
 
 
 class FederatedTrainer:
@@ -442,6 +442,7 @@ class FederatedTrainer:
         data.setup("fit")
         data.to(fabric.device)
         model.to(device=fabric.device, dtype=self.dtype)
+        self.net = FlatNet(model.net)
         self.engine = self._engine("sequential")
         # through the CPU: what is broadcast keeps the device of rank 0
         w0 = fabric.broadcast(self.engine.net.w.cpu()).to(fabric.device, copy=True)
@@ -478,7 +479,11 @@ class FederatedTrainer:
 
     def _engine(self, name: EngineName) -> engine.Engine:
         """An engine by name."""
-        return engine.make(name, self.objective, self.fabric.autocast, self.client_block, self.compile)
+        return engine.make(name, self.objective, self.net, self.fabric.autocast, self.client_block, self.compile)
+
+    def logits(self, w: Tensor, x: Tensor, by_batch: bool = False) -> Tensor:
+        """The net's output at weights ``w``, ``(d,)``, in eval mode."""
+        return logits(self.net, self.objective.net, w, x, self.fabric.autocast, by_batch)
 
     def _choose_engine(self, chosen: EngineName | None, sample: Callable[[], list[Job]]) -> None:
         """Make the engine; "auto" takes that of the checkpoint, or measures a sample of jobs on rank 0."""
@@ -543,7 +548,7 @@ class FederatedTrainer:
         net, data, fits = type(self.objective.net).__name__, self.data, False
         x, y = next(iter(data.eval_batches("test", self.dtype)))
         try:
-            logits = self.engine.logits(self.server.w, x)
+            logits = self.logits(self.server.w, x)
             fits = logits.ndim == y.ndim + 1 and len(logits) == len(x) and logits.shape[1] >= data.num_classes
         except (RuntimeError, ValueError, IndexError, TypeError, AttributeError) as error:
             raise UserError(
@@ -556,7 +561,7 @@ class FederatedTrainer:
                 f"data.eval_batch_size = {data.eval_batch_size} leaves a batch of one test sample, in which BatchNorm "
                 "has no variance, and model.buffers = local evaluates by its statistics; choose another size, such as 8"
             ):
-                self.engine.logits(self.server.w, x[:least], by_batch=True)
+                self.logits(self.server.w, x[:least], by_batch=True)
         if not fits:
             raise UserError(
                 f"model.net = {net} gives outputs of shape {tuple(logits.shape)} for {data.num_classes} classes; "
@@ -565,7 +570,7 @@ class FederatedTrainer:
         self._check_loss(logits, y)
         draw = generator(self.seed, "check")
         x, y = next(iter(data.client_batches(0, 1, 1, draw, self.dtype)))  # with Mixup its labels are probabilities
-        self._check_loss(self.engine.logits(self.server.w, x[:2]), y[:2])
+        self._check_loss(self.logits(self.server.w, x[:2]), y[:2])
 
     def _check_loss(self, logits: Tensor, y: Tensor) -> None:
         loss = type(self.objective.loss).__name__
@@ -887,7 +892,7 @@ class FederatedTrainer:
             rows, n = slice(n, n + len(y)), n + len(y)
             if by_batch and i % world != rank:
                 continue
-            logits = self.engine.logits(w, x, by_batch).to(self.dtype)
+            logits = self.logits(w, x, by_batch).to(self.dtype)
             sums += torch.stack([self.objective.evaluation_loss(logits, y).sum().double(), sums.new_tensor(len(y))])
             logits = logits[:, : data.num_classes]
             metrics[""].update(logits, y)
