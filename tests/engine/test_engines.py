@@ -233,6 +233,29 @@ def test_auto_measures_and_keeps_its_choice(golden: Golden, tmp_path: Path, caps
     assert torch.load(path, weights_only=True)["engine"] == "sequential"
 
 
+class Frozen(nn.Sequential):
+    """Its Dropout is frozen in eval mode, as users do; in train mode it would zero every input."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(1)
+        super().__init__(nn.Flatten(), nn.Dropout(1.0), nn.Linear(72, 3))
+        self[1].eval()
+
+
+@pytest.mark.parametrize("engine", ["sequential", "batched", "graphed"])
+def test_modes_of_submodules_are_kept(engine: str, tmp_path: Path) -> None:
+    """In local training, for a teacher and in evaluation."""
+    for objective in (FedAvg(net=Frozen()), FedGMT(net=Frozen())):
+        trained = train(tmp_path, objective, engine)
+        assert [module.training for module in objective.net.modules()] == [True, True, False, True]
+        assert not torch.equal(objective.flat.split(trained.server.w)["2.weight"], Frozen()[2].weight.double())
+    if engine == "sequential":  # a net in eval mode is trained in train mode
+        net = Frozen().eval()
+        trained = train(tmp_path, FedAvg(net=net), engine)
+        weight = trained.objective.flat.split(trained.server.w)["2.weight"]
+        assert net.training and torch.equal(weight, Frozen()[2].weight.double())
+
+
 @pytest.mark.slow
 def test_memory_is_flat(tmp_path: Path) -> None:
     """Over 200 rounds nothing is kept: neither tensors nor records."""
