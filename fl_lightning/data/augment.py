@@ -48,12 +48,8 @@ class Augment:
         require(window is None or window > 0, "data.augment.window", window, "use null (none) or a number of pixels")
         require(cutout >= 0, "data.augment.cutout", cutout, "use 0 (none) or a number of pixels")
         require(0 <= mixup < float("inf"), "data.augment.mixup", mixup, "use 0 (none) or a positive number")
-        self.crop = crop
-        self.flip = flip
-        self.granularity = granularity
-        self.window = window
-        self.cutout = cutout
-        self.mixup = mixup
+        self.crop, self.flip, self.granularity = crop, flip, granularity
+        self.window, self.cutout, self.mixup = window, cutout, mixup
 
     def draw(self, sizes: list[int], generator: torch.Generator) -> dict[str, Tensor]:
         """Draws for minibatches of these sizes: tensors ``(sum of sizes, ...)`` by name, on the CPU."""

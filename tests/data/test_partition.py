@@ -101,7 +101,7 @@ def test_dirichlet_statistics(classes, alpha, mean_classes, largest_share):
 
 @pytest.mark.parametrize("alpha", [-0.1, float("nan"), float("inf")])
 def test_bad_alpha(alpha):
-    with pytest.raises(UserError, match=rf"^data.*alpha = {alpha} is not a concentration; use a finite number >= 0"):
+    with pytest.raises(UserError, match=rf"^data.*alpha = {alpha}: not a concentration; use a finite number >= 0"):
         Dirichlet(alpha)
 
 

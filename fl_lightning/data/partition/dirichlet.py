@@ -60,15 +60,10 @@ class Dirichlet(Partition):
     def __init__(
         self, alpha: float = 0.0, power: float = 0.0, draws: Literal["rounded", "multinomial"] = "rounded"
     ) -> None:
-        if not (math.isfinite(alpha) and alpha >= 0):
-            raise UserError(
-                f"data.partition.alpha = {alpha} is not a concentration; use a finite number >= 0 "
-                "(0: one class per client; for equal shares use IID)"
-            )
+        remedy = "not a concentration; use a finite number >= 0 (0: one class per client; for equal shares use IID)"
+        require(math.isfinite(alpha) and alpha >= 0, "data.partition.alpha", alpha, remedy)
         require(not power or alpha > 0, "data.partition.power", power, "with alpha = 0 classes set the sizes; use 0")
-        self.alpha = alpha
-        self.power = _power(power)
-        self.draws = draws
+        self.alpha, self.power, self.draws = alpha, _power(power), draws
 
     def split(self, labels: Indices, num_clients: int, num_classes: int, seed: int) -> Sequence[Indices]:
         """See :meth:`Partition.__call__`."""

@@ -27,8 +27,7 @@ class Given(Partition):
     fixed = True
 
     def __init__(self, parts: list[list[int]], replacement: bool = False) -> None:
-        self.parts = parts
-        self.replacement = replacement
+        self.parts, self.replacement = parts, replacement
 
     def split(self, labels: Indices, num_clients: int, num_classes: int, seed: int) -> Sequence[Indices]:
         """See :meth:`Partition.__call__`."""
@@ -50,8 +49,7 @@ class Natural(Partition):
     fixed = True
 
     def __init__(self, users: str | list[int] | list[str], column: str = "user_id") -> None:
-        self.users = users
-        self.column = column
+        self.users, self.column = users, column
 
     def split(self, labels: Indices, num_clients: int, num_classes: int, seed: int) -> Sequence[Indices]:
         """See :meth:`Partition.__call__`."""
@@ -83,9 +81,7 @@ class FromFile(Partition):
     fixed = True
 
     def __init__(self, path: str, names: str | None = None, replacement: bool = False) -> None:
-        self.path = path
-        self.names = names
-        self.replacement = replacement
+        self.path, self.names, self.replacement = path, names, replacement
 
     def split(self, labels: Indices, num_clients: int, num_classes: int, seed: int) -> Sequence[Indices]:
         """See :meth:`Partition.__call__`."""
