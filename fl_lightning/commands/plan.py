@@ -160,8 +160,9 @@ class Clock(Callback):
         for callback in others:
             if hasattr(callback, "every_n_rounds"):
                 callback.every_n_rounds = 1
-            for hook in ("on_round_end", "on_round_logged"):
-                setattr(callback, hook, self.timed(type(callback).__name__, getattr(callback, hook)))
+            name = type(callback).__name__
+            for hook, part in (("on_round_end", name), ("on_round_logged", name), ("on_fit_end", "end")):
+                setattr(callback, hook, self.timed(part, getattr(callback, hook)))
 
     def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., None]:
         """Returns a function that adds its seconds to those of a part."""
@@ -303,6 +304,7 @@ def plan(
         if isinstance(callback, Checkpoints):
             factor, files = 1 + growth / checkpoint, 1 + times * callback.keep_all
         parts.append(Part(name, times, clock.each(name) * crowd * factor))
+    parts.append(Part("end", 1, clock.each("end") * crowd))
 
     assumptions = [
         "all devices are as fast as this one while it was measured, and nothing else runs on them",
