@@ -164,13 +164,14 @@ class Clock(Callback):
             for hook, part in (("on_round_end", name), ("on_round_logged", name), ("on_fit_end", "end")):
                 setattr(callback, hook, self.timed(part, getattr(callback, hook)))
 
-    def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., None]:
+    def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """Returns a function that adds its seconds to those of a part."""
 
-        def timed(*args: Any, **kwargs: Any) -> None:
+        def timed(*args: Any, **kwargs: Any) -> Any:
             started = time.perf_counter()
-            function(*args, **kwargs)
+            found = function(*args, **kwargs)
             self.seconds[name][self.rounds] += time.perf_counter() - started
+            return found
 
         return timed
 
@@ -198,7 +199,7 @@ class Clock(Callback):
         self.seconds["rest"][self.rounds] = rest = run.metrics["time/orchestration_s"]
         self.seconds["training"][self.rounds] = run.metrics["time/round_s"] - rest
         for split in ("val", "test") if run.data.val_fraction else ("test",):
-            self.timed(split, run.evaluate)(split)
+            run.log(self.timed(split, run.evaluate)(split))
 
 
 def measure(
