@@ -27,8 +27,8 @@ from fl_lightning.core.state import State
 from fl_lightning.trainer import checkpoint
 from fl_lightning.trainer.callbacks import Callback
 from fl_lightning.trainer.client_store import ClientStore
-from fl_lightning.trainer.samplers import UniformSampler
 from fl_lightning.trainer.run import Run
+from fl_lightning.trainer.samplers import UniformSampler
 
 NUMBERS = (100, 10_000, 1_000_000)
 LARGE_M, COHORT, ROUNDS = 1_262, 10, 200

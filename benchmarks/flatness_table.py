@@ -16,7 +16,7 @@ import torch
 
 import fl_lightning as fl
 from fl_lightning.core.rng import generator
-from fl_lightning.trainer.callbacks.flatness import read_readings
+from fl_lightning.trainer.callbacks.flatness_monitor import read_measurements
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 CSV, PAGE = DOCS / "flatness_table.csv", DOCS / "measuring.md"
@@ -27,7 +27,7 @@ MEASURES = {"lpf": "error", "lambda_max": "residual", "discrepancy": None}
 
 
 class NoCurves(fl.Curves):
-    def on_fit_end(self, run: fl.FederatedTrainer) -> None:
+    def on_fit_end(self, trainer: fl.FederatedTrainer) -> None:
         """Nothing."""
 
 
@@ -43,13 +43,13 @@ def train(name: str, alpha: float) -> dict[str, Any]:
             seed=0, callbacks=[NoCurves(), fl.FlatnessMonitor(200, metrics)], default_root_dir=folder,
             enable_progress_bar=False,
         )  # fmt: skip
-        trainer.fit(model, data)
-        readings = {r["name"]: r for r in read_readings(trainer.folder.path / "flatness.jsonl")}
-    row: dict[str, Any] = {"algorithm": name, "alpha": alpha, "accuracy": f"{trainer.metrics['server/test/acc']:.4f}"}
+        run = trainer.fit(model, data)
+        found = {m["name"]: m for m in read_measurements(run.folder.path / "flatness.jsonl")}
+    row: dict[str, Any] = {"algorithm": name, "alpha": alpha, "accuracy": f"{run.metrics['server/test/acc']:.4f}"}
     for measure, spread in MEASURES.items():
-        row[measure] = f"{readings[measure]['value']:.4g}"
+        row[measure] = f"{found[measure]['value']:.4g}"
         if spread:
-            row[f"{measure}_{spread}"] = f"{readings[measure][spread]:.1e}"
+            row[f"{measure}_{spread}"] = f"{found[measure][spread]:.1e}"
     return row
 
 

@@ -1,4 +1,4 @@
-"""How the samples are divided among the clients: a table, a CSV file and the two figures of the papers."""
+"""The partition of the samples among the clients: a table, a CSV file and two figures."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fl_lightning.core.errors import UserError
+from fl_lightning.core.figures import PAGE, save_figure
 from fl_lightning.data.module import FederatedDataModule
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from rich.console import Console
     from rich.table import Table
 
 SUMMARY = "Show how the samples are divided among the clients: table, CSV file, figures."
 ROWS, COLUMNS = 12, 12
-"""Clients and classes that the table on the terminal has at most; the CSV file has all."""
+"""Maximum number of clients and classes in the printed table; the CSV file has all."""
 
 DISCS = 100
-"""Clients and classes that the bubble figure has at most."""
+"""Maximum number of clients and classes in the bubble figure."""
 
 
 def class_counts(data: FederatedDataModule) -> NDArray[np.int64]:
-    """Samples of each client and class, ``(num_clients, num_classes)``, of a data module that is set up.
+    """Number of samples by client and class, ``(num_clients, num_classes)``, of a data module after setup.
 
     A sample that a client holds twice counts twice.
     """
@@ -36,27 +36,25 @@ def class_counts(data: FederatedDataModule) -> NDArray[np.int64]:
 
 
 def run(data: FederatedDataModule, out: str | None = None) -> None:
-    """Print the division; with ``out`` also write the whole table and the figures.
+    """Prints the partition; with ``out`` also writes the whole table and the figures.
 
     Args:
-        data: The data; set up if they are not.
+        data: The data; they are set up if necessary.
         out: Folder for ``clients.csv``, ``heatmap.png``, ``heatmap.pdf``, ``bubbles.png`` and ``bubbles.pdf``.
 
     Raises:
-        UserError: If the data are faulty or cannot be divided, or the folder cannot be made.
+        UserError: If the data are faulty or cannot be divided, or the folder cannot be created.
     """
     data.prepare_data()
     data.setup()
     counts = class_counts(data)
     _print(data, counts)
     if out is not None:
-        from fl_lightning.core.figures import save_figure
-
         folder = Path(out)
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UserError(f"out = {out}: no folder can be made there ({error.strerror}); give another one") from None
+            raise UserError(f"out = {out}: cannot create this folder ({error.strerror}); choose another one") from None
         write_csv(counts, folder / "clients.csv")
         for name, figure in (("heatmap", heat_map(counts)), ("bubbles", bubbles(counts))):
             save_figure(figure, folder / name)
@@ -64,7 +62,7 @@ def run(data: FederatedDataModule, out: str | None = None) -> None:
 
 
 def write_csv(counts: NDArray[np.int64], path: Path) -> None:
-    """A row for each client: its number, its samples, and those of each class.
+    """Writes a row for each client: its number, its samples, and those of each class.
 
     Args:
         counts: By :func:`class_counts`.
@@ -77,7 +75,7 @@ def write_csv(counts: NDArray[np.int64], path: Path) -> None:
 
 
 def heat_map(counts: NDArray[np.int64]) -> Figure:
-    """Samples of each client (across) and class (up) as shades, white where there are none.
+    """Draws the samples of each client (x) and class (y) as shades, white where there are none.
 
     The shades only get darker, so they can be read in grey and by the colour-blind.
 
@@ -88,8 +86,8 @@ def heat_map(counts: NDArray[np.int64]) -> Figure:
     from matplotlib.colors import ListedColormap
 
     clients, classes = counts.shape
-    shades = ListedColormap(colormaps["Blues"](np.linspace(0.15, 1, 256)))  # a single sample is told from none
-    figure, axes = _axes(min(max(0.11 * clients, 2.5), 12.0), min(max(0.22 * classes, 1.5), 8.0))
+    shades = ListedColormap(colormaps["Blues"](np.linspace(0.15, 1, 256)))  # a single sample differs from none
+    figure, axes = _axes(min(max(0.11 * clients, 2.5), 12.0), min(max(0.22 * classes, 1.5), 8.0), classes)
     cells = np.ma.masked_equal(counts.T, 0)
     image = axes.imshow(cells, cmap=shades, aspect="auto", origin="lower", interpolation="nearest", vmin=0)
     figure.colorbar(image, label="samples", pad=0.02)
@@ -97,7 +95,7 @@ def heat_map(counts: NDArray[np.int64]) -> Figure:
 
 
 def bubbles(counts: NDArray[np.int64]) -> Figure:
-    """Samples of each client (across) and class (up) as the areas of discs, of the first `DISCS` clients and classes.
+    """Draws the samples of each client (x) and class (y) as areas of discs, of the first `DISCS` clients and classes.
 
     Args:
         counts: By :func:`class_counts`.
@@ -106,27 +104,29 @@ def bubbles(counts: NDArray[np.int64]) -> Figure:
 
     part = counts[:DISCS, :DISCS]
     clients, classes = part.shape
-    cell = min(max(14 / max(part.shape), 0.12), 0.3)
-    figure, axes = _axes(cell * (clients + 6), cell * classes)
-    for name, shown, of in (("client", clients, counts.shape[0]), ("class", classes, counts.shape[1])):
-        if shown < of:
-            axes.set(**{"xlabel" if name == "client" else "ylabel": f"{name} (the first {shown} of {of:,})"})
+    cell = min(max((PAGE - 1.4) / (max(part.shape) + 6), 0.11), 0.3)  # a page wide, if class labels still fit
+    figure, axes = _axes(cell * (clients + 6), cell * classes, classes)
+    for axis, name, of in ((axes.xaxis, "client", counts.shape[0]), (axes.yaxis, "class", counts.shape[1])):
+        if of > DISCS:
+            axis.set_label_text(f"{name} (the first {DISCS} of {of:,})")
     key = sorted({max(1, round(part.max() / n)) for n in (1, 4, 16)}, reverse=True)
+    rows = [classes - 2.2 - 1.5 * i for i in range(len(key))]
     k, c = np.nonzero(part)
-    places = [*zip(k, c, strict=True), *((clients + 1, classes - 1 - 1.5 * i) for i in range(len(key)))]
+    places = [*zip(k, c, strict=True), *((clients + 1, row) for row in rows)]
     width = np.sqrt(np.array([*part[k, c], *key]) / part.max()) * 0.98  # the largest one just fits into its cell
     discs = EllipseCollection(
         width, width, 0, units="xy", offsets=places, offset_transform=axes.transData, color="#1f3b66", clip_on=False
     )
     axes.add_collection(discs)
-    for i, n in enumerate(key):
-        axes.text(clients + 2, classes - 1 - 1.5 * i, f"{n:,}", va="center", fontsize="small")
+    axes.text(clients + 0.5, classes - 0.9, "samples", va="center", fontsize="small")
+    for row, n in zip(rows, key, strict=True):
+        axes.text(clients + 2, row, f"{n:,}", va="center", fontsize="small")
     axes.set(aspect="equal", anchor="W", xlim=(-0.7, clients - 0.3), ylim=(-0.7, classes - 0.3))
     return figure
 
 
-def _axes(width: float, height: float) -> tuple[Figure, Axes]:
-    """A figure with axes of about this size, in inches."""
+def _axes(width: float, height: float, classes: int) -> tuple[Figure, Axes]:
+    """A figure with axes of about this size, in inches; up to 20 classes all have a tick."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
@@ -134,12 +134,13 @@ def _axes(width: float, height: float) -> tuple[Figure, Axes]:
     axes = figure.add_subplot(xlabel="client", ylabel="class")
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+    if classes <= 20:
+        axes.set_yticks(range(classes))
     return figure, axes
 
 
 def _print(data: FederatedDataModule, counts: NDArray[np.int64]) -> None:
     from rich.console import Console
-    from rich.table import Table
 
     console = Console()
     if not console.is_terminal:
@@ -167,15 +168,15 @@ def _print(data: FederatedDataModule, counts: NDArray[np.int64]) -> None:
         different = np.array([len(np.unique(part)) for part in data.clients])
         stats["share of different samples"] = (different / sizes, ".3f")
     stats["samples of a class"] = (totals, ",.1f")
-    table = Table("", "least", "mean", "most")
+    table = _table("", "min", "mean", "max")
     for name, (values, form) in stats.items():
         row = (values.min(), values.mean(), values.max())
         table.add_row(name, *(f"{v:{form}}".removesuffix(".0") for v in row))
-    _print_right(console, table)
+    console.print(table)
 
     shown = min(classes, COLUMNS)
     rest = classes - shown
-    table = Table("client", "samples", *map(str, range(shown)), *([f"{rest:,} more"] if rest else []))
+    table = _table("client", "samples", *map(str, range(shown)), *([f"{rest:,} more"] if rest else []))
     numbers = np.column_stack([sizes, counts[:, :shown], *([counts[:, shown:].sum(1)] if rest else [])])
     some = range(clients if clients <= ROWS else ROWS - 2)
     for k in some:
@@ -185,14 +186,14 @@ def _print(data: FederatedDataModule, counts: NDArray[np.int64]) -> None:
         table.add_row(str(clients - 1), *_cells(numbers[-1]))
     table.add_section()
     table.add_row("all", *_cells(numbers.sum(0)))
-    _print_right(console, table)
+    console.print(table)
 
 
 def _cells(row: NDArray[np.int64]) -> list[str]:
     return [f"{n:,}" if n else "" for n in row]
 
 
-def _print_right(console: Console, table: Table) -> None:
-    for column in table.columns[1:]:
-        column.justify = "right"
-    console.print(table)
+def _table(first: str, *others: str) -> Table:
+    from rich.table import Column, Table
+
+    return Table(first, *(Column(name, justify="right") for name in others))

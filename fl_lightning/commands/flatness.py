@@ -153,7 +153,8 @@ def _show(folder: Path, run: Run, measurements: Sequence[Measurement]) -> None:
     for m in measurements:
         spread = f"{m.error:.2g}" if m.error is not None else ""
         spread = f"{abs(m.residual * m.value):.1g} (residual)" if m.residual is not None else spread
-        table.add_row(m.name, f"{m.value:.4g}", spread, m.protocol())
+        table.add_row(m.name, f"{m.value:.4g}", spread, m.protocol().replace(f" {RETRAINED}", "*"))
+    table.caption = f"* {RETRAINED}" if any(RETRAINED in m.model for m in measurements) else None
     console = Console()
     console.print(table)
     console.print(f"measured with: {PROTOCOL}; seed {run.seed}", highlight=False, soft_wrap=True)

@@ -171,7 +171,7 @@ def trajectory(run: Run, objective: LocalObjective, client: int) -> Tensor:
     """
     jobs = next(Round(run, Cohort.of(run, [client], run.next_round)).phases()).jobs()
     if objective is not run.objective:
-        received = State({"w": run.server.w}).only(objective.down)
+        received = State({"w": run.server.w})
         inits = {**objective.client_inits(), **objective.scratch_state}
         state = State.initial(inits, run.clients.w0, received.w)
         jobs = [replace(job, state=state, received=received) for job in jobs]
@@ -185,5 +185,6 @@ def trajectory(run: Run, objective: LocalObjective, client: int) -> Tensor:
     recording: Any = copy(objective)
     recording.local_step = recorded
     iterates += [result.w for result in SequentialEngine(recording, run.net, run.fabric.autocast).train(jobs)]
-    path: Tensor = run.fabric.broadcast(torch.stack(iterates).cpu() if iterates else None)
+    path = run.fabric.broadcast(torch.stack(iterates).cpu() if iterates else None)
+    assert path is not None
     return path.to(run.server.w)

@@ -160,16 +160,18 @@ class Clock(Callback):
         for callback in others:
             if hasattr(callback, "every_n_rounds"):
                 callback.every_n_rounds = 1
-            for hook in ("on_round_end", "on_round_logged"):
-                setattr(callback, hook, self.timed(type(callback).__name__, getattr(callback, hook)))
+            name = type(callback).__name__
+            for hook, part in (("on_round_end", name), ("on_round_logged", name), ("on_fit_end", "end")):
+                setattr(callback, hook, self.timed(part, getattr(callback, hook)))
 
-    def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., None]:
+    def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """Returns a function that adds its seconds to those of a part."""
 
-        def timed(*args: Any, **kwargs: Any) -> None:
+        def timed(*args: Any, **kwargs: Any) -> Any:
             started = time.perf_counter()
-            function(*args, **kwargs)
+            found = function(*args, **kwargs)
             self.seconds[name][self.rounds] += time.perf_counter() - started
+            return found
 
         return timed
 
@@ -197,7 +199,7 @@ class Clock(Callback):
         self.seconds["rest"][self.rounds] = rest = run.metrics["time/orchestration_s"]
         self.seconds["training"][self.rounds] = run.metrics["time/round_s"] - rest
         for split in ("val", "test") if run.data.val_fraction else ("test",):
-            self.timed(split, run.evaluate)(split)
+            run.log(self.timed(split, run.evaluate)(split))
 
 
 def measure(
@@ -209,7 +211,7 @@ def measure(
     with tempfile.TemporaryDirectory(prefix="fl_lightning_plan_") as folder, contextlib.redirect_stdout(io.StringIO()):
         trial = FederatedTrainer(
             **{name: getattr(trainer, name) for name in KEPT},
-            engine=trainer.engine_name,
+            engine=trainer.engine,
             eval_every=trainer.max_rounds,  # the clock evaluates
             accelerator=trainer.fabric.device.type,
             threads=threads,
@@ -222,7 +224,7 @@ def measure(
                 trial.fit(copy.deepcopy(model), data)
         finally:
             torch.set_num_threads(before)
-        return clock, trial.engine_name, next(Path(folder).rglob("last.ckpt")).stat().st_size
+        return clock, trial.run.engine_name, next(Path(folder).rglob("last.ckpt")).stat().st_size
 
 
 def plan(
@@ -303,6 +305,7 @@ def plan(
         if isinstance(callback, Checkpoints):
             factor, files = 1 + growth / checkpoint, 1 + times * callback.keep_all
         parts.append(Part(name, times, clock.each(name) * crowd * factor))
+    parts.append(Part("end", 1, clock.each("end") * crowd))
 
     assumptions = [
         "all devices are as fast as this one while it was measured, and nothing else runs on them",

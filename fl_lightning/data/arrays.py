@@ -47,10 +47,8 @@ class Arrays(FederatedDataModule):
     ) -> None:
         if (path is None) == (client_arrays is None):
             raise UserError("path: give either path (an .npz file or a folder) or client_arrays (from Python)")
-        self.path = path
-        self.scale = scale
-        self.client_arrays = client_arrays
-        self.test = test
+        self.path, self.scale = path, scale
+        self.client_arrays, self.test = client_arrays, test
         if client_arrays is not None:
             if test is None:
                 raise UserError("test: missing; client_arrays need the central test set as (x, y)")

@@ -13,24 +13,22 @@ from fl_lightning.core.errors import require
 
 
 class Augment:
-    """Random crop from a zero-padded image and a random horizontal flip; on request a window, Cutout and Mixup.
+    """Random crop from a zero-padded image and random horizontal flip; optionally a window, Cutout and Mixup.
 
     Crop, window and flip work on raw values, so the padding is black before normalisation, as in the fedsam repository;
-    Cutout and Mixup come after normalisation. What is drawn for a sample (`draw`) and what is done with it (`__call__`,
-    `finish`) are apart: the draws of many minibatches can be applied at once, and both passes of a SAM step see the
-    same.
+    Cutout and Mixup follow after normalisation. Drawing (`draw`) and applying (`__call__`, `finish`) are separate: the
+    draws of many minibatches can be applied at once, and both passes of a SAM step see the same samples.
 
     Args:
         crop: Zero pixels added on every side before cropping back to the image's size; 0 for no crop.
         flip: Whether half of the images are mirrored left to right.
-        granularity: Draws of its own for every sample, or one for the whole batch (as FL-SAM and the fedgloss
-            repository have it).
-        window: Height and width of the part of an image that is used, at random in training, the central one in
+        granularity: One draw for every sample, or one for the whole batch (as in FL-SAM and the fedgloss repository).
+        window: Height and width of the part of an image that is used, a random one in training, the central one in
             evaluation (Reddi et al. 2021: 24 of CIFAR-100's 32); null for the whole image.
         cutout: Height and width of a hole of zeros at a random centre, clipped at the edges (DeVries and Taylor 2017;
             16 in the fedsam repository); 0 for none.
         mixup: alpha of Mixup (Zhang et al. 2018; 1.0 in the fedsam repository): one lambda ~ Beta(alpha, alpha) and one
-            permutation a minibatch. Labels become probabilities, with which cross-entropy is
+            permutation per minibatch. Labels become probabilities, with which cross-entropy is
             ``lambda CE(y_a) + (1 - lambda) CE(y_b)``. 0 for none.
 
     Raises:
@@ -50,15 +48,11 @@ class Augment:
         require(window is None or window > 0, "data.augment.window", window, "use null (none) or a number of pixels")
         require(cutout >= 0, "data.augment.cutout", cutout, "use 0 (none) or a number of pixels")
         require(0 <= mixup < float("inf"), "data.augment.mixup", mixup, "use 0 (none) or a positive number")
-        self.crop = crop
-        self.flip = flip
-        self.granularity = granularity
-        self.window = window
-        self.cutout = cutout
-        self.mixup = mixup
+        self.crop, self.flip, self.granularity = crop, flip, granularity
+        self.window, self.cutout, self.mixup = window, cutout, mixup
 
     def draw(self, sizes: list[int], generator: torch.Generator) -> dict[str, Tensor]:
-        """What is drawn for minibatches of these sizes: tensors ``(sum of sizes, ...)`` by name, on the CPU."""
+        """Draws for minibatches of these sizes: tensors ``(sum of sizes, ...)`` by name, on the CPU."""
         n, repeats = sum(sizes) if self.granularity == "sample" else len(sizes), torch.tensor(sizes)
         drawn = {}
         if self.crop:
@@ -66,22 +60,22 @@ class Augment:
         if self.flip:
             drawn["flip"] = torch.rand(n, generator=generator) < 0.5
         if self.window:
-            drawn["window"] = torch.rand(n, 2, generator=generator)  # a place in [0, 1), whatever the image's size
+            drawn["window"] = torch.rand(n, 2, generator=generator)  # positions in [0, 1), for images of any size
         if self.cutout:
             drawn["cutout"] = torch.rand(n, 2, generator=generator)
         if self.granularity == "batch":
             drawn = {name: v.repeat_interleave(repeats, dim=0) for name, v in drawn.items()}
         if self.mixup:
-            seed = int(torch.randint(2**62, (), generator=generator))  # torch draws no Beta from a generator
+            seed = int(torch.randint(2**62, (), generator=generator))  # torch cannot draw Beta from a generator
             shares = np.random.default_rng(seed).beta(self.mixup, self.mixup, len(sizes))
             drawn["share"] = torch.from_numpy(shares).repeat_interleave(repeats)
-            # how many places further the partner is, so that a minibatch may lie anywhere among others
+            # offset of the partner, so that a minibatch can stand anywhere among others
             steps = [torch.randperm(size, generator=generator) - torch.arange(size) for size in sizes]
             drawn["partner"] = torch.cat(steps)
         return drawn
 
     def __call__(self, x: Tensor, draws: dict[str, Tensor]) -> Tensor:
-        """Augment raw images ``(N, C, H, W)``, any dtype and device, by their `draw`; channels_last stays so."""
+        """Augments raw images ``(N, C, H, W)`` of any dtype and device by their `draw`; keeps channels_last."""
         height, width = x.shape[-2:]
         if self.crop:
             dy, dx = draws["crop"].to(x.device).unbind(1)
@@ -95,10 +89,10 @@ class Augment:
         return x
 
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape of an augmented image, given that of a stored one, ``(C, H, W)``.
+        """Returns the shape of an augmented image, given that of a stored one, ``(C, H, W)``.
 
         Raises:
-            UserError: If it cannot be made of such images.
+            UserError: If the images are smaller than the window.
         """
         if not self.window:
             return shape
@@ -107,19 +101,19 @@ class Augment:
         return shape[0], self.window, self.window
 
     def central(self, x: Tensor) -> Tensor:
-        """What evaluation sees of raw images ``(N, C, H, W)``."""
+        """Returns the part of raw images ``(N, C, H, W)`` that evaluation uses."""
         if not self.window:
             return x
         top, left = ((size - self.window) // 2 for size in x.shape[-2:])
         return x[..., top : top + self.window, left : left + self.window]
 
     def finish(self, x: Tensor, y: Tensor, draws: dict[str, Tensor], num_classes: int) -> tuple[Tensor, Tensor]:
-        """What comes after normalisation.
+        """Applies the steps after normalisation.
 
         Args:
             x: Images ``(N, C, H, W)``; they may be changed in place.
             y: Labels ``(N,)``.
-            draws: Their `draw`. With Mixup the samples of a minibatch must lie side by side, as they were drawn.
+            draws: Their `draw`. With Mixup the samples of a minibatch must be consecutive, as they were drawn.
             num_classes: Number of classes.
 
         Returns:
@@ -134,7 +128,7 @@ class Augment:
             x.masked_fill_((hidden[0][:, None, :, None] & hidden[1][:, None, None, :]).to(x.device), 0)
         if self.mixup:
             n = len(x)
-            # what pads a block to its shape has no weight, so its partner may be any sample
+            # padding of a block has no weight, so its partner can be any sample
             partner = (torch.arange(n) + draws["partner"]).clamp(max=n - 1).to(x.device)
             share = draws["share"].to(x.device, x.dtype)
             labels = F.one_hot(y, num_classes).to(x.dtype)
@@ -144,6 +138,6 @@ class Augment:
 
 
 def _cut(x: Tensor, dy: Tensor, dx: Tensor, height: int, width: int) -> Tensor:
-    """The part of each image ``(N, H, W, C)`` that begins at ``dy, dx``: ``(N, C, height, width)``, channels_last."""
+    """Crops images ``(N, H, W, C)`` at ``dy, dx``; returns ``(N, C, height, width)``, channels_last."""
     parts = x.unfold(1, height, 1).unfold(2, width, 1).permute(0, 1, 2, 4, 5, 3)  # a view: (N, dy, dx, h, w, C)
     return parts[torch.arange(len(x), device=x.device), dy, dx].permute(0, 3, 1, 2)

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fl_lightning.core.errors import UserError
+from fl_lightning.core.errors import require
 from fl_lightning.core.rng import numpy_generator
 from fl_lightning.data.partition import Partition
 from fl_lightning.data.tensors import stratified
@@ -66,17 +66,16 @@ def divide(
         UserError: If nothing would be held out, or a client is left without samples.
     """
     n_val = round(val_fraction * len(y))
-    if val_fraction and not n_val:
-        raise UserError(f"data.val_fraction = {val_fraction} holds out nothing; use for example 0.1")
+    require(n_val > 0 or not val_fraction, "data.val_fraction", val_fraction, "holds out nothing; use for example 0.1")
     val = stratified(y, n_val, numpy_generator(seed, "validation"))
     kept = np.setdiff1d(np.arange(len(y)), val)
-    if num_clients > len(kept):
-        raise UserError(f"data.num_clients = {num_clients} exceeds the {len(kept)} training samples; use fewer clients")
+    fewer = f"exceeds the {len(kept)} training samples; use fewer clients"
+    require(num_clients <= len(kept), "data.num_clients", num_clients, fewer)
     if partition.fixed:
         parts = [part[~np.isin(part, val)] for part in partition(y, num_clients, num_classes, seed)]
     else:
         parts = [kept[part] for part in partition(y[kept], num_clients, num_classes, seed)]
     for client, part in enumerate(parts):
-        if len(part) == 0:
-            raise UserError(f"data.val_fraction = {val_fraction} takes all data of client {client}; use a smaller one")
+        taken = f"takes all data of client {client}; use a smaller one"
+        require(len(part) > 0, "data.val_fraction", val_fraction, taken)
     return torch.from_numpy(val), ClientIndices(parts)

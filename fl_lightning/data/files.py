@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from fl_lightning.core.errors import UserError
+from fl_lightning.core.errors import UserError, require
 
 
 def find_files(key: str, folder: str | Path, layout: Sequence[str], home: str) -> list[Path]:
@@ -20,12 +20,10 @@ def find_files(key: str, folder: str | Path, layout: Sequence[str], home: str) -
     Raises:
         UserError: If one of them is missing.
     """
-    paths = [Path(folder, name) for name in layout]
-    for name, path in zip(layout, paths, strict=True):
-        if not path.exists():
-            expected = ", ".join(dict.fromkeys(layout))
-            raise UserError(f"{key} = '{folder}': '{name}' is missing; expected there {expected}, from {home}")
-    return paths
+    expected = f"expected there {', '.join(dict.fromkeys(layout))}, from {home}"
+    for name in layout:
+        require(Path(folder, name).exists(), key, f"'{folder}'", f"'{name}' is missing; {expected}")
+    return [Path(folder, name) for name in layout]
 
 
 def corrupt_file_error(key: str, path: str | Path, what: object, home: str) -> UserError:

@@ -39,13 +39,6 @@ class SampleModule(L.LightningDataModule, ABC):
     """Value of a uint8 pixel that becomes 1.0."""
     published: tuple[int, int] | None = None
     """Numbers of training and test samples of a published data set; setup warns of others."""
-    num_classes: int
-    input_shape: tuple[int, ...]
-    x_train: Tensor | Stream
-    y_train: Tensor
-    x_test: Tensor | Stream
-    y_test: Tensor
-    leaked: int | None
 
     def __init__(
         self,
@@ -63,8 +56,7 @@ class SampleModule(L.LightningDataModule, ABC):
             all(s > 0 for s in std or ()), "data.std", std, "must be positive; leave out constant channels or use 1"
         )
         require(workers > 0, "data.workers", workers, "use for example the number of CPU cores")
-        self.eval_batch_size = eval_batch_size
-        self.augment = augment
+        self.eval_batch_size, self.augment = eval_batch_size, augment
         self.mean, self.std, self.standardise = mean, std, standardise
         self.stream, self.workers = stream, workers
         self.device = torch.device("cpu")
@@ -126,15 +118,16 @@ class SampleModule(L.LightningDataModule, ABC):
         self.leaked = count_leaks(self.x_train, self.x_test)
         self.num_classes = self.count_classes()
         self.input_shape = self.stored_shape()
-        if self.augment is not None and len(self.input_shape) != 3:
-            raise UserError(f"augment: samples of shape {self.input_shape} are not images (C, H, W); set augment: null")
-        if self.standardise and (self.mean is not None or self.std is not None):
-            raise UserError("data.standardise = true: replaces mean and std; leave these out")
+        no_images = f"samples of shape {self.input_shape} are not images (C, H, W); use null"
+        require(
+            self.augment is None or len(self.input_shape) == 3, "data.augment", type(self.augment).__name__, no_images
+        )
+        alone = not self.standardise or (self.mean is None and self.std is None)
+        require(alone, "data.standardise", "true", "replaces mean and std; leave these out")
         for key, values in (("mean", self.mean), ("std", self.std)):
-            if values is not None and len(values) not in (1, *self.input_shape[:1]):
-                raise UserError(
-                    f"{key}: {len(values)} values for samples of shape {self.input_shape}; give one, or one per channel"
-                )
+            fits = values is None or len(values) in (1, *self.input_shape[:1])
+            shape = f"samples have shape {self.input_shape}; give one value, or one per channel"
+            require(fits, f"data.{key}", values, shape)
         if self.augment is not None:
             self.input_shape = self.augment.output_shape(self.input_shape)
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fl_lightning.core.errors import UserError
+from fl_lightning.core.errors import UserError, require
 from fl_lightning.data.files import find_files
 from fl_lightning.data.module import FederatedDataModule
 from fl_lightning.data.stream import Samples
@@ -55,8 +55,7 @@ class TorchvisionData(FederatedDataModule):
     ) -> None:
         super().__init__(**kwargs)
         self.dataset = name  # `name` is an attribute of Lightning's
-        self.data_dir = data_dir
-        self.download = download
+        self.data_dir, self.download = data_dir, download
         self.dataset_kwargs = dataset_kwargs or {}
         _normalise(self, name)
 
@@ -209,10 +208,8 @@ class ImageFolder(FederatedDataModule):
 
     def __init__(self, root: str, image_size: int, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        if image_size < 1:
-            raise UserError(f"data.image_size = {image_size} is not positive; use for example 32")
-        self.root = root
-        self.image_size = image_size
+        require(image_size > 0, "data.image_size", image_size, "use for example 32")
+        self.root, self.image_size = root, image_size
 
     def load(self) -> tuple[Any, Any, Any, Any]:
         """See :class:`FederatedDataModule`."""

@@ -65,6 +65,6 @@ class BatchLoader(DataLoader[Batch]):
         super().__init__(dataset, **{**kwargs, "batch_size": None})
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]  # torch declares its own iterator class
-        # at the first batch, not before: a resumed Trainer sets the epoch after it has made the iterator
+        # read at the first batch: Lightning sets the first epoch of a resumed run only after it has called iter()
         epoch = getattr(self.sampler, "epoch", 0)
         yield from self.dataset.make([*self.sampler], epoch)

@@ -76,13 +76,10 @@ class Minibatches:
 
     def take(self, steps: Sequence[int]) -> Minibatches:
         """Some of the steps, in the given order."""
-
-        def rows(v: Tensor) -> Tensor:
-            parts = torch.split(v, self.sizes)
-            return torch.cat([parts[step] for step in steps])
-
-        draws = {name: rows(v) for name, v in self.draws.items()}
-        return Minibatches(self.source, rows(self.indices), [self.sizes[step] for step in steps], draws, self.dtype)
+        parts = torch.split(torch.arange(len(self.indices)), self.sizes)
+        rows, sizes = torch.cat([parts[step] for step in steps]), [self.sizes[step] for step in steps]
+        draws = {name: v[rows] for name, v in self.draws.items()}
+        return Minibatches(self.source, self.indices[rows], sizes, draws, self.dtype)
 
 
 def epoch_sizes(n: int, batch_size: int | None, drop_last: bool) -> list[int]:

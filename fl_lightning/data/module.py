@@ -15,7 +15,7 @@ from torch import Tensor
 from fl_lightning.core.errors import UserError, require
 from fl_lightning.core.rng import generator, numpy_generator
 from fl_lightning.data.augment import Augment
-from fl_lightning.data.clients import ClientIndices, divide
+from fl_lightning.data.clients import divide
 from fl_lightning.data.gather import SampleModule
 from fl_lightning.data.loaders import Batches, BatchLoader, EpochSampler
 from fl_lightning.data.minibatches import Batch, Minibatches, epoch_sizes
@@ -65,10 +65,6 @@ class FederatedDataModule(SampleModule, ABC):
         UserError: If a value is out of range, or (in setup) if the data are faulty or cannot be divided.
     """
 
-    clients: ClientIndices
-    client_sizes: Tensor
-    val_indices: Tensor
-
     def __init__(
         self,
         num_clients: int = 100,
@@ -91,12 +87,9 @@ class FederatedDataModule(SampleModule, ABC):
             batch_size is None or batch_size > 0, "data.batch_size", batch_size, "use 1 or more, or null (full batch)"
         )
         require(0 <= val_fraction < 1, "data.val_fraction", val_fraction, "use a share in [0, 1), for example 0.1")
-        self.num_clients = num_clients
-        self.partition = partition or IID()
-        self.batch_size = batch_size
-        self.drop_last = drop_last
-        self.val_fraction = val_fraction
-        self.seed = seed
+        self.num_clients, self.partition = num_clients, partition or IID()
+        self.batch_size, self.drop_last = batch_size, drop_last
+        self.val_fraction, self.seed = val_fraction, seed
 
     def setup(self, stage: str | None = None) -> None:
         """Loads, checks, holds out and divides the data, on every process alike; does nothing the second time.
@@ -201,16 +194,17 @@ class FederatedDataModule(SampleModule, ABC):
 
     # A plain L.Trainer
 
-    def train_dataloader(self, seed: int | None = None) -> BatchLoader:
+    def train_dataloader(self, seed: int | None = None, first_epoch: int = 0) -> BatchLoader:
         """Shuffled, augmented float32 batches of the union of the clients' data; processes share the batches.
 
         Args:
             seed: Seed of order and augmentation; null takes the data module's.
+            first_epoch: Number of the first epoch; each epoch is drawn by seed and number.
         """
         count, root = len(self._sizes(len(self._union))), self.seed if seed is None else seed
 
         def make(numbers: Sequence[int], epoch: int) -> Iterator[Batch]:
-            rng = generator(root, "centralized", epoch)
+            rng = generator(root, "centralized", first_epoch + epoch)
             return iter(self._minibatches(self._union, count, rng, torch.float32).take(numbers))
 
         return BatchLoader(Batches(count, make), sampler=EpochSampler(count))

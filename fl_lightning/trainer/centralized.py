@@ -103,6 +103,7 @@ def train_centrally(run: Run) -> None:
         limit_val_batches=0,
     )
     run.net.move_to(run.server.w.clone())  # trained in place
+    batches = run.data.train_dataloader(run.seed, first_epoch=1)
     state = run.restored.get("training") or {}
     with tempfile.TemporaryDirectory() as folder, seeded(device, run.seed, "centralized net"):
         path = None
@@ -110,7 +111,7 @@ def train_centrally(run: Run) -> None:
             torch.save(state["lightning"], path := str(Path(folder, "lightning.ckpt")))
             global_generator(device).set_state(state["generator"])
         try:
-            trainer.fit(model, train_dataloaders=run.data.train_dataloader(run.seed), ckpt_path=path)
+            trainer.fit(model, train_dataloaders=batches, ckpt_path=path)
         except BaseException:
             if epochs.snapshot is not None:
                 run.restore(epochs.snapshot)

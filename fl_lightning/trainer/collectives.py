@@ -14,13 +14,14 @@ import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
 from torch import Tensor
+from torch.distributed import TCPStore as Store  # type: ignore[attr-defined]
 
 from fl_lightning.core.errors import UserError
 from fl_lightning.core.state import Uploads
 
 K = TypeVar("K")
 V = TypeVar("V")
-_store: dist.TCPStore | None = None
+_store: Store | None = None
 
 
 def connect(fabric: Fabric) -> None:
@@ -30,11 +31,11 @@ def connect(fabric: Fabric) -> None:
         return
     host, limit = os.environ.get("MASTER_ADDR", "127.0.0.1"), timedelta(seconds=30)
     if fabric.is_global_zero:
-        _store = dist.TCPStore(host, 0, is_master=True, timeout=limit, wait_for_workers=False)
+        _store = Store(host, 0, is_master=True, timeout=limit, wait_for_workers=False)
     port = fabric.broadcast(_store.port if _store is not None else 0)
     if not fabric.is_global_zero:
         with suppress(RuntimeError):  # no way through between the nodes: the first process of each reports
-            _store = dist.TCPStore(host, port, is_master=False, timeout=limit)
+            _store = Store(host, port, is_master=False, timeout=limit)
 
 
 def shutdown() -> None:

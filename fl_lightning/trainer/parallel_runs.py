@@ -137,7 +137,7 @@ def _train_round(runs: Sequence[Run], engine: Engine) -> dict[Run, UserError]:
         for run in list(rounds):
             try:
                 step(run)
-            except UserError as error:
+            except UserError as error:  # noqa: PERF203  each run's own
                 broken[run] = error
                 run.restore(snapshots[run])
                 del rounds[run]

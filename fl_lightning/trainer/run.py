@@ -186,7 +186,8 @@ class Run:
     @property
     def elapsed(self) -> float:
         """Seconds that the run has taken, those before it was resumed included."""
-        return self.restored.get("elapsed", 0.0) + time.monotonic() - self._opened
+        before: float = self.restored.get("elapsed", 0.0)
+        return before + time.monotonic() - self._opened
 
     @property
     def finished(self) -> bool:
@@ -322,7 +323,7 @@ class Run:
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """All of what follows, or nothing: an error restores the run and its callbacks. A written checkpoint ends it."""
+        """All or nothing of what follows: an error restores the run and its callbacks, unless a checkpoint is written."""
         snapshot = self.snapshot()
         try:
             yield
@@ -365,7 +366,7 @@ class Run:
         settings = self.settings
         if self.rounds_done % settings.eval_every == 0 or self.rounds_done > self.max_rounds - settings.eval_last:
             for split in ("val", "test") if self.data.val_fraction else ("test",):
-                self.log(self.evaluate(split))  # type: ignore[arg-type]
+                self.log(self.evaluate(split))
         self.call("on_round_end")
         logged, self._round_metrics = self._round_metrics, {}
         for logger in self.loggers:

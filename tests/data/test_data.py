@@ -227,7 +227,7 @@ def test_validation_part_leaves_given_indices_right():
     data = toy(num_clients=3, val_fraction=0.1, partition=Given(parts))
     for client, part in zip(data.clients, parts, strict=True):
         assert set(client.tolist()) == set(part) - set(data.val_indices.tolist())
-    with pytest.raises(UserError, match=r"data.val_fraction = 0.9 takes all data of client \d+; use a smaller one"):
+    with pytest.raises(UserError, match=r"data.val_fraction = 0.9: takes all data of client \d+; use a smaller one"):
         toy(num_clients=3, val_fraction=0.9, partition=Given([[0], [1], [2]]))
 
 
@@ -293,14 +293,18 @@ def nan_at(row):
         (
             (XF, Y, XF, Y),
             {"num_clients": 61},
-            "data.num_clients = 61 exceeds the 60 training samples; use fewer clients",
+            "data.num_clients = 61: exceeds the 60 training samples; use fewer clients",
         ),
         (
             (XF, Y, XF, Y),
             {"augment": Augment()},
-            r"augment: samples of shape \(4,\) are not images .* set augment: null",
+            r"data.augment = Augment: samples of shape \(4,\) are not images .* use null",
         ),
-        (None, {"mean": [0.1, 0.2]}, r"mean: 2 values for samples of shape \(3, 6, 5\); give one, or one per channel"),
+        (None, {"mean": [0.1, 0.2]}, r"data.mean = \[0.1, 0.2\]: samples have shape \(3, 6, 5\); give one value, or one per"),
+            None,
+            {"mean": [0.1, 0.2]},
+            r"data.mean = \[0.1, 0.2\]: samples have shape \(3, 6, 5\); give one value, or one per channel",
+        ),
         (None, {"std": [0.0]}, r"data.std = \[0.0\]: must be positive"),
         (None, {"batch_size": 0}, "data.batch_size = 0: use 1 or more, or null \\(full batch\\)"),
         (None, {"eval_batch_size": 0}, "data.eval_batch_size = 0: use 1 or more"),
@@ -550,7 +554,7 @@ def test_image_folder(tmp_path):
         UserError, match=r"root: no images of each class under '.*train'; expected .*/train/<class>/\*.png"
     ):
         ImageFolder(str(tmp_path / "none"), 5).setup()
-    with pytest.raises(UserError, match="image_size = 0 is not positive; use for example 32"):
+    with pytest.raises(UserError, match="image_size = 0: use for example 32"):
         ImageFolder(str(tmp_path), 0)
 
 

@@ -101,7 +101,7 @@ def test_dirichlet_statistics(classes, alpha, mean_classes, largest_share):
 
 @pytest.mark.parametrize("alpha", [-0.1, float("nan"), float("inf")])
 def test_bad_alpha(alpha):
-    with pytest.raises(UserError, match=rf"^data.*alpha = {alpha} is no concentration; use a finite number >= 0"):
+    with pytest.raises(UserError, match=rf"^data.*alpha = {alpha}: not a concentration; use a finite number >= 0"):
         Dirichlet(alpha)
 
 
@@ -347,9 +347,9 @@ def test_fl_sam_path(classes, n, r, size):
 
 def test_fl_sam_gives_up(monkeypatch):
     monkeypatch.setattr("fl_lightning.data.partition.flsam.TRIES", 20)
-    told = r"alpha = {}: 20 draws gave no group of 10 clients in which each has half .*; use a larger alpha"
+    message = r"alpha = {}: 20 draws gave no group of 10 clients in which each has half .*; use a larger alpha"
     for alpha in (0.01, 1e-5):
-        with pytest.raises(UserError, match=told.format(alpha)):
+        with pytest.raises(UserError, match=message.format(alpha)):
             FLSAMDirichlet(alpha)(np.zeros(400, int), 10, 1, 0)
 
 
@@ -410,7 +410,7 @@ def test_used_up_class_leaves_its_coarse_share():
 
 
 @pytest.mark.parametrize(
-    ("make", "told"),
+    ("make", "message"),
     [
         (lambda: IID(power=-1), "data.partition.power = -1: use a finite number, 0 or more"),
         (lambda: Dirichlet(0.0, power=1), "data.partition.power = 1: with alpha = 0 classes set the sizes; use 0"),
@@ -423,17 +423,17 @@ def test_used_up_class_leaves_its_coarse_share():
         (lambda: PAM(coarse=[0, -1]), "data.partition.coarse = [0, -1]: number them from 0"),
     ],
 )
-def test_parameters_out_of_range(make, told):
-    with pytest.raises(UserError, match=f"^{re.escape(told)}$"):
+def test_parameters_out_of_range(make, message):
+    with pytest.raises(UserError, match=f"^{re.escape(message)}$"):
         make()
 
 
 @pytest.mark.parametrize(
-    ("partition", "clients", "seed", "told"),
+    ("partition", "clients", "seed", "message"),
     [
         (FLSimPathological(4), 2, 0, "data.partition.classes = 4: use at most the number of classes, 3"),
-        (FLSimDirichlet(1.0), 2, 2**32, "data.seed = 4294967296: this partition repeats numpy's old generator"),
-        (FLSimDirichlet(1e-9), 2, 0, "data.partition.alpha = 1e-09: too small for numpy's old generator"),
+        (FLSimDirichlet(1.0), 2, 2**32, "data.seed = 4294967296: this partition uses NumPy's legacy generator"),
+        (FLSimDirichlet(1e-9), 2, 0, "data.partition.alpha = 1e-09: too small for NumPy's legacy generator"),
         (FLSimDirichlet(1.0), 20, 0, "data.num_clients = 20 leaves client 1 without data"),
         (FLSAMPath(2), 4, 0, "data.partition.shards = 2: 4 clients need 8 shards, which 3 classes cannot give equally; "
                              "use a multiple of 3"),
@@ -442,8 +442,8 @@ def test_parameters_out_of_range(make, told):
         (Natural(["a", "b"]), 2, 0, "data.partition.users = 2 users: give one for each of 12 samples"),
     ],
 )  # fmt: skip
-def test_parameters_that_do_not_fit(partition, clients, seed, told):
-    with pytest.raises(UserError, match=f"^{re.escape(told)}"):
+def test_parameters_that_do_not_fit(partition, clients, seed, message):
+    with pytest.raises(UserError, match=f"^{re.escape(message)}"):
         partition(labels_of([4, 4, 4]), clients, 3, seed)
 
 
@@ -557,7 +557,7 @@ def test_names_of_cifar100(tmp_path):
         FromFile(str(split), names=str(pickled))(np.array([0, 0, 1, 1]), 2, 3, 0)
     with pytest.raises(UserError, match="names = 4 names: the training set has 5 samples"):
         FromFile(str(split), names=str(pickled))(np.zeros(5, int), 2, 3, 0)
-    with pytest.raises(UserError, match="two images have both name and label in common"):
+    with pytest.raises(UserError, match="two images share both name and label"):
         FromFile(str(split), names=str(pickled))(np.zeros(4, int), 2, 3, 0)
     with pytest.raises(UserError, match="for CIFAR-100 give names"):
         FromFile(str(split))(y, 2, 3, 0)
@@ -585,10 +585,10 @@ def test_clients_are_ordered_as_numbers(tmp_path):
         ("d.json", "[[0, 1], [-1], [3]]", "client 1 has index -1"),
         ("e.json", "[[0, 1], [2, 1], [3]]", "index 1 occurs 2 times; give every sample to one client only"),
         ("f.json", "[[0, 1], [], [3]]", "leaves client 1 without data"),
-        ("g.json", "{not json", "is no split in a known format"),
+        ("g.json", "{not json", "is not a split in a known format"),
         ("h.json", "[[0.5], [1], [2]]", "index 0.5 is not an integer"),
-        ("i.json", "7", "is no split in a known format"),
-        ("j.csv", "a,b\n1,2\n", "is no split in a known format"),
+        ("i.json", "7", "is not a split in a known format"),
+        ("j.csv", "a,b\n1,2\n", "is not a split in a known format"),
         ("k.json", fedsam().replace("img_0_label_0", "img_0_label_1"), "is not img_<index>_label_0.png"),
     ],
 )
@@ -657,7 +657,7 @@ def test_data_needs_no_model(tmp_path, monkeypatch, capsys):
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(SystemExit) as exit:
         cli("data", *args, f"--out={ROOT / 'README.md'}")
-    assert "README.md: no folder can be made there (File exists); give another one" in str(exit.value.code)
+    assert "README.md: cannot create this folder (File exists); choose another one" in str(exit.value.code)
 
 
 def test_figures_hold_the_counts():

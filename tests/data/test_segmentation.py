@@ -93,7 +93,7 @@ def test_idda_has_seen_and_unseen_domains(tmp_path: Path) -> None:
     seen, unseen, both = (run.metrics[f"server/test{part}/miou"] for part in ("_seen", "_unseen", ""))
     x = torch.cat([x for x, _ in data.eval_batches("test", torch.float64)])
     assert x.shape == (3, 3, 8, 16)
-    logits = F.interpolate(run.engine.logits(run.global_model, x), size=SIZE, mode="bilinear")
+    logits = F.interpolate(run.logits(run.global_model, x), size=SIZE, mode="bilinear")
     y = torch.cat([y for _, y in data.eval_batches("test")])
     assert y.shape == (3, *SIZE)
     for value, part in ((unseen, slice(0, 1)), (seen, slice(1, 3)), (both, slice(0, 3))):

@@ -28,6 +28,7 @@ from fl_lightning import (
 )
 from fl_lightning.engine import GraphedEngine
 from fl_lightning.engine.record import RecordedRound
+from fl_lightning.trainer.choose import choose_engine
 from fl_lightning.trainer.run import Run
 from tests.conftest import Golden
 
@@ -60,7 +61,7 @@ def data(batch_size: int | None = 4) -> Arrays:
 
 def train(
     folder: Path, objective: LocalObjective, engine: str, batch: int | None = 4, **options: Any
-) -> FederatedTrainer:
+) -> Run:
     trainer = FederatedTrainer(
         **{"max_rounds": 3, "clients_per_round": 4, "precision": "64-true", **options},
         engine=engine,  # type: ignore[arg-type]
@@ -69,11 +70,10 @@ def train(
         default_root_dir=str(folder),
         enable_progress_bar=False,
     )
-    trainer.fit(objective, data(batch))
-    return trainer
+    return trainer.fit(objective, data(batch))
 
 
-def assert_close(a: FederatedTrainer, b: FederatedTrainer) -> None:
+def assert_close(a: Run, b: Run) -> None:
     """Server state, client rows and logged losses, to rounding in float64."""
     rows_a, rows_b = a.clients.rows(), b.clients.rows()
     assert rows_a.keys() == rows_b.keys()
@@ -209,28 +209,52 @@ def test_debug_engine_names_the_first_value(lr: float, what: str, tmp_path: Path
 
 
 def test_auto_measures_and_keeps_its_choice(golden: Golden, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    trainer = train(tmp_path, FedAvg(net=Net()), "auto", max_rounds=2)
-    assert trainer.engine_name == "sequential"  # too short to measure
+    short = train(tmp_path, FedAvg(net=Net()), "auto", max_rounds=2)
+    assert short.engine_name == "sequential"  # too short to measure
     assert "engine:" not in capsys.readouterr().out
-    path = trainer.folder.path / "checkpoints" / "last.ckpt"
-    long = FederatedTrainer(
-        max_rounds=2, clients_per_round=4, precision="64-true", local_steps=4, accelerator="cpu", threads=1,
-        default_root_dir=str(tmp_path), enable_progress_bar=False,
-    )  # fmt: skip
-    long.max_rounds = 100_000
-    long._launch()
-    long._run_name = "measured"
-    long._set_up(FedAvg(net=Small()), data(batch_size=2), None)
-    before = long.server.w.clone()
-    long._choose_engine(None, long._sample_jobs)
+    assert torch.load(short.folder.last, weights_only=True)["engine"] == "sequential"
+
+    def long() -> Run:
+        trainer = FederatedTrainer(
+            max_rounds=100_000, clients_per_round=4, precision="64-true", local_steps=4, accelerator="cpu", threads=1,
+            default_root_dir=str(tmp_path), enable_progress_bar=False,
+        )  # fmt: skip
+        return trainer.start(FedAvg(net=Small()), data(batch_size=2))
+
+    run = long()
+    before = run.server.w.clone()
+    choose_engine([run])
     out = capsys.readouterr().out
-    assert long.engine_name == "graphed" and f"engine: {long.engine_name} (sequential " in out
+    assert run.engine_name == run.engine.name == "graphed" and f"engine: {run.engine_name} (sequential " in out
     assert "batched " in out and "graphed " in out
-    assert torch.equal(long.server.w, before) and len(long.clients) == 0
-    long.engine_name = "auto"
-    long._choose_engine("batched", long._sample_jobs)  # a checkpoint's
-    assert long.engine_name == "batched" and capsys.readouterr().out == ""
-    assert torch.load(path, weights_only=True)["engine"] == "sequential"
+    assert torch.equal(run.server.w, before) and len(run.clients) == 0
+    run = long()
+    run.restored = {"engine": "batched"}  # a checkpoint's
+    choose_engine([run])
+    assert run.engine_name == run.engine.name == "batched" and capsys.readouterr().out == ""
+
+
+class Frozen(nn.Sequential):
+    """Its Dropout is frozen in eval mode, as users do; in train mode it would zero every input."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(1)
+        super().__init__(nn.Flatten(), nn.Dropout(1.0), nn.Linear(72, 3))
+        self[1].eval()
+
+
+@pytest.mark.parametrize("engine", ["sequential", "batched", "graphed"])
+def test_modes_of_submodules_are_kept(engine: str, tmp_path: Path) -> None:
+    """In local training, for a teacher and in evaluation."""
+    for objective in (FedAvg(net=Frozen()), FedGMT(net=Frozen())):
+        trained = train(tmp_path, objective, engine)
+        assert [module.training for module in objective.net.modules()] == [True, True, False, True]
+        assert not torch.equal(objective.flat.split(trained.server.w)["2.weight"], Frozen()[2].weight.double())
+    if engine == "sequential":  # a net in eval mode is trained in train mode
+        net = Frozen().eval()
+        trained = train(tmp_path, FedAvg(net=net), engine)
+        weight = trained.objective.flat.split(trained.server.w)["2.weight"]
+        assert net.training and torch.equal(weight, Frozen()[2].weight.double())
 
 
 @pytest.mark.slow

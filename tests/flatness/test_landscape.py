@@ -565,7 +565,7 @@ def test_values_that_blow_up_do_not_hide_the_rest() -> None:
     assert figure.axes[1].get_ylabel().startswith("loss, cut at")
 
 
-def test_legend_tells_the_barrier_and_lines_differ_by_more_than_colour() -> None:
+def test_legend_shows_the_barrier_and_lines_differ_by_more_than_colour() -> None:
     figure = plots.plot_interpolation({"": line()})
     assert [t.get_text() for t in figure.legends[0].get_texts()] == ["train (barrier 0.865)", "test (barrier 0.632)"]
     one, two = figure.axes[0].lines[:2]

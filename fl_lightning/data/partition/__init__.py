@@ -1,4 +1,4 @@
-"""How the training samples are divided among the clients: pure functions of labels, seed and parameters."""
+"""Partitions of the training samples among clients: pure functions of labels, seed and parameters."""
 
 from fl_lightning.data.partition.base import Indices, Partition
 from fl_lightning.data.partition.dirichlet import IID, Dirichlet

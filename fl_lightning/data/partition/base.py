@@ -1,4 +1,4 @@
-"""What all partitions share: the interface, the check of the result, sizes and pools."""
+"""The interface of all partitions, the check of their result, and helpers for sizes and classes."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class Partition(ABC):
     """
 
     fixed: ClassVar[bool] = False
-    """Whether the indices are given from outside, so that they refer to the whole training set."""
+    """Whether the indices are given, and so refer to the whole training set."""
 
     replacement: bool = False
     """Whether a sample may occur several times, at one client or at several."""
 
     def __call__(self, labels: Indices, num_clients: int, num_classes: int, seed: int) -> list[Indices]:
-        """Divide the samples.
+        """Divides the samples.
 
         Args:
             labels: Class of every training sample, ``(N,)``, in ``0..num_classes-1``.
@@ -39,7 +39,7 @@ class Partition(ABC):
             seed: Seed of the split.
 
         Returns:
-            One index array per client, none empty; no index occurs twice, unless :attr:`replacement` says so.
+            One index array per client, none empty; no index occurs twice, unless :attr:`replacement` is set.
 
         Raises:
             UserError: If the split is impossible or wrong.
@@ -50,21 +50,21 @@ class Partition(ABC):
 
     @abstractmethod
     def split(self, labels: Indices, num_clients: int, num_classes: int, seed: int) -> Sequence[Indices]:
-        """The split itself; arguments and result as in :meth:`__call__`."""
+        """Computes the split; arguments and result as in :meth:`__call__`."""
 
 
 def check(parts: Sequence[Indices], num_samples: int, num_clients: int, source: str, replacement: bool) -> None:
-    """Refuse a division that is none.
+    """Checks a split.
 
     Args:
         parts: Indices by client.
         num_samples: Size of the training set.
-        num_clients: Number of clients that there should be.
-        source: What made it, for the message.
+        num_clients: Expected number of clients.
+        source: Name of the partition or file, for the message.
         replacement: Whether a sample may occur several times.
 
     Raises:
-        UserError: If the number of clients is another, a client is empty, or an index is out of range or occurs twice.
+        UserError: If the number of clients differs, a client is empty, or an index is out of range or occurs twice.
     """
     if len(parts) != num_clients:
         m = len(parts)
@@ -92,7 +92,7 @@ def check(parts: Sequence[Indices], num_samples: int, num_clients: int, source: 
 
 
 def concentration(key: str, value: float) -> float:
-    """A concentration of a Dirichlet distribution.
+    """Returns a checked concentration of a Dirichlet distribution.
 
     Raises:
         UserError: If it is not finite and above 0.
@@ -107,24 +107,24 @@ def members(labels: Indices, num_classes: int) -> list[Indices]:
 
 
 def replay(seed: int) -> np.random.RandomState:
-    """Numpy's legacy generator, in the state in which ``np.random.seed(seed)`` puts the global one.
+    """Returns NumPy's legacy generator in the state that ``np.random.seed(seed)`` gives the global one.
 
     Raises:
-        UserError: If that takes no such seed.
+        UserError: If the seed is out of its range.
     """
-    require(0 <= seed < 2**32, "data.seed", seed, "this partition repeats numpy's old generator; use 0 to 2**32 - 1")
+    require(0 <= seed < 2**32, "data.seed", seed, "this partition uses NumPy's legacy generator; use 0 to 2**32 - 1")
     return np.random.RandomState(seed)
 
 
 def sizes(num_samples: int, num_clients: int, power: float) -> Indices:
     """Samples of each client, ``(num_clients,)``: client k's share is proportional to ``(k+1)**-power``.
 
-    Every client gets one sample, if there are as many; the others are shared out with largest remainders.
+    Every client gets one sample, if there are enough; largest remainders distribute the others.
 
     Args:
         num_samples: Their sum.
         num_clients: Number of clients.
-        power: 0 for equal sizes (the first clients have the one that is left over).
+        power: 0 for equal sizes (the first clients get the remainder).
     """
     least = min(1, num_samples // num_clients)
     weights = np.arange(1.0, num_clients + 1) ** -power

@@ -14,11 +14,11 @@ from fl_lightning.data.partition.base import Indices, Partition, members, sizes
 
 
 class IID(Partition):
-    """Shuffled samples in parts whose sizes are equal (to within one) or follow a power law.
+    """Shuffled samples in parts of equal size (to within one), or sizes by a power law.
 
     Args:
         power: Client k has a share proportional to ``(k+1)**-power`` of the samples, and at least one; 0: equal shares.
-        stratified: Whether each class is dealt out evenly as well (to within one sample), as FL-Simulator does with
+        stratified: Whether each class is also distributed evenly (to within one sample), as FL-Simulator does for
             CIFAR-100.
 
     Raises:
@@ -44,14 +44,14 @@ class Dirichlet(Partition):
 
     The generator of the published splits is not public; the rule here was inferred from them. Clients are filled in
     order. Each draws shares q of the classes that are left, and takes the differences of ``round(n * cumsum(q))`` from
-    their pools as far as these last; a fresh draw shares out what is missing. So late clients get leftovers.
+    their pools as long as these last; a new draw distributes what is missing. So late clients get leftovers.
 
     Args:
         alpha: TOTAL concentration, alpha / num_classes for each class; some papers print the value per class (0.005 for
             0.05 with 10 classes). 0 gives every client one class. Large values approach equal shares.
-        power: Sizes as those of :class:`IID`; 0: equal.
+        power: Sizes as in :class:`IID`; 0: equal.
         draws: How a client gets its samples by q: "rounded", as above; or "multinomial", class by class with q
-            renormalised when a class is used up, as in Google's public generator, which gives other splits.
+            renormalised when a class is used up, as in Google's public generator, which gives different splits.
 
     Raises:
         UserError: If alpha or power is negative or not finite, or power is given with alpha = 0.
@@ -60,15 +60,10 @@ class Dirichlet(Partition):
     def __init__(
         self, alpha: float = 0.0, power: float = 0.0, draws: Literal["rounded", "multinomial"] = "rounded"
     ) -> None:
-        if not (math.isfinite(alpha) and alpha >= 0):
-            raise UserError(
-                f"data.partition.alpha = {alpha} is no concentration; use a finite number >= 0 "
-                "(0: one class per client; for equal shares use IID)"
-            )
+        remedy = "not a concentration; use a finite number >= 0 (0: one class per client; for equal shares use IID)"
+        require(math.isfinite(alpha) and alpha >= 0, "data.partition.alpha", alpha, remedy)
         require(not power or alpha > 0, "data.partition.power", power, "with alpha = 0 classes set the sizes; use 0")
-        self.alpha = alpha
-        self.power = _power(power)
-        self.draws = draws
+        self.alpha, self.power, self.draws = alpha, _power(power), draws
 
     def split(self, labels: Indices, num_clients: int, num_classes: int, seed: int) -> Sequence[Indices]:
         """See :meth:`Partition.__call__`."""
@@ -97,13 +92,13 @@ class Dirichlet(Partition):
         return counts
 
     def _multinomial(self, size: int, left: Indices, rng: np.random.Generator) -> Indices:
-        """The same, drawn sample by sample."""
+        """As `_rounded`, drawn sample by sample."""
         counts = np.zeros_like(left)
         q = np.zeros(len(left))
         while missing := size - counts.sum():
             remaining = counts < left
             q = q * remaining
-            if not q.any():  # the first draw; or what is left had no share, to rounding
+            if not q.any():  # the first draw; or, by rounding, the remaining classes had no share
                 q[remaining] = rng.dirichlet(np.full(remaining.sum(), self.alpha / len(left)))
             for c in rng.choice(len(left), missing, p=q / q.sum()):
                 counts[c] += 1
@@ -112,7 +107,7 @@ class Dirichlet(Partition):
         return counts
 
     def _one_class_each(self, pools: list[Indices], num_clients: int) -> list[Indices]:
-        # Where clients do not divide evenly, the largest classes get one more.
+        # If the classes do not divide the clients evenly, the largest classes get one more.
         pools = sorted((p for p in pools if len(p)), key=len, reverse=True)
         if num_clients < len(pools):
             raise UserError(

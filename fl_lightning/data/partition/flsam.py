@@ -12,17 +12,17 @@ from fl_lightning.core.rng import numpy_generator
 from fl_lightning.data.partition.base import Indices, Partition, concentration, members, replay
 
 GROUP = 10
-"""Clients among which a chunk of the data is divided."""
+"""Number of clients among which a chunk of the data is divided."""
 
 TRIES = 100_000
-"""Draws for one group, a few seconds, before a division is held to be impossible."""
+"""Draws for one group, a few seconds, until a split counts as impossible."""
 
 
 class FLSAMPath(Partition):
     """Path(r) of FedGMT: every class is cut into equal shards, and each client gets r of them.
 
     A class is cut in the order of its samples. The labels of all shards are shuffled, and a client gets a random shard
-    of each of its r labels, so it has AT MOST r classes: a label may come twice. The draws are our own.
+    of each of its r labels, so it has AT MOST r classes: a label may occur twice. The draws are our own.
 
     Args:
         shards: Shards of a client, the paper's r (10, 4, 2).
@@ -55,11 +55,11 @@ class FLSAMDirichlet(Partition):
 
     Class j keeps ``int(N / C * imbalance**(-j / (C - 1)))`` random samples. These are shuffled and cut into a chunk for
     every ten clients. Within a chunk each class is divided by p ~ Dir(alpha) over the ten, 0 for those that already
-    have their share of samples; all is drawn again until none has less than half of its share. At last all clients'
-    lists are put together and cut into equal parts, so a client may have the end of one list and the start of another.
+    have their share of samples; all is drawn again until none has less than half of its share. Finally, all clients'
+    lists are concatenated and cut into equal parts, so a client may have the end of one list and the start of another.
 
-    The draws follow the official program (``data.seed``, 1 by default there). What is known of its class counts by
-    client agrees; which samples of a class are kept was not compared.
+    The draws follow the official program (``data.seed``, 1 by default there). Its known class counts by client agree;
+    which samples of a class are kept was not compared.
 
     Args:
         alpha: Concentration of every client, the paper's r (1, 0.1, 0.01).
@@ -67,7 +67,7 @@ class FLSAMDirichlet(Partition):
             ``-if`` (0.5, so 2).
 
     Raises:
-        UserError: If alpha is not above 0 or imbalance below 1; on use, if no division is found.
+        UserError: If alpha is not above 0 or imbalance below 1; on use, if no split is found.
     """
 
     def __init__(self, alpha: float, imbalance: float = 2.0) -> None:
@@ -100,14 +100,14 @@ class FLSAMDirichlet(Partition):
         return np.concatenate(kept)
 
     def _divide(self, pools: list[Indices], width: int, rng: np.random.RandomState) -> list[Indices]:
-        """A chunk, by class, divided among ``width`` clients."""
+        """Divides a chunk, given by class, among ``width`` clients."""
         share = sum(map(len, pools)) / width
         for _ in range(TRIES):
             held = np.zeros(width, np.int64)
             cuts = []
             for pool in pools:
                 p = rng.dirichlet(np.full(width, self.alpha)) * (held < share)
-                # where all is 0 (or NaN, alpha being tiny), the code's 0/0 gives the class to the last client
+                # if all are 0 (or NaN, for tiny alpha), 0/0 in the official code gives the class to the last client
                 ends = (p / p.sum()).cumsum() * len(pool) if p.sum() > 0 else np.zeros(width)
                 cut = ends[:-1].astype(np.int64)
                 cuts.append(cut)

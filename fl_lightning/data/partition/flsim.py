@@ -19,14 +19,14 @@ Floats = NDArray[np.float64]
 class FLSimulator(Partition):
     """Base class: each client has its own distribution over the classes, and clients draw in random order.
 
-    All clients have floor(N / clients) samples, the first one also what is left over. Until all are full, a client and
+    All clients have floor(N / clients) samples, the first one also the remainder. Until all are full, a client and
     one of its classes are drawn, and the client gets the next unused sample of that class. With replacement, the same
     labels and the seed of the official program (``data.seed``, 20 by default there), the draws are those of its code:
     ``np.random.seed``, ``permutation``, the distributions, ``randint``, ``uniform``.
 
     Args:
-        replacement: Whether a class that is used up starts anew (as in the paper and its code: a sample then occurs
-            several times, and others never); or is left out, so that every sample is held once.
+        replacement: Whether a class that is used up starts again (as in the paper and its code: some samples then
+            occur several times, and others never); or is left out, so that every sample is held once.
     """
 
     def __init__(self, replacement: bool = True) -> None:
@@ -34,7 +34,7 @@ class FLSimulator(Partition):
 
     @abstractmethod
     def distributions(self, rng: np.random.RandomState, num_clients: int, num_classes: int) -> tuple[Floats, Floats]:
-        """The clients' distributions over the classes and their cumulative sums, ``(num_clients, num_classes)``."""
+        """Each client's distribution over the classes and its cumulative sums, ``(num_clients, num_classes)``."""
 
     def split(self, labels: Indices, num_clients: int, num_classes: int, seed: int) -> Sequence[Indices]:
         """See :meth:`Partition.__call__`."""
@@ -72,12 +72,12 @@ class FLSimDirichlet(FLSimulator):
     """Dirichlet split of FL-Simulator (FedSMOO): each client's class distribution ~ Dir(alpha) with alpha per CLASS.
 
     Args:
-        alpha: Concentration of every class, the paper's u (0.1, 0.6). Compared with :class:`Dirichlet` it is the total
-            divided by the number of classes.
+        alpha: Concentration of every class, the paper's u (0.1, 0.6): that of :class:`Dirichlet` divided by the number
+            of classes.
         replacement: As for :class:`FLSimulator`.
 
     Raises:
-        UserError: If alpha is not above 0; on use also if it is too small, or a class is empty, with replacement.
+        UserError: If alpha is not above 0; on use also if it is too small, or if a class is empty with replacement.
     """
 
     def __init__(self, alpha: float, replacement: bool = True) -> None:
@@ -87,7 +87,7 @@ class FLSimDirichlet(FLSimulator):
     def distributions(self, rng: np.random.RandomState, num_clients: int, num_classes: int) -> tuple[Floats, Floats]:
         """See :class:`FLSimulator`."""
         shares = rng.dirichlet([self.alpha] * num_classes, size=num_clients)
-        small = "too small for numpy's old generator, which gave a client no class; use a larger one"
+        small = "too small for NumPy's legacy generator, which gave a client no class; use a larger one"
         require(not np.isnan(shares).any(), "data.partition.alpha", self.alpha, small)
         return shares, shares.cumsum(1)
 
@@ -120,12 +120,12 @@ class FLSimPathological(FLSimulator):
 
 
 def _draw(rng: np.random.RandomState, bounds: list[float]) -> int:
-    """A class by inverse CDF; the first one if rounding leaves the last bound below the draw, as in the code."""
+    """Draws a class by inverse CDF; the first one if rounding leaves the last bound below the draw, as in the code."""
     return bisect_left(bounds, rng.uniform()) % len(bounds)
 
 
 def _draw_left(rng: np.random.RandomState, shares: Floats, left: NDArray[Any]) -> int:
-    """A class that is not used up: by the client's shares of those, or any if it has none of them."""
+    """Draws a class that is not used up: by the client's shares of those, or any if it has none of them."""
     weights = np.where(left, shares, 0.0)
     bounds = (weights if weights.any() else np.where(left, 1.0, 0.0)).cumsum()
     return int(np.argmax(rng.uniform() * bounds[-1] < bounds))

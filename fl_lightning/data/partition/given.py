@@ -1,4 +1,4 @@
-"""Divisions that are known: from Python, from the files of the papers, and by the users that the samples come from."""
+"""Known partitions: from Python, from the papers' files, and by the users that the samples come from."""
 
 from __future__ import annotations
 
@@ -27,8 +27,7 @@ class Given(Partition):
     fixed = True
 
     def __init__(self, parts: list[list[int]], replacement: bool = False) -> None:
-        self.parts = parts
-        self.replacement = replacement
+        self.parts, self.replacement = parts, replacement
 
     def split(self, labels: Indices, num_clients: int, num_classes: int, seed: int) -> Sequence[Indices]:
         """See :meth:`Partition.__call__`."""
@@ -36,7 +35,7 @@ class Given(Partition):
 
 
 class Natural(Partition):
-    """One client for each user that the samples come from, in the order of their numbers or, else, of appearance.
+    """One client for each user that the samples come from, in the order of their numbers, or else of appearance.
 
     Args:
         users: The user of every training sample, in their order; or the path of a CSV file with a row for each.
@@ -50,14 +49,13 @@ class Natural(Partition):
     fixed = True
 
     def __init__(self, users: str | list[int] | list[str], column: str = "user_id") -> None:
-        self.users = users
-        self.column = column
+        self.users, self.column = users, column
 
     def split(self, labels: Indices, num_clients: int, num_classes: int, seed: int) -> Sequence[Indices]:
         """See :meth:`Partition.__call__`."""
         users = _column(self.users, self.column) if isinstance(self.users, str) else [str(user) for user in self.users]
-        told = f"{len(users)} users"
-        require(len(users) == len(labels), "data.partition.users", told, f"give one for each of {len(labels)} samples")
+        found = f"{len(users)} users"
+        require(len(users) == len(labels), "data.partition.users", found, f"give one for each of {len(labels)} samples")
         rows: dict[str, list[int]] = {}
         for index, user in enumerate(users):
             rows.setdefault(user, []).append(index)
@@ -65,15 +63,15 @@ class Natural(Partition):
 
 
 class FromFile(Partition):
-    """A published or own split, read from a file; labels in it are checked against the data.
+    """A published split, or one of your own, read from a file; its labels are checked against the data.
 
     Args:
         path: One of: JSON ``{"0": [indices], ...}`` or a list of lists; JSON of the fedsam and fedgloss repositories
             (``users``, and ``user_data`` or ``users_data``) with names ``img_<index>_label_<label>.png`` or those of
             CIFAR-100; CSV with columns ``user_id,image_id,class`` (federated_vision_datasets, FedGF), image_id being
-            the index of the sample. Clients come in the order of their numbers.
-        names: For the JSON files of CIFAR-100, its own file ``cifar-100-python/train``, which knows the images' names.
-            It is a pickle, read as torchvision does: give the original one only.
+            the index of the sample. Clients are sorted by number.
+        names: For the JSON files of CIFAR-100, its own file ``cifar-100-python/train``, which contains the images'
+            names. It is a pickle, read as torchvision does: give only the original one.
         replacement: Whether a sample may occur several times.
 
     Raises:
@@ -83,9 +81,7 @@ class FromFile(Partition):
     fixed = True
 
     def __init__(self, path: str, names: str | None = None, replacement: bool = False) -> None:
-        self.path = path
-        self.names = names
-        self.replacement = replacement
+        self.path, self.names, self.replacement = path, names, replacement
 
     def split(self, labels: Indices, num_clients: int, num_classes: int, seed: int) -> Sequence[Indices]:
         """See :meth:`Partition.__call__`."""
@@ -98,17 +94,17 @@ class FromFile(Partition):
             ) from None
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(
-                f"data.partition.path = '{self.path}' is no split in a known format ({error!r}); use JSON "
+                f"data.partition.path = '{self.path}' is not a split in a known format ({error!r}); use JSON "
                 "{client: [indices]} or CSV user_id,image_id,class"
             ) from None
         users = _ordered(rows)
         parts = [np.array([index for index, _ in rows[user]], np.int64) for user in users]
         check(parts, len(labels), num_clients, f"'{self.path}'", self.replacement)
         for user, part in zip(users, parts, strict=True):
-            for at, (_, told) in zip(part, rows[user], strict=True):
-                if told is not None and told != labels[at]:
+            for at, (_, label) in zip(part, rows[user], strict=True):
+                if label is not None and label != labels[at]:
                     raise UserError(
-                        f"'{self.path}': client {user} has sample {at} as class {told}, but in the data it"
+                        f"'{self.path}': client {user} has sample {at} as class {label}, but in the data it"
                         f" is class {labels[at]}; use the split made for this data set"
                     )
         return parts
@@ -158,7 +154,7 @@ def _integer(value: Any) -> int:
 
 
 def _numbered(name: str, label: int) -> int:
-    """Index in ``img_<index>_label_<label>.png``."""
+    """Returns the index in ``img_<index>_label_<label>.png``."""
     found = re.fullmatch(r"img_(\d+)_label_(\d+)\.\w+", name)
     if found is None or int(found[2]) != label:
         raise ValueError(f"image name {name!r} is not img_<index>_label_{label}.png; for CIFAR-100 give names")
@@ -166,17 +162,17 @@ def _numbered(name: str, label: int) -> int:
 
 
 def _lookup(path: str, labels: Indices) -> Callable[[str, int], int]:
-    """Index of an image by its name in CIFAR-100's own file and its label: one name is that of two images."""
+    """Returns a function that finds an image by label and name in CIFAR-100's file: two images share one name."""
     try:
         names = [name.decode() for name in pickle.loads(Path(path).read_bytes(), encoding="bytes")[b"filenames"]]
     except (OSError, pickle.UnpicklingError, EOFError, KeyError, TypeError, AttributeError, ValueError) as error:
         raise UserError(
             f"data.partition.names = '{path}': no image names there ({error!r}); give CIFAR-100's file 'train'"
         ) from None
-    told = f"{len(names)} names"
-    require(len(names) == len(labels), "data.partition.names", told, f"the training set has {len(labels)} samples")
+    found = f"{len(names)} names"
+    require(len(names) == len(labels), "data.partition.names", found, f"the training set has {len(labels)} samples")
     known = {pair: index for index, pair in enumerate(zip(names, labels.tolist(), strict=True))}
-    require(len(known) == len(names), "data.partition.names", path, "two images have both name and label in common")
+    require(len(known) == len(names), "data.partition.names", path, "two images share both name and label")
 
     def index(name: str, label: int) -> int:
         if (name, label) not in known:

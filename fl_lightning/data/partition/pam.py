@@ -24,8 +24,8 @@ class PAM(Partition):
 
     Clients are filled one after another. Each draws q ~ Dir(alpha) over the coarse labels and, for each of them,
     r ~ Dir(beta) over its classes; then sample by sample a coarse label by q, a class by r, and an unused sample of it.
-    A class that is used up leaves r, and a coarse label without classes leaves q; what remains is renormalised. A new
-    client draws over what is left. The generator of the published split is not public: this is its description.
+    A class that is used up leaves r, and a coarse label without classes leaves q; the rest is renormalised. A new
+    client draws over what is left. The generator of the published split is not public: this follows its description.
 
     Args:
         alpha: Concentration of every coarse label.
@@ -33,7 +33,7 @@ class PAM(Partition):
         coarse: Coarse label of each class, from 0; null for CIFAR-100's.
 
     Raises:
-        UserError: If alpha or beta is not above 0, coarse has negative labels or (on use) not one for every class.
+        UserError: If alpha or beta is not above 0, coarse has negative labels, or (on use) not one for every class.
     """
 
     def __init__(self, alpha: float = 0.1, beta: float = 10.0, coarse: list[int] | None = None) -> None:
@@ -60,13 +60,13 @@ class PAM(Partition):
                 r = r * left
                 within = np.bincount(coarse, r)
                 q = q * (within > 0)
-                if not q.any():  # what is left had no share, to rounding
+                if not q.any():  # by rounding, the remaining classes had no share
                     q, r = self._draw(coarse, left, rng)
                     within = np.bincount(coarse, r)
                 p = (q / q.sum())[coarse] * r / np.where(within > 0, within, 1)[coarse]
                 for c in rng.choice(num_classes, size - len(part), p=p):
                     part.append(pools[c].pop())
-                    if not pools[c]:  # from here on the probabilities are others
+                    if not pools[c]:  # from here on the probabilities differ
                         break
             parts.append(np.array(part, np.int64))
         return parts
@@ -74,7 +74,7 @@ class PAM(Partition):
     def _draw(
         self, coarse: Indices, left: np.ndarray[tuple[int], np.dtype[np.bool_]], rng: np.random.Generator
     ) -> tuple[np.ndarray[tuple[int], np.dtype[np.float64]], np.ndarray[tuple[int], np.dtype[np.float64]]]:
-        """Shares of the coarse labels and, within these, of the classes: 0 for what is used up."""
+        """Draws shares of the coarse labels and, within these, of the classes: 0 for those that are used up."""
         q, r = np.zeros(coarse.max() + 1), np.zeros(len(coarse))
         alive = np.unique(coarse[left])
         q[alive] = rng.dirichlet(np.full(len(alive), self.alpha))

@@ -52,14 +52,14 @@ class FlatnessMonitor(Callback):
         self.metrics = default_measures() if metrics is None else metrics
         self.protocol: list[str] = []
         self._tracks = any(metric.tracks for metric in self.metrics)
+        self._previous: Tensor | None = None
         self.load_state_dict({})
 
     def on_fit_start(self, run: Run) -> None:
         check_statistics(run.objective)
         if not run.rounds_done:
             self.load_state_dict({})  # the monitor may have seen another run
-        if self._previous is not None:
-            self._previous = self._previous.to(run.server.w)
+        self._previous = None if self._previous is None else self._previous.to(run.server.w)
         path = run.folder.path / FILE
         if run.fabric.is_global_zero and path.exists():
             lines = [line for line in read_measurements(path) if line["round"] <= run.rounds_done]
@@ -121,8 +121,7 @@ class FlatnessMonitor(Callback):
         return {"pseudo_gradient": self._previous, "total": self._total, "elapsed": elapsed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._previous: Tensor | None = state.get("pseudo_gradient")
-        self._total: float = state.get("total", 0.0)
+        self._previous, self._total = state.get("pseudo_gradient"), state.get("total", 0.0)
         self._started = time.perf_counter() - state.get("elapsed", 0.0)
 
 

@@ -17,7 +17,7 @@ class Trajectory(Callback):
     """Keeps every round's vectors in memory: for small problems and tests.
 
     Attributes:
-        server: The server's state, initial value and then after each round; ``server[t].w`` is the global model ``(d,)``.
+        server: The server's state, at first and after each round; ``server[t].w`` is the global model, ``(d,)``.
         evaluated: The model that evaluation uses (of SWA the average), likewise.
         local: After each round, the local results by client, in cohort order; ``local[t][k].w`` is ``(d,)``.
         client: After each round, all clients' stored states by id.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from wandb.sdk.wandb_run import Run as WandbRun
 
 
-class WandbLogger(LightningWandbLogger, RunLogger):  # type: ignore[misc]
+class WandbLogger(LightningWandbLogger, RunLogger):
     """Lightning's ``WandbLogger`` in the run's folder, with the round as x-axis; a resumed run keeps its id.
 
     Args:
@@ -100,7 +100,7 @@ class WandbLogger(LightningWandbLogger, RunLogger):  # type: ignore[misc]
             self.log_metrics({name: wandb.Image(str(path))}, round)  # type: ignore[dict-item]
 
     @rank_zero_only
-    def log_hyperparams(self, params: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+    def log_hyperparams(self, params: dict[str, Any], *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
         """Logs the resolved config."""
         if self.run:
             self.run.config.update(params, allow_val_change=True)  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""The measures of the laboratory: closed forms, rehearsals, and what monitor and commands say of the same model."""
+"""Measures of flatness: closed forms, the monitor in a run, and the commands on checkpoints."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from fl_lightning.trainer.run import Run
 from torch import Tensor, nn
 
 from fl_lightning import (
@@ -47,12 +49,12 @@ from fl_lightning import (
     UserError,
 )
 from fl_lightning.core.flat import FlatSpec
-from fl_lightning.flatness import cosine, delta_epsilon, divergence, gradient, lpf, mean_loss, sharpness
+from fl_lightning.flatness import Interrupted, cosine, delta_epsilon, divergence, gradient, lpf, mean_loss, sharpness
 from fl_lightning.flatness.sharpness import filter_scale
-from fl_lightning.trainer.callbacks.flatness_monitor import read_readings
-from fl_lightning.trainer.run import Run
+from fl_lightning.trainer.callbacks.flatness_monitor import read_measurements
+from fl_lightning.trainer.measurements import MeasurementContext, dry_round
 from tests.flatness.test_flatness import CE, Quadratic, cnn, data, output, symmetric
-from tests.runs import cli, run, state
+from tests.runs import cli, last, metrics, newest, run, state
 
 # Closed forms
 
@@ -117,10 +119,10 @@ def test_distances_and_angles() -> None:
         divergence([], a)
 
 
-# Rehearsals
+# Dry rounds
 
 
-class Rehearse(Callback):
+class DryRounds(Callback):
     """Before every round: what it will come to."""
 
     def __init__(self) -> None:
@@ -129,8 +131,8 @@ class Rehearse(Callback):
 
     def on_round_start(self, run: Run, ctx: Any, cohort: list[int]) -> None:
         local: dict[int, Tensor] = {}
-        after = run.rehearse(cohort, lambda result: local.update({result.client: result.w}))
-        run.rehearse([0, 3], lambda result: None, clean=True)
+        after = dry_round(run, cohort, lambda result: local.update({result.client: result.w}))
+        dry_round(run, [0, 3], lambda result: None, perturb=False)
         self.promised.append(dict(after))
         self.local.append(local)
 
@@ -139,13 +141,14 @@ class Rehearse(Callback):
             assert torch.equal(value, self.promised[-1][name]), name
 
 
-def fit(folder: Path, objective: LocalObjective, *callbacks: Callback, **options: Any) -> FederatedTrainer:
+def fit(
+    folder: Path, objective: LocalObjective, *callbacks: Callback, ckpt_path: str | None = None, **options: Any
+) -> Run:
     options = {"max_rounds": 3, "clients_per_round": 4, "precision": "64-true", "engine": "sequential", **options}
     trainer = FederatedTrainer(
         accelerator="cpu", enable_progress_bar=False, callbacks=list(callbacks), default_root_dir=str(folder), **options
     )
-    trainer.fit(objective, Digits(num_clients=6, partition=IID()))
-    return trainer
+    return trainer.fit(objective, Digits(num_clients=6, partition=IID()), ckpt_path)
 
 
 def net() -> nn.Module:
@@ -154,10 +157,10 @@ def net() -> nn.Module:
 
 
 @pytest.mark.parametrize("algorithm", [SCAFFOLD, FedSMOO, FedGF, FedGloSS, NaiveFedGloSS])
-def test_a_rehearsal_is_the_round_and_leaves_nothing(algorithm: type[LocalObjective], tmp_path: Path) -> None:
-    rehearse = Rehearse()
-    seen = fit(tmp_path, algorithm(net(), optimizer=SGD(lr=0.1)), rehearse)
-    assert len(rehearse.promised) == 3 and all(len(local) == 4 for local in rehearse.local)
+def test_a_dry_round_is_the_next_one_and_leaves_nothing(algorithm: type[LocalObjective], tmp_path: Path) -> None:
+    dry = DryRounds()
+    seen = fit(tmp_path, algorithm(net(), optimizer=SGD(lr=0.1)), dry)
+    assert len(dry.promised) == 3 and all(len(local) == 4 for local in dry.local)
     plain = fit(tmp_path, algorithm(net(), optimizer=SGD(lr=0.1)))
     assert all(torch.equal(seen.server[name], value) for name, value in plain.server.items())
     a, b = (state(t.folder.path) for t in (seen, plain))
@@ -191,7 +194,7 @@ def test_nothing_that_is_measured_changes_the_run(algorithm: type[LocalObjective
     watched = fit(tmp_path, algorithm(net(), ascent=SAM(0.05), optimizer=SGD(lr=0.1)), FlatnessMonitor(1, ALL))
     a, b = (state(t.folder.path) for t in (plain, watched))
     assert all(torch.equal(b[name], value) for name, value in a.items())
-    lines = read_readings(watched.folder.path / "flatness.jsonl")
+    lines = read_measurements(watched.folder.path / "flatness.jsonl")
     names = {line["name"] for line in lines}
     assert names >= {
         "lambda_max", "lambda_1", "lambda_ratio", "trace", "density_mean",
@@ -207,7 +210,7 @@ def test_nothing_that_is_measured_changes_the_run(algorithm: type[LocalObjective
     assert len(values) == 4 and curve["value"] == pytest.approx(sum(values) / 4)
 
 
-def test_what_the_updates_say(tmp_path: Path) -> None:
+def test_updates(tmp_path: Path) -> None:
     """Against the models themselves."""
     models: list[tuple[Tensor, dict[int, tuple[Tensor, int]], Tensor]] = []
 
@@ -221,11 +224,9 @@ def test_what_the_updates_say(tmp_path: Path) -> None:
         def on_round_end(self, run: Run) -> None:
             models.append((self.before, self.local, run.server.w))
 
-    metrics = [Updates(rho=0.3), DeltaEpsilon(rho=0.1), CohortLoss()]
-    trainer = fit(tmp_path, FedAvg(net(), optimizer=SGD(lr=0.1)), FlatnessMonitor(1, metrics), Keep())
-    read = {
-        (line["round"], line["name"]): line["value"] for line in read_readings(trainer.folder.path / "flatness.jsonl")
-    }
+    measures = [Updates(rho=0.3), DeltaEpsilon(rho=0.1), CohortLoss()]
+    lines = fit(tmp_path, FedAvg(net(), optimizer=SGD(lr=0.1)), FlatnessMonitor(1, measures), Keep()).folder.path
+    read = {(line["round"], line["name"]): line["value"] for line in read_measurements(lines / "flatness.jsonl")}
     steps = []
     for t, (before, local, after) in enumerate(models, 1):
         ws = [w for w, _ in local.values()]
@@ -254,23 +255,90 @@ def test_what_the_updates_say(tmp_path: Path) -> None:
 
 def test_all_clients_in_the_cohort(tmp_path: Path) -> None:
     """With full participation the two discrepancies are the same number."""
-    metrics = [Discrepancy(samples=None), Discrepancy(samples=None, clients="all")]
-    monitor = FlatnessMonitor(1, metrics)
-    trainer = fit(tmp_path, FedAvg(net(), optimizer=SGD(lr=0.1)), monitor, clients_per_round=6, max_rounds=2)
-    found = trainer.metrics
+    monitor = FlatnessMonitor(1, [Discrepancy(samples=None), Discrepancy(samples=None, clients="all")])
+    found = fit(tmp_path, FedAvg(net(), optimizer=SGD(lr=0.1)), monitor, clients_per_round=6, max_rounds=2).metrics
     assert found["flatness/discrepancy_all"] == pytest.approx(found["flatness/discrepancy"], rel=1e-9)
     assert found["flatness/sharpness_local_all"] == pytest.approx(found["flatness/sharpness_local"], rel=1e-12)
 
 
+# Interruptions
+
+HOOKS = ("on_round_start", "on_local_end", "on_round_end", "on_round_logged")
+
+
+class Stop(Callback):
+    """Ctrl-C in a hook of round 3."""
+
+    def __init__(self, hook: str) -> None:
+        setattr(self, hook, lambda run, *_, **__: self.stop(run, run.rounds_done + (hook in HOOKS[:2])))
+
+    def stop(self, run: Run, round: int) -> None:
+        if round == 3:
+            raise KeyboardInterrupt
+
+
+def glosses(folder: Path, *callbacks: Callback, **options: Any) -> Run:
+    return fit(folder, FedGloSS(net(), ascent=SAM(0.05), optimizer=SGD(lr=0.1)), *callbacks, max_rounds=5, **options)
+
+
+def tracking() -> FlatnessMonitor:
+    return FlatnessMonitor(1, [Updates(), DeltaEpsilon(), CohortLoss(), Discrepancy(samples=100), LambdaMax(50)])
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_an_interruption_in_any_hook_gives_the_same_numbers(hook: str, tmp_path: Path) -> None:
+    whole = glosses(tmp_path / "whole", tracking()).folder.path
+    with pytest.raises(KeyboardInterrupt):
+        glosses(tmp_path / "broken", tracking(), Stop(hook))
+    broken = glosses(tmp_path / "broken", tracking(), ckpt_path="last").folder.path
+    assert last(newest(tmp_path / "broken"))["round"] == 5 and newest(tmp_path / "broken") == broken
+    assert read_measurements(broken / "flatness.jsonl") == read_measurements(whole / "flatness.jsonl")
+    assert metrics(broken) == metrics(whole)
+
+
+def test_two_monitors_keep_their_own_state(tmp_path: Path) -> None:
+    def monitors() -> list[Callback]:
+        return [FlatnessMonitor(2, [Updates(rho=0.3)]), FlatnessMonitor(3, [LambdaMax(50)]), tracking()]
+
+    whole = glosses(tmp_path / "whole", *monitors()).folder.path
+    with pytest.raises(KeyboardInterrupt):
+        glosses(tmp_path / "broken", *monitors(), Stop("on_round_start"))
+    states = last(newest(tmp_path / "broken"))["callbacks"]
+    kept = [state["pseudo_gradient"] is not None for key, state in states.items() if key.startswith("FlatnessMonitor")]
+    assert kept == [True, False, True]
+    broken = glosses(tmp_path / "broken", *monitors(), ckpt_path="last").folder.path
+    assert read_measurements(broken / "flatness.jsonl") == read_measurements(whole / "flatness.jsonl")
+    assert metrics(broken) == metrics(whole)
+
+
+def test_a_monitor_forgets_another_run(tmp_path: Path) -> None:
+    monitor = tracking()
+    first, second = (read_measurements(glosses(tmp_path, monitor).folder.path / "flatness.jsonl") for _ in range(2))
+    assert first == second
+
+
+@pytest.mark.parametrize("measure", [LambdaMax(50, tol=1e-12), Spectrum(3, 50), HessianTrace("hutchinson", samples=50)])
+def test_an_interrupted_measure_holds_what_it_has(measure: Measure, tmp_path: Path) -> None:
+    def progress(done: int, most: int) -> None:
+        if done == 5:
+            raise KeyboardInterrupt
+
+    run = fit(tmp_path, FedAvg(net()), max_rounds=1)
+    with pytest.raises(Interrupted) as stop:
+        measure.compute(replace(MeasurementContext.between_rounds(run), progress=progress))
+    (found, *_) = stop.value.partial
+    assert found.name in ("lambda_max", "lambda_1", "trace") and found.value > 0 and found.iterations == 5
+
+
 def test_settings(tmp_path: Path) -> None:
-    for make, told in (
+    for make, text in (
         (lambda: LPF(draws=1), "LPF.draws = 1"),
         (lambda: Sharpness(rho=0), "Sharpness.rho = 0"),
         (lambda: LambdaMax(tol=-1.0), "LambdaMax.tol = -1.0"),
         (lambda: Discrepancy(clients="some"), "Discrepancy.clients = some"),  # type: ignore[arg-type]
         (lambda: FlatnessMonitor(metrics=[]), "FlatnessMonitor.metrics"),
     ):
-        with pytest.raises(UserError, match=told):
+        with pytest.raises(UserError, match=text):
             make()
     with pytest.raises(UserError, match=r"DeltaEpsilon.rho = None: FedAvg has no rho"):
         fit(tmp_path, FedAvg(net()), FlatnessMonitor(1, [DeltaEpsilon()]))
@@ -284,7 +352,7 @@ MEASURED = "[{class_path: LambdaMax, init_args: {samples: 100, tol: 1.0e-6}}, Di
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Two runs of two rounds, and one of three with a monitor."""
-    root = tmp_path_factory.mktemp("laboratory")
+    root = tmp_path_factory.mktemp("runs")
     found = {name: run("fit", f"--trainer.seed={i}", root=root / name) for i, name in enumerate(("a", "b"))}
     monitor = ["--trainer.callbacks+=FlatnessMonitor", "--trainer.callbacks.every_n_rounds=1"]
     more = ["--trainer.max_rounds=3", *monitor, f"--trainer.callbacks.metrics={MEASURED}"]
@@ -301,15 +369,21 @@ def test_flatness_says_what_the_monitor_does(runs: dict[str, Path], tmp_path: Pa
     args = [f"--metrics={MEASURED}", f"--out={tmp_path}", "--trainer.max_rounds=3"]
     cli("flatness", "--ckpt_path", ckpt(runs["a"]), *args)
     made = json.loads((tmp_path / "flatness.json").read_text())
-    read = {r["name"]: r["value"] for r in made["readings"]}
-    lines = read_readings(runs["watched"] / "flatness.jsonl")
+    read = {r["name"]: r["value"] for r in made["measurements"]}
+    lines = read_measurements(runs["watched"] / "flatness.jsonl")
     watched = {(line["round"], line["name"]): line["value"] for line in lines}
     assert made["round"] == 2 and made["seed"] == 0 and "weight decay" in made["protocol"]
     assert read["lambda_max"] == pytest.approx(watched[2, "lambda_max"], rel=1e-5)
+    models, data = ({r["name"]: r[key] for r in made["measurements"]} for key in ("model", "data"))
+    local, gap = (r for name in ("sharpness_local", "discrepancy") for r in made["measurements"] if r["name"] == name)
+    assert models["lambda_max"] == "global model"
+    assert models["discrepancy"] == "aggregated and local models (cohort retrained from the checkpoint)"
+    assert data["discrepancy"] == f"own data of the cohort ({local['samples']:,}); training data"
+    assert local["samples"] < gap["samples"]
     for name in ("discrepancy", "sharpness_global", "sharpness_local", "drift", "norm_w", "divergence_next"):
         assert read[name] == pytest.approx(watched[3, name], rel=1e-5), name
     with (tmp_path / "flatness.csv").open(newline="") as file:
-        assert [row["name"] for row in csv.DictReader(file)] == [r["name"] for r in made["readings"]]
+        assert [row["name"] for row in csv.DictReader(file)] == [r["name"] for r in made["measurements"]]
 
 
 @pytest.mark.slow
@@ -323,7 +397,7 @@ def test_flatness_on_processes(runs: dict[str, Path], tmp_path: Path) -> None:
     assert made.returncode == 0, made.stderr
     assert "lambda_max" in made.stdout and "eval mode" in made.stdout and "Traceback" not in made.stderr
     cli("flatness", "--ckpt_path", ckpt(runs["a"]), f"--metrics={MEASURED}", f"--out={tmp_path / 'one'}")
-    there, here = (json.loads((f / "flatness.json").read_text())["readings"] for f in (tmp_path, tmp_path / "one"))
+    there, here = (json.loads((f / "flatness.json").read_text())["measurements"] for f in (tmp_path, tmp_path / "one"))
     assert [r["name"] for r in there] == [r["name"] for r in here]
     assert [r["value"] for r in there] == pytest.approx([r["value"] for r in here], rel=1e-4)
 
@@ -363,22 +437,22 @@ def test_plane_and_line_through_checkpoints(runs: dict[str, Path], tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("args", "told"),
+    ("args", "text"),
     [
         (["flatness", "--config=CONFIG"], "ckpt_path = None: give a checkpoint"),
         (["flatness", "--ckpt_path=nowhere.ckpt", "--config=CONFIG"], "nowhere.ckpt: no such file"),
         (["landscape", "--ckpt_path=CKPT", "--kind=plane"], "compare = []: a plane goes through two checkpoints more"),
         (["landscape", "--ckpt_path=CKPT", "--clients=[77]"], "clients = 77: from 0 to 5"),
         (["landscape", "--ckpt_path=CKPT", "--points=1"], "points = 1: 2 or more"),
-        (["interpolate", "CKPT", "CKPT", "--model.net.hidden=9"], "it was made with model.net"),
+        (["interpolate", "CKPT", "CKPT", "--model.net.hidden=9"], "made with model.net"),
         (["flatness", "--ckpt_path=CKPT", "--metrics=[LambdaMin]"], "LambdaMax"),
     ],
 )
-def test_mistakes(args: list[str], told: str, runs: dict[str, Path]) -> None:
+def test_mistakes(args: list[str], text: str, runs: dict[str, Path]) -> None:
     given = [a.replace("CKPT", ckpt(runs["a"])).replace("CONFIG", str(runs["a"] / "config.yaml")) for a in args]
     with pytest.raises(SystemExit) as end:
         cli(*given)
-    assert str(end.value).startswith("error: ") and told in str(end.value) and "\n" not in str(end.value)
+    assert str(end.value).startswith("error: ") and text in str(end.value) and "\n" not in str(end.value)
 
 
 @pytest.mark.slow
@@ -400,7 +474,7 @@ def test_an_interrupt_keeps_what_was_computed(runs: dict[str, Path], tmp_path: P
 def test_a_run_ends_with_how_it_was_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     more = ["--trainer.enable_progress_bar=true", "--trainer.callbacks+=FlatnessMonitor"]
     run("fit", *more, root=tmp_path)
-    told = capsys.readouterr().out
-    assert "loss without weight decay, eval mode, no augmentation" in told and "seed 0" in told
-    assert "lambda_max: global model, training data, stratified sample (1,000), method lanczos" in told
-    assert "discrepancy: aggregated and local models" in told and "rho 0.05" in told
+    text = capsys.readouterr().out
+    assert "loss without weight decay, eval mode, no augmentation" in text and "seed 0" in text
+    assert "lambda_max: global model, training data, stratified sample (1,000), method lanczos" in text
+    assert "discrepancy: aggregated and local models" in text and "rho 0.05" in text
