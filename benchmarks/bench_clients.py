@@ -1,4 +1,4 @@
-"""Client state: what a round costs as the clients grow in number, and 1,262 clients of a large net in little memory.
+"""Client state: the cost of a round as the number of clients grows, and 1,262 clients of a large net in little memory.
 
 ``python benchmarks/bench_clients.py store`` measures the store alone (the large net writes 21 GB to the folder after
 ``--root``), ``trainer`` whole runs of SCAFFOLD, ``all`` both.
@@ -22,9 +22,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from fl_lightning import IID, SCAFFOLD, SGD, Arrays, Checkpoints, Curves, FederatedTrainer, ReplaySampler
+from fl_lightning import IID, SCAFFOLD, SGD, Arrays, Checkpoints, FederatedTrainer, ReplaySampler
+from fl_lightning.core.files import write_atomically
 from fl_lightning.core.state import State
-from fl_lightning.trainer import checkpoint
 from fl_lightning.trainer.callbacks import Callback
 from fl_lightning.trainer.client_store import ClientStore
 from fl_lightning.trainer.run import Run
@@ -51,12 +51,12 @@ def size(net: nn.Module) -> int:
 
 
 def peak() -> float:
-    """The most memory this process has held so far, in GiB."""
+    """Peak memory of this process, in GiB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "linux" else 2**30)
 
 
 def round_of(store: ClientStore, cohort: list[int], following: list[int], w: torch.Tensor) -> float:
-    """Seconds for a round's gather, scatter and settle."""
+    """Seconds for a round's get, stage and commit."""
     started = time.perf_counter()
     rows = {k: State({"c": store.get(k, w, {}).c + 1}) for k in cohort}
     store.read_ahead(following)
@@ -68,7 +68,8 @@ def round_of(store: ClientStore, cohort: list[int], following: list[int], w: tor
 def checked(store: ClientStore, path: Path) -> tuple[float, float]:
     """Seconds for a checkpoint, and its size in MB."""
     started = time.perf_counter()
-    checkpoint.save(path, {"clients": store.state_dict()})
+    content = {"clients": store.state_dict()}
+    write_atomically(path, lambda file: torch.save(content, file))
     store.saved()
     return time.perf_counter() - started, path.stat().st_size / 1e6
 
@@ -132,13 +133,8 @@ class Times(Callback):
         self.seconds.append(metrics["time/round_s"])
 
 
-class NoCurves(Curves):
-    def on_fit_end(self, run: Run) -> None:
-        """Nothing."""
-
-
-def run(root: Path, net: nn.Module, m: int, rounds: int, memory: float, **options: Any) -> tuple[Times, float, float]:
-    """SCAFFOLD with one step on one sample a client; its rounds, the seconds before and around them."""
+def run(root: Path, net: nn.Module, m: int, rounds: int, memory: float, **options: Any) -> tuple[Times, float, int]:
+    """SCAFFOLD with one step on one sample per client; its rounds, the other seconds, and the clients seen."""
     draw = np.random.default_rng(0)
     x = draw.standard_normal((m + 100, FEATURES), dtype=np.float32)
     y = draw.integers(0, CLASSES, m + 100)
@@ -147,12 +143,12 @@ def run(root: Path, net: nn.Module, m: int, rounds: int, memory: float, **option
     data = Arrays(path=str(root / "data.npz"), num_clients=m, partition=IID(), batch_size=1)
     trainer = FederatedTrainer(
         max_rounds=rounds, local_steps=1, eval_every=rounds, accelerator="cpu", threads=1, client_memory=memory,
-        callbacks=[times, NoCurves(), Checkpoints(every_n_rounds=50)], default_root_dir=str(root),
+        callbacks=[times, Checkpoints(every_n_rounds=50)], default_root_dir=str(root),
         enable_progress_bar=False, **options,
     )  # fmt: skip
-    trainer.fit(SCAFFOLD(net=net, optimizer=SGD(lr=0.01)), data)
+    run = trainer.fit(SCAFFOLD(net=net, optimizer=SGD(lr=0.01)), data)
     total = time.perf_counter() - started
-    return times, total - sum(times.seconds), len(trainer.clients)
+    return times, total - sum(times.seconds), len(run.clients)
 
 
 def trainer_small(root: Path, m: int, memory: float) -> None:
@@ -169,7 +165,7 @@ def trainer_large(root: Path) -> None:
     print(
         f"{seen} clients, {size(large_net()):,} weights, cohorts of {COHORT}, one step: "
         f"{statistics.median(times.seconds[:half]):.3f} s a round at first contact, "
-        f"{statistics.median(times.seconds[half:]):.3f} s with rows to read; {rest:.0f} s for all the rest, "
+        f"{statistics.median(times.seconds[half:]):.3f} s with rows to read; {rest:.0f} s otherwise, "
         f"peak memory {peak():.2f} GiB, {_on_disk(root) / 1e9:.1f} GB on disk"
     )
 
@@ -180,7 +176,7 @@ PARTS: dict[str, Callable[..., None]] = {
 
 
 def alone(root: str | None, part: str, *args: float) -> None:
-    """In a process and a folder of its own: peak memory is that of a process."""
+    """Runs a part in its own process and folder: peak memory is that of a process."""
     with tempfile.TemporaryDirectory(dir=root) as folder:
         command = [sys.executable, __file__, part, "--root", folder, *(f"--arg={a}" for a in args)]
         subprocess.run(command, check=True)

@@ -38,11 +38,11 @@ PATIENCE = 600.0  # seconds for an answer
 FORMATS = {"32-true": "float32", "bf16-mixed": "bfloat16"}
 TICK = os.sysconf("SC_CLK_TCK")
 PEERS = {"peer_pfl": ("pfl", "pfl"), "peer_flower": ("Flower", "ray")}
-"""The contestant's name, and the module without which it cannot run."""
+"""The contestant's name, and the module that it needs."""
 
 
 def contestants(work: str, method: str, peers: bool) -> dict[str, dict[str, Any]]:
-    """What runs against each other, by name."""
+    """The contestants, by name."""
     found: dict[str, dict[str, Any]] = {"plain loop": {"kind": "plain"}}
     if peers and method == "FedAvg" and work != "W2":
         found["pfl"] = {"kind": "peer_pfl"}
@@ -60,7 +60,7 @@ def contestants(work: str, method: str, peers: bool) -> dict[str, dict[str, Any]
 
 @dataclass
 class Turn:
-    """One turn: what each round gave, CPU seconds a round, and the share of the cores that others used."""
+    """One turn: the numbers of each round, CPU seconds per round, and the share of the cores that others used."""
 
     rounds: list[dict[str, float]]
     cpu: float
@@ -76,7 +76,7 @@ class Turn:
 
 @dataclass
 class Contestant:
-    """A worker process, which does nothing between its turns."""
+    """A worker process, idle between its turns."""
 
     name: str
     spec: dict[str, Any]
@@ -107,7 +107,7 @@ class Contestant:
         return json.loads(line)
 
     def turn(self, n: int) -> Turn:
-        """Let it train ``n`` rounds."""
+        """Trains ``n`` rounds."""
         watch = Watch(self.process.pid)
         print(n, file=self.process.stdin, flush=True)
         rounds = self.answer()
@@ -183,11 +183,11 @@ def succeeds(do: Callable[[Contestant], object], player: Contestant) -> bool:
 
 
 def compete(specs: dict[str, dict[str, Any]], turns: int, rounds: int, seconds: float) -> list[Contestant]:
-    """Start all, then let them take turns; who fails is told and left out."""
+    """Starts all, then lets them take turns; one that fails is reported and left out."""
     with ExitStack() as stack:
         players = [Contestant(name, spec) for name, spec in specs.items()]
         for close in [player.close for player in players] + [player.process.stdin.close for player in players]:
-            stack.callback(close)  # the last ones first: all are told to end before one is waited for
+            stack.callback(close)  # the last ones first: all are asked to end before one is waited for
 
         def everyone(do: Callable[[Contestant], object]) -> None:
             players[:] = [player for player in players if succeeds(do, player)]
@@ -207,7 +207,7 @@ def compete(specs: dict[str, dict[str, Any]], turns: int, rounds: int, seconds: 
 
 
 def row(player: Contestant, players: list[Contestant], floors: dict[str, Any]) -> Row:
-    """What is reported of one contestant."""
+    """The row of one contestant."""
     kept = player.kept()
     turns = [player.turns[i] for i in kept]
     every = [r["round_s"] for turn in turns for r in turn.rounds]
@@ -239,7 +239,7 @@ def row(player: Contestant, players: list[Contestant], floors: dict[str, Any]) -
 
 
 def ceilings(spec: dict[str, Any]) -> dict[str, Any]:
-    """The floor and the rates of its kernels, or nothing if the machine is not quiet three times over."""
+    """The floor and the rates of its kernels, or nothing if the machine is busy in three attempts."""
     for _ in range(3):
         process = subprocess.Popen(
             [sys.executable, "-m", "contest.ceilings", json.dumps(spec)], cwd=HERE, text=True, stdout=subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""Flatness: the cost of a Hessian-vector product against a gradient, of the default monitor against rounds, and memory.
+"""Flatness: the cost of a Hessian-vector product in gradients, of the default monitor in rounds, and memory.
 
 ``python benchmarks/bench_flatness.py products`` measures products, and what `flatness/convolution.py` saves of one,
 ``monitor`` a run of FedAvg with the default FlatnessMonitor, ``memory`` peaks in processes of their own, ``all`` all.
@@ -24,12 +24,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fl_lightning import IID, SGD, Arrays, Curves, FedAvg, FederatedTrainer, FlatnessMonitor, HsuCNN, ResNet18GN
+from fl_lightning import IID, SGD, Arrays, FedAvg, FederatedTrainer, FlatnessMonitor, HsuCNN, ResNet18GN
 from fl_lightning.core.flat import FlatSpec
 from fl_lightning.core.state import RoundContext
 from fl_lightning.flatness import functional, gradient, hvp, lambda_max
 from fl_lightning.trainer.callbacks import Callback
-from fl_lightning.trainer.memory import reuse_freed_memory
+from fl_lightning.trainer.memory import keep_freed_memory
 from fl_lightning.trainer.run import Run
 
 LOSS = nn.CrossEntropyLoss(reduction="none")
@@ -41,7 +41,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 def images(n: int) -> Batch:
-    """Random images of ten classes, as the data module hands them out."""
+    """Random images of ten classes, as the data module returns them."""
     draw = torch.Generator().manual_seed(0)
     y = torch.randint(10, (n,), generator=draw)
     x = torch.randn(n, 3, 32, 32, generator=draw) + torch.randn(10, 3, 32, 32, generator=draw)[y]
@@ -90,7 +90,7 @@ def products(name: str, samples: int, batch: int, turns: int) -> str:
 
 
 class Times(Callback):
-    """CPU seconds of plain rounds, and what those take more in which flatness is measured."""
+    """CPU seconds of plain rounds, and the additional ones of rounds in which flatness is measured."""
 
     def __init__(self) -> None:
         self.rounds: list[float] = []
@@ -107,13 +107,8 @@ class Times(Callback):
             self.rounds.append(seconds)
 
 
-class NoCurves(Curves):
-    def on_fit_end(self, run: Run) -> None:
-        """Nothing."""
-
-
 def monitor() -> str:
-    """A row: CPU seconds a round and a measurement, and how many rounds the longest measurement is."""
+    """A row: CPU seconds of a round and of a measurement, and the longest measurement in rounds."""
     x, y = images(CLIENTS * IMAGES + 100)
     pixels = (40 * x.permute(0, 2, 3, 1) + 128).clamp(0, 255).to(torch.uint8).numpy()
     train, times = CLIENTS * IMAGES, Times()
@@ -123,7 +118,7 @@ def monitor() -> str:
         data = Arrays(path=str(path), num_clients=CLIENTS, partition=IID(), batch_size=BATCH)
         trainer = FederatedTrainer(
             max_rounds=ROUNDS, clients_per_round=COHORT, local_steps=STEPS, eval_every=ROUNDS, accelerator="cpu",
-            threads=1, engine="sequential", callbacks=[FlatnessMonitor(every_n_rounds=EVERY), times, NoCurves()],
+            threads=1, engine="sequential", callbacks=[FlatnessMonitor(every_n_rounds=EVERY), times],
             default_root_dir=folder, enable_progress_bar=False,
         )  # fmt: skip
         trainer.fit(FedAvg(net=HsuCNN(), optimizer=SGD(lr=0.05)), data)
@@ -133,9 +128,9 @@ def monitor() -> str:
 
 
 def memory(samples: int, batch: int) -> str:
-    """A row: peak memory of lambda_max beyond what data and weights take, in MiB."""
+    """A row: peak memory of lambda_max in addition to data and weights, in MiB."""
     net, (x, y) = net_of("HsuCNN"), images(samples)
-    gradient(net, LOSS, lambda: [(x[:8], y[:8])])  # what libraries set up
+    gradient(net, LOSS, lambda: [(x[:8], y[:8])])  # the libraries' own memory
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     lambda_max(net, LOSS, lambda: zip(x.split(batch), y.split(batch), strict=True), iterations=2)
     after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -159,24 +154,28 @@ def main() -> None:
     torch.set_num_threads(1)
     if options.alone:
         return print(memory(*options.alone), flush=True)
-    reuse_freed_memory()  # as a run does
     print(f"torch {torch.__version__}, 1 thread, load average before {os.getloadavg()[0]:.2f}")
-    if options.part in ("products", "all"):
+    with keep_freed_memory(torch.device("cpu")):  # as in a run
+        measure(options.part, options.turns)
+    print(f"\nload average after {os.getloadavg()[0]:.2f}")
+
+
+def measure(part: str, turns: int) -> None:
+    if part in ("products", "all"):
         _head("net", "images", "batch", "gradient, ms", "product", "graph kept", "step of Lanczos", "saved")
         for name, samples, batch in (
             ("HsuCNN", 64, 64), ("HsuCNN", 256, 64), ("HsuCNN", 256, 128), ("HsuCNN", 256, 256), ("ResNet18GN", 16, 16),
         ):  # fmt: skip
-            print(products(name, samples, batch, options.turns), flush=True)
-    if options.part in ("monitor", "all"):
+            print(products(name, samples, batch, turns), flush=True)
+    if part in ("monitor", "all"):
         row = monitor()
         _head("a round, s", "a measurement, s", "the longest, s", f"in rounds (at most {WORTH} are allowed)")
         print(row, flush=True)
-    if options.part in ("memory", "all"):
+    if part in ("memory", "all"):
         _head("images", "batch", f"peak, MiB (budget {functional.KEEP_BYTES >> 20})")
         for samples in (1_000, 10_000):
             command = [sys.executable, __file__, "memory", "--alone", str(samples), "500"]
             subprocess.run(command, check=True)
-    print(f"\nload average after {os.getloadavg()[0]:.2f}")
 
 
 if __name__ == "__main__":

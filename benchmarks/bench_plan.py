@@ -1,6 +1,6 @@
 """Small runs on this CPU as ``fl-lightning plan`` predicts them, and as measured.
 
-The plan is made, then the run, in processes of their own, one after the other. Prints a table in Markdown: seconds from
+Plan and run take turns, each in its own process. Prints a table in Markdown: seconds from
 the first round to the end, peak memory of the first process, bits on the wire, bytes between processes.
 
     python benchmarks/bench_plan.py --only SCAFFOLD
@@ -50,7 +50,7 @@ UNITS = (("seconds", "s", 1.0), ("memory", "MB", 1e6), ("bits", "Mbit", 1e6), ("
 
 
 class Clock(Callback):
-    """Writes what a run took to a file when its first process ends.
+    """Writes seconds, memory, bits and bytes of a run to a file when its first process ends.
 
     Args:
         path: The file.
@@ -67,7 +67,7 @@ class Clock(Callback):
             atexit.register(self.write, run)
 
     def count(self, others: int) -> None:
-        """Count the bytes that the processes send each other."""
+        """Counts the bytes that the processes send each other."""
 
         def counted(name: str, size: Any) -> None:
             original = getattr(dist, name)
@@ -82,11 +82,11 @@ class Clock(Callback):
             counted(name, lambda n: n * others)
         counted("all_reduce", lambda n: 2 * n * others)
 
-    def write(self, trainer: Any) -> None:
+    def write(self, run: Any) -> None:
         found = {
             "seconds": time.perf_counter() - self.started,
             "memory": peak_memory(),
-            "bits": trainer.metrics["comm/total_bits"],
+            "bits": run.metrics["comm/total_bits"],
             "moved": self.moved,
         }
         self.path.write_text(json.dumps(found))
@@ -103,7 +103,7 @@ def command(*args: str, cpu: bool) -> str:
 
 
 def compare(world: int, args: list[str], cpu: bool) -> tuple[dict[str, float], dict[str, float]]:
-    """What is planned, and what is measured."""
+    """The plan, and the measurement."""
     root = Path(tempfile.mkdtemp())
     try:
         planned = json.loads(command("plan", *args, f"--devices={world}", "--json=true", cpu=cpu))

@@ -3,7 +3,7 @@
     python benchmarks/bench_precision.py --data cifar10.npz --split cifar10_federated_train_alpha_100.00.json --jobs 2
 
 FedAvg in the setting of FedSAM's paper (HsuCNN, 5 of 100 clients, 1 epoch of batch 64, lr 0.01, weight decay 4e-4). The
-accuracy of a run is the mean of the evaluations of its last 100 rounds. The file ``--out`` is renewed after each run.
+accuracy of a run is the mean of the evaluations of its last 100 rounds. The file ``--out`` is written after each run.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ def accuracy(data: str, split: str, rounds: int, precision: str, seed: int) -> f
     import torch
 
     import fl_lightning as fl
+    from fl_lightning.trainer.run import Run
 
     torch.manual_seed(seed)
     found: list[float] = []
 
     class Evaluations(fl.Callback):
-        def on_round_logged(self, run: fl.FederatedTrainer, metrics: dict[str, float]) -> None:
+        def on_round_logged(self, run: Run, metrics: dict[str, float]) -> None:
             if "server/test/acc" in metrics and run.rounds_done > rounds - 100:
                 found.append(metrics["server/test/acc"])
 

@@ -39,8 +39,7 @@ from fl_lightning import (
 from fl_lightning.algorithms.catalogue import entries
 from fl_lightning.core.rng import generator
 from fl_lightning.results.metrics import read_metrics
-from fl_lightning.trainer.callbacks import Callback, Curves
-from fl_lightning.trainer.run import Run
+from fl_lightning.trainer.callbacks import Callback
 
 PAGES = Path(__file__).resolve().parents[1] / "docs" / "algorithms"
 CSV, FIGURE = PAGES / "digits.csv", PAGES / "digits.png"
@@ -93,13 +92,8 @@ COMPOSITIONS: dict[str, tuple[str, Options]] = {
     **{f"{name} + ASAM": (name, lambda: {"ascent": ASAM()}) for name in ("FedProx", "FedAvgM", "SCAFFOLD", "AdaBest")},
 }
 RUNS = {**ALGORITHMS, **CHOICES, **COMPOSITIONS}
-"""What is trained, by its name in the tables: the class, and what differs from its defaults."""
+"""The runs, by their name in the tables: the class, and the settings that differ from its defaults."""
 GROUPS = {"all": ALGORITHMS, "choices": CHOICES, "compositions": COMPOSITIONS}
-
-
-class NoCurves(Curves):
-    def on_fit_end(self, run: Run) -> None:
-        """Nothing."""
 
 
 def train(label: str, seed: int) -> dict[str, Any]:
@@ -109,7 +103,7 @@ def train(label: str, seed: int) -> dict[str, Any]:
     net = DigitsMLP()
     model = getattr(algorithms, name)(net=net, optimizer=SGD(lr=0.1, weight_decay=4e-4), **options())
     data = Digits(num_clients=50, batch_size=16, partition=Dirichlet(alpha=0.05))
-    callbacks: list[Callback] = [NoCurves(), FlatnessMonitor(ROUNDS, [LambdaMax(tol=1e-3), Discrepancy()])]
+    callbacks: list[Callback] = [FlatnessMonitor(ROUNDS, [LambdaMax(tol=1e-3), Discrepancy()])]
     with tempfile.TemporaryDirectory() as folder:
         trainer = FederatedTrainer(
             max_rounds=ROUNDS, clients_per_round=10, local_epochs=1, eval_every=EVERY, threads=1, seed=seed,
@@ -117,14 +111,14 @@ def train(label: str, seed: int) -> dict[str, Any]:
         )  # fmt: skip
         row: dict[str, Any] = {"algorithm": label, "seed": seed}
         try:
-            trainer.fit(model, data)
+            run = trainer.fit(model, data)
         except UserError as error:
             if "diverged" not in str(error):
                 raise
-            return {**row, "diverged_in_round": trainer.round + 1}
-        columns = read_metrics(trainer.folder.path / "metrics.csv")
+            return {**row, "diverged_in_round": trainer.run.rounds_done + 1}
+        columns = read_metrics(run.folder.metrics)
     accuracy = [value for _, value in columns["server/test/acc"]]
-    last = trainer.metrics
+    last = run.metrics
     return {
         **row,
         "acc_final": f"{accuracy[-1]:.4f}",
@@ -132,7 +126,7 @@ def train(label: str, seed: int) -> dict[str, Any]:
         "lambda_max": f"{last['flatness/lambda_max']:.4g}",
         "lambda_max_residual": f"{last['flatness/lambda_max_residual']:.1e}",
         "discrepancy": f"{last['flatness/discrepancy']:.3g}",
-        "norm_w": f"{float(trainer.global_model.norm()):.4g}",
+        "norm_w": f"{float(run.global_model.norm()):.4g}",
         "round_s": f"{statistics.median(value for _, value in columns['time/round_s']):.4f}",
         "bits": int(last["comm/total_bits"]),
     }
@@ -178,7 +172,7 @@ def table(labels: Sequence[str]) -> str:
 
 
 def fill(text: str) -> str:
-    """A page with its tables as the file has them: between ``digits: names`` and ``/digits``, both HTML comments."""
+    """A page with the tables of the file: between ``digits: names`` and ``/digits``, both HTML comments."""
 
     def new(match: re.Match[str]) -> str:
         labels = list(GROUPS[match[2]]) if match[2] in GROUPS else match[2].split(", ")
@@ -188,7 +182,7 @@ def fill(text: str) -> str:
 
 
 def draw() -> None:
-    """Accuracy against lambda_max: means with standard deviations, one point a run, told apart by shape alone."""
+    """Accuracy against lambda_max: means with standard deviations, one point per run, distinguished by shape alone."""
     from matplotlib.figure import Figure
 
     kinds = {
@@ -225,7 +219,7 @@ def draw() -> None:
 
 
 def annotate(axes: Any, texts: dict[tuple[float, float], str]) -> None:
-    """Write each text near its point, at the first of some places where it covers nothing."""
+    """Writes each text near its point, at the first of some places where it covers nothing."""
     from matplotlib.patheffects import withStroke
 
     figure = axes.figure

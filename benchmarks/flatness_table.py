@@ -1,7 +1,7 @@
 """The measures of FedGF's Table 2 (LPF, lambda_max, discrepancy) on the digits: six algorithms, two heterogeneities.
 
 ``python benchmarks/flatness_table.py`` trains the problem of configs/quickstart.yaml with each algorithm's defaults (a
-few minutes on two cores), writes docs/flatness_table.csv, and renews the table of docs/measuring.md. Nothing is tuned.
+few minutes on two cores), writes docs/flatness_table.csv and the table of docs/measuring.md. Nothing is tuned.
 """
 
 from __future__ import annotations
@@ -26,11 +26,6 @@ ALPHAS = (0.05, 100.0)
 MEASURES = {"lpf": "error", "lambda_max": "residual", "discrepancy": None}
 
 
-class NoCurves(fl.Curves):
-    def on_fit_end(self, trainer: fl.FederatedTrainer) -> None:
-        """Nothing."""
-
-
 def train(name: str, alpha: float) -> dict[str, Any]:
     """One run, as a row of the file: all measures on all training data, after the last round."""
     torch.manual_seed(generator(0, "initial weights").initial_seed())  # as the command line does
@@ -40,7 +35,7 @@ def train(name: str, alpha: float) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         trainer = fl.FederatedTrainer(
             max_rounds=200, clients_per_round=10, eval_every=200, threads=1, accelerator="cpu", engine="sequential",
-            seed=0, callbacks=[NoCurves(), fl.FlatnessMonitor(200, metrics)], default_root_dir=folder,
+            seed=0, callbacks=[fl.FlatnessMonitor(200, metrics)], default_root_dir=folder,
             enable_progress_bar=False,
         )  # fmt: skip
         run = trainer.fit(model, data)

@@ -13,7 +13,8 @@ import fl_lightning as fl
 from contest.worker import Turns
 from contest.workloads import BETA, EMA, RHO, TAU, Work
 from fl_lightning.data.partition import Given
-from fl_lightning.trainer.callbacks import Callback, Checkpoints, Curves
+from fl_lightning.trainer.callbacks import Callback, Checkpoints
+from fl_lightning.trainer.run import Run
 
 OPTIONS: dict[str, dict[str, float]] = {
     "FedAvg": {},
@@ -24,7 +25,7 @@ OPTIONS: dict[str, dict[str, float]] = {
 
 
 class Data(fl.FederatedDataModule):
-    """The workload's arrays, divided as for the others; a few of them are the test set, which nobody looks at."""
+    """The workload's arrays, divided as for the others; a few of them are the test set, which is not used."""
 
     def __init__(self, work: Work) -> None:
         self.x, self.y = work.arrays()
@@ -39,15 +40,15 @@ class Data(fl.FederatedDataModule):
 
 
 class Steps(Callback):
-    """Hands every round's time over."""
+    """Reports every round's time."""
 
     def __init__(self, turns: Turns) -> None:
         self.turns = turns
 
-    def on_fit_start(self, run: fl.FederatedTrainer) -> None:
+    def on_fit_start(self, run: Run) -> None:
         self.turns.ready(run.engine_name)
 
-    def on_round_logged(self, run: fl.FederatedTrainer, metrics: Mapping[str, float]) -> None:
+    def on_round_logged(self, run: Run, metrics: Mapping[str, float]) -> None:
         self.turns.round(metrics["time/round_s"], orchestration_s=metrics.get("time/orchestration_s", math.nan))
 
 
@@ -56,12 +57,12 @@ def run(work: Work, spec: dict[str, Any], turns: Turns) -> None:
     net = getattr(fl, work.ours)()
     sgd = fl.SGD(lr=work.lr, momentum=work.momentum)
     model = getattr(fl, spec["method"])(net=net, optimizer=sgd, **OPTIONS[spec["method"]])
-    never = 10**5  # rounds, more than are ever run
+    never = 10**5  # more rounds than are ever run
     with tempfile.TemporaryDirectory() as folder:
         trainer = fl.FederatedTrainer(
             max_rounds=never, clients_per_round=work.cohort, local_steps=work.steps, eval_every=never,
             accelerator="cpu", threads=work.threads, engine=spec["engine"], precision=spec["precision"],
-            compile=spec["compile"], callbacks=[Steps(turns), Checkpoints(every_n_rounds=never), Curves()],
+            compile=spec["compile"], callbacks=[Steps(turns), Checkpoints(every_n_rounds=never)],
             default_root_dir=folder, enable_progress_bar=False,
         )  # fmt: skip
         trainer.fit(model, data)

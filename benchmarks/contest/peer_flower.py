@@ -25,7 +25,7 @@ from contest.workloads import Work
 
 
 class Steps(FedAvg):
-    """FedAvg that hands every round's time over: from the choice of the clients to the end of aggregation."""
+    """FedAvg that reports every round's time: from the choice of the clients to the end of aggregation."""
 
     def __init__(self, turns: Turns, **kwargs: Any) -> None:
         super().__init__(**kwargs)

@@ -1,4 +1,4 @@
-"""What bench_engine.py leaves behind: docs/benchmarks.csv, the tables of docs/benchmarks.md, and a figure."""
+"""The results of bench_engine.py: docs/benchmarks.csv, the tables of docs/benchmarks.md, and a figure."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ COLUMNS = (
     "rounds", "turns", "dropped", "foreign", "gflops",
 )  # fmt: skip
 LOAD = 0.06
-"""Share of all cores that others may use during a turn; more spoils it."""
+"""Largest share of all cores that other programs may use during a turn."""
 CEILING = "ceiling"
 FP32, BF16, COMPILED = "auto", "auto, bf16-mixed", "graphed, compiled"
 Row = dict[str, Any]
@@ -75,7 +75,7 @@ def machine() -> str:
 
 
 def read() -> list[Row]:
-    """The rows of the file; numbers are numbers, what is empty is left out."""
+    """The rows of the file, with numbers as numbers, without empty cells."""
     if not CSV.exists():
         return []
     with CSV.open(newline="") as file:
@@ -86,7 +86,7 @@ def read() -> list[Row]:
 
 
 def write(rows: list[Row]) -> None:
-    """Put these rows into the file, in place of those with the same key; then renew page and figure."""
+    """Writes these rows to the file, in place of those with the same key, and updates page and figure."""
     kept = {tuple(row[key] for key in KEY): row for row in [*read(), *rows]}
     methods = (CEILING, *METHODS)
     order = sorted(kept.values(), key=lambda row: (row["machine"], row["work"], methods.index(row["method"])))
@@ -106,7 +106,7 @@ def write(rows: list[Row]) -> None:
 
 
 def tables(rows: list[Row]) -> str:
-    """All that was measured on one machine, as Markdown."""
+    """All measurements of one machine, as Markdown."""
     pieces = [_required(rows)]
     for work, group in groupby(rows, lambda row: row["work"]):
         measured = list(group)
@@ -184,7 +184,7 @@ def _ceilings(rows: list[Row]) -> str:
 
 
 def draw(rows: list[Row]) -> None:
-    """The required ratios as bars, with what is required and what is aimed at as marks; told apart without colour."""
+    """The required ratios as bars, with required and target values as marks; legible without colour."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D

@@ -1,7 +1,7 @@
-"""A contestant in a process of its own: it sets up, then trains as many rounds as it is told to, again and again.
+"""A contestant in its own process: it sets up, then trains as many rounds as each request asks for.
 
 ``python -m contest.worker '{"kind": "ours", "work": "W1", "method": "FedAvg", ...}'`` answers in lines of JSON: when
-all is imported; when it is set up, after a line on stdin; and then to each line with a number of rounds.
+everything is imported; when it is set up, after a line on stdin; and then to each line with a number of rounds.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from contest import workloads
 
 
 class Turns:
-    """What a contestant calls after every round; it blocks there while it is the others' turn."""
+    """A contestant calls it after every round; it blocks while it is the others' turn."""
 
     def __init__(self) -> None:
         self._answers = os.fdopen(os.dup(1), "w")
@@ -27,7 +27,7 @@ class Turns:
         self._rounds: list[dict[str, float]] = []
 
     def ready(self, engine: str = "") -> None:
-        """Answer, with the name of the engine if there is one, and wait."""
+        """Answers, with the name of the engine if there is one, and waits."""
         self._answer(engine)
 
     def round(self, seconds: float, **more: float) -> None:

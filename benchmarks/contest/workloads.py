@@ -1,4 +1,4 @@
-"""What is trained: W1, W2 and the two nets of W3, the same numbers for every contestant.
+"""The workloads: W1, W2 and the two nets of W3, the same numbers for every contestant.
 
 W1 and W2 have random but fixed uint8 images of CIFAR's shape with a mean for each class, W3 the digits of scikit-learn.
 """
@@ -144,5 +144,5 @@ WORKS = {
 
 
 def work(spec: dict[str, Any]) -> Work:
-    """The workload of a contestant, with what its specification changes."""
+    """The workload of a contestant, with the changes of its specification."""
     return replace(WORKS[spec["work"]], **{key: spec[key] for key in ("steps", "threads") if key in spec})
