@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.algorithms.parts.base import Gradient, Step
 from fl_lightning.algorithms.parts.drift import prox_pull
-from fl_lightning.core.errors import require
-from fl_lightning.core.state import ClientContext, State
+from fl_lightning.core import ClientContext, State, require
 
 
 class FedProx(LocalObjective):

@@ -23,8 +23,7 @@ import fl_lightning.nets
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.commands.last import check_last
 from fl_lightning.commands.messages import ArgumentsError, find_user_error
-from fl_lightning.core.errors import UserError, require
-from fl_lightning.core.rng import generator
+from fl_lightning.core import UserError, generator, require
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.trainer.settings import Kind
 from fl_lightning.trainer.trainer import FederatedTrainer

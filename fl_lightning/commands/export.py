@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from fl_lightning.core.errors import UserError
+from fl_lightning.core import UserError
 from fl_lightning.trainer import checkpoint
 from fl_lightning.trainer.run_folder import RunFolder
 

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.commands.study import Step, label_of, output_folder, progress_bar
-from fl_lightning.core.errors import require
+from fl_lightning.core import require
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.engine import LocalResult
 from fl_lightning.trainer.cohort import Cohort

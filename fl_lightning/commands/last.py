@@ -7,7 +7,7 @@ import re
 import yaml
 
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.core.errors import UserError
+from fl_lightning.core import UserError
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.results.configs import differences
 from fl_lightning.trainer import checkpoint

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from fl_lightning.core.errors import UserError
+from fl_lightning.core import UserError
 
 EXAMPLE = "fl-lightning fit --config configs/quickstart.yaml"
 

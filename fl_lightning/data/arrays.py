@@ -11,8 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fl_lightning.core.errors import UserError
-from fl_lightning.core.rng import numpy_generator
+from fl_lightning.core import UserError, numpy_generator
 from fl_lightning.data.module import FederatedDataModule
 from fl_lightning.data.partition import Given
 from fl_lightning.data.tensors import inputs, labels, stratified

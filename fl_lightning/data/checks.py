@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from fl_lightning.core.errors import UserError
+from fl_lightning.core import UserError
 from fl_lightning.data.stream import Stream
 
 LEAK = 0.01

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_lightning.core.errors import require
+from fl_lightning.core import require
 from fl_lightning.data.files import corrupt_file_error, find_files
 
 HOME = "https://github.com/hendrycks/robustness"

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-from fl_lightning.core.errors import UserError
+from fl_lightning.core import UserError
 from fl_lightning.data.module import FederatedDataModule
 from fl_lightning.data.partition import Natural
 from fl_lightning.data.stream import Samples

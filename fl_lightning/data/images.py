@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fl_lightning.core.errors import UserError, require
+from fl_lightning.core import UserError, require
 from fl_lightning.data.files import find_files
 from fl_lightning.data.module import FederatedDataModule
 from fl_lightning.data.stream import Samples

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from fl_lightning.core.errors import UserError, require
+from fl_lightning.core import UserError, require
 from fl_lightning.data.files import corrupt_file_error, find_files
 from fl_lightning.data.images import ImageFiles
 from fl_lightning.data.module import FederatedDataModule

@@ -12,8 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fl_lightning.core.errors import UserError, require
-from fl_lightning.core.rng import generator, numpy_generator
+from fl_lightning.core import UserError, generator, numpy_generator, require
 from fl_lightning.data.augment import Augment
 from fl_lightning.data.clients import divide
 from fl_lightning.data.gather import SampleModule

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fl_lightning.core.errors import require
+from fl_lightning.core import require
 from fl_lightning.data.augment import Augment
 from fl_lightning.data.miou import IGNORED
 

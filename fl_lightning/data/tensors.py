@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fl_lightning.core.errors import UserError
+from fl_lightning.core import UserError
 
 
 def inputs(name: str, array: Any, rows: Sequence[int] | None = None) -> Tensor:

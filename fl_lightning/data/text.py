@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_lightning.core.errors import require
+from fl_lightning.core import require
 from fl_lightning.data.files import corrupt_file_error, find_files
 from fl_lightning.data.module import FederatedDataModule
 

@@ -12,11 +12,7 @@ from torch import Tensor
 from torch.func import functional_call, grad_and_value, vmap
 
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.core.errors import UserError
-from fl_lightning.core.flat import FlatNet, is_finite
-from fl_lightning.core.forward import Autocast
-from fl_lightning.core.modes import eval_mode
-from fl_lightning.core.state import ClientContext, State, Upload
+from fl_lightning.core import Autocast, ClientContext, FlatNet, State, Upload, UserError, eval_mode, is_finite
 from fl_lightning.data.minibatches import Block, blocks
 from fl_lightning.engine.base import COLUMNS, Engine, Job, LocalResult
 from fl_lightning.engine.record import (

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from fl_lightning.core.errors import UserError
-from fl_lightning.core.state import ClientContext
+from fl_lightning.core import ClientContext, UserError
 
 Tensors = dict[str, Tensor]
 Replay = Callable[..., tuple[Tensor, ...]]

@@ -7,8 +7,7 @@ from collections import OrderedDict
 import torch
 from torch import Tensor, nn
 
-from fl_lightning.core import weights
-from fl_lightning.core.errors import UserError
+from fl_lightning.core import UserError, weights
 
 
 class BiSeNetV2(nn.Module):

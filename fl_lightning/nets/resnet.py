@@ -8,7 +8,7 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from fl_lightning.core.errors import require
+from fl_lightning.core import require
 
 Norm = Callable[[int], nn.Module]
 """A normalising layer by its number of channels."""

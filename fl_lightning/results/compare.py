@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from fl_lightning.core.errors import UserError
+from fl_lightning.core import UserError
 from fl_lightning.results.configs import EXECUTION
 from fl_lightning.results.summary import LAST, Summary, summarise
 

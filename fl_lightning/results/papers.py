@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from fl_lightning.core.errors import UserError
+from fl_lightning.core import UserError
 
 PAPERS = {
     "fedsam": "Caldarola et al., ECCV 2022: FedSAM, FedASAM, SWA",

@@ -9,9 +9,7 @@ from typing import Any
 import lightning
 import torch
 
-from fl_lightning.core.errors import UserError
-from fl_lightning.core.files import write_atomically
-from fl_lightning.core.state import State
+from fl_lightning.core import State, UserError, write_atomically
 from fl_lightning.trainer.loggers import RunLogger
 from fl_lightning.trainer.run import Run, state_keys
 from fl_lightning.trainer.run_folder import RunFolder

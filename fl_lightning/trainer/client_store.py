@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fl_lightning.core.state import Init, State
+from fl_lightning.core import Init, State
 from fl_lightning.trainer.row_file import RowFile
 
 

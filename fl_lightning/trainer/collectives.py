@@ -16,8 +16,7 @@ from lightning.fabric import Fabric
 from torch import Tensor
 from torch.distributed import TCPStore as Store  # type: ignore[attr-defined]
 
-from fl_lightning.core.errors import UserError
-from fl_lightning.core.state import Uploads
+from fl_lightning.core import Uploads, UserError
 
 K = TypeVar("K")
 V = TypeVar("V")

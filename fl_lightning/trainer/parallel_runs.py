@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.core.errors import UserError
+from fl_lightning.core import UserError
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.engine import Engine
 from fl_lightning.trainer.callbacks.progress import COLUMNS, Progress

@@ -15,9 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fl_lightning.core.errors import UserError
-from fl_lightning.core.files import write_atomically
-from fl_lightning.core.state import State
+from fl_lightning.core import State, UserError, write_atomically
 
 STAMP = 8
 """Bytes before each row in the file: a number that no other row has."""

@@ -6,8 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from fl_lightning.core.errors import UserError, require
-from fl_lightning.core.rng import numpy_generator
+from fl_lightning.core import UserError, numpy_generator, require
 
 
 class CohortSampler:

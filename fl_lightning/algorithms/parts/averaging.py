@@ -9,8 +9,7 @@ from torch import Tensor
 
 from fl_lightning.algorithms.parts.base import Part
 from fl_lightning.algorithms.parts.schedules import in_cycle
-from fl_lightning.core.errors import require
-from fl_lightning.core.state import Init, RoundContext, State
+from fl_lightning.core import Init, RoundContext, State, require
 
 
 class Averaging(Part):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning.algorithms.parts.base import Part
-from fl_lightning.core.state import ClientContext, State, Upload, Uploads
+from fl_lightning.core import ClientContext, State, Upload, Uploads
 
 Policy = Literal["average", "local", "reset"]
 POLICIES: tuple[Policy, ...] = ("average", "local", "reset")

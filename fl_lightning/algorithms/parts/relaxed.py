@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from fl_lightning.algorithms.parts.base import Part
-from fl_lightning.core.state import ClientContext, Init, State, Upload
+from fl_lightning.core import ClientContext, Init, State, Upload
 
 
 class RelaxedInit(Part):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from fl_lightning.core.errors import require
+from fl_lightning.core import require
 
 
 class Schedule:

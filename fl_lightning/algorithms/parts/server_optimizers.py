@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.algorithms.parts.base import Part
-from fl_lightning.core.errors import require
-from fl_lightning.core.state import Init, RoundContext, State
+from fl_lightning.core import Init, RoundContext, State, require
 
 
 class ServerUpdate(Part):

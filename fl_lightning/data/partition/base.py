@@ -10,7 +10,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_lightning.core.errors import UserError, require
+from fl_lightning.core import UserError, require
 
 Indices = NDArray[np.int64]
 

@@ -8,8 +8,7 @@ from typing import Literal
 
 import numpy as np
 
-from fl_lightning.core.errors import UserError, require
-from fl_lightning.core.rng import numpy_generator
+from fl_lightning.core import UserError, numpy_generator, require
 from fl_lightning.data.partition.base import Indices, Partition, members, sizes
 
 

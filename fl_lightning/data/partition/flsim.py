@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_lightning.core.errors import require
+from fl_lightning.core import require
 from fl_lightning.data.partition.base import Indices, Partition, concentration, members, replay
 
 Floats = NDArray[np.float64]

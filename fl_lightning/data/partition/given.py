@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from fl_lightning.core.errors import UserError, require
+from fl_lightning.core import UserError, require
 from fl_lightning.data.partition.base import Indices, Partition, check
 
 

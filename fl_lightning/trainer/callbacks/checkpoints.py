@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from fl_lightning.core.errors import require
+from fl_lightning.core import require
 from fl_lightning.trainer import checkpoint
 from fl_lightning.trainer.run import Callback, Run
 

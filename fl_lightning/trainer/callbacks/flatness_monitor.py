@@ -11,9 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fl_lightning.core.errors import require
-from fl_lightning.core.files import write_atomically
-from fl_lightning.core.state import RoundContext
+from fl_lightning.core import RoundContext, require, write_atomically
 from fl_lightning.engine import LocalResult
 from fl_lightning.trainer.loggers import RunLogger
 from fl_lightning.trainer.measurements import (

@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
-from fl_lightning.core.files import write_atomically
+from fl_lightning.core import write_atomically
 from fl_lightning.trainer.loggers.base import RunLogger
 
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fl_lightning.core.errors import require
+from fl_lightning.core import require
 from fl_lightning.engine import LocalResult
 from fl_lightning.flatness import lpf, mean_loss, sharpness
 from fl_lightning.trainer.measurements.base import (
