@@ -1,7 +1,5 @@
 """FedCM and MoFedSAM: clients step along a mix of their gradient and the last global direction."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 from torch import Tensor, nn

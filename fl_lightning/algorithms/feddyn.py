@@ -1,7 +1,5 @@
 """FedDyn, in ADMM form; the base of the methods that keep its duals."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 from torch import Tensor, nn

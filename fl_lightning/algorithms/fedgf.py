@@ -1,7 +1,5 @@
 """FedGF: gradients at a mix of the local and the global ascent point."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 import torch

@@ -1,7 +1,5 @@
 """FedGloSS: the server's sharpness-aware step, paid for with last round's pseudo-gradient."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 from torch import Tensor, nn

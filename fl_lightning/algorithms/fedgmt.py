@@ -1,7 +1,5 @@
 """FedGMT: clients follow a teacher that averages the trajectory of the global model."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """FedNova."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from fl_lightning.algorithms.base import LocalObjective

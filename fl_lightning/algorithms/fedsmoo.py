@@ -1,7 +1,5 @@
 """FedSMOO: one perturbation that all clients agree on, by ADMM."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 from torch import Tensor, nn

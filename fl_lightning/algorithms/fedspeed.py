@@ -1,7 +1,5 @@
 """FedSpeed."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """SCAFFOLD, option II, and FedGAMMA."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 from torch import Tensor, nn

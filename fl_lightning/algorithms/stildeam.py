@@ -1,7 +1,5 @@
 """S~AM: SAM along the previous gradient."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """LightningCLI for the federated trainer: one subcommand, its parser, and what its config builds."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Mapping

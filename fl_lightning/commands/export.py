@@ -1,7 +1,5 @@
 """``fl-lightning export``, and the net of a run from Python."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -1,7 +1,5 @@
 """``fl-lightning flatness``: measures of flatness on a checkpoint."""
 
-from __future__ import annotations
-
 import csv
 import json
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """``fl-lightning interpolate``: the loss on the line between two checkpoints."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """``fl-lightning landscape``: the loss around checkpoints."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace

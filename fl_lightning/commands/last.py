@@ -1,7 +1,5 @@
 """``--ckpt_path last``: which run it means, and whether that is the one that the config describes."""
 
-from __future__ import annotations
-
 import re
 
 import yaml

@@ -3,8 +3,6 @@
 Importing torch and Lightning takes seconds, so ``--help``, ``--version`` and a wrong subcommand do without.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import os

@@ -1,7 +1,5 @@
 """Errors of the command line as one line each: the key, the value, and the remedy."""
 
-from __future__ import annotations
-
 import ast
 import difflib
 import inspect

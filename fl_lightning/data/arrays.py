@@ -1,7 +1,5 @@
 """Data from Python, from .npz or .npy files, and scikit-learn's digits."""
 
-from __future__ import annotations
-
 import zipfile
 from itertools import accumulate, pairwise
 from pathlib import Path

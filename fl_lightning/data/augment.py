@@ -1,7 +1,5 @@
 """Augmentation of many samples at once."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Checks of loaded data: training and test samples fit together, and do not overlap."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from lightning.pytorch.utilities import rank_zero_warn

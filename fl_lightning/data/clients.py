@@ -1,7 +1,5 @@
 """Which client holds which training samples."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import overload
 

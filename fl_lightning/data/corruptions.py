@@ -1,7 +1,5 @@
 """The files of CIFAR-10-C and CIFAR-100-C."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 

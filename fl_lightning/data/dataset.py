@@ -1,7 +1,5 @@
 """Any torch data set, with the client of each sample."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence, Sized
 from typing import Any, cast
 

@@ -1,7 +1,5 @@
 """Files of published data sets; errors name what is missing, the expected layout and the home page."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

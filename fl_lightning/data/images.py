@@ -1,7 +1,5 @@
 """Image data sets: torchvision's, and folders of image files."""
 
-from __future__ import annotations
-
 import difflib
 import inspect
 import pickle

@@ -1,7 +1,5 @@
 """Landmarks-User-160k: photographs; each client is a photographer."""
 
-from __future__ import annotations
-
 import csv
 from pathlib import Path
 from typing import Any

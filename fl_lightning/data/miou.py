@@ -1,7 +1,5 @@
 """Mean intersection over union."""
 
-from __future__ import annotations
-
 from torch import Tensor
 from torchmetrics.classification import MulticlassConfusionMatrix
 

@@ -1,7 +1,5 @@
 """The base of all data sets: samples divided among clients, in memory or streamed."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 from abc import ABC

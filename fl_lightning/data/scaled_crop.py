@@ -1,7 +1,5 @@
 """FedDrive's augmentation of images with label maps."""
 
-from __future__ import annotations
-
 import math
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """Images with label maps, divided among clients as in FedDrive: Cityscapes and IDDA."""
 
-from __future__ import annotations
-
 import json
 import re
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Arrays and tensors of samples and labels, checked and converted to one form."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Text as tokens: AG News."""
 
-from __future__ import annotations
-
 import csv
 from collections import Counter
 from collections.abc import Sequence

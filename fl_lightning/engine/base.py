@@ -1,7 +1,5 @@
 """The interface of the engines: jobs in, local results out."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy

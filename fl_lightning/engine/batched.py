@@ -1,7 +1,5 @@
 """All clients of a block at once: the same hooks on ``(clients, d)``, gradients by vmap."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import repeat

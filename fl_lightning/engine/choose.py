@@ -1,7 +1,5 @@
 """Engines by name, and the choice of the quickest."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace

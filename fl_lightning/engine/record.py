@@ -1,7 +1,5 @@
 """A function of tensors recorded once as a list of operations, and replayed."""
 
-from __future__ import annotations
-
 import operator
 import os
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """One client after another in one net, also with a check at every step."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 

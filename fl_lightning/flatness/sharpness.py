@@ -1,7 +1,5 @@
 """How much a loss rises nearby: sharpness, the loss under a low-pass filter, and FedGF's flatness discrepancy."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import chain
 from typing import Literal

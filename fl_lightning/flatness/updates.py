@@ -1,7 +1,5 @@
 """Distances, angles and norms of a round's models; no data needed."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

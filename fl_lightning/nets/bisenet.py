@@ -1,7 +1,5 @@
 """BiSeNetV2: real-time segmentation of street scenes."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 
 import torch

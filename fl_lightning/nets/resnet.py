@@ -1,7 +1,5 @@
 """Residual networks without batch statistics."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Literal

@@ -1,7 +1,5 @@
 """A table of several finished runs: as CSV, LaTeX and a figure of their curves."""
 
-from __future__ import annotations
-
 import csv
 import json
 import re

@@ -3,8 +3,6 @@
 ``python -m fl_lightning.results.papers fedsam 2`` prints a table of a paper as Markdown.
 """
 
-from __future__ import annotations
-
 import csv
 import difflib
 import sys

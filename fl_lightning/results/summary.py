@@ -1,7 +1,5 @@
 """Statistics of a run that the papers report, from its ``metrics.csv``."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, pstdev, stdev

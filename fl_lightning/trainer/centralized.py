@@ -1,7 +1,5 @@
 """The papers' centralized references: the same objective on all clients' data under a plain ``lightning.Trainer``."""
 
-from __future__ import annotations
-
 import tempfile
 import time
 from pathlib import Path

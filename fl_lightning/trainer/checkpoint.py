@@ -1,7 +1,5 @@
 """Checkpoints: all that a run needs to continue as if it had never stopped."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

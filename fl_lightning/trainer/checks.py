@@ -1,7 +1,5 @@
 """Checks before the first round: net, loss and data fit together."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from fl_lightning.core import UserError, generator, variance_needed

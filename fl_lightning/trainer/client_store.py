@@ -1,7 +1,5 @@
 """The clients' state between rounds: a row a client, created on first use, in memory and beyond a budget in a file."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path

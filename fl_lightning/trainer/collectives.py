@@ -1,7 +1,5 @@
 """Communication between processes. With one process nothing is copied."""
 
-from __future__ import annotations
-
 import heapq
 import os
 import time

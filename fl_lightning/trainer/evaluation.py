@@ -1,7 +1,5 @@
 """The one evaluation: of fit, validate, test, corruptions and measurements."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Literal
 

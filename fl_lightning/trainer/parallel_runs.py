@@ -1,7 +1,5 @@
 """Several runs of one config as one batched program: other seeds, or other values of a setting."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from itertools import islice
 from statistics import mean, stdev

@@ -1,7 +1,5 @@
 """Rows of one size in a file, written by copy on write."""
 
-from __future__ import annotations
-
 import errno
 import os
 import secrets

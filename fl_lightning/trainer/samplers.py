@@ -1,7 +1,5 @@
 """Samplers of cohorts: the same cohort on every process, a function of (seed, round)."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The settings of a trainer, checked, and the devices that they name."""
 
-from __future__ import annotations
-
 import atexit
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Where the gradient is taken: displacements ``(..., d)`` from the local iterate to the ascent point."""
 
-from __future__ import annotations
-
 from typing import ClassVar, Literal
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Averages of the global model over rounds: clients never see them, evaluation and flatness use them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """The interface of an objective's parts, and the types of what local training passes around."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """A net's buffers, such as the running statistics of BatchNorm, under a policy of the run."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

@@ -1,7 +1,5 @@
 """Relaxed initialisation (FedInit, NeurIPS 2023): local training starts away from the client's last local model."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from torch import Tensor

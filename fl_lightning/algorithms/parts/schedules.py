@@ -1,7 +1,5 @@
 """Schedules of the local learning rate by round."""
 
-from __future__ import annotations
-
 import math
 
 from fl_lightning.core import require

@@ -3,8 +3,6 @@
 The pseudo-gradient ``delta``, ``(d,)``, points uphill: the model that was sent minus the average of the local models.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import partial
 from typing import Literal

@@ -1,7 +1,5 @@
 """The local optimizer: SGD on flat vectors."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

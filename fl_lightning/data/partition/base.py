@@ -1,7 +1,5 @@
 """The interface of all partitions, the check of their result, and helpers for sizes and classes."""
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Shuffled samples, and the balanced Dirichlet split of Hsu et al."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Literal

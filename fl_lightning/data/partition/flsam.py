@@ -1,7 +1,5 @@
 """The partitions of FL-SAM, the code of FedGMT's authors."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """The partitions of FL-Simulator (FedSMOO, appendix B.3), draw by draw."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from bisect import bisect_left
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Known partitions: from Python, from the papers' files, and by the users that the samples come from."""
 
-from __future__ import annotations
-
 import csv
 import json
 import pickle

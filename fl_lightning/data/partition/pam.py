@@ -1,7 +1,5 @@
 """Pachinko allocation over coarse and fine labels."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

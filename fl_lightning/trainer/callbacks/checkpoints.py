@@ -1,7 +1,5 @@
 """Checkpoints of a run."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from pathlib import Path

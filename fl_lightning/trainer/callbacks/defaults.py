@@ -1,7 +1,5 @@
 """The callbacks of every run, and which others a trainer accepts."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

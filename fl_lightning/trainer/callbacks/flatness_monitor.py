@@ -1,7 +1,5 @@
 """Flatness of the global and the local models during training."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """The statistics of a run."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 

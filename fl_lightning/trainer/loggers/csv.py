@@ -1,7 +1,5 @@
 """The log that every run has."""
 
-from __future__ import annotations
-
 import csv
 import io
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Measures of the loss nearby: sharpness, discrepancy, loss under noise, and what a round does to the loss."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """Measures of a round's models that need no data: norms, distances, angles."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from statistics import mean
 
