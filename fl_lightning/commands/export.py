@@ -9,6 +9,7 @@ from torch import nn
 
 from fl_lightning.core.errors import UserError
 from fl_lightning.trainer import checkpoint
+from fl_lightning.trainer.run_folder import RunFolder
 
 SUMMARY = "Write the net of a checkpoint, weights and running statistics, as a state_dict."
 
@@ -51,16 +52,17 @@ def load_net(run_folder: str | Path) -> nn.Module:
     from fl_lightning.commands.cli import FederatedCLI
 
     path = Path(run_folder)
-    path = path / checkpoint.LAST if path.is_dir() else path
-    config = path.parent.parent / "config.yaml"
+    path = RunFolder(path).last if path.is_dir() else path
+    config = RunFolder(path.parent.parent).config
     if not config.is_file():
         raise UserError(f"{run_folder}: no run folder with a config.yaml; give that of a run of the command line")
     weights = {key.removeprefix("net."): value for key, value in checkpoint.load(path)["state_dict"].items()}
     with torch.random.fork_rng(devices=[]):
         made = FederatedCLI("test", "--config", str(config)).build(HERE)
         if made.model.net_buffers is not None and made.model.net_buffers.policy == "reset":
-            made.trainer.load(made.model, made.data, str(path))
-            made.trainer.load_statistics(made.trainer.global_model)
+            with made.trainer.environment():
+                loaded = made.trainer.load(made.model, made.data, str(path))
+                loaded.load_statistics(loaded.global_model)
             weights |= made.model.net.state_dict()
     net: nn.Module = made.model.net
     net.to(weights[next(name for name, _ in net.named_parameters())].dtype)
