@@ -169,12 +169,12 @@ class FederatedCLI(LightningCLI):
         """Runs the subcommand."""
         made = self.config if "cli" in self.parameters else self.build()
         given = {name: self if name == "cli" else made[name] for name in self.parameters}
-        positional = [name for name, p in self.parameters.items() if p.kind is p.POSITIONAL_ONLY]
+        positional = [given.pop(name) for name, p in self.parameters.items() if p.kind is p.POSITIONAL_ONLY]
         with made.trainer.environment() if "trainer" in self.parameters else nullcontext():
             if "trainer" in self.parameters:
                 kind: Kind = "centralized" if self.command == "centralized" else "federated"
                 check_last(made.trainer, made.model, made.data, made.get("ckpt_path"), kind)
-            self.function(*(given.pop(name) for name in positional), **given)
+            self.function(*positional, **given)
 
 
 def _with_config_of_run(args: list[str]) -> list[str]:

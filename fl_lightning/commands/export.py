@@ -1,13 +1,11 @@
 """``fl-lightning export``, and the net of a run from Python."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from fl_lightning.core.errors import UserError
+from fl_lightning.core import UserError
 from fl_lightning.trainer import checkpoint
 from fl_lightning.trainer.run_folder import RunFolder
 

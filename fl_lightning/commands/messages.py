@@ -9,8 +9,6 @@ from typing import Any
 
 from fl_lightning.core import UserError
 
-EXAMPLE = "fl-lightning fit --config configs/quickstart.yaml"
-
 
 class ArgumentsError(Exception):
     """The parser's own message, of many lines."""

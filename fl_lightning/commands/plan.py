@@ -25,8 +25,7 @@ from rich.table import Table
 from torch import Tensor
 
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.core.errors import require
-from fl_lightning.core.state import State
+from fl_lightning.core import State, require
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.trainer import collectives
 from fl_lightning.trainer.callbacks import Callback, Checkpoints, FlatnessMonitor, Progress

@@ -63,3 +63,6 @@ __all__ = [
     "variance_needed",
     "write_atomically",
 ]
+
+
+__all__ = ["State", "UserError", "require"]
