@@ -1,15 +1,12 @@
 """AdaBest."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor, nn
 
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.algorithms.parts.base import Gradient, Step
-from fl_lightning.core.errors import require
-from fl_lightning.core.state import ClientContext, RoundContext, State, Upload, Uploads, Weighting
+from fl_lightning.core import ClientContext, RoundContext, State, Upload, Uploads, Weighting, require
 
 
 class AdaBest(LocalObjective):

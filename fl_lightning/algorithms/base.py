@@ -17,10 +17,19 @@ from fl_lightning.algorithms.parts.buffers import POLICIES, Buffers, Policy
 from fl_lightning.algorithms.parts.relaxed import RelaxedInit
 from fl_lightning.algorithms.parts.server_optimizers import ServerUpdate
 from fl_lightning.algorithms.parts.sgd import SGD
-from fl_lightning.core import weights
-from fl_lightning.core.errors import UserError, require
-from fl_lightning.core.flat import FlatSpec
-from fl_lightning.core.state import ClientContext, Init, RoundContext, State, Upload, Uploads, Weighting
+from fl_lightning.core import (
+    ClientContext,
+    FlatSpec,
+    Init,
+    RoundContext,
+    State,
+    Upload,
+    Uploads,
+    UserError,
+    Weighting,
+    require,
+    weights,
+)
 
 
 class LocalObjective(SupervisedModule):

@@ -1,7 +1,5 @@
 """FedAvg, and what changes only the server's step."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import nn

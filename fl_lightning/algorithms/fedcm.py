@@ -1,7 +1,5 @@
 """FedCM and MoFedSAM: clients step along a mix of their gradient and the last global direction."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -9,8 +7,7 @@ from torch import Tensor, nn
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.algorithms.parts.ascent import SAM
 from fl_lightning.algorithms.parts.base import Gradient, Step
-from fl_lightning.core.errors import require
-from fl_lightning.core.state import ClientContext, RoundContext, State, Uploads, Weighting
+from fl_lightning.core import ClientContext, RoundContext, State, Uploads, Weighting, require
 
 
 class FedCM(LocalObjective):

@@ -1,7 +1,5 @@
 """FedGF: gradients at a mix of the local and the global ascent point."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 import torch
@@ -9,9 +7,7 @@ from torch import Tensor, nn
 
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.algorithms.parts.base import Gradient, Step
-from fl_lightning.core.errors import require
-from fl_lightning.core.flat import norm, to_radius
-from fl_lightning.core.state import ClientContext, RoundContext, State, Upload, Uploads
+from fl_lightning.core import ClientContext, RoundContext, State, Upload, Uploads, norm, require, to_radius
 
 
 class FedGF(LocalObjective):

@@ -1,7 +1,5 @@
 """FedGloSS: the server's sharpness-aware step, paid for with last round's pseudo-gradient."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -10,9 +8,17 @@ from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.algorithms.feddyn import FedDyn
 from fl_lightning.algorithms.parts.ascent import SAM, warm_up
 from fl_lightning.algorithms.parts.drift import admm_dual
-from fl_lightning.core.errors import UserError, require
-from fl_lightning.core.flat import to_radius
-from fl_lightning.core.state import ClientContext, RoundContext, State, Upload, Uploads, Weighting
+from fl_lightning.core import (
+    ClientContext,
+    RoundContext,
+    State,
+    Upload,
+    Uploads,
+    UserError,
+    Weighting,
+    require,
+    to_radius,
+)
 
 
 class FedGloSS(FedDyn):

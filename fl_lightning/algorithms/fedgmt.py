@@ -1,16 +1,12 @@
 """FedGMT: clients follow a teacher that averages the trajectory of the global model."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 from torch import Tensor, nn
 
 from fl_lightning.algorithms.feddyn import FedDyn
 from fl_lightning.algorithms.parts.base import Direction
-from fl_lightning.core.errors import require
-from fl_lightning.core.losses import kl_to_teacher
-from fl_lightning.core.state import ClientContext, RoundContext, State, Uploads
+from fl_lightning.core import ClientContext, RoundContext, State, Uploads, kl_to_teacher, require
 
 
 class FedGMT(FedDyn):

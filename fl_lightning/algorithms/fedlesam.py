@@ -1,7 +1,5 @@
 """FedLESAM, alone, with FedDyn's duals (-D) and with SCAFFOLD's variates (-S)."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 from torch import nn

@@ -1,12 +1,10 @@
 """FedNova."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.algorithms.parts.drift import effective_steps
-from fl_lightning.core.state import ClientContext, RoundContext, State, Upload, Uploads
+from fl_lightning.core import ClientContext, RoundContext, State, Upload, Uploads
 
 
 class FedNova(LocalObjective):

@@ -1,15 +1,11 @@
 """FedNTD."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor, nn
 
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.core.errors import require
-from fl_lightning.core.losses import kl_to_teacher, not_true
-from fl_lightning.core.state import State
+from fl_lightning.core import State, kl_to_teacher, not_true, require
 
 
 class FedNTD(LocalObjective):

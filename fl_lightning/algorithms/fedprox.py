@@ -1,7 +1,5 @@
 """FedProx."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor, nn
@@ -9,8 +7,7 @@ from torch import Tensor, nn
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.algorithms.parts.base import Gradient, Step
 from fl_lightning.algorithms.parts.drift import prox_pull
-from fl_lightning.core.errors import require
-from fl_lightning.core.state import ClientContext, State
+from fl_lightning.core import ClientContext, State, require
 
 
 class FedProx(LocalObjective):

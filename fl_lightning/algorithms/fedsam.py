@@ -1,7 +1,5 @@
 """FedSAM and FedASAM: FedAvg whose clients take the gradient at an ascent point."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import nn

@@ -1,16 +1,12 @@
 """FedSMOO: one perturbation that all clients agree on, by ADMM."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 from torch import Tensor, nn
 
 from fl_lightning.algorithms.feddyn import FedDyn
 from fl_lightning.algorithms.parts.base import Gradient, Step
-from fl_lightning.core.errors import require
-from fl_lightning.core.flat import to_radius
-from fl_lightning.core.state import ClientContext, RoundContext, State, Upload, Uploads
+from fl_lightning.core import ClientContext, RoundContext, State, Upload, Uploads, require, to_radius
 
 
 class FedSMOO(FedDyn):

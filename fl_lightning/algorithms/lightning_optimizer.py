@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from fl_lightning.core.buffers import unchanged
-from fl_lightning.core.errors import UserError
-from fl_lightning.core.state import ClientContext, State
+from fl_lightning.core import ClientContext, State, UserError, unchanged
 
 if TYPE_CHECKING:
     from fl_lightning.algorithms.base import LocalObjective

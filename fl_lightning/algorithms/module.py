@@ -1,7 +1,5 @@
 """A network and its loss as a LightningModule: what is minimized, and how it is evaluated."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """SCAFFOLD, option II, and FedGAMMA."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -10,7 +8,7 @@ from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.algorithms.parts.ascent import SAM
 from fl_lightning.algorithms.parts.base import Gradient, Step
 from fl_lightning.algorithms.parts.drift import control_variate, effective_steps
-from fl_lightning.core.state import ClientContext, RoundContext, State, Upload, Uploads, Weighting
+from fl_lightning.core import ClientContext, RoundContext, State, Upload, Uploads, Weighting
 
 
 class SCAFFOLD(LocalObjective):

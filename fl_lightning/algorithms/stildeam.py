@@ -1,16 +1,12 @@
 """S~AM: SAM along the previous gradient."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor, nn
 
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.algorithms.parts.base import Gradient, Step
-from fl_lightning.core.errors import require
-from fl_lightning.core.flat import to_radius
-from fl_lightning.core.state import ClientContext, State
+from fl_lightning.core import ClientContext, State, require, to_radius
 
 
 class STildeAM(LocalObjective):

@@ -1,7 +1,5 @@
 """LightningCLI for the federated trainer: one subcommand, its parser, and what its config builds."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Mapping
@@ -23,8 +21,7 @@ import fl_lightning.nets
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.commands.last import check_last
 from fl_lightning.commands.messages import ArgumentsError, find_user_error
-from fl_lightning.core.errors import UserError, require
-from fl_lightning.core.rng import generator
+from fl_lightning.core import UserError, generator, require
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.trainer.settings import Kind
 from fl_lightning.trainer.trainer import FederatedTrainer
@@ -172,12 +169,12 @@ class FederatedCLI(LightningCLI):
         """Runs the subcommand."""
         made = self.config if "cli" in self.parameters else self.build()
         given = {name: self if name == "cli" else made[name] for name in self.parameters}
-        positional = [name for name, p in self.parameters.items() if p.kind is p.POSITIONAL_ONLY]
+        positional = [given.pop(name) for name, p in self.parameters.items() if p.kind is p.POSITIONAL_ONLY]
         with made.trainer.environment() if "trainer" in self.parameters else nullcontext():
             if "trainer" in self.parameters:
                 kind: Kind = "centralized" if self.command == "centralized" else "federated"
                 check_last(made.trainer, made.model, made.data, made.get("ckpt_path"), kind)
-            self.function(*(given.pop(name) for name in positional), **given)
+            self.function(*positional, **given)
 
 
 def _with_config_of_run(args: list[str]) -> list[str]:

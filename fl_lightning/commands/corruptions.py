@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from fl_lightning.core.errors import UserError
+from fl_lightning.core import UserError
 from fl_lightning.data.corruptions import CORRUPTIONS, SEVERITIES, CorruptedCIFAR
 from fl_lightning.results.corruptions import CLEAN, Accuracy, means, plot_corruptions, write
 

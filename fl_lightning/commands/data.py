@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_lightning.core.errors import UserError
-from fl_lightning.core.figures import PAGE, save_figure
+from fl_lightning.core import PAGE, UserError, save_figure
 from fl_lightning.data.module import FederatedDataModule
 
 if TYPE_CHECKING:

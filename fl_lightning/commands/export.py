@@ -1,13 +1,11 @@
 """``fl-lightning export``, and the net of a run from Python."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from fl_lightning.core.errors import UserError
+from fl_lightning.core import UserError
 from fl_lightning.trainer import checkpoint
 from fl_lightning.trainer.run_folder import RunFolder
 
@@ -60,8 +58,9 @@ def load_net(run_folder: str | Path) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         made = FederatedCLI("test", "--config", str(config)).build(HERE)
         if made.model.net_buffers is not None and made.model.net_buffers.policy == "reset":
-            loaded = made.trainer.load(made.model, made.data, str(path))
-            loaded.load_statistics(loaded.global_model)
+            with made.trainer.environment():
+                loaded = made.trainer.load(made.model, made.data, str(path))
+                loaded.load_statistics(loaded.global_model)
             weights |= made.model.net.state_dict()
     net: nn.Module = made.model.net
     net.to(weights[next(name for name, _ in net.named_parameters())].dtype)

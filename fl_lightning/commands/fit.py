@@ -6,7 +6,7 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from fl_lightning.commands.last import check_last
-from fl_lightning.core.errors import require
+from fl_lightning.core import require
 from fl_lightning.trainer import parallel_runs
 
 if TYPE_CHECKING:

@@ -1,7 +1,5 @@
 """``fl-lightning flatness``: measures of flatness on a checkpoint."""
 
-from __future__ import annotations
-
 import csv
 import json
 from collections.abc import Sequence
@@ -14,7 +12,7 @@ from rich.table import Table
 
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.commands.study import Step, label_of, output_folder, progress_bar
-from fl_lightning.core.errors import require
+from fl_lightning.core import require
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.engine import LocalResult
 from fl_lightning.trainer.cohort import Cohort

@@ -1,7 +1,5 @@
 """``fl-lightning interpolate``: the loss on the line between two checkpoints."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np
@@ -9,7 +7,7 @@ import numpy as np
 from fl_lightning import flatness
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.commands.study import Study, check_no_buffers, label_of, output_folder, weights_of
-from fl_lightning.core.errors import require
+from fl_lightning.core import require
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.flatness.plots import plot_interpolation
 from fl_lightning.trainer.measurements.base import Split

@@ -1,7 +1,5 @@
 """``fl-lightning landscape``: the loss around checkpoints."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
@@ -14,8 +12,7 @@ from torch import Tensor
 from fl_lightning.algorithms import FedAvg, FedSAM
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.commands.study import Study, check_no_buffers, label_of, output_folder, weights_of
-from fl_lightning.core.errors import require
-from fl_lightning.core.state import State
+from fl_lightning.core import State, require
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.engine import SequentialEngine
 from fl_lightning.flatness import Plane, perturbation_curves, random_plane, surface

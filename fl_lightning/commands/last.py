@@ -1,13 +1,11 @@
 """``--ckpt_path last``: which run it means, and whether that is the one that the config describes."""
 
-from __future__ import annotations
-
 import re
 
 import yaml
 
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.core.errors import UserError
+from fl_lightning.core import UserError
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.results.configs import differences
 from fl_lightning.trainer import checkpoint

@@ -3,8 +3,6 @@
 Importing torch and Lightning takes seconds, so ``--help``, ``--version`` and a wrong subcommand do without.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import os
@@ -15,7 +13,6 @@ from itertools import pairwise
 from pathlib import Path
 
 from fl_lightning import __version__
-from fl_lightning.commands.messages import EXAMPLE, ArgumentsError, explain
 
 
 def _summaries() -> dict[str, str]:
@@ -53,6 +50,8 @@ def main(args: Sequence[str] | None = None) -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     # classes in files of the working folder can be named; absolute, since a config is read from within its own folder
     sys.path.insert(0, os.getcwd())
+    from fl_lightning.commands.messages import ArgumentsError, explain
+
     try:
         from fl_lightning.commands.cli import FederatedCLI
 
@@ -71,7 +70,9 @@ def main(args: Sequence[str] | None = None) -> None:
 
 def _help() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        "fl-lightning", description="Federated learning with flat minima.", epilog=f"Start with: {EXAMPLE}"
+        "fl-lightning",
+        description="Federated learning with flat minima.",
+        epilog="Start with: fl-lightning fit --config configs/quickstart.yaml",
     )
     parser.add_argument("--version", action="store_true", help="Show the version.")
     commands = parser.add_subparsers(title="subcommands", metavar="{" + ",".join(COMMANDS) + "}")

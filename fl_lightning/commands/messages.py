@@ -1,7 +1,5 @@
 """Errors of the command line as one line each: the key, the value, and the remedy."""
 
-from __future__ import annotations
-
 import ast
 import difflib
 import inspect
@@ -9,9 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from fl_lightning.core.errors import UserError
-
-EXAMPLE = "fl-lightning fit --config configs/quickstart.yaml"
+from fl_lightning.core import UserError
 
 
 class ArgumentsError(Exception):

@@ -25,8 +25,7 @@ from rich.table import Table
 from torch import Tensor
 
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.core.errors import require
-from fl_lightning.core.state import State
+from fl_lightning.core import State, require
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.trainer import collectives
 from fl_lightning.trainer.callbacks import Callback, Checkpoints, FlatnessMonitor, Progress
@@ -45,7 +44,7 @@ ACROSS = 1e-4
 """Assumed latency (s) between nodes."""
 KEPT = (
     "max_rounds", "sampler", "local_epochs", "local_steps", "precision", "client_block", "compile", "deterministic",
-    "client_memory", "seed",
+    "client_memory", "seed", "tf32",
 )  # fmt: skip
 """Settings of the trainer that the measured rounds share."""
 
@@ -136,10 +135,6 @@ class Plan:
             console.print(line, highlight=False, soft_wrap=True)
 
 
-class _Enough(Exception):
-    """Ends the measured run."""
-
-
 class Clock(Callback):
     """Measures the rounds of a run and its other callbacks, and ends the run after some rounds.
 
@@ -185,9 +180,7 @@ class Clock(Callback):
         self.run, self.began = run, time.perf_counter()
 
     def on_round_start(self, run: Any, ctx: Any, cohort: list[int]) -> None:
-        """Ends the run when enough is measured."""
-        if self.rounds >= MOST or (self.rounds >= FEWEST and time.perf_counter() - self.began > BUDGET):
-            raise _Enough
+        """Counts the rounds."""
         self.rounds += 1
 
     def on_local_end(self, run: Any, result: Any) -> None:
@@ -195,11 +188,12 @@ class Clock(Callback):
         self.upload += sum(value.nbytes for value in result.upload.values())
 
     def on_round_end(self, run: Any) -> None:
-        """Reads the round's own clock, and evaluates."""
+        """Reads the round's own clock, evaluates, and ends the run when enough is measured."""
         self.seconds["rest"][self.rounds] = rest = run.metrics["time/orchestration_s"]
         self.seconds["training"][self.rounds] = run.metrics["time/round_s"] - rest
         for split in ("val", "test") if run.data.val_fraction else ("test",):
             run.log(self.timed(split, run.evaluate)(split))
+        run.should_stop = self.rounds >= MOST or (self.rounds >= FEWEST and time.perf_counter() - self.began > BUDGET)
 
 
 def measure(
@@ -207,7 +201,7 @@ def measure(
 ) -> tuple[Clock, str, int]:
     """Runs a few rounds of a copy in a temporary folder; returns their clock, the engine, and a checkpoint's bytes."""
     callbacks = [copy.deepcopy(c) for c in trainer.callbacks if not isinstance(c, Progress)]
-    clock, before = Clock(callbacks), torch.get_num_threads()
+    clock = Clock(callbacks)
     with tempfile.TemporaryDirectory(prefix="fl_lightning_plan_") as folder, contextlib.redirect_stdout(io.StringIO()):
         trial = FederatedTrainer(
             **{name: getattr(trainer, name) for name in KEPT},
@@ -219,12 +213,8 @@ def measure(
             default_root_dir=folder,
             enable_progress_bar=False,
         )
-        try:
-            with contextlib.suppress(_Enough):
-                trial.fit(copy.deepcopy(model), data)
-        finally:
-            torch.set_num_threads(before)
-        return clock, trial.run.engine_name, next(Path(folder).rglob("last.ckpt")).stat().st_size
+        run = trial.fit(copy.deepcopy(model), data)
+        return clock, run.engine_name, run.folder.last.stat().st_size
 
 
 def plan(

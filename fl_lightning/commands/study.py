@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.core.errors import UserError
+from fl_lightning.core import UserError
 from fl_lightning.flatness import Batches, Values
 from fl_lightning.trainer import checkpoint, collectives
 from fl_lightning.trainer.measurements import PROTOCOL, MeasurementContext

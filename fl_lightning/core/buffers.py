@@ -1,7 +1,5 @@
 """Contexts for nets that keep running statistics, such as those of BatchNorm."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

@@ -4,8 +4,6 @@ Vectors have shape ``(..., d)``: ``(d,)`` for one client, ``(clients, d)`` for a
 algorithm needs is a norm over the last axis, kept: ``(..., 1)``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

@@ -1,7 +1,5 @@
 """Forward passes of a net at given weights."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 

@@ -1,7 +1,5 @@
 """Losses of pixels, and additions to the loss: per sample, ``(n,)``."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """Train and eval mode of modules."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

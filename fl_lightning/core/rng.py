@@ -1,7 +1,5 @@
 """Randomness by name: every draw comes from a generator keyed by (seed, purpose, keys), never from global state."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from zlib import crc32

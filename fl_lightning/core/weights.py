@@ -1,7 +1,5 @@
 """Weights from files, told in one line if they do not fit."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Data from Python, from .npz or .npy files, and scikit-learn's digits."""
 
-from __future__ import annotations
-
 import zipfile
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -11,8 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fl_lightning.core.errors import UserError
-from fl_lightning.core.rng import numpy_generator
+from fl_lightning.core import UserError, numpy_generator
 from fl_lightning.data.module import FederatedDataModule
 from fl_lightning.data.partition import Given
 from fl_lightning.data.tensors import inputs, labels, stratified

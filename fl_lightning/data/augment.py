@@ -1,7 +1,5 @@
 """Augmentation of many samples at once."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import numpy as np
@@ -9,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fl_lightning.core.errors import require
+from fl_lightning.core import require
 
 
 class Augment:

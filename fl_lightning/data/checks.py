@@ -1,13 +1,11 @@
 """Checks of loaded data: training and test samples fit together, and do not overlap."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from fl_lightning.core.errors import UserError
+from fl_lightning.core import UserError
 from fl_lightning.data.stream import Stream
 
 LEAK = 0.01

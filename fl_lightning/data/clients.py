@@ -1,7 +1,5 @@
 """Which client holds which training samples."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import overload
 
@@ -10,8 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fl_lightning.core.errors import require
-from fl_lightning.core.rng import numpy_generator
+from fl_lightning.core import numpy_generator, require
 from fl_lightning.data.partition import Partition
 from fl_lightning.data.tensors import stratified
 

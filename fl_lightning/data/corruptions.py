@@ -1,14 +1,12 @@
 """The files of CIFAR-10-C and CIFAR-100-C."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_lightning.core.errors import require
+from fl_lightning.core import require
 from fl_lightning.data.files import corrupt_file_error, find_files
 
 HOME = "https://github.com/hendrycks/robustness"

@@ -1,7 +1,5 @@
 """Any torch data set, with the client of each sample."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence, Sized
 from typing import Any, cast
 
@@ -9,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-from fl_lightning.core.errors import UserError
+from fl_lightning.core import UserError
 from fl_lightning.data.module import FederatedDataModule
 from fl_lightning.data.partition import Natural
 from fl_lightning.data.stream import Samples

@@ -1,11 +1,9 @@
 """Files of published data sets; errors name what is missing, the expected layout and the home page."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 
-from fl_lightning.core.errors import UserError, require
+from fl_lightning.core import UserError, require
 
 
 def find_files(key: str, folder: str | Path, layout: Sequence[str], home: str) -> list[Path]:

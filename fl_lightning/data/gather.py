@@ -17,7 +17,7 @@ from torch import Tensor
 from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy
 
-from fl_lightning.core.errors import UserError, require
+from fl_lightning.core import UserError, require
 from fl_lightning.data.augment import Augment
 from fl_lightning.data.checks import check_pairs, count_leaks
 from fl_lightning.data.minibatches import Batch, Minibatches

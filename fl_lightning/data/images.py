@@ -1,7 +1,5 @@
 """Image data sets: torchvision's, and folders of image files."""
 
-from __future__ import annotations
-
 import difflib
 import inspect
 import pickle
@@ -12,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fl_lightning.core.errors import UserError, require
+from fl_lightning.core import UserError, require
 from fl_lightning.data.files import find_files
 from fl_lightning.data.module import FederatedDataModule
 from fl_lightning.data.stream import Samples

@@ -1,14 +1,12 @@
 """Landmarks-User-160k: photographs; each client is a photographer."""
 
-from __future__ import annotations
-
 import csv
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from fl_lightning.core.errors import UserError, require
+from fl_lightning.core import UserError, require
 from fl_lightning.data.files import corrupt_file_error, find_files
 from fl_lightning.data.images import ImageFiles
 from fl_lightning.data.module import FederatedDataModule

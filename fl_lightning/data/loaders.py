@@ -1,7 +1,5 @@
 """DataLoaders of whole batches, for a plain ``lightning.Trainer``."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 

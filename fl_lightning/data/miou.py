@@ -1,11 +1,9 @@
 """Mean intersection over union."""
 
-from __future__ import annotations
-
 from torch import Tensor
 from torchmetrics.classification import MulticlassConfusionMatrix
 
-from fl_lightning.core.losses import enlarged
+from fl_lightning.core import enlarged
 
 IGNORED = 255
 """Class of pixels that do not count."""

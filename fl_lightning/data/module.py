@@ -1,7 +1,5 @@
 """The base of all data sets: samples divided among clients, in memory or streamed."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 from abc import ABC
@@ -12,8 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fl_lightning.core.errors import UserError, require
-from fl_lightning.core.rng import generator, numpy_generator
+from fl_lightning.core import UserError, generator, numpy_generator, require
 from fl_lightning.data.augment import Augment
 from fl_lightning.data.clients import divide
 from fl_lightning.data.gather import SampleModule

@@ -1,7 +1,5 @@
 """FedDrive's augmentation of images with label maps."""
 
-from __future__ import annotations
-
 import math
 from typing import Literal
 
@@ -9,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fl_lightning.core.errors import require
+from fl_lightning.core import require
 from fl_lightning.data.augment import Augment
 from fl_lightning.data.miou import IGNORED
 

@@ -1,7 +1,5 @@
 """Images with label maps, divided among clients as in FedDrive: Cityscapes and IDDA."""
 
-from __future__ import annotations
-
 import json
 import re
 from itertools import pairwise
@@ -15,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torchmetrics import Metric
 
-from fl_lightning.core.errors import UserError
+from fl_lightning.core import UserError
 from fl_lightning.data.augment import Augment
 from fl_lightning.data.files import corrupt_file_error, find_files
 from fl_lightning.data.minibatches import Batch

@@ -1,7 +1,5 @@
 """Arrays and tensors of samples and labels, checked and converted to one form."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fl_lightning.core.errors import UserError
+from fl_lightning.core import UserError
 
 
 def inputs(name: str, array: Any, rows: Sequence[int] | None = None) -> Tensor:

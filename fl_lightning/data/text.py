@@ -1,7 +1,5 @@
 """Text as tokens: AG News."""
 
-from __future__ import annotations
-
 import csv
 from collections import Counter
 from collections.abc import Sequence
@@ -11,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_lightning.core.errors import require
+from fl_lightning.core import require
 from fl_lightning.data.files import corrupt_file_error, find_files
 from fl_lightning.data.module import FederatedDataModule
 

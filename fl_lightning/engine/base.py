@@ -1,7 +1,5 @@
 """The interface of the engines: jobs in, local results out."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
@@ -11,9 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.core.flat import FlatNet
-from fl_lightning.core.forward import Autocast
-from fl_lightning.core.state import ClientContext, State, Upload
+from fl_lightning.core import Autocast, ClientContext, FlatNet, State, Upload
 from fl_lightning.data.minibatches import Minibatches
 
 COLUMNS = ("lr", "K", "k_lr", "n_k", "n_mean")

@@ -1,7 +1,5 @@
 """All clients of a block at once: the same hooks on ``(clients, d)``, gradients by vmap."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import repeat
@@ -12,11 +10,7 @@ from torch import Tensor
 from torch.func import functional_call, grad_and_value, vmap
 
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.core.errors import UserError
-from fl_lightning.core.flat import FlatNet, is_finite
-from fl_lightning.core.forward import Autocast
-from fl_lightning.core.modes import eval_mode
-from fl_lightning.core.state import ClientContext, State, Upload
+from fl_lightning.core import Autocast, ClientContext, FlatNet, State, Upload, UserError, eval_mode, is_finite
 from fl_lightning.data.minibatches import Block, blocks
 from fl_lightning.engine.base import COLUMNS, Engine, Job, LocalResult
 from fl_lightning.engine.record import (

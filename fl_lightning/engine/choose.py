@@ -1,7 +1,5 @@
 """Engines by name, and the choice of the quickest."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -10,9 +8,7 @@ from typing import Literal, get_args
 import torch
 
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.core.errors import UserError
-from fl_lightning.core.flat import FlatNet
-from fl_lightning.core.forward import Autocast
+from fl_lightning.core import Autocast, FlatNet, UserError
 from fl_lightning.engine.base import Engine, Job
 from fl_lightning.engine.batched import BatchedEngine, GraphedEngine
 from fl_lightning.engine.sequential import DebugEngine, SequentialEngine

@@ -1,7 +1,5 @@
 """A function of tensors recorded once as a list of operations, and replayed."""
 
-from __future__ import annotations
-
 import operator
 import os
 from collections.abc import Callable, Sequence
@@ -13,8 +11,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from fl_lightning.core.errors import UserError
-from fl_lightning.core.state import ClientContext
+from fl_lightning.core import ClientContext, UserError
 
 Tensors = dict[str, Tensor]
 Replay = Callable[..., tuple[Tensor, ...]]

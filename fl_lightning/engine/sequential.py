@@ -1,7 +1,5 @@
 """One client after another in one net, also with a check at every step."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 
@@ -10,12 +8,7 @@ from torch import Tensor
 
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.algorithms.parts.base import Gradient
-from fl_lightning.core.buffers import unchanged, variance_needed
-from fl_lightning.core.errors import UserError
-from fl_lightning.core.flat import FlatNet, is_finite
-from fl_lightning.core.forward import Autocast, logits
-from fl_lightning.core.rng import seeded
-from fl_lightning.core.state import State
+from fl_lightning.core import Autocast, FlatNet, State, UserError, is_finite, logits, seeded, unchanged, variance_needed
 from fl_lightning.engine.base import Engine, Job, LocalResult
 
 

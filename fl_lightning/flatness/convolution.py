@@ -6,8 +6,6 @@ and second derivatives are one convolution call each. ``benchmarks/bench_flatnes
 Hessian-vector product of `HsuCNN` takes 9 to 18 % less time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fl_lightning.core.errors import require
-from fl_lightning.core.figures import COLORMAP, COLORS, COLUMN, DASHES, MARKERS, PAGE, log_levels, log_ticks
+from fl_lightning.core import COLORMAP, COLORS, COLUMN, DASHES, MARKERS, PAGE, log_levels, log_ticks, require
 from fl_lightning.flatness.planes import Array
 from fl_lightning.flatness.values import Surface
 

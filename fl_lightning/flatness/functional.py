@@ -20,8 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fl_lightning.core.errors import UserError
-from fl_lightning.core.flat import FlatSpec, accumulator_dtype
+from fl_lightning.core import FlatSpec, UserError, accumulator_dtype
 from fl_lightning.flatness.convolution import ConstantInputs
 
 if TYPE_CHECKING:

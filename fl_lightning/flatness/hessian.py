@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Generic, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
-from fl_lightning.core.errors import UserError
-from fl_lightning.core.rng import generator
+from fl_lightning.core import UserError, generator
 from fl_lightning.flatness.functional import Batches, Loss, LossAt, Options, arithmetic
 from fl_lightning.flatness.krylov import Lanczos, Power
 

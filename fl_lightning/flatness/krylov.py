@@ -3,8 +3,6 @@
 Vectors keep the dtype and the device of the random ones; the small projected matrix is float64 on the CPU.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import NamedTuple

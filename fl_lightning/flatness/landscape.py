@@ -19,9 +19,7 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor, nn
 
-from fl_lightning.core.errors import require
-from fl_lightning.core.flat import FlatSpec, to_radius
-from fl_lightning.core.rng import generator
+from fl_lightning.core import FlatSpec, generator, require, to_radius
 from fl_lightning.flatness.functional import Batches, Loss, Progress, Reduce, gradient, mean_losses
 from fl_lightning.flatness.planes import Array, exact, project
 from fl_lightning.flatness.values import Interpolation, Perturbation, Surface, Values

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fl_lightning.core.errors import require
+from fl_lightning.core import require
 
 Array = NDArray[np.float64]
 

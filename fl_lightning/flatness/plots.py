@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 from numpy.typing import ArrayLike
 
-from fl_lightning.core.errors import require
-from fl_lightning.core.figures import style
+from fl_lightning.core import require, style
 from fl_lightning.flatness.drawing import (
     Scale,
     aspect,

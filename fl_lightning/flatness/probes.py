@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from fl_lightning.core.errors import UserError
-from fl_lightning.core.rng import generator
+from fl_lightning.core import UserError, generator
 from fl_lightning.flatness.functional import Batches, Estimate, Loss, LossAt, Options, arithmetic
 from fl_lightning.flatness.hessian import Hessian, Interrupted
 from fl_lightning.flatness.krylov import Lanczos

@@ -1,7 +1,5 @@
 """How much a loss rises nearby: sharpness, the loss under a low-pass filter, and FedGF's flatness discrepancy."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import chain
 from typing import Literal
@@ -9,9 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from fl_lightning.core.errors import UserError, require
-from fl_lightning.core.flat import FlatSpec, norm, to_radius
-from fl_lightning.core.rng import generator
+from fl_lightning.core import FlatSpec, UserError, generator, norm, require, to_radius
 from fl_lightning.flatness.functional import Batches, Estimate, Loss, Reduce, batch_sizes, gradient, mean_loss
 
 

@@ -1,14 +1,11 @@
 """Distances, angles and norms of a round's models; no data needed."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from fl_lightning.core.errors import UserError
-from fl_lightning.core.flat import EPS
+from fl_lightning.core import EPS, UserError
 
 
 def divergence(clients: Sequence[Tensor], center: Tensor) -> float:

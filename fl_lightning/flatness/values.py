@@ -1,7 +1,5 @@
 """Results of loss landscapes: losses and accuracies at points of the weight space, as rows and as plain values."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any

@@ -1,14 +1,11 @@
 """BiSeNetV2: real-time segmentation of street scenes."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 
 import torch
 from torch import Tensor, nn
 
-from fl_lightning.core import weights
-from fl_lightning.core.errors import UserError
+from fl_lightning.core import UserError, weights
 
 
 class BiSeNetV2(nn.Module):

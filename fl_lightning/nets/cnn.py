@@ -3,8 +3,6 @@
 ReLU comes after max-pooling throughout: the two commute, and fewer values are rectified.
 """
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 from torch import nn

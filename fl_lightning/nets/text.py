@@ -1,7 +1,5 @@
 """Networks for text."""
 
-from __future__ import annotations
-
 from torch import Tensor, nn
 
 

@@ -1,7 +1,5 @@
 """A small vision transformer for images of 32x32 pixels."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

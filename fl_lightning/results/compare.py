@@ -1,7 +1,5 @@
 """A table of several finished runs: as CSV, LaTeX and a figure of their curves."""
 
-from __future__ import annotations
-
 import csv
 import json
 import re
@@ -13,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from fl_lightning.core.errors import UserError
+from fl_lightning.core import UserError
 from fl_lightning.results.configs import EXECUTION
 from fl_lightning.results.summary import LAST, Summary, summarise
 

@@ -1,7 +1,5 @@
 """The configs of runs, compared."""
 
-from __future__ import annotations
-
 from typing import Any
 
 EXECUTION = (

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING
 
-from fl_lightning.core.figures import log_ticks
+from fl_lightning.core import log_ticks
 from fl_lightning.results.metrics import read_metrics
 
 if TYPE_CHECKING:

@@ -1,7 +1,5 @@
 """Metrics of a run by round, from its ``metrics.csv``."""
 
-from __future__ import annotations
-
 import csv
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 ``python -m fl_lightning.results.papers fedsam 2`` prints a table of a paper as Markdown.
 """
 
-from __future__ import annotations
-
 import csv
 import difflib
 import sys
@@ -13,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from fl_lightning.core.errors import UserError
+from fl_lightning.core import UserError
 
 PAPERS = {
     "fedsam": "Caldarola et al., ECCV 2022: FedSAM, FedASAM, SWA",

@@ -1,12 +1,10 @@
 """Statistics of a run that the papers report, from its ``metrics.csv``."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, pstdev, stdev
 
-from fl_lightning.core.errors import UserError, require
+from fl_lightning.core import UserError, require
 from fl_lightning.results.metrics import read_metrics
 
 LAST = 100

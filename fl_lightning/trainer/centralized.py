@@ -1,7 +1,5 @@
 """The papers' centralized references: the same objective on all clients' data under a plain ``lightning.Trainer``."""
 
-from __future__ import annotations
-
 import tempfile
 import time
 from pathlib import Path
@@ -11,9 +9,7 @@ import lightning as L
 import torch
 
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.core.buffers import unchanged
-from fl_lightning.core.errors import UserError
-from fl_lightning.core.rng import global_generator, seeded
+from fl_lightning.core import UserError, global_generator, seeded, unchanged
 from fl_lightning.trainer.run import Run, Snapshot
 from fl_lightning.trainer.settings import Settings
 

@@ -1,7 +1,5 @@
 """Checkpoints: all that a run needs to continue as if it had never stopped."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,9 +7,7 @@ from typing import Any
 import lightning
 import torch
 
-from fl_lightning.core.errors import UserError
-from fl_lightning.core.files import write_atomically
-from fl_lightning.core.state import State
+from fl_lightning.core import State, UserError, write_atomically
 from fl_lightning.trainer.loggers import RunLogger
 from fl_lightning.trainer.run import Run, state_keys
 from fl_lightning.trainer.run_folder import RunFolder

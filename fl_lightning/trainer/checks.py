@@ -1,12 +1,8 @@
 """Checks before the first round: net, loss and data fit together."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
-from fl_lightning.core.buffers import variance_needed
-from fl_lightning.core.errors import UserError
-from fl_lightning.core.rng import generator
+from fl_lightning.core import UserError, generator, variance_needed
 from fl_lightning.trainer.run import Run
 
 MISFIT = (RuntimeError, ValueError, IndexError, TypeError, AttributeError)

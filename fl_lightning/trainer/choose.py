@@ -1,7 +1,5 @@
 """The engine of a run."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from fl_lightning import engine

@@ -1,7 +1,5 @@
 """The clients' state between rounds: a row a client, created on first use, in memory and beyond a budget in a file."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -11,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fl_lightning.core.state import Init, State
+from fl_lightning.core import Init, State
 from fl_lightning.trainer.row_file import RowFile
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fl_lightning.core.state import ClientContext
+from fl_lightning.core import ClientContext
 from fl_lightning.trainer.collectives import assign
 from fl_lightning.trainer.run import Run
 

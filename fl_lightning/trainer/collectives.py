@@ -1,7 +1,5 @@
 """Communication between processes. With one process nothing is copied."""
 
-from __future__ import annotations
-
 import heapq
 import os
 import time
@@ -16,8 +14,7 @@ from lightning.fabric import Fabric
 from torch import Tensor
 from torch.distributed import TCPStore as Store  # type: ignore[attr-defined]
 
-from fl_lightning.core.errors import UserError
-from fl_lightning.core.state import Uploads
+from fl_lightning.core import Uploads, UserError
 
 K = TypeVar("K")
 V = TypeVar("V")

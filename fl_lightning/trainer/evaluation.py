@@ -1,7 +1,5 @@
 """The one evaluation: of fit, validate, test, corruptions and measurements."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Literal
 
@@ -12,9 +10,7 @@ from torch.optim.swa_utils import update_bn
 
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.algorithms.parts.buffers import Buffers
-from fl_lightning.core.flat import FlatNet, accumulator_dtype
-from fl_lightning.core.forward import logits
-from fl_lightning.core.rng import seeded
+from fl_lightning.core import FlatNet, accumulator_dtype, logits, seeded
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.trainer import collectives
 

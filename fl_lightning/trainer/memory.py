@@ -1,11 +1,10 @@
 """The C library's allocator during a run on a CPU."""
 
-from __future__ import annotations
-
 import ctypes
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -45,6 +44,6 @@ def keep_freed_memory(device: torch.device) -> Iterator[None]:
             _set(mallopt, DEFAULT)
 
 
-def _set(mallopt: ctypes._NamedFuncPointer, values: dict[int, int]) -> None:
+def _set(mallopt: Any, values: dict[int, int]) -> None:
     for parameter, value in values.items():
         mallopt(parameter, value)

@@ -1,7 +1,5 @@
 """Several runs of one config as one batched program: other seeds, or other values of a setting."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from itertools import islice
 from statistics import mean, stdev
@@ -10,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.core.errors import UserError
+from fl_lightning.core import UserError
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.engine import Engine
 from fl_lightning.trainer.callbacks.progress import COLUMNS, Progress

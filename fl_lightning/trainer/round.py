@@ -10,10 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fl_lightning.core.errors import UserError
-from fl_lightning.core.flat import accumulator_dtype
-from fl_lightning.core.rng import generator
-from fl_lightning.core.state import State, Uploads
+from fl_lightning.core import State, Uploads, UserError, accumulator_dtype, generator
 from fl_lightning.data.minibatches import Minibatches
 from fl_lightning.engine import Engine, Job, LocalResult
 from fl_lightning.trainer import collectives

@@ -1,7 +1,5 @@
 """Rows of one size in a file, written by copy on write."""
 
-from __future__ import annotations
-
 import errno
 import os
 import secrets
@@ -15,9 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fl_lightning.core.errors import UserError
-from fl_lightning.core.files import write_atomically
-from fl_lightning.core.state import State
+from fl_lightning.core import State, UserError, write_atomically
 
 STAMP = 8
 """Bytes before each row in the file: a number that no other row has."""

@@ -14,9 +14,7 @@ from torch import Tensor
 
 from fl_lightning import engine as engines
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.core.errors import UserError
-from fl_lightning.core.flat import FlatNet
-from fl_lightning.core.state import RoundContext, State
+from fl_lightning.core import FlatNet, RoundContext, State, UserError
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.engine import Engine, EngineName, LocalResult
 from fl_lightning.trainer.client_store import ClientStore

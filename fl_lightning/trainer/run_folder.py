@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import count
 from pathlib import Path
 
-from fl_lightning.core.errors import UserError
+from fl_lightning.core import UserError
 
 
 class RunFolder:

@@ -1,13 +1,10 @@
 """Samplers of cohorts: the same cohort on every process, a function of (seed, round)."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from fl_lightning.core.errors import UserError, require
-from fl_lightning.core.rng import numpy_generator
+from fl_lightning.core import UserError, numpy_generator, require
 
 
 class CohortSampler:

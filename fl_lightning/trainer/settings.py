@@ -1,7 +1,5 @@
 """The settings of a trainer, checked, and the devices that they name."""
 
-from __future__ import annotations
-
 import atexit
 import re
 from collections.abc import Iterator
@@ -13,7 +11,7 @@ from typing import Any, Literal
 import lightning as L
 import torch
 
-from fl_lightning.core.errors import UserError, require
+from fl_lightning.core import UserError, require
 from fl_lightning.engine import ENGINES, EngineName
 from fl_lightning.trainer import collectives
 from fl_lightning.trainer.memory import keep_freed_memory

@@ -1,7 +1,5 @@
 """The federated trainer: its loop is `FederatedTrainer.fit`. It knows no algorithm."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from lightning.fabric.loggers.logger import Logger

@@ -59,9 +59,7 @@ def data(batch_size: int | None = 4) -> Arrays:
     return Arrays(client_arrays=clients, test=(x[-1], y[-1]), batch_size=batch_size, augment=Augment(crop=1))
 
 
-def train(
-    folder: Path, objective: LocalObjective, engine: str, batch: int | None = 4, **options: Any
-) -> Run:
+def train(folder: Path, objective: LocalObjective, engine: str, batch: int | None = 4, **options: Any) -> Run:
     trainer = FederatedTrainer(
         **{"max_rounds": 3, "clients_per_round": 4, "precision": "64-true", **options},
         engine=engine,  # type: ignore[arg-type]

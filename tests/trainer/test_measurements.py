@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from fl_lightning.trainer.run import Run
 from torch import Tensor, nn
 
 from fl_lightning import (
@@ -53,6 +52,7 @@ from fl_lightning.flatness import Interrupted, cosine, delta_epsilon, divergence
 from fl_lightning.flatness.sharpness import filter_scale
 from fl_lightning.trainer.callbacks.flatness_monitor import read_measurements
 from fl_lightning.trainer.measurements import MeasurementContext, dry_round
+from fl_lightning.trainer.run import Run
 from tests.flatness.test_flatness import CE, Quadratic, cnn, data, output, symmetric
 from tests.runs import cli, last, metrics, newest, run, state
 

@@ -1,15 +1,11 @@
 """Where the gradient is taken: displacements ``(..., d)`` from the local iterate to the ascent point."""
 
-from __future__ import annotations
-
 from typing import ClassVar, Literal
 
 from torch import Tensor
 
 from fl_lightning.algorithms.parts.base import Gradient, Part
-from fl_lightning.core.errors import require
-from fl_lightning.core.flat import EPS, to_radius
-from fl_lightning.core.state import ClientContext, RoundContext, State, Upload
+from fl_lightning.core import EPS, ClientContext, RoundContext, State, Upload, require, to_radius
 
 
 class Ascent(Part):

@@ -1,7 +1,5 @@
 """Averages of the global model over rounds: clients never see them, evaluation and flatness use them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Literal
 
@@ -9,8 +7,7 @@ from torch import Tensor
 
 from fl_lightning.algorithms.parts.base import Part
 from fl_lightning.algorithms.parts.schedules import in_cycle
-from fl_lightning.core.errors import require
-from fl_lightning.core.state import Init, RoundContext, State
+from fl_lightning.core import Init, RoundContext, State, require
 
 
 class Averaging(Part):

@@ -1,12 +1,10 @@
 """The interface of an objective's parts, and the types of what local training passes around."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
-from fl_lightning.core.state import ClientContext, Init, RoundContext, State, Upload, Uploads
+from fl_lightning.core import ClientContext, Init, RoundContext, State, Upload, Uploads
 
 Gradient = Callable[[Tensor], Tensor]
 """Gradient of the local objective on this step's minibatch: a point ``(..., d)`` to a gradient ``(..., d)``."""

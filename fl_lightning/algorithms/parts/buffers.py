@@ -1,14 +1,12 @@
 """A net's buffers, such as the running statistics of BatchNorm, under a policy of the run."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from fl_lightning.algorithms.parts.base import Part
-from fl_lightning.core.state import ClientContext, State, Upload, Uploads
+from fl_lightning.core import ClientContext, State, Upload, Uploads
 
 Policy = Literal["average", "local", "reset"]
 POLICIES: tuple[Policy, ...] = ("average", "local", "reset")

@@ -1,7 +1,5 @@
 """Corrections of client drift, one line each, on vectors ``(..., d)``."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 

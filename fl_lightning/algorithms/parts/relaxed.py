@@ -1,13 +1,11 @@
 """Relaxed initialisation (FedInit, NeurIPS 2023): local training starts away from the client's last local model."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from torch import Tensor
 
 from fl_lightning.algorithms.parts.base import Part
-from fl_lightning.core.state import ClientContext, Init, State, Upload
+from fl_lightning.core import ClientContext, Init, State, Upload
 
 
 class RelaxedInit(Part):

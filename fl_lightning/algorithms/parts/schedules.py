@@ -1,10 +1,8 @@
 """Schedules of the local learning rate by round."""
 
-from __future__ import annotations
-
 import math
 
-from fl_lightning.core.errors import require
+from fl_lightning.core import require
 
 
 class Schedule:

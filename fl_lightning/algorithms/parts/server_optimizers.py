@@ -3,8 +3,6 @@
 The pseudo-gradient ``delta``, ``(d,)``, points uphill: the model that was sent minus the average of the local models.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import partial
 from typing import Literal
@@ -13,8 +11,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.algorithms.parts.base import Part
-from fl_lightning.core.errors import require
-from fl_lightning.core.state import Init, RoundContext, State
+from fl_lightning.core import Init, RoundContext, State, require
 
 
 class ServerUpdate(Part):

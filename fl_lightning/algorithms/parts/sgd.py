@@ -1,14 +1,11 @@
 """The local optimizer: SGD on flat vectors."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
 from fl_lightning.algorithms.parts.base import Direction
 from fl_lightning.algorithms.parts.schedules import Schedule
-from fl_lightning.core.errors import require
-from fl_lightning.core.flat import norm
+from fl_lightning.core import norm, require
 
 
 class SGD:

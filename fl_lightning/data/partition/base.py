@@ -1,7 +1,5 @@
 """The interface of all partitions, the check of their result, and helpers for sizes and classes."""
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -10,7 +8,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_lightning.core.errors import UserError, require
+from fl_lightning.core import UserError, require
 
 Indices = NDArray[np.int64]
 

@@ -1,15 +1,12 @@
 """Shuffled samples, and the balanced Dirichlet split of Hsu et al."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
 
-from fl_lightning.core.errors import UserError, require
-from fl_lightning.core.rng import numpy_generator
+from fl_lightning.core import UserError, numpy_generator, require
 from fl_lightning.data.partition.base import Indices, Partition, members, sizes
 
 

@@ -1,14 +1,11 @@
 """The partitions of FL-SAM, the code of FedGMT's authors."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 
 import numpy as np
 
-from fl_lightning.core.errors import UserError, require
-from fl_lightning.core.rng import numpy_generator
+from fl_lightning.core import UserError, numpy_generator, require
 from fl_lightning.data.partition.base import Indices, Partition, concentration, members, replay
 
 GROUP = 10

@@ -1,7 +1,5 @@
 """The partitions of FL-Simulator (FedSMOO, appendix B.3), draw by draw."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -10,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_lightning.core.errors import require
+from fl_lightning.core import require
 from fl_lightning.data.partition.base import Indices, Partition, concentration, members, replay
 
 Floats = NDArray[np.float64]

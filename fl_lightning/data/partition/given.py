@@ -1,7 +1,5 @@
 """Known partitions: from Python, from the papers' files, and by the users that the samples come from."""
 
-from __future__ import annotations
-
 import csv
 import json
 import pickle
@@ -12,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from fl_lightning.core.errors import UserError, require
+from fl_lightning.core import UserError, require
 from fl_lightning.data.partition.base import Indices, Partition, check
 
 

@@ -1,13 +1,10 @@
 """Pachinko allocation over coarse and fine labels."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np
 
-from fl_lightning.core.errors import require
-from fl_lightning.core.rng import numpy_generator
+from fl_lightning.core import numpy_generator, require
 from fl_lightning.data.partition.base import Indices, Partition, concentration, members, sizes
 
 CIFAR100_COARSE = (

@@ -1,13 +1,11 @@
 """Checkpoints of a run."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from fl_lightning.core.errors import require
+from fl_lightning.core import require
 from fl_lightning.trainer import checkpoint
 from fl_lightning.trainer.run import Callback, Run
 

@@ -1,7 +1,5 @@
 """The figure of a run."""
 
-from __future__ import annotations
-
 from fl_lightning.results.curves import plot_curves
 from fl_lightning.trainer.loggers import RunLogger
 from fl_lightning.trainer.run import Callback, Run

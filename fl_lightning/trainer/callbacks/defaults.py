@@ -1,13 +1,11 @@
 """The callbacks of every run, and which others a trainer accepts."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch.callbacks as theirs
 
-from fl_lightning.core.errors import UserError
+from fl_lightning.core import UserError
 from fl_lightning.trainer.callbacks.checkpoints import Checkpoints
 from fl_lightning.trainer.callbacks.curves import Curves
 from fl_lightning.trainer.callbacks.early_stopping import EarlyStoppingAdapter

@@ -1,7 +1,5 @@
 """Lightning's ``EarlyStopping``, as it is."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any

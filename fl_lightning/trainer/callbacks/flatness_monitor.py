@@ -1,7 +1,5 @@
 """Flatness of the global and the local models during training."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -11,9 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fl_lightning.core.errors import require
-from fl_lightning.core.files import write_atomically
-from fl_lightning.core.state import RoundContext
+from fl_lightning.core import RoundContext, require, write_atomically
 from fl_lightning.engine import LocalResult
 from fl_lightning.trainer.loggers import RunLogger
 from fl_lightning.trainer.measurements import (

@@ -1,7 +1,5 @@
 """What a person sees while a run goes on, and at its end."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 

@@ -1,11 +1,9 @@
 """The statistics of a run."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 
-from fl_lightning.core.errors import require
+from fl_lightning.core import require
 from fl_lightning.results.summary import LAST, summarise
 from fl_lightning.trainer.run import Callback, Run
 

@@ -1,7 +1,5 @@
 """The base class of loggers that write to the run folder and survive a resumption."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

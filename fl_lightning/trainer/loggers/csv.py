@@ -1,7 +1,5 @@
 """The log that every run has."""
 
-from __future__ import annotations
-
 import csv
 import io
 from collections.abc import Mapping
@@ -10,7 +8,7 @@ from typing import Any
 
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
-from fl_lightning.core.files import write_atomically
+from fl_lightning.core import write_atomically
 from fl_lightning.trainer.loggers.base import RunLogger
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.loggers import WandbLogger as LightningWandbLogger
 
-from fl_lightning.core.errors import UserError
+from fl_lightning.core import UserError
 from fl_lightning.trainer.loggers.base import RunLogger
 
 if TYPE_CHECKING:

@@ -11,9 +11,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.core.errors import UserError, require
-from fl_lightning.core.flat import accumulator_dtype
-from fl_lightning.core.state import State
+from fl_lightning.core import State, UserError, accumulator_dtype, require
 from fl_lightning.engine import LocalResult
 from fl_lightning.flatness import Batches, Progress
 from fl_lightning.trainer import collectives

@@ -1,7 +1,5 @@
 """Measures of the Hessian: eigenvalues, trace and spectral density."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from statistics import mean
 from typing import Any, Literal

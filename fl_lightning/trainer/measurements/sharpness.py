@@ -1,7 +1,5 @@
 """Measures of the loss nearby: sharpness, discrepancy, loss under noise, and what a round does to the loss."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal
@@ -9,7 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fl_lightning.core.errors import require
+from fl_lightning.core import require
 from fl_lightning.engine import LocalResult
 from fl_lightning.flatness import lpf, mean_loss, sharpness
 from fl_lightning.trainer.measurements.base import (

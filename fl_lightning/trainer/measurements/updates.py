@@ -1,15 +1,12 @@
 """Measures of a round's models that need no data: norms, distances, angles."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from statistics import mean
 
 import torch
 from torch import Tensor
 
-from fl_lightning.core.errors import require
-from fl_lightning.core.flat import accumulator_dtype
+from fl_lightning.core import accumulator_dtype, require
 from fl_lightning.engine import LocalResult
 from fl_lightning.flatness import cosine, delta_epsilon
 from fl_lightning.trainer import collectives
