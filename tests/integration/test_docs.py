@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import runpy
 import shlex
@@ -11,6 +12,7 @@ import pytest
 
 from fl_lightning import algorithms
 from fl_lightning.algorithms import catalogue
+from fl_lightning.trainer.trainer import FederatedTrainer
 from tests.runs import cli
 
 ROOT = Path(__file__).parents[2]
@@ -61,6 +63,12 @@ def test_every_page_is_in_the_navigation() -> None:
     nav = (ROOT / "mkdocs.yml").read_text()
     pages = [str(page.relative_to(ROOT / "docs")) for page in ROOT.glob("docs/**/*.md")]
     assert [page for page in pages if f": {page}\n" not in nav] == []
+
+
+def test_architecture_quotes_fit() -> None:
+    (quote,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "architecture.md").read_text(), re.DOTALL)
+    body = inspect.getsource(FederatedTrainer.fit).rpartition('"""')[2]
+    assert inspect.cleandoc(quote) == inspect.cleandoc("\n" + body)
 
 
 SHORT = [
