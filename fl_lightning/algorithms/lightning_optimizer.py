@@ -1,7 +1,5 @@
 """A local step as a torch optimizer, for ``lightning.Trainer``."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
@@ -11,10 +9,7 @@ from torch import Tensor, nn
 
 from fl_lightning.algorithms.parts.base import Gradient, Step
 from fl_lightning.algorithms.parts.sgd import SGD
-from fl_lightning.core.buffers import unchanged
-from fl_lightning.core.errors import UserError
-from fl_lightning.core.flat import FlatSpec
-from fl_lightning.core.state import ClientContext, Init, State
+from fl_lightning.core import ClientContext, FlatSpec, Init, State, UserError, unchanged
 
 LocalStep = Callable[[Tensor, Gradient, State, State, ClientContext], Step]
 """`LocalObjective.local_step`."""
