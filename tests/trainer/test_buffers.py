@@ -32,7 +32,6 @@ from fl_lightning import (
     ReplaySampler,
     UserError,
     group,
-    laboratory,
 )
 from fl_lightning.flatness import lambda_max, sharpness
 from fl_lightning.trainer.measurements import Discrepancy, LambdaMax
