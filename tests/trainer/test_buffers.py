@@ -33,6 +33,7 @@ from fl_lightning import (
     UserError,
     group,
 )
+from fl_lightning.commands import landscape
 from fl_lightning.flatness import lambda_max, sharpness
 from fl_lightning.trainer.measurements import Discrepancy, LambdaMax
 from fl_lightning.trainer.run import Run
