@@ -240,7 +240,15 @@ class LocalObjective(SupervisedModule):
         epochs = self.trainer.max_epochs or 1
         averaged = any(getattr(x, "keeps_averages", False) for x in self.trainer.callbacks)  # type: ignore[attr-defined]
         self.check_centralized(averaged)
-        optimizer = CentralizedOptimizer(self.flat.parameters(self.net), self)
+        optimizer = CentralizedOptimizer(
+            self.net,
+            self.flat,
+            self.optimizer,
+            self.local_step,
+            self.scratch_state,
+            lambda lr: ClientContext(self.trainer.current_epoch, epochs, 1, self.flat, lr=lr, K=1, k_lr=lr),
+            lambda: self.trainer.accumulate_grad_batches,
+        )
         factor = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda epoch: self.lr(RoundContext(epoch, epochs, 1, self.flat)) / self.optimizer.lr
         )

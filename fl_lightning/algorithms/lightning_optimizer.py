@@ -1,63 +1,87 @@
-"""The local step of an objective without state as a torch optimizer, for a plain ``lightning.Trainer``."""
+"""A local step as a torch optimizer, for ``lightning.Trainer``."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fl_lightning.core import ClientContext, State, UserError, unchanged
+from fl_lightning.algorithms.parts.base import Gradient, Step
+from fl_lightning.algorithms.parts.sgd import SGD
+from fl_lightning.core import ClientContext, FlatSpec, Init, State, UserError, unchanged
 
-if TYPE_CHECKING:
-    from fl_lightning.algorithms.base import LocalObjective
+LocalStep = Callable[[Tensor, Gradient, State, State, ClientContext], Step]
+"""`LocalObjective.local_step`."""
 
 
 class CentralizedOptimizer(torch.optim.Optimizer):
-    """A stateless objective's local step as a torch optimizer, so that it trains under a plain ``lightning.Trainer``.
+    """The local step of an objective without federated state, for automatic optimization.
 
-    ``step(closure)`` evaluates the closure once for each gradient that the local step asks for: once for SGD, twice for
-    SAM and ASAM.
+    ``step(closure)`` evaluates the closure once for each gradient of the local step: once for SGD, twice for SAM.
+
+    Args:
+        net: The net.
+        flat: Layout of its weights.
+        sgd: The local optimizer.
+        local_step: The algorithm's local step.
+        scratch: Initial values of the state that it keeps between steps.
+        context: Returns the context of a step for a learning rate.
+        accumulated: Returns the number of batches whose gradients a step accumulates.
     """
 
-    def __init__(self, params: Iterable[nn.Parameter], objective: LocalObjective) -> None:
-        super().__init__(params, {"lr": objective.optimizer.lr})
-        self.objective = objective
+    def __init__(
+        self,
+        net: nn.Module,
+        flat: FlatSpec,
+        sgd: SGD,
+        local_step: LocalStep,
+        scratch: Mapping[str, Init],
+        context: Callable[[float], ClientContext],
+        accumulated: Callable[[], int],
+    ) -> None:
+        super().__init__(flat.parameters(net), {"lr": sgd.lr})
+        self.net, self.flat, self.sgd, self.local_step = net, flat, sgd, local_step
+        self.scratch, self.context, self.accumulated = scratch, context, accumulated
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One local step.
+        """Takes one local step.
 
         Args:
-            closure: Zeroes the gradients, evaluates the loss and runs backward.
+            closure: Zeroes the gradients (unless they are accumulated), evaluates the loss and runs backward.
 
         Returns:
-            The closure's value where the step first asks for a gradient.
+            The closure's first value.
+
+        Raises:
+            UserError: If there is no closure, or if gradients are accumulated but the step needs one elsewhere than at
+                the weights: those of earlier batches were taken at the weights.
         """
         if closure is None:
             raise UserError(
-                f"{type(self).__name__}.step needs a closure, as Lightning's automatic optimization gives it"
+                f"{type(self).__name__}.step needs a closure, as Lightning's automatic optimization passes it"
             )
-        objective, flat, group = self.objective, self.objective.flat, self.param_groups[0]
-        params: list[nn.Parameter] = group["params"]
-        w = flat.vector(objective.net)
-        losses: list[Any] = []
+        net, flat, lr = self.net, self.flat, self.param_groups[0]["lr"]
+        params: list[nn.Parameter] = self.param_groups[0]["params"]
+        w, batches = flat.vector(net), self.accumulated()
+        values: list[Any] = []
 
         def grad(v: Tensor) -> Tensor:
-            flat.load(objective.net, v)
-            later = bool(losses) and objective.net_buffers is not None  # the first pass alone moves running statistics
-            with torch.enable_grad(), unchanged(objective.net) if later else nullcontext():
-                losses.append(closure())
+            if batches > 1 and v is not w:
+                raise UserError(
+                    f"accumulate_grad_batches = {batches}: the local step takes a gradient at an ascent point, of one "
+                    "batch; set it to 1 and take a larger data.batch_size"
+                )
+            flat.load(net, v)
+            with torch.enable_grad(), unchanged(net) if values else nullcontext():  # statistics: first pass only
+                values.append(closure())
             return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in params])
 
         state = self.state[params[0]]
-        client = State(state.get("client") or State.initial(objective.scratch_state, w, w))
-        t, rounds = objective.trainer.current_epoch, objective.trainer.max_epochs or 1
-        ctx = ClientContext(t=t, rounds=rounds, m=1, flat=flat, lr=group["lr"], K=1, k_lr=group["lr"])
-        direction, client = objective.local_step(w, grad, client | {"start": w}, State({"w": w}), ctx)
-        state["client"] = dict(client.only(objective.scratch_state))
-        w, state["buffer"] = objective.optimizer.step(w, direction, state.get("buffer"), group["lr"])
-        flat.load(objective.net, w)
-        return losses[0]
+        client = State(state.get("client") or State.initial(self.scratch, w, w))
+        direction, client = self.local_step(w, grad, client | {"start": w}, State({"w": w}), self.context(lr))
+        state["client"] = dict(client.only(self.scratch))
+        w, state["buffer"] = self.sgd.step(w, direction, state.get("buffer"), lr)
+        flat.load(net, w)
+        return values[0]

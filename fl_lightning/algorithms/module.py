@@ -1,26 +1,44 @@
-"""A network and its loss as a LightningModule: what is minimized, and how it is evaluated."""
+"""A network and its loss as a LightningModule: what is minimized, evaluated and logged."""
 
 import copy
+import inspect
 from typing import Any
 
 import lightning as L
+from lightning.pytorch.utilities.parsing import get_init_args
 from torch import Tensor, nn
+from torchmetrics import Metric
+from torchmetrics.classification import MulticlassAccuracy
 
 
 class SupervisedModule(L.LightningModule):
     """A network and a loss per sample.
 
+    Under ``lightning.Trainer`` it logs ``train/loss``, ``val/loss`` and ``test/loss``, and as ``val/<name>`` and
+    ``test/<name>`` the metric of the data module (``metric() -> (name, metric)``); without one, accuracy as ``acc``.
+
+    ``hparams`` are those arguments of the constructor that are numbers, strings or None, so
+    ``load_from_checkpoint(path, net=net)`` needs the net, and those parts that shall not be the default ones.
+
     Args:
         net: The network: a batch to logits.
-        loss: Losses per sample ``(logits, target) -> (n,)``; by default cross-entropy.
+        loss: Losses per sample ``(logits, target) -> (n,)``; by default cross-entropy. A loss with a ``reduction`` is
+            copied and reduces nothing.
     """
 
     def __init__(self, net: nn.Module, loss: nn.Module | None = None) -> None:
         super().__init__()
         self.net = net
-        self.loss = nn.CrossEntropyLoss() if loss is None else loss
-        if hasattr(self.loss, "reduction"):
-            setattr(self.loss, "reduction", "none")  # noqa: B010  a string on a module, which mypy takes for a tensor
+        self.loss = nn.CrossEntropyLoss(reduction="none") if loss is None else loss
+        if getattr(self.loss, "reduction", "none") != "none":
+            self.loss = copy.deepcopy(self.loss)
+            vars(self.loss)["reduction"] = "none"
+        self._metrics: Any = nn.ModuleDict()
+        self._metric_name = "acc"
+        self._new_batch = False
+        given = _constructor_arguments(self)
+        plain = {name: v for name, v in given.items() if isinstance(v, bool | int | float | str | None)}
+        self.hparams.update({name: v for name, v in plain.items() if name not in ("loss", "init_weights")})
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns the net's output."""
@@ -48,23 +66,52 @@ class SupervisedModule(L.LightningModule):
     def training_step(self, batch: tuple[Tensor, ...], batch_idx: int) -> Tensor:
         """Returns the mean loss of a minibatch ``(x, y)`` or ``(x, y, teacher's output)``, a scalar."""
         x, y, *teacher = batch
-        return self.losses(self.net(x), y, *teacher).mean()
+        loss = self.losses(self.net(x), y, *teacher).mean()
+        if self._new_batch:  # SAM's second pass of a batch is at other weights
+            self._new_batch = False
+            self.log("train/loss", loss, on_step=False, on_epoch=True, prog_bar=True, batch_size=len(y), sync_dist=True)
+        return loss
 
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Logs the mean loss of the epoch as ``train/loss``."""
-        self.log("train/loss", outputs["loss"], on_step=False, on_epoch=True, prog_bar=True, batch_size=len(batch[1]))
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Makes the next `training_step` log: ``lightning.Trainer`` calls this, the engines do not."""
+        self._new_batch = True
+
+    def setup(self, stage: str) -> None:
+        """Removes the metrics of an earlier fit or test, which may have had other data."""
+        self._metrics.clear()
+        self._metric_name = "acc"
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        """Logs ``val/loss`` and ``val/acc``."""
-        self._log_evaluation("val", *batch)
+        """Logs ``val/loss`` and the metric."""
+        self._evaluate("val", *batch)
 
     def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        """Logs ``test/loss`` and ``test/acc``."""
-        self._log_evaluation("test", *batch)
+        """Logs ``test/loss`` and the metric."""
+        self._evaluate("test", *batch)
 
-    def _log_evaluation(self, split: str, x: Tensor, y: Tensor) -> None:
-        from torchmetrics.functional.classification import multiclass_accuracy
+    def _evaluate(self, split: str, x: Tensor, y: Tensor) -> None:
+        logits, data = self.net(x), getattr(self.trainer, "datamodule", None)
+        loss = self.evaluation_loss(logits, y).mean()
+        if split not in self._metrics:
+            self._metrics[split] = self._new_metric(data, logits.shape[1]).to(self.device)
+        self._metrics[split].update(logits[:, : getattr(data, "num_classes", None)], y)
+        self.log(f"{split}/loss", loss, batch_size=len(y), sync_dist=True)
+        name, attribute = f"{split}/{self._metric_name}", f"_metrics.{split}"
+        self.log(name, self._metrics[split], metric_attribute=attribute, batch_size=len(y))
 
-        logits = self.net(x)
-        acc = multiclass_accuracy(logits, y, num_classes=logits.shape[1], average="micro")
-        self.log_dict({f"{split}/loss": self.evaluation_loss(logits, y).mean(), f"{split}/acc": acc}, batch_size=len(y))
+    def _new_metric(self, data: Any, classes: int) -> Metric:
+        ignored = getattr(self.loss, "ignore_index", None)
+        metric: Metric = MulticlassAccuracy(classes, average="micro", ignore_index=ignored, validate_args=False)
+        if hasattr(data, "metric"):
+            self._metric_name, metric = data.metric()
+        return metric
+
+
+def _constructor_arguments(module: nn.Module) -> dict[str, Any]:
+    """Returns the arguments of the outermost ``__init__`` that is creating a module."""
+    frame, arguments = inspect.currentframe(), dict[str, Any]()
+    frame = frame.f_back if frame else None
+    while frame is not None and frame.f_code.co_name == "__init__" and frame.f_locals.get("self") is module:
+        arguments = get_init_args(frame)
+        frame = frame.f_back
+    return arguments

@@ -66,3 +66,6 @@ __all__ = [
 
 
 __all__ = ["State", "UserError", "require"]
+
+
+__all__ = ["ClientContext", "FlatSpec", "Init", "State", "UserError", "unchanged"]

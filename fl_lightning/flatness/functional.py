@@ -207,7 +207,7 @@ def mean_losses(
             scores = [point.scores(x, y) for point in points]
             losses = [values.sum(dtype=sums.dtype) for values, _ in scores]
             correct = [_correct(outputs, y.to(device)).to(sums.dtype) for _, outputs in scores]
-            sums += torch.stack([*losses, *correct, sums.new_tensor(len(x))])
+            sums = sums + torch.stack([*losses, *correct, sums.new_tensor(len(x))])
     sums = points[0].total(sums).cpu().double()
     means = sums[:-1] / _some(int(sums[-1]))
     return means[: len(points)], means[len(points) :]

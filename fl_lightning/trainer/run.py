@@ -321,7 +321,7 @@ class Run:
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """All or nothing of what follows: an error restores the run and its callbacks, unless a checkpoint is written."""
+        """All or nothing: an error restores the run and its callbacks, unless a checkpoint has been written."""
         snapshot = self.snapshot()
         try:
             yield

@@ -300,7 +300,7 @@ def nan_at(row):
             {"augment": Augment()},
             r"data.augment = Augment: samples of shape \(4,\) are not images .* use null",
         ),
-        (None, {"mean": [0.1, 0.2]}, r"data.mean = \[0.1, 0.2\]: samples have shape \(3, 6, 5\); give one value, or one per"),
+        (
             None,
             {"mean": [0.1, 0.2]},
             r"data.mean = \[0.1, 0.2\]: samples have shape \(3, 6, 5\); give one value, or one per channel",

@@ -32,8 +32,8 @@ from fl_lightning import (
     ReplaySampler,
     UserError,
     group,
-    laboratory,
 )
+from fl_lightning.commands import landscape
 from fl_lightning.flatness import lambda_max, sharpness
 from fl_lightning.trainer.measurements import Discrepancy, LambdaMax
 from fl_lightning.trainer.run import Run
@@ -488,6 +488,6 @@ def test_refusals(golden: Golden) -> None:
     ):
         alone.fit(objective(policy="local"), data)
     with pytest.raises(UserError, match="keeps buffers, and a landscape would need"):
-        laboratory.landscape(fit, objective(), fit.data, str(fit.folder.path / "checkpoints/last.ckpt"))
+        landscape.run(fit, objective(), fit.data, str(fit.folder.path / "checkpoints/last.ckpt"))
     plain = FedAvg(net=nn.Sequential(nn.Flatten(), nn.Linear(192, 4)), buffers="average")  # nothing to keep
     assert plain.net_buffers is None and plain.wire == (("w",), ("w",))
