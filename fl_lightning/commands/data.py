@@ -1,4 +1,4 @@
-"""The partition of the samples among the clients: a table, a CSV file and two figures."""
+"""The partition of the samples among the clients: a table, a CSV file and a heat map."""
 
 from __future__ import annotations
 
@@ -9,20 +9,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_lightning.core import PAGE, UserError, save_figure
+from fl_lightning.core import UserError, save_figure
 from fl_lightning.data.module import FederatedDataModule
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from rich.table import Table
 
-SUMMARY = "Show how the samples are divided among the clients: table, CSV file, figures."
+SUMMARY = "Show how the samples are divided among the clients: table, CSV file, heat map."
 ROWS, COLUMNS = 12, 12
 """Maximum number of clients and classes in the printed table; the CSV file has all."""
-
-DISCS = 100
-"""Maximum number of clients and classes in the bubble figure."""
 
 
 def class_counts(data: FederatedDataModule) -> NDArray[np.int64]:
@@ -35,11 +31,11 @@ def class_counts(data: FederatedDataModule) -> NDArray[np.int64]:
 
 
 def run(data: FederatedDataModule, out: str | None = None) -> None:
-    """Prints the partition; with ``out`` also writes the whole table and the figures.
+    """Prints the partition; with ``out`` also writes the whole table and the heat map.
 
     Args:
         data: The data; they are set up if necessary.
-        out: Folder for ``clients.csv``, ``heatmap.png``, ``heatmap.pdf``, ``bubbles.png`` and ``bubbles.pdf``.
+        out: Folder for ``clients.csv``, ``heatmap.png`` and ``heatmap.pdf``.
 
     Raises:
         UserError: If the data are faulty or cannot be divided, or the folder cannot be created.
@@ -55,9 +51,8 @@ def run(data: FederatedDataModule, out: str | None = None) -> None:
         except OSError as error:
             raise UserError(f"out = {out}: cannot create this folder ({error.strerror}); choose another one") from None
         write_csv(counts, folder / "clients.csv")
-        for name, figure in (("heatmap", heat_map(counts)), ("bubbles", bubbles(counts))):
-            save_figure(figure, folder / name)
-        print(f"written to {folder}: clients.csv; heatmap and bubbles as .png and .pdf")
+        save_figure(heat_map(counts), folder / "heatmap")
+        print(f"written to {folder}: clients.csv, heatmap.png, heatmap.pdf")
 
 
 def write_csv(counts: NDArray[np.int64], path: Path) -> None:
@@ -83,59 +78,23 @@ def heat_map(counts: NDArray[np.int64]) -> Figure:
     """
     from matplotlib import colormaps
     from matplotlib.colors import ListedColormap
-
-    clients, classes = counts.shape
-    shades = ListedColormap(colormaps["Blues"](np.linspace(0.15, 1, 256)))  # a single sample differs from none
-    figure, axes = _axes(min(max(0.11 * clients, 2.5), 12.0), min(max(0.22 * classes, 1.5), 8.0), classes)
-    cells = np.ma.masked_equal(counts.T, 0)
-    image = axes.imshow(cells, cmap=shades, aspect="auto", origin="lower", interpolation="nearest", vmin=0)
-    figure.colorbar(image, label="samples", pad=0.02)
-    return figure
-
-
-def bubbles(counts: NDArray[np.int64]) -> Figure:
-    """Draws the samples of each client (x) and class (y) as areas of discs, of the first `DISCS` clients and classes.
-
-    Args:
-        counts: By :func:`class_counts`.
-    """
-    from matplotlib.collections import EllipseCollection
-
-    part = counts[:DISCS, :DISCS]
-    clients, classes = part.shape
-    cell = min(max((PAGE - 1.4) / (max(part.shape) + 6), 0.11), 0.3)  # a page wide, if class labels still fit
-    figure, axes = _axes(cell * (clients + 6), cell * classes, classes)
-    for axis, name, of in ((axes.xaxis, "client", counts.shape[0]), (axes.yaxis, "class", counts.shape[1])):
-        if of > DISCS:
-            axis.set_label_text(f"{name} (the first {DISCS} of {of:,})")
-    key = sorted({max(1, round(part.max() / n)) for n in (1, 4, 16)}, reverse=True)
-    rows = [classes - 2.2 - 1.5 * i for i in range(len(key))]
-    k, c = np.nonzero(part)
-    places = [*zip(k, c, strict=True), *((clients + 1, row) for row in rows)]
-    width = np.sqrt(np.array([*part[k, c], *key]) / part.max()) * 0.98  # the largest one just fits into its cell
-    discs = EllipseCollection(
-        width, width, 0, units="xy", offsets=places, offset_transform=axes.transData, color="#1f3b66", clip_on=False
-    )
-    axes.add_collection(discs)
-    axes.text(clients + 0.5, classes - 0.9, "samples", va="center", fontsize="small")
-    for row, n in zip(rows, key, strict=True):
-        axes.text(clients + 2, row, f"{n:,}", va="center", fontsize="small")
-    axes.set(aspect="equal", anchor="W", xlim=(-0.7, clients - 0.3), ylim=(-0.7, classes - 0.3))
-    return figure
-
-
-def _axes(width: float, height: float, classes: int) -> tuple[Figure, Axes]:
-    """A figure with axes of about this size, in inches; up to 20 classes all have a tick."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    figure = Figure(figsize=(width + 1.4, height + 0.8), layout="constrained")
+    clients, classes = counts.shape
+    shades = ListedColormap(colormaps["Blues"](np.linspace(0.15, 1, 256)))  # a single sample differs from none
+    size = np.clip([0.11 * clients, 0.22 * classes], [2.5, 1.5], [12.0, 8.0]) + [1.4, 0.8]
+    figure = Figure(figsize=size, layout="constrained")
     axes = figure.add_subplot(xlabel="client", ylabel="class")
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     if classes <= 20:
         axes.set_yticks(range(classes))
-    return figure, axes
+    image = axes.imshow(
+        np.ma.masked_equal(counts.T, 0), cmap=shades, aspect="auto", origin="lower", interpolation="nearest", vmin=0
+    )
+    figure.colorbar(image, label="samples", pad=0.02)
+    return figure
 
 
 def _print(data: FederatedDataModule, counts: NDArray[np.int64]) -> None:
