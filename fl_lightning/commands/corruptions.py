@@ -74,7 +74,6 @@ def run(
         out: Folder of the results; by default that of the checkpoint's run, or the working folder.
     """
     restored = trainer.load(model, data, ckpt_path)
-
     rows = [
         *evaluate_corruptions(
             lambda batches: restored.evaluate_batches(batches)["acc"], data, folder, dtype=restored.dtype

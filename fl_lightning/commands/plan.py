@@ -37,8 +37,8 @@ SUMMARY = "Predict hours, memory and bits of a fit, from a few rounds that are m
 FEWEST, MOST, BUDGET = 4, 20, 5.0
 """Fewest and most rounds that are measured, and the seconds after which no further one begins."""
 KEPT = (
-    "engine", "max_rounds", "sampler", "local_epochs", "local_steps", "precision", "client_block", "compile", "deterministic",
-    "client_memory", "seed", "tf32",
+    "engine", "max_rounds", "sampler", "local_epochs", "local_steps", "precision", "client_block", "compile",
+    "deterministic", "client_memory", "seed", "tf32",
 )  # fmt: skip
 """Settings of the trainer that the measured rounds share."""
 
@@ -56,6 +56,7 @@ class Plan:
         memory: Bytes of main memory of the first process at its peak.
         device_memory: Bytes on its accelerator at its peak; 0 on a CPU.
         bits: ``comm/total_bits`` at the end of the run.
+        seconds: From the first round to the end of the run.
     """
 
     processes: int
@@ -66,11 +67,7 @@ class Plan:
     memory: int
     device_memory: int
     bits: int
-
-    @property
-    def seconds(self) -> float:
-        """From the first round to the end of the run."""
-        return sum(times * each for times, each in self.parts.values())
+    seconds: float
 
     def show(self) -> None:
         """Prints a table."""
@@ -171,11 +168,8 @@ def plan(
     require(devices >= 1, "devices", devices, "at least 1")
     require(nodes >= 1, "nodes", nodes, "at least 1")
     cpu = trainer.fabric.device.type == "cpu"
-    share = None if devices == 1 else max(1, (os.cpu_count() or 1) // devices)
-    threads = trainer.threads or share  # as Fabric divides them
-    if not cpu:
-        torch.cuda.reset_peak_memory_stats()
-    clock, run = measure(trainer, model, data, threads)
+    share = None if devices == 1 else max(1, (os.cpu_count() or 1) // devices)  # as Fabric divides the threads
+    clock, run = measure(trainer, model, data, trainer.threads or share)
     rounds, world, measured = trainer.max_rounds, devices * nodes, clock.rounds
 
     # local steps one after another: of all clients on one process, and of the busiest of many
@@ -211,6 +205,7 @@ def plan(
         memory=peak_memory() + (2 if cpu else 1) * growth,  # a checkpoint copies the rows
         device_memory=0 if cpu else torch.cuda.max_memory_allocated() + growth,
         bits=int(run.metrics["comm/total_bits"]) // sum(sizes[:measured]) * sum(sizes),
+        seconds=sum(times * each for times, each in parts.values()),
     )
 
 
@@ -232,7 +227,7 @@ def run(cli: FederatedCLI, devices: int | None = None, nodes: int | None = None,
     made = cli.build({"trainer.devices": 1, "trainer.num_nodes": 1, "trainer.strategy": "auto"})
     found = plan(made.trainer, made.model, made.data, *numbers)
     if json:
-        print(dumps(asdict(found) | {"seconds": found.seconds}))
+        print(dumps(asdict(found)))
     else:
         found.show()
 

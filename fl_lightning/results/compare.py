@@ -46,9 +46,7 @@ class Column:
         of: The statistic, see `Summary`.
         scale: Factor of the printed value.
         digits: Printed decimals.
-        spread: Whether the standard deviation is printed.
         fraction: Whether papers print it in per cent.
-        to_target: Whether it is missing in a run that did not reach the target.
     """
 
     key: str
@@ -56,9 +54,12 @@ class Column:
     of: str
     scale: float = 1.0
     digits: int = 4
-    spread: bool = False
     fraction: bool = False
-    to_target: bool = False
+
+    @property
+    def to_target(self) -> bool:
+        """Whether it is missing in a run that did not reach the target."""
+        return self.of.startswith("target")
 
 
 def compare(
@@ -115,7 +116,7 @@ def columns(groups: Sequence[Group], reference: Group | None = None) -> list[Col
     """Returns the columns of the table."""
     fraction, last = groups[0].runs[0].metric.endswith(("acc", "miou")), max(r.last for g in groups for r in g.runs)
     shown = [
-        Column("mean", f"last {last}", "mean", spread=True, fraction=fraction),
+        Column("mean", f"last {last}", "mean", fraction=fraction),
         Column("std_rounds", "sd over rounds", "std", fraction=fraction),
         Column("best", "best", "best", fraction=fraction),
         Column("final", "final", "final", fraction=fraction),
@@ -125,13 +126,13 @@ def columns(groups: Sequence[Group], reference: Group | None = None) -> list[Col
     target = groups[0].runs[0].target
     if target is not None:
         shown += [
-            Column("target_rounds", f"rounds to {target:.4g}", "target_round", digits=0, to_target=True),
-            Column("target_minutes", "minutes", "target_minutes", digits=2, to_target=True),
-            Column("target_gigabytes", "GB", "target_bits", 1 / 8e9, digits=3, to_target=True),
-            Column("target_transmissions", "models", "target_transmissions", digits=0, to_target=True),
+            Column("target_rounds", f"rounds to {target:.4g}", "target_round", digits=0),
+            Column("target_minutes", "minutes", "target_minutes", digits=2),
+            Column("target_gigabytes", "GB", "target_bits", 1 / 8e9, digits=3),
+            Column("target_transmissions", "models", "target_transmissions", digits=0),
         ]
         if reference is not None and (bits := reference.values("bits")):
-            shown.append(Column("target_cost", "cost in B", "target_bits", 1 / mean(bits), 2, to_target=True))
+            shown.append(Column("target_cost", "cost in B", "target_bits", 1 / mean(bits), 2))
     return [c for c in shown if c.to_target or any(group.values(c.of) for group in groups)]
 
 
@@ -148,7 +149,7 @@ def cell(group: Group, column: Column, pair: str, never: str) -> str:
     if not values:
         return never if column.to_target else ""
     text = f"{mean(values):,.{column.digits}f}"
-    if column.spread and len(values) > 1:
+    if column.key == "mean" and len(values) > 1:
         text = pair.format(text, f"{stdev(values):.{column.digits}f}")
     if column.to_target and len(values) < len(group.runs):
         text += f" ({len(values)} of {len(group.runs)})"  # the others never did

@@ -9,7 +9,6 @@ import sys
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from fl_lightning.core import UserError
 
@@ -98,9 +97,8 @@ def _all() -> tuple[Cell, ...]:
 
 def _cell(row: dict[str, str]) -> Cell:
     value, std = (float(row[name]) if row[name] else None for name in ("value", "std"))
-    printed = row["value"] + (f" ± {row['std']}" if row["std"] else "")
-    key: dict[str, Any] = {name: row[name] for name in COLUMNS}
-    return Cell(**key, value=value, std=std, note=row["note"], printed=printed)
+    printed = " ± ".join(filter(None, (row["value"], row["std"])))
+    return Cell(*(row[name] for name in COLUMNS), value=value, std=std, note=row["note"], printed=printed)
 
 
 def markdown(paper: str, table: str) -> str:
@@ -128,8 +126,7 @@ def markdown(paper: str, table: str) -> str:
     heads = values("participation")
     lines = [[", ".join(heads) if len(heads) > 1 else "", *cohorts], ["---"] * (len(cohorts) + 1)]
     for row, of in shown.items():
-        parts = [" / ".join(of[c].get(p, "-") for p in cohorts[c]) if c in of else "" for c in cohorts]
-        lines.append([row, *parts])
+        lines.append([row, *(" / ".join(of[c].get(p, "-") for p in cohorts[c]) if c in of else "" for c in cohorts)])
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
