@@ -73,7 +73,8 @@ class Plan:
         """Prints a table."""
         table = Table("", "times", "each", "together", title=f"{_time(self.seconds)} for {self.rounds} rounds")
         for name, (times, each) in self.parts.items():
-            table.add_row(name, f"{times:,}", _time(each), _time(times * each))
+            if times * each >= self.seconds / 1000:
+                table.add_row(name, f"{times:,}", _time(each), _time(times * each))
         Console().print(table)
         on_device = f", {_bytes(self.device_memory)} on its device" if self.device_memory else ""
         print(f"engine: {self.engine}; {self.measured} rounds measured")

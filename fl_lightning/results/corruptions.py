@@ -66,9 +66,8 @@ def plot_corruptions(runs: Mapping[str, Sequence[Accuracy] | Path]) -> Figure:
             heights = [np.mean([r.acc for r in shown if r.corruption == name] or [np.nan]) for name in names]
             at = np.arange(len(names)) + (i - (len(tables) - 1) / 2) * width
             bars = axes.bar(at, heights, width, label=label)
-            for row in rows:
-                if row.corruption == CLEAN:
-                    axes.axhline(row.acc, color=bars.patches[0].get_facecolor(), linestyle=":", linewidth=1)
+            for clean in (row.acc for row in rows if row.corruption == CLEAN):
+                axes.axhline(clean, color=bars.patches[0].get_facecolor(), linestyle=":", linewidth=1)
         labels = [name.replace("_", " ") for name in names] if place else [""] * len(names)
         axes.set_xticks(range(len(names)), labels, rotation=40, ha="right", fontsize="small")
         axes.grid(axis="y", alpha=0.3)
