@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -88,9 +89,7 @@ def _print(data: FederatedDataModule, counts: NDArray[np.int64]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console()
-    if not console.is_terminal:
-        console.width = 160
+    console = Console(width=None if sys.stdout.isatty() else 160)
     clients, classes = counts.shape
     sizes, held_out = counts.sum(1), len(data.val_indices)
     different = np.array([len(np.unique(part)) for part in data.clients])

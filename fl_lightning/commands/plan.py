@@ -94,7 +94,7 @@ class Clock(Callback):
 
     def __init__(self, others: Sequence[Callback]) -> None:
         self.seconds: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))
-        self.rounds, self.began = 0, time.perf_counter()
+        self.rounds, self.began = 0, 0.0
         for callback in others:
             if hasattr(callback, "every_n_rounds"):
                 callback.every_n_rounds = 1
@@ -120,6 +120,7 @@ class Clock(Callback):
     def on_round_start(self, run: Any, ctx: Any, cohort: list[int]) -> None:
         """Counts the rounds."""
         self.rounds += 1
+        self.began = self.began or time.perf_counter()
 
     def on_round_end(self, run: Any) -> None:
         """Reads the round's own clock, evaluates, and ends the run when enough is measured."""
