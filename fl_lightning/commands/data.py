@@ -117,8 +117,7 @@ def _print(data: FederatedDataModule, counts: NDArray[np.int64]) -> None:
 
     more = [f"{classes - COLUMNS:,} more"] if classes > COLUMNS else []
     table = Table("client", "samples", *map(str, range(min(classes, COLUMNS))), *more)
-    shown = [sizes, *counts.T[:COLUMNS], *([counts[:, COLUMNS:].sum(1)] if more else [])]
-    numbers = np.column_stack(shown)
+    numbers = np.column_stack([sizes, counts[:, :COLUMNS], *([counts[:, COLUMNS:].sum(1)] if more else [])])
     rows = [(str(k), *row) for k, row in enumerate(numbers)]
     if clients > ROWS:
         rows[ROWS - 2 : -1] = [("…",)]

@@ -124,8 +124,8 @@ def _save(folder: Path, run: Run, measurements: Sequence[Measurement]) -> None:
     rows = [asdict(measurement) for measurement in measurements]
     (folder / "flatness.json").write_text(json.dumps({**about, "measurements": rows}, indent=1) + "\n")
     columns = [column.name for column in fields(Measurement) if column.name != "details"]
-    table = [row | {"settings": json.dumps(row["settings"])} for row in rows]
-    write_table(folder / "flatness.csv", columns, [[row[name] for name in columns] for row in table])
+    cells = ({**row, "settings": json.dumps(row["settings"])} for row in rows)
+    write_table(folder / "flatness.csv", columns, ([row[name] for name in columns] for row in cells))
 
 
 def _draw(folder: Path, label: str, measurements: Sequence[Measurement]) -> None:
