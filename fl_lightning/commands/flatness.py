@@ -145,7 +145,6 @@ def _show(folder: Path, run: Run, measurements: Sequence[Measurement]) -> None:
     table.columns[0].no_wrap = True
     for m in measurements:
         spread = f"{m.error:.2g}" if m.error is not None else ""
-        spread = f"{m.error:.2g}" if m.error is not None else ""
         spread = f"{abs(m.residual * m.value):.1g} (residual)" if m.residual is not None else spread
         table.add_row(m.name, f"{m.value:.4g}", spread, m.protocol().replace(f" {RETRAINED}", "*"))
     table.caption = f"* {RETRAINED}" if any(RETRAINED in m.model for m in measurements) else None

@@ -5,6 +5,7 @@ import difflib
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from fl_lightning.core import UserError
 
@@ -94,4 +95,5 @@ def _all() -> tuple[Cell, ...]:
 def _cell(row: dict[str, str]) -> Cell:
     value, std = (float(row[name]) if row[name] else None for name in ("value", "std"))
     printed = " ± ".join(filter(None, (row["value"], row["std"])))
-    return Cell(*(row[name] for name in COLUMNS), value=value, std=std, note=row["note"], printed=printed)
+    key: dict[str, Any] = {name: row[name] for name in COLUMNS}
+    return Cell(**key, value=value, std=std, note=row["note"], printed=printed)
