@@ -1,7 +1,7 @@
 """Small runs on this CPU as ``fl-lightning plan`` predicts them, and as measured.
 
-Plan and run take turns, each in its own process. Prints a table in Markdown: seconds from
-the first round to the end, peak memory of the first process, bits on the wire, bytes between processes.
+The plan is made, then the run, in processes of their own, one after the other. Prints a table in Markdown: seconds from
+the first round to the end, peak memory of the first process, bits on the wire.
 
     python benchmarks/bench_plan.py --only SCAFFOLD
     python benchmarks/bench_plan.py --cpu    # seconds of CPU time, on a busy machine; of single processes
@@ -21,8 +21,6 @@ import time
 from pathlib import Path
 from statistics import median
 from typing import Any
-
-import torch.distributed as dist
 
 from fl_lightning import Callback
 from fl_lightning.commands.plan import peak_memory
@@ -46,48 +44,29 @@ RUNS = {
     "quickstart, sequential, 2 processes": (2, f"{QUICKSTART} --trainer.engine=sequential --trainer.max_rounds=150"),
 }
 """Processes and arguments, by name."""
-UNITS = (("seconds", "s", 1.0), ("memory", "MB", 1e6), ("bits", "Mbit", 1e6), ("moved", "MB", 1e6))
+UNITS = (("seconds", "s", 1.0), ("memory", "MB", 1e6), ("bits", "Mbit", 1e6))
 
 
 class Clock(Callback):
-    """Writes seconds, memory, bits and bytes of a run to a file when its first process ends.
+    """Writes what a run took to a file when its first process ends.
 
     Args:
         path: The file.
     """
 
     def __init__(self, path: str) -> None:
-        self.path, self.moved = Path(path), 0
+        self.path = Path(path)
 
     def on_fit_start(self, run: Any) -> None:
         if run.fabric.is_global_zero:
             self.started = time.perf_counter()
-            if run.fabric.world_size > 1:
-                self.count(run.fabric.world_size - 1)
             atexit.register(self.write, run)
 
-    def count(self, others: int) -> None:
-        """Counts the bytes that the processes send each other."""
-
-        def counted(name: str, size: Any) -> None:
-            original = getattr(dist, name)
-
-            def call(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-                self.moved += size(tensor.nbytes)
-                return original(tensor, *args, **kwargs)
-
-            setattr(dist, name, call)
-
-        for name in ("scatter", "gather", "broadcast"):
-            counted(name, lambda n: n * others)
-        counted("all_reduce", lambda n: 2 * n * others)
-
-    def write(self, run: Any) -> None:
+    def write(self, trainer: Any) -> None:
         found = {
             "seconds": time.perf_counter() - self.started,
             "memory": peak_memory(),
-            "bits": run.metrics["comm/total_bits"],
-            "moved": self.moved,
+            "bits": trainer.metrics["comm/total_bits"],
         }
         self.path.write_text(json.dumps(found))
 
@@ -103,7 +82,7 @@ def command(*args: str, cpu: bool) -> str:
 
 
 def compare(world: int, args: list[str], cpu: bool) -> tuple[dict[str, float], dict[str, float]]:
-    """The plan, and the measurement."""
+    """What is planned, and what is measured."""
     root = Path(tempfile.mkdtemp())
     try:
         planned = json.loads(command("plan", *args, f"--devices={world}", "--json=true", cpu=cpu))

@@ -1,5 +1,6 @@
 """``fl-lightning compare``."""
 
+import sys
 from pathlib import Path
 
 from rich.console import Console
@@ -38,9 +39,7 @@ def run(
         table.add_column(title, justify="right" if i else "left")
     for group in groups:
         table.add_row(escape(group.name), str(len(group.runs)), *(cell(group, c, "{} ± {}", "×") for c in shown))
-    console = Console()
-    if not console.is_terminal:
-        console.width = 160
+    console = Console(width=None if sys.stdout.isatty() else 160)
     console.print(table)
     if out is not None:
         write(groups, shown, Path(out))

@@ -11,7 +11,8 @@ import torch
 
 from fl_lightning.core import UserError
 from fl_lightning.data.corruptions import CORRUPTIONS, SEVERITIES, CorruptedCIFAR
-from fl_lightning.results.corruptions import CLEAN, Accuracy, means, plot_corruptions, write
+from fl_lightning.results.corruptions import CLEAN, Accuracy, means, plot_corruptions
+from fl_lightning.results.metrics import write_table
 
 if TYPE_CHECKING:
     from fl_lightning.algorithms.base import LocalObjective
@@ -73,17 +74,17 @@ def run(
         out: Folder of the results; by default that of the checkpoint's run, or the working folder.
     """
     restored = trainer.load(model, data, ckpt_path)
-
-    def accuracy(batches: Iterable[Batch]) -> float:
-        return restored.evaluate_batches(batches)["acc"]
-
-    rows = [*evaluate_corruptions(accuracy, data, folder, dtype=restored.dtype)]
+    rows = [
+        *evaluate_corruptions(
+            lambda batches: restored.evaluate_batches(batches)["acc"], data, folder, dtype=restored.dtype
+        )
+    ]
     if trainer.fabric.is_global_zero:
         from fl_lightning.core.figures import save_figure
 
         home = Path(out or ".") if out or restored.checkpoint is None else restored.checkpoint.parents[1]
         home.mkdir(parents=True, exist_ok=True)
-        write(home / "corruptions.csv", rows)
+        write_table(home / "corruptions.csv", Accuracy._fields, rows)
         save_figure(plot_corruptions({home.resolve().parent.name: rows}), home / "corruptions")
         for name, value in means(rows).items():
             print(f"{name} {value:.4f}")

@@ -1,28 +1,24 @@
-"""The partition of the samples among the clients: a table, a CSV file and two figures."""
+"""The partition of the samples among the clients: a table, a CSV file and a heat map."""
 
 from __future__ import annotations
 
-import csv
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_lightning.core import PAGE, UserError, save_figure
+from fl_lightning.core import UserError, save_figure
 from fl_lightning.data.module import FederatedDataModule
+from fl_lightning.results.metrics import write_table
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from rich.table import Table
 
-SUMMARY = "Show how the samples are divided among the clients: table, CSV file, figures."
+SUMMARY = "Show how the samples are divided among the clients: table, CSV file, heat map."
 ROWS, COLUMNS = 12, 12
 """Maximum number of clients and classes in the printed table; the CSV file has all."""
-
-DISCS = 100
-"""Maximum number of clients and classes in the bubble figure."""
 
 
 def class_counts(data: FederatedDataModule) -> NDArray[np.int64]:
@@ -35,11 +31,11 @@ def class_counts(data: FederatedDataModule) -> NDArray[np.int64]:
 
 
 def run(data: FederatedDataModule, out: str | None = None) -> None:
-    """Prints the partition; with ``out`` also writes the whole table and the figures.
+    """Prints the partition; with ``out`` also writes the whole table and the heat map.
 
     Args:
         data: The data; they are set up if necessary.
-        out: Folder for ``clients.csv``, ``heatmap.png``, ``heatmap.pdf``, ``bubbles.png`` and ``bubbles.pdf``.
+        out: Folder for ``clients.csv``, ``heatmap.png`` and ``heatmap.pdf``.
 
     Raises:
         UserError: If the data are faulty or cannot be divided, or the folder cannot be created.
@@ -54,23 +50,10 @@ def run(data: FederatedDataModule, out: str | None = None) -> None:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"out = {out}: cannot create this folder ({error.strerror}); choose another one") from None
-        write_csv(counts, folder / "clients.csv")
-        for name, figure in (("heatmap", heat_map(counts)), ("bubbles", bubbles(counts))):
-            save_figure(figure, folder / name)
-        print(f"written to {folder}: clients.csv; heatmap and bubbles as .png and .pdf")
-
-
-def write_csv(counts: NDArray[np.int64], path: Path) -> None:
-    """Writes a row for each client: its number, its samples, and those of each class.
-
-    Args:
-        counts: By :func:`class_counts`.
-        path: The file.
-    """
-    with open(path, "w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["client", "samples", *range(counts.shape[1])])
-        writer.writerows([k, row.sum(), *row] for k, row in enumerate(counts))
+        rows = ([k, row.sum(), *row] for k, row in enumerate(counts))
+        write_table(folder / "clients.csv", ["client", "samples", *range(data.num_classes)], rows)
+        save_figure(heat_map(counts), folder / "heatmap")
+        print(f"written to {folder}: clients.csv, heatmap.png, heatmap.pdf")
 
 
 def heat_map(counts: NDArray[np.int64]) -> Figure:
@@ -83,116 +66,61 @@ def heat_map(counts: NDArray[np.int64]) -> Figure:
     """
     from matplotlib import colormaps
     from matplotlib.colors import ListedColormap
-
-    clients, classes = counts.shape
-    shades = ListedColormap(colormaps["Blues"](np.linspace(0.15, 1, 256)))  # a single sample differs from none
-    figure, axes = _axes(min(max(0.11 * clients, 2.5), 12.0), min(max(0.22 * classes, 1.5), 8.0), classes)
-    cells = np.ma.masked_equal(counts.T, 0)
-    image = axes.imshow(cells, cmap=shades, aspect="auto", origin="lower", interpolation="nearest", vmin=0)
-    figure.colorbar(image, label="samples", pad=0.02)
-    return figure
-
-
-def bubbles(counts: NDArray[np.int64]) -> Figure:
-    """Draws the samples of each client (x) and class (y) as areas of discs, of the first `DISCS` clients and classes.
-
-    Args:
-        counts: By :func:`class_counts`.
-    """
-    from matplotlib.collections import EllipseCollection
-
-    part = counts[:DISCS, :DISCS]
-    clients, classes = part.shape
-    cell = min(max((PAGE - 1.4) / (max(part.shape) + 6), 0.11), 0.3)  # a page wide, if class labels still fit
-    figure, axes = _axes(cell * (clients + 6), cell * classes, classes)
-    for axis, name, of in ((axes.xaxis, "client", counts.shape[0]), (axes.yaxis, "class", counts.shape[1])):
-        if of > DISCS:
-            axis.set_label_text(f"{name} (the first {DISCS} of {of:,})")
-    key = sorted({max(1, round(part.max() / n)) for n in (1, 4, 16)}, reverse=True)
-    rows = [classes - 2.2 - 1.5 * i for i in range(len(key))]
-    k, c = np.nonzero(part)
-    places = [*zip(k, c, strict=True), *((clients + 1, row) for row in rows)]
-    width = np.sqrt(np.array([*part[k, c], *key]) / part.max()) * 0.98  # the largest one just fits into its cell
-    discs = EllipseCollection(
-        width, width, 0, units="xy", offsets=places, offset_transform=axes.transData, color="#1f3b66", clip_on=False
-    )
-    axes.add_collection(discs)
-    axes.text(clients + 0.5, classes - 0.9, "samples", va="center", fontsize="small")
-    for row, n in zip(rows, key, strict=True):
-        axes.text(clients + 2, row, f"{n:,}", va="center", fontsize="small")
-    axes.set(aspect="equal", anchor="W", xlim=(-0.7, clients - 0.3), ylim=(-0.7, classes - 0.3))
-    return figure
-
-
-def _axes(width: float, height: float, classes: int) -> tuple[Figure, Axes]:
-    """A figure with axes of about this size, in inches; up to 20 classes all have a tick."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    figure = Figure(figsize=(width + 1.4, height + 0.8), layout="constrained")
+    clients, classes = counts.shape
+    shades = ListedColormap(colormaps["Blues"](np.linspace(0.15, 1, 256)))  # a single sample differs from none
+    size = tuple(np.clip([0.11 * clients, 0.22 * classes], [2.5, 1.5], [12, 8]) + np.array([1.4, 0.8]))
+    figure = Figure(figsize=size, layout="constrained")
     axes = figure.add_subplot(xlabel="client", ylabel="class")
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     if classes <= 20:
         axes.set_yticks(range(classes))
-    return figure, axes
+    image = axes.imshow(
+        np.ma.masked_equal(counts.T, 0), cmap=shades, aspect="auto", origin="lower", interpolation="nearest", vmin=0
+    )
+    figure.colorbar(image, label="samples", pad=0.02)
+    return figure
 
 
 def _print(data: FederatedDataModule, counts: NDArray[np.int64]) -> None:
     from rich.console import Console
+    from rich.table import Table
 
-    console = Console()
-    if not console.is_terminal:
-        console.width = 160
+    console = Console(width=None if sys.stdout.isatty() else 160)
     clients, classes = counts.shape
-    sizes, totals = counts.sum(1), counts.sum(0)
+    sizes, held_out = counts.sum(1), len(data.val_indices)
+    different = np.array([len(np.unique(part)) for part in data.clients])
     distinct = len(np.unique(data.clients.indices))
-    held_out = len(data.val_indices)
-    without = len(data.y_train) - held_out - distinct
-    for line in (
-        f"{type(data).__name__}, {type(data.partition).__name__}, data.seed {data.seed}: {clients:,} clients, "
-        f"{classes:,} classes, {sizes.sum():,} samples",
-        *([f"with replacement: {distinct:,} of them are different"] if data.partition.replacement else []),
-        *([f"with no client: {without:,} training samples"] if without else []),
-        *([f"held out for validation: {held_out:,} samples"] if held_out else []),
+    for n, line in (
+        (1, f"{type(data).__name__}, {type(data.partition).__name__}, data.seed {data.seed}: {clients:,} clients, "
+         f"{classes:,} classes, {sizes.sum():,} samples"),
+        (data.partition.replacement, f"with replacement: {distinct:,} of them are different"),
+        (without := len(data.y_train) - held_out - distinct, f"with no client: {without:,} training samples"),
+        (held_out, f"held out for validation: {held_out:,} samples"),
+    ):  # fmt: skip
+        if n:
+            console.print(line, highlight=False, soft_wrap=True)
+
+    table = Table("", "min", "mean", "max")
+    for name, values, form in (
+        ("samples of a client", sizes, ",.1f"),
+        ("classes of a client", (counts > 0).sum(1), ",.1f"),
+        ("share of its largest class", counts.max(1) / sizes, ".3f"),
+        ("share of different samples", different / sizes, ".3f"),
+        ("samples of a class", counts.sum(0), ",.1f"),
     ):
-        console.print(line, highlight=False, soft_wrap=True)
-
-    stats: dict[str, tuple[NDArray[np.generic], str]] = {
-        "samples of a client": (sizes, ",.1f"),
-        "classes of a client": ((counts > 0).sum(1), ",.1f"),
-        "share of its largest class": (counts.max(1) / sizes, ".3f"),
-    }
-    if data.partition.replacement:
-        different = np.array([len(np.unique(part)) for part in data.clients])
-        stats["share of different samples"] = (different / sizes, ".3f")
-    stats["samples of a class"] = (totals, ",.1f")
-    table = _table("", "min", "mean", "max")
-    for name, (values, form) in stats.items():
-        row = (values.min(), values.mean(), values.max())
-        table.add_row(name, *(f"{v:{form}}".removesuffix(".0") for v in row))
+        table.add_row(name, *(f"{v:{form}}".removesuffix(".0") for v in (values.min(), values.mean(), values.max())))
     console.print(table)
 
-    shown = min(classes, COLUMNS)
-    rest = classes - shown
-    table = _table("client", "samples", *map(str, range(shown)), *([f"{rest:,} more"] if rest else []))
-    numbers = np.column_stack([sizes, counts[:, :shown], *([counts[:, shown:].sum(1)] if rest else [])])
-    some = range(clients if clients <= ROWS else ROWS - 2)
-    for k in some:
-        table.add_row(str(k), *_cells(numbers[k]))
-    if len(some) < clients:
-        table.add_row("…")
-        table.add_row(str(clients - 1), *_cells(numbers[-1]))
-    table.add_section()
-    table.add_row("all", *_cells(numbers.sum(0)))
+    more = [f"{classes - COLUMNS:,} more"] if classes > COLUMNS else []
+    table = Table("client", "samples", *map(str, range(min(classes, COLUMNS))), *more)
+    numbers = np.column_stack([sizes, counts[:, :COLUMNS], *([counts[:, COLUMNS:].sum(1)] if more else [])])
+    rows = [(str(k), *row) for k, row in enumerate(numbers)]
+    if clients > ROWS:
+        rows[ROWS - 2 : -1] = [("…",)]
+    for name, *row in (*rows, ("all", *numbers.sum(0))):
+        table.add_row(name, *(f"{n:,}" if n else "" for n in row))
     console.print(table)
-
-
-def _cells(row: NDArray[np.int64]) -> list[str]:
-    return [f"{n:,}" if n else "" for n in row]
-
-
-def _table(first: str, *others: str) -> Table:
-    from rich.table import Column, Table
-
-    return Table(first, *(Column(name, justify="right") for name in others))

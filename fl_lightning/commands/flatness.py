@@ -1,6 +1,5 @@
 """``fl-lightning flatness``: measures of flatness on a checkpoint."""
 
-import csv
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
@@ -15,6 +14,7 @@ from fl_lightning.commands.study import Step, label_of, output_folder, progress_
 from fl_lightning.core import require
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.engine import LocalResult
+from fl_lightning.results.metrics import write_table
 from fl_lightning.trainer.cohort import Cohort
 from fl_lightning.trainer.measurements import (
     PROTOCOL,
@@ -88,9 +88,8 @@ def _measure(run: Run, measures: Sequence[Measure], found: list[Measurement], st
     for i, measure in enumerate(measures, start=len(trained)):
         name = type(measure).__name__
         step(i, total, name)
-        products = partial(_products, step, i, total, name)
         try:
-            new = measure.compute(replace(context, progress=products))
+            new = measure.compute(replace(context, progress=partial(_products, step, i, total, name)))
         except KeyboardInterrupt as stop:
             found += getattr(stop, "partial", [])
             raise
@@ -125,10 +124,8 @@ def _save(folder: Path, run: Run, measurements: Sequence[Measurement]) -> None:
     rows = [asdict(measurement) for measurement in measurements]
     (folder / "flatness.json").write_text(json.dumps({**about, "measurements": rows}, indent=1) + "\n")
     columns = [column.name for column in fields(Measurement) if column.name != "details"]
-    with (folder / "flatness.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, columns, extrasaction="ignore")
-        writer.writeheader()
-        writer.writerows(row | {"settings": json.dumps(row["settings"])} for row in rows)
+    cells = ({**row, "settings": json.dumps(row["settings"])} for row in rows)
+    write_table(folder / "flatness.csv", columns, ([row[name] for name in columns] for row in cells))
 
 
 def _draw(folder: Path, label: str, measurements: Sequence[Measurement]) -> None:
@@ -136,18 +133,16 @@ def _draw(folder: Path, label: str, measurements: Sequence[Measurement]) -> None
     from fl_lightning.core.figures import save_figure
     from fl_lightning.flatness.plots import plot_density, plot_spectrum
 
-    for details in (measurement.details for measurement in measurements):
-        if "eigenvalues" in details:
-            save_figure(plot_spectrum({label: details["eigenvalues"]}), folder / "spectrum")
-        if "density" in details:
-            save_figure(plot_density({label: (details["grid"], details["density"])}), folder / "density")
+    details = {name: value for measurement in measurements for name, value in measurement.details.items()}
+    if "eigenvalues" in details:
+        save_figure(plot_spectrum({label: details["eigenvalues"]}), folder / "spectrum")
+    if "density" in details:
+        save_figure(plot_density({label: (details["grid"], details["density"])}), folder / "density")
 
 
 def _show(folder: Path, run: Run, measurements: Sequence[Measurement]) -> None:
     table = Table("measure", "value", "±", "on", title=f"Flatness after round {run.rounds_done}")
     table.columns[0].no_wrap = True
-    for column in table.columns[1:3]:
-        column.justify = "right"
     for m in measurements:
         spread = f"{m.error:.2g}" if m.error is not None else ""
         spread = f"{abs(m.residual * m.value):.1g} (residual)" if m.residual is not None else spread

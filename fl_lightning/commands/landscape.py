@@ -138,12 +138,9 @@ def _perturbation(study: Study, points: int, span: float, directions: int) -> No
 
 def _trajectory(study: Study, client: int, points: int) -> None:
     """Local training of a client, by its own algorithm, FedAvg and FedSAM."""
-    run = study.run
-    own = run.objective
-    rivals: list[LocalObjective] = [FedAvg(own.net, loss=own.loss, optimizer=own.optimizer)]
-    if type(own) is not FedSAM:
-        rivals.append(FedSAM(own.net, loss=own.loss, optimizer=own.optimizer))
-    objectives = rivals if type(own) is FedAvg else [own, *rivals]
+    run, own = study.run, study.run.objective
+    rivals = [kind for kind in (FedAvg, FedSAM) if type(own) is not kind]
+    objectives = [own, *(kind(own.net, loss=own.loss, optimizer=own.optimizer) for kind in rivals)]
     paths = {type(o).__name__: trajectory(run, o, client) for o in objectives}
     first, second = list(paths.values())[:2]
     plane = Plane.through(first[0], first[-1], second[-1])
@@ -169,8 +166,7 @@ def trajectory(run: Run, objective: LocalObjective, client: int) -> Tensor:
     jobs = next(Round(run, Cohort.of(run, [client], run.next_round)).phases()).jobs()
     if objective is not run.objective:
         received = State({"w": run.server.w})
-        inits = {**objective.client_inits(), **objective.scratch_state}
-        state = State.initial(inits, run.clients.w0, received.w)
+        state = State.initial({**objective.client_inits(), **objective.scratch_state}, run.clients.w0, received.w)
         jobs = [replace(job, state=state, received=received) for job in jobs]
     iterates: list[Tensor] = []
     local_step = objective.local_step

@@ -1,5 +1,7 @@
 """``fl-lightning list``."""
 
+import sys
+
 from rich.console import Console
 from rich.table import Table
 
@@ -13,8 +15,6 @@ def run() -> None:
     table = Table(*HEADS, box=None)
     for entry in entries():
         table.add_row(entry.name, *entry.cells())
-    console = Console()
-    if not console.is_terminal:
-        console.width = 160
+    console = Console(width=None if sys.stdout.isatty() else 160)
     console.print(table)
     console.print(f"{WIRE} `ascent`, `server_update` and `averaging` combine with all that have none of their own.")

@@ -4,7 +4,7 @@ import ast
 import difflib
 import inspect
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from fl_lightning.core import UserError
@@ -42,8 +42,7 @@ def explain(error: Exception, configs: Sequence[str] = ()) -> str | None:
     if re.search("Problems parsing config|Unexpected config|codec can't decode", message):
         return f"config = {' or '.join(configs)}: {_fold(message)}; give YAML with model, data and trainer"
     if match := re.search(r"Problem with given class_path '([\w.]+)':\s+(.*)", message):
-        module = match[1].rpartition(".")[0]
-        remedy = f"; check that Python can import '{module}'" if "No module" in match[2] else ""
+        remedy = f"; check that Python can import '{match[1].rpartition('.')[0]}'" if "No module" in match[2] else ""
         return f"{path or 'class_path'} = {match[1]}: {_fold(match[2])}{remedy}"
     if match := re.search(r"import path string: (.+)", message):
         return _unknown_class(path, match[1], message[: match.start()].rpartition("Parser key")[2])
@@ -55,8 +54,7 @@ def explain(error: Exception, configs: Sequence[str] = ()) -> str | None:
         if not path and match[1] not in ("data, model", "data", "model"):
             return f"{match[1]}: missing; see --help"
         names = ", ".join(f"--{path}.{name}".replace("--.", "--") for name in match[1].split(", "))
-        remedy = "give a value, a file by --config (such as configs/quickstart.yaml), or a run by --ckpt_path"
-        return f"{names}: missing; {remedy} (runs/.../checkpoints/last.ckpt)"
+        return f"{names}: missing; give a value, --config (such as configs/quickstart.yaml) or --ckpt_path (runs/...)"
     if match := re.search(
         r"Expected an? (?:<class '|typing\.)?(?!path)(.+?)(?:'>)?(?:\. Got value: (.*))?$", message, re.M
     ):
@@ -82,42 +80,37 @@ def _unknown_option(path: str, name: str, message: str) -> str:
         above = [*(above[:1] if "." in nested[-1] else above), *nested[-1].split(".")[:-1]]
     elif (inner := _find(message, leaf)) is not None:  # from a file
         above = [above[0], *inner]
-    inside = above[0] if above and above[0] in ("model", "data", "trainer") else ""
-    trainer = inside == "trainer" and len(above) == 1
-    owners = [c for c in _classes() if not trainer or c.__name__ == "FederatedTrainer"]
-    near = difflib.get_close_matches(leaf, sorted({p for c in owners for p in _parameters(c)} - {leaf}), cutoff=0.7)
+    inside, trainer = above[:1] in (["model"], ["data"], ["trainer"]), above == ["trainer"]
+    names = {p for c in _classes() if not trainer or c.__name__ == "FederatedTrainer" for p in _parameters(c)}
+    near = difflib.get_close_matches(leaf, sorted(names - {leaf}), cutoff=0.7)
     hint = f" (did you mean {' or '.join(near)}?)" if near else ""
     top = "" if inside else "; settings stand under model, data and trainer"
-    chain = [".".join(above[:n]) for n in range(1 + (inside == "trainer"), len(above) + 1)]
-    where = " ".join(f"--{part}.help=CLASS" for part in chain if inside) or "--help"
-    key = ".".join([*above, leaf])
-    return f"{key}{f' = {value}' if value else ''}: no such setting{hint}{top}; `fl-lightning fit {where}` shows them"
+    first = 1 + (above[:1] == ["trainer"])  # the trainer is no choice of classes
+    chain = [f"--{'.'.join(above[:n])}.help=CLASS" for n in range(first, len(above) + 1) if inside]
+    shown = f"`fl-lightning fit {' '.join(chain) or '--help'}` shows them"
+    return f"{'.'.join([*above, leaf])}{f' = {value}' if value else ''}: no such setting{hint}{top}; {shown}"
 
 
 def _unknown_class(path: str, name: str, wanted: str) -> str:
     bases = set(re.findall(r"fl_lightning(?:\.\w+)*\.([A-Z]\w*)", _first("Subtypes: (.*)", wanted)))
     known = sorted(c.__name__ for c in _classes() if not bases or bases & {base.__name__ for base in c.__mro__[1:]})
     near = difflib.get_close_matches(name, known, cutoff=0.55)
-    if not near:
-        return f"{path} = {name}: no such class; choose from {', '.join(known)}, or give the dotted path of your own"
-    return (
-        f"{path} = {name}: no such class; did you mean {', '.join(near)}? A class of your own goes by its dotted path"
-    )
+    choice = f"did you mean {', '.join(near)}?" if near else f"choose from {', '.join(known)}."
+    return f"{path} = {name}: no such class; {choice} A class of your own goes by its dotted path"
 
 
 def _find(message: str, name: str) -> list[str] | None:
     """Returns the keys that lead to ``name`` in the outermost mapping that the parser shows."""
-
-    def find(tree: Any) -> list[str] | None:
-        if not isinstance(tree, dict) or name in tree:
-            return [] if isinstance(tree, dict) else None
-        paths = ((key, find(value)) for key, value in tree.items())
-        return next(([key, *path] if key != "init_args" else path for key, path in paths if path is not None), None)
-
     try:
-        return find(ast.literal_eval(re.findall(r"Given value: (.*)", message)[-1]))
+        trees: list[tuple[list[str], Any]] = [([], ast.literal_eval(re.findall(r"Given value: (.*)", message)[-1]))]
     except (IndexError, SyntaxError, ValueError):
         return None
+    for path, tree in trees:
+        if isinstance(tree, dict):
+            if name in tree:
+                return [key for key in path if key != "init_args"]
+            trees += [([*path, key], value) for key, value in tree.items()]
+    return None
 
 
 def _first(pattern: str, text: str) -> str:
@@ -125,16 +118,13 @@ def _first(pattern: str, text: str) -> str:
     return match[1] if match else ""
 
 
-def _classes() -> Iterator[type]:
+def _classes() -> list[type]:
     """Every public class that a config can name."""
     import fl_lightning
 
-    for name in fl_lightning.__all__:
-        if inspect.isclass(value := getattr(fl_lightning, name)):
-            yield value
+    return [value for name in fl_lightning.__all__ if inspect.isclass(value := getattr(fl_lightning, name))]
 
 
-def _parameters(cls: type) -> Iterator[str]:
-    for base in cls.__mro__:
-        if "__init__" in vars(base) and base.__module__.startswith("fl_lightning"):
-            yield from list(inspect.signature(base.__init__).parameters)[1:]  # type: ignore[misc]
+def _parameters(cls: type) -> set[str]:
+    makers = [vars(base).get("__init__") for base in cls.__mro__ if base.__module__.startswith("fl_lightning")]
+    return {name for make in makers if make for name in list(inspect.signature(make).parameters)[1:]}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from torch import Tensor
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.core import UserError
 from fl_lightning.flatness import Batches, Values
+from fl_lightning.results.metrics import write_table
 from fl_lightning.trainer import checkpoint, collectives
 from fl_lightning.trainer.measurements import PROTOCOL, MeasurementContext
 from fl_lightning.trainer.measurements.base import Split
@@ -68,11 +68,10 @@ def weights_of(run: Run, ckpt_path: str) -> tuple[Path, Tensor]:
     """
     path = RunFolder.find_checkpoint(ckpt_path, run.settings.default_root_dir, run.name)
     flat, saved = run.objective.flat, checkpoint.load(path)["state_dict"]
-    found = [saved.get(f"net.{name}") for name in flat.names]
-    for name, shape, value in zip(flat.names, flat.shapes, found, strict=True):
-        if value is None or value.shape != shape:
+    for name, shape in zip(flat.names, flat.shapes, strict=True):
+        if f"net.{name}" not in saved or saved[f"net.{name}"].shape != shape:
             raise UserError(f"{path}: its '{name}' does not fit model.net; compare checkpoints of the same net")
-    return path, torch.cat([value.reshape(-1) for value in found]).to(run.server.w)
+    return path, torch.cat([saved[f"net.{name}"].reshape(-1) for name in flat.names]).to(run.server.w)
 
 
 def check_no_buffers(model: LocalObjective) -> None:
@@ -146,9 +145,8 @@ class Study:
         """A measurement of every model, up to the first that is interrupted."""
         found: dict[str, V] = {}
         for label, w in self.models.items():
-            found[label] = measure(label, w)
-            if found[label].missing:
-                break
+            if not any(result.missing for result in found.values()):
+                found[label] = measure(label, w)
         return found
 
     def save(self, name: str, results: Mapping[str, Values], **figures: Callable[[], Figure]) -> None:
@@ -169,10 +167,7 @@ class Study:
             plain = {label: result.to_dict() for label, result in results.items()}
             (self.folder / f"{name}.json").write_text(json.dumps(plain) + "\n")
             rows = [{"model": label, **row} for label, result in results.items() for row in result.rows()]
-            with (self.folder / f"{name}.csv").open("w", newline="") as file:
-                writer = csv.DictWriter(file, list(rows[0]))
-                writer.writeheader()
-                writer.writerows(rows)
+            write_table(self.folder / f"{name}.csv", rows[0], [row.values() for row in rows])
             for figure, draw in figures.items():
                 save_figure(draw(), self.folder / figure)
         if missing := sum(result.missing for result in results.values()):

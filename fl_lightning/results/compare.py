@@ -1,18 +1,17 @@
 """A table of several finished runs: as CSV, LaTeX and a figure of their curves."""
 
-import csv
 import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean, stdev
-from typing import Any
 
 import yaml
 
 from fl_lightning.core import UserError
 from fl_lightning.results.configs import EXECUTION
+from fl_lightning.results.metrics import write_table
 from fl_lightning.results.summary import LAST, Summary, summarise
 
 
@@ -34,8 +33,7 @@ class Group:
 
     def values(self, name: str) -> list[float]:
         """Returns a statistic of each run that has it, see `Summary`."""
-        found = [getattr(run, name) for run in self.runs]
-        return [value for value in found if value is not None]
+        return [value for run in self.runs if (value := getattr(run, name)) is not None]
 
 
 @dataclass(frozen=True)
@@ -48,9 +46,7 @@ class Column:
         of: The statistic, see `Summary`.
         scale: Factor of the printed value.
         digits: Printed decimals.
-        spread: Whether the standard deviation is printed.
         fraction: Whether papers print it in per cent.
-        to_target: Whether it is missing in a run that did not reach the target.
     """
 
     key: str
@@ -58,9 +54,12 @@ class Column:
     of: str
     scale: float = 1.0
     digits: int = 4
-    spread: bool = False
     fraction: bool = False
-    to_target: bool = False
+
+    @property
+    def to_target(self) -> bool:
+        """Whether it is missing in a run that did not reach the target."""
+        return self.of.startswith("target")
 
 
 def compare(
@@ -94,13 +93,10 @@ def compare(
     names = _names([group[0][1] for group in members.values()])
     groups = []
     for name, group in zip(names, members.values(), strict=True):
-        seeds, folders = [seed for seed, _ in group], [folder for _, folder in group]
+        seeds, folders = map(list, zip(*group, strict=True))
         groups.append(Group(name, folders, seeds, [summarise(folder, last, target, metric) for folder in folders]))
-    if reference is None:
-        return groups
-    baseline = of_run(groups, reference)
-    if target is None:
-        return compare(runs, mean(baseline.values("mean")), last, metric, reference)
+    if reference is not None and target is None:
+        return compare(runs, mean(of_run(groups, reference).values("mean")), last, metric)
     return groups
 
 
@@ -120,7 +116,7 @@ def columns(groups: Sequence[Group], reference: Group | None = None) -> list[Col
     """Returns the columns of the table."""
     fraction, last = groups[0].runs[0].metric.endswith(("acc", "miou")), max(r.last for g in groups for r in g.runs)
     shown = [
-        Column("mean", f"last {last}", "mean", spread=True, fraction=fraction),
+        Column("mean", f"last {last}", "mean", fraction=fraction),
         Column("std_rounds", "sd over rounds", "std", fraction=fraction),
         Column("best", "best", "best", fraction=fraction),
         Column("final", "final", "final", fraction=fraction),
@@ -130,13 +126,13 @@ def columns(groups: Sequence[Group], reference: Group | None = None) -> list[Col
     target = groups[0].runs[0].target
     if target is not None:
         shown += [
-            Column("target_rounds", f"rounds to {target:.4g}", "target_round", digits=0, to_target=True),
-            Column("target_minutes", "minutes", "target_minutes", digits=2, to_target=True),
-            Column("target_gigabytes", "GB", "target_bits", 1 / 8e9, digits=3, to_target=True),
-            Column("target_transmissions", "models", "target_transmissions", digits=0, to_target=True),
+            Column("target_rounds", f"rounds to {target:.4g}", "target_round", digits=0),
+            Column("target_minutes", "minutes", "target_minutes", digits=2),
+            Column("target_gigabytes", "GB", "target_bits", 1 / 8e9, digits=3),
+            Column("target_transmissions", "models", "target_transmissions", digits=0),
         ]
         if reference is not None and (bits := reference.values("bits")):
-            shown.append(Column("target_cost", "cost in B", "target_bits", 1 / mean(bits), 2, to_target=True))
+            shown.append(Column("target_cost", "cost in B", "target_bits", 1 / mean(bits), 2))
     return [c for c in shown if c.to_target or any(group.values(c.of) for group in groups)]
 
 
@@ -153,7 +149,7 @@ def cell(group: Group, column: Column, pair: str, never: str) -> str:
     if not values:
         return never if column.to_target else ""
     text = f"{mean(values):,.{column.digits}f}"
-    if column.spread and len(values) > 1:
+    if column.key == "mean" and len(values) > 1:
         text = pair.format(text, f"{stdev(values):.{column.digits}f}")
     if column.to_target and len(values) < len(group.runs):
         text += f" ({len(values)} of {len(group.runs)})"  # the others never did
@@ -166,17 +162,14 @@ def write(groups: Sequence[Group], shown: Sequence[Column], out: Path) -> None:
     from fl_lightning.results.curves import plot_curves
 
     out.mkdir(parents=True, exist_ok=True)
-    with (out / "compare.csv").open("w", newline="") as file:
-        writer = csv.writer(file)
-        heads = [name for column in shown for name in (column.key, f"{column.key}_sd")]
-        writer.writerow(["run", "seeds", "metric", "evaluations", "reached", *heads])
-        for group in groups:
-            numbers: list[Any] = []
-            for column in shown:
-                values = [value * column.scale for value in group.values(column.of)]
-                numbers += [mean(values) if values else "", stdev(values) if len(values) > 1 else ""]
-            first, reached = group.runs[0], len(group.values("target_round"))
-            writer.writerow([group.name, len(group.runs), first.metric, first.evaluations, reached, *numbers])
+    rows = []
+    for group in groups:
+        first, numbers = group.runs[0], [[value * c.scale for value in group.values(c.of)] for c in shown]
+        spreads = [f(v) if len(v) > n else "" for v in numbers for n, f in enumerate((mean, stdev))]
+        reached = len(group.values("target_round"))
+        rows.append([group.name, len(group.runs), first.metric, first.evaluations, reached, *spreads])
+    heads = [name for column in shown for name in (column.key, f"{column.key}_sd")]
+    write_table(out / "compare.csv", ["run", "seeds", "metric", "evaluations", "reached", *heads], rows)
     (out / "compare.tex").write_text(latex(groups, shown))
     curves = {}
     for group in groups:
@@ -212,18 +205,12 @@ def _identity(folder: Path) -> tuple[str, tuple[int, int] | None]:
 
 def _names(folders: Sequence[Path]) -> list[str]:
     """Returns a short name for each group: the end of the path of its first run, long enough to be unique."""
-    paths = []
-    for folder in folders:
-        *parts, version = folder.parts
-        if not re.fullmatch(r"version_\d+", version):
-            parts.append(version)
-        parts[-1] = re.sub(r"_?seed_-?\d+$", "", parts[-1])  # as `fit --seeds` names them
-        paths.append([part for part in parts if part])
+    whole = [folder.as_posix() for folder in folders]
+    short = [re.sub(r"([/_]?seed_-?\d+)?(/version_\d+)?$", "", path) for path in whole]  # as `fit --seeds` names them
+    paths = [a if short.count(a) == 1 else b for a, b in zip(short, whole, strict=True)]
     names = []
-    paths = [p if paths.count(p) == 1 else [*folder.parts] for p, folder in zip(paths, folders, strict=True)]
-    for i, path in enumerate(paths):
-        others = paths[:i] + paths[i + 1 :]
-        least = 2 if re.fullmatch(r"version_\d+", path[-1]) else 1
-        lengths = range(least, len(path) + 1)
-        names.append("/".join(next((path[-n:] for n in lengths if all(o[-n:] != path[-n:] for o in others)), path)))
+    for path in paths:
+        parts = path.split("/")
+        ends = ["/".join(parts[-n:]) for n in range(2 if parts[-1].startswith("version_") else 1, len(parts))]
+        names.append(next((e for e in ends if sum(f"/{p}".endswith(f"/{e}") for p in paths) == 1), path))
     return names

@@ -38,16 +38,8 @@ def means(rows: Sequence[Accuracy]) -> dict[str, float]:
     return {name: float(np.mean(values)) for name, values in found.items() if values}
 
 
-def write(path: Path, rows: Sequence[Accuracy]) -> None:
-    """Writes the table as CSV."""
-    with path.open("w", newline="") as file:
-        table = csv.writer(file)
-        table.writerow(Accuracy._fields)
-        table.writerows(rows)
-
-
 def read(path: Path) -> list[Accuracy]:
-    """Reads a table that `write` wrote."""
+    """Reads the table that ``fl-lightning corruptions`` writes."""
     with path.open(newline="") as file:
         return [Accuracy(row["corruption"], int(row["severity"]), float(row["acc"])) for row in csv.DictReader(file)]
 
@@ -64,21 +56,18 @@ def plot_corruptions(runs: Mapping[str, Sequence[Accuracy] | Path]) -> Figure:
 
     tables = {label: read(rows) if isinstance(rows, Path) else rows for label, rows in runs.items()}
     corrupted = [row for rows in tables.values() for row in rows if row.severity]
-    names = list(dict.fromkeys(row.corruption for row in corrupted))
-    severities = {row.severity for row in corrupted}
-    highest = max(severities)
+    names, highest = list(dict.fromkeys(row.corruption for row in corrupted)), max(row.severity for row in corrupted)
     figure = Figure(figsize=(3 + 0.45 * len(names), 5.5), layout="constrained")
     width = 0.8 / len(tables)
-    for place, (title, chosen) in enumerate(((f"severity {highest}", {highest}), ("mean over severities", severities))):
+    for place, (title, least) in enumerate(((f"severity {highest}", highest), ("mean over severities", 1))):
         axes = figure.add_subplot(2, 1, place + 1, title=title, ylabel="test accuracy")
         for i, (label, rows) in enumerate(tables.items()):
-            shown = [row for row in rows if row.severity in chosen]
+            shown = [row for row in rows if row.severity >= least]
             heights = [np.mean([r.acc for r in shown if r.corruption == name] or [np.nan]) for name in names]
             at = np.arange(len(names)) + (i - (len(tables) - 1) / 2) * width
             bars = axes.bar(at, heights, width, label=label)
-            for row in rows:
-                if row.corruption == CLEAN:
-                    axes.axhline(row.acc, color=bars.patches[0].get_facecolor(), linestyle=":", linewidth=1)
+            for clean in (row.acc for row in rows if row.corruption == CLEAN):
+                axes.axhline(clean, color=bars.patches[0].get_facecolor(), linestyle=":", linewidth=1)
         labels = [name.replace("_", " ") for name in names] if place else [""] * len(names)
         axes.set_xticks(range(len(names)), labels, rotation=40, ha="right", fontsize="small")
         axes.grid(axis="y", alpha=0.3)

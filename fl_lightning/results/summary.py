@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean, pstdev, stdev
+from statistics import mean, stdev
 
 from fl_lightning.core import UserError, require
 from fl_lightning.results.metrics import read_metrics
@@ -22,7 +22,6 @@ class Summary:
         evaluations: Their number.
         mean: Mean over these evaluations: the papers' headline.
         std: Sample standard deviation over them (n - 1), as FedGMT reports it; None for a single one.
-        std_population: The same with n.
         best: Largest value of the whole run.
         best_round: The first round with that value.
         final: Value of the last evaluation.
@@ -42,7 +41,6 @@ class Summary:
     evaluations: int
     mean: float
     std: float | None
-    std_population: float
     best: float
     best_round: int
     final: float
@@ -100,7 +98,6 @@ def summarise(run: str | Path, last: int = LAST, target: float | None = None, me
         evaluations=len(window),
         mean=mean(window),
         std=stdev(window) if len(window) > 1 else None,
-        std_population=pstdev(window),
         best=best,
         best_round=best_round,
         final=evaluated[-1][1],

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fl_lightning.commands.data import bubbles, class_counts, heat_map
+from fl_lightning.commands.data import class_counts, heat_map
 from fl_lightning.core.errors import UserError
 from fl_lightning.core.rng import generator, numpy_generator
 from fl_lightning.data import (
@@ -641,10 +641,9 @@ def test_data_in_a_real_process(shown):
         rows = list(csv.DictReader(file))
     assert [[int(row[str(c)]) for c in range(10)] for row in rows] == counts.tolist()
     assert [int(row["samples"]) for row in rows] == data.client_sizes.tolist()
-    for name in ("heatmap", "bubbles"):
-        assert (out / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-        assert (out / f"{name}.pdf").read_bytes().startswith(b"%PDF")
-    assert len(list(out.iterdir())) == 5
+    assert (out / "heatmap.png").read_bytes().startswith(b"\x89PNG")
+    assert (out / "heatmap.pdf").read_bytes().startswith(b"%PDF")
+    assert len(list(out.iterdir())) == 3
     assert [path.name for path in out.parent.iterdir()] == [out.name]
 
 
@@ -660,27 +659,17 @@ def test_data_needs_no_model(tmp_path, monkeypatch, capsys):
     assert "README.md: cannot create this folder (File exists); choose another one" in str(exit.value.code)
 
 
-def test_figures_hold_the_counts():
+def test_heat_map_holds_the_counts():
     counts = np.array([[4, 0, 1], [0, 9, 0], [1, 1, 36]])
     [image] = heat_map(counts).axes[0].images
     np.testing.assert_array_equal(image.get_array().filled(0), counts.T)
     assert image.get_array().mask.sum() == 3
     grey = image.cmap(np.linspace(0, 1, 50))[:, :3] @ [0.299, 0.587, 0.114]
     assert (np.diff(grey) < 0).all()  # darker and darker, in grey as well
-    [discs] = bubbles(counts).axes[0].collections
-    places, areas = discs.get_offsets(), (discs.get_widths() / discs.get_widths().max()) ** 2
-    found = np.zeros((3, 3))
-    for (client, label), area in zip(places, areas, strict=True):
-        if client < 3:
-            found[round(client), round(label)] = area
-    np.testing.assert_allclose(found, counts / 36)
 
 
-def test_figures_of_very_many_clients():
+def test_heat_map_of_very_many_clients():
     counts = numpy_generator(0, "test").integers(0, 3, (1262, 120))
-    axes = bubbles(counts).axes[0]
-    assert axes.get_xlabel() == "client (the first 100 of 1,262)"
-    assert axes.get_ylabel() == "class (the first 100 of 120)"
     assert heat_map(counts).axes[0].images[0].get_array().shape == (120, 1262)
 
 

@@ -16,8 +16,9 @@ import torch
 import yaml
 
 from fl_lightning.commands.cli import FederatedCLI
-from fl_lightning.results.papers import PAPERS, Cell, find, markdown
+from fl_lightning.results.papers import PAPERS, Cell, find
 from tests import generated
+from tests.paper_tables import markdown
 from tests.runs import cli, last, metrics, newest
 
 ROOT = Path(__file__).parents[2]
@@ -242,7 +243,7 @@ def test_page_holds_the_papers_numbers() -> None:
     blocks = BLOCK.findall(PAGE)
     assert {(paper, table) for paper, table, _ in blocks} == {(cell.paper, cell.table) for cell in find()}
     for paper, table, text in blocks:
-        renew = f"put the output of `python -m fl_lightning.results.papers {paper} {table}` between its comments"
+        renew = f"put the output of `python -m tests.paper_tables {paper} {table}` between its comments"
         assert text == markdown(paper, table), f"docs/experiments.md is out of date: {renew}"
 
 

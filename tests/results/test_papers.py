@@ -12,7 +12,8 @@ import pytest
 import fl_lightning
 from fl_lightning import nets
 from fl_lightning.core.errors import UserError
-from fl_lightning.results.papers import COLUMNS, PAPERS, Cell, find, markdown
+from fl_lightning.results.papers import COLUMNS, PAPERS, Cell, find
+from tests.paper_tables import markdown
 
 NUMBERS = {
     ("fedsam", "1"): 4, ("fedsam", "2"): 7 * 6 * 3, ("fedsam", "3"): 3 * 4 * 3 + 2 * 3 * 3 + 2,
