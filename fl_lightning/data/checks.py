@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from fl_lightning.core import UserError
+from fl_lightning.core import UserError, ensure
 from fl_lightning.data.stream import Stream
 
 LEAK = 0.01
@@ -19,18 +19,16 @@ def check_pairs(x_train: Tensor | Stream, y_train: Tensor, x_test: Tensor | Stre
         UserError: If counts, shapes, dtypes or classes disagree.
     """
     for split, x, y in (("train", x_train, y_train), ("test", x_test, y_test)):
-        if len(x) != len(y):
-            raise UserError(
-                f"x_{split}: {len(x)} samples, but y_{split} has {len(y)} labels; give one label per sample"
-            )
-        if len(x) == 0:
-            raise UserError(f"x_{split}: no samples; the {split} data must not be empty")
+        ensure(
+            len(x) == len(y),
+            f"x_{split}: {len(x)} samples, but y_{split} has {len(y)} labels; give one label per sample",
+        )
+        ensure(len(x) != 0, f"x_{split}: no samples; the {split} data must not be empty")
     for what, a, b in (
         ("shape", tuple(x_train.shape[1:]), tuple(x_test.shape[1:])),
         ("dtype", x_train.dtype, x_test.dtype),
     ):
-        if a != b:
-            raise UserError(f"x_test: {what} {b} of a sample differs from x_train's {a}; prepare both alike")
+        ensure(a == b, f"x_test: {what} {b} of a sample differs from x_train's {a}; prepare both alike")
     if y_test.max() > y_train.max():
         row, top = int(y_test.argmax()), int(y_train.max())
         raise UserError(

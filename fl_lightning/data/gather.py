@@ -17,7 +17,7 @@ from torch import Tensor
 from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy
 
-from fl_lightning.core import UserError, require
+from fl_lightning.core import ensure, require
 from fl_lightning.data.augment import Augment
 from fl_lightning.data.checks import check_pairs, count_leaks
 from fl_lightning.data.minibatches import Batch, Minibatches
@@ -182,10 +182,10 @@ class SampleModule(L.LightningDataModule, ABC):
             UserError: If they are faulty, or their shape is not the test set's.
         """
         stored, targets = self.stored(name, x), labels(name, y).to(self.device)
-        if stored.shape[1:] != self.x_test.shape[1:]:
-            raise UserError(
-                f"{name}: samples of shape {tuple(stored.shape[1:])}, x_test has {tuple(self.x_test.shape[1:])}"
-            )
+        ensure(
+            stored.shape[1:] == self.x_test.shape[1:],
+            f"{name}: samples of shape {tuple(stored.shape[1:])}, x_test has {tuple(self.x_test.shape[1:])}",
+        )
         if isinstance(stored, Tensor) and not self.stream:
             stored = stored.to(self.device)
         return self.evaluation_batches(stored, targets, self.in_batches(torch.arange(len(targets))), dtype)

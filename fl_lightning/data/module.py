@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fl_lightning.core import UserError, generator, numpy_generator, require
+from fl_lightning.core import ensure, generator, numpy_generator, require
 from fl_lightning.data.augment import Augment
 from fl_lightning.data.clients import divide
 from fl_lightning.data.gather import SampleModule
@@ -164,10 +164,10 @@ class FederatedDataModule(SampleModule, ABC):
         """Stored samples, labels, and the indices of the split."""
         if isinstance(split, str) and split == "test":
             return self.x_test, self.y_test, torch.arange(len(self.y_test))
-        if isinstance(split, str) and split == "val" and len(self.val_indices) == 0:
-            raise UserError(
-                f"data.val_fraction = {self.val_fraction} holds out nothing to validate on; use for example 0.1"
-            )
+        ensure(
+            not isinstance(split, str) or split != "val" or len(self.val_indices) != 0,
+            f"data.val_fraction = {self.val_fraction} holds out nothing to validate on; use for example 0.1",
+        )
         named = {"train": self._union, "val": self.val_indices}
         indices = named[split] if isinstance(split, str) else torch.as_tensor(split, dtype=torch.int64)
         return self.x_train, self.y_train, indices

@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fl_lightning.core import UserError
+from fl_lightning.core import UserError, ensure
 
 
 def inputs(name: str, array: Any, rows: Sequence[int] | None = None) -> Tensor:
@@ -56,10 +56,11 @@ def labels(name: str, array: Any) -> Tensor:
         UserError: If they are not one-dimensional, or not integers >= 0.
     """
     y = _tensor(name, array)
-    if y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
-        raise UserError(f"{name}: labels are {y.dtype}; convert them to integers 0, 1, ...")
-    if y.ndim != 1:
-        raise UserError(f"{name}: shape {tuple(y.shape)} is not (N,); give one label per sample")
+    ensure(
+        not y.is_floating_point() and not y.is_complex() and y.dtype != torch.bool,
+        f"{name}: labels are {y.dtype}; convert them to integers 0, 1, ...",
+    )
+    ensure(y.ndim == 1, f"{name}: shape {tuple(y.shape)} is not (N,); give one label per sample")
     y = y.long()
     if len(y) and y.min() < 0:
         raise UserError(f"{name}: label {int(y.min())} at row {int(y.argmin())} is negative; number the classes from 0")

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fl_lightning.core import FlatSpec, UserError, accumulator_dtype
+from fl_lightning.core import FlatSpec, accumulator_dtype, ensure
 from fl_lightning.flatness.convolution import ConstantInputs
 
 if TYPE_CHECKING:
@@ -111,8 +111,10 @@ class LossAt:
         x, y = x.to(self.w.device), y.to(self.w.device)
         outputs = torch.func.functional_call(self.model, self.spec.split(self.w), (x,))
         losses = self.loss(outputs, y)
-        if losses.shape != (len(x),):
-            raise UserError(f"loss: gives {tuple(losses.shape)}, not one value per sample; use reduction='none'")
+        ensure(
+            losses.shape == (len(x),),
+            f"loss: gives {tuple(losses.shape)}, not one value per sample; use reduction='none'",
+        )
         return losses, outputs
 
     def total(self, mine: Tensor) -> Tensor:
@@ -318,6 +320,5 @@ def _grad(
 
 
 def _some(n: int) -> int:
-    if n == 0:
-        raise UserError("batches: no sample; give a function that returns the data at every call")
+    ensure(n != 0, "batches: no sample; give a function that returns the data at every call")
     return n

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Generic, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
-from fl_lightning.core import UserError, generator
+from fl_lightning.core import ensure, generator
 from fl_lightning.flatness.functional import Batches, Loss, LossAt, Options, arithmetic
 from fl_lightning.flatness.krylov import Lanczos, Power
 
@@ -86,8 +86,9 @@ class Spectrum:
         Raises:
             UserError: If there are fewer than ``i`` eigenvalues.
         """
-        if not 1 <= i <= len(self.values):
-            raise UserError(f"ratio: there are {len(self.values)} eigenvalues, none at {i}; use a larger k")
+        ensure(
+            1 <= i <= len(self.values), f"ratio: there are {len(self.values)} eigenvalues, none at {i}; use a larger k"
+        )
         return (self.values[0] / self.values[i - 1]).item()
 
 
@@ -205,14 +206,12 @@ def spectrum(
         Interrupted: On KeyboardInterrupt after the first product; ``partial`` is a :class:`Spectrum` without vectors,
             with ``power`` of the eigenvalues found so far.
     """
-    if method not in ("lanczos", "power"):
-        raise UserError(f"method: {method!r} is unknown; use 'lanczos' or 'power'")
+    ensure(method in ("lanczos", "power"), f"method: {method!r} is unknown; use 'lanczos' or 'power'")
     steps, accuracy = (100 + 10 * k, 1e-2) if method == "lanczos" else (20, 1e-4)
     steps, accuracy = steps if iterations is None else iterations, accuracy if tol is None else tol
     size = max(2 * k, k + 50) if basis is None else basis
     for key, number, least in (("k", k, 1), ("iterations", steps, 1), ("basis", size, k + 2)):
-        if number < least:
-            raise UserError(f"{key}: {number} is too few; use {least} or more")
+        ensure(number >= least, f"{key}: {number} is too few; use {least} or more")
     f = LossAt(model, loss, batches, at, **options)
     k = min(k, f.spec.d)
     h = Hessian(f, generator(seed, "spectrum"), steps if method == "lanczos" else steps * k)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from fl_lightning.core import UserError, generator
+from fl_lightning.core import ensure, generator
 from fl_lightning.flatness.functional import Batches, Estimate, Loss, LossAt, Options, arithmetic
 from fl_lightning.flatness.hessian import Hessian, Interrupted
 from fl_lightning.flatness.krylov import Lanczos
@@ -43,8 +43,7 @@ class Density:
         Raises:
             UserError: If ``sigma`` is not positive.
         """
-        if sigma <= 0:
-            raise UserError(f"sigma: {sigma} is not positive; use a width such as a hundredth of the range")
+        ensure(sigma > 0, f"sigma: {sigma} is not positive; use a width such as a hundredth of the range")
         nodes, weights = (x.reshape(-1).to(grid.device) for x in (self.nodes, self.weights / len(self.weights)))
         bell = torch.exp(-(((grid.double().unsqueeze(-1) - nodes) / sigma) ** 2) / 2) / (sigma * math.sqrt(2 * math.pi))
         return (bell * weights).sum(-1)
@@ -92,11 +91,9 @@ def trace(
             ``mean_loss``.
         Interrupted: On KeyboardInterrupt after the second probe; ``partial`` is the estimate from the probes so far.
     """
-    if method not in ("hutch++", "hutchinson"):
-        raise UserError(f"method: {method!r} is unknown; use 'hutch++' or 'hutchinson'")
+    ensure(method in ("hutch++", "hutchinson"), f"method: {method!r} is unknown; use 'hutch++' or 'hutchinson'")
     least = 4 if method == "hutch++" else 2
-    if samples < least:
-        raise UserError(f"samples: {samples} is too few for {method}; use {least} or more")
+    ensure(samples >= least, f"samples: {samples} is too few for {method}; use {least} or more")
     h = Hessian(LossAt(model, loss, batches, at, **options), generator(seed, "trace"), samples)
     exact, space = 0.0, h.like.new_zeros(h.d, 0)
     probes: list[float] = []
@@ -157,8 +154,7 @@ def spectral_density(
         Interrupted: On KeyboardInterrupt after the first probe; ``partial`` is the density from the probes so far.
     """
     for key, number in (("probes", probes), ("steps", steps)):
-        if number < 1:
-            raise UserError(f"{key}: {number} is too few; use 1 or more")
+        ensure(number >= 1, f"{key}: {number} is too few; use 1 or more")
     f = LossAt(model, loss, batches, at, **options)
     h = Hessian(f, generator(seed, "spectral_density"), probes * steps)
     nodes: list[Tensor] = []

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from fl_lightning.core import FlatSpec, UserError, generator, norm, require, to_radius
+from fl_lightning.core import FlatSpec, ensure, generator, norm, require, to_radius
 from fl_lightning.flatness.functional import Batches, Estimate, Loss, Reduce, batch_sizes, gradient, mean_loss
 
 
@@ -46,8 +46,7 @@ def sharpness(
     Raises:
         UserError: If ``rho`` or ``eta`` is negative or ``steps`` is not positive; else as ``mean_loss``.
     """
-    if rho < 0 or steps < 1:
-        raise UserError(f"sharpness: needs rho >= 0 and steps >= 1, not {rho} and {steps}")
+    ensure(rho >= 0 and steps >= 1, f"sharpness: needs rho >= 0 and steps >= 1, not {rho} and {steps}")
     require(eta is None or eta >= 0, "sharpness: eta", eta, "0 or more, or None for the plain sharpness")
     spec = FlatSpec(model)
     w = spec.vector(model) if at is None else at
@@ -130,8 +129,10 @@ def flatness_discrepancy(global_sharpness: float, local_sharpness: Sequence[floa
     Raises:
         UserError: If there are no samples, or not one size per local sharpness.
     """
-    if len(sizes) != len(local_sharpness) or sum(sizes) <= 0:
-        raise UserError(f"sizes: {len(sizes)} with sum {sum(sizes)} for {len(local_sharpness)} clients; give one each")
+    ensure(
+        len(sizes) == len(local_sharpness) and sum(sizes) > 0,
+        f"sizes: {len(sizes)} with sum {sum(sizes)} for {len(local_sharpness)} clients; give one each",
+    )
     mean = sum(m * s for m, s in zip(sizes, local_sharpness, strict=True)) / sum(sizes)
     return abs(global_sharpness - mean)
 

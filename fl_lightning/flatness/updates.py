@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fl_lightning.core import EPS, UserError
+from fl_lightning.core import EPS, ensure
 
 
 def divergence(clients: Sequence[Tensor], center: Tensor) -> float:
@@ -29,8 +29,7 @@ def distances(clients: Sequence[Tensor], center: Tensor) -> list[float]:
     Raises:
         UserError: If there is no client.
     """
-    if not clients:
-        raise UserError("clients: none; give at least one local model")
+    ensure(len(clients) > 0, "clients: none; give at least one local model")
     return [(w - center).norm().item() for w in clients]
 
 

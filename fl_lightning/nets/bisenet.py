@@ -5,7 +5,7 @@ from collections import OrderedDict
 import torch
 from torch import Tensor, nn
 
-from fl_lightning.core import UserError, weights
+from fl_lightning.core import ensure, weights
 
 
 class BiSeNetV2(nn.Module):
@@ -59,8 +59,10 @@ class BiSeNetV2(nn.Module):
     def _load(self, path: str) -> None:
         key, parts = "model.net.pretrained", dict(self.named_children())
         found = weights.read(path, key)
-        if not isinstance(found, dict) or not found or not found.keys() <= parts.keys():
-            raise UserError(f"{key} = {path}: no weights of a backbone by part; the parts are {', '.join(parts)}")
+        ensure(
+            isinstance(found, dict) and found and found.keys() <= parts.keys(),
+            f"{key} = {path}: no weights of a backbone by part; the parts are {', '.join(parts)}",
+        )
         for name, state in found.items():
             weights.load(parts[name], state, key)
 

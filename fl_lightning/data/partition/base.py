@@ -8,7 +8,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_lightning.core import UserError, require
+from fl_lightning.core import UserError, ensure, require
 
 Indices = NDArray[np.int64]
 
@@ -82,11 +82,10 @@ def check(parts: Sequence[Indices], num_samples: int, num_clients: int, source: 
     if replacement:
         return
     values, counts = np.unique(np.concatenate(parts), return_counts=True)
-    if counts.max() > 1:
-        raise UserError(
-            f"{source}: index {values[counts.argmax()]} occurs {counts.max()} times; "
-            "give every sample to one client only"
-        )
+    ensure(
+        counts.max() <= 1,
+        f"{source}: index {values[counts.argmax()]} occurs {counts.max()} times; give every sample to one client only",
+    )
 
 
 def concentration(key: str, value: float) -> float:

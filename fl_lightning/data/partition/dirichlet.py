@@ -6,7 +6,7 @@ from typing import Literal
 
 import numpy as np
 
-from fl_lightning.core import UserError, numpy_generator, require
+from fl_lightning.core import ensure, numpy_generator, require
 from fl_lightning.data.partition.base import Indices, Partition, members, sizes
 
 
@@ -106,11 +106,11 @@ class Dirichlet(Partition):
     def _one_class_each(self, pools: list[Indices], num_clients: int) -> list[Indices]:
         # If the classes do not divide the clients evenly, the largest classes get one more.
         pools = sorted((p for p in pools if len(p)), key=len, reverse=True)
-        if num_clients < len(pools):
-            raise UserError(
-                f"data.partition.alpha = 0 gives every client one class, so {len(pools)} classes need at least "
-                f"{len(pools)} clients, not num_clients = {num_clients}; use more clients or alpha > 0"
-            )
+        ensure(
+            num_clients >= len(pools),
+            f"data.partition.alpha = 0 gives every client one class, so {len(pools)} classes need at least "
+            f"{len(pools)} clients, not num_clients = {num_clients}; use more clients or alpha > 0",
+        )
         turns = [len(range(c, num_clients, len(pools))) for c in range(len(pools))]
         shares = [np.array_split(pool, n) for pool, n in zip(pools, turns, strict=True)]
         return [shares[k % len(pools)][k // len(pools)] for k in range(num_clients)]
