@@ -14,8 +14,7 @@ from fl_lightning.core import ensure, generator, numpy_generator, require
 from fl_lightning.data.augment import Augment
 from fl_lightning.data.clients import divide
 from fl_lightning.data.gather import SampleModule
-from fl_lightning.data.loaders import Batches, BatchLoader, EpochSampler
-from fl_lightning.data.minibatches import Batch, Minibatches, epoch_sizes
+from fl_lightning.data.minibatches import Batch, Batches, BatchLoader, EpochSampler, Minibatches, epoch_sizes
 from fl_lightning.data.partition import IID, Partition
 from fl_lightning.data.stream import Stream
 from fl_lightning.data.tensors import stratified

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fl_lightning.core import COLORMAP, COLORS, COLUMN, DASHES, MARKERS, PAGE, log_levels, log_ticks, require
-from fl_lightning.flatness.planes import Array
-from fl_lightning.flatness.values import Surface
+from fl_lightning.flatness.values import Array, Surface
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -8,23 +8,19 @@ Several processes may share the samples: each calls the same function with its o
 ``reduce``, and all get the value over all samples.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypedDict
+from typing import TypedDict
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from typing_extensions import Unpack
 
 from fl_lightning.core import FlatSpec, accumulator_dtype, ensure
 from fl_lightning.flatness.convolution import ConstantInputs
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack  # typing has it from Python 3.11
 
 Batches = Callable[[], Iterable[tuple[Tensor, Tensor]]]
 """Called once per pass over the data; must give the same samples each time (no augmentation, no drop_last)."""

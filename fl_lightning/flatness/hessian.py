@@ -1,19 +1,17 @@
 """The largest eigenvalues of the Hessian H of the data loss F."""
 
-from __future__ import annotations
-
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, Literal, TypeVar
+from typing import Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from fl_lightning.core import ensure, generator
 from fl_lightning.flatness.functional import Batches, Loss, LossAt, Options, arithmetic
 from fl_lightning.flatness.krylov import Lanczos, Power
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack  # typing has it from Python 3.11
 
 T = TypeVar("T")
 
@@ -40,6 +38,17 @@ class Interrupted(KeyboardInterrupt, Generic[T]):
     def __init__(self, partial: T) -> None:
         super().__init__()
         self.partial = partial
+
+
+@contextmanager
+def interruptible(partial: Callable[[], T], enough: Callable[[], bool]) -> Iterator[None]:
+    """Turns a KeyboardInterrupt into :class:`Interrupted` with the partial result, if there is enough for one."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if not enough():
+            raise
+        raise Interrupted(partial()) from None
 
 
 @dataclass(frozen=True, eq=False)
@@ -224,26 +233,22 @@ def spectrum(
 def _lanczos(h: Hessian, k: int, steps: int, tol: float, basis: int, vectors: bool) -> Spectrum:
     lanczos, converged = Lanczos(h, h.normal, k, basis, h.agreed), False
 
-    def found(with_vectors: bool) -> Spectrum:
+    def found(with_vectors: bool = False) -> Spectrum:
         values, residuals = (x[-k:].flip(0) for x in (lanczos.values, lanczos.residuals))
         vectors = lanczos.vectors() if with_vectors else None
         return Spectrum(values, _relative(residuals, values), h.products, converged, vectors)
 
-    try:
+    with interruptible(found, lambda: len(lanczos.values) > 0):
         while h.products < steps and not converged and not lanczos.failed:
             lanczos.step()
             converged = h.agreed(lanczos.converged(tol))
-    except KeyboardInterrupt:
-        if len(lanczos.values) == 0:
-            raise
-        raise Interrupted(found(with_vectors=False)) from None
     return found(vectors)
 
 
 def _power(h: Hessian, k: int, steps: int, tol: float, vectors: bool) -> Spectrum:
     power = Power(h, h.normal, steps, tol, h.agreed)
 
-    def found(with_vectors: bool) -> Spectrum:
+    def found(with_vectors: bool = False) -> Spectrum:
         pairs = sorted(power.pairs, key=lambda pair: -pair.value)
         values, residuals = (
             torch.tensor(x, dtype=torch.float64) for x in zip(*((p.value, p.residual) for p in pairs), strict=True)
@@ -252,13 +257,9 @@ def _power(h: Hessian, k: int, steps: int, tol: float, vectors: bool) -> Spectru
         vectors = torch.stack([p.vector for p in pairs]) if with_vectors else None
         return Spectrum(values, _relative(residuals, values), h.products, converged, vectors)
 
-    try:
+    with interruptible(found, lambda: bool(power.pairs)):
         while len(power.pairs) < k:
             power.next()
-    except KeyboardInterrupt:
-        if not power.pairs:
-            raise
-        raise Interrupted(found(with_vectors=False)) from None
     return found(vectors)
 
 
