@@ -247,9 +247,7 @@ class SampleModule(L.LightningDataModule, ABC):
             rows = x.permute(0, 2, 3, 1)[indices].permute(0, 3, 1, 2)
         else:
             rows = x[indices]
-        if not self.stream:
-            return rows
-        if self.device.type == "cuda":  # the copy from pinned memory does not block the host
+        if self.stream and self.device.type == "cuda":  # the copy from pinned memory does not block the host
             rows = rows.pin_memory()
         return rows.to(self.device, non_blocking=True)
 

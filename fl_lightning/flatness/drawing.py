@@ -70,8 +70,7 @@ class Scale:
 
     def clip(self, grid: Array) -> Array:
         """Values beyond the scale become its ends; NaN stays."""
-        clipped: Array = np.clip(grid, self.fill[0], self.fill[-1])
-        return clipped
+        return np.asarray(np.clip(grid, self.fill[0], self.fill[-1]))
 
     def bar(self, figure: Figure, drawn: Any, panels: list[Axes], label: str) -> None:
         """Adds a colour bar at the right of the panels."""

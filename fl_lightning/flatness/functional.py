@@ -10,7 +10,7 @@ Several processes may share the samples: each calls the same function with its o
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypedDict
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from typing_extensions import Unpack
 
-from fl_lightning.core import FlatSpec, accumulator_dtype, ensure
+from fl_lightning.core import FlatSpec, accumulator_dtype, ensure, eval_mode
 from fl_lightning.flatness.convolution import ConstantInputs
 
 Batches = Callable[[], Iterable[tuple[Tensor, Tensor]]]
@@ -247,7 +247,7 @@ def hvp(
 
 def batch_sizes(batches: Batches) -> list[int]:
     """Number of samples of each batch."""
-    with _same_random_state():
+    with torch.random.fork_rng(devices=[]):  # a DataLoader draws a base seed in every pass
         return [len(x) for x, _ in batches()]
 
 
@@ -278,23 +278,13 @@ class _Saved(torch.autograd.graph.saved_tensors_hooks):
 @contextmanager
 def _measuring(model: nn.Module) -> Iterator[None]:
     """Eval mode and exact arithmetic; restores the modes and the global random state."""
-    modes = [(module, module.training) for module in model.modules()]
-    device = next(model.parameters()).device
-    try:
-        model.eval()
-        with (
-            _same_random_state(),
-            arithmetic(device),
-            sdpa_kernel(SDPBackend.MATH),  # fused attention has no second derivative
-        ):
-            yield
-    finally:
-        for module, training in modes:
-            module.training = training
-
-
-def _same_random_state() -> AbstractContextManager[None]:
-    return torch.random.fork_rng(devices=[])  # a DataLoader draws a base seed in every pass
+    with (
+        eval_mode(model),
+        torch.random.fork_rng(devices=[]),  # a DataLoader draws a base seed in every pass
+        arithmetic(next(model.parameters()).device),
+        sdpa_kernel(SDPBackend.MATH),  # fused attention has no second derivative
+    ):
+        yield
 
 
 def _correct(outputs: Tensor, y: Tensor) -> Tensor:

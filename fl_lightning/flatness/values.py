@@ -177,8 +177,7 @@ class Perturbation(Values):
 
     def along_gradient(self, name: str) -> Array:
         """The loss along the gradient, ``(r,)``."""
-        line: Array = self.loss[name][0]
-        return line
+        return np.asarray(self.loss[name][0])
 
     def mean(self, name: str) -> Array:
         """Mean loss over the random directions that were evaluated completely, ``(r,)``."""
@@ -191,8 +190,7 @@ class Perturbation(Values):
     def _over_random(self, name: str, statistic: Callable[[Array], Array], least: int) -> Array:
         lines = self.loss[name]
         complete = lines[1 : (lines.size - self.missing) // len(self.radii)]
-        unknown: Array = self.radii * np.nan
-        return statistic(complete) if len(complete) >= least else unknown
+        return statistic(complete) if len(complete) >= least else np.full(len(self.radii), np.nan)
 
 
 @dataclass(frozen=True, eq=False)
@@ -242,8 +240,7 @@ class Surface(Values):
     def normalized_sum(self) -> Array:
         """Sum over the data sets of the loss scaled to [0, 1] on this grid (FedGMT Fig. 6c), ``(ny, nx)``."""
         scaled = [(z - np.nanmin(z)) / (np.nanmax(z) - np.nanmin(z)) for z in self.loss.values()]
-        total: Array = np.sum(scaled, axis=0)
-        return total
+        return np.asarray(np.sum(scaled, axis=0))
 
 
 def _plain(value: Any) -> Any:
