@@ -12,7 +12,7 @@ from torch import Tensor
 from fl_lightning.core import UserError, ensure, numpy_generator
 from fl_lightning.data.module import FederatedDataModule
 from fl_lightning.data.partition import Given
-from fl_lightning.data.tensors import inputs, labels, stratified
+from fl_lightning.data.stream import inputs, labels, stratified
 
 KEYS = ("x_train", "y_train", "x_test", "y_test")
 

@@ -58,8 +58,10 @@ class _Read(Samples):
         ensure(len(dataset) != 0, f"{name}: no samples; the {name} data must not be empty")
         sample = dataset[0]
         if isinstance(sample, Mapping):  # as in Hugging Face's data sets
-            keys = ", ".join(map(str, sample))
-            raise UserError(f"{name}: samples are dicts with keys {keys}; wrap the data set to give pairs (x, label)")
+            raise UserError(
+                f"{name}: samples are dicts with keys {', '.join(map(str, sample))}; wrap the data set to give pairs "
+                "(x, label)"
+            )
         first = np.asarray(sample[0])
         self.shape, self.dtype = (len(dataset), *first.shape), first.dtype
 

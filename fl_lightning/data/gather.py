@@ -19,8 +19,7 @@ from typing_extensions import Self
 from fl_lightning.core import ensure, require
 from fl_lightning.data.augment import Augment
 from fl_lightning.data.minibatches import Batch, Minibatches
-from fl_lightning.data.stream import Prefetcher, Samples, Stream
-from fl_lightning.data.tensors import inputs, labels
+from fl_lightning.data.stream import Prefetcher, Samples, Stream, inputs, labels
 
 LEAK = 0.01
 """Share of the test samples that may also be training samples without a warning."""

@@ -14,13 +14,12 @@ from torch.nn import functional as F
 from torchmetrics import Metric
 
 from fl_lightning.core import UserError, ensure
-from fl_lightning.data.augment import Augment
+from fl_lightning.data.augment import Augment, ScaledCrop
 from fl_lightning.data.files import corrupt_file_error, find_files
 from fl_lightning.data.minibatches import Batch
 from fl_lightning.data.miou import IGNORED, MeanIoU
 from fl_lightning.data.module import FederatedDataModule
 from fl_lightning.data.partition import Given
-from fl_lightning.data.scaled_crop import ScaledCrop
 from fl_lightning.data.stream import Samples
 
 LISTS = "https://github.com/Erosinho13/FedDrive"
