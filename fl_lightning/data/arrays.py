@@ -43,7 +43,7 @@ class Arrays(FederatedDataModule):
         **kwargs: Any,
     ) -> None:
         ensure(
-            path is None != client_arrays is None,
+            (path is None) != (client_arrays is None),
             "path: give either path (an .npz file or a folder) or client_arrays (from Python)",
         )
         self.path, self.scale = path, scale
