@@ -1,7 +1,7 @@
 """What every room uses: flat vectors, named state, contexts, random streams, errors."""
 
 from fl_lightning.core.buffers import unchanged, variance_needed
-from fl_lightning.core.errors import UserError, require
+from fl_lightning.core.errors import UserError, ensure, require
 from fl_lightning.core.figures import (
     COLORMAP,
     COLORS,
@@ -43,6 +43,7 @@ __all__ = [
     "Weighting",
     "accumulator_dtype",
     "enlarged",
+    "ensure",
     "eval_mode",
     "generator",
     "global_generator",

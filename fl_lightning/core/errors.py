@@ -5,17 +5,22 @@ class UserError(ValueError):
     """A mistake in config, data or checkpoint, told in one line with its remedy."""
 
 
+def ensure(ok: bool, problem: str) -> None:
+    """Raises ``UserError(problem)`` unless ``ok``."""
+    if not ok:
+        raise UserError(problem)
+
+
 def require(ok: bool, key: str, value: object, remedy: str) -> None:
-    """Refuse a setting.
+    """Checks a setting.
 
     Args:
         ok: Whether it is right.
         key: Its full name in a config.
-        value: What was given.
+        value: Its value.
         remedy: What it may be.
 
     Raises:
         UserError: If it is not.
     """
-    if not ok:
-        raise UserError(f"{key} = {value}: {remedy}")
+    ensure(ok, f"{key} = {value}: {remedy}")

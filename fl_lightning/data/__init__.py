@@ -1,7 +1,7 @@
 """Data sets, their partition among clients, and batches."""
 
 from fl_lightning.data.arrays import Arrays, Digits
-from fl_lightning.data.augment import Augment
+from fl_lightning.data.augment import Augment, ScaledCrop
 from fl_lightning.data.dataset import FromDataset
 from fl_lightning.data.images import CIFAR10, CIFAR100, CINIC10, ImageFolder, TorchvisionData
 from fl_lightning.data.landmarks import Landmarks
@@ -19,7 +19,6 @@ from fl_lightning.data.partition import (
     Natural,
     Partition,
 )
-from fl_lightning.data.scaled_crop import ScaledCrop
 from fl_lightning.data.segmentation import IDDA, Cityscapes
 from fl_lightning.data.stream import Samples
 from fl_lightning.data.text import AGNews

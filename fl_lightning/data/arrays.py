@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fl_lightning.core import UserError, numpy_generator
+from fl_lightning.core import UserError, ensure, numpy_generator
 from fl_lightning.data.module import FederatedDataModule
 from fl_lightning.data.partition import Given
-from fl_lightning.data.tensors import inputs, labels, stratified
+from fl_lightning.data.stream import inputs, labels, stratified
 
 KEYS = ("x_train", "y_train", "x_test", "y_test")
 
@@ -42,13 +42,14 @@ class Arrays(FederatedDataModule):
         scale: float = 255.0,
         **kwargs: Any,
     ) -> None:
-        if (path is None) == (client_arrays is None):
-            raise UserError("path: give either path (an .npz file or a folder) or client_arrays (from Python)")
+        ensure(
+            (path is None) != (client_arrays is None),
+            "path: give either path (an .npz file or a folder) or client_arrays (from Python)",
+        )
         self.path, self.scale = path, scale
         self.client_arrays, self.test = client_arrays, test
         if client_arrays is not None:
-            if test is None:
-                raise UserError("test: missing; client_arrays need the central test set as (x, y)")
+            ensure(test is not None, "test: missing; client_arrays need the central test set as (x, y)")
             bounds = accumulate((len(y) for _, y in client_arrays), initial=0)
             given = Given([list(range(a, b)) for a, b in pairwise(bounds)])
             kwargs = {**kwargs, "num_clients": len(client_arrays), "partition": given}
@@ -66,24 +67,23 @@ class Arrays(FederatedDataModule):
         for client, (x, y) in enumerate(self.client_arrays):
             xs.append(inputs(f"x of client {client}", x))
             ys.append(labels(f"y of client {client}", y))
-            if len(xs[-1]) != len(ys[-1]):
-                raise UserError(
-                    f"client_arrays: client {client} has {len(xs[-1])} samples and {len(ys[-1])} labels; "
-                    "give one label per sample"
-                )
-            if xs[-1].shape[1:] != x_test.shape[1:] or xs[-1].dtype != x_test.dtype:
-                raise UserError(
-                    f"client_arrays: client {client} has samples of shape {tuple(xs[-1].shape[1:])} and "
-                    f"{xs[-1].dtype}, test {tuple(x_test.shape[1:])} and {x_test.dtype}; prepare all alike"
-                )
+            ensure(
+                len(xs[-1]) == len(ys[-1]),
+                f"client_arrays: client {client} has {len(xs[-1])} samples and {len(ys[-1])} labels; "
+                "give one label per sample",
+            )
+            ensure(
+                xs[-1].shape[1:] == x_test.shape[1:] and xs[-1].dtype == x_test.dtype,
+                f"client_arrays: client {client} has samples of shape {tuple(xs[-1].shape[1:])} and "
+                f"{xs[-1].dtype}, test {tuple(x_test.shape[1:])} and {x_test.dtype}; prepare all alike",
+            )
         return torch.cat(xs), torch.cat(ys), x_test, y_test
 
     def _from_file(self) -> tuple[Any, Any, Any, Any]:
         try:
             with np.load(str(self.path)) as file:
                 missing = [key for key in KEYS if key not in file]
-                if missing:
-                    raise UserError(f"data.path = '{self.path}' lacks {', '.join(missing)}; it needs {', '.join(KEYS)}")
+                ensure(not missing, f"data.path = '{self.path}' lacks {', '.join(missing)}; it needs {', '.join(KEYS)}")
                 return file["x_train"], file["y_train"], file["x_test"], file["y_test"]
         except FileNotFoundError:
             keys = ", ".join(KEYS)

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-from fl_lightning.core import UserError
+from fl_lightning.core import UserError, ensure
 from fl_lightning.data.module import FederatedDataModule
 from fl_lightning.data.partition import Natural
 from fl_lightning.data.stream import Samples
@@ -35,8 +35,10 @@ class FromDataset(FederatedDataModule):
         self, train: Dataset[Any], test: Dataset[Any], clients: Sequence[int | str] | None = None, **kwargs: Any
     ) -> None:
         if clients is not None:
-            if len(clients) != len(cast(Sized, train)):
-                raise UserError(f"clients: {len(clients)} for {len(cast(Sized, train))} samples; give one per sample")
+            ensure(
+                len(clients) == len(cast(Sized, train)),
+                f"clients: {len(clients)} for {len(cast(Sized, train))} samples; give one per sample",
+            )
             users = [str(client) for client in clients]
             kwargs = {**kwargs, "num_clients": len(set(users)), "partition": Natural(users)}
         super().__init__(**kwargs)
@@ -53,22 +55,23 @@ class _Read(Samples):
 
     def __init__(self, name: str, dataset: Any) -> None:
         self.name, self.dataset = name, dataset
-        if len(dataset) == 0:
-            raise UserError(f"{name}: no samples; the {name} data must not be empty")
+        ensure(len(dataset) != 0, f"{name}: no samples; the {name} data must not be empty")
         sample = dataset[0]
         if isinstance(sample, Mapping):  # as in Hugging Face's data sets
-            keys = ", ".join(map(str, sample))
-            raise UserError(f"{name}: samples are dicts with keys {keys}; wrap the data set to give pairs (x, label)")
+            raise UserError(
+                f"{name}: samples are dicts with keys {', '.join(map(str, sample))}; wrap the data set to give pairs "
+                "(x, label)"
+            )
         first = np.asarray(sample[0])
         self.shape, self.dtype = (len(dataset), *first.shape), first.dtype
 
     def __getitem__(self, index: int) -> NDArray[Any]:
         sample = np.asarray(self.dataset[index][0])
-        if sample.shape != self.shape[1:] or sample.dtype != self.dtype:
-            raise UserError(
-                f"{self.name}: sample {index} is {sample.dtype} {sample.shape}, the first is {self.dtype} "
-                f"{self.shape[1:]}; make all alike"
-            )
+        ensure(
+            sample.shape == self.shape[1:] and sample.dtype == self.dtype,
+            f"{self.name}: sample {index} is {sample.dtype} {sample.shape}, the first is {self.dtype} "
+            f"{self.shape[1:]}; make all alike",
+        )
         return sample
 
     def labels(self) -> NDArray[Any]:

@@ -1,13 +1,11 @@
 """Stored samples, in memory or streamed, and the way from there to batches on a device."""
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning as L
 import numpy as np
@@ -16,16 +14,15 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy
+from typing_extensions import Self
 
-from fl_lightning.core import UserError, require
+from fl_lightning.core import ensure, require
 from fl_lightning.data.augment import Augment
-from fl_lightning.data.checks import check_pairs, count_leaks
 from fl_lightning.data.minibatches import Batch, Minibatches
-from fl_lightning.data.stream import Prefetcher, Samples, Stream
-from fl_lightning.data.tensors import inputs, labels
+from fl_lightning.data.stream import Prefetcher, Samples, Stream, inputs, labels
 
-if TYPE_CHECKING:
-    from typing_extensions import Self  # typing has it from Python 3.11
+LEAK = 0.01
+"""Share of the test samples that may also be training samples without a warning."""
 
 
 class SampleModule(L.LightningDataModule, ABC):
@@ -107,7 +104,7 @@ class SampleModule(L.LightningDataModule, ABC):
         x_train, y_train, x_test, y_test = self.load()
         self.x_train, self.y_train = self.stored("x_train", x_train), labels("y_train", y_train)
         self.x_test, self.y_test = self.stored("x_test", x_test), labels("y_test", y_test)
-        check_pairs(self.x_train, self.y_train, self.x_test, self.y_test)
+        _check_pairs(self.x_train, self.y_train, self.x_test, self.y_test)
         sizes = len(self.x_train), len(self.x_test)
         if self.published is not None and sizes != self.published:
             rank_zero_warn(
@@ -115,7 +112,7 @@ class SampleModule(L.LightningDataModule, ABC):
                 f"{self.published[0]} and {self.published[1]} of the published data set; results do not compare",
                 stacklevel=4,
             )
-        self.leaked = count_leaks(self.x_train, self.x_test)
+        self.leaked = _count_leaks(self.x_train, self.x_test)
         self.num_classes = self.count_classes()
         self.input_shape = self.stored_shape()
         no_images = f"samples of shape {self.input_shape} are not images (C, H, W); use null"
@@ -182,10 +179,10 @@ class SampleModule(L.LightningDataModule, ABC):
             UserError: If they are faulty, or their shape is not the test set's.
         """
         stored, targets = self.stored(name, x), labels(name, y).to(self.device)
-        if stored.shape[1:] != self.x_test.shape[1:]:
-            raise UserError(
-                f"{name}: samples of shape {tuple(stored.shape[1:])}, x_test has {tuple(self.x_test.shape[1:])}"
-            )
+        ensure(
+            stored.shape[1:] == self.x_test.shape[1:],
+            f"{name}: samples of shape {tuple(stored.shape[1:])}, x_test has {tuple(self.x_test.shape[1:])}",
+        )
         if isinstance(stored, Tensor) and not self.stream:
             stored = stored.to(self.device)
         return self.evaluation_batches(stored, targets, self.in_batches(torch.arange(len(targets))), dtype)
@@ -249,9 +246,7 @@ class SampleModule(L.LightningDataModule, ABC):
             rows = x.permute(0, 2, 3, 1)[indices].permute(0, 3, 1, 2)
         else:
             rows = x[indices]
-        if not self.stream:
-            return rows
-        if self.device.type == "cuda":  # the copy from pinned memory does not block the host
+        if self.stream and self.device.type == "cuda":  # the copy from pinned memory does not block the host
             rows = rows.pin_memory()
         return rows.to(self.device, non_blocking=True)
 
@@ -277,3 +272,50 @@ class SampleModule(L.LightningDataModule, ABC):
 def _channels(values: tuple[float, ...], ndim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Values of each channel, to broadcast over samples of ``ndim`` dimensions."""
     return torch.tensor(values, dtype=dtype, device=device).view(-1, *[1] * (ndim - 1))
+
+
+def _check_pairs(x_train: Tensor | Stream, y_train: Tensor, x_test: Tensor | Stream, y_test: Tensor) -> None:
+    """Checks that samples and labels, training and test data fit together.
+
+    Raises:
+        UserError: If counts, shapes, dtypes or classes disagree.
+    """
+    for split, x, y in (("train", x_train, y_train), ("test", x_test, y_test)):
+        ensure(
+            len(x) == len(y),
+            f"x_{split}: {len(x)} samples, but y_{split} has {len(y)} labels; give one label per sample",
+        )
+        ensure(len(x) != 0, f"x_{split}: no samples; the {split} data must not be empty")
+    for what, a, b in (
+        ("shape", tuple(x_train.shape[1:]), tuple(x_test.shape[1:])),
+        ("dtype", x_train.dtype, x_test.dtype),
+    ):
+        ensure(a == b, f"x_test: {what} {b} of a sample differs from x_train's {a}; prepare both alike")
+    label, row, top = int(y_test.max()), int(y_test.argmax()), int(y_train.max())
+    ensure(
+        label <= top,
+        f"y_test: label {label} at row {row} exceeds y_train's largest, {top}; number the classes of both alike",
+    )
+
+
+def _count_leaks(x_train: Tensor | Stream, x_test: Tensor | Stream) -> int | None:
+    """Number of test samples that are also training samples, by a hash of their values; None for streamed samples.
+
+    Published data sets have a few such twins; warns if there are more than `LEAK`.
+    """
+    if isinstance(x_train, Stream) or isinstance(x_test, Stream):
+        return None
+    seen = set(_hashes(x_train))
+    leaked = sum(row in seen for row in _hashes(x_test))
+    if leaked > LEAK * len(x_test):
+        rank_zero_warn(
+            f"x_test: {leaked} of {len(x_test)} samples occur in x_train as well, value for value; "
+            "test accuracy will flatter, take them out of one of the two",
+            stacklevel=4,
+        )
+    return leaked
+
+
+def _hashes(x: Tensor) -> Iterator[int]:
+    rows = x.permute(0, 2, 3, 1) if x.ndim == 4 else x  # as they lie in memory
+    return (hash(row.tobytes()) for row in rows.numpy())

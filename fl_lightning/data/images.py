@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fl_lightning.core import UserError, require
+from fl_lightning.core import UserError, ensure, require
 from fl_lightning.data.files import find_files
 from fl_lightning.data.module import FederatedDataModule
 from fl_lightning.data.stream import Samples
@@ -152,10 +152,10 @@ def _arrays(dataset: Any) -> tuple[Any, Any]:
     if data is not None and targets is not None:
         return data, np.asarray(targets)
     pairs = [(np.asarray(image.convert("RGB")), label) for image, label in dataset]
-    if len({image.shape for image, _ in pairs}) != 1:
-        raise UserError(
-            f"data.name = {type(dataset).__name__} has images of several sizes; write it as files, use ImageFolder"
-        )
+    ensure(
+        len({image.shape for image, _ in pairs}) == 1,
+        f"data.name = {type(dataset).__name__} has images of several sizes; write it as files, use ImageFolder",
+    )
     return np.stack([image for image, _ in pairs]), np.array([label for _, label in pairs])
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from fl_lightning.core import UserError, require
-from fl_lightning.data.files import corrupt_file_error, find_files
+from fl_lightning.data.files import find_files, read_rows
 from fl_lightning.data.images import ImageFiles
 from fl_lightning.data.module import FederatedDataModule
 from fl_lightning.data.partition import Natural, Partition
@@ -80,18 +80,7 @@ class Landmarks(FederatedDataModule):
 
 
 def _rows(path: Path, columns: tuple[str, ...]) -> list[dict[str, str]]:
-    try:
-        with path.open(newline="", encoding="utf-8") as file:
-            reader = csv.DictReader(file)
-            rows = []
-            for row in reader:
-                if any(not row.get(name) for name in columns) or not row["class"].isdecimal():
-                    raise corrupt_file_error(
-                        "data.data_dir", path, f"line {reader.line_num} is not {', '.join(columns)}", HOME
-                    )
-                rows.append(row)
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise corrupt_file_error("data.data_dir", path, error, HOME) from None
-    if not rows:
-        raise corrupt_file_error("data.data_dir", path, "no rows", HOME)
-    return rows
+    def valid(row: dict[str, str]) -> bool:
+        return all(row.get(name) for name in columns) and row["class"].isdecimal()
+
+    return read_rows(path, csv.DictReader, valid, ", ".join(columns), HOME)

@@ -4,24 +4,52 @@ import hashlib
 import math
 from abc import ABC
 from collections.abc import Iterator, Sequence
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, overload
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from fl_lightning.core import UserError, generator, numpy_generator, require
+from fl_lightning.core import ensure, generator, numpy_generator, require
 from fl_lightning.data.augment import Augment
-from fl_lightning.data.clients import divide
 from fl_lightning.data.gather import SampleModule
-from fl_lightning.data.loaders import Batches, BatchLoader, EpochSampler
-from fl_lightning.data.minibatches import Batch, Minibatches, epoch_sizes
+from fl_lightning.data.minibatches import Batch, Batches, BatchLoader, EpochSampler, Minibatches, epoch_sizes
 from fl_lightning.data.partition import IID, Partition
-from fl_lightning.data.stream import Stream
-from fl_lightning.data.tensors import stratified
+from fl_lightning.data.stream import Stream, stratified
 
 Split: TypeAlias = Literal["train", "val", "test"] | Sequence[int] | Tensor
 """A named part of the data, or indices into the training data."""
+
+
+class ClientIndices(Sequence[Tensor]):
+    """Each client's indices, as views of one tensor: a million clients are cheap.
+
+    Args:
+        parts: Indices by client.
+
+    Attributes:
+        indices: All of them, client after client.
+        sizes: Number of samples of each client, ``(clients,)``.
+    """
+
+    def __init__(self, parts: Sequence[NDArray[np.int64]]) -> None:
+        self.indices = torch.from_numpy(np.concatenate(parts))
+        self.sizes = torch.tensor([len(part) for part in parts])
+        self._ends = self.sizes.cumsum(0).tolist()
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    @overload
+    def __getitem__(self, client: int) -> Tensor: ...
+    @overload
+    def __getitem__(self, client: slice) -> list[Tensor]: ...
+    def __getitem__(self, client: int | slice) -> Tensor | list[Tensor]:
+        if isinstance(client, slice):
+            return [self[k] for k in range(*client.indices(len(self)))]
+        start = self._ends[client - 1] if client else 0
+        return self.indices[start : self._ends[client]]
 
 
 class FederatedDataModule(SampleModule, ABC):
@@ -98,7 +126,7 @@ class FederatedDataModule(SampleModule, ABC):
             return
         super().setup(stage)
         y, num_classes = self.y_train.numpy(), self.num_classes
-        self.val_indices, self.clients = divide(
+        self.val_indices, self.clients = _divide(
             y, self.partition, self.num_clients, num_classes, self.val_fraction, self.seed
         )
         self.client_sizes = self.clients.sizes
@@ -164,10 +192,10 @@ class FederatedDataModule(SampleModule, ABC):
         """Stored samples, labels, and the indices of the split."""
         if isinstance(split, str) and split == "test":
             return self.x_test, self.y_test, torch.arange(len(self.y_test))
-        if isinstance(split, str) and split == "val" and len(self.val_indices) == 0:
-            raise UserError(
-                f"data.val_fraction = {self.val_fraction} holds out nothing to validate on; use for example 0.1"
-            )
+        ensure(
+            not isinstance(split, str) or split != "val" or len(self.val_indices) != 0,
+            f"data.val_fraction = {self.val_fraction} holds out nothing to validate on; use for example 0.1",
+        )
         named = {"train": self._union, "val": self.val_indices}
         indices = named[split] if isinstance(split, str) else torch.as_tensor(split, dtype=torch.int64)
         return self.x_train, self.y_train, indices
@@ -229,3 +257,38 @@ class FederatedDataModule(SampleModule, ABC):
         for tensor in (self.client_sizes, self.clients.indices, self.y_train.cpu(), self.y_test.cpu()):
             digest.update(np.int64(len(tensor)).tobytes() + tensor.numpy().tobytes())
         return digest.hexdigest()[:16]
+
+
+def _divide(
+    y: NDArray[np.int64], partition: Partition, num_clients: int, num_classes: int, val_fraction: float, seed: int
+) -> tuple[Tensor, ClientIndices]:
+    """Holds out the validation part, and divides the rest among the clients.
+
+    Args:
+        y: Training labels, ``(N,)``.
+        partition: How they are divided. A fixed one refers to all N samples, and loses what is held out.
+        num_clients: Number of clients.
+        num_classes: Number of classes.
+        val_fraction: Share of the samples that is held out, stratified by class.
+        seed: Seed of both.
+
+    Returns:
+        Indices that are held out, ``(n_val,)``, and those of each client.
+
+    Raises:
+        UserError: If nothing would be held out, or a client is left without samples.
+    """
+    n_val = round(val_fraction * len(y))
+    require(n_val > 0 or not val_fraction, "data.val_fraction", val_fraction, "holds out nothing; use for example 0.1")
+    val = stratified(y, n_val, numpy_generator(seed, "validation"))
+    kept = np.setdiff1d(np.arange(len(y)), val)
+    fewer = f"exceeds the {len(kept)} training samples; use fewer clients"
+    require(num_clients <= len(kept), "data.num_clients", num_clients, fewer)
+    if partition.fixed:
+        parts = [part[~np.isin(part, val)] for part in partition(y, num_clients, num_classes, seed)]
+    else:
+        parts = [kept[part] for part in partition(y[kept], num_clients, num_classes, seed)]
+    for client, part in enumerate(parts):
+        taken = f"takes all data of client {client}; use a smaller one"
+        require(len(part) > 0, "data.val_fraction", val_fraction, taken)
+    return torch.from_numpy(val), ClientIndices(parts)

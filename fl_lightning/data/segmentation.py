@@ -13,14 +13,13 @@ from torch import Tensor
 from torch.nn import functional as F
 from torchmetrics import Metric
 
-from fl_lightning.core import UserError
-from fl_lightning.data.augment import Augment
+from fl_lightning.core import UserError, ensure
+from fl_lightning.data.augment import Augment, ScaledCrop
 from fl_lightning.data.files import corrupt_file_error, find_files
 from fl_lightning.data.minibatches import Batch
 from fl_lightning.data.miou import IGNORED, MeanIoU
 from fl_lightning.data.module import FederatedDataModule
 from fl_lightning.data.partition import Given
-from fl_lightning.data.scaled_crop import ScaledCrop
 from fl_lightning.data.stream import Samples
 
 LISTS = "https://github.com/Erosinho13/FedDrive"
@@ -72,8 +71,10 @@ class LabelledImages(Samples):
             sample[:3] = np.asarray(resized).transpose(2, 0, 1)
             path = self.maps[index]
             with Image.open(path) as labels:
-                if labels.mode not in ("L", "P"):
-                    raise UserError(f"data.data_dir = '{path}': {labels.mode} instead of one label a pixel; replace it")
+                ensure(
+                    labels.mode in ("L", "P"),
+                    f"data.data_dir = '{path}': {labels.mode} instead of one label a pixel; replace it",
+                )
                 whole = labels if labels.size == size else labels.resize(size, Image.Resampling.NEAREST)
                 sample[3] = self._class[np.asarray(whole)]
         except OSError as error:
@@ -130,8 +131,10 @@ class Segmentation(FederatedDataModule):
         stream: bool = True,
         **kwargs: Any,
     ) -> None:
-        if augment is not None and not isinstance(augment, ScaledCrop):
-            raise UserError(f"data.augment = {type(augment).__name__}: ignores label maps; use ScaledCrop or null")
+        ensure(
+            augment is None or isinstance(augment, ScaledCrop),
+            f"data.augment = {type(augment).__name__}: ignores label maps; use ScaledCrop or null",
+        )
         super().__init__(
             num_clients=1 if num_clients is None else num_clients,
             augment=augment,

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fl_lightning.core import require
-from fl_lightning.data.files import corrupt_file_error, find_files
+from fl_lightning.data.files import find_files, read_rows
 from fl_lightning.data.module import FederatedDataModule
 
 HOME = "http://groups.di.unipi.it/~gulli/AG_corpus_of_news_articles.html (as CSV files by Zhang et al. 2015)"
@@ -77,16 +77,6 @@ class AGNews(FederatedDataModule):
 
 def _read(path: Path) -> tuple[list[list[str]], NDArray[np.int64]]:
     """Tokens and label of each row."""
-    texts, labels = [], []
-    try:
-        with path.open(newline="", encoding="utf-8") as file:
-            reader = csv.reader(file)
-            for row in reader:
-                if len(row) < 2 or row[0] not in ("1", "2", "3", "4"):
-                    problem = f"line {reader.line_num} is not class (1 to 4), title, description"
-                    raise corrupt_file_error("data.data_dir", path, problem, HOME)
-                texts.append(basic_english(" ".join(row[1:])))
-                labels.append(int(row[0]) - 1)
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise corrupt_file_error("data.data_dir", path, error, HOME) from None
-    return texts, np.array(labels, np.int64)
+    form = "class (1 to 4), title, description"
+    rows = read_rows(path, csv.reader, lambda row: len(row) >= 2 and row[0] in ("1", "2", "3", "4"), form, HOME)
+    return [basic_english(" ".join(row[1:])) for row in rows], np.array([int(row[0]) - 1 for row in rows], np.int64)

@@ -22,11 +22,18 @@ from fl_lightning.flatness.landscape import (
     random_plane,
     surface,
 )
-from fl_lightning.flatness.planes import Plane, Projection, project
 from fl_lightning.flatness.probes import Density, spectral_density, trace
-from fl_lightning.flatness.sharpness import flatness_discrepancy, lpf, measure_discrepancy, sharpness
-from fl_lightning.flatness.updates import cosine, delta_epsilon, distances, divergence
-from fl_lightning.flatness.values import Interpolation, Perturbation, Surface, Values
+from fl_lightning.flatness.sharpness import (
+    cosine,
+    delta_epsilon,
+    distances,
+    divergence,
+    flatness_discrepancy,
+    lpf,
+    measure_discrepancy,
+    sharpness,
+)
+from fl_lightning.flatness.values import Interpolation, Perturbation, Plane, Projection, Surface, Values, project
 
 __all__ = [
     "Batches",

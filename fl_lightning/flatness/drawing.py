@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fl_lightning.core import COLORMAP, COLORS, COLUMN, DASHES, MARKERS, PAGE, log_levels, log_ticks, require
-from fl_lightning.flatness.planes import Array
-from fl_lightning.flatness.values import Surface
+from fl_lightning.flatness.values import Array, Surface
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -71,8 +70,7 @@ class Scale:
 
     def clip(self, grid: Array) -> Array:
         """Values beyond the scale become its ends; NaN stays."""
-        clipped: Array = np.clip(grid, self.fill[0], self.fill[-1])
-        return clipped
+        return np.asarray(np.clip(grid, self.fill[0], self.fill[-1]))
 
     def bar(self, figure: Figure, drawn: Any, panels: list[Axes], label: str) -> None:
         """Adds a colour bar at the right of the panels."""

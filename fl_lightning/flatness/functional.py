@@ -8,23 +8,19 @@ Several processes may share the samples: each calls the same function with its o
 ``reduce``, and all get the value over all samples.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypedDict
+from typing import TypedDict
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from typing_extensions import Unpack
 
-from fl_lightning.core import FlatSpec, UserError, accumulator_dtype
+from fl_lightning.core import FlatSpec, accumulator_dtype, ensure, eval_mode
 from fl_lightning.flatness.convolution import ConstantInputs
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack  # typing has it from Python 3.11
 
 Batches = Callable[[], Iterable[tuple[Tensor, Tensor]]]
 """Called once per pass over the data; must give the same samples each time (no augmentation, no drop_last)."""
@@ -111,8 +107,10 @@ class LossAt:
         x, y = x.to(self.w.device), y.to(self.w.device)
         outputs = torch.func.functional_call(self.model, self.spec.split(self.w), (x,))
         losses = self.loss(outputs, y)
-        if losses.shape != (len(x),):
-            raise UserError(f"loss: gives {tuple(losses.shape)}, not one value per sample; use reduction='none'")
+        ensure(
+            losses.shape == (len(x),),
+            f"loss: gives {tuple(losses.shape)}, not one value per sample; use reduction='none'",
+        )
         return losses, outputs
 
     def total(self, mine: Tensor) -> Tensor:
@@ -249,7 +247,7 @@ def hvp(
 
 def batch_sizes(batches: Batches) -> list[int]:
     """Number of samples of each batch."""
-    with _same_random_state():
+    with torch.random.fork_rng(devices=[]):  # a DataLoader draws a base seed in every pass
         return [len(x) for x, _ in batches()]
 
 
@@ -280,23 +278,13 @@ class _Saved(torch.autograd.graph.saved_tensors_hooks):
 @contextmanager
 def _measuring(model: nn.Module) -> Iterator[None]:
     """Eval mode and exact arithmetic; restores the modes and the global random state."""
-    modes = [(module, module.training) for module in model.modules()]
-    device = next(model.parameters()).device
-    try:
-        model.eval()
-        with (
-            _same_random_state(),
-            arithmetic(device),
-            sdpa_kernel(SDPBackend.MATH),  # fused attention has no second derivative
-        ):
-            yield
-    finally:
-        for module, training in modes:
-            module.training = training
-
-
-def _same_random_state() -> AbstractContextManager[None]:
-    return torch.random.fork_rng(devices=[])  # a DataLoader draws a base seed in every pass
+    with (
+        eval_mode(model),
+        torch.random.fork_rng(devices=[]),  # a DataLoader draws a base seed in every pass
+        arithmetic(next(model.parameters()).device),
+        sdpa_kernel(SDPBackend.MATH),  # fused attention has no second derivative
+    ):
+        yield
 
 
 def _correct(outputs: Tensor, y: Tensor) -> Tensor:
@@ -318,6 +306,5 @@ def _grad(
 
 
 def _some(n: int) -> int:
-    if n == 0:
-        raise UserError("batches: no sample; give a function that returns the data at every call")
+    ensure(n != 0, "batches: no sample; give a function that returns the data at every call")
     return n

@@ -1,19 +1,17 @@
 """The largest eigenvalues of the Hessian H of the data loss F."""
 
-from __future__ import annotations
-
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, Literal, TypeVar
+from typing import Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
-from fl_lightning.core import UserError, generator
+from fl_lightning.core import ensure, generator
 from fl_lightning.flatness.functional import Batches, Loss, LossAt, Options, arithmetic
 from fl_lightning.flatness.krylov import Lanczos, Power
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack  # typing has it from Python 3.11
 
 T = TypeVar("T")
 
@@ -40,6 +38,17 @@ class Interrupted(KeyboardInterrupt, Generic[T]):
     def __init__(self, partial: T) -> None:
         super().__init__()
         self.partial = partial
+
+
+@contextmanager
+def interruptible(partial: Callable[[], T], enough: Callable[[], bool]) -> Iterator[None]:
+    """Turns a KeyboardInterrupt into :class:`Interrupted` with the partial result, if there is enough for one."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if not enough():
+            raise
+        raise Interrupted(partial()) from None
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,8 +95,9 @@ class Spectrum:
         Raises:
             UserError: If there are fewer than ``i`` eigenvalues.
         """
-        if not 1 <= i <= len(self.values):
-            raise UserError(f"ratio: there are {len(self.values)} eigenvalues, none at {i}; use a larger k")
+        ensure(
+            1 <= i <= len(self.values), f"ratio: there are {len(self.values)} eigenvalues, none at {i}; use a larger k"
+        )
         return (self.values[0] / self.values[i - 1]).item()
 
 
@@ -205,14 +215,12 @@ def spectrum(
         Interrupted: On KeyboardInterrupt after the first product; ``partial`` is a :class:`Spectrum` without vectors,
             with ``power`` of the eigenvalues found so far.
     """
-    if method not in ("lanczos", "power"):
-        raise UserError(f"method: {method!r} is unknown; use 'lanczos' or 'power'")
+    ensure(method in ("lanczos", "power"), f"method: {method!r} is unknown; use 'lanczos' or 'power'")
     steps, accuracy = (100 + 10 * k, 1e-2) if method == "lanczos" else (20, 1e-4)
     steps, accuracy = steps if iterations is None else iterations, accuracy if tol is None else tol
     size = max(2 * k, k + 50) if basis is None else basis
     for key, number, least in (("k", k, 1), ("iterations", steps, 1), ("basis", size, k + 2)):
-        if number < least:
-            raise UserError(f"{key}: {number} is too few; use {least} or more")
+        ensure(number >= least, f"{key}: {number} is too few; use {least} or more")
     f = LossAt(model, loss, batches, at, **options)
     k = min(k, f.spec.d)
     h = Hessian(f, generator(seed, "spectrum"), steps if method == "lanczos" else steps * k)
@@ -225,26 +233,22 @@ def spectrum(
 def _lanczos(h: Hessian, k: int, steps: int, tol: float, basis: int, vectors: bool) -> Spectrum:
     lanczos, converged = Lanczos(h, h.normal, k, basis, h.agreed), False
 
-    def found(with_vectors: bool) -> Spectrum:
+    def found(with_vectors: bool = False) -> Spectrum:
         values, residuals = (x[-k:].flip(0) for x in (lanczos.values, lanczos.residuals))
         vectors = lanczos.vectors() if with_vectors else None
         return Spectrum(values, _relative(residuals, values), h.products, converged, vectors)
 
-    try:
+    with interruptible(found, lambda: len(lanczos.values) > 0):
         while h.products < steps and not converged and not lanczos.failed:
             lanczos.step()
             converged = h.agreed(lanczos.converged(tol))
-    except KeyboardInterrupt:
-        if len(lanczos.values) == 0:
-            raise
-        raise Interrupted(found(with_vectors=False)) from None
     return found(vectors)
 
 
 def _power(h: Hessian, k: int, steps: int, tol: float, vectors: bool) -> Spectrum:
     power = Power(h, h.normal, steps, tol, h.agreed)
 
-    def found(with_vectors: bool) -> Spectrum:
+    def found(with_vectors: bool = False) -> Spectrum:
         pairs = sorted(power.pairs, key=lambda pair: -pair.value)
         values, residuals = (
             torch.tensor(x, dtype=torch.float64) for x in zip(*((p.value, p.residual) for p in pairs), strict=True)
@@ -253,13 +257,9 @@ def _power(h: Hessian, k: int, steps: int, tol: float, vectors: bool) -> Spectru
         vectors = torch.stack([p.vector for p in pairs]) if with_vectors else None
         return Spectrum(values, _relative(residuals, values), h.products, converged, vectors)
 
-    try:
+    with interruptible(found, lambda: bool(power.pairs)):
         while len(power.pairs) < k:
             power.next()
-    except KeyboardInterrupt:
-        if not power.pairs:
-            raise
-        raise Interrupted(found(with_vectors=False)) from None
     return found(vectors)
 
 

@@ -8,24 +8,19 @@ the model's own everywhere: BatchNorm's running statistics are not estimated at 
 ``missing`` counts it. Before the first point it propagates.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import Any, TypedDict
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from fl_lightning.core import FlatSpec, generator, require, to_radius
 from fl_lightning.flatness.functional import Batches, Loss, Progress, Reduce, gradient, mean_losses
-from fl_lightning.flatness.planes import Array, exact, project
-from fl_lightning.flatness.values import Interpolation, Perturbation, Surface, Values
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack  # typing has it from Python 3.11
+from fl_lightning.flatness.values import Array, Interpolation, Perturbation, Surface, Values, exact, project
 
 Data = Mapping[str, Batches]
 """Data sets by name, such as ``{"train": ..., "test": ...}``; with several processes each one's share of every set."""

@@ -1,22 +1,18 @@
 """Trace and spectral density of the Hessian H of the data loss F, estimated from products with random vectors."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
+from typing_extensions import Unpack
 
-from fl_lightning.core import UserError, generator
+from fl_lightning.core import ensure, generator
 from fl_lightning.flatness.functional import Batches, Estimate, Loss, LossAt, Options, arithmetic
-from fl_lightning.flatness.hessian import Hessian, Interrupted
+from fl_lightning.flatness.hessian import Hessian, interruptible
 from fl_lightning.flatness.krylov import Lanczos
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack  # typing has it from Python 3.11
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,8 +39,7 @@ class Density:
         Raises:
             UserError: If ``sigma`` is not positive.
         """
-        if sigma <= 0:
-            raise UserError(f"sigma: {sigma} is not positive; use a width such as a hundredth of the range")
+        ensure(sigma > 0, f"sigma: {sigma} is not positive; use a width such as a hundredth of the range")
         nodes, weights = (x.reshape(-1).to(grid.device) for x in (self.nodes, self.weights / len(self.weights)))
         bell = torch.exp(-(((grid.double().unsqueeze(-1) - nodes) / sigma) ** 2) / 2) / (sigma * math.sqrt(2 * math.pi))
         return (bell * weights).sum(-1)
@@ -92,11 +87,9 @@ def trace(
             ``mean_loss``.
         Interrupted: On KeyboardInterrupt after the second probe; ``partial`` is the estimate from the probes so far.
     """
-    if method not in ("hutch++", "hutchinson"):
-        raise UserError(f"method: {method!r} is unknown; use 'hutch++' or 'hutchinson'")
+    ensure(method in ("hutch++", "hutchinson"), f"method: {method!r} is unknown; use 'hutch++' or 'hutchinson'")
     least = 4 if method == "hutch++" else 2
-    if samples < least:
-        raise UserError(f"samples: {samples} is too few for {method}; use {least} or more")
+    ensure(samples >= least, f"samples: {samples} is too few for {method}; use {least} or more")
     h = Hessian(LossAt(model, loss, batches, at, **options), generator(seed, "trace"), samples)
     exact, space = 0.0, h.like.new_zeros(h.d, 0)
     probes: list[float] = []
@@ -105,20 +98,15 @@ def trace(
         values = torch.tensor(probes, dtype=torch.float64)
         return Estimate(exact + values.mean().item(), (values.std() / math.sqrt(len(probes))).item(), h.products)
 
-    try:
-        with arithmetic(h.like.device):
-            if method == "hutch++":
-                directions = min(samples // 3, h.d)
-                space, _ = torch.linalg.qr(torch.stack([h(h.signs()) for _ in range(directions)], dim=1))
-                exact = sum((q @ h(q)).item() for q in space.T)
-            while h.products < samples:
-                z = h.signs()
-                z = z - space @ (z @ space)
-                probes.append((z @ h(z)).item())
-    except KeyboardInterrupt:
-        if len(probes) < 2:
-            raise
-        raise Interrupted(estimate()) from None
+    with interruptible(estimate, lambda: len(probes) >= 2), arithmetic(h.like.device):
+        if method == "hutch++":
+            directions = min(samples // 3, h.d)
+            space, _ = torch.linalg.qr(torch.stack([h(h.signs()) for _ in range(directions)], dim=1))
+            exact = sum((q @ h(q)).item() for q in space.T)
+        while h.products < samples:
+            z = h.signs()
+            z = z - space @ (z @ space)
+            probes.append((z @ h(z)).item())
     return estimate()
 
 
@@ -157,26 +145,19 @@ def spectral_density(
         Interrupted: On KeyboardInterrupt after the first probe; ``partial`` is the density from the probes so far.
     """
     for key, number in (("probes", probes), ("steps", steps)):
-        if number < 1:
-            raise UserError(f"{key}: {number} is too few; use 1 or more")
+        ensure(number >= 1, f"{key}: {number} is too few; use 1 or more")
     f = LossAt(model, loss, batches, at, **options)
     h = Hessian(f, generator(seed, "spectral_density"), probes * steps)
-    nodes: list[Tensor] = []
-    weights: list[Tensor] = []
+    quadratures: list[tuple[Tensor, Tensor]] = []
 
     def density() -> Density:
-        return Density(pad_sequence(nodes, batch_first=True), pad_sequence(weights, batch_first=True), h.d)
+        nodes, weights = (pad_sequence(list(rows), batch_first=True) for rows in zip(*quadratures, strict=True))
+        return Density(nodes, weights, h.d)
 
-    try:
-        with arithmetic(h.like.device):
-            for _ in range(probes):
-                lanczos = Lanczos(h, h.signs, 1, steps, h.agreed)
-                while len(lanczos.values) < steps and not lanczos.invariant and not lanczos.failed:
-                    lanczos.step()
-                nodes.append(lanczos.values)
-                weights.append(lanczos.coefficients[0] ** 2)
-    except KeyboardInterrupt:
-        if not nodes:
-            raise
-        raise Interrupted(density()) from None
+    with interruptible(density, lambda: bool(quadratures)), arithmetic(h.like.device):
+        for _ in range(probes):
+            lanczos = Lanczos(h, h.signs, 1, steps, h.agreed)
+            while len(lanczos.values) < steps and not lanczos.invariant and not lanczos.failed:
+                lanczos.step()
+            quadratures.append((lanczos.values, lanczos.coefficients[0] ** 2))
     return density()

@@ -1,4 +1,4 @@
-"""How much a loss rises nearby: sharpness, the loss under a low-pass filter, and FedGF's flatness discrepancy."""
+"""How much a loss rises nearby: sharpness, low-pass filter, FedGF's discrepancy; distances of a round's models."""
 
 from collections.abc import Sequence
 from itertools import chain
@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from fl_lightning.core import FlatSpec, UserError, generator, norm, require, to_radius
+from fl_lightning.core import EPS, FlatSpec, ensure, generator, norm, require, to_radius
 from fl_lightning.flatness.functional import Batches, Estimate, Loss, Reduce, batch_sizes, gradient, mean_loss
 
 
@@ -46,8 +46,7 @@ def sharpness(
     Raises:
         UserError: If ``rho`` or ``eta`` is negative or ``steps`` is not positive; else as ``mean_loss``.
     """
-    if rho < 0 or steps < 1:
-        raise UserError(f"sharpness: needs rho >= 0 and steps >= 1, not {rho} and {steps}")
+    ensure(rho >= 0 and steps >= 1, f"sharpness: needs rho >= 0 and steps >= 1, not {rho} and {steps}")
     require(eta is None or eta >= 0, "sharpness: eta", eta, "0 or more, or None for the plain sharpness")
     spec = FlatSpec(model)
     w = spec.vector(model) if at is None else at
@@ -130,8 +129,10 @@ def flatness_discrepancy(global_sharpness: float, local_sharpness: Sequence[floa
     Raises:
         UserError: If there are no samples, or not one size per local sharpness.
     """
-    if len(sizes) != len(local_sharpness) or sum(sizes) <= 0:
-        raise UserError(f"sizes: {len(sizes)} with sum {sum(sizes)} for {len(local_sharpness)} clients; give one each")
+    ensure(
+        len(sizes) == len(local_sharpness) and sum(sizes) > 0,
+        f"sizes: {len(sizes)} with sum {sum(sizes)} for {len(local_sharpness)} clients; give one each",
+    )
     mean = sum(m * s for m, s in zip(sizes, local_sharpness, strict=True)) / sum(sizes)
     return abs(global_sharpness - mean)
 
@@ -155,3 +156,49 @@ def measure_discrepancy(
     sizes = [sum(batch_sizes(batches)) for _, batches in clients]
     everything = sharpness(model, loss, lambda: chain.from_iterable(batches() for _, batches in clients), rho, steps)
     return flatness_discrepancy(everything, local, sizes)
+
+
+# A round's models, without data
+
+
+def divergence(clients: Sequence[Tensor], center: Tensor) -> float:
+    """Mean over the clients of ‖w_i - w‖² (FedSMOO, Table 2).
+
+    The paper's table has w^t as the ``center``, its text w^{t+1}; the authors' program uses w^{t+1}.
+
+    Args:
+        clients: Local models w_i, ``(d,)`` each.
+        center: The global model, ``(d,)``.
+
+    Raises:
+        UserError: If there is no client.
+    """
+    return sum(d * d for d in distances(clients, center)) / len(clients)
+
+
+def distances(clients: Sequence[Tensor], center: Tensor) -> list[float]:
+    """‖w_i - w‖ of each client: with w^t FedGF's drift (its mean is D), with w^{t+1} the terms of Theorem 2's bound.
+
+    Raises:
+        UserError: If there is no client.
+    """
+    ensure(len(clients) > 0, "clients: none; give at least one local model")
+    return [(w - center).norm().item() for w in clients]
+
+
+def cosine(a: Tensor, b: Tensor) -> float:
+    """Cosine of the angle between two vectors ``(d,)``; 0 if one is zero."""
+    return float(a @ b / (a.norm() * b.norm() + EPS))
+
+
+def delta_epsilon(previous: Tensor, current: Tensor, rho: float) -> float:
+    """δ_ε = rho ‖Δ̃/‖Δ̃‖ - Δ/‖Δ‖‖, from 0 to 2 rho (FedGloSS, Eq. 6): how stale last round's direction is.
+
+    Args:
+        previous: Δ̃^{t-1}, the pseudo-gradient of the last round, ``(d,)``.
+        current: Δ^t, that of this round's clients trained from the unperturbed global model, ``(d,)``.
+        rho: The server's radius.
+    """
+    a, b = (v / (v.norm() + EPS) for v in (previous, current))
+    difference: Tensor = torch.linalg.vector_norm(a - b)
+    return rho * difference.item()

@@ -1,13 +1,124 @@
-"""Results of loss landscapes: losses and accuracies at points of the weight space, as rows and as plain values."""
+"""Results of loss landscapes, and planes in the weight space, where models have places."""
 
-from collections.abc import Callable, Mapping
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from fl_lightning.flatness.planes import Array, Projection
+from fl_lightning.core import require
+
+Array = NDArray[np.float64]
+
+
+def exact(v: Tensor) -> Tensor:
+    """A vector in float64; on the CPU if its device is Apple's MPS, which has no float64."""
+    return (v.cpu() if v.device.type == "mps" else v).double()
+
+
+@dataclass(frozen=True, eq=False)
+class Projection:
+    """Places of n models in a plane.
+
+    Attributes:
+        coordinates: ``(n, 2)``.
+        residual: Distance of each model to the plane, in weight units, ``(n,)``.
+    """
+
+    coordinates: Array
+    residual: Array
+
+
+def project(weights: Tensor, origin: Tensor, directions: Tensor) -> Projection:
+    """The points of a plane that are nearest to the given weights.
+
+    Args:
+        weights: ``(d,)`` or ``(n, d)``.
+        origin: ``(d,)``.
+        directions: ``(2, d)``; they need not be orthogonal.
+
+    Returns:
+        Coordinates and residuals, in float64; n = 1 for a single model.
+
+    Raises:
+        UserError: If the directions are parallel or zero.
+    """
+    basis = exact(directions)
+    gram = basis @ basis.T
+    spans = bool(torch.linalg.det(gram) > 1e-12 * gram[0, 0] * gram[1, 1])
+    require(spans, "directions", "parallel or zero", "give two that span a plane")
+    dual = torch.linalg.solve(gram, basis)
+    coordinates, residual = [], []
+    for w in weights.reshape(-1, basis.shape[-1]):  # one at a time: a trajectory can be long
+        away = w.to(basis) - origin.to(basis)
+        coordinates.append((dual @ away).tolist())
+        residual.append((away - dual @ away @ basis).norm().item())
+    return Projection(np.array(coordinates), np.array(residual))
+
+
+@dataclass(frozen=True, eq=False)
+class Plane:
+    """The plane through three models, with orthonormal directions (Garipov et al. 2018, ``plane.py``).
+
+    For FedGMT's Fig. 6: w0 is the start of local training, w2 the end of FedAvg, w1 the end of FedGMT (the paper does
+    not specify its three models). The loss over it is ``surface(model, loss, data, plane.origin, plane.directions,
+    *plane.grid(), models=...)``.
+
+    Attributes:
+        origin: w0, ``(d,)``, float64.
+        directions: u = (w2-w0)/‖w2-w0‖ and v, the part of w1-w0 that is orthogonal to u, normalised; ``(2, d)``,
+            float64.
+        corners: Coordinates of w0, w1, w2, in weight units, ``(3, 2)``.
+    """
+
+    origin: Tensor
+    directions: Tensor
+    corners: Array
+
+    @classmethod
+    def through(cls, w0: Tensor, w1: Tensor, w2: Tensor) -> Plane:
+        """The plane through three models, each ``(d,)``.
+
+        Raises:
+            UserError: If they lie on one line.
+        """
+        origin = exact(w0)
+        u, v = w2.to(origin) - origin, w1.to(origin) - origin
+        u = u / u.norm()
+        aside = v.norm()
+        for _ in range(2):  # once is not enough if the three are nearly on a line
+            v = v - (u @ v) * u
+        spans = bool(v.norm() > 1e-6 * aside)  # False, too, if u is NaN because w0 = w2
+        require(spans, "models", "three on one line", "give three that span a plane")
+        directions = torch.stack([u, v / v.norm()])
+        corners = project(torch.stack([origin, w1.to(origin), w2.to(origin)]), origin, directions).coordinates
+        return cls(origin, directions, corners)
+
+    def project(self, weights: Tensor) -> Projection:
+        """Places of models ``(d,)`` or ``(n, d)``, such as the iterates of a trajectory."""
+        return project(weights, self.origin, self.directions)
+
+    def grid(self, n: int = 21, margin: float = 0.2, include: Iterable[Projection] = ()) -> tuple[Array, Array]:
+        """Coordinates of a grid around the three models and further ones.
+
+        Args:
+            n: Number of points in each direction.
+            margin: Added at each end, as a share of the extent: 0.2 gives Garipov's -0.2 to 1.2 (if w1 lies between w0
+                and w2 along u).
+            include: Further models or trajectories.
+
+        Returns:
+            x ``(n,)`` and y ``(n,)``, in weight units.
+        """
+        points = np.concatenate([self.corners, *(p.coordinates for p in include)])
+        low, high = points.min(0), points.max(0)
+        low, high = low - margin * (high - low), high + margin * (high - low)
+        return np.linspace(low[0], high[0], n), np.linspace(low[1], high[1], n)
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,8 +177,7 @@ class Perturbation(Values):
 
     def along_gradient(self, name: str) -> Array:
         """The loss along the gradient, ``(r,)``."""
-        line: Array = self.loss[name][0]
-        return line
+        return np.asarray(self.loss[name][0])
 
     def mean(self, name: str) -> Array:
         """Mean loss over the random directions that were evaluated completely, ``(r,)``."""
@@ -80,8 +190,7 @@ class Perturbation(Values):
     def _over_random(self, name: str, statistic: Callable[[Array], Array], least: int) -> Array:
         lines = self.loss[name]
         complete = lines[1 : (lines.size - self.missing) // len(self.radii)]
-        unknown: Array = self.radii * np.nan
-        return statistic(complete) if len(complete) >= least else unknown
+        return statistic(complete) if len(complete) >= least else np.full(len(self.radii), np.nan)
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,8 +240,7 @@ class Surface(Values):
     def normalized_sum(self) -> Array:
         """Sum over the data sets of the loss scaled to [0, 1] on this grid (FedGMT Fig. 6c), ``(ny, nx)``."""
         scaled = [(z - np.nanmin(z)) / (np.nanmax(z) - np.nanmin(z)) for z in self.loss.values()]
-        total: Array = np.sum(scaled, axis=0)
-        return total
+        return np.asarray(np.sum(scaled, axis=0))
 
 
 def _plain(value: Any) -> Any:

@@ -5,7 +5,7 @@ from collections import OrderedDict
 import torch
 from torch import Tensor, nn
 
-from fl_lightning.core import UserError, weights
+from fl_lightning.core import ensure, weights
 
 
 class BiSeNetV2(nn.Module):
@@ -40,12 +40,12 @@ class BiSeNetV2(nn.Module):
             S5_5=Context(),
         )
         self.bga = Aggregation()
-        self.head = Head(128, 1024, num_classes, up=8)
+        self.head = _head(128, 1024, num_classes, up=8)
         sizes = {"aux2": (16, 4), "aux3": (32, 8), "aux4": (64, 16), "aux5_4": (128, 32)}
         self.auxiliary = list(sizes) if auxiliary else []
         for name in self.auxiliary:
             channels, up = sizes[name]
-            self.add_module(name, Head(channels, 128, num_classes, up))
+            self.add_module(name, _head(channels, 128, num_classes, up))
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out")
@@ -59,8 +59,10 @@ class BiSeNetV2(nn.Module):
     def _load(self, path: str) -> None:
         key, parts = "model.net.pretrained", dict(self.named_children())
         found = weights.read(path, key)
-        if not isinstance(found, dict) or not found or not found.keys() <= parts.keys():
-            raise UserError(f"{key} = {path}: no weights of a backbone by part; the parts are {', '.join(parts)}")
+        ensure(
+            isinstance(found, dict) and bool(found) and found.keys() <= parts.keys(),
+            f"{key} = {path}: no weights of a backbone by part; the parts are {', '.join(parts)}",
+        )
         for name, state in found.items():
             weights.load(parts[name], state, key)
 
@@ -131,8 +133,7 @@ class Expansion(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = self.conv1(x)
         y = self.dwconv(y) if self.stride == 1 else self.dwconv2(self.dwconv1(y))
-        total: Tensor = self.conv2(y) + (x if self.stride == 1 else self.shortcut(x))
-        return total.relu()
+        return torch.relu(self.conv2(y) + (x if self.stride == 1 else self.shortcut(x)))
 
 
 class Context(nn.Module):
@@ -169,15 +170,10 @@ class Aggregation(nn.Module):
         return mixed
 
 
-class Head(nn.Module):
+def _head(channels: int, middle: int, num_classes: int, up: int) -> nn.Sequential:
     """Logits of all classes, enlarged by ``up``."""
-
-    def __init__(self, channels: int, middle: int, num_classes: int, up: int) -> None:
-        super().__init__()
-        self.conv = ConvBNReLU(channels, middle)
-        self.drop = nn.Dropout(0.1)
-        self.conv_out = nn.Sequential(nn.Conv2d(middle, num_classes * up**2, 1), nn.PixelShuffle(up))
-
-    def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.conv_out(self.drop(self.conv(x)))
-        return logits
+    return _named(
+        conv=ConvBNReLU(channels, middle),
+        drop=nn.Dropout(0.1),
+        conv_out=nn.Sequential(nn.Conv2d(middle, num_classes * up**2, 1), nn.PixelShuffle(up)),
+    )

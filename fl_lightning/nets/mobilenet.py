@@ -1,12 +1,14 @@
 """MobileNetV2 without batch statistics."""
 
-from torch import Tensor, nn
+from collections import OrderedDict
+
+from torch import nn
 
 from fl_lightning.core import weights
 from fl_lightning.nets.resnet import group_norm
 
 
-class MobileNetV2GN(nn.Module):
+class MobileNetV2GN(nn.Sequential):
     """torchvision's MobileNetV2 (Sandler et al. 2018) with GroupNorm for BatchNorm, without dropout: for Landmarks.
 
     4,821,740 weights with 2,028 classes. How the papers' pre-trained network came by its GroupNorms is not known.
@@ -26,15 +28,10 @@ class MobileNetV2GN(nn.Module):
     def __init__(self, num_classes: int = 2028, groups: int = 8, pretrained: str | None = None) -> None:
         from torchvision.models import MobileNet_V2_Weights, mobilenet_v2
 
-        super().__init__()
-        self.net = mobilenet_v2(num_classes=num_classes, norm_layer=group_norm(groups, 8), dropout=0.0)
+        net = mobilenet_v2(num_classes=num_classes, norm_layer=group_norm(groups, 8), dropout=0.0)
+        super().__init__(OrderedDict(net=net))
         if pretrained is not None:
             key = "model.net.pretrained"
             ours = pretrained == "torchvision"
             found = MobileNet_V2_Weights.IMAGENET1K_V1.get_state_dict() if ours else weights.read(pretrained, key)
-            weights.load(self.net, found, key, head="classifier.")
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Logits ``(N, num_classes)`` of images ``(N, 3, H, W)``."""
-        logits: Tensor = self.net(x)
-        return logits
+            weights.load(net, found, key, head="classifier.")

@@ -1,9 +1,11 @@
 """Residual networks without batch statistics."""
 
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from typing import Literal
 
+import torch
 from torch import Tensor, nn
 
 from fl_lightning.core import require
@@ -34,19 +36,15 @@ def _cifar_stem() -> nn.Conv2d:
     return stem
 
 
-class _TorchvisionResNet(nn.Module):
+class _TorchvisionResNet(nn.Sequential):
     """A ResNet of torchvision's, as ``net``."""
+
+    net: nn.Module
 
     def __init__(self, blocks: list[int], num_classes: int, norm: Norm) -> None:
         from torchvision.models.resnet import BasicBlock, ResNet
 
-        super().__init__()
-        self.net = ResNet(BasicBlock, blocks, num_classes, norm_layer=norm)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Logits ``(N, num_classes)`` of images ``(N, 3, H, W)``."""
-        logits: Tensor = self.net(x)
-        return logits
+        super().__init__(OrderedDict(net=ResNet(BasicBlock, blocks, num_classes, norm_layer=norm)))
 
 
 class ResNet18GN(_TorchvisionResNet):
@@ -166,5 +164,4 @@ class _PreActBlock(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        total: Tensor = self.shortcut(x) + self.residual(x)
-        return total
+        return torch.add(self.shortcut(x), self.residual(x))

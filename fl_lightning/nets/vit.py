@@ -44,8 +44,7 @@ class _Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm1(x))
-        mixed: Tensor = self.mlp(self.norm2(x))
-        return x + mixed
+        return torch.add(x, self.mlp(self.norm2(x)))
 
     def attention(self, x: Tensor) -> Tensor:
         """Written out: the fused kernels have no second derivative."""

@@ -29,7 +29,7 @@ from fl_lightning.data import (
     Natural,
 )
 from fl_lightning.data.partition.base import sizes
-from fl_lightning.data.partition.pam import CIFAR100_COARSE
+from fl_lightning.data.partition.dirichlet import CIFAR100_COARSE
 from tests.runs import SCRIPT, cli, process
 
 ROOT = Path(__file__).parents[2]
@@ -346,7 +346,7 @@ def test_fl_sam_path(classes, n, r, size):
 
 
 def test_fl_sam_gives_up(monkeypatch):
-    monkeypatch.setattr("fl_lightning.data.partition.flsam.TRIES", 20)
+    monkeypatch.setattr("fl_lightning.data.partition.programs.TRIES", 20)
     message = r"alpha = {}: 20 draws gave no group of 10 clients in which each has half .*; use a larger alpha"
     for alpha in (0.01, 1e-5):
         with pytest.raises(UserError, match=message.format(alpha)):

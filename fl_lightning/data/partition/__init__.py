@@ -1,11 +1,9 @@
 """Partitions of the training samples among clients: pure functions of labels, seed and parameters."""
 
 from fl_lightning.data.partition.base import Indices, Partition
-from fl_lightning.data.partition.dirichlet import IID, Dirichlet
-from fl_lightning.data.partition.flsam import FLSAMDirichlet, FLSAMPath
-from fl_lightning.data.partition.flsim import FLSimDirichlet, FLSimPathological
+from fl_lightning.data.partition.dirichlet import IID, PAM, Dirichlet
 from fl_lightning.data.partition.given import FromFile, Given, Natural
-from fl_lightning.data.partition.pam import PAM
+from fl_lightning.data.partition.programs import FLSAMDirichlet, FLSAMPath, FLSimDirichlet, FLSimPathological
 
 __all__ = [
     "IID",

@@ -8,7 +8,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_lightning.core import UserError, require
+from fl_lightning.core import UserError, ensure, require
 
 Indices = NDArray[np.int64]
 
@@ -64,9 +64,8 @@ def check(parts: Sequence[Indices], num_samples: int, num_clients: int, source: 
     Raises:
         UserError: If the number of clients differs, a client is empty, or an index is out of range or occurs twice.
     """
-    if len(parts) != num_clients:
-        m = len(parts)
-        raise UserError(f"data.num_clients = {num_clients}, but {source} has {m} clients; set it to {m}")
+    m = len(parts)
+    ensure(m == num_clients, f"data.num_clients = {num_clients}, but {source} has {m} clients; set it to {m}")
     for client, part in enumerate(parts):
         if len(part) == 0:
             raise UserError(
@@ -79,14 +78,11 @@ def check(parts: Sequence[Indices], num_samples: int, num_clients: int, source: 
                 f"{source}: client {client} has index {bad}, but the training set has {num_samples} samples"
                 "; use the split made for this data set"
             )
-    if replacement:
-        return
     values, counts = np.unique(np.concatenate(parts), return_counts=True)
-    if counts.max() > 1:
-        raise UserError(
-            f"{source}: index {values[counts.argmax()]} occurs {counts.max()} times; "
-            "give every sample to one client only"
-        )
+    ensure(
+        replacement or counts.max() <= 1,
+        f"{source}: index {values[counts.argmax()]} occurs {counts.max()} times; give every sample to one client only",
+    )
 
 
 def concentration(key: str, value: float) -> float:
