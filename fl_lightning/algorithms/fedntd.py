@@ -13,7 +13,7 @@ from fl_lightning.core.state import State
 
 
 class FedNTD(LocalObjective):
-    """Not-true distillation: cross-entropy + gamma KL to the received model over all classes but the true one.
+    """Not-true distillation: cross-entropy + gamma KL to the received model over all classes except the true one.
 
     Args:
         net: The network.

@@ -1,1 +1,1 @@
-"""What every room uses: flat vectors, named state, contexts, random streams, errors."""
+"""Flat vectors, named state, contexts, random streams, errors: used by every room."""

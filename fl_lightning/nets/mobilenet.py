@@ -9,17 +9,17 @@ from fl_lightning.nets.resnet import group_norm
 
 
 class MobileNetV2GN(nn.Module):
-    """torchvision's MobileNetV2 (Sandler et al. 2018) with GroupNorm for BatchNorm, without dropout: for Landmarks.
+    """torchvision's MobileNetV2 (Sandler et al. 2018) with GroupNorm instead of BatchNorm, no dropout: for Landmarks.
 
-    4,821,740 weights with 2,028 classes. How the papers' pre-trained network came by its GroupNorms is not known.
+    4,821,740 weights with 2,028 classes. The origin of the GroupNorms in the papers' pre-trained network is unknown.
 
     Args:
         num_classes: Number of classes.
-        groups: Groups of every GroupNorm. Google's trainer for Landmarks has 8, its model class 2; what the papers had
-            is not known. It must divide 8.
-        pretrained: Initial weights: ``torchvision`` for its ImageNet weights (downloaded once), or a file that holds
-            such a state_dict. Convolutions, scales and shifts are taken over, the statistics of BatchNorm have no
-            counterpart, and the classifier is if it has as many classes.
+        groups: Groups of every GroupNorm; must divide 8. Google's trainer for Landmarks has 8, its model class 2; the
+            papers' number is unknown.
+        pretrained: Initial weights: ``torchvision`` for its ImageNet weights (downloaded once), or a file with such a
+            state_dict. Convolutions, scales and shifts load; the classifier loads if it has as many classes; the
+            statistics of BatchNorm do not.
 
     Raises:
         UserError: If groups does not divide 8, or the pre-trained weights do not fit.
@@ -37,6 +37,6 @@ class MobileNetV2GN(nn.Module):
             weights.load(self.net, found, key, head="classifier.")
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits ``(N, num_classes)`` of images ``(N, 3, H, W)``."""
+        """Returns logits ``(N, num_classes)`` of images ``(N, 3, H, W)``."""
         logits: Tensor = self.net(x)
         return logits

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import fl_lightning as fl
-from tests import boxes
 from tests.conftest import GOLDEN, Golden
+from tests.integration import boxes
 from tests.integration.boxes import Models, Problem, Setting, asam, fedopt, momentum, sam
 
 Box = Callable[[Problem], Models]
