@@ -10,13 +10,13 @@ from fl_lightning.core import ClientContext, RoundContext, State, Upload, Upload
 
 
 class AdaBest(LocalObjective):
-    """Client biases that fade with the rounds since a client's last part, and a server that extrapolates.
+    """Client biases that decay with the rounds since a client last took part, and a server that extrapolates.
 
-    With clients of unequal size a correction is scaled by mean size / own size, as in the authors' code.
+    For clients of unequal size the correction is scaled by mean size / own size, as in the authors' code.
 
     Args:
         net: The network.
-        mu: Share of a round's drift that goes into the bias.
+        mu: Fraction of a round's drift that enters the bias.
         beta: Extrapolation of the server.
         **kwargs: As for `LocalObjective`.
     """

@@ -1,4 +1,4 @@
-"""FedAvg, and what changes only the server's step."""
+"""FedAvg, and methods that change only the server's step."""
 
 from typing import Any
 

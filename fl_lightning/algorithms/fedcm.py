@@ -16,7 +16,7 @@ class FedCM(LocalObjective):
     Args:
         net: The network.
         alpha: Weight of the client's own gradient.
-        step: The server's step: along the mean update, or along delta (FedGF's code: 1/(K lr) times as far).
+        step: The server's step: along the mean update, or along delta (FedGF's code), 1/(K lr) times as far.
         **kwargs: As for `LocalObjective`.
     """
 

@@ -1,4 +1,4 @@
-"""FedDyn, in ADMM form; the base of the methods that keep its duals."""
+"""FedDyn, in ADMM form; base class of the methods with its duals."""
 
 from typing import Any, Literal
 
@@ -11,17 +11,17 @@ from fl_lightning.core import ClientContext, RoundContext, State, Upload, Upload
 
 
 class FedDyn(LocalObjective):
-    """Dynamic regularisation: every client's dual ``lam_i`` tracks its gradient at the fixed point.
+    """Dynamic regularization: every client's dual ``lam_i`` tracks its gradient at the fixed point.
 
-    The server's ``lam`` is the mean of all M duals, those of clients never seen (zero) included.
+    The server's ``lam`` is the mean of all M duals; those of clients never seen are zero.
 
     Args:
         net: The network.
         beta: Inverse of FedDyn's alpha.
-        prox: The proximal term: squared (the paper's); unsquared, as FL-SAM has it; fl_simulator: squared, but its part
-            in w is not clipped, as in FL-Simulator and Acar's own code.
-        use_dual: Whether there are duals and a proximal term at all. Without, FedDyn is FedAvg; the methods that build
-            on it keep what is their own.
+        prox: The proximal term: squared (the paper); unsquared (FL-SAM's code); fl_simulator: squared, without clipping
+            of its part in w (FL-Simulator and Acar's own code).
+        use_dual: Whether there are duals and a proximal term. Without them FedDyn is FedAvg; subclasses keep their own
+            additions.
         **kwargs: As for `LocalObjective`.
     """
 
@@ -44,15 +44,15 @@ class FedDyn(LocalObjective):
         self.beta, self.prox, self.use_dual = beta, prox, use_dual
         if not use_dual:
             self.client_state, self.server_state = (
-                {name: first for name, first in slots.items() if name != "lam"}
-                for slots in (self.client_state, self.server_state)
+                {name: init for name, init in state.items() if name != "lam"}
+                for state in (self.client_state, self.server_state)
             )
             self.adds_updates = True
         elif self.relaxed_init:
             self.up = (*self.up, "start_w")
 
     def corrected(self, g: Tensor, w: Tensor, client: State) -> Direction:
-        """``g - lam_i + (w - w^t) / beta``, or a variant of it."""
+        """Returns ``g - lam_i + (w - w^t) / beta``, or a variant of it."""
         if not self.use_dual:
             return g
         if self.prox == "fl_simulator":

@@ -1,4 +1,4 @@
-"""FedGF: gradients at a mix of the local and the global ascent point."""
+"""FedGF: gradients between the local and the global ascent point."""
 
 from typing import Any, Literal
 
@@ -22,8 +22,8 @@ class FedGF(LocalObjective):
         T_D: Divergence above which a round counts as diverged.
         W: Rounds that c is the mean over.
         c: A fixed mix instead (0: FedSAM, 1: the server's ascent point alone); null: adaptive.
-        window_warmup: In the first W rounds: the mean of what there is (the official code), or the sum over W (the
-            paper).
+        window_warmup: In the first W rounds: the mean over the rounds so far (the official code), or the sum over W
+            (the paper).
         **kwargs: As for `LocalObjective`.
     """
 
@@ -58,7 +58,7 @@ class FedGF(LocalObjective):
         return grad(received.c * received.w_tilde + (1 - received.c) * own), client
 
     def local_end(self, w: Tensor, client: State, received: State, ctx: ClientContext) -> tuple[Upload, State]:
-        """The distance ``||w^r - w_k||`` goes up as a scalar."""
+        """Uploads the distance ``||w^r - w_k||``, a scalar."""
         return {"w": w, "distance": norm(client.start - w)}, client
 
     def server_step(self, server: State, sent: State, uploads: Uploads, ctx: RoundContext) -> State:

@@ -1,4 +1,4 @@
-"""FedGloSS: the server's sharpness-aware step, paid for with last round's pseudo-gradient."""
+"""FedGloSS: a sharpness-aware step of the server along the last round's pseudo-gradient."""
 
 from typing import Any, Literal
 
@@ -22,7 +22,7 @@ from fl_lightning.core import (
 
 
 class FedGloSS(FedDyn):
-    """Caldarola et al., 2024, Algorithm 1: FedDyn around a model perturbed along last round's pseudo-gradient.
+    """Caldarola et al., 2024, Algorithm 1: FedDyn around a model perturbed along the last round's pseudo-gradient.
 
     Clients run SGD, or SAM with ``ascent: SAM``. In round 0 there is no pseudo-gradient, and no perturbation.
 
@@ -30,11 +30,11 @@ class FedGloSS(FedDyn):
         net: The network.
         rho: Radius of the server's perturbation, rho_s.
         sigma_scale: Scale of the server's dual: 1/(beta M) as in the paper, or 1/(beta M S) as in the official code.
-        sigma_ref: What the server's dual refers to: the perturbed model that was sent, as each client's does (and as in
-            the official code), or the clean one (line 22 as printed: then lam is no mean of lam_i, and the norm of w
+        sigma_ref: Reference of the server's dual: the perturbed model that was sent, as for the clients (and in the
+            official code), or the clean one (line 22 as printed; lam is then not the mean of lam_i, and the norm of w
             grows).
-        rho_schedule: The server's radius by round: constant; linear (as the clients' warm-up); or repo_bug, what the
-            official code runs: the clients' rho + (rho - rho0) / T_s in rounds 1 to T_s, then rho.
+        rho_schedule: The server's radius by round: constant; linear (as the clients' warm-up); or repo_bug, as in the
+            official code: the clients' rho + (rho - rho0) / T_s in rounds 1 to T_s, then rho.
         warmup: Rounds T_s of that schedule.
         rho0: Its first radius.
         **kwargs: As for `FedDyn`; ``use_dual: false`` is "without ADMM" (Table 9).
@@ -63,7 +63,7 @@ class FedGloSS(FedDyn):
         self.rho_schedule, self.warmup, self.rho0 = rho_schedule, warmup, rho0
 
     def radius(self, t: int) -> float:
-        """The server's radius in round ``t``, from 0."""
+        """Returns the server's radius in round ``t``, counted from 0."""
         if self.rho_schedule == "constant":
             return self.rho
         if self.rho_schedule == "linear":
@@ -76,21 +76,21 @@ class FedGloSS(FedDyn):
         return server.replace(w=server.w + to_radius(server.delta, self.radius(ctx.t)))
 
     def server_dual(self, server: State, sent: State, uploads: Uploads, ctx: RoundContext) -> Tensor:
-        """Line 22, with the reference and the scale that were asked for."""
+        """Line 22, with the reference and the scale of the options."""
         w = server.w if self.sigma_ref == "clean" else self.mean_start(sent, uploads)
         n = 1 if self.sigma_scale == "code" else uploads.n
         return admm_dual(server.lam, uploads.mean("w"), w, self.beta * ctx.m / n)
 
     def server_step(self, server: State, sent: State, uploads: Uploads, ctx: RoundContext) -> State:
-        """Lines 21 to 23; the pseudo-gradient is kept for the next perturbation."""
+        """Lines 21 to 23; keeps the pseudo-gradient for the next perturbation."""
         delta = sent.w - uploads.weighted("w")
         return super().server_step(server.replace(delta=delta), sent, uploads, ctx)
 
 
 class NaiveFedGloSS(FedGloSS):
-    """FedGloSS with the true pseudo-gradient: the cohort first trains from ``w^t`` to find it, then from the perturbed.
+    """FedGloSS with the true pseudo-gradient: the cohort trains from ``w^t`` to find it, then from the perturbed model.
 
-    Duals are updated in the second phase only. Twice the communication and computation.
+    Duals change in the second phase only. It takes twice the communication and computation.
 
     Args:
         net: The network.
@@ -109,12 +109,12 @@ class NaiveFedGloSS(FedGloSS):
         return server if ctx.phase == 0 else super().broadcast(server, ctx)
 
     def local_end(self, w: Tensor, client: State, received: State, ctx: ClientContext) -> tuple[Upload, State]:
-        """The dual is kept as it is in the first phase."""
+        """In the first phase the dual does not change."""
         base = LocalObjective if ctx.phase == 0 else FedGloSS
         return base.local_end(self, w, client, received, ctx)
 
     def server_step(self, server: State, sent: State, uploads: Uploads, ctx: RoundContext) -> State:
-        """First only the pseudo-gradient, then FedGloSS's step."""
+        """In the first phase only the pseudo-gradient, then FedGloSS's step."""
         if ctx.phase == 0:
             return server.replace(delta=sent.w - uploads.weighted("w"))
         return super().server_step(server, sent, uploads, ctx)

@@ -1,4 +1,4 @@
-"""FedGMT: clients follow a teacher that averages the trajectory of the global model."""
+"""FedGMT: distillation from a teacher that averages the trajectory of the global model."""
 
 from typing import Any, Literal
 
@@ -16,10 +16,10 @@ class FedGMT(FedDyn):
         net: The network.
         gamma: Weight of the KL term.
         tau: Its temperature.
-        ema_alpha: How much of the old teacher stays, per round.
+        ema_alpha: Decay of the teacher per round.
         kl_tau2: Multiply the KL term by tau^2, as the official code does.
         beta: Penalty of the duals.
-        **kwargs: As for `LocalObjective`, and ``use_dual`` of `FedDyn`: without, the KL term alone is left (Table 3).
+        **kwargs: As for `LocalObjective`, and ``use_dual`` of `FedDyn`: without it only the KL term is left (Table 3).
     """
 
     paper = "Li et al., ICML 2025"
@@ -66,13 +66,13 @@ class FedGMT(FedDyn):
 
 
 class FedGMTv2(FedGMT):
-    """FedGMT whose clients average what they receive, each time they take part: nothing but the model is sent.
+    """FedGMT whose clients average the models that they receive: only the model is sent.
 
     Args:
         net: The network.
-        ema_alpha: How much of a client's old teacher stays at contact.
-        v2_init: A client's first teacher: the initial model (as in the paper; it is known from the seed and not counted
-            on the wire), or the first model received.
+        ema_alpha: Decay of a client's teacher at each contact.
+        v2_init: A client's first teacher: the initial model (the paper; known from the seed, so not counted as
+            communication), or the first model received.
         **kwargs: As for `FedGMT`.
     """
 

@@ -9,11 +9,9 @@ from fl_lightning.algorithms.feddyn import FedDyn
 from fl_lightning.algorithms.parts.ascent import LESAM
 from fl_lightning.algorithms.scaffold import SCAFFOLD
 
-Ref = Literal["own_last_active", "previous_round"]
-
 
 class FedLESAM(LocalObjective):
-    """FedAvg whose clients take the gradient uphill along the global update since they last took part: one pass a step.
+    """FedAvg whose clients take the gradient at an ascent point against their last global update: one pass per step.
 
     Args:
         net: The network.
@@ -24,11 +22,17 @@ class FedLESAM(LocalObjective):
 
     paper = "Fan et al., ICML 2024"
 
-    def __init__(self, net: nn.Module, rho: float = 0.1, ref: Ref = "own_last_active", **kwargs: Any) -> None:
+    def __init__(
+        self,
+        net: nn.Module,
+        rho: float = 0.1,
+        ref: Literal["own_last_active", "previous_round"] = "own_last_active",
+        **kwargs: Any,
+    ) -> None:
         super().__init__(net, ascent=LESAM(rho, ref), **kwargs)
 
 
-class FedLESAMD(FedDyn):
+class FedLESAMD(FedLESAM, FedDyn):
     """FedLESAM-D: FedDyn with FedLESAM's ascent.
 
     Args:
@@ -38,13 +42,8 @@ class FedLESAMD(FedDyn):
         **kwargs: As for `FedDyn`.
     """
 
-    paper = "Fan et al., ICML 2024"
 
-    def __init__(self, net: nn.Module, rho: float = 0.1, ref: Ref = "own_last_active", **kwargs: Any) -> None:
-        super().__init__(net, ascent=LESAM(rho, ref), **kwargs)
-
-
-class FedLESAMS(SCAFFOLD):
+class FedLESAMS(FedLESAM, SCAFFOLD):
     """FedLESAM-S: SCAFFOLD with FedLESAM's ascent.
 
     Args:
@@ -53,8 +52,3 @@ class FedLESAMS(SCAFFOLD):
         ref: As for `FedLESAM`.
         **kwargs: As for `SCAFFOLD`.
     """
-
-    paper = "Fan et al., ICML 2024"
-
-    def __init__(self, net: nn.Module, rho: float = 0.1, ref: Ref = "own_last_active", **kwargs: Any) -> None:
-        super().__init__(net, ascent=LESAM(rho, ref), **kwargs)

@@ -8,9 +8,9 @@ from fl_lightning.core import ClientContext, RoundContext, State, Upload, Upload
 
 
 class FedNova(LocalObjective):
-    """Normalised averaging: each update is divided by its effective number of steps ``tau_i``, local momentum counted.
+    """Normalized averaging: each update is divided by its effective number of steps ``tau_i``, local momentum included.
 
-    Up go the normalised update (one model) and ``tau_i`` (a scalar).
+    A client uploads the normalized update (one model) and ``tau_i`` (a scalar).
     """
 
     paper = "Wang et al., NeurIPS 2020"

@@ -9,7 +9,7 @@ from fl_lightning.core import State, kl_to_teacher, not_true, require
 
 
 class FedNTD(LocalObjective):
-    """Not-true distillation: cross-entropy + gamma KL to the received model over all classes but the true one.
+    """Not-true distillation: cross-entropy + gamma KL to the received model over all classes except the true one.
 
     Args:
         net: The network.

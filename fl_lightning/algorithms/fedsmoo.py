@@ -1,4 +1,4 @@
-"""FedSMOO: one perturbation that all clients agree on, by ADMM."""
+"""FedSMOO: a perturbation on which all clients agree, by ADMM."""
 
 from typing import Any, Literal
 
@@ -15,7 +15,7 @@ class FedSMOO(FedDyn):
     Args:
         net: The network.
         rho: Radius of the perturbation.
-        s_agg: What the global perturbation is the mean of: mu less the last perturbation (the paper), or mu alone
+        s_agg: The mean that gives the global perturbation: of mu minus the last perturbation (the paper), or of mu
             (FL-Simulator).
         **kwargs: As for `FedDyn`; with ``use_dual: false`` it is "FedSMOO w/o Reg" of the FedGF paper.
     """

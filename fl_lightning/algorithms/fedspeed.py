@@ -11,14 +11,14 @@ from fl_lightning.core import ClientContext, RoundContext, State, Upload, Upload
 
 
 class FedSpeed(FedDyn):
-    """FedDyn whose gradient is a mix of that at the weights and that at SAM's ascent point.
+    """FedDyn with a mix of the gradients at the weights and at SAM's ascent point.
 
     Args:
         net: The network.
         rho: Radius of the ascent.
-        alpha: Weight of the gradient at the ascent point; the official code has only this one (1).
-        dual_agg: Whose duals correct the global model: all clients' (the official code), or the active ones' (the
-            paper).
+        alpha: Weight of the gradient at the ascent point; 1 in the official code.
+        dual_agg: Duals that correct the global model: those of all clients (the official code), or of the active ones
+            (the paper).
         **kwargs: As for `FedDyn`.
     """
 
@@ -52,6 +52,6 @@ class FedSpeed(FedDyn):
         return {**upload, "w": w - self.beta * client.lam} if self.dual_agg == "active" else upload, client
 
     def server_step(self, server: State, sent: State, uploads: Uploads, ctx: RoundContext) -> State:
-        """FedDyn's, or the mean of what the active clients sent."""
+        """FedDyn's step, or the mean of the active clients' uploads."""
         base = LocalObjective if self.dual_agg == "active" else FedDyn
         return base.server_step(self, server, sent, uploads, ctx)

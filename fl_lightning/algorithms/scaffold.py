@@ -12,13 +12,13 @@ from fl_lightning.core import ClientContext, RoundContext, State, Upload, Upload
 
 
 class SCAFFOLD(LocalObjective):
-    """Control variates that cancel client drift.
+    """Control variates against client drift.
 
     Args:
         net: The network.
         cv_scale: Factor of the correction; FedLESAM's official code has 0.1.
-        momentum_aware: Count the local momentum when a displacement is turned into a gradient: without, it is taken for
-            about 1/(1 - momentum) times too large (the box knows no momentum).
+        momentum_aware: Take the local momentum into account when a displacement is converted to a gradient; otherwise
+            the gradient is about 1/(1 - momentum) times too large (the paper's box has no momentum).
         **kwargs: As for `LocalObjective`.
     """
 
@@ -43,7 +43,7 @@ class SCAFFOLD(LocalObjective):
         return {"w": w, "delta_c": c - client.c}, client.replace(c=c)
 
     def variate_share(self, n: int, m: int) -> float:
-        """What the server adds of the cohort's mean change: S/M, so that c stays the mean of all c_i."""
+        """Returns the server's factor of the cohort's mean change: S/M, so that c stays the mean of all c_i."""
         return n / m
 
     def server_step(self, server: State, sent: State, uploads: Uploads, ctx: RoundContext) -> State:

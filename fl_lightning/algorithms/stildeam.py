@@ -10,10 +10,10 @@ from fl_lightning.core import ClientContext, State, require, to_radius
 
 
 class STildeAM(LocalObjective):
-    """The centralized reference of FedGloSS, Table 6: FedGloSS's cheap ascent in a single optimizer, one pass a step.
+    """The centralized reference of FedGloSS, Table 6: FedGloSS's cheap ascent in a single optimizer, one pass per step.
 
-    ``g_i = grad(w + rho g_(i-1) / ||g_(i-1)||)``; the first step makes no ascent. The paper has no box: the reading is
-    ours. In a federation every round starts without a previous gradient.
+    ``g_i = grad(w + rho g_(i-1) / ||g_(i-1)||)``; the first step has no ascent. The paper has no box; this is our
+    interpretation. In a federation every round starts without a previous gradient.
 
     Args:
         net: The network.
@@ -30,6 +30,6 @@ class STildeAM(LocalObjective):
         self.rho = rho
 
     def local_step(self, w: Tensor, grad: Gradient, client: State, received: State, ctx: ClientContext) -> Step:
-        """The gradient at the ascent point, kept for the next one."""
+        """Returns the gradient at the ascent point, and keeps it for the next one."""
         g = grad(w + to_radius(client.g, self.rho))
         return g, client.replace(g=g)

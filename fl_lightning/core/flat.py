@@ -1,7 +1,7 @@
 """A network as one flat vector: the coordinates in which every algorithm is written.
 
-Vectors have shape ``(..., d)``: ``(d,)`` for one client, ``(clients, d)`` for a whole cohort. The only reduction an
-algorithm needs is a norm over the last axis, kept: ``(..., 1)``.
+Vectors have shape ``(..., d)``: ``(d,)`` for one client, ``(clients, d)`` for a cohort. The only reduction that an
+algorithm needs is a norm over the last axis, with keepdim: ``(..., 1)``.
 """
 
 from collections.abc import Iterator
@@ -10,22 +10,22 @@ import torch
 from torch import Tensor, nn
 
 EPS = 1e-12
-"""Added to every norm that something is divided by, so that a zero vector gives zero, never NaN."""
+"""Added to every norm in a denominator, so that a zero vector gives zero, never NaN."""
 
 
 def norm(v: Tensor) -> Tensor:
-    """Euclidean norm over all weights jointly: ``(..., d)`` to ``(..., 1)``."""
+    """Returns the Euclidean norm over all weights jointly: ``(..., d)`` to ``(..., 1)``."""
     result: Tensor = torch.linalg.vector_norm(v, dim=-1, keepdim=True)
     return result
 
 
 def to_radius(v: Tensor, rho: float | Tensor, eps: float = EPS) -> Tensor:
-    """Scale ``v`` of shape ``(..., d)`` to length ``rho``; a zero vector stays zero."""
+    """Scales ``v`` of shape ``(..., d)`` to length ``rho``; a zero vector stays zero."""
     return v * (rho / (norm(v) + eps))
 
 
 def is_finite(v: Tensor) -> Tensor:
-    """Whether all values of each vector are finite, ``(..., d)`` to ``(...)``."""
+    """Returns whether all values of each vector are finite, ``(..., d)`` to ``(...)``."""
     return torch.isfinite((v * 0).sum(-1))  # infinity times 0 is NaN, which no sum loses
 
 
@@ -57,27 +57,27 @@ class FlatSpec:
         self._masks: dict[tuple[str, torch.device], Tensor] = {}
 
     def parameters(self, module: nn.Module) -> Iterator[nn.Parameter]:
-        """The module's parameters in the order of the layout."""
+        """Returns the module's parameters in the order of the layout."""
         return map(module.get_parameter, self.names)
 
     def vector(self, module: nn.Module) -> Tensor:
-        """A copy of the module's weights, ``(d,)``."""
+        """Returns a copy of the module's weights, ``(d,)``."""
         return torch.cat([p.detach().reshape(-1) for p in self.parameters(module)])
 
     def load(self, module: nn.Module, vector: Tensor) -> None:
-        """Write ``vector`` of shape ``(d,)`` into the module's weights."""
+        """Writes ``vector`` of shape ``(d,)`` into the module's weights."""
         with torch.no_grad():
             for p, part in zip(self.parameters(module), self.split(vector).values(), strict=True):
                 p.copy_(part)
 
     def split(self, vector: Tensor) -> dict[str, Tensor]:
-        """Views of ``vector`` by parameter name, ``(..., d)`` to ``(..., *shape)``."""
+        """Returns views of ``vector`` by parameter name, ``(..., d)`` to ``(..., *shape)``."""
         parts = torch.split(vector, self.numels, dim=-1)
         lead = vector.shape[:-1]
         return {n: p.view(*lead, *s) for n, p, s in zip(self.names, parts, self.shapes, strict=True)}
 
     def mask(self, part_of_name: str, device: torch.device) -> Tensor:
-        """Which weights belong to parameters whose name contains ``part_of_name``: boolean ``(d,)``, kept."""
+        """Returns a mask ``(d,)`` of the weights of parameters whose name contains ``part_of_name``; it is cached."""
         key = (part_of_name, device)
         if key not in self._masks:
             flags = [part_of_name in name for name in self.names]
@@ -85,15 +85,15 @@ class FlatSpec:
         return self._masks[key]
 
     def adaptive_scale(self, w: Tensor, eta: float) -> Tensor:
-        """ASAM's T, ``(..., d)``: ``|w| + eta`` for parameters with "weight" in their name, 1 for the rest."""
+        """Returns ASAM's T, ``(..., d)``: ``|w| + eta`` for parameters with "weight" in their name, 1 for the rest."""
         return torch.where(self.mask("weight", w.device), w.abs() + eta, 1.0)
 
 
 class FlatNet:
-    """A module that is moved from point to point of the weight space without a copy: its parameters become views.
+    """A module that moves from point to point of the weight space without copies: its parameters become views.
 
     Args:
-        module: The module; its parameters' memory is exchanged, it keeps working as ever.
+        module: The module; its parameters get other memory, and it works as before.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -103,16 +103,16 @@ class FlatNet:
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """Device of the weights."""
         return self.w.device
 
     def move_to(self, w: Tensor) -> None:
-        """Make the module's weights views of ``w``, ``(d,)``; nobody may change it in place as long as they are."""
+        """Makes the module's weights views of ``w``, ``(d,)``, which must not change in place while they are."""
         self.w = w
         for p, part, shape in zip(self._parameters, torch.split(w, self.spec.numels), self.spec.shapes, strict=True):
             p.data = part.view(shape)
 
     def gradient(self, loss: Tensor) -> Tensor:
-        """Gradient of a scalar made by the module, ``(d,)``."""
+        """Returns the gradient of a scalar that the module computed, ``(d,)``."""
         grads = torch.autograd.grad(loss, self._parameters, materialize_grads=True)
         return torch.cat([g.reshape(-1) for g in grads])

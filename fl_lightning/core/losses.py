@@ -1,4 +1,4 @@
-"""Losses of pixels, and additions to the loss: per sample, ``(n,)``."""
+"""Loss terms and pixel losses, per sample: ``(n,)``."""
 
 import torch
 import torch.nn.functional as F
@@ -8,13 +8,13 @@ from fl_lightning.core.errors import require
 
 
 def kl_to_teacher(logits: Tensor, teacher: Tensor, tau: float = 1.0, tau2: bool = True) -> Tensor:
-    """``KL(softmax(teacher/tau) || softmax(logits/tau))`` of each sample (FedGMT Eq. 9).
+    """Returns ``KL(softmax(teacher/tau) || softmax(logits/tau))`` of each sample (FedGMT Eq. 9).
 
     Args:
         logits: The student's, ``(n, C)``.
         teacher: The teacher's, ``(n, C)``.
         tau: Temperature.
-        tau2: Multiply by ``tau^2``, as the official code does (the paper does not write it).
+        tau2: Multiply by ``tau^2``, as the official code does; the paper does not.
     """
     wide = torch.promote_types(logits.dtype, torch.float32)  # autocast on a CPU would stay in bfloat16
     student, target = (F.log_softmax(z.to(wide) / tau, dim=-1) for z in (logits, teacher))
@@ -23,7 +23,7 @@ def kl_to_teacher(logits: Tensor, teacher: Tensor, tau: float = 1.0, tau2: bool 
 
 
 def not_true(logits: Tensor, target: Tensor) -> Tensor:
-    """The logits of all classes but the true one, ``(n, C)`` to ``(n, C - 1)`` (FedNTD).
+    """Returns the logits of all classes except the true one, ``(n, C)`` to ``(n, C - 1)`` (FedNTD).
 
     Raises:
         UserError: If a sample has probabilities in place of one class.
@@ -34,17 +34,17 @@ def not_true(logits: Tensor, target: Tensor) -> Tensor:
 
 
 class PixelCrossEntropy(nn.Module):
-    """Cross-entropy of each image, the mean over its pixels: for segmentation.
+    """Cross-entropy for segmentation: of each image the mean over its pixels.
 
-    Auxiliary outputs, if the net gives a tuple in training, count as much as the main one. Outputs smaller than the
-    label map are enlarged to it (bilinear).
+    If the net returns a tuple (in training), the losses of all outputs are added. Outputs smaller than the label map
+    are enlarged to it (bilinear).
 
     Args:
-        hardest: Share of an image's pixels that count, those of the largest loss (FedDrive: 0.25); null: all.
+        hardest: Fraction of an image's pixels that count, those with the largest loss (FedDrive: 0.25); null: all.
         ignore_index: Label of pixels that do not count; among the hardest their loss is 0.
 
     Raises:
-        UserError: If ``hardest`` is no share.
+        UserError: If ``hardest`` is out of range.
     """
 
     def __init__(self, hardest: float | None = None, ignore_index: int = 255) -> None:
@@ -54,7 +54,7 @@ class PixelCrossEntropy(nn.Module):
         self.ignore_index = ignore_index
 
     def forward(self, logits: Tensor | tuple[Tensor, ...], target: Tensor) -> Tensor:
-        """Losses ``(n,)`` of logits ``(n, C, H, W)``, or several such, and label maps ``(n, H, W)``."""
+        """Returns losses ``(n,)`` of logits ``(n, C, H, W)``, or a tuple of them, and label maps ``(n, H, W)``."""
         if isinstance(logits, Tensor):
             return self._of(logits, target)
         return torch.stack([self._of(output, target) for output in logits]).sum(0)
@@ -68,6 +68,6 @@ class PixelCrossEntropy(nn.Module):
 
 
 def enlarged(logits: Tensor, target: Tensor) -> Tensor:
-    """Logits ``(n, C, h, w)`` brought to the size of label maps ``(n, H, W)``, by bilinear interpolation."""
+    """Returns logits ``(n, C, h, w)`` interpolated bilinearly to the size of label maps ``(n, H, W)``."""
     size = target.shape[-2:]
     return logits if logits.shape[-2:] == size else F.interpolate(logits, size=size, mode="bilinear")

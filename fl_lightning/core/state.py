@@ -1,4 +1,4 @@
-"""What the hooks of an algorithm are handed: named vectors, the context of a round, and the averages of the uploads."""
+"""The arguments of an algorithm's hooks: named vectors, the context of a round, and averages of the uploads."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from fl_lightning.core.flat import FlatSpec, is_finite
 Weighting: TypeAlias = Literal["samples", "uniform"]
 
 Init: TypeAlias = str | float | Callable[[Tensor], Tensor]
-"""First value of a slot: ``"zeros"``, ``"w0"`` (initial model) or ``"w"`` (model received at first contact) for a
-vector ``(d,)``; a number for a scalar ``(1,)``; a function of the initial model for anything else."""
+"""Initial value: ``"zeros"``, ``"w0"`` (the initial model) or ``"w"`` (the model of the first contact) for a vector
+``(d,)``; a number for a scalar ``(1,)``; a function of the initial model for anything else."""
 
 
 Upload: TypeAlias = dict[str, Tensor]
-"""What one client uploads, by name."""
+"""One client's upload, by name."""
 
 
 class State(Mapping[str, Tensor]):
-    """Named tensors, read as attributes (``client.lam``) and never changed in place: ``replace`` makes a new one."""
+    """Named tensors, read as attributes (``client.lam``) and never changed in place: ``replace`` returns a new one."""
 
     def __init__(self, values: Mapping[str, Tensor]) -> None:
         self._values = dict(values)
@@ -43,37 +43,42 @@ class State(Mapping[str, Tensor]):
         return self._values[name]
 
     def replace(self, **new: Tensor) -> State:
-        """A copy with some values exchanged.
+        """Returns a copy with other values for some names.
 
         Raises:
-            AttributeError: If a name is not a declared slot.
+            AttributeError: If a name is not declared.
         """
         for name in new.keys() - self._values.keys():
             getattr(self, name)
         return State({**self._values, **new})
 
     def __or__(self, more: Mapping[str, Tensor]) -> State:
-        """A copy with further entries, or other values for those that it has."""
+        """Returns a copy with further names, or other values for the same names."""
         return State({**self._values, **more})
 
     def only(self, names: Iterable[str]) -> State:
-        """The slots of these names alone: what goes over the wire."""
+        """Returns the state with these names only."""
         return State({name: getattr(self, name) for name in names})
 
     def finite(self) -> bool:
-        """Whether every value is finite."""
+        """Returns whether every value is finite."""
         return all(bool(is_finite(v)) for v in self._values.values())
 
     @classmethod
-    def initial(cls, rules: Mapping[str, Init], w0: Tensor, w: Tensor) -> State:
-        """First values by rule; see `Init`.
+    def initial(cls, inits: Mapping[str, Init], w0: Tensor, w: Tensor) -> State:
+        """Returns the initial state; see `Init`.
+
+        Args:
+            inits: Initial values by name.
+            w0: The initial model, ``(d,)``.
+            w: The received model, ``(d,)``.
 
         Raises:
-            ValueError: If a rule is an unknown word.
+            ValueError: If an initial value is an unknown word.
         """
 
-        def value(name: str, rule: Init) -> Tensor:
-            match rule:
+        def value(name: str, init: Init) -> Tensor:
+            match init:
                 case "zeros":
                     return torch.zeros_like(w0)
                 case "w0":
@@ -81,25 +86,25 @@ class State(Mapping[str, Tensor]):
                 case "w":
                     return w.clone()
                 case str():
-                    raise ValueError(f"slot '{name}': first value '{rule}' is none of 'zeros', 'w0', 'w' or a number")
+                    raise ValueError(f"state '{name}': first value '{init}' is none of 'zeros', 'w0', 'w' or a number")
                 case int() | float():
-                    return w0.new_full((1,), rule)
+                    return w0.new_full((1,), init)
                 case _:
-                    return rule(w0)
+                    return init(w0)
 
-        return cls({name: value(name, rule) for name, rule in rules.items()})
+        return cls({name: value(name, init) for name, init in inits.items()})
 
 
 @dataclass(frozen=True)
 class RoundContext:
-    """Where a round stands.
+    """The context of a round.
 
     Attributes:
-        t: Round, from 0.
-        rounds: Number of rounds of the whole run, T.
-        m: Number of clients, M (not of this round's cohort: that is ``uploads.n``).
+        t: Round, counted from 0.
+        rounds: Number of rounds of the run, T.
+        m: Number of clients, M; that of this round's cohort is ``uploads.n``.
         flat: Layout of the weight vector.
-        phase: Number of this phase within the round, from 0.
+        phase: Phase of the round, counted from 0.
     """
 
     t: int
@@ -111,12 +116,12 @@ class RoundContext:
 
 @dataclass(frozen=True)
 class ClientContext(RoundContext):
-    """The same on a client; of several clients at once, what differs between them is ``(clients, 1)``.
+    """The context of a client; for several clients at once, attributes that differ between them are ``(clients, 1)``.
 
     Attributes:
         lr: Learning rate of this round's local steps.
         K: Number of local steps.
-        k_lr: Sum of the steps' learning rates.
+        k_lr: Sum of their learning rates.
         n_k: Number of samples.
         n_mean: Mean number of samples of all M clients.
     """
@@ -129,18 +134,18 @@ class ClientContext(RoundContext):
 
 
 class Uploads:
-    """Averages of what a cohort sent; all that the server sees. ``k_lr`` of the contexts is one of them.
+    """Averages of a cohort's uploads, the only thing of them that the server sees; also of ``k_lr`` of the contexts.
 
     Args:
-        names: What is sent.
-        weighting: What `weighted` does.
-        clients: Contexts of those whose uploads will be added.
-        like: A tensor of the uploads' dtype and device.
+        names: Uploaded names.
+        weighting: Weights of `weighted`.
+        clients: Contexts of the clients whose uploads are added.
+        like: A tensor with the dtype and device of the uploads.
 
     Attributes:
         n: Number of clients in the averages, S.
-        samples: Their samples.
-        names: What is sent.
+        samples: Number of their samples.
+        names: Uploaded names.
     """
 
     def __init__(
@@ -152,7 +157,7 @@ class Uploads:
         self._sums = {"k_lr": like.new_tensor(k_lr)}
 
     def add(self, upload: Mapping[str, Tensor], samples: int) -> None:
-        """Add one client's upload; in cohort order, so that sums do not depend on who trained whom."""
+        """Adds one client's upload; in cohort order, so that sums do not depend on which process trained it."""
         for name in self.names:
             if name not in self._sums:
                 self._sums[name] = torch.stack([upload[name], upload[name] * samples])
@@ -162,13 +167,13 @@ class Uploads:
                 weighted.add_(upload[name], alpha=samples)
 
     def change(self, function: Callable[[str, Tensor | None], Tensor]) -> None:
-        """Exchange the sums ``(2, ...)``, plain and weighted by samples, of each name (None: nothing was added)."""
+        """Replaces the sums ``(2, ...)``, plain and weighted by samples, of each name (None: nothing was added)."""
         self._sums |= {name: function(name, self._sums.get(name)) for name in self.names}
 
     def mean(self, name: str) -> Tensor:
-        """Plain mean over the cohort: for duals, variates, perturbations and distances."""
+        """Returns the plain mean over the cohort: for duals, variates, perturbations and distances."""
         return self._sums[name][0] / self.n
 
     def weighted(self, name: str) -> Tensor:
-        """Mean that follows ``weighting`` (by samples, or uniform): for models and pseudo-gradients."""
+        """Returns the mean by ``weighting`` (samples or uniform): for models and pseudo-gradients."""
         return self.mean(name) if self.weighting == "uniform" else self._sums[name][1] / self.samples

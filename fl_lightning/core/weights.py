@@ -1,4 +1,4 @@
-"""Weights from files, told in one line if they do not fit."""
+"""Reading and loading of weights, with one line for each error."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,15 +10,15 @@ from torch import Tensor, nn
 from fl_lightning.core.errors import UserError
 
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
-"""Ends of the names of what BatchNorm keeps beside scale and shift."""
+"""Suffixes of the names of BatchNorm's buffers."""
 
 
 def read(path: str, key: str) -> Any:
-    """What torch.save has written.
+    """Returns the content of a file written by ``torch.save``.
 
     Args:
         path: The file.
-        key: The setting that names it, for the message.
+        key: The setting that names it, for the error message.
 
     Raises:
         UserError: If it is missing or unreadable.
@@ -34,15 +34,14 @@ def read(path: str, key: str) -> Any:
 
 
 def load(net: nn.Module, weights: Mapping[str, Tensor], key: str, head: str | None = None) -> None:
-    """Load tensors by name into ``net``.
+    """Loads tensors by name into ``net``.
 
     Args:
         net: The network.
-        weights: Its state_dict, or with ``head`` that of a network of another kind of normalising layer and another
-            head.
-        key: The setting that they are from, for the message.
-        head: How the names of the head begin: it is left as it is if its shape differs, and so are statistics that
-            ``net`` does not keep left out.
+        weights: Its state_dict, or with ``head`` that of a network with other normalization layers and another head.
+        key: The setting that names them, for the error message.
+        head: Prefix of the head's names: a head of another shape is not loaded, nor are statistics that ``net`` does
+            not keep.
 
     Raises:
         UserError: If anything else is missing, unknown or of another shape.

@@ -23,7 +23,7 @@ class Job:
     Attributes:
         client: Its id.
         state: Its state.
-        received: What the server sent.
+        received: The state that the server sent.
         ctx: Its context.
         minibatches: Its data, one minibatch per step.
         seed: Seed for what the net itself draws, such as dropout.
@@ -45,9 +45,9 @@ class LocalResult:
 
     Attributes:
         client: Its id.
-        received: What the server sent.
+        received: The state that the server sent.
         w: Local weights after the last step, ``(d,)``.
-        upload: What it uploads, by name.
+        upload: Its upload, by name.
         state: The state that it keeps.
         loss: Mean over the steps of the local objective at the first point where a step evaluates a gradient, a scalar
             tensor: the unperturbed weights, for LESAM and S~AM the ascent point.

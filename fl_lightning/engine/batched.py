@@ -29,7 +29,7 @@ Tensors = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Carry:
-    """What a local step changes.
+    """Tensors that a local step changes.
 
     Attributes:
         w: Weights, ``(clients, d)``.
@@ -46,10 +46,10 @@ class Carry:
 
 @dataclass(frozen=True)
 class Fixed:
-    """What stays the same over the local steps of a round.
+    """Arguments that stay the same over the local steps of a round.
 
     Attributes:
-        received: What the server sent; ``(d,)`` where it is the same for all clients.
+        received: The state that the server sent; ``(d,)`` where it is the same for all clients.
         start: Weights where local training starts.
         teacher: The teacher's weights, if there is one.
         settings: The clients' own settings, ``(clients, 1)``.
@@ -226,7 +226,7 @@ class BatchedEngine(Engine):
 
 
 def _together(received: Sequence[State]) -> State:
-    """What several clients received: tensors of one and the same state stay ``(d,)``, others are stacked."""
+    """Returns the states that clients received as one: a state that all share stays ``(d,)``, others are stacked."""
     first = received[0]
     if all(other is first for other in received):
         return first

@@ -1,4 +1,4 @@
-"""A function of tensors recorded once as a list of operations, and replayed."""
+"""Functions of tensors, recorded once as a list of operations and replayed."""
 
 import operator
 import os
@@ -21,11 +21,11 @@ T = TypeVar("T")
 class RecordedRound:
     """The number of the round while a step is recorded.
 
-    A comparison gives its present outcome, which becomes a guard of the record; arithmetic is recorded, so that a later
-    round gets its own value. Anything else is refused by Python.
+    A comparison returns its outcome in this round, which becomes a guard of the record. Arithmetic is recorded, so that
+    a later round gets its own value. Python refuses anything else.
 
     Args:
-        t: The present round.
+        t: The round.
         tensor: The same as an input of the record.
     """
 
@@ -34,7 +34,7 @@ class RecordedRound:
         self.guards: list[tuple[Callable[[Any, Any], bool], Any, bool]] = []
 
     def hold(self, t: int) -> bool:
-        """Whether all comparisons would come out the same in round ``t``."""
+        """Returns whether all comparisons have the same outcome in round ``t``."""
         return all(compare(t, other) is outcome for compare, other, outcome in self.guards)
 
     def __bool__(self) -> bool:
@@ -71,18 +71,18 @@ Make = Callable[[Tensors, ClientContext], tuple[RecordedRound, T]]
 
 
 class Records:
-    """Records by the shapes of their tensors, settings and round; a new one is made when none fits."""
+    """A cache of records by the shapes of their tensors, settings and round."""
 
     KEPT = 32
-    """Most records that are kept; the oldest goes first."""
+    """Maximum number of records; the oldest is dropped first."""
 
     def __init__(self) -> None:
         self.made = 0
-        """Records made so far."""
+        """Number of records made so far."""
         self._records: dict[Any, tuple[RecordedRound, Any]] = {}
 
     def find(self, named: Tensors, ctx: ClientContext, settings: tuple[Any, ...], make: Make[T]) -> T:
-        """What ``make(named, ctx)`` gave for such tensors, settings and round, now or before."""
+        """Returns the result of ``make(named, ctx)`` for these tensors, settings and round, cached if possible."""
         key = (*((n, v.shape, v.dtype) for n, v in named.items()), settings, ctx.rounds, ctx.m, ctx.phase)
         found = self._records.get(key)
         if found is None or not found[0].hold(ctx.t):
@@ -96,16 +96,16 @@ class Records:
 
 
 def plain_settings(*parts: object) -> tuple[Any, ...]:
-    """Plain attributes of objects that a record depends on: it holds them as they were."""
+    """Returns the plain attributes of objects on which a record depends."""
     plain = (bool, int, float, str, tuple, type(None))
     return tuple(v for part in parts if part is not None for v in vars(part).values() if isinstance(v, plain))
 
 
 def trace(function: Callable[[Tensors, ClientContext], Sequence[Tensor]], named: Tensors, ctx: ClientContext) -> Trace:
-    """The operations of a function of named tensors, in which the round and ``ctx.<attribute>`` are inputs, too.
+    """Returns the operations of a function of named tensors; the round and ``ctx.<attribute>`` are inputs as well.
 
     Args:
-        function: From the tensors and the context with them in it to tensors.
+        function: A function of the tensors, and of the context that contains them, to tensors.
         named: The tensors; ``t`` is the round.
         ctx: The context.
     """
@@ -126,12 +126,12 @@ def trace(function: Callable[[Tensors, ClientContext], Sequence[Tensor]], named:
 
 
 def round_number(ctx: ClientContext, like: Tensor) -> Tensor:
-    """The round as an input of a record."""
+    """Returns the round as an input of a record."""
     return torch.tensor(float(ctx.t), dtype=torch.float64, device=like.device)
 
 
 class Compiled:
-    """A record as machine code, made at the first call.
+    """A record as machine code, compiled at the first call.
 
     Args:
         graph: The record.
@@ -141,7 +141,7 @@ class Compiled:
     """
 
     def __init__(self, graph: GraphModule) -> None:
-        # where the compiler keeps what it made: a temporary folder would be gone with the next boot
+        # the compiler's cache: its default, a temporary folder, is lost at the next boot
         cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"), "fl_lightning", "inductor")
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
         self._function: Replay = torch.compile(graph, dynamic=False, fullgraph=True)

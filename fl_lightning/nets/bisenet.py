@@ -9,17 +9,17 @@ from fl_lightning.core import ensure, weights
 
 
 class BiSeNetV2(nn.Module):
-    """BiSeNetV2 (Yu et al. 2021) as FedDrive has it, for Cityscapes and IDDA.
+    """BiSeNetV2 (Yu et al. 2021) as in FedDrive, for Cityscapes and IDDA.
 
-    8,196,416 weights with 19 classes, 4,585,552 without the auxiliary heads. Height and width of images are divisible
-    by 32. Parameters have the names of FedDrive's (and CoinCheung's) program, so that its pre-trained backbone can be
-    read. It keeps running statistics of BatchNorm.
+    8,196,416 weights with 19 classes, 4,585,552 without the auxiliary heads. Height and width of images must be
+    divisible by 32. Parameters have the names of FedDrive's (and CoinCheung's) code, so that its pre-trained backbone
+    loads. It has running statistics of BatchNorm.
 
     Args:
         num_classes: Number of classes.
-        auxiliary: Four more heads in training, on what the semantic branch has at 1/4, 1/8, 1/16 and 1/32 of the size.
-        pretrained: A file of weights by part and name, ``{"detail": {...}, "segment": {...}, ...}``, as CoinCheung's
-            ``backbone_v2.pth``; parts that it lacks are drawn.
+        auxiliary: Four more heads in training, on the semantic branch at 1/4, 1/8, 1/16 and 1/32 of the size.
+        pretrained: A file of weights by part and name, ``{"detail": {...}, "segment": {...}, ...}``, such as
+            CoinCheung's ``backbone_v2.pth``; other parts are initialized at random.
 
     Raises:
         UserError: If the pre-trained weights do not fit.
@@ -52,7 +52,7 @@ class BiSeNetV2(nn.Module):
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
             elif isinstance(module, Expansion):
-                nn.init.zeros_(module.get_parameter("conv2.1.weight"))  # a layer begins as its shortcut
+                nn.init.zeros_(module.get_parameter("conv2.1.weight"))  # a layer starts as its shortcut
         if pretrained is not None:
             self._load(pretrained)
 
@@ -67,7 +67,7 @@ class BiSeNetV2(nn.Module):
             weights.load(parts[name], state, key)
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
-        """Logits ``(N, num_classes, H, W)`` of images ``(N, 3, H, W)``; in training a tuple with the auxiliary ones."""
+        """Returns logits ``(N, num_classes, H, W)`` of images ``(N, 3, H, W)``; with auxiliary ones in training."""
         semantic = [x]
         for stage in self.segment:
             semantic.append(stage(semantic[-1]))
@@ -83,7 +83,7 @@ def _named(**parts: nn.Module) -> nn.Sequential:
 
 
 def _conv_bn(channels: int, out: int, kernel: int = 3, stride: int = 1, groups: int = 1) -> list[nn.Module]:
-    """A convolution that keeps the size (but for its stride), and BatchNorm."""
+    """Returns a convolution that keeps the size (up to its stride), and BatchNorm."""
     conv = nn.Conv2d(channels, out, kernel, stride, kernel // 2, groups=groups, bias=False)
     return [conv, nn.BatchNorm2d(out)]
 
@@ -97,7 +97,7 @@ class ConvBNReLU(nn.Sequential):
 
 
 class Stem(nn.Module):
-    """To a quarter of the size and 16 channels, by convolution and by pooling."""
+    """Reduces to a quarter of the size and 16 channels, by convolution and by pooling."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Small networks, with PyTorch's default initialisation.
+"""Small networks, with PyTorch's default initialization.
 
 ReLU comes after max-pooling throughout: the two commute, and fewer values are rectified.
 """
@@ -12,7 +12,7 @@ class FullyConnected(nn.Sequential):
     """Fully connected layers with ReLU between them. By default the 2NN of McMahan et al. 2017, 199,210 weights.
 
     Args:
-        in_features: Numbers in a sample, of whatever shape.
+        in_features: Number of values of a sample of any shape.
         hidden: Widths of the hidden layers.
         num_classes: Number of classes.
     """
@@ -59,7 +59,7 @@ class HsuCNN(nn.Sequential):
 
     Args:
         num_classes: Number of classes.
-        in_channels: Colour channels of the images.
+        in_channels: Color channels of the images.
     """
 
     def __init__(self, num_classes: int = 10, in_channels: int = 3) -> None:
@@ -76,7 +76,7 @@ class HsuCNN(nn.Sequential):
 
 
 class FLSAMCNN(nn.Sequential):
-    """The CNN of McMahan et al. 2017 for 3x32x32 images, as the FL-SAM code (FedGMT) has it.
+    """The CNN of McMahan et al. 2017 for 3x32x32 images, as in the FL-SAM code (FedGMT).
 
     Two padded 5x5 convolutions of 32 and 64 channels, then 512 - classes. 2,156,490 weights with 10 classes.
 

@@ -1,25 +1,25 @@
 """Residual networks without batch statistics."""
 
-from collections import OrderedDict
+from __future__ import annotations
+
 from collections.abc import Callable
 from functools import partial
 from typing import Literal
 
-import torch
 from torch import Tensor, nn
 
-from fl_lightning.core import require
+from fl_lightning.core.errors import require
 
 Norm = Callable[[int], nn.Module]
-"""A normalising layer by its number of channels."""
+"""Returns a normalization layer for a number of channels."""
 
 
 def group_norm(groups: int, channels: int) -> Norm:
-    """GroupNorm of so many groups.
+    """Returns GroupNorm with this number of groups.
 
     Args:
         groups: Groups of every layer.
-        channels: What divides the channels of every layer.
+        channels: A divisor of the channels of every layer.
 
     Raises:
         UserError: If groups does not divide ``channels``.
@@ -36,19 +36,23 @@ def _cifar_stem() -> nn.Conv2d:
     return stem
 
 
-class _TorchvisionResNet(nn.Sequential):
-    """A ResNet of torchvision's, as ``net``."""
-
-    net: nn.Module
+class _TorchvisionResNet(nn.Module):
+    """A ResNet of torchvision, as ``net``."""
 
     def __init__(self, blocks: list[int], num_classes: int, norm: Norm) -> None:
         from torchvision.models.resnet import BasicBlock, ResNet
 
-        super().__init__(OrderedDict(net=ResNet(BasicBlock, blocks, num_classes, norm_layer=norm)))
+        super().__init__()
+        self.net = ResNet(BasicBlock, blocks, num_classes, norm_layer=norm)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns logits ``(N, num_classes)`` of images ``(N, 3, H, W)``."""
+        logits: Tensor = self.net(x)
+        return logits
 
 
 class ResNet18GN(_TorchvisionResNet):
-    """torchvision's ResNet-18 (He et al. 2016) with GroupNorm for BatchNorm.
+    """torchvision's ResNet-18 (He et al. 2016) with GroupNorm instead of BatchNorm.
 
     11,173,962 weights with 10 classes and the CIFAR stem; 11,181,642 with the ImageNet stem (FedSMOO, FedLESAM), and
     11,227,812 with 100 classes.
@@ -69,9 +73,9 @@ class ResNet18GN(_TorchvisionResNet):
 
 
 class ResNet18NoNorm(_TorchvisionResNet):
-    """ResNet-18 with the CIFAR stem and no normalising layer at all: FedGF's (App. D.6, CIFAR-100).
+    """ResNet-18 with the CIFAR stem and no normalization, as in FedGF (App. D.6, CIFAR-100).
 
-    11,210,532 weights with 100 classes. Convolutions without bias, PyTorch's default initialisation.
+    11,210,532 weights with 100 classes. Convolutions without bias, PyTorch's default initialization.
 
     Args:
         num_classes: Number of classes.
@@ -86,9 +90,9 @@ class ResNet18NoNorm(_TorchvisionResNet):
 
 
 class ResNet8GN(_TorchvisionResNet):
-    """FedGMT's small ResNet for CIFAR-100: the first three stages of torchvision's, of one block each.
+    """FedGMT's small ResNet for CIFAR-100: torchvision's first three stages, of one block each.
 
-    ImageNet stem; 64, 128 and 256 channels, strides 1, 2, 2; torchvision's initialisation. 1,258,404 weights with 100
+    ImageNet stem; 64, 128 and 256 channels, strides 1, 2, 2; torchvision's initialization. 1,258,404 weights with 100
     classes.
 
     Args:
@@ -107,11 +111,11 @@ class ResNet8GN(_TorchvisionResNet):
 class PreActResNet18GN(nn.Module):
     """Pre-activation ResNet-18 (He et al. 2016b) of TensorFlow Federated's CIFAR-100 task (Reddi et al. 2021, PAM).
 
-    7x7 stem of stride 2 and max-pooling, then no stride between the stages. 11,227,812 weights with 100 classes. Made
-    for images of 24x24 pixels.
+    7x7 stem of stride 2 and max-pooling, then no stride between the stages. 11,227,812 weights with 100 classes. For
+    images of 24x24 pixels.
 
-    Inferred: padding is symmetric (Keras pads an even size by one pixel more at the far edge); epsilon of the
-    GroupNorms is torch's; the initialisation is not truncated. That ECCV 2022 used this variant is not known.
+    Differences: padding is symmetric (Keras pads an even size by one more pixel at the far edge); epsilon of the
+    GroupNorms is torch's; the initialization is not truncated. Whether ECCV 2022 used this variant is unknown.
 
     Args:
         num_classes: Number of classes.
@@ -140,14 +144,14 @@ class PreActResNet18GN(nn.Module):
         nn.init.zeros_(self.fc.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits ``(N, num_classes)`` of images ``(N, 3, H, W)``."""
+        """Returns logits ``(N, num_classes)`` of images ``(N, 3, H, W)``."""
         x = self.norm(self.blocks(self.stem(x))).relu()
         logits: Tensor = self.fc(x.mean((2, 3)))
         return logits
 
 
 class _PreActBlock(nn.Module):
-    """Twice norm, ReLU, convolution; the first block comes after a norm and a ReLU already."""
+    """Norm, ReLU and convolution, twice; the first block follows a norm and a ReLU."""
 
     def __init__(self, channels: int, out: int, norm: Norm, first: bool) -> None:
         super().__init__()
@@ -164,4 +168,5 @@ class _PreActBlock(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.add(self.shortcut(x), self.residual(x))
+        total: Tensor = self.shortcut(x) + self.residual(x)
+        return total

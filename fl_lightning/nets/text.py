@@ -4,12 +4,12 @@ from torch import Tensor, nn
 
 
 class FastText(nn.Module):
-    """FedGMT's network for AG News: the mean of all embeddings, those of the padding included, and two linear layers.
+    """FedGMT's network for AG News: the mean of all embeddings, including the padding's, and two linear layers.
 
     There is no activation between the layers. 3,157,508 weights by default.
 
     Args:
-        vocabulary: Number of tokens; 0 pads, and its embedding stays zero.
+        vocabulary: Number of tokens; token 0 is padding, and its embedding stays zero.
         dim: Width.
         num_classes: Number of classes.
     """
@@ -21,6 +21,6 @@ class FastText(nn.Module):
         self.fc = nn.Linear(dim, num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits ``(N, num_classes)`` of tokens ``(N, length)``, int64."""
+        """Returns logits ``(N, num_classes)`` of tokens ``(N, length)``, int64."""
         logits: Tensor = self.fc(self.hidden(self.embedding(x).mean(1)))
         return logits

@@ -8,13 +8,13 @@ class ViTCIFAR(nn.Module):
     """FedGMT's vision transformer (ViT-CIFAR): 64 patches of 4x4 pixels, no class token, no dropout.
 
     Two blocks of width 384; scores are divided by the root of the whole width, not of a head's; a GELU after both
-    layers of an MLP; the mean over the patches is normalised and classified. 1,825,162 weights with 10 classes.
+    layers of an MLP; the head takes the normalized mean over the patches. 1,825,162 weights with 10 classes.
 
     Args:
         num_classes: Number of classes.
         dim: Width.
         blocks: Number of encoder blocks.
-        heads: Heads of attention; they divide the width.
+        heads: Attention heads; must divide the width.
     """
 
     def __init__(self, num_classes: int = 10, dim: int = 384, blocks: int = 2, heads: int = 8) -> None:
@@ -25,7 +25,7 @@ class ViTCIFAR(nn.Module):
         self.head = nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, num_classes))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits ``(N, num_classes)`` of images ``(N, 3, 32, 32)``."""
+        """Returns logits ``(N, num_classes)`` of images ``(N, 3, 32, 32)``."""
         patches = x.reshape(len(x), 3, 8, 4, 8, 4).permute(0, 2, 4, 3, 5, 1).reshape(len(x), 64, 48)
         tokens = self.blocks(self.embedding(patches) + self.position)
         logits: Tensor = self.head(tokens.mean(1))
@@ -47,7 +47,7 @@ class _Block(nn.Module):
         return torch.add(x, self.mlp(self.norm2(x)))
 
     def attention(self, x: Tensor) -> Tensor:
-        """Written out: the fused kernels have no second derivative."""
+        """Written out, because the fused kernels have no second derivative."""
         n, tokens, dim = x.shape
         q, k, v = (layer(x).view(n, tokens, self.heads, -1).transpose(1, 2) for layer in (self.q, self.k, self.v))
         scores = q @ k.transpose(2, 3) * dim**-0.5

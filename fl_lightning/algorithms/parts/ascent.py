@@ -1,4 +1,4 @@
-"""Where the gradient is taken: displacements ``(..., d)`` from the local iterate to the ascent point."""
+"""Ascent steps: displacements ``(..., d)`` from the local iterate to the point where the gradient is taken."""
 
 from typing import ClassVar, Literal
 
@@ -46,7 +46,7 @@ class SAM(Ascent):
         self.rho, self.warmup, self.rho0, self.eps = rho, warmup, rho0, eps
 
     def radius(self, t: int) -> float:
-        """Radius of round ``t``, counted from 0."""
+        """Returns the radius of round ``t``, counted from 0."""
         return warm_up(self.rho, self.rho0, self.warmup, t)
 
     def __call__(self, w: Tensor, grad: Gradient, client: State, received: State, ctx: ClientContext) -> Tensor:

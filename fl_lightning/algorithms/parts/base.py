@@ -9,13 +9,13 @@ from fl_lightning.core import ClientContext, Init, RoundContext, State, Upload, 
 Gradient = Callable[[Tensor], Tensor]
 """Gradient of the local objective on this step's minibatch: a point ``(..., d)`` to a gradient ``(..., d)``."""
 Direction = Tensor | tuple[Tensor, Tensor]
-"""What a local step returns: a direction ``(..., d)``, or a clipped and an unclipped part."""
+"""Direction of a local step: a vector ``(..., d)``, or two that are added, of which only the first is clipped."""
 Step = tuple[Direction, State]
 """A direction, and the client's state after the step."""
 
 
 class Part:
-    """What several algorithms share: state of its own, and hooks that add to the algorithm's, by default nothing.
+    """A piece that several algorithms share: its own state, and hooks that add to the algorithm's, by default nothing.
 
     The hooks of all parts run after the algorithm's hook of the same moment, in the order of `LocalObjective.parts`.
     They change their own state only, unless they say otherwise.

@@ -6,10 +6,10 @@ from fl_lightning.core import require
 
 
 class Schedule:
-    """Factor of the learning rate by round; a subclass defines ``__call__(t, rounds)``."""
+    """Base class of the schedules; a subclass defines ``__call__(t, rounds)``."""
 
     def __call__(self, t: int, rounds: int) -> float:
-        """The factor in round ``t`` of ``rounds``, ``t`` from 0."""
+        """Returns the factor of the learning rate in round ``t`` of ``rounds``, counted from 0."""
         raise TypeError(f"{type(self).__name__} must define __call__")
 
 
@@ -28,10 +28,10 @@ class Cosine(Schedule):
 
 
 class Poly(Schedule):
-    """``(1 - t / rounds) ** power``, as segmentation is commonly trained (FedDrive: 0.9).
+    """``(1 - t / rounds) ** power``, common in segmentation (FedDrive: 0.9).
 
-    FedDrive's own code makes the schedule anew for each client and round, with 10,000 times its local steps as the
-    length: there the learning rate hardly falls.
+    FedDrive's own code creates a schedule for each client and round, with a length of 10,000 times its local steps:
+    there the learning rate hardly falls.
 
     Args:
         power: Exponent; 1 falls linearly.
