@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fl_lightning import algorithms
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.core.state import ClientContext, State
+from fl_lightning.core import ClientContext, State
 
 WIRE = "Each name on the wire is one model (d numbers) per participating client and phase, unless it says otherwise."
 

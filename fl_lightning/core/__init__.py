@@ -1,1 +1,69 @@
-"""Flat vectors, named state, contexts, random streams, errors: used by every room."""
+"""What every room uses: flat vectors, named state, contexts, random streams, errors."""
+
+from fl_lightning.core.buffers import unchanged, variance_needed
+from fl_lightning.core.errors import UserError, ensure, require
+from fl_lightning.core.figures import (
+    COLORMAP,
+    COLORS,
+    COLUMN,
+    DASHES,
+    MARKERS,
+    PAGE,
+    log_levels,
+    log_ticks,
+    save_figure,
+    style,
+)
+from fl_lightning.core.files import write_atomically
+from fl_lightning.core.flat import EPS, FlatNet, FlatSpec, accumulator_dtype, is_finite, norm, to_radius
+from fl_lightning.core.forward import Autocast, logits
+from fl_lightning.core.losses import enlarged, kl_to_teacher, not_true
+from fl_lightning.core.modes import eval_mode
+from fl_lightning.core.rng import generator, global_generator, numpy_generator, seeded
+from fl_lightning.core.state import ClientContext, Init, RoundContext, State, Upload, Uploads, Weighting
+
+__all__ = [
+    "COLORMAP",
+    "COLORS",
+    "COLUMN",
+    "DASHES",
+    "EPS",
+    "MARKERS",
+    "PAGE",
+    "Autocast",
+    "ClientContext",
+    "FlatNet",
+    "FlatSpec",
+    "Init",
+    "RoundContext",
+    "State",
+    "Upload",
+    "Uploads",
+    "UserError",
+    "Weighting",
+    "accumulator_dtype",
+    "enlarged",
+    "ensure",
+    "eval_mode",
+    "generator",
+    "global_generator",
+    "is_finite",
+    "kl_to_teacher",
+    "log_levels",
+    "log_ticks",
+    "logits",
+    "norm",
+    "not_true",
+    "numpy_generator",
+    "require",
+    "save_figure",
+    "seeded",
+    "style",
+    "to_radius",
+    "unchanged",
+    "variance_needed",
+    "write_atomically",
+]
+
+
+__all__ = ["State", "UserError", "require"]

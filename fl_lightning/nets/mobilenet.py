@@ -1,7 +1,5 @@
 """MobileNetV2 without batch statistics."""
 
-from __future__ import annotations
-
 from torch import Tensor, nn
 
 from fl_lightning.core import weights

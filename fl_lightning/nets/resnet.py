@@ -1,14 +1,12 @@
 """Residual networks without batch statistics."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Literal
 
 from torch import Tensor, nn
 
-from fl_lightning.core.errors import require
+from fl_lightning.core import require
 
 Norm = Callable[[int], nn.Module]
 """Returns a normalization layer for a number of channels."""
