@@ -27,6 +27,7 @@ from fl_lightning.core import (
     Uploads,
     UserError,
     Weighting,
+    ensure,
     require,
     weights,
 )
@@ -189,8 +190,10 @@ class LocalObjective(SupervisedModule):
         Raises:
             UserError: If the algorithm has state of that name.
         """
-        if "start" in client:
-            raise UserError(f"{type(self).__name__}: state 'start' is where local training starts; choose another name")
+        ensure(
+            "start" not in client,
+            f"{type(self).__name__}: state 'start' is where local training starts; choose another name",
+        )
         w, client = self.local_start(client, received, ctx)
         for part in self.parts:
             w, client = part.local_start(w, client, received, ctx)
@@ -203,8 +206,10 @@ class LocalObjective(SupervisedModule):
             UserError: If `local_end` uploads other names than declared.
         """
         upload, client = self.local_end(w, client, received, ctx)
-        if set(upload) != set(self.up):
-            raise UserError(f"{type(self).__name__}.local_end uploads {sorted(upload)}, but declares up = {self.up}")
+        ensure(
+            set(upload) == set(self.up),
+            f"{type(self).__name__}.local_end uploads {sorted(upload)}, but declares up = {self.up}",
+        )
         for part in self.parts:
             upload, client = part.local_end(w, upload, client, received, ctx)
         return upload, client
@@ -266,11 +271,11 @@ class LocalObjective(SupervisedModule):
         state = {*self.client_inits(), *self.server_inits()} - {"buffers"}
         if averaged and self.averaging is not None:
             state -= set(self.averaging.server_state)
-        if state or self.refers_to_received:
-            raise UserError(
-                f"{type(self).__name__} keeps federated state ({', '.join(sorted(state)) or 'the received model'}): "
-                "train it with fl_lightning.FederatedTrainer, not with lightning.Trainer"
-            )
+        ensure(
+            not state and (not self.refers_to_received),
+            f"{type(self).__name__} keeps federated state ({', '.join(sorted(state)) or 'the received model'}): "
+            "train it with fl_lightning.FederatedTrainer, not with lightning.Trainer",
+        )
 
 
 def load_weights(net: nn.Module, source: str | Mapping[str, Any]) -> None:

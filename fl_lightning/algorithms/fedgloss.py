@@ -14,8 +14,8 @@ from fl_lightning.core import (
     State,
     Upload,
     Uploads,
-    UserError,
     Weighting,
+    ensure,
     require,
     to_radius,
 )
@@ -101,8 +101,10 @@ class NaiveFedGloSS(FedGloSS):
 
     def __init__(self, net: nn.Module, **kwargs: Any) -> None:
         super().__init__(net, **kwargs)
-        if self.relaxed_init:
-            raise UserError(f"model.relaxed_init = {self.relaxed_init}: not with NaiveFedGloSS's two phases; use 0")
+        ensure(
+            not self.relaxed_init,
+            f"model.relaxed_init = {self.relaxed_init}: not with NaiveFedGloSS's two phases; use 0",
+        )
 
     def broadcast(self, server: State, ctx: RoundContext) -> State:
         """First ``w^t``, then the perturbed model."""

@@ -21,9 +21,8 @@ import fl_lightning.nets
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.commands.last import check_last
 from fl_lightning.commands.messages import ArgumentsError, find_user_error
-from fl_lightning.core import UserError, generator, require
+from fl_lightning.core import ensure, generator, require
 from fl_lightning.data import FederatedDataModule
-from fl_lightning.trainer.settings import Kind
 from fl_lightning.trainer.trainer import FederatedTrainer
 
 PARTS = ("trainer", "model", "data")
@@ -172,8 +171,13 @@ class FederatedCLI(LightningCLI):
         positional = [given.pop(name) for name, p in self.parameters.items() if p.kind is p.POSITIONAL_ONLY]
         with made.trainer.environment() if "trainer" in self.parameters else nullcontext():
             if "trainer" in self.parameters:
-                kind: Kind = "centralized" if self.command == "centralized" else "federated"
-                check_last(made.trainer, made.model, made.data, made.get("ckpt_path"), kind)
+                check_last(
+                    made.trainer,
+                    made.model,
+                    made.data,
+                    made.get("ckpt_path"),
+                    "centralized" if self.command == "centralized" else "federated",
+                )
             self.function(*positional, **given)
 
 
@@ -197,8 +201,10 @@ def _set(config: Namespace, key: str, value: Any) -> None:
     for name in (*path, last):
         if isinstance(at, Namespace) and "init_args" in at and name not in at:
             at = at.init_args
-        if not isinstance(at, Namespace) or name not in at:
-            raise UserError(f"{key} = {value}: no such setting; see the run's config.yaml")
+        ensure(
+            isinstance(at, Namespace) and name in at,
+            f"{key} = {value}: no such setting; see the run's config.yaml",
+        )
         if name != last:
             at = at[name]
     at[last] = value

@@ -1,24 +1,19 @@
 """Accuracy on CIFAR-10-C and CIFAR-100-C, by corruption and severity."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from fl_lightning.core import UserError
+from fl_lightning.algorithms.base import LocalObjective
+from fl_lightning.core import ensure
 from fl_lightning.data.corruptions import CORRUPTIONS, SEVERITIES, CorruptedCIFAR
+from fl_lightning.data.minibatches import Batch
+from fl_lightning.data.module import FederatedDataModule
 from fl_lightning.results.corruptions import CLEAN, Accuracy, means, plot_corruptions
 from fl_lightning.results.metrics import write_table
-
-if TYPE_CHECKING:
-    from fl_lightning.algorithms.base import LocalObjective
-    from fl_lightning.data.minibatches import Batch
-    from fl_lightning.data.module import FederatedDataModule
-    from fl_lightning.trainer.trainer import FederatedTrainer
+from fl_lightning.trainer.trainer import FederatedTrainer
 
 SUMMARY = "Evaluate a model on CIFAR-10-C or CIFAR-100-C, by corruption and severity."
 
@@ -45,11 +40,11 @@ def evaluate_corruptions(
         UserError: As `CorruptedCIFAR`, or if the labels are not those of the test set.
     """
     files, y = CorruptedCIFAR(folder, corruptions, severities), data.y_test.cpu().numpy()
-    if not np.array_equal(files.labels, y):
-        raise UserError(
-            f"folder = '{folder}': its {len(files.labels)} labels are not the {len(y)} of data's test set; "
-            "CIFAR-10-C goes with CIFAR10, CIFAR-100-C with CIFAR100"
-        )
+    ensure(
+        np.array_equal(files.labels, y),
+        f"folder = '{folder}': its {len(files.labels)} labels are not the {len(y)} of data's test set; "
+        "CIFAR-10-C goes with CIFAR10, CIFAR-100-C with CIFAR100",
+    )
     yield Accuracy(CLEAN, 0, accuracy(data.eval_batches("test", dtype)))
     for corruption, severity, images, labels in files:
         yield Accuracy(corruption, severity, accuracy(data.batches_of(corruption, images, labels, dtype)))

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from fl_lightning.core import UserError
+from fl_lightning.core import ensure
 from fl_lightning.trainer import checkpoint
 from fl_lightning.trainer.run_folder import RunFolder
 
@@ -52,8 +52,10 @@ def load_net(run_folder: str | Path) -> nn.Module:
     path = Path(run_folder)
     path = RunFolder(path).last if path.is_dir() else path
     config = RunFolder(path.parent.parent).config
-    if not config.is_file():
-        raise UserError(f"{run_folder}: no run folder with a config.yaml; give that of a run of the command line")
+    ensure(
+        config.is_file(),
+        f"{run_folder}: no run folder with a config.yaml; give that of a run of the command line",
+    )
     weights = {key.removeprefix("net."): value for key, value in checkpoint.load(path)["state_dict"].items()}
     with torch.random.fork_rng(devices=[]):
         made = FederatedCLI("test", "--config", str(config)).build(HERE)

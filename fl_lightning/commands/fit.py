@@ -1,16 +1,12 @@
 """``fl-lightning fit``: one run, or several that differ in a number or in their seeds."""
 
-from __future__ import annotations
-
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from fl_lightning.commands.cli import FederatedCLI
 from fl_lightning.commands.last import check_last
 from fl_lightning.core import require
 from fl_lightning.trainer import parallel_runs
-
-if TYPE_CHECKING:
-    from fl_lightning.commands.cli import FederatedCLI
 
 SUMMARY = "Train for trainer.max_rounds rounds."
 

@@ -139,8 +139,9 @@ def _perturbation(study: Study, points: int, span: float, directions: int) -> No
 def _trajectory(study: Study, client: int, points: int) -> None:
     """Local training of a client, by its own algorithm, FedAvg and FedSAM."""
     run, own = study.run, study.run.objective
-    rivals = [kind for kind in (FedAvg, FedSAM) if type(own) is not kind]
-    objectives = [own, *(kind(own.net, loss=own.loss, optimizer=own.optimizer) for kind in rivals)]
+    kinds = (FedAvg,) if type(own) is FedSAM else (FedAvg, FedSAM)
+    rivals: list[LocalObjective] = [kind(own.net, loss=own.loss, optimizer=own.optimizer) for kind in kinds]
+    objectives = rivals if type(own) is FedAvg else [own, *rivals]
     paths = {type(o).__name__: trajectory(run, o, client) for o in objectives}
     first, second = list(paths.values())[:2]
     plane = Plane.through(first[0], first[-1], second[-1])

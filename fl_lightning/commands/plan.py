@@ -1,7 +1,5 @@
 """``fl-lightning plan``: a few rounds of a run, measured here on one process, and arithmetic."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import io
@@ -15,22 +13,20 @@ from functools import cache, partial
 from json import dumps
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
 from fl_lightning.algorithms.base import LocalObjective
+from fl_lightning.commands.cli import FederatedCLI
 from fl_lightning.core import State, require
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.trainer import collectives
 from fl_lightning.trainer.callbacks import Callback, FlatnessMonitor, Progress
 from fl_lightning.trainer.run import Run
 from fl_lightning.trainer.trainer import FederatedTrainer
-
-if TYPE_CHECKING:
-    from fl_lightning.commands.cli import FederatedCLI
 
 SUMMARY = "Predict hours, memory and bits of a fit, from a few rounds that are measured here."
 

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.core import UserError
+from fl_lightning.core import ensure
 from fl_lightning.flatness import Batches, Values
 from fl_lightning.results.metrics import write_table
 from fl_lightning.trainer import checkpoint, collectives
@@ -69,8 +69,10 @@ def weights_of(run: Run, ckpt_path: str) -> tuple[Path, Tensor]:
     path = RunFolder.find_checkpoint(ckpt_path, run.settings.default_root_dir, run.name)
     flat, saved = run.objective.flat, checkpoint.load(path)["state_dict"]
     for name, shape in zip(flat.names, flat.shapes, strict=True):
-        if f"net.{name}" not in saved or saved[f"net.{name}"].shape != shape:
-            raise UserError(f"{path}: its '{name}' does not fit model.net; compare checkpoints of the same net")
+        ensure(
+            f"net.{name}" in saved and saved[f"net.{name}"].shape == shape,
+            f"{path}: its '{name}' does not fit model.net; compare checkpoints of the same net",
+        )
     return path, torch.cat([saved[f"net.{name}"].reshape(-1) for name in flat.names]).to(run.server.w)
 
 
@@ -80,11 +82,11 @@ def check_no_buffers(model: LocalObjective) -> None:
     Raises:
         UserError: If it does.
     """
-    if model.net_buffers is not None:
-        raise UserError(
-            f"model.net = {type(model.net).__name__} keeps buffers, and a landscape would need statistics at every "
-            "point; take a net without, such as one with GroupNorm"
-        )
+    ensure(
+        model.net_buffers is None,
+        f"model.net = {type(model.net).__name__} keeps buffers, and a landscape would need statistics at every "
+        "point; take a net without, such as one with GroupNorm",
+    )
 
 
 @dataclass

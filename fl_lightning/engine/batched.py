@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.func import functional_call, grad_and_value, vmap
 
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.core import Autocast, ClientContext, FlatNet, State, Upload, UserError, eval_mode, is_finite
+from fl_lightning.core import Autocast, ClientContext, FlatNet, State, Upload, UserError, ensure, eval_mode, is_finite
 from fl_lightning.data.minibatches import Block, blocks
 from fl_lightning.engine.base import COLUMNS, Engine, Job, LocalResult
 from fl_lightning.engine.record import (
@@ -85,16 +85,16 @@ class BatchedEngine(Engine):
 
     def __init__(self, objective: LocalObjective, net: FlatNet, autocast: Autocast, width: int | None = None) -> None:
         super().__init__(objective, net, autocast)
-        if type(objective).training_step is not LocalObjective.training_step:
-            raise UserError(
-                f"trainer.engine = {self.name}: {type(objective).__name__} defines training_step; define `losses`, one "
-                "value per sample, or use sequential"
-            )
-        if objective.net_buffers is not None:
-            raise UserError(
-                f"trainer.engine = {self.name}: {type(objective.net).__name__} has buffers, which hold those of one "
-                "client; use sequential"
-            )
+        ensure(
+            type(objective).training_step is LocalObjective.training_step,
+            f"trainer.engine = {self.name}: {type(objective).__name__} defines training_step; define `losses`, one "
+            "value per sample, or use sequential",
+        )
+        ensure(
+            objective.net_buffers is None,
+            f"trainer.engine = {self.name}: {type(objective.net).__name__} has buffers, which hold those of one "
+            "client; use sequential",
+        )
         self.width = width
         self._widest = 2  # a convolution of a single group rounds differently
 

@@ -9,7 +9,7 @@ from statistics import mean, stdev
 
 import yaml
 
-from fl_lightning.core import UserError
+from fl_lightning.core import UserError, ensure
 from fl_lightning.results.configs import EXECUTION
 from fl_lightning.results.metrics import write_table
 from fl_lightning.results.summary import LAST, Summary, summarise
@@ -87,8 +87,10 @@ def compare(
         metric = metric or found.metric  # the same of all
         key, seed = _identity(folder)
         for other_seed, other in members.setdefault(key, []):
-            if seed == other_seed:
-                raise UserError(f"runs = {run}: the same config and seed as {other}; leave one of them out")
+            ensure(
+                seed != other_seed,
+                f"runs = {run}: the same config and seed as {other}; leave one of them out",
+            )
         members[key].append((seed, folder))
     names = _names([group[0][1] for group in members.values()])
     groups = []

@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from fl_lightning.core import UserError
+from fl_lightning.core import UserError, ensure
 
 PAPERS = {
     "fedsam": "Caldarola et al., ECCV 2022: FedSAM, FedASAM, SWA",
@@ -76,8 +76,10 @@ def find(**where: str) -> list[Cell]:
     """
     found = list(_all())
     for column, value in where.items():
-        if column not in COLUMNS:
-            raise UserError(f"papers: {column} is no column; choose from {', '.join(COLUMNS)}")
+        ensure(
+            column in COLUMNS,
+            f"papers: {column} is no column; choose from {', '.join(COLUMNS)}",
+        )
         have = list(dict.fromkeys(getattr(cell, column) for cell in found))
         found = [cell for cell in found if getattr(cell, column) == value]
         if not found:

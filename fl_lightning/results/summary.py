@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean, pstdev, stdev
 
-from fl_lightning.core import UserError, require
+from fl_lightning.core import ensure, require
 from fl_lightning.results.metrics import read_metrics
 
 LAST = 100
@@ -22,6 +22,7 @@ class Summary:
         evaluations: Their number.
         mean: Mean over these evaluations: the papers' headline.
         std: Sample standard deviation over them (n - 1), as FedGMT reports it; None for a single one.
+        std_population: The same with n.
         best: Largest value of the whole run.
         best_round: The first round with that value.
         final: Value of the last evaluation.
@@ -41,6 +42,7 @@ class Summary:
     evaluations: int
     mean: float
     std: float | None
+    std_population: float
     best: float
     best_round: int
     final: float
@@ -69,18 +71,24 @@ def summarise(run: str | Path, last: int = LAST, target: float | None = None, me
     require(last >= 1, "last", last, "at least 1 round")
     path = Path(run)
     path = path / "metrics.csv" if path.is_dir() else path
-    if not path.is_file():
-        raise UserError(f"run = {run}: no metrics.csv there; give the folder of a run")
+    ensure(
+        path.is_file(),
+        f"run = {run}: no metrics.csv there; give the folder of a run",
+    )
     columns = read_metrics(path)
     if metric is None:
         tested = [name for name in columns if name.startswith("server/test/") and name != "server/test/loss"]
         metric = tested[0] if tested else "server/test/acc"
-    if metric not in columns:
-        raise UserError(f"metric = {metric}: not in {path}, which has {', '.join(columns) or 'no rows'}")
+    ensure(
+        metric in columns,
+        f"metric = {metric}: not in {path}, which has {', '.join(columns) or 'no rows'}",
+    )
     evaluated, rounds = columns[metric], max(values[-1][0] for values in columns.values())
     window = [value for at, value in evaluated if at > rounds - last]
-    if not window:
-        raise UserError(f"last = {last}: no {metric} in the last {last} of {rounds} rounds of {path}; take more rounds")
+    ensure(
+        bool(window),
+        f"last = {last}: no {metric} in the last {last} of {rounds} rounds of {path}; take more rounds",
+    )
     best_round, best = max(evaluated, key=lambda pair: (pair[1], -pair[0]))
     reached = next((at for at, value in evaluated if value >= target), None) if target is not None else None
 
@@ -98,6 +106,7 @@ def summarise(run: str | Path, last: int = LAST, target: float | None = None, me
         evaluations=len(window),
         mean=mean(window),
         std=stdev(window) if len(window) > 1 else None,
+        std_population=pstdev(window),
         best=best,
         best_round=best_round,
         final=evaluated[-1][1],

@@ -9,7 +9,7 @@ import lightning as L
 import torch
 
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.core import UserError, global_generator, seeded, unchanged
+from fl_lightning.core import ensure, global_generator, seeded, unchanged
 from fl_lightning.trainer.run import Run, Snapshot
 from fl_lightning.trainer.settings import Settings
 
@@ -74,8 +74,10 @@ def check_centralized(settings: Settings, model: LocalObjective) -> None:
         UserError: If the model keeps federated state, or there is more than one process.
     """
     model.check_centralized(averaged=True)
-    if settings.fabric.world_size > 1:
-        raise UserError(f"trainer.devices = {settings.fabric.world_size}: centralized training takes 1")
+    ensure(
+        settings.fabric.world_size <= 1,
+        f"trainer.devices = {settings.fabric.world_size}: centralized training takes 1",
+    )
 
 
 def train_centrally(run: Run) -> None:

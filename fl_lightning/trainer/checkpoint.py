@@ -7,7 +7,7 @@ from typing import Any
 import lightning
 import torch
 
-from fl_lightning.core import State, UserError, write_atomically
+from fl_lightning.core import State, UserError, ensure, write_atomically
 from fl_lightning.trainer.loggers import RunLogger
 from fl_lightning.trainer.run import Run, state_keys
 from fl_lightning.trainer.run_folder import RunFolder
@@ -72,16 +72,16 @@ def load(path: Path) -> dict[str, Any]:
         UserError: If the file is not a checkpoint of this package.
     """
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        content: Any = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         raise UserError(
             f"ckpt_path = {path}: not a readable checkpoint ({type(error).__name__}); take an older one, or start again"
         ) from None
-    if not isinstance(content, dict) or not {"server", "clients", "round", "identity"} <= content.keys():
-        raise UserError(
-            f"ckpt_path = {path}: not a checkpoint of fl_lightning; give one from a run's checkpoints folder"
-        )
-    return content
+    ensure(
+        isinstance(content, dict) and {"server", "clients", "round", "identity"} <= content.keys(),
+        f"ckpt_path = {path}: not a checkpoint of fl_lightning; give one from a run's checkpoints folder",
+    )
+    return dict(content)
 
 
 def restore(run: Run, ckpt_path: str, resume: bool = True, clients: bool = True) -> None:
@@ -104,10 +104,10 @@ def restore(run: Run, ckpt_path: str, resume: bool = True, clients: bool = True)
         command = "fit" if run.kind == "centralized" else "centralized"
         raise UserError(f"ckpt_path = {path}: of {content['kind']} training; continue it with `fl-lightning {command}`")
     _check_identity(path, content["identity"], _identity(run) if clients else _model_identity(run))
-    if resume and content["round"] > run.max_rounds:
-        raise UserError(
-            f"trainer.max_rounds = {run.max_rounds}: {path} has done {content['round']}; take at least as many"
-        )
+    ensure(
+        not resume or content["round"] <= run.max_rounds,
+        f"trainer.max_rounds = {run.max_rounds}: {path} has done {content['round']}; take at least as many",
+    )
     if resume or path.parent.name == RunFolder.CHECKPOINTS:
         run.folder = RunFolder.of_checkpoint(path)
     if clients and run.fabric.is_global_zero:
@@ -142,11 +142,11 @@ def _model_identity(run: Run) -> dict[str, Any]:
 
 def _check_identity(path: Path, saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:
     for key, value in here.items():
-        if saved.get(key) != value:
-            raise UserError(
-                f"ckpt_path = {path}: made with {key} = {_short(saved.get(key))}, this run has {_short(value)}; "
-                "resume with the run's own config.yaml"
-            )
+        ensure(
+            saved.get(key) == value,
+            f"ckpt_path = {path}: made with {key} = {_short(saved.get(key))}, this run has {_short(value)}; "
+            "resume with the run's own config.yaml",
+        )
 
 
 def _short(value: Any) -> str:

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from fl_lightning.core import UserError, generator, variance_needed
+from fl_lightning.core import UserError, ensure, generator, variance_needed
 from fl_lightning.trainer.run import Run
 
 MISFIT = (RuntimeError, ValueError, IndexError, TypeError, AttributeError)
@@ -34,11 +34,11 @@ def check_fit(run: Run) -> None:
             "has no variance, and model.buffers = local evaluates by its statistics; choose another size, such as 8"
         ):
             evaluator.logits(run.server.w, x[:least], by_batch=True)
-    if not fits:
-        raise UserError(
-            f"model.net = {net} gives outputs of shape {tuple(logits.shape)} for {data.num_classes} classes; "
-            f"set its num_classes to {data.num_classes}"
-        )
+    ensure(
+        fits,
+        f"model.net = {net} gives outputs of shape {tuple(logits.shape)} for {data.num_classes} classes; "
+        f"set its num_classes to {data.num_classes}",
+    )
     _check_loss(run, logits, y)
     draw = generator(run.seed, "check")
     x, y = next(iter(data.client_batches(0, 1, 1, draw, run.dtype)))  # with Mixup its labels are probabilities
@@ -54,7 +54,7 @@ def _check_loss(run: Run, logits: Tensor, y: Tensor) -> None:
             f"model.loss = {loss} cannot take logits {tuple(logits.shape)} and labels {tuple(y.shape)} "
             f"({str(error).splitlines()[0]:.80}); choose a loss for classes"
         ) from None
-    if shape != (len(y),):
-        raise UserError(
-            f"model.loss = {loss} gives a value of shape {shape}; it must give one loss per sample, {(len(y),)}"
-        )
+    ensure(
+        shape == (len(y),),
+        f"model.loss = {loss} gives a value of shape {shape}; it must give one loss per sample, {(len(y),)}",
+    )

@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Sequence
 from itertools import islice
+from operator import attrgetter
 from statistics import mean, stdev
 
 from rich.console import Console
 from rich.table import Table
 
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.core import UserError
+from fl_lightning.core import UserError, ensure
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.engine import Engine
 from fl_lightning.trainer.callbacks.progress import COLUMNS, Progress
@@ -50,15 +51,15 @@ def fit(
     """
     first = trainers[0]
     with first.environment():
-        if first.fabric.world_size > 1:
-            raise UserError(
-                f"trainer.devices: {first.fabric.world_size} processes; parallel runs take one, set it to 1"
-            )
+        ensure(
+            first.fabric.world_size <= 1,
+            f"trainer.devices: {first.fabric.world_size} processes; parallel runs take one, set it to 1",
+        )
         names = differing(models)
         runs = [trainer.start(model, datamodule, ckpt_path) for trainer, model in zip(trainers, models, strict=True)]
         for run in runs:
             check_fit(run)
-            run.varied = {name: _get(run.objective, name) for name in names}
+            run.varied = {name: float(attrgetter(name)(run.objective)) for name in names}
             if run is not runs[0]:
                 run.callbacks = [c for c in run.callbacks if not isinstance(c, Progress)]
         choose_engine(runs)
@@ -78,29 +79,28 @@ def differing(models: Sequence[LocalObjective]) -> list[str]:
     """
     names = []
     remedy = "parallel runs must have the same; start them one by one"
-    if len({(*model.flat.names, *model.flat.shapes) for model in models}) > 1:
-        raise UserError(f"model.net: {remedy}")
+    ensure(
+        len({(*model.flat.names, *model.flat.shapes) for model in models}) <= 1,
+        f"model.net: {remedy}",
+    )
     for part in PARTS:
         owners = [getattr(model, part) if part else model for model in models]
-        if len({type(owner) for owner in owners}) > 1:
-            raise UserError(f"model.{part or 'class_path'}: {remedy}")
+        ensure(
+            len({type(owner) for owner in owners}) <= 1,
+            f"model.{part or 'class_path'}: {remedy}",
+        )
         for name, value in vars(owners[0]).items() if owners[0] is not None else ():
             values = [vars(owner)[name] for owner in owners]
             if name.startswith("_") or name in PARTS or not isinstance(value, Plain) or len(set(values)) == 1:
                 continue
             path = f"{part}.{name}".lstrip(".")
-            if part == "loss" or not all(type(v) in (int, float) for v in values):
-                raise UserError(
-                    f"model.{path} = {', '.join(map(str, values))}: parallel runs may differ in numbers of the "
-                    "objective, its ascent and its optimizer; start them one by one"
-                )
+            ensure(
+                part != "loss" and all(type(v) in (int, float) for v in values),
+                f"model.{path} = {', '.join(map(str, values))}: parallel runs may differ in numbers of the "
+                "objective, its ascent and its optimizer; start them one by one",
+            )
             names.append(path)
     return names
-
-
-def _get(model: LocalObjective, name: str) -> float:
-    part, _, attribute = name.rpartition(".")
-    return float(getattr(getattr(model, part) if part else model, attribute))
 
 
 def _train(runs: Sequence[Run]) -> dict[Run, UserError]:

@@ -6,9 +6,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
+from lightning.fabric import Fabric
 from lightning.fabric.loggers.logger import Logger
 from torch import Tensor
 
@@ -22,9 +23,6 @@ from fl_lightning.trainer.evaluation import Evaluator, Split
 from fl_lightning.trainer.loggers import RunLogger
 from fl_lightning.trainer.run_folder import RunFolder
 from fl_lightning.trainer.settings import Kind, Settings
-
-if TYPE_CHECKING:
-    from lightning.fabric import Fabric
 
 
 class Callback:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import count
 from pathlib import Path
 
-from fl_lightning.core import UserError
+from fl_lightning.core import UserError, ensure
 
 
 class RunFolder:
@@ -62,11 +62,11 @@ class RunFolder:
         Raises:
             UserError: If the file does not lie in the checkpoints folder of a run.
         """
-        if path.parent.name != cls.CHECKPOINTS:
-            raise UserError(
-                f"ckpt_path = {path}: not in the checkpoints folder of a run, so there is no run to continue; to start "
-                "from its weights, give it as model.init_weights"
-            )
+        ensure(
+            path.parent.name == cls.CHECKPOINTS,
+            f"ckpt_path = {path}: not in the checkpoints folder of a run, so there is no run to continue; to start "
+            "from its weights, give it as model.init_weights",
+        )
         return cls(path.parent.parent)
 
     @staticmethod
@@ -77,8 +77,10 @@ class RunFolder:
             UserError: If there is none.
         """
         if ckpt_path not in ("last", "best"):
-            if not Path(ckpt_path).is_file():
-                raise UserError(f"ckpt_path = {ckpt_path}: no such file; give a checkpoint file, 'last' or 'best'")
+            ensure(
+                Path(ckpt_path).is_file(),
+                f"ckpt_path = {ckpt_path}: no such file; give a checkpoint file, 'last' or 'best'",
+            )
             return Path(ckpt_path)
         found = list((root / name).glob(f"version_*/{RunFolder.CHECKPOINTS}/{ckpt_path}.ckpt"))
         if not found:

@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from fl_lightning.core import UserError, numpy_generator, require
+from fl_lightning.core import UserError, ensure, numpy_generator, require
 
 
 class CohortSampler:
@@ -38,11 +38,11 @@ class UniformSampler(CohortSampler):
         self.clients_per_round = clients_per_round
 
     def check(self, rounds: int, m: int) -> None:
-        if self.clients_per_round > m:
-            raise UserError(
-                f"trainer.clients_per_round = {self.clients_per_round}, but there are only {m} clients: "
-                f"take at most {m}, or raise data.num_clients"
-            )
+        ensure(
+            self.clients_per_round <= m,
+            f"trainer.clients_per_round = {self.clients_per_round}, but there are only {m} clients: "
+            f"take at most {m}, or raise data.num_clients",
+        )
 
     def __call__(self, t: int, m: int, seed: int) -> list[int]:
         draw = numpy_generator(seed, "cohort", t).choice(m, self.clients_per_round, replace=False, shuffle=False)
@@ -87,16 +87,16 @@ class ReplaySampler(CohortSampler):
         self.rounds: Sequence[Sequence[int]] = _read_trace(rounds) if isinstance(rounds, str) else rounds
 
     def check(self, rounds: int, m: int) -> None:
-        if len(self.rounds) < rounds:
-            raise UserError(
-                f"trainer.sampler.rounds holds {len(self.rounds)} rounds, trainer.max_rounds = {rounds}: "
-                f"take max_rounds {len(self.rounds)}, or a longer trace"
-            )
+        ensure(
+            len(self.rounds) >= rounds,
+            f"trainer.sampler.rounds holds {len(self.rounds)} rounds, trainer.max_rounds = {rounds}: "
+            f"take max_rounds {len(self.rounds)}, or a longer trace",
+        )
         for t, cohort in enumerate(self.rounds):
-            if not cohort or len(set(cohort)) < len(cohort) or not all(0 <= k < m for k in cohort):
-                raise UserError(
-                    f"trainer.sampler.rounds[{t}] = {list(cohort)}: give different ids from 0 to {m - 1}, at least one"
-                )
+            ensure(
+                0 < len(cohort) == len(set(cohort)) and all(0 <= k < m for k in cohort),
+                f"trainer.sampler.rounds[{t}] = {list(cohort)}: give different ids from 0 to {m - 1}, at least one",
+            )
 
     def __call__(self, t: int, m: int, seed: int) -> list[int]:
         return list(self.rounds[t])

@@ -33,7 +33,7 @@ def test_summary_by_hand(tmp_path: Path) -> None:
     found = summarise(folder, last=3, target=0.6)
     assert (found.metric, found.rounds, found.last, found.evaluations) == ("server/test/acc", 6, 3, 3)
     assert found.mean == pytest.approx(0.7)
-    assert found.std == pytest.approx(0.1)
+    assert found.std == pytest.approx(0.1) and found.std_population == pytest.approx(sqrt(0.02 / 3))
     assert (found.best, found.best_round, found.final) == (0.8, 4, 0.7)
     assert (found.minutes, found.bits, found.transmissions) == (3.0, 12000, 12)
     assert (found.target_round, found.target_minutes) == (4, 2.0)  # round 3 was not evaluated, 5 fell below again
@@ -49,7 +49,7 @@ def test_targets_and_windows(tmp_path: Path) -> None:
     assert summarise(folder).target_round is None
     whole, single = summarise(folder), summarise(folder, last=2)
     assert (whole.last, whole.evaluations, whole.best_round) == (6, 3, 4)
-    assert (single.evaluations, single.mean, single.std) == (1, 0.8, None)
+    assert (single.evaluations, single.mean, single.std, single.std_population) == (1, 0.8, None, 0)
 
 
 def test_metric_of_the_data(tmp_path: Path) -> None:

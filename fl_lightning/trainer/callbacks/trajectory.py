@@ -1,16 +1,10 @@
 """Weights after every round, to compare a run with outside numbers."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from torch import Tensor
 
+from fl_lightning.core import State
+from fl_lightning.engine import LocalResult
 from fl_lightning.trainer.run import Callback, Run
-
-if TYPE_CHECKING:
-    from fl_lightning.core.state import State
-    from fl_lightning.engine import LocalResult
 
 
 class Trajectory(Callback):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.core import State, UserError, accumulator_dtype, require
+from fl_lightning.core import State, accumulator_dtype, ensure, require
 from fl_lightning.engine import LocalResult
 from fl_lightning.flatness import Batches, Progress
 from fl_lightning.trainer import collectives
@@ -209,11 +209,11 @@ def check_statistics(objective: LocalObjective) -> None:
     Raises:
         UserError: If every client keeps its own.
     """
-    if objective.net_buffers is not None and objective.net_buffers.policy == "local":
-        raise UserError(
-            "model.buffers = local: the global model has no running statistics to measure its flatness with; use "
-            "average or reset, or do not measure it"
-        )
+    ensure(
+        objective.net_buffers is None or objective.net_buffers.policy != "local",
+        "model.buffers = local: the global model has no running statistics to measure its flatness with; use "
+        "average or reset, or do not measure it",
+    )
 
 
 def check_counts(measure: Measure, **values: int | None) -> None:
