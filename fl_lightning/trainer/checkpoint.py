@@ -78,7 +78,7 @@ def load(path: Path) -> dict[str, Any]:
             f"ckpt_path = {path}: not a readable checkpoint ({type(error).__name__}); take an older one, or start again"
         ) from None
     ensure(
-        isinstance(content, dict) and {"server", "clients", "round", "identity"} <= content.keys(),
+        isinstance(content, dict) and {"server", "clients", "round", "identity", "kind"} <= content.keys(),
         f"ckpt_path = {path}: not a checkpoint of fl_lightning; give one from a run's checkpoints folder",
     )
     return dict(content)
@@ -144,11 +144,6 @@ def _check_identity(path: Path, saved: Mapping[str, Any], here: Mapping[str, Any
     for key, value in here.items():
         ensure(
             saved.get(key) == value,
-            f"ckpt_path = {path}: made with {key} = {_short(saved.get(key))}, this run has {_short(value)}; "
+            f"ckpt_path = {path}: made with {key} = {saved.get(key)!s:.60}, this run has {value!s:.60}; "
             "resume with the run's own config.yaml",
         )
-
-
-def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 60 else f"{text[:60]}…"

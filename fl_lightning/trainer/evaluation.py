@@ -15,7 +15,6 @@ from fl_lightning.data import FederatedDataModule
 from fl_lightning.trainer import collectives
 
 Split = Literal["train", "val", "test"]
-Batches = Iterable[tuple[Tensor, Tensor]]
 
 
 class Evaluator:
@@ -79,7 +78,11 @@ class Evaluator:
         }
 
     def measure(
-        self, batches: Batches, w: Tensor, statistics: Tensor | None, parts: Mapping[str, Tensor] | None = None
+        self,
+        batches: Iterable[tuple[Tensor, Tensor]],
+        w: Tensor,
+        statistics: Tensor | None,
+        parts: Mapping[str, Tensor] | None = None,
     ) -> dict[str, float]:
         """Mean loss and the data's metric on batches.
 

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from fl_lightning import SAM, SGD, Augment, FedAvg, FederatedTrainer, FedGMT, FedNTD, LocalObjective, UserError
 from fl_lightning.core.rng import generator, numpy_generator
 from fl_lightning.data.minibatches import blocks
+from fl_lightning.trainer.run import Run
 from tests.data.test_data import toy
 from tests.engine.test_engines import assert_close, data
 
@@ -143,15 +144,14 @@ def test_mistakes(settings: dict[str, Any], message: str) -> None:
 FULL = {"crop": 1, "cutout": 2, "mixup": 0.7}
 
 
-def train(folder: Path, objective: LocalObjective, engine: str, **options: Any) -> FederatedTrainer:
+def train(folder: Path, objective: LocalObjective, engine: str, **options: Any) -> Run:
     module = data()
     module.augment = Augment(**{**FULL, **options})
     trainer = FederatedTrainer(
         max_rounds=2, clients_per_round=4, precision="64-true", engine=engine, accelerator="cpu", threads=1,  # type: ignore[arg-type]
         default_root_dir=str(folder), enable_progress_bar=False, callbacks=[],
     )  # fmt: skip
-    trainer.fit(objective, module)
-    return trainer
+    return trainer.fit(objective, module)
 
 
 def net(side: int = 6) -> nn.Module:
@@ -202,7 +202,7 @@ def test_mixup_by_hand(tmp_path: Path) -> None:
     w = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
     for t in range(2):
         local, total = [], 0
-        for k in run.sampler(t, 5, 0):
+        for k in run.settings.sampler(t, 5, 0):
             v, batches = w.clone(), module.client_batches(k, 1, None, generator(0, "batches", t, 0, k), torch.float64)
             at = 0
             for size in batches.sizes:

@@ -19,6 +19,7 @@ from fl_lightning import CIFAR10, CIFAR100, CINIC10, AGNews, FedAvg, FederatedTr
 from fl_lightning.core.errors import UserError
 from fl_lightning.core.rng import numpy_generator
 from fl_lightning.data.text import basic_english, vocabulary
+from fl_lightning.trainer.run import Run
 from tests import generated
 from tests.generated import news, pictures
 
@@ -60,14 +61,13 @@ def test_cifar100_knows_coarse_labels_and_names(tmp_path: Path, monkeypatch: pyt
         CIFAR100(str(tmp_path)).setup()
 
 
-def run(data: Any, net: nn.Module, folder: Path) -> FederatedTrainer:
+def run(data: Any, net: nn.Module, folder: Path) -> Run:
     """A round of every client."""
     trainer = FederatedTrainer(
         max_rounds=1, clients_per_round=data.num_clients, engine="sequential", accelerator="cpu", callbacks=[],
         default_root_dir=str(folder / "runs"), enable_progress_bar=False,
     )  # fmt: skip
-    trainer.fit(FedAvg(net=net), data)
-    return trainer
+    return trainer.fit(FedAvg(net=net), data)
 
 
 # CINIC-10

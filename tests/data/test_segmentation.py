@@ -27,6 +27,7 @@ from fl_lightning import (
 from fl_lightning.core.rng import generator, numpy_generator
 from fl_lightning.data.miou import MeanIoU
 from fl_lightning.data.segmentation import CITYSCAPES, IDDA16
+from fl_lightning.trainer.run import Run
 from tests.engine.test_engines import assert_close
 from tests.generated import lists, scene
 from tests.runs import cli
@@ -93,7 +94,7 @@ def test_idda_has_seen_and_unseen_domains(tmp_path: Path) -> None:
     seen, unseen, both = (run.metrics[f"server/test{part}/miou"] for part in ("_seen", "_unseen", ""))
     x = torch.cat([x for x, _ in data.eval_batches("test", torch.float64)])
     assert x.shape == (3, 3, 8, 16)
-    logits = F.interpolate(run.logits(run.global_model, x), size=SIZE, mode="bilinear")
+    logits = F.interpolate(run.evaluator.logits(run.global_model, x), size=SIZE, mode="bilinear")
     y = torch.cat([y for _, y in data.eval_batches("test")])
     assert y.shape == (3, *SIZE)
     for value, part in ((unseen, slice(0, 1)), (seen, slice(1, 3)), (both, slice(0, 3))):
@@ -132,19 +133,18 @@ class Net(nn.Module):
         return (self.conv(x), self.side(x)) if self.training and self.auxiliary else self.conv(x)
 
 
-def train(data: Any, objective: LocalObjective, engine: str, folder: Path) -> FederatedTrainer:
+def train(data: Any, objective: LocalObjective, engine: str, folder: Path) -> Run:
     trainer = FederatedTrainer(
         max_rounds=2, clients_per_round=2, engine=engine, accelerator="cpu", threads=1, precision="64-true",  # type: ignore[arg-type]
         default_root_dir=str(folder / "runs"), enable_progress_bar=False, callbacks=[],
     )  # fmt: skip
-    trainer.fit(objective, data)
-    return trainer
+    return trainer.fit(objective, data)
 
 
 def test_engines_agree(tmp_path: Path) -> None:
     """Auxiliary heads, the hardest pixels, SAM, and augmentation of images with their maps."""
 
-    def run(engine: str) -> FederatedTrainer:
+    def run(engine: str) -> Run:
         data = cityscapes(tmp_path, augment=ScaledCrop((8, 12), (0.5, 1.5), jitter=0.4))
         objective = FedAvg(net=Net(auxiliary=True), loss=PixelCrossEntropy(0.25), ascent=SAM(0.1))
         return train(data, objective, engine, tmp_path)

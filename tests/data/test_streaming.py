@@ -63,8 +63,7 @@ def fit(data, tmp_path, engine="sequential", **kwargs):
         default_root_dir=str(tmp_path / "runs"),
         **kwargs,
     )
-    trainer.fit(FedAvg(net=net()), data)
-    return trainer
+    return trainer.fit(FedAvg(net=net()), data)
 
 
 def readers():

@@ -178,7 +178,7 @@ def small_disk() -> Iterator[None]:
 
 
 def whole_checkpoint(x: torch.Tensor) -> dict[str, Any]:
-    return {"server": {"w": x}, "clients": {}, "round": 1, "identity": {}}
+    return {"server": {"w": x}, "clients": {}, "round": 1, "identity": {}, "kind": "federated"}
 
 
 def test_write_that_fails_leaves_the_previous_checkpoint(tmp_path: Path, small_disk: None) -> None:

@@ -90,6 +90,8 @@ def test_a_callback_may_stop_the_run(tmp_path: Path) -> None:
 
     run = fit(tmp_path, Stop())
     assert run.rounds_done == 2 and last(run.folder.path)["round"] == 2
+    early = fit(tmp_path / "early", Stop(), eval_every=5, enable_progress_bar=True)  # before the first evaluation
+    assert early.rounds_done == 2 and not (early.folder.path / "summary.json").exists()
 
 
 def test_max_time_counts_over_resumptions(tmp_path: Path) -> None:

@@ -95,12 +95,11 @@ class Progress(Callback):
                 at, best = pick(columns[name], key=lambda pair: pair[1])
                 table.add_row(title, _number(columns[name][-1][1]), _number(best), str(at))
         self.console.print(table)
-        found = Summary(**json.loads((run.folder.path / FILE).read_text()))
-        name, spread = COLUMNS.get(found.metric, found.metric), f" ± {_number(found.std)}" if found.std else ""
-        self.console.print(
-            f"last {found.last} rounds: mean {name} {_number(found.mean)}{spread} of {found.evaluations} evaluations",
-            highlight=False,
-        )
+        if (run.folder.path / FILE).exists():
+            found = Summary(**json.loads((run.folder.path / FILE).read_text()))
+            name, spread = COLUMNS.get(found.metric, found.metric), f" ± {_number(found.std)}" if found.std else ""
+            mean = f"mean {name} {_number(found.mean)}{spread} of {found.evaluations} evaluations"
+            self.console.print(f"last {found.last} rounds: {mean}", highlight=False)
         seconds = sum(value for name in ("time/round_s", "time/flatness_s") for _, value in columns.get(name, ()))
         bits = run.metrics.get("comm/total_bits")
         wire = "" if bits is None else f", {bits / 8e6:,.1f} MB over the wire"

@@ -27,8 +27,8 @@ class Results(Callback):
         self.last, self.target = last, target
 
     def on_fit_end(self, run: Run) -> None:
-        if run.fabric.is_global_zero:
-            metric = f"server/test/{run.data.metric()[0]}"
+        metric = f"server/test/{run.data.metric()[0]}"
+        if run.fabric.is_global_zero and metric in run.metrics:  # a run may stop before its first evaluation
             last = self.last or (run.settings.eval_last if run.settings.eval_last > 1 else LAST)
             found = asdict(summarise(run.folder.path, last, self.target, metric))
             (run.folder.path / FILE).write_text(json.dumps(found, indent=2) + "\n")
