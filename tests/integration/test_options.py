@@ -43,7 +43,7 @@ def test_cyclic_is_the_cycle_of_swa() -> None:
     """From SWA's start on, with the learning rate at the end in place of a factor."""
     flat, swa, lr = FlatSpec(DigitsMLP()), SWA(start=0, cycle=10, lr_min=1e-4), 0.01
     cyclic = SGD(lr=lr, schedule=Cyclic(10, 1e-4 / lr))
-    expected = [swa.lr(lr, RoundContext(t, 30, 1, flat)) for t in range(30)]
+    expected = [swa.local_lr(lr, RoundContext(t, 30, 1, flat)) for t in range(30)]
     assert [cyclic.lr_at(t, 30) for t in range(30)] == pytest.approx(expected)
     assert expected[0] == pytest.approx(0.00901) and expected[9] == expected[19] == 1e-4  # as the official code has it
 
