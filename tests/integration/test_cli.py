@@ -26,7 +26,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run with client state, an average of models and a held-out part."""
     root = tmp_path_factory.mktemp("done")
     args = "--model.ascent=ASAM --model.ascent.rho=0.3 --model.averaging=SWA --model.averaging.start=1"
-    options = "--data.val_fraction=0.1 --trainer.max_rounds=4 --trainer.seed=7"
+    options = "--data.val_fraction=0.1 --trainer.max_rounds=4 --trainer.seed=7 --trainer.callbacks+=Curves"
     return run("fit", *args.split(), *options.split(), root=root, model="SCAFFOLD")
 
 
@@ -37,7 +37,7 @@ def test_run_folder(done: Path) -> None:
     with Image.open(done / "curves.png") as image:
         image.load()
         assert min(image.size) > 100
-        assert len(image.convert("L").histogram()) > 1 and image.convert("L").getextrema() == (0, 255)
+        assert image.convert("L").getextrema() == (0, 255)
     assert (done / "curves.pdf").read_bytes().startswith(b"%PDF")
 
 

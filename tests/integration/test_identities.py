@@ -475,8 +475,7 @@ def fixed_point(
         max_rounds=len(schedule), sampler=ReplaySampler(schedule), local_steps=steps, precision="64-true",
         accelerator="cpu", eval_every=len(schedule), enable_progress_bar=False, default_root_dir=str(folder),
     )  # fmt: skip
-    fit.fit(objective, data)
-    return fit.server[slot]
+    return fit.fit(objective, data).server[slot]
 
 
 def quadratic(algorithm: type[LocalObjective], **options: Any) -> LocalObjective:
@@ -519,8 +518,8 @@ def test_eight_clients_of_unequal_work(tmp_path: Path, algorithm: Any, exact: bo
         max_rounds=400, clients_per_round=4, precision="64-true", accelerator="cpu", eval_every=400,
         enable_progress_bar=False, default_root_dir=str(tmp_path),
     )  # fmt: skip
-    fit.fit(quadratic(algorithm, **options), Arrays(client_arrays=clients, test=clients[0], batch_size=1))
-    off = float((fit.server.w - torch.from_numpy((h[:, None] * b).sum(0) / h.sum())).norm())
+    run = fit.fit(quadratic(algorithm, **options), Arrays(client_arrays=clients, test=clients[0], batch_size=1))
+    off = float((run.server.w - torch.from_numpy((h[:, None] * b).sum(0) / h.sum())).norm())
     assert off < 1e-8 if exact else off > 0.05
 
 

@@ -31,10 +31,10 @@ from fl_lightning import (
     NaiveFedGloSS,
     ReplaySampler,
     UserError,
-    group,
 )
 from fl_lightning.commands import landscape
 from fl_lightning.flatness import lambda_max, sharpness
+from fl_lightning.trainer import parallel_runs
 from fl_lightning.trainer.measurements import Discrepancy, LambdaMax
 from fl_lightning.trainer.run import Run
 from tests.conftest import Golden
@@ -438,7 +438,7 @@ def test_a_group_of_runs(golden: Golden) -> None:
         )  # fmt: skip
 
     together = [trainer(seed, f"group{seed}") for seed in (0, 1)]
-    group.fit(together, [objective(0.1, "average") for _ in together], data())
+    parallel_runs.fit(together, [objective(0.1, "average") for _ in together], data())
     for seed, member in enumerate(together):
         alone = trainer(seed, f"alone{seed}")
         alone.fit(objective(0.1, "average"), data())

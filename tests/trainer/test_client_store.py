@@ -19,7 +19,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from fl_lightning import UserError, checkpoint
+from fl_lightning import UserError
+from fl_lightning.core.files import write_atomically
 from fl_lightning.core.state import State
 from fl_lightning.trainer.client_store import ClientStore
 
@@ -30,6 +31,10 @@ GIB = 2**30
 LARGE, NONE = 1.0, 0.0
 THREE = 3.5 * (4 * 512 + 4 * (D + 1 + 6)) / GIB
 """Budgets for all rows here, for none, and for three."""
+
+
+def save(path: Path, content: dict[str, Any]) -> None:
+    write_atomically(path, lambda file: torch.save(content, file))
 
 
 def value(client: int, number: int, dtype: torch.dtype = torch.float32) -> State:
@@ -66,7 +71,7 @@ def play(store: ClientStore, clients: Any, number: int) -> dict[int, State]:
 
 
 def write(store: ClientStore, path: Path, pin: bool = False, **more: Any) -> None:
-    checkpoint.save(path, {"clients": store.state_dict(pin), **more})
+    save(path, {"clients": store.state_dict(pin), **more})
     store.saved()
 
 
@@ -214,7 +219,7 @@ class AnyHistory(RuleBasedStateMachine):
     def save(self, finished: str) -> None:
         state = self.store.state_dict()
         if finished != "state_dict() alone":
-            checkpoint.save(self.last, {"clients": state})
+            save(self.last, {"clients": state})
             self.saved = self.rows | self.pending
         if finished == "all":
             self.store.saved()

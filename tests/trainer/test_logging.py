@@ -27,7 +27,8 @@ def logged(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "--trainer.max_rounds=5 --trainer.eval_every=2 --data.val_fraction=0.1 "
         "--trainer.callbacks+=FlatnessMonitor --trainer.callbacks.every_n_rounds=3 "
         "--trainer.loggers+=fl_lightning.WandbLogger --trainer.loggers.tags=[a,b] --trainer.loggers.group=g "
-        f"--trainer.loggers+=lightning.pytorch.loggers.CSVLogger --trainer.loggers.save_dir={root / 'lightning'}"
+        f"--trainer.loggers+=lightning.pytorch.loggers.CSVLogger --trainer.loggers.save_dir={root / 'lightning'} "
+        "--trainer.callbacks+=Curves"
     )
     return run("fit", *args.split(), root=root / "runs", model="SCAFFOLD")
 

@@ -397,9 +397,9 @@ def test_a_frozen_parameter_is_told() -> None:
 @pytest.mark.filterwarnings("error")
 def test_tf32(tf32: bool) -> None:
     """Products and convolutions alike, whatever torch does by itself, and without a warning."""
-    FederatedTrainer(tf32=tf32, accelerator="cpu")
-    try:
+    trainer = FederatedTrainer(tf32=tf32, accelerator="cpu")
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    with trainer.environment():
         assert torch.backends.cuda.matmul.allow_tf32 is torch.backends.cudnn.allow_tf32 is tf32
         assert torch.get_float32_matmul_precision() == ("high" if tf32 else "highest")
-    finally:
-        FederatedTrainer(accelerator="cpu")
+    assert (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32) == before
