@@ -406,7 +406,8 @@ def test_centralized_by_the_federated_trainer(golden: Golden, policy: Any) -> No
         default_root_dir=str(golden.folder),
     )  # fmt: skip
     made, seen = objective(0.1, policy), list[Tensor]()
-    made.on_train_batch_start = lambda *_: seen.append(statistics(made.net))  # type: ignore[assignment]
+    begin = made.on_train_batch_start
+    made.on_train_batch_start = lambda *args: (seen.append(statistics(made.net)), begin(*args))  # type: ignore
     fit = fit.centralized(made, data)
     for epoch in range(4):
         net = Net().double()
@@ -438,10 +439,9 @@ def test_a_group_of_runs(golden: Golden) -> None:
         )  # fmt: skip
 
     together = [trainer(seed, f"group{seed}") for seed in (0, 1)]
-    parallel_runs.fit(together, [objective(0.1, "average") for _ in together], data())
-    for seed, member in enumerate(together):
-        alone = trainer(seed, f"alone{seed}")
-        alone.fit(objective(0.1, "average"), data())
+    runs = parallel_runs.fit(together, [objective(0.1, "average") for _ in together], data())
+    for seed, member in enumerate(runs):
+        alone = trainer(seed, f"alone{seed}").fit(objective(0.1, "average"), data())
         assert torch.equal(member.server.buffers, alone.server.buffers)
         assert member.metrics["server/test/loss"] == alone.metrics["server/test/loss"]
 

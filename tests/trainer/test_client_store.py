@@ -335,7 +335,7 @@ def test_read_ahead_reads_before_it_is_asked(tmp_path: Path) -> None:
     (tmp_path / "rows.bin").write_bytes(b"")
     assert same(store.get(0, W0, {}), rows[0]) and same(store.get(2, W0, {}), rows[2])
     for client in (0, 1):
-        with pytest.raises(UserError, match=r"rows\.bin: cannot be read \(it is cut short\); see to the disk"):
+        with pytest.raises(UserError, match=r"rows\.bin: cannot be read \(the file is cut short\); check the disk"):
             store.get(client, W0, {})
 
 
@@ -436,7 +436,7 @@ def test_full_disk(tmp_path: Path) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "rows.bin").stat().st_size + 100, limits[1]))
     try:
-        with pytest.raises(UserError, match=r"rows\.bin: cannot be written \(File too large\); see to the disk"):
+        with pytest.raises(UserError, match=r"rows\.bin: cannot be written \(File too large\); check the disk"):
             store.stage({k: value(k, 1) for k in range(10)})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
