@@ -2,7 +2,7 @@
 
 
 class UserError(ValueError):
-    """A mistake in config, data or checkpoint, told in one line with its remedy."""
+    """A mistake in config, data or checkpoint: one line with its remedy."""
 
 
 def ensure(ok: bool, problem: str) -> None:
