@@ -10,7 +10,7 @@ from torch.optim.swa_utils import update_bn
 
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.algorithms.parts.buffers import Buffers
-from fl_lightning.core import FlatNet, accumulator_dtype, logits, seeded
+from fl_lightning.core import FlatNet, accumulator_dtype, eval_mode, logits, seeded
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.trainer import collectives
 
@@ -146,7 +146,7 @@ class Evaluator:
                     yield x
 
         self.net.move_to(w)
-        with fabric.autocast(), seeded(fabric.device, self.seed, "statistics"):
+        with eval_mode(net), fabric.autocast(), seeded(fabric.device, self.seed, "statistics"):  # restores all modes
             update_bn(mine(), net)
         sums = buffers.vector(net) * seen
         total = collectives.all_reduce_sum(fabric, torch.cat([sums, sums.new_tensor([seen])]))
