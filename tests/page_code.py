@@ -1,0 +1,54 @@
+"""The lines of the package beside the papers' boxes in docs/algorithms: ``python -m tests.page_code`` renews them.
+
+A page names what it shows, relative to ``fl_lightning``, in a comment, ``code: algorithms.fedsmoo.FedSMOO.local_step``.
+Annotations of types are left out; the rest is the source as it is.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import pkgutil
+import re
+from itertools import groupby
+from pathlib import Path
+
+PAGES = Path(__file__).parents[1] / "docs" / "algorithms"
+BLOCK = re.compile(r"(<!-- code: (.*?) -->\n).*?(<!-- /code -->)", re.DOTALL)
+
+
+def source(name: str) -> str:
+    """A function's source, without the types in its signature.
+
+    Args:
+        name: Its dotted path below ``fl_lightning``.
+    """
+    text = inspect.cleandoc("\n" + inspect.getsource(pkgutil.resolve_name(f"fl_lightning.{name}")))
+    (function,) = ast.parse(text).body
+    assert isinstance(function, ast.FunctionDef)
+    for argument in ast.walk(function.args):
+        if isinstance(argument, ast.arg):
+            argument.annotation = None
+    body = text.splitlines()[function.body[0].lineno - 1 :]
+    return "\n".join([f"def {function.name}({ast.unparse(function.args)}):", *body])
+
+
+def file(name: str) -> str:
+    """The file of a function."""
+    return inspect.unwrap(pkgutil.resolve_name(f"fl_lightning.{name}")).__module__.replace(".", "/") + ".py"
+
+
+def fences(names: list[str]) -> str:
+    """Blocks of Markdown, one a file."""
+    blocks = ((title, "\n\n\n".join(map(source, group))) for title, group in groupby(names, file))
+    return "".join(f'```python title="{title}"\n{code}\n```\n' for title, code in blocks)
+
+
+def fill(text: str) -> str:
+    """A page with the package's lines between its comments."""
+    return BLOCK.sub(lambda match: match[1] + fences(match[2].split()) + match[3], text)
+
+
+if __name__ == "__main__":
+    for page in PAGES.glob("*.md"):
+        page.write_text(fill(page.read_text()))
