@@ -40,8 +40,14 @@ def file(name: str) -> str:
 
 def fences(names: list[str]) -> str:
     """Blocks of Markdown, one a file."""
-    blocks = ((title, "\n\n\n".join(map(source, group))) for title, group in groupby(names, file))
-    return "".join(f'```python title="{title}"\n{code}\n```\n' for title, code in blocks)
+    text = ""
+    for title, group in groupby(names, file):
+        classes = [(owner, [*methods]) for owner, methods in groupby(group, lambda name: name.split(".")[-2])]
+        heads = [f"# of {owner}\n" if len(classes) > 1 else "" for owner, _ in classes]
+        parts = ["\n\n\n".join(map(source, methods)) for _, methods in classes]
+        code = "\n\n\n".join(head + part for head, part in zip(heads, parts, strict=True))
+        text += f'```python title="{title}"\n{code}\n```\n'
+    return text
 
 
 def fill(text: str) -> str:

@@ -1,5 +1,6 @@
 // Typesets what pymdownx.arithmatex has marked, with the copy of KaTeX that comes with the site.
 for (const formula of document.querySelectorAll(".arithmatex")) {
   const tex = formula.textContent.trim().slice(2, -2); // without \( \) or \[ \]
-  katex.render(tex, formula, { displayMode: formula.tagName === "DIV", throwOnError: false });
+  const style = formula.closest(".box") ? "\\displaystyle " : ""; // fractions of full height
+  katex.render(style + tex, formula, { displayMode: formula.tagName === "DIV", throwOnError: false });
 }

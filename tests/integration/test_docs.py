@@ -3,46 +3,58 @@
 from __future__ import annotations
 
 import inspect
+import json
+import os
 import re
 import runpy
-import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import yaml
+from PIL import Image
 
 from fl_lightning import algorithms
 from fl_lightning.algorithms import catalogue
+from fl_lightning.core.rng import numpy_generator
 from fl_lightning.trainer.trainer import FederatedTrainer
+from tests import generated, page_code
 from tests.runs import cli
 
 ROOT = Path(__file__).parents[2]
 PAGES = ROOT / "docs" / "algorithms"
-TEXTS = [*ROOT.glob("docs/**/*.md"), ROOT / "README.md"]
-BLOCK = re.compile(r"<!-- catalogue -->\n(.*?)<!-- /catalogue -->", re.DOTALL)
+TEXTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]
+TABLE = re.compile(r"<!-- catalogue -->\n(.*?)<!-- /catalogue -->", re.DOTALL)
+FENCE = re.compile(r"^```(sh|yaml|python)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
-def blocks(language: str) -> list[str]:
-    """The code of the pages of the algorithms: every line of ``sh``, every block of ``yaml``."""
-    found = [
-        block
-        for page in sorted(PAGES.glob("*.md"))
-        for block in re.findall(rf"```{language}\n(.*?)```", page.read_text(), re.DOTALL)
-    ]
-    return [line for block in found for line in block.splitlines()] if language == "sh" else found
+def name(text: Path) -> str:
+    return str(text.relative_to(ROOT))
 
 
 @pytest.mark.parametrize("page", ["index.md", *sorted({e.page for e in catalogue.entries()})])
 def test_page_holds_the_table_of_the_catalogue(page: str) -> None:
-    found = BLOCK.findall((PAGES / page).read_text())
+    found = TABLE.findall((PAGES / page).read_text())
     renew = f"put the output of `python -m fl_lightning.algorithms.catalogue {page}` between its catalogue comments"
     assert found == [catalogue.markdown(page)], f"docs/algorithms/{page} is out of date: {renew}"
 
 
-@pytest.mark.parametrize("name", algorithms.__all__)
-def test_algorithm_has_a_page_that_names_it(name: str) -> None:
-    page = PAGES / catalogue.Entry.of(getattr(algorithms, name)).page
-    text = BLOCK.sub("", page.read_text())
-    assert re.search(rf"--model {name}\b", text), f"{page.name} shows no command for {name}"
+@pytest.mark.parametrize("algorithm", algorithms.__all__)
+def test_algorithm_has_a_page_with_its_command_box_and_code(algorithm: str) -> None:
+    page = PAGES / catalogue.Entry.of(getattr(algorithms, algorithm)).page
+    text = TABLE.sub("", page.read_text())
+    assert re.search(rf"--model {algorithm}\b", text), f"{page.name} shows no command for {algorithm}"
+    assert '<div class="box"' in text and page_code.BLOCK.search(text), f"{page.name} has no box, or no code beside it"
+
+
+@pytest.mark.parametrize("page", sorted(PAGES.glob("*.md")), ids=name)
+def test_page_holds_the_code_of_the_package(page: Path) -> None:
+    text = page.read_text()
+    assert page_code.fill(text) == text, f"{page.name} is out of date: run `python -m tests.page_code`"
 
 
 def test_pages_hold_the_measured_numbers() -> None:
@@ -52,9 +64,9 @@ def test_pages_hold_the_measured_numbers() -> None:
         assert fill(text) == text, f"{page.name} is out of date: run `python benchmarks/digits_table.py --draw`"
 
 
-@pytest.mark.parametrize("text", TEXTS, ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize("text", TEXTS, ids=name)
 def test_relative_links_lead_to_files(text: Path) -> None:
-    prose = re.sub(r"```.*?```|`[^`\n]*`", "", text.read_text(), flags=re.DOTALL)
+    prose = re.sub(r"```.*?```|`[^`\n]*`|\$[^$\n]*\$", "", text.read_text(), flags=re.DOTALL)
     targets = [target.partition("#")[0] for target in re.findall(r"\]\(([^)\s]+)\)", prose) if "://" not in target]
     assert [t for t in targets if t and not (text.parent / t).exists()] == []
 
@@ -65,34 +77,218 @@ def test_every_page_is_in_the_navigation() -> None:
     assert [page for page in pages if f": {page}\n" not in nav] == []
 
 
+def test_site_asks_no_other_host() -> None:
+    site = yaml.load((ROOT / "mkdocs.yml").read_text(), yaml.BaseLoader)
+    files = [ROOT / "docs" / file for key in ("extra_css", "extra_javascript") for file in site[key]]
+    assert files and all(file.is_file() for file in files) and site["theme"]["font"] == "false"
+    fonts = [(file.parent / url) for file in files for url in re.findall(r"url\(([^)]+woff2)\)", file.read_text())]
+    assert len(fonts) > 10 and all(font.is_file() for font in fonts)
+
+
+def test_citation_names_what_the_references_have() -> None:
+    found = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    known = (ROOT / "REFERENCES.md").read_text()
+    addresses = [paper["url"] for paper in found["references"]]
+    assert len(addresses) == 5 and all(address in known for address in addresses)
+
+
 def test_architecture_quotes_fit() -> None:
     (quote,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "architecture.md").read_text(), re.DOTALL)
     body = inspect.getsource(FederatedTrainer.fit).rpartition('"""')[2]
     assert inspect.cleandoc(quote) == inspect.cleandoc("\n" + body)
 
 
-SHORT = [
-    "--trainer.max_rounds=2",
-    "--trainer.callbacks=[]",
-    "--trainer.loggers=[]",
-    "--trainer.accelerator=cpu",
-    "--trainer.enable_progress_bar=false",
-]
+# The batch script
+
+
+SCRIPT = ROOT / "examples" / "slurm.sh"
+
+
+def test_page_holds_the_batch_script() -> None:
+    assert f"```bash\n{SCRIPT.read_text()}```" in (ROOT / "docs" / "guides" / "cluster.md").read_text()
+
+
+def test_batch_script_goes_on_after_its_time_limit(tmp_path: Path) -> None:
+    """With an ``srun`` that notes its arguments and ends as an interrupted run does, and an ``sbatch`` that notes its."""
+    for program, code in (("srun", 130), ("sbatch", 0)):
+        (tmp_path / program).write_text(f'#!/bin/sh\necho "{program} $@" >> calls\nexit {code}\n')
+        (tmp_path / program).chmod(0o755)
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    env = {**os.environ, "PATH": path, "SLURM_NNODES": "2", "SLURM_NTASKS_PER_NODE": "4"}
+    last = tmp_path / "runs" / "mine" / "version_0" / "checkpoints" / "last.ckpt"
+    for _ in range(2):
+        done = subprocess.run(["bash", str(SCRIPT), "configs/mine.yaml", "--model.rho=0.1"], cwd=tmp_path, env=env)
+        assert done.returncode == 130
+        last.parent.mkdir(parents=True, exist_ok=True)
+        last.touch()
+    run, again, resumed, _ = (tmp_path / "calls").read_text().splitlines()
+    assert run.startswith("srun fl-lightning fit --config configs/mine.yaml --trainer.name mine --trainer.num_nodes 2")
+    assert run.endswith("--model.rho=0.1") and resumed == f"{run} --ckpt_path {last.relative_to(tmp_path)}"
+    assert again == "sbatch examples/slurm.sh configs/mine.yaml --model.rho=0.1"
+
+
+# Every command and every block of code, page by page
+
+
+NOT_RUN = {
+    "sh": {
+        "make": "it makes the environment that the tests run in, and runs them",
+        "pre-commit": "the same",
+        "pip": "nothing is installed by a test",
+        "benchmarks/": "they measure for minutes; tests run their functions",
+        "torchrun": "several processes: test_processes.py",
+        "srun": "a cluster; the batch script is run above",
+        "sbatch": "the same",
+        "wandb": "it needs an account or a server",
+        "corruptions": "tests/commands/test_corruptions.py has its files",
+    },
+    "python": {
+        "docs/architecture.md": "a quotation, held above",
+        "docs/landscapes.md": "tests/flatness/test_landscape.py",
+        "docs/data.md": "tests/data/test_datasets.py",
+        "class Norm": "",
+    },
+    "yaml": {},
+}
+"""What is not run, by a part of the line, or the page, with the reason."""
+SHORT = {
+    "fit": ["--trainer.max_rounds=2", "--trainer.eval_every=1", "--trainer.eval_last=1"],
+    "centralized": ["--trainer.max_rounds=1"],
+    "landscape": ["--points=3", "--samples=50", "--directions=1"],
+    "interpolate": ["--points=4", "--samples=50"],
+    "flatness": [],
+    "test": [],
+    "validate": [],
+    "plan": ["--trainer.max_rounds=4"],
+}
+"""What makes a command quick; those that build no trainer are run as they are."""
+COMMON = ["--trainer.loggers=[]", "--trainer.accelerator=cpu", "--trainer.devices=1", "--trainer.strategy=auto"]
+BASH = """
+fl-lightning() { printf '%s\\0' "$#" "$@" >&3; read -r code <&4; return "$code"; }
+.venv/bin/fl-lightning() { fl-lightning "$@"; }
+set -e
+"""
+
+
+def shortened(args: list[str]) -> list[str]:
+    """Arguments that take seconds at most."""
+    command = args[0] if args else ""
+    if command not in SHORT or any("help" in arg or arg == "--print_config" for arg in args):
+        return args
+    return [*args, *SHORT[command], *COMMON, "--trainer.threads=1", "--trainer.enable_progress_bar=false"]
+
+
+def run_commands(text: str) -> int:
+    """Runs a block: bash reads it, and each ``fl-lightning`` is carried out in this process. Returns their number."""
+    (arguments, ask), (answer, code) = os.pipe(), os.pipe()
+    fds = f"exec 3>&{ask} 4<&{answer} {ask}>&- {answer}<&-\n"
+    count = 0
+    with subprocess.Popen(["bash", "-c", fds + BASH + text], pass_fds=(ask, answer)) as shell:
+        os.close(ask)
+        os.close(answer)
+        with os.fdopen(arguments, "rb") as said, os.fdopen(code, "w") as reply:
+            try:
+                while number := read_word(said):
+                    given = [read_word(said) for _ in range(int(number))]
+                    if given not in (["--help"], ["--version"]):
+                        cli(*shortened(given))
+                    count += 1
+                    print(0, file=reply, flush=True)
+            except BaseException:
+                shell.kill()
+                raise
+    assert shell.returncode == 0, f"a command of bash failed in:\n{text}"
+    return count
+
+
+def read_word(stream: Any) -> str:
+    word = b""
+    while (byte := stream.read(1)) not in (b"", b"\0"):
+        word += byte
+    return word.decode()
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder with what the pages expect in the working folder: noise in the form of all data, and a few files."""
+    home = tmp_path_factory.mktemp("pages")
+    rng = numpy_generator(0, "pages")
+    for entry in ("configs", "examples", "benchmarks", "docs"):
+        (home / entry).symlink_to(ROOT / entry)
+    (home / ".venv" / "bin").mkdir(parents=True)
+    (home / ".venv" / "bin" / "activate").touch()
+    x, y = rng.random((60, 1, 8, 8), np.float32), np.arange(60) % 10
+    np.savez(home / "mine.npz", x_train=x[:40], y_train=y[:40], x_test=x[40:], y_test=y[40:])
+    (home / "split.json").write_text(json.dumps([list(range(k, 40, 3)) for k in range(3)]))
+    (home / "trace.json").write_text("[[0, 1, 2], [3, 4], [0, 4]]")
+    (home / "my.yaml").write_text("model: {init_args: {rho: 0.2}}")
+    pixels, labels = rng.integers(0, 256, (1020, 32, 32, 3), dtype=np.uint8), np.arange(1020) % 10
+    np.savez(home / "cifar10.npz", x_train=pixels[:1000], y_train=labels[:1000], x_test=pixels[1000:], y_test=labels[1000:])
+    for alpha in ("0.05", "0", "100.00"):
+        split = [list(range(k, 1000, 100)) for k in range(100)]
+        (home / f"cifar10_federated_train_alpha_{alpha}.json").write_text(json.dumps(split))
+    for i in range(12):
+        image = home / "pictures" / ("train" if i < 8 else "test") / "ab"[i % 2] / f"{i}.png"
+        image.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels[i]).save(image)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        generated.everything(home / "data", monkeypatch)
+        monkeypatch.chdir(home)
+        for model in ("FedGloSS", "FedAvg", "FedSAM"):  # runs that pages go on from
+            run_commands(f"fl-lightning fit --config configs/quickstart.yaml --model {model}")
+        yield home
+
+
+@pytest.fixture
+def folder(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A page's own copy of it."""
+    subprocess.run(["cp", "-a", f"{home}/.", str(tmp_path)], check=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    before = {*sys.modules}
+    yield tmp_path
+    for module in {*sys.modules} - before:
+        if str(getattr(sys.modules[module], "__file__", "")).startswith(str(tmp_path)):
+            del sys.modules[module]
+
+
+def runs(text: Path) -> bool:
+    return bool(FENCE.search(text.read_text()))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", blocks("sh"))
-def test_command_of_a_page_runs(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-    program, *args = shlex.split(command, comments=True)
-    assert program == "fl-lightning"
-    cli(*args, *SHORT, f"--trainer.default_root_dir={tmp_path}")
+@pytest.mark.filterwarnings("ignore:.*not the .* of the published data set:UserWarning")
+@pytest.mark.parametrize("text", filter(runs, TEXTS), ids=name)
+def test_page_runs(text: Path, folder: Path) -> None:
+    """From top to bottom, in one folder: commands, files that begin with their name, and Python."""
+    variables = ""
+    names: dict[str, Any] = {"__name__": name(text)}
+    for language, block in FENCE.findall(text.read_text()):
+        if titled := re.match(r"# (\w+\.(?:py|yaml))\n", block):
+            (folder / titled[1]).write_text(block)
+        elif language == "sh":
+            lines = [line for line in re.sub(r" *\\\n *", " ", block).splitlines(keepends=True)]
+            left = "".join(line for line in lines if not any(part in line for part in NOT_RUN["sh"]))
+            run_commands(variables + left)
+            variables += "".join(re.findall(r'^[A-Z]\w*=(?:"[^"]*"|\S+)\n', left, re.MULTILINE))
+        elif language == "python" and not left_out(text, block):
+            exec(compile(block, name(text), "exec"), names)
+
+
+def left_out(text: Path, block: str) -> bool:
+    return any(part in block or part == name(text) for part in NOT_RUN["python"])
+
+
+def test_what_is_not_run_exists() -> None:
+    everything = "".join(name(text) + text.read_text() for text in TEXTS)
+    assert [part for parts in NOT_RUN.values() for part in parts if part not in everything] == []
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("text", blocks("yaml"))
-def test_yaml_of_a_page_runs_over_the_quickstart(text: str, tmp_path: Path) -> None:
-    mine = tmp_path / "mine.yaml"
-    mine.write_text(text)
-    files = [f"--config={ROOT / 'configs' / 'quickstart.yaml'}", f"--config={mine}"]
-    cli("fit", *files, *SHORT, f"--trainer.default_root_dir={tmp_path}")
+@pytest.mark.parametrize(
+    "block",
+    [block for text in sorted(PAGES.glob("*.md")) for language, block in FENCE.findall(text.read_text()) if language == "yaml"],
+)
+def test_yaml_of_an_algorithm_runs_over_the_quickstart(block: str, folder: Path) -> None:
+    (folder / "mine.yaml").write_text(block)
+    cli(*shortened(["fit", "--config=configs/quickstart.yaml", "--config=mine.yaml"]))
