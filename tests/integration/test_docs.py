@@ -258,7 +258,7 @@ def runs(text: Path) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*not the .* of the published data set:UserWarning")
-@pytest.mark.parametrize("text", filter(runs, TEXTS), ids=name)
+@pytest.mark.parametrize("text", [*filter(runs, TEXTS)], ids=name)
 def test_page_runs(text: Path, folder: Path) -> None:
     """From top to bottom, in one folder: commands, files that begin with their name, and Python."""
     variables = ""

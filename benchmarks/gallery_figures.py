@@ -1,0 +1,57 @@
+"""The pictures of docs/gallery.md: ``python benchmarks/gallery_figures.py`` runs the page's commands and keeps what they draw.
+
+It takes a few minutes on one core.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+
+from PIL import Image
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "gallery.md"
+DRAWN = {
+    "curves": "comparison/curves.png",
+    "division": "division/heatmap.png",
+    "surface": "surface/surface.png",
+    "plane": "plane/plane.png",
+    "perturbation": "perturbation/perturbation.png",
+    "interpolate": "line/interpolate.png",
+    "trajectory": "trajectory/trajectory.png",
+}
+"""What a command of the page writes, by the name of the picture."""
+
+
+def small(picture: Path, width: int = 1100, colours: int = 96) -> Image.Image:
+    """A picture at the size of a page, with a small palette.
+
+    Args:
+        picture: The file.
+        width: Its largest width, in pixels.
+        colours: Colours of the palette.
+    """
+    image = Image.open(picture).convert("RGB")
+    if image.width > width:
+        image = image.resize((width, round(image.height * width / image.width)), Image.Resampling.LANCZOS)
+    return image.quantize(colours, dither=Image.Dither.NONE)
+
+
+def main() -> None:
+    commands = "".join(re.findall(r"```sh\n(.*?)```", PAGE.read_text(), re.DOTALL))
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "configs").symlink_to(ROOT / "configs")
+        run = "fl-lightning() { python -m fl_lightning \"$@\"; }\nset -e\n"
+        subprocess.run(["bash", "-c", run + commands], cwd=folder, env={**os.environ, "WANDB_MODE": "offline"}, check=True)
+        pictures = PAGE.with_suffix("")
+        pictures.mkdir(exist_ok=True)
+        for name, file in DRAWN.items():
+            small(Path(folder) / file).save(pictures / f"{name}.png", optimize=True)
+
+
+if __name__ == "__main__":
+    main()
