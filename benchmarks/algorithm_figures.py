@@ -1,8 +1,8 @@
 """A figure for each page of docs/algorithms: accuracy by round, and the loss around the final models.
 
-``python benchmarks/algorithm_figures.py`` takes some minutes on one core. The problem is that of configs/quickstart.yaml,
-as in digits_table.py: every algorithm with its defaults, one seed, nothing tuned. Names of pages after it draw these
-alone.
+``python benchmarks/algorithm_figures.py`` takes some minutes on one core. The problem is that of
+configs/quickstart.yaml, as in digits_table.py: every algorithm with its defaults, one seed, nothing tuned. Names of
+pages after it draw these alone.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 import tempfile
 from io import BytesIO
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -46,7 +45,7 @@ SHOWN = {
     "scaffold": ["SCAFFOLD", "FedGAMMA"],
     "stildeam": ["STildeAM"],
 }
-"""By page, the runs of digits_table.py that are drawn beside FedAvg; of more than three, the surfaces of the first three."""
+"""By page, the runs of digits_table.py that are drawn beside FedAvg; surfaces of the first three."""
 
 
 def train(label: str, data: Digits) -> tuple[list[tuple[int, float]], torch.Tensor]:
@@ -93,7 +92,8 @@ def draw(page: str, curves: dict[str, Any], surfaces: dict[str, Any]) -> None:
         scale.bar(figure, filled, list(panels[1:]), "training loss")
         file = BytesIO()
         figure.savefig(file, dpi=150)
-    Image.open(file).convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE).save(PAGES / f"{page}-figure.png", optimize=True)
+    picture = Image.open(file).convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE)
+    picture.save(PAGES / f"{page}-figure.png", optimize=True)
 
 
 def main() -> None:

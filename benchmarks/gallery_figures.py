@@ -1,6 +1,6 @@
-"""The pictures of docs/gallery.md: ``python benchmarks/gallery_figures.py`` runs the page's commands and keeps what they draw.
+"""The pictures of docs/gallery.md, by the commands of that page.
 
-It takes a few minutes on one core.
+``python benchmarks/gallery_figures.py`` runs them, which takes a few minutes on one core, and keeps what they draw.
 """
 
 from __future__ import annotations
@@ -45,8 +45,9 @@ def main() -> None:
     commands = "".join(re.findall(r"```sh\n(.*?)```", PAGE.read_text(), re.DOTALL))
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "configs").symlink_to(ROOT / "configs")
-        run = "fl-lightning() { python -m fl_lightning \"$@\"; }\nset -e\n"
-        subprocess.run(["bash", "-c", run + commands], cwd=folder, env={**os.environ, "WANDB_MODE": "offline"}, check=True)
+        run = 'fl-lightning() { python -m fl_lightning "$@"; }\nset -e\n'
+        env = {**os.environ, "WANDB_MODE": "offline"}
+        subprocess.run(["bash", "-c", run + commands], cwd=folder, env=env, check=True)
         pictures = PAGE.with_suffix("")
         pictures.mkdir(exist_ok=True)
         for name, file in DRAWN.items():

@@ -109,7 +109,7 @@ def test_page_holds_the_batch_script() -> None:
 
 
 def test_batch_script_goes_on_after_its_time_limit(tmp_path: Path) -> None:
-    """With an ``srun`` that notes its arguments and ends as an interrupted run does, and an ``sbatch`` that notes its."""
+    """With an ``srun`` and an ``sbatch`` that note their arguments; the first ends as an interrupted run does."""
     for program, code in (("srun", 130), ("sbatch", 0)):
         (tmp_path / program).write_text(f'#!/bin/sh\necho "{program} $@" >> calls\nexit {code}\n')
         (tmp_path / program).chmod(0o755)
@@ -223,7 +223,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     (home / "trace.json").write_text("[[0, 1, 2], [3, 4], [0, 4]]")
     (home / "my.yaml").write_text("model: {init_args: {rho: 0.2}}")
     pixels, labels = rng.integers(0, 256, (1020, 32, 32, 3), dtype=np.uint8), np.arange(1020) % 10
-    np.savez(home / "cifar10.npz", x_train=pixels[:1000], y_train=labels[:1000], x_test=pixels[1000:], y_test=labels[1000:])
+    parts = {"x_train": pixels[:1000], "y_train": labels[:1000], "x_test": pixels[1000:], "y_test": labels[1000:]}
+    np.savez(home / "cifar10.npz", **parts)
     for alpha in ("0.05", "0", "100.00"):
         split = [list(range(k, 1000, 100)) for k in range(100)]
         (home / f"cifar10_federated_train_alpha_{alpha}.json").write_text(json.dumps(split))
@@ -267,7 +268,7 @@ def test_page_runs(text: Path, folder: Path) -> None:
         if titled := re.match(r"# (\w+\.(?:py|yaml))\n", block):
             (folder / titled[1]).write_text(block)
         elif language == "sh":
-            lines = [line for line in re.sub(r" *\\\n *", " ", block).splitlines(keepends=True)]
+            lines = re.sub(r" *\\\n *", " ", block).splitlines(keepends=True)
             left = "".join(line for line in lines if not any(part in line for part in NOT_RUN["sh"]))
             run_commands(variables + left)
             variables += "".join(re.findall(r'^[A-Z]\w*=(?:"[^"]*"|\S+)\n', left, re.MULTILINE))
@@ -284,11 +285,11 @@ def test_what_is_not_run_exists() -> None:
     assert [part for parts in NOT_RUN.values() for part in parts if part not in everything] == []
 
 
+BLOCKS = [pair for text in sorted(PAGES.glob("*.md")) for pair in FENCE.findall(text.read_text())]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "block",
-    [block for text in sorted(PAGES.glob("*.md")) for language, block in FENCE.findall(text.read_text()) if language == "yaml"],
-)
+@pytest.mark.parametrize("block", [block for language, block in BLOCKS if language == "yaml"])
 def test_yaml_of_an_algorithm_runs_over_the_quickstart(block: str, folder: Path) -> None:
     (folder / "mine.yaml").write_text(block)
     cli(*shortened(["fit", "--config=configs/quickstart.yaml", "--config=mine.yaml"]))
