@@ -92,6 +92,17 @@ def test_citation_names_what_the_references_have() -> None:
     assert len(addresses) == 5 and all(address in known for address in addresses)
 
 
+@pytest.mark.parametrize("book", sorted(ROOT.glob("notebooks/*.ipynb")), ids=name)
+def test_notebook_shows_its_pictures(book: Path) -> None:
+    text = book.read_text()
+    cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
+    outputs = [output for cell in cells for output in cell["outputs"]]
+    assert [cell["execution_count"] for cell in cells] == [*range(1, len(cells) + 1)]
+    assert any("image/png" in output.get("data", {}) for output in outputs)
+    assert {output["output_type"] for output in outputs} <= {"stream", "execute_result", "display_data"}
+    assert len(text) < 300_000 and not re.search(r"/tmp/|/home/|/root/|site-packages", text)
+
+
 def test_architecture_quotes_fit() -> None:
     (quote,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "architecture.md").read_text(), re.DOTALL)
     body = inspect.getsource(FederatedTrainer.fit).rpartition('"""')[2]
@@ -146,7 +157,6 @@ NOT_RUN = {
         "docs/architecture.md": "a quotation, held above",
         "docs/landscapes.md": "tests/flatness/test_landscape.py",
         "docs/data.md": "tests/data/test_datasets.py",
-        "class Norm": "",
     },
     "yaml": {},
 }
