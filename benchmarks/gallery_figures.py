@@ -27,18 +27,17 @@ DRAWN = {
 """What a command of the page writes, by the name of the picture."""
 
 
-def small(picture: Path, width: int = 1100, colours: int = 96) -> Image.Image:
+def small(picture: Path, scale: float = 0.54, colours: int = 96) -> Image.Image:
     """A picture at the size of a page, with a small palette.
 
     Args:
-        picture: The file.
-        width: Its largest width, in pixels.
+        picture: The file, with 300 pixels an inch.
+        scale: What its size is multiplied by: a figure of a paper's full width then has 1,100 pixels.
         colours: Colours of the palette.
     """
     image = Image.open(picture).convert("RGB")
-    if image.width > width:
-        image = image.resize((width, round(image.height * width / image.width)), Image.Resampling.LANCZOS)
-    return image.quantize(colours, dither=Image.Dither.NONE)
+    size = (round(image.width * scale), round(image.height * scale))
+    return image.resize(size, Image.Resampling.LANCZOS).quantize(colours, dither=Image.Dither.NONE)
 
 
 def main() -> None:
