@@ -55,8 +55,8 @@ def train(label: str, data: Digits) -> tuple[list[tuple[int, float]], torch.Tens
     model = getattr(algorithms, name)(net=DigitsMLP(), optimizer=SGD(lr=0.1, weight_decay=4e-4), **options())
     with tempfile.TemporaryDirectory() as folder:
         trainer = FederatedTrainer(
-            max_rounds=ROUNDS, clients_per_round=10, eval_every=EVERY, threads=1, seed=0, accelerator="cpu", engine="batched",
-            default_root_dir=folder, enable_progress_bar=False,
+            max_rounds=ROUNDS, clients_per_round=10, eval_every=EVERY, threads=1, seed=0, accelerator="cpu",
+            engine="batched", default_root_dir=folder, enable_progress_bar=False,
         )  # fmt: skip
         run = trainer.fit(model, data)
         return read_metrics(run.folder.metrics)["server/test/acc"], run.global_model.clone()

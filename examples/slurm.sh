@@ -1,6 +1,6 @@
 #!/bin/bash
 # A federated run on two nodes of four GPUs, which continues until it is done:
-#   sbatch examples/slurm.sh configs/experiment/fedgloss/cifar10_alpha0.05.yaml [settings]
+#   sbatch examples/slurm.sh experiment/fedgloss/cifar10_alpha0.05 [settings]
 #SBATCH --job-name=fl-lightning
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=4

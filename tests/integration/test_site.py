@@ -1,0 +1,74 @@
+"""The site builds, asks no other host, and is whole in a browser: formulas are typeset and nothing is cut."""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+PROBE = """<!doctype html><body><script>
+const pages = %s, found = [];
+const look = (page, width) => new Promise(done => {
+  const frame = Object.assign(document.createElement("iframe"), {src: page, width, height: 900});
+  frame.onload = () => setTimeout(() => {
+    const inside = frame.contentDocument, root = inside.documentElement;
+    const raw = [...inside.querySelectorAll(".arithmatex")].filter(f => !f.querySelector(".katex"));
+    found.push({page, width, overflow: root.scrollWidth - root.clientWidth, raw: raw.map(f => f.textContent),
+      errors: [...inside.querySelectorAll(".katex-error")].map(e => e.title),
+      formulas: inside.querySelectorAll(".katex").length});
+    frame.remove();
+    done();
+  }, 50);
+  document.body.append(frame);
+});
+(async () => {
+  for (const page of pages) for (const width of [1300, 420]) await look(page, width);
+  document.body.textContent = "FOUND" + JSON.stringify(found) + "END";
+})();
+</script>"""
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("mkdocs")
+    site = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(site)]
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return site
+
+
+def pages(site: Path) -> list[Path]:
+    return [page for page in sorted(site.rglob("*.html")) if page.name != "404.html"]
+
+
+@pytest.mark.slow
+def test_pages_load_nothing_from_elsewhere(site: Path) -> None:
+    assert len(pages(site)) > 30
+    for page in pages(site):
+        loads = re.findall(r'<(?:script|img|iframe|link)\b[^>]*?(?:src|href)="?(\w+:)?//', page.read_text())
+        assert not loads, f"{page.relative_to(site)} loads {loads} from another host"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium")
+def test_pages_are_whole_in_a_browser(site: Path) -> None:
+    probe = site / "probe.html"
+    probe.write_text(PROBE % json.dumps([str(page.relative_to(site)) for page in pages(site)]))
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files", "--dump-dom"]
+    command = [str(CHROMIUM), *flags, "--virtual-time-budget=300000", "--window-size=1400,1000", probe.as_uri()]
+    dom = subprocess.run(command, capture_output=True, text=True, timeout=300).stdout
+    found = json.loads(html.unescape(re.findall("FOUND(.*)END", dom, re.DOTALL)[0]))
+    assert len(found) == 2 * len(pages(site)) - 2 and sum(page["formulas"] for page in found) > 400
+    assert [page for page in found if page["overflow"] > 0 or page["errors"] or page["raw"]] == []
