@@ -8,8 +8,8 @@ JOBS ?= 2
 
 BIN := $(VENV)/bin
 RUN := $(BIN)/python -m
-# one thread a test process (threads of several processes fight for the cores), and no network
-TEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 WANDB_MODE=offline $(RUN) pytest
+# one thread a test process (threads of several processes fight for the cores), no network, and small notebooks
+TEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 WANDB_MODE=offline FL_ROUNDS=10 FL_POINTS=7 $(RUN) pytest
 FIRST_NOTEBOOK := notebooks/quickstart.ipynb
 OTHER_NOTEBOOKS := $(filter-out $(FIRST_NOTEBOOK),$(wildcard notebooks/*.ipynb))
 

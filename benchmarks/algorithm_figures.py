@@ -23,7 +23,7 @@ from fl_lightning.flatness import random_plane, surface
 from fl_lightning.flatness.drawing import Scale, draw_contour
 from fl_lightning.results.metrics import read_metrics
 
-ROUNDS, EVERY, POINTS, COLOURS = 200, 4, 25, 96
+ROUNDS, EVERY, POINTS = 200, 4, 25
 SHOWN = {
     "adabest": ["AdaBest"],
     "averaging": ["FedAvg + SWA", "FedAvg + EMA"],
@@ -77,12 +77,12 @@ def draw(page: str, curves: dict[str, Any], surfaces: dict[str, Any]) -> None:
     labels = ["FedAvg", *SHOWN[page]]
     drawn = labels[:4]
     with style():
-        figure = Figure(figsize=(PAGE, 1.75), layout="constrained")
+        figure = Figure(figsize=(PAGE, 1.9), layout="constrained")
         panels = figure.subplots(1, 1 + len(drawn), width_ratios=[1.6] + [1] * len(drawn))
         for label, color, dash in zip(labels, ("0.5", *COLORS), (DASHES[1], DASHES[0], *DASHES[2:]), strict=False):
             panels[0].plot(*zip(*curves[label], strict=True), color=color, linestyle=dash, label=label)
         panels[0].set(xlabel="round", ylabel="test accuracy", ylim=(0, 1))
-        panels[0].legend(loc="lower right", handlelength=2)
+        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False)
         panels[0].grid(alpha=0.3)
         scale = Scale.of([surfaces[label].loss["train"] for label in drawn])
         for label, panel in zip(drawn, panels[1:], strict=True):
@@ -92,7 +92,7 @@ def draw(page: str, curves: dict[str, Any], surfaces: dict[str, Any]) -> None:
         scale.bar(figure, filled, list(panels[1:]), "training loss")
         file = BytesIO()
         figure.savefig(file, dpi=150)
-    picture = Image.open(file).convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE)
+    picture = Image.open(file).convert("RGB").quantize(method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
     picture.save(PAGES / f"{page}-figure.png", optimize=True)
 
 

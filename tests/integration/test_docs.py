@@ -21,6 +21,7 @@ from PIL import Image
 
 from fl_lightning import algorithms
 from fl_lightning.algorithms import catalogue
+from fl_lightning.core import find_config
 from fl_lightning.core.rng import numpy_generator
 from fl_lightning.trainer.trainer import FederatedTrainer
 from tests import generated, page_code
@@ -176,6 +177,7 @@ SHORT = {
     "test": [],
     "validate": [],
     "plan": ["--trainer.max_rounds=4"],
+    "reproduce": ["--dry-run"],
 }
 """What makes a command quick; those that build no trainer are run as they are."""
 COMMON = ["--trainer.loggers=[]", "--trainer.accelerator=cpu", "--trainer.devices=1", "--trainer.strategy=auto"]
@@ -189,9 +191,24 @@ set -e
 def shortened(args: list[str]) -> list[str]:
     """Arguments that take seconds at most."""
     command = args[0] if args else ""
+    if command == "sweep" and "--help" not in args:
+        return [command, short_sweep(args[1]), *args[2:]]
+    if command == "reproduce":
+        return [*args, *SHORT[command]]
     if command not in SHORT or any("help" in arg or arg == "--print_config" for arg in args):
         return args
     return [*args, *SHORT[command], *COMMON, "--trainer.threads=1", "--trainer.enable_progress_bar=false"]
+
+
+def short_sweep(file: str) -> str:
+    """A sweep's file with two rounds a trial, under the same name."""
+    path = find_config(file)
+    sweep = yaml.safe_load(path.read_text())
+    sweep["parameters"] |= {"trainer.max_rounds": {"value": 2}}
+    short = Path("short") / path.name
+    short.parent.mkdir(exist_ok=True)
+    short.write_text(yaml.safe_dump(sweep))
+    return str(short)
 
 
 def run_commands(text: str) -> int:
