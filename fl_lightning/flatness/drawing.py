@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fl_lightning.core import COLORMAP, COLORS, COLUMN, DASHES, MARKERS, PAGE, log_levels, log_ticks, require
+from fl_lightning.core import COLORMAP, COLORS, COLUMN, DASHES, MARKERS, PAGE, STYLE, log_levels, log_ticks, require
 from fl_lightning.flatness.values import Array, Surface
 
 if TYPE_CHECKING:
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from matplotlib.colors import Normalize
     from matplotlib.figure import Figure
 
+LETTER = 4.3 / 72
+"""Mean width of a letter at 8 pt, in inches."""
 SPAN = 20.0
 """Losses whose ratio of largest to smallest exceeds this are drawn on a logarithmic scale."""
 
@@ -103,7 +105,7 @@ def panel_side(columns: int, bars: int) -> float:
 
 def wrapped(text: str, width: float) -> str:
     """A title or label, broken into lines that fit into ``width`` inches at 8 pt."""
-    return fill(text, max(int(width * 72 / 4.3), 8))
+    return fill(text, max(int(width / LETTER), 8), break_on_hyphens=False)
 
 
 def label_outer(panels: Sequence[Axes], columns: int) -> None:
@@ -124,12 +126,29 @@ def line_styles() -> Iterator[dict[str, Any]]:
         yield {"color": COLORS[i % n], "linestyle": DASHES[(i + i // n) % n], "marker": MARKERS[i % n]}
 
 
-def legend(figure: Figure, axes: Axes) -> None:
-    """Adds a legend below the panels, unless there is only one line without a barrier."""
+def legend(figure: Figure, axes: Axes, title: str | None = None) -> None:
+    """Adds a legend below the panels, in as many columns as fit; without a title only if there are several lines.
+
+    Args:
+        figure: The figure.
+        axes: The panel whose lines it names.
+        title: Its title.
+    """
     handles, labels = axes.get_legend_handles_labels()
-    if len(handles) > 1 or (handles and "barrier" in labels[0]):
-        columns = 2 if figure.get_figwidth() == COLUMN else 4
-        figure.legend(handles, labels, loc="outside lower center", ncols=min(len(handles), columns), frameon=False)
+    if not handles or (len(handles) == 1 and title is None):
+        return
+    width = figure.get_figwidth() - 0.2
+    labels = [wrapped(label, width - 0.5) for label in labels]
+    widest = max(len(line) for label in labels for line in label.splitlines())
+    figure.legend(
+        handles,
+        labels,
+        loc="outside lower center",
+        ncols=max(1, min(len(handles), int(width / (0.5 + widest * LETTER)))),
+        frameon=False,
+        title=title and wrapped(title, width),
+        title_fontsize=STYLE["legend.fontsize"],
+    )
 
 
 def aspect(surface: Surface) -> float:
@@ -139,7 +158,7 @@ def aspect(surface: Surface) -> float:
 
 
 def draw_contour(axes: Axes, surface: Surface, z: Array, scale: Scale) -> Any:
-    """Draws filled contours with labelled lines; returns what a colour bar is made from."""
+    """Draws filled contours with lines, labelled unless paths would cross them; returns what a bar is made from."""
     from matplotlib.ticker import MaxNLocator
 
     drawn = axes.contourf(surface.x, surface.y, z, levels=scale.fill, norm=scale.norm, cmap=COLORMAP)
@@ -148,7 +167,8 @@ def draw_contour(axes: Axes, surface: Surface, z: Array, scale: Scale) -> Any:
     if len(levels):
         colors = ["white" if scale.norm(level) < 0.6 else "black" for level in levels]
         lines = axes.contour(surface.x, surface.y, z, levels=levels, colors=colors, linewidths=0.5)
-        axes.clabel(lines, levels[:: 1 if len(levels) < 7 else 2], fmt="%g", fontsize=7, inline_spacing=2)
+        if not any(len(places.coordinates) > 1 for places in surface.models.values()):
+            axes.clabel(lines, levels[:: 1 if len(levels) < 7 else 2], fmt="%g", fontsize=7, inline_spacing=2)
     axes.set_box_aspect(aspect(surface))
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))

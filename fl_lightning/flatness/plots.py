@@ -143,10 +143,10 @@ def plot_interpolation(results: Mapping[str, Interpolation], ends: tuple[str, st
                 accuracy.plot(r.gammas, 100 * r.accuracy[name], **look)
         scale_y(loss, [r.loss[name] for r in results.values() for name in r.loss])
         for axes in filter(None, (loss, accuracy)):
-            axes.set_xlabel(wrapped(f"$\\gamma$ (0:\u00a0{ends[0]}, 1:\u00a0{ends[1]})", 2.6))
+            axes.set_xlabel("$\\gamma$")
             for end in (0, 1):
                 axes.axvline(end, color="0.5", linewidth=0.6, zorder=0)
-        legend(figure, loss)
+        legend(figure, loss, title=f"γ = 0: {ends[0]}, γ = 1: {ends[1]}")
     return figure
 
 

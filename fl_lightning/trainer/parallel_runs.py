@@ -12,7 +12,7 @@ from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.core import UserError, ensure
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.engine import Engine
-from fl_lightning.trainer.callbacks.progress import COLUMNS, Progress
+from fl_lightning.trainer.callbacks.progress import COLUMNS, Ending, Progress
 from fl_lightning.trainer.checks import check_fit
 from fl_lightning.trainer.choose import choose_engine
 from fl_lightning.trainer.cohort import Cohort
@@ -60,8 +60,8 @@ def fit(
         for run in runs:
             check_fit(run)
             run.varied = {name: float(attrgetter(name)(run.objective)) for name in names}
-            if run is not runs[0]:
-                run.callbacks = [c for c in run.callbacks if not isinstance(c, Progress)]
+            silent = Ending if run is runs[0] else (Ending, Progress)  # the table at the end names all folders
+            run.callbacks = [c for c in run.callbacks if not isinstance(c, silent)]
         choose_engine(runs)
         broken = _train(runs)
     _show(runs, broken)

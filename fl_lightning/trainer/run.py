@@ -18,9 +18,10 @@ from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.core import FlatNet, RoundContext, State, UserError
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.engine import Engine, EngineName, LocalResult
+from fl_lightning.results.configs import group_id
 from fl_lightning.trainer.client_store import ClientStore
 from fl_lightning.trainer.evaluation import Evaluator, Split
-from fl_lightning.trainer.loggers import RunLogger
+from fl_lightning.trainer.loggers import About, RunLogger
 from fl_lightning.trainer.run_folder import RunFolder
 from fl_lightning.trainer.settings import Kind, Settings
 
@@ -100,6 +101,7 @@ class Run:
         rounds_done: Number of rounds done.
         total_floats: Numbers sent and uploaded so far.
         metrics: The latest value of every metric.
+        client_losses: Training loss of each client of the last round, ``(cohort,)``; empty in centralized training.
         should_stop: Ends the run after this round; a callback may set it.
         checkpoint: The checkpoint that the run was restored from.
         restored: Its content.
@@ -157,6 +159,7 @@ class Run:
         self.clients = ClientStore(objective.client_inits(), w0, settings.client_memory)
         self.rounds_done, self.total_floats, self.should_stop = 0, 0, False
         self.metrics: dict[str, float] = {}
+        self.client_losses: Tensor = w0[:0]
         self.varied: dict[str, float] = {}
         self.training_state: Callable[[], dict[str, Any]] = dict
         self.upload_shapes: dict[int, dict[str, list[int]]] = {}
@@ -173,6 +176,13 @@ class Run:
         """The weights that evaluation, flatness and export use, ``(d,)``: of SWA the average, else the server's."""
         averaging = self.objective.averaging
         return self.server.w if averaging is None else averaging.model(self.server)
+
+    @property
+    def about(self) -> About:
+        """What loggers sort runs by."""
+        config, tags = self.settings.config, (type(self.objective).__name__, type(self.data).__name__)
+        group = "-".join([*tags, group_id(config)]) if config else self.name
+        return About("fit" if self.kind == "federated" else self.kind, group, tags, self.settings.last_rounds)
 
     @property
     def next_round(self) -> int:
@@ -211,6 +221,12 @@ class Run:
         metrics = {name: float(value) for name, value in metrics.items()}
         self._round_metrics.update(metrics)
         self.metrics = {**self.metrics, **metrics}
+
+    def log_clients(self, name: str, values: Sequence[float] | Tensor) -> None:
+        """Shows the loggers a number of each client, for its distribution."""
+        for logger in self.loggers if self.fabric.is_global_zero and len(values) else ():
+            if isinstance(logger, RunLogger):
+                logger.log_clients(name, [float(value) for value in values], self.rounds_done)
 
     def monitored(self, callback: str, name: str, metrics: Mapping[str, float]) -> float | None:
         """This round's value of a metric that a callback monitors; None if it was not measured.
@@ -291,7 +307,9 @@ class Run:
         states = self.restored.get("loggers", {})
         for key, logger in zip(state_keys(self.loggers), self.loggers, strict=True):
             if isinstance(logger, RunLogger):
-                logger.start(self.folder.path, states.get(key, {}), self.rounds_done)
+                logger.start(self.folder.path, states.get(key, {}), self.rounds_done, self.about)
+                if rank0 and not self.rounds_done:
+                    logger.log_partition(self.data)
             with suppress(NotImplementedError):  # Fabric's own CSVLogger logs none
                 logger.log_hyperparams(config)
 
@@ -363,6 +381,7 @@ class Run:
         if self.rounds_done % settings.eval_every == 0 or self.rounds_done > self.max_rounds - settings.eval_last:
             for split in ("val", "test") if self.data.val_fraction else ("test",):
                 self.log(self.evaluate(split))
+            self.log_clients("client/train/loss", self.client_losses)
         self.call("on_round_end")
         logged, self._round_metrics = self._round_metrics, {}
         for logger in self.loggers:

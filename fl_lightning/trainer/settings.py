@@ -13,8 +13,10 @@ import torch
 
 from fl_lightning.core import UserError, require
 from fl_lightning.engine import ENGINES, EngineName
+from fl_lightning.results.summary import LAST
 from fl_lightning.trainer import collectives
 from fl_lightning.trainer.memory import keep_freed_memory
+from fl_lightning.trainer.quiet import quiet
 from fl_lightning.trainer.samplers import CohortSampler, UniformSampler
 
 Kind = Literal["federated", "centralized"]
@@ -128,6 +130,11 @@ class Settings:
             ) from None
         self._launched = False
 
+    @property
+    def last_rounds(self) -> int:
+        """Rounds at the end whose evaluations are averaged: ``eval_last`` if that is set, else the papers' 100."""
+        return self.eval_last if self.eval_last > 1 else LAST
+
     def run_name(self, model: object, data: object, kind: Kind = "federated") -> str:
         """The folder of this experiment's runs: ``name``, by default model and data."""
         middle = "-" if kind == "federated" else f"-{kind}-"
@@ -136,7 +143,8 @@ class Settings:
     def launch(self) -> None:
         """Starts the processes, at the first call."""
         if not self._launched:
-            self.fabric.launch()
+            with quiet():
+                self.fabric.launch()
             self._launched = True
             collectives.connect(self.fabric)
             if self.fabric.world_size > 1:
