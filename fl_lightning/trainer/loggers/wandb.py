@@ -66,6 +66,7 @@ class WandbLogger(LightningWandbLogger, RunLogger):
         self.run_name, self.entity, self.log_model = name, entity, log_model
         self.mode = mode or os.environ.get("WANDB_MODE") or "offline"
         self.run: WandbRun | None = None
+        self._columns: dict[str, list[tuple[int, float]]] = {}
 
     @property
     def experiment(self) -> Any:
@@ -76,8 +77,8 @@ class WandbLogger(LightningWandbLogger, RunLogger):
     def start(self, run_dir: Path, state: Mapping[str, Any], round: int, about: About) -> None:
         self._open(run_dir, state, round, about)
         self._training = True
-        metrics = run_dir / "metrics.csv"
-        self._columns = read_metrics(metrics) if metrics.exists() else {}
+        if (metrics := run_dir / "metrics.csv").exists():
+            self._columns = read_metrics(metrics)
 
     @rank_zero_only
     def reopen(self, run_dir: Path, state: Mapping[str, Any], round: int, about: About) -> None:
@@ -88,7 +89,7 @@ class WandbLogger(LightningWandbLogger, RunLogger):
         RunLogger.start(self, run_dir, state, round, about)
         self._about, self._round, self._training = about, round, False
         self._pending: dict[str, Any] = {}
-        self._columns: dict[str, list[tuple[int, float]]] = {}
+        self._columns = {}
         self._defined: set[str] = set()
         import wandb
 
@@ -146,7 +147,7 @@ class WandbLogger(LightningWandbLogger, RunLogger):
         counts = class_counts(data)
         if len(counts) <= ROWS:
             head, rows = count_table(counts)
-            self._pending["partition/clients"] = wandb.Table(columns=head, data=rows)
+            self._pending["partition/clients"] = wandb.Table(columns=[*head], data=rows)
             self.log_figure("partition/heat_map", lambda: heat_map(counts), 0)
         self.log_clients("partition/samples", counts.sum(1).tolist(), 0)
         self.log_clients("partition/classes", (counts > 0).sum(1).tolist(), 0)
