@@ -65,7 +65,7 @@ def plot_surface(
         figure = new_figure(rows, columns, side - names, bottom=0.3 + names)
         panels: list[Axes] = []
         for name in sets:
-            for label, surface in surfaces.items():
+            for surface in surfaces.values():
                 place = (rows, columns, len(panels) + 1)
                 if kind == "3d":
                     axes = figure.add_subplot(*place, projection="3d")

@@ -18,8 +18,8 @@ def test_the_last_value_is_compared_with_the_highest_since_the_loss_has_halved()
     """Not with the first one, of an untrained net, and not with a higher one before."""
     text = verdict((1, 9.0), (5, 0.8), (35, 5.25), (50, 5.0), (100, 1.3))
     assert text == (
-        "the global minimum got flatter: lambda_max is 1.3 in round 100 (training loss 0.02); the highest before, since "
-        "training loss had halved in round 2, was 5.25 in round 35 (training loss 0.05714)"
+        "the global minimum got flatter: lambda_max is 1.3 in round 100 (training loss 0.02); the highest before, "
+        "since training loss had halved in round 2, was 5.25 in round 35 (training loss 0.05714)"
     )
     assert "neither flatter nor sharper" in verdict((5, 1.0), (100, 1.0))
     sharper = verdict((5, 0.8), (35, 0.7), (100, 1.3), discrepancy=0.25)

@@ -221,7 +221,7 @@ class WandbLogger(LightningWandbLogger, RunLogger):
             made = wandb.Artifact(f"config-{self.run.id}", "config")
             made.add_file(str(config))
             self.run.log_artifact(made, aliases=["last"])
-        for alias in ("last", "best") if self.log_model else ():
+        for alias in ("best", "last") if self.log_model else ():  # W&B's own alias is that of the latest
             file = self.dir / "checkpoints" / f"{alias}.ckpt"
             if not file.exists():
                 continue
