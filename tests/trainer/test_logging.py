@@ -185,7 +185,11 @@ def test_wandb_holds_the_same(logged: Path) -> None:
     saved = yaml.safe_load((logged / "config.yaml").read_text())
     assert saved.keys() >= {"model", "data", "trainer"}
     assert {key: log.config[key] for key in saved} == saved
-    assert log.run.project == "fl_lightning" and log.run.run_group == "g" and list(log.run.tags) == ["a", "b"]
+    assert (
+        log.run.project == "fl_lightning"
+        and log.run.run_group == "g"
+        and list(log.run.tags) == ["SCAFFOLD", "Digits", "a", "b"]
+    )
     assert log.run.display_name == "SCAFFOLD-Digits/version_0" and log.run.job_type == "fit"
     assert log.exits == [0]
 

@@ -41,7 +41,7 @@ class WandbLogger(LightningWandbLogger, RunLogger):
         project: W&B project; null: WANDB_PROJECT, else fl_lightning.
         group: Group within it; null: WANDB_RUN_GROUP, else algorithm, data set and a number of the config, which runs
             share that differ in their seeds only.
-        tags: Tags; null: WANDB_TAGS, else the algorithm and the data set.
+        tags: Tags beside the algorithm and the data set; null: WANDB_TAGS.
         name: Name of the run; by default its folder's.
         mode: offline (upload later by ``wandb sync``; needs no account), online, or disabled; null: the environment
             variable WANDB_MODE, else offline.
@@ -99,7 +99,7 @@ class WandbLogger(LightningWandbLogger, RunLogger):
                 project=self.project,
                 entity=self.entity,
                 group=self.group or os.environ.get("WANDB_RUN_GROUP") or about.group,
-                tags=self.tags or tags or about.tags,
+                tags=list(dict.fromkeys([*about.tags, *(self.tags or tags)])),
                 job_type=about.job,
                 name=self.run_name or f"{run_dir.parent.name}/{run_dir.name}",
                 id=state.get("id"),
