@@ -261,6 +261,7 @@ def draw_3d(axes: Any, surface: Surface, z: Array, scale: Scale) -> Any:
         axis.set_major_locator(MaxNLocator(2, steps=[1, 2, 5, 10]))
         axis.labelpad = -5
     axes.tick_params(pad=-3)
+    axes.tick_params(axis="z", pad=0)
     axes.set_box_aspect((1, 1, 0.75), zoom=0.9)
     return ScalarMappable(scale.norm, COLORMAP)
 

@@ -220,7 +220,7 @@ def test_wandb_keeps_config_and_checkpoints(logged: Path) -> None:
         ("model", ["best", "latest"], ["checkpoints/best.ckpt", "config.yaml"]),
         ("model", ["last", "latest"], ["checkpoints/last.ckpt", "config.yaml"]),
     ]
-    (kept,) = logged.glob("wandb/offline-run-*/checkpoints/last.ckpt")
+    (kept,) = logged.glob("wandb/offline-run-*/artifacts/checkpoints/last.ckpt")
     assert kept.samefile(logged / "checkpoints" / "last.ckpt")  # no second copy
 
 

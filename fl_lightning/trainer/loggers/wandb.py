@@ -6,6 +6,7 @@ import math
 import os
 import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -212,24 +213,26 @@ class WandbLogger(LightningWandbLogger, RunLogger):
                 self.run.summary[name] = {mode_of(name): best, "last": values[-1][1]}
 
     def _log_artifacts(self) -> None:
-        """Config and checkpoints, as in the run folder."""
+        """Config and checkpoints, laid out as in the run folder."""
+        assert self.run is not None and self.dir is not None
+        config = [self.dir / "config.yaml"]
+        self._log_artifact("config", "last", config)
+        for alias in ("best", "last") if self.log_model else ():  # W&B's own alias is that of the latest
+            file = self.dir / "checkpoints" / f"{alias}.ckpt"
+            if file.exists():
+                self._log_artifact("model", alias, [*config, file])
+
+    def _log_artifact(self, kind: str, alias: str, files: Sequence[Path]) -> None:
+        """Files of the run folder that exist; W&B gets a name of its own for them, as later ones take their place."""
         import wandb
 
         assert self.run is not None and self.dir is not None
-        config = self.dir / "config.yaml"
-        if config.exists():
-            made = wandb.Artifact(f"config-{self.run.id}", "config")
-            made.add_file(str(config))
-            self.run.log_artifact(made, aliases=["last"])
-        for alias in ("best", "last") if self.log_model else ():  # W&B's own alias is that of the latest
-            file = self.dir / "checkpoints" / f"{alias}.ckpt"
-            if not file.exists():
-                continue
-            made = wandb.Artifact(f"model-{self.run.id}", "model")
-            if config.exists():
-                made.add_file(str(config))
-            kept = Path(self.run.dir).parent / "checkpoints" / file.name
-            made.add_file(str(_linked(file, kept)), f"checkpoints/{file.name}", policy="immutable", skip_cache=True)
+        made = wandb.Artifact(f"{kind}-{self.run.id}", kind)
+        for file in filter(Path.exists, files):
+            name = file.relative_to(self.dir)
+            kept = _kept(file, Path(self.run.dir).parent / "artifacts" / name)
+            made.add_file(str(kept), str(name), policy="immutable", skip_cache=True)
+        if made.manifest.entries:
             self.run.log_artifact(made, aliases=[alias])
 
 
@@ -251,12 +254,13 @@ def _image(picture: Picture) -> Any:
     return wandb.Image(Image.open(png))
 
 
-def _linked(file: Path, to: Path) -> Path:
-    """The file under a second name, without a copy if possible: later checkpoints replace only the first one."""
+def _kept(file: Path, to: Path) -> Path:
+    """The file under a second name: checkpoints, which are replaced and never rewritten, without a copy if possible."""
     to.parent.mkdir(parents=True, exist_ok=True)
     to.unlink(missing_ok=True)
-    try:
-        to.hardlink_to(file)
-    except OSError:
-        shutil.copyfile(file, to)
+    if file.suffix == ".ckpt":
+        with suppress(OSError):  # the file system has no hard links
+            to.hardlink_to(file)
+            return to
+    shutil.copyfile(file, to)
     return to
