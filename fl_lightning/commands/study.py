@@ -94,8 +94,9 @@ def reopened_loggers(run: Run) -> Iterator[list[RunLogger]]:
         for key, logger in zip(state_keys(run.loggers), run.loggers, strict=True)
         if isinstance(logger, RunLogger) and of_run and run.fabric.is_global_zero
     ]
+    about = run.settings.about(run.objective, run.data, run.restored.get("kind", run.kind))
     for logger, state in loggers:
-        logger.reopen(run.folder.path, state, run.rounds_done, run.about)
+        logger.reopen(run.folder.path, state, run.rounds_done, about)
     try:
         yield [logger for logger, _ in loggers]
     finally:

@@ -18,10 +18,9 @@ from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.core import FlatNet, RoundContext, State, UserError
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.engine import Engine, EngineName, LocalResult
-from fl_lightning.results.configs import group_id
 from fl_lightning.trainer.client_store import ClientStore
 from fl_lightning.trainer.evaluation import Evaluator, Split
-from fl_lightning.trainer.loggers import About, RunLogger
+from fl_lightning.trainer.loggers import RunLogger
 from fl_lightning.trainer.run_folder import RunFolder
 from fl_lightning.trainer.settings import Kind, Settings
 
@@ -178,13 +177,6 @@ class Run:
         return self.server.w if averaging is None else averaging.model(self.server)
 
     @property
-    def about(self) -> About:
-        """What loggers sort runs by."""
-        config, tags = self.settings.config, (type(self.objective).__name__, type(self.data).__name__)
-        group = "-".join([*tags, group_id(config)]) if config else self.name
-        return About("fit" if self.kind == "federated" else self.kind, group, tags, self.settings.last_rounds)
-
-    @property
     def next_round(self) -> int:
         """The round to come, from 0; after the last one, the last one."""
         return min(self.rounds_done, self.max_rounds - 1)
@@ -304,10 +296,10 @@ class Run:
         for key, callback in zip(state_keys(self.callbacks), self.callbacks, strict=True):
             if states.get(key):
                 callback.load_state_dict(states[key])
-        states = self.restored.get("loggers", {})
+        states, about = self.restored.get("loggers", {}), self.settings.about(self.objective, self.data, self.kind)
         for key, logger in zip(state_keys(self.loggers), self.loggers, strict=True):
             if isinstance(logger, RunLogger):
-                logger.start(self.folder.path, states.get(key, {}), self.rounds_done, self.about)
+                logger.start(self.folder.path, states.get(key, {}), self.rounds_done, about)
                 if rank0 and not self.rounds_done:
                     logger.log_partition(self.data)
             with suppress(NotImplementedError):  # Fabric's own CSVLogger logs none

@@ -13,8 +13,10 @@ import torch
 
 from fl_lightning.core import UserError, require
 from fl_lightning.engine import ENGINES, EngineName
+from fl_lightning.results.configs import group_id
 from fl_lightning.results.summary import LAST
 from fl_lightning.trainer import collectives
+from fl_lightning.trainer.loggers import About
 from fl_lightning.trainer.memory import keep_freed_memory
 from fl_lightning.trainer.quiet import quiet
 from fl_lightning.trainer.samplers import CohortSampler, UniformSampler
@@ -139,6 +141,12 @@ class Settings:
         """The folder of this experiment's runs: ``name``, by default model and data."""
         middle = "-" if kind == "federated" else f"-{kind}-"
         return self.name or f"{type(model).__name__}{middle}{type(data).__name__}"
+
+    def about(self, model: object, data: object, kind: Kind = "federated") -> About:
+        """What loggers sort runs by."""
+        tags = (type(model).__name__, type(data).__name__)
+        group = "-".join([*tags, group_id(self.config)]) if self.config else self.run_name(model, data, kind)
+        return About("fit" if kind == "federated" else kind, group, tags, self.last_rounds)
 
     def launch(self) -> None:
         """Starts the processes, at the first call."""

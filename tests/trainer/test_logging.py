@@ -243,6 +243,7 @@ def test_wandb_run_goes_on_by_its_id(tmp_path: Path, capsys: pytest.CaptureFixtu
     cli("flatness", f"--ckpt_path={folder / 'checkpoints' / 'last.ckpt'}", measured)
     log = Log.read(folder)
     assert log.run.run_id == first.run.run_id and log.run.run_group == second.run.run_group
+    assert log.run.job_type == "fit" and list(log.run.tags) == list(second.run.tags)
     assert log.history == [{"round": 4, "flatness/spectrum": "image-file"}] and not log.artifacts and log.exits == [0]
     cli("landscape", f"--ckpt_path={folder / 'checkpoints' / 'last.ckpt'}", "--points=3", "--samples=50")
     assert Log.read(folder).history == [

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fl_lightning.core import RoundContext, require, write_atomically
 from fl_lightning.engine import LocalResult
+from fl_lightning.flatness.plots import plot_density, plot_spectrum
 from fl_lightning.trainer.loggers import RunLogger
 from fl_lightning.trainer.measurements import (
     Measure,
@@ -154,8 +155,6 @@ def figures(measurements: Sequence[Measurement], label: str) -> dict[str, Callab
         measurements: The measurements.
         label: The model's name.
     """
-    from fl_lightning.flatness.plots import plot_density, plot_spectrum
-
     details = {name: value for measurement in measurements for name, value in measurement.details.items()}
     found: dict[str, Callable[[], Figure]] = {}
     if "eigenvalues" in details:
