@@ -206,7 +206,7 @@ def test_evaluation_of_another_model(complaint: Complaint, files: Path) -> None:
         (["flatness"], ("ckpt_path", "missing", "--ckpt_path runs/")),
         (["compare"], ("runs: missing",)),
         (["fit", "--data=Digits", "--model=FedAvg"], ("--model.net", "missing", "give a value")),
-        (["fit", "--config", "none.yaml"], ("config = ", "none.yaml", "no such file", "lists the names")),
+        (["fit", "--config", "none.yaml"], ("config = ", "none.yaml", "no such file", "fl-lightning configs")),
         (["fit", "--config", "broken.yaml"], ("config = broken.yaml", "line 2", "give YAML")),
         (["fit", "--config", "word.yaml"], ("config = word.yaml", "hello", "give YAML with model, data and trainer")),
     ],
