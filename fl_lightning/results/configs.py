@@ -1,5 +1,7 @@
 """The configs of runs, compared."""
 
+import hashlib
+import json
 from typing import Any
 
 EXECUTION = (
@@ -24,6 +26,21 @@ def differences(saved: dict[str, Any], here: dict[str, Any]) -> list[str]:
         for key, one, other in _differing("", saved, here)
         if key.removeprefix("trainer.") not in EXECUTION
     ]
+
+
+def group_id(config: dict[str, Any]) -> str:
+    """Six hexadecimal digits that runs share whose configs differ in nothing but their seeds and their execution.
+
+    Args:
+        config: A resolved config.
+    """
+    parts = {name: dict(config[name]) for name in ("model", "data", "trainer") if isinstance(config.get(name), dict)}
+    for name, init_args in ((name, part.get("init_args")) for name, part in parts.items()):
+        if init_args:
+            parts[name]["init_args"] = {key: value for key, value in init_args.items() if key != "seed"}
+    trainer = parts.get("trainer", {})
+    parts["trainer"] = {key: value for key, value in trainer.items() if key not in (*EXECUTION, "seed")}
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:6]
 
 
 def _differing(key: str, one: Any, other: Any) -> list[tuple[str, Any, Any]]:
