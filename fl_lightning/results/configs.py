@@ -26,6 +26,23 @@ def differences(saved: dict[str, Any], here: dict[str, Any]) -> list[str]:
     ]
 
 
+def flatten(config: dict[str, Any]) -> dict[str, str]:
+    """Returns the settings of a config as short text, by key as on the command line, without init_args.
+
+    A part of a class is its name under the key of the part, and its settings below.
+    """
+    found: dict[str, str] = {}
+    for key, value in config.items():
+        if not isinstance(value, dict) or not value:
+            found[key] = ", ".join(map(_short, value)) if isinstance(value, list) else _short(value)
+            continue
+        if "class_path" in value:
+            found[key] = _short(value)
+            value = value.get("init_args") or {}
+        found |= {f"{key}.{below}": text for below, text in flatten(value).items()}
+    return found
+
+
 def _differing(key: str, one: Any, other: Any) -> list[tuple[str, Any, Any]]:
     if not (isinstance(one, dict) and isinstance(other, dict)) or one.get("class_path") != other.get("class_path"):
         return [] if one == other else [(key, one, other)]

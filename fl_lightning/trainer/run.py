@@ -18,6 +18,7 @@ from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.core import FlatNet, RoundContext, State, UserError
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.engine import Engine, EngineName, LocalResult
+from fl_lightning.trainer import provenance
 from fl_lightning.trainer.client_store import ClientStore
 from fl_lightning.trainer.evaluation import Evaluator, Split
 from fl_lightning.trainer.loggers import RunLogger
@@ -284,6 +285,8 @@ class Run:
             config["trainer"] = {**config["trainer"], "engine": self.engine_name}
             if rank0:
                 self.folder.config.write_text(yaml.safe_dump(config, sort_keys=False))
+        if rank0:
+            provenance.write(self)
         states = self.restored.get("callbacks", {})
         for key, callback in zip(state_keys(self.callbacks), self.callbacks, strict=True):
             if states.get(key):
