@@ -39,8 +39,10 @@ def run(
     """
     groups = compare(runs, target, last, metric, reference, mode)
     shown = columns(groups, None if reference is None else of_run(groups, reference))
-    console = Console(width=None if sys.stdout.isatty() else 200)
-    console.print(_table(groups, shown))
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    console.print(_table(groups, [column for column in shown if not column.cost], groups[0].runs[0].metric))
+    if costs := [column for column in shown if column.cost]:  # a table of its own: all columns together are too wide
+        console.print(_table(groups, costs, "cost"))
     for line in left_out(groups):
         console.print(line, soft_wrap=True, highlight=False)
     if out is not None:
@@ -60,8 +62,8 @@ def left_out(groups: Sequence[Group]) -> list[str]:
     ]
 
 
-def _table(groups: Sequence[Group], shown: Sequence[Column]) -> Table:
-    best, table = Markup(best="[bold]{}[/]"), Table(title=groups[0].runs[0].metric)
+def _table(groups: Sequence[Group], shown: Sequence[Column], title: str) -> Table:
+    best, table = Markup(best="[bold]{}[/]"), Table(title=title)
     for i, head in enumerate(["run", "seeds", *(column.head for column in shown)]):
         table.add_column(head, justify="right" if i else "left")
     for group in groups:

@@ -1,14 +1,15 @@
 """``fl-lightning report``."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
 from rich.console import Console
 
 from fl_lightning.commands.compare import left_out
-from fl_lightning.results.compare import compare, of_run
+from fl_lightning.results.compare import Group, compare, of_run
 from fl_lightning.results.summary import LAST
-from fl_lightning.results.table import columns, write
+from fl_lightning.results.table import Column, columns, write
 
 SUMMARY = "Write a report of runs: one HTML page that opens offline, with its tables and figures beside it."
 
@@ -45,9 +46,38 @@ def run(
     folder = page.with_suffix("") if out.endswith(".html") else page.parent
     write(groups, shown, folder)
     write_curves({group.name: group.metrics for group in groups}, folder)
-    write_report(groups, shown, page, PROTOCOL, f"{sum(len(group.runs) for group in groups)} runs")
+    write_report(groups, shown, page, PROTOCOL)
+    _draw(groups, shown, folder)
     console = Console()
     for line in left_out(groups):
         console.print(line, soft_wrap=True, highlight=False)
     console.print(f"report: {page} ({page.stat().st_size / 1e6:.1f} MB)", soft_wrap=True, highlight=False)
     console.print(f"tables and figures: {folder}", soft_wrap=True, highlight=False)
+
+
+def _draw(groups: Sequence[Group], shown: Sequence[Column], folder: Path) -> None:
+    """The figures for print, one column of a paper wide: curves, flatness against the metric, partitions, spectra."""
+    import numpy as np
+
+    from fl_lightning.commands.data import heat_map
+    from fl_lightning.core import save_figure
+    from fl_lightning.flatness.plots import plot_density, plot_spectrum
+    from fl_lightning.results.curves import PANELS, drawn, plot_curves, read
+    from fl_lightning.results.report.files import densities, partitions, read_group, spectra
+    from fl_lightning.results.tradeoff import plot_tradeoff
+
+    paths = {group.name: group.metrics for group in groups}
+    for name in drawn(read(paths)):
+        if name in PANELS:
+            save_figure(plot_curves(paths, [name]), folder / name.replace("/", "_"))
+    for column in shown:
+        if column.of.startswith("flatness/"):
+            save_figure(plot_tradeoff(groups, column.key), folder / f"tradeoff_{column.key}")
+    files = [run for group in groups for run in read_group(group)]
+    for i, (found, _) in enumerate(partitions(files)):
+        counts = [[row.get(str(c), 0) for c in range(found["classes"])] for row in found["counts"]]
+        save_figure(heat_map(np.array(counts)), folder / f"partition_{i}")
+    if eigenvalues := spectra(files):
+        save_figure(plot_spectrum(eigenvalues), folder / "spectrum")
+    if density := densities(files):
+        save_figure(plot_density(density), folder / "density")

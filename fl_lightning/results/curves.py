@@ -18,14 +18,19 @@ if TYPE_CHECKING:
 
 POINTS = 100
 """Parts of a run; the mean of each is drawn."""
-PANELS = {
+PANELS = ("server/test/acc", "server/test/miou", "server/test/loss", "flatness/lambda_max", "flatness/discrepancy")
+"""Metrics that are drawn if they were measured."""
+LABELS = {
     "server/test/acc": "test accuracy",
     "server/test/miou": "test mIoU",
     "server/test/loss": "test loss",
+    "client/train/loss": "training loss",
     "flatness/lambda_max": r"Hessian $\lambda_{max}$",
     "flatness/discrepancy": r"flatness discrepancy $\Delta_F$",
+    "flatness/sharpness_global": "sharpness of the global model",
+    "flatness/sharpness_local": "sharpness of the local models",
 }
-"""Metrics that are drawn if they were measured, and their labels."""
+"""Labels of metrics."""
 LOG = 20.0
 """Measures of flatness whose largest value exceeds the smallest by this factor are drawn on a logarithmic axis."""
 
@@ -115,37 +120,39 @@ def plot_curves(runs: Mapping[str, Runs], names: Sequence[str] | None = None) ->
     with style():
         figure = Figure(figsize=(PAGE if wide > 1 else COLUMN, 1.9 * rows + 0.4), layout="constrained")
         for i, name in enumerate(names):
-            axes = figure.add_subplot(rows, wide, i + 1, ylabel=PANELS.get(name, name))
+            axes = figure.add_subplot(rows, wide, i + 1, ylabel=LABELS.get(name, name))
             _panel(axes, name, groups)
             if i + wide >= len(names):
                 axes.set_xlabel("round")
-        if len(runs) > 1 and figure.axes:
-            _legend(figure)
+        place_legend(figure)
     return figure
 
 
-def _legend(figure: Figure) -> None:
-    """One legend below the panels; a group may be missing in some of them."""
+def place_legend(figure: Figure) -> None:
+    """Adds one legend below the panels, unless there is only one line; a group may be missing in some panels."""
     lines = {label: line for axes in figure.axes for line, label in zip(*axes.get_legend_handles_labels(), strict=True)}
-    columns = int(22 * figure.get_figwidth() // (max(map(len, lines)) + 9))  # letters of 7 pt in a line
-    figure.legend(lines.values(), lines, loc="outside lower center", ncols=max(columns, 1), frameon=False)
+    if len(lines) > 1:
+        columns = int(22 * figure.get_figwidth() // (max(map(len, lines)) + 9))  # letters of 7 pt in a line
+        figure.legend(lines.values(), lines, loc="outside lower center", ncols=max(columns, 1), frameon=False)
 
 
 def _panel(axes: Axes, name: str, groups: Mapping[str, Sequence[Columns]]) -> None:
+    ends: list[float] = []
     for look, (label, group) in zip(_looks(), groups.items(), strict=False):
         found = curve(group, name)
         if found is None:
             continue
+        low, high = ([m + sign * sd for m, sd in zip(found.mean, found.sd, strict=True)] for sign in (-1, 1))
+        ends += low
         few = "." if len(found.rounds) < 30 else None
         axes.plot(found.rounds, found.mean, label=label, marker=few, **look)
         if len(group) > 1:
-            low, high = ([m + sign * sd for m, sd in zip(found.mean, found.sd, strict=True)] for sign in (-1, 1))
             axes.fill_between(found.rounds, low, high, color=look["color"], alpha=0.2, linewidth=0)
         elif len(found.rounds) < len(group[0][name]):
             axes.plot(*zip(*group[0][name], strict=True), color=look["color"], linewidth=0.4, alpha=0.3, zorder=1)
     axes.grid(alpha=0.3)
-    values = [value for runs in groups.values() for run in runs for _, value in run.get(name, ())]
-    if is_flatness(name) and min(values) > 0 and max(values) > LOG * min(values):
+    # a band that reaches 0 has no place on a logarithmic axis
+    if is_flatness(name) and min(ends) > 0 and max(ends) > LOG * min(ends):
         axes.set_yscale("log")
         log_ticks(axes)
 

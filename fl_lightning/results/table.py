@@ -25,7 +25,7 @@ class Column:
         form: Format of its values.
         scale: Factor of the printed value.
         fraction: Whether papers print it in per cent.
-        spread: Whether the standard deviation is printed.
+        spread: Format of the standard deviation; None: it is not printed.
     """
 
     key: str
@@ -35,12 +35,17 @@ class Column:
     form: str = ",.4f"
     scale: float = 1.0
     fraction: bool = False
-    spread: bool = False
+    spread: str | None = None
 
     @property
     def head(self) -> str:
         """Title and direction."""
         return f"{self.title} {ARROWS[self.mode]}" if self.mode else self.title
+
+    @property
+    def cost(self) -> bool:
+        """Whether it is a cost of training: minutes, bits, or rounds."""
+        return self.to_target or self.of in ("minutes", "bits")
 
     @property
     def to_target(self) -> bool:
@@ -78,12 +83,12 @@ def columns(groups: Sequence[Group], reference: Group | None = None) -> list[Col
     common = {"mode": first.mode, "fraction": first.metric.endswith(("acc", "miou"))}
     measured = {name for run in runs for name in run.flatness}
     shown = [
-        Column("mean", f"last {last}", "mean", spread=True, **common),
+        Column("mean", f"last {last}", "mean", spread=",.4f", **common),
         Column("std_rounds", "sd over rounds", "std", **{**common, "mode": None}),
         Column("best", "best", "best", **common),
         Column("final", "final", "final", **common),
         *(
-            Column(name, name.replace("_", " "), f"flatness/{name}", mode_of(f"flatness/{name}"), ",.4g", spread=True)
+            Column(name, name.replace("_", " "), f"flatness/{name}", mode_of(f"flatness/{name}"), ",.4g", spread=".2g")
             for start in FLATNESS
             for name in (start, f"{start}_all")
             if name in measured
@@ -129,7 +134,7 @@ def cell(group: Group, column: Column, groups: Sequence[Group] = (), markup: Mar
     if is_best(group, column, groups):
         text = markup.best.format(text)
     if column.spread and len(values) > 1:
-        text = markup.pair.format(text, format(stdev(values), column.form))
+        text = markup.pair.format(text, format(stdev(values), column.spread))
     if column.to_target and len(values) < len(group.runs):
         text += f" ({len(values)} of {len(group.runs)})"  # the others never did
     return text
@@ -162,7 +167,7 @@ def row(group: Group, shown: Sequence[Column]) -> Mapping[str, str | float]:
 
 def latex(groups: Sequence[Group], shown: Sequence[Column]) -> str:
     """Returns the table for a paper, by booktabs; accuracy and mIoU in per cent, the best values in bold."""
-    printed = [replace(column, scale=100.0, form=",.2f") if column.fraction else column for column in shown]
+    printed = [replace(c, scale=100.0, form=",.2f", spread=c.spread and ",.2f") if c.fraction else c for c in shown]
     lines = [
         ["run", *(column.head.translate(TEX) for column in shown)],
         *([g.name.translate(TEX), *(cell(g, column, groups, LATEX) for column in printed)] for g in groups),

@@ -60,7 +60,9 @@ def write(run: Run) -> None:
             starts, changes = kept["starts"], kept["changes"]
         except (ValueError, KeyError, TypeError):
             raise UserError(f"{path}: not readable; restore it, or remove it to go on without") from None
-    code = {"working folder": _code(Path.cwd()), "package": _code(Path(fl_lightning.__file__).parent)}
+    package = Path(fl_lightning.__file__)
+    known = _git(package.parent, "ls-files", package.name)  # an environment may lie in the clone of something else
+    code = {"working folder": _code(Path.cwd()), "package": _code(package.parent) if known else None}
     for found in filter(None, code.values()):
         text = found.pop("diff")
         found["changes"] = sha256(text.encode()).hexdigest()[:12] if text else None

@@ -106,6 +106,7 @@ def tradeoff(groups: Sequence[Group], measure: str, metric: str) -> Spec:
                     "y": [run.mean for run, _ in runs],
                     "text": [f"seed {seeds[0]}" if seeds else "" for _, seeds in runs],
                     "mode": "markers",
+                    "cliponaxis": False,
                     "marker": {"color": color, "symbol": symbol, "size": 10, "line": {"color": "white", "width": 1}},
                     "hovertemplate": "%{x:.4g}, %{y:.4f}  %{text}",
                 }

@@ -4,6 +4,7 @@ Files that others may have written are taken as they are; one that is not readab
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,33 @@ def read_group(group: Group) -> list[RunFiles]:
         UserError: If one is not readable.
     """
     return [_read(group, folder, seeds) for folder, seeds in zip(group.folders, group.seeds, strict=True)]
+
+
+def partitions(runs: Sequence[RunFiles]) -> list[tuple[Json, list[str]]]:
+    """The different partitions, and the runs that have each."""
+    found: dict[str, tuple[Json, list[str]]] = {}
+    for run in runs:
+        if run.partition:
+            found.setdefault(repr(run.partition), (run.partition, []))[1].append(run.label)
+    return list(found.values())
+
+
+def spectra(runs: Sequence[RunFiles]) -> dict[str, list[float]]:
+    """Measured eigenvalues, largest first, by run and place."""
+    return {at: sorted(of["eigenvalues"], reverse=True) for at, of in _details(runs).items() if "eigenvalues" in of}
+
+
+def densities(runs: Sequence[RunFiles]) -> dict[str, tuple[list[float], list[float]]]:
+    """Measured densities of the spectrum, as eigenvalues and density there, by run and place."""
+    return {at: (of["grid"], of["density"]) for at, of in _details(runs).items() if "density" in of}
+
+
+def _details(runs: Sequence[RunFiles]) -> dict[str, Json]:
+    found: dict[str, Json] = {}
+    for run in runs:
+        for measurement in run.measurements:
+            found.setdefault(f"{run.label}, {measurement['where']}", {}).update(measurement["details"])
+    return found
 
 
 def _read(group: Group, folder: Path, seeds: Seeds) -> RunFiles:

@@ -1,6 +1,6 @@
 """The page: figures and tables of compared runs, put into the template."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import datetime
 from functools import cache
 from pathlib import Path
@@ -12,8 +12,8 @@ from fl_lightning import __version__
 from fl_lightning.results.compare import Group
 from fl_lightning.results.curves import curve, drawn, read
 from fl_lightning.results.report import figures
-from fl_lightning.results.report.files import RunFiles, read_group
-from fl_lightning.results.report.tables import comparison, differences, measurements, origins, papers
+from fl_lightning.results.report.files import RunFiles, densities, partitions, read_group, spectra
+from fl_lightning.results.report.tables import comparison, differences, environments, measurements, papers
 from fl_lightning.results.table import Column
 
 TEMPLATE = "report.html.j2"
@@ -32,7 +32,7 @@ CONTENTS = {
 """The sections by their ids."""
 
 
-def write_report(groups: Sequence[Group], shown: Sequence[Column], page: Path, protocol: str, title: str) -> None:
+def write_report(groups: Sequence[Group], shown: Sequence[Column], page: Path, protocol: str) -> None:
     """Writes the report of compared runs: one HTML file that refers to nothing outside of it.
 
     Args:
@@ -40,7 +40,6 @@ def write_report(groups: Sequence[Group], shown: Sequence[Column], page: Path, p
         shown: The columns of the table.
         page: The file.
         protocol: What all measurements of flatness have in common.
-        title: Title of the page.
 
     Raises:
         UserError: If a file in a run folder is not readable.
@@ -50,19 +49,18 @@ def write_report(groups: Sequence[Group], shown: Sequence[Column], page: Path, p
     specs = _figures(groups, files, [column.key for column in shown if column.of.startswith("flatness/")])
     found = papers(runs)
     context = {
-        "title": title,
+        "title": _title(runs),
         "version": __version__,
         "date": f"{datetime.now():%d %B %Y, %H:%M}",
         "groups": groups,
         "runs": runs,
-        "shown": shown,
         "first": groups[0].runs[0],
         "comparison": comparison(groups, shown),
         "papers": found,
         "differences": differences(runs),
         "measurements": measurements(runs),
         "protocol": protocol,
-        "origins": origins(files),
+        "environments": environments(files),
         "changes": {key: text for run in files for key, text in run.provenance.get("changes", {}).items()},
         "evaluations": sorted({run.evaluations for group in groups for run in group.runs}),
         "contents": [(id, name) for id, name in CONTENTS.items() if specs.get(id, True) and (id != "papers" or found)],
@@ -74,6 +72,15 @@ def write_report(groups: Sequence[Group], shown: Sequence[Column], page: Path, p
     }
     page.parent.mkdir(parents=True, exist_ok=True)
     page.write_text(_template().render(context), encoding="utf-8")
+
+
+def _title(runs: Sequence[tuple[Group, Sequence[RunFiles]]]) -> str:
+    """The algorithms and data sets, as far as the configs name them; or the names of the groups."""
+    settings = [files[0].settings for _, files in runs]
+    models, data = (list(dict.fromkeys(s[part] for s in settings if part in s)) for part in ("model", "data"))
+    names = models or [group.name for group, _ in runs]
+    listed = ", ".join(names) if len(names) <= 5 else f"{len(names)} algorithms"
+    return f"{listed} on {', '.join(data)}" if data else listed
 
 
 def _figures(
@@ -101,41 +108,24 @@ def _figures(
 
 
 def _spectra(files: Sequence[RunFiles]) -> dict[str, figures.Spec]:
-    details = {(run.label, m["where"]): m["details"] for run in files for m in run.measurements if m.get("details")}
-    spectra = {
-        f"{label}, {where}": (range(1, len(found["eigenvalues"]) + 1), sorted(found["eigenvalues"], reverse=True))
-        for (label, where), found in details.items()
-        if found.get("eigenvalues")
-    }
-    densities = {
-        f"{label}, {where}": (found["grid"], found["density"])
-        for (label, where), found in details.items()
-        if found.get("density")
-    }
     specs = {}
-    if spectra:
-        lowest = min(min(values) for _, values in spectra.values())
-        specs["Eigenvalues of the Hessian"] = figures.lines(spectra, "index i", "eigenvalue λ<sub>i</sub>", lowest > 0)
-    if densities:
-        specs["Density of the Hessian's spectrum"] = figures.density(densities)
+    if found := spectra(files):
+        lines = {name: (range(1, len(values) + 1), values) for name, values in found.items()}
+        positive = all(min(values) > 0 for values in found.values())
+        specs["Eigenvalues of the Hessian"] = figures.lines(lines, "index i", "eigenvalue λ<sub>i</sub>", positive)
+    if density := densities(files):
+        specs["Density of the Hessian’s spectrum"] = figures.density(density)
     return specs
 
 
 def _partitions(files: Sequence[RunFiles]) -> dict[str, figures.Spec]:
     """A heat map of each partition that differs from the others."""
-    names: dict[str, list[str]] = {}
-    found: dict[str, Mapping[str, Any]] = {}
-    for run in files:
-        if run.partition:
-            key = repr(run.partition)
-            found[key] = run.partition
-            names.setdefault(key, []).append(run.label)
     specs = {}
-    for key, labels in names.items():
-        clients, part = min(len(found[key]["counts"]), figures.CLIENTS), found[key]
-        which = f"{clients:,} of {part['clients']:,} clients" if clients < part["clients"] else f"{clients:,} clients"
+    for found, labels in partitions(files):
+        clients, all_ = min(len(found["counts"]), figures.CLIENTS), found["clients"]
+        which = f"{clients:,} of {all_:,} clients" if clients < all_ else f"{clients:,} clients"
         more = f" and {len(labels) - 3} more" if len(labels) > 3 else ""
-        specs[f"{which}: {'; '.join(labels[:3])}{more}"] = figures.partition(part)
+        specs[f"{which}: {'; '.join(labels[:3])}{more}"] = figures.partition(found)
     return specs
 
 

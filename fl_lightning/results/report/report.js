@@ -2,6 +2,12 @@
 const figures = JSON.parse(document.getElementById("figures").textContent);
 const plots = [...document.querySelectorAll(".plot")];
 const hasChips = (plot) => plot.closest("section").querySelector(".legend") !== null;
+const options = {
+  responsive: true,
+  displaylogo: false,
+  modeBarButtons: [["toImage", "zoom2d", "pan2d", "resetScale2d"]], // none that sends data anywhere
+  toImageButtonOptions: {format: "svg"},
+};
 const merged = (one, other) => {
   const both = {...one};
   for (const key in other) {
@@ -15,12 +21,12 @@ for (const plot of plots) {
   const layout = merged({
     autosize: true,
     font: {family: getComputedStyle(document.body).fontFamily, size: 12, color: "#1b1f24"},
-    margin: {l: 52, r: 12, t: 8, b: 40},
+    margin: {l: 52, r: 12, t: 28, b: 40},
     showlegend: figure.data.filter((trace) => trace.name).length > 1 && !hasChips(plot),
     legend: {orientation: "h", x: 0, y: -0.2, yanchor: "top"},
     hovermode: "closest",
   }, figure.layout);
-  Plotly.newPlot(plot, figure.data, layout, {responsive: true, displaylogo: false, toImageButtonOptions: {format: "svg"}});
+  Plotly.newPlot(plot, figure.data, layout, options);
 }
 for (const button of document.querySelectorAll("button.log")) {
   const plot = button.closest("figure").querySelector(".plot");

@@ -1,10 +1,12 @@
 """The tables of the page, as rows of plain values."""
 
+import json
 from collections.abc import Sequence
 from statistics import mean, stdev
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from fl_lightning.results.compare import Group
+from fl_lightning.results.configs import EXECUTION
 from fl_lightning.results.papers import COLUMNS, Cell, find
 from fl_lightning.results.report.files import Json, RunFiles
 from fl_lightning.results.table import Column, cell, is_best
@@ -22,6 +24,20 @@ class Text(NamedTuple):
 
     text: str
     best: bool
+
+
+class Table(NamedTuple):
+    """A table of the comparison.
+
+    Attributes:
+        name: Its name.
+        columns: Its columns.
+        rows: Its cells, by group.
+    """
+
+    name: str
+    columns: list[Column]
+    rows: list[tuple[Group, list[Text]]]
 
 
 class PaperRow(NamedTuple):
@@ -42,9 +58,26 @@ class PaperRow(NamedTuple):
     difference: str
 
 
-def comparison(groups: Sequence[Group], shown: Sequence[Column]) -> list[tuple[Group, list[Text]]]:
-    """The cells of the comparison, by group."""
-    return [(group, [Text(cell(group, c), is_best(group, c, groups)) for c in shown]) for group in groups]
+class Environment(NamedTuple):
+    """Code, versions and machine of some starts of runs.
+
+    Attributes:
+        what: As ``provenance.json`` holds them.
+        starts: Run, date, round and command of each.
+    """
+
+    what: Json
+    starts: list[Json]
+
+
+def comparison(groups: Sequence[Group], shown: Sequence[Column]) -> list[Table]:
+    """The tables of the comparison: results, and costs."""
+    found = []
+    for name, cost in (("results", False), ("costs", True)):
+        columns = [column for column in shown if column.cost is cost]
+        rows = [(group, [Text(cell(group, c), is_best(group, c, groups)) for c in columns]) for group in groups]
+        found += [Table(name, columns, rows)] if columns else []
+    return found
 
 
 def papers(runs: Runs) -> list[PaperRow]:
@@ -73,9 +106,13 @@ def _ours(group: Group, metric: str) -> list[float]:
 def differences(runs: Runs) -> tuple[list[str], list[tuple[str, list[str]]]]:
     """The settings in which the configs of the groups differ: names of the groups, and a row for each setting."""
     configured = [(group.name, files[0].settings) for group, files in runs if files[0].settings]
-    keys = dict.fromkeys(key for _, settings in configured for key in settings)
+    keys = dict.fromkeys(key for _, settings in configured for key in settings if not _execution(key))
     rows = [(key, [settings.get(key, "–") for _, settings in configured]) for key in keys]
     return [name for name, _ in configured], [(key, values) for key, values in rows if len(set(values)) > 1]
+
+
+def _execution(key: str) -> bool:
+    return key.startswith("trainer.") and key.split(".")[1] in EXECUTION
 
 
 def measurements(runs: Runs) -> list[Json]:
@@ -83,10 +120,12 @@ def measurements(runs: Runs) -> list[Json]:
     return [{"run": files[0].label, **found} for _, files in runs for found in files[0].measurements]
 
 
-def origins(files: Sequence[RunFiles]) -> list[dict[str, Any]]:
-    """A row for each start of each run."""
-    return [
-        {"run": run.label, "folder": str(run.folder), **start}
-        for run in files
-        for start in run.provenance.get("starts", ())
-    ]
+def environments(files: Sequence[RunFiles]) -> list[Environment]:
+    """What the runs were made with: runs that were started alike are one environment, in the order of their starts."""
+    found: dict[str, Environment] = {}
+    for run in files:
+        for start in run.provenance.get("starts", ()):
+            what = {key: start[key] for key in ("code", "versions", "machine", "engine", "precision")}
+            environment = found.setdefault(json.dumps(what, sort_keys=True), Environment(what, []))
+            environment.starts.append({"run": run.label, **{key: start[key] for key in ("date", "round", "command")}})
+    return list(found.values())
