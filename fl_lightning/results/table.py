@@ -80,13 +80,13 @@ def columns(groups: Sequence[Group], reference: Group | None = None) -> list[Col
     """Returns the columns of the table; no two have the same head."""
     runs = [run for group in groups for run in group.runs]
     first, last = runs[0], max(run.last for run in runs)
-    common = {"mode": first.mode, "fraction": first.metric.endswith(("acc", "miou"))}
+    mode, fraction = first.mode, first.metric.endswith(("acc", "miou"))
     measured = {name for run in runs for name in run.flatness}
     shown = [
-        Column("mean", f"last {last}", "mean", spread=",.4f", **common),
-        Column("std_rounds", "sd over rounds", "std", **{**common, "mode": None}),
-        Column("best", "best", "best", **common),
-        Column("final", "final", "final", **common),
+        Column("mean", f"last {last}", "mean", mode, spread=",.4f", fraction=fraction),
+        Column("std_rounds", "sd over rounds", "std", None, fraction=fraction),
+        Column("best", "best", "best", mode, fraction=fraction),
+        Column("final", "final", "final", mode, fraction=fraction),
         *(
             Column(name, name.replace("_", " "), f"flatness/{name}", mode_of(f"flatness/{name}"), ",.4g", spread=".2g")
             for start in FLATNESS

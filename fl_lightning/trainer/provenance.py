@@ -1,7 +1,5 @@
 """What a run was made with: ``provenance.json``, and what its clients hold: ``partition.json``, in the run folder."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform
@@ -14,15 +12,13 @@ from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from threading import Timer
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 import fl_lightning
 from fl_lightning.core import UserError, write_atomically
-
-if TYPE_CHECKING:
-    from fl_lightning.trainer.run import Run
+from fl_lightning.data import FederatedDataModule
 
 FILE, PARTITION = "provenance.json", "partition.json"
 PACKAGES = ("torch", "torchvision", "lightning", "torchmetrics", "numpy", "jsonargparse")
@@ -38,20 +34,24 @@ SECRET = re.compile(r"(api|access|private)[-_]?key|token|secret|password|credent
 """What an argument of the command line contains whose value is not kept."""
 
 
-def write(run: Run) -> None:
-    """Adds this start of a run to its ``provenance.json``, and writes ``partition.json`` of a new one; rank 0 calls.
+def write(folder: Path, round: int, device: torch.device, processes: int, **execution: str | None) -> None:
+    """Adds the start of a run to its ``provenance.json``; rank 0 calls.
 
-    A start holds date, round, command line, versions, machine, engine and precision, and for the working folder and the
-    package the commit and the uncommitted changes, if git knows them. The same changes are kept once. Environment
-    variables, names of host and user, and values of options that look like secrets are not kept.
+    A start holds date, round, command line, versions, machine, and for the working folder and the package the commit
+    and the uncommitted changes, if git knows them. The same changes are kept once. Environment variables, names of host
+    and user, and values of options that look like secrets are not kept.
 
     Args:
-        run: The run, whose folder exists.
+        folder: The run folder, which exists.
+        round: Rounds done.
+        device: The device.
+        processes: Number of processes.
+        **execution: Engine and precision.
 
     Raises:
         UserError: If the file of a resumed run is not readable.
     """
-    path = run.folder.path / FILE
+    path = folder / FILE
     starts: list[dict[str, Any]] = []
     changes: dict[str, str] = {}
     if path.exists():
@@ -71,18 +71,31 @@ def write(run: Run) -> None:
     starts.append(
         {
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "round": run.rounds_done,
+            "round": round,
             "command": command_line(),
             "versions": versions(),
-            "machine": _machine(run),
-            "engine": None if run.kind == "centralized" else run.engine_name,
-            "precision": run.settings.precision,
+            "machine": {**_machine(device), "processes": processes},
+            **execution,
             "code": code,
         }
     )
     write_atomically(path, json.dumps({"starts": starts, "changes": changes}, indent=1) + "\n")
-    if not (run.folder.path / PARTITION).exists():
-        write_atomically(run.folder.path / PARTITION, json.dumps(_partition(run)) + "\n")
+
+
+def write_partition(folder: Path, data: FederatedDataModule) -> None:
+    """Writes ``partition.json``: samples by client and class, of the first `MOST_CLIENTS` clients; rank 0 calls.
+
+    A class that a client has no sample of is left out.
+
+    Args:
+        folder: The run folder, which exists.
+        data: The data, after setup.
+    """
+    y = data.y_train.cpu()
+    counted = (torch.unique(y[part], return_counts=True) for part in data.clients[:MOST_CLIENTS])
+    counts = [dict(zip(classes.tolist(), n.tolist(), strict=True)) for classes, n in counted]
+    found = {"clients": data.num_clients, "classes": data.num_classes, "counts": counts}
+    write_atomically(folder / PARTITION, json.dumps(found) + "\n")
 
 
 def command_line() -> str:
@@ -108,16 +121,14 @@ def versions() -> dict[str, str]:
     return found | ({"cuda": torch.version.cuda} if torch.version.cuda else {})
 
 
-def _machine(run: Run) -> dict[str, Any]:
+def _machine(device: torch.device) -> dict[str, Any]:
     """Processor, device and threads; nothing that names the host."""
-    device = run.fabric.device
     return {
         "system": f"{platform.system()} {platform.machine()}",
         "cpu": _cpu(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        "processes": run.fabric.world_size,
     }
 
 
@@ -163,12 +174,3 @@ def _git(folder: Path, *args: str, limit: int = 1 << 20) -> str:
             child.kill()
     timer.cancel()
     return text if not done or child.returncode == 0 else ""
-
-
-def _partition(run: Run) -> dict[str, Any]:
-    """Samples by client and class, of the first `MOST_CLIENTS` clients; a class without samples is left out."""
-    data = run.data
-    y = data.y_train.cpu()
-    counted = (y[part].unique(return_counts=True) for part in data.clients[:MOST_CLIENTS])
-    counts = [dict(zip(classes.tolist(), n.tolist(), strict=True)) for classes, n in counted]
-    return {"clients": data.num_clients, "classes": data.num_classes, "counts": counts}

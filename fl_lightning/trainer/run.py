@@ -286,7 +286,13 @@ class Run:
             if rank0:
                 self.folder.config.write_text(yaml.safe_dump(config, sort_keys=False))
         if rank0:
-            provenance.write(self)
+            engine = None if self.kind == "centralized" else self.engine_name
+            provenance.write(
+                self.folder.path, self.rounds_done, fabric.device, fabric.world_size,
+                engine=engine, precision=self.settings.precision,
+            )  # fmt: skip
+            if self.checkpoint is None:
+                provenance.write_partition(self.folder.path, self.data)
         states = self.restored.get("callbacks", {})
         for key, callback in zip(state_keys(self.callbacks), self.callbacks, strict=True):
             if states.get(key):

@@ -10,6 +10,8 @@ from fl_lightning.results.compare import Group
 from fl_lightning.results.metrics import Band
 
 Spec = dict[str, Any]
+Line = tuple[Sequence[float], Sequence[float | None]]
+"""The x and y of a line; None is a gap."""
 DASHES = ("solid", "dash", "dashdot", "dot", "longdash", "longdashdot", "5px,1px,1px,1px")
 SVG = dict(zip(DASHES, ("none", "7,4", "7,3,2,3", "2,3", "11,4", "11,3,2,3", "5,1,1,1"), strict=True))
 SYMBOLS = ("circle", "square", "triangle-up", "diamond", "triangle-down", "cross", "x")
@@ -93,7 +95,7 @@ def curves(metric: str, bands: Mapping[str, tuple[int, Band]]) -> Spec:
 
 def tradeoff(groups: Sequence[Group], measure: str, metric: str) -> Spec:
     """Each run's metric against a measure of its flatness, both means of the last rounds."""
-    data = []
+    data: list[Spec] = []
     for i, group in enumerate(groups):
         color, _, symbol = look(i)
         runs = [(run, seeds) for run, seeds in zip(group.runs, group.seeds, strict=True) if measure in run.flatness]
@@ -111,7 +113,7 @@ def tradeoff(groups: Sequence[Group], measure: str, metric: str) -> Spec:
                     "hovertemplate": "%{x:.4g}, %{y:.4f}  %{text}",
                 }
             )
-    values = list(chain.from_iterable(trace["x"] for trace in data))
+    values = [run.flatness[measure] for group in groups for run in group.runs if measure in run.flatness]
     layout = _layout(f"{title(f'flatness/{measure}')} (smaller is flatter)", title(metric))
     layout["xaxis"]["type"] = "log" if _is_log(True, values) else "linear"
     return {"data": data, "layout": layout}
@@ -132,12 +134,12 @@ def partition(found: Mapping[str, Any]) -> Spec:
     return {"data": [heat], "layout": _layout("client", "class")}
 
 
-def lines(series: Mapping[str, tuple[Sequence[float], Sequence[float]]], x: str, y: str, log: bool = False) -> Spec:
-    """Lines by name: their x and y."""
+def lines(series: Mapping[str, Line], x: str, y: str, log: bool = False) -> Spec:
+    """Lines by name."""
     data = []
     for i, (name, (at, values)) in enumerate(series.items()):
         color, dash, _ = look(i)
-        kept = [value if value is not None and (value > 0 or not log) else None for value in values]
+        kept = [None if value is None or (log and value <= 0) else value for value in values]
         line = {"color": color, "dash": dash, "width": 2}
         mode = "lines+markers" if len(kept) < 60 else "lines"
         data.append({"name": name, "x": list(at), "y": kept, "mode": mode, "line": line, "marker": {"size": 5}})
@@ -227,7 +229,14 @@ def _is_log(allowed: bool, values: Iterable[float]) -> bool:
 
 
 def _layout(x: str, y: str, log: bool = False) -> Spec:
-    axis = {"gridcolor": "#e6e8eb", "zeroline": False, "linecolor": "#9aa0a6", "ticks": "outside", "automargin": True}
+    axis = {
+        "gridcolor": "#e6e8eb",
+        "linecolor": "#9aa0a6",
+        "zeroline": False,
+        "ticks": "outside",
+        "automargin": True,
+        "exponentformat": "power",
+    }
     return {
         "xaxis": {**axis, "title": {"text": x, "standoff": 8}},
         "yaxis": {**axis, "title": {"text": y, "standoff": 8}, "type": "log" if log else "linear"},

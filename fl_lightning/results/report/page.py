@@ -64,7 +64,7 @@ def write_report(groups: Sequence[Group], shown: Sequence[Column], page: Path, p
         "changes": {key: text for run in files for key, text in run.provenance.get("changes", {}).items()},
         "evaluations": sorted({run.evaluations for group in groups for run in group.runs}),
         "contents": [(id, name) for id, name in CONTENTS.items() if specs.get(id, True) and (id != "papers" or found)],
-        "legend_entries": [{"name": group.name, **figures.legend(i)} for i, group in enumerate(groups)],
+        "legend": [{"name": group.name, **figures.legend(i)} for i, group in enumerate(groups)],
         "sections": {section: list(found) for section, found in specs.items()},
         "figures": {f"{s}: {name}": spec for s, found in specs.items() for name, spec in found.items()},
         "label": lambda name: Markup(name) if name in figures.TITLES.values() else name,  # ours have subscripts

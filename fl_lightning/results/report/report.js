@@ -1,7 +1,7 @@
 "use strict";
 const figures = JSON.parse(document.getElementById("figures").textContent);
 const plots = [...document.querySelectorAll(".plot")];
-const hasChips = (plot) => plot.closest("section").querySelector(".legend") !== null;
+const hasChips = (plot) => plot.closest("section").querySelector(".chips") !== null;
 const options = {
   responsive: true,
   displaylogo: false,
@@ -37,10 +37,10 @@ for (const button of document.querySelectorAll("button.log")) {
   });
   show();
 }
-for (const chip of document.querySelectorAll(".legend button")) {
+for (const chip of document.querySelectorAll(".chips button")) {
   chip.addEventListener("click", () => {
     const shown = chip.getAttribute("aria-pressed") !== "true";
-    for (const twin of document.querySelectorAll(".legend button")) {
+    for (const twin of document.querySelectorAll(".chips button")) {
       if (twin.dataset.group === chip.dataset.group) twin.setAttribute("aria-pressed", shown);
     }
     for (const plot of plots.filter(hasChips)) {
