@@ -65,20 +65,24 @@ def partitions(runs: Sequence[RunFiles]) -> list[tuple[Json, list[str]]]:
 
 
 def spectra(runs: Sequence[RunFiles]) -> dict[str, list[float]]:
-    """Measured eigenvalues, largest first, by run and place."""
+    """Measured eigenvalues, largest first, by run."""
     return {at: sorted(of["eigenvalues"], reverse=True) for at, of in _details(runs).items() if "eigenvalues" in of}
 
 
 def densities(runs: Sequence[RunFiles]) -> dict[str, tuple[list[float], list[float]]]:
-    """Measured densities of the spectrum, as eigenvalues and density there, by run and place."""
+    """Measured densities of the spectrum, as eigenvalues and density there, by run."""
     return {at: (of["grid"], of["density"]) for at, of in _details(runs).items() if "density" in of}
 
 
 def _details(runs: Sequence[RunFiles]) -> dict[str, Json]:
+    """Details of the measurements by run, and by place where a run has several."""
     found: dict[str, Json] = {}
     for run in runs:
-        for measurement in run.measurements:
-            found.setdefault(f"{run.label}, {measurement['where']}", {}).update(measurement["details"])
+        detailed = [measurement for measurement in run.measurements if measurement["details"]]
+        many = len({measurement["where"] for measurement in detailed}) > 1
+        for measurement in detailed:
+            name = f"{run.label}, {measurement['where']}" if many else run.label
+            found.setdefault(name, {}).update(measurement["details"])
     return found
 
 
