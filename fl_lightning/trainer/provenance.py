@@ -28,7 +28,7 @@ MOST_FILES = 50
 """Files unknown to git that are named."""
 MOST_CLIENTS = 1000
 """Clients whose classes are counted."""
-GIT_SECONDS = 10.0
+GIT_SECONDS = 5.0
 """Longest time of one call of git."""
 SECRET = re.compile(r"(api|access|private)[-_]?key|token|secret|password|credential", re.IGNORECASE)
 """What an argument of the command line contains whose value is not kept."""

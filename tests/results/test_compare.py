@@ -18,7 +18,7 @@ from fl_lightning.results.search import find_runs
 from fl_lightning.results.summary import summarise
 from fl_lightning.results.table import Markup, cell, columns, latex
 from tests.results.folders import configured, write
-from tests.runs import SCRIPT, process, run
+from tests.runs import cli, run
 
 
 @pytest.fixture
@@ -211,20 +211,18 @@ def test_one_colour_a_group(tmp_path: Path) -> None:
         plot_curves({"pair": paths[:2]}, ["server/test/miou"])
 
 
-def test_compare_command(tmp_path: Path) -> None:
-    """Real runs of two methods with two seeds each, compared by the script."""
+def test_compare_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Real runs of two methods with two seeds each."""
     folders = [
         run("fit", f"--trainer.seed={seed}", root=tmp_path / "runs", model=model)
         for model in ("FedAvg", "FedSAM")
         for seed in (0, 1)
     ]
-    options = ["--target=0.01", f"--reference={folders[0]}", "--out=out"]
-    command = [SCRIPT, "compare", "runs", *options]
-    with process(*command, cwd=tmp_path) as child:
-        out, err = child.communicate(timeout=120)
-    assert child.returncode == 0 and err == ""
+    where = tmp_path / "out"
+    cli("compare", str(tmp_path / "runs"), "--target=0.01", f"--reference={folders[0]}", f"--out={where}")
+    out = capsys.readouterr().out
     assert "FedAvg-Digits" in out and "cost in B" in out
-    with (tmp_path / "out" / "compare.csv").open(newline="") as file:
+    with (where / "compare.csv").open(newline="") as file:
         rows = {row["run"]: row for row in csv.DictReader(file)}
     assert set(rows) == {"FedAvg-Digits", "FedSAM-Digits"} and rows["FedSAM-Digits"]["seeds"] == "2"
     for model, pair in (("FedAvg", folders[:2]), ("FedSAM", folders[2:])):
@@ -232,11 +230,7 @@ def test_compare_command(tmp_path: Path) -> None:
         assert float(row["mean"]) == pytest.approx(sum(means) / 2)
         assert float(row["mean_sd"]) == pytest.approx(abs(means[0] - means[1]) / sqrt(2))
         assert float(row["target_cost"]) == pytest.approx(0.5) and row["reached"] == "2"  # round 1 of 2, as FedAvg
-    assert r"\toprule" in (tmp_path / "out" / "compare.tex").read_text()
-    assert (tmp_path / "out" / "curves.pdf").read_bytes().startswith(b"%PDF")
-    with process(SCRIPT, "compare", "nowhere", cwd=tmp_path) as child:
-        out, err = child.communicate(timeout=120)
-    assert (child.returncode, err) == (
-        1,
-        "error: runs = nowhere: no such folder; give the folders of runs, or a folder above them\n",
-    )
+    assert r"\toprule" in (where / "compare.tex").read_text()
+    assert (where / "curves.pdf").read_bytes().startswith(b"%PDF")
+    with pytest.raises(SystemExit, match=r"^error: runs = nowhere: no such folder; give [^\n]*$"):
+        cli("compare", "nowhere")

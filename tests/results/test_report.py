@@ -192,7 +192,7 @@ def test_a_broken_file_is_named(name: str, folder: Path, tmp_path: Path) -> None
 
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of a real run, as a folder and as a file; what went wrong is one line, and nothing is written."""
-    run("fit", "--trainer.callbacks+=FlatnessMonitor", root=tmp_path / "runs")
+    run("fit", "--trainer.callbacks+=FlatnessMonitor", "--trainer.callbacks.metrics+=LambdaMax", root=tmp_path / "runs")
     cli("report", str(tmp_path / "runs"), f"--out={tmp_path / 'mine.html'}", "--target=0.01")
     assert "report: " in capsys.readouterr().out
     names = {path.name for path in (tmp_path / "mine").iterdir()}
