@@ -286,13 +286,7 @@ class Run:
             if rank0:
                 self.folder.config.write_text(yaml.safe_dump(config, sort_keys=False))
         if rank0:
-            engine = None if self.kind == "centralized" else self.engine_name
-            provenance.write(
-                self.folder.path, self.rounds_done, fabric.device, fabric.world_size,
-                engine=engine, precision=self.settings.precision,
-            )  # fmt: skip
-            if self.checkpoint is None:
-                provenance.write_partition(self.folder.path, self.data)
+            _write_origin(self)
         states = self.restored.get("callbacks", {})
         for key, callback in zip(state_keys(self.callbacks), self.callbacks, strict=True):
             if states.get(key):
@@ -377,3 +371,12 @@ class Run:
         for logger in self.loggers:
             logger.log_metrics(metrics=logged, step=self.rounds_done)
         self.call("on_round_logged", metrics=logged)
+
+
+def _write_origin(run: Run) -> None:
+    """Writes what the run is made with, and of a new one how its data are divided."""
+    path, fabric, engine = run.folder.path, run.fabric, None if run.kind == "centralized" else run.engine_name
+    precision = run.settings.precision
+    provenance.write(path, run.rounds_done, fabric.device, fabric.world_size, engine=engine, precision=precision)
+    if run.checkpoint is None:
+        provenance.write_partition(path, run.data)

@@ -64,7 +64,7 @@ class Page(HTMLParser):
     def handle_data(self, data: str) -> None:
         self.texts[self.last] = self.texts.get(self.last, "") + data
         if {"td", "th"} & set(self.open):
-            self.cells[-1][-1] += data.strip()
+            self.cells[-1][-1] += data.strip().replace("\u00a0", " ")
 
 
 def provenance(changes: str = "") -> dict[str, Any]:

@@ -23,7 +23,7 @@ for (const plot of plots) {
     font: {family: getComputedStyle(document.body).fontFamily, size: 12, color: "#1b1f24"},
     margin: {l: 52, r: 12, t: 28, b: 40},
     showlegend: figure.data.filter((trace) => trace.name).length > 1 && !hasChips(plot),
-    legend: {orientation: "h", x: 0, y: -0.2, yanchor: "top"},
+    legend: {orientation: "h", x: 0, y: -0.27, yanchor: "top"},
     hovermode: "closest",
   }, figure.layout);
   Plotly.newPlot(plot, figure.data, layout, options);
