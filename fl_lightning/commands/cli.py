@@ -70,6 +70,10 @@ class FederatedCLI(LightningCLI):
         self.command, self.function, self.summary = command, module.run, module.SUMMARY
         self.args = args
         self.parameters = inspect.signature(module.run).parameters
+        options = {arg.partition("=")[0] for arg in args}
+        for name in (places := _places(self.parameters)):
+            usage = " ".join(["fl-lightning", command, *map(str.upper, places)])
+            ensure(f"--{name}" not in options, f"--{name}: no option; give it by its place: {usage}")
         self.needs = PARTS if "cli" in self.parameters else tuple(part for part in PARTS if part in self.parameters)
         super().__init__(
             trainer_class=FederatedTrainer,  # type: ignore[arg-type]
@@ -183,6 +187,11 @@ class FederatedCLI(LightningCLI):
                     "centralized" if self.command == "centralized" else "federated",
                 )
             self.function(*positional, **given)
+
+
+def _places(parameters: Mapping[str, inspect.Parameter]) -> list[str]:
+    """The subcommand's own positional arguments."""
+    return [name for name, p in parameters.items() if p.kind is p.POSITIONAL_ONLY and name not in (*PARTS, "cli")]
 
 
 def _set(config: Namespace, key: str, value: Any) -> None:

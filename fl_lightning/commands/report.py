@@ -59,8 +59,8 @@ def _draw(groups: Sequence[Group], shown: Sequence[Column], folder: Path) -> Non
     """The figures for print, one column of a paper wide: curves, flatness against the metric, partitions, spectra."""
     import numpy as np
 
-    from fl_lightning.commands.data import heat_map
     from fl_lightning.core import save_figure
+    from fl_lightning.data.counts import heat_map
     from fl_lightning.flatness.plots import plot_density, plot_spectrum
     from fl_lightning.results.curves import PANELS, drawn, plot_curves, read
     from fl_lightning.results.report.files import densities, partitions, read_group, spectra

@@ -1,6 +1,5 @@
 """Several runs compared: those of one config with different seeds are a group."""
 
-import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +9,7 @@ from statistics import mean
 import yaml
 
 from fl_lightning.core import UserError, ensure
-from fl_lightning.results.configs import EXECUTION
+from fl_lightning.results.configs import group_key
 from fl_lightning.results.metrics import Mode
 from fl_lightning.results.search import METRICS, find_runs
 from fl_lightning.results.summary import LAST, Summary, summarise
@@ -120,12 +119,9 @@ def _identity(folder: Path) -> tuple[str, Seeds]:
     """Returns a run's config without its seeds, as text, and the seeds; without a config, its path and None."""
     try:
         config = yaml.safe_load((folder / "config.yaml").read_text())
-        trainer, data = config["trainer"], config["data"]["init_args"]
-        seeds = trainer["seed"], data.pop("seed")
+        return group_key(config), (config["trainer"]["seed"], config["data"]["init_args"]["seed"])
     except (OSError, yaml.YAMLError, KeyError, TypeError):
         return str(folder), None
-    config["trainer"] = {key: value for key, value in trainer.items() if key not in (*EXECUTION, "seed")}
-    return json.dumps(config, sort_keys=True, default=str), seeds
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
