@@ -120,7 +120,7 @@ def _identity(folder: Path) -> tuple[str, Seeds]:
     try:
         config = yaml.safe_load((folder / "config.yaml").read_text())
         return group_key(config), (config["trainer"]["seed"], config["data"]["init_args"]["seed"])
-    except (OSError, yaml.YAMLError, KeyError, TypeError):
+    except (OSError, yaml.YAMLError, AttributeError, KeyError, TypeError):
         return str(folder), None
 
 
