@@ -18,6 +18,7 @@ from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.core import FlatNet, RoundContext, State, UserError
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.engine import Engine, EngineName, LocalResult
+from fl_lightning.trainer import provenance
 from fl_lightning.trainer.client_store import ClientStore
 from fl_lightning.trainer.evaluation import Evaluator, Split
 from fl_lightning.trainer.loggers import RunLogger
@@ -292,6 +293,8 @@ class Run:
             config["trainer"] = {**config["trainer"], "engine": self.engine_name}
             if rank0:
                 self.folder.config.write_text(yaml.safe_dump(config, sort_keys=False))
+        if rank0:
+            _write_origin(self)
         states = self.restored.get("callbacks", {})
         for key, callback in zip(state_keys(self.callbacks), self.callbacks, strict=True):
             if states.get(key):
@@ -379,3 +382,12 @@ class Run:
         for logger in self.loggers:
             logger.log_metrics(metrics=logged, step=self.rounds_done)
         self.call("on_round_logged", metrics=logged)
+
+
+def _write_origin(run: Run) -> None:
+    """Writes what the run is made with, and of a new one how its data are divided."""
+    path, fabric, engine = run.folder.path, run.fabric, None if run.kind == "centralized" else run.engine_name
+    precision = run.settings.precision
+    provenance.write(path, run.rounds_done, fabric.device, fabric.world_size, engine=engine, precision=precision)
+    if run.checkpoint is None:
+        provenance.write_partition(path, run.data)
