@@ -2,9 +2,10 @@
 
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from importlib import import_module
+from itertools import islice
 from pathlib import Path
 from textwrap import fill
 from typing import Any, NoReturn
@@ -72,6 +73,9 @@ class FederatedCLI(LightningCLI):
         module = import_module(f"fl_lightning.commands.{command}")
         self.command, self.function, self.summary = command, module.run, module.SUMMARY
         self.parameters = inspect.signature(module.run).parameters
+        self.settings: list[str] = []
+        if self._rest is not None:
+            args, self.settings = _split(args)
         self.needs = PARTS if "cli" in self.parameters else tuple(part for part in PARTS if part in self.parameters)
         super().__init__(
             trainer_class=FederatedTrainer,  # type: ignore[arg-type]
@@ -81,6 +85,11 @@ class FederatedCLI(LightningCLI):
             run=False,
             args=_with_config_of_run(list(args)) if self.needs else list(args),
         )
+
+    @property
+    def _rest(self) -> str | None:
+        """The subcommand's parameter for settings of its runs, ``*settings``."""
+        return next((name for name, p in self.parameters.items() if p.kind is p.VAR_POSITIONAL), None)
 
     def init_parser(self, **kwargs: Any) -> Parser:
         """Makes an empty parser."""
@@ -111,12 +120,18 @@ class FederatedCLI(LightningCLI):
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Adds the subcommand's own arguments."""
         texts = {param.arg_name: param.description for param in parse(inspect.getdoc(self.function) or "").params}
-        options: set[str | int] = {"cli", *PARTS}
+        options: set[str | int] = {"cli", *PARTS, *filter(None, [self._rest])}
         for name, parameter in self.parameters.items():
             if parameter.kind is parameter.POSITIONAL_ONLY and name not in options:
                 nargs = "+" if parameter.annotation in (list[str], "list[str]") else None
                 parser.add_argument(name, metavar=name.upper(), type=str, nargs=nargs, help=texts.get(name))
                 options.add(name)
+            elif parameter.annotation is bool:  # --json, or --json true
+                flag, given = f"--{name.replace('_', '-')}", parameter.default
+                parser.add_argument(flag, type=bool, nargs="?", const=True, default=given, help=texts.get(name))
+                options.add(name)
+        if self._rest is not None:
+            parser.epilog = texts.get(f"*{self._rest}")
         parser.add_function_arguments(self.function, skip=options)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
@@ -167,7 +182,7 @@ class FederatedCLI(LightningCLI):
     def run(self) -> None:
         """Runs the subcommand."""
         made = self.config if "cli" in self.parameters else self.build()
-        given = {name: self if name == "cli" else made[name] for name in self.parameters}
+        given = {name: self if name == "cli" else made[name] for name in self.parameters if name != self._rest}
         positional = [given.pop(name) for name, p in self.parameters.items() if p.kind is p.POSITIONAL_ONLY]
         with made.trainer.environment() if "trainer" in self.parameters else nullcontext():
             if "trainer" in self.parameters:
@@ -178,7 +193,19 @@ class FederatedCLI(LightningCLI):
                     made.get("ckpt_path"),
                     "centralized" if self.command == "centralized" else "federated",
                 )
-            self.function(*positional, **given)
+            self.function(*positional, *self.settings, **given)
+
+
+def _split(args: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
+    """Returns a subcommand's own arguments, and those that are settings of a run: ``--config``, ``--data.path``, ..."""
+    own, settings, coming = list[str](), list[str](), iter(args)
+    for arg in coming:
+        flag, assigned, _ = arg.partition("=")
+        if flag.startswith("-") and flag.strip("-+").partition(".")[0] in (*PARTS, "c", "config"):
+            settings += [arg] if assigned else [arg, *islice(coming, 1)]
+        else:
+            own.append(arg)
+    return tuple(own), settings
 
 
 def _with_config_of_run(args: list[str]) -> list[str]:

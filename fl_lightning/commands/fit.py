@@ -42,13 +42,18 @@ def _combinations(seeds: str | None, values: str | None) -> list[dict[str, Any]]
         key, _, listed = values.partition("=")
         remedy = "give a number of the model, as in model.rho=0.02,0.05"
         require(key.startswith("model.") and bool(listed), "values", values, remedy)
-        names.append((key, _numbers("values", listed, float)))
+        names.append((key, numbers("values", listed, float)))
     if seeds is not None:
-        names.append(("trainer.seed", _numbers("seeds", seeds, int)))
+        names.append(("trainer.seed", numbers("seeds", seeds, int)))
     return [dict(zip([key for key, _ in names], chosen, strict=True)) for chosen in product(*(v for _, v in names))]
 
 
-def _numbers(key: str, listed: str, number: type) -> list[Any]:
+def numbers(key: str, listed: str, number: type) -> list[Any]:
+    """Returns different numbers that are listed as in 0,1,2.
+
+    Raises:
+        UserError: If they are not.
+    """
     try:
         found = [number(value) for value in listed.split(",")]
     except ValueError:

@@ -1,0 +1,119 @@
+"""``fl-lightning reproduce``: the cells of a paper's table as runs, and our numbers beside the paper's."""
+
+import json
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from jsonargparse import Namespace
+from rich.console import Console
+
+from fl_lightning.commands.cli import FederatedCLI
+from fl_lightning.commands.estimate import Planned, show
+from fl_lightning.commands.fit import numbers
+from fl_lightning.core import ensure
+from fl_lightning.sweeps import reproduction_table
+from fl_lightning.sweeps.reproduction import Task, line, mark, select, tasks
+from fl_lightning.sweeps.trials import run_trials
+
+SUMMARY = "Reproduce cells of a paper's table: make their runs, and print our numbers beside the paper's."
+
+FILE = "settings.json"
+"""What all runs of a folder have in common."""
+
+
+def run(
+    paper: str,
+    table: str,
+    /,
+    *settings: str,
+    rows: str | None = None,
+    columns: str | None = None,
+    seeds: str = "0",
+    rounds: float = 1.0,
+    jobs: int = 1,
+    dry_run: bool = False,
+    out: str | None = None,
+) -> None:
+    """Makes the runs of a table's cells, and a table of their numbers beside the paper's.
+
+    Started again, it makes the runs that are missing, and continues those that were interrupted.
+
+    Args:
+        paper: The paper: fedsam, fedsmoo, fedgf, fedgloss or fedgmt.
+        table: The number of its table.
+        *settings: Settings of a run, such as --data.data_dir DIR or --config FILE: they go to all runs, and win.
+        rows: Algorithms as the table names them, such as FedAvg,FedGloSS+SAM; null: all.
+        columns: Data set, network, heterogeneity, participation, epochs or metric, such as CIFAR10,alpha=0,alpha=0.05;
+            null: all.
+        seeds: Seeds of the runs, such as 0,1,2.
+        rounds: Fraction of the paper's rounds.
+        jobs: Runs at the same time.
+        dry_run: Show the runs and what they take, and make none.
+        out: Folder of the runs and of table.csv, table.tex and table.md; null: one in runs/reproduce.
+    """
+    console = Console()
+    found, reasons = tasks(select(paper, table, _names(rows), _names(columns)))
+    for reason in reasons:
+        console.print(f"not reproduced: {reason}", soft_wrap=True, highlight=False, markup=False)
+    ensure(bool(found), f"table = {table}: none of these cells can be reproduced; see docs/experiments.md")
+    share = "" if rounds == 1 else f"_{rounds:g}"
+    folder = Path(out or f"runs/reproduce/{paper}_{table.replace('/', '_')}{share}")
+    _check(folder, rounds, settings)
+    planned = _plan(found, rounds, numbers("seeds", seeds, int), settings)
+    trials = [trial for each in planned for trial in each.trials]
+    if dry_run:
+        for trial in trials:
+            print(shlex.join(["fl-lightning", trial.command, *trial.args]))
+    show(planned, jobs, console)
+    if dry_run:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / FILE).write_text(json.dumps({"rounds": rounds, "settings": settings}) + "\n", encoding="utf-8")
+    outcomes = {outcome.trial.name: outcome for outcome in run_trials(trials, folder, jobs)}
+    lines = []
+    for each in planned:
+        mine = [outcomes[trial.name] for trial in each.trials]
+        for outcome in mine:
+            if outcome.folder is not None:
+                mark(outcome.folder, each.task, rounds)
+        lines += [line(cell, mine, each.made.trainer.config, rounds) for cell in each.task.cells]
+    reproduction_table.write(lines, rounds, folder)
+    console.print(reproduction_table.table(lines, rounds))
+    for error in dict.fromkeys(error for each in lines for error in each.errors):
+        console.print(f"broke off: {error}", soft_wrap=True, highlight=False, markup=False)
+    console.print(f"results: {folder}", soft_wrap=True, highlight=False)
+
+
+def _plan(found: Sequence[Task], fraction: float, seeds: Sequence[int], more: Sequence[str]) -> list[Planned]:
+    """Builds a run of each task, so that nothing starts with a setting that does not fit."""
+    cli = FederatedCLI("fit", *found[0].whole)
+
+    def make(*args: str) -> Namespace:
+        cli.config = cli.parser.parse_args(list(args))
+        return cli.build()
+
+    planned = []
+    for task in found:
+        trials = task.trials(make(*task.whole).trainer.config, fraction, seeds, more)
+        given = trials[0].args
+        own, made = make(*given[: len(given) - len(more)]), make(*given)
+        for key, option in (("max_rounds", "--rounds"), ("seed", "--seeds")):
+            value = getattr(made.trainer, key)
+            ensure(value == getattr(own.trainer, key), f"trainer.{key} = {value}: the table sets it; give {option}")
+        planned.append(Planned(task, trials, made))
+    return planned
+
+
+def _check(folder: Path, rounds: float, settings: Sequence[str]) -> None:
+    """Checks that the runs of a folder have the same settings."""
+    if (file := folder / FILE).is_file():
+        there = json.loads(file.read_text(encoding="utf-8"))
+        ensure(
+            there == {"rounds": rounds, "settings": list(settings)},
+            f"out = {folder}: its runs have --rounds {there['rounds']:g} {shlex.join(there['settings'])}; give another",
+        )
+
+
+def _names(listed: str | None) -> list[str]:
+    return [name.strip() for name in listed.split(",")] if listed else []

@@ -1,0 +1,1 @@
+"""Many runs: sweeps over settings, and the cells of the papers' tables."""
