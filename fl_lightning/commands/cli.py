@@ -22,12 +22,13 @@ import fl_lightning.nets
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.commands.last import check_last
 from fl_lightning.commands.messages import ArgumentsError, find_user_error
-from fl_lightning.core import ensure, generator, require
+from fl_lightning.core import ensure, find_config, generator, require
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.trainer.trainer import FederatedTrainer
 
 PARTS = ("trainer", "model", "data")
 """Parts of a config."""
+CONFIG_FLAGS = ("-c", "--config")
 
 
 class Parser(LightningArgumentParser):
@@ -83,7 +84,7 @@ class FederatedCLI(LightningCLI):
             auto_configure_optimizers=False,
             load_from_checkpoint_support=False,
             run=False,
-            args=_with_config_of_run(list(args)) if self.needs else list(args),
+            args=_with_config_files(_with_config_of_run(list(args))) if self.needs else list(args),
         )
 
     @property
@@ -210,7 +211,7 @@ def _split(args: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
 
 def _with_config_of_run(args: list[str]) -> list[str]:
     """Arguments that name a checkpoint and no config, with the config of the checkpoint's run."""
-    if {"-c", "--config", "-h", "--help"} & {arg.partition("=")[0] for arg in args}:
+    if {*CONFIG_FLAGS, "-h", "--help"} & {arg.partition("=")[0] for arg in args}:
         return args
     for before, arg, after in zip(["", *args], args, [*args[1:], ""], strict=False):
         name, _, value = arg.partition("=")
@@ -219,6 +220,19 @@ def _with_config_of_run(args: list[str]) -> list[str]:
         if path.suffix == ".ckpt" and (config := path.parent.parent / "config.yaml").is_file():
             return ["--config", str(config), *args]
     return args
+
+
+def _with_config_files(args: list[str]) -> list[str]:
+    """Arguments with the paths of configs in the place of their names."""
+    found = []
+    for before, arg in zip(["", *args], args, strict=False):
+        name, equals, value = arg.partition("=")
+        if before in CONFIG_FLAGS:
+            arg = str(find_config(arg))
+        elif equals and name in CONFIG_FLAGS:
+            arg = f"{name}={find_config(value)}"
+        found.append(arg)
+    return found
 
 
 def _set(config: Namespace, key: str, value: Any) -> None:
