@@ -180,6 +180,18 @@ class FederatedCLI(LightningCLI):
         self.config = asked
         return made
 
+    def make(self, *args: str) -> Namespace:
+        """Builds what other arguments describe.
+
+        Args:
+            args: Arguments of the subcommand, in the place of those of the constructor.
+
+        Raises:
+            UserError: As `build`.
+        """
+        self.config = self.parser.parse_args(_with_config_files(list(args)))
+        return self.build()
+
     def run(self) -> None:
         """Runs the subcommand."""
         made = self.config if "cli" in self.parameters else self.build()

@@ -73,8 +73,9 @@ class Planned:
     def rows(self) -> int:
         """Bytes of the clients' state in memory, at most."""
         model, room = self.made.model, int(self.made.trainer.client_memory * 2**30)
-        each = sum(p.numel() * p.element_size() for p in model.net.parameters())
-        return min(room, each * len(model.client_inits()) * self.made.data.num_clients)
+        each = sum(p.numel() * p.element_size() for p in model.net.parameters()) * len(model.client_inits())
+        clients: int = self.made.data.num_clients
+        return min(room, each * clients)
 
 
 def show(planned: Sequence[Planned], jobs: int, console: Console) -> None:
@@ -86,7 +87,7 @@ def show(planned: Sequence[Planned], jobs: int, console: Console) -> None:
         console: Where.
     """
     measured: dict[tuple[str, str], tuple[Planned, Plan]] = {}
-    shown = Table("", "runs", "rounds", "each", "together", title="estimate for this machine")
+    shown = Table("row", "column", "runs", "rounds", "each", "together", title="estimate for this machine")
     seconds, memory = list[float](), 0
     for each in planned:
         cell = each.task.cells[0]
@@ -96,11 +97,9 @@ def show(planned: Sequence[Planned], jobs: int, console: Console) -> None:
         one, runs = each.seconds(*measured[kind]), len(each.trials)
         seconds += [one] * runs
         memory = max(memory, measured[kind][1].memory + each.rows)
-        shown.add_row(each.task.name, str(runs), f"{each.made.trainer.max_rounds:,}", as_time(one), as_time(one * runs))
+        rounds = f"{each.made.trainer.max_rounds:,}"
+        shown.add_row(cell.algorithm, each.task.column, str(runs), rounds, as_time(one), as_time(one * runs))
     console.print(shown)
-    together = max(max(seconds), sum(seconds) / jobs)
-    at_once = min(jobs, len(seconds))
-    console.print(
-        f"{len(seconds)} runs, about {as_time(together)} with --jobs {jobs}; about {as_bytes(memory * at_once)} of memory",
-        highlight=False, soft_wrap=True,
-    )  # fmt: skip
+    together, at_once = max(max(seconds), sum(seconds) / jobs), min(jobs, len(seconds))
+    text = f"{len(seconds)} runs, about {as_time(together)} with --jobs {jobs}"
+    console.print(f"{text}; about {as_bytes(memory * at_once)} of memory", highlight=False, soft_wrap=True)

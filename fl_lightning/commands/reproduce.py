@@ -5,7 +5,6 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from jsonargparse import Namespace
 from rich.console import Console
 
 from fl_lightning.commands.cli import FederatedCLI
@@ -13,6 +12,7 @@ from fl_lightning.commands.estimate import Planned, show
 from fl_lightning.commands.fit import numbers
 from fl_lightning.core import ensure
 from fl_lightning.sweeps import reproduction_table
+from fl_lightning.sweeps.fraction import scaled_rounds
 from fl_lightning.sweeps.reproduction import Task, line, mark, select, tasks
 from fl_lightning.sweeps.trials import run_trials
 
@@ -88,19 +88,15 @@ def run(
 def _plan(found: Sequence[Task], fraction: float, seeds: Sequence[int], more: Sequence[str]) -> list[Planned]:
     """Builds a run of each task, so that nothing starts with a setting that does not fit."""
     cli = FederatedCLI("fit", *found[0].whole)
-
-    def make(*args: str) -> Namespace:
-        cli.config = cli.parser.parse_args(list(args))
-        return cli.build()
-
     planned = []
     for task in found:
-        trials = task.trials(make(*task.whole).trainer.config, fraction, seeds, more)
-        given = trials[0].args
-        own, made = make(*given[: len(given) - len(more)]), make(*given)
-        for key, option in (("max_rounds", "--rounds"), ("seed", "--seeds")):
+        config = cli.make(*task.whole).trainer.config
+        trials = task.trials(config, fraction, seeds, more)
+        made = cli.make(*trials[0].args)
+        fixed = {"max_rounds": scaled_rounds(config, fraction), "seed": seeds[0]}
+        for (key, expected), option in zip(fixed.items(), ("--rounds", "--seeds"), strict=True):
             value = getattr(made.trainer, key)
-            ensure(value == getattr(own.trainer, key), f"trainer.{key} = {value}: the table sets it; give {option}")
+            ensure(value == expected, f"trainer.{key} = {value}: the table sets it; give {option}")
         planned.append(Planned(task, trials, made))
     return planned
 

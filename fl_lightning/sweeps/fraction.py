@@ -29,14 +29,19 @@ def scaled(config: Mapping[str, Any], fraction: float) -> dict[str, int | float]
     Raises:
         UserError: If the fraction is out of range.
     """
-    require(0 < fraction <= 1, "rounds", fraction, "a fraction of the paper's rounds, above 0 and at most 1")
-    whole = config["trainer"]["max_rounds"]
-    rounds = max(1, round(whole * fraction))
-    share = rounds / whole
+    rounds = scaled_rounds(config, fraction)
+    share = rounds / config["trainer"]["max_rounds"]
     found: dict[str, int | float] = {"trainer.max_rounds": rounds}
     found |= {key: max(1, round(n * share)) for key in COUNTS if (n := value(config, key)) is not None and n >= 1}
     found |= {key: x ** (1 / share) for key in FACTORS if (x := value(config, key)) is not None}
     return {key: number for key, number in found.items() if number != value(config, key)}
+
+
+def scaled_rounds(config: Mapping[str, Any], fraction: float) -> int:
+    """Returns a fraction of a run's rounds; errors as for `scaled`."""
+    require(0 < fraction <= 1, "rounds", fraction, "a fraction of the paper's rounds, above 0 and at most 1")
+    whole: int = config["trainer"]["max_rounds"]
+    return max(1, round(whole * fraction))
 
 
 def value(config: Mapping[str, Any], key: str) -> Any:

@@ -13,7 +13,7 @@ from fl_lightning.results.metrics import read_metrics
 from fl_lightning.results.papers import COLUMNS, Cell, find
 from fl_lightning.results.recipes import Recipe, recipe
 from fl_lightning.results.summary import summarise
-from fl_lightning.sweeps.fraction import scaled
+from fl_lightning.sweeps.fraction import scaled, scaled_rounds
 from fl_lightning.sweeps.trials import Outcome, Trial
 
 EVALUATED = {
@@ -55,9 +55,11 @@ class Task:
     @property
     def whole(self) -> tuple[str, ...]:
         """Arguments of a run with all of its rounds."""
-        return _by_name(("--config", self.recipe.config, *self.recipe.row, *self.recipe.column))
+        return ("--config", self.recipe.config, *self.recipe.row, *self.recipe.column)
 
-    def trials(self, config: Mapping[str, Any], fraction: float, seeds: Sequence[int], more: Sequence[str]) -> list[Trial]:
+    def trials(
+        self, config: Mapping[str, Any], fraction: float, seeds: Sequence[int], more: Sequence[str]
+    ) -> list[Trial]:
         """Returns the runs.
 
         Args:
@@ -68,7 +70,7 @@ class Task:
         """
         fewer = scaled(config, fraction)
         measures = [MEASURED[cell.metric] for cell in self.cells if cell.metric in MEASURED]
-        rounds = fewer.get("trainer.max_rounds", config["trainer"]["max_rounds"])
+        rounds = scaled_rounds(config, fraction)
         settings = f"every_n_rounds: {rounds}, metrics: [{', '.join(measures)}]"
         args = [*self.whole, *(f"--{key}={number:.17g}" for key, number in fewer.items())]
         if measures:
@@ -147,18 +149,27 @@ def tasks(cells: Sequence[Cell]) -> tuple[list[Task], list[str]]:
     by_run: dict[tuple[str, ...], list[Cell]] = {}
     reasons: dict[str, list[str]] = {}
     for cell in cells:
-        if cell.metric in (*EVALUATED, *MEASURED) or "@" in cell.metric and cell.metric.split("@")[0] in EVALUATED:
+        if reason := _unmeasured(cell) or _without_recipe(cell):
+            reasons.setdefault(reason, []).append(cell.algorithm)
+        else:
             key = tuple(getattr(cell, name) for name in COLUMNS if name != "metric")
             by_run.setdefault(key, []).append(cell)
-        else:
-            reasons.setdefault(f"{cell.metric}: not among the numbers of a single run", []).append(cell.algorithm)
-    found = []
-    for group in by_run.values():
-        try:
-            found.append(Task(tuple(group), recipe(group[0])))
-        except UserError as error:
-            reasons.setdefault(str(error), []).append(group[0].algorithm)
+    found = [Task(tuple(group), recipe(group[0])) for group in by_run.values()]
     return found, [f"{reason} ({', '.join(dict.fromkeys(names))})" for reason, names in reasons.items()]
+
+
+def _unmeasured(cell: Cell) -> str | None:
+    name, _, at = cell.metric.partition("@")
+    known = name in EVALUATED or (name in MEASURED and not at)
+    return None if known else f"{cell.metric}: not among the numbers that a run gives here"
+
+
+def _without_recipe(cell: Cell) -> str | None:
+    try:
+        recipe(cell)
+    except UserError as error:
+        return str(error)
+    return None
 
 
 def line(cell: Cell, outcomes: Sequence[Outcome], config: Mapping[str, Any], fraction: float) -> Line:
@@ -204,8 +215,3 @@ def _value(folder: Path, metric: str, trainer: Mapping[str, Any], fraction: floa
     due = trainer["max_rounds"] * float(at[:-1]) / 100 if at.endswith("%") else float(at) * fraction
     evaluated = read_metrics(folder / "metrics.csv")[EVALUATED[name]]
     return 100 * next((value for t, value in evaluated if t >= round(due)), evaluated[-1][1])
-
-
-def _by_name(words: Sequence[str]) -> tuple[str, ...]:  # stand-in until --config takes names
-    root = Path(__file__).parents[2] / "configs"
-    return tuple(str(root / f"{w}.yaml") if (root / f"{w}.yaml").is_file() else w for w in words)

@@ -30,7 +30,9 @@ def run_trials(trials: Sequence[Trial], folder: Path, jobs: int = 1) -> list[Out
         if not runs or not (runs[-1] / "summary.json").exists():
             more = [f"--trainer.default_root_dir={folder}", f"--trainer.name={trial.name}"]
             done = subprocess.run(
-                [sys.executable, "-m", "fl_lightning", trial.command, *trial.args, *more], capture_output=True, text=True
+                [sys.executable, "-m", "fl_lightning", trial.command, *trial.args, *more],
+                capture_output=True,
+                text=True,
             )
             if done.returncode:
                 found.append(Outcome(trial, None, done.stderr.strip().splitlines()[-1]))

@@ -6,7 +6,7 @@ import math
 import re
 import shlex
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -22,6 +22,7 @@ from fl_lightning.results import paper_tables
 from fl_lightning.results.paper_tables import BLOCK
 from fl_lightning.results.papers import PAPERS, Cell, find
 from fl_lightning.results.recipes import CODE, columns, recipe, rows
+from fl_lightning.sweeps.reproduction import select, tasks
 from tests import generated
 from tests.runs import cli, last, metrics, newest
 
@@ -60,17 +61,10 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield home
 
 
-class Parsed(FederatedCLI):
-    """Model, data and trainer of many arguments, one after another, without a run."""
-
-    def make(self, *args: str) -> Any:
-        self.config = self.parser.parse_args(list(args))
-        return self.build()
-
-
 @pytest.fixture(scope="module")
-def parsed() -> Parsed:
-    return Parsed("fit", "--model=FedAvg", "--model.net=DigitsMLP", "--data=Digits")
+def parsed() -> FederatedCLI:
+    """Builds model, data and trainer of many arguments, one after another, without a run."""
+    return FederatedCLI("fit", "--model=FedAvg", "--model.net=DigitsMLP", "--data=Digits")
 
 
 def path(file: Path) -> str:
@@ -78,7 +72,7 @@ def path(file: Path) -> str:
 
 
 @pytest.mark.parametrize("file", FILES, ids=path)
-def test_experiment_is_made(file: Path, parsed: Parsed) -> None:
+def test_experiment_is_made(file: Path, parsed: FederatedCLI) -> None:
     made, settings = parsed.make(*small(file)), said(file)
     assert made.trainer.max_rounds == 2
     assert made.model.optimizer.lr == settings["model"]["init_args"]["optimizer"]["init_args"]["lr"]
@@ -109,11 +103,6 @@ def test_experiment_trains(file: Path, home: Path, tmp_path: Path, monkeypatch: 
 # The recipes, and the page that shows them
 
 PAGE = ROOT / "docs" / "experiments.md"
-BY_NAME = {str(path.relative_to(ROOT / "configs").with_suffix("")): str(path) for path in ROOT.glob("configs/**/*.yaml")}
-
-
-def arguments(words: Sequence[str]) -> tuple[str, ...]:
-    return tuple(BY_NAME.get(word, word) for word in words)
 
 
 @pytest.mark.slow
@@ -176,18 +165,19 @@ def test_every_row_is_of_use() -> None:
 
 def test_what_has_no_recipe_says_so() -> None:
     (cell,) = find(paper="fedgf", table="3", algorithm="FedGF", metric="models_per_client")
-    with pytest.raises(UserError, match="^table = 3: FedGF, models_per_client is not the number of a run"):
+    with pytest.raises(UserError, match=r"^table = 3: FedGF, models_per_client is not the number of a run"):
         recipe(cell)
-    with pytest.raises(UserError, match="^table = FL-SAM: the README of the paper's code has settings of its own"):
+    with pytest.raises(UserError, match=r"^table = FL-SAM: the README of the paper's code has settings of its own"):
         recipe(find(paper="fedgmt", table="FL-SAM")[0])
-    with pytest.raises(UserError, match="^algorithm = FedFoo: no settings over cifar10_alpha0; see docs"):
+    with pytest.raises(UserError, match=r"^algorithm = FedFoo: no settings over cifar10_alpha0; see docs"):
         recipe(replace(find(paper="fedgloss", table="8")[0], algorithm="FedFoo"))
 
 
 @pytest.mark.parametrize(
     ("paper", "table", "column", "algorithm", "expected"),
     [
-        ("fedgloss", "3", "CIFAR10, ResNet18GN, alpha=0.05", "FedSMOO", "--model FedSMOO --model.rho 0.01 --model.beta 10"),
+        ("fedgloss", "3", "CIFAR10, ResNet18GN, alpha=0.05", "FedSMOO",
+         "--model FedSMOO --model.rho 0.01 --model.beta 10"),
         ("fedgloss", "3", "CIFAR100, HsuCNN, alpha=0", "FedSMOO", "--model FedSMOO --model.rho 0.1 --model.beta 100"),
         ("fedgloss", "5/10", "Landmarks, MobileNetV2GN, users", "FedSpeed",
          "--model FedSpeed --model.rho 0.05 --model.alpha 0.95 --model.beta 100"),
@@ -205,9 +195,30 @@ def test_recipes_by_hand(paper: str, table: str, column: str, algorithm: str, ex
     assert " ".join(recipe(cell).row) == expected
 
 
+ROWS = {"SAM": "FedSAM", "ASAM": "FedASAM", **dict.fromkeys(("SGD", "SWA", "Mixup", "Cutout", "SiloBN"), "FedAvg")}
+"""Rows that are not named after an algorithm."""
+
+
+def check(parsed: FederatedCLI, command: Command, cell: Cell) -> None:
+    _, file, settings = command
+    cohort, _, clients = cell.participation.partition("/")
+    flags = [f"--trainer.clients_per_round={cohort}", f"--data.num_clients={clients}"] if clients else []
+    overlay = [f"--config={ROOT / 'configs' / 'debug' / 'landmarks.yaml'}"] if file.stem == "landmarks" else []
+    with torch.device("meta"):  # no weights are drawn
+        made = parsed.make(f"--config={file}", *overlay, *settings, *flags)
+    base, *added = re.split(r" |\+", cell.algorithm)[0], *cell.algorithm.split("+")[1:]
+    assert type(made.model).__name__ == ROWS.get(base, base), cell
+    assert (made.model.averaging is not None) == ("SWA" in cell.algorithm), cell
+    for part in ("Mixup", "Cutout"):
+        assert bool(getattr(made.data.augment, part.lower(), 0)) == (part in cell.algorithm), cell
+    for ascent in {"SAM", "ASAM"} & {word for part in added for word in part.split(" ")}:
+        assert type(made.model.ascent).__name__ == ascent, cell
+    if clients:
+        assert (made.trainer.sampler.clients_per_round, made.data.num_clients) == (int(cohort), int(clients))
+
 
 @pytest.mark.slow
-def test_a_cell_of_every_row_is_made(parsed: Parsed) -> None:
+def test_a_cell_of_every_row_is_made(parsed: FederatedCLI) -> None:
     seen = set()
     for command, cells in commands().items():
         row = cells[0].paper, cells[0].algorithm.partition("=")[0].removesuffix("+SWA")
@@ -218,7 +229,7 @@ def test_a_cell_of_every_row_is_made(parsed: Parsed) -> None:
 
 
 @pytest.mark.slow
-def test_every_cell_is_made(parsed: Parsed) -> None:
+def test_every_cell_is_made(parsed: FederatedCLI) -> None:
     for command, cells in commands().items():
         check(parsed, command, cells[-1])
 
@@ -232,15 +243,24 @@ def test_page_holds_numbers_files_and_rows() -> None:
     assert page == paper_tables.renew(page), f"docs/experiments.md is out of date; `{renew}` renews it"
 
 
-def test_code_of_the_page(capsys: pytest.CaptureFixture[str], parsed: Parsed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_of_the_page(
+    capsys: pytest.CaptureFixture[str], parsed: FederatedCLI, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(ROOT)
     page = PAGE.read_text()
     (block,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     exec(block, {})
-    assert capsys.readouterr().out == "83.9 0.4 5/100\n"
+    cell, row = capsys.readouterr().out.splitlines()
+    assert cell == "83.9 0.4 5/100"
+    assert row == "experiment/fedgloss/cifar10_alpha0 --model FedGloSS --model.rho 0.15"
     blocks = re.findall(r"```sh\n(.*?)```", page, re.DOTALL)
-    lines = [line for block in blocks for line in block.replace("\\\n", "").splitlines()]
-    assert len(lines) == 3
-    for line in lines:
-        parsed.make(*shlex.split(line)[2:])
-    assert type(parsed.make(*shlex.split(lines[0])[2:]).model).__name__ == "FedASAM"
+    lines = [shlex.split(line, comments=True) for block in blocks for line in block.replace("\\\n", "").splitlines()]
+    fits = [words for words in lines if words[1] == "fit"]
+    assert len(fits) == 3 and len(lines) == 8
+    made = [parsed.make(*words[2:]) for words in fits]
+    assert type(made[0].model).__name__ == "FedASAM"
+    for words in lines:
+        if words[1] == "reproduce":
+            asked = FederatedCLI(*words[1:]).config
+            named = [listed.split(",") if listed else [] for listed in (asked.rows, asked.columns)]
+            assert tasks(select(asked.paper, asked.table, *named))[0], words
