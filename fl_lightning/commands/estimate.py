@@ -72,10 +72,9 @@ class Planned:
     @property
     def rows(self) -> int:
         """Bytes of the clients' state in memory, at most."""
-        model, room = self.made.model, int(self.made.trainer.client_memory * 2**30)
+        model, room = self.made.model, self.made.trainer.client_memory * 2**30
         each = sum(p.numel() * p.element_size() for p in model.net.parameters()) * len(model.client_inits())
-        clients: int = self.made.data.num_clients
-        return min(room, each * clients)
+        return int(min(room, each * self.made.data.num_clients))
 
 
 def show(planned: Sequence[Planned], jobs: int, console: Console) -> None:

@@ -10,11 +10,12 @@ from rich.console import Console
 from fl_lightning.commands.cli import FederatedCLI
 from fl_lightning.commands.estimate import Planned, show
 from fl_lightning.commands.fit import numbers
+from fl_lightning.commands.trials import build
 from fl_lightning.core import ensure
 from fl_lightning.sweeps import reproduction_table
 from fl_lightning.sweeps.fraction import scaled_rounds
 from fl_lightning.sweeps.reproduction import Task, line, mark, select, tasks
-from fl_lightning.sweeps.trials import run_trials
+from fl_lightning.sweeps.trials import outcome, run_trials
 
 SUMMARY = "Reproduce cells of a paper's table: make their runs, and print our numbers beside the paper's."
 
@@ -53,35 +54,39 @@ def run(
         out: Folder of the runs and of table.csv, table.tex and table.md; null: one in runs/reproduce.
     """
     console = Console()
-    found, reasons = tasks(select(paper, table, _names(rows), _names(columns)))
+    asked, reasons = tasks(select(paper, table, _names(rows), _names(columns)))
     for reason in reasons:
         console.print(f"not reproduced: {reason}", soft_wrap=True, highlight=False, markup=False)
-    ensure(bool(found), f"table = {table}: none of these cells can be reproduced; see docs/experiments.md")
+    ensure(bool(asked), f"table = {table}: none of these cells can be reproduced; see docs/experiments.md")
     share = "" if rounds == 1 else f"_{rounds:g}"
     folder = Path(out or f"runs/reproduce/{paper}_{table.replace('/', '_')}{share}")
     _check(folder, rounds, settings)
-    planned = _plan(found, rounds, numbers("seeds", seeds, int), settings)
+    planned = _plan(asked, rounds, numbers("seeds", seeds, int), settings)
     trials = [trial for each in planned for trial in each.trials]
     if dry_run:
         for trial in trials:
             print(shlex.join(["fl-lightning", trial.command, *trial.args]))
-    show(planned, jobs, console)
+    if todo := [each for each in planned if None in [outcome(trial, folder) for trial in each.trials]]:
+        show(todo, jobs, console)
     if dry_run:
         return
     folder.mkdir(parents=True, exist_ok=True)
     (folder / FILE).write_text(json.dumps({"rounds": rounds, "settings": settings}) + "\n", encoding="utf-8")
-    outcomes = {outcome.trial.name: outcome for outcome in run_trials(trials, folder, jobs)}
-    lines = []
-    for each in planned:
-        mine = [outcomes[trial.name] for trial in each.trials]
-        for outcome in mine:
-            if outcome.folder is not None:
-                mark(outcome.folder, each.task, rounds)
-        lines += [line(cell, mine, each.made.trainer.config, rounds) for cell in each.task.cells]
+    outcomes = {}
+    of = {trial.name: each.task for each in planned for trial in each.trials}
+    for found in run_trials(trials, folder, build, jobs):
+        outcomes[found.trial.name] = found
+        if found.folder is not None:
+            mark(found.folder, of[found.trial.name], rounds)
+        text = f"{len(outcomes)} of {len(trials)}: {found.trial.name}: {found.error or 'finished'}"
+        console.print(text, soft_wrap=True, highlight=False, markup=False)
+    lines = [
+        line(cell, [outcomes[trial.name] for trial in each.trials], each.made.trainer.config, rounds)
+        for each in planned
+        for cell in each.task.cells
+    ]
     reproduction_table.write(lines, rounds, folder)
     console.print(reproduction_table.table(lines, rounds))
-    for error in dict.fromkeys(error for each in lines for error in each.errors):
-        console.print(f"broke off: {error}", soft_wrap=True, highlight=False, markup=False)
     console.print(f"results: {folder}", soft_wrap=True, highlight=False)
 
 

@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -26,7 +26,7 @@ EVALUATED = {
 MEASURED = {"lambda_max": "LambdaMax", "trace": "HessianTrace", "lpf": "LPF", "discrepancy": "Discrepancy"}
 """Measures of flatness that are taken at the end of a run, and their classes."""
 FILE = "reproduction.json"
-"""The cell that a run belongs to, in its run folder."""
+"""The cells that a run is one of, in its run folder: their columns, and the fraction of the rounds."""
 
 
 @dataclass(frozen=True)
@@ -188,9 +188,8 @@ def line(cell: Cell, outcomes: Sequence[Outcome], config: Mapping[str, Any], fra
 
 
 def mark(folder: Path, task: Task, fraction: float) -> None:
-    """Writes the key of the task's cells into a run folder, for reports."""
-    key = {name: value for name, value in asdict(task.cells[0]).items() if name in COLUMNS}
-    found = {**key, "metrics": [cell.metric for cell in task.cells], "fraction": fraction}
+    """Writes the keys of the task's cells and the fraction of the rounds into a run folder, for reports."""
+    found = [{**{name: getattr(cell, name) for name in COLUMNS}, "fraction": fraction} for cell in task.cells]
     (folder / FILE).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from fl_lightning.core import UserError
 
 
 @dataclass(frozen=True)
 class Trial:
+    """One run to make."""
+
     name: str
     args: tuple[str, ...]
     command: str = "fit"
@@ -18,25 +21,31 @@ class Trial:
 
 @dataclass(frozen=True)
 class Outcome:
+    """What became of a trial."""
+
     trial: Trial
-    folder: Path | None
-    error: str | None
+    folder: Path | None = None
+    error: str | None = None
 
 
-def run_trials(trials: Sequence[Trial], folder: Path, jobs: int = 1) -> list[Outcome]:
-    found = []
+def run_trials(
+    trials: Sequence[Trial], folder: Path, build: Callable[[Trial, Path], Any], jobs: int = 1
+) -> Iterator[Outcome]:
+    """Trains trials, and yields each when it has ended."""
     for trial in trials:
-        runs = sorted((folder / trial.name).glob("version_*"))
-        if not runs or not (runs[-1] / "summary.json").exists():
-            more = [f"--trainer.default_root_dir={folder}", f"--trainer.name={trial.name}"]
-            done = subprocess.run(
-                [sys.executable, "-m", "fl_lightning", trial.command, *trial.args, *more],
-                capture_output=True,
-                text=True,
-            )
-            if done.returncode:
-                found.append(Outcome(trial, None, done.stderr.strip().splitlines()[-1]))
-                continue
-            runs = sorted((folder / trial.name).glob("version_*"))
-        found.append(Outcome(trial, runs[-1], None))
-    return found
+        if found := outcome(trial, folder):
+            yield found
+            continue
+        made = build(trial, folder)
+        try:
+            getattr(made.trainer, trial.command)(made.model, made.data)
+        except UserError as error:
+            yield Outcome(trial, None, str(error))
+        else:
+            yield Outcome(trial, made.trainer.run.folder.path)
+
+
+def outcome(trial: Trial, folder: Path) -> Outcome | None:
+    """What became of a trial, as far as its folder tells; None if it has not ended."""
+    runs = sorted((folder / trial.name).glob("version_*/summary.json"))
+    return Outcome(trial, runs[-1].parent) if runs else None
