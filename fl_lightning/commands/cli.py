@@ -2,11 +2,9 @@
 
 import inspect
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import nullcontext
 from importlib import import_module
-from itertools import islice
-from pathlib import Path
 from textwrap import fill
 from typing import Any, NoReturn
 
@@ -20,15 +18,12 @@ import fl_lightning
 import fl_lightning.algorithms  # a class goes by its bare name once it is imported
 import fl_lightning.nets
 from fl_lightning.algorithms.base import LocalObjective
+from fl_lightning.commands.arguments import PARTS, prepare, split, whole_numbers
 from fl_lightning.commands.last import check_last
 from fl_lightning.commands.messages import ArgumentsError, find_user_error
-from fl_lightning.core import ensure, find_config, generator, require
+from fl_lightning.core import ensure, generator, require
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.trainer.trainer import FederatedTrainer
-
-PARTS = ("trainer", "model", "data")
-"""Parts of a config."""
-CONFIG_FLAGS = ("-c", "--config")
 
 
 class Parser(LightningArgumentParser):
@@ -73,10 +68,11 @@ class FederatedCLI(LightningCLI):
     def __init__(self, command: str, *args: str) -> None:
         module = import_module(f"fl_lightning.commands.{command}")
         self.command, self.function, self.summary = command, module.run, module.SUMMARY
+        self.args = args
         self.parameters = inspect.signature(module.run).parameters
         self.settings: list[str] = []
         if self._rest is not None:
-            args, self.settings = _split(args)
+            args, self.settings = split(args)
         self.needs = PARTS if "cli" in self.parameters else tuple(part for part in PARTS if part in self.parameters)
         super().__init__(
             trainer_class=FederatedTrainer,  # type: ignore[arg-type]
@@ -84,7 +80,7 @@ class FederatedCLI(LightningCLI):
             auto_configure_optimizers=False,
             load_from_checkpoint_support=False,
             run=False,
-            args=_with_config_files(_with_config_of_run(list(args))) if self.needs else list(args),
+            args=prepare(list(args)) if self.needs else list(args),
         )
 
     @property
@@ -136,8 +132,14 @@ class FederatedCLI(LightningCLI):
         parser.add_function_arguments(self.function, skip=options)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Parses the arguments."""
-        self.config = parser.parse_args(args)
+        """Parses the arguments; an integer may be written as 3.0."""
+        try:
+            self.config = parser.parse_args(args)
+        except ArgumentsError as error:
+            whole = whole_numbers(args, str(error))
+            if whole == args:
+                raise
+            return self.parse_arguments(parser, whole)
         self.config["seed_everything"] = False  # LightningCLI would seed everything with 0
 
     def before_instantiate_classes(self) -> None:
@@ -189,7 +191,8 @@ class FederatedCLI(LightningCLI):
         Raises:
             UserError: As `build`.
         """
-        self.config = self.parser.parse_args(_with_config_files(list(args)))
+        self.parse_arguments(self.parser, prepare(list(args)))
+        self.before_instantiate_classes()
         return self.build()
 
     def run(self) -> None:
@@ -207,44 +210,6 @@ class FederatedCLI(LightningCLI):
                     "centralized" if self.command == "centralized" else "federated",
                 )
             self.function(*positional, *self.settings, **given)
-
-
-def _split(args: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
-    """Returns a subcommand's own arguments, and those that are settings of a run: ``--config``, ``--data.path``, ..."""
-    own, settings, coming = list[str](), list[str](), iter(args)
-    for arg in coming:
-        flag, assigned, _ = arg.partition("=")
-        if flag.startswith("-") and flag.strip("-+").partition(".")[0] in (*PARTS, "c", "config"):
-            settings += [arg] if assigned else [arg, *islice(coming, 1)]
-        else:
-            own.append(arg)
-    return tuple(own), settings
-
-
-def _with_config_of_run(args: list[str]) -> list[str]:
-    """Arguments that name a checkpoint and no config, with the config of the checkpoint's run."""
-    if {*CONFIG_FLAGS, "-h", "--help"} & {arg.partition("=")[0] for arg in args}:
-        return args
-    for before, arg, after in zip(["", *args], args, [*args[1:], ""], strict=False):
-        name, _, value = arg.partition("=")
-        positional = not arg.startswith("-") and ("=" in before or not before.startswith("-"))
-        path = Path((value or after) if name == "--ckpt_path" else arg if positional else "")
-        if path.suffix == ".ckpt" and (config := path.parent.parent / "config.yaml").is_file():
-            return ["--config", str(config), *args]
-    return args
-
-
-def _with_config_files(args: list[str]) -> list[str]:
-    """Arguments with the paths of configs in the place of their names."""
-    found = []
-    for before, arg in zip(["", *args], args, strict=False):
-        name, equals, value = arg.partition("=")
-        if before in CONFIG_FLAGS:
-            arg = str(find_config(arg))
-        elif equals and name in CONFIG_FLAGS:
-            arg = f"{name}={find_config(value)}"
-        found.append(arg)
-    return found
 
 
 def _set(config: Namespace, key: str, value: Any) -> None:

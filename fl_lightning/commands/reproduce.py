@@ -7,9 +7,9 @@ from pathlib import Path
 
 from rich.console import Console
 
+from fl_lightning.commands.arguments import seeds_of
 from fl_lightning.commands.cli import FederatedCLI
 from fl_lightning.commands.estimate import Planned, show
-from fl_lightning.commands.fit import numbers
 from fl_lightning.commands.trials import build
 from fl_lightning.core import ensure
 from fl_lightning.sweeps import reproduction_table
@@ -61,7 +61,7 @@ def run(
     share = "" if rounds == 1 else f"_{rounds:g}"
     folder = Path(out or f"runs/reproduce/{paper}_{table.replace('/', '_')}{share}")
     _check(folder, rounds, settings)
-    planned = _plan(asked, rounds, numbers("seeds", seeds, int), settings)
+    planned = _plan(asked, rounds, seeds_of(seeds), settings)
     trials = [trial for each in planned for trial in each.trials]
     if dry_run:
         for trial in trials:

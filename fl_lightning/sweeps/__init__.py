@@ -1,1 +1,1 @@
-"""Many runs: sweeps over settings, and the cells of the papers' tables."""
+"""Many runs: sweeps in W&B's format, their trials, and the papers' tables."""
