@@ -14,7 +14,7 @@ from fl_lightning.sweeps.reproduction import Task
 from fl_lightning.sweeps.trials import Trial
 from fl_lightning.trainer.samplers import UniformSampler
 
-STEPS = 4
+STEPS = 2
 """Local steps of a client in the measured rounds."""
 
 

@@ -69,10 +69,14 @@ def write(lines: Sequence[Line], fraction: float, out: Path) -> None:
 
 def latex(lines: Sequence[Line], fraction: float) -> str:
     """Returns the table for a paper, by booktabs."""
-    body = [f"% {title(lines, fraction)}", rf"\begin{{tabular}}{{l{'r' * (len(HEADS) - 1)}}}", r"\toprule"]
-    body.append(" & ".join(HEADS) + r" \\")
+
+    def across(text: str) -> str:
+        return rf"\multicolumn{{{len(HEADS)}}}{{l}}{{{_tex(text)}}} \\"
+
+    body = [rf"\begin{{tabular}}{{l{'r' * (len(HEADS) - 1)}}}", r"\toprule", across(title(lines, fraction))]
+    body += [r"\midrule", " & ".join(HEADS) + r" \\"]
     for name, group in _sections(lines):
-        body += [r"\midrule", rf"\multicolumn{{{len(HEADS)}}}{{l}}{{{_tex(name)}}} \\"]
+        body += [r"\midrule", across(name)]
         body += [" & ".join(map(_tex, texts(line))) + r" \\" for line in group]
     return "\n".join([*body, r"\bottomrule", r"\end{tabular}", ""])
 

@@ -56,6 +56,27 @@ def test_runs_and_their_table(
         cli(*TABLE, "--rounds=0.0003", "--out=mine", *DIGITS)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("table", "expected"),
+    [
+        (["9", "--rows=FedGloSS+SAM", "--columns=CIFAR10", "--seeds=0,1"], {"acc": "84.8", "lambda_max": "2.8"}),
+        (["6", "--rows=SAM", "--columns=CIFAR10,centralized", "--rounds=0.01"], {"acc": "87.1"}),
+    ],
+    ids=["flatness", "centralized"],
+)
+def test_flatness_and_centralized_cells(
+    table: list[str], expected: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    cli("reproduce", "fedgloss", "--rounds=0.0002", *table, "--out=mine", *DIGITS)
+    with Path("mine/table.csv").open(newline="") as file:
+        rows = {row["metric"]: row for row in csv.DictReader(file)}
+    assert {metric: row["value"] for metric, row in rows.items()} == expected
+    for row in rows.values():
+        assert float(row["difference"]) == pytest.approx(float(row["ours"]) - float(row["value"]))
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
