@@ -16,6 +16,9 @@ from fl_lightning.results.recipes import CODE, columns, rows
 BLOCK = re.compile(r"<!-- (papers|files|rows): (\S+)(?: (\S+))? -->\n(.*?)<!-- /\1 -->", re.DOTALL)
 """A generated block: its kind, paper, table and text."""
 
+WIDEST = 8
+"""Columns of a table; one with more has its rows and columns exchanged, if that makes it narrower."""
+
 
 def papers(paper: str, table: str) -> str:
     """Returns a table of a paper: algorithms by data, the numbers of several participations in one cell.
@@ -43,7 +46,7 @@ def papers(paper: str, table: str) -> str:
     lines = [[", ".join(heads) if len(heads) > 1 else "", *cohorts]]
     for row, of in shown.items():
         lines.append([row, *(" / ".join(of[c].get(p, "-") for p in cohorts[c]) if c in of else "" for c in cohorts)])
-    return markdown(lines)
+    return markdown(zip(*lines, strict=True) if len(cohorts) > max(WIDEST, len(shown)) else lines)
 
 
 def files(paper: str) -> str:
