@@ -4,7 +4,7 @@ import ast
 import json
 import re
 from collections.abc import Sequence
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 
 from fl_lightning.core import find_config, require
@@ -53,7 +53,7 @@ def seeds_of(listed: str) -> list[int]:
 def gathered(args: list[str], name: str) -> list[str]:
     """Arguments in which an option that is given several times has all its values as a list."""
     flag = f"--{name}"
-    pairs = list(zip(args, [*args[1:], ""], strict=True))
+    pairs = list(pairwise([*args, ""]))
     values = [arg.partition("=")[2] or after for arg, after in pairs if arg.partition("=")[0] == flag]
     return [*without(args, name), f"{flag}={json.dumps(values)}"] if values else args
 
@@ -91,7 +91,7 @@ def _config_files(args: list[str]) -> list[str]:
 
 def _values(args: list[str]) -> list[str]:
     found = []
-    for arg, after in zip(args, [*args[1:], "--"], strict=True):
+    for arg, after in pairwise([*args, "--"]):
         name, equals, value = arg.partition("=")
         setting = name.startswith(tuple(f"--{part}" for part in PARTS)) and not name.endswith(".help")
         if setting and equals:
