@@ -45,7 +45,7 @@ class WandbLogger(LightningWandbLogger, RunLogger):
         tags: Tags beside the algorithm and the data set; null: WANDB_TAGS.
         name: Name of the run; by default its folder's.
         mode: offline (upload later by ``wandb sync``; needs no account), online, or disabled; null: the environment
-            variable WANDB_MODE, else offline.
+            variable WANDB_MODE, else offline; online for an agent of a sweep.
         entity: W&B user or team.
         log_model: Whether the run's checkpoints become an artifact when it ends: ``model-<id>``, with the aliases
             ``last`` and ``best``.
@@ -65,7 +65,9 @@ class WandbLogger(LightningWandbLogger, RunLogger):
         super().__init__(project=project, name=name)
         self.project, self.group, self.tags = project, group, tags
         self.run_name, self.entity, self.log_model = name, entity, log_model
-        self.mode = mode or os.environ.get("WANDB_MODE") or "offline"
+        # an agent of a sweep on W&B waits for the run
+        default = "online" if os.environ.get("WANDB_SWEEP_ID") else "offline"
+        self.mode = mode or os.environ.get("WANDB_MODE") or default
         self.run: WandbRun | None = None
         self._columns: dict[str, list[tuple[int, float]]] = {}
 
