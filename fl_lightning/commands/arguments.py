@@ -4,9 +4,10 @@ import ast
 import json
 import re
 from collections.abc import Sequence
+from itertools import islice, pairwise
 from pathlib import Path
 
-from fl_lightning.core import find_config
+from fl_lightning.core import find_config, require
 
 CONFIG_FLAGS = ("-c", "--config")
 PARTS = ("trainer", "model", "data")
@@ -25,10 +26,34 @@ def without(args: Sequence[str], *names: str) -> list[str]:
     return [arg for before, arg in pairs if arg.partition("=")[0] not in flags and before not in flags]
 
 
+def split(args: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
+    """Returns a subcommand's own arguments, and those that are settings of a run: ``--config``, ``--data.path``, ..."""
+    own, settings, coming = list[str](), list[str](), iter(args)
+    for arg in coming:
+        flag, assigned, _ = arg.partition("=")
+        if flag.startswith("-") and flag.strip("-+").partition(".")[0] in (*PARTS, "c", "config"):
+            settings += [arg] if assigned else [arg, *islice(coming, 1)]
+        else:
+            own.append(arg)
+    return tuple(own), settings
+
+
+def seeds_of(listed: str) -> list[int]:
+    """Returns seeds that are listed as in 0,1,2.
+
+    Raises:
+        UserError: If they are not different numbers.
+    """
+    found = listed.split(",")
+    good = all(text.isdecimal() for text in found) and len(set(found)) == len(found)
+    require(good, "seeds", listed, "give different numbers, such as 0,1,2")
+    return [int(text) for text in found]
+
+
 def gathered(args: list[str], name: str) -> list[str]:
     """Arguments in which an option that is given several times has all its values as a list."""
     flag = f"--{name}"
-    pairs = list(zip(args, [*args[1:], ""], strict=True))
+    pairs = list(pairwise([*args, ""]))
     values = [arg.partition("=")[2] or after for arg, after in pairs if arg.partition("=")[0] == flag]
     return [*without(args, name), f"{flag}={json.dumps(values)}"] if values else args
 
@@ -66,7 +91,7 @@ def _config_files(args: list[str]) -> list[str]:
 
 def _values(args: list[str]) -> list[str]:
     found = []
-    for arg, after in zip(args, [*args[1:], "--"], strict=True):
+    for arg, after in pairwise([*args, "--"]):
         name, equals, value = arg.partition("=")
         setting = name.startswith(tuple(f"--{part}" for part in PARTS)) and not name.endswith(".help")
         if setting and equals:

@@ -2,6 +2,7 @@
 
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -10,6 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from fl_lightning.commands import trials
+from fl_lightning.commands.arguments import seeds_of
 from fl_lightning.core import find_config, require
 from fl_lightning.sweeps.file import Sweep
 from fl_lightning.sweeps.study import Study
@@ -20,7 +22,7 @@ SHOWN = 30
 """Trials of the live table."""
 
 
-def run(file: str, /, jobs: int = 1, seeds: str = "0", seed: int = 0, out: str = "runs") -> None:
+def run(file: str, /, jobs: int = 1, seeds: str = "0", seed: int = 0, out: str = "runs", loggers: bool = False) -> None:
     """Runs the trials of a sweep; called again, it goes on where it was.
 
     Args:
@@ -29,13 +31,14 @@ def run(file: str, /, jobs: int = 1, seeds: str = "0", seed: int = 0, out: str =
         seeds: Values of trainer.seed, such as 0,1,2: each setting runs with all of them, and their mean counts.
         seed: Seed of the draws of random and bayes.
         out: Folder in which the sweep's own one, named after it, lies.
+        loggers: Whether the runs have their config's loggers, such as W&B; every run writes metrics.csv.
     """
     require(jobs >= 1, "jobs", jobs, "at least 1")
-    listed = seeds.split(",")
-    good = all(text.isdecimal() for text in listed) and len(set(listed)) == len(listed)
-    require(good, "seeds", seeds, "give different numbers, such as 0,1,2")
+    listed = seeds_of(seeds)
     sweep = Sweep.read(find_config(file))
-    study = Study(sweep, Path(out) / sweep.name, [int(text) for text in listed], seed)
+    if not loggers:
+        sweep = replace(sweep, args=(*sweep.args, "--trainer.loggers=[]"))
+    study = Study(sweep, Path(out) / sweep.name, listed, seed)
 
     console = Console(width=None if sys.stdout.isatty() else 160)
     console.print(f"sweep {sweep.name}: {study.search.about}; folder: {study.folder}", soft_wrap=True, highlight=False)
