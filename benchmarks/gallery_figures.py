@@ -27,7 +27,7 @@ DRAWN = {
 """What a command of the page writes, by the name of the picture."""
 
 
-def small(picture: Path, scale: float = 0.54, colours: int = 96) -> Image.Image:
+def small(picture: Path, scale: float = 0.54, colours: int = 64) -> Image.Image:
     """A picture at the size of a page, with a small palette.
 
     Args:
@@ -37,7 +37,9 @@ def small(picture: Path, scale: float = 0.54, colours: int = 96) -> Image.Image:
     """
     image = Image.open(picture).convert("RGB")
     size = (round(image.width * scale), round(image.height * scale))
-    return image.resize(size, Image.Resampling.LANCZOS).quantize(colours, dither=Image.Dither.NONE)
+    return image.resize(size, Image.Resampling.LANCZOS).quantize(
+        colours, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE
+    )
 
 
 def main() -> None:

@@ -177,7 +177,7 @@ SHORT = {
     "test": [],
     "validate": [],
     "plan": ["--trainer.max_rounds=4"],
-    "reproduce": ["--dry-run"],
+    "reproduce": ["--rounds=0.0002", "--jobs=1", "--trainer.local_steps=1", "--trainer.threads=1"],
 }
 """What makes a command quick; those that build no trainer are run as they are."""
 COMMON = ["--trainer.loggers=[]", "--trainer.accelerator=cpu", "--trainer.devices=1", "--trainer.strategy=auto"]
@@ -194,7 +194,8 @@ def shortened(args: list[str]) -> list[str]:
     if command == "sweep" and "--help" not in args:
         return [command, short_sweep(args[1]), *args[2:]]
     if command == "reproduce":
-        return [*args, *SHORT[command]]
+        folder = f"--out=reproduced/{len([*Path().glob('reproduced/*')])}"
+        return [*args, *SHORT[command], folder, *([] if "--rows" in args else ["--rows=FedAvg"])]
     if command not in SHORT or any("help" in arg or arg == "--print_config" for arg in args):
         return args
     return [*args, *SHORT[command], *COMMON, "--trainer.threads=1", "--trainer.enable_progress_bar=false"]
