@@ -2,6 +2,7 @@
 
 import heapq
 import os
+import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -61,9 +62,10 @@ def reports(seconds: float = 10.0) -> tuple[int, bool]:
             others = dist.get_world_size() - 1  # they ask while the store exists, which this process holds
             _soon(lambda: store.add("error seen", 0) == others, seconds / 5)
             return rank, True
+        socket.create_connection((store.host, store.port), seconds).close()  # asked, a store that is gone is a long log
         met = _soon(lambda: bool(store.check(["error"])), seconds)
         store.add("error seen", 1)
-    except RuntimeError:  # the process that held the store is gone
+    except (OSError, RuntimeError):  # the process that held the store is gone
         return rank, True
     return rank, not met
 

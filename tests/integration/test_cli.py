@@ -14,7 +14,7 @@ import yaml
 from PIL import Image
 
 from fl_lightning import algorithms
-from tests.runs import DIGITS, SCRIPT, assert_same, cli, last, metrics, newest, process, run, state
+from tests.runs import DIGITS, assert_same, cli, forked, last, metrics, newest, run, state
 
 FOLDER = Path(__file__).parents[2] / "configs"
 CONFIGS = sorted(FOLDER.glob("*.yaml"))
@@ -164,8 +164,8 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.strip() == version("fl-lightning")
 
 
-def test_list_in_a_real_process(tmp_path: Path) -> None:
-    with process(SCRIPT, "list", cwd=tmp_path) as child:
+def test_list_in_a_process_of_its_own(tmp_path: Path) -> None:
+    with forked("list", cwd=tmp_path) as child:
         out, err = child.communicate(timeout=120)
         assert child.returncode == 0
     assert err == ""

@@ -38,7 +38,7 @@ from fl_lightning import (
 from fl_lightning.core.files import write_atomically
 from fl_lightning.trainer import checkpoint
 from fl_lightning.trainer.run import Run
-from tests.runs import DIGITS, SCRIPT, assert_same, kill, last, metrics, newest, process, run, state
+from tests.runs import DIGITS, assert_same, forked, kill, last, metrics, newest, run, state
 
 ROUNDS = 6
 LAST = Path("checkpoints", "last.ckpt")
@@ -149,7 +149,7 @@ def test_kill_9(tmp_path: Path) -> None:
     rounds = "--trainer.max_rounds=150"
     saves = ["--trainer.callbacks+=Checkpoints", "--trainer.callbacks.every_n_rounds=7"]
     args = [f"--trainer.default_root_dir={tmp_path / 'broken'}", rounds, *saves]
-    with process(SCRIPT, "fit", "--model=SCAFFOLD", *DIGITS, *args, cwd=tmp_path) as child:
+    with forked("fit", "--model=SCAFFOLD", *DIGITS, *args, cwd=tmp_path) as child:
         deadline = time.monotonic() + 120
         logs: list[Path] = []
         while not logs or len(logs[0].read_text().splitlines()) < 10:  # the header and 9 rounds

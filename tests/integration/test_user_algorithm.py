@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 
-from tests.runs import assert_same, cli, last, metrics, newest, process, run, state
+from tests.runs import SCRIPT, assert_same, cli, last, metrics, newest, process, run, state
 
 FEDPROX = '''
 from fl_lightning import LocalObjective
@@ -61,9 +61,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     sys.modules.pop("mine", None)
 
 
-def test_in_a_real_process(folder: Path) -> None:
+def test_in_a_new_process(folder: Path) -> None:
     """The file lies in the working folder, nothing is installed."""
-    with process(sys.executable, "-m", "fl_lightning", "fit", "--config", "mine.yaml", cwd=folder) as child:
+    with process(SCRIPT, "fit", "--config", "mine.yaml", cwd=folder) as child:
         _, err = child.communicate(timeout=120)
     assert child.returncode == 0, err
     done = newest(folder / "runs")

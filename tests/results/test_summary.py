@@ -16,7 +16,7 @@ from fl_lightning.commands.plan import due
 from fl_lightning.results.compare import cell, columns, compare, latex
 from fl_lightning.results.curves import plot_curves
 from fl_lightning.results.summary import summarise
-from tests.runs import SCRIPT, metrics, process, run
+from tests.runs import forked, metrics, run
 
 
 def write(folder: Path, accuracy: dict[int, float], rounds: int = 6, name: str = "acc", units: int = 2) -> Path:
@@ -183,15 +183,14 @@ def test_latex(runs: list[Path]) -> None:
 
 
 def test_compare_command(tmp_path: Path) -> None:
-    """Real runs of two methods with two seeds each, compared by the script."""
+    """Real runs of two methods with two seeds each, compared by the command."""
     folders = [
         run("fit", f"--trainer.seed={seed}", root=tmp_path / "runs", model=model)
         for model in ("FedAvg", "FedSAM")
         for seed in (0, 1)
     ]
     options = ["--target=0.01", f"--reference={folders[0]}", "--out=out"]
-    command = [SCRIPT, "compare", *map(str, folders), *options]
-    with process(*command, cwd=tmp_path) as child:
+    with forked("compare", *map(str, folders), *options, cwd=tmp_path) as child:
         out, err = child.communicate(timeout=120)
     assert child.returncode == 0 and err == ""
     assert "FedAvg-Digits" in out and "cost in B" in out
@@ -205,6 +204,6 @@ def test_compare_command(tmp_path: Path) -> None:
         assert float(row["target_cost"]) == pytest.approx(0.5) and row["reached"] == "2"  # round 1 of 2, as FedAvg
     assert r"\toprule" in (tmp_path / "out" / "compare.tex").read_text()
     assert (tmp_path / "out" / "curves.pdf").read_bytes().startswith(b"%PDF")
-    with process(SCRIPT, "compare", "nowhere", cwd=tmp_path) as child:
+    with forked("compare", "nowhere", cwd=tmp_path) as child:
         out, err = child.communicate(timeout=120)
     assert (child.returncode, err) == (1, "error: run = nowhere: no metrics.csv there; give the folder of a run\n")
