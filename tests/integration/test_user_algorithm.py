@@ -52,7 +52,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     config = {
         "model": {"class_path": "mine.FedProx", "init_args": {"mu": 0.5, "net": "DigitsMLP", "ascent": "SAM"}},
         "data": {"class_path": "Digits", "init_args": {"num_clients": 6, "batch_size": 32}},
-        "trainer": {"max_rounds": 2, "clients_per_round": 3, "threads": 1, "callbacks": [MONITOR]},
+        "trainer": {
+            "max_rounds": 2,
+            "clients_per_round": 3,
+            "threads": 1,
+            "engine": "sequential",
+            "callbacks": [MONITOR],
+        },
     }
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(config))
     monkeypatch.chdir(tmp_path)
@@ -70,9 +76,10 @@ def test_in_a_new_process(folder: Path) -> None:
     assert done.parent.name == "FedProx-Digits"
     assert [at for at, _ in metrics(done)["server/test/acc"]] == [1, 2]
     assert "flatness/lambda_max" in metrics(done)
-    cli("fit", "--config", "mine.yaml", "--trainer.max_rounds=4", "--ckpt_path=last")
+    quiet = ["--config", "mine.yaml", "--trainer.max_rounds=4", "--trainer.enable_progress_bar=false"]
+    cli("fit", *quiet, "--ckpt_path=last")
     assert last(done)["round"] == 4
-    cli("fit", "--config", "mine.yaml", "--trainer.max_rounds=4", "--trainer.default_root_dir=whole")
+    cli("fit", *quiet, "--trainer.default_root_dir=whole")
     assert_same(state(newest(folder / "whole")), state(done))
     assert metrics(newest(folder / "whole")) == metrics(done)
 
