@@ -5,7 +5,6 @@ import re
 from collections.abc import Mapping
 from contextlib import nullcontext
 from importlib import import_module
-from pathlib import Path
 from textwrap import fill
 from typing import Any, NoReturn
 
@@ -19,14 +18,12 @@ import fl_lightning
 import fl_lightning.algorithms  # a class goes by its bare name once it is imported
 import fl_lightning.nets
 from fl_lightning.algorithms.base import LocalObjective
+from fl_lightning.commands.arguments import PARTS, prepare, whole_numbers
 from fl_lightning.commands.last import check_last
 from fl_lightning.commands.messages import ArgumentsError, find_user_error
 from fl_lightning.core import ensure, generator, require
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.trainer.trainer import FederatedTrainer
-
-PARTS = ("trainer", "model", "data")
-"""Parts of a config."""
 
 
 class Parser(LightningArgumentParser):
@@ -71,6 +68,7 @@ class FederatedCLI(LightningCLI):
     def __init__(self, command: str, *args: str) -> None:
         module = import_module(f"fl_lightning.commands.{command}")
         self.command, self.function, self.summary = command, module.run, module.SUMMARY
+        self.args = args
         self.parameters = inspect.signature(module.run).parameters
         self.needs = PARTS if "cli" in self.parameters else tuple(part for part in PARTS if part in self.parameters)
         super().__init__(
@@ -79,7 +77,7 @@ class FederatedCLI(LightningCLI):
             auto_configure_optimizers=False,
             load_from_checkpoint_support=False,
             run=False,
-            args=_with_config_of_run(list(args)) if self.needs else list(args),
+            args=prepare(list(args)) if self.needs else list(args),
         )
 
     def init_parser(self, **kwargs: Any) -> Parser:
@@ -120,8 +118,14 @@ class FederatedCLI(LightningCLI):
         parser.add_function_arguments(self.function, skip=options)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Parses the arguments."""
-        self.config = parser.parse_args(args)
+        """Parses the arguments; an integer may be written as 3.0."""
+        try:
+            self.config = parser.parse_args(args)
+        except ArgumentsError as error:
+            whole = whole_numbers(args, str(error))
+            if whole == args:
+                raise
+            return self.parse_arguments(parser, whole)
         self.config["seed_everything"] = False  # LightningCLI would seed everything with 0
 
     def before_instantiate_classes(self) -> None:
@@ -179,19 +183,6 @@ class FederatedCLI(LightningCLI):
                     "centralized" if self.command == "centralized" else "federated",
                 )
             self.function(*positional, **given)
-
-
-def _with_config_of_run(args: list[str]) -> list[str]:
-    """Arguments that name a checkpoint and no config, with the config of the checkpoint's run."""
-    if {"-c", "--config", "-h", "--help"} & {arg.partition("=")[0] for arg in args}:
-        return args
-    for before, arg, after in zip(["", *args], args, [*args[1:], ""], strict=False):
-        name, _, value = arg.partition("=")
-        positional = not arg.startswith("-") and ("=" in before or not before.startswith("-"))
-        path = Path((value or after) if name == "--ckpt_path" else arg if positional else "")
-        if path.suffix == ".ckpt" and (config := path.parent.parent / "config.yaml").is_file():
-            return ["--config", str(config), *args]
-    return args
 
 
 def _set(config: Namespace, key: str, value: Any) -> None:

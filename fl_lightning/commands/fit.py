@@ -1,57 +1,64 @@
-"""``fl-lightning fit``: one run, or several that differ in a number or in their seeds."""
+"""``fl-lightning fit``: one run, or a grid of them."""
 
 from itertools import product
+from pathlib import Path
 from typing import Any
 
+from fl_lightning.commands import trials
+from fl_lightning.commands.arguments import without
 from fl_lightning.commands.cli import FederatedCLI
 from fl_lightning.commands.last import check_last
 from fl_lightning.core import require
-from fl_lightning.trainer import parallel_runs
+from fl_lightning.sweeps.trials import Trial, name_of, run_trials
 
 SUMMARY = "Train for trainer.max_rounds rounds."
 
 
-def run(cli: FederatedCLI, ckpt_path: str | None = None, seeds: str | None = None, values: str | None = None) -> None:
-    """Trains for ``max_rounds`` rounds; with several seeds or values, several runs as one batched program.
+def run(
+    cli: FederatedCLI, ckpt_path: str | None = None, seeds: str | None = None, values: list[str] | None = None
+) -> None:
+    """Trains for ``max_rounds`` rounds; with seeds or values, a run for each combination.
 
     Args:
         cli: Builds the runs.
         ckpt_path: A checkpoint to go on from, in its own run folder; or "last" for the newest run of this name.
         seeds: Values of trainer.seed, such as 0,1,2: a run for each, in a folder of its own.
-        values: Values of another number, such as model.rho=0.02,0.05: a run for each (and each seed).
+        values: Values of another setting, such as model.rho=0.02,0.05; several times, a grid of them.
     """
-    runs = []
-    for settings in _combinations(seeds, values):
-        made = cli.build(settings)
-        if settings:
-            where = "_".join(f"{key.rpartition('.')[2]}_{value}" for key, value in settings.items())
-            made.trainer.name = f"{made.trainer.run_name(made.model, made.data)}/{where}"
+    made = cli.build()
+    grid = _grid(seeds, values or [])
+    if not grid:
         check_last(made.trainer, made.model, made.data, ckpt_path)
-        runs.append(made)
-    first = runs[0]
-    if seeds or values:
-        parallel_runs.fit([made.trainer for made in runs], [made.model for made in runs], first.data, ckpt_path)
-    else:
-        first.trainer.fit(first.model, first.data, ckpt_path)
+        made.trainer.fit(made.model, made.data, ckpt_path)
+        return
+    require(ckpt_path in (None, "last"), "ckpt_path", ckpt_path, "several runs continue with last")
+    name = made.trainer.run_name(made.model, made.data)
+    args = without(cli.args, "seeds", "values", "ckpt_path", "trainer.name", "trainer.default_root_dir")
+    asked = []
+    for chosen in product(*grid.values()):
+        settings = dict(zip(grid, chosen, strict=True))
+        given = (f"--{key}={value}" for key, value in settings.items())
+        asked.append(Trial(f"{name}/{name_of(settings)}", (*args, *given), "fit", settings))
+        trials.check(asked[-1])
+    root = Path(made.trainer.default_root_dir)
+    trials.show(list(run_trials(asked, root, trials.build, resume=ckpt_path == "last")))
 
 
-def _combinations(seeds: str | None, values: str | None) -> list[dict[str, Any]]:
-    """Settings of each run, by key; none for a single run."""
-    names: list[tuple[str, list[Any]]] = []
-    if values is not None:
-        key, _, listed = values.partition("=")
-        remedy = "give a number of the model, as in model.rho=0.02,0.05"
-        require(key.startswith("model.") and bool(listed), "values", values, remedy)
-        names.append((key, _numbers("values", listed, float)))
+def _grid(seeds: str | None, values: list[str]) -> dict[str, list[Any]]:
+    """The values of each setting, by key."""
+    found: dict[str, list[Any]] = {}
+    for given in values:
+        key, _, listed = given.partition("=")
+        remedy = "give a setting and its values, as in model.rho=0.02,0.05"
+        require("." in key or key in ("model", "data"), "values", given, remedy)
+        require(key not in found, "values", given, f"{key} is there twice; give all its values at once")
+        found[key] = _different("values", listed)
     if seeds is not None:
-        names.append(("trainer.seed", _numbers("seeds", seeds, int)))
-    return [dict(zip([key for key, _ in names], chosen, strict=True)) for chosen in product(*(v for _, v in names))]
+        found["trainer.seed"] = _different("seeds", seeds)
+    return found
 
 
-def _numbers(key: str, listed: str, number: type) -> list[Any]:
-    try:
-        found = [number(value) for value in listed.split(",")]
-    except ValueError:
-        found = []
-    require(bool(found) and len(set(found)) == len(found), key, listed, "give different numbers, such as 0,1,2")
+def _different(key: str, listed: str) -> list[str]:
+    found = listed.split(",")
+    require(all(found) and len(set(found)) == len(found), key, listed, "give different values, such as 0,1,2")
     return found

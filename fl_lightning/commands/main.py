@@ -72,7 +72,7 @@ def _help() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "fl-lightning",
         description="Federated learning with flat minima.",
-        epilog="Start with: fl-lightning fit --config configs/quickstart.yaml",
+        epilog="Start with: fl-lightning fit --config quickstart",
     )
     parser.add_argument("--version", action="store_true", help="Show the version.")
     commands = parser.add_subparsers(title="subcommands", metavar="{" + ",".join(COMMANDS) + "}")

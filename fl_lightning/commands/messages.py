@@ -54,7 +54,7 @@ def explain(error: Exception, configs: Sequence[str] = ()) -> str | None:
         if not path and match[1] not in ("data, model", "data", "model"):
             return f"{match[1]}: missing; see --help"
         names = ", ".join(f"--{path}.{name}".replace("--.", "--") for name in match[1].split(", "))
-        return f"{names}: missing; give a value, --config (such as configs/quickstart.yaml) or --ckpt_path (runs/...)"
+        return f"{names}: missing; give a value, --config (such as quickstart) or --ckpt_path (runs/...)"
     if match := re.search(
         r"Expected an? (?:<class '|typing\.)?(?!path)(.+?)(?:'>)?(?:\. Got value: (.*))?$", message, re.M
     ):

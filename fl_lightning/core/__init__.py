@@ -1,6 +1,7 @@
 """What every room uses: flat vectors, named state, contexts, random streams, errors."""
 
 from fl_lightning.core.buffers import unchanged, variance_needed
+from fl_lightning.core.configs import config_names, configs_folder, find_config
 from fl_lightning.core.errors import UserError, ensure, require
 from fl_lightning.core.figures import (
     COLORMAP,
@@ -42,9 +43,12 @@ __all__ = [
     "UserError",
     "Weighting",
     "accumulator_dtype",
+    "config_names",
+    "configs_folder",
     "enlarged",
     "ensure",
     "eval_mode",
+    "find_config",
     "generator",
     "global_generator",
     "is_finite",

@@ -2,12 +2,13 @@
 
 from fl_lightning.engine.base import Engine, Job, LocalResult
 from fl_lightning.engine.batched import BatchedEngine, GraphedEngine
-from fl_lightning.engine.choose import ENGINES, EngineName, check, choose, make
+from fl_lightning.engine.choose import ENGINES, Choice, EngineName, check, choose, make, seconds
 from fl_lightning.engine.sequential import DebugEngine, SequentialEngine
 
 __all__ = [
     "ENGINES",
     "BatchedEngine",
+    "Choice",
     "DebugEngine",
     "Engine",
     "EngineName",
@@ -18,4 +19,5 @@ __all__ = [
     "check",
     "choose",
     "make",
+    "seconds",
 ]

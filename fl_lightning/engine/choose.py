@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 
@@ -15,6 +15,21 @@ from fl_lightning.engine.sequential import DebugEngine, SequentialEngine
 
 EngineName = Literal["auto", "sequential", "batched", "graphed", "debug"]
 ENGINES: tuple[EngineName, ...] = get_args(EngineName)
+
+
+class Choice(NamedTuple):
+    """An engine.
+
+    Attributes:
+        name: Its name.
+        reason: Why, in one line; "" if nothing was compared.
+        seconds: Of local training, in all rounds to come.
+    """
+
+    name: EngineName
+    reason: str
+    seconds: float
+
 
 SHORT = 2.0
 """Seconds of a whole run below which no engine is measured."""
@@ -54,9 +69,7 @@ def make(
             return SequentialEngine(objective, net, autocast)
 
 
-def choose(
-    make: Callable[[EngineName], Engine], jobs: Sequence[Job], rounds: int, compile: bool
-) -> tuple[EngineName, str]:
+def choose(make: Callable[[EngineName], Engine], jobs: Sequence[Job], rounds: int, compile: bool) -> Choice:
     """Returns the engine with which a run takes the least time, measured on the first steps of a cohort.
 
     Args:
@@ -64,9 +77,6 @@ def choose(
         jobs: One process's share of a cohort; nothing of the run changes.
         rounds: Rounds to come, over which the one-time cost of an engine is spread.
         compile: Whether the graphed engine compiles.
-
-    Returns:
-        Its name, and the reason in one line.
     """
     steps = sum(job.ctx.K for job in jobs)
     sequential = make("sequential")
@@ -75,9 +85,10 @@ def choose(
     step = min(_seconds(sequential, jobs[:1], 2) / min(2, jobs[0].ctx.K) for _ in range(2))
     totals: dict[EngineName, float] = {"sequential": step * steps * rounds}
     if totals["sequential"] < SHORT and not compile:
-        return "sequential", ""
+        return Choice("sequential", "", totals["sequential"])
     if on_cpu and step > HEAVY:
-        return "sequential", f"a local step takes {step * 1e3:.0f} ms: there is nothing to gain from batching on a CPU"
+        reason = f"a local step takes {step * 1e3:.0f} ms: there is nothing to gain from batching on a CPU"
+        return Choice("sequential", reason, totals["sequential"])
     measured = [f"sequential {step * steps * 1e3:.1f} ms a round"]
     longest = max(job.ctx.K for job in jobs)
     names: tuple[EngineName, ...] = ("batched", "graphed")
@@ -97,7 +108,13 @@ def choose(
         totals[name] = once + round_s * rounds
         measured.append(f"{name} {round_s * 1e3:.1f} and {once:.1f} s once")
     best = min(totals, key=lambda name: totals[name])
-    return best, ", ".join(measured)
+    return Choice(best, ", ".join(measured), totals[best])
+
+
+def seconds(engine: Engine, jobs: Sequence[Job]) -> float:
+    """Seconds that an engine takes to train these jobs, once it has warmed up."""
+    longest = max(job.ctx.K for job in jobs)
+    return min(_seconds(engine, jobs, longest) for _ in range(2))
 
 
 def check(engine: Engine, sequential: Engine, jobs: Sequence[Job]) -> None:

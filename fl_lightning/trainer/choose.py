@@ -29,7 +29,7 @@ def choose_engine(runs: Sequence[Run]) -> None:
         jobs, reason = _sample(runs), ""
         if fabric.is_global_zero:
             rounds = (run.max_rounds - run.rounds_done) * run.objective.phases
-            chosen, reason = engine.choose(run.make_engine, jobs, rounds, run.settings.compile)
+            chosen, reason, _ = engine.choose(run.make_engine, jobs, rounds, run.settings.compile)
         chosen, reason = fabric.broadcast((chosen, reason))
         if reason:
             fabric.print(f"engine: {chosen} ({reason})")
@@ -40,6 +40,15 @@ def choose_engine(runs: Sequence[Run]) -> None:
     made = made or run.make_engine(chosen)
     for each in runs:
         each.engine_name, each.engine = chosen, made
+
+
+def seconds_left(runs: Sequence[Run]) -> float:
+    """Seconds that the local training of these runs as one program takes, measured on a round."""
+    run = runs[0]
+    jobs, rounds = _sample(runs), (run.max_rounds - run.rounds_done) * run.objective.phases
+    if run.settings.engine == "auto":
+        return engine.choose(run.make_engine, jobs, rounds, run.settings.compile).seconds
+    return rounds * engine.seconds(run.make_engine(run.settings.engine), jobs)
 
 
 def _sample(runs: Sequence[Run]) -> list[Job]:

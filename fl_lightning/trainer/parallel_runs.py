@@ -3,18 +3,14 @@
 from collections.abc import Callable, Sequence
 from itertools import islice
 from operator import attrgetter
-from statistics import mean, stdev
-
-from rich.console import Console
-from rich.table import Table
 
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.core import UserError, ensure
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.engine import Engine
-from fl_lightning.trainer.callbacks.progress import COLUMNS, Progress
+from fl_lightning.trainer.callbacks.progress import Progress
 from fl_lightning.trainer.checks import check_fit
-from fl_lightning.trainer.choose import choose_engine
+from fl_lightning.trainer.choose import choose_engine, seconds_left
 from fl_lightning.trainer.cohort import Cohort
 from fl_lightning.trainer.round import Round
 from fl_lightning.trainer.run import Run
@@ -49,26 +45,46 @@ def fit(
         UserError: As ``FederatedTrainer.fit``; if the runs differ in more than that; and at the end, if some of them
             broke off.
     """
-    first = trainers[0]
-    with first.environment():
-        ensure(
-            first.fabric.world_size <= 1,
-            f"trainer.devices: {first.fabric.world_size} processes; parallel runs take one, set it to 1",
-        )
-        names = differing(models)
-        runs = [trainer.start(model, datamodule, ckpt_path) for trainer, model in zip(trainers, models, strict=True)]
-        for run in runs:
-            check_fit(run)
-            run.varied = {name: float(attrgetter(name)(run.objective)) for name in names}
-            if run is not runs[0]:
-                run.callbacks = [c for c in run.callbacks if not isinstance(c, Progress)]
-        choose_engine(runs)
-        broken = _train(runs)
-    _show(runs, broken)
+    with trainers[0].environment():
+        runs = start(trainers, models, datamodule, [ckpt_path] * len(trainers))
+        broken = train(runs)
     if broken:
         run, error = next(iter(broken.items()))
         raise UserError(f"{len(broken)} of {len(runs)} runs broke off; {run.folder.path}: {error}")
     return runs
+
+
+def start(
+    trainers: Sequence[FederatedTrainer],
+    models: Sequence[LocalObjective],
+    datamodule: FederatedDataModule,
+    ckpt_paths: Sequence[str | None],
+) -> list[Run]:
+    """Makes runs before their next round; nothing is written. Arguments as for `fit`, with a checkpoint for each.
+
+    Raises:
+        UserError: If they cannot be one program.
+    """
+    first = trainers[0]
+    ensure(
+        first.fabric.world_size <= 1,
+        f"trainer.devices: {first.fabric.world_size} processes; parallel runs take one, set it to 1",
+    )
+    names = differing(models)
+    made = zip(trainers, models, ckpt_paths, strict=True)
+    runs = [trainer.start(model, datamodule, ckpt_path) for trainer, model, ckpt_path in made]
+    for run in runs:
+        check_fit(run)
+        run.varied = {name: float(attrgetter(name)(run.objective)) for name in names}
+        if run is not runs[0]:
+            run.callbacks = [c for c in run.callbacks if not isinstance(c, Progress)]
+    return runs
+
+
+def pays(runs: Sequence[Run]) -> bool:
+    """Whether the runs are faster as one program than one after another; a round of both is measured."""
+    going = [run for run in runs if not run.finished]
+    return len(going) > 1 and seconds_left(going) < len(going) * seconds_left(going[:1])
 
 
 def differing(models: Sequence[LocalObjective]) -> list[str]:
@@ -103,8 +119,9 @@ def differing(models: Sequence[LocalObjective]) -> list[str]:
     return names
 
 
-def _train(runs: Sequence[Run]) -> dict[Run, UserError]:
-    """Trains all runs to their ends; returns those that broke off, and why."""
+def train(runs: Sequence[Run]) -> dict[Run, UserError]:
+    """Trains runs of `start` to their ends; returns those that broke off, and why."""
+    choose_engine(runs)
     engine, broken, active = runs[0].engine, dict[Run, UserError](), list[Run]()
     try:
         for run in runs:
@@ -163,21 +180,3 @@ def _train_round(runs: Sequence[Run], engine: Engine) -> dict[Run, UserError]:
             run.restore(snapshots[run])
         raise
     return broken
-
-
-def _show(runs: Sequence[Run], broken: dict[Run, UserError]) -> None:
-    """Prints the last metrics of all runs, with mean and standard deviation."""
-    shown = [name for name in COLUMNS if any(name in run.metrics for run in runs)]
-    table = Table("seed", *runs[0].varied, *(COLUMNS[name] for name in shown), title=f"{len(runs)} runs")
-    whole = [run for run in runs if run not in broken]
-    for run in runs:
-        cells = [f"{run.metrics[name]:.4f}" if name in run.metrics else "" for name in shown]
-        own = [f"{value:g}" for value in run.varied.values()]
-        table.add_row(f"{run.seed}{' (broke off)' * (run in broken)}", *own, *cells)
-    if len(whole) > 1 and not runs[0].varied:
-        found = [[run.metrics[name] for run in whole if name in run.metrics] for name in shown]
-        table.add_row("mean ± sd", *(f"{mean(v):.4f} ± {stdev(v):.4f}" if len(v) > 1 else "" for v in found))
-    console = Console()
-    console.print(table)
-    for run in runs:
-        console.print(f"results: {run.folder.path}", soft_wrap=True, highlight=False)

@@ -1,0 +1,89 @@
+"""Arguments as people and W&B's agent write them, and as the parser reads them."""
+
+import ast
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from fl_lightning.core import find_config
+
+CONFIG_FLAGS = ("-c", "--config")
+PARTS = ("trainer", "model", "data")
+"""Parts of a config."""
+
+
+def prepare(args: list[str]) -> list[str]:
+    """Arguments with the config of the checkpoint's run, paths of configs for names, and YAML for values of Python."""
+    return gathered(_config_files(_values(_config_of_run(args))), "values")
+
+
+def without(args: Sequence[str], *names: str) -> list[str]:
+    """Arguments without some options and their values."""
+    flags = [f"--{name}" for name in names]
+    pairs = zip(["", *args], args, strict=False)
+    return [arg for before, arg in pairs if arg.partition("=")[0] not in flags and before not in flags]
+
+
+def gathered(args: list[str], name: str) -> list[str]:
+    """Arguments in which an option that is given several times has all its values as a list."""
+    flag = f"--{name}"
+    pairs = list(zip(args, [*args[1:], ""], strict=True))
+    values = [arg.partition("=")[2] or after for arg, after in pairs if arg.partition("=")[0] == flag]
+    return [*without(args, name), f"{flag}={json.dumps(values)}"] if values else args
+
+
+def whole_numbers(args: list[str], message: str) -> list[str]:
+    """Arguments in which an integer is no longer written as 3.0, if the parser's message complains of that."""
+    found = re.search(r"Expected an? <class 'int'>\. Got value: (-?\d+)\.0+\s*$", message, re.M)
+    return [re.sub(rf"=({found[1]})\.0+$", r"=\1", arg) for arg in args] if found else args
+
+
+def _config_of_run(args: list[str]) -> list[str]:
+    """With the config of the run, where a checkpoint is named and no config."""
+    if {*CONFIG_FLAGS, "-h", "--help"} & {arg.partition("=")[0] for arg in args}:
+        return args
+    for before, arg, after in zip(["", *args], args, [*args[1:], ""], strict=False):
+        name, _, value = arg.partition("=")
+        positional = not arg.startswith("-") and ("=" in before or not before.startswith("-"))
+        path = Path((value or after) if name == "--ckpt_path" else arg if positional else "")
+        if path.suffix == ".ckpt" and (config := path.parent.parent / "config.yaml").is_file():
+            return ["--config", str(config), *args]
+    return args
+
+
+def _config_files(args: list[str]) -> list[str]:
+    found = []
+    for before, arg in zip(["", *args], args, strict=False):
+        name, equals, value = arg.partition("=")
+        if before in CONFIG_FLAGS:
+            arg = str(find_config(arg))
+        elif equals and name in CONFIG_FLAGS:
+            arg = f"{name}={find_config(value)}"
+        found.append(arg)
+    return found
+
+
+def _values(args: list[str]) -> list[str]:
+    found = []
+    for arg, after in zip(args, [*args[1:], "--"], strict=True):
+        name, equals, value = arg.partition("=")
+        setting = name.startswith(tuple(f"--{part}" for part in PARTS)) and not name.endswith(".help")
+        if setting and equals:
+            arg = f"{name}={_yaml(value)}"
+        elif setting and "." in name and after.startswith("--"):  # a flag, as ${args_no_boolean_flags} has them
+            arg = f"{name}=true"
+        found.append(arg)
+    return found
+
+
+def _yaml(value: str) -> str:
+    """A value as YAML, where it is None, or a dict, list or tuple of Python's."""
+    if value == "None":
+        return "null"
+    if value[:1] not in ("{", "[", "("):
+        return value
+    try:
+        return json.dumps(ast.literal_eval(value))
+    except (ValueError, SyntaxError, TypeError):
+        return value  # YAML already

@@ -1,0 +1,18 @@
+"""``fl-lightning configs``: the configs that come with the package."""
+
+from fl_lightning.core import config_names, configs_folder
+
+SUMMARY = "List the configs that come with the package; --config takes their names."
+
+
+def run(folder: str = "") -> None:
+    """Prints name and first line of every config.
+
+    Args:
+        folder: Only those below this folder, such as experiment/fedgloss.
+    """
+    names = [name for name in config_names() if name.startswith(folder)]
+    width = max(map(len, names), default=0)
+    for name in names:
+        first = (configs_folder() / f"{name}.yaml").read_text(encoding="utf-8").splitlines()[0]
+        print(f"{name:{width}}  {first.removeprefix('#').strip()}" if first.startswith("#") else name)

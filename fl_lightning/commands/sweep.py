@@ -1,0 +1,71 @@
+"""``fl-lightning sweep``: a sweep in W&B's format, without account or server."""
+
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+
+from rich.console import Console
+from rich.live import Live
+from rich.markup import escape
+from rich.table import Table
+
+from fl_lightning.commands import trials
+from fl_lightning.core import find_config, require
+from fl_lightning.sweeps.file import Sweep
+from fl_lightning.sweeps.study import Study
+from fl_lightning.sweeps.trials import short
+
+SUMMARY = "Run a sweep in W&B's format here: grid, random or bayes, resumable, with the best config."
+SHOWN = 30
+"""Trials of the live table."""
+
+
+def run(file: str, /, jobs: int = 1, seeds: str = "0", seed: int = 0, out: str = "runs") -> None:
+    """Runs the trials of a sweep; called again, it goes on where it was.
+
+    Args:
+        file: The sweep's file, or its name, such as sweeps/fedsam_rho.
+        jobs: Number of processes.
+        seeds: Values of trainer.seed, such as 0,1,2: each setting runs with all of them, and their mean counts.
+        seed: Seed of the draws of random and bayes.
+        out: Folder in which the sweep's own one, named after it, lies.
+    """
+    require(jobs >= 1, "jobs", jobs, "at least 1")
+    listed = seeds.split(",")
+    good = all(text.isdecimal() for text in listed) and len(set(listed)) == len(listed)
+    require(good, "seeds", seeds, "give different numbers, such as 0,1,2")
+    sweep = Sweep.read(find_config(file))
+    study = Study(sweep, Path(out) / sweep.name, [int(text) for text in listed], seed)
+
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    console.print(f"sweep {sweep.name}: {study.search.about}; folder: {study.folder}", soft_wrap=True, highlight=False)
+    live = Live(get_renderable=lambda: _table(study, SHOWN), console=console, refresh_per_second=1, transient=True)
+    with live if console.is_terminal else nullcontext():
+        for found in study.run(trials.build, jobs, trials.check):
+            value = study.metric.value(found.folder)
+            text = found.error or f"finished, {study.metric.name} {'not measured' if value is None else f'{value:.4g}'}"
+            console.print(f"{found.trial.name}: {text}", soft_wrap=True, highlight=False, markup=False)
+    console.print(_table(study, len(study.trials)))
+    if (best := study.best()) is not None:
+        settings, of_one, value = best
+        named = ", ".join(f"{key} = {chosen}" for key, chosen in settings.items())
+        mean = f"mean of {len(of_one)} seeds " if len(of_one) > 1 else ""
+        console.print(f"best: {named}; {study.metric.name} {mean}{value:.4g}", highlight=False, soft_wrap=True)
+        console.print(f"its config: {study.folder / 'best.yaml'}", highlight=False, soft_wrap=True)
+    console.print(f"results: {study.folder / 'sweep.csv'}", highlight=False, soft_wrap=True)
+    trials.complain(list(study.outcomes.values()))
+
+
+def _table(study: Study, most: int) -> Table:
+    """The trials, those that run first."""
+    keys = [*dict.fromkeys(key for trial in study.trials for key in trial.settings)]
+    table = Table(*(key.rpartition(".")[2] for key in keys), "state", "round", study.metric.name, box=None)
+    states = [(trial, *study.state(trial)) for trial in study.trials]
+    order = ("running", "failed", "finished", "waiting")
+    shown = states if len(states) <= most else sorted(states, key=lambda row: order.index(row[1]))[:most]
+    for trial, state, done, value in shown:
+        cells = [escape(short(trial.settings.get(key, ""))) for key in keys]
+        table.add_row(*cells, state, str(done or ""), "" if value is None else f"{value:.4f}")
+    if len(states) > most:
+        table.caption = f"and {len(states) - most} more"
+    return table

@@ -1,0 +1,1 @@
+"""Many runs: sweeps in W&B's format, their trials, and the papers' tables."""

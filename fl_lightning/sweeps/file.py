@@ -1,0 +1,165 @@
+"""A sweep's file in W&B's format."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fl_lightning.core import UserError, ensure, require
+from fl_lightning.results.metrics import read_metrics
+from fl_lightning.sweeps.hyperband import Hyperband
+from fl_lightning.sweeps.parameters import Parameter, flatten
+from fl_lightning.sweeps.search import Bayes, Search, draws, grid
+
+KEYS = ("method", "metric", "parameters", "early_terminate", "run_cap", "command")
+LABELS = ("program", "name", "description", "project", "entity")
+"""Keys that say what W&B calls the sweep, or are of its agent alone."""
+COMMANDS = ("fit", "centralized")
+ARGUMENTS = ("${args}", "${args_no_boolean_flags}")
+"""W&B's macros for the parameters that the command line understands."""
+BEFORE = ("${env}", "${interpreter}", "${program}")
+
+
+@dataclass(frozen=True)
+class Metric:
+    """What a sweep optimises.
+
+    Attributes:
+        name: A column of ``metrics.csv``, whose last value counts; with ``.max`` or ``.min`` after it, as W&B has them,
+            its largest or smallest.
+        maximize: Whether larger is better.
+        target: A value that ends the sweep.
+    """
+
+    name: str
+    maximize: bool = False
+    target: float | None = None
+
+    @classmethod
+    def of(cls, given: Any) -> Metric:
+        """The metric from a sweep's file."""
+        require(isinstance(given, Mapping), "metric", given, "give {name: server/test/acc, goal: maximize}")
+        for key in given:
+            require(key in ("name", "goal", "target"), f"metric.{key}", given[key], "choose from name, goal, target")
+        ensure(isinstance(given.get("name"), str), "metric.name: missing; give a metric, such as server/test/acc")
+        goal, target = given.get("goal", "minimize"), given.get("target")
+        require(goal in ("minimize", "maximize"), "metric.goal", goal, "choose from minimize, maximize")
+        require(target is None or isinstance(target, (int, float)), "metric.target", target, "give a number")
+        return cls(given["name"], goal == "maximize", target)
+
+    @property
+    def column(self) -> str:
+        """The column of ``metrics.csv``."""
+        return re.sub(r"\.(max|min)$", "", self.name)
+
+    @property
+    def sign(self) -> int:
+        """A factor by which smaller is better."""
+        return -1 if self.maximize else 1
+
+    def value(self, folder: Path | None) -> float | None:
+        """The metric of a run so far; None if it was not measured.
+
+        Args:
+            folder: The run folder, if there is one.
+        """
+        path = folder / "metrics.csv" if folder else None
+        if path is None or not path.exists():
+            return None
+        values = [value for _, value in read_metrics(path).get(self.column, [])]
+        if not values:
+            return None
+        extreme = self.name.removeprefix(self.column)
+        return max(values) if extreme == ".max" else min(values) if extreme == ".min" else values[-1]
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A sweep.
+
+    Attributes:
+        name: Its name: that of the file, unless it has one.
+        method: grid, random or bayes.
+        parameters: The parameters.
+        metric: What is optimised; None: nothing.
+        early: The rule that ends trials early; None: none.
+        run_cap: Largest number of settings.
+        command: The subcommand, fit or centralized.
+        args: Its fixed arguments.
+    """
+
+    name: str
+    method: str
+    parameters: tuple[Parameter, ...]
+    metric: Metric | None
+    early: Hyperband | None
+    run_cap: int | None
+    command: str
+    args: tuple[str, ...]
+
+    @classmethod
+    def read(cls, path: Path) -> Sweep:
+        """Reads a file.
+
+        Raises:
+            UserError: If it is not a sweep that runs here; the line names the key.
+        """
+        try:
+            given = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            raise UserError(f"sweep = {path}: {' '.join(str(error).split())}; give a YAML file") from None
+        ensure(isinstance(given, Mapping), f"sweep = {path}: no mapping; give method, parameters and command")
+        for key in given:
+            remedy = f"not supported here; {path} may have {', '.join((*KEYS, *LABELS))}"
+            require(key in (*KEYS, *LABELS), str(key), given[key], remedy)
+        method, cap = given.get("method"), given.get("run_cap")
+        require(method in ("grid", "random", "bayes"), "method", method, "choose from grid, random, bayes")
+        require(cap is None or (type(cap) is int and cap >= 1), "run_cap", cap, "an integer of at least 1")
+        ensure(
+            cap is not None or method == "grid",
+            f"run_cap: missing; {method} has no end, give the number of settings to try",
+        )
+        entries = flatten(given.get("parameters"))
+        ensure(bool(entries), "parameters: missing; give at least one")
+        metric = Metric.of(given["metric"]) if "metric" in given else None
+        early = Hyperband.of(given["early_terminate"]) if "early_terminate" in given else None
+        for key, present in (("early_terminate", early is not None), ("method = bayes", method == "bayes")):
+            ensure(metric is not None or not present, f"metric: missing; {key} needs it")
+        command, args = _command(given.get("command"))
+        parameters = tuple(Parameter.of(key, entry) for key, entry in entries.items())
+        name = str(given.get("name") or path.stem)
+        require(bool(re.fullmatch(r"[^/\\]+", name)) and name not in (".", ".."), "name", name, "without slashes")
+        return cls(name, method, parameters, metric, early, cap, command, args)
+
+    def search(self, seed: int) -> Search:
+        """What proposes settings.
+
+        Args:
+            seed: Of the draws.
+        """
+        if self.method == "grid":
+            return grid(self.parameters, self.run_cap)
+        assert self.run_cap is not None
+        return (draws if self.method == "random" else Bayes)(self.parameters, self.run_cap, seed)
+
+
+def _command(given: Any) -> tuple[str, tuple[str, ...]]:
+    """The subcommand and its fixed arguments, from ``command`` of a sweep's file."""
+    example = "[${env}, fl-lightning, fit, --config, quickstart, ${args}]"
+    ensure(given is not None, f"command: missing; give {example}")
+    require(isinstance(given, list), "command", given, f"give a list, such as {example}")
+    words = [re.sub(r"\$\{envvar:(\w+)\}", lambda m: os.environ.get(m[1], m[1]), str(word)) for word in given]
+    ensure(any(word in ARGUMENTS for word in words), f"command = {words}: no ${{args}}; give {example}")
+    start = next((i for i, word in enumerate(words) if word in COMMANDS), None)
+    if start is None:
+        raise UserError(f"command = {words}: neither fit nor centralized; give {example}")
+    for word in words:
+        known = word in (*BEFORE, *ARGUMENTS) or not re.search(r"\$\{.*\}", word)
+        require(known, "command", word, f"choose from {', '.join((*BEFORE, *ARGUMENTS, '${envvar:NAME}'))}")
+    return words[start], tuple(word for word in words[start + 1 :] if word not in (*BEFORE, *ARGUMENTS))

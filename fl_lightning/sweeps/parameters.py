@@ -1,0 +1,182 @@
+"""Parameters of a sweep as W&B defines them: the values they take in a grid, and those that are drawn."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import accumulate
+from statistics import NormalDist
+from typing import Any
+
+import numpy as np
+
+from fl_lightning.core import ensure, require
+
+NUMBERS = {
+    "int_uniform": ("min", "max"),
+    "uniform": ("min", "max"),
+    "log_uniform": ("min", "max"),
+    "log_uniform_values": ("min", "max"),
+    "inv_log_uniform": ("min", "max"),
+    "inv_log_uniform_values": ("min", "max"),
+    "normal": ("mu", "sigma"),
+    "log_normal": ("mu", "sigma"),
+    "beta": ("a", "b"),
+}
+"""The distributions of numbers, and their settings; with q_ before its name, one is rounded to multiples of q."""
+QUANTIZED = ("uniform", "log_uniform", "log_uniform_values", "normal", "log_normal", "beta")
+DEFAULTS = {"mu": 0.0, "sigma": 1.0, "a": 1.0, "b": 1.0, "q": 1.0}
+LISTS = {"constant": ("value",), "categorical": ("values",), "categorical_w_probabilities": ("values", "probabilities")}
+GRID = ("constant", "categorical", "int_uniform", "q_uniform")
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter.
+
+    Attributes:
+        key: The setting, such as ``model.rho``.
+        distribution: W&B's name of it; constant and categorical for a given value and a list of them.
+        options: Its settings, such as ``min`` and ``max``.
+    """
+
+    key: str
+    distribution: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, key: str, given: Any) -> Parameter:
+        """A parameter from its entry in a sweep's file.
+
+        Raises:
+            UserError: If the entry is not one of W&B's.
+        """
+        where = f"parameters.{key}"
+        require(isinstance(given, Mapping), where, given, "give a mapping, such as {values: [0.05, 0.1]}")
+        kind = given.get("distribution") or _default_distribution(given)
+        known = {**NUMBERS, **{f"q_{name}": (*NUMBERS[name], "q") for name in QUANTIZED}, **LISTS}
+        require(kind in known, where, dict(given), "give value, values, min and max, or a distribution of W&B's")
+        names = known[kind]
+        if extra := given.keys() - {"distribution", *names}:
+            ensure(False, f"{where}.{min(extra)} = {given[min(extra)]}: {kind} has {', '.join(names)}")
+        options = {name: given.get(name, DEFAULTS.get(name)) for name in names}
+        for name, value in options.items():
+            ensure(name in given or value is not None, f"{where}.{name}: missing; {kind} needs {', '.join(names)}")
+            if kind not in LISTS:
+                number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+                require(number, f"{where}.{name}", value, "give a number")
+        cls._check(where, kind, options)
+        return cls(key, kind, options)
+
+    @staticmethod
+    def _check(where: str, kind: str, options: Mapping[str, Any]) -> None:
+        if "values" in options:
+            values = options["values"]
+            require(isinstance(values, list) and bool(values), f"{where}.values", values, "give a list")
+        if "probabilities" in options:
+            shares = options["probabilities"]
+            fit = len(shares) == len(options["values"]) and math.isclose(sum(shares), 1.0, abs_tol=1e-6)
+            require(fit, f"{where}.probabilities", shares, "one for each value, with sum 1")
+        if "min" in options:
+            low, high = options["min"], options["max"]
+            require(low < high, f"{where}.min", low, f"less than max = {high}")
+            require(not kind.endswith("_values") or low > 0, f"{where}.min", low, f"{kind} needs a positive one")
+        for name in ("sigma", "a", "b", "q"):
+            require(options.get(name, 1) > 0, f"{where}.{name}", options.get(name), "more than 0")
+
+    def grid(self) -> list[Any]:
+        """All values, in order.
+
+        Raises:
+            UserError: If there is no end of them.
+        """
+        require(
+            self.distribution in GRID,
+            f"parameters.{self.key}.distribution",
+            self.distribution,
+            "a grid takes values, integers from min to max, or q_uniform",
+        )
+        match self.distribution:
+            case "constant":
+                return [self.options["value"]]
+            case "categorical":
+                return list(self.options["values"])
+            case "int_uniform":
+                return list(range(self.options["min"], self.options["max"] + 1))
+            case _:
+                found = np.arange(self.options["min"], self.options["max"], self.options["q"]).tolist()
+                return list(found)
+
+    @property
+    def choices(self) -> list[Any] | None:
+        """The values of a list without an order; None of a number."""
+        values = self.options.get("values", [self.options.get("value")])
+        return values if self.distribution in LISTS else None
+
+    def quantile(self, u: float) -> Any:
+        """The value below which a share ``u`` of the draws lies, with ``u`` in (0, 1)."""
+        if (choices := self.choices) is not None:
+            n = len(choices)
+            shares = self.options.get("probabilities", [1 / n] * n)
+            ends = [*list(accumulate(shares))[:-1], 1.0]
+            return choices[next(i for i, end in enumerate(ends) if u <= end)]
+        options = self.options
+        base = self.distribution.removeprefix("q_")
+        if base == "int_uniform":
+            n = options["max"] - options["min"] + 1
+            return options["min"] + min(int(u * n), n - 1)
+        low, high = options.get("min", 0.0), options.get("max", 0.0)
+        if base.endswith("_values"):  # the others take exponents
+            low, high = math.log(low), math.log(high)
+            if base.startswith("inv"):
+                low, high = -high, -low
+        match base.removesuffix("_values"):
+            case "uniform":
+                x = low + u * (high - low)
+            case "log_uniform":
+                x = math.exp(low + u * (high - low))
+            case "inv_log_uniform":
+                x = math.exp(-(high - u * (high - low)))
+            case "normal":
+                x = NormalDist(options["mu"], options["sigma"]).inv_cdf(u)
+            case "log_normal":
+                x = math.exp(NormalDist(options["mu"], options["sigma"]).inv_cdf(u))
+            case _:
+                from scipy.stats import beta
+
+                x = float(beta.ppf(u, options["a"], options["b"]))
+        if "q" in options:
+            x = round(x / options["q"]) * options["q"]
+        return x
+
+
+def _default_distribution(given: Mapping[str, Any]) -> str:
+    """What W&B takes an entry without ``distribution`` for."""
+    if "value" in given:
+        return "constant"
+    if "values" in given:
+        return "categorical_w_probabilities" if "probabilities" in given else "categorical"
+    if "min" in given and "max" in given:
+        return "int_uniform" if all(type(given[name]) is int for name in ("min", "max")) else "uniform"
+    return ""
+
+
+def flatten(given: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The entries of ``parameters`` by dotted key; nested ones are parts of a setting.
+
+    Args:
+        given: The mapping of a sweep's file.
+        prefix: Key of the part that it is nested in, with a dot.
+
+    Raises:
+        UserError: If it is not a mapping.
+    """
+    require(isinstance(given, Mapping), f"parameters.{prefix}".rstrip("."), given, "give parameters by their keys")
+    found: dict[str, Any] = {}
+    for key, entry in given.items():
+        if isinstance(entry, Mapping) and "parameters" in entry:
+            found |= flatten(entry["parameters"], f"{prefix}{key}.")
+        else:
+            found[f"{prefix}{key}"] = entry
+    return found
