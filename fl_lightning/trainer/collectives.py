@@ -62,12 +62,22 @@ def reports(seconds: float = 10.0) -> tuple[int, bool]:
             others = dist.get_world_size() - 1  # they ask while the store exists, which this process holds
             _soon(lambda: store.add("error seen", 0) == others, seconds / 5)
             return rank, True
-        socket.create_connection((store.host, store.port), seconds).close()  # asked, a store that is gone is a long log
-        met = _soon(lambda: bool(store.check(["error"])), seconds)
+        time.sleep(0.2)  # the first process may be about to end
+        met = _soon(lambda: _alive(store) and bool(store.check(["error"])), seconds)
         store.add("error seen", 1)
     except (OSError, RuntimeError):  # the process that held the store is gone
         return rank, True
     return rank, not met
+
+
+def _alive(store: Store) -> bool:
+    """Whether a store is there to be asked; one that is gone would be told of in a long log of torch's.
+
+    Raises:
+        OSError: If it is not.
+    """
+    socket.create_connection((store.host, store.port), 5).close()
+    return True
 
 
 @contextmanager
