@@ -4,6 +4,7 @@ import ast
 import json
 import re
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 from fl_lightning.core import find_config
@@ -28,7 +29,7 @@ def without(args: Sequence[str], *names: str) -> list[str]:
 def gathered(args: list[str], name: str) -> list[str]:
     """Arguments in which an option that is given several times has all its values as a list."""
     flag = f"--{name}"
-    pairs = list(zip(args, [*args[1:], ""], strict=True))
+    pairs = list(pairwise([*args, ""]))
     values = [arg.partition("=")[2] or after for arg, after in pairs if arg.partition("=")[0] == flag]
     return [*without(args, name), f"{flag}={json.dumps(values)}"] if values else args
 
@@ -66,7 +67,7 @@ def _config_files(args: list[str]) -> list[str]:
 
 def _values(args: list[str]) -> list[str]:
     found = []
-    for arg, after in zip(args, [*args[1:], "--"], strict=True):
+    for arg, after in pairwise([*args, "--"]):
         name, equals, value = arg.partition("=")
         setting = name.startswith(tuple(f"--{part}" for part in PARTS)) and not name.endswith(".help")
         if setting and equals:

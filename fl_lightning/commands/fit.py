@@ -48,13 +48,13 @@ def _grid(seeds: str | None, values: list[str]) -> dict[str, list[Any]]:
     """The values of each setting, by key."""
     found: dict[str, list[Any]] = {}
     for given in values:
-        key, _, listed = given.partition("=")
-        remedy = "give a setting and its values, as in model.rho=0.02,0.05"
-        require("." in key or key in ("model", "data"), "values", given, remedy)
+        key, equals, listed = given.partition("=")
+        require(bool(equals), "values", given, "give a setting and its values, as in model.rho=0.02,0.05")
         require(key not in found, "values", given, f"{key} is there twice; give all its values at once")
         found[key] = _different("values", listed)
     if seeds is not None:
         found["trainer.seed"] = _different("seeds", seeds)
+        require(all(map(str.isdecimal, found["trainer.seed"])), "seeds", seeds, "give numbers, such as 0,1,2")
     return found
 
 

@@ -2,6 +2,7 @@
 
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -20,7 +21,7 @@ SHOWN = 30
 """Trials of the live table."""
 
 
-def run(file: str, /, jobs: int = 1, seeds: str = "0", seed: int = 0, out: str = "runs") -> None:
+def run(file: str, /, jobs: int = 1, seeds: str = "0", seed: int = 0, out: str = "runs", loggers: bool = False) -> None:
     """Runs the trials of a sweep; called again, it goes on where it was.
 
     Args:
@@ -29,12 +30,15 @@ def run(file: str, /, jobs: int = 1, seeds: str = "0", seed: int = 0, out: str =
         seeds: Values of trainer.seed, such as 0,1,2: each setting runs with all of them, and their mean counts.
         seed: Seed of the draws of random and bayes.
         out: Folder in which the sweep's own one, named after it, lies.
+        loggers: Whether the runs have their config's loggers, such as W&B; every run writes metrics.csv.
     """
     require(jobs >= 1, "jobs", jobs, "at least 1")
     listed = seeds.split(",")
     good = all(text.isdecimal() for text in listed) and len(set(listed)) == len(listed)
     require(good, "seeds", seeds, "give different numbers, such as 0,1,2")
     sweep = Sweep.read(find_config(file))
+    if not loggers:
+        sweep = replace(sweep, args=(*sweep.args, "--trainer.loggers=[]"))
     study = Study(sweep, Path(out) / sweep.name, [int(text) for text in listed], seed)
 
     console = Console(width=None if sys.stdout.isatty() else 160)

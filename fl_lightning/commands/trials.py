@@ -11,6 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from fl_lightning.commands.cli import FederatedCLI
+from fl_lightning.commands.messages import ArgumentsError, explain
 from fl_lightning.core import UserError
 from fl_lightning.results.metrics import read_metrics
 from fl_lightning.sweeps.trials import Built, Outcome, Trial, short
@@ -18,9 +19,18 @@ from fl_lightning.trainer.callbacks.progress import COLUMNS
 
 
 def build(trial: Trial, folder: Path) -> Built:
-    """Makes the run of a trial from its arguments."""
+    """Makes the run of a trial from its arguments.
+
+    Raises:
+        UserError: If they are wrong.
+    """
     own = [f"--trainer.default_root_dir={folder}", f"--trainer.name={trial.name}"]
-    made = FederatedCLI(trial.command, *trial.args, *own, "--trainer.enable_progress_bar=false").build()
+    try:
+        made = FederatedCLI(trial.command, *trial.args, *own, "--trainer.enable_progress_bar=false").build()
+    except (ArgumentsError, ValueError) as error:
+        if (line := explain(error)) is None:
+            raise
+        raise UserError(line) from None
     return Built(made.trainer, made.model, made.data)
 
 

@@ -133,6 +133,8 @@ class Sweep:
             ensure(metric is not None or not present, f"metric: missing; {key} needs it")
         command, args = _command(given.get("command"))
         parameters = tuple(Parameter.of(key, entry) for key, entry in entries.items())
+        for parameter in parameters if method == "grid" else ():
+            parameter.grid()
         name = str(given.get("name") or path.stem)
         require(bool(re.fullmatch(r"[^/\\]+", name)) and name not in (".", ".."), "name", name, "without slashes")
         return cls(name, method, parameters, metric, early, cap, command, args)

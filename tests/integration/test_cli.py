@@ -144,7 +144,7 @@ def test_composition_in_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "code", "expected"),
     [
-        ("", 2, "configs/quickstart.yaml"),
+        ("", 2, "--config quickstart"),
         ("--help", 0, "list"),
         ("fit --help", 0, "--trainer.max_rounds"),
         ("test --help", 0, "--ckpt_path"),

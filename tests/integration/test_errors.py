@@ -202,11 +202,11 @@ def test_evaluation_of_another_model(complaint: Complaint, files: Path) -> None:
     [
         (["--trainer.max_rounds=3"], ("subcommand", "missing", ", ".join(COMMANDS))),
         (["fitt"], ("subcommand = fitt", ", ".join(COMMANDS))),
-        (["fit"], ("--data, --model", "missing", "configs/quickstart.yaml")),
+        (["fit"], ("--data, --model", "missing", "--config (such as quickstart)")),
         (["flatness"], ("--data, --model", "missing", "--ckpt_path (runs/")),
         (["compare"], ("runs: missing",)),
         (["fit", "--data=Digits", "--model=FedAvg"], ("--model.net", "missing", "give a value")),
-        (["fit", "--config", "none.yaml"], ("config = ", "none.yaml", "no such file", "give the path")),
+        (["fit", "--config", "none.yaml"], ("config = ", "none.yaml", "no such file", "fl-lightning configs")),
         (["fit", "--config", "broken.yaml"], ("config = broken.yaml", "line 2", "give YAML")),
         (["fit", "--config", "word.yaml"], ("config = word.yaml", "hello", "give YAML with model, data and trainer")),
     ],

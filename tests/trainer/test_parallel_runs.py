@@ -150,7 +150,7 @@ def test_command_line(tmp_path: Path) -> None:
     # the config of a run is that of the same run alone
     one = tmp_path / "FedSAM-Digits/rho_0.1_seed_5/version_0"
     cli("fit", f"--config={one / 'config.yaml'}", f"--trainer.default_root_dir={tmp_path / 'alone'}")
-    torch.testing.assert_close(state(newest(tmp_path / "alone")), state(one), rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(state(newest(tmp_path / "alone" / "FedSAM-Digits")), state(one), rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,158 @@
+"""Sweeps and grids on the command line, arguments as W&B's agent writes them, and a folder to start from."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from fl_lightning.commands.arguments import prepare
+from fl_lightning.commands.cli import FederatedCLI
+from fl_lightning.core import configs_folder, find_config
+from fl_lightning.sweeps.file import Sweep
+from tests.runs import DIGITS, cli, metrics
+
+FILES = sorted(path.stem for path in (configs_folder() / "sweeps").glob("*.yaml"))
+
+
+def file(folder: Path, **changes: Any) -> Path:
+    text = {
+        "program": "fl-lightning",
+        "method": "grid",
+        "metric": {"name": "server/test/acc.max", "goal": "maximize"},
+        "parameters": {"model": {"values": ["FedAvg", "FedSAM"]}, "data.num_clients": {"values": [6, 8]}},
+        "command": ["${env}", "fl-lightning", "fit", *DIGITS, "${args}"],
+        **changes,
+    }
+    path = folder / "mine.yaml"
+    path.write_text(yaml.safe_dump(text))
+    return path
+
+
+def table(folder: Path) -> list[dict[str, str]]:
+    with (folder / "sweep.csv").open(newline="") as lines:
+        return list(csv.DictReader(lines))
+
+
+def test_a_sweep_over_algorithms_and_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cli("sweep", str(file(tmp_path)), f"--out={tmp_path}")
+    out = capsys.readouterr().out
+    rows = table(tmp_path / "mine")
+    assert [(row["data.num_clients"], row["model"]) for row in rows] == [
+        ("6", "FedAvg"), ("6", "FedSAM"), ("8", "FedAvg"), ("8", "FedSAM"),
+    ]  # fmt: skip
+    assert {row["state"] for row in rows} == {"finished"} and {row["rounds"] for row in rows} == {"2"}
+    for row in rows:
+        reached = max(value for _, value in metrics(Path(row["folder"]))["server/test/acc"])
+        assert float(row["server/test/acc.max"]) == reached
+    best = max(rows, key=lambda row: float(row["server/test/acc.max"]))
+    assert f"best: data.num_clients = {best['data.num_clients']}, model = {best['model']}" in out
+    config = yaml.safe_load((tmp_path / "mine" / "best.yaml").read_text())
+    assert config["model"]["class_path"].endswith(best["model"])
+    assert config["data"]["init_args"]["num_clients"] == int(best["data.num_clients"])
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("metrics.csv")}
+    cli("sweep", str(file(tmp_path)), f"--out={tmp_path}")
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("metrics.csv")} == before
+
+
+def test_a_failed_trial_is_in_the_table_and_the_code(tmp_path: Path) -> None:
+    path = file(tmp_path, parameters={"model": {"value": "FedSAM"}, "model.rho": {"values": [0.1, -1.0]}})
+    with pytest.raises(SystemExit, match=r"1 of 2 runs broke off; .*rho"):
+        cli("sweep", str(path), f"--out={tmp_path}")
+    assert [row["state"] for row in table(tmp_path / "mine")] == ["finished", "failed"]
+
+
+def test_a_mistake_is_found_before_the_first_trial(tmp_path: Path) -> None:
+    path = file(tmp_path, parameters={"model.roh": {"values": [0.1, 0.2]}})
+    with pytest.raises(SystemExit, match=r"model.*roh = 0.1: no such setting"):
+        cli("sweep", str(path), f"--out={tmp_path}")
+    assert not (tmp_path / "mine").exists()
+
+
+@pytest.mark.parametrize(
+    ("args", "line"),
+    [
+        (["nowhere.yaml"], "config = nowhere.yaml: no such file"),
+        (["sweeps/digits", "--jobs=0"], "jobs = 0"),
+        (["sweeps/digits", "--seeds=0,0"], "seeds = 0,0"),
+        (["sweeps/digits", "--seeds=x"], "seeds = x"),
+    ],
+)
+def test_faulty_arguments(args: list[str], line: str, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=line):
+        cli("sweep", *args, f"--out={tmp_path}")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_sweep_of_the_package_is_understood(name: str) -> None:
+    sweep = Sweep.read(find_config(f"sweeps/{name}"))
+    first = sweep.search(0).propose(1)[0]
+    args = [*sweep.args, *(f"--{key}={value}" for key, value in first.items())]
+    config = FederatedCLI(sweep.command, *args).config
+    for key, value in first.items():
+        found: Any = config
+        for part in key.split("."):
+            found = found[part] if part in found else found.init_args[part]
+        assert str(getattr(found, "class_path", found)).endswith(str(value)) or found == pytest.approx(value)
+
+
+def test_what_the_agent_of_wandb_writes_is_understood() -> None:
+    launch = pytest.importorskip("wandb.sdk.launch.sweeps.utils")
+    values = {
+        "model.ascent": {"class_path": "ASAM", "init_args": {"rho": 0.3}},
+        "trainer.max_rounds": 7.0,
+        "trainer.tf32": True,
+        "trainer.callbacks": ["Curves"],
+        "trainer.max_time": None,
+        "model.rho": 1.0,
+        "model": "FedGloSS",
+        "data": {"num_clients": 9},
+    }
+    made = launch.create_sweep_command_args({"args": {key: {"value": value} for key, value in values.items()}})
+    for form in ("args", "args_no_boolean_flags"):
+        config = FederatedCLI("fit", "--config", "quickstart", *made[form]).config
+        assert config.model.init_args.ascent.class_path.endswith("ASAM") and config.model.init_args.rho == 1.0
+        assert config.model.init_args.ascent.init_args.rho == 0.3
+        assert config.trainer.max_rounds == 7 and config.trainer.tf32 is True and config.trainer.max_time is None
+        assert [callback.class_path for callback in config.trainer.callbacks] == ["fl_lightning.Curves"]
+        assert config.data.init_args.num_clients == 9
+
+
+def test_arguments_are_prepared() -> None:
+    assert prepare(["--values", "a=1,2", "--model.x=None", "--values=b=3"]) == [
+        "--model.x=null", '--values=["a=1,2", "b=3"]',
+    ]  # fmt: skip
+    assert prepare(["--trainer.name=1.0", "--model={rho: 1}"]) == ["--trainer.name=1.0", "--model={rho: 1}"]
+
+
+def test_values_make_a_grid_of_any_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    values = ["--values=model=FedAvg,FedSAM", "--values", "data.num_clients=6,8", "--seeds=3,4"]
+    cli("fit", "--model=FedAvg", *DIGITS, *values, f"--trainer.default_root_dir={tmp_path}")
+    runs = {folder.parent.name for folder in tmp_path.glob("FedAvg-Digits/*/version_0")}
+    assert runs == {
+        f"model_{model}_num_clients_{n}_seed_{seed}"
+        for model in ("FedAvg", "FedSAM")
+        for n in (6, 8)
+        for seed in (3, 4)
+    }
+    assert "8 runs" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match=r"values = model.mu=2: model.mu is there twice"):
+        cli("fit", "--model=FedProx", *DIGITS, "--values=model.mu=1", "--values=model.mu=2")
+
+
+def test_init_writes_what_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    cli("init", "mine")
+    monkeypatch.chdir(tmp_path / "mine")
+    assert sorted(path.name for path in Path().iterdir()) == ["config.yaml", "my_algorithm.py", "sweep.yaml"]
+    short = ["--trainer.max_rounds=2", "--trainer.callbacks=[]", "--trainer.enable_progress_bar=false"]
+    cli("fit", "--config", "config.yaml", *short)
+    assert len(metrics(Path("runs/MyProx-Digits/version_0"))["server/test/acc"]) == 2
+    sweep = Sweep.read(Path("sweep.yaml"))
+    assert FederatedCLI(sweep.command, *sweep.args, "--model.mu=1.0").config.model.init_args.mu == 1.0
+    with pytest.raises(SystemExit, match=r"folder = .: has a config.yaml already"):
+        cli("init", ".")

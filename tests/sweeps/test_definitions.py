@@ -1,0 +1,146 @@
+"""Grid, draws and early termination are W&B's: what its own package `sweeps` 0.3.0 answered, and closed forms."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from fl_lightning.core import UserError
+from fl_lightning.sweeps.file import Metric, Sweep
+from fl_lightning.sweeps.hyperband import Hyperband
+from fl_lightning.sweeps.parameters import Parameter, flatten
+from fl_lightning.sweeps.search import Bayes, draws, grid
+
+THEIRS = json.loads((Path(__file__).parents[1] / "golden" / "wandb_sweeps.json").read_text())
+
+
+@pytest.mark.parametrize(("rule", "goal", "histories", "running", "stopped"), THEIRS["hyperband"])
+def test_the_same_trials_end(rule: Any, goal: str, histories: Any, running: list[bool], stopped: list[int]) -> None:
+    sign = -1 if goal == "maximize" else 1
+    costs = [[sign * value for value in values] for values in histories]
+    mine = Hyperband.of(rule)
+    assert [i for i, cost in enumerate(costs) if running[i] and mine.stops(cost, costs)] == stopped
+
+
+def test_the_brackets_of_the_manual() -> None:
+    assert Hyperband.of({"type": "hyperband", "min_iter": 3}).brackets(81) == [3, 9, 27, 81]
+    assert Hyperband.of({"type": "hyperband", "max_iter": 27, "s": 2}).brackets(100) == [3, 9]
+
+
+@pytest.mark.parametrize(("entry", "values"), THEIRS["quantiles"], ids=str)
+def test_the_same_quantiles(entry: dict[str, Any], values: list[Any]) -> None:
+    parameter = Parameter.of("x", entry)
+    for u, value in values:
+        expected = value if isinstance(value, str) else pytest.approx(value, rel=1e-9)
+        assert parameter.quantile(u) == expected
+
+
+@pytest.mark.parametrize(("entries", "runs"), THEIRS["grid"])
+def test_the_same_grid_in_the_same_order(entries: dict[str, Any], runs: list[dict[str, Any]]) -> None:
+    search = grid([Parameter.of(key, entry) for key, entry in entries.items()], None)
+    assert search.propose(4) + search.propose(100) == runs
+    assert search.propose(1) == []
+
+
+def test_a_draw_depends_on_its_number_alone() -> None:
+    parameters = [Parameter.of("a", {"min": 0.0, "max": 1.0}), Parameter.of("b", {"values": ["u", "v", "w"]})]
+    many = draws(parameters, 400, 0).propose(400)
+    assert draws(parameters, 3, 0).propose(3) == many[:3]
+    assert draws(parameters, 3, 1).propose(3) != many[:3]
+    # a mean of 400 uniform draws has a standard error of 0.0144
+    assert abs(sum(settings["a"] for settings in many) / 400 - 0.5) < 0.06
+    assert {settings["b"] for settings in many} == {"u", "v", "w"}
+
+
+def test_bayes_finds_a_minimum_and_answers_the_same_again() -> None:
+    pytest.importorskip("optuna")
+    parameters = [Parameter.of("x", {"min": -1.0, "max": 3.0}), Parameter.of("name", {"values": ["a", "b"]})]
+
+    def run() -> list[float]:
+        search, found = Bayes(parameters, 40, 0), []
+        while proposed := search.propose(4):
+            for settings in proposed:
+                found.append((settings["x"] - 1) ** 2 + (settings["name"] == "b"))
+                search.observe(settings, found[-1])
+        return found
+
+    first = run()
+    assert len(first) == 40 and min(first) < 0.01
+    assert sum(first[20:]) < sum(first[:20])
+    assert run() == first
+
+
+def test_nested_parameters_get_dotted_keys() -> None:
+    nested = {"model": {"parameters": {"ascent": {"parameters": {"rho": {"value": 0.1}}}}}, "data.seed": {"value": 1}}
+    assert flatten(nested) == {"model.ascent.rho": {"value": 0.1}, "data.seed": {"value": 1}}
+
+
+COMMAND = ["${env}", "fl-lightning", "fit", "--config", "quickstart", "${args}"]
+
+
+def sweep(tmp_path: Path, **changes: Any) -> Sweep:
+    text = {"method": "grid", "parameters": {"model.rho": {"values": [0.1, 0.2]}}, "command": COMMAND, **changes}
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump({key: value for key, value in text.items() if value is not None}))
+    return Sweep.read(path)
+
+
+def test_a_file_as_wandb_takes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_DATA", "/data")
+    command = ["${env}", "${interpreter}", "cli.py", "centralized", "--data.data_dir=${envvar:MY_DATA}", "${args}"]
+    found = sweep(tmp_path, command=command, program="cli.py", project="p", run_cap=3, name="n",
+                  metric={"name": "server/test/acc.max", "goal": "maximize"})  # fmt: skip
+    assert (found.name, found.command, found.args, found.run_cap) == ("n", "centralized", ("--data.data_dir=/data",), 3)
+    assert found.metric == Metric("server/test/acc.max", True) and found.metric.column == "server/test/acc"
+    assert sweep(tmp_path).name == "mine"
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"method": "annealing"}, "method = annealing: choose from"),
+        ({"method": None}, "method = None: choose from"),
+        ({"method": "random"}, "run_cap: missing; random"),
+        ({"method": "bayes", "run_cap": 3}, "metric: missing; method = bayes"),
+        ({"run_cap": 0}, "run_cap = 0: an integer"),
+        ({"scheduler": {}}, "scheduler = .*: not supported here"),
+        ({"parameters": {}}, "parameters: missing"),
+        ({"parameters": {"a": 3}}, "parameters.a = 3: give a mapping"),
+        ({"parameters": {"a": {"min": 1}}}, "parameters.a = .*min and max"),
+        ({"parameters": {"a": {"values": []}}}, "parameters.a.values = .*give a list"),
+        ({"parameters": {"a": {"min": 2, "max": 1}}}, "parameters.a.min = 2: less than max = 1"),
+        ({"parameters": {"a": {"min": 0.1, "max": 1.0}}}, "parameters.a.distribution = uniform: a grid takes"),
+        ({"parameters": {"a": {"values": [1], "q": 2}}}, "parameters.a.q = 2: categorical has values"),
+        ({"parameters": {"a": {"distribution": "log_uniform_values", "min": 0, "max": 1}}}, "a.min = 0: .*positive"),
+        ({"parameters": {"a": {"distribution": "cauchy"}}}, "parameters.a = .*distribution of W&B's"),
+        ({"metric": {"goal": "maximize"}}, "metric.name: missing"),
+        ({"metric": {"name": "m", "goal": "max"}}, "metric.goal = max: choose from"),
+        ({"early_terminate": {"type": "hyperband", "min_iter": 3}}, "metric: missing; early_terminate"),
+        ({"early_terminate": {"type": "envelope"}}, "early_terminate.type = envelope: only hyperband"),
+        ({"early_terminate": {"type": "hyperband"}}, "early_terminate = .*either min_iter, or max_iter"),
+        ({"early_terminate": {"type": "hyperband", "max_iter": 9}}, "early_terminate.s: missing"),
+        ({"early_terminate": {"type": "hyperband", "max_iter": 2, "s": 1}}, "no bracket"),
+        ({"early_terminate": {"type": "hyperband", "min_iter": 1, "eta": 1}}, "eta = 1: more than 1"),
+        ({"command": None}, "command: missing; give"),
+        ({"command": ["fl-lightning", "fit"]}, r"command = .*no \$\{args\}"),
+        ({"command": ["fl-lightning", "${args}"]}, "command = .*neither fit nor centralized"),
+        ({"command": ["fit", "${args}", "${args_json_file}"]}, r"command = \$\{args_json_file\}: choose from"),
+        ({"name": "a/b"}, "name = a/b: without slashes"),
+    ],
+)
+def test_what_does_not_run_here_is_refused_by_name(changes: dict[str, Any], line: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=f"^{line}" if not line.startswith(("a.", "eta", "no ")) else line):
+        sweep(tmp_path, **changes)
+
+
+def test_quantiles_rise() -> None:
+    for entry, _ in THEIRS["quantiles"]:
+        parameter = Parameter.of("x", entry)
+        if parameter.choices is None:
+            found = [parameter.quantile(u / 20) for u in range(1, 20)]
+            assert all(a <= b for a, b in pairwise(found)), entry
