@@ -516,8 +516,8 @@ def test_eight_clients_of_unequal_work(tmp_path: Path, algorithm: Any, exact: bo
     clients = [(np.tile([h[i], *b[i]], (k, 1)), np.full(k, i % 2)) for i, k in enumerate(steps)]  # K_i batches of one
     options = {"beta": 1.0} if algorithm is FedDyn else {}
     fit = FederatedTrainer(
-        max_rounds=400, clients_per_round=4, precision="64-true", accelerator="cpu", engine="sequential",
-        eval_every=400, enable_progress_bar=False, default_root_dir=str(tmp_path),
+        max_rounds=200, clients_per_round=4, precision="64-true", accelerator="cpu", engine="sequential",
+        eval_every=200, enable_progress_bar=False, default_root_dir=str(tmp_path),
     )  # fmt: skip
     run = fit.fit(quadratic(algorithm, **options), Arrays(client_arrays=clients, test=clients[0], batch_size=1))
     off = float((run.server.w - torch.from_numpy((h[:, None] * b).sum(0) / h.sum())).norm())
