@@ -42,7 +42,8 @@ class Remember(LocalObjective):
     def server_step(self, server, sent, uploads, ctx):
         return super().server_step(server.replace(seen=server.seen + uploads.n), sent, uploads, ctx)
 '''
-MONITOR = {"class_path": "FlatnessMonitor", "init_args": {"every_n_rounds": 1}}
+LAMBDA = {"class_path": "LambdaMax", "init_args": {"samples": 100}}
+MONITOR = {"class_path": "FlatnessMonitor", "init_args": {"every_n_rounds": 1, "metrics": [LAMBDA]}}
 
 
 @pytest.fixture
