@@ -4,10 +4,10 @@ import ast
 import json
 import re
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 
-from fl_lightning.core import find_config
+from fl_lightning.core import find_config, require
 
 CONFIG_FLAGS = ("-c", "--config")
 PARTS = ("trainer", "model", "data")
@@ -24,6 +24,30 @@ def without(args: Sequence[str], *names: str) -> list[str]:
     flags = [f"--{name}" for name in names]
     pairs = zip(["", *args], args, strict=False)
     return [arg for before, arg in pairs if arg.partition("=")[0] not in flags and before not in flags]
+
+
+def split(args: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
+    """Returns a subcommand's own arguments, and those that are settings of a run: ``--config``, ``--data.path``, ..."""
+    own, settings, coming = list[str](), list[str](), iter(args)
+    for arg in coming:
+        flag, assigned, _ = arg.partition("=")
+        if flag.startswith("-") and flag.strip("-+").partition(".")[0] in (*PARTS, "c", "config"):
+            settings += [arg] if assigned else [arg, *islice(coming, 1)]
+        else:
+            own.append(arg)
+    return tuple(own), settings
+
+
+def seeds_of(listed: str) -> list[int]:
+    """Returns seeds that are listed as in 0,1,2.
+
+    Raises:
+        UserError: If they are not different numbers.
+    """
+    found = listed.split(",")
+    good = all(text.isdecimal() for text in found) and len(set(found)) == len(found)
+    require(good, "seeds", listed, "give different numbers, such as 0,1,2")
+    return [int(text) for text in found]
 
 
 def gathered(args: list[str], name: str) -> list[str]:

@@ -18,7 +18,7 @@ import fl_lightning
 import fl_lightning.algorithms  # a class goes by its bare name once it is imported
 import fl_lightning.nets
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.commands.arguments import PARTS, prepare, whole_numbers
+from fl_lightning.commands.arguments import PARTS, prepare, split, whole_numbers
 from fl_lightning.commands.last import check_last
 from fl_lightning.commands.messages import ArgumentsError, find_user_error
 from fl_lightning.core import ensure, generator, require
@@ -70,6 +70,13 @@ class FederatedCLI(LightningCLI):
         self.command, self.function, self.summary = command, module.run, module.SUMMARY
         self.args = args
         self.parameters = inspect.signature(module.run).parameters
+        options = {arg.partition("=")[0] for arg in args}
+        for name in (places := _places(self.parameters)):
+            usage = " ".join(["fl-lightning", command, *map(str.upper, places)])
+            ensure(f"--{name}" not in options, f"--{name}: no option; give it by its place: {usage}")
+        self.settings: list[str] = []
+        if self._rest is not None:
+            args, self.settings = split(args)
         self.needs = PARTS if "cli" in self.parameters else tuple(part for part in PARTS if part in self.parameters)
         super().__init__(
             trainer_class=FederatedTrainer,  # type: ignore[arg-type]
@@ -79,6 +86,11 @@ class FederatedCLI(LightningCLI):
             run=False,
             args=prepare(list(args)) if self.needs else list(args),
         )
+
+    @property
+    def _rest(self) -> str | None:
+        """The subcommand's parameter for settings of its runs, ``*settings``."""
+        return next((name for name, p in self.parameters.items() if p.kind is p.VAR_POSITIONAL), None)
 
     def init_parser(self, **kwargs: Any) -> Parser:
         """Makes an empty parser."""
@@ -109,12 +121,18 @@ class FederatedCLI(LightningCLI):
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Adds the subcommand's own arguments."""
         texts = {param.arg_name: param.description for param in parse(inspect.getdoc(self.function) or "").params}
-        options: set[str | int] = {"cli", *PARTS}
+        options: set[str | int] = {"cli", *PARTS, *filter(None, [self._rest])}
         for name, parameter in self.parameters.items():
             if parameter.kind is parameter.POSITIONAL_ONLY and name not in options:
                 nargs = "+" if parameter.annotation in (list[str], "list[str]") else None
                 parser.add_argument(name, metavar=name.upper(), type=str, nargs=nargs, help=texts.get(name))
                 options.add(name)
+            elif parameter.annotation is bool:  # --json, or --json true
+                flag, given = f"--{name.replace('_', '-')}", parameter.default
+                parser.add_argument(flag, type=bool, nargs="?", const=True, default=given, help=texts.get(name))
+                options.add(name)
+        if self._rest is not None:
+            parser.epilog = texts.get(f"*{self._rest}")
         parser.add_function_arguments(self.function, skip=options)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
@@ -168,10 +186,23 @@ class FederatedCLI(LightningCLI):
         self.config = asked
         return made
 
+    def make(self, *args: str) -> Namespace:
+        """Builds what other arguments describe.
+
+        Args:
+            args: Arguments of the subcommand, in the place of those of the constructor.
+
+        Raises:
+            UserError: As `build`.
+        """
+        self.parse_arguments(self.parser, prepare(list(args)))
+        self.before_instantiate_classes()
+        return self.build()
+
     def run(self) -> None:
         """Runs the subcommand."""
         made = self.config if "cli" in self.parameters else self.build()
-        given = {name: self if name == "cli" else made[name] for name in self.parameters}
+        given = {name: self if name == "cli" else made[name] for name in self.parameters if name != self._rest}
         positional = [given.pop(name) for name, p in self.parameters.items() if p.kind is p.POSITIONAL_ONLY]
         with made.trainer.environment() if "trainer" in self.parameters else nullcontext():
             if "trainer" in self.parameters:
@@ -182,7 +213,12 @@ class FederatedCLI(LightningCLI):
                     made.get("ckpt_path"),
                     "centralized" if self.command == "centralized" else "federated",
                 )
-            self.function(*positional, **given)
+            self.function(*positional, *self.settings, **given)
+
+
+def _places(parameters: Mapping[str, inspect.Parameter]) -> list[str]:
+    """The subcommand's own positional arguments."""
+    return [name for name, p in parameters.items() if p.kind is p.POSITIONAL_ONLY and name not in (*PARTS, "cli")]
 
 
 def _set(config: Namespace, key: str, value: Any) -> None:

@@ -1,14 +1,17 @@
 """``fl-lightning compare``."""
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from fl_lightning.results.compare import cell, columns, compare, of_run, write
+from fl_lightning.results.compare import Group, compare, of_run
 from fl_lightning.results.summary import LAST
+from fl_lightning.results.table import Column, Markup, cell, columns, write
 
 SUMMARY = "Compare finished runs: statistics over seeds as table, CSV and LaTeX, and their curves."
 
@@ -19,28 +22,50 @@ def run(
     target: float | None = None,
     last: int = LAST,
     metric: str | None = None,
+    mode: Literal["max", "min"] | None = None,
     reference: str | None = None,
     out: str | None = None,
 ) -> None:
     """Prints a table of finished runs, and writes it as CSV and LaTeX.
 
     Args:
-        runs: Run folders.
+        runs: Run folders, or folders above them, such as runs/.
         target: A value of the metric to be reached, such as an accuracy of 0.8; null: that of the reference, if any.
         last: Rounds at the end whose evaluations are averaged.
-        metric: Name of the metric, larger is better; null: what the data evaluate on the test set.
+        metric: Name of the metric; null: what the data evaluate on the test set.
+        mode: Whether large (max) or small (min) values of the metric are good; null: as its name says.
         reference: One of the runs, such as FedAvg's: its mean of the last rounds is the target, its bits are B.
-        out: Folder for compare.csv, compare.tex, curves.png and curves.pdf; null: only the table is printed.
+        out: Folder for compare.csv, compare.tex, and curves as PDF, PNG and CSV; null: only the table is printed.
     """
-    groups = compare(runs, target, last, metric, reference)
+    groups = compare(runs, target, last, metric, reference, mode)
     shown = columns(groups, None if reference is None else of_run(groups, reference))
-    table = Table(title=groups[0].runs[0].metric)
-    for i, title in enumerate(["run", "seeds", *(column.title for column in shown)]):
-        table.add_column(title, justify="right" if i else "left")
-    for group in groups:
-        table.add_row(escape(group.name), str(len(group.runs)), *(cell(group, c, "{} ± {}", "×") for c in shown))
     console = Console(width=None if sys.stdout.isatty() else 160)
-    console.print(table)
+    console.print(_table(groups, [column for column in shown if not column.cost], groups[0].runs[0].metric))
+    if costs := [column for column in shown if column.cost]:  # a table of its own: all columns together are too wide
+        console.print(_table(groups, costs, "cost"))
+    for line in left_out(groups):
+        console.print(line, soft_wrap=True, highlight=False)
     if out is not None:
+        from fl_lightning.results.curves import write_curves
+
         write(groups, shown, Path(out))
+        write_curves({group.name: group.metrics for group in groups}, Path(out))
         console.print(f"results: {out}", soft_wrap=True, highlight=False)
+
+
+def left_out(groups: Sequence[Group]) -> list[str]:
+    """A line for each run that does not count."""
+    return [
+        f"left out: {folder} (an earlier run of {group.name} with the same config and seed)"
+        for group in groups
+        for folder in group.left_out
+    ]
+
+
+def _table(groups: Sequence[Group], shown: Sequence[Column], title: str) -> Table:
+    best, table = Markup(best="[bold]{}[/]"), Table(title=title)
+    for i, head in enumerate(["run", "seeds", *(column.head for column in shown)]):
+        table.add_column(head, justify="right" if i else "left")
+    for group in groups:
+        table.add_row(escape(group.name), str(len(group.runs)), *(cell(group, c, groups, best) for c in shown))
+    return table

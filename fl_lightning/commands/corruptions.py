@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from fl_lightning.algorithms.base import LocalObjective
+from fl_lightning.commands.study import number_of, reopened_loggers
 from fl_lightning.core import ensure
 from fl_lightning.data.corruptions import CORRUPTIONS, SEVERITIES, CorruptedCIFAR
 from fl_lightning.data.minibatches import Batch
@@ -60,6 +61,8 @@ def run(
 ) -> list[Accuracy]:
     """Evaluates a model or checkpoint, and writes ``corruptions.csv``, ``.png`` and ``.pdf``.
 
+    Nothing is overwritten: a second evaluation is ``corruptions_2``.
+
     Args:
         trainer: A federated trainer, for device and precision.
         model: The local objective.
@@ -79,9 +82,13 @@ def run(
 
         home = Path(out or ".") if out or restored.checkpoint is None else restored.checkpoint.parents[1]
         home.mkdir(parents=True, exist_ok=True)
-        write_table(home / "corruptions.csv", Accuracy._fields, rows)
-        save_figure(plot_corruptions({home.resolve().parent.name: rows}), home / "corruptions")
+        number = number_of(home, "corruptions.csv")
+        write_table(home / f"corruptions{number}.csv", Accuracy._fields, rows)
+        _, png = save_figure(plot_corruptions({home.resolve().parent.name: rows}), home / f"corruptions{number}")
+        with reopened_loggers(restored) as loggers:
+            for logger in loggers:
+                logger.log_figure(f"corruptions{number}", png, restored.rounds_done)
         for name, value in means(rows).items():
             print(f"{name} {value:.4f}")
-        print(f"results: {home / 'corruptions.csv'}")
+        print(f"results: {home / f'corruptions{number}.csv'}")
     return rows

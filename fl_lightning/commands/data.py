@@ -4,30 +4,18 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fl_lightning.core import UserError, save_figure
+from fl_lightning.data.counts import class_counts, count_table, heat_map
 from fl_lightning.data.module import FederatedDataModule
 from fl_lightning.results.metrics import write_table
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 SUMMARY = "Show how the samples are divided among the clients: table, CSV file, heat map."
 ROWS, COLUMNS = 12, 12
 """Maximum number of clients and classes in the printed table; the CSV file has all."""
-
-
-def class_counts(data: FederatedDataModule) -> NDArray[np.int64]:
-    """Number of samples by client and class, ``(num_clients, num_classes)``, of a data module after setup.
-
-    A sample that a client holds twice counts twice.
-    """
-    y = data.y_train.cpu()
-    return np.stack([y[part].bincount(minlength=data.num_classes).numpy() for part in data.clients])
 
 
 def run(data: FederatedDataModule, out: str | None = None) -> None:
@@ -50,39 +38,9 @@ def run(data: FederatedDataModule, out: str | None = None) -> None:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"out = {out}: cannot create this folder ({error.strerror}); choose another one") from None
-        rows = ([k, row.sum(), *row] for k, row in enumerate(counts))
-        write_table(folder / "clients.csv", ["client", "samples", *range(data.num_classes)], rows)
+        write_table(folder / "clients.csv", *count_table(counts))
         save_figure(heat_map(counts), folder / "heatmap")
         print(f"written to {folder}: clients.csv, heatmap.png, heatmap.pdf")
-
-
-def heat_map(counts: NDArray[np.int64]) -> Figure:
-    """Draws the samples of each client (x) and class (y) as shades, white where there are none.
-
-    The shades only get darker, so they can be read in grey and by the colour-blind.
-
-    Args:
-        counts: By :func:`class_counts`.
-    """
-    from matplotlib import colormaps
-    from matplotlib.colors import ListedColormap
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
-
-    clients, classes = counts.shape
-    shades = ListedColormap(colormaps["Blues"](np.linspace(0.15, 1, 256)))  # a single sample differs from none
-    size = tuple(np.clip([0.11 * clients, 0.22 * classes], [2.5, 1.5], [12, 8]) + np.array([1.4, 0.8]))
-    figure = Figure(figsize=size, layout="constrained")
-    axes = figure.add_subplot(xlabel="client", ylabel="class")
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
-    if classes <= 20:
-        axes.set_yticks(range(classes))
-    image = axes.imshow(
-        np.ma.masked_equal(counts.T, 0), cmap=shades, aspect="auto", origin="lower", interpolation="nearest", vmin=0
-    )
-    figure.colorbar(image, label="samples", pad=0.02)
-    return figure
 
 
 def _print(data: FederatedDataModule, counts: NDArray[np.int64]) -> None:

@@ -10,11 +10,11 @@ from rich.console import Console
 from rich.table import Table
 
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.commands.study import Step, label_of, output_folder, progress_bar
-from fl_lightning.core import require
+from fl_lightning.commands.study import Step, labels_of, number_of, output_folder, progress_bar, reopened_loggers
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.engine import LocalResult
 from fl_lightning.results.metrics import write_table
+from fl_lightning.trainer.callbacks.flatness_monitor import figures
 from fl_lightning.trainer.cohort import Cohort
 from fl_lightning.trainer.measurements import (
     PROTOCOL,
@@ -37,11 +37,13 @@ def run(
     trainer: FederatedTrainer,
     model: LocalObjective,
     data: FederatedDataModule,
-    ckpt_path: str | None = None,
+    ckpt_path: str,
     metrics: Sequence[Measure] | None = None,
     out: str | None = None,
 ) -> list[Measurement]:
     """Measures a checkpoint; writes ``flatness.json``, ``flatness.csv`` and figures, and shows a table.
+
+    Nothing is overwritten: further measurements are ``flatness_2.json`` and so on. Figures also go to the W&B run.
 
     A checkpoint holds no local models. For measures that need them, the cohort of the next round (after the last round,
     the last cohort again) is trained from the checkpoint, and nothing of it is kept. An interrupt keeps what was
@@ -58,7 +60,6 @@ def run(
     Returns:
         The measurements.
     """
-    require(ckpt_path is not None, "ckpt_path", ckpt_path, "give a checkpoint, or 'last'")
     check_statistics(model)
     measures = default_measures() if metrics is None else metrics
     found: list[Measurement] = []
@@ -69,9 +70,10 @@ def run(
     finally:
         if found and loaded.fabric.is_global_zero:
             folder = output_folder(loaded, out, "flatness")
-            _save(folder, loaded, found)
-            _draw(folder, label_of(loaded.checkpoint), found)
-            _show(folder, loaded, found)
+            number = number_of(folder, "flatness.json")
+            _save(folder, number, loaded, found)
+            _draw(folder, number, loaded, found)
+            _show(folder / f"flatness{number}.json", loaded, found)
     return found
 
 
@@ -118,37 +120,42 @@ def _after_dry_round(context: MeasurementContext, measures: Sequence[Measure]) -
     return replace(context, after=after, pseudo_gradient=mean.value(), previous=tracked)
 
 
-def _save(folder: Path, run: Run, measurements: Sequence[Measurement]) -> None:
+def _save(folder: Path, number: str, run: Run, measurements: Sequence[Measurement]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     about = {"checkpoint": str(run.checkpoint), "round": run.rounds_done, "seed": run.seed, "protocol": PROTOCOL}
     rows = [asdict(measurement) for measurement in measurements]
-    (folder / "flatness.json").write_text(json.dumps({**about, "measurements": rows}, indent=1) + "\n")
+    content = json.dumps({**about, "measurements": rows}, indent=1)
+    (folder / f"flatness{number}.json").write_text(content + "\n")
     columns = [column.name for column in fields(Measurement) if column.name != "details"]
     cells = ({**row, "settings": json.dumps(row["settings"])} for row in rows)
-    write_table(folder / "flatness.csv", columns, ([row[name] for name in columns] for row in cells))
+    write_table(folder / f"flatness{number}.csv", columns, ([row[name] for name in columns] for row in cells))
 
 
-def _draw(folder: Path, label: str, measurements: Sequence[Measurement]) -> None:
-    """Figures of the spectrum and its density."""
+def _draw(folder: Path, number: str, run: Run, measurements: Sequence[Measurement]) -> None:
+    """Figures of the spectrum and its density, which the run's loggers get, too."""
     from fl_lightning.core.figures import save_figure
-    from fl_lightning.flatness.plots import plot_density, plot_spectrum
 
-    details = {name: value for measurement in measurements for name, value in measurement.details.items()}
-    if "eigenvalues" in details:
-        save_figure(plot_spectrum({label: details["eigenvalues"]}), folder / "spectrum")
-    if "density" in details:
-        save_figure(plot_density({label: (details["grid"], details["density"])}), folder / "density")
+    assert run.checkpoint is not None
+    (label,) = labels_of([run.checkpoint])
+    drawn = figures(measurements, f"{label}, round {run.rounds_done}")
+    with reopened_loggers(run) as loggers:
+        for name, draw in drawn.items():
+            _, png = save_figure(draw(), folder / f"{name}{number}")
+            for logger in loggers:
+                logger.log_figure(f"flatness/{name}{number}", png, run.rounds_done)
 
 
-def _show(folder: Path, run: Run, measurements: Sequence[Measurement]) -> None:
+def _show(path: Path, run: Run, measurements: Sequence[Measurement]) -> None:
     table = Table("measure", "value", "±", "on", title=f"Flatness after round {run.rounds_done}")
     table.columns[0].no_wrap = True
     for m in measurements:
         spread = f"{m.error:.2g}" if m.error is not None else ""
-        spread = f"{abs(m.residual * m.value):.1g} (residual)" if m.residual is not None else spread
-        table.add_row(m.name, f"{m.value:.4g}", spread, m.protocol().replace(f" {RETRAINED}", "*"))
+        if m.residual is not None and m.value is not None:
+            spread = f"{abs(m.residual * m.value):.1g} (residual)"
+        value, mark = "undefined" if m.value is None else f"{m.value:.4g}", "*" if RETRAINED in m.model else ""
+        table.add_row(f"{m.name}{mark}", value, spread, m.protocol().replace(f" {RETRAINED}", "*"))
     table.caption = f"* {RETRAINED}" if any(RETRAINED in m.model for m in measurements) else None
     console = Console()
     console.print(table)
     console.print(f"measured with: {PROTOCOL}; seed {run.seed}", highlight=False, soft_wrap=True)
-    console.print(f"results: {folder}", highlight=False, soft_wrap=True)
+    console.print(f"results: {path}", highlight=False, soft_wrap=True)

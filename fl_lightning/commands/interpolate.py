@@ -6,7 +6,7 @@ import numpy as np
 
 from fl_lightning import flatness
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.commands.study import Study, check_no_buffers, label_of, output_folder, weights_of
+from fl_lightning.commands.study import Study, check_no_buffers, labels_of, output_folder, weights_of
 from fl_lightning.core import require
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.flatness.plots import plot_interpolation
@@ -48,8 +48,8 @@ def run(
     check_no_buffers(model)
     loaded = trainer.load(model, data, a)
     path, other = weights_of(loaded, b)
-    one = label_of(loaded.checkpoint)
-    zero = label_of(path, [one])
+    assert loaded.checkpoint is not None
+    one, zero = labels_of([loaded.checkpoint, path])
     with Study.of(loaded, output_folder(loaded, out, "interpolate"), {}, splits, samples) as study:
         options = study.options("line", a=one, b=zero)
         gammas = np.linspace(-1, 2, points)

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fl_lightning.algorithms import FedAvg, FedSAM
+from fl_lightning.algorithms import FedAvg, FedGMT, FedSAM
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.commands.study import Study, check_no_buffers, label_of, output_folder, weights_of
+from fl_lightning.commands.study import Study, check_no_buffers, labels_of, output_folder, weights_of
 from fl_lightning.core import State, require
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.engine import SequentialEngine
@@ -32,7 +32,7 @@ def run(
     trainer: FederatedTrainer,
     model: LocalObjective,
     data: FederatedDataModule,
-    ckpt_path: str | None = None,
+    ckpt_path: str,
     kind: Literal["surface", "plane", "perturbation", "trajectory"] = "surface",
     compare: Sequence[str] = (),
     splits: Sequence[Split] = ("train",),
@@ -45,6 +45,8 @@ def run(
 ) -> None:
     """Measures the loss around a checkpoint; writes it as CSV and JSON, and figures as PDF and PNG.
 
+    Nothing is overwritten: the second surface is ``surface_2``, and so on. Figures also go to the run's W&B run.
+
     Args:
         trainer: Its seed and precision are used, and its processes share the work.
         model: The local objective.
@@ -52,8 +54,8 @@ def run(
         ckpt_path: The checkpoint, or "last".
         kind: "surface": over two random directions, the same for all models, filter-normalised. "plane": through
             three checkpoints, two of them in ``compare``. "perturbation": against the length of a perturbation.
-            "trajectory": local training of a client from the checkpoint, by its own algorithm, FedAvg and FedSAM, in
-            the plane through the start and the ends of the first two.
+            "trajectory": local training of a client from the checkpoint, by its own algorithm (FedGMT also without
+            its dual), FedAvg and FedSAM, in the plane through the start and the ends of the first two.
         compare: Further checkpoints with the same net.
         splits: Data: train (of all clients, a stratified sample) and test.
         clients: For a surface: also the local models of these clients, and their data, for all models. For a
@@ -67,7 +69,6 @@ def run(
     Raises:
         UserError: If the arguments do not fit, or a checkpoint is of another net.
     """
-    require(ckpt_path is not None, "ckpt_path", ckpt_path, "give a checkpoint, or 'last'")
     require(points is None or points >= 2, "points", points, "2 or more")
     require(span > 0, "span", span, "above 0")
     require(samples is None or samples >= 1, "samples", samples, "at least 1, or null for all")
@@ -77,10 +78,10 @@ def run(
     loaded = trainer.load(model, data, ckpt_path, clients=kind == "trajectory" or bool(clients))
     for k in clients:
         require(0 <= k < data.num_clients, "clients", k, f"from 0 to {data.num_clients - 1}")
-    models = {label_of(loaded.checkpoint): loaded.global_model}
-    for other in compare:
-        path, w = weights_of(loaded, other)
-        models[label_of(path, list(models))] = w
+    assert loaded.checkpoint is not None
+    found = [(loaded.checkpoint, loaded.global_model), *(weights_of(loaded, other) for other in compare)]
+    paths, weights = zip(*found, strict=True)
+    models = dict(zip(labels_of(paths), weights, strict=True))
     with Study.of(loaded, output_folder(loaded, out, "landscape"), models, splits, samples) as study:
         loaded.fabric.print(f"{kind} of {', '.join(models)} on {', '.join(study.sets)}", flush=True)
         match kind:
@@ -137,12 +138,15 @@ def _perturbation(study: Study, points: int, span: float, directions: int) -> No
 
 
 def _trajectory(study: Study, client: int, points: int) -> None:
-    """Local training of a client, by its own algorithm, FedAvg and FedSAM."""
+    """Local training of a client, by its own algorithm, FedAvg and FedSAM; four paths of FedGMT (its Fig. 6)."""
     run, own = study.run, study.run.objective
     kinds = (FedAvg,) if type(own) is FedSAM else (FedAvg, FedSAM)
     rivals: list[LocalObjective] = [kind(own.net, loss=own.loss, optimizer=own.optimizer) for kind in kinds]
-    objectives = rivals if type(own) is FedAvg else [own, *rivals]
-    paths = {type(o).__name__: trajectory(run, o, client) for o in objectives}
+    objectives = {type(o).__name__: o for o in (rivals if type(own) is FedAvg else [own, *rivals])}
+    if isinstance(own, FedGMT) and own.use_dual:
+        objectives[f"{type(own).__name__} without ADMM"] = alone = copy(own)
+        alone.use_dual = False
+    paths = {name: trajectory(run, o, client) for name, o in objectives.items()}
     first, second = list(paths.values())[:2]
     plane = Plane.through(first[0], first[-1], second[-1])
     x, y = plane.grid(points, include=[plane.project(path) for path in paths.values()])
@@ -161,11 +165,11 @@ def trajectory(run: Run, objective: LocalObjective, client: int) -> Tensor:
 
     Args:
         run: A loaded run, with the clients' state.
-        objective: The run's own, or another one on the same net that keeps no state.
+        objective: The run's own, a variant of its class, or another one on the same net that keeps no state.
         client: Its id.
     """
     jobs = next(Round(run, Cohort.of(run, [client], run.next_round)).phases()).jobs()
-    if objective is not run.objective:
+    if type(objective) is not type(run.objective):
         received = State({"w": run.server.w})
         state = State.initial({**objective.client_inits(), **objective.scratch_state}, run.clients.w0, received.w)
         jobs = [replace(job, state=state, received=received) for job in jobs]

@@ -51,6 +51,8 @@ def explain(error: Exception, configs: Sequence[str] = ()) -> str | None:
     if match := re.search(r"unrecognized arguments: -*([^\s=]+)[\s=]?(.*)", message):
         return _unknown_option("", match[1], f"val='{match[2]}'")
     if match := re.search(r"arguments are required: (.*)", message):
+        if "ckpt_path" in match[1].split(", "):
+            return "ckpt_path: missing; give a checkpoint, such as --ckpt_path runs/.../checkpoints/last.ckpt"
         if not path and match[1] not in ("data, model", "data", "model"):
             return f"{match[1]}: missing; see --help"
         names = ", ".join(f"--{path}.{name}".replace("--.", "--") for name in match[1].split(", "))

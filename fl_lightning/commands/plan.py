@@ -32,6 +32,8 @@ SUMMARY = "Predict hours, memory and bits of a fit, from a few rounds that are m
 
 FEWEST, MOST, BUDGET = 4, 20, 5.0
 """Fewest and most rounds that are measured, and the seconds after which no further one begins."""
+TRAINING = "local training"
+"""The part of a run that depends on cohort, local steps and algorithm."""
 KEPT = (
     "engine", "max_rounds", "sampler", "local_epochs", "local_steps", "precision", "client_block", "compile",
     "deterministic", "client_memory", "seed", "tf32",
@@ -67,15 +69,15 @@ class Plan:
 
     def show(self) -> None:
         """Prints a table."""
-        table = Table("", "times", "each", "together", title=f"{_time(self.seconds)} for {self.rounds} rounds")
+        table = Table("", "times", "each", "together", title=f"{as_time(self.seconds)} for {self.rounds} rounds")
         for name, (times, each) in self.parts.items():
             if times * each >= self.seconds / 1000:
-                table.add_row(name, f"{times:,}", _time(each), _time(times * each))
+                table.add_row(name, f"{times:,}", as_time(each), as_time(times * each))
         Console().print(table)
-        on_device = f", {_bytes(self.device_memory)} on its device" if self.device_memory else ""
+        on_device = f", {as_bytes(self.device_memory)} on its device" if self.device_memory else ""
         print(f"engine: {self.engine}; {self.measured} rounds measured")
-        print(f"memory: {_bytes(self.memory)}{on_device} (first of {self.processes} processes)")
-        print(f"on the wire: {self.bits:,} bits ({_bytes(self.bits / 8)}) between clients and server")
+        print(f"memory: {as_bytes(self.memory)}{on_device} (first of {self.processes} processes)")
+        print(f"on the wire: {self.bits:,} bits ({as_bytes(self.bits / 8)}) between clients and server")
 
 
 class Clock(Callback):
@@ -122,9 +124,11 @@ class Clock(Callback):
         """Reads the round's own clock, evaluates, and ends the run when enough is measured."""
         self.seconds["rest"][self.rounds] = rest = run.metrics["time/orchestration_s"]
         self.seconds["training"][self.rounds] = run.metrics["time/round_s"] - rest
+        late = time.perf_counter() - self.began > BUDGET
         for split in ("val", "test") if run.data.val_fraction else ("test",):
-            run.log(self.timed(split, run.evaluate)(split))
-        run.should_stop = self.rounds >= MOST or (self.rounds >= FEWEST and time.perf_counter() - self.began > BUDGET)
+            if not late or len(self.seconds[split]) < 2:
+                run.log(self.timed(split, run.evaluate)(split))
+        run.should_stop = self.rounds >= MOST or (self.rounds >= FEWEST and late)
 
 
 def measure(
@@ -180,7 +184,7 @@ def plan(
     first = sum(max(0.0, times[1] - clock.each(name)) for name, times in clock.seconds.items())
     parts = {
         "first round, once more": (1, first),
-        "local training": (rounds, fmean(busiest) * step),
+        TRAINING: (rounds, fmean(busiest) * step),
         "orchestration, logs": (rounds, clock.each("rest")),
     }
     for split in {"val", "test"} & clock.seconds.keys():
@@ -267,5 +271,5 @@ def _amount(value: float, **units: float) -> str:
     return f"{value / size:.3g} {name}"
 
 
-_time = partial(_amount, h=3600.0, min=60.0, s=1.0, ms=1e-3)
-_bytes = partial(_amount, GB=1e9, MB=1e6, kB=1e3)
+as_time = partial(_amount, h=3600.0, min=60.0, s=1.0, ms=1e-3)
+as_bytes = partial(_amount, GB=1e9, MB=1e6, kB=1e3)

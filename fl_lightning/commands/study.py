@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -20,9 +22,10 @@ from fl_lightning.core import ensure
 from fl_lightning.flatness import Batches, Values
 from fl_lightning.results.metrics import write_table
 from fl_lightning.trainer import checkpoint, collectives
+from fl_lightning.trainer.loggers import RunLogger
 from fl_lightning.trainer.measurements import PROTOCOL, MeasurementContext
 from fl_lightning.trainer.measurements.base import Split
-from fl_lightning.trainer.run import Run
+from fl_lightning.trainer.run import Run, state_keys
 from fl_lightning.trainer.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -51,13 +54,54 @@ def output_folder(run: Run, out: str | None, name: str) -> Path:
     return run.checkpoint.parent.parent / name if out is None else Path(out)
 
 
-def label_of(path: Path | None, taken: Sequence[str] = ()) -> str:
-    """A run's name and version, from its checkpoint's path; numbered if it is already ``taken``."""
-    assert path is not None
-    run = path.resolve().parent.parent
-    label = f"{run.parent.name}/{run.name}" if path.parent.name == RunFolder.CHECKPOINTS else path.stem
-    n = sum(other == label or other.startswith(f"{label} (") for other in taken)
-    return f"{label} ({n + 1})" if n else label
+def number_of(folder: Path, file: str) -> str:
+    """What is added to the names of a measurement's files: nothing, or ``_2``, ``_3``, ... so that none is overwritten.
+
+    Args:
+        folder: Their folder.
+        file: The one that every such measurement writes, such as ``surface.json``.
+    """
+    stem, suffix = Path(file).stem, Path(file).suffix
+    numbers = (f"_{k}" if k > 1 else "" for k in count(1))
+    return next(number for number in numbers if not (folder / f"{stem}{number}{suffix}").exists())
+
+
+def labels_of(paths: Sequence[Path]) -> list[str]:
+    """Short names of checkpoints for figures, all different: the run's, with version, file or number where needed."""
+    inside = [path.resolve().parent.name == RunFolder.CHECKPOINTS for path in paths]
+    runs = [path.resolve().parent.parent for path in paths]
+    labels = [_run_name(run) if of_run else path.stem for path, run, of_run in zip(paths, runs, inside, strict=True)]
+    for more in ([f"/{run.name}" for run in runs], [f", {path.stem}" for path in paths]):
+        twice = [of_run and labels.count(name) > 1 for name, of_run in zip(labels, inside, strict=True)]
+        labels = [name + end if add else name for name, end, add in zip(labels, more, twice, strict=True)]
+    seen = [labels[:i].count(name) for i, name in enumerate(labels)]
+    return [f"{name} ({n + 1})" if n else name for name, n in zip(labels, seen, strict=True)]
+
+
+def _run_name(folder: Path) -> str:
+    """Name of a run folder's experiment, and of several runs at once the values in which they differ."""
+    name, above = folder.parent.name, folder.parent.parent.name
+    return f"{above}/{name}" if re.search(r"_-?\d[\d.e-]*$", name) else name
+
+
+@contextmanager
+def reopened_loggers(run: Run) -> Iterator[list[RunLogger]]:
+    """The loggers that go on with the log of a checkpoint's run: what a command draws stands beside its curves."""
+    of_run = run.checkpoint is not None and run.checkpoint.parent.name == RunFolder.CHECKPOINTS
+    states = run.restored.get("loggers", {})
+    loggers = [
+        (logger, states.get(key, {}))
+        for key, logger in zip(state_keys(run.loggers), run.loggers, strict=True)
+        if isinstance(logger, RunLogger) and of_run and run.fabric.is_global_zero
+    ]
+    about = run.settings.about(run.objective, run.data, run.restored.get("kind", run.kind))
+    for logger, state in loggers:
+        logger.reopen(run.folder.path, state, run.rounds_done, about)
+    try:
+        yield [logger for logger, _ in loggers]
+    finally:
+        for logger, _ in loggers:
+            logger.finalize("success")
 
 
 def weights_of(run: Run, ckpt_path: str) -> tuple[Path, Tensor]:
@@ -114,7 +158,7 @@ class Study:
     def of(
         cls, run: Run, folder: Path, models: dict[str, Tensor], splits: Sequence[Split], samples: int | None
     ) -> Iterator[Study]:
-        """A study with a progress bar; prints its protocol and folder at the end.
+        """A study with a progress bar; prints its protocol at the end.
 
         Args:
             run: A loaded run.
@@ -130,7 +174,6 @@ class Study:
         with progress_bar(run.fabric) as step:
             yield cls(run, folder, models, {name: batches for name, (batches, _, _) in shares.items()}, about, step)
         run.fabric.print(f"measured with: {PROTOCOL}; {', '.join(f'{k} {v}' for k, v in about.items())}")
-        run.fabric.print(f"results: {folder}")
 
     def options(self, label: str, **protocol: Any) -> dict[str, Any]:
         """Common arguments of the functions of `fl_lightning.flatness.landscape`."""
@@ -152,10 +195,10 @@ class Study:
         return found
 
     def save(self, name: str, results: Mapping[str, Values], **figures: Callable[[], Figure]) -> None:
-        """Writes results and figures.
+        """Writes results and figures under names that are free, and gives the run's loggers the figures.
 
         Args:
-            name: The files' name.
+            name: The files' name, without number.
             results: The results by label.
             **figures: Draw the figures, by the files' names.
 
@@ -166,12 +209,17 @@ class Study:
 
         if self.run.fabric.is_global_zero:
             self.folder.mkdir(parents=True, exist_ok=True)
+            number = number_of(self.folder, f"{name}.json")
             plain = {label: result.to_dict() for label, result in results.items()}
-            (self.folder / f"{name}.json").write_text(json.dumps(plain) + "\n")
+            (self.folder / f"{name}{number}.json").write_text(json.dumps(plain) + "\n")
             rows = [{"model": label, **row} for label, result in results.items() for row in result.rows()]
-            write_table(self.folder / f"{name}.csv", rows[0], [row.values() for row in rows])
-            for figure, draw in figures.items():
-                save_figure(draw(), self.folder / figure)
+            write_table(self.folder / f"{name}{number}.csv", rows[0], [row.values() for row in rows])
+            with reopened_loggers(self.run) as loggers:
+                for figure, draw in figures.items():
+                    _, png = save_figure(draw(), self.folder / f"{figure}{number}")
+                    for logger in loggers:
+                        logger.log_figure(f"landscape/{figure}{number}", png, self.run.rounds_done)
+            self.run.fabric.print(f"results: {self.folder / name}{number}.json, .csv, and figures as .pdf and .png")
         if missing := sum(result.missing for result in results.values()):
-            self.run.fabric.print(f"interrupted: {missing:,} points are missing; results: {self.folder}")
+            self.run.fabric.print(f"interrupted: {missing:,} points are missing")
             raise KeyboardInterrupt

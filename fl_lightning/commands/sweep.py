@@ -11,6 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from fl_lightning.commands import trials
+from fl_lightning.commands.arguments import seeds_of
 from fl_lightning.core import find_config, require
 from fl_lightning.sweeps.file import Sweep
 from fl_lightning.sweeps.study import Study
@@ -33,13 +34,11 @@ def run(file: str, /, jobs: int = 1, seeds: str = "0", seed: int = 0, out: str =
         loggers: Whether the runs have their config's loggers, such as W&B; every run writes metrics.csv.
     """
     require(jobs >= 1, "jobs", jobs, "at least 1")
-    listed = seeds.split(",")
-    good = all(text.isdecimal() for text in listed) and len(set(listed)) == len(listed)
-    require(good, "seeds", seeds, "give different numbers, such as 0,1,2")
+    listed = seeds_of(seeds)
     sweep = Sweep.read(find_config(file))
     if not loggers:
         sweep = replace(sweep, args=(*sweep.args, "--trainer.loggers=[]"))
-    study = Study(sweep, Path(out) / sweep.name, [int(text) for text in listed], seed)
+    study = Study(sweep, Path(out) / sweep.name, listed, seed)
 
     console = Console(width=None if sys.stdout.isatty() else 160)
     console.print(f"sweep {sweep.name}: {study.search.about}; folder: {study.folder}", soft_wrap=True, highlight=False)

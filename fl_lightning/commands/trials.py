@@ -15,11 +15,11 @@ from fl_lightning.commands.messages import ArgumentsError, explain
 from fl_lightning.core import UserError
 from fl_lightning.results.metrics import read_metrics
 from fl_lightning.sweeps.trials import Built, Outcome, Trial, short
-from fl_lightning.trainer.callbacks.progress import COLUMNS
+from fl_lightning.trainer.callbacks.progress import COLUMNS, Ending
 
 
 def build(trial: Trial, folder: Path) -> Built:
-    """Makes the run of a trial from its arguments.
+    """Makes the run of a trial from its arguments; it prints nothing.
 
     Raises:
         UserError: If they are wrong.
@@ -31,6 +31,7 @@ def build(trial: Trial, folder: Path) -> Built:
         if (line := explain(error)) is None:
             raise
         raise UserError(line) from None
+    made.trainer.callbacks = [callback for callback in made.trainer.callbacks if not isinstance(callback, Ending)]
     return Built(made.trainer, made.model, made.data)
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fl_lightning.core import COLORMAP, COLORS, COLUMN, DASHES, MARKERS, PAGE, log_levels, log_ticks, require
+from fl_lightning.core import COLORMAP, COLORS, COLUMN, DASHES, MARKERS, PAGE, STYLE, log_levels, log_ticks, require
 from fl_lightning.flatness.values import Array, Surface
 
 if TYPE_CHECKING:
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from matplotlib.colors import Normalize
     from matplotlib.figure import Figure
 
+LETTER = 4.3 / 72
+"""Mean width of a letter at 8 pt, in inches."""
 SPAN = 20.0
 """Losses whose ratio of largest to smallest exceeds this are drawn on a logarithmic scale."""
 
@@ -103,7 +105,34 @@ def panel_side(columns: int, bars: int) -> float:
 
 def wrapped(text: str, width: float) -> str:
     """A title or label, broken into lines that fit into ``width`` inches at 8 pt."""
-    return fill(text, max(int(width * 72 / 4.3), 8))
+    return fill(text, max(int(width / LETTER), 8), break_on_hyphens=False)
+
+
+def head(panels: Sequence[Axes], columns: Sequence[str], rows: Sequence[str], side: float) -> None:
+    """Writes the columns' names above the first row, and the rows' names, if there are several, at the left.
+
+    Args:
+        panels: The panels, row by row.
+        columns: Names of the columns.
+        rows: Names of the rows.
+        side: Width of a panel, in inches.
+    """
+    for axes, name in zip(panels, columns, strict=False):
+        axes.set_title(wrapped(name, side))
+    if len(rows) > 1:
+        flat = panels[0].name != "3d"
+        for axes, name in zip(panels[:: len(columns)], rows, strict=True):
+            axes.annotate(
+                wrapped(name, side),
+                (0, 0.5),
+                (-46 if flat else 2, 0),
+                xycoords="axes fraction",
+                textcoords="offset points",
+                rotation=90,
+                ha="right",
+                va="center",
+                fontsize=STYLE["axes.titlesize"],
+            )
 
 
 def label_outer(panels: Sequence[Axes], columns: int) -> None:
@@ -124,12 +153,34 @@ def line_styles() -> Iterator[dict[str, Any]]:
         yield {"color": COLORS[i % n], "linestyle": DASHES[(i + i // n) % n], "marker": MARKERS[i % n]}
 
 
-def legend(figure: Figure, axes: Axes) -> None:
-    """Adds a legend below the panels, unless there is only one line without a barrier."""
+def legend(figure: Figure, axes: Axes, title: str | None = None, inside: Axes | None = None) -> None:
+    """Adds a legend below the panels, in as many columns as fit.
+
+    Args:
+        figure: The figure.
+        axes: The panel whose lines it names.
+        title: Its title.
+        inside: An empty panel, which takes the legend instead.
+    """
     handles, labels = axes.get_legend_handles_labels()
-    if len(handles) > 1 or (handles and "barrier" in labels[0]):
-        columns = 2 if figure.get_figwidth() == COLUMN else 4
-        figure.legend(handles, labels, loc="outside lower center", ncols=min(len(handles), columns), frameon=False)
+    if not handles:
+        return
+    if inside is not None:
+        inside.set_axis_off()
+        inside.legend(handles, labels, loc="center", frameon=False)
+        return
+    width = figure.get_figwidth() - 0.2
+    labels = [wrapped(label, width - 0.5) for label in labels]
+    widest = max(len(line) for label in labels for line in label.splitlines())
+    figure.legend(
+        handles,
+        labels,
+        loc="outside lower center",
+        ncols=max(1, min(len(handles), int(width / (0.5 + widest * LETTER)))),
+        frameon=False,
+        title=title and wrapped(title, width),
+        title_fontsize=STYLE["legend.fontsize"],
+    )
 
 
 def aspect(surface: Surface) -> float:
@@ -139,7 +190,7 @@ def aspect(surface: Surface) -> float:
 
 
 def draw_contour(axes: Axes, surface: Surface, z: Array, scale: Scale) -> Any:
-    """Draws filled contours with labelled lines; returns what a colour bar is made from."""
+    """Draws filled contours with lines, labelled unless paths would cross them; returns what a bar is made from."""
     from matplotlib.ticker import MaxNLocator
 
     drawn = axes.contourf(surface.x, surface.y, z, levels=scale.fill, norm=scale.norm, cmap=COLORMAP)
@@ -148,11 +199,39 @@ def draw_contour(axes: Axes, surface: Surface, z: Array, scale: Scale) -> Any:
     if len(levels):
         colors = ["white" if scale.norm(level) < 0.6 else "black" for level in levels]
         lines = axes.contour(surface.x, surface.y, z, levels=levels, colors=colors, linewidths=0.5)
-        axes.clabel(lines, levels[:: 1 if len(levels) < 7 else 2], fmt="%g", fontsize=7, inline_spacing=2)
+        crossed = any(len(places.coordinates) > 1 for places in surface.models.values())
+        if places := {} if crossed else label_places(lines):
+            axes.clabel(lines, list(places), fmt="%g", fontsize=7, inline_spacing=2, manual=list(places.values()))
     axes.set_box_aspect(aspect(surface))
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
     return drawn
+
+
+def label_places(lines: Any, apart: float = 0.2, margin: float = 0.1) -> dict[float, tuple[float, float]]:
+    """Where contour lines are labelled: away from each other and from the edges; lines without room have no label.
+
+    Args:
+        lines: What ``Axes.contour`` returns.
+        apart: Least distance of two labels, as a share of the panel's side.
+        margin: Least distance of a label to the edge, likewise.
+
+    Returns:
+        The point of each labelled level.
+    """
+    low, high = (np.array(ends) for ends in zip(lines.axes.get_xlim(), lines.axes.get_ylim(), strict=True))
+    found: dict[float, tuple[float, float]] = {}
+    taken = np.empty((0, 2))
+    points = {float(level): path.vertices for level, path in zip(lines.levels, lines.get_paths(), strict=True)}
+    for level, path in sorted(points.items(), key=lambda item: -len(item[1])):  # long ones are easier to read
+        at = (path - low) / (high - low)
+        at = at[((at > margin) & (at < 1 - margin)).all(1)]
+        if len(at):
+            nearest = np.linalg.norm(at[:, None] - taken, axis=-1).min(1) if len(taken) else np.ones(len(at))
+            if nearest.max() >= apart:
+                taken = np.vstack([taken, best := at[nearest.argmax()]])
+                found[level] = tuple(low + best * (high - low))
+    return found
 
 
 def draw_3d(axes: Any, surface: Surface, z: Array, scale: Scale) -> Any:
@@ -182,6 +261,7 @@ def draw_3d(axes: Any, surface: Surface, z: Array, scale: Scale) -> Any:
         axis.set_major_locator(MaxNLocator(2, steps=[1, 2, 5, 10]))
         axis.labelpad = -5
     axes.tick_params(pad=-3)
+    axes.tick_params(axis="z", pad=0)
     axes.set_box_aspect((1, 1, 0.75), zoom=0.9)
     return ScalarMappable(scale.norm, COLORMAP)
 

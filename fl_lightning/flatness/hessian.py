@@ -1,5 +1,6 @@
 """The largest eigenvalues of the Hessian H of the data loss F."""
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -81,6 +82,7 @@ class Spectrum:
         iterations: Number of products computed.
         converged: Whether the stopping rule was met for all.
         vectors: v_i, unit length, ``(k, d)``, in the model's dtype; None unless requested.
+        dtype: The model's dtype, in which the products are computed.
     """
 
     values: Tensor
@@ -88,9 +90,13 @@ class Spectrum:
     iterations: int
     converged: bool
     vectors: Tensor | None = None
+    dtype: torch.dtype = torch.float64
 
     def ratio(self, i: int = 5) -> float:
         """λ_1 / λ_i, counted from 1; FedSAM (ECCV 2022, Table 1) has i = 5.
+
+        Returns:
+            The ratio; NaN if λ_i is zero up to rounding, as of a Hessian of lower rank.
 
         Raises:
             UserError: If there are fewer than ``i`` eigenvalues.
@@ -98,7 +104,9 @@ class Spectrum:
         ensure(
             1 <= i <= len(self.values), f"ratio: there are {len(self.values)} eigenvalues, none at {i}; use a larger k"
         )
-        return (self.values[0] / self.values[i - 1]).item()
+        top, other = self.values[0].item(), self.values[i - 1].item()
+        zero = Lanczos.ROUNDING * torch.finfo(self.dtype).eps * self.values.abs().max().item()
+        return top / other if abs(other) > zero else math.nan
 
 
 class Hessian:
@@ -184,7 +192,9 @@ def spectrum(
 
     ``lanczos``: the algebraically largest, by :class:`~fl_lightning.flatness.krylov.Lanczos`, stopped when the relative
     residuals of all k are at most ``tol``. The error of a value is then about ``tol``² |θ| / (relative gap to the
-    next): the default of 1e-2 gives three digits or more. Memory: ``basis`` vectors of the model's size and dtype.
+    next): with the default of 1e-2 three digits or more of a value that stands apart, as lambda_max of a trained net
+    does, but only some per cent where eigenvalues lie closer together than ``tol``; there one may also be missed. Take
+    a smaller ``tol`` for those. Memory: ``basis`` vectors of the model's size and dtype.
 
     ``power``: the papers' measure (FedGloSS, arXiv 2412.03752, App. D.3; FedSAM, ECCV 2022, Fig. 5): deflated power
     iteration, each stopped when the relative change of the estimate is at most ``tol``. It finds the eigenvalues
@@ -236,7 +246,7 @@ def _lanczos(h: Hessian, k: int, steps: int, tol: float, basis: int, vectors: bo
     def found(with_vectors: bool = False) -> Spectrum:
         values, residuals = (x[-k:].flip(0) for x in (lanczos.values, lanczos.residuals))
         vectors = lanczos.vectors() if with_vectors else None
-        return Spectrum(values, _relative(residuals, values), h.products, converged, vectors)
+        return Spectrum(values, _relative(residuals, values), h.products, converged, vectors, h.like.dtype)
 
     with interruptible(found, lambda: len(lanczos.values) > 0):
         while h.products < steps and not converged and not lanczos.failed:
@@ -255,7 +265,7 @@ def _power(h: Hessian, k: int, steps: int, tol: float, vectors: bool) -> Spectru
         )
         converged = len(pairs) == k and all(p.converged for p in pairs)
         vectors = torch.stack([p.vector for p in pairs]) if with_vectors else None
-        return Spectrum(values, _relative(residuals, values), h.products, converged, vectors)
+        return Spectrum(values, _relative(residuals, values), h.products, converged, vectors, h.like.dtype)
 
     with interruptible(found, lambda: bool(power.pairs)):
         while len(power.pairs) < k:

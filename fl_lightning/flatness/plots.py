@@ -19,6 +19,7 @@ from fl_lightning.flatness.drawing import (
     draw_3d,
     draw_contour,
     draw_models,
+    head,
     label_outer,
     legend,
     line_styles,
@@ -60,21 +61,27 @@ def plot_surface(
     rows = len(sets) if len(sets) > 1 else -(-len(surfaces) // columns)
     side = panel_side(columns, bars=1)
     with style():
-        figure = new_figure(rows, columns, side, bottom=0.3)
+        names = 0.25 if len(sets) > 1 else 0.0  # those of the rows take width from the panels
+        figure = new_figure(rows, columns, side - names, bottom=0.3 + names)
         panels: list[Axes] = []
         for name in sets:
-            for label, surface in surfaces.items():
+            for surface in surfaces.values():
                 place = (rows, columns, len(panels) + 1)
-                title = wrapped(label if len(sets) == 1 else f"{label}, {name}", side)
                 if kind == "3d":
-                    axes = figure.add_subplot(*place, projection="3d", title=title)
+                    axes = figure.add_subplot(*place, projection="3d")
                     drawn = draw_3d(axes, surface, scale.clip(surface.loss[name]), scale)
                 else:
-                    axes = figure.add_subplot(*place, title=title)
+                    axes = figure.add_subplot(*place)
                     drawn = draw_contour(axes, surface, scale.clip(surface.loss[name]), scale)
                     draw_models(axes, surface)
-                axes.set(xlabel=labels[0], ylabel=labels[1])
+                if kind == "contour" or len(panels) // columns == rows - 1:
+                    axes.set(xlabel=labels[0], ylabel=labels[1])
                 panels.append(axes)
+        if len(sets) > 1:
+            head(panels, list(surfaces), sets, side)
+        else:
+            for axes, label in zip(panels, surfaces, strict=True):
+                axes.set_title(wrapped(label, side))
         if kind == "contour":
             legend(figure, panels[0])
             label_outer(panels, columns)
@@ -117,7 +124,8 @@ def plot_plane(
             scale.bar(figure, drawn, [axes], label)
             panels.append(axes)
         label_outer(panels, columns)
-        legend(figure, panels[0])
+        empty = figure.add_subplot(rows, columns, rows * columns) if len(panels) < rows * columns else None
+        legend(figure, panels[0], inside=empty)
     return figure
 
 
@@ -143,10 +151,10 @@ def plot_interpolation(results: Mapping[str, Interpolation], ends: tuple[str, st
                 accuracy.plot(r.gammas, 100 * r.accuracy[name], **look)
         scale_y(loss, [r.loss[name] for r in results.values() for name in r.loss])
         for axes in filter(None, (loss, accuracy)):
-            axes.set_xlabel(wrapped(f"$\\gamma$ (0:\u00a0{ends[0]}, 1:\u00a0{ends[1]})", 2.6))
+            axes.set_xlabel("$\\gamma$")
             for end in (0, 1):
                 axes.axvline(end, color="0.5", linewidth=0.6, zorder=0)
-        legend(figure, loss)
+        legend(figure, loss, title=f"γ = 0: {ends[0]}, γ = 1: {ends[1]}")
     return figure
 
 
@@ -165,10 +173,10 @@ def plot_perturbation(results: Mapping[str, Perturbation]) -> Figure:
         for look, (label, name) in zip(line_styles(), lines, strict=False):
             r = results[label]
             sets = {name for result in results.values() for name in result.loss}
-            text = ", ".join(part for part, many in ((label, len(results) > 1), (name, len(sets) > 1)) if many)
+            text = f"{label}, {name}" if len(sets) > 1 else label
             look["markevery"] = max(len(r.radii) // 8, 1)
             mean, spread = r.mean(name), r.spread(name)
-            steepest.plot(r.radii, r.along_gradient(name), label=text or name, **look)
+            steepest.plot(r.radii, r.along_gradient(name), label=text, **look)
             random.plot(r.radii, mean, **look)
             random.fill_between(r.radii, mean - spread, mean + spread, color=look["color"], alpha=0.2, linewidth=0)
         scale_y(steepest, [r.along_gradient(name) for r in results.values() for name in r.loss])
@@ -202,7 +210,8 @@ def plot_spectrum(eigenvalues: Mapping[str, ArrayLike]) -> Figure:
             scale_y(axes, [values])
         ticks = MaxNLocator(6, integer=True, steps=[1, 2, 5, 10]).tick_values(1, most)
         axes.set_xticks(sorted({max(tick, 1) for tick in ticks if tick <= most}))
-        legend(figure, axes)
+        if len(spectra) > 1:
+            legend(figure, axes)
     return figure
 
 
@@ -214,10 +223,12 @@ def plot_density(densities: Mapping[str, tuple[ArrayLike, ArrayLike]]) -> Figure
     """
     with style():
         figure = new_figure(1, 1)
-        axes = figure.add_subplot(xlabel="eigenvalue $\\lambda$", ylabel="density", yscale="log")
+        title = wrapped(next(iter(densities)), 2.6) if len(densities) == 1 else ""
+        axes = figure.add_subplot(title=title, xlabel="eigenvalue $\\lambda$", ylabel="density", yscale="log")
         top = max(float(np.max(np.asarray(density))) for _, density in densities.values())
         for look, (label, (at, density)) in zip(line_styles(), densities.items(), strict=False):
             axes.plot(at, density, label=label, **{**look, "marker": None})
         axes.set_ylim(top * 1e-6, top * 2)
-        legend(figure, axes)
+        if len(densities) > 1:
+            legend(figure, axes)
     return figure

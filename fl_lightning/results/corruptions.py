@@ -9,10 +9,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from fl_lightning.core import COLORS, COLUMN, DASHES, PAGE, style
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 CLEAN = "clean"
+HATCHES = ("", "////", "....", "xxxx", "\\\\\\\\", "++++", "oooo")
+"""Bars differ by more than their colour."""
 
 
 class Accuracy(NamedTuple):
@@ -47,7 +51,7 @@ def read(path: Path) -> list[Accuracy]:
 def plot_corruptions(runs: Mapping[str, Sequence[Accuracy] | Path]) -> Figure:
     """Draws the accuracy of one or more runs by corruption, at the highest severity and averaged over all of them.
 
-    A dotted line is the accuracy on the clean test set.
+    A thin line is the accuracy on the clean test set.
 
     Args:
         runs: Rows, or the file that contains them, of each run by its label.
@@ -57,20 +61,21 @@ def plot_corruptions(runs: Mapping[str, Sequence[Accuracy] | Path]) -> Figure:
     tables = {label: read(rows) if isinstance(rows, Path) else rows for label, rows in runs.items()}
     corrupted = [row for rows in tables.values() for row in rows if row.severity]
     names, highest = list(dict.fromkeys(row.corruption for row in corrupted)), max(row.severity for row in corrupted)
-    figure = Figure(figsize=(3 + 0.45 * len(names), 5.5), layout="constrained")
     width = 0.8 / len(tables)
-    for place, (title, least) in enumerate(((f"severity {highest}", highest), ("mean over severities", 1))):
-        axes = figure.add_subplot(2, 1, place + 1, title=title, ylabel="test accuracy")
-        for i, (label, rows) in enumerate(tables.items()):
-            shown = [row for row in rows if row.severity >= least]
-            heights = [np.mean([r.acc for r in shown if r.corruption == name] or [np.nan]) for name in names]
-            at = np.arange(len(names)) + (i - (len(tables) - 1) / 2) * width
-            bars = axes.bar(at, heights, width, label=label)
-            for clean in (row.acc for row in rows if row.corruption == CLEAN):
-                axes.axhline(clean, color=bars.patches[0].get_facecolor(), linestyle=":", linewidth=1)
-        labels = [name.replace("_", " ") for name in names] if place else [""] * len(names)
-        axes.set_xticks(range(len(names)), labels, rotation=40, ha="right", fontsize="small")
-        axes.grid(axis="y", alpha=0.3)
-        if not place and len(tables) > 1:
-            figure.legend(loc="outside upper center", ncols=len(tables), fontsize="small")
+    with style():
+        figure = Figure(figsize=(COLUMN if len(names) * len(tables) <= 8 else PAGE, 4.2), layout="constrained")
+        for place, (title, least) in enumerate(((f"severity {highest}", highest), ("mean over severities", 1))):
+            axes = figure.add_subplot(2, 1, place + 1, title=title, ylabel="test accuracy (%)", ylim=(0, 100))
+            for i, (label, rows) in enumerate(tables.items()):
+                color, hatch = COLORS[i % len(COLORS)], HATCHES[i % len(HATCHES)]
+                shown = [row for row in rows if row.severity >= least]
+                heights = [100 * np.mean([r.acc for r in shown if r.corruption == name] or [np.nan]) for name in names]
+                at = np.arange(len(names)) + (i - (len(tables) - 1) / 2) * width
+                axes.bar(at, heights, width, label=label, color=color, hatch=hatch, edgecolor="white", linewidth=0.4)
+                for clean in (row.acc for row in rows if row.corruption == CLEAN):
+                    axes.axhline(100 * clean, color=color, linestyle=DASHES[i % len(DASHES)], linewidth=0.8, zorder=0)
+            labels = [name.replace("_", " ") for name in names] if place else [""] * len(names)
+            axes.set_xticks(range(len(names)), labels, rotation=45, ha="right", rotation_mode="anchor")
+            axes.grid(axis="y", alpha=0.3)
+        figure.legend(*axes.get_legend_handles_labels(), loc="outside upper center", ncols=2, frameon=False)
     return figure

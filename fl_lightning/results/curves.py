@@ -1,65 +1,164 @@
-"""Curves of one or more runs: accuracy, loss and flatness by round."""
+"""Curves of runs by round: accuracy, loss and flatness, as mean and band over seeds."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from statistics import mean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from fl_lightning.core import log_ticks
-from fl_lightning.results.metrics import read_metrics
+from fl_lightning.core import COLORS, COLUMN, DASHES, PAGE, log_ticks, require, style
+from fl_lightning.results.metrics import Band, Pairs, band, is_flatness, read_metrics, write_table
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 POINTS = 100
 """Parts of a run; the mean of each is drawn."""
-PANELS = {
+PANELS = ("server/test/acc", "server/test/miou", "server/test/loss", "flatness/lambda_max", "flatness/discrepancy")
+"""Metrics that are drawn if they were measured."""
+LABELS = {
     "server/test/acc": "test accuracy",
     "server/test/miou": "test mIoU",
     "server/test/loss": "test loss",
-    "flatness/lambda_max": "Hessian $\\lambda_{max}$",
-    "flatness/discrepancy": "flatness discrepancy $\\Delta_F$",
+    "client/train/loss": "training loss",
+    "flatness/lambda_max": r"Hessian $\lambda_{max}$",
+    "flatness/discrepancy": r"flatness discrepancy $\Delta_F$",
+    "flatness/sharpness_global": "sharpness of the global model",
+    "flatness/sharpness_local": "sharpness of the local models",
 }
+"""Labels of metrics."""
+LOG = 20.0
+"""Measures of flatness whose largest value exceeds the smallest by this factor are drawn on a logarithmic axis."""
+
+Columns = Mapping[str, Pairs]
+Runs = Path | Sequence[Path]
 
 
-def plot_curves(runs: dict[str, Path]) -> Figure:
-    """Accuracy, loss, lambda_max and flatness discrepancy of one or more runs by round.
-
-    Of a long run the means over hundredths of its rounds are drawn, and thin lines through the single values.
+def read(runs: Mapping[str, Runs]) -> dict[str, list[Columns]]:
+    """Returns the metrics of each run, by group.
 
     Args:
-        runs: ``metrics.csv`` of each run, by its label.
+        runs: ``metrics.csv`` of a run, or of several with different seeds, by label.
+    """
+    lists = {label: [paths] if isinstance(paths, Path) else paths for label, paths in runs.items()}
+    return {label: [read_metrics(path) for path in paths] for label, paths in lists.items()}
+
+
+def curve(runs: Sequence[Columns], name: str) -> Band | None:
+    """Returns mean and deviation of a metric over the runs of a group, in the rounds that all of them have.
+
+    Of a long run, the means over hundredths of its rounds are taken first.
+
+    Args:
+        runs: The metrics of each run; those without this one are left out.
+        name: The metric.
+
+    Returns:
+        None if no run has it, or there is no common round.
+    """
+    having = [dict(run[name]) for run in runs if run.get(name)]
+    common = sorted(set(having[0]).intersection(*having[1:])) if having else []
+    return band([_means([(at, run[at]) for at in common]) for run in having]) if common else None
+
+
+def _means(values: Pairs) -> list[tuple[float, float]]:
+    """Returns mean round and mean value of each part of a run that has measurements."""
+    width = max(1, math.ceil(values[-1][0] / POINTS))
+    parts = [list(part) for _, part in groupby(values, lambda pair: (pair[0] - 1) // width)]
+    return [(mean(at for at, _ in part), mean(value for _, value in part)) for part in parts]
+
+
+def drawn(groups: Mapping[str, Sequence[Columns]]) -> list[str]:
+    """Returns the metrics worth a curve that any run has: of the server, the training loss, and of flatness."""
+    names = dict.fromkeys([*PANELS, *(name for runs in groups.values() for run in runs for name in run)])
+    having = {name for runs in groups.values() for run in runs for name in run}
+    return [n for n in names if n in having and (n.startswith("server/") or n == "client/train/loss" or is_flatness(n))]
+
+
+def write_curves(runs: Mapping[str, Runs], out: Path) -> None:
+    """Writes ``curves.csv``, with the number of seeds and mean and deviation over them, ``curves.png`` and ``.pdf``."""
+    from fl_lightning.core import save_figure
+
+    groups = read(runs)
+    bands = [(label, name, curve(group, name), group) for label, group in groups.items() for name in drawn(groups)]
+    rows = (
+        (label, name, *point, sum(name in run for run in group))
+        for label, name, found, group in bands
+        if found is not None
+        for point in zip(*found, strict=True)
+    )
+    write_table(out / "curves.csv", ["run", "metric", "round", "mean", "sd", "seeds"], rows)
+    save_figure(plot_curves(runs), out / "curves")
+
+
+def plot_curves(runs: Mapping[str, Runs], names: Sequence[str] | None = None) -> Figure:
+    """Draws metrics of one or more groups of runs by round, one colour a group: as wide as a page, one as a column.
+
+    The band is the mean ± the standard deviation over the seeds. Of a long run the means over hundredths of its rounds
+    are drawn, of a single one with a thin line through the single values.
+
+    Args:
+        runs: ``metrics.csv`` of a run, or of several with different seeds, by label.
+        names: The metrics; None: accuracy or mIoU, loss, lambda_max and discrepancy, as far as they were measured.
+
+    Raises:
+        UserError: If no run has one of ``names``.
     """
     from matplotlib.figure import Figure
 
-    columns = {label: read_metrics(path) for label, path in runs.items()}
-    names = [name for name in PANELS if any(name in c for c in columns.values())]
-    figure = Figure(figsize=(3.2 * max(len(names), 1), 2.8), layout="constrained")
-    for i, name in enumerate(names):
-        axes = figure.add_subplot(1, len(names), i + 1, xlabel="round", ylabel=PANELS[name])
-        for (label, metrics), style in zip(columns.items(), ("-", "--", "-.", ":") * len(columns), strict=False):
-            if name in metrics:
-                rounds, values = zip(*metrics[name], strict=True)
-                shown = _means(rounds, values)
-                (line,) = axes.plot(*shown, style, label=label, marker="." if len(shown[0]) < 30 else None)
-                if len(shown[0]) < len(rounds):
-                    axes.plot(rounds, values, color=line.get_color(), linewidth=0.5, alpha=0.3, zorder=1)
-        axes.grid(alpha=0.3)
-        if name == "flatness/lambda_max" and min(v for c in columns.values() for _, v in c.get(name, ())) > 0:
-            axes.set_yscale("log")
-            log_ticks(axes)
-        if i == 0 and len(runs) > 1:
-            figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize="small")
+    groups = read(runs)
+    if names is None:
+        names = [name for name in drawn(groups) if name in PANELS]
+    for name in names:
+        require(name in drawn(groups), "names", name, f"no run has it; choose from {', '.join(drawn(groups))}")
+    wide = 2 if len(names) > 1 else 1
+    rows = max(-(-len(names) // wide), 1)
+    with style():
+        figure = Figure(figsize=(PAGE if wide > 1 else COLUMN, 1.9 * rows + 0.4), layout="constrained")
+        for i, name in enumerate(names):
+            axes = figure.add_subplot(rows, wide, i + 1, ylabel=LABELS.get(name, name))
+            _panel(axes, name, groups)
+            if i + wide >= len(names):
+                axes.set_xlabel("round")
+        place_legend(figure)
     return figure
 
 
-def _means(rounds: Sequence[int], values: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Returns mean round and mean value of each part of a run that has measurements."""
-    width = max(1, math.ceil(rounds[-1] / POINTS))
-    parts = [list(part) for _, part in groupby(zip(rounds, values, strict=True), lambda pair: (pair[0] - 1) // width)]
-    means = [[mean(column) for column in zip(*part, strict=True)] for part in parts]
-    return [at for at, _ in means], [value for _, value in means]
+def place_legend(figure: Figure) -> None:
+    """Adds one legend below the panels, unless there is only one line; a group may be missing in some panels."""
+    lines = {label: line for axes in figure.axes for line, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    if len(lines) > 1:
+        columns = int(22 * figure.get_figwidth() // (max(map(len, lines)) + 9))  # letters of 7 pt in a line
+        figure.legend(lines.values(), lines, loc="outside lower center", ncols=max(columns, 1), frameon=False)
+
+
+def _panel(axes: Axes, name: str, groups: Mapping[str, Sequence[Columns]]) -> None:
+    ends: list[float] = []
+    for look, (label, group) in zip(_looks(), groups.items(), strict=False):
+        found = curve(group, name)
+        if found is None:
+            continue
+        low, high = ([m + sign * sd for m, sd in zip(found.mean, found.sd, strict=True)] for sign in (-1, 1))
+        ends += low
+        few = "." if len(found.rounds) < 30 else None
+        axes.plot(found.rounds, found.mean, label=label, marker=few, **look)
+        if len(group) > 1:
+            axes.fill_between(found.rounds, low, high, color=look["color"], alpha=0.2, linewidth=0)
+        elif len(found.rounds) < len(group[0][name]):
+            axes.plot(*zip(*group[0][name], strict=True), color=look["color"], linewidth=0.4, alpha=0.3, zorder=1)
+    axes.grid(alpha=0.3)
+    # a band that reaches 0 has no place on a logarithmic axis
+    if is_flatness(name) and min(ends) > 0 and max(ends) > LOG * min(ends):
+        axes.set_yscale("log")
+        log_ticks(axes)
+
+
+def _looks() -> Iterator[dict[str, Any]]:
+    """Colour and dashes of each group in turn; the first 49 differ."""
+    n = len(COLORS)
+    for i in range(n * n):
+        yield {"color": COLORS[i % n], "linestyle": DASHES[(i + i // n) % n]}

@@ -32,11 +32,12 @@ class Cell:
         epochs: Local epochs E.
         algorithm: Algorithm and its additions, such as ``FedASAM+SWA``.
         metric: What the number is: ``acc`` in percent, ``acc@5000`` after 5,000 rounds, ``acc@50%`` after half of them;
-            ``miou``, also of ``seen`` and ``unseen`` domains; ``lambda_max``, ``lambda_local``, ``lambda_global``,
-            ``trace``, ``lpf``, ``discrepancy``, ``divergence``; ``rounds@74`` (rounds to 74 %), likewise ``seconds@74``
-            and ``minutes@41``; ``rounds_to_fedavg`` (to FedAvg's final accuracy); ``cost`` (communication over
-            FedAvg's); ``models_per_client`` (down and up), ``transmissions_100`` (hundreds of models),
-            ``seconds_per_round``.
+            ``miou``, also of ``seen`` and ``unseen`` domains; ``lambda_max``, ``trace``, ``lpf``, ``discrepancy``,
+            ``divergence``; ``lambda_local@cat`` and ``lambda_global@cat`` of a local model whose client has images of
+            cats alone; ``rounds@74`` (rounds to 74 %), likewise ``seconds@74`` and ``minutes@41``; ``rounds_to_fedavg``
+            (to FedAvg's final accuracy); ``cost`` (communication over FedAvg's); ``models_per_client`` (down and up),
+            also ``_down`` and ``_up`` alone, ``transmissions_100`` (hundreds of models), ``seconds_per_round``;
+            ``communication_per_round`` and ``computation_per_step``, over FedAvg's.
         value: The number; None if there is none, and `note` says why.
         std: Its standard deviation, if known.
         note: Doubts; begins with "lost" (in the text at hand), "uncertain", "not converged", "not reached" or

@@ -1,11 +1,11 @@
 """Statistics of a run that the papers report, from its ``metrics.csv``."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean, pstdev, stdev
 
 from fl_lightning.core import ensure, require
-from fl_lightning.results.metrics import read_metrics
+from fl_lightning.results.metrics import Mode, Pairs, is_flatness, mode_of, read_metrics
 
 LAST = 100
 """Rounds at the end whose evaluations are averaged: ECCV 2022, FedGloSS and FedGF take 100, FedGMT 50."""
@@ -23,17 +23,19 @@ class Summary:
         mean: Mean over these evaluations: the papers' headline.
         std: Sample standard deviation over them (n - 1), as FedGMT reports it; None for a single one.
         std_population: The same with n.
-        best: Largest value of the whole run.
+        best: Best value of the whole run: the largest, or as `mode` says the smallest.
         best_round: The first round with that value.
         final: Value of the last evaluation.
         minutes: Of all rounds: local training and aggregation, without evaluation and what callbacks measure.
         bits: Sent and uploaded in all.
         transmissions: Models sent and uploaded in all, per client of a cohort: 2 a round of FedAvg (FedGF, Table 3).
         target: The value to reach, if one was given.
-        target_round: First evaluated round with at least that value, not smoothed.
+        target_round: First evaluated round that is as good, not smoothed.
         target_minutes: Minutes up to and with that round.
         target_bits: Bits up to and with that round.
         target_transmissions: Transmissions up to and with that round.
+        mode: Whether large (max) or small (min) values of the metric are good.
+        flatness: Mean of each measure of flatness over its measurements in the last rounds, by name.
     """
 
     metric: str
@@ -54,16 +56,25 @@ class Summary:
     target_minutes: float | None = None
     target_bits: float | None = None
     target_transmissions: float | None = None
+    mode: Mode = "max"
+    flatness: dict[str, float] = field(default_factory=dict)
 
 
-def summarise(run: str | Path, last: int = LAST, target: float | None = None, metric: str | None = None) -> Summary:
+def summarise(
+    run: str | Path,
+    last: int = LAST,
+    target: float | None = None,
+    metric: str | None = None,
+    mode: Mode | None = None,
+) -> Summary:
     """Statistics of a run.
 
     Args:
         run: Its folder, or its ``metrics.csv``.
         last: Rounds at the end whose evaluations are averaged.
         target: A value to be reached; it is in the unit of the metric, so accuracy is a fraction.
-        metric: Name of the metric, larger is better; None: what the data evaluate on the test set, accuracy or mIoU.
+        metric: Name of the metric; None: what the data evaluate on the test set, accuracy or mIoU.
+        mode: Whether its large (max) or small (min) values are good; None: as `mode_of` knows.
 
     Raises:
         UserError: If there is no such file or metric, or no evaluation in the last rounds.
@@ -84,13 +95,17 @@ def summarise(run: str | Path, last: int = LAST, target: float | None = None, me
         f"metric = {metric}: not in {path}, which has {', '.join(columns) or 'no rows'}",
     )
     evaluated, rounds = columns[metric], max(values[-1][0] for values in columns.values())
-    window = [value for at, value in evaluated if at > rounds - last]
+    mode, window = mode_of(metric, mode), _since(evaluated, rounds - last)
     ensure(
         bool(window),
         f"last = {last}: no {metric} in the last {last} of {rounds} rounds of {path}; take more rounds",
     )
-    best_round, best = max(evaluated, key=lambda pair: (pair[1], -pair[0]))
-    reached = next((at for at, value in evaluated if value >= target), None) if target is not None else None
+    sign = 1 if mode == "max" else -1
+    best_round, best = max(evaluated, key=lambda pair: (sign * pair[1], -pair[0]))
+    reached = None
+    if target is not None:
+        reached = next((at for at, value in evaluated if sign * value >= sign * target), None)
+    measured = {name: _since(pairs, rounds - last) for name, pairs in columns.items() if is_flatness(name)}
 
     def minutes(until: int) -> float | None:
         seconds = [value for at, value in columns.get("time/round_s", ()) if at <= until]
@@ -118,4 +133,11 @@ def summarise(run: str | Path, last: int = LAST, target: float | None = None, me
         target_minutes=None if reached is None else minutes(reached),
         target_bits=at("comm/total_bits", reached),
         target_transmissions=at("comm/transmissions", reached),
+        mode=mode,
+        flatness={name.removeprefix("flatness/"): mean(values) for name, values in measured.items() if values},
     )
+
+
+def _since(pairs: Pairs, round: int) -> list[float]:
+    """Values after a round."""
+    return [value for at, value in pairs if at > round]

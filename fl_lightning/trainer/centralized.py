@@ -10,6 +10,7 @@ import torch
 
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.core import ensure, global_generator, seeded, unchanged
+from fl_lightning.trainer.quiet import quiet
 from fl_lightning.trainer.run import Run, Snapshot
 from fl_lightning.trainer.settings import Settings
 
@@ -80,6 +81,7 @@ def check_centralized(settings: Settings, model: LocalObjective) -> None:
     )
 
 
+@quiet()
 def train_centrally(run: Run) -> None:
     """Trains for ``max_rounds`` epochs on the union of the clients' data, from the run's state on.
 

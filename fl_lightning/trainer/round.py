@@ -78,6 +78,7 @@ class Round:
 
     def apply(self) -> None:
         """Makes this round's result the state of the run."""
+        self.run.client_losses = self.losses
         self.run.apply(self.server, self.rows, self.floats)
 
     def metrics(self) -> dict[str, float]:

@@ -18,6 +18,7 @@ from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.core import FlatNet, RoundContext, State, UserError
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.engine import Engine, EngineName, LocalResult
+from fl_lightning.trainer import provenance
 from fl_lightning.trainer.client_store import ClientStore
 from fl_lightning.trainer.evaluation import Evaluator, Split
 from fl_lightning.trainer.loggers import RunLogger
@@ -100,6 +101,7 @@ class Run:
         rounds_done: Number of rounds done.
         total_floats: Numbers sent and uploaded so far.
         metrics: The latest value of every metric.
+        client_losses: Training loss of each client of the last round, ``(cohort,)``; empty in centralized training.
         should_stop: Ends the run after this round; a callback may set it.
         checkpoint: The checkpoint that the run was restored from.
         restored: Its content.
@@ -157,6 +159,7 @@ class Run:
         self.clients = ClientStore(objective.client_inits(), w0, settings.client_memory)
         self.rounds_done, self.total_floats, self.should_stop = 0, 0, False
         self.metrics: dict[str, float] = {}
+        self.client_losses: Tensor = w0[:0]
         self.varied: dict[str, float] = {}
         self.training_state: Callable[[], dict[str, Any]] = dict
         self.upload_shapes: dict[int, dict[str, list[int]]] = {}
@@ -211,6 +214,12 @@ class Run:
         metrics = {name: float(value) for name, value in metrics.items()}
         self._round_metrics.update(metrics)
         self.metrics = {**self.metrics, **metrics}
+
+    def log_clients(self, name: str, values: Sequence[float] | Tensor) -> None:
+        """Shows the loggers a number of each client, for its distribution."""
+        for logger in self.loggers if self.fabric.is_global_zero and len(values) else ():
+            if isinstance(logger, RunLogger):
+                logger.log_clients(name, [float(value) for value in values], self.rounds_done)
 
     def monitored(self, callback: str, name: str, metrics: Mapping[str, float]) -> float | None:
         """This round's value of a metric that a callback monitors; None if it was not measured.
@@ -284,14 +293,18 @@ class Run:
             config["trainer"] = {**config["trainer"], "engine": self.engine_name}
             if rank0:
                 self.folder.config.write_text(yaml.safe_dump(config, sort_keys=False))
+        if rank0:
+            _write_origin(self)
         states = self.restored.get("callbacks", {})
         for key, callback in zip(state_keys(self.callbacks), self.callbacks, strict=True):
             if states.get(key):
                 callback.load_state_dict(states[key])
-        states = self.restored.get("loggers", {})
+        states, about = self.restored.get("loggers", {}), self.settings.about(self.objective, self.data, self.kind)
         for key, logger in zip(state_keys(self.loggers), self.loggers, strict=True):
             if isinstance(logger, RunLogger):
-                logger.start(self.folder.path, states.get(key, {}), self.rounds_done)
+                logger.start(self.folder.path, states.get(key, {}), self.rounds_done, about)
+                if rank0 and not self.rounds_done:
+                    logger.log_partition(self.data)
             with suppress(NotImplementedError):  # Fabric's own CSVLogger logs none
                 logger.log_hyperparams(config)
 
@@ -363,8 +376,18 @@ class Run:
         if self.rounds_done % settings.eval_every == 0 or self.rounds_done > self.max_rounds - settings.eval_last:
             for split in ("val", "test") if self.data.val_fraction else ("test",):
                 self.log(self.evaluate(split))
+            self.log_clients("client/train/loss", self.client_losses)
         self.call("on_round_end")
         logged, self._round_metrics = self._round_metrics, {}
         for logger in self.loggers:
             logger.log_metrics(metrics=logged, step=self.rounds_done)
         self.call("on_round_logged", metrics=logged)
+
+
+def _write_origin(run: Run) -> None:
+    """Writes what the run is made with, and of a new one how its data are divided."""
+    path, fabric, engine = run.folder.path, run.fabric, None if run.kind == "centralized" else run.engine_name
+    precision = run.settings.precision
+    provenance.write(path, run.rounds_done, fabric.device, fabric.world_size, engine=engine, precision=precision)
+    if run.checkpoint is None:
+        provenance.write_partition(path, run.data)

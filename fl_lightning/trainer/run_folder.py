@@ -32,6 +32,11 @@ class RunFolder:
         """The experiment's name, which runs of one config share."""
         return self.path.resolve().parent.name
 
+    @property
+    def label(self) -> str:
+        """Name and version, as figures show them: ``FedGloSS-Digits/version_0``."""
+        return f"{self.name}/{self.path.resolve().name}"
+
     @classmethod
     def create(cls, root: Path, name: str) -> RunFolder:
         """Creates ``root/name/version_k`` with the first free k; several runs may start at once.

@@ -13,8 +13,12 @@ import torch
 
 from fl_lightning.core import UserError, require
 from fl_lightning.engine import ENGINES, EngineName
+from fl_lightning.results.configs import group_id
+from fl_lightning.results.summary import LAST
 from fl_lightning.trainer import collectives
+from fl_lightning.trainer.loggers import About
 from fl_lightning.trainer.memory import keep_freed_memory
+from fl_lightning.trainer.quiet import quiet
 from fl_lightning.trainer.samplers import CohortSampler, UniformSampler
 
 Kind = Literal["federated", "centralized"]
@@ -128,15 +132,27 @@ class Settings:
             ) from None
         self._launched = False
 
+    @property
+    def last_rounds(self) -> int:
+        """Rounds at the end whose evaluations are averaged: ``eval_last`` if that is set, else the papers' 100."""
+        return self.eval_last if self.eval_last > 1 else LAST
+
     def run_name(self, model: object, data: object, kind: Kind = "federated") -> str:
         """The folder of this experiment's runs: ``name``, by default model and data."""
         middle = "-" if kind == "federated" else f"-{kind}-"
         return self.name or f"{type(model).__name__}{middle}{type(data).__name__}"
 
+    def about(self, model: object, data: object, kind: Kind = "federated") -> About:
+        """What loggers sort runs by."""
+        tags = (type(model).__name__, type(data).__name__)
+        group = "-".join([*tags, group_id(self.config)]) if self.config else self.run_name(model, data, kind)
+        return About("fit" if kind == "federated" else kind, group, tags, self.last_rounds)
+
     def launch(self) -> None:
         """Starts the processes, at the first call."""
         if not self._launched:
-            self.fabric.launch()
+            with quiet():
+                self.fabric.launch()
             self._launched = True
             collectives.connect(self.fabric)
             if self.fabric.world_size > 1:

@@ -171,6 +171,6 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     figure = plot_corruptions({"a": table, "b": rows})
     assert [axes.get_title() for axes in figure.axes] == ["severity 5", "mean over severities"]
     heights = [bar.get_height() for bar in figure.axes[0].containers[1]]
-    np.testing.assert_allclose(heights, [row.acc for row in rows if row.severity == 5])
+    np.testing.assert_allclose(heights, [100 * row.acc for row in rows if row.severity == 5])
     with pytest.raises(SystemExit, match=r"^error: folder = [^\n]*gaussian_noise.npy' is missing[^\n]*$"):
         cli("corruptions", *settings, f"--folder={tmp_path}")

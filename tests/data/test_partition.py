@@ -11,7 +11,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fl_lightning.commands.data import class_counts, heat_map
 from fl_lightning.core.errors import UserError
 from fl_lightning.core.rng import generator, numpy_generator
 from fl_lightning.data import (
@@ -28,6 +27,7 @@ from fl_lightning.data import (
     Given,
     Natural,
 )
+from fl_lightning.data.counts import class_counts, heat_map
 from fl_lightning.data.partition.base import sizes
 from fl_lightning.data.partition.dirichlet import CIFAR100_COARSE
 from tests.runs import cli, forked

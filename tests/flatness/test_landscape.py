@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -544,16 +545,28 @@ def test_figure_is_fit_to_print(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["contour", "3d"])
 def test_models_side_by_side_share_colours_and_levels(kind: Any) -> None:
-    figure = plots.plot_surface({"FedAvg": paraboloid(0.1), "FedSAM": paraboloid(30)}, kind)
-    panels = [axes for axes in figure.axes if axes.get_title()]
-    assert [axes.get_title() for axes in panels] == ["FedAvg, train", "FedSAM, train", "FedAvg, test", "FedSAM, test"]
-    assert len(figure.axes) == len(panels) + 1  # one bar
+    surfaces = {"FedAvg": paraboloid(0.1), "FedSAM": paraboloid(30)}
+    figure = plots.plot_surface({name: replace(found, models={}) for name, found in surfaces.items()}, kind)
+    *panels, _ = figure.axes  # one bar
+    assert [axes.get_title() for axes in panels] == ["FedAvg", "FedSAM", "", ""]
+    assert [[text.get_text() for text in axes.texts[-1:]] for axes in panels[::2]] == [["train"], ["test"]]
     if kind == "3d":
         assert len({axes.get_zlim() for axes in panels}) == 1  # type: ignore[attr-defined]
     else:
         fills = [axes.collections[0] for axes in panels]
         assert len({tuple(fill.levels) for fill in fills}) == 1 and len({fill.get_clim() for fill in fills}) == 1
         assert all(axes.collections[1].labelTexts for axes in panels)
+
+
+def test_labels_of_contours_keep_their_distance() -> None:
+    """From each other and from the edges; where paths are drawn there are none."""
+    figure = plots.plot_surface({"a": replace(paraboloid(30, ("train",)), models={})})
+    axes = figure.axes[0]
+    places = np.array([text.get_position() for text in axes.collections[1].labelTexts]) / 2  # shares of a side of 2
+    assert len(places) >= 3 and abs(places).max() <= 0.42
+    apart = np.linalg.norm(places[:, None] - places, axis=-1)
+    assert apart[apart > 0].min() > 0.15
+    assert not plots.plot_surface({"a": paraboloid(30)}).axes[0].collections[1].labelTexts
 
 
 def test_values_that_blow_up_do_not_hide_the_rest() -> None:

@@ -203,7 +203,7 @@ def test_evaluation_of_another_model(complaint: Complaint, files: Path) -> None:
         (["--trainer.max_rounds=3"], ("subcommand", "missing", ", ".join(COMMANDS))),
         (["fitt"], ("subcommand = fitt", ", ".join(COMMANDS))),
         (["fit"], ("--data, --model", "missing", "--config (such as quickstart)")),
-        (["flatness"], ("--data, --model", "missing", "--ckpt_path (runs/")),
+        (["flatness"], ("ckpt_path", "missing", "--ckpt_path runs/")),
         (["compare"], ("runs: missing",)),
         (["fit", "--data=Digits", "--model=FedAvg"], ("--model.net", "missing", "give a value")),
         (["fit", "--config", "none.yaml"], ("config = ", "none.yaml", "no such file", "fl-lightning configs")),

@@ -7,6 +7,7 @@ import re
 import shlex
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,13 @@ import torch
 import yaml
 
 from fl_lightning.commands.cli import FederatedCLI
+from fl_lightning.core.errors import UserError
+from fl_lightning.results import paper_tables
+from fl_lightning.results.paper_tables import BLOCK
 from fl_lightning.results.papers import PAPERS, Cell, find
+from fl_lightning.results.recipes import CODE, columns, recipe, rows
+from fl_lightning.sweeps.reproduction import select, tasks
 from tests import generated
-from tests.paper_tables import markdown
 from tests.runs import cli, last, metrics, newest
 
 ROOT = Path(__file__).parents[2]
@@ -56,17 +61,10 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield home
 
 
-class Parsed(FederatedCLI):
-    """Model, data and trainer of many arguments, one after another, without a run."""
-
-    def make(self, *args: str) -> Any:
-        self.config = self.parser.parse_args(list(args))
-        return self.build()
-
-
 @pytest.fixture(scope="module")
-def parsed() -> Parsed:
-    return Parsed("fit", "--model=FedAvg", "--model.net=DigitsMLP", "--data=Digits")
+def parsed() -> FederatedCLI:
+    """Builds model, data and trainer of many arguments, one after another, without a run."""
+    return FederatedCLI("fit", "--model=FedAvg", "--model.net=DigitsMLP", "--data=Digits")
 
 
 def path(file: Path) -> str:
@@ -74,7 +72,7 @@ def path(file: Path) -> str:
 
 
 @pytest.mark.parametrize("file", FILES, ids=path)
-def test_experiment_is_made(file: Path, parsed: Parsed) -> None:
+def test_experiment_is_made(file: Path, parsed: FederatedCLI) -> None:
     made, settings = parsed.make(*small(file)), said(file)
     assert made.trainer.max_rounds == 2
     assert made.model.optimizer.lr == settings["model"]["init_args"]["optimizer"]["init_args"]["lr"]
@@ -102,46 +100,9 @@ def test_experiment_trains(file: Path, home: Path, tmp_path: Path, monkeypatch: 
     assert math.isfinite(found["server/test/loss"][-1][1])
 
 
-# The page that says which cell is which file with which settings
+# The recipes, and the page that shows them
 
-PAGE = (ROOT / "docs" / "experiments.md").read_text()
-BLOCK = re.compile(r"<!-- papers: (\S+) (\S+) -->\n(.*?)<!-- /papers -->", re.DOTALL)
-
-
-class Rows:
-    """The tables of files and of rows in a paper's section of the page."""
-
-    def __init__(self, paper: str) -> None:
-        (section,) = [part for part in PAGE.split("\n## ") if f"`configs/experiment/{paper}`" in part]
-        lines = [line.strip("|").split("|") for line in BLOCK.sub("", section).splitlines() if line.startswith("| ")]
-        cells = [[cell.strip() for cell in line] for line in lines]
-        self.folder = FOLDER / paper
-        self.files = {row[2]: row[0].strip("`") for row in cells if len(row) == 3 and row[0] != "file"}
-        self.rows = [row for row in cells if len(row) == 4 and row[0] != "row"]
-
-    def file(self, cell: Cell) -> Path:
-        return self.folder / f"{self.files[f'{cell.dataset}, {cell.model}, {cell.heterogeneity}']}.yaml"
-
-    def settings(self, name: str, file: Path) -> str | None:
-        """What a row says of a file; None if there is no such row."""
-        for names, over, settings, _ in self.rows:
-            patterns = re.findall("`(.*?)`", over)
-            if name in names.split(", ") and any(fnmatchcase(file.stem, pattern) for pattern in patterns):
-                return settings.strip("`")
-        return None
-
-    def arguments(self, cell: Cell) -> list[str]:
-        """The command line of a cell, without its cohort."""
-        file = self.file(cell)
-        name, _, value = cell.algorithm.partition("=")
-        name, _, key = name.rpartition(" ") if value else (name, "", "")
-        parts = name.split("+")
-        ends = range(len(parts), 0, -1)
-        end, first = next((e, s) for e in ends if (s := self.settings("+".join(parts[:e]), file)) is not None)
-        rest = [self.settings(f"+{part}", file) for part in parts[end:]]
-        assert None not in rest, cell
-        more = [f"--model.{key}={value}"] if value else []
-        return [word for part in (first, *rest) for word in shlex.split(part or "")] + more
+PAGE = ROOT / "docs" / "experiments.md"
 
 
 @pytest.mark.slow
@@ -150,12 +111,15 @@ def test_row_of_silobn_trains(home: Path, tmp_path: Path, monkeypatch: pytest.Mo
     """Its net is evaluated by the statistics of each batch."""
     monkeypatch.chdir(home)
     file = FOLDER / "fedsam" / "cityscapes_heterogeneous.yaml"
-    row = [*shlex.split(Rows("fedsam").settings("SiloBN", file) or ""), "--model.ascent=SAM"]
+    (cell,) = find(
+        paper="fedsam", table="8", dataset="Cityscapes", heterogeneity="heterogeneous", algorithm="SiloBN+SAM"
+    )
+    row = recipe(cell).row
     cli("fit", *small(file), *row, f"--trainer.default_root_dir={tmp_path}", "--trainer.enable_progress_bar=false")
     assert math.isfinite(metrics(newest(tmp_path))["server/test/loss"][-1][1])
 
 
-CELLS = [cell for cell in find() if cell.dataset and cell.table not in ("FL-Simulator", "FL-SAM")]
+CELLS = [cell for cell in find() if cell.dataset and cell.table not in CODE]
 """All cells of the papers' tables that are of a run, those of the codes' README files left out."""
 
 
@@ -164,21 +128,19 @@ Command = tuple[str, Path, tuple[str, ...]]
 
 def commands() -> dict[Command, list[Cell]]:
     """Cells by subcommand, file and settings, whatever their cohort."""
-    rows, found = {paper: Rows(paper) for paper in PAPERS}, defaultdict(list)
+    found = defaultdict(list)
     for cell in CELLS:
-        table = rows[cell.paper]
-        command = "centralized" if cell.heterogeneity == "centralized" else "fit"
-        found[command, table.file(cell), tuple(table.arguments(cell))].append(cell)
+        it = recipe(cell)
+        found[it.command, ROOT / "configs" / f"{it.config}.yaml", it.row].append(cell)
     return found
 
 
 def test_every_cell_is_a_file_with_settings() -> None:
     found = commands()
-    assert sum(map(len, found.values())) == len(CELLS) > 1500
+    assert sum(map(len, found.values())) == len(CELLS) > 1900
     assert {file for _, file, _ in found} == set(FILES)  # no file without a cell
     for paper in PAPERS:
-        table = Rows(paper)
-        assert {f"{name}.yaml" for name in table.files.values()} == {file.name for file in table.folder.glob("*.yaml")}
+        assert set(columns(paper).values()) == {file.stem for file in (FOLDER / paper).glob("*.yaml")}
 
 
 def test_files_have_the_cohort_and_the_epochs_of_a_column() -> None:
@@ -196,15 +158,48 @@ def test_every_row_is_of_use() -> None:
     used = {(c.paper, name) for c in CELLS for name in (c.algorithm, *(f"+{p}" for p in c.algorithm.split("+")[1:]))}
     used |= {(c.paper, c.algorithm.split("+")[0].split(" ")[0]) for c in find()}
     for paper in PAPERS:
-        for names, *_ in Rows(paper).rows:
-            assert all((paper, name) in used for name in names.split(", ")), (paper, names)
+        for row in rows(paper):
+            assert all((paper, name) in used for name in row.names), (paper, row)
+            assert any(fnmatchcase(file, over) for over in row.over for file in columns(paper).values()), (paper, row)
+
+
+def test_what_has_no_recipe_says_so() -> None:
+    (cell,) = find(paper="fedgf", table="3", algorithm="FedGF", metric="models_per_client")
+    with pytest.raises(UserError, match=r"^table = 3: FedGF, models_per_client is not the number of a run"):
+        recipe(cell)
+    with pytest.raises(UserError, match=r"^table = FL-SAM: the README of the paper's code has settings of its own"):
+        recipe(find(paper="fedgmt", table="FL-SAM")[0])
+    with pytest.raises(UserError, match=r"^algorithm = FedFoo: no settings over cifar10_alpha0; see docs"):
+        recipe(replace(find(paper="fedgloss", table="8")[0], algorithm="FedFoo"))
+
+
+@pytest.mark.parametrize(
+    ("paper", "table", "column", "algorithm", "expected"),
+    [
+        ("fedgloss", "3", "CIFAR10, ResNet18GN, alpha=0.05", "FedSMOO",
+         "--model FedSMOO --model.rho 0.01 --model.beta 10"),
+        ("fedgloss", "3", "CIFAR100, HsuCNN, alpha=0", "FedSMOO", "--model FedSMOO --model.rho 0.1 --model.beta 100"),
+        ("fedgloss", "5/10", "Landmarks, MobileNetV2GN, users", "FedSpeed",
+         "--model FedSpeed --model.rho 0.05 --model.alpha 0.95 --model.beta 100"),
+        ("fedgmt", "4", "CIFAR10, FLSAMCNN, Path(2)", "FedGMT gamma=0.5",
+         "--model FedGMT --model.gamma 1 --model.tau 3 --model.ema_alpha 0.95 --model.beta 10 --model.gamma=0.5"),
+        ("fedsam", "2", "CIFAR10, HsuCNN, alpha=0", "FedASAM+SWA",
+         "--model FedASAM --model.rho 0.7 --model.eta 0.2 --config compositions/swa"),
+    ],
+)  # fmt: skip
+def test_recipes_by_hand(paper: str, table: str, column: str, algorithm: str, expected: str) -> None:
+    dataset, model, heterogeneity = column.split(", ")
+    cell, *_ = find(
+        paper=paper, table=table, dataset=dataset, model=model, heterogeneity=heterogeneity, algorithm=algorithm
+    )
+    assert " ".join(recipe(cell).row) == expected
 
 
 ROWS = {"SAM": "FedSAM", "ASAM": "FedASAM", **dict.fromkeys(("SGD", "SWA", "Mixup", "Cutout", "SiloBN"), "FedAvg")}
 """Rows that are not named after an algorithm."""
 
 
-def check(parsed: Parsed, command: Command, cell: Cell) -> None:
+def check(parsed: FederatedCLI, command: Command, cell: Cell) -> None:
     _, file, settings = command
     cohort, _, clients = cell.participation.partition("/")
     flags = [f"--trainer.clients_per_round={cohort}", f"--data.num_clients={clients}"] if clients else []
@@ -223,7 +218,7 @@ def check(parsed: Parsed, command: Command, cell: Cell) -> None:
 
 
 @pytest.mark.slow
-def test_a_cell_of_every_row_is_made(parsed: Parsed) -> None:
+def test_a_cell_of_every_row_is_made(parsed: FederatedCLI) -> None:
     seen = set()
     for command, cells in commands().items():
         row = cells[0].paper, cells[0].algorithm.partition("=")[0].removesuffix("+SWA")
@@ -234,27 +229,38 @@ def test_a_cell_of_every_row_is_made(parsed: Parsed) -> None:
 
 
 @pytest.mark.slow
-def test_every_cell_is_made(parsed: Parsed) -> None:
+def test_every_cell_is_made(parsed: FederatedCLI) -> None:
     for command, cells in commands().items():
         check(parsed, command, cells[-1])
 
 
-def test_page_holds_the_papers_numbers() -> None:
-    blocks = BLOCK.findall(PAGE)
-    assert {(paper, table) for paper, table, _ in blocks} == {(cell.paper, cell.table) for cell in find()}
-    for paper, table, text in blocks:
-        renew = f"put the output of `python -m tests.paper_tables {paper} {table}` between its comments"
-        assert text == markdown(paper, table), f"docs/experiments.md is out of date: {renew}"
+def test_page_holds_numbers_files_and_rows() -> None:
+    page = PAGE.read_text()
+    blocks = {(kind, *(name for name in of if name)) for kind, *of, _ in BLOCK.findall(page)}
+    tables = {("papers", cell.paper, cell.table) for cell in find()}
+    assert blocks == tables | {(kind, paper) for kind in ("files", "rows") for paper in PAPERS}
+    renew = "python -m fl_lightning.results.paper_tables docs/experiments.md"
+    assert page == paper_tables.renew(page), f"docs/experiments.md is out of date; `{renew}` renews it"
 
 
-def test_code_of_the_page(capsys: pytest.CaptureFixture[str], parsed: Parsed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_of_the_page(
+    capsys: pytest.CaptureFixture[str], parsed: FederatedCLI, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(ROOT)
-    (block,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    page = PAGE.read_text()
+    (block,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     exec(block, {})
-    assert capsys.readouterr().out == "83.9 0.4 5/100\n"
-    blocks = re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL)
-    lines = [line for block in blocks for line in block.replace("\\\n", "").splitlines()]
-    assert len(lines) == 3
-    for line in lines:
-        parsed.make(*shlex.split(line)[2:])
-    assert type(parsed.make(*shlex.split(lines[0])[2:]).model).__name__ == "FedASAM"
+    cell, row = capsys.readouterr().out.splitlines()
+    assert cell == "83.9 0.4 5/100"
+    assert row == "experiment/fedgloss/cifar10_alpha0 --model FedGloSS --model.rho 0.15"
+    blocks = re.findall(r"```sh\n(.*?)```", page, re.DOTALL)
+    lines = [shlex.split(line, comments=True) for block in blocks for line in block.replace("\\\n", "").splitlines()]
+    fits = [words for words in lines if words[1] == "fit"]
+    assert len(fits) == 3 and len(lines) == 8
+    made = [parsed.make(*words[2:]) for words in fits]
+    assert type(made[0].model).__name__ == "FedASAM"
+    for words in lines:
+        if words[1] == "reproduce":
+            asked = FederatedCLI(*words[1:]).config
+            named = [listed.split(",") if listed else [] for listed in (asked.rows, asked.columns)]
+            assert tasks(select(asked.paper, asked.table, *named))[0], words

@@ -114,6 +114,11 @@ def test_max_time_counts_over_resumptions(tmp_path: Path) -> None:
     assert fit(tmp_path, max_time="00:00:10:00", ckpt_path="last").rounds_done == 6
 
 
+def test_a_run_without_progress_ends_with_one_line(tmp_path: Path, capsys: Any) -> None:
+    run = fit(tmp_path, rounds=1)
+    assert capsys.readouterr().out == f"results: {run.folder.path}\n"
+
+
 class Scores(Callback):
     """Logs given scores, one a round."""
 

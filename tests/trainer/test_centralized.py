@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +34,9 @@ from fl_lightning import (
 )
 from fl_lightning.commands.main import main
 from fl_lightning.results.metrics import read_metrics
+from fl_lightning.trainer.quiet import LOGGERS
 from tests.conftest import Golden
+from tests.runs import run
 
 
 def trainer(folder: Path, epochs: int, **options: Any) -> L.Trainer:
@@ -178,3 +182,17 @@ def test_warm_up_counts_epochs(golden: Golden, tmp_path: Path) -> None:
     objective = FedAvg(net=golden.net(), ascent=Watched(0.4, warmup=4, rho0=0.0))
     trainer(tmp_path, epochs=6).fit(objective, datamodule=data)
     assert seen == pytest.approx([0, 0.1, 0.2, 0.3, 0.4, 0.4])
+
+
+def test_nothing_of_lightnings_is_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """No tips, no warnings of a validation step without data; afterwards all is as before."""
+    before = [logging.getLogger(name).level for name in LOGGERS]
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        folder = run("centralized", "--trainer.max_rounds=1", root=tmp_path, model="FedSAM")
+    assert capsys.readouterr() == (f"results: {folder}\n", "")
+    assert not [record for record in caplog.records if record.name.startswith("lightning")]
+    assert not [warning for warning in shown if "lightning/" in warning.filename]
+    assert [logging.getLogger(name).level for name in LOGGERS] == before

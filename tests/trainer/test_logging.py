@@ -5,16 +5,21 @@ from __future__ import annotations
 import csv
 import json
 import struct
+import time
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import pytest
 import yaml
 
+from fl_lightning import WandbLogger
 from fl_lightning.results.metrics import read_metrics
-from tests.runs import metrics, run
+from tests.runs import cli, last, metrics, run
 
+MEASURED = '[LambdaMax,Discrepancy,{"class_path":"Spectrum","init_args":{"k":5}},ClientLambdaMax]'
 D = 64 * 8 + 8 + 8 * 10 + 10  # weights of the net in tests.runs
 COHORT = 3
 
@@ -26,6 +31,8 @@ def logged(tmp_path_factory: pytest.TempPathFactory) -> Path:
     args = (
         "--trainer.max_rounds=5 --trainer.eval_every=2 --data.val_fraction=0.1 "
         "--trainer.callbacks+=FlatnessMonitor --trainer.callbacks.every_n_rounds=3 "
+        f"--trainer.callbacks.metrics={MEASURED} "
+        "--trainer.callbacks+=Checkpoints --trainer.callbacks.monitor=server/test/acc "
         "--trainer.loggers+=fl_lightning.WandbLogger --trainer.loggers.tags=[a,b] --trainer.loggers.group=g "
         f"--trainer.loggers+=lightning.pytorch.loggers.CSVLogger --trainer.loggers.save_dir={root / 'lightning'} "
         "--trainer.callbacks+=Curves"
@@ -48,6 +55,9 @@ def test_a_row_a_round(logged: Path) -> None:
         **dict.fromkeys(("server/test/acc", "server/test/loss", "server/val/acc", "server/val/loss"), evaluated),
         **dict.fromkeys(("flatness/lambda_max", "flatness/lambda_max_residual", "flatness/discrepancy"), measured),
         **dict.fromkeys(("flatness/sharpness_global", "flatness/sharpness_local"), measured),
+        **dict.fromkeys(("flatness/lambda_1", "flatness/lambda_1_residual"), measured),
+        **dict.fromkeys(("flatness/lambda_ratio", "flatness/lambda_ratio_residual"), measured),
+        **dict.fromkeys(("flatness/client_lambda_max_local", "flatness/client_lambda_max_local_residual"), measured),
         **dict.fromkeys(("time/flatness_s", "time/flatness_share"), measured),
     }
     flat = {name.removeprefix("flatness/"): values[0][1] for name, values in columns.items()}
@@ -95,34 +105,164 @@ def wandb_records(path: Path) -> Iterator[Any]:
             whole = b""
 
 
+@dataclass
+class Log:
+    """What an offline file of W&B holds.
+
+    Attributes:
+        run: The last record of the run itself.
+        history: The logged rows; images, tables and histograms by their type.
+        config: The config.
+        summary: The summary, by path.
+        metrics: Step metric and kept summaries, by metric.
+        artifacts: Aliases and files, by type and in their order.
+        exits: Exit codes.
+    """
+
+    run: Any = None
+    history: list[dict[str, Any]] = field(default_factory=list)
+    config: dict[str, Any] = field(default_factory=dict)
+    summary: dict[str, Any] = field(default_factory=dict)
+    metrics: dict[str, tuple[str, set[str]]] = field(default_factory=dict)
+    artifacts: list[tuple[str, list[str], list[str]]] = field(default_factory=list)
+    exits: list[int] = field(default_factory=list)
+
+    @classmethod
+    def read(cls, folder: Path) -> Log:
+        """Of the newest W&B run in a run folder; W&B's own process writes the file, and may need a moment."""
+        path = max(folder.glob("wandb/offline-run-*"), key=lambda run: run.name)
+        for _ in range(100):
+            log = cls()
+            log.add(path)
+            if log.exits:
+                break
+            time.sleep(0.1)
+        return log
+
+    def add(self, path: Path) -> None:
+        (file,) = path.glob("run-*.wandb")
+        for record in wandb_records(file):
+            match record.WhichOneof("record_type"):
+                case "history":
+                    items = {"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in record.history.item}
+                    kinds = {key[: -len("/_type")]: value for key, value in items.items() if key.endswith("/_type")}
+                    kinds |= {k: v["_type"] for k, v in items.items() if isinstance(v, dict) and "_type" in v}
+                    plain = {k: v for k, v in items.items() if not k.startswith("_") and isinstance(v, (int, float))}
+                    self.history.append({k: v for k, v in plain.items() if k.rpartition("/")[0] not in kinds} | kinds)
+                case "config":
+                    self.config |= {item.key: json.loads(item.value_json) for item in record.config.update}
+                case "summary":
+                    for item in record.summary.update:
+                        self.summary["/".join(item.nested_key) or item.key] = json.loads(item.value_json)
+                case "run":
+                    self.run = record.run
+                case "metric":
+                    kept = {name for name in ("min", "max", "last") if getattr(record.metric.summary, name)}
+                    self.metrics[record.metric.name or record.metric.glob_name] = (record.metric.step_metric, kept)
+                case "artifact":
+                    files = sorted(entry.path for entry in record.artifact.manifest.contents)
+                    self.artifacts.append((record.artifact.type, sorted(record.artifact.aliases), files))
+                case "exit":
+                    self.exits.append(record.exit.exit_code)
+
+
 def test_wandb_holds_the_same(logged: Path) -> None:
-    (path,) = logged.glob("wandb/offline-run-*/run-*.wandb")
-    history, config, runs, steps, exits = [], {}, [], set(), []
-    for record in wandb_records(path):
-        match record.WhichOneof("record_type"):
-            case "history":
-                items = {i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in record.history.item}
-                history.append({key: value for key, value in items.items() if not key.startswith("_")})
-            case "config":
-                config |= {item.key: json.loads(item.value_json) for item in record.config.update}
-            case "run":
-                runs.append(record.run)
-            case "metric":
-                steps.add((record.metric.name or record.metric.glob_name, record.metric.step_metric))
-            case "exit":
-                exits.append(record.exit.exit_code)
-    *history, figure = history
-    assert figure["round"] == 5 and figure["curves/_type"] == "image-file"
+    log, columns = Log.read(logged), read_metrics(logged / "metrics.csv")
+    first, *history, figure = log.history
+    assert first == {
+        "round": 0, "partition/clients": "table-file", "partition/heat_map": "image-file",
+        "partition/samples_clients": "histogram", "partition/classes_clients": "histogram",
+    }  # fmt: skip
+    assert figure == {"round": 5, "curves": "image-file"}
     assert [row["round"] for row in history] == [1, 2, 3, 4, 5]
-    for name, values in read_metrics(logged / "metrics.csv").items():
+    for name, values in columns.items():
         assert [(row["round"], row[name]) for row in history if name in row] == values
+    shown = {name: [r["round"] for r in history if name in r] for row in history for name in row if row[name] in KINDS}
+    assert shown == {
+        "client/train/loss_clients": [2, 4, 5], "flatness/spectrum": [3, 5], "flatness/lambda_1_eigenvalues": [3, 5],
+        "flatness/client_lambda_max_local_clients": [3, 5],
+    }  # fmt: skip
     saved = yaml.safe_load((logged / "config.yaml").read_text())
     assert saved.keys() >= {"model", "data", "trainer"}
-    assert {key: config[key] for key in saved} == saved
-    assert ("*", "round") in steps
-    assert runs[0].project == "fl_lightning" and runs[0].run_group == "g" and list(runs[0].tags) == ["a", "b"]
-    assert runs[0].display_name == "SCAFFOLD-Digits/version_0"
-    assert exits == [0]
+    assert {key: log.config[key] for key in saved} == saved
+    assert (
+        log.run.project == "fl_lightning"
+        and log.run.run_group == "g"
+        and list(log.run.tags) == ["SCAFFOLD", "Digits", "a", "b"]
+    )
+    assert log.run.display_name == "SCAFFOLD-Digits/version_0" and log.run.job_type == "fit"
+    assert log.exits == [0]
+
+
+KINDS = ("histogram", "table-file", "image-file")
+
+
+def test_wandb_knows_the_best_values_and_the_headline(logged: Path) -> None:
+    """By the direction of each metric; the headline is that of summary.json, and a metric of every evaluation."""
+    log, columns = Log.read(logged), read_metrics(logged / "metrics.csv")
+    assert log.metrics["*"] == ("round", set())
+    assert log.metrics["server/test/acc"] == ("round", {"max", "last"})
+    for name in ("server/test/loss", "flatness/lambda_max", "client/train/loss"):
+        assert log.metrics[name] == ("round", {"min", "last"})
+        assert log.summary[name] == {"min": min(v for _, v in columns[name]), "last": columns[name][-1][1]}
+    accuracy = [value for _, value in columns["server/test/acc"]]
+    assert log.summary["server/test/acc"] == {"max": max(accuracy), "last": accuracy[-1]}
+    headline = [row["server/test/acc_last100"] for row in log.history if "server/test/acc_last100" in row]
+    assert headline == pytest.approx([mean(accuracy[:n]) for n in (1, 2, 3)])
+    assert headline[-1] == pytest.approx(json.loads((logged / "summary.json").read_text())["mean"])
+
+
+def test_wandb_keeps_config_and_checkpoints(logged: Path) -> None:
+    """As in the run folder, so that a downloaded artifact is one."""
+    artifacts = [found for found in Log.read(logged).artifacts if found[0] in ("config", "model")]
+    assert artifacts == [
+        ("config", ["last", "latest"], ["config.yaml"]),
+        ("model", ["best", "latest"], ["checkpoints/best.ckpt", "config.yaml"]),
+        ("model", ["last", "latest"], ["checkpoints/last.ckpt", "config.yaml"]),
+    ]
+    (kept,) = logged.glob("wandb/offline-run-*/artifacts/checkpoints/last.ckpt")
+    assert kept.samefile(logged / "checkpoints" / "last.ckpt")  # no second copy
+
+
+def test_wandb_run_goes_on_by_its_id(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """After a resumption with the best value of the whole run; group and tags by default; nothing on the console."""
+    args = ["--trainer.loggers+=fl_lightning.WandbLogger", "--trainer.eval_every=1"]
+    folder = run("fit", *args, root=tmp_path)
+    first = Log.read(folder)
+    again = run("fit", *args, "--trainer.max_rounds=4", "--model.optimizer.lr=1e-9", "--ckpt_path=last", root=tmp_path)
+    assert again == folder
+    second, accuracy = Log.read(folder), read_metrics(folder / "metrics.csv")["server/test/acc"]
+    assert second.run.run_id == first.run.run_id and [row["round"] for row in second.history] == [3, 4]
+    assert second.summary["server/test/acc"] == {"max": max(v for _, v in accuracy), "last": accuracy[-1][1]}
+    assert second.history[-1]["server/test/acc_last100"] == pytest.approx(mean(v for _, v in accuracy))
+    assert list(first.run.tags) == ["FedAvg", "Digits"] and first.run.run_group.startswith("FedAvg-Digits-")
+    other = run("fit", *args, "--trainer.seed=1", root=tmp_path / "seed")
+    assert Log.read(other).run.run_group == first.run.run_group != second.run.run_group  # another learning rate
+
+    measured = '--metrics=[{"class_path":"Spectrum","init_args":{"k":2,"samples":50}}]'
+    cli("flatness", f"--ckpt_path={folder / 'checkpoints' / 'last.ckpt'}", measured)
+    log = Log.read(folder)
+    assert log.run.run_id == first.run.run_id and log.run.run_group == second.run.run_group
+    assert log.run.job_type == "fit" and list(log.run.tags) == list(second.run.tags)
+    assert log.history == [{"round": 4, "flatness/spectrum": "image-file"}] and not log.artifacts and log.exits == [0]
+    cli("landscape", f"--ckpt_path={folder / 'checkpoints' / 'last.ckpt'}", "--points=3", "--samples=50")
+    assert Log.read(folder).history == [
+        {"round": 4, "landscape/surface": "image-file", "landscape/surface_3d": "image-file"}
+    ]
+    shown = capsys.readouterr()
+    assert "wandb:" not in shown.out and shown.err == ""
+
+
+def test_the_mode_of_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    assert WandbLogger().mode == "offline" and WandbLogger().project == "fl_lightning"
+    monkeypatch.setenv("WANDB_PROJECT", "mine")
+    monkeypatch.setenv("WANDB_MODE", "online")
+    assert WandbLogger().mode == "online" and WandbLogger(mode="disabled").mode == "disabled"
+    assert WandbLogger().project == "mine" and WandbLogger(project="p").project == "p"
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    folder = run("fit", "--trainer.loggers+=fl_lightning.WandbLogger", root=tmp_path)
+    assert not (folder / "wandb").exists() and last(folder)["round"] == 2
 
 
 def test_loggers_of_lightning_work_beside_ours(logged: Path) -> None:

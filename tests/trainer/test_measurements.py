@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -46,11 +48,12 @@ from fl_lightning import (
     Spectrum,
     Updates,
     UserError,
+    flatness,
 )
 from fl_lightning.core.flat import FlatSpec
 from fl_lightning.flatness import Interrupted, cosine, delta_epsilon, divergence, gradient, lpf, mean_loss, sharpness
 from fl_lightning.flatness.sharpness import filter_scale
-from fl_lightning.trainer.callbacks.flatness_monitor import read_measurements
+from fl_lightning.trainer.callbacks.flatness_monitor import read_measurements, scalars
 from fl_lightning.trainer.measurements import MeasurementContext, dry_round
 from fl_lightning.trainer.run import Run
 from tests.flatness.test_flatness import CE, Quadratic, cnn, data, output, symmetric
@@ -330,6 +333,24 @@ def test_an_interrupted_measure_holds_what_it_has(measure: Measure, tmp_path: Pa
     assert found.name in ("lambda_max", "lambda_1", "trace") and found.value > 0 and found.iterations == 5
 
 
+def test_a_ratio_to_zero_is_undefined() -> None:
+    """Of a Hessian of rank 1, and of zero: with a word in its protocol, nothing in the log, no number of rounding."""
+    v = torch.tensor([1.0, 2.0, -1.0, 0.5, 3.0, 0.1], dtype=torch.float64)
+    for a in (torch.outer(v, v), torch.zeros(6, 6, dtype=torch.float64)):
+        for matrix in (a, a.float()):
+            found = flatness.spectrum(Quadratic(matrix), output, data(), k=6)
+            assert len(found.values) == 6 and math.isnan(found.ratio(5)) and math.isnan(found.ratio(2))
+    one, ratio = Spectrum(k=6).measurements(found, data="", samples=1)
+    assert ratio.value is None and "lambda_5 zero up to rounding" in ratio.protocol()
+    assert scalars([one, ratio]).keys() == {
+        "flatness/lambda_1",
+        "flatness/lambda_1_residual",
+        "flatness/lambda_ratio_residual",
+    }
+    whole = flatness.spectrum(Quadratic(symmetric([5.0, 4.0, 3.0, 2.0, -1.0])), output, data(), k=5, tol=1e-10)
+    assert whole.ratio(5) == pytest.approx(-5) and whole.ratio(2) == pytest.approx(1.25)
+
+
 def test_settings(tmp_path: Path) -> None:
     for make, text in (
         (lambda: LPF(draws=1), "LPF.draws = 1"),
@@ -378,7 +399,8 @@ def test_flatness_says_what_the_monitor_does(runs: dict[str, Path], tmp_path: Pa
     local, gap = (r for name in ("sharpness_local", "discrepancy") for r in made["measurements"] if r["name"] == name)
     assert models["lambda_max"] == "global model"
     assert models["discrepancy"] == "aggregated and local models (cohort retrained from the checkpoint)"
-    assert data["discrepancy"] == f"own data of the cohort ({local['samples']:,}); training data"
+    part = f"own data of the cohort, 3 of 6 ({local['samples']:,})"
+    assert data["discrepancy"] == f"S_i on {part}, S on training data of all clients" and gap["samples"] == 1437
     assert local["samples"] < gap["samples"]
     for name in ("discrepancy", "sharpness_global", "sharpness_local", "drift", "norm_w", "divergence_next"):
         assert read[name] == pytest.approx(watched[3, name], rel=1e-5), name
@@ -433,10 +455,26 @@ def test_plane_and_line_through_checkpoints(runs: dict[str, Path], tmp_path: Pat
     assert found[1.0] != found[0.0]
 
 
+def test_fedgmt_has_a_fourth_path(tmp_path: Path) -> None:
+    """Its Fig. 6: without ADMM the direction has no dual; start and minibatches are the same."""
+    folder = run("fit", root=tmp_path, model="FedGMT")
+    args = ["--kind=trajectory", "--clients=[2]", "--points=3", "--samples=60", f"--out={tmp_path}"]
+    cli("landscape", "--ckpt_path", ckpt(folder), *args)
+    (found,) = json.loads((tmp_path / "trajectory.json").read_text()).values()
+    assert list(found["models"]) == ["FedGMT", "FedAvg", "FedSAM", "FedGMT without ADMM"]
+    paths = {name: np.array(model["coordinates"]) for name, model in found["models"].items()}
+    starts = [path[0] for path in paths.values()]
+    np.testing.assert_allclose(starts, np.zeros((4, 2)), atol=1e-6)
+    ends = {name: tuple(path[-1].round(6)) for name, path in paths.items()}
+    assert len(set(ends.values())) == 4
+
+
 @pytest.mark.parametrize(
     ("args", "text"),
     [
-        (["flatness", "--config=CONFIG"], "ckpt_path = None: give a checkpoint"),
+        (["flatness", "--config=CONFIG"], "ckpt_path: missing; give a checkpoint"),
+        (["landscape"], "ckpt_path: missing; give a checkpoint, such as --ckpt_path runs/"),
+        (["interpolate", "--a=CKPT", "--b=CKPT"], "--a: no option; give it by its place: fl-lightning interpolate A B"),
         (["flatness", "--ckpt_path=nowhere.ckpt", "--config=CONFIG"], "nowhere.ckpt: no such file"),
         (["landscape", "--ckpt_path=CKPT", "--kind=plane"], "compare = []: a plane goes through two checkpoints more"),
         (["landscape", "--ckpt_path=CKPT", "--clients=[77]"], "clients = 77: from 0 to 5"),
@@ -473,5 +511,5 @@ def test_a_run_ends_with_how_it_was_measured(tmp_path: Path, capsys: pytest.Capt
     run("fit", *more, root=tmp_path)
     text = capsys.readouterr().out
     assert "loss without weight decay, eval mode, no augmentation" in text and "seed 0" in text
-    assert "lambda_max: global model, training data, stratified sample (1,000), method lanczos" in text
+    assert "lambda_max: global model, training data of all clients, stratified sample (1,000), method lanczos" in text
     assert "discrepancy: aggregated and local models" in text and "rho 0.05" in text

@@ -9,7 +9,7 @@ from fl_lightning.core import UserError
 from fl_lightning.trainer.callbacks.checkpoints import Checkpoints
 from fl_lightning.trainer.callbacks.curves import Curves
 from fl_lightning.trainer.callbacks.early_stopping import EarlyStoppingAdapter
-from fl_lightning.trainer.callbacks.progress import Progress
+from fl_lightning.trainer.callbacks.progress import Ending, Progress
 from fl_lightning.trainer.callbacks.results import Results
 from fl_lightning.trainer.run import Callback
 
@@ -31,17 +31,18 @@ def with_defaults(callbacks: Sequence[Any], progress: bool) -> list[Callback]:
 
     Args:
         callbacks: Ours, or Lightning's ``EarlyStopping``.
-        progress: Whether someone looks at the run: then it has the live progress, and a figure at its end.
+        progress: Whether someone looks at the run: then it has the live progress, and a figure at its end; otherwise
+            it ends with one line.
 
     Raises:
         UserError: If a callback is another one of Lightning's, or none at all.
     """
     found = [_accepted(callback) for callback in callbacks]
-    for default in (Results, Checkpoints, *((Curves, Progress) if progress else ())):
+    for default in (Results, Checkpoints, *((Curves, Progress) if progress else (Ending,))):
         if not any(isinstance(callback, default) for callback in found):
             found.append(default())
     # measurements come first; Progress shows the figure's folder; a checkpoint is written when the others have run
-    order = (Curves, Results, Progress, EarlyStoppingAdapter, Checkpoints)
+    order = (Curves, Results, Progress, Ending, EarlyStoppingAdapter, Checkpoints)
     return sorted(found, key=lambda c: next((i + 1 for i, kind in enumerate(order) if isinstance(c, kind)), 0))
 
 

@@ -1,16 +1,19 @@
 """Flatness of the global and the local models during training."""
 
+from __future__ import annotations
+
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from fl_lightning.core import RoundContext, require, write_atomically
 from fl_lightning.engine import LocalResult
+from fl_lightning.flatness.plots import plot_density, plot_spectrum
 from fl_lightning.trainer.loggers import RunLogger
 from fl_lightning.trainer.measurements import (
     Measure,
@@ -21,6 +24,9 @@ from fl_lightning.trainer.measurements import (
     default_measures,
 )
 from fl_lightning.trainer.run import Callback, Run
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 FILE = "flatness.jsonl"
 """All measurements of a run with their protocols, one per line, in the run folder."""
@@ -107,10 +113,10 @@ class FlatnessMonitor(Callback):
         with (run.folder.path / FILE).open("a") as file:
             for measurement in measurements:
                 file.write(json.dumps({"round": run.rounds_done, "seed": run.seed, **asdict(measurement)}) + "\n")
+        label = f"{run.folder.label}, round {run.rounds_done}"
         for logger in run.loggers:
             if isinstance(logger, RunLogger):
-                for name, rows in (pair for measurement in measurements for pair in tables(measurement).items()):
-                    logger.log_rows(f"flatness/{name}", rows, run.rounds_done)
+                show(logger, measurements, run.rounds_done, label)
 
     def state_dict(self) -> dict[str, Any]:
         elapsed = time.perf_counter() - self._started
@@ -129,6 +135,33 @@ def scalars(measurements: Sequence[Measurement]) -> dict[str, float]:
         for end, x in (("", m.value), ("_residual", m.residual), ("_error", m.error))
     ]
     return {f"flatness/{name}{end}": x for name, end, x in numbers if x is not None}
+
+
+def show(logger: RunLogger, measurements: Sequence[Measurement], round: int, label: str) -> None:
+    """Gives a logger the details of measurements: tables, distributions over clients, pictures of spectra."""
+    for measurement in measurements:
+        for name, rows in tables(measurement).items():
+            logger.log_rows(f"flatness/{name}", rows, round)
+        if clients := measurement.details.get("clients"):
+            logger.log_clients(f"flatness/{measurement.name}", list(clients.values()), round)
+    for name, draw in figures(measurements, label).items():
+        logger.log_figure(f"flatness/{name}", draw, round)
+
+
+def figures(measurements: Sequence[Measurement], label: str) -> dict[str, Callable[[], Figure]]:
+    """Functions that draw the spectrum and its density, if they were measured, by name.
+
+    Args:
+        measurements: The measurements.
+        label: The model's name.
+    """
+    details = {name: value for measurement in measurements for name, value in measurement.details.items()}
+    found: dict[str, Callable[[], Figure]] = {}
+    if "eigenvalues" in details:
+        found["spectrum"] = lambda: plot_spectrum({label: details["eigenvalues"]})
+    if "density" in details:
+        found["density"] = lambda: plot_density({label: (details["grid"], details["density"])})
+    return found
 
 
 def tables(measurement: Measurement) -> dict[str, list[dict[str, float]]]:

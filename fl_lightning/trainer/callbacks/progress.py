@@ -9,8 +9,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as Bar
 from rich.table import Table
 
-from fl_lightning.results.metrics import read_metrics
+from fl_lightning.results.metrics import mode_of, read_metrics
 from fl_lightning.results.summary import Summary
+from fl_lightning.results.verdict import flatness_verdict
 from fl_lightning.trainer.callbacks.flatness_monitor import FlatnessMonitor
 from fl_lightning.trainer.callbacks.results import FILE
 from fl_lightning.trainer.measurements import PROTOCOL
@@ -24,6 +25,13 @@ COLUMNS = {
     "flatness/lambda_max": "lambda_max",
     "flatness/discrepancy": "discrepancy",
 }
+
+
+class Ending(Callback):
+    """Prints the run folder when a run ends: all that is seen without the live progress."""
+
+    def on_fit_end(self, run: Run) -> None:
+        run.fabric.print(f"results: {run.folder.path}")
 
 
 class Progress(Callback):
@@ -91,7 +99,7 @@ class Progress(Callback):
             table.add_column(title, justify="left" if not title else "right")
         for name, title in COLUMNS.items():
             if name in columns:
-                pick = max if name.endswith(("acc", "miou")) else min
+                pick = max if mode_of(name) == "max" else min
                 at, best = pick(columns[name], key=lambda pair: pair[1])
                 table.add_row(title, _number(columns[name][-1][1]), _number(best), str(at))
         self.console.print(table)
@@ -129,28 +137,3 @@ class Progress(Callback):
 
 def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.4g}" if abs(value) >= 1000 or abs(value) < 1e-3 else f"{value:.4f}"
-
-
-def flatness_verdict(columns: Mapping[str, list[tuple[int, float]]]) -> str:
-    """One sentence on where the run went: flatter or sharper than its sharpest and its first measured point.
-
-    Args:
-        columns: Metrics by name, as (round, value) pairs.
-
-    Returns:
-        Nothing if lambda_max was not measured at least twice.
-    """
-    values = columns.get("flatness/lambda_max", [])
-    if len(values) < 2:
-        return ""
-    (first, start), (last, end) = values[0], values[-1]
-    peak_round, peak = max(values, key=lambda pair: pair[1])
-    trend = "flatter" if end < start else "sharper"
-    text = (
-        f"the global minimum got {trend}: lambda_max {_number(start)} at round {first}, {_number(end)} at round {last}"
-    )
-    if peak_round not in (first, last):
-        text += f" (sharpest {_number(peak)} at round {peak_round})"
-    if gap := columns.get("flatness/discrepancy"):
-        text += f"; local and global flatness differ by {_number(gap[-1][1])}"
-    return text

@@ -4,7 +4,7 @@ import json
 from dataclasses import asdict
 
 from fl_lightning.core import require
-from fl_lightning.results.summary import LAST, summarise
+from fl_lightning.results.summary import summarise
 from fl_lightning.trainer.run import Callback, Run
 
 FILE = "summary.json"
@@ -29,6 +29,6 @@ class Results(Callback):
     def on_fit_end(self, run: Run) -> None:
         metric = f"server/test/{run.data.metric()[0]}"
         if run.fabric.is_global_zero and metric in run.metrics:  # a run may stop before its first evaluation
-            last = self.last or (run.settings.eval_last if run.settings.eval_last > 1 else LAST)
+            last = self.last or run.settings.last_rounds
             found = asdict(summarise(run.folder.path, last, self.target, metric))
             (run.folder.path / FILE).write_text(json.dumps(found, indent=2) + "\n")

@@ -1,11 +1,39 @@
 """The base class of loggers that write to the run folder and survive a resumption."""
 
-from collections.abc import Mapping, Sequence
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.loggers.logger import Logger
 from lightning.fabric.utilities.rank_zero import rank_zero_only
+
+from fl_lightning.data import FederatedDataModule
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Picture = Path | Callable[[], "Figure"]
+"""A file, or a function that draws: loggers without pictures do not call it."""
+
+
+@dataclass(frozen=True)
+class About:
+    """What loggers sort runs by.
+
+    Attributes:
+        job: The command that makes the run: fit or centralized.
+        group: Common to the runs of a config with different seeds.
+        tags: The algorithm and the data set.
+        last: Rounds at the end whose evaluations are averaged, as in ``summary.json``.
+    """
+
+    job: str
+    group: str
+    tags: Sequence[str]
+    last: int
 
 
 class RunLogger(Logger):
@@ -13,24 +41,34 @@ class RunLogger(Logger):
 
     dir: Path | None = None
 
-    def start(self, run_dir: Path, state: Mapping[str, Any], round: int) -> None:
+    def start(self, run_dir: Path, state: Mapping[str, Any], round: int, about: About) -> None:
         """Begins to log.
 
         Args:
             run_dir: The run's folder, which exists.
             state: The `state_dict` from the checkpoint, empty in a new run.
             round: Number of rounds already done: later ones in the log are dropped.
+            about: What the run is.
         """
         self.dir = run_dir
+
+    def reopen(self, run_dir: Path, state: Mapping[str, Any], round: int, about: About) -> None:
+        """Begins to add pictures to the log of a run that is only looked at; arguments as for `start`."""
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what a resumed run needs to continue the same log."""
         return {}
 
+    def log_partition(self, data: FederatedDataModule) -> None:
+        """Logs how the samples are divided among the clients, when a run begins; rank 0 calls."""
+
     def log_rows(self, name: str, rows: Sequence[Mapping[str, float]], round: int) -> None:
         """Logs a table, such as a spectrum; rank 0 calls."""
 
-    def log_figure(self, name: str, path: Path, round: int) -> None:
+    def log_clients(self, name: str, values: Sequence[float], round: int) -> None:
+        """Logs the distribution of a number over clients; rank 0 calls."""
+
+    def log_figure(self, name: str, picture: Picture, round: int) -> None:
         """Logs a picture; rank 0 calls."""
 
     @property

@@ -9,7 +9,7 @@ from typing import Any
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
 from fl_lightning.core import write_atomically
-from fl_lightning.trainer.loggers.base import RunLogger
+from fl_lightning.trainer.loggers.base import About, RunLogger
 
 
 class CSVLogger(RunLogger):
@@ -25,8 +25,8 @@ class CSVLogger(RunLogger):
         return self.dir / "metrics.csv"
 
     @rank_zero_only
-    def start(self, run_dir: Path, state: Mapping[str, Any], round: int) -> None:
-        super().start(run_dir, state, round)
+    def start(self, run_dir: Path, state: Mapping[str, Any], round: int, about: About) -> None:
+        super().start(run_dir, state, round, about)
         self.columns, rows = ["round"], []
         if self.path.exists():
             with self.path.open(newline="") as file:

@@ -2,48 +2,74 @@
 
 from __future__ import annotations
 
+import math
 import os
+import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.loggers import WandbLogger as LightningWandbLogger
 
-from fl_lightning.core import UserError
-from fl_lightning.trainer.loggers.base import RunLogger
+from fl_lightning.core import UserError, style
+from fl_lightning.data import FederatedDataModule
+from fl_lightning.data.counts import class_counts, count_table, heat_map
+from fl_lightning.results.metrics import mode_of, read_metrics
+from fl_lightning.trainer.loggers.base import About, Picture, RunLogger
 
 if TYPE_CHECKING:
     from wandb.sdk.wandb_run import Run as WandbRun
+
+Mode = Literal["offline", "online", "disabled"]
+ROWS = 10_000
+"""Most rows of a W&B table; the partition of more clients is shown by histograms only."""
 
 
 class WandbLogger(LightningWandbLogger, RunLogger):
     """Lightning's ``WandbLogger`` in the run's folder, with the round as x-axis; a resumed run keeps its id.
 
+    W&B gets every metric; the best value of each in the summary, ``.max`` of accuracy and mIoU, ``.min`` of losses and
+    lambda_max, beside the ``.last`` one; the papers' headline as ``server/test/acc_last100``, the mean over the last
+    100 rounds (or ``trainer.eval_last``), which is fit for a sweep's metric; the resolved config; the partition as
+    table, heat map and histograms; histograms over the clients; spectra, landscapes and curves as images, also those
+    of ``fl-lightning flatness`` and ``landscape``; config and checkpoints as artifacts.
+
     Args:
-        project: W&B project.
-        group: Group within it.
-        tags: Tags.
+        project: W&B project; null: WANDB_PROJECT, else fl_lightning.
+        group: Group within it; null: WANDB_RUN_GROUP, else algorithm, data set and a number of the config, which runs
+            share that differ in their seeds only.
+        tags: Tags beside the algorithm and the data set; null: WANDB_TAGS.
         name: Name of the run; by default its folder's.
         mode: offline (upload later by ``wandb sync``; needs no account), online, or disabled; null: the environment
-            variable WANDB_MODE, else offline.
+            variable WANDB_MODE, else offline; online for an agent of a sweep.
         entity: W&B user or team.
+        log_model: Whether the run's checkpoints become an artifact when it ends: ``model-<id>``, with the aliases
+            ``last`` and ``best``.
     """
 
     def __init__(
         self,
-        project: str = "fl_lightning",
+        project: str | None = None,
         group: str | None = None,
         tags: list[str] | None = None,
         name: str | None = None,
-        mode: Literal["offline", "online", "disabled"] | None = None,
+        mode: Mode | None = None,
         entity: str | None = None,
+        log_model: bool = True,
     ) -> None:
+        project = project or os.environ.get("WANDB_PROJECT") or "fl_lightning"
         super().__init__(project=project, name=name)
         self.project, self.group, self.tags = project, group, tags
-        self.run_name, self.entity = name, entity
-        self.mode = mode or os.environ.get("WANDB_MODE", "offline")
+        self.run_name, self.entity, self.log_model = name, entity, log_model
+        # an agent of a sweep on W&B waits for the run
+        default = "online" if os.environ.get("WANDB_SWEEP_ID") else "offline"
+        self.mode = mode or os.environ.get("WANDB_MODE") or default
         self.run: WandbRun | None = None
+        self._columns: dict[str, list[tuple[int, float]]] = {}
 
     @property
     def experiment(self) -> Any:
@@ -51,16 +77,33 @@ class WandbLogger(LightningWandbLogger, RunLogger):
         return self.run
 
     @rank_zero_only
-    def start(self, run_dir: Path, state: Mapping[str, Any], round: int) -> None:
-        RunLogger.start(self, run_dir, state, round)
+    def start(self, run_dir: Path, state: Mapping[str, Any], round: int, about: About) -> None:
+        self._open(run_dir, state, round, about)
+        self._training = True
+        if (metrics := run_dir / "metrics.csv").exists():
+            self._columns = read_metrics(metrics)
+
+    @rank_zero_only
+    def reopen(self, run_dir: Path, state: Mapping[str, Any], round: int, about: About) -> None:
+        if state:
+            self._open(run_dir, state, round, about)
+
+    def _open(self, run_dir: Path, state: Mapping[str, Any], round: int, about: About) -> None:
+        RunLogger.start(self, run_dir, state, round, about)
+        self._about, self._round, self._training = about, round, False
+        self._pending: dict[str, Any] = {}
+        self._columns = {}
+        self._defined: set[str] = set()
         import wandb
 
+        tags = [tag for tag in os.environ.get("WANDB_TAGS", "").split(",") if tag]
         try:
             self.run = wandb.init(
                 project=self.project,
                 entity=self.entity,
-                group=self.group,
-                tags=self.tags,
+                group=self.group or os.environ.get("WANDB_RUN_GROUP") or about.group,
+                tags=list(dict.fromkeys([*about.tags, *(self.tags or tags)])),
+                job_type=about.job,
                 name=self.run_name or f"{run_dir.parent.name}/{run_dir.name}",
                 id=state.get("id"),
                 resume="allow",
@@ -80,24 +123,56 @@ class WandbLogger(LightningWandbLogger, RunLogger):
     def state_dict(self) -> dict[str, Any]:
         return {"id": self.run.id} if self.run else {}
 
+    # What is logged
+
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Logs the metrics of round ``step``."""
-        if self.run:
-            self.run.log({"round": step, **metrics})
+        """Logs the metrics of round ``step``, and what was logged since the last round."""
+        if not self.run or step is None:
+            return
+        self._round = step
+        for name in metrics:
+            self._define(name)
+            self._columns.setdefault(name, []).append((step, metrics[name]))
+        row = {"round": step, **self._pending, **metrics}
+        self._pending = {}
+        for name in metrics:
+            if name.startswith("server/test/") and not name.endswith("/loss"):
+                recent = [value for at, value in self._columns[name] if at > step - self._about.last]
+                row[f"{name}_last{self._about.last}"] = sum(recent) / len(recent)
+        self.run.log(row)
+
+    def log_partition(self, data: FederatedDataModule) -> None:
+        if not self.run or self.mode == "disabled":
+            return
+        import wandb
+
+        counts = class_counts(data)
+        if len(counts) <= ROWS:
+            head, rows = count_table(counts)
+            self._pending["partition/clients"] = wandb.Table(columns=[*head], data=rows)
+            self.log_figure("partition/heat_map", lambda: heat_map(counts), 0)
+        self.log_clients("partition/samples", counts.sum(1).tolist(), 0)
+        self.log_clients("partition/classes", (counts > 0).sum(1).tolist(), 0)
+        self._flush(0)
 
     def log_rows(self, name: str, rows: Sequence[Mapping[str, float]], round: int) -> None:
         if self.run and rows:
             import wandb
 
-            table = wandb.Table(columns=[*rows[0]], data=[[*row.values()] for row in rows])
-            self.log_metrics({name: table}, round)  # type: ignore[dict-item]
+            self._pending[name] = wandb.Table(columns=[*rows[0]], data=[[*row.values()] for row in rows])
 
-    def log_figure(self, name: str, path: Path, round: int) -> None:
-        if self.run:
+    def log_clients(self, name: str, values: Sequence[float], round: int) -> None:
+        finite = [value for value in values if math.isfinite(value)]
+        if self.run and finite:
             import wandb
 
-            self.log_metrics({name: wandb.Image(str(path))}, round)  # type: ignore[dict-item]
+            bins = np.histogram(finite, bins=min(len(finite), 32))
+            self._pending[f"{name}_clients"] = wandb.Histogram(np_histogram=bins)
+
+    def log_figure(self, name: str, picture: Picture, round: int) -> None:
+        if self.run and self.mode != "disabled":
+            self._pending[name] = _image(picture)
 
     @rank_zero_only
     def log_hyperparams(self, params: dict[str, Any], *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
@@ -107,7 +182,87 @@ class WandbLogger(LightningWandbLogger, RunLogger):
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
-        """Closes the W&B run."""
-        if self.run:
-            self.run.finish(exit_code=0 if status == "success" else 1)
-            self.run = None
+        """Logs the best values and the artifacts, and closes the W&B run."""
+        if not self.run:
+            return
+        self._flush(self._round)
+        if self._training:
+            self._summarise()
+            if self.mode != "disabled":
+                self._log_artifacts()
+        self.run.finish(exit_code=0 if status == "success" else 1)
+        self.run = None
+
+    def _flush(self, round: int) -> None:
+        """Logs what is pending in a row of its own."""
+        if self.run and self._pending:
+            self.run.log({"round": round, **self._pending})
+            self._pending = {}
+
+    def _define(self, name: str) -> None:
+        """Tells W&B which value of a metric is the best, at its first appearance."""
+        if self.run and name not in self._defined and _has_best(name):
+            self._defined.add(name)
+            self.run.define_metric(name, step_metric="round", summary=f"{mode_of(name)},last")
+
+    def _summarise(self) -> None:
+        """Best and last value of each metric over the whole run: W&B's own begin anew when a run is resumed."""
+        assert self.run is not None
+        for name, values in self._columns.items():
+            finite = [value for _, value in values if math.isfinite(value)]
+            if _has_best(name) and finite:
+                best = max(finite) if mode_of(name) == "max" else min(finite)
+                self.run.summary[name] = {mode_of(name): best, "last": values[-1][1]}
+
+    def _log_artifacts(self) -> None:
+        """Config and checkpoints, laid out as in the run folder."""
+        assert self.run is not None and self.dir is not None
+        config = [self.dir / "config.yaml"]
+        self._log_artifact("config", "last", config)
+        for alias in ("best", "last") if self.log_model else ():  # W&B's own alias is that of the latest
+            file = self.dir / "checkpoints" / f"{alias}.ckpt"
+            if file.exists():
+                self._log_artifact("model", alias, [*config, file])
+
+    def _log_artifact(self, kind: str, alias: str, files: Sequence[Path]) -> None:
+        """Files of the run folder that exist; W&B gets a name of its own for them, as later ones take their place."""
+        import wandb
+
+        assert self.run is not None and self.dir is not None
+        made = wandb.Artifact(f"{kind}-{self.run.id}", kind)
+        for file in filter(Path.exists, files):
+            name = file.relative_to(self.dir)
+            kept = _kept(file, Path(self.run.dir).parent / "artifacts" / name)
+            made.add_file(str(kept), str(name), policy="immutable", skip_cache=True)
+        if made.manifest.entries:
+            self.run.log_artifact(made, aliases=[alias])
+
+
+def _has_best(name: str) -> bool:
+    """Whether a metric has a best value: those of evaluation, the training loss, and measures of flatness."""
+    measured = name.startswith("flatness/") and not name.endswith(("_residual", "_error"))
+    return measured or name.startswith("server/") or name == "client/train/loss"
+
+
+def _image(picture: Picture) -> Any:
+    import wandb
+    from PIL import Image
+
+    if isinstance(picture, Path):
+        return wandb.Image(str(picture))
+    png = BytesIO()
+    with style():
+        picture().savefig(png, format="png", dpi=200)
+    return wandb.Image(Image.open(png))
+
+
+def _kept(file: Path, to: Path) -> Path:
+    """The file under a second name: checkpoints, which are replaced and never rewritten, without a copy if possible."""
+    to.parent.mkdir(parents=True, exist_ok=True)
+    to.unlink(missing_ok=True)
+    if file.suffix == ".ckpt":
+        with suppress(OSError):  # the file system has no hard links
+            to.hardlink_to(file)
+            return to
+    shutil.copyfile(file, to)
+    return to

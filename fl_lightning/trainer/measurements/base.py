@@ -29,7 +29,7 @@ class Measurement:
 
     Attributes:
         name: Name of the number.
-        value: The number.
+        value: The number; None if it is undefined, as a ratio to zero.
         model: The weights it belongs to.
         data: The data.
         samples: Number of samples; 0 if it needs no data.
@@ -41,7 +41,7 @@ class Measurement:
     """
 
     name: str
-    value: float
+    value: float | None
     model: str = "global model"
     data: str = ""
     samples: int = 0
@@ -102,12 +102,14 @@ class MeasurementContext:
             return self._share("test"), len(data.y_test), "test set"
         chosen = data.sample_indices(samples, self.run.seed)
         whole = len(chosen) == int(data.client_sizes.sum())
-        return self._share(chosen), len(chosen), "training data" if whole else "training data, stratified sample"
+        what = "training data of all clients"
+        return self._share(chosen), len(chosen), what if whole else f"{what}, stratified sample"
 
     def union(self, clients: Sequence[int]) -> tuple[Batches, int, str]:
         """The data of some clients; returns as `train`."""
         chosen = torch.cat([self.run.data.clients[k] for k in clients])
-        return self._share(chosen), len(chosen), f"training data of {len(clients)} clients"
+        many = f"{len(clients)} of {self.run.data.num_clients} clients"
+        return self._share(chosen), len(chosen), f"training data of {many}"
 
     def _share(self, split: Tensor | Literal["test"]) -> Batches:
         run = self.run

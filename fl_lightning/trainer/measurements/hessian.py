@@ -1,5 +1,6 @@
 """Measures of the Hessian: eigenvalues, trace and spectral density."""
 
+import math
 from collections.abc import Sequence
 from statistics import mean
 from typing import Any, Literal
@@ -65,7 +66,8 @@ class HessianMeasure(Measure):
 class Spectrum(HessianMeasure):
     """``lambda_1`` to ``lambda_k`` of the Hessian at the global model: the first is logged, and ``lambda_ratio``.
 
-    The ratio is lambda_1 / lambda_5 (ECCV, Table 1); all eigenvalues go to ``flatness.jsonl``.
+    The ratio is lambda_1 / lambda_5 (ECCV, Table 1), undefined if lambda_5 is zero up to rounding; all eigenvalues go
+    to ``flatness.jsonl``.
 
     Args:
         k: Number of eigenvalues.
@@ -99,8 +101,13 @@ class Spectrum(HessianMeasure):
             "iterations": found.iterations,
             "settings": {"method": self.method, "k": self.k},
         }
-        ratio = [Measurement(name="lambda_ratio", value=found.ratio(5), **common)] if len(values) >= 5 else []
-        return [Measurement(name="lambda_1", value=values[0], details={"eigenvalues": values}, **common), *ratio]
+        measured = [Measurement(name="lambda_1", value=values[0], details={"eigenvalues": values}, **common)]
+        if len(values) >= 5:
+            ratio = found.ratio(5)
+            if math.isnan(ratio):
+                common |= {"settings": {**common["settings"], "lambda_5": "zero up to rounding"}}
+            measured.append(Measurement(name="lambda_ratio", value=None if math.isnan(ratio) else ratio, **common))
+        return measured
 
 
 class LambdaMax(Spectrum):

@@ -44,7 +44,9 @@ class Discrepancy(LocalMean):
     """``discrepancy``: FedGF's Definition 1, |S(w^{t+1}) - Σ_i (m_i/m) S_i(w_i)|; both terms are logged, too.
 
     S is the sharpness of the aggregated model on the training data of all clients, S_i that of a local model on all of
-    its client's data.
+    its client's data. Definition 1 sums over all clients: that is ``clients: all`` with ``samples: null``. The default
+    costs no training: its S_i are those of the round's cohort, while S stays that on the data of all clients. With a
+    small cohort it is another number, mostly several times smaller.
 
     Args:
         rho: Radius of the sharpness.
@@ -89,7 +91,8 @@ class Discrepancy(LocalMean):
         ]
         local, m = self.mean(context)
         if m:
-            own = f"own data of {'all clients' if self.clients == 'all' else 'the cohort'}"
+            part = f"the cohort, {len(context.cohort)} of {context.run.data.num_clients}"
+            own = f"own data of {'all clients' if self.clients == 'all' else part}"
             measurements += [
                 Measurement(
                     name=f"sharpness_local{end}", value=local, model="local models", data=own, samples=m, **common
@@ -98,7 +101,7 @@ class Discrepancy(LocalMean):
                     name=f"discrepancy{end}",
                     value=abs(rise - local),
                     model="aggregated and local models",
-                    data=f"{own} ({m:,}); {what}",
+                    data=f"S_i on {own} ({m:,}), S on {what}",
                     samples=n,
                     **common,
                 ),

@@ -1,0 +1,5 @@
+"""The report of runs: one HTML page that opens offline."""
+
+from fl_lightning.results.report.page import write_report
+
+__all__ = ["write_report"]

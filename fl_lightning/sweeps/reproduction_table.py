@@ -1,0 +1,94 @@
+"""The table of a reproduction: our numbers beside the paper's, as text, CSV, LaTeX and Markdown."""
+
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+
+from rich.markup import escape
+from rich.table import Table
+
+from fl_lightning.results.metrics import write_table
+from fl_lightning.results.paper_tables import markdown
+from fl_lightning.results.papers import COLUMNS
+from fl_lightning.sweeps.reproduction import Line, column
+
+HEADS = ("", "ours", "paper", "difference", "seeds")
+
+
+def title(lines: Sequence[Line], fraction: float) -> str:
+    """Returns the table's title, which carries the fraction of the rounds."""
+    cell = lines[0].cell
+    rounds = "all rounds" if fraction == 1 else f"{100 * fraction:.4g} % of the rounds"
+    return f"{cell.paper}, Table {cell.table}: {rounds}"
+
+
+def texts(line: Line) -> list[str]:
+    """Returns the cells of a line as text, with as many digits as the paper prints."""
+    cell = line.cell
+    printed = cell.printed.partition(" ± ")[0]
+    digits = max(1, len(printed.partition(".")[2])) if printed else 2
+    ours = "" if line.mean is None else f"{line.mean:.{digits}f}"
+    if line.std is not None:
+        ours += f" ± {line.std:.{digits}f}"
+    name = cell.algorithm if cell.metric == "acc" else f"{cell.algorithm}, {cell.metric}"
+    difference = "" if line.difference is None else f"{line.difference:+.{digits}f}"
+    seeds = f"{len(line.values)} of {n}" if (n := len(line.values) + len(line.errors)) > len(line.values) else str(n)
+    return [name, ours or "broke off", cell.printed or cell.note.partition(";")[0], difference, seeds]
+
+
+def table(lines: Sequence[Line], fraction: float) -> Table:
+    """Returns the table for the terminal, a section for each column of the paper's."""
+    found = Table(title=title(lines, fraction))
+    for i, head in enumerate(HEADS):
+        found.add_column(head, justify="right" if i else "left")
+    for name, group in _sections(lines):
+        found.add_section()
+        found.add_row(f"[bold]{escape(name)}[/]")
+        for line in group:
+            found.add_row(*map(escape, texts(line)))
+    return found
+
+
+def write(lines: Sequence[Line], fraction: float, out: Path) -> None:
+    """Writes ``table.csv`` (all digits), ``table.tex`` (needs booktabs) and ``table.md``."""
+    out.mkdir(parents=True, exist_ok=True)
+    heads = (*COLUMNS, "fraction", "seeds", "ours", "ours_std", "value", "std", "difference", "folders", "errors")
+    rows = [
+        [
+            *(getattr(line.cell, name) for name in COLUMNS), fraction, len(line.values), line.mean, line.std,
+            line.cell.value, line.cell.std, line.difference, " ".join(map(str, line.folders)), "; ".join(line.errors),
+        ]
+        for line in lines
+    ]  # fmt: skip
+    write_table(out / "table.csv", heads, rows)
+    (out / "table.tex").write_text(latex(lines, fraction), encoding="utf-8")
+    body = [[name, *texts(line)] for name, group in _sections(lines) for line in group]
+    text = markdown([["column", "row", *HEADS[1:]], *body])
+    (out / "table.md").write_text(f"**{title(lines, fraction)}**\n\n{text}", encoding="utf-8")
+
+
+def latex(lines: Sequence[Line], fraction: float) -> str:
+    """Returns the table for a paper, by booktabs."""
+
+    def across(text: str) -> str:
+        return rf"\multicolumn{{{len(HEADS)}}}{{l}}{{{_tex(text)}}} \\"
+
+    body = [rf"\begin{{tabular}}{{l{'r' * (len(HEADS) - 1)}}}", r"\toprule", across(title(lines, fraction))]
+    body += [r"\midrule", " & ".join(HEADS) + r" \\"]
+    for name, group in _sections(lines):
+        body += [r"\midrule", across(name)]
+        body += [" & ".join(map(_tex, texts(line))) + r" \\" for line in group]
+    return "\n".join([*body, r"\bottomrule", r"\end{tabular}", ""])
+
+
+def _sections(lines: Sequence[Line]) -> list[tuple[str, list[Line]]]:
+    """Returns the lines of each column, in the order of the paper."""
+    names = list(dict.fromkeys(column(line.cell) for line in lines))
+    ordered = sorted(lines, key=lambda line: names.index(column(line.cell)))
+    return [(name, list(group)) for name, group in groupby(ordered, key=lambda line: column(line.cell))]
+
+
+def _tex(text: str) -> str:
+    for character in "%_#&$":
+        text = text.replace(character, f"\\{character}")
+    return text.replace(" ± ", r" $\pm$ ").replace("-", "$-$", text.startswith("-"))

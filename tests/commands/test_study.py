@@ -1,0 +1,68 @@
+"""Names of what commands on checkpoints write: labels, numbers, and nothing overwritten."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fl_lightning.commands.study import labels_of, number_of
+from tests.runs import cli, run
+
+
+def checkpoint(*parts: str, name: str = "last") -> Path:
+    return Path("runs", *parts, "checkpoints", f"{name}.ckpt")
+
+
+@pytest.mark.parametrize(
+    ("paths", "labels"),
+    [
+        ([checkpoint("FedAvg-Digits", "version_0")], ["FedAvg-Digits"]),
+        (
+            [checkpoint("FedAvg-Digits", "version_0"), checkpoint("FedSAM-Digits", "version_3")],
+            ["FedAvg-Digits", "FedSAM-Digits"],
+        ),
+        (
+            [checkpoint("FedAvg-Digits", "version_0"), checkpoint("FedAvg-Digits", "version_1")],
+            ["FedAvg-Digits/version_0", "FedAvg-Digits/version_1"],
+        ),
+        (
+            [checkpoint("a", "version_0"), checkpoint("a", "version_0", name="best")],
+            ["a/version_0, last", "a/version_0, best"],
+        ),
+        ([checkpoint("a", "version_0"), checkpoint("a", "version_0")], ["a/version_0, last", "a/version_0, last (2)"]),
+        (
+            [checkpoint("FedSAM-Digits", "rho_0.05_seed_0", "version_0"), checkpoint("x", "seed_1", "version_0")],
+            ["FedSAM-Digits/rho_0.05_seed_0", "x/seed_1"],
+        ),
+        ([Path("some.ckpt"), Path("other/some.ckpt")], ["some", "some (2)"]),
+    ],
+)
+def test_labels_are_short_and_differ(paths: list[Path], labels: list[str]) -> None:
+    assert labels_of(paths) == labels
+
+
+def test_the_first_free_number(tmp_path: Path) -> None:
+    assert number_of(tmp_path / "none", "surface.json") == ""
+    for name, following in (("surface", "_2"), ("surface_3d", "_2"), ("surface_2", "_3"), ("plane", "_3")):
+        (tmp_path / f"{name}.json").touch()
+        assert number_of(tmp_path, "surface.json") == following
+
+
+def test_nothing_that_was_measured_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = run("fit", root=tmp_path)
+    path = f"--ckpt_path={folder / 'checkpoints' / 'last.ckpt'}"
+    measured = '--metrics=[{"class_path":"Spectrum","init_args":{"k":K,"samples":50}}]'
+    for k in ("2", "3"):
+        cli("flatness", path, measured.replace("K", k))
+        cli("landscape", path, "--points=2", f"--samples={30 + int(k)}")
+    names = {file.name for kind in ("flatness", "landscape") for file in (folder / kind).iterdir()}
+    stems = ("flatness.json", "flatness.csv", "spectrum.pdf", "spectrum.png", "surface.json", "surface.csv",
+             "surface.pdf", "surface.png", "surface_3d.pdf", "surface_3d.png")  # fmt: skip
+    assert names == {*stems, *(stem.replace(".", "_2.") for stem in stems)}
+    values = [json.loads((folder / "flatness" / f"flatness{end}.json").read_text()) for end in ("", "_2")]
+    assert [len(found["measurements"][0]["details"]["eigenvalues"]) for found in values] == [2, 3]
+    (protocol,) = json.loads((folder / "landscape" / "surface_2.json").read_text()).values()
+    assert "33 samples" in protocol["protocol"]["train"]
+    assert f"results: {folder / 'landscape' / 'surface_2.json'}" in capsys.readouterr().out.replace("\n", "")

@@ -1,0 +1,51 @@
+"""Wheel and sdist hold what a run needs: they are built, installed, and run outside of the clone."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*command: str, cwd: Path) -> str:
+    env = {
+        **{k: v for k, v in os.environ.items() if k != "PYTHONPATH"},
+        "OMP_NUM_THREADS": "1",
+        "WANDB_MODE": "offline",
+    }
+    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_a_wheel_made_from_the_sdist_runs_by_the_names_of_configs(tmp_path: Path) -> None:
+    pytest.importorskip("build", reason="pip install build")
+    pytest.importorskip("hatchling", reason="pip install hatchling")
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", str(tmp_path / "dist"), str(ROOT), cwd=tmp_path)
+    (wheel,) = (tmp_path / "dist").glob("*.whl")
+    venv.create(tmp_path / "env", with_pip=True)
+    python = str(tmp_path / "env/bin/python")
+    # the dependencies are those of this environment; its editable install of the clone is not followed
+    here = next(path for path in sys.path if path.endswith("site-packages"))
+    run(python, "-m", "pip", "install", "--no-deps", "--no-index", str(wheel), cwd=tmp_path)
+    lines = list(run(python, "-c", "import sys; print(*sys.path, sep='\\n')", cwd=tmp_path).split("\n"))
+    site = next(path for path in lines if path.endswith("site-packages"))
+    (Path(site) / "dependencies.pth").write_text(f"import sys; sys.path.append({here!r})\n")
+
+    program = str(tmp_path / "env/bin/fl-lightning")
+    where = run(python, "-c", "import fl_lightning; print(fl_lightning.__file__)", cwd=tmp_path)
+    assert where.startswith(str(tmp_path / "env"))
+    assert "experiment/fedgloss/cifar10_alpha0.05" in run(program, "configs", cwd=tmp_path)
+    run(program, "init", "mine", cwd=tmp_path)
+    run(program, "fit", "--config", "config.yaml", "--trainer.max_rounds", "2", cwd=tmp_path / "mine")
+    short = ["--trainer.max_rounds=2", "--trainer.callbacks=[]"]
+    run(program, "fit", "--config", "quickstart", *short, cwd=tmp_path)
+    (folder,) = (tmp_path / "runs").glob("*/version_0")
+    assert (folder / "summary.json").exists()

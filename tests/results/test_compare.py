@@ -1,0 +1,236 @@
+"""The comparison of runs: groups by seeds, the table and its directions, curves over seeds."""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import replace
+from math import sqrt
+from pathlib import Path
+
+import pytest
+
+from fl_lightning import UserError
+from fl_lightning.core import COLORS, COLUMN, PAGE
+from fl_lightning.results.compare import compare
+from fl_lightning.results.curves import curve, plot_curves, read
+from fl_lightning.results.metrics import mode_of
+from fl_lightning.results.search import find_runs
+from fl_lightning.results.summary import summarise
+from fl_lightning.results.table import Markup, cell, columns, latex
+from tests.results.folders import configured, write
+from tests.runs import cli, run
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> list[Path]:
+    """FedAvg with three seeds, another method with two, one of which never gets as far as FedAvg."""
+    root = tmp_path / "runs"
+    return [
+        configured(root / "FedAvg" / "version_0", {3: 0.5, 6: 0.5}, engine="sequential"),
+        configured(root / "FedAvg" / "version_1", {3: 0.5, 6: 0.75}, seed=1, engine="graphed"),
+        configured(root / "FedAvg" / "version_2", {3: 0.5, 6: 1.0}, data_seed=1, name="x"),
+        configured(root / "my_method" / "rho_0.1_seed_0" / "version_0", {3: 0.8, 6: 0.9}, units=4, lr=0.2),
+        configured(root / "my_method" / "rho_0.1_seed_1" / "version_0", {3: 0.5, 6: 0.5}, units=4, lr=0.2, seed=1),
+    ]
+
+
+def test_groups_by_hand(runs: list[Path]) -> None:
+    average, mine = compare(runs, last=1, reference=runs[1])
+    assert (average.name, mine.name) == ("FedAvg", "rho_0.1")
+    assert average.seeds == [(0, 0), (1, 0), (0, 1)] and mine.folders == runs[3:]
+    assert average.values("mean") == [0.5, 0.75, 1.0]
+    assert {run.target for run in (*average.runs, *mine.runs)} == {0.75}  # what FedAvg reaches
+    assert average.values("target_round") == [6, 6] and mine.values("target_round") == [3]
+    last, *_, transmissions, cost = columns([average, mine], average)
+    assert cell(average, last) == "0.7500 ± 0.2500"
+    assert cell(mine, transmissions) == "12 (1 of 2)"
+    assert cell(mine, cost) == "1.00 (1 of 2)"  # half the rounds, twice the models
+    (never,) = compare(runs[4:], target=0.9)
+    assert cell(never, transmissions) == "×"
+
+
+def test_names_tell_runs_apart(tmp_path: Path) -> None:
+    """One folder may hold different configs; the same name may lie in different folders; a run may have no config."""
+    folders = [
+        configured(tmp_path / "a" / "FedAvg" / "version_0", {6: 0.5}),
+        configured(tmp_path / "a" / "FedAvg" / "version_1", {6: 0.5}, lr=0.2),
+        configured(tmp_path / "a" / "FedSAM" / "version_0", {6: 0.5}, lr=0.3),
+        configured(tmp_path / "b" / "FedSAM" / "version_0", {6: 0.5}, lr=0.4),
+        write(tmp_path / "b" / "Mine" / "version_0", {6: 0.5}),
+    ]
+    names = [group.name for group in compare(folders)]
+    assert names == ["FedAvg/version_0", "FedAvg/version_1", "a/FedSAM", "b/FedSAM", "Mine"]
+
+
+def test_what_cannot_be_compared(runs: list[Path], tmp_path: Path) -> None:
+    twin = configured(tmp_path / "again" / "version_0", {6: 0.5}, threads=1)
+    with pytest.raises(UserError, match=r"runs = .*again/version_0: the same .* as .*FedAvg/version_0; leave"):
+        compare([*runs, twin])
+    with pytest.raises(UserError, match="reference = elsewhere: none of the runs"):
+        compare(runs, reference="elsewhere")
+    other = write(tmp_path / "segmentation" / "version_0", {6: 0.5}, name="miou")
+    with pytest.raises(UserError, match="metric = server/test/acc: not in"):
+        compare([*runs, other])
+
+
+def test_latex(runs: list[Path]) -> None:
+    groups = compare([*runs[:3], runs[4]], target=0.8, last=1)
+    groups[1] = replace(groups[1], name="my_method")
+    lines = latex(groups, columns(groups)).splitlines()
+    assert lines[0] == r"\begin{tabular}{lrrrrrrrrr}"
+    assert [lines[i] for i in (1, 3, 6, 7)] == [r"\toprule", r"\midrule", r"\bottomrule", r"\end{tabular}"]
+    first = r"FedAvg & \textbf{75.00} $\pm$ 25.00 & \textbf{75.00} & \textbf{75.00} & \textbf{3.00} & \textbf{0.000} & "
+    assert lines[4] == first + r"6 (1 of 3) & 3.00 (1 of 3) & 0.000 (1 of 3) & 12 (1 of 3) \\"
+    second = r"my\_method & 50.00 & 50.00 & 50.00 & \textbf{3.00} & 0.000"
+    assert lines[5] == second + 4 * r" & $\times$" + r" \\"
+    heads = lines[2].removesuffix(r" \\").split(" & ")
+    assert heads[0] == "run" and len(set(heads)) == len(heads) == 10
+    assert heads[1] == r"last 1 $\uparrow$" and r"GB to 0.8 $\downarrow$" in heads
+
+
+def test_what_latex_reads_otherwise(tmp_path: Path) -> None:
+    group = replace(compare([write(tmp_path / "run", {6: 0.5})])[0], name=r"a_b%{c}\d~e^f")
+    name = latex([group], columns([group])).splitlines()[4].partition(" & ")[0]
+    assert name == r"a\_b\%\{c\}\textbackslash{}d\textasciitilde{}e\textasciicircum{}f"
+
+
+def test_flatness_and_directions(runs: list[Path], tmp_path: Path) -> None:
+    """Measures of flatness have columns; small ones are the best, in the table, as best value and as target."""
+    sharp = configured(tmp_path / "sharp", {6: 0.9}, lr=1.0, lambdas={2: 9.0, 4: 6.0, 6: 4.0})
+    flat = configured(tmp_path / "flat", {6: 0.8}, lr=2.0, lambdas={2: 3.0, 4: 1.0, 6: 2.0})
+    groups = compare([sharp, flat, runs[0]], last=3)
+    (column,) = [c for c in columns(groups) if c.key == "lambda_max"]
+    assert column.head == "lambda max ↓" and column.of == "flatness/lambda_max"
+    assert [cell(g, column, groups, Markup(best="<{}>")) for g in groups] == ["5", "<1.5>", ""]
+    assert cell(groups[0], columns(groups)[0], groups, Markup(best="<{}>")) == "<0.9000>"
+    one, two = compare([sharp, flat], target=3.0, metric="flatness/lambda_max", last=3)
+    assert (one.runs[0].best, one.runs[0].target_round) == (4.0, None)
+    assert (two.runs[0].best, two.runs[0].best_round, two.runs[0].target_round) == (1.0, 4, 2)
+    (largest,) = compare([flat], target=3.0, metric="flatness/lambda_max", mode="max")
+    assert (largest.runs[0].best, largest.runs[0].target_round) == (3.0, 2)
+
+
+@pytest.mark.parametrize(
+    ("metric", "mode"),
+    [
+        ("server/test/acc", "max"),
+        ("server/test_unseen/miou", "max"),
+        ("server/test/f1", "max"),
+        ("server/test/loss", "min"),
+        ("client/train/loss", "min"),
+        ("flatness/discrepancy", "min"),
+        ("time/round_s", "min"),
+    ],
+)
+def test_direction(metric: str, mode: str) -> None:
+    assert mode_of(metric) == mode and mode_of(metric, "max") == "max"
+
+
+def test_unknown_directions_are_asked_for(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="metric = mine/number: set mode to max or min"):
+        mode_of("mine/number")
+    assert mode_of("mine/number", "min") == "min"
+
+
+def test_runs_are_found_below_folders(runs: list[Path]) -> None:
+    """Runs and groups of runs lie at different depths; nothing is searched below a run; numbers sort by their value."""
+    root = runs[0].parents[1]
+    (runs[0] / "checkpoints").mkdir()
+    write(runs[0] / "inside", {6: 0.1})
+    (root / "started").mkdir()
+    (root / "started" / "metrics.csv").write_text("round\n")
+    configured(root / "FedAvg" / "version_10", {6: 0.5}, seed=7)
+    assert find_runs([root]) == [*runs[:3], root / "FedAvg" / "version_10", *runs[3:]]
+    assert find_runs([runs[1], root])[0] == runs[1] and len(find_runs([runs[1], root])) == 6
+    assert [group.name for group in compare([root])] == ["FedAvg", "rho_0.1"]
+    assert compare([root], reference=root / "FedAvg", last=1)[0].runs[0].target == pytest.approx(2.75 / 4)
+
+
+def test_of_twins_below_a_folder_the_last_counts(runs: list[Path]) -> None:
+    root = runs[0].parents[1]
+    later = configured(root / "FedAvg" / "version_3", {6: 0.9})
+    average, _ = compare([root])
+    assert average.left_out == [runs[0]] and average.folders == [*runs[1:3], later]
+    average, _ = compare([root, runs[0]])
+    assert average.left_out == [later] and average.folders == [runs[0], *runs[1:3]]  # what is named counts
+
+
+def test_folders_without_runs(runs: list[Path], tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for folder, problem in (("empty", "no run there"), ("nowhere", "no such folder")):
+        with pytest.raises(UserError, match=rf"^runs = .*{folder}: {problem}.*; give [^\n]*$"):
+            compare([runs[0], tmp_path / folder])
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("round,server/test/acc\n1,0.5\n2,abc\n", "line 3: could not convert string to float: 'abc'"),
+        ("round,server/test/acc\n1,0.5\nx,0.5\n", "line 3: invalid literal"),
+        ("round,server/test/acc\n1,0.5\n2,0.5,7\n", "line 3: "),
+        ("a,b\n1,2\n", "no column named round"),
+        ("round,server/test/acc\n1,\xff\n", "line 2: "),
+    ],
+)
+def test_broken_metrics(text: str, problem: str, tmp_path: Path) -> None:
+    (tmp_path / "metrics.csv").write_text(text)
+    with pytest.raises(
+        UserError, match=rf"^{tmp_path}/metrics\.csv: not a table of metrics \({problem}[^\n]*; restore"
+    ):
+        compare([tmp_path])
+
+
+def test_band_over_seeds(tmp_path: Path) -> None:
+    """In the rounds that all seeds have; then means over parts of a long run, of each seed for itself."""
+    one = write(tmp_path / "one", {1: 0.1, 2: 0.2, 4: 0.4}) / "metrics.csv"
+    two = write(tmp_path / "two", {1: 0.3, 2: 0.6, 3: 0.9}) / "metrics.csv"
+    columns = read({"both": [one, two]})["both"]
+    found = curve(columns, "server/test/acc")
+    assert found is not None and found.rounds == [1, 2]
+    assert found.mean == pytest.approx([0.2, 0.4]) and found.sd == pytest.approx([sqrt(0.02), sqrt(0.08)])
+    assert curve(columns, "flatness/lambda_max") is None
+    long = [{"a": [(t, float(s * t)) for t in range(1, 201)]} for s in (1, 3)]
+    assert curve(long, "a")[:2] == ([t + 0.5 for t in range(1, 200, 2)], [2 * (t + 0.5) for t in range(1, 200, 2)])  # type: ignore[index]
+
+
+def test_one_colour_a_group(tmp_path: Path) -> None:
+    paths = [
+        write(tmp_path / str(i), {1: i / 10, 6: i / 8}, lambdas={1: 1000.0, 6: i + 1.0}) / "metrics.csv"
+        for i in range(3)
+    ]
+    figure = plot_curves({"pair": paths[:2], "single": paths[2]})
+    assert figure.get_figwidth() == PAGE and len(figure.axes) == 3
+    for axes in figure.axes:
+        assert len(axes.lines) == 2 and len(axes.collections) == 1  # a mean each, and the band of the pair
+        assert axes.lines[0].get_color() == COLORS[0] and axes.lines[1].get_color() == COLORS[1]
+        assert axes.lines[0].get_linestyle() != axes.lines[1].get_linestyle()
+    assert [axes.get_yscale() for axes in figure.axes] == ["linear", "linear", "log"]
+    alone = plot_curves({"pair": paths[:2]}, ["flatness/lambda_max"])
+    assert alone.get_figwidth() == COLUMN and len(alone.axes) == 1
+    with pytest.raises(UserError, match="names = server/test/miou: no run has it; choose from server/test/acc"):
+        plot_curves({"pair": paths[:2]}, ["server/test/miou"])
+
+
+def test_compare_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Real runs of two methods with two seeds each."""
+    folders = [
+        run("fit", f"--trainer.seed={seed}", root=tmp_path / "runs", model=model)
+        for model in ("FedAvg", "FedSAM")
+        for seed in (0, 1)
+    ]
+    where = tmp_path / "out"
+    cli("compare", str(tmp_path / "runs"), "--target=0.01", f"--reference={folders[0]}", f"--out={where}")
+    out = capsys.readouterr().out
+    assert "FedAvg-Digits" in out and "cost in B" in out
+    with (where / "compare.csv").open(newline="") as file:
+        rows = {row["run"]: row for row in csv.DictReader(file)}
+    assert set(rows) == {"FedAvg-Digits", "FedSAM-Digits"} and rows["FedSAM-Digits"]["seeds"] == "2"
+    for model, pair in (("FedAvg", folders[:2]), ("FedSAM", folders[2:])):
+        row, means = rows[f"{model}-Digits"], [summarise(folder).mean for folder in pair]
+        assert float(row["mean"]) == pytest.approx(sum(means) / 2)
+        assert float(row["mean_sd"]) == pytest.approx(abs(means[0] - means[1]) / sqrt(2))
+        assert float(row["target_cost"]) == pytest.approx(0.5) and row["reached"] == "2"  # round 1 of 2, as FedAvg
+    assert r"\toprule" in (where / "compare.tex").read_text()
+    assert (where / "curves.pdf").read_bytes().startswith(b"%PDF")
+    with pytest.raises(SystemExit, match=r"^error: runs = nowhere: no such folder; give [^\n]*$"):
+        cli("compare", "nowhere")

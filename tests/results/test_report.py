@@ -1,0 +1,239 @@
+"""The report: one page that is valid, refers to nothing outside, holds the numbers of the tables, and looks right."""
+
+from __future__ import annotations
+
+import csv
+import html
+import json
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fl_lightning import UserError
+from fl_lightning.results.compare import compare
+from fl_lightning.results.curves import write_curves
+from fl_lightning.results.report import write_report
+from fl_lightning.results.table import cell, columns, write
+from tests.results.folders import configured
+from tests.runs import cli, run
+
+VOID = {"meta", "br", "link", "img", "input", "hr"}
+SURFACE = {"loss": {"train": [[1.0, 2.0], [None, 40.0]]}, "x": [-1, 1], "y": [-1, 1], "models": {}, "missing": 1}
+LINE = {"loss": {"train": [3.0, 1.0, 2.0]}, "gammas": [-1, 0, 1]}
+CURVES = {"loss": {"train": [[1.0, 2.0], [1.0, 1.5], [1.0, 2.5]]}, "radii": [0, 1]}
+CELL = {"paper": "fedgloss", "table": "3", "dataset": "CIFAR10", "model": "HsuCNN", "heterogeneity": "alpha=0.05"}
+
+
+class Page(HTMLParser):
+    """The elements of a page, their attributes, and the texts of its tables; asserts that tags match."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.last = ""
+        self.open: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.ids: list[str] = []
+        self.cells: list[list[str]] = []
+        self.texts: dict[str, str] = {}
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.attributes += attrs
+        self.ids += [value for name, value in attrs if name == "id" and value]
+        self.last = dict(attrs).get("id") or tag
+        if tag not in VOID:
+            self.open.append(tag)
+        if tag == "tr":
+            self.cells.append([])
+        if tag in ("td", "th"):
+            self.cells[-1].append("")
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.attributes += attrs
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.texts[self.last] = self.texts.get(self.last, "") + data
+        if {"td", "th"} & set(self.open):
+            self.cells[-1][-1] += data.strip().replace("\u00a0", " ")
+
+
+def provenance(changes: str = "") -> dict[str, Any]:
+    code = {"commit": "0123456789abcdef", "changes": "abc" if changes else None, "unknown_files": ["mine.py"]}
+    machine = {"system": "Linux", "cpu": "CPU", "cores": 2, "threads": 1, "device": "cpu", "processes": 1}
+    start = {"date": "2026-01-02T03:04:05+00:00", "round": 0, "command": "fl-lightning fit --x <y>", "machine": machine}
+    start |= {"versions": {"python": "3.12"}, "engine": "graphed", "precision": "32-true"}
+    again = {**start, "round": 3, "command": "fl-lightning fit --ckpt_path last"}
+    starts = [{**each, "code": {"working folder": None, "package": code}} for each in (start, again)]
+    return {"starts": starts, "changes": {"abc": changes} if changes else {}}
+
+
+def measurement(name: str, value: float, **more: Any) -> dict[str, Any]:
+    common = {"model": "global model", "data": "training data", "samples": 1000, "residual": None, "error": 0.5}
+    return {"name": name, "value": value, **common, "iterations": 3, "settings": {"rho": 0.05}, "details": {}, **more}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Two configs, one with two seeds, and everything that a run folder may hold."""
+    root = tmp_path / "runs"
+    one = configured(root / "FedAvg" / "version_0", {3: 0.5, 6: 0.5}, lambdas={3: 90.0, 6: 2.0})
+    configured(root / "FedAvg" / "version_1", {3: 0.5, 6: 0.75}, seed=1, lambdas={3: 50.0, 6: 3.0})
+    two = configured(root / "a <b> & c" / "version_0", {3: 0.8, 6: 0.9}, lr=0.2)
+    (one / "provenance.json").write_text(json.dumps(provenance("--- a\n+++ </script><b>\n")))
+    counts = [{"0": 3}, {"0": 1, "2": 5}]
+    (one / "partition.json").write_text(json.dumps({"clients": 2, "classes": 3, "counts": counts}))
+    lines = [{"round": t, "seed": 0, **measurement("lambda_max", 9.0 / t)} for t in (3, 6)]
+    (one / "flatness.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"cut sh')
+    found = [measurement("lambda_1", 4.0, details={"eigenvalues": [1.0, 4.0]})]
+    found += [measurement("density_mean", 0.1, details={"grid": [0, 1], "density": [1.0, 0.0], "sigma": [1]})]
+    for name, content in (
+        ("flatness/flatness.json", {"round": 6, "measurements": found}),
+        ("landscape/surface.json", {"one": SURFACE, "two": SURFACE}),
+        ("landscape/perturbation.json", {"one": CURVES}),
+        ("interpolate/interpolate.json", {"line": LINE}),
+        ("reproduction.json", {**CELL, "algorithm": "FedAvg", "metric": "acc", "fraction": 0.01}),
+    ):
+        (one / name).parent.mkdir(exist_ok=True)
+        (one / name).write_text(json.dumps(content))
+    (two / "reproduction.json").write_text(json.dumps({**CELL, "algorithm": "FedSAM", "metric": "acc"}))
+    return root
+
+
+@pytest.fixture
+def page(folder: Path, tmp_path: Path) -> Path:
+    groups = compare([folder], target=0.6, last=1)
+    shown = columns(groups)
+    write(groups, shown, tmp_path / "out")
+    write_curves({group.name: group.metrics for group in groups}, tmp_path / "out")
+    write_report(groups, shown, tmp_path / "out" / "report.html", "eval mode")
+    return tmp_path / "out" / "report.html"
+
+
+def test_valid_and_without_an_outside_address(page: Path) -> None:
+    text = page.read_text()
+    found = Page(text)
+    assert len(found.ids) == len(set(found.ids)) and "spectra" in found.ids
+    links = [value for name, value in found.attributes if name in ("src", "href", "srcset", "data", "action")]
+    assert links and all(value and value[0] == "#" and value[1:] in found.ids for value in links)
+    script = text.index("<script>")
+    assert (
+        "http" not in text[:script].replace("http-equiv", "") and "@import" not in text and "url(" not in text[:script]
+    )
+    assert "default-src 'none'" in text[:script]  # the browser itself refuses all addresses
+    assert text.count("plotly.js v") == 1
+    assert text.isprintable() is False and len(text) < 6e6
+
+
+def test_numbers_are_those_of_the_tables(page: Path, folder: Path) -> None:
+    found = Page(page.read_text())
+    figures = json.loads(found.texts["figures"])
+    with (page.parent / "curves.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    points = {
+        (trace["name"], x, y, sd)
+        for name, figure in figures.items()
+        if name.startswith("curves: ")
+        for trace in figure["data"]
+        if "name" in trace
+        for x, y, sd in zip(trace["x"], trace["y"], trace["customdata"], strict=True)
+    }
+    assert points == {(row["run"], *(float(row[key]) for key in ("round", "mean", "sd"))) for row in rows} and points
+    groups = compare([folder], target=0.6, last=1)
+    for group in groups:
+        written = {c.head: cell(group, c) for c in columns(groups)}
+        tables = [
+            dict(zip(found.cells[i], row, strict=True))
+            for i in (0, 3)
+            for row in found.cells[i + 1 : i + 3]
+            if row[0] == group.name
+        ]
+        assert {k: v for table in tables for k, v in table.items() if k not in ("run", "seeds")} == written
+
+
+def test_everything_a_run_folder_holds(page: Path) -> None:
+    text = page.read_text()
+    found = Page(text)
+    titles = [value for name, value in found.attributes if name == "data-figure"]
+    assert sorted(titles) == sorted(json.loads(found.texts["figures"]))
+    assert sum(str(title).startswith("landscapes: ") for title in titles) == 2 + 2 + 1
+    assert [str(t).split(": ")[0] for t in titles if "artition" in str(t) or "spectr" in str(t)] == ["spectra"] * 2 + [
+        "partitions"
+    ]
+    rows = {tuple(row[:3]): row for row in found.cells}
+    paper = rows["FedAvg", "fedgloss", "3"]
+    assert paper[5:8] == ["acc", "1 %", "62.50 ± 17.68"] and float(paper[9]) == pytest.approx(
+        62.5 - float(paper[8].split()[0]), abs=0.01
+    )
+    assert rows["FedAvg, seed 0", "lambda_max", "1.5"][-1] == "during the run, after round 6"
+    assert ["lr" in row[0] for row in found.cells if row[:1] == ["model.lr"]] == [True]
+    assert "fl-lightning fit --x &lt;y&gt;" in text and "&lt;/script&gt;&lt;b&gt;" in text and "mine.py" in text
+    assert sum(row[2:3] == ["3"] and "last" in row[-1] for row in found.cells) == 1  # the resumption
+
+
+@pytest.mark.parametrize("name", ["provenance.json", "flatness/flatness.json", "flatness.jsonl", "reproduction.json"])
+def test_a_broken_file_is_named(name: str, folder: Path, tmp_path: Path) -> None:
+    broken = folder / "FedAvg" / "version_0" / name
+    broken.write_text("{nothing\n")
+    groups = compare([folder])
+    with pytest.raises(UserError, match=rf"^{broken}: not readable [^\n]*; restore or remove it$"):
+        write_report(groups, columns(groups), tmp_path / "out.html", "")
+    assert not (tmp_path / "out.html").exists()
+
+
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a real run, as a folder and as a file; what went wrong is one line, and nothing is written."""
+    run("fit", "--trainer.callbacks+=FlatnessMonitor", "--trainer.callbacks.metrics+=LambdaMax", root=tmp_path / "runs")
+    cli("report", str(tmp_path / "runs"), f"--out={tmp_path / 'mine.html'}", "--target=0.01")
+    assert "report: " in capsys.readouterr().out
+    names = {path.name for path in (tmp_path / "mine").iterdir()}
+    assert {"compare.csv", "compare.tex", "curves.csv", "partition_0.pdf", "server_test_acc.png"} <= names
+    assert {"tradeoff_lambda_max.pdf", "flatness_lambda_max.pdf"} <= names
+    found = Page((tmp_path / "mine.html").read_text())
+    assert any("FedAvg-Digits" in row for row in found.cells) and "provenance" in found.ids
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(SystemExit, match=r"^error: runs = .*empty: no run there[^\n]*$"):
+        cli("report", str(tmp_path / "empty"), f"--out={tmp_path / 'none'}")
+    assert not (tmp_path / "none").exists()
+
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+FRAME = """<body style="margin:0">
+<iframe id="frame" style="border:0;width:{width}px;height:5000px" srcdoc="{page}"></iframe>
+<script>
+const check = () => {{
+  const view = document.getElementById("frame").contentWindow, root = view.document.documentElement;
+  const plots = [...view.document.querySelectorAll(".plot")];
+  const drawn = plots.map((plot) => plot.querySelectorAll(".main-svg").length > 0);
+  console.log("CHECKED " + JSON.stringify([root.clientWidth, root.scrollWidth, drawn]));
+}};
+setTimeout(check, 6000);
+</script></body>"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium")
+@pytest.mark.parametrize("width", [420, 1300])
+def test_in_a_browser(width: int, page: Path, tmp_path: Path) -> None:
+    """All figures are drawn, the console is free of errors, and nothing but tables is wider than the window."""
+    frame, picture = tmp_path / "frame.html", tmp_path / "page.png"
+    frame.write_text(FRAME.format(width=width, page=html.escape(page.read_text())))
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--enable-logging=stderr"]
+    options += [f"--window-size={max(width, 500)},5000", "--virtual-time-budget=20000", f"--screenshot={picture}"]
+    command = [str(CHROMIUM), *options, f"--user-data-dir={tmp_path / 'profile'}", frame.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    console = re.findall(r"CONSOLE[:(]\d+\)?\] \"(.*)\", source", done.stderr)
+    assert len(console) == 1 and console[0].startswith("CHECKED "), done.stderr
+    inner, content, drawn = json.loads(console[0].removeprefix("CHECKED ").replace('\\"', '"'))
+    assert inner == content == width
+    assert all(drawn) and len(drawn) == page.read_text().count('class="plot"')
+    assert picture.read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,116 @@
+"""What a run folder keeps of code, machine and command, and of the partition."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fl_lightning import Digits, UserError
+from fl_lightning.trainer import provenance
+from tests.runs import assert_same, last, metrics, run, state
+
+
+def written(folder: Path, **more: Any) -> dict[str, Any]:
+    provenance.write(folder, 0, torch.device("cpu"), 1, **{"engine": "sequential", "precision": "32-true", **more})
+    found: dict[str, Any] = json.loads((folder / "provenance.json").read_text())
+    return found
+
+
+@pytest.fixture
+def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A repository with one commit as the working folder."""
+    folder = tmp_path / "clone"
+    folder.mkdir()
+    (folder / "mine.py").write_text("a = 1\n")
+    who = ["-c", "user.name=A", "-c", "user.email=a@b.c"]
+    for args in (["init", "-q"], ["add", "."], [*who, "commit", "-qm", "First"]):
+        subprocess.run(["git", "-C", str(folder), *args], check=True)
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def test_a_run_and_its_resumption(tmp_path: Path) -> None:
+    whole = run("fit", "--trainer.max_rounds=4", root=tmp_path / "whole")
+    part = run("fit", root=tmp_path / "part")
+    run("fit", "--trainer.max_rounds=4", "--ckpt_path=last", root=tmp_path / "part")
+    first, second = json.loads((part / "provenance.json").read_text())["starts"]
+    assert (first["round"], second["round"], last(part)["round"]) == (0, 2, 4)
+    assert first["engine"] == "sequential" and first["precision"] == "32-true"
+    assert "--trainer.max_rounds=2" in first["command"] and "--ckpt_path=last" in second["command"]
+    assert first["versions"]["torch"] == torch.__version__.partition("+")[0]
+    machine = first["machine"]
+    assert machine["threads"] == 1 and machine["processes"] == 1 and machine["device"] == "cpu" and machine["cpu"]
+    assert socket.gethostname() not in json.dumps(machine)
+    assert_same(state(part), state(whole))
+    assert metrics(part) == metrics(whole)
+    partition = json.loads((part / "partition.json").read_text())
+    assert (partition["clients"], partition["classes"]) == (6, 10) and len(partition["counts"]) == 6
+
+
+def test_it_draws_no_random_number(tmp_path: Path) -> None:
+    before = torch.get_rng_state()
+    written(tmp_path)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_commit_and_changes(clone: Path, tmp_path: Path) -> None:
+    """Of the working folder; the same changes once, others beside them."""
+    out = tmp_path / "run"
+    out.mkdir()
+    clean = written(out)["starts"][0]["code"]["working folder"]
+    assert len(clean["commit"]) == 40 and clean["changes"] is None and clean["unknown_files"] == []
+    (clone / "mine.py").write_text("a = 2\n")
+    (clone / "new.py").write_text("b = 1\n")
+    written(out)
+    found = written(out)
+    one, two = (start["code"]["working folder"] for start in found["starts"][1:])
+    assert one == two and one["unknown_files"] == ["new.py"]
+    assert "-a = 1\n+a = 2\n" in found["changes"][one["changes"]]
+    (clone / "mine.py").write_text("x\n" * provenance.MOST_CHANGES)
+    found = written(out)
+    text = found["changes"][found["starts"][-1]["code"]["working folder"]["changes"]]
+    assert text.endswith("characters\n") and len(text) < provenance.MOST_CHANGES + 100
+    assert one["changes"] in found["changes"]
+
+
+def test_outside_of_a_clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert written(tmp_path)["starts"][0]["code"]["working folder"] is None
+    monkeypatch.setenv("PATH", "")  # no git
+    assert written(tmp_path)["starts"][1]["code"] == {"working folder": None, "package": None}
+
+
+def test_no_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_VARIABLE", "out of the environment")
+    args = ["fit", "--x.api_key=s3cret", "--token", "s3cret", "--y={'access_key': 's3cret'}", "--monkey=1", "a b"]
+    monkeypatch.setattr(sys, "argv", ["/home/me/bin/fl-lightning", *args])
+    command = written(tmp_path)["starts"][0]["command"]
+    assert command == "fl-lightning fit '--x.api_key=***' --token '***' '--y=***' --monkey=1 'a b'"
+    text = (tmp_path / "provenance.json").read_text()
+    assert "s3cret" not in text and "out of the environment" not in text and "/home/me" not in text
+    monkeypatch.setattr(sys, "argv", ["/x/fl_lightning/__main__.py", "fit"])
+    assert provenance.command_line() == "python -m fl_lightning fit"
+
+
+def test_an_unreadable_file_is_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "provenance.json").write_text("{cut")
+    with pytest.raises(UserError, match=r"provenance\.json: not readable; restore it, or remove it to go on without$"):
+        written(tmp_path)
+    assert (tmp_path / "provenance.json").read_text() == "{cut"
+
+
+def test_partitions_are_bounded(tmp_path: Path) -> None:
+    data = Digits(num_clients=1200)
+    data.setup()
+    provenance.write_partition(tmp_path, data)
+    found = json.loads((tmp_path / "partition.json").read_text())
+    assert (found["clients"], len(found["counts"])) == (1200, 1000)
+    label = str(int(data.y_train[data.clients[0][0]]))
+    assert sum(found["counts"][0].values()) == len(data.clients[0]) and label in found["counts"][0]
