@@ -12,11 +12,11 @@ import yaml
 
 from tests.runs import SCRIPT, assert_same, cli, last, metrics, newest, process, run, state
 
-FEDPROX = '''
+MYPROX = '''
 from fl_lightning import LocalObjective
 
 
-class FedProx(LocalObjective):
+class MyProx(LocalObjective):
     """A proximal term mu/2 |w - w_t|^2 (Li et al., MLSys 2020)."""
 
     def __init__(self, mu: float = 0.01, **kwargs):
@@ -49,9 +49,9 @@ MONITOR = {"class_path": "FlatnessMonitor", "init_args": {"every_n_rounds": 1, "
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A user's folder with one file of code and one config."""
-    (tmp_path / "mine.py").write_text(FEDPROX)
+    (tmp_path / "mine.py").write_text(MYPROX)
     config = {
-        "model": {"class_path": "mine.FedProx", "init_args": {"mu": 0.5, "net": "DigitsMLP", "ascent": "SAM"}},
+        "model": {"class_path": "mine.MyProx", "init_args": {"mu": 0.5, "net": "DigitsMLP", "ascent": "SAM"}},
         "data": {"class_path": "Digits", "init_args": {"num_clients": 6, "batch_size": 32}},
         "trainer": {
             "max_rounds": 2,
@@ -74,7 +74,7 @@ def test_in_a_new_process(folder: Path) -> None:
         _, err = child.communicate(timeout=120)
     assert child.returncode == 0, err
     done = newest(folder / "runs")
-    assert done.parent.name == "FedProx-Digits"
+    assert done.parent.name == "MyProx-Digits"
     assert [at for at, _ in metrics(done)["server/test/acc"]] == [1, 2]
     assert "flatness/lambda_max" in metrics(done)
     quiet = ["--config", "mine.yaml", "--trainer.max_rounds=4", "--trainer.enable_progress_bar=false"]
@@ -86,10 +86,10 @@ def test_in_a_new_process(folder: Path) -> None:
 
 
 def test_proximal_term(folder: Path) -> None:
-    """Without it FedProx is FedAvg to the bit, with it clients stay nearer to the global model."""
+    """Without its term it is FedAvg to the bit, with it clients stay nearer to the global model."""
     fedavg = run("fit", root=folder / "a")
-    assert_same(state(run("fit", "--model.mu=0", root=folder / "b", model="mine.FedProx")), state(fedavg))
-    prox = state(run("fit", "--model.mu=1", root=folder / "c", model="mine.FedProx"))
+    assert_same(state(run("fit", "--model.mu=0", root=folder / "b", model="mine.MyProx")), state(fedavg))
+    prox = state(run("fit", "--model.mu=1", root=folder / "c", model="mine.MyProx"))
     start = state(run("fit", "--model.optimizer.lr=1e-30", root=folder / "d"))["server.w"]
     moved = [float((s["server.w"] - start).norm()) for s in (prox, state(fedavg))]
     assert 0 < moved[0] < 0.95 * moved[1]
