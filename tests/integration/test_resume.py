@@ -19,7 +19,6 @@ from fl_lightning import (
     BernoulliSampler,
     Callback,
     Checkpoints,
-    Curves,
     DeltaEpsilon,
     Digits,
     DigitsMLP,
@@ -55,13 +54,6 @@ class Stop(Callback):
             raise self.error
 
 
-class NoCurves(Curves):
-    """Takes the place of the figure, which is of no concern here and takes longer than the run."""
-
-    def on_fit_end(self, run: Run) -> None:
-        pass
-
-
 def make(name: str) -> LocalObjective:
     torch.manual_seed(3)
     net = DigitsMLP(hidden=8)
@@ -79,7 +71,6 @@ def fit(root: Path, name: str, *more: Callback, ckpt_path: str | None = None, **
         callbacks=[
             Checkpoints(every_n_rounds=2),
             FlatnessMonitor(2, [LambdaMax(samples=100), Discrepancy(), Updates(), DeltaEpsilon(rho=0.1)]),
-            NoCurves(),
             *more,
         ],
         default_root_dir=str(root),
