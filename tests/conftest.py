@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from lightning.fabric.utilities import registry
 from torch import nn
 
 from fl_lightning import Arrays, FederatedTrainer, LocalObjective, ReplaySampler, Trajectory
 from fl_lightning.trainer.run import Run
 
 torch.set_num_threads(1)
+registry.entry_points = cache(registry.entry_points)  # Fabric reads all packages' for each trainer that is made
 GOLDEN = Path(__file__).parent / "golden"
 
 

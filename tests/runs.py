@@ -1,17 +1,27 @@
-"""Small runs through the command line, and what they leave behind, for the tests."""
+"""Small runs through the command line: in this process, in a fork of it, in a new one; and what they leave behind."""
 
 from __future__ import annotations
 
+import atexit
+import gc
+import importlib
+import logging
+import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
+import threading
+import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_only
 
 from fl_lightning.commands.main import main
 from fl_lightning.results.metrics import read_metrics
@@ -78,16 +88,106 @@ def metrics(folder: Path) -> dict[str, list[tuple[int, float]]]:
     return {name: values for name, values in columns.items() if not name.startswith("time/")}
 
 
+# Processes
+
 SCRIPT = str(Path(sys.executable).with_name("fl-lightning"))
 """The console script of this environment."""
+FORKS = sys.platform == "linux" and not torch.cuda.is_available()
+"""Whether a fork can train: CUDA and autograd's threads for it do not survive one."""
+PATH = list(sys.path)
+"""Where Python finds modules before a test adds to it."""
+
+
+class Forked:
+    """``fl-lightning`` in a fork of this process: a ``subprocess.Popen`` as far as the tests use one.
+
+    To load torch and Lightning takes many times as long as a small run. All else is as in a process of its own: id and
+    process group, working folder, arguments, import path, environment, signals, output, exit code.
+
+    Args:
+        args: Arguments of ``fl-lightning``.
+        cwd: Working folder.
+        env: Environment variables in addition to those of this process.
+    """
+
+    def __init__(self, args: tuple[str, ...], cwd: Path, env: Mapping[str, str]) -> None:
+        self._files = [tempfile.TemporaryFile("w+") for _ in ("stdout", "stderr")]  # noqa: SIM115
+        self._process = multiprocessing.get_context("fork").Process(target=_fork, args=(args, cwd, env, self._files))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*multi-threaded.*", DeprecationWarning)
+            self._process.start()
+        self.pid: int = self._process.pid or 0
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if self.returncode is None:
+            raise subprocess.TimeoutExpired("fl-lightning", timeout or 0.0)
+        return self.returncode
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        self.wait(timeout)
+        out, err = (_text(file) for file in self._files)
+        return out, err
+
+
+def _text(file: IO[str]) -> str:
+    file.seek(0)
+    return file.read()
+
+
+def _fork(args: tuple[str, ...], cwd: Path, env: Mapping[str, str], files: list[IO[str]]) -> None:
+    """What makes a fork a process of its own, then the console script."""
+    os.setsid()
+    gc.freeze()  # what the test left behind is not finalized here
+    atexit._clear()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for number, file in enumerate(files, 1):
+        os.dup2(file.fileno(), number)
+    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    _report_to_stderr()
+    os.chdir(cwd)
+    os.environ.update({"OMP_NUM_THREADS": "1", **env})
+    rank_zero_only.rank = int(os.environ.get("RANK", "0"))  # Lightning reads it when it is imported
+    sys.argv, sys.path[:] = ["fl-lightning", *args], PATH
+    for file in cwd.glob("*.py"):  # another test's module of the same name
+        sys.modules.pop(file.stem, None)
+    importlib.invalidate_caches()
+    try:
+        main()
+    finally:
+        atexit._run_exitfuncs()
+
+
+def _report_to_stderr() -> None:
+    """Logs, warnings and errors of threads go to stderr, not to pytest."""
+    logging.getLogger().handlers.clear()
+    for logger in map(logging.getLogger, logging.getLogger().manager.loggerDict):
+        for handler in logger.handlers:
+            if type(handler) is logging.StreamHandler:
+                handler.setStream(sys.stderr)
+    warnings.resetwarnings()
+    for kind in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
+        warnings.simplefilter("ignore", kind)
+    warnings.showwarning = lambda message, category, filename, lineno, file=None, line=None: sys.stderr.write(
+        warnings.formatwarning(message, category, filename, lineno, line)
+    )
+    threading.excepthook, sys.unraisablehook = threading.__excepthook__, sys.__unraisablehook__
+
+
+Child = Forked | subprocess.Popen[str]
 
 
 @contextmanager
-def process(*command: str, cwd: Path) -> Iterator[subprocess.Popen[str]]:
-    """A command in a process group of its own, of which nothing is left afterwards."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    pipe = subprocess.PIPE
-    child = subprocess.Popen(command, cwd=cwd, env=env, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+def ending(child: Child) -> Iterator[Child]:
+    """Of the process and its group nothing is left afterwards."""
     try:
         yield child
     finally:
@@ -95,9 +195,53 @@ def process(*command: str, cwd: Path) -> Iterator[subprocess.Popen[str]]:
         child.communicate()
 
 
-def kill(child: subprocess.Popen[str]) -> None:
+def kill(child: Child) -> None:
     """``kill -9`` to the process and its children."""
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
+    if child.poll() is None:  # a fork that has no group of its own yet
+        os.kill(child.pid, signal.SIGKILL)
+
+
+def process(*command: str, cwd: Path, env: Mapping[str, str] | None = None) -> AbstractContextManager[Child]:
+    """A command in a new process group."""
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
+    pipe = subprocess.PIPE
+    return ending(
+        subprocess.Popen(command, cwd=cwd, env=variables, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+    )
+
+
+def forked(*args: str, cwd: Path, env: Mapping[str, str] | None = None) -> AbstractContextManager[Child]:
+    """``fl-lightning`` with these arguments in a process of its own."""
+    return ending(Forked(args, cwd, env or {})) if FORKS else process(SCRIPT, *args, cwd=cwd, env=env)
+
+
+@contextmanager
+def group(size: int, *args: str, cwd: Path, nodes: int = 1) -> Iterator[list[Child]]:
+    """``fl-lightning`` in processes that find each other as those of ``torchrun`` do.
+
+    Args:
+        size: Number of processes of a node.
+        args: Arguments of each.
+        cwd: Working folder.
+        nodes: Number of nodes, all of which are here.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "TORCHELASTIC_RUN_ID": "test"}
+    with ExitStack() as stack:
+        children = []
+        for rank in range(nodes * size):
+            ranks = {"RANK": rank, "LOCAL_RANK": rank % size, "GROUP_RANK": rank // size}
+            sizes = {"WORLD_SIZE": nodes * size, "LOCAL_WORLD_SIZE": size}
+            env = {**address, **{name: str(value) for name, value in {**ranks, **sizes}.items()}}
+            children.append(stack.enter_context(forked(*args, cwd=cwd, env=env)))
+        yield children
+
+
+def ended(children: list[Child], code: int = 0) -> list[tuple[str, str]]:
+    """What each process said until it ended, with this exit code."""
+    texts = [child.communicate(timeout=300) for child in children]
+    assert [child.returncode for child in children] == [code] * len(children), texts
+    return texts

@@ -132,7 +132,7 @@ def place_legend(figure: Figure) -> None:
     """Adds one legend below the panels, unless there is only one line; a group may be missing in some panels."""
     lines = {label: line for axes in figure.axes for line, label in zip(*axes.get_legend_handles_labels(), strict=True)}
     if len(lines) > 1:
-        columns = int(22 * figure.get_figwidth() // (max(map(len, lines)) + 9))  # letters of 7 pt in a line
+        columns = int(18 * figure.get_figwidth() // (max(map(len, lines)) + 9))  # letters of 7 pt in a line
         figure.legend(lines.values(), lines, loc="outside lower center", ncols=max(columns, 1), frameon=False)
 
 

@@ -29,7 +29,9 @@ def find_runs(folders: Sequence[str | Path]) -> list[Path]:
     for given in folders:
         path = Path(given).resolve()
         ensure(path.is_dir(), f"runs = {given}: no such folder; give the folders of runs, or a folder above them")
-        below = sorted(_below(path), key=lambda folder: [_number(part) for part in re.split(r"(\d+)", str(folder))])
+        below = sorted(
+            _below(path), key=lambda folder: [_number(part) for part in re.split(r"(\d+(?:\.\d+)?)", str(folder))]
+        )
         ensure(bool(below), f"runs = {given}: no run there, that is no {METRICS} with a round; give another folder")
         found |= dict.fromkeys(below)
     return list(found)
@@ -44,5 +46,5 @@ def _below(root: Path) -> Iterator[Path]:
                     yield Path(folder)
 
 
-def _number(part: str) -> int | str:
-    return int(part) if part.isdigit() else part
+def _number(part: str) -> float | str:
+    return float(part) if part[:1].isdigit() else part

@@ -2,6 +2,7 @@
 
 import heapq
 import os
+import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -61,11 +62,22 @@ def reports(seconds: float = 10.0) -> tuple[int, bool]:
             others = dist.get_world_size() - 1  # they ask while the store exists, which this process holds
             _soon(lambda: store.add("error seen", 0) == others, seconds / 5)
             return rank, True
-        met = _soon(lambda: bool(store.check(["error"])), seconds)
+        time.sleep(0.2)  # the first process may be about to end
+        met = _soon(lambda: _alive(store) and bool(store.check(["error"])), seconds)
         store.add("error seen", 1)
-    except RuntimeError:  # the process that held the store is gone
+    except (OSError, RuntimeError):  # the process that held the store is gone
         return rank, True
     return rank, not met
+
+
+def _alive(store: Store) -> bool:
+    """Whether a store is there to be asked; one that is gone would be told of in a long log of torch's.
+
+    Raises:
+        OSError: If it is not.
+    """
+    socket.create_connection((store.host, store.port), 5).close()
+    return True
 
 
 @contextmanager

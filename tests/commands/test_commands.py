@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import multiprocessing
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +15,7 @@ import torch
 import fl_lightning
 from fl_lightning import DigitsMLP, UserError
 from fl_lightning.commands.main import COMMANDS
-from tests.runs import DIGITS, SCRIPT, assert_same, cli, last, metrics, newest, process, run
+from tests.runs import DIGITS, assert_same, cli, forked, last, metrics, newest, run
 
 IMPORTED = """
 import json, sys
@@ -40,10 +42,20 @@ def test_a_file_is_a_subcommand() -> None:
     assert {"fit", "centralized", "validate", "test", "plan", "data", "compare", "list", "export"} <= set(COMMANDS)
 
 
+def import_without_resource() -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "fl_lightning"]:
+        del sys.modules[name]
+    sys.modules["resource"] = None  # type: ignore[assignment]
+    for name in COMMANDS:
+        importlib.import_module(f"fl_lightning.commands.{name}")
+
+
 def test_no_module_of_one_system_alone() -> None:
     """Windows has no ``resource``."""
-    program = "import sys; sys.modules['resource'] = None; import fl_lightning.commands.cli, fl_lightning.commands.plan"
-    subprocess.run([sys.executable, "-c", program], check=True)
+    child = multiprocessing.get_context("fork").Process(target=import_without_resource)
+    child.start()
+    child.join()
+    assert child.exitcode == 0
 
 
 def test_help_of_a_class_is_short(capsys: pytest.CaptureFixture[str]) -> None:
@@ -75,7 +87,7 @@ def test_a_run_with_a_class_of_ones_own_resumes_from_its_own_config(tmp_path: Pa
     args = [*DIGITS, "--trainer.callbacks+=my_methods.Noted", "--trainer.default_root_dir=runs/deep"]
 
     def command(*command: str) -> str:
-        with process(SCRIPT, *command, cwd=tmp_path) as child:
+        with forked(*command, cwd=tmp_path) as child:
             out, err = child.communicate(timeout=120)
         assert child.returncode == 0, err
         return out

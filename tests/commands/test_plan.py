@@ -25,7 +25,7 @@ from fl_lightning import (
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.commands.plan import due, makespan, plan
 from fl_lightning.core.errors import UserError
-from tests.runs import DIGITS, SCRIPT, cli, metrics, newest, process
+from tests.runs import DIGITS, cli, forked, metrics, newest
 
 
 def trainer(root: Path, **options: Any) -> FederatedTrainer:
@@ -136,9 +136,9 @@ def test_engine_is_that_of_the_config(tmp_path: Path) -> None:
     assert plan(trainer(tmp_path, **options), FedAvg(DigitsMLP(hidden=4)), digits(), devices=2).engine == "graphed"
 
 
-def test_command_in_a_real_process(tmp_path: Path) -> None:
+def test_command_in_a_process_of_its_own(tmp_path: Path) -> None:
     args = ["plan", "--model=SCAFFOLD", *DIGITS, "--devices=2", "--nodes=2"]
-    with process(SCRIPT, *args, cwd=tmp_path) as child:
+    with forked(*args, cwd=tmp_path) as child:
         out, err = child.communicate(timeout=120)
     assert child.returncode == 0, err
     assert "local training" in out and "on the wire: 468,480 bits" in out

@@ -30,7 +30,7 @@ from fl_lightning.data import (
 from fl_lightning.data.counts import class_counts, heat_map
 from fl_lightning.data.partition.base import sizes
 from fl_lightning.data.partition.dirichlet import CIFAR100_COARSE
-from tests.runs import SCRIPT, cli, process
+from tests.runs import cli, forked
 
 ROOT = Path(__file__).parents[2]
 
@@ -615,16 +615,16 @@ def test_given_is_checked():
 
 @pytest.fixture(scope="module")
 def shown(tmp_path_factory):
-    """Output and files of a real process on the digits."""
+    """Output and files of a process of its own on the digits."""
     out = tmp_path_factory.mktemp("shown") / "figures"
     args = ["data", f"--config={ROOT / 'configs' / 'quickstart.yaml'}", "--data.num_clients=20", f"--out={out}"]
-    with process(SCRIPT, *args, cwd=out.parent) as child:
+    with forked(*args, cwd=out.parent) as child:
         text, err = child.communicate(timeout=120)
     assert child.returncode == 0, err
     return text, out
 
 
-def test_data_in_a_real_process(shown):
+def test_data_in_a_process_of_its_own(shown):
     text, out = shown
     data = Digits(num_clients=20, batch_size=16, partition=Dirichlet(0.05))
     data.setup()

@@ -274,12 +274,6 @@ AVERAGED: dict[str, tuple[Averaged, Make]] = {
 }
 
 
-class NoCurves(fl.Curves):
-    """Saves the time of drawing."""
-
-    def on_fit_end(self, run: fl.FederatedTrainer) -> None: ...
-
-
 def problem(golden: Golden, s: Setting) -> Problem:
     return Problem(golden.net(), golden.arrays, s.schedule or golden.schedule, s)
 
@@ -289,8 +283,7 @@ def run(golden: Golden, make: Make, s: Setting) -> fl.Trajectory:
     optimizer = fl.SGD(lr=s.lr, momentum=s.momentum, weight_decay=s.weight_decay, clip=s.clip, lr_decay=s.lr_decay)
     objective = make(net=golden.net(), optimizer=optimizer, weighting=s.weighting)
     golden.schedule = s.schedule or golden.schedule
-    options = {"callbacks": [NoCurves()], "eval_every": len(golden.schedule)}
-    return golden.run(objective, local_steps=s.local_steps, **options)[1]
+    return golden.run(objective, local_steps=s.local_steps, eval_every=len(golden.schedule))[1]
 
 
 def assert_same(ours: Models, box: Models) -> None:

@@ -14,9 +14,11 @@ import yaml
 from PIL import Image
 
 from fl_lightning import algorithms
-from tests.runs import DIGITS, SCRIPT, assert_same, cli, last, metrics, newest, process, run, state
+from tests.runs import DIGITS, assert_same, cli, forked, last, metrics, newest, run, state
 
 FOLDER = Path(__file__).parents[2] / "configs"
+QUIET = ["--trainer.enable_progress_bar=false"]
+"""Without figures, too, which take longer than a small run."""
 CONFIGS = sorted(FOLDER.glob("*.yaml"))
 FRAGMENTS = sorted(path for name in ("compositions", "presets") for path in (FOLDER / name).rglob("*.yaml"))
 
@@ -164,8 +166,8 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.strip() == version("fl-lightning")
 
 
-def test_list_in_a_real_process(tmp_path: Path) -> None:
-    with process(SCRIPT, "list", cwd=tmp_path) as child:
+def test_list_in_a_process_of_its_own(tmp_path: Path) -> None:
+    with forked("list", cwd=tmp_path) as child:
         out, err = child.communicate(timeout=120)
         assert child.returncode == 0
     assert err == ""
@@ -186,8 +188,9 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
 def test_config_of_the_repository(config: Path, images: Path, tmp_path: Path) -> None:
     data = yaml.safe_load(config.read_text()).get("data", {})
-    noise = ["--data=Arrays", f"--data.path={images}", "--data.partition=IID", "--trainer.local_steps=1"]
-    instead = [] if "Digits" in str(data) else [*noise, "--trainer.clients_per_round=2"]
+    noise = ["--data=Arrays", f"--data.path={images}", "--data.partition=IID"]
+    small = ["--trainer.local_steps=1", "--trainer.clients_per_round=2", *QUIET]
+    instead = [] if "Digits" in str(data) else [*noise, *small]
     cli("fit", f"--config={config}", *instead, "--trainer.max_rounds=2", f"--trainer.default_root_dir={tmp_path}")
     assert last(newest(tmp_path))["round"] == 2
 
@@ -196,7 +199,7 @@ def test_config_of_the_repository(config: Path, images: Path, tmp_path: Path) ->
 def test_fragment_over_the_quickstart(fragment: Path, tmp_path: Path) -> None:
     """Presets and compositions: each is taken as it stands, and trains."""
     quickstart, said = FOLDER / "quickstart.yaml", yaml.safe_load(fragment.read_text())
-    flags = ["--trainer.max_rounds=1", "--trainer.loggers=null", "--trainer.callbacks=null"]
+    flags = ["--trainer.max_rounds=1", "--trainer.loggers=null", "--trainer.callbacks=null", *QUIET]
     common = [f"--config={path}" for path in (fragment.with_name("common.yaml"),) if path.exists()]
     root = f"--trainer.default_root_dir={tmp_path}"
     cli("fit", f"--config={quickstart}", *common, f"--config={fragment}", *flags, root)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import socket
+import re
+import signal
 import sys
 from collections.abc import Mapping
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fl_lightning.trainer.collectives import assign
-from tests.runs import DIGITS, SCRIPT, assert_same, cli, metrics, newest, process, run, state
+from tests.runs import DIGITS, SCRIPT, assert_same, cli, ended, group, metrics, newest, process, run, state
 
 STEPS = st.lists(st.integers(1, 12), min_size=1, max_size=7)
 
@@ -57,6 +57,9 @@ ARGS = [
 ]
 
 MANY = '''
+import os
+import signal
+
 import numpy as np
 import torch
 
@@ -100,6 +103,17 @@ class FailOn(Callback):
             raise RuntimeError("a fault of one process")
 
 
+class Killed(Callback):
+    """Kills one process in the third round."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def on_local_end(self, run, result):
+        if result.ctx.t == 2 and run.fabric.world_size > 1 and run.fabric.global_rank == self.rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
 class Mistaken(Callback):
     """The user's mistake, met in the first round by one process or by all."""
 
@@ -127,26 +141,29 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def launch(*commands: list[str], cwd: Path) -> Path:
-    """Run commands at the same time, each to a good and quiet end; their one run folder, below ``cwd / "many"``."""
-    root = f"--trainer.default_root_dir={cwd / 'many'}"
-    with ExitStack() as stack:
-        children = [stack.enter_context(process(*command, root, cwd=cwd)) for command in commands]
-        for child in children:
-            out, err = child.communicate(timeout=300)
-            assert child.returncode == 0, err
-            for sign in ("terminate called", "process_group", "Traceback", "Warning"):
-                assert sign not in out + err
+def launch(size: int, *args: str, cwd: Path, nodes: int = 1) -> Path:
+    """Processes to a good and quiet end; their one run folder, below ``cwd / "many"``."""
+    sizes = [*processes(size), f"--trainer.num_nodes={nodes}"]
+    with group(size, *args, *sizes, f"--trainer.default_root_dir={cwd / 'many'}", cwd=cwd, nodes=nodes) as children:
+        assert_quiet(ended(children))
     (found,) = (cwd / "many").glob("*/*")
     return found
+
+
+def assert_quiet(texts: list[tuple[str, str]]) -> None:
+    for sign in ("terminate called", "process_group", "Traceback", "Warning"):
+        assert sign not in str(texts)
 
 
 def processes(n: int) -> list[str]:
     return [f"--trainer.devices={n}", "--trainer.strategy=ddp"]
 
 
-def torchrun(*args: str) -> list[str]:
-    return [sys.executable, "-m", "torch.distributed.run", *args, "-m", "fl_lightning"]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "fl_lightning"]
+
+
+BANNER = re.compile("Initializing distributed|distributed_backend=|All distributed processes|-*$")
+"""What Lightning says when processes have found each other."""
 
 
 def assert_metrics(there: Path, one: Path, measured: float) -> None:
@@ -163,10 +180,10 @@ def assert_metrics(there: Path, one: Path, measured: float) -> None:
 
 
 def test_two_processes(folder: Path) -> None:
-    """Launched by Fabric; evaluation, too, is shared, though 400 samples are one batch."""
+    """Evaluation, too, is shared, though 400 samples are one batch."""
     args = [*ARGS, METRICS.format(300), "--data=many.Parts", "--data.eval_batch_size=400"]
     one = run("fit", *args, root=folder / "one", model="SCAFFOLD")
-    there = launch([SCRIPT, "fit", "--model=SCAFFOLD", *DIGITS, *args, *processes(2)], cwd=folder)
+    there = launch(2, "fit", "--model=SCAFFOLD", *DIGITS, *args, cwd=folder)
     assert_same(state(there), state(one))
     assert state(one)["ids"].tolist() == [0, 1, 2, 3, 4, 5]
     assert_metrics(there, one, 1e-5)
@@ -175,13 +192,10 @@ def test_two_processes(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_three_unequal_processes(folder: Path) -> None:
-    """Launched by torchrun. The third has no sample for lambda_max; a refused client is refused."""
+    """The third has no sample for lambda_max; a refused client is refused."""
     args = [*ARGS, *UNEVEN, METRICS.format(2)]
     one = run("fit", *args, root=folder / "one", model="many.Wild")
-    there = launch(
-        [*torchrun("--standalone", "--nproc_per_node=3"), "fit", "--model=many.Wild", *DIGITS, *args, *processes(3)],
-        cwd=folder,
-    )
+    there = launch(3, "fit", "--model=many.Wild", *DIGITS, *args, cwd=folder)
     assert_same(state(there), state(one))
     assert_metrics(there, one, 1e-5)
     assert [refused for _, refused in metrics(there)["client/refused"]] == [1, 0, 0, 0]
@@ -189,18 +203,11 @@ def test_three_unequal_processes(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_two_nodes_by_sums(folder: Path) -> None:
-    """Without ``deterministic``, on two nodes of torchrun (both here): equal to rounding in float64."""
+    """Without ``deterministic``, on two nodes (both here): equal to rounding in float64."""
     args = [*ARGS, *UNEVEN, METRICS.format(300), "--trainer.precision=64-true"]
     one = run("fit", *args, root=folder / "one", model="many.Wild")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    nodes = [
-        torchrun("--nnodes=2", f"--node_rank={rank}", "--master_addr=127.0.0.1", f"--master_port={port}")
-        for rank in range(2)
-    ]
-    sums = ["--trainer.deterministic=false", *processes(1), "--trainer.num_nodes=2"]
-    there = launch(*([*node, "fit", "--model=many.Wild", *DIGITS, *args, *sums] for node in nodes), cwd=folder)
+    sums = "--trainer.deterministic=false"
+    there = launch(1, "fit", "--model=many.Wild", *DIGITS, *args, sums, cwd=folder, nodes=2)
     assert_close(state(there), state(one))
     assert_metrics(there, one, 1e-9)
     assert [refused for _, refused in metrics(there)["client/refused"]] == [1, 0, 0, 0]
@@ -214,16 +221,34 @@ def assert_close(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("launcher", [[SCRIPT], [sys.executable, *TORCHRUN]], ids=["fabric", "torchrun"])
+def test_launchers(folder: Path, launcher: list[str]) -> None:
+    """New processes, started by Fabric and by torchrun."""
+    args = ["fit", "--model=SCAFFOLD", *DIGITS, *processes(2), f"--trainer.default_root_dir={folder / 'many'}"]
+    with process(*launcher, *args, cwd=folder) as child:
+        assert_quiet(ended([child]))
+    assert_same(state(newest(folder / "many")), state(run("fit", root=folder / "one", model="SCAFFOLD")))
+
+
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_fault_of_one_process_ends_all(folder: Path, rank: int) -> None:
-    """No process waits for one that is gone; what was done is saved, and one process goes on from it."""
-    args = [*UNEVEN, "--trainer.engine=graphed", "--trainer.max_rounds=3", "--trainer.callbacks+=many.FailOn"]
-    args += [f"--trainer.callbacks.rank={rank}"]
-    command = [SCRIPT, "fit", "--model=SCAFFOLD", *DIGITS, *args, *processes(2)]
-    with process(*command, f"--trainer.default_root_dir={folder / 'two'}", cwd=folder) as child:
-        out, err = child.communicate(timeout=120)
-    assert child.returncode not in (0, None)
-    assert "a fault of one process" in out + err
+@pytest.mark.parametrize("fault", ["Killed", pytest.param("FailOn", marks=pytest.mark.slow)])
+def test_the_end_of_one_process_ends_all(folder: Path, fault: str, rank: int) -> None:
+    """No process waits for one that is gone, but says so; what was done is saved, and one process goes on from it."""
+    args = [*UNEVEN, "--trainer.max_rounds=3", f"--trainer.callbacks+=many.{fault}", f"--trainer.callbacks.rank={rank}"]
+    if fault == "FailOn":
+        args += ["--trainer.engine=graphed"]
+    elif rank == 0:  # which writes the checkpoints
+        args += ["--trainer.callbacks+=Checkpoints", "--trainer.callbacks.every_n_rounds=2"]
+    root = f"--trainer.default_root_dir={folder / 'two'}"
+    with group(2, "fit", "--model=SCAFFOLD", *DIGITS, *args, *processes(2), root, cwd=folder) as children:
+        said = [child.communicate(timeout=120)[1] for child in children]
+    assert children[rank].returncode == (-signal.SIGKILL if fault == "Killed" else 1)
+    assert ("a fault of one process" in said[rank]) is (fault == "FailOn")
+    assert children[1 - rank].returncode == 1
+    start = "error (process 1): process 1" if rank == 0 else "error: process 0"
+    lost = f"{start} has lost another one, which has failed or was killed; see its own message, and continue from the "
+    told = [line for line in said[1 - rank].splitlines() if not BANNER.match(line)]
+    assert told == [f"{lost}last checkpoint by --ckpt_path last"]
     assert int(state(newest(folder / "two"))["round"]) == 2
     resumed = run("fit", *args, "--ckpt_path=last", root=folder / "two", model="SCAFFOLD")
     assert_same(state(resumed), state(run("fit", *args, root=folder / "one", model="SCAFFOLD")))
@@ -240,21 +265,17 @@ def test_a_fault_of_one_process_ends_all(folder: Path, rank: int) -> None:
 def test_a_mistake_is_told_once(folder: Path, rank: str, told: str) -> None:
     """By the first process if it meets it, otherwise by the one that does."""
     args = [*DIGITS, "--trainer.callbacks+=many.Mistaken", f"--trainer.callbacks.rank={rank}", *processes(2)]
-    with process(SCRIPT, "fit", "--model=FedAvg", *args, cwd=folder) as child:
-        out, err = child.communicate(timeout=120)
-    assert child.returncode not in (0, None)
-    assert f"{told} = 3: use 4" in err.splitlines()
-    assert (out + err).count("mine = 3") == 1
+    with group(2, "fit", "--model=FedAvg", *args, cwd=folder) as children:
+        said = ended(children, 1)
+    assert f"{told} = 3: use 4" in [line for _, err in said for line in err.splitlines()]
+    assert str(said).count("mine = 3") == 1
 
 
-@pytest.mark.slow
 def test_a_mistake_in_the_arguments_is_told_once(folder: Path) -> None:
     """Though every process reads them, before they know of each other."""
-    command = [*torchrun("--standalone", "--nproc_per_node=2"), "fit", "--model=FedAvgg", *DIGITS]
-    with process(*command, cwd=folder) as child:
-        out, err = child.communicate(timeout=120)
-    assert child.returncode not in (0, None)
-    assert len([line for line in (out + err).splitlines() if line.startswith("error: model = FedAvgg: ")]) == 1
+    with group(2, "fit", "--model=FedAvgg", *DIGITS, cwd=folder) as children:
+        (_, line), other = ended(children, 1)
+    assert line.startswith("error: model = FedAvgg: ") and other == ("", "")
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,6 @@ from fl_lightning import (
     BernoulliSampler,
     Callback,
     Checkpoints,
-    Curves,
     DeltaEpsilon,
     Digits,
     DigitsMLP,
@@ -38,7 +37,7 @@ from fl_lightning import (
 from fl_lightning.core.files import write_atomically
 from fl_lightning.trainer import checkpoint
 from fl_lightning.trainer.run import Run
-from tests.runs import DIGITS, SCRIPT, assert_same, kill, last, metrics, newest, process, run, state
+from tests.runs import DIGITS, assert_same, forked, kill, last, metrics, newest, run, state
 
 ROUNDS = 6
 LAST = Path("checkpoints", "last.ckpt")
@@ -53,13 +52,6 @@ class Stop(Callback):
     def on_local_end(self, run: Run, result: Any) -> None:
         if run.rounds_done == self.at:
             raise self.error
-
-
-class NoCurves(Curves):
-    """Takes the place of the figure, which is of no concern here and takes longer than the run."""
-
-    def on_fit_end(self, run: Run) -> None:
-        pass
 
 
 def make(name: str) -> LocalObjective:
@@ -79,7 +71,6 @@ def fit(root: Path, name: str, *more: Callback, ckpt_path: str | None = None, **
         callbacks=[
             Checkpoints(every_n_rounds=2),
             FlatnessMonitor(2, [LambdaMax(samples=100), Discrepancy(), Updates(), DeltaEpsilon(rho=0.1)]),
-            NoCurves(),
             *more,
         ],
         default_root_dir=str(root),
@@ -149,7 +140,7 @@ def test_kill_9(tmp_path: Path) -> None:
     rounds = "--trainer.max_rounds=150"
     saves = ["--trainer.callbacks+=Checkpoints", "--trainer.callbacks.every_n_rounds=7"]
     args = [f"--trainer.default_root_dir={tmp_path / 'broken'}", rounds, *saves]
-    with process(SCRIPT, "fit", "--model=SCAFFOLD", *DIGITS, *args, cwd=tmp_path) as child:
+    with forked("fit", "--model=SCAFFOLD", *DIGITS, *args, cwd=tmp_path) as child:
         deadline = time.monotonic() + 120
         logs: list[Path] = []
         while not logs or len(logs[0].read_text().splitlines()) < 10:  # the header and 9 rounds

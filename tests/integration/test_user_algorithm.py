@@ -10,13 +10,13 @@ import pytest
 import torch
 import yaml
 
-from tests.runs import assert_same, cli, last, metrics, newest, process, run, state
+from tests.runs import SCRIPT, assert_same, cli, last, metrics, newest, process, run, state
 
-FEDPROX = '''
+MYPROX = '''
 from fl_lightning import LocalObjective
 
 
-class FedProx(LocalObjective):
+class MyProx(LocalObjective):
     """A proximal term mu/2 |w - w_t|^2 (Li et al., MLSys 2020)."""
 
     def __init__(self, mu: float = 0.01, **kwargs):
@@ -42,17 +42,24 @@ class Remember(LocalObjective):
     def server_step(self, server, sent, uploads, ctx):
         return super().server_step(server.replace(seen=server.seen + uploads.n), sent, uploads, ctx)
 '''
-MONITOR = {"class_path": "FlatnessMonitor", "init_args": {"every_n_rounds": 1}}
+LAMBDA = {"class_path": "LambdaMax", "init_args": {"samples": 100}}
+MONITOR = {"class_path": "FlatnessMonitor", "init_args": {"every_n_rounds": 1, "metrics": [LAMBDA]}}
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A user's folder with one file of code and one config."""
-    (tmp_path / "mine.py").write_text(FEDPROX)
+    (tmp_path / "mine.py").write_text(MYPROX)
     config = {
-        "model": {"class_path": "mine.FedProx", "init_args": {"mu": 0.5, "net": "DigitsMLP", "ascent": "SAM"}},
+        "model": {"class_path": "mine.MyProx", "init_args": {"mu": 0.5, "net": "DigitsMLP", "ascent": "SAM"}},
         "data": {"class_path": "Digits", "init_args": {"num_clients": 6, "batch_size": 32}},
-        "trainer": {"max_rounds": 2, "clients_per_round": 3, "threads": 1, "callbacks": [MONITOR]},
+        "trainer": {
+            "max_rounds": 2,
+            "clients_per_round": 3,
+            "threads": 1,
+            "engine": "sequential",
+            "callbacks": [MONITOR],
+        },
     }
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(config))
     monkeypatch.chdir(tmp_path)
@@ -61,27 +68,28 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     sys.modules.pop("mine", None)
 
 
-def test_in_a_real_process(folder: Path) -> None:
+def test_in_a_new_process(folder: Path) -> None:
     """The file lies in the working folder, nothing is installed."""
-    with process(sys.executable, "-m", "fl_lightning", "fit", "--config", "mine.yaml", cwd=folder) as child:
+    with process(SCRIPT, "fit", "--config", "mine.yaml", cwd=folder) as child:
         _, err = child.communicate(timeout=120)
     assert child.returncode == 0, err
     done = newest(folder / "runs")
-    assert done.parent.name == "FedProx-Digits"
+    assert done.parent.name == "MyProx-Digits"
     assert [at for at, _ in metrics(done)["server/test/acc"]] == [1, 2]
     assert "flatness/lambda_max" in metrics(done)
-    cli("fit", "--config", "mine.yaml", "--trainer.max_rounds=4", "--ckpt_path=last")
+    quiet = ["--config", "mine.yaml", "--trainer.max_rounds=4", "--trainer.enable_progress_bar=false"]
+    cli("fit", *quiet, "--ckpt_path=last")
     assert last(done)["round"] == 4
-    cli("fit", "--config", "mine.yaml", "--trainer.max_rounds=4", "--trainer.default_root_dir=whole")
+    cli("fit", *quiet, "--trainer.default_root_dir=whole")
     assert_same(state(newest(folder / "whole")), state(done))
     assert metrics(newest(folder / "whole")) == metrics(done)
 
 
 def test_proximal_term(folder: Path) -> None:
-    """Without it FedProx is FedAvg to the bit, with it clients stay nearer to the global model."""
+    """Without its term it is FedAvg to the bit, with it clients stay nearer to the global model."""
     fedavg = run("fit", root=folder / "a")
-    assert_same(state(run("fit", "--model.mu=0", root=folder / "b", model="mine.FedProx")), state(fedavg))
-    prox = state(run("fit", "--model.mu=1", root=folder / "c", model="mine.FedProx"))
+    assert_same(state(run("fit", "--model.mu=0", root=folder / "b", model="mine.MyProx")), state(fedavg))
+    prox = state(run("fit", "--model.mu=1", root=folder / "c", model="mine.MyProx"))
     start = state(run("fit", "--model.optimizer.lr=1e-30", root=folder / "d"))["server.w"]
     moved = [float((s["server.w"] - start).norm()) for s in (prox, state(fedavg))]
     assert 0 < moved[0] < 0.95 * moved[1]

@@ -171,7 +171,10 @@ SMALL = {
 }
 
 
-@pytest.fixture(params=SMALL)
+SLOW = {"ResNet18GN"}  # ResNet8GN is of the same blocks
+
+
+@pytest.fixture(params=[pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in SMALL])
 def small(request: Any) -> tuple[Small, nn.Module, Tensor, Tensor]:
     """A net in float64, two clients' minibatches of two samples."""
     torch.manual_seed(0)

@@ -38,7 +38,7 @@ from fl_lightning.trainer import parallel_runs
 from fl_lightning.trainer.measurements import Discrepancy, LambdaMax
 from fl_lightning.trainer.run import Run
 from tests.conftest import Golden
-from tests.runs import DIGITS, SCRIPT, assert_same, cli, kill, last, metrics, newest, process, state
+from tests.runs import DIGITS, assert_same, cli, ended, forked, group, kill, last, metrics, newest, state
 
 LR, MOMENTUM, STEPS = 0.1, 0.5, 3
 
@@ -315,7 +315,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.slow
 def test_kill_9_and_resume(folder: Path) -> None:
     """The clients' own statistics come back to the bit."""
-    with process(SCRIPT, "fit", *arguments(folder / "broken", "local"), cwd=folder) as child:
+    with forked("fit", *arguments(folder / "broken", "local"), cwd=folder) as child:
         deadline, logs = time.monotonic() + 120, list[Path]()
         while not logs or len(logs[0].read_text().splitlines()) < 10:  # the header and 9 rounds
             assert child.poll() is None and time.monotonic() < deadline
@@ -451,9 +451,8 @@ def test_a_group_of_runs(golden: Golden) -> None:
 def test_two_processes(folder: Path, policy: str) -> None:
     cli("fit", *arguments(folder / "one", policy), "--trainer.max_rounds=3")
     many = ["--trainer.max_rounds=3", "--trainer.devices=2", "--trainer.strategy=ddp"]
-    with process(SCRIPT, "fit", *arguments(folder / "two", policy), *many, cwd=folder) as child:
-        child.communicate(timeout=120)
-        assert child.returncode == 0
+    with group(2, "fit", *arguments(folder / "two", policy), *many, cwd=folder) as children:
+        ended(children)
     one, two = newest(folder / "one"), newest(folder / "two")
     assert_same(state(one), state(two))
     for name, values in metrics(one).items():

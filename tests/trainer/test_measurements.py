@@ -57,7 +57,7 @@ from fl_lightning.trainer.callbacks.flatness_monitor import read_measurements, s
 from fl_lightning.trainer.measurements import MeasurementContext, dry_round
 from fl_lightning.trainer.run import Run
 from tests.flatness.test_flatness import CE, Quadratic, cnn, data, output, symmetric
-from tests.runs import cli, last, metrics, newest, run, state
+from tests.runs import cli, ended, group, last, metrics, newest, run, state
 
 # Closed forms
 
@@ -410,15 +410,12 @@ def test_flatness_says_what_the_monitor_does(runs: dict[str, Path], tmp_path: Pa
 
 @pytest.mark.slow
 def test_flatness_on_processes(runs: dict[str, Path], tmp_path: Path) -> None:
-    """In a real console; two share the samples and the clients."""
-    devices = ["--trainer.devices=2", "--trainer.strategy=ddp"]
-    command = [sys.executable, "-m", "fl_lightning", "flatness", "--ckpt_path", ckpt(runs["a"])]
-    made = subprocess.run(
-        [*command, f"--metrics={MEASURED}", f"--out={tmp_path}", *devices], capture_output=True, text=True, timeout=300
-    )
-    assert made.returncode == 0, made.stderr
-    assert "lambda_max" in made.stdout and "eval mode" in made.stdout and "Traceback" not in made.stderr
-    cli("flatness", "--ckpt_path", ckpt(runs["a"]), f"--metrics={MEASURED}", f"--out={tmp_path / 'one'}")
+    """Two share the samples and the clients."""
+    args = ["flatness", "--ckpt_path", ckpt(runs["a"]), f"--metrics={MEASURED}", f"--out={tmp_path}"]
+    with group(2, *args, "--trainer.devices=2", "--trainer.strategy=ddp", cwd=tmp_path) as children:
+        (out, err), (other, _) = ended(children)
+    assert "lambda_max" in out and "eval mode" in out and "Traceback" not in err and other == ""
+    cli(*args, f"--out={tmp_path / 'one'}")
     there, here = (json.loads((f / "flatness.json").read_text())["measurements"] for f in (tmp_path, tmp_path / "one"))
     assert [r["name"] for r in there] == [r["name"] for r in here]
     assert [r["value"] for r in there] == pytest.approx([r["value"] for r in here], rel=1e-4)

@@ -24,7 +24,7 @@ from fl_lightning import (
 )
 from fl_lightning.trainer import parallel_runs
 from fl_lightning.trainer.run import Run
-from tests.runs import DIGITS, SCRIPT, assert_same, cli, last, metrics, newest, process, state
+from tests.runs import DIGITS, assert_same, cli, forked, last, metrics, newest, state
 
 ROUNDS = 4
 
@@ -141,7 +141,7 @@ def test_what_cannot_be_one_program_is_told(other: Any, says: str, tmp_path: Pat
 
 def test_command_line(tmp_path: Path) -> None:
     args = ["--model=FedSAM", *DIGITS, "--trainer.engine=batched", f"--trainer.default_root_dir={tmp_path}"]
-    with process(SCRIPT, "fit", *args, "--seeds=3,5", "--values=model.rho=0.01,0.1", cwd=tmp_path) as child:
+    with forked("fit", *args, "--seeds=3,5", "--values=model.rho=0.01,0.1", cwd=tmp_path) as child:
         out, err = child.communicate(timeout=120)
     assert child.returncode == 0, err
     assert "4 runs" in out
