@@ -10,8 +10,6 @@ BIN := $(VENV)/bin
 RUN := $(BIN)/python -m
 # one thread a test process (threads of several processes fight for the cores), no network, and small notebooks
 TEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 WANDB_MODE=offline FL_ROUNDS=10 FL_POINTS=7 $(RUN) pytest
-FIRST_NOTEBOOK := notebooks/quickstart.ipynb
-OTHER_NOTEBOOKS := $(filter-out $(FIRST_NOTEBOOK),$(wildcard notebooks/*.ipynb))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -40,12 +38,12 @@ $(VENV)/.installed-dev: pyproject.toml | $(BIN)/pip
 demo: venv ## Train on a small data set that needs no download
 	$(BIN)/fl-lightning fit --config configs/quickstart.yaml
 
-test: dev ## Run the quick tests and the first notebook
-	$(TEST) -n $(JOBS) -m "not slow" --nbmake tests $(FIRST_NOTEBOOK)
+test: dev ## Run the quick tests
+	$(TEST) -n $(JOBS) -m "not slow" tests
 
-test-slow: dev ## Run what `make test` leaves out: the slow tests and the other notebooks
-	$(TEST) -n $(JOBS) -m slow tests || [ $$? -eq 5 ] # 5: none is marked slow
-	$(if $(OTHER_NOTEBOOKS),$(TEST) -n $(JOBS) --nbmake $(OTHER_NOTEBOOKS))
+test-slow: dev ## Run what `make test` leaves out: the slow tests and the notebooks
+	$(TEST) -n $(JOBS) -m slow tests
+	$(TEST) -n $(JOBS) --nbmake notebooks
 
 test-all: test test-slow ## Run everything
 

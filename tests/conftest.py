@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,37 @@ from fl_lightning.trainer.run import Run
 torch.set_num_threads(1)
 registry.entry_points = cache(registry.entry_points)  # Fabric reads all packages' for each trainer that is made
 GOLDEN = Path(__file__).parent / "golden"
+SAMPLED = {
+    "test_an_interruption_in_any_hook_gives_the_same_numbers": 4,
+    "test_any_batch_size_gives_the_same": 3,
+    "test_bits_are_those_that_fit_logs": 3,
+    "test_box": 5,
+    "test_box_of_average": 2,
+    "test_clean_row_is_the_number_of_test": 3,
+    "test_drift_corrected_methods_are_exact": 3,
+    "test_experiment_trains": 9,
+    "test_figure_is_fit_to_print": 4,
+    "test_gradients_flat_batched_and_channels_last": 3,
+    "test_hessian_vector_product_is_the_slope_of_the_gradient": 3,
+    "test_landscape": 4,
+    "test_same_bits": 9,
+    "test_seeds": 4,
+    "test_shapes": 2,
+    "test_spectrum_of_small_nets": 3,
+    "test_trace_is_within_its_error": 3,
+    "test_values": 3,
+}
+"""Tests with many cases of which ``make test`` runs every n-th; the others are slow."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    cases: Counter[str] = Counter()
+    for item in items:
+        test = item.nodeid.partition("[")[0]
+        if cases[test] % SAMPLED.get(test.rpartition("::")[2], 1):
+            item.add_marker("slow")
+        cases[test] += 1
 
 
 class GoldenNet(nn.Module):

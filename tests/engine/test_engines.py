@@ -114,6 +114,7 @@ def test_shapes(options: dict[str, Any], tmp_path: Path) -> None:
         assert_close(train(tmp_path, objective(), engine, **options), sequential)
 
 
+@pytest.mark.slow
 def test_a_record_is_used_again(tmp_path: Path) -> None:
     """The round of a warm-up is an input of the record, lr too; a comparison that turns over makes a new one."""
 

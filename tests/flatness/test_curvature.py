@@ -235,6 +235,7 @@ def test_power_iteration_is_that_of_the_papers() -> None:
     assert found.values.tolist() == pytest.approx(power_of_the_papers(a, start, 3, 20, 1e-4), rel=1e-8)
 
 
+@pytest.mark.slow
 def test_larger_net_beside_curvlinops_and_scipy() -> None:
     """About 50,000 weights, by an independent Hessian and an independent eigensolver."""
     curvlinops, linalg = pytest.importorskip("curvlinops"), pytest.importorskip("scipy.sparse.linalg")

@@ -288,6 +288,7 @@ def test_divergence_keeps_the_last_good_round(tmp_path: Path, capsys: pytest.Cap
     assert last(newest(tmp_path))["round"] == diverged
 
 
+@pytest.mark.slow
 def test_as_people_see_it(tmp_path: Path) -> None:
     """A real process: one line on stderr, nothing else, exit code 1, an empty folder."""
     args = ["fit", "--model=FedAvg", *DIGITS, "--data.partition=Dirichlet", "--data.partition.alpha=-1"]

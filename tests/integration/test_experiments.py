@@ -79,16 +79,7 @@ def test_experiment_is_made(file: Path, parsed: FederatedCLI) -> None:
     assert made.data.num_clients == settings["data"]["init_args"].get("num_clients", 1)
 
 
-SEEN: set[tuple[str, ...]] = set()
-QUICK = [not (kind(file)[1:] in SEEN or SEEN.add(kind(file)[1:])) for file in FILES]  # type: ignore[func-returns-value]
-"""Whether a file is the first one of its data set and network."""
-
-
-@pytest.mark.parametrize(
-    "file",
-    [pytest.param(f, marks=() if quick else pytest.mark.slow) for f, quick in zip(FILES, QUICK, strict=True)],
-    ids=path,
-)
+@pytest.mark.parametrize("file", FILES, ids=path)
 @pytest.mark.filterwarnings("ignore:.*not the .* of the published data set:UserWarning")
 def test_experiment_trains(file: Path, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(home)

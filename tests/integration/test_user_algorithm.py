@@ -68,6 +68,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     sys.modules.pop("mine", None)
 
 
+@pytest.mark.slow
 def test_in_a_new_process(folder: Path) -> None:
     """The file lies in the working folder, nothing is installed."""
     with process(SCRIPT, "fit", "--config", "mine.yaml", cwd=folder) as child:

@@ -224,6 +224,7 @@ def test_wandb_keeps_config_and_checkpoints(logged: Path) -> None:
     assert kept.samefile(logged / "checkpoints" / "last.ckpt")  # no second copy
 
 
+@pytest.mark.slow
 def test_wandb_run_goes_on_by_its_id(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """After a resumption with the best value of the whole run; group and tags by default; nothing on the console."""
     args = ["--trainer.loggers+=fl_lightning.WandbLogger", "--trainer.eval_every=1"]

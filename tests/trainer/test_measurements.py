@@ -299,6 +299,7 @@ def test_an_interruption_in_any_hook_gives_the_same_numbers(hook: str, tmp_path:
     assert metrics(broken) == metrics(whole)
 
 
+@pytest.mark.slow
 def test_two_monitors_keep_their_own_state(tmp_path: Path) -> None:
     def monitors() -> list[Callback]:
         return [FlatnessMonitor(2, [Updates(rho=0.3)]), FlatnessMonitor(3, [LambdaMax(50)]), tracking()]
@@ -455,6 +456,7 @@ def test_plane_and_line_through_checkpoints(runs: dict[str, Path], tmp_path: Pat
     assert found[1.0] != found[0.0]
 
 
+@pytest.mark.slow
 def test_fedgmt_has_a_fourth_path(tmp_path: Path) -> None:
     """Its Fig. 6: without ADMM the direction has no dual; start and minibatches are the same."""
     folder = run("fit", root=tmp_path, model="FedGMT")
