@@ -24,6 +24,7 @@ class AdaBest(LocalObjective):
     paper = "Varno et al., ECCV 2022"
     client_state = {"h": "zeros", "last": 0.0}
     server_state = {"w_bar": "w0"}
+    references = {}  # every upload depends on the numbers of samples of all clients, and no clip bounds that
     default_weighting: Weighting = "uniform"
 
     def __init__(self, net: nn.Module, mu: float = 0.02, beta: float = 0.98, **kwargs: Any) -> None:

@@ -62,6 +62,9 @@ class LocalObjective(SupervisedModule):
         server_state: State that the server keeps in addition to ``w``.
         down: Names of server state that is sent to a client.
         up: Names that a client uploads.
+        references: What the server knows of uploads beforehand, for rules that clip what is new in them; by name that
+            of a value which is sent, "zeros" for a vector ``(d,)``, or a number for a scalar ``(1,)``. An upload that
+            is missing here cannot be clipped, and the algorithm not be trained under differential privacy.
         adds_updates: Whether the server adds the clients' updates to ``w^t`` rather than take their models as they are;
             they differ only where local training starts elsewhere (``relaxed_init``).
         refers_to_received: Whether the local objective refers to the received model, so that it has no meaning without
@@ -76,6 +79,7 @@ class LocalObjective(SupervisedModule):
     server_state: Mapping[str, Init] = {}
     down: tuple[str, ...] = ("w",)
     up: tuple[str, ...] = ("w",)
+    references: Mapping[str, str | float] = {"w": "w"}
     adds_updates: bool = True
     refers_to_received: ClassVar[bool] = False
     phases: ClassVar[int] = 1
@@ -176,6 +180,22 @@ class LocalObjective(SupervisedModule):
     def wire(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """All names that are sent, and all names that are uploaded."""
         return tuple(n for x in self._owners for n in x.down), tuple(n for x in self._owners for n in x.up)
+
+    @property
+    def all_references(self) -> dict[str, str | float]:
+        """References of this objective and its parts."""
+        return {name: of for owner in self._owners for name, of in owner.references.items()}
+
+    def known(self, sent: State) -> dict[str, Tensor]:
+        """Returns what the server knows of the uploads beforehand, by name, for those that have a reference.
+
+        Args:
+            sent: What the clients receive.
+        """
+        references = self.all_references
+        inits = {name: references[name] for name in self.wire[1] if name in references}
+        values = State.initial({name: of for name, of in inits.items() if of not in sent}, sent.w, sent.w)
+        return {name: sent[str(of)] if of in sent else values[name] for name, of in inits.items()}
 
     def lr(self, ctx: RoundContext) -> float:
         """Returns the learning rate of a round's local steps."""

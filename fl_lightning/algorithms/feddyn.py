@@ -28,6 +28,7 @@ class FedDyn(LocalObjective):
     paper = "Acar et al., ICLR 2021"
     client_state = {"lam": "zeros"}
     server_state = {"lam": "zeros"}
+    references = {"w": "w", "start_w": "w"}
     default_weighting: Weighting = "uniform"
     adds_updates = False
 

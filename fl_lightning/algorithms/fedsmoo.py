@@ -25,6 +25,7 @@ class FedSMOO(FedDyn):
     server_state = {**FedDyn.server_state, "s": "zeros"}
     scratch_state = {"s_hat": "zeros"}
     down, up = ("w", "s"), ("w", "s")
+    references = {**FedDyn.references, "s": "zeros"}
     passes = (2, 2)
 
     def __init__(

@@ -26,6 +26,7 @@ class SCAFFOLD(LocalObjective):
     client_state = {"c": "zeros"}
     server_state = {"c": "zeros"}
     down, up = ("w", "c"), ("w", "delta_c")
+    references = {"w": "w", "delta_c": "zeros"}
     default_weighting: Weighting = "uniform"
 
     def __init__(self, net: nn.Module, cv_scale: float = 1.0, momentum_aware: bool = False, **kwargs: Any) -> None:
@@ -42,7 +43,7 @@ class SCAFFOLD(LocalObjective):
         c = control_variate(client.c, received.c, w, client.start, ctx.k_lr * steps / ctx.K)
         return {"w": w, "delta_c": c - client.c}, client.replace(c=c)
 
-    def variate_share(self, n: int, m: int) -> float:
+    def variate_share(self, n: float, m: int) -> float:
         """Returns the server's factor of the cohort's mean change: S/M, so that c stays the mean of all c_i."""
         return n / m
 
@@ -71,6 +72,6 @@ class FedGAMMA(SCAFFOLD):
         super().__init__(net, ascent=SAM(rho), **kwargs)
         self.c_scale = c_scale
 
-    def variate_share(self, n: int, m: int) -> float:
+    def variate_share(self, n: float, m: int) -> float:
         """S/M, or 1/M."""
         return super().variate_share(1 if self.c_scale == "mean" else n, m)

@@ -19,6 +19,7 @@ from fl_lightning.core import FlatNet, RoundContext, State, UserError
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.engine import Engine, EngineName, LocalResult
 from fl_lightning.trainer import provenance
+from fl_lightning.trainer.aggregation import Aggregation, Mean, Plan
 from fl_lightning.trainer.client_store import ClientStore
 from fl_lightning.trainer.evaluation import Evaluator, Split
 from fl_lightning.trainer.loggers import RunLogger
@@ -96,6 +97,7 @@ class Run:
         evaluator: Evaluates weights.
         engine: Runs local training.
         engine_name: Its name; "auto" until it is chosen.
+        aggregation: Makes one of the cohort's uploads.
         server: The server's state.
         clients: The clients' state; rank 0 holds it.
         rounds_done: Number of rounds done.
@@ -155,7 +157,10 @@ class Run:
         self.evaluator = Evaluator(fabric, objective, data, self.net, self.dtype, self.seed)
         self.engine_name: EngineName = settings.engine
         self.engine = self.make_engine("sequential")
-        self.server = State({"w": w0, **State.initial(objective.server_inits(), w0, w0)})
+        plan = Plan(objective, settings.sampler, data.num_clients, settings.max_rounds, settings.local_steps)
+        self.aggregation: Aggregation = settings.aggregation.bind(plan) if kind == "federated" else Mean()
+        inits = {**objective.server_inits(), **self.aggregation.server_state}
+        self.server = State({"w": w0, **State.initial(inits, w0, w0)})
         self.clients = ClientStore(objective.client_inits(), w0, settings.client_memory)
         self.rounds_done, self.total_floats, self.should_stop = 0, 0, False
         self.metrics: dict[str, float] = {}

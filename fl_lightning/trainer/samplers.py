@@ -50,15 +50,17 @@ class UniformSampler(CohortSampler):
 
 
 class BernoulliSampler(CohortSampler):
-    """Each client with probability ``p``, redrawn if the cohort is empty (FL-Simulator).
+    """Each client with probability ``p``.
 
     Args:
         p: Probability of participation.
+        redraw: Draw an empty cohort again (FL-Simulator). Under ``trainer.privacy`` it is left empty in any case: no
+            epsilon is known of cohorts that are drawn again.
     """
 
-    def __init__(self, p: float = 0.1) -> None:
+    def __init__(self, p: float = 0.1, redraw: bool = True) -> None:
         require(0 < p <= 1, "trainer.sampler.p", p, "must be above 0 and at most 1")
-        self.p = p
+        self.p, self.redraw = p, redraw
 
     def check(self, rounds: int, m: int) -> None:
         if self.p * m < 1e-3:
@@ -68,7 +70,7 @@ class BernoulliSampler(CohortSampler):
 
     def __call__(self, t: int, m: int, seed: int) -> list[int]:
         generator = numpy_generator(seed, "cohort", t)
-        while not (cohort := (generator.random(m) < self.p).nonzero()[0].tolist()):
+        while not (cohort := (generator.random(m) < self.p).nonzero()[0].tolist()) and self.redraw:
             pass
         return list(cohort)
 

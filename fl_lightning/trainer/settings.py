@@ -11,13 +11,15 @@ from typing import Any, Literal
 import lightning as L
 import torch
 
-from fl_lightning.core import UserError, require
+from fl_lightning.core import UserError, ensure, require
 from fl_lightning.engine import ENGINES, EngineName
 from fl_lightning.results.configs import group_id
 from fl_lightning.results.summary import LAST
 from fl_lightning.trainer import collectives
+from fl_lightning.trainer.aggregation import Aggregation, Mean
 from fl_lightning.trainer.loggers import About
 from fl_lightning.trainer.memory import keep_freed_memory
+from fl_lightning.trainer.privacy import GaussianPrivacy
 from fl_lightning.trainer.quiet import quiet
 from fl_lightning.trainer.samplers import CohortSampler, UniformSampler
 
@@ -33,6 +35,9 @@ class Settings:
         max_rounds: Number of rounds, T.
         clients_per_round: Size of the cohort, S, if there is no ``sampler``.
         sampler: Draws the cohorts: UniformSampler, BernoulliSampler, ReplaySampler, or your own.
+        aggregation: Rule that makes one of a cohort's uploads: CoordinateMedian, TrimmedMean, NormClipping, Krum,
+            MultiKrum, or your own; null: the mean.
+        privacy: Client-level differential privacy: GaussianPrivacy or AdaptivePrivacy; null: none.
         local_epochs: Passes of a client over its data, E.
         local_steps: Steps of a client, K; overrides ``local_epochs``.
         max_time: Stops the run after this time, as ``DD:HH:MM:SS`` or ``HH:MM:SS``; a resumed run counts on.
@@ -74,6 +79,8 @@ class Settings:
         max_rounds: int = 100,
         clients_per_round: int = 10,
         sampler: CohortSampler | None = None,
+        aggregation: Aggregation | None = None,
+        privacy: GaussianPrivacy | None = None,
         local_epochs: int = 1,
         local_steps: int | None = None,
         max_time: str | None = None,
@@ -113,6 +120,14 @@ class Settings:
         self.max_rounds, self.max_time, self.seed = max_rounds, _seconds(max_time), seed
         self.eval_every, self.eval_last = eval_every, eval_last
         self.sampler = UniformSampler(clients_per_round) if sampler is None else sampler
+        ensure(
+            aggregation is None or privacy is None,
+            f"trainer.aggregation = {type(aggregation).__name__}: not under trainer.privacy, which sums clipped "
+            "uploads; set one of them to null",
+        )
+        self.aggregation: Aggregation = privacy or aggregation or Mean()
+        if privacy is not None:
+            self.sampler = privacy.sampler(self.sampler)
         self.local_epochs, self.local_steps = local_epochs, local_steps
         self.default_root_dir, self.name = Path(default_root_dir), name
         self.engine: EngineName = engine

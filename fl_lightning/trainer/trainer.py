@@ -9,11 +9,13 @@ from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.trainer import checkpoint
 from fl_lightning.trainer.callbacks import Callback, with_defaults
+from fl_lightning.trainer.callbacks.privacy import PrivacyMonitor
 from fl_lightning.trainer.centralized import check_centralized, train_centrally
-from fl_lightning.trainer.checks import check_fit
+from fl_lightning.trainer.checks import check_aggregation, check_fit
 from fl_lightning.trainer.choose import choose_engine
 from fl_lightning.trainer.cohort import Cohort
 from fl_lightning.trainer.loggers import CSVLogger, RunLogger
+from fl_lightning.trainer.privacy import GaussianPrivacy
 from fl_lightning.trainer.round import Round
 from fl_lightning.trainer.run import Run
 from fl_lightning.trainer.settings import Kind, Settings
@@ -45,7 +47,8 @@ class FederatedTrainer(Settings):
         **settings: Any,
     ) -> None:
         super().__init__(**settings)
-        self.callbacks: list[Callback] = with_defaults(callbacks or [], enable_progress_bar)
+        monitors = [PrivacyMonitor()] if isinstance(self.aggregation, GaussianPrivacy) else []
+        self.callbacks: list[Callback] = with_defaults([*(callbacks or ()), *monitors], enable_progress_bar)
         self.loggers: list[Logger] = [CSVLogger(), *(loggers or ())]
 
     def fit(self, model: LocalObjective, datamodule: FederatedDataModule, ckpt_path: str | None = None) -> Run:
@@ -149,6 +152,7 @@ class FederatedTrainer(Settings):
             checkpoint.restore(self.run, ckpt_path)
         if kind == "federated":
             self.sampler.check(self.max_rounds, datamodule.num_clients)
+            check_aggregation(self.run)
         return self.run
 
     def load(

@@ -25,12 +25,14 @@ class Part:
         server_state: The same for the server.
         down: Names that are sent to a client.
         up: Names that a client uploads.
+        references: What the server knows of them beforehand, as for `LocalObjective`.
     """
 
     client_state: Mapping[str, Init] = {}
     server_state: Mapping[str, Init] = {}
     down: tuple[str, ...] = ()
     up: tuple[str, ...] = ()
+    references: Mapping[str, str | float] = {}
 
     def local_lr(self, lr: float, ctx: RoundContext) -> float:
         """Returns the clients' learning rate in this round, where it would be ``lr``."""

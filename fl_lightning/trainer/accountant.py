@@ -1,0 +1,162 @@
+"""The privacy that rounds with Gaussian noise spend, by the package dp-accounting."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from typing import Any, Literal, get_args
+
+from fl_lightning.core import UserError, ensure
+from fl_lightning.trainer.samplers import BernoulliSampler, CohortSampler, UniformSampler
+
+Method = Literal["RDP", "PLD"]
+METHODS: tuple[Method, ...] = get_args(Method)
+
+
+@dataclass(frozen=True)
+class Accountant:
+    """Epsilon of a number of rounds, in each of which a random cohort gives sums with Gaussian noise.
+
+    With `poisson` a client takes part with probability ``size / m``, and its data are there or not (add or remove one).
+    Otherwise the cohort has exactly ``size`` clients, and a client's data are replaced by any others (replace one):
+    this moves a sum by twice the bound.
+
+    Args:
+        m: Number of clients, M.
+        size: Expected size of a cohort: q M, or S.
+        poisson: Whether the clients of a cohort are drawn independently of each other.
+        noise: Standard deviation of the noise over the bound on what a client adds to the sum.
+        delta: Probability that epsilon does not hold for.
+        releases: Sums that a cohort gives in a round.
+        method: RDP (Rényi; Mironov 2017; Wang et al. 2019) or PLD (privacy loss distributions), tighter and slower.
+        rounds: Rounds that are planned. PLD is evaluated at fifty of them; between two it is that of the next.
+    """
+
+    m: int
+    size: float
+    poisson: bool
+    noise: float
+    delta: float
+    releases: int = 1
+    method: Method = "RDP"
+    rounds: int = 1
+
+    @property
+    def adjacency(self) -> str:
+        """What differs between two neighbouring federations."""
+        return "one client added or removed" if self.poisson else "one client replaced"
+
+    def epsilon(self, rounds: int) -> float:
+        """Returns epsilon after a number of rounds; infinity without noise."""
+        if not rounds or not self.noise:
+            return math.inf if rounds else 0.0
+        if self.method == "RDP":
+            orders, spent = self._rdp
+            return float(_dp_accounting().rdp.compute_epsilon(orders, spent * rounds, self.delta)[0])
+        step = max(1, self.rounds // 50)
+        return self._pld(max(rounds, min(-(-rounds // step) * step, self.rounds)))
+
+    def least_noise(self, epsilon: float) -> float:
+        """Returns the smallest noise with which the planned rounds keep an epsilon.
+
+        Raises:
+            UserError: If none does.
+        """
+        dp = _dp_accounting()
+        with _quiet():
+            try:
+                found = dp.calibrate_dp_mechanism(
+                    self._fresh, lambda noise: dp.SelfComposedDpEvent(replace(self, noise=noise)._event, self.rounds),
+                    epsilon, self.delta,
+                )  # fmt: skip
+            except (ValueError, ArithmeticError, dp.NoBracketIntervalFoundError) as error:
+                raise UserError(
+                    f"trainer.privacy.epsilon = {epsilon}: no noise keeps it over {self.rounds} rounds "
+                    f"({str(error).splitlines()[0]:.80}); give noise_multiplier"
+                ) from None
+        return float(found)
+
+    @property
+    def _event(self) -> Any:
+        """What a round does, to one client at most once."""
+        dp = _dp_accounting()
+        shift = 1.0 if self.poisson else 2.0  # dp-accounting takes noise over the change between neighbours
+        # the releases of a round are of one cohort: together one Gaussian mechanism on one sample
+        event = dp.GaussianDpEvent(self.noise / (shift * math.sqrt(self.releases)))
+        if self.poisson:
+            return dp.PoissonSampledDpEvent(self.size / self.m, event) if self.size < self.m else event
+        return dp.SampledWithoutReplacementDpEvent(self.m, int(self.size), event)
+
+    def _fresh(self) -> Any:
+        dp = _dp_accounting()
+        relations = dp.NeighboringRelation
+        of = relations.ADD_OR_REMOVE_ONE if self.poisson else relations.REPLACE_ONE
+        return (dp.rdp.RdpAccountant if self.method == "RDP" else dp.pld.PLDAccountant)(neighboring_relation=of)
+
+    @cached_property
+    def _rdp(self) -> tuple[Any, Any]:
+        """Orders, and the Rényi divergences of one round."""
+        with _quiet():
+            accountant = self._fresh().compose(self._event)
+        return accountant.orders, accountant.rdp
+
+    @cache  # noqa: B019  as many values as `epsilon` has rounds
+    def _pld(self, rounds: int) -> float:
+        return float(self._fresh().compose(self._event, rounds).get_epsilon(self.delta))
+
+
+def cohorts(sampler: CohortSampler, m: int) -> dict[str, Any]:
+    """How a sampler draws a client, as arguments of `Accountant`.
+
+    Args:
+        sampler: Draws the cohorts.
+        m: Number of clients.
+
+    Raises:
+        UserError: If no amplification by sampling is known for it.
+    """
+    if type(sampler) is BernoulliSampler:
+        return {"m": m, "size": sampler.p * m, "poisson": True}
+    if type(sampler) is UniformSampler:
+        return {"m": m, "size": float(sampler.clients_per_round), "poisson": False}
+    raise UserError(
+        f"trainer.sampler = {type(sampler).__name__}: trainer.privacy knows no epsilon of its cohorts; choose "
+        "BernoulliSampler or UniformSampler"
+    )
+
+
+def check_method(method: Method, poisson: bool) -> None:
+    """Checks that a method covers the sampling.
+
+    Raises:
+        UserError: If it does not.
+    """
+    ensure(
+        method == "RDP" or poisson,
+        f"trainer.privacy.accountant = {method}: only of cohorts by BernoulliSampler; choose RDP for UniformSampler",
+    )
+
+
+def _dp_accounting() -> Any:
+    try:
+        import dp_accounting
+        import dp_accounting.pld
+        import dp_accounting.rdp
+    except ImportError:
+        raise UserError("trainer.privacy: needs dp-accounting; pip install 'fl-lightning[privacy]'") from None
+    return dp_accounting
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without warnings of single orders of Rényi's divergence that do not converge, and are left out of a minimum."""
+    log = logging.getLogger("absl")
+    before, log.level = log.level, logging.ERROR
+    try:
+        yield
+    finally:
+        log.level = before
