@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import lru_cache
 from typing import Any, Literal, get_args
 
 from fl_lightning.core import UserError, ensure
@@ -15,6 +15,8 @@ from fl_lightning.trainer.samplers import BernoulliSampler, CohortSampler, Unifo
 
 Method = Literal["RDP", "PLD"]
 METHODS: tuple[Method, ...] = get_args(Method)
+LEAST_NOISE = 0.05
+"""The smallest noise multiplier that is looked for."""
 
 
 @dataclass(frozen=True)
@@ -55,13 +57,13 @@ class Accountant:
         if not rounds or not self.noise:
             return math.inf if rounds else 0.0
         if self.method == "RDP":
-            orders, spent = self._rdp
+            orders, spent = _divergences(self._event, self.poisson)
             return float(_dp_accounting().rdp.compute_epsilon(orders, spent * rounds, self.delta)[0])
         step = max(1, self.rounds // 50)
-        return self._pld(max(rounds, min(-(-rounds // step) * step, self.rounds)))
+        return _pld(self._event, max(rounds, min(-(-rounds // step) * step, self.rounds)), self.delta)
 
     def least_noise(self, epsilon: float) -> float:
-        """Returns the smallest noise with which the planned rounds keep an epsilon.
+        """Returns the smallest noise, to 1e-4, with which the planned rounds keep an epsilon; it takes seconds.
 
         Raises:
             UserError: If none does.
@@ -70,13 +72,17 @@ class Accountant:
         with _quiet():
             try:
                 found = dp.calibrate_dp_mechanism(
-                    self._fresh, lambda noise: dp.SelfComposedDpEvent(replace(self, noise=noise)._event, self.rounds),
-                    epsilon, self.delta,
-                )  # fmt: skip
-            except (ValueError, ArithmeticError, dp.NoBracketIntervalFoundError) as error:
+                    lambda: _fresh(self.method, self.poisson),
+                    lambda noise: dp.SelfComposedDpEvent(replace(self, noise=noise)._event, self.rounds),
+                    epsilon,
+                    self.delta,
+                    dp.LowerEndpointAndGuess(LEAST_NOISE, 1.0),
+                    tol=1e-4,
+                )
+            except (ValueError, ArithmeticError, dp.mechanism_calibration.NoBracketIntervalFoundError):
                 raise UserError(
-                    f"trainer.privacy.epsilon = {epsilon}: no noise keeps it over {self.rounds} rounds "
-                    f"({str(error).splitlines()[0]:.80}); give noise_multiplier"
+                    f"trainer.privacy.epsilon = {epsilon}: no noise multiplier from {LEAST_NOISE} on gives it over "
+                    f"{self.rounds} rounds; give noise_multiplier"
                 ) from None
         return float(found)
 
@@ -91,22 +97,24 @@ class Accountant:
             return dp.PoissonSampledDpEvent(self.size / self.m, event) if self.size < self.m else event
         return dp.SampledWithoutReplacementDpEvent(self.m, int(self.size), event)
 
-    def _fresh(self) -> Any:
-        dp = _dp_accounting()
-        relations = dp.NeighboringRelation
-        of = relations.ADD_OR_REMOVE_ONE if self.poisson else relations.REPLACE_ONE
-        return (dp.rdp.RdpAccountant if self.method == "RDP" else dp.pld.PLDAccountant)(neighboring_relation=of)
 
-    @cached_property
-    def _rdp(self) -> tuple[Any, Any]:
-        """Orders, and the Rényi divergences of one round."""
-        with _quiet():
-            accountant = self._fresh().compose(self._event)
-        return accountant.orders, accountant.rdp
+@lru_cache(maxsize=32)
+def _divergences(event: Any, poisson: bool) -> tuple[Any, Any]:
+    """Orders, and the Rényi divergences of one round."""
+    with _quiet():
+        accountant = _fresh("RDP", poisson).compose(event)
+    return accountant.orders, accountant.rdp
 
-    @cache  # noqa: B019  as many values as `epsilon` has rounds
-    def _pld(self, rounds: int) -> float:
-        return float(self._fresh().compose(self._event, rounds).get_epsilon(self.delta))
+
+@lru_cache(maxsize=256)
+def _pld(event: Any, rounds: int, delta: float) -> float:
+    return float(_fresh("PLD", poisson=True).compose(event, rounds).get_epsilon(delta))
+
+
+def _fresh(method: Method, poisson: bool) -> Any:
+    dp = _dp_accounting()
+    relation = dp.NeighboringRelation.ADD_OR_REMOVE_ONE if poisson else dp.NeighboringRelation.REPLACE_ONE
+    return (dp.rdp.RdpAccountant if method == "RDP" else dp.pld.PLDAccountant)(neighboring_relation=relation)
 
 
 def cohorts(sampler: CohortSampler, m: int) -> dict[str, Any]:

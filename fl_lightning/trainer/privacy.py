@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -79,8 +80,6 @@ class GaussianPrivacy(Aggregation):
     """
 
     empty = True
-    accountant: Accountant
-    """Counts what the rounds spend; once bound to a run."""
 
     def __init__(
         self,
@@ -102,6 +101,7 @@ class GaussianPrivacy(Aggregation):
         self.method: Method = accountant
         self.per_tensor = per_tensor
         self._plan: Plan
+        self._noiseless: Accountant
 
     # Before the first round
 
@@ -131,13 +131,17 @@ class GaussianPrivacy(Aggregation):
             f"{KEY}: {name} has no references for its upload {', '.join(missing)}, so that what it says of a client is "
             "not bounded; choose another algorithm",
         )
-        bound.accountant = Accountant(
+        bound._noiseless = Accountant(
             **drawn, noise=0.0, delta=self.delta, releases=objective.phases, method=self.method, rounds=plan.rounds
         )
-        noise = self.noise_multiplier
-        noise = bound.accountant.least_noise(self.epsilon or 0.0) if noise is None else noise / math.sqrt(bound.pieces)
-        bound.accountant = replace(bound.accountant, noise=noise)
         return bound
+
+    @cached_property
+    def accountant(self) -> Accountant:
+        """Counts what the rounds of the run spend."""
+        free, given = self._noiseless, self.noise_multiplier
+        noise = free.least_noise(self.epsilon or 0.0) if given is None else given / math.sqrt(self.pieces)
+        return replace(free, noise=noise)
 
     def check_round(self) -> None:
         first = self.accountant.epsilon(1)
@@ -159,9 +163,9 @@ class GaussianPrivacy(Aggregation):
     def identity(self) -> str:
         names = ("clip", "noise_multiplier", "delta", "method", "per_tensor")
         values = {name: getattr(self, name) for name in names}
-        values |= {"cohort": self.accountant.size, "poisson": self.accountant.poisson}
+        values |= {"cohort": self._noiseless.size, "poisson": self._noiseless.poisson}
         if self.noise_multiplier is None:
-            values |= {"epsilon": self.epsilon, "max_rounds": self.accountant.rounds}
+            values |= {"epsilon": self.epsilon, "max_rounds": self._noiseless.rounds}
         return f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in values.items())})"
 
     # What a phase calls
@@ -274,13 +278,21 @@ class AdaptivePrivacy(GaussianPrivacy):
         self.quantile, self.clip_lr, self.count_noise = quantile, clip_lr, count_noise
         self.server_state: Mapping[str, Init] = {"privacy_clip": clip}
 
-    def bind(self, plan: Plan) -> AdaptivePrivacy:
-        bound = super().bind(plan)
-        assert isinstance(bound, AdaptivePrivacy)
-        z, given = bound.accountant.noise, self.count_noise
-        bound.count_noise = max(bound.accountant.size / 20, z) if given is None else given
-        require(2 * bound.count_noise > z, f"{KEY}.count_noise", given, f"above half of noise_multiplier = {z:.4g}")
-        return bound
+    def check_round(self) -> None:
+        super().check_round()
+        z = self.accountant.noise
+        require(
+            2 * self.count_std > z or not z,
+            f"{KEY}.count_noise",
+            self.count_noise,
+            f"above half of {z:.4g}, the multiplier",
+        )
+
+    @property
+    def count_std(self) -> float:
+        """The standard deviation of the count's noise."""
+        least = max(self.accountant.size / 20, self.accountant.noise)
+        return least if self.count_noise is None else self.count_noise
 
     @property
     def identity(self) -> str:
@@ -291,15 +303,15 @@ class AdaptivePrivacy(GaussianPrivacy):
 
     def noise_std(self, clip: float) -> float:
         """The paper's Theorem 1: ``(z^-2 - (2 sigma_b)^-2)^(-1/2) C``."""
-        z, count = self.accountant.noise, self.count_noise or 0.0
-        return clip * z / math.sqrt(1 - (z / (2 * count)) ** 2) if z else 0.0
+        z = self.accountant.noise
+        return clip * z / math.sqrt(1 - (z / (2 * self.count_std)) ** 2) if z else 0.0
 
     def sums(self, received: Received) -> dict[str, tuple[Tensor, float]]:
         clip = self.bound_of(received.server)
         sums, norms = self.clipped(received, clip)
         below = ((norms <= clip).to(norms) - 0.5).sum(0, keepdim=True)  # from -1/2 to 1/2 for each client
         found = {name: (total, self.noise_std(clip)) for name, total in sums.items()}
-        return found | {"privacy_below": (below, self.count_noise or 0.0)}
+        return found | {"privacy_below": (below, self.count_std if self.accountant.noise else 0.0)}
 
     def phase_end(self, server: State, uploads: Uploads) -> State:
         share = uploads.mean("privacy_below") + 0.5
