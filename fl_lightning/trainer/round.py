@@ -14,7 +14,6 @@ from fl_lightning.core import State, Uploads, UserError, accumulator_dtype, gene
 from fl_lightning.data.minibatches import Minibatches
 from fl_lightning.engine import Engine, Job, LocalResult
 from fl_lightning.trainer import collectives
-from fl_lightning.trainer.aggregation import Received
 from fl_lightning.trainer.cohort import Cohort
 from fl_lightning.trainer.run import Run
 
@@ -49,7 +48,6 @@ class Round:
         self.server, self.rows = run.server, dict[int, State]()
         self.losses = torch.zeros(0)
         self.refused = self.floats = 0
-        self.released: dict[str, float] = {}
         self.training_s = 0.0
         self._started, self._callback_s = time.perf_counter(), run.callback_s
 
@@ -92,7 +90,6 @@ class Round:
         models = self.floats / (len(cohort.clients) * run.objective.flat.d)
         return {
             "client/train/loss": float(self.losses.mean()),
-            **self.released,
             "client/refused": self.refused,
             "client/lr": cohort.contexts[0].lr,
             "comm/total_bits": run.total_floats * run.server.w.element_size() * 8,
@@ -172,7 +169,6 @@ class Phase:
         uploads, self.round.losses = self._average(taken)
         objective, server = self.run.objective, self.round.server
         after = objective.finish_phase(server, self.sent, uploads, self.ctx) if uploads.n else None
-        after = None if after is None else self.run.aggregation.phase_end(after, uploads)
         if after is None or not after.finite():
             raise UserError(
                 f"round {self.ctx.t + 1}: {'the new global state' if uploads.n else 'every upload'} is not finite, "
@@ -182,7 +178,7 @@ class Phase:
         self.round.server = objective.finish_round(after, self.run.server, self.ctx) if self.last else after
         uploaded = sum(math.prod(shape) for shape in self.run.upload_shapes[self.ctx.phase].values())
         self.round.floats += (sum(v.numel() for v in self.sent.values()) + uploaded) * len(self.contexts)
-        self.round.refused += 0
+        self.round.refused += len(self.contexts) - uploads.n
 
     def _take(self, result: LocalResult) -> LocalResult:
         objective = self.run.objective
@@ -216,9 +212,7 @@ class Phase:
         accepted = [bool(x) for x in table[0].tolist()]
 
         accepted_contexts = [ctx for ctx, yes in zip(self.contexts, accepted, strict=True) if yes]
-        rule = run.aggregation
-        known = run.objective.known(self.sent) if rule.by_rows else {}
-        uploads = rule.uploads(run.objective, accepted_contexts, self.ctx, like)
+        uploads = Uploads(run.objective.wire[1], run.objective.weighting, accepted_contexts, like)
         if run.settings.deterministic or fabric.world_size == 1:  # rank 0 sums all, in cohort order
             named = {
                 name: collectives.gather(fabric, [r.upload[name] for r in results], shares, shape, like)
@@ -227,15 +221,11 @@ class Phase:
             positions = list(range(len(self.contexts))) if fabric.is_global_zero else []
         else:
             named, positions = {name: [r.upload[name] for r in results] for name in shapes}, mine
-        if (positions or fabric.is_global_zero) and (accepted_contexts or rule.empty):
-            here = [(i, self.contexts[p]) for i, p in enumerate(positions) if accepted[p]]
-            taken = {name: [column[i] for i, _ in here] for name, column in named.items()}
-            contexts = [ctx for _, ctx in here]
-            rule.fill(uploads, Received(taken, known, contexts, self.round.server, self.ctx, run.seed))
-        if accepted_contexts or rule.empty:
-            collectives.reduce(fabric, uploads, rule.shapes(shapes, known), like, run.settings.deterministic)
-        if uploads.n:
-            self.round.released |= rule.metrics(uploads, known, self.round.server)
+        for i, position in enumerate(positions):
+            if accepted[position]:
+                uploads.add({name: column[i] for name, column in named.items()}, self.contexts[position].n_k)
+        if accepted_contexts:
+            collectives.reduce(fabric, uploads, shapes, like, run.settings.deterministic)
 
         states = {
             name: collectives.gather(fabric, [r.state[name] for r in results], shares, shape, like)
