@@ -53,5 +53,6 @@ def diverged(t: int, what: str, history: Norms) -> DivergenceError:
     """
     return DivergenceError(
         f"round {t + 1}: {what}, training has diverged; in the last rounds: {growth(history)}; lower "
-        "model.optimizer.lr or set model.optimizer.clip, or find where it begins with trainer.engine = debug"
+        "model.optimizer.lr or set model.optimizer.clip, find where it begins with trainer.engine = debug, or leave such "
+        "rounds out with trainer.on_divergence = continue"
     )
