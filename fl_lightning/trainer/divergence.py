@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from fl_lightning.core import DivergenceError, FlatSpec, State, is_finite
+from fl_lightning.core import DivergenceError, FlatSpec, State, accumulator_dtype, is_finite
 
 ROUNDS = 5
 """Rounds whose norms are kept."""
@@ -15,7 +15,8 @@ Norms = Sequence[Mapping[str, Tensor]]
 
 def norms(server: State, d: int) -> dict[str, Tensor]:
     """Returns the norm of each vector ``(d,)`` of the server, as scalars on its device: nothing waits for them."""
-    return {name: torch.linalg.vector_norm(v) for name, v in server.items() if v.numel() == d}
+    vectors = {name: v for name, v in server.items() if v.shape == (d,)}
+    return {name: torch.linalg.vector_norm(v, dtype=accumulator_dtype(v.device)) for name, v in vectors.items()}
 
 
 def culprit(values: Mapping[str, Tensor], flat: FlatSpec) -> str:
@@ -53,6 +54,6 @@ def diverged(t: int, what: str, history: Norms) -> DivergenceError:
     """
     return DivergenceError(
         f"round {t + 1}: {what}, training has diverged; in the last rounds: {growth(history)}; lower "
-        "model.optimizer.lr or set model.optimizer.clip, find where it begins with trainer.engine = debug, or leave such "
-        "rounds out with trainer.on_divergence = continue"
+        "model.optimizer.lr or set model.optimizer.clip, find where it begins with trainer.engine = debug, or leave "
+        "such rounds out with trainer.on_divergence = continue"
     )

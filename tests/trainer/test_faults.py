@@ -469,6 +469,6 @@ def test_refused_before_anything_is_written(golden: Golden) -> None:
     with pytest.raises(UserError, match=r"trainer.faults.available\[1\] = \[4\]: give different ids from 0 to 3"):
         golden.run(FedAvg(golden.net()), faults=Faults(available=[[0], [4]]))
     fit = FederatedTrainer(faults=Faults(drop_after=0.1), accelerator="cpu", default_root_dir=str(golden.folder))
-    with pytest.raises(UserError, match="trainer.faults: centralized training has no clients that fail"):
+    with pytest.raises(UserError, match=r"trainer.faults: centralized training has no clients that fail"):
         fit.centralized(FedAvg(DigitsMLP()), Digits())
     assert not [*golden.folder.iterdir()]
