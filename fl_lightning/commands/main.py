@@ -50,7 +50,7 @@ def main(args: Sequence[str] | None = None) -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     # classes in files of the working folder can be named; absolute, since a config is read from within its own folder
     sys.path.insert(0, os.getcwd())
-    from fl_lightning.commands.messages import ArgumentsError, explain
+    from fl_lightning.commands.messages import ArgumentsError, explain, find_user_error
 
     try:
         from fl_lightning.commands.cli import FederatedCLI
@@ -65,7 +65,14 @@ def main(args: Sequence[str] | None = None) -> None:
         from fl_lightning.trainer.collectives import reports
 
         rank, first = reports()
-        sys.exit(f"error{f' (process {rank})' if rank else ''}: {line}" if first else 1)
+        mistake = find_user_error(error)
+        if not first:
+            sys.exit(1 if mistake is None else mistake.exit_code)
+        text = f"error{f' (process {rank})' if rank else ''}: {line}"
+        if mistake is None or mistake.exit_code == 1:
+            sys.exit(text)
+        print(text, file=sys.stderr)
+        sys.exit(mistake.exit_code)
 
 
 def _help() -> argparse.ArgumentParser:

@@ -10,7 +10,17 @@ import torch
 from torch import Tensor
 
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.core import ClientContext, Init, RoundContext, State, Uploads, accumulator_dtype, ensure, require
+from fl_lightning.core import (
+    ClientContext,
+    Init,
+    RoundContext,
+    State,
+    Upload,
+    Uploads,
+    accumulator_dtype,
+    ensure,
+    require,
+)
 from fl_lightning.trainer.samplers import CohortSampler
 
 BLOCK = 1 << 20
@@ -41,7 +51,7 @@ class Received:
     """The finite uploads of a phase, on the process that aggregates them.
 
     Attributes:
-        columns: By name one tensor for each client, in cohort order.
+        arrived: Upload of each client, in cohort order.
         known: By name the value of which the server knows that uploads lie near it; see `LocalObjective.references`.
         clients: The clients' contexts.
         server: The server's state.
@@ -49,7 +59,7 @@ class Received:
         seed: Seed of the run.
     """
 
-    columns: Mapping[str, Sequence[Tensor]]
+    arrived: Sequence[Upload]
     known: Mapping[str, Tensor]
     clients: Sequence[ClientContext]
     server: State
@@ -65,8 +75,8 @@ class Received:
             *names: The uploaded names, one after another; all by default.
         """
         width = max(1, BLOCK // max(1, len(self.clients)))
-        for name in names or self.columns:
-            rows = [row.reshape(-1) for row in self.columns[name]]
+        for name in names or self.arrived[0]:
+            rows = [upload[name].reshape(-1) for upload in self.arrived]
             dtype = accumulator_dtype(rows[0].device)
             for start in range(0, len(rows[0]), width):
                 block = torch.stack([row[start : start + width] for row in rows]).to(dtype)
@@ -172,7 +182,7 @@ class Aggregation:
         weights = [self.weigh(received, w) for w, _ in kinds[: 2 if uploads.weighting == "samples" else 1]]
 
         def sums(name: str, _: object) -> Tensor:
-            like = received.columns[name][0]
+            like = received.arrived[0][name]
             blocks = [torch.stack([self(b, w.to(b)) for w in weights]) for b in received.blocks(name)]
             means = torch.cat(blocks, dim=1).view(len(weights), *like.shape)
             if name in received.known:
@@ -196,8 +206,8 @@ class Mean(Aggregation):
     by_rows = False
 
     def fill(self, uploads: Uploads, received: Received) -> None:
-        for i, client in enumerate(received.clients):
-            uploads.add({name: column[i] for name, column in received.columns.items()}, client.n_k)
+        for upload, client in zip(received.arrived, received.clients, strict=True):
+            uploads.add(upload, client.n_k)
 
 
 class CoordinateMedian(Aggregation):

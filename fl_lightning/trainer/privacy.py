@@ -229,8 +229,8 @@ class GaussianPrivacy(Aggregation):
         """Returns the sums of the clipped uploads by name, and the clients' joint norms before, ``(n,)``."""
         sums = {name: torch.zeros_like(v, dtype=accumulator_dtype(v.device)) for name, v in received.known.items()}
         norms = [torch.zeros(0, dtype=accumulator_dtype(received.server.w.device))]
-        for i in range(len(received.clients)):
-            new = {name: received.columns[name][i].to(total) - received.known[name] for name, total in sums.items()}
+        for upload in received.arrived:
+            new = {name: upload[name].to(total) - received.known[name] for name, total in sums.items()}
             norm = torch.stack([v.norm() for v in new.values()]).norm()
             for name, v in new.items():
                 parts = torch.split(v, received.ctx.flat.numels) if self.per_tensor else (v,)

@@ -17,6 +17,7 @@ from fl_lightning.results.configs import group_id
 from fl_lightning.results.summary import LAST
 from fl_lightning.trainer import collectives
 from fl_lightning.trainer.aggregation import Aggregation, Mean
+from fl_lightning.trainer.faults import NO_FAULTS, Faults
 from fl_lightning.trainer.loggers import About
 from fl_lightning.trainer.memory import keep_freed_memory
 from fl_lightning.trainer.privacy import GaussianPrivacy
@@ -35,6 +36,9 @@ class Settings:
         max_rounds: Number of rounds, T.
         clients_per_round: Size of the cohort, S, if there is no ``sampler``.
         sampler: Draws the cohorts: UniformSampler, BernoulliSampler, ReplaySampler, or your own.
+        faults: How clients fail: dropout, stragglers, availability, corrupted uploads; null: they do not.
+        on_divergence: What a round without a finite result does: stop ends the run, which keeps the state before it;
+            continue takes it as a round in which nobody answered, and counts it.
         aggregation: Rule that makes one of a cohort's uploads: CoordinateMedian, TrimmedMean, NormClipping, Krum,
             MultiKrum, or your own; null: the mean.
         privacy: Client-level differential privacy: GaussianPrivacy or AdaptivePrivacy; null: none.
@@ -79,6 +83,8 @@ class Settings:
         max_rounds: int = 100,
         clients_per_round: int = 10,
         sampler: CohortSampler | None = None,
+        faults: Faults | None = None,
+        on_divergence: Literal["stop", "continue"] = "stop",
         aggregation: Aggregation | None = None,
         privacy: GaussianPrivacy | None = None,
         local_epochs: int = 1,
@@ -115,11 +121,13 @@ class Settings:
         require(client_memory >= 0, "trainer.client_memory", client_memory, "GiB, 0 or more")
         require(engine in ENGINES, "trainer.engine", engine, f"choose from {', '.join(ENGINES)}")
         require(not compile or engine in ("graphed", "auto"), "trainer.compile", compile, "only with engine graphed")
+        require(on_divergence in ("stop", "continue"), "trainer.on_divergence", on_divergence, "stop or continue")
         require(precision in PRECISIONS, "trainer.precision", precision, f"choose from {', '.join(PRECISIONS)}")
         require(name is None or ".." not in Path(name).parts, "trainer.name", name, "a folder below default_root_dir")
         self.max_rounds, self.max_time, self.seed = max_rounds, _seconds(max_time), seed
         self.eval_every, self.eval_last = eval_every, eval_last
         self.sampler = UniformSampler(clients_per_round) if sampler is None else sampler
+        self.faults, self.on_divergence = NO_FAULTS if faults is None else faults, on_divergence
         ensure(
             aggregation is None or privacy is None,
             f"trainer.aggregation = {type(aggregation).__name__}: not under trainer.privacy, which sums clipped "

@@ -152,6 +152,7 @@ class FederatedTrainer(Settings):
             checkpoint.restore(self.run, ckpt_path)
         if kind == "federated":
             self.sampler.check(self.max_rounds, datamodule.num_clients)
+            self.faults.check(datamodule.num_clients)
             check_aggregation(self.run)
         return self.run
 

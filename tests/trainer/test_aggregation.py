@@ -49,7 +49,7 @@ def averages(rule: Aggregation, columns: dict[str, Any], known: dict[str, Any], 
     contexts = [ClientContext(0, 1, 20, FLAT, n_k=int(n)) for n in counts]
     like = torch.zeros(1, dtype=torch.float64)
     uploads = Uploads(tuple(columns), "samples", contexts, like)
-    rows = {name: list(torch.from_numpy(np.asarray(value))) for name, value in columns.items()}
+    rows = [{name: torch.from_numpy(value[i]) for name, value in columns.items()} for i in range(len(counts))]
     values = {name: torch.from_numpy(value) for name, value in known.items()}
     rule.fill(uploads, Received(rows, values, contexts, State({"w": like}), RoundContext(0, 1, 20, FLAT), 0))
     return uploads

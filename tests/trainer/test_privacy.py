@@ -63,9 +63,8 @@ def received(uploads: list[dict[str, torch.Tensor]], t: int = 0, clip: float = 1
     model = objective()
     sent = State({"w": torch.linspace(-1, 1, 6, dtype=torch.float64), "c": torch.ones(6, dtype=torch.float64)})
     contexts = [ClientContext(t, 10, M, model.flat, n_k=k + 1) for k in range(len(uploads))]
-    columns = {name: [each[name] for each in uploads] for name in model.up}
     server = State({**sent, "privacy_clip": torch.tensor([clip], dtype=torch.float64)})
-    return Received(columns, model.known(sent), contexts, server, RoundContext(t, 10, M, model.flat), 5)
+    return Received(uploads, model.known(sent), contexts, server, RoundContext(t, 10, M, model.flat), 5)
 
 
 def draws(n: int, scale: float = 1.0, seed: int = 0) -> list[dict[str, torch.Tensor]]:
@@ -93,7 +92,7 @@ def test_release_is_the_clipped_sum_over_a_fixed_number() -> None:
         uploads, _ = release(rule, given)
         expected = {name: value.clone() for name, value in given.known.items()}
         for i in range(n):
-            new = {name: given.columns[name][i] - value for name, value in given.known.items()}
+            new = {name: given.arrived[i][name] - value for name, value in given.known.items()}
             norm = math.sqrt(sum(float(v.square().sum()) for v in new.values()))
             for name, v in new.items():
                 expected[name] += v * min(1.0, 2.0 / norm) / S
@@ -171,7 +170,7 @@ def test_tensors_clipped_each_cost_more() -> None:
     flat = FlatSpec(nn.Linear(2, 2))
     upload = torch.tensor([3.0, 0, 4, 0, 0.1, 0.2], dtype=torch.float64)
     given = Received(
-        {"w": [upload]}, known, [ClientContext(0, 1, M, flat)], State({"w": LIKE}), RoundContext(0, 1, M, flat), 0
+        [{"w": upload}], known, [ClientContext(0, 1, M, flat)], State({"w": LIKE}), RoundContext(0, 1, M, flat), 0
     )
     expected = torch.tensor([0.6, 0, 0.8, 0, 0.1, 0.2], dtype=torch.float64)
     torch.testing.assert_close(rule.clipped(given, 1.0)[0]["w"], expected)
