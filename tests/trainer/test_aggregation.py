@@ -210,6 +210,7 @@ def test_settings_are_checked(make: Any, value: float, message: str) -> None:
         make(value)
 
 
+@pytest.mark.slow
 def test_processes(tmp_path: Path) -> None:
     """Two give the same bits as one; without the gathering that the rules need they are refused in one line."""
     args = ["--model=SCAFFOLD", *DIGITS, "--trainer.aggregation=TrimmedMean", "--trainer.aggregation.share=0.34"]
