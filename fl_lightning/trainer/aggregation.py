@@ -57,6 +57,7 @@ class Received:
         server: The server's state.
         ctx: The phase's context.
         seed: Seed of the run.
+        refused: Number of further uploads, which are not finite.
     """
 
     arrived: Sequence[Upload]
@@ -65,6 +66,7 @@ class Received:
     server: State
     ctx: RoundContext
     seed: int
+    refused: int = 0
 
     def blocks(self, *names: str) -> Iterator[Tensor]:
         """Differences of the uploads from the known values (0 if there is none), as blocks ``(n, coordinates)``.
@@ -125,11 +127,12 @@ class Aggregation:
             UserError: If it may not.
         """
 
-    def check(self, n: int) -> None:
+    def check(self, n: int, refused: int = 0) -> None:
         """Checks that a cohort is large enough.
 
         Args:
-            n: Number of clients in it.
+            n: Number of clients whose uploads are finite.
+            refused: Number of the others.
 
         Raises:
             UserError: If it is too small.
@@ -175,7 +178,7 @@ class Aggregation:
     def fill(self, uploads: Uploads, received: Received) -> None:
         """Fills the averages by this rule, name by name: unweighted, and weighted by samples if the model is."""
         n = len(received.clients)
-        self.check(n)
+        self.check(n, received.refused)
         ones = torch.ones(n, dtype=torch.float64)
         counts = torch.tensor([float(c.n_k) for c in received.clients], dtype=torch.float64)
         kinds = [(ones, uploads.n), (counts, uploads.samples)]
@@ -290,7 +293,8 @@ class MultiKrum(WeightedSum):
     and f the number of bad clients; the distance is joint over all that a client uploads.
 
     Args:
-        share: Largest share of bad clients in a cohort: f is this share of n, rounded up. Needs n > 2 f + 2.
+        share: Largest share of bad clients in a cohort: f is this share of n, rounded up; clients whose uploads are
+            refused, as they are not finite, count among both, and are left out. Needs n > 2 f + 2.
         keep: Number of clients in the mean; null: n - f.
     """
 
@@ -299,12 +303,12 @@ class MultiKrum(WeightedSum):
         require(keep is None or keep >= 1, "trainer.aggregation.keep", keep, "at least 1, or null for n - f")
         self.share, self.keep = share, keep
 
-    def bad(self, n: int) -> int:
-        """Returns the number f of bad clients that a cohort of ``n`` may have."""
-        return math.ceil(self.share * n - 1e-9)
+    def bad(self, n: int, refused: int = 0) -> int:
+        """Returns the number f of bad clients that ``n`` clients may have, next to those that were refused."""
+        return max(0, math.ceil(self.share * (n + refused) - 1e-9) - refused)
 
-    def check(self, n: int) -> None:
-        f = self.bad(n)
+    def check(self, n: int, refused: int = 0) -> None:
+        f = self.bad(n, refused)
         ensure(
             n > 2 * f + 2,
             f"trainer.aggregation.share = {self.share}: {type(self).__name__} needs cohorts of more than 2 f + 2 "
@@ -313,7 +317,7 @@ class MultiKrum(WeightedSum):
 
     def weigh(self, received: Received, weights: Tensor) -> Tensor:
         n, products = len(received.clients), received.products()
-        f, squares = self.bad(n), products.diagonal()
+        f, squares = self.bad(n, received.refused), products.diagonal()
         distances = (squares[:, None] + squares - 2 * products).clamp(min=0).nan_to_num(nan=math.inf)
         distances.fill_diagonal_(0)  # a client is the first of its neighbours
         scores = distances.sort(dim=1).values[:, : n - f - 1].sum(1)

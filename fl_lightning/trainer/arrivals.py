@@ -60,7 +60,7 @@ class Arrivals:
         here = [(contexts[i], upload) for i, upload in self._summed_here() if self.accepted[i]]
         if not rule.by_rows or run.fabric.is_global_zero:
             arrived, clients = [upload for _, upload in here], [ctx for ctx, _ in here]
-            rule.fill(uploads, Received(arrived, known, clients, server, ctx, run.seed))
+            rule.fill(uploads, Received(arrived, known, clients, server, ctx, run.seed, len(self.refused)))
         shapes = rule.shapes(self.shapes, known)
         collectives.reduce(run.fabric, uploads, shapes, self.like, run.settings.deterministic)
         return uploads

@@ -70,7 +70,7 @@ class GaussianPrivacy(Aggregation):
         noise_multiplier: Standard deviation of the sum's noise, in units of C; null: the smallest one with which
             ``max_rounds`` rounds keep ``epsilon``.
         epsilon: The budget: the run ends before the round that would exceed it; null: no limit.
-        delta: Probability that epsilon does not hold for; below 1 over the number of clients.
+        delta: Probability that epsilon does not hold for; at most 1/M for M clients.
         accountant: RDP, or PLD: tighter, slower, and for BernoulliSampler only.
         per_tensor: Clip each parameter tensor to C, as the official code of DP-FedSAM does. The norm of an upload is
             then at most sqrt(L) C for L tensors, with which epsilon is computed.
@@ -114,7 +114,7 @@ class GaussianPrivacy(Aggregation):
         bound._plan = plan
         objective, drawn = plan.objective, cohorts(plan.sampler, plan.m)
         name = type(objective).__name__
-        require(self.delta < 1 / plan.m, f"{KEY}.delta", self.delta, f"below 1/M = 1/{plan.m}, for M clients")
+        require(self.delta * plan.m <= 1, f"{KEY}.delta", self.delta, f"at most 1/M = 1/{plan.m}, for M clients")
         check_method(self.method, drawn["poisson"])
         ensure(
             objective.weighting == "uniform",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from copy import deepcopy
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,26 +18,34 @@ from fl_lightning import (
     AdaBest,
     AdaptivePrivacy,
     BernoulliSampler,
+    Corrupt,
+    Digits,
+    DigitsMLP,
+    Faults,
     FedAvg,
     FedCM,
+    FederatedTrainer,
     FedGF,
     FedNova,
     FedSAM,
     GaussianPrivacy,
     LocalObjective,
     NaiveFedGloSS,
+    NormClipping,
     ReplaySampler,
     Trajectory,
     UniformSampler,
     UserError,
 )
 from fl_lightning.core import ClientContext, FlatSpec, RoundContext, State, Uploads
+from fl_lightning.trainer import parallel_runs
 from fl_lightning.trainer.accountant import Accountant
 from fl_lightning.trainer.aggregation import Plan, Received
 from fl_lightning.trainer.run import Run
 from tests.conftest import Golden
-from tests.runs import metrics
+from tests.runs import DIGITS, assert_same, cli, metrics, state
 
+SLOW = pytest.mark.slow
 M, S, D = 20, 4, 588
 LIKE = torch.zeros(1, dtype=torch.float64)
 
@@ -247,7 +256,7 @@ def fit(
 
 @pytest.mark.parametrize(
     "make",
-    [NaiveFedGloSS, *(pytest.param(a, marks=pytest.mark.slow) for a in (FedAvg, SCAFFOLD, FedGF, FedCM))],
+    [NaiveFedGloSS, *(pytest.param(a, marks=SLOW) for a in (FedAvg, SCAFFOLD, FedGF, FedCM))],
 )
 def test_run_without_noise_is_the_plain_one(make: Any, golden: Golden) -> None:
     """With a clip that nothing reaches, all cohorts of one size and as many steps for all."""
@@ -329,7 +338,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
         {"sampler": ReplaySampler([[0]] * 5)},
         "trainer.sampler = ReplaySampler: trainer.privacy knows",
     ),
-    (FedAvg, {"privacy": GaussianPrivacy(noise_multiplier=1, delta=0.3)}, r"delta = 0.3: below 1/M = 1/4"),
+    (FedAvg, {"privacy": GaussianPrivacy(noise_multiplier=1, delta=0.3)}, r"delta = 0.3: at most 1/M = 1/4"),
     (
         FedAvg,
         {"privacy": GaussianPrivacy(1, 1.0, 1.0, 0.1)},
@@ -387,3 +396,49 @@ def test_noisy_variances_of_batch_norm_stay_above_zero(golden: Golden) -> None:
     variances = record.server[-1].buffers[192:]
     assert float(variances.min()) == 0 and float(variances.max()) > 0
     assert math.isfinite(run.metrics["server/test/loss"])
+
+
+def test_clients_that_fail_add_nothing(golden: Golden) -> None:
+    """If all uploads are lost or refused, noise is released, and the divisor stays."""
+    lost = [Faults(available=[[]]), Faults(corrupt=Corrupt(1.0, "nan"))]
+    runs = [fit(golden, faults=faults, max_rounds=2)[1] for faults in lost]
+    for record in runs:
+        for before, after in zip(record.server[:-1], record.server[1:], strict=True):
+            assert float((after.w - before.w).std()) == pytest.approx(0.5 / 2, rel=0.1)
+    assert_same(*({"w": record.server[-1].w} for record in runs))
+
+
+@pytest.mark.parametrize(
+    "options", [{"privacy": GaussianPrivacy(0.5, 1.0, delta=0.1)}, {"aggregation": NormClipping(0.1)}], ids=list
+)
+def test_parallel_runs_are_those_alone(options: dict[str, Any], tmp_path: Path) -> None:
+    def trainers(root: Path) -> list[FederatedTrainer]:
+        common: dict[str, Any] = {"max_rounds": 3, "accelerator": "cpu", "engine": "sequential", "precision": "64-true"}
+        return [
+            FederatedTrainer(
+                **common, **options, sampler=BernoulliSampler(0.3), seed=seed, default_root_dir=str(root),
+                name=f"run_{seed}", enable_progress_bar=False,
+            )
+            for seed in (0, 1)
+        ]  # fmt: skip
+
+    def models() -> list[LocalObjective]:
+        torch.manual_seed(0)
+        net = DigitsMLP(hidden=4)
+        return [FedAvg(deepcopy(net), weighting="uniform") for _ in range(2)]
+
+    together, alone, data = trainers(tmp_path / "a"), trainers(tmp_path / "b"), Digits(num_clients=4, batch_size=64)
+    parallel_runs.fit(together, models(), data)
+    for one, other, model in zip(together, alone, models(), strict=True):
+        other.fit(model, data)
+        assert_same(state(one.run.folder.path), state(other.run.folder.path))
+
+
+@pytest.mark.parametrize("given", [("privacy=GaussianPrivacy", "privacy.epsilon=1"), ("aggregation=TrimmedMean",)])
+def test_centralized_training_refuses(given: tuple[str, ...], tmp_path: Path) -> None:
+    args = [f"--trainer.{setting}" for setting in (*given, f"default_root_dir={tmp_path}")]
+    with pytest.raises(
+        SystemExit, match=r"trainer\.\w+: centralized training has no uploads of clients; set it to null"
+    ):
+        cli("centralized", "--model=FedAvg", *DIGITS, *args)
+    assert not [*tmp_path.iterdir()]
