@@ -100,7 +100,7 @@ def test_dropout_is_a_cohort_of_those_that_answer(golden: Golden, name: str) -> 
 
 
 @pytest.mark.parametrize(("algorithm", "slot"), DUALS)
-def test_server_slot_is_the_mean_of_all_clients(golden: Golden, algorithm: Any, slot: str) -> None:
+def test_server_slot_stays_the_mean_of_all_clients(golden: Golden, algorithm: Any, slot: str) -> None:
     """Under dropout before and after training, lateness and refusal at once."""
     slow = Stragglers(deadline=3, sigma=1.0)
     faults = Faults(0.1, 0.15, stragglers=slow, corrupt=Corrupt(share=0.25, each_round=True))
