@@ -35,7 +35,7 @@ SAMPLED = {
     "test_landscape": 4,
     "test_same_bits": 9,
     "test_seeds": 4,
-    "test_server_slot_is_the_mean_of_all_clients": 3,
+    "test_server_slot_stays_the_mean_of_all_clients": 3,
     "test_shapes": 2,
     "test_spectrum_of_small_nets": 3,
     "test_trace_is_within_its_error": 3,

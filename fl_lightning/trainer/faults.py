@@ -142,7 +142,8 @@ class Corrupt:
             case "scale":
                 return reference + self.factor * delta
         noise = torch.randn(value.shape, generator=draw, dtype=value.dtype).to(value.device)
-        return value + noise * (self.factor * torch.linalg.vector_norm(delta) / math.sqrt(value.numel()))
+        size: Tensor = self.factor * torch.linalg.vector_norm(delta) / math.sqrt(value.numel())
+        return value + size * noise
 
 
 @lru_cache(maxsize=4)

@@ -100,7 +100,7 @@ def test_dropout_is_a_cohort_of_those_that_answer(golden: Golden, name: str) -> 
 
 
 @pytest.mark.parametrize(("algorithm", "slot"), DUALS)
-def test_server_slot_is_the_mean_of_all_clients(golden: Golden, algorithm: Any, slot: str) -> None:
+def test_server_slot_stays_the_mean_of_all_clients(golden: Golden, algorithm: Any, slot: str) -> None:
     """Under dropout before and after training, lateness and refusal at once."""
     slow = Stragglers(deadline=3, sigma=1.0)
     faults = Faults(0.1, 0.15, stragglers=slow, corrupt=Corrupt(share=0.25, each_round=True))
@@ -221,7 +221,9 @@ def test_nobody_answers(golden: Golden) -> None:
     assert not torch.equal(record.evaluated[-1], record.server[-1].w)
 
 
-@pytest.mark.parametrize("engine", ["batched", "auto", pytest.param("graphed", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "engine", ["batched", *(pytest.param(engine, marks=pytest.mark.slow) for engine in ("auto", "graphed"))]
+)
 def test_engines(engine: str, golden: Golden) -> None:
     """All give the same, also where a cohort is empty or its clients' K differ."""
     faults = Faults(0.3, 0.2, stragglers=Stragglers(3, sigma=1.0), corrupt=Corrupt(0.25, "noise"))
@@ -365,6 +367,7 @@ def data() -> Digits:
     return Digits(num_clients=6, batch_size=32)
 
 
+@pytest.mark.slow
 def test_resumed_run_has_the_same_bits(tmp_path: Path) -> None:
     whole = digits(tmp_path / "whole").fit(objective(), data()).folder.path
     with pytest.raises(KeyboardInterrupt):
@@ -375,6 +378,7 @@ def test_resumed_run_has_the_same_bits(tmp_path: Path) -> None:
     assert read(broken) == read(whole) != {}
 
 
+@pytest.mark.slow
 def test_parallel_runs(tmp_path: Path) -> None:
     """Each is what it would be alone, though clients of the one or the other are missing."""
     together = [digits(tmp_path / "a", seed=s, engine="batched", precision="64-true") for s in (0, 1)]
