@@ -151,6 +151,13 @@ def fault(path: Path) -> str | None:
     return None if trailer == MARK + found.to_bytes(4, "little") else "its checksum is wrong"
 
 
+def has_checksum(path: Path) -> bool:
+    """Whether a file ends with a checksum, right or wrong."""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - TRAILER))
+        return file.read(len(MARK)) == MARK
+
+
 def restore_removed(path: Path, descriptor: int) -> None:
     """Writes a file again that was removed while it is open; does nothing otherwise.
 

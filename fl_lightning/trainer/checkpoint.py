@@ -11,7 +11,7 @@ import torch
 from fl_lightning.core import State, UserError, ensure, files
 from fl_lightning.engine import ENGINES
 from fl_lightning.trainer.collectives import on_rank_zero
-from fl_lightning.trainer.lock import RunLock
+from fl_lightning.trainer.lock import check_unused
 from fl_lightning.trainer.loggers import RunLogger
 from fl_lightning.trainer.run import Run, state_keys
 from fl_lightning.trainer.run_folder import RunFolder
@@ -156,9 +156,6 @@ def restore(run: Run, ckpt_path: str, resume: bool = True, clients: bool = True)
     """
     run.fabric.barrier()  # rank 0 may still be writing it
     path = RunFolder.find_checkpoint(ckpt_path, run.settings.default_root_dir, run.name)
-    if resume:
-        folder = RunFolder.of_checkpoint(path).path
-        on_rank_zero(run.fabric, lambda: RunLock(folder).release())  # another run may be changing what is read here
     content, buffers, w0 = load(path), run.objective.net_buffers, run.server.w
     if resume and content["kind"] != run.kind:
         command = "fit" if run.kind == "centralized" else "centralized"
@@ -171,8 +168,11 @@ def restore(run: Run, ckpt_path: str, resume: bool = True, clients: bool = True)
     if resume or path.parent.name == RunFolder.CHECKPOINTS:
         run.folder = RunFolder.of_checkpoint(path)
     _check_state(path, run, content, clients)
+    folder = RunFolder(path.parent.parent)
+    if resume:
+        on_rank_zero(run.fabric, lambda: check_unused(folder.path))  # else the rows may be newer than the checkpoint
     if clients and run.fabric.is_global_zero:
-        run.clients.load_state_dict(content["clients"], RunFolder(path.parent.parent).clients)
+        run.clients.load_state_dict(content["clients"], folder.clients)
     run.checkpoint, run.restored = path, content
     run.server = State({name: value.to(w0) for name, value in content["server"].items()})
     run.clients.w0 = content["clients"]["w0"].to(w0)

@@ -309,8 +309,8 @@ class Run:
             UserError: If it cannot be opened; a new folder is then removed, and one of a checkpoint as it was.
         """
         try:
-            self._prepare_folder()
             self._restore_callbacks()
+            self._prepare_folder()
             self._start_loggers()
         except BaseException:
             self._give_up()
