@@ -40,7 +40,7 @@ OPTIONS: dict[str, list[str]] = {
 }  # fmt: skip
 """Options of the runs, by name; new options of the trainer that keep state belong here."""
 MODELS = ["SCAFFOLD", "FedSMOO", "FedDyn"]
-ROUNDS = 60
+ROUNDS = 20
 
 
 @dataclass
