@@ -37,6 +37,8 @@ def main(args: Sequence[str] | None = None) -> None:
         args: Arguments; by default those of the process.
     """
     given = list(sys.argv[1:] if args is None else args)
+    if "_ARGCOMPLETE" in os.environ:
+        given = _complete()
     if given in ([], ["-h"], ["--help"]):
         _help().print_help()
         sys.exit(0 if given else 2)
@@ -66,6 +68,17 @@ def main(args: Sequence[str] | None = None) -> None:
 
         rank, first = reports()
         sys.exit(f"error{f' (process {rank})' if rank else ''}: {line}" if first else 1)
+
+
+def _complete() -> list[str]:
+    """Completes a subcommand for argcomplete; of a whole one, returns its name, whose parser completes what follows."""
+    import argcomplete
+
+    words = os.environ["COMP_LINE"][: int(os.environ["COMP_POINT"])].split(" ")[1:]
+    if len(words) < 2 or words[0] not in COMMANDS:
+        argcomplete.autocomplete(_help())  # ends the process
+    os.environ["_ARGCOMPLETE"] = "2"  # words that are not the parser's
+    return words[:1]
 
 
 def _help() -> argparse.ArgumentParser:
