@@ -37,6 +37,7 @@ from fl_lightning import (
 from fl_lightning.core import files
 from fl_lightning.trainer.run import Run
 from tests.runs import DIGITS, assert_same, forked, kill, last, metrics, newest, run, state
+from tests.soak import Soak
 
 ROUNDS = 6
 LAST = Path("checkpoints", "last.ckpt")
@@ -156,6 +157,14 @@ def test_kill_9(tmp_path: Path) -> None:
     assert_same(state(broken), state(whole))
     assert metrics(broken) == metrics(whole)
     assert [at for at, _ in metrics(broken)["comm/total_bits"]] == list(range(1, 151))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "kills"), [("forked", 10), ("two processes", 2)])
+def test_kills_at_random_moments(kind: str, kills: int, tmp_path: Path) -> None:
+    soak = Soak(tmp_path)
+    soak.kill(kind, kills)
+    assert soak.kills[kind] == kills and soak.runs[kind] and not soak.losses
 
 
 @pytest.fixture
