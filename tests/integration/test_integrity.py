@@ -386,7 +386,7 @@ def test_signals_save(number: signal.Signals, gap: float, tmp_path: Path) -> Non
     assert (child.returncode, err) == (128 + number, "")
     assert out.startswith("to continue: fl-lightning fit --config ") and len(out.splitlines()) == 1
     rows = len((newest(tmp_path) / "metrics.csv").read_text().splitlines()) - 1
-    assert 4 <= last(newest(tmp_path))["round"] <= rows
+    assert 3 <= last(newest(tmp_path))["round"] <= rows  # a signal takes back a round that has just been logged
 
 
 @pytest.mark.slow
