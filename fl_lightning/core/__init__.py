@@ -16,12 +16,13 @@ from fl_lightning.core.figures import (
     save_figure,
     style,
 )
-from fl_lightning.core.files import write_atomically
+from fl_lightning.core.files import write_atomically, writing
 from fl_lightning.core.flat import EPS, FlatNet, FlatSpec, accumulator_dtype, is_finite, norm, to_radius
 from fl_lightning.core.forward import Autocast, logits
 from fl_lightning.core.losses import enlarged, kl_to_teacher, not_true
 from fl_lightning.core.modes import eval_mode
 from fl_lightning.core.rng import generator, global_generator, numpy_generator, seeded
+from fl_lightning.core.signals import Interruption, check_interruption
 from fl_lightning.core.state import ClientContext, Init, RoundContext, State, Upload, Uploads, Weighting
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "FlatNet",
     "FlatSpec",
     "Init",
+    "Interruption",
     "RoundContext",
     "State",
     "Upload",
@@ -46,6 +48,7 @@ __all__ = [
     "UserError",
     "Weighting",
     "accumulator_dtype",
+    "check_interruption",
     "config_names",
     "configs_folder",
     "enlarged",
@@ -70,6 +73,7 @@ __all__ = [
     "unchanged",
     "variance_needed",
     "write_atomically",
+    "writing",
 ]
 
 
