@@ -39,6 +39,7 @@ class Parser(LightningArgumentParser):
     def format_help(self, *args: Any, **kwargs: Any) -> str:
         """The help; of the known subclasses of an open type, such as ``torch.nn.Module``, only this package's."""
         text: str = super().format_help(*args, **kwargs)
+        text = re.sub(r"Annotated\[([^,]+),\s+([^\]]+)\]", r"\1 \2", text)
         return re.sub(r",\s+known\s+subclasses:([^)]*)\)", _own_classes, text)
 
 

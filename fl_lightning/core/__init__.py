@@ -21,6 +21,20 @@ from fl_lightning.core.flat import EPS, FlatNet, FlatSpec, accumulator_dtype, is
 from fl_lightning.core.forward import Autocast, logits
 from fl_lightning.core.losses import enlarged, kl_to_teacher, not_true
 from fl_lightning.core.modes import eval_mode
+from fl_lightning.core.options import (
+    LATER,
+    Checked,
+    Count,
+    Decay,
+    Divisor,
+    Interval,
+    NonNegative,
+    Positive,
+    Share,
+    Size,
+    Threads,
+    Whole,
+)
 from fl_lightning.core.rng import generator, global_generator, numpy_generator, seeded
 from fl_lightning.core.state import ClientContext, Init, RoundContext, State, Upload, Uploads, Weighting
 
@@ -30,20 +44,32 @@ __all__ = [
     "COLUMN",
     "DASHES",
     "EPS",
+    "LATER",
     "MARKERS",
     "PAGE",
     "STYLE",
     "Autocast",
+    "Checked",
     "ClientContext",
+    "Count",
+    "Decay",
+    "Divisor",
     "FlatNet",
     "FlatSpec",
     "Init",
+    "Interval",
+    "NonNegative",
+    "Positive",
     "RoundContext",
+    "Share",
+    "Size",
     "State",
+    "Threads",
     "Upload",
     "Uploads",
     "UserError",
     "Weighting",
+    "Whole",
     "accumulator_dtype",
     "config_names",
     "configs_folder",
@@ -70,6 +96,3 @@ __all__ = [
     "variance_needed",
     "write_atomically",
 ]
-
-
-__all__ = ["State", "UserError", "require"]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fl_lightning import engine as engines
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.core import FlatNet, RoundContext, State, UserError
+from fl_lightning.core import Checked, FlatNet, RoundContext, State, UserError
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.engine import Engine, EngineName, LocalResult
 from fl_lightning.trainer import provenance
@@ -26,7 +26,7 @@ from fl_lightning.trainer.run_folder import RunFolder
 from fl_lightning.trainer.settings import Kind, Settings
 
 
-class Callback:
+class Callback(Checked, key="trainer.callbacks: {}"):
     """Base class of callbacks: override the hooks that you need.
 
     They are called in the order given. A hook leaves the run as it is; the only thing that it may set is

@@ -3,11 +3,12 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
-from fl_lightning.core import UserError, ensure, numpy_generator, require
+from fl_lightning.core import Checked, Count, Interval, UserError, ensure, numpy_generator
 
 
-class CohortSampler:
+class CohortSampler(Checked, key="trainer.sampler"):
     """Base of the samplers; a subclass defines ``__call__``."""
 
     def check(self, rounds: int, m: int) -> None:
@@ -33,8 +34,7 @@ class UniformSampler(CohortSampler):
         clients_per_round: Size of the cohort, S.
     """
 
-    def __init__(self, clients_per_round: int = 10) -> None:
-        require(clients_per_round >= 1, "trainer.clients_per_round", clients_per_round, "at least 1")
+    def __init__(self, clients_per_round: Count = 10) -> None:
         self.clients_per_round = clients_per_round
 
     def check(self, rounds: int, m: int) -> None:
@@ -56,8 +56,7 @@ class BernoulliSampler(CohortSampler):
         p: Probability of participation.
     """
 
-    def __init__(self, p: float = 0.1) -> None:
-        require(0 < p <= 1, "trainer.sampler.p", p, "must be above 0 and at most 1")
+    def __init__(self, p: Annotated[float, Interval("(0, 1]")] = 0.1) -> None:
         self.p = p
 
     def check(self, rounds: int, m: int) -> None:

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import lightning as L
 import torch
 
-from fl_lightning.core import UserError, require
-from fl_lightning.engine import ENGINES, EngineName
+from fl_lightning.core import Checked, Count, Interval, Size, Threads, UserError, Whole, require
+from fl_lightning.engine import EngineName
 from fl_lightning.results.configs import group_id
 from fl_lightning.results.summary import LAST
 from fl_lightning.trainer import collectives
@@ -23,10 +23,9 @@ from fl_lightning.trainer.samplers import CohortSampler, UniformSampler
 
 Kind = Literal["federated", "centralized"]
 """Kinds of training."""
-PRECISIONS = ("32-true", "64-true", "bf16-mixed")
 
 
-class Settings:
+class Settings(Checked, key="trainer"):
     """Settings of a `FederatedTrainer`.
 
     Args:
@@ -71,44 +70,31 @@ class Settings:
 
     def __init__(
         self,
-        max_rounds: int = 100,
-        clients_per_round: int = 10,
+        max_rounds: Count = 100,
+        clients_per_round: Count = 10,
         sampler: CohortSampler | None = None,
-        local_epochs: int = 1,
-        local_steps: int | None = None,
+        local_epochs: Annotated[int, Interval("[1, 1e4]")] = 1,
+        local_steps: Size | None = None,
         max_time: str | None = None,
-        eval_every: int = 1,
-        eval_last: int = 1,
+        eval_every: Count = 1,
+        eval_last: Count = 1,
         accelerator: str = "auto",
         strategy: str = "auto",
-        devices: int | str = 1,
-        num_nodes: int = 1,
+        devices: Annotated[int, Interval("[-1, 1024]")] | str = 1,
+        num_nodes: Count = 1,
         precision: Literal["32-true", "64-true", "bf16-mixed"] = "32-true",
         tf32: bool = False,
-        threads: int | None = None,
+        threads: Threads | None = None,
         engine: EngineName = "auto",
-        client_block: int | None = None,
+        client_block: Count | None = None,
         compile: bool = False,
         deterministic: bool = True,
-        client_memory: float = 1.0,
-        seed: int = 0,
+        client_memory: Annotated[float, Interval("[0, 1e6]")] = 1.0,
+        seed: Whole = 0,
         default_root_dir: str = "runs",
         name: str | None = None,
     ) -> None:
-        for key, value in (
-            ("max_rounds", max_rounds),
-            ("local_epochs", local_epochs),
-            ("local_steps", local_steps),
-            ("eval_every", eval_every),
-            ("eval_last", eval_last),
-            ("threads", threads),
-            ("client_block", client_block),
-        ):
-            require(value is None or value >= 1, f"trainer.{key}", value, "at least 1")
-        require(client_memory >= 0, "trainer.client_memory", client_memory, "GiB, 0 or more")
-        require(engine in ENGINES, "trainer.engine", engine, f"choose from {', '.join(ENGINES)}")
         require(not compile or engine in ("graphed", "auto"), "trainer.compile", compile, "only with engine graphed")
-        require(precision in PRECISIONS, "trainer.precision", precision, f"choose from {', '.join(PRECISIONS)}")
         require(name is None or ".." not in Path(name).parts, "trainer.name", name, "a folder below default_root_dir")
         self.max_rounds, self.max_time, self.seed = max_rounds, _seconds(max_time), seed
         self.eval_every, self.eval_last = eval_every, eval_last

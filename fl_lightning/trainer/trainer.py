@@ -1,11 +1,12 @@
 """The federated trainer: its loop is `FederatedTrainer.fit`. It knows no algorithm."""
 
-from typing import Any
+from typing import Annotated, Any
 
 from lightning.fabric.loggers.logger import Logger
 from lightning.pytorch.callbacks import EarlyStopping
 
 from fl_lightning.algorithms.base import LocalObjective
+from fl_lightning.core import LATER
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.trainer import checkpoint
 from fl_lightning.trainer.callbacks import Callback, with_defaults
@@ -40,7 +41,7 @@ class FederatedTrainer(Settings):
     def __init__(
         self,
         loggers: list[RunLogger | Logger] | None = None,
-        callbacks: list[Callback | EarlyStopping] | None = None,
+        callbacks: list[Annotated[Callback | EarlyStopping, LATER]] | None = None,
         enable_progress_bar: bool = True,
         **settings: Any,
     ) -> None:
