@@ -57,6 +57,7 @@ class LocalObjective(SupervisedModule):
 
     Attributes:
         net_buffers: The net's buffers; None if it has none.
+        trained: Whether a run has trained the net.
         client_state: State that a client keeps, by name with its initial value (see `fl_lightning.core.state.Init`).
         scratch_state: The same for state that lives during one round's local training and is never stored.
         server_state: State that the server keeps in addition to ``w``.
@@ -71,6 +72,7 @@ class LocalObjective(SupervisedModule):
         paper: Where the algorithm comes from.
     """
 
+    trained: bool = False
     client_state: Mapping[str, Init] = {}
     scratch_state: Mapping[str, Init] = {}
     server_state: Mapping[str, Init] = {}

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy
 
-from fl_lightning.core import Checked
+from fl_lightning.core import Checked, require
 
 
 class SupervisedModule(Checked, L.LightningModule, key="model"):
@@ -32,6 +32,8 @@ class SupervisedModule(Checked, L.LightningModule, key="model"):
         super().__init__()
         self.net = net
         self.loss = nn.CrossEntropyLoss(reduction="none") if loss is None else loss
+        smoothing = getattr(self.loss, "label_smoothing", 0.0)
+        require(0 <= smoothing < 1, "model.loss.label_smoothing", smoothing, "give a number from 0 to below 1")
         if getattr(self.loss, "reduction", "none") != "none":
             self.loss = copy.deepcopy(self.loss)
             vars(self.loss)["reduction"] = "none"

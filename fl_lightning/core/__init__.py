@@ -34,9 +34,11 @@ from fl_lightning.core.options import (
     Size,
     Threads,
     Whole,
+    fits,
 )
 from fl_lightning.core.rng import generator, global_generator, numpy_generator, seeded
 from fl_lightning.core.state import ClientContext, Init, RoundContext, State, Upload, Uploads, Weighting
+from fl_lightning.core.yaml_text import check_yaml, load_yaml
 
 __all__ = [
     "COLORMAP",
@@ -71,16 +73,19 @@ __all__ = [
     "Weighting",
     "Whole",
     "accumulator_dtype",
+    "check_yaml",
     "config_names",
     "configs_folder",
     "enlarged",
     "ensure",
     "eval_mode",
     "find_config",
+    "fits",
     "generator",
     "global_generator",
     "is_finite",
     "kl_to_teacher",
+    "load_yaml",
     "log_levels",
     "log_ticks",
     "logits",

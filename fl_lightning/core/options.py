@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origi
 
 import numpy as np
 
-from fl_lightning.core.errors import ensure
+from fl_lightning.core.errors import require
 
 
 @dataclass(frozen=True, repr=False)
@@ -40,7 +40,7 @@ class Interval:
         low, high = (f"{bound:,.12g}" for bound in self.bounds)
         match self.text[0], high, self.text[-1]:
             case "[", "inf", _:
-                return "0 or more" if low == "0" else f"at least {low}"
+                return "of 0 or more" if low == "0" else f"of at least {low}"
             case "(", "inf", _:
                 return f"above {low}"
             case "[", _, "]":
@@ -106,7 +106,11 @@ def check_arguments(function: Callable[..., Any], key: str, *args: Any, **kwargs
         return  # Python's own message
     for name, value in given.items():
         if name in hints and not fits(value, hints[name]):
-            ensure(False, f"{key}.{name} = {_shown(value)}: {_remedy(value, hints[name])}".lstrip("."))
+            words = _words(hints[name])
+            if isinstance(value, Real) and not _finite(value):
+                words = words.replace("a number", "a finite number")
+            shown = repr(value) if isinstance(value, str) and "number" in words else _shown(value)
+            require(False, f"{key}.{name}".lstrip("."), shown, f"give {words}")
 
 
 PLAIN: dict[Any, tuple[str, Callable[[Any], bool]]] = {
@@ -176,36 +180,25 @@ def _signature(function: Callable[..., Any]) -> tuple[inspect.Signature, dict[st
     return signature, {n: hints[n] for n, p in signature.parameters.items() if n in hints and p.kind not in several}
 
 
-def _remedy(value: Any, hint: Any) -> str:
-    """What an annotation wants, in words."""
-    text = _words(hint)
-    if isinstance(value, Real) and not _finite(value):
-        text = text.replace("a number", "a finite number")
-    return f"give {text}"
-
-
 def _words(hint: Any) -> str:
     kind, args = get_origin(hint) or hint, get_args(hint)
     if kind in PLAIN:
         return PLAIN[kind][0]
     if kind is Annotated:
-        return ", ".join([_words(args[0]), *(str(limit) for limit in args[1:] if isinstance(limit, Interval))])
+        return " ".join([_words(args[0]), *(str(limit) for limit in args[1:] if isinstance(limit, Interval))])
     if kind in UNIONS:
-        words = [_words(each) for each in args]
-        return (", or " if any("," in each for each in words) else " or ").join(words)
+        return " or ".join(_words(each) for each in args)
     if kind is Literal:
         return f"one of {', '.join(args)}"
     if kind in LISTS:
-        return "a list" + (f", each {_words(args[0])}" if args else "")
+        return "a list" + (f", each {_words(args[0])}," if args else "")
     return str(getattr(kind, "__name__", kind))
 
 
 def _shown(value: Any) -> str:
-    """A value on one line; text in quotes where it would look like a number."""
-    if isinstance(value, str) and value[:1] in "0123456789+-.[{ ":
-        value = repr(value)
-    elif isinstance(value, type):
-        value = f"the class {value.__name__}"
-    elif not (value is None or isinstance(value, str | Real | Sequence | Mapping | os.PathLike)):
-        value = f"a {type(value).__name__}"
+    """A value on one line."""
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    if not (value is None or isinstance(value, str | Real | Sequence | Mapping | os.PathLike)):
+        return f"a {type(value).__name__}"
     return f"{' '.join(str(value).split()):.60}"

@@ -88,8 +88,11 @@ class Augment(Checked, key="data.augment"):
         """Returns the shape of an augmented image, given that of a stored one, ``(C, H, W)``.
 
         Raises:
-            UserError: If the images are smaller than the window.
+            UserError: If the images are smaller than crop, cutout or window.
         """
+        for key, pixels in (("crop", self.crop), ("cutout", self.cutout)):
+            fits = pixels <= min(shape[1:])
+            require(fits, f"data.augment.{key}", pixels, f"larger than the images, {shape}; use a smaller one")
         if not self.window:
             return shape
         fits = self.window <= min(shape[1:])

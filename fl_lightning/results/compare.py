@@ -8,7 +8,7 @@ from statistics import mean
 
 import yaml
 
-from fl_lightning.core import UserError, ensure
+from fl_lightning.core import UserError, ensure, load_yaml
 from fl_lightning.results.configs import group_key
 from fl_lightning.results.metrics import Mode
 from fl_lightning.results.search import METRICS, find_runs
@@ -117,11 +117,15 @@ def of_run(groups: Iterable[Group], run: str | Path) -> Group:
 
 def _identity(folder: Path) -> tuple[str, Seeds]:
     """Returns a run's config without its seeds, as text, and the seeds; without a config, its path and None."""
+    path = folder / "config.yaml"
+    if not path.is_file():
+        return str(folder), None  # it was started from Python
     try:
-        config = yaml.safe_load((folder / "config.yaml").read_text())
+        config = load_yaml(path.read_text(encoding="utf-8"))
         return group_key(config), (config["trainer"]["seed"], config["data"]["init_args"]["seed"])
-    except (OSError, yaml.YAMLError, AttributeError, KeyError, TypeError):
-        return str(folder), None
+    except (OSError, ValueError, yaml.YAMLError, AttributeError, KeyError, TypeError) as error:
+        what = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UserError(f"{path}: not a run's config ({what:.120}); restore the file, or leave its run out") from None
 
 
 def _names(folders: Sequence[Path]) -> list[str]:

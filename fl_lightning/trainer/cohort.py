@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from fl_lightning.core import ClientContext
 from fl_lightning.trainer.collectives import assign
 from fl_lightning.trainer.run import Run
+from fl_lightning.trainer.samplers import draw
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Cohort:
     @classmethod
     def draw(cls, run: Run, t: int) -> Cohort:
         """The cohort of round ``t``, a function of (seed, t)."""
-        return cls.of(run, run.settings.sampler(t, run.data.num_clients, run.seed), t)
+        return cls.of(run, draw(run.settings.sampler, t, run.data.num_clients, run.seed), t)
 
     @classmethod
     def of(cls, run: Run, clients: Sequence[int], t: int) -> Cohort:

@@ -284,6 +284,7 @@ class Run:
     def open(self) -> None:
         """Creates the folder, or opens that of the checkpoint; restores callbacks and starts loggers."""
         fabric, rank0 = self.fabric, self.fabric.is_global_zero
+        self.objective.trained = True
         if self.checkpoint is None:
             path = RunFolder.create(self.settings.default_root_dir, self.name).path if rank0 else None
             self.folder = RunFolder(Path(str(fabric.broadcast(path))))

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
-from fl_lightning.core import Checked, Count, Interval, UserError, ensure, numpy_generator
+from fl_lightning.core import Checked, Count, Interval, UserError, ensure, fits, numpy_generator
 
 
 class CohortSampler(Checked, key="trainer.sampler"):
@@ -25,6 +25,21 @@ class CohortSampler(Checked, key="trainer.sampler"):
     def __call__(self, t: int, m: int, seed: int) -> list[int]:
         """Ids of the cohort of round ``t`` among ``m`` clients."""
         raise TypeError(f"{type(self).__name__} must define __call__")
+
+
+def draw(sampler: CohortSampler, t: int, m: int, seed: int) -> list[int]:
+    """The cohort of round ``t``, checked: a sampler may be the user's own.
+
+    Raises:
+        UserError: If an id occurs twice or is none of a client.
+    """
+    cohort = sampler(t, m, seed)
+    ensure(
+        len({*cohort}) == len(cohort) and all(fits(k, int) and 0 <= k < m for k in cohort),
+        f"trainer.sampler = {type(sampler).__name__}: gives {cohort!s:.60} in round {t}; give different ids from 0 to "
+        f"{m - 1}",
+    )
+    return [int(k) for k in cohort]
 
 
 class UniformSampler(CohortSampler):
@@ -109,5 +124,5 @@ def _read_trace(path: str) -> list[list[int]]:
         return rounds
     except FileNotFoundError:
         raise UserError(f"trainer.sampler.rounds = {path}: no such file; give a JSON list of lists of ids") from None
-    except (ValueError, TypeError, OSError) as error:
+    except (ValueError, TypeError, OSError, RecursionError) as error:
         raise UserError(f"trainer.sampler.rounds = {path}: not a JSON list of lists of ids ({error})") from None

@@ -95,12 +95,14 @@ class Settings(Checked, key="trainer"):
         name: str | None = None,
     ) -> None:
         require(not compile or engine in ("graphed", "auto"), "trainer.compile", compile, "only with engine graphed")
-        require(name is None or ".." not in Path(name).parts, "trainer.name", name, "a folder below default_root_dir")
+        shown = name if name and name.isprintable() else repr(name)
+        require(name is None or _is_below(name), "trainer.name", shown, "give a folder below default_root_dir")
+        require(bool(str(default_root_dir)), "trainer.default_root_dir", "''", "give a folder, such as runs")
         self.max_rounds, self.max_time, self.seed = max_rounds, _seconds(max_time), seed
         self.eval_every, self.eval_last = eval_every, eval_last
         self.sampler = UniformSampler(clients_per_round) if sampler is None else sampler
         self.local_epochs, self.local_steps = local_epochs, local_steps
-        self.default_root_dir, self.name = Path(default_root_dir), name
+        self.default_root_dir, self.name = Path(default_root_dir).expanduser(), name
         self.engine: EngineName = engine
         self.client_block, self.compile = client_block, compile
         self.deterministic, self.client_memory = deterministic, client_memory
@@ -111,7 +113,7 @@ class Settings(Checked, key="trainer"):
             self.fabric = L.Fabric(
                 accelerator=accelerator, strategy=strategy, devices=devices, num_nodes=num_nodes, precision=precision
             )
-        except (RuntimeError, TypeError, ValueError) as error:
+        except (ImportError, RuntimeError, TypeError, ValueError) as error:
             raise UserError(
                 f"trainer.accelerator = {accelerator}, devices = {devices}, strategy = {strategy}, precision = "
                 f"{precision}: {' '.join(str(error).split())} (accelerator cpu, devices 1, strategy auto always work)"
@@ -163,6 +165,13 @@ class Settings(Checked, key="trainer"):
             torch.set_num_threads(threads)
             torch.set_float32_matmul_precision(matmul)
             torch.backends.cudnn.allow_tf32 = convolutions
+
+
+def _is_below(name: str) -> bool:
+    """Whether a name is that of a folder below another one, on any file system."""
+    parts = Path(name).parts
+    fit = all(part != ".." and len(part.encode()) < 256 for part in parts)
+    return fit and parts != () and name.isprintable() and not Path(name).is_absolute()
 
 
 def _seconds(max_time: str | None) -> float | None:

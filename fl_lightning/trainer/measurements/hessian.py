@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 
 from fl_lightning import flatness
-from fl_lightning.core import Count, Positive
+from fl_lightning.core import Count, Positive, require
 from fl_lightning.engine import LocalResult
 from fl_lightning.flatness import Interrupted
 from fl_lightning.trainer import collectives
@@ -85,6 +85,11 @@ class Spectrum(HessianMeasure):
         tol: Positive | None = None,
     ) -> None:
         self.k, self.samples, self.method, self.iterations, self.tol = k, samples, method, iterations, tol
+
+    def compute(self, context: MeasurementContext) -> list[Measurement]:
+        d = context.run.net.spec.d
+        require(self.k <= d, f"measure: {type(self).__name__}.k", self.k, f"the net has {d} weights; give at most {d}")
+        return super().compute(context)
 
     def estimate(self, **arguments: Any) -> flatness.Spectrum:
         """The spectrum."""
