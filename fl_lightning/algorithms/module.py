@@ -34,7 +34,10 @@ class SupervisedModule(Checked, L.LightningModule, key="model"):
         self.loss = nn.CrossEntropyLoss(reduction="none") if loss is None else loss
         smoothing = getattr(self.loss, "label_smoothing", 0.0)
         require(0 <= smoothing < 1, "model.loss.label_smoothing", smoothing, "give a number from 0 to below 1")
-        if getattr(self.loss, "reduction", "none") != "none":
+        reduction = getattr(self.loss, "reduction", "none")
+        known = ("none", "mean", "sum", "batchmean")
+        require(reduction in known, "model.loss.reduction", reduction, f"give one of {', '.join(known)}")
+        if reduction != "none":
             self.loss = copy.deepcopy(self.loss)
             vars(self.loss)["reduction"] = "none"
         self._metrics: Any = nn.ModuleDict()

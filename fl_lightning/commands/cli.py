@@ -184,6 +184,7 @@ class FederatedCLI(LightningCLI):
         if "trainer" in self.needs:
             given = self.config.trainer
             require(hasattr(given, "seed"), "trainer", given, "give a mapping of settings")
+            require(given.seed >= 0, "trainer.seed", given.seed, "give a whole number of 0 or more")
             torch.manual_seed(generator(given.seed, "initial weights").initial_seed())
         super().instantiate_classes()
         made: Namespace = self.config_init

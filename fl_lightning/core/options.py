@@ -107,14 +107,12 @@ def check_arguments(function: Callable[..., Any], key: str, *args: Any, **kwargs
     for name, value in given.items():
         if name in hints and not fits(value, hints[name]):
             words = _words(hints[name])
-            if isinstance(value, Real) and not _finite(value):
-                words = words.replace("a number", "a finite number")
             shown = repr(value) if isinstance(value, str) and "number" in words else _shown(value)
             require(False, f"{key}.{name}".lstrip("."), shown, f"give {words}")
 
 
 PLAIN: dict[Any, tuple[str, Callable[[Any], bool]]] = {
-    float: ("a number", lambda v: not isinstance(v, bool) and isinstance(v, Real) and _finite(v)),
+    float: ("a finite number", lambda v: not isinstance(v, bool) and isinstance(v, Real) and _finite(v)),
     int: ("a whole number", lambda v: not isinstance(v, bool) and isinstance(v, Integral)),
     bool: ("true or false", lambda v: isinstance(v, bool | np.bool_)),
     str: ("text", lambda v: isinstance(v, str | os.PathLike)),

@@ -287,6 +287,7 @@ def _divide(
     require(n_val > 0 or not val_fraction, "data.val_fraction", val_fraction, "holds out nothing; use for example 0.1")
     val = stratified(y, n_val, numpy_generator(seed, "validation"))
     kept = np.setdiff1d(np.arange(len(y)), val)
+    require(len(kept) > 0, "data.val_fraction", val_fraction, "leaves nothing to train on; use a smaller one")
     fewer = f"exceeds the {len(kept)} training samples; use fewer clients"
     require(num_clients <= len(kept), "data.num_clients", num_clients, fewer)
     if partition.fixed:

@@ -34,6 +34,9 @@ class Callback(Checked, key="trainer.callbacks: {}"):
     trained the client.
     """
 
+    def check(self, run: Run) -> None:
+        """Called before the run has a folder: raises a `UserError` if the callback does not suit the run."""
+
     def on_fit_start(self, run: Run) -> None:
         """Called when the state is initialized or restored: ``run.rounds_done`` rounds are done."""
 

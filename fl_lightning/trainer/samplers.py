@@ -104,7 +104,7 @@ class ReplaySampler(CohortSampler):
         ensure(
             len(self.rounds) >= rounds,
             f"trainer.sampler.rounds holds {len(self.rounds)} rounds, trainer.max_rounds = {rounds}: "
-            f"take max_rounds {len(self.rounds)}, or a longer trace",
+            f"take {f'max_rounds {len(self.rounds)}, or ' if self.rounds else ''}a longer trace",
         )
         for t, cohort in enumerate(self.rounds):
             ensure(

@@ -96,7 +96,7 @@ class Settings(Checked, key="trainer"):
     ) -> None:
         require(not compile or engine in ("graphed", "auto"), "trainer.compile", compile, "only with engine graphed")
         shown = name if name and name.isprintable() else repr(name)
-        require(name is None or _is_below(name), "trainer.name", shown, "give a folder below default_root_dir")
+        require(name is None or _is_below(name), "trainer.name", f"{shown:.60}", "give a folder below default_root_dir")
         require(bool(str(default_root_dir)), "trainer.default_root_dir", "''", "give a folder, such as runs")
         self.max_rounds, self.max_time, self.seed = max_rounds, _seconds(max_time), seed
         self.eval_every, self.eval_last = eval_every, eval_last

@@ -86,6 +86,8 @@ class FromFile(Partition):
         index = _numbered if self.names is None else _lookup(self.names, labels)
         try:
             rows = self._read(index)
+            if not rows:
+                raise ValueError("no client")
         except OSError as error:
             raise UserError(
                 f"data.partition.path = '{self.path}': cannot read it ({error.strerror}); give an existing split file"

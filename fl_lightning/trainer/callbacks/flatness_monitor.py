@@ -56,8 +56,12 @@ class FlatnessMonitor(Callback):
         self._previous: Tensor | None = None
         self.load_state_dict({})
 
-    def on_fit_start(self, run: Run) -> None:
+    def check(self, run: Run) -> None:
         check_statistics(run.objective)
+        for metric in self.metrics:
+            metric.check(run)
+
+    def on_fit_start(self, run: Run) -> None:
         if not run.rounds_done:
             self.load_state_dict({})  # the monitor may have seen another run
         self._previous = None if self._previous is None else self._previous.to(run.server.w)

@@ -154,6 +154,9 @@ class Measure(Checked, key="measure: {}"):
     local = False
     tracks = False
 
+    def check(self, run: Run) -> None:
+        """Called before anything is measured: raises a `UserError` if the measure does not suit the run."""
+
     def begin(self, run: Run, cohort: Sequence[int]) -> None:
         """Called when a measured round begins, with the run's state before it."""
 

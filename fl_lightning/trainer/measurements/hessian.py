@@ -86,10 +86,9 @@ class Spectrum(HessianMeasure):
     ) -> None:
         self.k, self.samples, self.method, self.iterations, self.tol = k, samples, method, iterations, tol
 
-    def compute(self, context: MeasurementContext) -> list[Measurement]:
-        d = context.run.net.spec.d
+    def check(self, run: Run) -> None:
+        d = run.net.spec.d
         require(self.k <= d, f"measure: {type(self).__name__}.k", self.k, f"the net has {d} weights; give at most {d}")
-        return super().compute(context)
 
     def estimate(self, **arguments: Any) -> flatness.Spectrum:
         """The spectrum."""
