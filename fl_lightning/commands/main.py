@@ -59,7 +59,8 @@ def main(args: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     except (ArgumentsError, ValueError) as error:
-        configs = [value for flag, value in pairwise(given) if flag in ("-c", "--config")]
+        flags = [(*arg.partition("=")[::2], after) for arg, after in pairwise([*given, ""])]
+        configs = [value or after for flag, value, after in flags if flag in ("-c", "--config")]
         if (line := explain(error, configs)) is None:
             raise
         from fl_lightning.trainer.collectives import reports

@@ -37,10 +37,10 @@ def explain(error: Exception, configs: Sequence[str] = ()) -> str | None:
     if not isinstance(error, (ArgumentsError, UnicodeDecodeError)) and not message.startswith("Does not validate"):
         return None
     keys = re.findall(r'(?:Parser key "|Group \')([^"\']+)', message)
-    given = [
-        ".".join(keys[:1] + nested) for nested in ([key] for key in re.findall(r"NestedArg\(key='([^']+)'", message))
-    ]
-    path = max([".".join(keys), *given], key=lambda key: key.count("."))  # as it was given, or deeper within a value
+    nested = re.findall(r"NestedArg\(key='([^']+)'", message)
+    path = max(
+        [".".join(keys), *(".".join([*keys[:1], key]) for key in nested)], key=lambda key: key.count(".")
+    )  # as it was given, or deeper within a value
     if match := re.search(r"File does not exist: '([^']+)'", message):
         return f"config = {match[1]}: no such file; give the path of a YAML file"
     if re.search("Problems parsing config|Unexpected config|codec can't decode", message):

@@ -101,7 +101,7 @@ def check_arguments(function: Callable[..., Any], key: str, *args: Any, **kwargs
     """
     signature, hints = _signature(function)
     try:
-        given = signature.bind(*args, **kwargs).arguments
+        given = signature.bind_partial(*args, **kwargs).arguments
     except TypeError:
         return  # Python's own message
     for name, value in given.items():
