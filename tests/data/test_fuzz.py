@@ -15,7 +15,7 @@ from fl_lightning import Arrays, FromFile, ReplaySampler, UserError
 
 LABELS = np.arange(40) % 4
 SPLIT = json.dumps({str(k): list(range(10 * k, 10 * k + 10)) for k in range(4)})
-ROUNDS = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+ROUNDS = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
@@ -41,7 +41,7 @@ def read_split(path: Path) -> None:
     try:
         parts = FromFile(str(path))(LABELS, 4, 4, 0)
     except UserError as error:
-        assert len(str(error).splitlines()) == 1
+        assert len(str(error).splitlines()) == 1  # noqa: PT017
     else:
         found = np.concatenate(parts)
         assert len(parts) == 4 and len(set(found)) == len(found) and set(found) <= set(range(40))
@@ -73,6 +73,6 @@ def test_npz_with_faults(where: list[tuple[float, int, bytes]], tmp_path: Path) 
         data = Arrays(path=str(path), num_clients=4)
         data.setup()
     except UserError as error:
-        assert len(str(error).splitlines()) == 1
+        assert len(str(error).splitlines()) == 1  # noqa: PT017
     else:
         assert len(data.clients) == 4 and bool(data.x_train.isfinite().all())
