@@ -37,6 +37,8 @@ def main(args: Sequence[str] | None = None) -> None:
         args: Arguments; by default those of the process.
     """
     given = list(sys.argv[1:] if args is None else args)
+    if "_ARGCOMPLETE" in os.environ:
+        given = _complete()
     if given in ([], ["-h"], ["--help"]):
         _help().print_help()
         sys.exit(0 if given else 2)
@@ -50,7 +52,7 @@ def main(args: Sequence[str] | None = None) -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     # classes in files of the working folder can be named; absolute, since a config is read from within its own folder
     sys.path.insert(0, os.getcwd())
-    from fl_lightning.commands.messages import ArgumentsError, explain
+    from fl_lightning.commands.messages import ArgumentsError, explain, find_user_error
 
     try:
         from fl_lightning.commands.cli import FederatedCLI
@@ -66,7 +68,25 @@ def main(args: Sequence[str] | None = None) -> None:
         from fl_lightning.trainer.collectives import reports
 
         rank, first = reports()
-        sys.exit(f"error{f' (process {rank})' if rank else ''}: {line}" if first else 1)
+        mistake = find_user_error(error)
+        if not first:
+            sys.exit(1 if mistake is None else mistake.exit_code)
+        text = f"error{f' (process {rank})' if rank else ''}: {line}"
+        if mistake is None or mistake.exit_code == 1:
+            sys.exit(text)
+        print(text, file=sys.stderr)
+        sys.exit(mistake.exit_code)
+
+
+def _complete() -> list[str]:
+    """Completes a subcommand for argcomplete; of a whole one, returns its name, whose parser completes what follows."""
+    import argcomplete
+
+    words = os.environ["COMP_LINE"][: int(os.environ["COMP_POINT"])].split(" ")[1:]
+    if len(words) < 2 or words[0] not in COMMANDS:
+        argcomplete.autocomplete(_help())  # ends the process
+    os.environ["_ARGCOMPLETE"] = "2"  # words that are not the parser's
+    return words[:1]
 
 
 def _help() -> argparse.ArgumentParser:

@@ -2,7 +2,7 @@
 
 from fl_lightning.core.buffers import unchanged, variance_needed
 from fl_lightning.core.configs import config_names, configs_folder, find_config
-from fl_lightning.core.errors import UserError, ensure, require
+from fl_lightning.core.errors import DivergenceError, UserError, ensure, require
 from fl_lightning.core.figures import (
     COLORMAP,
     COLORS,
@@ -55,6 +55,7 @@ __all__ = [
     "ClientContext",
     "Count",
     "Decay",
+    "DivergenceError",
     "Divisor",
     "FlatNet",
     "FlatSpec",

@@ -1,8 +1,20 @@
-"""The one exception meant for people."""
+"""The exceptions meant for people."""
 
 
 class UserError(ValueError):
-    """A mistake in config, data or checkpoint: one line with its remedy."""
+    """A mistake in config, data or checkpoint: one line with its remedy.
+
+    Attributes:
+        exit_code: Exit code of a command that it ends.
+    """
+
+    exit_code = 1
+
+
+class DivergenceError(UserError):
+    """Training has diverged."""
+
+    exit_code = 3
 
 
 def ensure(ok: bool, problem: str) -> None:

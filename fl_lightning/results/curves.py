@@ -129,11 +129,12 @@ def plot_curves(runs: Mapping[str, Runs], names: Sequence[str] | None = None) ->
 
 
 def place_legend(figure: Figure) -> None:
-    """Adds one legend below the panels, unless there is only one line; a group may be missing in some panels."""
+    """Adds one legend below the panels, unless there is only one line; its lines of text make the figure higher."""
     lines = {label: line for axes in figure.axes for line, label in zip(*axes.get_legend_handles_labels(), strict=True)}
     if len(lines) > 1:
-        columns = int(18 * figure.get_figwidth() // (max(map(len, lines)) + 9))  # letters of 7 pt in a line
-        figure.legend(lines.values(), lines, loc="outside lower center", ncols=max(columns, 1), frameon=False)
+        columns = max(int(18 * figure.get_figwidth() // (max(map(len, lines)) + 9)), 1)  # letters of 7 pt in a line
+        figure.set_figheight(figure.get_figheight() + 0.15 * (len(lines) // columns))
+        figure.legend(lines.values(), lines, loc="outside lower center", ncols=columns, frameon=False)
 
 
 def _panel(axes: Axes, name: str, groups: Mapping[str, Sequence[Columns]]) -> None:

@@ -30,6 +30,8 @@ def plot_tradeoff(groups: Sequence[Group], measure: str) -> Figure:
         for i, group in enumerate(groups):
             runs = [run for run in group.runs if measure in run.flatness]
             x, y = [run.flatness[measure] for run in runs], [run.mean for run in runs]
+            if not runs:
+                continue
             axes.plot(x, y, MARKERS[i % len(MARKERS)], color=COLORS[i % len(COLORS)], label=group.name, clip_on=False)
         axes.grid(alpha=0.3)
         place_legend(figure)

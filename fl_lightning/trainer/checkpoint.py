@@ -8,6 +8,7 @@ import lightning
 import torch
 
 from fl_lightning.core import State, UserError, ensure, write_atomically
+from fl_lightning.trainer import incidents
 from fl_lightning.trainer.loggers import RunLogger
 from fl_lightning.trainer.run import Run, state_keys
 from fl_lightning.trainer.run_folder import RunFolder
@@ -21,6 +22,7 @@ def save(run: Run, path: Path) -> None:
         path: The file. Any but the run's last.ckpt stays valid when later ones are written.
     """
     if run.fabric.is_global_zero:
+        incidents.write(run.folder.incidents, run.incidents)  # first: a resumed run writes it again
         content = _on_cpu(_content(run, pin=path != run.folder.last))
         write_atomically(path, lambda file: torch.save(content, file))
         run.clients.saved()
@@ -50,6 +52,7 @@ def _content(run: Run, pin: bool) -> dict[str, Any]:
         "total_floats": run.total_floats,
         "elapsed": run.elapsed,
         "metrics": run.metrics,
+        "incidents": run.incidents,
         "training": run.training_state(),
         "callbacks": {key: x.state_dict() for key, x in callbacks},
         "loggers": {key: x.state_dict() for key, x in loggers if isinstance(x, RunLogger)},
@@ -118,6 +121,7 @@ def restore(run: Run, ckpt_path: str, resume: bool = True, clients: bool = True)
     if buffers is not None:
         buffers.first = content["buffers"].to(w0)
     run.rounds_done, run.total_floats, run.metrics = content["round"], content["total_floats"], content["metrics"]
+    run.incidents = content["incidents"]
 
 
 def _identity(run: Run) -> dict[str, Any]:

@@ -71,7 +71,7 @@ def reports(seconds: float = 10.0) -> tuple[int, bool]:
 
 
 def _alive(store: Store) -> bool:
-    """Whether a store is there to be asked; one that is gone would be told of in a long log of torch's.
+    """Whether a store is there to be asked; one that is gone would fill a long log of torch's.
 
     Raises:
         OSError: If it is not.

@@ -50,7 +50,7 @@ def fit(
         broken = train(runs)
     if broken:
         run, error = next(iter(broken.items()))
-        raise UserError(f"{len(broken)} of {len(runs)} runs broke off; {run.folder.path}: {error}")
+        raise type(error)(f"{len(broken)} of {len(runs)} runs broke off; {run.folder.path}: {error}")
     return runs
 
 

@@ -18,7 +18,7 @@ from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.core import Checked, FlatNet, RoundContext, State, UserError
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.engine import Engine, EngineName, LocalResult
-from fl_lightning.trainer import provenance
+from fl_lightning.trainer import divergence, incidents, provenance
 from fl_lightning.trainer.client_store import ClientStore
 from fl_lightning.trainer.evaluation import Evaluator, Split
 from fl_lightning.trainer.loggers import RunLogger
@@ -104,7 +104,10 @@ class Run:
         rounds_done: Number of rounds done.
         total_floats: Numbers sent and uploaded so far.
         metrics: The latest value of every metric.
-        client_losses: Training loss of each client of the last round, ``(cohort,)``; empty in centralized training.
+        client_losses: Training loss of each client of the last round whose upload was accepted, ``(clients,)``; empty
+            in centralized training.
+        incidents: How often clients were refused, dropped or late.
+        norms: Norms of the server's vectors after each of the last rounds.
         should_stop: Ends the run after this round; a callback may set it.
         checkpoint: The checkpoint that the run was restored from.
         restored: Its content.
@@ -120,7 +123,7 @@ class Run:
         UserError: If the data do not fit.
     """
 
-    STATE = ("server", "rounds_done", "total_floats", "metrics", "training_state")
+    STATE = ("server", "rounds_done", "total_floats", "metrics", "training_state", "incidents", "norms")
     """What a round replaces, in addition to the clients' state."""
     folder: RunFolder
 
@@ -163,6 +166,8 @@ class Run:
         self.rounds_done, self.total_floats, self.should_stop = 0, 0, False
         self.metrics: dict[str, float] = {}
         self.client_losses: Tensor = w0[:0]
+        self.incidents: incidents.Incidents = {}
+        self.norms: divergence.Norms = ()
         self.varied: dict[str, float] = {}
         self.training_state: Callable[[], dict[str, Any]] = dict
         self.upload_shapes: dict[int, dict[str, list[int]]] = {}
@@ -362,14 +367,19 @@ class Run:
             if its:
                 callback.load_state_dict(its)
 
-    def apply(self, server: State, rows: Mapping[int, State], floats: int) -> None:
+    def apply(
+        self, server: State, rows: Mapping[int, State], floats: int, failed: Mapping[str, Sequence[int]] | None = None
+    ) -> None:
         """Takes over what a round has changed.
 
         Args:
             server: The server's next state.
             rows: On rank 0 the clients' new states, by id.
             floats: Numbers that went over the wire.
+            failed: Clients that were refused, dropped or late, by kind.
         """
+        self.incidents = incidents.counted(self.incidents, failed or {})
+        self.norms = (*self.norms[1 - divergence.ROUNDS :], divergence.norms(server, self.objective.flat.d))
         self.server, self.rounds_done, self.total_floats = server, self.rounds_done + 1, self.total_floats + floats
         self.clients.stage(rows)
 

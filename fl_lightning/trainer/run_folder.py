@@ -23,6 +23,8 @@ class RunFolder:
         self.metrics = path / "metrics.csv"
         self.clients = path / "clients"
         """Clients' state beyond the memory budget."""
+        self.incidents = path / "clients.csv"
+        """Clients that were refused, late or missing."""
         self.checkpoints = path / self.CHECKPOINTS
         self.last = self.checkpoints / "last.ckpt"
         self.best = self.checkpoints / "best.ckpt"

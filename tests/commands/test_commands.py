@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import multiprocessing
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -48,6 +49,22 @@ def import_without_resource() -> None:
     sys.modules["resource"] = None  # type: ignore[assignment]
     for name in COMMANDS:
         importlib.import_module(f"fl_lightning.commands.{name}")
+
+
+@pytest.mark.parametrize(
+    ("line", "offers"),
+    [
+        ("fl-lightning re", ["report", "reproduce"]),
+        pytest.param("fl-lightning report --tar", ["--target"], marks=pytest.mark.slow),
+        pytest.param("fl-lightning fit --trainer.max_r", ["--trainer.max_rounds"], marks=pytest.mark.slow),
+    ],
+)
+def test_completion(line: str, offers: list[str]) -> None:
+    """As bash asks for it: the line in the environment, the answer in file 8."""
+    asked = {"COMP_LINE": line, "COMP_POINT": str(len(line)), "_ARGCOMPLETE": "1", "_ARGCOMPLETE_IFS": " "}
+    shell = 'exec 9>/dev/null; "$0" -m fl_lightning 8>&1 >/dev/null'
+    done = subprocess.run(["bash", "-c", shell, sys.executable], env=os.environ | asked, capture_output=True, text=True)
+    assert done.stdout.split() == offers
 
 
 def test_no_module_of_one_system_alone() -> None:

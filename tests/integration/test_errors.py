@@ -300,7 +300,8 @@ def test_divergence_keeps_the_last_good_round(tmp_path: Path, capsys: pytest.Cap
     explode = ["--model.optimizer.lr_decay=1e9", "--trainer.max_rounds=9"]
     with pytest.raises(SystemExit) as exit:
         run("fit", *explode, root=tmp_path)
-    message = str(exit.value.code)
+    assert exit.value.code == 3
+    message = capsys.readouterr().err
     shows(message, "error: round ", "lower model.optimizer.lr")
     assert len(message.splitlines()) == 1
     diverged = int(message.split("round ")[1].split(":")[0])

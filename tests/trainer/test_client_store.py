@@ -379,7 +379,7 @@ def test_a_kept_checkpoint_does_not_replace_the_last_one(tmp_path: Path) -> None
 
 
 def test_an_overwritten_checkpoint_is_noticed(tmp_path: Path) -> None:
-    """A copy that nobody told the store about."""
+    """A copy that the store does not know."""
     store = make(tmp_path)
     play(store, range(3), 0)
     write(store, tmp_path / "last.ckpt")

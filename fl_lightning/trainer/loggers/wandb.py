@@ -206,7 +206,7 @@ class WandbLogger(LightningWandbLogger, RunLogger):
             self.run.define_metric(name, step_metric="round", summary=f"{mode_of(name)},last")
 
     def _summarise(self) -> None:
-        """Best and last value of each metric over the whole run: W&B's own begin anew when a run is resumed."""
+        """Best and last value of each metric over the whole run: W&B's own start over when a run is resumed."""
         assert self.run is not None
         for name, values in self._columns.items():
             finite = [value for _, value in values if math.isfinite(value)]
