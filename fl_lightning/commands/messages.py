@@ -37,10 +37,9 @@ def explain(error: Exception, configs: Sequence[str] = ()) -> str | None:
     if not isinstance(error, (ArgumentsError, UnicodeDecodeError)) and not message.startswith("Does not validate"):
         return None
     keys = re.findall(r'(?:Parser key "|Group \')([^"\']+)', message)
-    nested = re.findall(r"NestedArg\(key='([^']+)'", message)
-    path = max(
-        [".".join(keys), *(".".join([*keys[:1], key]) for key in nested)], key=lambda key: key.count(".")
-    )  # as it was given, or deeper within a value
+    above = ".".join(keys)
+    nested = [".".join([*keys[:1], key]) for key in re.findall(r"NestedArg\(key='([^']+)'", message)]
+    path = max([above, *nested], key=lambda key: key.count("."))  # as it was given, or deeper within a value
     if match := re.search(r"File does not exist: '([^']+)'", message):
         return f"config = {match[1]}: no such file; give the path of a YAML file"
     if re.search("Problems parsing config|Unexpected config|codec can't decode", message):
@@ -53,7 +52,7 @@ def explain(error: Exception, configs: Sequence[str] = ()) -> str | None:
     if match := re.search(r"import path string: *(.*)", message):
         return _unknown_class(path, match[1], message[: match.start()].rpartition("Parser key")[2])
     if match := re.search(r"(?:Option|accept option) '([^']+)'", message):
-        return _unknown_option(path, match[1], message)
+        return _unknown_option(above, match[1], message)
     if match := re.search(r"unrecognized arguments: -*([^\s=]+)[\s=]?(.*)", message):
         return _unknown_option("", match[1], f"val='{match[2]}'")
     if match := re.search(r"arguments are required: (.*)", message):
@@ -69,7 +68,8 @@ def explain(error: Exception, configs: Sequence[str] = ()) -> str | None:
         value = match[2] or _first(r"Given value: (.*)", message)
         own = re.findall(r"^ *- (?!Expected|a |Does not validate)(.+)", message, re.M)
         if match[1] == "NoneType" and own:  # raised by the class itself
-            if kind := re.search(r"subclass of (\w+)|is not iterable", own[-1]):
+            kind = re.search(r"subclass of (\w+)|is not iterable", own[-1])
+            if kind and "'init_args'" not in message:
                 value = _first(r"Given value: (?:NestedArg\(.*?val=)?(.*?)\)?$", message).strip("'")
                 return f"{path} = {value:.60}: no {kind[1] or 'class'}; give its class by name or dotted path"
             return f"{path or 'model, data or trainer'}: {_fold(own[-1])}"
