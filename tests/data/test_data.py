@@ -306,7 +306,7 @@ def nan_at(row):
             r"data.mean = \[0.1, 0.2\]: samples have shape \(3, 6, 5\); give one value, or one per channel",
         ),
         (None, {"std": [0.0]}, r"data.std = \[0.0\]: give a list, each a finite number"),
-        (None, {"batch_size": 0}, "data.batch_size = 0: use 1 or more, or null \\(full batch\\)"),
+        (None, {"batch_size": 0}, "data.batch_size = 0: give a whole number of at least 1 or null"),
         (None, {"eval_batch_size": 0}, "data.eval_batch_size = 0: give a whole number of at least 1"),
         (None, {"num_clients": 0}, "data.num_clients = 0: give a whole number of at least 1"),
         (None, {"val_fraction": 1.0}, r"data.val_fraction = 1.0: give a finite number from 0 to below 1"),
