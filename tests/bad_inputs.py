@@ -122,9 +122,13 @@ COMPARED = {
     "rounds": (None, b"round,server/test/acc\nx,0.5\n", "not a table of metrics (line 2"),
     "bytes": (None, bytes(range(128, 256)) * 3, "no metrics.csv with a round"),
     "empty": (None, b"", "no metrics.csv with a round"),
-    "broken": ("a: [", b"round,server/test/acc\n1,0.5\n", "config.yaml: not a run's config (ParserError"),
-    "list": ("- 1", b"round,server/test/acc\n1,0.5\n", "config.yaml: not a run's config"),
-    "tags": ("!!python/object:os.system x", b"round,server/test/acc\n1,0.5\n", "config.yaml: not a run's config"),
+    "broken": ("a: [", b"round,server/test/acc\n1,0.5\n", "config.yaml: not readable (ParserError"),
+    "list": ("- 1", b"round,server/test/acc\n1,0.5\n", "config.yaml: no mapping of settings"),
+    "tags": (
+        "!!python/object:os.system x",
+        b"round,server/test/acc\n1,0.5\n",
+        "config.yaml: not readable (ConstructorError",
+    ),
     "twice": ("a: 1\na: 2", b"round,server/test/acc\n1,0.5\n", "line 2: a is there twice"),
 }
 """Run folders that cannot be compared: config, metrics, and the complaint."""

@@ -21,6 +21,7 @@ registry.entry_points = cache(registry.entry_points)  # Fabric reads all package
 GOLDEN = Path(__file__).parent / "golden"
 SAMPLED = {
     "test_an_interruption_in_any_hook_gives_the_same_numbers": 4,
+    "test_a_damaged_log_is_refused": 4,
     "test_any_batch_size_gives_the_same": 3,
     "test_bad_input": 25,
     "test_bits_are_those_that_fit_logs": 3,
@@ -38,7 +39,9 @@ SAMPLED = {
     "test_seeds": 4,
     "test_server_slot_stays_the_mean_of_all_clients": 3,
     "test_shapes": 2,
+    "test_signals_save": 8,
     "test_spectrum_of_small_nets": 3,
+    "test_structural_damage_is_one_line": 7,
     "test_trace_is_within_its_error": 3,
     "test_values": 3,
 }

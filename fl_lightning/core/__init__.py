@@ -16,7 +16,7 @@ from fl_lightning.core.figures import (
     save_figure,
     style,
 )
-from fl_lightning.core.files import write_atomically
+from fl_lightning.core.files import write_atomically, writing
 from fl_lightning.core.flat import EPS, FlatNet, FlatSpec, accumulator_dtype, is_finite, norm, to_radius
 from fl_lightning.core.forward import Autocast, logits
 from fl_lightning.core.losses import enlarged, kl_to_teacher, not_true
@@ -37,6 +37,7 @@ from fl_lightning.core.options import (
     fits,
 )
 from fl_lightning.core.rng import generator, global_generator, numpy_generator, seeded
+from fl_lightning.core.signals import Interruption, check_interruption
 from fl_lightning.core.state import ClientContext, Init, RoundContext, State, Upload, Uploads, Weighting
 from fl_lightning.core.yaml_text import check_yaml, load_yaml
 
@@ -60,6 +61,7 @@ __all__ = [
     "FlatNet",
     "FlatSpec",
     "Init",
+    "Interruption",
     "Interval",
     "NonNegative",
     "Positive",
@@ -74,6 +76,7 @@ __all__ = [
     "Weighting",
     "Whole",
     "accumulator_dtype",
+    "check_interruption",
     "check_yaml",
     "config_names",
     "configs_folder",
@@ -101,4 +104,5 @@ __all__ = [
     "unchanged",
     "variance_needed",
     "write_atomically",
+    "writing",
 ]

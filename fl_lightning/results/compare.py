@@ -6,10 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean
 
-import yaml
-
-from fl_lightning.core import UserError, ensure, load_yaml
-from fl_lightning.results.configs import group_key
+from fl_lightning.core import UserError, ensure
+from fl_lightning.results.configs import config_files, read_config, run_key
 from fl_lightning.results.metrics import Mode
 from fl_lightning.results.search import METRICS, find_runs
 from fl_lightning.results.summary import LAST, Summary, summarise
@@ -121,10 +119,10 @@ def _identity(folder: Path) -> tuple[str, Seeds]:
     if not path.is_file():
         return str(folder), None  # it was started from Python
     try:
-        config = load_yaml(path.read_text(encoding="utf-8"))
-        return group_key(config), (config["trainer"]["seed"], config["data"]["init_args"]["seed"])
-    except (OSError, ValueError, yaml.YAMLError, AttributeError, KeyError, TypeError) as error:
-        what = " ".join(f"{type(error).__name__}: {error}".split())
+        config = read_config(list(config_files(folder).values())[-1])
+        return run_key(folder), (config["trainer"]["seed"], config["data"]["init_args"]["seed"])
+    except (IndexError, AttributeError, KeyError, TypeError) as error:
+        what = f"{type(error).__name__}: {error}"
         raise UserError(f"{path}: not a run's config ({what:.120}); restore the file, or leave its run out") from None
 
 

@@ -150,7 +150,7 @@ def shows(message: str, *parts: str) -> None:
         ("--ckpt_path=none.ckpt", "ckpt_path = ", "none.ckpt", "give a checkpoint file"),
         ("--ckpt_path=garbage.ckpt", "ckpt_path = ", "garbage.ckpt", "take an older one"),
         ("--ckpt_path=cut.ckpt", "ckpt_path = ", "cut.ckpt", "take an older one"),
-        ("--ckpt_path=other.ckpt", "ckpt_path = ", "other.ckpt", "give one from a run's checkpoints folder"),
+        ("--ckpt_path=other.ckpt", "ckpt_path = ", "other.ckpt", "take an older one from a run's checkpoints folder"),
     ],
 )
 def test_argument(complaint: Complaint, args: str, key: str, value: str, remedy: str) -> None:
