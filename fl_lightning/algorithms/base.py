@@ -13,7 +13,7 @@ from fl_lightning.algorithms.module import SupervisedModule
 from fl_lightning.algorithms.parts.ascent import Ascent
 from fl_lightning.algorithms.parts.averaging import Averaging
 from fl_lightning.algorithms.parts.base import Gradient, Part, Step
-from fl_lightning.algorithms.parts.buffers import POLICIES, Buffers, Policy
+from fl_lightning.algorithms.parts.buffers import Buffers, Policy
 from fl_lightning.algorithms.parts.relaxed import RelaxedInit
 from fl_lightning.algorithms.parts.server_optimizers import ServerUpdate
 from fl_lightning.algorithms.parts.sgd import SGD
@@ -21,6 +21,7 @@ from fl_lightning.core import (
     ClientContext,
     FlatSpec,
     Init,
+    NonNegative,
     RoundContext,
     State,
     Upload,
@@ -28,7 +29,6 @@ from fl_lightning.core import (
     UserError,
     Weighting,
     ensure,
-    require,
     weights,
 )
 
@@ -57,6 +57,7 @@ class LocalObjective(SupervisedModule):
 
     Attributes:
         net_buffers: The net's buffers; None if it has none.
+        trained: Whether a run has trained the net.
         client_state: State that a client keeps, by name with its initial value (see `fl_lightning.core.state.Init`).
         scratch_state: The same for state that lives during one round's local training and is never stored.
         server_state: State that the server keeps in addition to ``w``.
@@ -74,6 +75,7 @@ class LocalObjective(SupervisedModule):
         paper: Where the algorithm comes from.
     """
 
+    trained: bool = False
     client_state: Mapping[str, Init] = {}
     scratch_state: Mapping[str, Init] = {}
     server_state: Mapping[str, Init] = {}
@@ -127,7 +129,7 @@ class LocalObjective(SupervisedModule):
         server_update: ServerUpdate | None = None,
         averaging: Averaging | None = None,
         weighting: Weighting | None = None,
-        relaxed_init: float = 0.0,
+        relaxed_init: NonNegative = 0.0,
         init_weights: str | dict[str, Any] | None = None,
         buffers: Policy | None = None,
     ) -> None:
@@ -140,7 +142,6 @@ class LocalObjective(SupervisedModule):
         self.relaxed_init = relaxed_init
         if init_weights is not None:
             load_weights(net, init_weights)
-        require(buffers in (None, *POLICIES), "model.buffers", buffers, f"choose from null, {', '.join(POLICIES)}")
         named = [name for name, _ in net.named_buffers()]
         if named and buffers is None:
             raise UserError(

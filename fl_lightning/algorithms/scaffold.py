@@ -8,7 +8,7 @@ from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.algorithms.parts.ascent import SAM
 from fl_lightning.algorithms.parts.base import Gradient, Step
 from fl_lightning.algorithms.parts.drift import control_variate, effective_steps
-from fl_lightning.core import ClientContext, RoundContext, State, Upload, Uploads, Weighting
+from fl_lightning.core import ClientContext, NonNegative, RoundContext, State, Upload, Uploads, Weighting
 
 
 class SCAFFOLD(LocalObjective):
@@ -67,7 +67,7 @@ class FedGAMMA(SCAFFOLD):
     paper = "Dai et al., TNNLS 2023"
 
     def __init__(
-        self, net: nn.Module, rho: float = 0.1, c_scale: Literal["sum", "mean"] = "sum", **kwargs: Any
+        self, net: nn.Module, rho: NonNegative = 0.1, c_scale: Literal["sum", "mean"] = "sum", **kwargs: Any
     ) -> None:
         super().__init__(net, ascent=SAM(rho), **kwargs)
         self.c_scale = c_scale

@@ -17,7 +17,7 @@ def check_fit(run: Run) -> None:
 
     Raises:
         UserError: If the net does not take the data's samples or has another number of classes, the loss does not give
-            one value per sample, or BatchNorm would get a batch of one sample.
+            one value per sample, BatchNorm would get a batch of one sample, or a callback does not suit the run.
     """
     objective, data, evaluator, fits = run.objective, run.data, run.evaluator, False
     net = type(objective.net).__name__
@@ -46,6 +46,8 @@ def check_fit(run: Run) -> None:
     draw = generator(run.seed, "check")
     x, y = next(iter(data.client_batches(0, 1, 1, draw, run.dtype)))  # with Mixup its labels are probabilities
     _check_loss(run, evaluator.logits(run.server.w, x[:2]), y[:2])
+    for callback in run.callbacks:
+        callback.check(run)
 
 
 def check_aggregation(run: Run) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from fl_lightning import engine as engines
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.core import (
+    Checked,
     FlatNet,
     Interruption,
     RoundContext,
@@ -39,13 +40,16 @@ from fl_lightning.trainer.run_folder import RunFolder
 from fl_lightning.trainer.settings import Kind, Settings
 
 
-class Callback:
+class Callback(Checked, key="trainer.callbacks: {}"):
     """Base class of callbacks: override the hooks that you need.
 
     They are called in the order given. A hook leaves the run as it is; the only thing that it may set is
     ``run.should_stop``. Every process calls every hook, except `on_local_end`, which only the process calls that
     trained the client.
     """
+
+    def check(self, run: Run) -> None:
+        """Called before the run has a folder: raises a `UserError` if the callback does not suit the run."""
 
     def on_fit_start(self, run: Run) -> None:
         """Called when the state is initialized or restored: ``run.rounds_done`` rounds are done."""
@@ -319,6 +323,7 @@ class Run:
         Raises:
             UserError: If it cannot be opened; a new folder is then removed, and one of a checkpoint as it was.
         """
+        self.objective.trained = True
         try:
             self._restore_callbacks()
             self._prepare_folder()

@@ -1,11 +1,12 @@
 """The federated trainer: its loop is `FederatedTrainer.fit`. It knows no algorithm."""
 
-from typing import Any
+from typing import Annotated, Any
 
 from lightning.fabric.loggers.logger import Logger
 from lightning.pytorch.callbacks import EarlyStopping
 
 from fl_lightning.algorithms.base import LocalObjective
+from fl_lightning.core import LATER, ensure
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.trainer import checkpoint
 from fl_lightning.trainer.callbacks import Callback, with_defaults
@@ -42,7 +43,7 @@ class FederatedTrainer(Settings):
     def __init__(
         self,
         loggers: list[RunLogger | Logger] | None = None,
-        callbacks: list[Callback | EarlyStopping] | None = None,
+        callbacks: list[Annotated[Callback | EarlyStopping, LATER]] | None = None,
         enable_progress_bar: bool = True,
         **settings: Any,
     ) -> None:
@@ -64,7 +65,8 @@ class FederatedTrainer(Settings):
             The run, with its final state.
 
         Raises:
-            UserError: If config, data or checkpoint do not fit; nothing is written then. Or if training diverges.
+            UserError: If config, data or checkpoint do not fit, or the model is that of an earlier run; nothing is
+                written then. Or if training diverges.
         """
         with self.environment():
             run = self.start(model, datamodule, ckpt_path)
@@ -147,6 +149,12 @@ class FederatedTrainer(Settings):
         Raises:
             UserError: If config, data or checkpoint do not fit.
         """
+        name = type(model).__name__
+        ensure(
+            ckpt_path is not None or not model.trained,
+            f"model = {name}: a run has trained it; make a new one, {name}(model.net) to begin with its weights, "
+            "or give the run's ckpt_path to go on",
+        )
         self.run = Run(self, self.callbacks, self.loggers, model, datamodule, kind)
         if ckpt_path is not None:
             checkpoint.restore(self.run, ckpt_path)
@@ -179,5 +187,7 @@ class FederatedTrainer(Settings):
 
 def _report(run: Run, metrics: dict[str, float]) -> dict[str, float]:
     run.metrics = metrics
-    run.fabric.print("  ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
+    untrained = run.checkpoint is None and not run.objective.trained
+    source = "  (no ckpt_path: the weights that the model was made with)" if untrained else ""
+    run.fabric.print("  ".join(f"{name} {value:.4f}" for name, value in metrics.items()) + source)
     return metrics

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
-from fl_lightning.core import ClientContext, Init, RoundContext, State, Upload, Uploads
+from fl_lightning.core import Checked, ClientContext, Init, RoundContext, State, Upload, Uploads
 
 Gradient = Callable[[Tensor], Tensor]
 """Gradient of the local objective on this step's minibatch: a point ``(..., d)`` to a gradient ``(..., d)``."""
@@ -14,7 +14,7 @@ Step = tuple[Direction, State]
 """A direction, and the client's state after the step."""
 
 
-class Part:
+class Part(Checked, key="model"):
     """A piece that several algorithms share: its own state, and hooks that add to the algorithm's, by default nothing.
 
     The hooks of all parts run after the algorithm's hook of the same moment, in the order of `LocalObjective.parts`.

@@ -9,7 +9,6 @@ from fl_lightning.algorithms.parts.base import Part
 from fl_lightning.core import ClientContext, State, Upload, Uploads
 
 Policy = Literal["average", "local", "reset"]
-POLICIES: tuple[Policy, ...] = ("average", "local", "reset")
 
 
 class Buffers(Part):
