@@ -28,7 +28,8 @@ from fl_lightning.trainer.trainer import FederatedTrainer
 
 def _load(text: str) -> Any:
     check_yaml(text)
-    return get_loader("yaml")(text)
+    # jsonargparse loads a nested null a second time, after it has made it text
+    return None if text == "None" else get_loader("yaml")(text)
 
 
 set_loader(MODE := "checked yaml", _load, (yaml.YAMLError,))

@@ -19,7 +19,7 @@ numbers = st.floats(1e-300, 1e300, allow_nan=False)
 OPTIONS = {
     "model.optimizer.lr": numbers,
     "model.rho": numbers,
-    "model.optimizer.clip": numbers,
+    "model.optimizer.clip": st.none() | numbers,
     "model.weighting": st.sampled_from([None, "samples", "uniform"]),
     "data.batch_size": st.none() | st.integers(1, 10**9),
     "data.mean": st.none() | st.lists(st.floats(-1e9, 1e9), min_size=1, max_size=3),
