@@ -8,13 +8,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from fl_lightning.core import UserError, ensure
 from fl_lightning.trainer.samplers import BernoulliSampler, CohortSampler, UniformSampler
 
 Method = Literal["RDP", "PLD"]
-METHODS: tuple[Method, ...] = get_args(Method)
 LEAST_NOISE = 0.05
 """The smallest noise multiplier that is looked for."""
 

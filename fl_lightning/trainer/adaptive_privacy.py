@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from fl_lightning.core import Init, State, Uploads, require
+from fl_lightning.core import Init, NonNegative, Positive, Probability, State, Uploads, require
 from fl_lightning.trainer.accountant import Method
 from fl_lightning.trainer.aggregation import Received
 from fl_lightning.trainer.privacy import KEY, GaussianPrivacy
@@ -36,18 +36,16 @@ class AdaptivePrivacy(GaussianPrivacy):
 
     def __init__(
         self,
-        clip: float = 0.1,
-        noise_multiplier: float | None = None,
-        epsilon: float | None = None,
-        delta: float = 1e-5,
+        clip: Positive = 0.1,
+        noise_multiplier: NonNegative | None = None,
+        epsilon: Positive | None = None,
+        delta: Probability = 1e-5,
         accountant: Method = "RDP",
-        quantile: float = 0.5,
-        clip_lr: float = 0.2,
-        count_noise: float | None = None,
+        quantile: Probability = 0.5,
+        clip_lr: NonNegative = 0.2,
+        count_noise: NonNegative | None = None,
     ) -> None:
         super().__init__(clip, noise_multiplier, epsilon, delta, accountant)
-        require(0 < quantile < 1, f"{KEY}.quantile", quantile, "above 0 and below 1")
-        require(0 <= clip_lr < math.inf, f"{KEY}.clip_lr", clip_lr, "0 or more")
         self.quantile, self.clip_lr, self.count_noise = quantile, clip_lr, count_noise
         self.server_state: Mapping[str, Init] = {"privacy_clip": clip}
 

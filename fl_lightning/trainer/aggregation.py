@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.core import (
+    Checked,
     ClientContext,
     Init,
     RoundContext,
@@ -91,7 +92,7 @@ class Received:
         return torch.stack([(block * block).sum(1) for block in self.blocks()]).sum(0).sqrt()
 
 
-class Aggregation:
+class Aggregation(Checked, key="trainer.aggregation"):
     """Base of the rules. A subclass defines ``__call__``, on the uploads of a cohort in a block of coordinates.
 
     Attributes:

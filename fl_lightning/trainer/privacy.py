@@ -14,6 +14,9 @@ from torch import Tensor
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.core import (
     ClientContext,
+    NonNegative,
+    Positive,
+    Probability,
     RoundContext,
     State,
     Uploads,
@@ -23,7 +26,7 @@ from fl_lightning.core import (
     generator,
     require,
 )
-from fl_lightning.trainer.accountant import METHODS, Accountant, Method, check_method, cohorts
+from fl_lightning.trainer.accountant import Accountant, Method, check_method, cohorts
 from fl_lightning.trainer.aggregation import Aggregation, Plan, Received
 from fl_lightning.trainer.rules import shortening
 from fl_lightning.trainer.samplers import BernoulliSampler, CohortSampler
@@ -57,7 +60,7 @@ class PrivateUploads(Uploads):
         return self._k_lr
 
 
-class GaussianPrivacy(Aggregation):
+class GaussianPrivacy(Aggregation, key="trainer.privacy"):
     """The Gaussian mechanism: uploads clipped to a norm, their sum with noise, divided by a fixed number of clients.
 
     What the server knows of an upload beforehand is subtracted first (`LocalObjective.references`); clipped is the
@@ -83,20 +86,15 @@ class GaussianPrivacy(Aggregation):
 
     def __init__(
         self,
-        clip: float = 1.0,
-        noise_multiplier: float | None = None,
-        epsilon: float | None = None,
-        delta: float = 1e-5,
+        clip: Positive = 1.0,
+        noise_multiplier: NonNegative | None = None,
+        epsilon: Positive | None = None,
+        delta: Probability = 1e-5,
         accountant: Method = "RDP",
         per_tensor: bool = False,
     ) -> None:
-        require(0 < clip < math.inf, f"{KEY}.clip", clip, "above 0")
-        noise = epsilon if noise_multiplier is None else noise_multiplier
-        require(noise is not None, f"{KEY}.noise_multiplier", None, "give it, or epsilon")
-        require(noise is None or 0 <= noise < math.inf, f"{KEY}.noise_multiplier", noise, "0 or more")
-        require(epsilon is None or 0 < epsilon < math.inf, f"{KEY}.epsilon", epsilon, "above 0")
-        require(0 < delta < 1, f"{KEY}.delta", delta, "above 0 and below 1")
-        require(accountant in METHODS, f"{KEY}.accountant", accountant, f"choose from {', '.join(METHODS)}")
+        given = noise_multiplier is not None or epsilon is not None
+        require(given, f"{KEY}.noise_multiplier", None, "give it, or epsilon")
         self.clip, self.noise_multiplier, self.epsilon, self.delta = clip, noise_multiplier, epsilon, delta
         self.method: Method = accountant
         self.per_tensor = per_tensor

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
-from fl_lightning.core import ensure, require
+from fl_lightning.core import Count, Interval, Positive, ensure
 from fl_lightning.trainer.aggregation import Aggregation, Plan, Received
+
+Minority = Annotated[float, Interval("[0, 0.5)")]
 
 
 class CoordinateMedian(Aggregation):
@@ -34,8 +37,7 @@ class TrimmedMean(Aggregation):
         share: Share of the weight that is left out on either side, from 0 to below 0.5.
     """
 
-    def __init__(self, share: float = 0.2) -> None:
-        require(0 <= share < 0.5, "trainer.aggregation.share", share, "from 0 to below 0.5")
+    def __init__(self, share: Minority = 0.2) -> None:
         self.share = share
 
     def __call__(self, rows: Tensor, weights: Tensor) -> Tensor:
@@ -64,8 +66,7 @@ class NormClipping(WeightedSum):
         clip: The largest norm; null: the median of the norms of the round's cohort.
     """
 
-    def __init__(self, clip: float | None = None) -> None:
-        require(clip is None or clip > 0, "trainer.aggregation.clip", clip, "above 0, or null for the median norm")
+    def __init__(self, clip: Positive | None = None) -> None:
         self.clip = clip
 
     def bind(self, plan: Plan) -> NormClipping:
@@ -96,9 +97,7 @@ class MultiKrum(WeightedSum):
         keep: Number of clients in the mean; null: n - f.
     """
 
-    def __init__(self, share: float = 0.2, keep: int | None = None) -> None:
-        require(0 <= share < 0.5, "trainer.aggregation.share", share, "from 0 to below 0.5")
-        require(keep is None or keep >= 1, "trainer.aggregation.keep", keep, "at least 1, or null for n - f")
+    def __init__(self, share: Minority = 0.2, keep: Count | None = None) -> None:
         self.share, self.keep = share, keep
 
     def bad(self, n: int, refused: int = 0) -> int:
@@ -132,7 +131,7 @@ class Krum(MultiKrum):
         share: As for `MultiKrum`.
     """
 
-    def __init__(self, share: float = 0.2) -> None:
+    def __init__(self, share: Minority = 0.2) -> None:
         super().__init__(share, keep=1)
 
 

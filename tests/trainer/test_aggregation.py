@@ -197,19 +197,6 @@ def test_refused_before_anything_is_written(
     assert not [*tmp_path.iterdir()]
 
 
-@pytest.mark.parametrize(
-    ("make", "value", "message"),
-    [
-        (TrimmedMean, 0.5, "share = 0.5: from 0 to below 0.5"),
-        (Krum, -0.1, "share = -0.1: from 0"),
-        (NormClipping, 0.0, "clip = 0.0: above 0"),
-    ],
-)
-def test_settings_are_checked(make: Any, value: float, message: str) -> None:
-    with pytest.raises(UserError, match=f"trainer.aggregation.{message}"):
-        make(value)
-
-
 @pytest.mark.slow
 def test_processes(tmp_path: Path) -> None:
     """Two give the same bits as one; without the gathering that the rules need they are refused in one line."""

@@ -367,20 +367,9 @@ def test_refused_before_anything_is_written(
     assert not [*tmp_path.iterdir()]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({}, "noise_multiplier = None: give it, or epsilon"),
-        ({"noise_multiplier": -1.0}, "noise_multiplier = -1.0: 0 or more"),
-        ({"noise_multiplier": 1.0, "clip": 0.0}, "clip = 0.0: above 0"),
-        ({"noise_multiplier": 1.0, "delta": 0.0}, "delta = 0.0: above 0"),
-        ({"noise_multiplier": 1.0, "accountant": "zCDP"}, "accountant = zCDP: choose from RDP, PLD"),
-        ({"epsilon": 0.0}, "epsilon = 0.0: above 0"),
-    ],
-)
-def test_settings_are_checked(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=f"trainer.privacy.{message}"):
-        GaussianPrivacy(**options)
+def test_noise_or_epsilon_is_given() -> None:
+    with pytest.raises(UserError, match=r"trainer.privacy.noise_multiplier = None: give it, or epsilon"):
+        GaussianPrivacy()
 
 
 def test_weighting_by_samples_is_refused(golden: Golden) -> None:
