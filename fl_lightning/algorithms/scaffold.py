@@ -25,7 +25,8 @@ class SCAFFOLD(LocalObjective):
     paper = "Karimireddy et al., ICML 2020"
     client_state = {"c": "zeros"}
     server_state = {"c": "zeros"}
-    down, up = ("w", "c"), ("w", "delta_c")
+    down: tuple[str, ...] = ("w", "c")
+    up: tuple[str, ...] = ("w", "delta_c")
     default_weighting: Weighting = "uniform"
 
     def __init__(self, net: nn.Module, cv_scale: float = 1.0, momentum_aware: bool = False, **kwargs: Any) -> None:
