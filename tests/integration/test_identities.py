@@ -701,7 +701,10 @@ def test_one_text_serves_one_client_and_a_cohort(algorithm: Any, ascent: Any) ->
     received = State({n: random(*server[n].shape) for n in objective.down})
     state = State({n: random(clients, *v.shape) for n, v in State.initial(rules, zero, zero).items()})
     state = state | {"start": random(clients, d)}
-    lr, steps = torch.full((clients, 1), 0.1), torch.arange(1, clients + 1).reshape(-1, 1)
+    lr, steps = (
+        torch.full((clients, 1), 0.1, dtype=torch.float64),
+        torch.arange(1.0, clients + 1, dtype=torch.float64).reshape(-1, 1),
+    )
     ctx: Any = {"t": 0, "rounds": 1, "m": 10, "flat": objective.flat}
     many = ClientContext(**ctx, lr=lr, K=steps, k_lr=lr * steps)  # type: ignore[arg-type]
     direction, after = objective.local_step(w, lambda v, *losses: h * (v - b), state, received, many)
@@ -715,7 +718,7 @@ def test_one_text_serves_one_client_and_a_cohort(algorithm: Any, ascent: Any) ->
         upload_k, kept_k = objective.local_end(w[k] - 0.1 * direction_k, after_k, received, one)
         for ours, theirs in ((upload, upload_k), (kept, kept_k)):
             for n in theirs:
-                close(ours[n][k], theirs[n], atol=1e-6)  # lr is float32 here
+                close(ours[n][k], theirs[n])
         close(direction[k], direction_k, atol=1e-12)
 
 
