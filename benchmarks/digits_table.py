@@ -176,7 +176,7 @@ def table(labels: Sequence[str]) -> str:
         cells = (
             spread(rows, "acc_mean_last5", ".3f"), spread(rows, "acc_final", ".3f"),
             spread(rows, "lambda_max", ".2f"), spread(rows, "discrepancy", ".3f"),
-            f"{norm:.1f}", f"{seconds * 1e3:.0f}", f"{bits / 1e6:.0f}",
+            f"{norm:.1f}" if norm < 1e6 else f"{norm:.0e}", f"{seconds * 1e3:.0f}", f"{bits / 1e6:.0f}",
         )  # fmt: skip
         lines.append(f"| {label} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"

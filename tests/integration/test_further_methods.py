@@ -51,8 +51,7 @@ def test_methods_of_neutral_options(golden: Golden) -> None:
     close(path(golden, FedSOL, rho=5.0, local_steps=1), path(golden, FedAvg, local_steps=1))  # no ascent in step one
     still = path(golden, FedWMSAM, rho=0, lam=0, alpha=0.3, cv_scale=0)
     close(still, path(golden, FedCM, alpha=0.3))
-    for algorithm in (FedACG, FedNSAM, FedLC, FedDecorr, FedSWA, FedMoSWA, FedSOL, FedWMSAM, MOON):
-        assert (path(golden, algorithm) - fedavg).abs().max() > 1e-5, algorithm.__name__
+    assert (path(golden, FedLC, tau=1e-9) - fedavg).abs().max() > 1e-2  # classes that a client lacks are out
 
 
 def test_momentum_of_fedacg_is_the_last_step(golden: Golden) -> None:
@@ -87,7 +86,7 @@ def test_step_of_fedexp(tmp_path: Path) -> None:
             enable_progress_bar=False, default_root_dir=str(tmp_path),
         )  # fmt: skip
         objective = FedExP(net=Slopes(), loss=Sum(), optimizer=SGD(0.1), eps=0.0, averaging=SWA())
-        run = fit.fit(objective, Arrays(client_arrays=clients, test=(axes, np.zeros(6, int)), batch_size=None))
+        run = fit.fit(objective, Arrays(client_arrays=clients, test=(axes + 2, np.zeros(6, int)), batch_size=None))
         close(run.server.w, -0.1 * factor * torch.from_numpy(samples.mean(0)))
 
 
@@ -105,8 +104,8 @@ def test_features_that_are_shifted_and_scaled_have_the_same_correlation() -> Non
         padded = torch.cat([z, z[-1:].repeat(4, 1)])
         close(term(padded, torch.tensor([1 / 9] * 9 + [0.0] * 4)), term(z))
         alone = z[:1].clone().requires_grad_()
-        (gradient,) = torch.autograd.grad(term(alone), alone)
-        assert float(term(alone)) == 0 and torch.equal(gradient, torch.zeros(1, 5, dtype=torch.float64))
+        (gradient,) = torch.autograd.grad(value := term(alone), alone)
+        assert value.detach() == 0 and not gradient.any()
     correlations = np.corrcoef(z.numpy().T)[~np.eye(5, dtype=bool)]
     assert float(term(z)) == pytest.approx(8**2 / 9 * (correlations**2).mean(), rel=1e-6)
 
