@@ -14,7 +14,7 @@ TEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 WANDB_MODE=offline FL_ROUNDS=10 FL_P
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help venv dev demo test test-slow test-all lint types format docs bench clean
+.PHONY: help venv dev demo test test-slow test-all soak lint types format docs bench clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  \033[1mmake %-10s\033[0m %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -46,6 +46,9 @@ test-slow: dev ## Run what `make test` leaves out: the slow tests and the notebo
 	$(TEST) -n $(JOBS) --nbmake notebooks
 
 test-all: test test-slow ## Run everything
+
+soak: dev ## Kill runs 500 times, and compare what they end with (an hour)
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 WANDB_MODE=offline $(RUN) tests.soak
 
 lint: dev ## Check style and formatting
 	$(RUN) ruff check

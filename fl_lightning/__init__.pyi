@@ -99,6 +99,9 @@ from .trainer.callbacks import FlatnessMonitor as FlatnessMonitor
 from .trainer.callbacks import Progress as Progress
 from .trainer.callbacks import Results as Results
 from .trainer.callbacks import Trajectory as Trajectory
+from .trainer.faults import Corrupt as Corrupt
+from .trainer.faults import Faults as Faults
+from .trainer.faults import Stragglers as Stragglers
 from .trainer.loggers import CSVLogger as CSVLogger
 from .trainer.loggers import WandbLogger as WandbLogger
 from .trainer.measurements import LPF as LPF

@@ -21,12 +21,14 @@ registry.entry_points = cache(registry.entry_points)  # Fabric reads all package
 GOLDEN = Path(__file__).parent / "golden"
 SAMPLED = {
     "test_an_interruption_in_any_hook_gives_the_same_numbers": 4,
+    "test_a_damaged_log_is_refused": 4,
     "test_any_batch_size_gives_the_same": 3,
     "test_bits_are_those_that_fit_logs": 3,
     "test_box": 5,
     "test_box_of_average": 2,
     "test_clean_row_is_the_number_of_test": 3,
     "test_drift_corrected_methods_are_exact": 3,
+    "test_dropout_is_a_cohort_of_those_that_answer": 9,
     "test_experiment_trains": 9,
     "test_figure_is_fit_to_print": 4,
     "test_gradients_flat_batched_and_channels_last": 3,
@@ -34,8 +36,11 @@ SAMPLED = {
     "test_landscape": 4,
     "test_same_bits": 9,
     "test_seeds": 4,
+    "test_server_slot_stays_the_mean_of_all_clients": 3,
     "test_shapes": 2,
+    "test_signals_save": 8,
     "test_spectrum_of_small_nets": 3,
+    "test_structural_damage_is_one_line": 7,
     "test_trace_is_within_its_error": 3,
     "test_values": 3,
 }

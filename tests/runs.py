@@ -23,9 +23,11 @@ from typing import IO, Any
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
+from fl_lightning import DigitsMLP, algorithms
 from fl_lightning.commands.main import main
 from fl_lightning.results.metrics import read_metrics
 from fl_lightning.trainer import checkpoint
+from fl_lightning.trainer.client_store import ClientStore
 
 DIGITS = [
     "--model.net=DigitsMLP",
@@ -73,6 +75,17 @@ def state(folder: Path) -> dict[str, torch.Tensor]:
     tensors = {"ids": torch.as_tensor(clients["ids"]), "round": torch.tensor(found["round"]), **found["state_dict"]}
     tensors |= {f"server.{name}": value for name, value in found["server"].items()}
     return tensors | {f"client.{name}": value for name, value in clients["rows"].items()}
+
+
+def rows(folder: Path) -> dict[str, torch.Tensor]:
+    """Every client's row of the last checkpoint, wherever it lies, by name and client."""
+    found = last(folder)
+    clients, objective = found["clients"], getattr(algorithms, found["identity"]["model"])
+    store = ClientStore(objective(DigitsMLP(hidden=8)).client_inits(), clients["w0"])
+    store.load_state_dict(clients, folder / "clients")
+    values = {f"{name}.{k}": value for k, row in store.rows().items() for name, value in row.items()}
+    store.close()
+    return values
 
 
 def assert_same(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> None:

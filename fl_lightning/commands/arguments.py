@@ -8,6 +8,7 @@ from itertools import islice, pairwise
 from pathlib import Path
 
 from fl_lightning.core import find_config, require
+from fl_lightning.trainer.run_folder import RunFolder
 
 CONFIG_FLAGS = ("-c", "--config")
 PARTS = ("trainer", "model", "data")
@@ -72,7 +73,7 @@ def _config_of_run(args: list[str]) -> list[str]:
         name, _, value = arg.partition("=")
         positional = not arg.startswith("-") and ("=" in before or not before.startswith("-"))
         path = Path((value or after) if name == "--ckpt_path" else arg if positional else "")
-        if path.suffix == ".ckpt" and (config := path.parent.parent / "config.yaml").is_file():
+        if path.suffix == ".ckpt" and (config := RunFolder(path.parent.parent).newest_config).is_file():
             return ["--config", str(config), *args]
     return args
 

@@ -51,7 +51,7 @@ def load_net(run_folder: str | Path) -> nn.Module:
 
     path = Path(run_folder)
     path = RunFolder(path).last if path.is_dir() else path
-    config = RunFolder(path.parent.parent).config
+    config = RunFolder(path.parent.parent).newest_config
     ensure(
         config.is_file(),
         f"{run_folder}: no run folder with a config.yaml; give that of a run of the command line",

@@ -2,12 +2,10 @@
 
 import re
 
-import yaml
-
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.core import UserError
 from fl_lightning.data import FederatedDataModule
-from fl_lightning.results.configs import differences
+from fl_lightning.results.configs import differences, read_config
 from fl_lightning.trainer import checkpoint
 from fl_lightning.trainer.run_folder import RunFolder
 from fl_lightning.trainer.settings import Kind
@@ -42,7 +40,7 @@ def check_last(
     run = RunFolder.of_checkpoint(path)
     if not run.config.is_file():
         return  # it was started from Python
-    found = differences(yaml.safe_load(run.config.read_text()), trainer.config)
+    found = differences(read_config(run.newest_config), trainer.config)
     if other := [line for line in found if OTHER_RUN.match(line)]:
         raise UserError(
             f"ckpt_path = {ckpt_path}: the newest run, {run.path}, has {', '.join(other)}; name the run that you mean: "

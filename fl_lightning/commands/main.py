@@ -48,18 +48,18 @@ def main(args: Sequence[str] | None = None) -> None:
     if given[0] not in COMMANDS:
         value = "missing" if given[0].startswith("-") else given[0]
         sys.exit(f"error: subcommand = {value}: choose from {', '.join(COMMANDS)}, or see --help")
-    # a cluster's time limit saves what is done, as Ctrl-C does
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     # classes in files of the working folder can be named; absolute, since a config is read from within its own folder
     sys.path.insert(0, os.getcwd())
-    from fl_lightning.commands.messages import ArgumentsError, explain
-
+    interruption = None
     try:
         from fl_lightning.commands.cli import FederatedCLI
+        from fl_lightning.commands.messages import ArgumentsError, explain, find_user_error
+        from fl_lightning.core import Interruption
 
-        FederatedCLI(*given).run()
+        with (interruption := Interruption(ends_process=True)):
+            FederatedCLI(*given).run()
     except KeyboardInterrupt:
-        sys.exit(130)
+        sys.exit(128 + ((interruption and interruption.received) or signal.SIGINT))
     except (ArgumentsError, ValueError) as error:
         configs = [value for flag, value in pairwise(given) if flag in ("-c", "--config")]
         if (line := explain(error, configs)) is None:
@@ -67,7 +67,14 @@ def main(args: Sequence[str] | None = None) -> None:
         from fl_lightning.trainer.collectives import reports
 
         rank, first = reports()
-        sys.exit(f"error{f' (process {rank})' if rank else ''}: {line}" if first else 1)
+        mistake = find_user_error(error)
+        if not first:
+            sys.exit(1 if mistake is None else mistake.exit_code)
+        text = f"error{f' (process {rank})' if rank else ''}: {line}"
+        if mistake is None or mistake.exit_code == 1:
+            sys.exit(text)
+        print(text, file=sys.stderr)
+        sys.exit(mistake.exit_code)
 
 
 def _complete() -> list[str]:

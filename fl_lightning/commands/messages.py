@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fl_lightning.core import UserError
+from fl_lightning.core.errors import notes
 
 
 class ArgumentsError(Exception):
@@ -31,7 +32,7 @@ def explain(error: Exception, configs: Sequence[str] = ()) -> str | None:
         configs: Config files that were given.
     """
     if (mistake := find_user_error(error)) is not None:
-        return str(mistake)
+        return "; ".join([str(mistake), *notes(mistake)])
     message = str(error)
     # what jsonargparse raises while it builds the classes
     if not isinstance(error, (ArgumentsError, UnicodeDecodeError)) and not message.startswith("Does not validate"):

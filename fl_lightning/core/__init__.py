@@ -2,7 +2,7 @@
 
 from fl_lightning.core.buffers import unchanged, variance_needed
 from fl_lightning.core.configs import config_names, configs_folder, find_config
-from fl_lightning.core.errors import UserError, ensure, require
+from fl_lightning.core.errors import DivergenceError, UserError, ensure, require
 from fl_lightning.core.features import with_features
 from fl_lightning.core.figures import (
     COLORMAP,
@@ -17,12 +17,13 @@ from fl_lightning.core.figures import (
     save_figure,
     style,
 )
-from fl_lightning.core.files import write_atomically
+from fl_lightning.core.files import write_atomically, writing
 from fl_lightning.core.flat import EPS, FlatNet, FlatSpec, accumulator_dtype, is_finite, norm, to_radius
 from fl_lightning.core.forward import Autocast, logits
 from fl_lightning.core.losses import enlarged, kl_to_teacher, not_true
 from fl_lightning.core.modes import eval_mode
 from fl_lightning.core.rng import generator, global_generator, numpy_generator, seeded
+from fl_lightning.core.signals import Interruption, check_interruption
 from fl_lightning.core.state import ClientContext, Init, RoundContext, State, Upload, Uploads, Weighting
 
 __all__ = [
@@ -36,9 +37,11 @@ __all__ = [
     "STYLE",
     "Autocast",
     "ClientContext",
+    "DivergenceError",
     "FlatNet",
     "FlatSpec",
     "Init",
+    "Interruption",
     "RoundContext",
     "State",
     "Upload",
@@ -46,6 +49,7 @@ __all__ = [
     "UserError",
     "Weighting",
     "accumulator_dtype",
+    "check_interruption",
     "config_names",
     "configs_folder",
     "enlarged",
@@ -71,6 +75,7 @@ __all__ = [
     "variance_needed",
     "with_features",
     "write_atomically",
+    "writing",
 ]
 
 

@@ -1,8 +1,20 @@
-"""The one exception meant for people."""
+"""The exceptions meant for people."""
 
 
 class UserError(ValueError):
-    """A mistake in config, data or checkpoint: one line with its remedy."""
+    """A mistake in config, data or checkpoint: one line with its remedy.
+
+    Attributes:
+        exit_code: Exit code of a command that it ends.
+    """
+
+    exit_code = 1
+
+
+class DivergenceError(UserError):
+    """Training has diverged."""
+
+    exit_code = 3
 
 
 def ensure(ok: bool, problem: str) -> None:
@@ -24,3 +36,13 @@ def require(ok: bool, key: str, value: object, remedy: str) -> None:
         UserError: If it is not.
     """
     ensure(ok, f"{key} = {value}: {remedy}")
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """Adds a line to an exception, as ``BaseException.add_note`` does from Python 3.11 on."""
+    error.__notes__ = [*notes(error), note]  # type: ignore[attr-defined]
+
+
+def notes(error: BaseException) -> list[str]:
+    """The lines that were added to an exception."""
+    return list(getattr(error, "__notes__", ()))

@@ -16,10 +16,12 @@ from fl_lightning.data.augment import Augment
 from fl_lightning.data.gather import SampleModule
 from fl_lightning.data.minibatches import Batch, Batches, BatchLoader, EpochSampler, Minibatches, epoch_sizes
 from fl_lightning.data.partition import IID, Partition
-from fl_lightning.data.stream import Stream, stratified
+from fl_lightning.data.stream import Stream, stored_bytes, stratified
 
 Split: TypeAlias = Literal["train", "val", "test"] | Sequence[int] | Tensor
 """A named part of the data, or indices into the training data."""
+FINGERPRINTED = 1000
+"""Training and test samples whose bits are part of a fingerprint; of fewer, all are."""
 
 
 class ClientIndices(Sequence[Tensor]):
@@ -115,6 +117,7 @@ class FederatedDataModule(SampleModule, ABC):
         self.num_clients, self.partition = num_clients, partition or IID()
         self.batch_size, self.drop_last = batch_size, drop_last
         self.val_fraction, self.seed = val_fraction, seed
+        self._fingerprint: str | None = None
 
     def setup(self, stage: str | None = None) -> None:
         """Loads, checks, holds out and divides the data, on every process alike; does nothing the second time.
@@ -257,11 +260,17 @@ class FederatedDataModule(SampleModule, ABC):
         return BatchLoader(Batches(len(batches), make))
 
     def fingerprint(self) -> str:
-        """Hash of labels and clients' indices, which identifies the data of a checkpoint."""
-        digest = hashlib.sha256()
-        for tensor in (self.client_sizes, self.clients.indices, self.y_train.cpu(), self.y_test.cpu()):
-            digest.update(np.int64(len(tensor)).tobytes() + tensor.numpy().tobytes())
-        return digest.hexdigest()[:16]
+        """Hash of labels, clients' indices and `FINGERPRINTED` samples as stored; identifies a checkpoint's data."""
+        if self._fingerprint is None:
+            digest = hashlib.sha256()
+            for tensor in (self.client_sizes, self.clients.indices, self.y_train.cpu(), self.y_test.cpu()):
+                digest.update(np.int64(len(tensor)).tobytes() + tensor.numpy().tobytes())
+            n = len(self.y_train)
+            drawn = numpy_generator(self.seed, "fingerprint").permutation(n + len(self.y_test))[:FINGERPRINTED]
+            for x, indices in ((self.x_train, drawn[drawn < n]), (self.x_test, drawn[drawn >= n] - n)):
+                digest.update(stored_bytes(x, sorted(indices.tolist())))
+            self._fingerprint = digest.hexdigest()[:16]
+        return self._fingerprint
 
 
 def _divide(

@@ -153,6 +153,21 @@ class Prefetcher:
                 self._reads[i] = done.pop(i) if i in done else self._stream.start(i)
 
 
+def stored_bytes(x: Tensor | Stream, indices: Sequence[int]) -> bytes:
+    """The bits of some samples, the same whether they are streamed or not.
+
+    Args:
+        x: All samples.
+        indices: Indices of some of them.
+    """
+    if isinstance(x, Stream):
+        with Prefetcher(x, indices) as prefetcher:
+            parts = [prefetcher.take(indices[at : at + x.ahead]) for at in range(0, len(indices), x.ahead)]
+    else:
+        parts = [x[torch.as_tensor(indices, dtype=torch.int64, device=x.device)].cpu()]
+    return b"".join(part.contiguous().numpy().tobytes() for part in parts)
+
+
 # Arrays and tensors, checked and converted to one form
 
 

@@ -9,7 +9,17 @@ from torch import Tensor
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.algorithms.module import Losses
 from fl_lightning.algorithms.parts.base import Gradient
-from fl_lightning.core import Autocast, FlatNet, State, UserError, is_finite, logits, seeded, unchanged, variance_needed
+from fl_lightning.core import (
+    Autocast,
+    DivergenceError,
+    FlatNet,
+    State,
+    is_finite,
+    logits,
+    seeded,
+    unchanged,
+    variance_needed,
+)
 from fl_lightning.engine.base import Engine, Job, LocalResult
 
 
@@ -116,7 +126,7 @@ class DebugEngine(SequentialEngine):
 
     def _check(self, what: str, value: Tensor, job: Job, step: int) -> None:
         if not bool(is_finite(value)):
-            raise UserError(
+            raise DivergenceError(
                 f"round {job.ctx.t + 1}, client {job.client}, local step {step + 1} of {job.ctx.K}: {what} is not "
                 f"finite{self._culprit(what, value)}; lower model.optimizer.lr or set model.optimizer.clip"
             )

@@ -6,10 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean
 
-import yaml
-
 from fl_lightning.core import UserError, ensure
-from fl_lightning.results.configs import group_key
+from fl_lightning.results.configs import config_files, read_config, run_key
 from fl_lightning.results.metrics import Mode
 from fl_lightning.results.search import METRICS, find_runs
 from fl_lightning.results.summary import LAST, Summary, summarise
@@ -118,9 +116,9 @@ def of_run(groups: Iterable[Group], run: str | Path) -> Group:
 def _identity(folder: Path) -> tuple[str, Seeds]:
     """Returns a run's config without its seeds, as text, and the seeds; without a config, its path and None."""
     try:
-        config = yaml.safe_load((folder / "config.yaml").read_text())
-        return group_key(config), (config["trainer"]["seed"], config["data"]["init_args"]["seed"])
-    except (OSError, yaml.YAMLError, AttributeError, KeyError, TypeError):
+        config = read_config(list(config_files(folder).values())[-1])
+        return run_key(folder), (config["trainer"]["seed"], config["data"]["init_args"]["seed"])
+    except (UserError, IndexError, AttributeError, KeyError, TypeError):
         return str(folder), None
 
 

@@ -13,6 +13,7 @@ from fl_lightning.sweeps.file import Metric, Sweep
 from fl_lightning.sweeps.hyperband import StopEarly
 from fl_lightning.sweeps.search import Settings
 from fl_lightning.sweeps.trials import Build, Outcome, Trial, name_of, newest_run, rounds_done, run_trials
+from fl_lightning.trainer.run_folder import RunFolder
 
 BATCH = 4
 """Settings that bayes proposes at a time; the same for any number of processes, so that a sweep resumes."""
@@ -107,8 +108,8 @@ class Study:
         write_table(self.folder / "sweep.csv", head, rows)
         best = self.best()
         config = self.outcomes[best[1][0].name].folder if best else None
-        if config is not None and (config / "config.yaml").exists():
-            shutil.copyfile(config / "config.yaml", self.folder / "best.yaml")
+        if config is not None and (newest := RunFolder(config).newest_config).exists():
+            shutil.copyfile(newest, self.folder / "best.yaml")
 
     def _trial(self, settings: Mapping[str, Any], seed: int) -> Trial:
         shown = {**settings, "trainer.seed": seed}

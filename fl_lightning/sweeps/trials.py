@@ -129,7 +129,7 @@ def run_trials(
 
 
 def outcome(trial: Trial, folder: Path) -> Outcome | None:
-    """What became of a trial, as far as its folder tells; None if it has not ended."""
+    """What became of a trial, as far as its folder shows; None if it has not ended."""
     newest = newest_run(trial, folder)
     if newest is not None and (newest / FAILED).exists():
         return Outcome(trial, newest, (newest / FAILED).read_text(encoding="utf-8").strip())

@@ -72,9 +72,10 @@ def check_centralized(settings: Settings, model: LocalObjective) -> None:
     """Checks that a model can be trained centrally, before anything is written.
 
     Raises:
-        UserError: If the model keeps federated state, or there is more than one process.
+        UserError: If the model keeps federated state, clients are to fail, or there is more than one process.
     """
     model.check_centralized(averaged=True)
+    ensure(not settings.faults.kinds, "trainer.faults: centralized training has no clients that fail; set it to null")
     ensure(
         settings.fabric.world_size <= 1,
         f"trainer.devices = {settings.fabric.world_size}: centralized training takes 1",

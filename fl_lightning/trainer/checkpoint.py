@@ -2,12 +2,17 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import UnionType
 from typing import Any
 
 import lightning
 import torch
 
-from fl_lightning.core import State, UserError, ensure, write_atomically
+from fl_lightning.core import State, UserError, ensure, files
+from fl_lightning.engine import ENGINES
+from fl_lightning.trainer import incidents
+from fl_lightning.trainer.collectives import on_rank_zero
+from fl_lightning.trainer.lock import check_unused
 from fl_lightning.trainer.loggers import RunLogger
 from fl_lightning.trainer.run import Run, state_keys
 from fl_lightning.trainer.run_folder import RunFolder
@@ -21,8 +26,12 @@ def save(run: Run, path: Path) -> None:
         path: The file. Any but the run's last.ckpt stays valid when later ones are written.
     """
     if run.fabric.is_global_zero:
+        incidents.write(run.folder.incidents, run.incidents)  # first: a resumed run writes it again
         content = _on_cpu(_content(run, pin=path != run.folder.last))
-        write_atomically(path, lambda file: torch.save(content, file))
+        for logger in run.loggers:
+            if isinstance(logger, RunLogger):
+                logger.flush()  # a checkpoint never knows of more rounds than the log
+        files.save(path, content)
         run.clients.saved()
     run.saved_rounds = run.rounds_done
 
@@ -50,6 +59,7 @@ def _content(run: Run, pin: bool) -> dict[str, Any]:
         "total_floats": run.total_floats,
         "elapsed": run.elapsed,
         "metrics": run.metrics,
+        "incidents": run.incidents,
         "training": run.training_state(),
         "callbacks": {key: x.state_dict() for key, x in callbacks},
         "loggers": {key: x.state_dict() for key, x in loggers if isinstance(x, RunLogger)},
@@ -72,16 +82,66 @@ def load(path: Path) -> dict[str, Any]:
         UserError: If the file is not a checkpoint of this package.
     """
     try:
-        content: Any = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
+        content = files.load(path)
+    except (OSError, ValueError) as error:
         raise UserError(
-            f"ckpt_path = {path}: not a readable checkpoint ({type(error).__name__}); take an older one, or start again"
+            f"ckpt_path = {path}: damaged, or not a checkpoint of fl_lightning ({error}); {REMEDY}"
         ) from None
+    wrong = {name for name, right in FORM.items() if not (isinstance(content, dict) and _is(content.get(name), right))}
     ensure(
-        isinstance(content, dict) and {"server", "clients", "round", "identity", "kind"} <= content.keys(),
-        f"ckpt_path = {path}: not a checkpoint of fl_lightning; give one from a run's checkpoints folder",
+        not wrong, f"ckpt_path = {path}: not a whole checkpoint of fl_lightning ({', '.join(sorted(wrong))}); {REMEDY}"
     )
     return dict(content)
+
+
+def _is(value: Any, form: Any) -> bool:
+    """Whether a value has the form of `FORM`."""
+    if isinstance(form, dict):
+        return isinstance(value, dict) and all(_is(value.get(name), inner) for name, inner in form.items())
+    return bool(isinstance(value, form) if isinstance(form, type | UnionType) else form(value))
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _are_ids(value: Any) -> bool:
+    fits = isinstance(value, torch.Tensor) and value.dtype == torch.int64 and value.ndim == 1
+    return fits and bool((value >= 0).all()) and len(set(value.tolist())) == len(value)
+
+
+def _are_tensors(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(item, torch.Tensor) for item in value.values())
+
+
+def _are_numbers(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(item, int | float) for item in value.values())
+
+
+ROWS: dict[str, Any] = {"row_bytes": _is_count, "ids": _are_ids, "positions": _are_ids, "stamps": torch.Tensor}
+FORM: dict[str, Any] = {
+    "state_dict": _are_tensors,
+    "kind": ("federated", "centralized").__contains__,
+    "identity": dict,
+    "round": _is_count,
+    "engine": ENGINES.__contains__,
+    "server": _are_tensors,
+    "buffers": torch.Tensor | None,
+    "clients": {
+        "ids": _are_ids,
+        "rows": _are_tensors,
+        "w0": torch.Tensor,
+        "file": lambda file: file is None or _is(file, ROWS),
+    },
+    "total_floats": _is_count,
+    "elapsed": float,
+    "metrics": _are_numbers,
+    "training": dict,
+    "callbacks": dict,
+    "loggers": dict,
+}
+"""What a checkpoint holds: by name a type, a function that says whether a value is right, or a mapping of these."""
+REMEDY = "take an older one from a run's checkpoints folder, or start again"
 
 
 def restore(run: Run, ckpt_path: str, resume: bool = True, clients: bool = True) -> None:
@@ -110,14 +170,35 @@ def restore(run: Run, ckpt_path: str, resume: bool = True, clients: bool = True)
     )
     if resume or path.parent.name == RunFolder.CHECKPOINTS:
         run.folder = RunFolder.of_checkpoint(path)
+    _check_state(path, run, content, clients)
+    folder = RunFolder(path.parent.parent)
+    if resume:
+        on_rank_zero(run.fabric, lambda: check_unused(folder.path))  # else the rows may be newer than the checkpoint
     if clients and run.fabric.is_global_zero:
-        run.clients.load_state_dict(content["clients"], RunFolder(path.parent.parent).clients)
+        run.clients.load_state_dict(content["clients"], folder.clients)
     run.checkpoint, run.restored = path, content
     run.server = State({name: value.to(w0) for name, value in content["server"].items()})
     run.clients.w0 = content["clients"]["w0"].to(w0)
     if buffers is not None:
         buffers.first = content["buffers"].to(w0)
     run.rounds_done, run.total_floats, run.metrics = content["round"], content["total_floats"], content["metrics"]
+    run.incidents = content["incidents"]
+
+
+def _check_state(path: Path, run: Run, content: Mapping[str, Any], same_data: bool) -> None:
+    """Checks that the tensors fit the run."""
+    clients, kept = content["clients"], run.clients
+    ids = torch.cat([clients["ids"], *([clients["file"]["ids"]] if clients["file"] else [])])
+    shapes = {name: tuple(value.shape) for name, value in content["server"].items()}
+    rows = {name: (len(clients["ids"]), *shape) for name, shape in kept.shapes.items()} if len(clients["ids"]) else {}
+    for what, fits in (
+        ("server", shapes == {name: tuple(value.shape) for name, value in run.server.items()}),
+        ("clients.w0", clients["w0"].shape == kept.w0.shape),
+        ("clients.ids", len(set(ids.tolist())) == len(ids) and not (same_data and (ids >= run.data.num_clients).any())),
+        ("clients.rows", {name: tuple(value.shape) for name, value in clients["rows"].items()} == rows),
+        ("buffers", (content["buffers"] is None) == (run.objective.net_buffers is None)),
+    ):
+        ensure(fits, f"ckpt_path = {path}: its {what} does not fit this run; {REMEDY}")
 
 
 def _identity(run: Run) -> dict[str, Any]:

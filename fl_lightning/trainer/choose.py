@@ -54,5 +54,5 @@ def seconds_left(runs: Sequence[Run]) -> float:
 def _sample(runs: Sequence[Run]) -> list[Job]:
     """What this process trains first in the next round of those runs that are furthest behind."""
     behind = min(run.rounds_done for run in runs)
-    rounds = [Round(run, Cohort.draw(run, behind)) for run in runs if run.rounds_done == behind]
+    rounds = [Round(run, Cohort.drawn(run, behind)) for run in runs if run.rounds_done == behind]
     return [job for each in rounds for job in next(each.phases()).jobs()]

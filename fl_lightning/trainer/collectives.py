@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -71,7 +71,7 @@ def reports(seconds: float = 10.0) -> tuple[int, bool]:
 
 
 def _alive(store: Store) -> bool:
-    """Whether a store is there to be asked; one that is gone would be told of in a long log of torch's.
+    """Whether a store is there to be asked; one that is gone would fill a long log of torch's.
 
     Raises:
         OSError: If it is not.
@@ -97,6 +97,26 @@ def lost_process(fabric: Fabric) -> Iterator[None]:
             f"process {fabric.global_rank} has lost another one, which has failed or was killed; see its own message, "
             "and continue from the last checkpoint by --ckpt_path last"
         ) from error
+
+
+def on_rank_zero(fabric: Fabric, function: Callable[[], V]) -> V:
+    """Calls a function on rank 0, and gives every process its result; pickled on the way.
+
+    Raises:
+        UserError: On every process, if the function raises it.
+    """
+    result: V | None = None
+    failed: UserError | None = None
+    if fabric.is_global_zero:
+        try:
+            result = function()
+        except UserError as error:
+            failed = error
+    if fabric.world_size > 1:
+        result, failed = fabric.broadcast((result, failed))
+    if failed is not None:
+        raise failed
+    return cast(V, result)
 
 
 def _soon(condition: Callable[[], bool], seconds: float) -> bool:

@@ -5,13 +5,14 @@ from itertools import islice
 from operator import attrgetter
 
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.core import UserError, ensure
+from fl_lightning.core import Interruption, UserError, ensure
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.engine import Engine
 from fl_lightning.trainer.callbacks.progress import Progress
 from fl_lightning.trainer.checks import check_fit
 from fl_lightning.trainer.choose import choose_engine, seconds_left
 from fl_lightning.trainer.cohort import Cohort
+from fl_lightning.trainer.output import unbroken_output
 from fl_lightning.trainer.round import Round
 from fl_lightning.trainer.run import Run
 from fl_lightning.trainer.trainer import FederatedTrainer
@@ -50,7 +51,7 @@ def fit(
         broken = train(runs)
     if broken:
         run, error = next(iter(broken.items()))
-        raise UserError(f"{len(broken)} of {len(runs)} runs broke off; {run.folder.path}: {error}")
+        raise type(error)(f"{len(broken)} of {len(runs)} runs broke off; {run.folder.path}: {error}")
     return runs
 
 
@@ -122,7 +123,12 @@ def differing(models: Sequence[LocalObjective]) -> list[str]:
 def train(runs: Sequence[Run]) -> dict[Run, UserError]:
     """Trains runs of `start` to their ends; returns those that broke off, and why."""
     choose_engine(runs)
-    engine, broken, active = runs[0].engine, dict[Run, UserError](), list[Run]()
+    with Interruption(), unbroken_output():
+        return _train(runs, runs[0].engine)
+
+
+def _train(runs: Sequence[Run], engine: Engine) -> dict[Run, UserError]:
+    broken, active = dict[Run, UserError](), list[Run]()
     try:
         for run in runs:
             run.open()
@@ -136,8 +142,8 @@ def train(runs: Sequence[Run]) -> dict[Run, UserError]:
                 active.remove(run)
                 run.fail(broken[run]) if run in broken else run.end()
     except BaseException as error:
-        for run in active:
-            run.fail(error)
+        if others := [shown for run in active if (shown := run.fail(error)) is not error]:
+            raise others[0] from None
         raise
     return broken
 

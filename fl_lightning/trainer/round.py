@@ -5,15 +5,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 
 import torch
-from torch import Tensor
 
-from fl_lightning.core import State, Uploads, UserError, accumulator_dtype, generator
+from fl_lightning.core import DivergenceError, State, generator
 from fl_lightning.data.minibatches import Minibatches
 from fl_lightning.engine import Engine, Job, LocalResult
-from fl_lightning.trainer import collectives
+from fl_lightning.trainer import collectives, divergence, incidents
+from fl_lightning.trainer.arrivals import Arrivals
 from fl_lightning.trainer.cohort import Cohort
 from fl_lightning.trainer.run import Run
 
@@ -25,14 +24,16 @@ class Round:
 
     Args:
         run: The run; it stays as it is.
-        cohort: The clients.
+        cohort: The clients of the first phase.
         on_result: Called with each local result of this process, of every phase.
         perturb: Whether the model that is sent may be perturbed, as some algorithms do; otherwise it is the server's.
 
     Attributes:
         server: The server's state after the phases so far.
         rows: On rank 0 the clients' new states, by id.
-        refused: Number of uploads that were not finite.
+        losses: Training loss of each client whose upload was accepted, ``(clients,)``.
+        failed: Clients whose upload was not finite ("refused"); with faults also "dropped" and "late".
+        diverged: Why the round has no finite result, if the run goes on nonetheless.
         floats: Numbers that went over the wire.
         training_s: Seconds of local training.
     """
@@ -47,7 +48,9 @@ class Round:
         self.run, self.cohort, self.on_result, self.perturb = run, cohort, on_result, perturb
         self.server, self.rows = run.server, dict[int, State]()
         self.losses = torch.zeros(0)
-        self.refused = self.floats = 0
+        self.failed: dict[str, list[int]] = {"refused": [], **{kind: [] for kind in cohort.faults.kinds}}
+        self.diverged: DivergenceError | None = None
+        self.floats = 0
         self.training_s = 0.0
         self._started, self._callback_s = time.perf_counter(), run.callback_s
 
@@ -73,13 +76,30 @@ class Round:
 
     def phases(self) -> Iterator[Phase]:
         """The phases, one after another: a phase starts from the server's state that the one before has left."""
+        cohort = self.cohort
         for number in range(self.run.objective.phases):
-            yield Phase(self, number)
+            if number:
+                cohort = cohort.nobody(self.run) if self.diverged else cohort.next_phase(self.run)
+            yield Phase(self, cohort)
+
+    def leave(self, why: DivergenceError | None = None) -> None:
+        """Leaves server and clients as they were before the round.
+
+        Args:
+            why: The reason, if clients have answered.
+        """
+        self.server, self.rows, self.losses = self.run.server, {}, torch.zeros(0)
+        self.diverged = why or self.diverged
 
     def apply(self) -> None:
-        """Makes this round's result the state of the run."""
-        self.run.client_losses = self.losses
-        self.run.apply(self.server, self.rows, self.floats)
+        """Makes this round's result the state of the run, and prints which clients were refused."""
+        run = self.run
+        for line in incidents.new_lines(run.incidents, self.cohort.t, self.failed["refused"]):
+            run.fabric.print(line)
+        if self.diverged and run.metrics.get("client/diverged", 0) < incidents.LINES:
+            run.fabric.print(f"left out: {self.diverged}")
+        run.client_losses = self.losses
+        run.apply(self.server, self.rows, self.floats, self.failed)
 
     def metrics(self) -> dict[str, float]:
         """Metrics of the round, after it was applied; its time is that since it was made, without callbacks."""
@@ -87,11 +107,14 @@ class Round:
         if run.fabric.device.type == "cuda":
             torch.cuda.synchronize()
         seconds = time.perf_counter() - self._started - (run.callback_s - self._callback_s)
-        models = self.floats / (len(cohort.clients) * run.objective.flat.d)
+        models = self.floats / (max(cohort.asked, 1) * run.objective.flat.d)
+        loss = {"client/train/loss": float(self.losses.mean())} if len(self.losses) else {}
+        skipped = run.metrics.get("client/diverged", 0) + (self.diverged is not None)
         return {
-            "client/train/loss": float(self.losses.mean()),
-            "client/refused": self.refused,
-            "client/lr": cohort.contexts[0].lr,
+            **loss,
+            **{f"client/{kind}": len(clients) for kind, clients in self.failed.items()},
+            **({"client/diverged": skipped} if run.settings.on_divergence == "continue" else {}),
+            "client/lr": run.objective.lr(run.round_context(cohort.t)),
             "comm/total_bits": run.total_floats * run.server.w.element_size() * 8,
             "comm/transmissions": run.metrics.get("comm/transmissions", 0.0) + models,
             "time/round_s": seconds,
@@ -105,25 +128,26 @@ class Phase:
 
     Args:
         of: The round.
-        number: Number of the phase, from 0.
+        cohort: The clients whose uploads arrive in this phase.
 
     Attributes:
         ctx: The phase's context.
         sent: What the clients receive.
     """
 
-    def __init__(self, of: Round, number: int) -> None:
-        self.round, self.run, self.cohort = of, of.run, of.cohort
+    def __init__(self, of: Round, cohort: Cohort) -> None:
+        self.round, self.run, self.cohort = of, of.run, cohort
         objective = self.run.objective
-        self.ctx = self.run.round_context(of.cohort.t, number)
-        self.contexts = [replace(ctx, phase=number) for ctx in of.cohort.contexts]
-        self.last = number + 1 == objective.phases
+        self.ctx = self.run.round_context(cohort.t, cohort.phase)
+        self.last = cohort.phase + 1 == objective.phases
         self.sent = objective.broadcast(of.server, self.ctx).only(objective.wire[0])
         if not of.perturb:
             self.sent = self.sent.replace(w=of.server.w)
 
     def jobs(self) -> list[Job]:
         """Local training of this process's clients. Rank 0 holds the clients' states and sends them."""
+        if not self.cohort.clients:
+            return []
         run, cohort, fabric, like = self.run, self.cohort, self.run.fabric, self.sent.w
         mine = cohort.shares[fabric.global_rank]
         scratch, rows = run.objective.scratch_state, self.round.rows
@@ -146,7 +170,7 @@ class Phase:
                 cohort.clients[p],
                 state,
                 self.sent,
-                self.contexts[p],
+                cohort.contexts[p],
                 self._minibatches(cohort, p),
                 run.seed,
                 run.varied,
@@ -166,19 +190,42 @@ class Phase:
             UserError: If training diverges.
         """
         taken = [self._take(result) for result in self._clocked(results)]
-        uploads, self.round.losses = self._average(taken)
-        objective, server = self.run.objective, self.round.server
-        after = objective.finish_phase(server, self.sent, uploads, self.ctx) if uploads.n else None
-        if after is None or not after.finite():
-            raise UserError(
-                f"round {self.ctx.t + 1}: {'the new global state' if uploads.n else 'every upload'} is not finite, "
-                "training has diverged; lower model.optimizer.lr or set model.optimizer.clip, or find where it "
-                "begins with trainer.engine = debug"
-            )
-        self.round.server = objective.finish_round(after, self.run.server, self.ctx) if self.last else after
-        uploaded = sum(math.prod(shape) for shape in self.run.upload_shapes[self.ctx.phase].values())
-        self.round.floats += (sum(v.numel() for v in self.sent.values()) + uploaded) * len(self.contexts)
-        self.round.refused += len(self.contexts) - uploads.n
+        arrivals = Arrivals(self.run, self.cohort, taken, self.sent.w)
+        self._count(arrivals)
+        try:
+            self._step(arrivals)
+        except DivergenceError as why:
+            if self.run.settings.on_divergence == "stop":
+                raise
+            self.round.leave(why)
+
+    def _step(self, arrivals: Arrivals) -> None:
+        """The server's step, and the clients' rows; if nobody has answered, everything stays as it was."""
+        objective, of = self.run.objective, self.round
+        if not self.cohort.clients:
+            return of.leave()
+        if not any(arrivals.accepted):
+            raise self._diverged(f"every upload is not finite ({arrivals.reasons()})")
+        after = objective.finish_phase(of.server, self.sent, arrivals.average(), self.ctx)
+        if not after.finite():
+            raise self._diverged(f"the new global state is not finite ({divergence.culprit(after, objective.flat)})")
+        of.server = objective.finish_round(after, self.run.server, self.ctx) if self.last else after
+        of.rows |= arrivals.rows()
+        of.losses = arrivals.losses
+
+    def _count(self, arrivals: Arrivals) -> None:
+        """Counts which clients failed, and the wire."""
+        of, attendance = self.round, self.cohort.attendance
+        of.failed["refused"] += arrivals.refused
+        for kind in self.cohort.faults.kinds:
+            of.failed[kind] += getattr(attendance, kind)
+        sent, uploaded = sum(v.numel() for v in self.sent.values()), sum(map(math.prod, arrivals.shapes.values()))
+        of.floats += sent * attendance.receivers + uploaded * len(self.cohort.clients)
+
+    def _diverged(self, what: str) -> DivergenceError:
+        run = self.run
+        history = run.norms or [divergence.norms(run.server, run.objective.flat.d)]
+        return divergence.diverged(self.ctx.t, what, history)
 
     def _take(self, result: LocalResult) -> LocalResult:
         objective = self.run.objective
@@ -186,7 +233,7 @@ class Phase:
             objective.net_buffers.load(objective.net, result.buffers)  # for measurements of the local model
         if self.round.on_result is not None:
             self.round.on_result(result)
-        return result
+        return self.cohort.arrived(result, self.run.seed)
 
     def _clocked(self, results: Iterable[LocalResult]) -> Iterator[LocalResult]:
         iterator = iter(results)
@@ -198,71 +245,23 @@ class Phase:
                 return
             yield result
 
-    def _average(self, results: list[LocalResult]) -> tuple[Uploads, Tensor]:
-        """Averages of the finite uploads, and each client's loss, ``(cohort,)``; the finite clients' rows are kept."""
-        run, fabric, shares, like = self.run, self.run.fabric, self.cohort.shares, self.sent.w
-        mine = shares[fabric.global_rank]
-        shapes = self._upload_shapes(results)
-        table = torch.zeros(2, len(self.contexts), dtype=accumulator_dtype(like.device), device=like.device)
-        if results:  # is it finite, and its loss
-            finite = torch.tensor([float(r.finite) for r in results], device=like.device)
-            columns = torch.stack([finite, torch.stack([r.loss for r in results])])
-            table[:, torch.tensor(mine, device=like.device)] = columns.to(table.dtype)
-        collectives.all_reduce_sum(fabric, table)
-        accepted = [bool(x) for x in table[0].tolist()]
-
-        accepted_contexts = [ctx for ctx, yes in zip(self.contexts, accepted, strict=True) if yes]
-        uploads = Uploads(run.objective.wire[1], run.objective.weighting, accepted_contexts, like)
-        if run.settings.deterministic or fabric.world_size == 1:  # rank 0 sums all, in cohort order
-            named = {
-                name: collectives.gather(fabric, [r.upload[name] for r in results], shares, shape, like)
-                for name, shape in shapes.items()
-            }
-            positions = list(range(len(self.contexts))) if fabric.is_global_zero else []
-        else:
-            named, positions = {name: [r.upload[name] for r in results] for name in shapes}, mine
-        for i, position in enumerate(positions):
-            if accepted[position]:
-                uploads.add({name: column[i] for name, column in named.items()}, self.contexts[position].n_k)
-        if accepted_contexts:
-            collectives.reduce(fabric, uploads, shapes, like, run.settings.deterministic)
-
-        states = {
-            name: collectives.gather(fabric, [r.state[name] for r in results], shares, shape, like)
-            for name, shape in run.clients.shapes.items()
-        }
-        if fabric.is_global_zero and states:
-            for position, client in enumerate(self.cohort.clients):
-                if accepted[position]:
-                    self.round.rows[client] = State({name: column[position] for name, column in states.items()})
-        return uploads, table[1]
-
-    def _upload_shapes(self, results: list[LocalResult]) -> dict[str, list[int]]:
-        """Shapes of an upload, by name; rank 0, which always trains a client, broadcasts them once a run."""
-        known = self.run.upload_shapes
-        if self.ctx.phase not in known:
-            shapes = {name: list(v.shape) for name, v in results[0].upload.items()} if results else {}
-            known[self.ctx.phase] = self.run.fabric.broadcast(shapes)
-        return known[self.ctx.phase]
-
-    def _minibatches(self, cohort: Cohort, position: int, phase: int | None = None) -> Minibatches:
-        run, settings, client = self.run, self.run.settings, cohort.clients[position]
-        phase = self.ctx.phase if phase is None else phase
-        draw = generator(run.seed, "batches", cohort.t, phase, client)
-        return run.data.client_batches(client, settings.local_epochs, settings.local_steps, draw, run.dtype)
+    def _minibatches(self, cohort: Cohort, position: int) -> Minibatches:
+        run, client, ctx = self.run, cohort.clients[position], cohort.contexts[position]
+        draw = generator(run.seed, "batches", cohort.t, cohort.phase, client)
+        return run.data.client_batches(client, run.settings.local_epochs, ctx.K, draw, run.dtype)
 
     def _read_ahead(self, jobs: list[Job]) -> None:
         """Reads from disk, in threads, what this and the next phase need."""
         run, stream, rows = self.run, self.run.data.stream, self.run.clients.on_disk and self.last
         if not (stream or rows):
             return
-        cohort: Cohort | None = self.cohort
-        if self.last:
-            cohort = Cohort.draw(run, self.ctx.t + 1) if self.ctx.t + 1 < run.max_rounds else None
+        cohort: Cohort | None = None
+        if not self.last:
+            cohort = self.cohort.next_phase(run)
+        elif self.ctx.t + 1 < run.max_rounds:
+            cohort = Cohort.draw(run, self.ctx.t + 1)
         if stream:
-            mine = [] if cohort is None else cohort.shares[run.fabric.global_rank]
-            phase = 0 if self.last else self.ctx.phase + 1
-            upcoming = [self._minibatches(cohort, p, phase) for p in mine] if cohort else []
+            upcoming = [self._minibatches(cohort, p) for p in cohort.shares[run.fabric.global_rank]] if cohort else []
             run.data.read_ahead([*(job.minibatches for job in jobs), *upcoming])
         if rows and cohort is not None:
             run.clients.read_ahead(cohort.clients)

@@ -8,15 +8,23 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fl_lightning.core import State, UserError, write_atomically
+from fl_lightning.core import State, UserError
+from fl_lightning.core.files import load, restore_removed, save
 
 STAMP = 8
-"""Bytes before each row in the file: a number that no other row has."""
+"""Bytes of a row's stamp, a number that no other row has."""
+HEADER = 2 * STAMP
+"""Bytes before each row in the file: its stamp, and the CRC-32 of stamp and values."""
+REMEDY = "put the run's own file back, take another checkpoint, or start again"
+
+
+Bytes = np.ndarray[Any, Any]
 
 
 class RowFile:
@@ -31,13 +39,13 @@ class RowFile:
     def __init__(self, path: Path, shapes: Mapping[str, tuple[int, ...]], like: Tensor) -> None:
         self.path, self.shapes = path, shapes
         self.options: dict[str, Any] = {"dtype": like.dtype, "pin_memory": like.is_cuda}
-        self.size = STAMP + sum(int(np.prod(shape)) for shape in shapes.values()) * like.element_size()
+        self.size = HEADER + sum(int(np.prod(shape)) for shape in shapes.values()) * like.element_size()
         end = -(-path.stat().st_size // self.size) if path.exists() else 0
         self.held = bytearray(b"\1" * end)  # by position: whether a checkpoint may refer to it
         self.stamps = array("q", bytes(STAMP * end))
         self.free: list[int] = []
         self.pins = path.with_suffix(".pins")
-        self.pinned = torch.load(self.pins)["positions"].numpy() if self.pins.exists() else np.zeros(0, np.int64)
+        self.pinned = _read_pins(self.pins) if self.pins.exists() else np.zeros(0, np.int64)
         self.pinned = self.pinned[self.pinned < end]
         self.snapshot: np.ndarray[Any, Any] | None = None  # positions of the last state, None if it is pinned
         self.stamp = secrets.randbits(62)
@@ -63,26 +71,30 @@ class RowFile:
         self.stamp = self.stamps[position] = self.stamp + 1
         values = [v.to("cpu", self.options["dtype"]).contiguous() for v in slots.values()]
         with self._in_one_line("written"):
-            self._transfer(os.pwritev, position, np.array([self.stamp]), values)
+            self._transfer(os.pwritev, position, np.array([self.stamp, _sum(self.stamp, values)]), values)
         return self.free.pop()
 
     def read(self, position: int) -> State:
         """Returns the row at a position, on the CPU. A thread and the run may read at the same time."""
-        stamp = np.zeros(1, np.int64)
+        header = np.zeros(2, np.int64)
         slots = State({name: torch.empty(shape, **self.options) for name, shape in self.shapes.items()})
         with self._in_one_line("read"):
-            self._transfer(os.preadv, position, stamp, list(slots.values()))
-        if stamp[0] != self.stamps[position]:
-            raise UserError(
-                f"{self.path}: changed while the run used it; let one run at a time use a folder, and start again"
-            )
+            self._transfer(os.preadv, position, header, list(slots.values()))
+        if header[1] != _sum(int(header[0]), list(slots.values())):
+            raise UserError(f"{self.path}: damaged, row {position} has another checksum; {REMEDY}")
+        if header[0] != self.stamps[position]:
+            raise UserError(f"{self.path}: changed, row {position} is not that of the run or checkpoint; {REMEDY}")
         return slots
 
     def _transfer(
-        self, call: Callable[[int, Any, int], int], position: int, stamp: np.ndarray[Any, Any], values: Sequence[Tensor]
+        self,
+        call: Callable[[int, Any, int], int],
+        position: int,
+        header: np.ndarray[Any, Any],
+        values: Sequence[Tensor],
     ) -> None:
         """Transfers a whole row by preadv or pwritev, in as many calls as it takes."""
-        buffers = [stamp.view(np.uint8), *(v.numpy().reshape(-1).view(np.uint8) for v in values)]
+        buffers = [header.view(np.uint8), *map(_bytes, values)]
         offset = position * self.size
         while buffers:
             done = call(self.fd, buffers, offset)
@@ -117,11 +129,11 @@ class RowFile:
         if pin:
             self.pinned = np.union1d(self.pinned, positions)
         if len(positions):
+            restore_removed(self.path, self.fd)
             with self._in_one_line("flushed to disk"):
                 os.fsync(self.fd)
-                if pin:  # recorded before there is such a checkpoint
-                    pins = {"positions": torch.from_numpy(self.pinned)}
-                    write_atomically(self.pins, lambda file: torch.save(pins, file))
+            if pin:  # recorded before there is such a checkpoint
+                save(self.pins, {"positions": torch.from_numpy(self.pinned)})
         return {
             "name": self.path.name,
             "row_bytes": self.size,
@@ -142,20 +154,18 @@ class RowFile:
         self.free = np.flatnonzero(taken == 0)[::-1].tolist()  # the first ones are taken first
 
     def load(self, state: Mapping[str, Any]) -> dict[int, int]:
-        """Checks that the rows of `state` are in the file, and returns their positions by client."""
+        """Checks that the rows of `state` are in the file, every bit of them; returns their positions by client."""
         positions, stamps = state["positions"].numpy(), state["stamps"].numpy()
         need = int(positions.max(initial=-1) + 1) * self.size
-        remedy = "put the run's own file back, take another checkpoint, or start again"
         if len(positions) and not self.path.exists():
-            raise UserError(f"{self.path}: missing, and the checkpoint keeps {len(positions)} clients there; {remedy}")
+            raise UserError(f"{self.path}: missing, and the checkpoint keeps {len(positions)} clients there; {REMEDY}")
         if state["row_bytes"] != self.size:
-            raise UserError(f"{self.path}: has rows of {state['row_bytes']} bytes, this run {self.size}; {remedy}")
+            raise UserError(f"{self.path}: has rows of {state['row_bytes']} bytes, this run {self.size}; {REMEDY}")
         if len(positions) and (size := self.path.stat().st_size) < need:
-            raise UserError(f"{self.path}: cut short, {size} bytes of at least {need}; {remedy}")
-        for position, stamp in zip(positions.tolist(), stamps.tolist(), strict=True):
-            if os.pread(self.fd, STAMP, position * self.size) != np.int64(stamp).tobytes():
-                raise UserError(f"{self.path}: holds newer rows than the checkpoint's; {remedy}")
+            raise UserError(f"{self.path}: cut short, {size} bytes of at least {need}; {REMEDY}")
+        for position, stamp in sorted(zip(positions.tolist(), stamps.tolist(), strict=True)):
             self.stamps[position] = stamp
+            self.read(position)
         return dict(zip(state["ids"].tolist(), positions.tolist(), strict=True))
 
     def close(self) -> None:
@@ -163,3 +173,27 @@ class RowFile:
         if self._fd is not None:
             os.close(self._fd)
         self._fd = None
+
+
+def _bytes(values: Tensor) -> Bytes:
+    found: Bytes = values.numpy().reshape(-1).view(np.uint8)
+    return found
+
+
+def _sum(stamp: int, values: Sequence[Tensor]) -> int:
+    """The checksum of a row."""
+    found = crc32(np.int64(stamp).tobytes())
+    for value in values:
+        found = crc32(_bytes(value).data, found)
+    return found
+
+
+def _read_pins(path: Path) -> Bytes:
+    try:
+        found: Bytes = load(path)["positions"].numpy()
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UserError(
+            f"{path}: damaged ({error}); put it back, or remove it together with best.ckpt and round_<n>.ckpt, which "
+            "need it"
+        ) from None
+    return found

@@ -5,23 +5,35 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import yaml
 from lightning.fabric import Fabric
 from lightning.fabric.loggers.logger import Logger
 from torch import Tensor
 
 from fl_lightning import engine as engines
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.core import FlatNet, RoundContext, State, UserError
+from fl_lightning.core import (
+    FlatNet,
+    Interruption,
+    RoundContext,
+    State,
+    UserError,
+    check_interruption,
+)
+from fl_lightning.core.errors import add_note
+from fl_lightning.core.files import disk_error
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.engine import Engine, EngineName, LocalResult
-from fl_lightning.trainer import provenance
+from fl_lightning.trainer import divergence, incidents, provenance
 from fl_lightning.trainer.client_store import ClientStore
+from fl_lightning.trainer.collectives import on_rank_zero
 from fl_lightning.trainer.evaluation import Evaluator, Split
+from fl_lightning.trainer.lock import RunLock
 from fl_lightning.trainer.loggers import RunLogger
+from fl_lightning.trainer.output import unbroken_output
 from fl_lightning.trainer.run_folder import RunFolder
 from fl_lightning.trainer.settings import Kind, Settings
 
@@ -50,7 +62,10 @@ class Callback:
         """Called when all metrics of the round have gone to the loggers."""
 
     def on_exception(self, run: Run, error: BaseException) -> None:
-        """Called when the run breaks off; ``run`` holds the state after its last whole round."""
+        """Called when the run breaks off; ``run`` holds the state after its last whole round.
+
+        The last callback is called first: the run is saved before others have their turn.
+        """
 
     def on_fit_end(self, run: Run) -> None:
         """Called when all rounds are done."""
@@ -101,7 +116,10 @@ class Run:
         rounds_done: Number of rounds done.
         total_floats: Numbers sent and uploaded so far.
         metrics: The latest value of every metric.
-        client_losses: Training loss of each client of the last round, ``(cohort,)``; empty in centralized training.
+        client_losses: Training loss of each client of the last round whose upload was accepted, ``(clients,)``; empty
+            in centralized training.
+        incidents: How often clients were refused, dropped or late.
+        norms: Norms of the server's vectors after each of the last rounds.
         should_stop: Ends the run after this round; a callback may set it.
         checkpoint: The checkpoint that the run was restored from.
         restored: Its content.
@@ -112,12 +130,14 @@ class Run:
         mean_samples: Mean number of samples of a client.
         callback_s: Seconds spent in callbacks.
         saved_rounds: Rounds done when a checkpoint was last written.
+        config: The resolved config with the engine's name, from `open` on; empty without the command line.
+        lock: On rank 0 the lock of the folder, while the run goes on.
 
     Raises:
         UserError: If the data do not fit.
     """
 
-    STATE = ("server", "rounds_done", "total_floats", "metrics", "training_state")
+    STATE = ("server", "rounds_done", "total_floats", "metrics", "training_state", "incidents", "norms")
     """What a round replaces, in addition to the clients' state."""
     folder: RunFolder
 
@@ -160,6 +180,8 @@ class Run:
         self.rounds_done, self.total_floats, self.should_stop = 0, 0, False
         self.metrics: dict[str, float] = {}
         self.client_losses: Tensor = w0[:0]
+        self.incidents: incidents.Incidents = {}
+        self.norms: divergence.Norms = ()
         self.varied: dict[str, float] = {}
         self.training_state: Callable[[], dict[str, Any]] = dict
         self.upload_shapes: dict[int, dict[str, list[int]]] = {}
@@ -168,6 +190,8 @@ class Run:
         self._opened = time.monotonic()
         self._round_metrics: dict[str, float] = {}
         self.saved_rounds = -1
+        self.config: dict[str, Any] = {}
+        self.lock: RunLock | None = None
 
     # State
 
@@ -272,41 +296,98 @@ class Run:
     @contextmanager
     def session(self) -> Iterator[None]:
         """Callbacks and loggers from the run's start to its end, however it ends."""
-        self.open()
-        try:
-            self.call("on_fit_start")
-            yield
-            self.end()
-        except BaseException as error:
-            self.fail(error)
-            raise
+        with Interruption(), unbroken_output():
+            self.open()
+            try:
+                self.call("on_fit_start")
+                yield
+                self.end()
+            except BaseException as error:
+                if (shown := self.fail(error)) is not error:
+                    raise shown from None
+                raise
 
     def open(self) -> None:
-        """Creates the folder, or opens that of the checkpoint; restores callbacks and starts loggers."""
-        fabric, rank0 = self.fabric, self.fabric.is_global_zero
-        if self.checkpoint is None:
-            path = RunFolder.create(self.settings.default_root_dir, self.name).path if rank0 else None
-            self.folder = RunFolder(Path(str(fabric.broadcast(path))))
+        """Creates the folder, or opens that of the checkpoint; restores callbacks and starts loggers.
+
+        Raises:
+            UserError: If it cannot be opened; a new folder is then removed, and one of a checkpoint as it was.
+        """
+        try:
+            self._restore_callbacks()
+            self._prepare_folder()
+            self._start_loggers()
+        except BaseException:
+            self._give_up()
+            raise
+
+    def _prepare_folder(self) -> None:
+        """Creates or checks the folder, locks it, and writes what the run is made with; rank 0 does."""
+        if self.settings.config:
+            self.config = {**self.settings.config}
+            self.config["trainer"] = {**self.config["trainer"], "engine": self.engine_name}
+
+        def prepare() -> str:
+            if self.checkpoint is None:
+                self.folder = RunFolder.create(self.settings.default_root_dir, self.name)
+            self.lock = RunLock(self.folder.path)
+            self._check_logs()
+            if self.config and (said := self.folder.write_config(self.config, self.rounds_done)):
+                self.fabric.print(said)
+            self._write_origin()
+            return str(self.folder.path)
+
+        self.folder = RunFolder(Path(on_rank_zero(self.fabric, prepare)))
         self.clients.open(self.folder.clients)
-        config = dict(self.settings.config)
-        if config:
-            config["trainer"] = {**config["trainer"], "engine": self.engine_name}
-            if rank0:
-                self.folder.config.write_text(yaml.safe_dump(config, sort_keys=False))
-        if rank0:
-            _write_origin(self)
+
+    def _check_logs(self) -> None:
+        for logger, state in self._logger_states() if self.rounds_done else ():
+            logger.check(self.folder.path, state, self.rounds_done)
+
+    def _write_origin(self) -> None:
+        """Writes what the run is made with, and of a new one how its data are divided."""
+        path, fabric, engine = self.folder.path, self.fabric, None if self.kind == "centralized" else self.engine_name
+        config = self.folder.newest_config.name if self.config else None
+        provenance.write(
+            path, self.rounds_done, fabric.device, fabric.world_size,
+            engine=engine, precision=self.settings.precision, config=config,
+        )  # fmt: skip
+        if self.checkpoint is None:
+            provenance.write_partition(path, self.data)
+
+    def _restore_callbacks(self) -> None:
         states = self.restored.get("callbacks", {})
         for key, callback in zip(state_keys(self.callbacks), self.callbacks, strict=True):
             if states.get(key):
-                callback.load_state_dict(states[key])
-        states, about = self.restored.get("loggers", {}), self.settings.about(self.objective, self.data, self.kind)
-        for key, logger in zip(state_keys(self.loggers), self.loggers, strict=True):
+                try:
+                    callback.load_state_dict(states[key])
+                except (KeyError, TypeError, ValueError, AttributeError) as error:
+                    raise UserError(
+                        f"ckpt_path = {self.checkpoint}: its state of {key} is not one ({error!r}); take another"
+                    ) from None
+
+    def _start_loggers(self) -> None:
+        about, rank0 = self.settings.about(self.objective, self.data, self.kind), self.fabric.is_global_zero
+        states = dict(self._logger_states())
+        for logger in self.loggers:
             if isinstance(logger, RunLogger):
-                logger.start(self.folder.path, states.get(key, {}), self.rounds_done, about)
+                logger.start(self.folder.path, states[logger], self.rounds_done, about)
                 if rank0 and not self.rounds_done:
                     logger.log_partition(self.data)
             with suppress(NotImplementedError):  # Fabric's own CSVLogger logs none
-                logger.log_hyperparams(config)
+                logger.log_hyperparams(self.config)
+
+    def _logger_states(self) -> list[tuple[RunLogger, dict[str, Any]]]:
+        states = self.restored.get("loggers", {})
+        keyed = zip(state_keys(self.loggers), self.loggers, strict=True)
+        return [(logger, states.get(key, {})) for key, logger in keyed if isinstance(logger, RunLogger)]
+
+    def _give_up(self) -> None:
+        """Leaves nothing behind of a run that could not be opened."""
+        with suppress(Exception):
+            self._close("failed")
+        if self.checkpoint is None and self.fabric.is_global_zero and hasattr(self, "folder"):
+            self.folder.remove(self.settings.default_root_dir)
 
     def end(self) -> None:
         """Ends the run: the net holds the global model."""
@@ -315,24 +396,43 @@ class Run:
         self.call("on_fit_end")
         self._close("success")
 
-    def fail(self, error: BaseException) -> None:
-        """Ends the run by an error, after its last whole round."""
-        try:
-            self.call("on_exception", error=error)
-        finally:
-            self._close("failed")
+    def fail(self, error: BaseException) -> BaseException:
+        """Ends the run by an error, after its last whole round; returns the error to raise.
+
+        Every callback is called, the one that saves first. Their own errors go into notes to the first one.
+        """
+        found: list[BaseException] = []
+        steps = [partial(callback.on_exception, self, error) for callback in reversed(self.callbacks)]
+        for step in (*steps, partial(self._close, "failed")):
+            try:
+                step()
+            except BaseException as another:  # noqa: PERF203  the others' turn comes all the same
+                found.append(another)
+        if not isinstance(error, Exception) and found and isinstance(found[0], UserError):
+            return found[0]  # it was to end, and could not be saved
+        if isinstance(error, OSError):
+            error = disk_error(error, self.folder.path) or error
+        for one in found:
+            add_note(error, f"{type(one).__name__}: {one}")
+        return error
 
     def _close(self, status: str) -> None:
         self.data.read_ahead(())
         self.clients.close()
-        for logger in self.loggers:
-            logger.finalize(status)
+        try:
+            for logger in self.loggers:
+                logger.finalize(status)
+        finally:
+            if self.lock is not None:
+                self.lock.release()
+                self.lock = None
 
     # A round
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
         """All or nothing: an error restores the run and its callbacks, unless a checkpoint has been written."""
+        check_interruption()
         snapshot = self.snapshot()
         try:
             yield
@@ -358,14 +458,19 @@ class Run:
             if its:
                 callback.load_state_dict(its)
 
-    def apply(self, server: State, rows: Mapping[int, State], floats: int) -> None:
+    def apply(
+        self, server: State, rows: Mapping[int, State], floats: int, failed: Mapping[str, Sequence[int]] | None = None
+    ) -> None:
         """Takes over what a round has changed.
 
         Args:
             server: The server's next state.
             rows: On rank 0 the clients' new states, by id.
             floats: Numbers that went over the wire.
+            failed: Clients that were refused, dropped or late, by kind.
         """
+        self.incidents = incidents.counted(self.incidents, failed or {})
+        self.norms = (*self.norms[1 - divergence.ROUNDS :], divergence.norms(server, self.objective.flat.d))
         self.server, self.rounds_done, self.total_floats = server, self.rounds_done + 1, self.total_floats + floats
         self.clients.stage(rows)
 
@@ -382,12 +487,3 @@ class Run:
         for logger in self.loggers:
             logger.log_metrics(metrics=logged, step=self.rounds_done)
         self.call("on_round_logged", metrics=logged)
-
-
-def _write_origin(run: Run) -> None:
-    """Writes what the run is made with, and of a new one how its data are divided."""
-    path, fabric, engine = run.folder.path, run.fabric, None if run.kind == "centralized" else run.engine_name
-    precision = run.settings.precision
-    provenance.write(path, run.rounds_done, fabric.device, fabric.world_size, engine=engine, precision=precision)
-    if run.checkpoint is None:
-        provenance.write_partition(path, run.data)

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Mapping
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
+from typing import Any
 
-from fl_lightning.core import UserError, ensure
+import yaml
+
+from fl_lightning.core import UserError, ensure, write_atomically
+from fl_lightning.results.configs import changes, config_files, read_config
 
 
 class RunFolder:
@@ -20,12 +27,20 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.config = path / "config.yaml"
+        """The config of the first start; `newest_config` is that of the last one."""
         self.metrics = path / "metrics.csv"
         self.clients = path / "clients"
         """Clients' state beyond the memory budget."""
+        self.incidents = path / "clients.csv"
+        """Clients that were refused, late or missing."""
         self.checkpoints = path / self.CHECKPOINTS
         self.last = self.checkpoints / "last.ckpt"
         self.best = self.checkpoints / "best.ckpt"
+
+    @property
+    def newest_config(self) -> Path:
+        """The config of the run as it is now; that of the first start, if there is none."""
+        return [self.config, *config_files(self.path).values()][-1]
 
     @property
     def name(self) -> str:
@@ -59,6 +74,40 @@ class RunFolder:
                 ) from None
             return cls(path)
         raise AssertionError("unreachable")
+
+    def write_config(self, config: Mapping[str, Any], rounds_done: int) -> str | None:
+        """Writes a run's config; that of a resumed run to a file of its own, and only if it differs.
+
+        Args:
+            config: The config.
+            rounds_done: Rounds done. Configs of later rounds, which are trained once more, are removed.
+
+        Returns:
+            What has changed, as a line to print.
+
+        Raises:
+            UserError: If it cannot be written, or the one before is not readable.
+        """
+        files = config_files(self.path)
+        before = next((read_config(path) for round, path in reversed(files.items()) if round < rounds_done), None)
+        path = self.path / f"config_round_{rounds_done}.yaml" if rounds_done else self.config
+        if before != config:
+            write_atomically(path, yaml.safe_dump(dict(config), sort_keys=False))
+        for round, later in files.items():
+            if round > rounds_done or (round == rounds_done and before == config):
+                later.unlink()
+        if before is None or before == config:
+            return None
+        return f"settings changed after round {rounds_done}, see {path.name}: {'; '.join(changes(before, config))}"
+
+    def remove(self, root: Path) -> None:
+        """Removes the folder with all in it, and those above it up to ``root`` that are empty then."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        for above in self.path.parents:
+            if above == root or not above.is_relative_to(root):
+                break
+            with suppress(OSError):
+                above.rmdir()
 
     @classmethod
     def of_checkpoint(cls, path: Path) -> RunFolder:

@@ -84,7 +84,8 @@ class ReplaySampler(CohortSampler):
     """
 
     def __init__(self, rounds: list[list[int]] | str) -> None:
-        self.rounds: Sequence[Sequence[int]] = _read_trace(rounds) if isinstance(rounds, str) else rounds
+        given = read_trace(rounds, "trainer.sampler.rounds") if isinstance(rounds, str) else rounds
+        self.rounds: Sequence[Sequence[int]] = given
 
     def check(self, rounds: int, m: int) -> None:
         ensure(
@@ -102,13 +103,22 @@ class ReplaySampler(CohortSampler):
         return list(self.rounds[t])
 
 
-def _read_trace(path: str) -> list[list[int]]:
+def read_trace(path: str, key: str) -> list[list[int]]:
+    """Returns lists of clients by round from a JSON file.
+
+    Args:
+        path: The file.
+        key: The setting that names it, for the message.
+
+    Raises:
+        UserError: If it is missing or of another format.
+    """
     try:
         rounds: list[list[int]] = json.loads(Path(path).read_text())
         if not all(type(k) is int for cohort in rounds for k in cohort):
             raise ValueError("an id is a whole number")
         return rounds
     except FileNotFoundError:
-        raise UserError(f"trainer.sampler.rounds = {path}: no such file; give a JSON list of lists of ids") from None
+        raise UserError(f"{key} = {path}: no such file; give a JSON list of lists of ids") from None
     except (ValueError, TypeError, OSError) as error:
-        raise UserError(f"trainer.sampler.rounds = {path}: not a JSON list of lists of ids ({error})") from None
+        raise UserError(f"{key} = {path}: not a JSON list of lists of ids ({error})") from None

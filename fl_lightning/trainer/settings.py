@@ -16,6 +16,7 @@ from fl_lightning.engine import ENGINES, EngineName
 from fl_lightning.results.configs import group_id
 from fl_lightning.results.summary import LAST
 from fl_lightning.trainer import collectives
+from fl_lightning.trainer.faults import NO_FAULTS, Faults
 from fl_lightning.trainer.loggers import About
 from fl_lightning.trainer.memory import keep_freed_memory
 from fl_lightning.trainer.quiet import quiet
@@ -33,6 +34,9 @@ class Settings:
         max_rounds: Number of rounds, T.
         clients_per_round: Size of the cohort, S, if there is no ``sampler``.
         sampler: Draws the cohorts: UniformSampler, BernoulliSampler, ReplaySampler, or your own.
+        faults: How clients fail: dropout, stragglers, availability, corrupted uploads; null: they do not.
+        on_divergence: What a round without a finite result does: stop ends the run, which keeps the state before it;
+            continue takes it as a round in which nobody answered, and counts it.
         local_epochs: Passes of a client over its data, E.
         local_steps: Steps of a client, K; overrides ``local_epochs``.
         max_time: Stops the run after this time, as ``DD:HH:MM:SS`` or ``HH:MM:SS``; a resumed run counts on.
@@ -74,6 +78,8 @@ class Settings:
         max_rounds: int = 100,
         clients_per_round: int = 10,
         sampler: CohortSampler | None = None,
+        faults: Faults | None = None,
+        on_divergence: Literal["stop", "continue"] = "stop",
         local_epochs: int = 1,
         local_steps: int | None = None,
         max_time: str | None = None,
@@ -108,11 +114,13 @@ class Settings:
         require(client_memory >= 0, "trainer.client_memory", client_memory, "GiB, 0 or more")
         require(engine in ENGINES, "trainer.engine", engine, f"choose from {', '.join(ENGINES)}")
         require(not compile or engine in ("graphed", "auto"), "trainer.compile", compile, "only with engine graphed")
+        require(on_divergence in ("stop", "continue"), "trainer.on_divergence", on_divergence, "stop or continue")
         require(precision in PRECISIONS, "trainer.precision", precision, f"choose from {', '.join(PRECISIONS)}")
         require(name is None or ".." not in Path(name).parts, "trainer.name", name, "a folder below default_root_dir")
         self.max_rounds, self.max_time, self.seed = max_rounds, _seconds(max_time), seed
         self.eval_every, self.eval_last = eval_every, eval_last
         self.sampler = UniformSampler(clients_per_round) if sampler is None else sampler
+        self.faults, self.on_divergence = NO_FAULTS if faults is None else faults, on_divergence
         self.local_epochs, self.local_steps = local_epochs, local_steps
         self.default_root_dir, self.name = Path(default_root_dir), name
         self.engine: EngineName = engine

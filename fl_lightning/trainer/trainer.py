@@ -149,6 +149,7 @@ class FederatedTrainer(Settings):
             checkpoint.restore(self.run, ckpt_path)
         if kind == "federated":
             self.sampler.check(self.max_rounds, datamodule.num_clients)
+            self.faults.check(datamodule.num_clients)
         return self.run
 
     def load(

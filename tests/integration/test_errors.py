@@ -148,7 +148,7 @@ def shows(message: str, *parts: str) -> None:
         ("--ckpt_path=none.ckpt", "ckpt_path = ", "none.ckpt", "give a checkpoint file"),
         ("--ckpt_path=garbage.ckpt", "ckpt_path = ", "garbage.ckpt", "take an older one"),
         ("--ckpt_path=cut.ckpt", "ckpt_path = ", "cut.ckpt", "take an older one"),
-        ("--ckpt_path=other.ckpt", "ckpt_path = ", "other.ckpt", "give one from a run's checkpoints folder"),
+        ("--ckpt_path=other.ckpt", "ckpt_path = ", "other.ckpt", "take an older one from a run's checkpoints folder"),
     ],
 )
 def test_argument(complaint: Complaint, args: str, key: str, value: str, remedy: str) -> None:
@@ -273,7 +273,8 @@ def test_divergence_keeps_the_last_good_round(tmp_path: Path, capsys: pytest.Cap
     explode = ["--model.optimizer.lr_decay=1e9", "--trainer.max_rounds=9"]
     with pytest.raises(SystemExit) as exit:
         run("fit", *explode, root=tmp_path)
-    message = str(exit.value.code)
+    assert exit.value.code == 3
+    message = capsys.readouterr().err
     shows(message, "error: round ", "lower model.optimizer.lr")
     assert len(message.splitlines()) == 1
     diverged = int(message.split("round ")[1].split(":")[0])

@@ -247,27 +247,27 @@ def test_the_end_of_one_process_ends_all(folder: Path, fault: str, rank: int) ->
     assert children[1 - rank].returncode == 1
     start = "error (process 1): process 1" if rank == 0 else "error: process 0"
     lost = f"{start} has lost another one, which has failed or was killed; see its own message, and continue from the "
-    told = [line for line in said[1 - rank].splitlines() if not BANNER.match(line)]
-    assert told == [f"{lost}last checkpoint by --ckpt_path last"]
+    reported = [line for line in said[1 - rank].splitlines() if not BANNER.match(line)]
+    assert reported == [f"{lost}last checkpoint by --ckpt_path last"]
     assert int(state(newest(folder / "two"))["round"]) == 2
     resumed = run("fit", *args, "--ckpt_path=last", root=folder / "two", model="SCAFFOLD")
     assert_same(state(resumed), state(run("fit", *args, root=folder / "one", model="SCAFFOLD")))
 
 
 @pytest.mark.parametrize(
-    ("rank", "told"),
+    ("rank", "message"),
     [
         ("null", "error: mine"),
         pytest.param("0", "error: mine", marks=pytest.mark.slow),
         pytest.param("1", "error (process 1): mine", marks=pytest.mark.slow),
     ],
 )
-def test_a_mistake_is_told_once(folder: Path, rank: str, told: str) -> None:
+def test_a_mistake_is_reported_once(folder: Path, rank: str, message: str) -> None:
     """By the first process if it meets it, otherwise by the one that does."""
     args = [*DIGITS, "--trainer.callbacks+=many.Mistaken", f"--trainer.callbacks.rank={rank}", *processes(2)]
     with group(2, "fit", "--model=FedAvg", *args, cwd=folder) as children:
         said = ended(children, 1)
-    assert f"{told} = 3: use 4" in [line for _, err in said for line in err.splitlines()]
+    assert f"{message} = 3: use 4" in [line for _, err in said for line in err.splitlines()]
     assert str(said).count("mine = 3") == 1
 
 

@@ -34,10 +34,10 @@ from fl_lightning import (
     WandbLogger,
     algorithms,
 )
-from fl_lightning.core.files import write_atomically
-from fl_lightning.trainer import checkpoint
+from fl_lightning.core import files
 from fl_lightning.trainer.run import Run
 from tests.runs import DIGITS, assert_same, forked, kill, last, metrics, newest, run, state
+from tests.soak import Soak
 
 ROUNDS = 6
 LAST = Path("checkpoints", "last.ckpt")
@@ -159,6 +159,14 @@ def test_kill_9(tmp_path: Path) -> None:
     assert [at for at, _ in metrics(broken)["comm/total_bits"]] == list(range(1, 151))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "kills"), [("forked", 10), ("two processes", 2)])
+def test_kills_at_random_moments(kind: str, kills: int, tmp_path: Path) -> None:
+    soak = Soak(tmp_path)
+    soak.kill(kind, kills)
+    assert soak.kills[kind] == kills and soak.runs[kind] and not soak.losses
+
+
 @pytest.fixture
 def small_disk() -> Iterator[None]:
     """No file may grow above 100 kB."""
@@ -168,16 +176,13 @@ def small_disk() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def whole_checkpoint(x: torch.Tensor) -> dict[str, Any]:
-    return {"server": {"w": x}, "clients": {}, "round": 1, "identity": {}, "kind": "federated"}
-
-
-def test_write_that_fails_leaves_the_previous_checkpoint(tmp_path: Path, small_disk: None) -> None:
+def test_write_that_fails_leaves_the_previous_file(tmp_path: Path, small_disk: None) -> None:
     path = tmp_path / "checkpoints" / "last.ckpt"
-    write_atomically(path, lambda file: torch.save(whole_checkpoint(torch.arange(10.0)), file))
-    with pytest.raises((OSError, RuntimeError)):
-        write_atomically(path, lambda file: torch.save(whole_checkpoint(torch.zeros(100_000)), file))
-    assert torch.equal(checkpoint.load(path)["server"]["w"], torch.arange(10.0))
+    files.save(path, torch.arange(10.0))
+    with pytest.raises(UserError, match=r"last\.ckpt: cannot be written \(File too large\); check the disk"):
+        files.save(path, torch.zeros(100_000))
+    assert torch.equal(files.load(path), torch.arange(10.0))
+    assert [file.name for file in path.parent.iterdir()] == ["last.ckpt"]
 
 
 class Unsavable:

@@ -340,7 +340,7 @@ def test_mobilenet_takes_weights_of_batchnorm(tmp_path: Any) -> None:
 
 
 def test_initial_weights_of_a_net_with_a_part_called_net() -> None:
-    """The prefix of a checkpoint is told from the net's own names."""
+    """The prefix of a checkpoint is distinguished from the net's own names."""
     source = ResNet8GN(2)
     for prefix in ("", "net."):
         state = {prefix + name: value for name, value in source.state_dict().items()}

@@ -22,6 +22,7 @@ from fl_lightning import (
     FlatnessMonitor,
     UserError,
 )
+from fl_lightning.core import files
 from fl_lightning.trainer.run import Run
 from tests.runs import assert_same, last, metrics, state
 
@@ -109,7 +110,7 @@ def test_max_time_counts_over_resumptions(tmp_path: Path) -> None:
     path = next(tmp_path.glob("*/*/checkpoints/last.ckpt"))
     content = torch.load(path, weights_only=True)
     assert 0 < content["elapsed"] < 60
-    torch.save({**content, "elapsed": 61.0}, path)
+    files.save(path, {**content, "elapsed": 61.0})
     assert fit(tmp_path, max_time="00:00:01:00", ckpt_path="last").rounds_done == 2
     assert fit(tmp_path, max_time="00:00:10:00", ckpt_path="last").rounds_done == 6
 
@@ -133,11 +134,11 @@ def test_best_checkpoint(tmp_path: Path) -> None:
     """The best round by a metric, the best three, and a run that goes on from it as ever."""
     scores = Scores(3, 5, 4, float("nan"), 1, 2)
     run = fit(tmp_path, scores, Checkpoints(monitor="mine/score"))
-    files = {path.name: torch.load(path, weights_only=True)["round"] for path in run.folder.checkpoints.iterdir()}
-    assert files == {"last.ckpt": 6, "best.ckpt": 2}
+    names = {path.name: torch.load(path, weights_only=True)["round"] for path in run.folder.checkpoints.iterdir()}
+    assert names == {"last.ckpt": 6, "best.ckpt": 2}
     top = fit(tmp_path / "top", scores, Checkpoints(monitor="mine/score", mode="min", save_top_k=3))
-    files = {path.name: torch.load(path, weights_only=True)["round"] for path in top.folder.checkpoints.iterdir()}
-    assert files == {"last.ckpt": 6, "best.ckpt": 5, "round_1.ckpt": 1, "round_5.ckpt": 5, "round_6.ckpt": 6}
+    names = {path.name: torch.load(path, weights_only=True)["round"] for path in top.folder.checkpoints.iterdir()}
+    assert names == {"last.ckpt": 6, "best.ckpt": 5, "round_1.ckpt": 1, "round_5.ckpt": 5, "round_6.ckpt": 6}
     whole = state(run.folder.path)
     again = fit(tmp_path, scores, Checkpoints(monitor="mine/score"), ckpt_path="best")
     assert again.folder.path == run.folder.path

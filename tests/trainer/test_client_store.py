@@ -379,7 +379,7 @@ def test_a_kept_checkpoint_does_not_replace_the_last_one(tmp_path: Path) -> None
 
 
 def test_an_overwritten_checkpoint_is_noticed(tmp_path: Path) -> None:
-    """A copy that nobody told the store about."""
+    """A copy that the store does not know."""
     store = make(tmp_path)
     play(store, range(3), 0)
     write(store, tmp_path / "last.ckpt")
@@ -387,7 +387,7 @@ def test_an_overwritten_checkpoint_is_noticed(tmp_path: Path) -> None:
     for t in (1, 2):
         play(store, range(3), t)
         write(store, tmp_path / "last.ckpt")
-    with pytest.raises(UserError, match=r"rows\.bin: holds newer rows than the checkpoint's; .* take another"):
+    with pytest.raises(UserError, match=r"rows\.bin: changed, row 0 is not that of .* take another"):
         read(tmp_path / "copy.ckpt", tmp_path)
 
 
@@ -398,7 +398,7 @@ def test_two_runs_in_one_folder_are_noticed(tmp_path: Path) -> None:
     other = read(tmp_path / "last.ckpt", tmp_path)
     play(store, range(3), 1)
     play(other, range(3), 1)
-    with pytest.raises(UserError, match="changed while the run used it; let one run at a time"):
+    with pytest.raises(UserError, match="changed, row 3 is not that of the run"):
         store.rows()
 
 
@@ -406,7 +406,7 @@ def test_two_runs_in_one_folder_are_noticed(tmp_path: Path) -> None:
     ("harm", "message"),
     [
         (Path.unlink, "missing, and the checkpoint keeps 3 clients there; put"),
-        (lambda path: os.truncate(path, 70), "cut short, 70 bytes of at least 168; put"),
+        (lambda path: os.truncate(path, 70), "cut short, 70 bytes of at least 192; put"),
     ],
 )
 def test_file_that_does_not_fit_the_checkpoint(harm: Any, message: str, tmp_path: Path) -> None:
@@ -424,7 +424,7 @@ def test_rows_of_another_size(tmp_path: Path) -> None:
     store = make(tmp_path)
     play(store, range(3), 0)
     write(store, tmp_path / "x.ckpt")
-    with pytest.raises(UserError, match="has rows of 56 bytes, this run 104; put"):
+    with pytest.raises(UserError, match="has rows of 64 bytes, this run 112; put"):
         read(tmp_path / "x.ckpt", tmp_path, dtype=torch.float64)
 
 

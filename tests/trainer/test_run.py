@@ -54,10 +54,10 @@ def test_a_round_that_is_not_applied_is_a_dry_run(make: Any, tmp_path: Path) -> 
 
     class Dry(Callback):
         def train(self, run: Run) -> None:
-            heard: list[int] = []
-            made = Round(run, Cohort.draw(run, run.next_round), lambda result: heard.append(result.client))
+            seen: list[int] = []
+            made = Round(run, Cohort.draw(run, run.next_round), lambda result: seen.append(result.client))
             dry[run.rounds_done] = made.train(run.engine).server.w
-            assert sorted(set(heard)) == sorted(made.cohort.clients)
+            assert sorted(set(seen)) == sorted(made.cohort.clients)
             Round(run, Cohort.of(run, [0, 5], run.next_round), perturb=False).train(run.engine)
 
         def on_round_start(self, run: Run, ctx: Any, cohort: list[int]) -> None:

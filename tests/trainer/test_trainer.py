@@ -264,7 +264,7 @@ def test_clip_acts_on_the_corrected_direction() -> None:
 
 
 def test_losses_per_sample(golden: Golden, tmp_path: Path) -> None:
-    """An injected loss: label smoothing is taken; a loss of another shape is told in one line."""
+    """An injected loss: label smoothing is taken; a loss of another shape is refused in one line."""
     smooth = golden.run(FedAvg(net=golden.net(), loss=nn.CrossEntropyLoss(label_smoothing=0.1)))[1]
     plain = golden.run(FedAvg(net=golden.net()))[1]
     assert (smooth.server[-1].w - plain.server[-1].w).abs().max() > 1e-4

@@ -96,7 +96,7 @@ class SWA(Averaging):
         past = ctx.t - self.start_round(ctx.rounds)
         if past < 0:
             return server
-        if past == 0:
+        if past == 0 or float(server.swa_n) < 0:  # in its first round nobody may have answered
             n = server.swa_n * 0 + (1 if self.init_in_average else 0)
             server = server.replace(swa_w=before.w.clone(), swa_n=n)
         if self.collect == "code":

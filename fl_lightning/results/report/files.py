@@ -9,11 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from fl_lightning.core import UserError
 from fl_lightning.results.compare import Group, Seeds
-from fl_lightning.results.configs import flatten
+from fl_lightning.results.configs import config_files, flatten, read_config
 
 Json = dict[str, Any]
 
@@ -25,8 +23,8 @@ class RunFiles:
     Attributes:
         label: Name of its group, with its seed if the group has several.
         folder: The run folder.
-        settings: The config by key as on the command line.
-        config: The text of ``config.yaml``.
+        settings: The last config by key as on the command line.
+        config: The text of its config files.
         provenance: ``provenance.json``.
         partition: ``partition.json``.
         measurements: The last measurement of each name during the run, then those of the command ``flatness``; each has
@@ -88,20 +86,23 @@ def _details(runs: Sequence[RunFiles]) -> dict[str, Json]:
 
 def _read(group: Group, folder: Path, seeds: Seeds) -> RunFiles:
     seed = f", seed {seeds[0]}" if seeds else f", {folder.name}"
-    config = folder / "config.yaml"
-    text = config.read_text(encoding="utf-8") if config.is_file() else ""
+    configs = config_files(folder)
     cells = _load(folder / "reproduction.json")
     return RunFiles(
         label=group.name + (seed if len(group.runs) > 1 else ""),
         folder=folder,
-        settings=flatten(yaml.safe_load(text) or {}),
-        config=text,
+        settings=flatten(read_config([*configs.values()][-1])) if configs else {},
+        config="\n".join(_text_of(path, round) for round, path in configs.items()),
         provenance=_load(folder / "provenance.json"),
         partition=_load(folder / "partition.json"),
         measurements=[*_monitored(folder / "flatness.jsonl"), *_measured(folder)],
         landscapes=_landscapes(folder),
         cells=cells if isinstance(cells, list) else [cells] if cells else [],
     )
+
+
+def _text_of(config: Path, round: int) -> str:
+    return (f"# after round {round}\n" if round else "") + config.read_text(encoding="utf-8")
 
 
 def _monitored(path: Path) -> list[Json]:

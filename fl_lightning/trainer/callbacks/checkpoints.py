@@ -59,10 +59,6 @@ class Checkpoints(Callback):
 
     def on_exception(self, run: Run, error: BaseException) -> None:
         self._save(run)
-        if run.folder.last.exists():
-            command = "fit" if run.kind == "federated" else "centralized"
-            config = f" --config {run.folder.config}" if run.folder.config.exists() else ""
-            run.fabric.print(f"to continue: fl-lightning {command}{config} --ckpt_path {run.folder.last}")
 
     def state_dict(self) -> dict[str, Any]:
         return {"best": self.best}

@@ -28,7 +28,13 @@ COLUMNS = {
 
 
 class Ending(Callback):
-    """Prints the run folder when a run ends: all that is seen without the live progress."""
+    """Prints the run folder when a run ends, and how to continue one that breaks off.
+
+    It is all that is seen without the live progress.
+    """
+
+    def on_exception(self, run: Run, error: BaseException) -> None:
+        _print_how_to_continue(run)
 
     def on_fit_end(self, run: Run) -> None:
         run.fabric.print(f"results: {run.folder.path}")
@@ -88,6 +94,7 @@ class Progress(Callback):
         if run.fabric.is_global_zero:
             self._stop()
             self.console.print(f"stopped after round {run.rounds_done}", highlight=False)
+        _print_how_to_continue(run)
 
     def on_fit_end(self, run: Run) -> None:
         if not run.fabric.is_global_zero:
@@ -133,6 +140,14 @@ class Progress(Callback):
         for row in self._recent:
             table.add_row(*row)
         return Group(table, self._bar)
+
+
+def _print_how_to_continue(run: Run) -> None:
+    if run.folder.last.exists():
+        command = "fit" if run.kind == "federated" else "centralized"
+        newest = run.folder.newest_config
+        config = f" --config {newest}" if newest.exists() else ""
+        run.fabric.print(f"to continue: fl-lightning {command}{config} --ckpt_path {run.folder.last}")
 
 
 def _number(value: float | None) -> str:

@@ -3,7 +3,7 @@
 import json
 from dataclasses import asdict
 
-from fl_lightning.core import require
+from fl_lightning.core import require, write_atomically
 from fl_lightning.results.summary import summarise
 from fl_lightning.trainer.run import Callback, Run
 
@@ -31,4 +31,4 @@ class Results(Callback):
         if run.fabric.is_global_zero and metric in run.metrics:  # a run may stop before its first evaluation
             last = self.last or run.settings.last_rounds
             found = asdict(summarise(run.folder.path, last, self.target, metric))
-            (run.folder.path / FILE).write_text(json.dumps(found, indent=2) + "\n")
+            write_atomically(run.folder.path / FILE, json.dumps(found, indent=2) + "\n")

@@ -41,6 +41,13 @@ class RunLogger(Logger):
 
     dir: Path | None = None
 
+    def check(self, run_dir: Path, state: Mapping[str, Any], round: int) -> None:
+        """Checks the log of a run that is resumed, before anything is written; rank 0 calls. Arguments as for `start`.
+
+        Raises:
+            UserError: If it is damaged.
+        """
+
     def start(self, run_dir: Path, state: Mapping[str, Any], round: int, about: About) -> None:
         """Begins to log.
 
@@ -58,6 +65,9 @@ class RunLogger(Logger):
     def state_dict(self) -> dict[str, Any]:
         """Returns what a resumed run needs to continue the same log."""
         return {}
+
+    def flush(self) -> None:
+        """Writes to disk what a checkpoint of this round must find there; rank 0 calls."""
 
     def log_partition(self, data: FederatedDataModule) -> None:
         """Logs how the samples are divided among the clients, when a run begins; rank 0 calls."""

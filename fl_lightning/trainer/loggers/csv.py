@@ -2,14 +2,17 @@
 
 import csv
 import io
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
-from fl_lightning.core import write_atomically
+from fl_lightning.core import UserError, write_atomically, writing
 from fl_lightning.trainer.loggers.base import About, RunLogger
+
+FILE = "metrics.csv"
 
 
 class CSVLogger(RunLogger):
@@ -22,34 +25,82 @@ class CSVLogger(RunLogger):
     def path(self) -> Path:
         """The file."""
         assert self.dir is not None, "start the logger first"
-        return self.dir / "metrics.csv"
+        return self.dir / FILE
+
+    def check(self, run_dir: Path, state: Mapping[str, Any], round: int) -> None:
+        _rows(run_dir / FILE, state.get("columns", []), round)
 
     @rank_zero_only
     def start(self, run_dir: Path, state: Mapping[str, Any], round: int, about: About) -> None:
         super().start(run_dir, state, round, about)
-        self.columns, rows = ["round"], []
-        if self.path.exists():
-            with self.path.open(newline="") as file:
-                reader = csv.DictReader(file)
-                # a crash may have cut the last row short
-                rows = [row for row in reader if None not in row.values() and int(row["round"]) <= round]
-                self.columns = list(reader.fieldnames or self.columns)
-        self._rewrite(rows)
+        columns, rows = _rows(run_dir / FILE, state.get("columns", []), round) if round else (["round"], [])
+        self._rewrite(columns, rows)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"columns": self.columns}
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Appends the row of round ``step``."""
-        if new := [key for key in metrics if key not in self.columns]:
-            with self.path.open(newline="") as file:
-                rows = list(csv.DictReader(file))
-            self.columns += new
-            self._rewrite(rows)
-        with self.path.open("a", newline="") as file:
-            csv.DictWriter(file, self.columns).writerow({"round": step, **metrics})
+        with writing(self.path):
+            if new := [key for key in metrics if key not in self.columns]:
+                with self.path.open(newline="") as file:
+                    rows = list(csv.DictReader(file))
+                self._rewrite([*self.columns, *new], rows)
+            with self.path.open("r+", newline="") as file:  # which must exist
+                file.seek(0, os.SEEK_END)
+                csv.DictWriter(file, self.columns).writerow({"round": step, **metrics})
 
-    def _rewrite(self, rows: list[dict[str, Any]]) -> None:
+    def flush(self) -> None:
+        with writing(self.path), self.path.open("r+b") as file:
+            os.fsync(file.fileno())
+
+    def _rewrite(self, columns: list[str], rows: list[dict[str, Any]]) -> None:
         text = io.StringIO()
-        writer = csv.DictWriter(text, self.columns)
+        writer = csv.DictWriter(text, columns)
         writer.writeheader()
         writer.writerows(rows)
         write_atomically(self.path, text.getvalue())
+        self.columns = columns
+
+
+def _rows(path: Path, columns: list[str], rounds: int) -> tuple[list[str], list[dict[str, Any]]]:
+    """Columns of a log, and its rows of the first rounds, of which each has one; later rows are left out.
+
+    Args:
+        path: The file. If it holds the word ``round`` alone, the rows are empty.
+        columns: Columns that it must have.
+        rounds: Number of rounds.
+
+    Raises:
+        UserError: If it is missing, or a column or row is missing, doubled or no numbers.
+    """
+    remedy = "put the run's own file back, or one that holds only the word round, to continue without its rows"
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            lines = list(csv.reader(file))
+    except (OSError, ValueError, csv.Error) as error:
+        what = error.strerror if isinstance(error, OSError) else error
+        raise UserError(f"{path}: cannot be read ({what}); {remedy}") from None
+    if lines == [["round"]]:
+        return columns or ["round"], [{"round": k + 1} for k in range(rounds)]
+    head, rows = lines[0] if lines else [], lines[1:]
+    if absent := [name for name in dict.fromkeys(["round", *columns]) if head.count(name) != 1]:
+        raise UserError(f"{path}: has not one column {absent[0]}; {remedy}")
+    at = head.index("round")
+    for k, row in enumerate(rows[:rounds]):
+        if len(row) != len(head) or row[at] != str(k + 1) or not all(map(_is_number, row)):
+            raise UserError(f"{path}: line {k + 2} is not a row of numbers for round {k + 1}; {remedy}")
+    for row in rows[rounds:]:  # a crash may have cut the last one short
+        if len(row) == len(head) and row[at].isdecimal() and int(row[at]) <= rounds:
+            raise UserError(f"{path}: has round {row[at]} twice; {remedy}")
+    if len(rows) < rounds:
+        raise UserError(f"{path}: ends at round {len(rows)}, the checkpoint at {rounds}; {remedy}")
+    return head, [dict(zip(head, row, strict=True)) for row in rows[:rounds]]
+
+
+def _is_number(cell: str) -> bool:
+    try:
+        return not cell or float(cell) is not None
+    except ValueError:
+        return False

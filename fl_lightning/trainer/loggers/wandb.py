@@ -18,6 +18,7 @@ from lightning.pytorch.loggers import WandbLogger as LightningWandbLogger
 from fl_lightning.core import UserError, style
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.data.counts import class_counts, count_table, heat_map
+from fl_lightning.results.configs import config_files
 from fl_lightning.results.metrics import mode_of, read_metrics
 from fl_lightning.trainer.loggers.base import About, Picture, RunLogger
 
@@ -206,7 +207,7 @@ class WandbLogger(LightningWandbLogger, RunLogger):
             self.run.define_metric(name, step_metric="round", summary=f"{mode_of(name)},last")
 
     def _summarise(self) -> None:
-        """Best and last value of each metric over the whole run: W&B's own begin anew when a run is resumed."""
+        """Best and last value of each metric over the whole run: W&B's own start over when a run is resumed."""
         assert self.run is not None
         for name, values in self._columns.items():
             finite = [value for _, value in values if math.isfinite(value)]
@@ -217,7 +218,7 @@ class WandbLogger(LightningWandbLogger, RunLogger):
     def _log_artifacts(self) -> None:
         """Config and checkpoints, laid out as in the run folder."""
         assert self.run is not None and self.dir is not None
-        config = [self.dir / "config.yaml"]
+        config = list(config_files(self.dir).values())
         self._log_artifact("config", "last", config)
         for alias in ("best", "last") if self.log_model else ():  # W&B's own alias is that of the latest
             file = self.dir / "checkpoints" / f"{alias}.ckpt"

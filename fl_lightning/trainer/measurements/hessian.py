@@ -182,6 +182,8 @@ class ClientLambdaMax(Measure):
         measurements = []
         for where, mine in self._found.items():
             found = dict(sorted(collectives.all_gather_dict(context.run.fabric, mine).items()))
+            if not found:  # no client has answered
+                continue
             values, residuals, sizes = zip(*found.values(), strict=True)
             own = where == "local"
             measurements.append(

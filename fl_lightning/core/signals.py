@@ -1,0 +1,60 @@
+"""Signals that end a run: the first one breaks it off, and no later one disturbs the saving."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType
+from typing import Any
+
+SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1") if hasattr(signal, name)]
+"""Ctrl-C, kill and a cluster's time limit, a closed terminal, SLURM's warning."""
+_active: Interruption | None = None
+
+
+class Interruption:
+    """Within its context the first of `SIGNALS` raises KeyboardInterrupt, and later ones are ignored.
+
+    Handlers other than Python's own stay, and so do ignored signals (``nohup``). It acts in the main thread only.
+
+    Args:
+        ends_process: Signals stay ignored after an interruption, until the process ends.
+
+    Attributes:
+        received: Number of the first signal.
+    """
+
+    def __init__(self, ends_process: bool = False) -> None:
+        self.ends_process = ends_process
+        self.received: int | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Interruption:
+        global _active
+        if threading.current_thread() is threading.main_thread():
+            for number in SIGNALS:
+                if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
+                    self._before[number] = signal.signal(number, self._receive)
+        if self._before:
+            _active = self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        global _active
+        if self.received is not None and self.ends_process:
+            return
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        if self._before:
+            _active = None
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if self.received is None:
+            self.received = number
+            raise KeyboardInterrupt
+
+
+def check_interruption() -> None:
+    """Raises the KeyboardInterrupt that was lost, if a signal came where Python drops exceptions, as in a finalizer."""
+    if _active is not None and _active.received is not None:
+        raise KeyboardInterrupt

@@ -1,0 +1,96 @@
+"""The uploads that arrive in a phase: which are accepted, their averages, and what their clients keep."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from fl_lightning.core import State, Upload, Uploads, accumulator_dtype
+from fl_lightning.engine import LocalResult
+from fl_lightning.trainer import collectives, divergence
+from fl_lightning.trainer.cohort import Cohort
+from fl_lightning.trainer.run import Run
+
+
+class Arrivals:
+    """The local results of a cohort, of which each process holds its share. Every process calls all methods.
+
+    Args:
+        run: The run.
+        cohort: The clients; there may be none.
+        results: Those of this process, in the order of its share.
+        like: A tensor of the dtype, on this process's device.
+
+    Attributes:
+        accepted: Whether each client's upload and state are finite, in cohort order.
+        losses: Training loss of each accepted client, ``(accepted,)``.
+        shapes: Shape of each uploaded name.
+    """
+
+    def __init__(self, run: Run, cohort: Cohort, results: Sequence[LocalResult], like: Tensor) -> None:
+        self.run, self.cohort, self.results, self.like = run, cohort, results, like
+        self.shapes = self._upload_shapes()
+        table = torch.zeros(2, len(cohort.clients), dtype=accumulator_dtype(like.device), device=like.device)
+        if results:  # is it finite, and its loss
+            mine = torch.tensor(cohort.shares[run.fabric.global_rank], device=like.device)
+            finite = torch.tensor([float(r.finite) for r in results], device=like.device)
+            table[:, mine] = torch.stack([finite, torch.stack([r.loss for r in results])]).to(table.dtype)
+        if cohort.clients:
+            collectives.all_reduce_sum(run.fabric, table)
+        self.accepted = [bool(x) for x in table[0].tolist()]
+        self.losses = table[1] if all(self.accepted) else table[1][torch.tensor(self.accepted, device=table.device)]
+
+    @property
+    def refused(self) -> list[int]:
+        """Clients whose upload or state is not finite."""
+        return [k for k, accepted in zip(self.cohort.clients, self.accepted, strict=True) if not accepted]
+
+    def average(self) -> Uploads:
+        """Returns averages of the accepted uploads."""
+        run, contexts = self.run, self.cohort.contexts
+        accepted = [ctx for ctx, yes in zip(contexts, self.accepted, strict=True) if yes]
+        uploads = Uploads(run.objective.wire[1], run.objective.weighting, accepted, self.like)
+        for position, upload in self._summed_here():
+            if self.accepted[position]:
+                uploads.add(upload, contexts[position].n_k)
+        collectives.reduce(run.fabric, uploads, self.shapes, self.like, run.settings.deterministic)
+        return uploads
+
+    def rows(self) -> dict[int, State]:
+        """Returns on rank 0 the accepted clients' new states, by id."""
+        names = {
+            name: self._gathered([r.state[name] for r in self.results], shape)
+            for name, shape in self.run.clients.shapes.items()
+        }
+        if not (names and self.run.fabric.is_global_zero):
+            return {}
+        each = enumerate(zip(self.cohort.clients, self.accepted, strict=True))
+        return {k: State({name: column[i] for name, column in names.items()}) for i, (k, yes) in each if yes}
+
+    def reasons(self) -> str:
+        """Returns what is not finite of some of the refused clients."""
+        flat = self.run.objective.flat
+        mine = {r.client: divergence.culprit({**r.state, **r.upload}, flat) for r in self.results if not r.finite}
+        found = sorted(collectives.all_gather_dict(self.run.fabric, mine).items())
+        return "; ".join([*(f"client {client}: {what}" for client, what in found[:3]), *["..."] * (len(found) > 3)])
+
+    def _summed_here(self) -> Iterator[tuple[int, Upload]]:
+        """The uploads that this process sums, by position: all of them on rank 0, or of each process its own."""
+        fabric, shares = self.run.fabric, self.cohort.shares
+        columns, positions = {n: [r.upload[n] for r in self.results] for n in self.shapes}, shares[fabric.global_rank]
+        if self.run.settings.deterministic or fabric.world_size == 1:
+            columns = {name: self._gathered(column, self.shapes[name]) for name, column in columns.items()}
+            positions = list(range(len(self.cohort.clients))) if fabric.is_global_zero else []
+        for i, position in enumerate(positions):
+            yield position, {name: column[i] for name, column in columns.items()}
+
+    def _gathered(self, rows: Sequence[Tensor], shape: Sequence[int]) -> list[Tensor]:
+        return collectives.gather(self.run.fabric, rows, self.cohort.shares, shape, self.like)
+
+    def _upload_shapes(self) -> dict[str, list[int]]:
+        """Rank 0, which trains a client of every cohort, broadcasts them once a run."""
+        known, phase = self.run.upload_shapes, self.cohort.phase
+        if self.cohort.clients and phase not in known:
+            shapes = {name: list(v.shape) for name, v in self.results[0].upload.items()} if self.results else {}
+            known[phase] = self.run.fabric.broadcast(shapes)
+        return known.get(phase, {})
