@@ -356,7 +356,16 @@ def test_box_of_average(golden: Golden, case: str, setting: str) -> None:
     assert_same(record.evaluated, evaluated)
 
 
-UNEQUAL_STEPS = ("FedNova", "SCAFFOLD", "FedGAMMA", "FedLESAMS-own_last_active", "FedCM", "MoFedSAM")
+UNEQUAL_STEPS = (
+    "FedNova",
+    "SCAFFOLD",
+    "FedGAMMA",
+    "FedLESAMS-own_last_active",
+    "FedCM",
+    "MoFedSAM",
+    "FedMoSWA",
+    "FedWMSAM",
+)
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.5])

@@ -15,6 +15,8 @@ from fl_lightning import (
     SGD,
     SWA,
     Arrays,
+    Digits,
+    Dirichlet,
     FedACG,
     FedAvg,
     FedCM,
@@ -30,8 +32,10 @@ from fl_lightning import (
     FedSWA,
     FedWMSAM,
     LocalObjective,
+    UserError,
 )
 from fl_lightning.core.state import ClientContext, State
+from fl_lightning.data.counts import class_counts
 from tests.conftest import GOLDEN, Golden
 from tests.integration.test_identities import WD, close, path
 
@@ -94,6 +98,21 @@ def test_fedlc_of_equal_counts_is_fedavg(golden: Golden) -> None:
     """Whatever tau: a constant added to all logits changes nothing."""
     golden.arrays = [(x[:4], np.arange(4)) for x, _ in golden.arrays]
     close(path(golden, FedLC, tau=3.0), path(golden, FedAvg))
+
+
+def test_class_counts_are_those_of_what_a_client_trains_on() -> None:
+    data = Digits(num_clients=4, partition=Dirichlet(0.3), val_fraction=0.3)
+    data.setup()
+    counts = torch.stack([data.class_counts(k) for k in range(4)])
+    assert torch.equal(counts.sum(1), data.client_sizes) and counts.sum() + len(data.val_indices) == len(data.y_train)
+    assert torch.equal(counts, torch.from_numpy(class_counts(data))) and not counts.all()
+
+
+@pytest.mark.parametrize("algorithm", [MOON, FedDecorr])
+def test_a_net_without_features_is_refused(golden: Golden, algorithm: Any) -> None:
+    net = nn.Sequential(nn.Conv2d(3, 4, 8), nn.Flatten())
+    with pytest.raises(UserError, match=r"model.net = Sequential has no linear layer"):
+        golden.run(algorithm(net=net), max_rounds=1)
 
 
 def test_features_that_are_shifted_and_scaled_have_the_same_correlation() -> None:
