@@ -193,7 +193,7 @@ def fill(text: str) -> str:
 
 
 def draw() -> None:
-    """Accuracy against lambda_max: means with standard deviations, one point per run, distinguished by shape alone."""
+    """Accuracy (of 0.5 at least) against lambda_max: means with standard deviations, one point per run."""
     from matplotlib.figure import Figure
 
     kinds = {
@@ -210,7 +210,7 @@ def draw() -> None:
     points: dict[tuple[float, float], list[str]] = {}
     found = read()
     for label, (name, _) in ALGORITHMS.items():
-        if any(row["diverged_in_round"] for row in found[label]):
+        if any(row["diverged_in_round"] or float(row["acc_mean_last5"]) < 0.5 for row in found[label]):
             continue
         x, y = ([float(row[c]) for row in found[label]] for c in ("lambda_max", "acc_mean_last5"))
         at = (statistics.mean(x), statistics.mean(y))

@@ -92,6 +92,8 @@ from .nets import ResNet18GN as ResNet18GN
 from .nets import ResNet18NoNorm as ResNet18NoNorm
 from .nets import ViTCIFAR as ViTCIFAR
 from .trainer import FederatedTrainer as FederatedTrainer
+from .trainer.adaptive_privacy import AdaptivePrivacy as AdaptivePrivacy
+from .trainer.aggregation import Aggregation as Aggregation
 from .trainer.callbacks import Callback as Callback
 from .trainer.callbacks import Checkpoints as Checkpoints
 from .trainer.callbacks import Curves as Curves
@@ -117,6 +119,12 @@ from .trainer.measurements import Sharpness as Sharpness
 from .trainer.measurements import SpectralDensity as SpectralDensity
 from .trainer.measurements import Spectrum as Spectrum
 from .trainer.measurements import Updates as Updates
+from .trainer.privacy import GaussianPrivacy as GaussianPrivacy
+from .trainer.rules import CoordinateMedian as CoordinateMedian
+from .trainer.rules import Krum as Krum
+from .trainer.rules import MultiKrum as MultiKrum
+from .trainer.rules import NormClipping as NormClipping
+from .trainer.rules import TrimmedMean as TrimmedMean
 from .trainer.samplers import BernoulliSampler as BernoulliSampler
 from .trainer.samplers import ReplaySampler as ReplaySampler
 from .trainer.samplers import UniformSampler as UniformSampler

@@ -23,6 +23,7 @@ SAMPLED = {
     "test_an_interruption_in_any_hook_gives_the_same_numbers": 4,
     "test_a_damaged_log_is_refused": 4,
     "test_any_batch_size_gives_the_same": 3,
+    "test_bad_input": 25,
     "test_bits_are_those_that_fit_logs": 3,
     "test_box": 5,
     "test_box_of_average": 2,

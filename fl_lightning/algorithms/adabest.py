@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.algorithms.parts.base import Gradient, Step
-from fl_lightning.core import ClientContext, RoundContext, State, Upload, Uploads, Weighting, require
+from fl_lightning.core import ClientContext, Decay, NonNegative, RoundContext, State, Upload, Uploads, Weighting
 
 
 class AdaBest(LocalObjective):
@@ -24,12 +24,11 @@ class AdaBest(LocalObjective):
     paper = "Varno et al., ECCV 2022"
     client_state = {"h": "zeros", "last": 0.0}
     server_state = {"w_bar": "w0"}
+    references = {}  # every upload depends on the numbers of samples of all clients, and no clip bounds that
     default_weighting: Weighting = "uniform"
 
-    def __init__(self, net: nn.Module, mu: float = 0.02, beta: float = 0.98, **kwargs: Any) -> None:
+    def __init__(self, net: nn.Module, mu: NonNegative = 0.02, beta: Decay = 0.98, **kwargs: Any) -> None:
         super().__init__(net, **kwargs)
-        require(mu >= 0, "model.mu", mu, "0 or more")
-        require(0 <= beta < 1, "model.beta", beta, "from 0 to below 1")
         self.mu, self.beta = mu, beta
 
     def local_step(self, w: Tensor, grad: Gradient, client: State, received: State, ctx: ClientContext) -> Step:

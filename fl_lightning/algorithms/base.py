@@ -13,7 +13,7 @@ from fl_lightning.algorithms.module import SupervisedModule
 from fl_lightning.algorithms.parts.ascent import Ascent
 from fl_lightning.algorithms.parts.averaging import Averaging
 from fl_lightning.algorithms.parts.base import Gradient, Part, Step
-from fl_lightning.algorithms.parts.buffers import POLICIES, Buffers, Policy
+from fl_lightning.algorithms.parts.buffers import Buffers, Policy
 from fl_lightning.algorithms.parts.relaxed import RelaxedInit
 from fl_lightning.algorithms.parts.server_optimizers import ServerUpdate
 from fl_lightning.algorithms.parts.sgd import SGD
@@ -21,6 +21,7 @@ from fl_lightning.core import (
     ClientContext,
     FlatSpec,
     Init,
+    NonNegative,
     RoundContext,
     State,
     Upload,
@@ -28,7 +29,6 @@ from fl_lightning.core import (
     UserError,
     Weighting,
     ensure,
-    require,
     weights,
 )
 
@@ -57,11 +57,15 @@ class LocalObjective(SupervisedModule):
 
     Attributes:
         net_buffers: The net's buffers; None if it has none.
+        trained: Whether a run has trained the net.
         client_state: State that a client keeps, by name with its initial value (see `fl_lightning.core.state.Init`).
         scratch_state: The same for state that lives during one round's local training and is never stored.
         server_state: State that the server keeps in addition to ``w``.
         down: Names of server state that is sent to a client.
         up: Names that a client uploads.
+        references: What the server knows of uploads beforehand, for rules that clip what is new in them; by name that
+            of a value which is sent, "zeros" for a vector ``(d,)``, or a number for a scalar ``(1,)``. An upload that
+            is missing here cannot be clipped, and the algorithm not be trained under differential privacy.
         adds_updates: Whether the server adds the clients' updates to ``w^t`` rather than take their models as they are;
             they differ only where local training starts elsewhere (``relaxed_init``).
         refers_to_received: Whether the local objective refers to the received model, so that it has no meaning without
@@ -72,11 +76,13 @@ class LocalObjective(SupervisedModule):
         paper: Where the algorithm comes from.
     """
 
+    trained: bool = False
     client_state: Mapping[str, Init] = {}
     scratch_state: Mapping[str, Init] = {}
     server_state: Mapping[str, Init] = {}
     down: tuple[str, ...] = ("w",)
     up: tuple[str, ...] = ("w",)
+    references: Mapping[str, str | float] = {"w": "w"}
     adds_updates: bool = True
     refers_to_received: ClassVar[bool] = False
     uses_class_counts: ClassVar[bool] = False
@@ -133,7 +139,7 @@ class LocalObjective(SupervisedModule):
         server_update: ServerUpdate | None = None,
         averaging: Averaging | None = None,
         weighting: Weighting | None = None,
-        relaxed_init: float = 0.0,
+        relaxed_init: NonNegative = 0.0,
         init_weights: str | dict[str, Any] | None = None,
         buffers: Policy | None = None,
     ) -> None:
@@ -146,7 +152,6 @@ class LocalObjective(SupervisedModule):
         self.relaxed_init = relaxed_init
         if init_weights is not None:
             weights.initialize(net, init_weights)
-        require(buffers in (None, *POLICIES), "model.buffers", buffers, f"choose from null, {', '.join(POLICIES)}")
         named = [name for name, _ in net.named_buffers()]
         if named and buffers is None:
             raise UserError(
@@ -186,6 +191,22 @@ class LocalObjective(SupervisedModule):
     def wire(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """All names that are sent, and all names that are uploaded."""
         return tuple(n for x in self._owners for n in x.down), tuple(n for x in self._owners for n in x.up)
+
+    @property
+    def all_references(self) -> dict[str, str | float]:
+        """References of this objective and its parts."""
+        return {name: of for owner in self._owners for name, of in owner.references.items()}
+
+    def known(self, sent: State) -> dict[str, Tensor]:
+        """Returns what the server knows of the uploads beforehand, by name, for those that have a reference.
+
+        Args:
+            sent: What the clients receive.
+        """
+        references = self.all_references
+        inits = {name: references[name] for name in self.wire[1] if name in references}
+        values = State.initial({name: of for name, of in inits.items() if of not in sent}, sent.w, sent.w)
+        return {name: sent[str(of)] if of in sent else values[name] for name, of in inits.items()}
 
     def lr(self, ctx: RoundContext) -> float:
         """Returns the learning rate of a round's local steps."""

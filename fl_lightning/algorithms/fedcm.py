@@ -1,13 +1,13 @@
 """FedCM and MoFedSAM: clients step along a mix of their gradient and the last global direction."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from torch import Tensor, nn
 
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.algorithms.parts.ascent import SAM
 from fl_lightning.algorithms.parts.base import Gradient, Step
-from fl_lightning.core import ClientContext, RoundContext, State, Uploads, Weighting, require
+from fl_lightning.core import ClientContext, Interval, NonNegative, RoundContext, State, Uploads, Weighting
 
 
 class FedCM(LocalObjective):
@@ -26,10 +26,13 @@ class FedCM(LocalObjective):
     default_weighting: Weighting = "uniform"
 
     def __init__(
-        self, net: nn.Module, alpha: float = 0.1, step: Literal["mean", "gf_repo"] = "mean", **kwargs: Any
+        self,
+        net: nn.Module,
+        alpha: Annotated[float, Interval("(0, 1]")] = 0.1,
+        step: Literal["mean", "gf_repo"] = "mean",
+        **kwargs: Any,
     ) -> None:
         super().__init__(net, **kwargs)
-        require(0 < alpha <= 1, "model.alpha", alpha, "above 0 and at most 1")
         self.alpha, self.step = alpha, step
 
     def local_step(self, w: Tensor, grad: Gradient, client: State, received: State, ctx: ClientContext) -> Step:
@@ -57,5 +60,5 @@ class MoFedSAM(FedCM):
 
     paper = "Qu et al., ICML 2022"
 
-    def __init__(self, net: nn.Module, rho: float = 0.01, **kwargs: Any) -> None:
+    def __init__(self, net: nn.Module, rho: NonNegative = 0.01, **kwargs: Any) -> None:
         super().__init__(net, ascent=SAM(rho), **kwargs)

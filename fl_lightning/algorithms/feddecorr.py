@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.algorithms.module import Losses
-from fl_lightning.core import require
+from fl_lightning.core import NonNegative
 
 EPS = 1e-8
 """Added to the variances, under the root: a dead feature has no correlation, and no infinite gradient."""
@@ -31,10 +31,9 @@ class FedDecorr(LocalObjective):
     uses_features = True
 
     def __init__(
-        self, net: nn.Module, beta: float = 0.1, scale: Literal["paper", "code"] = "paper", **kwargs: Any
+        self, net: nn.Module, beta: NonNegative = 0.1, scale: Literal["paper", "code"] = "paper", **kwargs: Any
     ) -> None:
         super().__init__(net, **kwargs)
-        require(beta >= 0, "model.beta", beta, "0 or more")
         self.beta, self.scale = beta, scale
 
     def losses(self, logits: Any, target: Tensor, *teacher: Any) -> Tensor:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.algorithms.parts.base import Direction, Gradient, Step
 from fl_lightning.algorithms.parts.drift import admm_dual, admm_pull
-from fl_lightning.core import ClientContext, RoundContext, State, Upload, Uploads, Weighting, require, to_radius
+from fl_lightning.core import ClientContext, Positive, RoundContext, State, Upload, Uploads, Weighting, to_radius
 
 
 class FedDyn(LocalObjective):
@@ -28,19 +28,19 @@ class FedDyn(LocalObjective):
     paper = "Acar et al., ICLR 2021"
     client_state = {"lam": "zeros"}
     server_state = {"lam": "zeros"}
+    references = {"w": "w", "start_w": "w"}
     default_weighting: Weighting = "uniform"
     adds_updates = False
 
     def __init__(
         self,
         net: nn.Module,
-        beta: float = 10.0,
+        beta: Positive = 10.0,
         prox: Literal["squared", "unsquared", "fl_simulator"] = "squared",
         use_dual: bool = True,
         **kwargs: Any,
     ) -> None:
         super().__init__(net, **kwargs)
-        require(beta > 0, "model.beta", beta, "must be above 0 (it is 1/alpha of FedDyn)")
         self.beta, self.prox, self.use_dual = beta, prox, use_dual
         if not use_dual:
             self.client_state, self.server_state = (

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.algorithms.parts.averaging import Averaging, LastTwo
-from fl_lightning.core import ClientContext, RoundContext, State, Upload, Uploads, Weighting, norm, require
+from fl_lightning.core import ClientContext, NonNegative, RoundContext, State, Upload, Uploads, Weighting, norm
 
 TINY = 1e-30
 """Least denominator of the step, so that it is 1 if nothing moved and eps is 0."""
@@ -28,18 +28,18 @@ class FedExP(LocalObjective):
 
     paper = "Jhunjhunwala et al., ICLR 2023"
     up = ("w", "square")
+    references = {}  # the squared norm must be that of what is sent, which a clip would change
     default_weighting: Weighting = "uniform"
 
     def __init__(
         self,
         net: nn.Module,
-        eps: float = 1e-3,
+        eps: NonNegative = 1e-3,
         eps_scale: Literal["paper", "code"] = "paper",
         averaging: Averaging | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(net, averaging=averaging or LastTwo(), **kwargs)
-        require(eps >= 0, "model.eps", eps, "0 or more")
         self.eps, self.eps_scale = eps, eps_scale
 
     def local_end(self, w: Tensor, client: State, received: State, ctx: ClientContext) -> tuple[Upload, State]:

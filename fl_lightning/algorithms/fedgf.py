@@ -7,7 +7,18 @@ from torch import Tensor, nn
 
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.algorithms.parts.base import Gradient, Step
-from fl_lightning.core import ClientContext, RoundContext, State, Upload, Uploads, norm, require, to_radius
+from fl_lightning.core import (
+    ClientContext,
+    NonNegative,
+    RoundContext,
+    Share,
+    Size,
+    State,
+    Upload,
+    Uploads,
+    norm,
+    to_radius,
+)
 
 
 class FedGF(LocalObjective):
@@ -29,25 +40,21 @@ class FedGF(LocalObjective):
 
     paper = "Lee and Yoon, ICML 2024"
     down, up = ("w", "w_tilde", "c"), ("w", "distance")
+    references = {"w": "w", "distance": 0.0}
     passes = (2, 2)
 
     def __init__(
         self,
         net: nn.Module,
-        rho: float = 0.05,
-        rho_g: float | None = None,
-        T_D: float = 0.2,
-        W: int = 30,
-        c: float | None = None,
+        rho: NonNegative = 0.05,
+        rho_g: NonNegative | None = None,
+        T_D: NonNegative = 0.2,
+        W: Size = 30,
+        c: Share | None = None,
         window_warmup: Literal["available", "full"] = "available",
         **kwargs: Any,
     ) -> None:
         super().__init__(net, ascent=None, **kwargs)
-        require(W >= 1, "model.W", W, "at least 1 round")
-        require(c is None or 0 <= c <= 1, "model.c", c, "from 0 to 1, or null for the adaptive one")
-        require(rho >= 0, "model.rho", rho, "a radius is 0 or more")
-        require(rho_g is None or rho_g >= 0, "model.rho_g", rho_g, "0 or more, or null for rho")
-        require(T_D >= 0, "model.T_D", T_D, "a distance is 0 or more")
         self.rho, self.rho_g = rho, rho if rho_g is None else rho_g
         self.T_D, self.W, self.c, self.window_warmup = T_D, W, c, window_warmup
         self.server_state = {"w_tilde": "w0", "c": 0.0, "window": lambda w0: w0.new_zeros(W)}

@@ -10,13 +10,14 @@ from fl_lightning.algorithms.parts.ascent import SAM, warm_up
 from fl_lightning.algorithms.parts.drift import admm_dual
 from fl_lightning.core import (
     ClientContext,
+    NonNegative,
     RoundContext,
     State,
     Upload,
     Uploads,
     Weighting,
+    Whole,
     ensure,
-    require,
     to_radius,
 )
 
@@ -47,18 +48,15 @@ class FedGloSS(FedDyn):
     def __init__(
         self,
         net: nn.Module,
-        rho: float = 0.1,
+        rho: NonNegative = 0.1,
         sigma_scale: Literal["paper", "code"] = "paper",
         sigma_ref: Literal["perturbed", "clean"] = "perturbed",
         rho_schedule: Literal["constant", "linear", "repo_bug"] = "constant",
-        warmup: int = 0,
-        rho0: float = 1e-3,
+        warmup: Whole = 0,
+        rho0: NonNegative = 1e-3,
         **kwargs: Any,
     ) -> None:
         super().__init__(net, **kwargs)
-        require(rho >= 0, "model.rho", rho, "a radius is 0 or more")
-        require(warmup >= 0, "model.warmup", warmup, "0 rounds or more")
-        require(rho0 >= 0, "model.rho0", rho0, "a radius is 0 or more")
         self.rho, self.sigma_scale, self.sigma_ref = rho, sigma_scale, sigma_ref
         self.rho_schedule, self.warmup, self.rho0 = rho_schedule, warmup, rho0
 

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from fl_lightning.algorithms.feddyn import FedDyn
 from fl_lightning.algorithms.parts.base import Direction
-from fl_lightning.core import ClientContext, RoundContext, State, Uploads, kl_to_teacher, require
+from fl_lightning.core import ClientContext, NonNegative, Positive, RoundContext, Share, State, Uploads, kl_to_teacher
 
 
 class FedGMT(FedDyn):
@@ -29,17 +29,14 @@ class FedGMT(FedDyn):
     def __init__(
         self,
         net: nn.Module,
-        gamma: float = 1.0,
-        tau: float = 3.0,
-        ema_alpha: float = 0.95,
+        gamma: NonNegative = 1.0,
+        tau: Positive = 3.0,
+        ema_alpha: Share = 0.95,
         kl_tau2: bool = True,
-        beta: float = 10.0,
+        beta: Positive = 10.0,
         **kwargs: Any,
     ) -> None:
         super().__init__(net, beta, "squared", **kwargs)
-        require(gamma >= 0, "model.gamma", gamma, "0 or more")
-        require(tau > 0, "model.tau", tau, "above 0")
-        require(0 <= ema_alpha <= 1, "model.ema_alpha", ema_alpha, "from 0 to 1")
         self.gamma, self.tau, self.ema_alpha, self.kl_tau2 = gamma, tau, ema_alpha, kl_tau2
 
     def teacher(self, client: State, received: State) -> Tensor:
@@ -82,7 +79,7 @@ class FedGMTv2(FedGMT):
     def __init__(
         self,
         net: nn.Module,
-        ema_alpha: float = 0.5,
+        ema_alpha: Share = 0.5,
         v2_init: Literal["w0", "first_seen"] = "w0",
         **kwargs: Any,
     ) -> None:

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.core import ClientContext, State, ensure, not_true, require
+from fl_lightning.core import ClientContext, NonNegative, State, ensure, not_true
 
 OUT = -1e4
 """Logit of a class that takes no part: its probability is exactly 0, and no product with it is NaN."""
@@ -30,10 +30,9 @@ class FedLC(LocalObjective):
     uses_class_counts = True
 
     def __init__(
-        self, net: nn.Module, tau: float = 1.0, denominator: Literal["all", "others"] = "all", **kwargs: Any
+        self, net: nn.Module, tau: NonNegative = 1.0, denominator: Literal["all", "others"] = "all", **kwargs: Any
     ) -> None:
         super().__init__(net, **kwargs)
-        require(tau >= 0, "model.tau", tau, "0 or more")
         self.tau, self.denominator = tau, denominator
 
     def loss_constants(self, client: State, received: State, ctx: ClientContext) -> tuple[Tensor, ...]:

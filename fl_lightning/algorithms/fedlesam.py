@@ -8,6 +8,7 @@ from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.algorithms.feddyn import FedDyn
 from fl_lightning.algorithms.parts.ascent import LESAM
 from fl_lightning.algorithms.scaffold import SCAFFOLD
+from fl_lightning.core import NonNegative
 
 
 class FedLESAM(LocalObjective):
@@ -25,7 +26,7 @@ class FedLESAM(LocalObjective):
     def __init__(
         self,
         net: nn.Module,
-        rho: float = 0.1,
+        rho: NonNegative = 0.1,
         ref: Literal["own_last_active", "previous_round"] = "own_last_active",
         **kwargs: Any,
     ) -> None:

@@ -15,6 +15,7 @@ class FedNova(LocalObjective):
 
     paper = "Wang et al., NeurIPS 2020"
     up = ("update", "tau")
+    references = {}  # next to tau, a number of steps, the update would hardly count in a norm
 
     def local_end(self, w: Tensor, client: State, received: State, ctx: ClientContext) -> tuple[Upload, State]:
         """``tau_i``, and ``(w_i - w) / tau_i``."""

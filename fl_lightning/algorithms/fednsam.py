@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from fl_lightning.algorithms.fedacg import LookAhead
 from fl_lightning.algorithms.parts.ascent import SAM, Ascent
 from fl_lightning.algorithms.parts.base import Gradient
-from fl_lightning.core import ClientContext, RoundContext, State, require, to_radius
+from fl_lightning.core import ClientContext, Decay, NonNegative, RoundContext, State, to_radius
 
 
 class AlongMomentum(Ascent):
@@ -22,8 +22,7 @@ class AlongMomentum(Ascent):
     passes = 1
     down = ("server_v",)
 
-    def __init__(self, gamma: float, rho: float, eps: float = 1e-7) -> None:
-        require(rho >= 0, "model.rho", rho, "a radius is 0 or more")
+    def __init__(self, gamma: Decay, rho: NonNegative, eps: NonNegative = 1e-7) -> None:
         self.gamma, self.rho, self.eps = gamma, rho, eps
 
     def __call__(self, w: Tensor, grad: Gradient, client: State, received: State, ctx: ClientContext) -> Tensor:
@@ -48,8 +47,8 @@ class FedNSAM(LookAhead):
     def __init__(
         self,
         net: nn.Module,
-        gamma: float = 0.85,
-        rho: float = 0.05,
+        gamma: Decay = 0.85,
+        rho: NonNegative = 0.05,
         along: Literal["gradient", "momentum"] = "gradient",
         **kwargs: Any,
     ) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.core import State, kl_to_teacher, not_true, require
+from fl_lightning.core import NonNegative, Positive, State, kl_to_teacher, not_true
 
 
 class FedNTD(LocalObjective):
@@ -21,10 +21,8 @@ class FedNTD(LocalObjective):
     paper = "Lee et al., NeurIPS 2022"
     refers_to_received = True
 
-    def __init__(self, net: nn.Module, gamma: float = 1.0, tau: float = 1.0, **kwargs: Any) -> None:
+    def __init__(self, net: nn.Module, gamma: NonNegative = 1.0, tau: Positive = 1.0, **kwargs: Any) -> None:
         super().__init__(net, **kwargs)
-        require(gamma >= 0, "model.gamma", gamma, "0 or more")
-        require(tau > 0, "model.tau", tau, "above 0")
         self.gamma, self.tau = gamma, tau
 
     def teacher(self, client: State, received: State) -> Tensor:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.algorithms.parts.base import Gradient, Step
 from fl_lightning.algorithms.parts.drift import prox_pull
-from fl_lightning.core import ClientContext, State, require
+from fl_lightning.core import ClientContext, NonNegative, State
 
 
 class FedProx(LocalObjective):
@@ -22,9 +22,8 @@ class FedProx(LocalObjective):
     paper = "Li et al., MLSys 2020"
     refers_to_received = True
 
-    def __init__(self, net: nn.Module, mu: float = 0.01, **kwargs: Any) -> None:
+    def __init__(self, net: nn.Module, mu: NonNegative = 0.01, **kwargs: Any) -> None:
         super().__init__(net, **kwargs)
-        require(mu >= 0, "model.mu", mu, "0 or more")
         self.mu = mu
 
     def local_step(self, w: Tensor, grad: Gradient, client: State, received: State, ctx: ClientContext) -> Step:

@@ -6,6 +6,7 @@ from torch import nn
 
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.algorithms.parts.ascent import ASAM, SAM
+from fl_lightning.core import NonNegative
 
 
 class FedSAM(LocalObjective):
@@ -19,7 +20,7 @@ class FedSAM(LocalObjective):
 
     paper = "Caldarola et al., ECCV 2022; Qu et al., ICML 2022"
 
-    def __init__(self, net: nn.Module, rho: float = 0.05, **kwargs: Any) -> None:
+    def __init__(self, net: nn.Module, rho: NonNegative = 0.05, **kwargs: Any) -> None:
         super().__init__(net, ascent=SAM(rho), **kwargs)
 
 
@@ -35,5 +36,5 @@ class FedASAM(LocalObjective):
 
     paper = "Caldarola et al., ECCV 2022"
 
-    def __init__(self, net: nn.Module, rho: float = 0.5, eta: float = 0.2, **kwargs: Any) -> None:
+    def __init__(self, net: nn.Module, rho: NonNegative = 0.5, eta: NonNegative = 0.2, **kwargs: Any) -> None:
         super().__init__(net, ascent=ASAM(rho, eta), **kwargs)

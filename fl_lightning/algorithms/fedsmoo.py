@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from fl_lightning.algorithms.feddyn import FedDyn
 from fl_lightning.algorithms.parts.base import Gradient, Step
-from fl_lightning.core import ClientContext, RoundContext, State, Upload, Uploads, require, to_radius
+from fl_lightning.core import ClientContext, NonNegative, RoundContext, State, Upload, Uploads, to_radius
 
 
 class FedSMOO(FedDyn):
@@ -25,17 +25,17 @@ class FedSMOO(FedDyn):
     server_state = {**FedDyn.server_state, "s": "zeros"}
     scratch_state = {"s_hat": "zeros"}
     down, up = ("w", "s"), ("w", "s")
+    references = {**FedDyn.references, "s": "zeros"}
     passes = (2, 2)
 
     def __init__(
         self,
         net: nn.Module,
-        rho: float = 0.1,
+        rho: NonNegative = 0.1,
         s_agg: Literal["mu_minus_shat", "mu_only"] = "mu_minus_shat",
         **kwargs: Any,
     ) -> None:
         super().__init__(net, ascent=None, **kwargs)
-        require(rho >= 0, "model.rho", rho, "a radius is 0 or more")
         self.rho, self.s_agg = rho, s_agg
 
     def local_step(self, w: Tensor, grad: Gradient, client: State, received: State, ctx: ClientContext) -> Step:

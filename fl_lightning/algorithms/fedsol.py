@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.algorithms.parts.base import Gradient, Step
-from fl_lightning.core import ClientContext, State, kl_to_teacher, norm, require, to_radius
+from fl_lightning.core import ClientContext, NonNegative, Positive, State, kl_to_teacher, norm, to_radius
 
 
 class FedSOL(LocalObjective):
@@ -27,14 +27,12 @@ class FedSOL(LocalObjective):
     def __init__(
         self,
         net: nn.Module,
-        rho: float = 1.0,
-        tau: float = 3.0,
+        rho: NonNegative = 1.0,
+        tau: Positive = 3.0,
         radius: Literal["adaptive", "fixed"] = "adaptive",
         **kwargs: Any,
     ) -> None:
         super().__init__(net, ascent=None, **kwargs)
-        require(rho >= 0, "model.rho", rho, "a radius is 0 or more")
-        require(tau > 0, "model.tau", tau, "above 0")
         self.rho, self.tau, self.radius = rho, tau, radius
 
     def teacher(self, client: State, received: State) -> Tensor:

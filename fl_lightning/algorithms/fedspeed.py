@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.algorithms.feddyn import FedDyn
 from fl_lightning.algorithms.parts.base import Gradient, Step
-from fl_lightning.core import ClientContext, RoundContext, State, Upload, Uploads, require, to_radius
+from fl_lightning.core import ClientContext, NonNegative, RoundContext, Share, State, Upload, Uploads, to_radius
 
 
 class FedSpeed(FedDyn):
@@ -28,14 +28,12 @@ class FedSpeed(FedDyn):
     def __init__(
         self,
         net: nn.Module,
-        rho: float = 0.1,
-        alpha: float = 1.0,
+        rho: NonNegative = 0.1,
+        alpha: Share = 1.0,
         dual_agg: Literal["all", "active"] = "all",
         **kwargs: Any,
     ) -> None:
         super().__init__(net, ascent=None, **kwargs)
-        require(rho >= 0, "model.rho", rho, "a radius is 0 or more")
-        require(0 <= alpha <= 1, "model.alpha", alpha, "from 0 to 1")
         self.rho, self.alpha, self.dual_agg = rho, alpha, dual_agg if self.use_dual else "all"
         if self.dual_agg == "active":
             self.server_state, self.up = {}, ("w",)

@@ -1,7 +1,7 @@
 """FedSWA and FedMoSWA: a learning rate that falls within each round, and a server that steps further than the mean."""
 
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any
 
 from torch import Tensor, nn
 
@@ -9,7 +9,7 @@ from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.algorithms.parts.base import Gradient, Step
 from fl_lightning.algorithms.parts.server_optimizers import ServerUpdate
 from fl_lightning.algorithms.scaffold import SCAFFOLD
-from fl_lightning.core import ClientContext, State, Upload, Weighting, require
+from fl_lightning.core import ClientContext, Interval, Positive, Share, State, Upload, Weighting
 
 
 class FedSWA(LocalObjective):
@@ -27,10 +27,8 @@ class FedSWA(LocalObjective):
     default_weighting: Weighting = "uniform"
     refers_to_received = True  # its learning rate starts again with each received model
 
-    def __init__(self, net: nn.Module, rho: float = 0.1, alpha: float = 1.5, **kwargs: Any) -> None:
-        require(alpha > 0, "model.alpha", alpha, "above 0")
+    def __init__(self, net: nn.Module, rho: Share = 0.1, alpha: Positive = 1.5, **kwargs: Any) -> None:
         super().__init__(net, server_update=ServerUpdate(alpha), **kwargs)
-        require(0 <= rho <= 1, "model.rho", rho, "from 0 to 1")
         self.rho = rho
 
     def step_lr(self, client: State, ctx: ClientContext) -> Tensor:
@@ -59,9 +57,8 @@ class FedMoSWA(FedSWA, SCAFFOLD):
 
     paper = "Liu et al., ICML 2025"
 
-    def __init__(self, net: nn.Module, gamma: float = 0.2, **kwargs: Any) -> None:
+    def __init__(self, net: nn.Module, gamma: Annotated[float, Interval("(0, 1]")] = 0.2, **kwargs: Any) -> None:
         super().__init__(net, **kwargs)
-        require(0 < gamma <= 1, "model.gamma", gamma, "above 0 and at most 1")
         self.gamma = gamma
 
     def local_end(self, w: Tensor, client: State, received: State, ctx: ClientContext) -> tuple[Upload, State]:
@@ -69,6 +66,6 @@ class FedMoSWA(FedSWA, SCAFFOLD):
         upload, client = super().local_end(w, client, received, ctx)
         return {**upload, "delta_c": client.c - received.c}, client
 
-    def variate_share(self, n: int, m: int) -> float:
+    def variate_share(self, n: float, m: int) -> float:
         """Gamma."""
         return self.gamma

@@ -1,12 +1,23 @@
 """FedWMSAM: an ascent relative to where the momentum leads, and a weight of the momentum that adapts."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from torch import Tensor, nn
 
 from fl_lightning.algorithms.parts.base import Gradient, Step
 from fl_lightning.algorithms.scaffold import SCAFFOLD
-from fl_lightning.core import ClientContext, RoundContext, State, Upload, Uploads, norm, require, to_radius
+from fl_lightning.core import (
+    ClientContext,
+    Interval,
+    NonNegative,
+    RoundContext,
+    Share,
+    State,
+    Upload,
+    Uploads,
+    norm,
+    to_radius,
+)
 
 TINY = 1e-30
 """Least denominator of a cosine, so that of a zero vector it is 0."""
@@ -30,21 +41,19 @@ class FedWMSAM(SCAFFOLD):
     paper = "Li et al., NeurIPS 2025"
     scratch_state = {"step": 0.0}
     down, up = ("w", "c", "D", "a"), ("w", "delta_c", "s")
+    references = {**SCAFFOLD.references, "s": 0.0}
     refers_to_received = True
 
     def __init__(
         self,
         net: nn.Module,
-        rho: float = 0.01,
-        alpha: float = 0.1,
-        lam: float = 0.01,
+        rho: NonNegative = 0.01,
+        alpha: Annotated[float, Interval("(0, 1)")] = 0.1,
+        lam: Share = 0.01,
         ascent_to: Literal["towards", "away"] = "towards",
         **kwargs: Any,
     ) -> None:
         super().__init__(net, ascent=None, **kwargs)
-        require(rho >= 0, "model.rho", rho, "a radius is 0 or more")
-        require(0 < alpha < 1, "model.alpha", alpha, "above 0 and below 1")
-        require(0 <= lam <= 1, "model.lam", lam, "from 0 to 1")
         self.rho, self.alpha, self.lam, self.ascent_to = rho, alpha, lam, ascent_to
         self.server_state = {**SCAFFOLD.server_state, "D": "zeros", "a": alpha}
 

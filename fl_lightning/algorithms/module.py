@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy
 
-from fl_lightning.core import with_features
+from fl_lightning.core import Checked, require, with_features
 
 Losses = Callable[..., Tensor]
 """Losses per sample: arguments and result of `SupervisedModule.losses`."""
 
 
-class SupervisedModule(L.LightningModule):
+class SupervisedModule(Checked, L.LightningModule, key="model"):
     """A network and a loss per sample.
 
     Under ``lightning.Trainer`` it logs ``train/loss``, ``val/loss`` and ``test/loss``, and as ``val/<name>`` and
@@ -43,7 +43,12 @@ class SupervisedModule(L.LightningModule):
         super().__init__()
         self.net = net
         self.loss = nn.CrossEntropyLoss(reduction="none") if loss is None else loss
-        if getattr(self.loss, "reduction", "none") != "none":
+        smoothing = getattr(self.loss, "label_smoothing", 0.0)
+        require(0 <= smoothing < 1, "model.loss.label_smoothing", smoothing, "give a number from 0 to below 1")
+        reduction = getattr(self.loss, "reduction", "none")
+        known = ("none", "mean", "sum", "batchmean")
+        require(reduction in known, "model.loss.reduction", reduction, f"give one of {', '.join(known)}")
+        if reduction != "none":
             self.loss = copy.deepcopy(self.loss)
             vars(self.loss)["reduction"] = "none"
         self._metrics: Any = nn.ModuleDict()
@@ -145,7 +150,8 @@ def _constructor_arguments(module: nn.Module) -> dict[str, Any]:
     """Returns the arguments of the outermost ``__init__`` that is creating a module."""
     frame, arguments = inspect.currentframe(), dict[str, Any]()
     frame = frame.f_back if frame else None
-    while frame is not None and frame.f_code.co_name == "__init__" and frame.f_locals.get("self") is module:
-        arguments = get_init_args(frame)
+    while frame is not None and frame.f_locals.get("self") is module:
+        if frame.f_code.co_name == "__init__":  # not what checks its arguments
+            arguments = get_init_args(frame)
         frame = frame.f_back
     return arguments

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.core import ClientContext, State, Upload, require
+from fl_lightning.core import ClientContext, NonNegative, Positive, State, Upload
 
 
 class MOON(LocalObjective):
@@ -29,14 +29,12 @@ class MOON(LocalObjective):
     def __init__(
         self,
         net: nn.Module,
-        mu: float = 1.0,
-        tau: float = 0.5,
+        mu: NonNegative = 1.0,
+        tau: Positive = 0.5,
         unseen: Literal["received", "initial"] = "received",
         **kwargs: Any,
     ) -> None:
         super().__init__(net, **kwargs)
-        require(mu >= 0, "model.mu", mu, "0 or more")
-        require(tau > 0, "model.tau", tau, "above 0")
         self.mu, self.tau = mu, tau
         self.client_state = {"w_local": "w" if unseen == "received" else "w0"}
 

@@ -1,5 +1,6 @@
 """SCAFFOLD, option II, and FedGAMMA."""
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -8,7 +9,7 @@ from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.algorithms.parts.ascent import SAM
 from fl_lightning.algorithms.parts.base import Gradient, Step
 from fl_lightning.algorithms.parts.drift import control_variate, effective_steps
-from fl_lightning.core import ClientContext, RoundContext, State, Upload, Uploads, Weighting
+from fl_lightning.core import ClientContext, NonNegative, RoundContext, State, Upload, Uploads, Weighting
 
 
 class SCAFFOLD(LocalObjective):
@@ -27,6 +28,7 @@ class SCAFFOLD(LocalObjective):
     server_state = {"c": "zeros"}
     down: tuple[str, ...] = ("w", "c")
     up: tuple[str, ...] = ("w", "delta_c")
+    references: Mapping[str, str | float] = {"w": "w", "delta_c": "zeros"}
     default_weighting: Weighting = "uniform"
 
     def __init__(self, net: nn.Module, cv_scale: float = 1.0, momentum_aware: bool = False, **kwargs: Any) -> None:
@@ -43,7 +45,7 @@ class SCAFFOLD(LocalObjective):
         c = control_variate(client.c, received.c, w, client.start, ctx.k_lr * steps / ctx.K)
         return {"w": w, "delta_c": c - client.c}, client.replace(c=c)
 
-    def variate_share(self, n: int, m: int) -> float:
+    def variate_share(self, n: float, m: int) -> float:
         """Returns the server's factor of the cohort's mean change: S/M, so that c stays the mean of all c_i."""
         return n / m
 
@@ -67,11 +69,11 @@ class FedGAMMA(SCAFFOLD):
     paper = "Dai et al., TNNLS 2023"
 
     def __init__(
-        self, net: nn.Module, rho: float = 0.1, c_scale: Literal["sum", "mean"] = "sum", **kwargs: Any
+        self, net: nn.Module, rho: NonNegative = 0.1, c_scale: Literal["sum", "mean"] = "sum", **kwargs: Any
     ) -> None:
         super().__init__(net, ascent=SAM(rho), **kwargs)
         self.c_scale = c_scale
 
-    def variate_share(self, n: int, m: int) -> float:
+    def variate_share(self, n: float, m: int) -> float:
         """S/M, or 1/M."""
         return super().variate_share(1 if self.c_scale == "mean" else n, m)

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.algorithms.parts.base import Gradient, Step
-from fl_lightning.core import ClientContext, State, require, to_radius
+from fl_lightning.core import ClientContext, NonNegative, State, to_radius
 
 
 class STildeAM(LocalObjective):
@@ -24,9 +24,8 @@ class STildeAM(LocalObjective):
     paper = "Caldarola et al., 2024 (arXiv:2412.03752), Table 6"
     scratch_state = {"g": "zeros"}
 
-    def __init__(self, net: nn.Module, rho: float = 0.05, **kwargs: Any) -> None:
+    def __init__(self, net: nn.Module, rho: NonNegative = 0.05, **kwargs: Any) -> None:
         super().__init__(net, ascent=None, **kwargs)
-        require(rho >= 0, "model.rho", rho, "a radius is 0 or more")
         self.rho = rho
 
     def local_step(self, w: Tensor, grad: Gradient, client: State, received: State, ctx: ClientContext) -> Step:

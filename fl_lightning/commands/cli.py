@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 import yaml
 from docstring_parser import parse
-from jsonargparse import ActionConfigFile, Namespace  # type: ignore[attr-defined]
+from jsonargparse import ActionConfigFile, Namespace, get_loader, set_loader  # type: ignore[attr-defined]
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 import fl_lightning
@@ -21,16 +21,24 @@ from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.commands.arguments import PARTS, prepare, split, whole_numbers
 from fl_lightning.commands.last import check_last
 from fl_lightning.commands.messages import ArgumentsError, find_user_error
-from fl_lightning.core import ensure, generator, require
+from fl_lightning.core import check_yaml, ensure, generator, require
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.trainer.trainer import FederatedTrainer
 
 
+def _load(text: str) -> Any:
+    check_yaml(text)
+    return get_loader("yaml")(text)
+
+
+set_loader(MODE := "checked yaml", _load, (yaml.YAMLError,))
+
+
 class Parser(LightningArgumentParser):
-    """A parser that raises its errors and takes no abbreviated names."""
+    """A parser that raises its errors, takes no abbreviated names, and of YAML no key twice."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **{"prog": "fl-lightning", "allow_abbrev": False, **kwargs})
+        super().__init__(*args, **{"prog": "fl-lightning", "allow_abbrev": False, "parser_mode": MODE, **kwargs})
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Refuses the arguments."""
@@ -39,6 +47,7 @@ class Parser(LightningArgumentParser):
     def format_help(self, *args: Any, **kwargs: Any) -> str:
         """The help; of the known subclasses of an open type, such as ``torch.nn.Module``, only this package's."""
         text: str = super().format_help(*args, **kwargs)
+        text = re.sub(r"Annotated\[([^,]+),\s+([^\]]+)\]", r"\1 \2", text)
         return re.sub(r",\s+known\s+subclasses:([^)]*)\)", _own_classes, text)
 
 
@@ -175,6 +184,7 @@ class FederatedCLI(LightningCLI):
         if "trainer" in self.needs:
             given = self.config.trainer
             require(hasattr(given, "seed"), "trainer", given, "give a mapping of settings")
+            require(given.seed >= 0, "trainer.seed", given.seed, "give a whole number of 0 or more")
             torch.manual_seed(generator(given.seed, "initial weights").initial_seed())
         super().instantiate_classes()
         made: Namespace = self.config_init

@@ -64,6 +64,8 @@ def run(
     measures = default_measures() if metrics is None else metrics
     found: list[Measurement] = []
     loaded = trainer.load(model, data, ckpt_path, clients=True)
+    for measure in measures:
+        measure.check(loaded)
     try:
         with progress_bar(loaded.fabric) as step:
             _measure(loaded, measures, found, step)

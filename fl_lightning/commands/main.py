@@ -61,7 +61,8 @@ def main(args: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:
         sys.exit(128 + ((interruption and interruption.received) or signal.SIGINT))
     except (ArgumentsError, ValueError) as error:
-        configs = [value for flag, value in pairwise(given) if flag in ("-c", "--config")]
+        flags = [(*arg.partition("=")[::2], after) for arg, after in pairwise([*given, ""])]
+        configs = [value or after for flag, value, after in flags if flag in ("-c", "--config")]
         if (line := explain(error, configs)) is None:
             raise
         from fl_lightning.trainer.collectives import reports

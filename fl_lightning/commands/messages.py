@@ -37,18 +37,23 @@ def explain(error: Exception, configs: Sequence[str] = ()) -> str | None:
     # what jsonargparse raises while it builds the classes
     if not isinstance(error, (ArgumentsError, UnicodeDecodeError)) and not message.startswith("Does not validate"):
         return None
-    path = ".".join(re.findall(r'(?:Parser key "|Group \')([^"\']+)', message))
+    keys = re.findall(r'(?:Parser key "|Group \')([^"\']+)', message)
+    above = ".".join(keys)
+    nested = [".".join([*keys[:1], key]) for key in re.findall(r"NestedArg\(key='([^']+)'", message)]
+    path = max([above, *nested], key=lambda key: key.count("."))  # as it was given, or deeper within a value
     if match := re.search(r"File does not exist: '([^']+)'", message):
         return f"config = {match[1]}: no such file; give the path of a YAML file"
     if re.search("Problems parsing config|Unexpected config|codec can't decode", message):
-        return f"config = {' or '.join(configs)}: {_fold(message)}; give YAML with model, data and trainer"
+        what = _fold(message.replace("Problems parsing config:", ""))
+        remedy = "" if "; " in what else "; give YAML with model, data and trainer"
+        return f"config = {' or '.join(configs)}: {what}{remedy}"
     if match := re.search(r"Problem with given class_path '([\w.]+)':\s+(.*)", message):
         remedy = f"; check that Python can import '{match[1].rpartition('.')[0]}'" if "No module" in match[2] else ""
         return f"{path or 'class_path'} = {match[1]}: {_fold(match[2])}{remedy}"
-    if match := re.search(r"import path string: (.+)", message):
+    if match := re.search(r"import path string: *(.*)", message):
         return _unknown_class(path, match[1], message[: match.start()].rpartition("Parser key")[2])
     if match := re.search(r"(?:Option|accept option) '([^']+)'", message):
-        return _unknown_option(path, match[1], message)
+        return _unknown_option(above, match[1], message)
     if match := re.search(r"unrecognized arguments: -*([^\s=]+)[\s=]?(.*)", message):
         return _unknown_option("", match[1], f"val='{match[2]}'")
     if match := re.search(r"arguments are required: (.*)", message):
@@ -64,6 +69,10 @@ def explain(error: Exception, configs: Sequence[str] = ()) -> str | None:
         value = match[2] or _first(r"Given value: (.*)", message)
         own = re.findall(r"^ *- (?!Expected|a |Does not validate)(.+)", message, re.M)
         if match[1] == "NoneType" and own:  # raised by the class itself
+            kind = re.search(r"subclass of (\w+)|is not iterable", own[-1])
+            if kind and "'init_args'" not in message:
+                value = _first(r"Given value: (?:NestedArg\(.*?val=)?(.*?)\)?$", message).strip("'")
+                return f"{path} = {value:.60}: no {kind[1] or 'class'}; give its class by name or dotted path"
             return f"{path or 'model, data or trainer'}: {_fold(own[-1])}"
         remedy = f"; give [{value:.60}], or --{path}+={value:.60}" if match[1] == "list" else ""
         return f"{path} = {value:.60}: expected {match[1]}{remedy}"
@@ -96,9 +105,14 @@ def _unknown_option(path: str, name: str, message: str) -> str:
 
 def _unknown_class(path: str, name: str, wanted: str) -> str:
     bases = set(re.findall(r"fl_lightning(?:\.\w+)*\.([A-Z]\w*)", _first("Subtypes: (.*)", wanted)))
-    known = sorted(c.__name__ for c in _classes() if not bases or bases & {base.__name__ for base in c.__mro__[1:]})
+    known = sorted(
+        c.__name__
+        for c in _classes()
+        if (bases & {base.__name__ for base in c.__mro__[1:]} if bases else getattr(c, "config_key", "") == path)
+    )
     near = difflib.get_close_matches(name, known, cutoff=0.55)
     choice = f"did you mean {', '.join(near)}?" if near else f"choose from {', '.join(known)}."
+    name = name or "''"
     return f"{path} = {name}: no such class; {choice} A class of your own goes by its dotted path"
 
 
@@ -117,7 +131,7 @@ def _find(message: str, name: str) -> list[str] | None:
 
 
 def _first(pattern: str, text: str) -> str:
-    match = re.search(pattern, text)
+    match = re.search(pattern, text, re.M)
     return match[1] if match else ""
 
 

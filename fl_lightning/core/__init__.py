@@ -22,9 +22,25 @@ from fl_lightning.core.flat import EPS, FlatNet, FlatSpec, accumulator_dtype, is
 from fl_lightning.core.forward import Autocast, logits
 from fl_lightning.core.losses import enlarged, kl_to_teacher, not_true
 from fl_lightning.core.modes import eval_mode
+from fl_lightning.core.options import (
+    LATER,
+    Checked,
+    Count,
+    Decay,
+    Divisor,
+    Interval,
+    NonNegative,
+    Positive,
+    Share,
+    Size,
+    Threads,
+    Whole,
+    fits,
+)
 from fl_lightning.core.rng import generator, global_generator, numpy_generator, seeded
 from fl_lightning.core.signals import Interruption, check_interruption
 from fl_lightning.core.state import ClientContext, Init, RoundContext, State, Upload, Uploads, Weighting
+from fl_lightning.core.yaml_text import check_yaml, load_yaml
 
 __all__ = [
     "COLORMAP",
@@ -32,34 +48,49 @@ __all__ = [
     "COLUMN",
     "DASHES",
     "EPS",
+    "LATER",
     "MARKERS",
     "PAGE",
     "STYLE",
     "Autocast",
+    "Checked",
     "ClientContext",
+    "Count",
+    "Decay",
     "DivergenceError",
+    "Divisor",
     "FlatNet",
     "FlatSpec",
     "Init",
     "Interruption",
+    "Interval",
+    "NonNegative",
+    "Positive",
     "RoundContext",
+    "Share",
+    "Size",
     "State",
+    "Threads",
     "Upload",
     "Uploads",
     "UserError",
     "Weighting",
+    "Whole",
     "accumulator_dtype",
     "check_interruption",
+    "check_yaml",
     "config_names",
     "configs_folder",
     "enlarged",
     "ensure",
     "eval_mode",
     "find_config",
+    "fits",
     "generator",
     "global_generator",
     "is_finite",
     "kl_to_teacher",
+    "load_yaml",
     "log_levels",
     "log_ticks",
     "logits",
@@ -77,6 +108,3 @@ __all__ = [
     "write_atomically",
     "writing",
 ]
-
-
-__all__ = ["State", "UserError", "require"]

@@ -1,10 +1,13 @@
 """Loss terms and pixel losses, per sample: ``(n,)``."""
 
+from typing import Annotated
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fl_lightning.core.errors import require
+from fl_lightning.core.options import Checked, Interval
 
 
 def kl_to_teacher(logits: Tensor, teacher: Tensor, tau: float = 1.0, tau2: bool = True) -> Tensor:
@@ -33,7 +36,7 @@ def not_true(logits: Tensor, target: Tensor) -> Tensor:
     return logits.gather(-1, others + (others >= target.unsqueeze(-1)))
 
 
-class PixelCrossEntropy(nn.Module):
+class PixelCrossEntropy(Checked, nn.Module, key="model.loss"):
     """Cross-entropy for segmentation: of each image the mean over its pixels.
 
     If the net returns a tuple (in training), the losses of all outputs are added. Outputs smaller than the label map
@@ -47,9 +50,8 @@ class PixelCrossEntropy(nn.Module):
         UserError: If ``hardest`` is out of range.
     """
 
-    def __init__(self, hardest: float | None = None, ignore_index: int = 255) -> None:
+    def __init__(self, hardest: Annotated[float, Interval("(0, 1]")] | None = None, ignore_index: int = 255) -> None:
         super().__init__()
-        require(hardest is None or 0 < hardest <= 1, "model.loss.hardest", hardest, "a share above 0, at most 1")
         self.hardest = hardest
         self.ignore_index = ignore_index
 

@@ -154,7 +154,8 @@ class Uploads:
         self, names: Iterable[str], weighting: Weighting, clients: Sequence[ClientContext], like: Tensor
     ) -> None:
         self.names, self.weighting = tuple(names), weighting
-        self.n, self.samples = len(clients), sum(c.n_k for c in clients)
+        self.n: float = len(clients)
+        self.samples: float = sum(c.n_k for c in clients)
         k_lr = [[sum(c.k_lr for c in clients)], [sum(c.k_lr * c.n_k for c in clients)]]
         self._sums = {"k_lr": like.new_tensor(k_lr)}
 

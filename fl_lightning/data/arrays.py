@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fl_lightning.core import UserError, ensure, numpy_generator
+from fl_lightning.core import Count, Divisor, UserError, ensure, numpy_generator
 from fl_lightning.data.module import FederatedDataModule
 from fl_lightning.data.partition import Given
 from fl_lightning.data.stream import inputs, labels, stratified
@@ -39,7 +39,7 @@ class Arrays(FederatedDataModule):
         path: str | None = None,
         client_arrays: list[tuple[Any, Any]] | None = None,
         test: tuple[Any, Any] | None = None,
-        scale: float = 255.0,
+        scale: Divisor = 255.0,
         **kwargs: Any,
     ) -> None:
         ensure(
@@ -122,7 +122,7 @@ class Digits(FederatedDataModule):
 
     scale = 16.0
 
-    def __init__(self, num_clients: int = 50, batch_size: int | None = 16, **kwargs: Any) -> None:
+    def __init__(self, num_clients: Count = 50, batch_size: Count | None = 16, **kwargs: Any) -> None:
         super().__init__(num_clients=num_clients, batch_size=batch_size, **kwargs)
 
     def load(self) -> tuple[Any, Any, Any, Any]:

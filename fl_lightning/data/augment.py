@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fl_lightning.core import require
+from fl_lightning.core import Checked, Count, NonNegative, Positive, Share, Size, Whole, require
 from fl_lightning.data.miou import IGNORED
 
 
-class Augment:
+class Augment(Checked, key="data.augment"):
     """Random crop from a zero-padded image and random horizontal flip; optionally a window, Cutout and Mixup.
 
     Crop, window and flip work on raw values, so the padding is black before normalisation, as in the fedsam repository;
@@ -37,17 +37,13 @@ class Augment:
 
     def __init__(
         self,
-        crop: int = 4,
+        crop: Whole = 4,
         flip: bool = True,
         granularity: Literal["sample", "batch"] = "sample",
-        window: int | None = None,
-        cutout: int = 0,
-        mixup: float = 0.0,
+        window: Count | None = None,
+        cutout: Whole = 0,
+        mixup: NonNegative = 0.0,
     ) -> None:
-        require(crop >= 0, "data.augment.crop", crop, "use 0 (no crop) or a number of pixels")
-        require(window is None or window > 0, "data.augment.window", window, "use null (none) or a number of pixels")
-        require(cutout >= 0, "data.augment.cutout", cutout, "use 0 (none) or a number of pixels")
-        require(0 <= mixup < float("inf"), "data.augment.mixup", mixup, "use 0 (none) or a positive number")
         self.crop, self.flip, self.granularity = crop, flip, granularity
         self.window, self.cutout, self.mixup = window, cutout, mixup
 
@@ -92,8 +88,11 @@ class Augment:
         """Returns the shape of an augmented image, given that of a stored one, ``(C, H, W)``.
 
         Raises:
-            UserError: If the images are smaller than the window.
+            UserError: If the images are smaller than crop, cutout or window.
         """
+        for key, pixels in (("crop", self.crop), ("cutout", self.cutout)):
+            fits = pixels <= min(shape[1:])
+            require(fits, f"data.augment.{key}", pixels, f"larger than the images, {shape}; use a smaller one")
         if not self.window:
             return shape
         fits = self.window <= min(shape[1:])
@@ -171,17 +170,15 @@ class ScaledCrop(Augment):
 
     def __init__(
         self,
-        size: tuple[int, int] = (512, 1024),
-        scale: tuple[float, float] = (0.5, 1.5),
+        size: tuple[Size, Size] = (512, 1024),
+        scale: tuple[Positive, Positive] = (0.5, 1.5),
         kind: Literal["rescaled", "area"] = "rescaled",
         flip: bool = True,
-        jitter: float = 0.0,
+        jitter: Share = 0.0,
         granularity: Literal["sample", "batch"] = "sample",
     ) -> None:
         super().__init__(crop=0, flip=flip, granularity=granularity)
-        require(min(size) > 0, "data.augment.size", size, "use height and width in pixels")
-        require(0 < scale[0] <= scale[1], "data.augment.scale", scale, "use the minimum and the maximum, above 0")
-        require(0 <= jitter <= 1, "data.augment.jitter", jitter, "use 0 (none) to 1")
+        require(scale[0] <= scale[1], "data.augment.scale", scale, "give the minimum first")
         self.size, self.scale, self.kind, self.jitter = tuple(size), tuple(scale), kind, jitter
 
     def draw(self, sizes: list[int], generator: torch.Generator) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy
 from typing_extensions import Self
 
-from fl_lightning.core import ensure, require
+from fl_lightning.core import Checked, Count, Divisor, Threads, ensure, require
 from fl_lightning.data.augment import Augment
 from fl_lightning.data.minibatches import Batch, Minibatches
 from fl_lightning.data.stream import Prefetcher, Samples, Stream, inputs, labels
@@ -25,7 +25,7 @@ LEAK = 0.01
 """Share of the test samples that may also be training samples without a warning."""
 
 
-class SampleModule(L.LightningDataModule, ABC):
+class SampleModule(Checked, L.LightningDataModule, ABC, key="data"):
     """Training and test samples, and batches of them on a device; the clients come with `FederatedDataModule`.
 
     A training batch is gathered, augmented, split by :meth:`pair`, scaled and normalised; an evaluation batch is the
@@ -39,20 +39,15 @@ class SampleModule(L.LightningDataModule, ABC):
 
     def __init__(
         self,
-        eval_batch_size: int,
+        eval_batch_size: Count,
         augment: Augment | None,
         mean: list[float] | None,
-        std: list[float] | None,
+        std: list[Divisor] | None,
         standardise: bool,
         stream: bool,
-        workers: int,
+        workers: Threads,
     ) -> None:
         super().__init__()
-        require(eval_batch_size > 0, "data.eval_batch_size", eval_batch_size, "use 1 or more")
-        require(
-            all(s > 0 for s in std or ()), "data.std", std, "must be positive; leave out constant channels or use 1"
-        )
-        require(workers > 0, "data.workers", workers, "use for example the number of CPU cores")
         self.eval_batch_size, self.augment = eval_batch_size, augment
         self.mean, self.std, self.standardise = mean, std, standardise
         self.stream, self.workers = stream, workers

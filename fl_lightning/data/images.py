@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fl_lightning.core import UserError, ensure, require
+from fl_lightning.core import Size, UserError, ensure
 from fl_lightning.data.files import find_files
 from fl_lightning.data.module import FederatedDataModule
 from fl_lightning.data.stream import Samples
@@ -204,9 +204,8 @@ class ImageFolder(FederatedDataModule):
         UserError: If a folder is missing or empty, a file is not an image, or classes differ (on loading or reading).
     """
 
-    def __init__(self, root: str, image_size: int, **kwargs: Any) -> None:
+    def __init__(self, root: str, image_size: Size, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        require(image_size > 0, "data.image_size", image_size, "use for example 32")
         self.root, self.image_size = root, image_size
 
     def load(self) -> tuple[Any, Any, Any, Any]:

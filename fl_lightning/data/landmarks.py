@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from fl_lightning.core import UserError, require
+from fl_lightning.core import Count, Size, UserError
 from fl_lightning.data.files import find_files, read_rows
 from fl_lightning.data.images import ImageFiles
 from fl_lightning.data.module import FederatedDataModule
@@ -43,14 +43,13 @@ class Landmarks(FederatedDataModule):
         self,
         data_dir: str = "data/landmarks",
         images: str | None = None,
-        image_size: int = 224,
-        num_clients: int = 1262,
+        image_size: Size = 224,
+        num_clients: Count = 1262,
         partition: Partition | None = None,
         stream: bool = True,
         **kwargs: Any,
     ) -> None:
         super().__init__(num_clients=num_clients, partition=partition, stream=stream, **kwargs)
-        require(image_size > 0, "data.image_size", image_size, "use for example 224")
         self.data_dir = data_dir
         self.images = Path(data_dir, "images") if images is None else Path(images)
         self.image_size = image_size

@@ -11,7 +11,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fl_lightning.core import ensure, generator, numpy_generator, require
+from fl_lightning.core import (
+    Count,
+    Decay,
+    Divisor,
+    Threads,
+    Whole,
+    ensure,
+    generator,
+    numpy_generator,
+    require,
+)
 from fl_lightning.data.augment import Augment
 from fl_lightning.data.gather import SampleModule
 from fl_lightning.data.minibatches import Batch, Batches, BatchLoader, EpochSampler, Minibatches, epoch_sizes
@@ -94,26 +104,21 @@ class FederatedDataModule(SampleModule, ABC):
 
     def __init__(
         self,
-        num_clients: int = 100,
+        num_clients: Count = 100,
         partition: Partition | None = None,
-        batch_size: int | None = 64,
-        eval_batch_size: int = 500,
+        batch_size: Count | None = 64,
+        eval_batch_size: Count = 500,
         drop_last: bool = False,
-        val_fraction: float = 0.0,
+        val_fraction: Decay = 0.0,
         augment: Augment | None = None,
         mean: list[float] | None = None,
-        std: list[float] | None = None,
+        std: list[Divisor] | None = None,
         standardise: bool = False,
-        seed: int = 0,
+        seed: Whole = 0,
         stream: bool = False,
-        workers: int = 4,
+        workers: Threads = 4,
     ) -> None:
         super().__init__(eval_batch_size, augment, mean, std, standardise, stream, workers)
-        require(num_clients > 0, "data.num_clients", num_clients, "use 1 or more")
-        require(
-            batch_size is None or batch_size > 0, "data.batch_size", batch_size, "use 1 or more, or null (full batch)"
-        )
-        require(0 <= val_fraction < 1, "data.val_fraction", val_fraction, "use a share in [0, 1), for example 0.1")
         self.num_clients, self.partition = num_clients, partition or IID()
         self.batch_size, self.drop_last = batch_size, drop_last
         self.val_fraction, self.seed = val_fraction, seed
@@ -296,6 +301,7 @@ def _divide(
     require(n_val > 0 or not val_fraction, "data.val_fraction", val_fraction, "holds out nothing; use for example 0.1")
     val = stratified(y, n_val, numpy_generator(seed, "validation"))
     kept = np.setdiff1d(np.arange(len(y)), val)
+    require(len(kept) > 0, "data.val_fraction", val_fraction, "leaves nothing to train on; use a smaller one")
     fewer = f"exceeds the {len(kept)} training samples; use fewer clients"
     require(num_clients <= len(kept), "data.num_clients", num_clients, fewer)
     if partition.fixed:

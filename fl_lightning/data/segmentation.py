@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torchmetrics import Metric
 
-from fl_lightning.core import UserError, ensure
+from fl_lightning.core import Count, Divisor, UserError, ensure
 from fl_lightning.data.augment import Augment, ScaledCrop
 from fl_lightning.data.files import corrupt_file_error, find_files
 from fl_lightning.data.minibatches import Batch
@@ -123,11 +123,11 @@ class Segmentation(FederatedDataModule):
         size: tuple[int, int],
         classes: dict[int, int],
         eval_size: tuple[int, int] | None = None,
-        num_clients: int | None = None,
+        num_clients: Count | None = None,
         augment: Augment | None = None,
-        eval_batch_size: int = 1,
+        eval_batch_size: Count = 1,
         mean: list[float] | None = None,
-        std: list[float] | None = None,
+        std: list[Divisor] | None = None,
         stream: bool = True,
         **kwargs: Any,
     ) -> None:

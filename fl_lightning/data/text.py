@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_lightning.core import require
+from fl_lightning.core import Size
 from fl_lightning.data.files import find_files, read_rows
 from fl_lightning.data.module import FederatedDataModule
 
@@ -53,9 +53,8 @@ class AGNews(FederatedDataModule):
     published = (120_000, 7_600)
     vocabulary: dict[str, int]
 
-    def __init__(self, data_dir: str = "data/ag_news", max_length: int = 200, **kwargs: Any) -> None:
+    def __init__(self, data_dir: str = "data/ag_news", max_length: Size = 200, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        require(max_length > 0, "data.max_length", max_length, "use 1 or more")
         self.data_dir = data_dir
         self.max_length = max_length
 

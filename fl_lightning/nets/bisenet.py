@@ -5,10 +5,10 @@ from collections import OrderedDict
 import torch
 from torch import Tensor, nn
 
-from fl_lightning.core import ensure, weights
+from fl_lightning.core import Checked, Size, ensure, weights
 
 
-class BiSeNetV2(nn.Module):
+class BiSeNetV2(Checked, nn.Module, key="model.net"):
     """BiSeNetV2 (Yu et al. 2021) as in FedDrive, for Cityscapes and IDDA.
 
     8,196,416 weights with 19 classes, 4,585,552 without the auxiliary heads. Height and width of images must be
@@ -25,7 +25,7 @@ class BiSeNetV2(nn.Module):
         UserError: If the pre-trained weights do not fit.
     """
 
-    def __init__(self, num_classes: int = 19, auxiliary: bool = True, pretrained: str | None = None) -> None:
+    def __init__(self, num_classes: Size = 19, auxiliary: bool = True, pretrained: str | None = None) -> None:
         super().__init__()
         self.detail = _named(
             S1=nn.Sequential(ConvBNReLU(3, 64, stride=2), ConvBNReLU(64, 64)),

@@ -7,8 +7,10 @@ from itertools import pairwise
 
 from torch import nn
 
+from fl_lightning.core import Checked, Size
 
-class FullyConnected(nn.Sequential):
+
+class FullyConnected(Checked, nn.Sequential, key="model.net"):
     """Fully connected layers with ReLU between them. By default the 2NN of McMahan et al. 2017, 199,210 weights.
 
     Args:
@@ -17,7 +19,7 @@ class FullyConnected(nn.Sequential):
         num_classes: Number of classes.
     """
 
-    def __init__(self, in_features: int = 784, hidden: tuple[int, ...] = (200, 200), num_classes: int = 10) -> None:
+    def __init__(self, in_features: Size = 784, hidden: tuple[int, ...] = (200, 200), num_classes: Size = 10) -> None:
         widths = (in_features, *hidden)
         layers = [layer for a, b in pairwise(widths) for layer in (nn.Linear(a, b), nn.ReLU())]
         super().__init__(nn.Flatten(), *layers, nn.Linear(widths[-1], num_classes))
@@ -31,18 +33,18 @@ class DigitsMLP(FullyConnected):
         num_classes: Number of classes.
     """
 
-    def __init__(self, hidden: int = 64, num_classes: int = 10) -> None:
+    def __init__(self, hidden: Size = 64, num_classes: Size = 10) -> None:
         super().__init__(64, (hidden,), num_classes)
 
 
-class DigitsCNN(nn.Sequential):
+class DigitsCNN(Checked, nn.Sequential, key="model.net"):
     """Two 3x3 convolutions (8 and 16 channels), each with pooling, and a linear layer; for 1x8x8 digits. 1,898 weights.
 
     Args:
         num_classes: Number of classes.
     """
 
-    def __init__(self, num_classes: int = 10) -> None:
+    def __init__(self, num_classes: Size = 10) -> None:
         super().__init__(
             *_block(1, 8, kernel=3, padding=1),
             *_block(8, 16, kernel=3, padding=1),
@@ -51,7 +53,7 @@ class DigitsCNN(nn.Sequential):
         )
 
 
-class HsuCNN(nn.Sequential):
+class HsuCNN(Checked, nn.Sequential, key="model.net"):
     """LeNet-like network for 32x32 images of Hsu et al. 2019, used by FedSAM, FedGloSS and FedGF.
 
     Two unpadded 5x5 convolutions of 64 channels, then 384 - 192 - classes. 797,962 weights with 10 classes, 815,332
@@ -62,7 +64,7 @@ class HsuCNN(nn.Sequential):
         in_channels: Color channels of the images.
     """
 
-    def __init__(self, num_classes: int = 10, in_channels: int = 3) -> None:
+    def __init__(self, num_classes: Size = 10, in_channels: Size = 3) -> None:
         super().__init__(
             *_block(in_channels, 64, kernel=5),
             *_block(64, 64, kernel=5),
@@ -75,7 +77,7 @@ class HsuCNN(nn.Sequential):
         )
 
 
-class FLSAMCNN(nn.Sequential):
+class FLSAMCNN(Checked, nn.Sequential, key="model.net"):
     """The CNN of McMahan et al. 2017 for 3x32x32 images, as in the FL-SAM code (FedGMT).
 
     Two padded 5x5 convolutions of 32 and 64 channels, then 512 - classes. 2,156,490 weights with 10 classes.
@@ -84,7 +86,7 @@ class FLSAMCNN(nn.Sequential):
         num_classes: Number of classes.
     """
 
-    def __init__(self, num_classes: int = 10) -> None:
+    def __init__(self, num_classes: Size = 10) -> None:
         super().__init__(
             *_block(3, 32, kernel=5, padding=2),
             *_block(32, 64, kernel=5, padding=2),

@@ -2,11 +2,11 @@
 
 from torch import Tensor, nn
 
-from fl_lightning.core import weights
+from fl_lightning.core import Checked, Size, weights
 from fl_lightning.nets.resnet import group_norm
 
 
-class MobileNetV2GN(nn.Module):
+class MobileNetV2GN(Checked, nn.Module, key="model.net"):
     """torchvision's MobileNetV2 (Sandler et al. 2018) with GroupNorm instead of BatchNorm, no dropout: for Landmarks.
 
     4,821,740 weights with 2,028 classes. The origin of the GroupNorms in the papers' pre-trained network is unknown.
@@ -23,7 +23,7 @@ class MobileNetV2GN(nn.Module):
         UserError: If groups does not divide 8, or the pre-trained weights do not fit.
     """
 
-    def __init__(self, num_classes: int = 2028, groups: int = 8, pretrained: str | None = None) -> None:
+    def __init__(self, num_classes: Size = 2028, groups: int = 8, pretrained: str | None = None) -> None:
         from torchvision.models import MobileNet_V2_Weights, mobilenet_v2
 
         super().__init__()

@@ -6,7 +6,7 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from fl_lightning.core import require
+from fl_lightning.core import Checked, Size, require
 
 Norm = Callable[[int], nn.Module]
 """Returns a normalization layer for a number of channels."""
@@ -34,10 +34,10 @@ def _cifar_stem() -> nn.Conv2d:
     return stem
 
 
-class _TorchvisionResNet(nn.Module):
+class _TorchvisionResNet(Checked, nn.Module, key="model.net"):
     """A ResNet of torchvision, as ``net``."""
 
-    def __init__(self, blocks: list[int], num_classes: int, norm: Norm) -> None:
+    def __init__(self, blocks: list[int], num_classes: Size, norm: Norm) -> None:
         from torchvision.models.resnet import BasicBlock, ResNet
 
         super().__init__()
@@ -64,7 +64,7 @@ class ResNet18GN(_TorchvisionResNet):
         UserError: If groups does not divide 64.
     """
 
-    def __init__(self, num_classes: int = 10, groups: int = 2, stem: Literal["cifar", "imagenet"] = "cifar") -> None:
+    def __init__(self, num_classes: Size = 10, groups: int = 2, stem: Literal["cifar", "imagenet"] = "cifar") -> None:
         super().__init__([2, 2, 2, 2], num_classes, group_norm(groups, 64))
         if stem == "cifar":
             self.net.conv1, self.net.maxpool = _cifar_stem(), nn.Identity()
@@ -79,7 +79,7 @@ class ResNet18NoNorm(_TorchvisionResNet):
         num_classes: Number of classes.
     """
 
-    def __init__(self, num_classes: int = 100) -> None:
+    def __init__(self, num_classes: Size = 100) -> None:
         super().__init__([2, 2, 2, 2], num_classes, nn.Identity)
         self.net.conv1, self.net.maxpool = _cifar_stem(), nn.Identity()
         for module in self.modules():
@@ -101,12 +101,12 @@ class ResNet8GN(_TorchvisionResNet):
         UserError: If groups does not divide 64.
     """
 
-    def __init__(self, num_classes: int = 100, groups: int = 2) -> None:
+    def __init__(self, num_classes: Size = 100, groups: int = 2) -> None:
         super().__init__([1, 1, 1, 1], num_classes, group_norm(groups, 64))
         self.net.layer4, self.net.fc = nn.Identity(), nn.Linear(256, num_classes)
 
 
-class PreActResNet18GN(nn.Module):
+class PreActResNet18GN(Checked, nn.Module, key="model.net"):
     """Pre-activation ResNet-18 (He et al. 2016b) of TensorFlow Federated's CIFAR-100 task (Reddi et al. 2021, PAM).
 
     7x7 stem of stride 2 and max-pooling, then no stride between the stages. 11,227,812 weights with 100 classes. For
@@ -123,7 +123,7 @@ class PreActResNet18GN(nn.Module):
         UserError: If groups does not divide 64.
     """
 
-    def __init__(self, num_classes: int = 100, groups: int = 2) -> None:
+    def __init__(self, num_classes: Size = 100, groups: int = 2) -> None:
         super().__init__()
         norm = group_norm(groups, 64)
         channels = [64, 64, 64, 128, 128, 256, 256, 512, 512]

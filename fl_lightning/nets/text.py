@@ -1,9 +1,13 @@
 """Networks for text."""
 
+from typing import Annotated
+
 from torch import Tensor, nn
 
+from fl_lightning.core import Checked, Interval, Size
 
-class FastText(nn.Module):
+
+class FastText(Checked, nn.Module, key="model.net"):
     """FedGMT's network for AG News: the mean of all embeddings, including the padding's, and two linear layers.
 
     There is no activation between the layers. 3,157,508 weights by default.
@@ -14,7 +18,9 @@ class FastText(nn.Module):
         num_classes: Number of classes.
     """
 
-    def __init__(self, vocabulary: int = 98_635, dim: int = 32, num_classes: int = 4) -> None:
+    def __init__(
+        self, vocabulary: Annotated[int, Interval("[1, 1e9]")] = 98_635, dim: Size = 32, num_classes: Size = 4
+    ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, dim, padding_idx=0)
         self.hidden = nn.Linear(dim, dim)

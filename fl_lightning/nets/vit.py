@@ -3,8 +3,10 @@
 import torch
 from torch import Tensor, nn
 
+from fl_lightning.core import Checked, Size
 
-class ViTCIFAR(nn.Module):
+
+class ViTCIFAR(Checked, nn.Module, key="model.net"):
     """FedGMT's vision transformer (ViT-CIFAR): 64 patches of 4x4 pixels, no class token, no dropout.
 
     Two blocks of width 384; scores are divided by the root of the whole width, not of a head's; a GELU after both
@@ -17,7 +19,7 @@ class ViTCIFAR(nn.Module):
         heads: Attention heads; must divide the width.
     """
 
-    def __init__(self, num_classes: int = 10, dim: int = 384, blocks: int = 2, heads: int = 8) -> None:
+    def __init__(self, num_classes: Size = 10, dim: Size = 384, blocks: Size = 2, heads: Size = 8) -> None:
         super().__init__()
         self.embedding = nn.Linear(48, dim)
         self.position = nn.Parameter(torch.randn(1, 64, dim))
@@ -35,7 +37,7 @@ class ViTCIFAR(nn.Module):
 class _Block(nn.Module):
     """``x + attention(norm(x))``, then ``x + mlp(norm(x))``."""
 
-    def __init__(self, dim: int, heads: int) -> None:
+    def __init__(self, dim: Size, heads: Size) -> None:
         super().__init__()
         self.heads = heads
         self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)

@@ -115,11 +115,15 @@ def of_run(groups: Iterable[Group], run: str | Path) -> Group:
 
 def _identity(folder: Path) -> tuple[str, Seeds]:
     """Returns a run's config without its seeds, as text, and the seeds; without a config, its path and None."""
+    path = folder / "config.yaml"
+    if not path.is_file():
+        return str(folder), None  # it was started from Python
     try:
         config = read_config(list(config_files(folder).values())[-1])
         return run_key(folder), (config["trainer"]["seed"], config["data"]["init_args"]["seed"])
-    except (UserError, IndexError, AttributeError, KeyError, TypeError):
-        return str(folder), None
+    except (IndexError, AttributeError, KeyError, TypeError) as error:
+        what = f"{type(error).__name__}: {error}"
+        raise UserError(f"{path}: not a run's config ({what:.120}); restore the file, or leave its run out") from None
 
 
 def _names(folders: Sequence[Path]) -> list[str]:

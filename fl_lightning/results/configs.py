@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from fl_lightning.core import UserError
+from fl_lightning.core import UserError, load_yaml
 
 EXECUTION = (
     "name", "default_root_dir", "engine", "client_block", "compile", "accelerator", "strategy", "devices",
@@ -42,9 +42,10 @@ def read_config(path: Path) -> dict[str, Any]:
         UserError: If it is not readable.
     """
     try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+        found = load_yaml(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
-        raise UserError(f"{path}: not readable ({type(error).__name__}); put the run's own file back") from None
+        what = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UserError(f"{path}: not readable ({what:.120}); put the run's own file back") from None
     if not isinstance(found, dict):
         raise UserError(f"{path}: no mapping of settings; put the run's own file back")
     return found

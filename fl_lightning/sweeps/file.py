@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from fl_lightning.core import UserError, ensure, require
+from fl_lightning.core import UserError, ensure, load_yaml, require
 from fl_lightning.results.metrics import read_metrics
 from fl_lightning.sweeps.hyperband import Hyperband
 from fl_lightning.sweeps.parameters import Parameter, flatten
@@ -111,7 +111,7 @@ class Sweep:
             UserError: If it is not a sweep that runs here; the line names the key.
         """
         try:
-            given = yaml.safe_load(path.read_text(encoding="utf-8"))
+            given = load_yaml(path.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
             raise UserError(f"sweep = {path}: {' '.join(str(error).split())}; give a YAML file") from None
         ensure(isinstance(given, Mapping), f"sweep = {path}: no mapping; give method, parameters and command")

@@ -1,13 +1,14 @@
 """The uploads that arrive in a phase: which are accepted, their averages, and what their clients keep."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from fl_lightning.core import State, Upload, Uploads, accumulator_dtype
+from fl_lightning.core import RoundContext, State, Upload, Uploads, accumulator_dtype
 from fl_lightning.engine import LocalResult
 from fl_lightning.trainer import collectives, divergence
+from fl_lightning.trainer.aggregation import Received
 from fl_lightning.trainer.cohort import Cohort
 from fl_lightning.trainer.run import Run
 
@@ -45,19 +46,29 @@ class Arrivals:
         """Clients whose upload or state is not finite."""
         return [k for k, accepted in zip(self.cohort.clients, self.accepted, strict=True) if not accepted]
 
-    def average(self) -> Uploads:
-        """Returns averages of the accepted uploads."""
-        run, contexts = self.run, self.cohort.contexts
+    def average(self, server: State, known: Mapping[str, Tensor], ctx: RoundContext) -> Uploads:
+        """Returns what the run's rule makes of the accepted uploads.
+
+        Args:
+            server: The server's state.
+            known: What the server knows of the uploads, by name.
+            ctx: The phase's context.
+        """
+        run, contexts, rule = self.run, self.cohort.contexts, self.run.aggregation
         accepted = [ctx for ctx, yes in zip(contexts, self.accepted, strict=True) if yes]
-        uploads = Uploads(run.objective.wire[1], run.objective.weighting, accepted, self.like)
-        for position, upload in self._summed_here():
-            if self.accepted[position]:
-                uploads.add(upload, contexts[position].n_k)
-        collectives.reduce(run.fabric, uploads, self.shapes, self.like, run.settings.deterministic)
+        uploads = rule.uploads(run.objective, accepted, ctx, self.like)
+        here = [(contexts[i], upload) for i, upload in self._summed_here() if self.accepted[i]]
+        if not rule.by_rows or run.fabric.is_global_zero:
+            arrived, clients = [upload for _, upload in here], [ctx for ctx, _ in here]
+            rule.fill(uploads, Received(arrived, known, clients, server, ctx, run.seed, len(self.refused)))
+        shapes = rule.shapes(self.shapes, known)
+        collectives.reduce(run.fabric, uploads, shapes, self.like, run.settings.deterministic)
         return uploads
 
     def rows(self) -> dict[int, State]:
         """Returns on rank 0 the accepted clients' new states, by id."""
+        if not self.cohort.clients:
+            return {}
         names = {
             name: self._gathered([r.state[name] for r in self.results], shape)
             for name, shape in self.run.clients.shapes.items()

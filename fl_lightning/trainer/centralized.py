@@ -10,6 +10,7 @@ import torch
 
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.core import ensure, global_generator, seeded, unchanged
+from fl_lightning.trainer.privacy import GaussianPrivacy
 from fl_lightning.trainer.quiet import quiet
 from fl_lightning.trainer.run import Run, Snapshot
 from fl_lightning.trainer.settings import Settings
@@ -72,10 +73,16 @@ def check_centralized(settings: Settings, model: LocalObjective) -> None:
     """Checks that a model can be trained centrally, before anything is written.
 
     Raises:
-        UserError: If the model keeps federated state, clients are to fail, or there is more than one process.
+        UserError: If the model keeps federated state, clients are to fail, their uploads are to be aggregated by a rule
+            or under differential privacy, or there is more than one process.
     """
     model.check_centralized(averaged=True)
     ensure(not settings.faults.kinds, "trainer.faults: centralized training has no clients that fail; set it to null")
+    key = "privacy" if isinstance(settings.aggregation, GaussianPrivacy) else "aggregation"
+    ensure(
+        not settings.aggregation.by_rows,
+        f"trainer.{key}: centralized training has no uploads of clients; set it to null",
+    )
     ensure(
         settings.fabric.world_size <= 1,
         f"trainer.devices = {settings.fabric.world_size}: centralized training takes 1",

@@ -207,6 +207,7 @@ def _identity(run: Run) -> dict[str, Any]:
         **_model_identity(run),
         "trainer.seed": run.seed,
         "trainer.precision": run.settings.precision,
+        "trainer.privacy": run.aggregation.identity,
         "data": run.data.fingerprint(),
     }
 

@@ -1,5 +1,8 @@
 """Checks before the first round: net, loss and data fit together."""
 
+from collections.abc import Mapping
+from functools import partial
+
 from torch import Tensor
 
 from fl_lightning.core import UserError, ensure, generator, variance_needed
@@ -14,7 +17,7 @@ def check_fit(run: Run) -> None:
 
     Raises:
         UserError: If the net does not take the data's samples or has another number of classes, the loss does not give
-            one value per sample, or BatchNorm would get a batch of one sample.
+            one value per sample, BatchNorm would get a batch of one sample, or a callback does not suit the run.
     """
     objective, data, evaluator, fits = run.objective, run.data, run.evaluator, False
     net = type(objective.net).__name__
@@ -43,6 +46,36 @@ def check_fit(run: Run) -> None:
     draw = generator(run.seed, "check")
     x, y = next(iter(data.client_batches(0, 1, 1, draw, run.dtype)))  # with Mixup its labels are probabilities
     _check_loss(run, evaluator.logits(run.server.w, x[:2]), y[:2])
+    for callback in run.callbacks:
+        callback.check(run)
+
+
+def check_aggregation(run: Run) -> None:
+    """Checks the rule that makes one of a cohort's uploads, before its first round.
+
+    Raises:
+        UserError: If processes, cohort or algorithm do not fit it.
+    """
+    rule, settings, objective = run.aggregation, run.settings, run.objective
+    ensure(
+        settings.deterministic or run.fabric.world_size == 1 or not rule.by_rows,
+        f"trainer.deterministic = false: {type(rule).__name__} needs all uploads in one process; set it to true",
+    )
+    if not rule.by_rows or run.rounds_done:
+        return
+    rule.check(len(settings.sampler(0, run.data.num_clients, run.seed)))
+    rule.check_round()
+    for phase in range(objective.phases) if rule.empty else ():
+        ctx = run.round_context(0, phase)
+        sent = objective.broadcast(run.server, ctx).only(objective.wire[0])
+        known, like = objective.known(sent), run.server.w
+        uploads = rule.uploads(objective, (), ctx, like)
+        uploads.change(partial(_zeros, rule.shapes({}, known), like))
+        objective.finish_phase(run.server, sent, uploads, ctx)
+
+
+def _zeros(shapes: Mapping[str, list[int]], like: Tensor, name: str, _: object) -> Tensor:
+    return like.new_zeros(2, *shapes[name])
 
 
 def _check_loss(run: Run, logits: Tensor, y: Tensor) -> None:

@@ -10,6 +10,7 @@ from fl_lightning.engine import LocalResult
 from fl_lightning.trainer.collectives import assign
 from fl_lightning.trainer.faults import NO_FAULTS, Attendance, Faults
 from fl_lightning.trainer.run import Run
+from fl_lightning.trainer.samplers import draw
 
 
 @dataclass(frozen=True)
@@ -39,12 +40,12 @@ class Cohort:
     @classmethod
     def draw(cls, run: Run, t: int) -> Cohort:
         """The cohort of round ``t``, a function of (seed, t)."""
-        return cls.of(run, run.settings.sampler(t, run.data.num_clients, run.seed), t, run.settings.faults)
+        return cls.of(run, draw(run.settings.sampler, t, run.data.num_clients, run.seed), t, run.settings.faults)
 
     @classmethod
     def drawn(cls, run: Run, t: int) -> Cohort:
-        """All clients that are drawn for round ``t``, as if none failed."""
-        return cls.of(run, run.settings.sampler(t, run.data.num_clients, run.seed), t)
+        """All clients that are drawn for round ``t``, as if none failed; the first client if that is nobody."""
+        return cls.of(run, draw(run.settings.sampler, t, run.data.num_clients, run.seed) or [0], t)
 
     @classmethod
     def of(cls, run: Run, clients: Sequence[int], t: int, faults: Faults = NO_FAULTS, phase: int = 0) -> Cohort:

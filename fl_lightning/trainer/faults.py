@@ -4,16 +4,25 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
 
-from fl_lightning.core import ClientContext, Upload, ensure, generator, numpy_generator, require
+from fl_lightning.core import (
+    Checked,
+    ClientContext,
+    Decay,
+    Interval,
+    NonNegative,
+    Positive,
+    Upload,
+    ensure,
+    generator,
+    numpy_generator,
+    require,
+)
 from fl_lightning.trainer.samplers import read_trace
-
-KINDS = ("nan", "sign_flip", "scale", "noise")
-"""Kinds of corruption."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +42,7 @@ class Attendance:
     late: list[int] = field(default_factory=list)
 
 
-class Stragglers:
+class Stragglers(Checked, key="trainer.faults.stragglers"):
     """Clients of different speeds, and a deadline.
 
     A client's speed is drawn once, by (seed, client). At speed v it has taken ``floor(v * deadline)`` local steps at
@@ -52,16 +61,13 @@ class Stragglers:
 
     def __init__(
         self,
-        deadline: float,
+        deadline: Positive,
         late: Literal["partial", "lost"] = "partial",
-        sigma: float = 0.5,
-        speeds: list[float] | None = None,
+        sigma: NonNegative = 0.5,
+        speeds: list[Positive] | None = None,
     ) -> None:
         key = "trainer.faults.stragglers"
-        require(0 < deadline < math.inf, f"{key}.deadline", deadline, "a number of local steps, above 0")
-        require(late in ("partial", "lost"), f"{key}.late", late, "choose from partial, lost")
-        require(0 <= sigma < math.inf, f"{key}.sigma", sigma, "0 or more")
-        ordered = speeds is None or (len(speeds) == 2 and 0 < speeds[0] <= speeds[1] < math.inf)
+        ordered = speeds is None or (len(speeds) == 2 and speeds[0] <= speeds[1])
         require(ordered, f"{key}.speeds", speeds, "give the lowest, above 0, and the highest, as in [0.5, 2]")
         self.deadline, self.late, self.sigma, self.speeds = deadline, late, sigma, speeds
 
@@ -79,7 +85,7 @@ class Stragglers:
         return done if done == asked or self.late == "partial" else 0
 
 
-class Corrupt:
+class Corrupt(Checked, key="trainer.faults.corrupt"):
     """Uploads that arrive other than they were sent; the client itself keeps what it has.
 
     Each uploaded entry differs from what the server knows, its reference, by Δ. The reference is the entry of the same
@@ -98,15 +104,12 @@ class Corrupt:
 
     def __init__(
         self,
-        share: float,
+        share: Annotated[float, Interval("(0, 1]")],
         kind: Literal["nan", "sign_flip", "scale", "noise"] = "nan",
-        factor: float = 1.0,
+        factor: Positive = 1.0,
         each_round: bool = False,
     ) -> None:
         key = "trainer.faults.corrupt"
-        require(0 < share <= 1, f"{key}.share", share, "above 0 and at most 1")
-        require(kind in KINDS, f"{key}.kind", kind, f"choose from {', '.join(KINDS)}")
-        require(0 < factor < math.inf, f"{key}.factor", factor, "above 0")
         require(kind != "scale" or factor != 1, f"{key}.factor", factor, "with kind scale give another than 1")
         self.share, self.kind, self.factor, self.each_round = share, kind, factor, each_round
 
@@ -153,7 +156,7 @@ def _chosen(n: int, m: int, *keys: int) -> frozenset[int]:
     return frozenset(numpy_generator(seed, "corrupt clients", t).choice(m, n, replace=False, shuffle=False).tolist())
 
 
-class Faults:
+class Faults(Checked, key="trainer.faults"):
     """How clients fail. All is a function of (seed, round, phase, client); what is left out does not happen.
 
     A client that does not answer keeps the state that it had, and nothing of it is in averages, logged loss or server
@@ -174,15 +177,13 @@ class Faults:
 
     def __init__(
         self,
-        drop_before: float = 0.0,
-        drop_after: float = 0.0,
+        drop_before: Decay = 0.0,
+        drop_after: Decay = 0.0,
         available: list[list[int]] | str | None = None,
         stragglers: Stragglers | None = None,
         corrupt: Corrupt | None = None,
     ) -> None:
         key = "trainer.faults"
-        require(0 <= drop_before < 1, f"{key}.drop_before", drop_before, "from 0 to below 1")
-        require(0 <= drop_after < 1, f"{key}.drop_after", drop_after, "from 0 to below 1")
         self.available = read_trace(available, f"{key}.available") if isinstance(available, str) else available
         require(self.available != [], f"{key}.available", [], "give at least one round")
         self.drop_before, self.drop_after = drop_before, drop_after

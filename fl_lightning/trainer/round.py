@@ -34,6 +34,7 @@ class Round:
         losses: Training loss of each client whose upload was accepted, ``(clients,)``.
         failed: Clients whose upload was not finite ("refused"); with faults also "dropped" and "late".
         diverged: Why the round has no finite result, if the run goes on nonetheless.
+        aggregated: Metrics of the rule that makes one of the uploads, of the last phase.
         floats: Numbers that went over the wire.
         training_s: Seconds of local training.
     """
@@ -50,6 +51,7 @@ class Round:
         self.losses = torch.zeros(0)
         self.failed: dict[str, list[int]] = {"refused": [], **{kind: [] for kind in cohort.faults.kinds}}
         self.diverged: DivergenceError | None = None
+        self.aggregated: dict[str, float] = {}
         self.floats = 0
         self.training_s = 0.0
         self._started, self._callback_s = time.perf_counter(), run.callback_s
@@ -112,6 +114,7 @@ class Round:
         skipped = run.metrics.get("client/diverged", 0) + (self.diverged is not None)
         return {
             **loss,
+            **self.aggregated,
             **{f"client/{kind}": len(clients) for kind, clients in self.failed.items()},
             **({"client/diverged": skipped} if run.settings.on_divergence == "continue" else {}),
             "client/lr": run.objective.lr(run.round_context(cohort.t)),
@@ -201,12 +204,15 @@ class Phase:
 
     def _step(self, arrivals: Arrivals) -> None:
         """The server's step, and the clients' rows; if nobody has answered, everything stays as it was."""
-        objective, of = self.run.objective, self.round
-        if not self.cohort.clients:
+        objective, of, rule = self.run.objective, self.round, self.run.aggregation
+        if not self.cohort.clients and not rule.empty:
             return of.leave()
-        if not any(arrivals.accepted):
+        if not any(arrivals.accepted) and not rule.empty:
             raise self._diverged(f"every upload is not finite ({arrivals.reasons()})")
-        after = objective.finish_phase(of.server, self.sent, arrivals.average(), self.ctx)
+        known = objective.known(self.sent) if rule.by_rows else {}
+        uploads = arrivals.average(of.server, known, self.ctx)
+        of.aggregated = rule.metrics(uploads, known, of.server)
+        after = rule.phase_end(objective.finish_phase(of.server, self.sent, uploads, self.ctx), uploads)
         if not after.finite():
             raise self._diverged(f"the new global state is not finite ({divergence.culprit(after, objective.flat)})")
         of.server = objective.finish_round(after, self.run.server, self.ctx) if self.last else after

@@ -16,6 +16,7 @@ from torch import Tensor
 from fl_lightning import engine as engines
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.core import (
+    Checked,
     FlatNet,
     Interruption,
     RoundContext,
@@ -28,6 +29,7 @@ from fl_lightning.core.files import disk_error
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.engine import Engine, EngineName, LocalResult
 from fl_lightning.trainer import divergence, incidents, provenance
+from fl_lightning.trainer.aggregation import Aggregation, Mean, Plan
 from fl_lightning.trainer.client_store import ClientStore
 from fl_lightning.trainer.collectives import on_rank_zero
 from fl_lightning.trainer.evaluation import Evaluator, Split
@@ -38,13 +40,16 @@ from fl_lightning.trainer.run_folder import RunFolder
 from fl_lightning.trainer.settings import Kind, Settings
 
 
-class Callback:
+class Callback(Checked, key="trainer.callbacks: {}"):
     """Base class of callbacks: override the hooks that you need.
 
     They are called in the order given. A hook leaves the run as it is; the only thing that it may set is
     ``run.should_stop``. Every process calls every hook, except `on_local_end`, which only the process calls that
     trained the client.
     """
+
+    def check(self, run: Run) -> None:
+        """Called before the run has a folder: raises a `UserError` if the callback does not suit the run."""
 
     def on_fit_start(self, run: Run) -> None:
         """Called when the state is initialized or restored: ``run.rounds_done`` rounds are done."""
@@ -111,6 +116,7 @@ class Run:
         evaluator: Evaluates weights.
         engine: Runs local training.
         engine_name: Its name; "auto" until it is chosen.
+        aggregation: Makes one of the cohort's uploads.
         server: The server's state.
         clients: The clients' state; rank 0 holds it.
         rounds_done: Number of rounds done.
@@ -175,7 +181,11 @@ class Run:
         self.evaluator = Evaluator(fabric, objective, data, self.net, self.dtype, self.seed)
         self.engine_name: EngineName = settings.engine
         self.engine = self.make_engine("sequential")
-        self.server = State({"w": w0, **State.initial(objective.server_inits(), w0, w0)})
+        steps = settings.local_steps if settings.faults.stragglers is None else None
+        plan = Plan(objective, settings.sampler, data.num_clients, settings.max_rounds, steps)
+        self.aggregation: Aggregation = settings.aggregation.bind(plan) if kind == "federated" else Mean()
+        inits = {**objective.server_inits(), **self.aggregation.server_state}
+        self.server = State({"w": w0, **State.initial(inits, w0, w0)})
         self.clients = ClientStore(objective.client_inits(), w0, settings.client_memory)
         self.rounds_done, self.total_floats, self.should_stop = 0, 0, False
         self.metrics: dict[str, float] = {}
@@ -313,6 +323,7 @@ class Run:
         Raises:
             UserError: If it cannot be opened; a new folder is then removed, and one of a checkpoint as it was.
         """
+        self.objective.trained = True
         try:
             self._restore_callbacks()
             self._prepare_folder()

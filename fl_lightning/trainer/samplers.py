@@ -3,11 +3,12 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
-from fl_lightning.core import UserError, ensure, numpy_generator, require
+from fl_lightning.core import Checked, Count, Interval, UserError, ensure, fits, numpy_generator
 
 
-class CohortSampler:
+class CohortSampler(Checked, key="trainer.sampler"):
     """Base of the samplers; a subclass defines ``__call__``."""
 
     def check(self, rounds: int, m: int) -> None:
@@ -26,6 +27,21 @@ class CohortSampler:
         raise TypeError(f"{type(self).__name__} must define __call__")
 
 
+def draw(sampler: CohortSampler, t: int, m: int, seed: int) -> list[int]:
+    """The cohort of round ``t``, checked: a sampler may be the user's own.
+
+    Raises:
+        UserError: If an id occurs twice or is none of a client.
+    """
+    cohort = sampler(t, m, seed)
+    ensure(
+        len({*cohort}) == len(cohort) and all(fits(k, int) and 0 <= k < m for k in cohort),
+        f"trainer.sampler = {type(sampler).__name__}: gives {cohort!s:.60} in round {t}; give different ids from 0 to "
+        f"{m - 1}",
+    )
+    return [int(k) for k in cohort]
+
+
 class UniformSampler(CohortSampler):
     """Exactly ``clients_per_round`` clients, without replacement.
 
@@ -33,8 +49,7 @@ class UniformSampler(CohortSampler):
         clients_per_round: Size of the cohort, S.
     """
 
-    def __init__(self, clients_per_round: int = 10) -> None:
-        require(clients_per_round >= 1, "trainer.clients_per_round", clients_per_round, "at least 1")
+    def __init__(self, clients_per_round: Count = 10) -> None:
         self.clients_per_round = clients_per_round
 
     def check(self, rounds: int, m: int) -> None:
@@ -50,15 +65,16 @@ class UniformSampler(CohortSampler):
 
 
 class BernoulliSampler(CohortSampler):
-    """Each client with probability ``p``, redrawn if the cohort is empty (FL-Simulator).
+    """Each client with probability ``p``.
 
     Args:
         p: Probability of participation.
+        redraw: Draw an empty cohort again (FL-Simulator). Under ``trainer.privacy`` it is left empty in any case: no
+            epsilon is known of cohorts that are drawn again.
     """
 
-    def __init__(self, p: float = 0.1) -> None:
-        require(0 < p <= 1, "trainer.sampler.p", p, "must be above 0 and at most 1")
-        self.p = p
+    def __init__(self, p: Annotated[float, Interval("(0, 1]")] = 0.1, redraw: bool = True) -> None:
+        self.p, self.redraw = p, redraw
 
     def check(self, rounds: int, m: int) -> None:
         if self.p * m < 1e-3:
@@ -68,7 +84,7 @@ class BernoulliSampler(CohortSampler):
 
     def __call__(self, t: int, m: int, seed: int) -> list[int]:
         generator = numpy_generator(seed, "cohort", t)
-        while not (cohort := (generator.random(m) < self.p).nonzero()[0].tolist()):
+        while not (cohort := (generator.random(m) < self.p).nonzero()[0].tolist()) and self.redraw:
             pass
         return list(cohort)
 
@@ -91,7 +107,7 @@ class ReplaySampler(CohortSampler):
         ensure(
             len(self.rounds) >= rounds,
             f"trainer.sampler.rounds holds {len(self.rounds)} rounds, trainer.max_rounds = {rounds}: "
-            f"take max_rounds {len(self.rounds)}, or a longer trace",
+            f"take {f'max_rounds {len(self.rounds)}, or ' if self.rounds else ''}a longer trace",
         )
         for t, cohort in enumerate(self.rounds):
             ensure(
@@ -120,5 +136,5 @@ def read_trace(path: str, key: str) -> list[list[int]]:
         return rounds
     except FileNotFoundError:
         raise UserError(f"{key} = {path}: no such file; give a JSON list of lists of ids") from None
-    except (ValueError, TypeError, OSError) as error:
+    except (ValueError, TypeError, OSError, RecursionError) as error:
         raise UserError(f"{key} = {path}: not a JSON list of lists of ids ({error})") from None

@@ -6,28 +6,29 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import lightning as L
 import torch
 
-from fl_lightning.core import UserError, require
-from fl_lightning.engine import ENGINES, EngineName
+from fl_lightning.core import Checked, Count, Interval, Size, Threads, UserError, Whole, ensure, require
+from fl_lightning.engine import EngineName
 from fl_lightning.results.configs import group_id
 from fl_lightning.results.summary import LAST
 from fl_lightning.trainer import collectives
+from fl_lightning.trainer.aggregation import Aggregation, Mean
 from fl_lightning.trainer.faults import NO_FAULTS, Faults
 from fl_lightning.trainer.loggers import About
 from fl_lightning.trainer.memory import keep_freed_memory
+from fl_lightning.trainer.privacy import GaussianPrivacy
 from fl_lightning.trainer.quiet import quiet
 from fl_lightning.trainer.samplers import CohortSampler, UniformSampler
 
 Kind = Literal["federated", "centralized"]
 """Kinds of training."""
-PRECISIONS = ("32-true", "64-true", "bf16-mixed")
 
 
-class Settings:
+class Settings(Checked, key="trainer"):
     """Settings of a `FederatedTrainer`.
 
     Args:
@@ -37,6 +38,9 @@ class Settings:
         faults: How clients fail: dropout, stragglers, availability, corrupted uploads; null: they do not.
         on_divergence: What a round without a finite result does: stop ends the run, which keeps the state before it;
             continue takes it as a round in which nobody answered, and counts it.
+        aggregation: Rule that makes one of a cohort's uploads: CoordinateMedian, TrimmedMean, NormClipping, Krum,
+            MultiKrum, or your own; null: the mean.
+        privacy: Client-level differential privacy: GaussianPrivacy or AdaptivePrivacy; null: none.
         local_epochs: Passes of a client over its data, E.
         local_steps: Steps of a client, K; overrides ``local_epochs``.
         max_time: Stops the run after this time, as ``DD:HH:MM:SS`` or ``HH:MM:SS``; a resumed run counts on.
@@ -75,54 +79,52 @@ class Settings:
 
     def __init__(
         self,
-        max_rounds: int = 100,
-        clients_per_round: int = 10,
+        max_rounds: Count = 100,
+        clients_per_round: Count = 10,
         sampler: CohortSampler | None = None,
         faults: Faults | None = None,
         on_divergence: Literal["stop", "continue"] = "stop",
-        local_epochs: int = 1,
-        local_steps: int | None = None,
+        aggregation: Aggregation | None = None,
+        privacy: GaussianPrivacy | None = None,
+        local_epochs: Annotated[int, Interval("[1, 1e4]")] = 1,
+        local_steps: Size | None = None,
         max_time: str | None = None,
-        eval_every: int = 1,
-        eval_last: int = 1,
+        eval_every: Count = 1,
+        eval_last: Count = 1,
         accelerator: str = "auto",
         strategy: str = "auto",
-        devices: int | str = 1,
-        num_nodes: int = 1,
+        devices: Annotated[int, Interval("[-1, 1024]")] | str = 1,
+        num_nodes: Count = 1,
         precision: Literal["32-true", "64-true", "bf16-mixed"] = "32-true",
         tf32: bool = False,
-        threads: int | None = None,
+        threads: Threads | None = None,
         engine: EngineName = "auto",
-        client_block: int | None = None,
+        client_block: Count | None = None,
         compile: bool = False,
         deterministic: bool = True,
-        client_memory: float = 1.0,
-        seed: int = 0,
+        client_memory: Annotated[float, Interval("[0, 1e6]")] = 1.0,
+        seed: Whole = 0,
         default_root_dir: str = "runs",
         name: str | None = None,
     ) -> None:
-        for key, value in (
-            ("max_rounds", max_rounds),
-            ("local_epochs", local_epochs),
-            ("local_steps", local_steps),
-            ("eval_every", eval_every),
-            ("eval_last", eval_last),
-            ("threads", threads),
-            ("client_block", client_block),
-        ):
-            require(value is None or value >= 1, f"trainer.{key}", value, "at least 1")
-        require(client_memory >= 0, "trainer.client_memory", client_memory, "GiB, 0 or more")
-        require(engine in ENGINES, "trainer.engine", engine, f"choose from {', '.join(ENGINES)}")
         require(not compile or engine in ("graphed", "auto"), "trainer.compile", compile, "only with engine graphed")
-        require(on_divergence in ("stop", "continue"), "trainer.on_divergence", on_divergence, "stop or continue")
-        require(precision in PRECISIONS, "trainer.precision", precision, f"choose from {', '.join(PRECISIONS)}")
-        require(name is None or ".." not in Path(name).parts, "trainer.name", name, "a folder below default_root_dir")
+        shown = name if name and name.isprintable() else repr(name)
+        require(name is None or _is_below(name), "trainer.name", f"{shown:.60}", "give a folder below default_root_dir")
+        require(bool(str(default_root_dir)), "trainer.default_root_dir", "''", "give a folder, such as runs")
         self.max_rounds, self.max_time, self.seed = max_rounds, _seconds(max_time), seed
         self.eval_every, self.eval_last = eval_every, eval_last
         self.sampler = UniformSampler(clients_per_round) if sampler is None else sampler
         self.faults, self.on_divergence = NO_FAULTS if faults is None else faults, on_divergence
+        ensure(
+            aggregation is None or privacy is None,
+            f"trainer.aggregation = {type(aggregation).__name__}: not under trainer.privacy, which sums clipped "
+            "uploads; set one of them to null",
+        )
+        self.aggregation: Aggregation = privacy or aggregation or Mean()
+        if privacy is not None:
+            self.sampler = privacy.sampler(self.sampler)
         self.local_epochs, self.local_steps = local_epochs, local_steps
-        self.default_root_dir, self.name = Path(default_root_dir), name
+        self.default_root_dir, self.name = Path(default_root_dir).expanduser(), name
         self.engine: EngineName = engine
         self.client_block, self.compile = client_block, compile
         self.deterministic, self.client_memory = deterministic, client_memory
@@ -133,7 +135,7 @@ class Settings:
             self.fabric = L.Fabric(
                 accelerator=accelerator, strategy=strategy, devices=devices, num_nodes=num_nodes, precision=precision
             )
-        except (RuntimeError, TypeError, ValueError) as error:
+        except (ImportError, RuntimeError, TypeError, ValueError) as error:
             raise UserError(
                 f"trainer.accelerator = {accelerator}, devices = {devices}, strategy = {strategy}, precision = "
                 f"{precision}: {' '.join(str(error).split())} (accelerator cpu, devices 1, strategy auto always work)"
@@ -185,6 +187,13 @@ class Settings:
             torch.set_num_threads(threads)
             torch.set_float32_matmul_precision(matmul)
             torch.backends.cudnn.allow_tf32 = convolutions
+
+
+def _is_below(name: str) -> bool:
+    """Whether a name is that of a folder below another one, on any file system."""
+    parts = Path(name).parts
+    fit = all(part != ".." and len(part.encode()) < 256 for part in parts)
+    return fit and parts != () and name.isprintable() and not Path(name).is_absolute()
 
 
 def _seconds(max_time: str | None) -> float | None:

@@ -1,19 +1,22 @@
 """The federated trainer: its loop is `FederatedTrainer.fit`. It knows no algorithm."""
 
-from typing import Any
+from typing import Annotated, Any
 
 from lightning.fabric.loggers.logger import Logger
 from lightning.pytorch.callbacks import EarlyStopping
 
 from fl_lightning.algorithms.base import LocalObjective
+from fl_lightning.core import LATER, ensure
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.trainer import checkpoint
 from fl_lightning.trainer.callbacks import Callback, with_defaults
+from fl_lightning.trainer.callbacks.privacy import PrivacyMonitor
 from fl_lightning.trainer.centralized import check_centralized, train_centrally
-from fl_lightning.trainer.checks import check_fit
+from fl_lightning.trainer.checks import check_aggregation, check_fit
 from fl_lightning.trainer.choose import choose_engine
 from fl_lightning.trainer.cohort import Cohort
 from fl_lightning.trainer.loggers import CSVLogger, RunLogger
+from fl_lightning.trainer.privacy import GaussianPrivacy
 from fl_lightning.trainer.round import Round
 from fl_lightning.trainer.run import Run
 from fl_lightning.trainer.settings import Kind, Settings
@@ -40,12 +43,13 @@ class FederatedTrainer(Settings):
     def __init__(
         self,
         loggers: list[RunLogger | Logger] | None = None,
-        callbacks: list[Callback | EarlyStopping] | None = None,
+        callbacks: list[Annotated[Callback | EarlyStopping, LATER]] | None = None,
         enable_progress_bar: bool = True,
         **settings: Any,
     ) -> None:
         super().__init__(**settings)
-        self.callbacks: list[Callback] = with_defaults(callbacks or [], enable_progress_bar)
+        monitors = [PrivacyMonitor()] if isinstance(self.aggregation, GaussianPrivacy) else []
+        self.callbacks: list[Callback] = with_defaults([*(callbacks or ()), *monitors], enable_progress_bar)
         self.loggers: list[Logger] = [CSVLogger(), *(loggers or ())]
 
     def fit(self, model: LocalObjective, datamodule: FederatedDataModule, ckpt_path: str | None = None) -> Run:
@@ -61,7 +65,8 @@ class FederatedTrainer(Settings):
             The run, with its final state.
 
         Raises:
-            UserError: If config, data or checkpoint do not fit; nothing is written then. Or if training diverges.
+            UserError: If config, data or checkpoint do not fit, or the model is that of an earlier run; nothing is
+                written then. Or if training diverges.
         """
         with self.environment():
             run = self.start(model, datamodule, ckpt_path)
@@ -144,12 +149,19 @@ class FederatedTrainer(Settings):
         Raises:
             UserError: If config, data or checkpoint do not fit.
         """
+        name = type(model).__name__
+        ensure(
+            ckpt_path is not None or not model.trained,
+            f"model = {name}: a run has trained it; make a new one, {name}(model.net) to begin with its weights, "
+            "or give the run's ckpt_path to go on",
+        )
         self.run = Run(self, self.callbacks, self.loggers, model, datamodule, kind)
         if ckpt_path is not None:
             checkpoint.restore(self.run, ckpt_path)
         if kind == "federated":
             self.sampler.check(self.max_rounds, datamodule.num_clients)
             self.faults.check(datamodule.num_clients)
+            check_aggregation(self.run)
         return self.run
 
     def load(
@@ -175,5 +187,7 @@ class FederatedTrainer(Settings):
 
 def _report(run: Run, metrics: dict[str, float]) -> dict[str, float]:
     run.metrics = metrics
-    run.fabric.print("  ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
+    untrained = run.checkpoint is None and not run.objective.trained
+    source = "  (no ckpt_path: the weights that the model was made with)" if untrained else ""
+    run.fabric.print("  ".join(f"{name} {value:.4f}" for name, value in metrics.items()) + source)
     return metrics

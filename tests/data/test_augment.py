@@ -128,10 +128,10 @@ def test_standardise_is_that_of_tensorflow() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"mixup": -1.0}, "data.augment.mixup = -1.0: use 0"),
-        ({"mixup": float("inf")}, "data.augment.mixup = inf: use 0"),
-        ({"cutout": -1}, "data.augment.cutout = -1: use 0"),
-        ({"window": 0}, "data.augment.window = 0: use null"),
+        ({"mixup": -1.0}, "data.augment.mixup = -1.0: give a"),
+        ({"mixup": float("inf")}, "data.augment.mixup = inf: give a"),
+        ({"cutout": -1}, "data.augment.cutout = -1: give a"),
+        ({"window": 0}, "data.augment.window = 0: give a"),
     ],
 )
 def test_mistakes(settings: dict[str, Any], message: str) -> None:

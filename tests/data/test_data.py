@@ -305,11 +305,11 @@ def nan_at(row):
             {"mean": [0.1, 0.2]},
             r"data.mean = \[0.1, 0.2\]: samples have shape \(3, 6, 5\); give one value, or one per channel",
         ),
-        (None, {"std": [0.0]}, r"data.std = \[0.0\]: must be positive"),
-        (None, {"batch_size": 0}, "data.batch_size = 0: use 1 or more, or null \\(full batch\\)"),
-        (None, {"eval_batch_size": 0}, "data.eval_batch_size = 0: use 1 or more"),
-        (None, {"num_clients": 0}, "data.num_clients = 0: use 1 or more"),
-        (None, {"val_fraction": 1.0}, r"data.val_fraction = 1.0: use a share in \[0, 1\), for example 0.1"),
+        (None, {"std": [0.0]}, r"data.std = \[0.0\]: give a list, each a finite number"),
+        (None, {"batch_size": 0}, "data.batch_size = 0: give a whole number of at least 1 or null"),
+        (None, {"eval_batch_size": 0}, "data.eval_batch_size = 0: give a whole number of at least 1"),
+        (None, {"num_clients": 0}, "data.num_clients = 0: give a whole number of at least 1"),
+        (None, {"val_fraction": 1.0}, r"data.val_fraction = 1.0: give a finite number from 0 to below 1"),
     ],
 )
 def test_faulty_data_and_settings(arrays, kwargs, message):
@@ -322,7 +322,7 @@ def test_other_mistakes():
         UserError, match=r"data.val_fraction = 0.0 holds out nothing to validate on; use for example 0.1"
     ):
         toy().eval_batches("val")
-    with pytest.raises(UserError, match="crop = -1: use 0"):
+    with pytest.raises(UserError, match="crop = -1: give a whole number"):
         Augment(crop=-1)
 
 
@@ -554,7 +554,7 @@ def test_image_folder(tmp_path):
         UserError, match=r"root: no images of each class under '.*train'; expected .*/train/<class>/\*.png"
     ):
         ImageFolder(str(tmp_path / "none"), 5).setup()
-    with pytest.raises(UserError, match="image_size = 0: use for example 32"):
+    with pytest.raises(UserError, match="image_size = 0: give a whole number"):
         ImageFolder(str(tmp_path), 0)
 
 

@@ -149,7 +149,7 @@ def test_broken_news(row: tuple[str, ...], message: str, tmp_path: Path) -> None
     (tmp_path / "train.csv").unlink()
     with pytest.raises(UserError, match=r"'train.csv' is missing; expected there train.csv, test.csv, from http"):
         AGNews(str(tmp_path)).setup()
-    with pytest.raises(UserError, match="max_length = 0: use 1 or more"):
+    with pytest.raises(UserError, match="max_length = 0: give a whole number"):
         AGNews(max_length=0)
 
 

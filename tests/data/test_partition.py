@@ -101,7 +101,7 @@ def test_dirichlet_statistics(classes, alpha, mean_classes, largest_share):
 
 @pytest.mark.parametrize("alpha", [-0.1, float("nan"), float("inf")])
 def test_bad_alpha(alpha):
-    with pytest.raises(UserError, match=rf"^data.*alpha = {alpha}: not a concentration; use a finite number >= 0"):
+    with pytest.raises(UserError, match=rf"^data.*alpha = {alpha}: give a finite number of 0 or more"):
         Dirichlet(alpha)
 
 
@@ -412,15 +412,18 @@ def test_used_up_class_leaves_its_coarse_share():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: IID(power=-1), "data.partition.power = -1: use a finite number, 0 or more"),
+        (lambda: IID(power=-1), "data.partition.power = -1: give a finite number of 0 or more"),
         (lambda: Dirichlet(0.0, power=1), "data.partition.power = 1: with alpha = 0 classes set the sizes; use 0"),
-        (lambda: FLSimDirichlet(0.0), "data.partition.alpha = 0.0: use a finite number above 0"),
-        (lambda: FLSAMDirichlet(float("inf")), "data.partition.alpha = inf: use a finite number above 0"),
-        (lambda: FLSAMDirichlet(1.0, 0.5), "data.partition.imbalance = 0.5: use 1 or more"),
-        (lambda: FLSimPathological(0), "data.partition.classes = 0: use 1 or more"),
-        (lambda: FLSAMPath(0), "data.partition.shards = 0: use 1 or more"),
-        (lambda: PAM(beta=-1.0), "data.partition.beta = -1.0: use a finite number above 0"),
-        (lambda: PAM(coarse=[0, -1]), "data.partition.coarse = [0, -1]: number them from 0"),
+        (lambda: FLSimDirichlet(0.0), "data.partition.alpha = 0.0: give a finite number above 0"),
+        (lambda: FLSAMDirichlet(float("inf")), "data.partition.alpha = inf: give a finite number above 0"),
+        (lambda: FLSAMDirichlet(1.0, 0.5), "data.partition.imbalance = 0.5: give a finite number of at least 1"),
+        (lambda: FLSimPathological(0), "data.partition.classes = 0: give a whole number of at least 1"),
+        (lambda: FLSAMPath(0), "data.partition.shards = 0: give a whole number of at least 1"),
+        (lambda: PAM(beta=-1.0), "data.partition.beta = -1.0: give a finite number above 0"),
+        (
+            lambda: PAM(coarse=[0, -1]),
+            "data.partition.coarse = [0, -1]: give a list, each a whole number of 0 or more, or null",
+        ),
     ],
 )
 def test_parameters_out_of_range(make, message):

@@ -179,7 +179,7 @@ def test_pixel_cross_entropy_by_hand(hardest: float | None) -> None:
     small = F.interpolate(heads[0], size=(8, 12), mode="bilinear")
     large = F.interpolate(y[:, None].float(), size=(8, 12)).long()[:, 0]
     assert torch.equal(loss(heads[0], large), loss(small, large))
-    with pytest.raises(UserError, match=r"model.loss.hardest = 0: a share above 0"):
+    with pytest.raises(UserError, match=r"model.loss.hardest = 0: give a finite number above 0"):
         PixelCrossEntropy(0)
 
 
@@ -285,7 +285,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     (tmp_path / "heterogeneous" / "test" / "all_data_0.json").write_text('{"users": []}')
     with pytest.raises(UserError, match=r"all_data_0.json': not a list of users with images x and label maps y"):
         cityscapes(tmp_path).setup()
-    with pytest.raises(UserError, match=r"data.augment.jitter = 2: use 0 \(none\) to 1"):
+    with pytest.raises(UserError, match=r"data.augment.jitter = 2: give a finite number from 0 to 1"):
         ScaledCrop(jitter=2)
 
 

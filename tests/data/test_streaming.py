@@ -229,5 +229,5 @@ def test_faulty_folders_of_arrays(tmp_path):
     (tmp_path / "y_test.npy").write_bytes(b"rubbish")
     with pytest.raises(UserError, match=r"has no readable .npy files \([^\n]*\); write them again with np.save"):
         Arrays(str(tmp_path)).setup()
-    with pytest.raises(UserError, match=r"data.workers = 0: use for example"):
+    with pytest.raises(UserError, match=r"data.workers = 0: give a whole number"):
         Arrays(str(tmp_path), workers=0)

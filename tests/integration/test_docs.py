@@ -66,6 +66,12 @@ def test_pages_hold_the_measured_numbers() -> None:
         assert fill(text) == text, f"{page.name} is out of date: run `python benchmarks/digits_table.py --draw`"
 
 
+def test_page_holds_the_measured_robustness() -> None:
+    fill = runpy.run_path(str(ROOT / "benchmarks" / "robustness.py"))["fill"]
+    text = (ROOT / "docs" / "robust.md").read_text()
+    assert fill(text) == text, "robust.md is out of date: run `python benchmarks/robustness.py --draw`"
+
+
 @pytest.mark.parametrize("text", TEXTS, ids=name)
 def test_relative_links_lead_to_files(text: Path) -> None:
     prose = re.sub(r"```.*?```|`[^`\n]*`|\$[^$\n]*\$", "", text.read_text(), flags=re.DOTALL)

@@ -18,6 +18,7 @@ import yaml
 import fl_lightning
 from fl_lightning import DigitsMLP
 from fl_lightning.commands.main import COMMANDS
+from tests.bad_inputs import COMPARED, bad_inputs, write_bad_files
 from tests.runs import DIGITS, cli, last, newest, process, run
 
 Complaint = Callable[..., str]
@@ -37,6 +38,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "trace.json").write_text("[[0, 1], [1]]")
     (folder / "broken.yaml").write_text("model: [1, 2\ndata: {")
     (folder / "word.yaml").write_text("hello\n")
+    write_bad_files(folder)
     (folder / "garbage.ckpt").write_bytes(b"not a checkpoint")
     torch.save({"a": 1}, folder / "other.ckpt")
     good = (run("fit", root=folder / "done") / "checkpoints" / "last.ckpt").read_bytes()
@@ -112,9 +114,9 @@ def shows(message: str, *parts: str) -> None:
         ("--trainer.max_rounds=0", "trainer.max_rounds = ", "0", "at least 1"),
         ("--model.ascent=SAM --model.ascent.rho=big", "model.ascent.rho = ", "big", "expected float"),
         ("--model.ascent=SAM --model.ascent.rho=-1", "ascent.rho = ", "-1", "0 or more"),
-        ("--model.optimizer.lr=-0.1", "optimizer.lr = ", "-0.1", "must be above 0"),
+        ("--model.optimizer.lr=-0.1", "optimizer.lr = ", "-0.1", "above 0"),
         ("--model.weighting=sample", "model.weighting = ", "sample", "'samples', 'uniform'"),
-        ("--data.partition=Dirichlet --data.partition.alpha=-1", "alpha", "-1", "use a finite number >= 0"),
+        ("--data.partition=Dirichlet --data.partition.alpha=-1", "alpha", "-1", "0 or more"),
         ("--data.num_clients=5000", "num_clients", "5000", "use fewer clients"),
         ("--trainer.precision=16", "trainer.precision = ", "16", "'64-true'"),
         ("--trainer.accelerator=quantum", "trainer.accelerator = ", "quantum", "auto, "),
@@ -154,6 +156,31 @@ def shows(message: str, *parts: str) -> None:
 def test_argument(complaint: Complaint, args: str, key: str, value: str, remedy: str) -> None:
     model = () if "--model=" in args else ("--model=FedAvg",)
     shows(complaint("fit", *model, *DIGITS, *args.split()), key, value, remedy)
+
+
+@pytest.mark.filterwarnings("ignore:.*samples occur in x_train:UserWarning")
+@pytest.mark.parametrize(("args", "expected"), bad_inputs())
+def test_bad_input(complaint: Complaint, args: str, expected: str) -> None:
+    model = () if "--model=" in args else ("--model=FedAvg",)
+    message = complaint("fit", *model, *DIGITS, *args.split())
+    shows(message, expected)
+    assert len(message) < 500
+
+
+@pytest.mark.parametrize("name", COMPARED)
+def test_a_run_that_cannot_be_compared(
+    name: str, files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(files)
+    with pytest.raises(SystemExit) as exit:
+        cli("compare", f"compared/{name}")
+    assert len(str(exit.value.code).splitlines()) == 1
+    shows(str(exit.value.code), f"compared/{name}", COMPARED[name][2])
+
+
+def test_a_table_of_at_least_200() -> None:
+    assert len(bad_inputs()) >= 200
+    assert len({args for args, _ in bad_inputs()}) == len(bad_inputs())
 
 
 @pytest.mark.parametrize(

@@ -51,9 +51,9 @@ def test_cyclic_is_the_cycle_of_swa() -> None:
 @pytest.mark.parametrize(
     ("made", "message"),
     [
-        (lambda: Poly(-1), "model.optimizer.schedule.power = -1: must be 0 or more"),
-        (lambda: Cyclic(0), "model.optimizer.schedule.period = 0: at least 1 round"),
-        (lambda: Cyclic(2, -0.1), "model.optimizer.schedule.floor = -0.1: must be 0 or more"),
+        (lambda: Poly(-1), "model.optimizer.schedule.power = -1: give a finite number from 0 to 100"),
+        (lambda: Cyclic(0), "model.optimizer.schedule.period = 0: give a whole number of at least 1"),
+        (lambda: Cyclic(2, -0.1), "model.optimizer.schedule.floor = -0.1: give a finite number from 0 to 1"),
     ],
 )
 def test_schedule_out_of_range(made: type, message: str) -> None:

@@ -462,7 +462,7 @@ def test_two_processes(folder: Path, policy: str) -> None:
 def test_refusals(golden: Golden) -> None:
     with pytest.raises(UserError, match=r"buffer '1.running_mean': .*model.buffers = average, local or reset"):
         FedAvg(net=Net())
-    with pytest.raises(UserError, match=r"model.buffers = mean: choose from null, average, local, reset"):
+    with pytest.raises(UserError, match=r"model.buffers = mean: give one of average, local, reset or null"):
         FedAvg(net=Net(), buffers="mean")  # type: ignore[arg-type]
     for engine in ("batched", "graphed"):
         with pytest.raises(UserError, match=rf"trainer.engine = {engine}: Net has buffers.*use sequential"):

@@ -449,19 +449,19 @@ def test_every_algorithm_ends(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: Faults(drop_before=1.0), "trainer.faults.drop_before = 1.0: from 0 to below 1"),
+        (lambda: Faults(drop_before=1.0), "trainer.faults.drop_before = 1.0: give a finite number from 0 to below 1"),
         (lambda: Faults(drop_after=math.nan), "trainer.faults.drop_after = nan"),
         (lambda: Faults(available=[]), "trainer.faults.available = .*at least one round"),
         (lambda: Faults(available="none.json"), "trainer.faults.available = none.json: no such file"),
         (lambda: Stragglers(0), "trainer.faults.stragglers.deadline = 0"),
-        (lambda: Stragglers(3, "never"), "trainer.faults.stragglers.late = never: choose from partial, lost"),  # type: ignore[arg-type]
+        (lambda: Stragglers(3, "never"), "trainer.faults.stragglers.late = never: give one of partial, lost"),  # type: ignore[arg-type]
         (lambda: Stragglers(3, sigma=-1), "trainer.faults.stragglers.sigma = -1"),
         (lambda: Stragglers(3, speeds=[2, 1]), "trainer.faults.stragglers.speeds"),
         (lambda: Corrupt(0), "trainer.faults.corrupt.share = 0"),
-        (lambda: Corrupt(0.1, "evil"), "trainer.faults.corrupt.kind = evil: choose from nan"),  # type: ignore[arg-type]
+        (lambda: Corrupt(0.1, "evil"), "trainer.faults.corrupt.kind = evil: give one of nan"),  # type: ignore[arg-type]
         (lambda: Corrupt(0.1, "scale"), "trainer.faults.corrupt.factor = 1.0: with kind scale"),
         (lambda: Corrupt(0.1, factor=math.inf), "trainer.faults.corrupt.factor = inf"),
-        (lambda: FederatedTrainer(on_divergence="retry"), "trainer.on_divergence = retry: stop or continue"),
+        (lambda: FederatedTrainer(on_divergence="retry"), "trainer.on_divergence = retry: give one of stop, continue"),
     ],
 )
 def test_settings_out_of_range(make: Any, says: str) -> None:

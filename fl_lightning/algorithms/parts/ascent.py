@@ -5,10 +5,10 @@ from typing import ClassVar, Literal
 from torch import Tensor
 
 from fl_lightning.algorithms.parts.base import Gradient, Part
-from fl_lightning.core import EPS, ClientContext, RoundContext, State, Upload, require, to_radius
+from fl_lightning.core import EPS, ClientContext, NonNegative, RoundContext, State, Upload, Whole, to_radius
 
 
-class Ascent(Part):
+class Ascent(Part, key="model.ascent"):
     """Base class of the ascent steps; a subclass defines ``__call__``.
 
     Attributes:
@@ -40,9 +40,9 @@ class SAM(Ascent):
         UserError: If a radius is negative.
     """
 
-    def __init__(self, rho: float = 0.05, warmup: int = 0, rho0: float = 1e-3, eps: float = EPS) -> None:
-        for name, value in (("rho", rho), ("warmup", warmup), ("rho0", rho0), ("eps", eps)):
-            require(value >= 0, f"model.ascent.{name}", value, "0 or more")
+    def __init__(
+        self, rho: NonNegative = 0.05, warmup: Whole = 0, rho0: NonNegative = 1e-3, eps: NonNegative = EPS
+    ) -> None:
         self.rho, self.warmup, self.rho0, self.eps = rho, warmup, rho0, eps
 
     def radius(self, t: int) -> float:
@@ -67,10 +67,14 @@ class ASAM(SAM):
     """
 
     def __init__(
-        self, rho: float = 0.5, eta: float = 0.2, warmup: int = 0, rho0: float = 1e-3, eps: float = EPS
+        self,
+        rho: NonNegative = 0.5,
+        eta: NonNegative = 0.2,
+        warmup: Whole = 0,
+        rho0: NonNegative = 1e-3,
+        eps: NonNegative = EPS,
     ) -> None:
         super().__init__(rho, warmup, rho0, eps)
-        require(eta >= 0, "model.ascent.eta", eta, "0 or more")
         self.eta = eta
 
     def __call__(self, w: Tensor, grad: Gradient, client: State, received: State, ctx: ClientContext) -> Tensor:
@@ -95,11 +99,10 @@ class LESAM(Ascent):
 
     def __init__(
         self,
-        rho: float = 0.1,
+        rho: NonNegative = 0.1,
         ref: Literal["own_last_active", "previous_round"] = "own_last_active",
-        eps: float = EPS,
+        eps: NonNegative = EPS,
     ) -> None:
-        require(rho >= 0, "model.ascent.rho", rho, "0 or more")
         self.rho, self.ref, self.eps = rho, ref, eps
         if ref == "previous_round":
             self.server_state, self.down = {"w_previous": "w0"}, ("w_previous",)

@@ -7,10 +7,10 @@ from torch import Tensor
 
 from fl_lightning.algorithms.parts.base import Part
 from fl_lightning.algorithms.parts.schedules import in_cycle
-from fl_lightning.core import Init, RoundContext, State, require
+from fl_lightning.core import Count, Decay, Init, NonNegative, RoundContext, State, require
 
 
-class Averaging(Part):
+class Averaging(Part, key="model.averaging"):
     """Base class of the averages; by default the global model itself."""
 
     def model(self, server: State) -> Tensor:
@@ -27,8 +27,7 @@ class EMA(Averaging):
 
     server_state: Mapping[str, Init] = {"ema_w": "w0"}
 
-    def __init__(self, alpha: float = 0.95) -> None:
-        require(0 <= alpha < 1, "model.averaging.alpha", alpha, "from 0 to below 1")
+    def __init__(self, alpha: Decay = 0.95) -> None:
         self.alpha = alpha
 
     def round_end(self, server: State, before: State, ctx: RoundContext) -> State:
@@ -69,16 +68,14 @@ class SWA(Averaging):
 
     def __init__(
         self,
-        start: float = 0.75,
-        cycle: int = 1,
-        lr_min: float = 1e-4,
+        start: NonNegative = 0.75,
+        cycle: Count = 1,
+        lr_min: NonNegative = 1e-4,
         init_in_average: bool = False,
         collect: Literal["code", "cycle_end"] = "code",
     ) -> None:
         whole = start < 1 or start == int(start)
-        require(start >= 0 and whole, "model.averaging.start", start, "give a fraction below 1, or a round from 0")
-        require(cycle >= 1, "model.averaging.cycle", cycle, "at least 1 round")
-        require(lr_min >= 0, "model.averaging.lr_min", lr_min, "0 or more")
+        require(whole, "model.averaging.start", start, "give a fraction below 1, or a round from 0")
         self.start, self.cycle, self.lr_min = start, cycle, lr_min
         self.init_in_average, self.collect = init_in_average, collect
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
-from fl_lightning.core import ClientContext, Init, RoundContext, State, Upload, Uploads
+from fl_lightning.core import Checked, ClientContext, Init, RoundContext, State, Upload, Uploads
 
 Gradient = Callable[..., Tensor]
 """Gradient of the local objective on this step's minibatch: a point ``(..., d)`` to a gradient ``(..., d)``. A second
@@ -15,7 +15,7 @@ Step = tuple[Direction, State]
 """A direction, and the client's state after the step."""
 
 
-class Part:
+class Part(Checked, key="model"):
     """A piece that several algorithms share: its own state, and hooks that add to the algorithm's, by default nothing.
 
     The hooks of all parts run after the algorithm's hook of the same moment, in the order of `LocalObjective.parts`.
@@ -26,12 +26,14 @@ class Part:
         server_state: The same for the server.
         down: Names that are sent to a client.
         up: Names that a client uploads.
+        references: What the server knows of them beforehand, as for `LocalObjective`.
     """
 
     client_state: Mapping[str, Init] = {}
     server_state: Mapping[str, Init] = {}
     down: tuple[str, ...] = ()
     up: tuple[str, ...] = ()
+    references: Mapping[str, str | float] = {}
 
     def local_lr(self, lr: float, ctx: RoundContext) -> float:
         """Returns the clients' learning rate in this round, where it would be ``lr``."""

@@ -9,7 +9,6 @@ from fl_lightning.algorithms.parts.base import Part
 from fl_lightning.core import ClientContext, State, Upload, Uploads
 
 Policy = Literal["average", "local", "reset"]
-POLICIES: tuple[Policy, ...] = ("average", "local", "reset")
 
 
 class Buffers(Part):
@@ -39,6 +38,7 @@ class Buffers(Part):
             case "average":
                 self.server_state = {"buffers": self._initial}
                 self.down = self.up = ("buffers",)
+                self.references = {"buffers": "buffers"}
             case "local":
                 self.client_state = {"buffers": self._initial}
         self.take(net)
@@ -49,6 +49,8 @@ class Buffers(Part):
         self._shapes = {name: b.shape for name, b in named.items() if b.is_floating_point()}
         self._others = {name: b for name, b in named.items() if name not in self._shapes}
         self.first = self.vector(net)
+        least = {name: 0.0 if name.endswith("running_var") else -torch.inf for name in self._shapes}
+        self._least = torch.cat([torch.full((s.numel(),), least[n]) for n, s in self._shapes.items()] or [self.first])
 
     def vector(self, net: nn.Module) -> Tensor:
         """Returns a copy of the net's floating-point buffers, ``(b,)``."""
@@ -81,4 +83,6 @@ class Buffers(Part):
         return upload | {name: client[name] for name in self.up}, client
 
     def phase_end(self, server: State, uploads: Uploads) -> State:
-        return server | {name: uploads.weighted(name) for name in self.up}
+        """Replaces the server's by the mean; a variance that noise (of `GaussianPrivacy`) made negative is 0."""
+        means = {name: uploads.weighted(name) for name in self.up}
+        return server | {name: mean.maximum(self._least.to(mean)) for name, mean in means.items()}

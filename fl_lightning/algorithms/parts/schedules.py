@@ -1,11 +1,12 @@
 """Schedules of the local learning rate by round."""
 
 import math
+from typing import Annotated
 
-from fl_lightning.core import require
+from fl_lightning.core import Checked, Count, Interval, Share
 
 
-class Schedule:
+class Schedule(Checked, key="model.optimizer.schedule"):
     """Base class of the schedules; a subclass defines ``__call__(t, rounds)``."""
 
     def __call__(self, t: int, rounds: int) -> float:
@@ -20,7 +21,7 @@ class Cosine(Schedule):
         floor: Factor at the end.
     """
 
-    def __init__(self, floor: float = 0.0) -> None:
+    def __init__(self, floor: Share = 0.0) -> None:
         self.floor = floor
 
     def __call__(self, t: int, rounds: int) -> float:
@@ -40,8 +41,7 @@ class Poly(Schedule):
         UserError: If it is negative.
     """
 
-    def __init__(self, power: float = 0.9) -> None:
-        require(power >= 0, "model.optimizer.schedule.power", power, "must be 0 or more")
+    def __init__(self, power: Annotated[float, Interval("[0, 100]")] = 0.9) -> None:
         self.power = power
 
     def __call__(self, t: int, rounds: int) -> float:
@@ -59,9 +59,7 @@ class Cyclic(Schedule):
         UserError: If a value is out of range.
     """
 
-    def __init__(self, period: int = 10, floor: float = 0.01) -> None:
-        require(period >= 1, "model.optimizer.schedule.period", period, "at least 1 round")
-        require(floor >= 0, "model.optimizer.schedule.floor", floor, "must be 0 or more")
+    def __init__(self, period: Count = 10, floor: Share = 0.01) -> None:
         self.period, self.floor = period, floor
 
     def __call__(self, t: int, rounds: int) -> float:

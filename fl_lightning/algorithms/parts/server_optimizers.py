@@ -11,18 +11,17 @@ import torch
 from torch import Tensor
 
 from fl_lightning.algorithms.parts.base import Part
-from fl_lightning.core import Init, RoundContext, State, require
+from fl_lightning.core import Decay, Init, Positive, RoundContext, State
 
 
-class ServerUpdate(Part):
+class ServerUpdate(Part, key="model.server_update"):
     """Plain averaging: ``w - lr * delta``; with lr 1 the average of the local models (FedAvg).
 
     Args:
         lr: Server learning rate eta_g.
     """
 
-    def __init__(self, lr: float = 1.0) -> None:
-        require(lr > 0, "model.server_update.lr", lr, "above 0")
+    def __init__(self, lr: Positive = 1.0) -> None:
         self.lr = lr
 
     def __call__(self, server: State, delta: Tensor, ctx: RoundContext) -> State:
@@ -40,9 +39,8 @@ class ServerMomentum(ServerUpdate):
 
     server_state: Mapping[str, Init] = {"server_v": "zeros"}
 
-    def __init__(self, beta: float = 0.9, lr: float = 1.0) -> None:
+    def __init__(self, beta: Decay = 0.9, lr: Positive = 1.0) -> None:
         super().__init__(lr)
-        require(0 <= beta < 1, "model.server_update.beta", beta, "from 0 to below 1 (of FedAvgM it is model.beta)")
         self.beta = beta
 
     def __call__(self, server: State, delta: Tensor, ctx: RoundContext) -> State:
@@ -64,17 +62,14 @@ class ServerAdam(ServerUpdate):
 
     def __init__(
         self,
-        lr: float = 0.1,
-        beta1: float = 0.9,
-        beta2: float = 0.99,
-        tau: float = 0.01,
+        lr: Positive = 0.1,
+        beta1: Decay = 0.9,
+        beta2: Decay = 0.99,
+        tau: Positive = 0.01,
         v0: Literal["0", "tau2"] = "0",
         bias_correction: bool = False,
     ) -> None:
         super().__init__(lr)
-        require(tau > 0, "model.server_update.tau", tau, "must be above 0, it is divided by")
-        for name, value in (("beta1", beta1), ("beta2", beta2)):
-            require(0 <= value < 1, f"model.server_update.{name}", value, "from 0 to below 1")
         self.beta1, self.beta2, self.tau, self.v0, self.bias_correction = beta1, beta2, tau, v0, bias_correction
         first = partial(torch.full_like, fill_value=0.0 if v0 == "0" else tau**2)
         self.server_state = {"server_m": "zeros", "server_v": first}
@@ -119,7 +114,9 @@ class ServerAdagrad(ServerAdam):
         v0: As for `ServerAdam`.
     """
 
-    def __init__(self, lr: float = 0.1, beta1: float = 0.0, tau: float = 0.01, v0: Literal["0", "tau2"] = "0") -> None:
+    def __init__(
+        self, lr: Positive = 0.1, beta1: Decay = 0.0, tau: Positive = 0.01, v0: Literal["0", "tau2"] = "0"
+    ) -> None:
         super().__init__(lr, beta1, 0.0, tau, v0)
 
     def second_moment(self, v: Tensor, delta: Tensor) -> Tensor:

@@ -5,10 +5,10 @@ from torch import Tensor
 
 from fl_lightning.algorithms.parts.base import Direction
 from fl_lightning.algorithms.parts.schedules import Schedule
-from fl_lightning.core import norm, require
+from fl_lightning.core import Checked, Decay, NonNegative, Positive, norm
 
 
-class SGD:
+class SGD(Checked, key="model.optimizer"):
     """SGD with momentum and coupled weight decay; momentum starts from zero for every client and round.
 
     In this order: clip the direction, add ``weight_decay * w`` (at the unperturbed weights), momentum, step.
@@ -27,21 +27,13 @@ class SGD:
 
     def __init__(
         self,
-        lr: float = 0.1,
-        momentum: float = 0.0,
-        weight_decay: float = 0.0,
-        clip: float | None = None,
-        lr_decay: float = 1.0,
+        lr: Positive = 0.1,
+        momentum: Decay = 0.0,
+        weight_decay: NonNegative = 0.0,
+        clip: Positive | None = None,
+        lr_decay: Positive = 1.0,
         schedule: Schedule | None = None,
     ) -> None:
-        for key, value, ok, remedy in (
-            ("lr", lr, lr > 0, "must be above 0"),
-            ("momentum", momentum, 0 <= momentum < 1, "must be from 0 to below 1"),
-            ("weight_decay", weight_decay, weight_decay >= 0, "must be 0 or more"),
-            ("clip", clip, clip is None or clip > 0, "must be above 0, or null for none"),
-            ("lr_decay", lr_decay, lr_decay > 0, "must be above 0"),
-        ):
-            require(ok, f"model.optimizer.{key}", value, remedy)
         self.lr, self.momentum, self.weight_decay = lr, momentum, weight_decay
         self.clip, self.lr_decay, self.schedule = clip, lr_decay, schedule
 

@@ -1,6 +1,5 @@
 """The interface of all partitions, the check of their result, and helpers for sizes and classes."""
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar
@@ -8,12 +7,12 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_lightning.core import UserError, ensure, require
+from fl_lightning.core import Checked, UserError, ensure, require
 
 Indices = NDArray[np.int64]
 
 
-class Partition(ABC):
+class Partition(Checked, ABC, key="data.partition"):
     """Base class: subclasses implement :meth:`split`; calling the object also checks the result.
 
     A split is a function of labels, seed and parameters. Random numbers come from
@@ -83,16 +82,6 @@ def check(parts: Sequence[Indices], num_samples: int, num_clients: int, source: 
         replacement or counts.max() <= 1,
         f"{source}: index {values[counts.argmax()]} occurs {counts.max()} times; give every sample to one client only",
     )
-
-
-def concentration(key: str, value: float) -> float:
-    """Returns a checked concentration of a Dirichlet distribution.
-
-    Raises:
-        UserError: If it is not finite and above 0.
-    """
-    require(math.isfinite(value) and value > 0, f"data.partition.{key}", value, "use a finite number above 0")
-    return value
 
 
 def members(labels: Indices, num_classes: int) -> list[Indices]:

@@ -1,13 +1,12 @@
 """Shuffled samples, the balanced Dirichlet split of Hsu et al., and Pachinko allocation."""
 
-import math
 from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
 
-from fl_lightning.core import ensure, numpy_generator, require
-from fl_lightning.data.partition.base import Indices, Partition, concentration, members, sizes
+from fl_lightning.core import NonNegative, Positive, Whole, ensure, numpy_generator, require
+from fl_lightning.data.partition.base import Indices, Partition, members, sizes
 
 CIFAR100_COARSE = (
     4, 1, 14, 8, 0, 6, 7, 7, 18, 3, 3, 14, 9, 18, 7, 11, 3, 9, 7, 11, 6, 11, 5, 10, 7, 6, 13, 15, 3, 15,
@@ -30,8 +29,8 @@ class IID(Partition):
         UserError: If power is negative or not finite, or given with stratified.
     """
 
-    def __init__(self, power: float = 0.0, stratified: bool = False) -> None:
-        self.power = _power(power)
+    def __init__(self, power: NonNegative = 0.0, stratified: bool = False) -> None:
+        self.power = power
         require(not (power and stratified), "data.partition.power", power, "stratified clients have equal sizes; use 0")
         self.stratified = stratified
 
@@ -63,12 +62,10 @@ class Dirichlet(Partition):
     """
 
     def __init__(
-        self, alpha: float = 0.0, power: float = 0.0, draws: Literal["rounded", "multinomial"] = "rounded"
+        self, alpha: NonNegative = 0.0, power: NonNegative = 0.0, draws: Literal["rounded", "multinomial"] = "rounded"
     ) -> None:
-        remedy = "not a concentration; use a finite number >= 0 (0: one class per client; for equal shares use IID)"
-        require(math.isfinite(alpha) and alpha >= 0, "data.partition.alpha", alpha, remedy)
         require(not power or alpha > 0, "data.partition.power", power, "with alpha = 0 classes set the sizes; use 0")
-        self.alpha, self.power, self.draws = alpha, _power(power), draws
+        self.alpha, self.power, self.draws = alpha, power, draws
 
     def split(self, labels: Indices, num_clients: int, num_classes: int, seed: int) -> Sequence[Indices]:
         """See :meth:`Partition.__call__`."""
@@ -141,11 +138,8 @@ class PAM(Partition):
         UserError: If alpha or beta is not above 0, coarse has negative labels, or (on use) not one for every class.
     """
 
-    def __init__(self, alpha: float = 0.1, beta: float = 10.0, coarse: list[int] | None = None) -> None:
-        self.alpha = concentration("alpha", alpha)
-        self.beta = concentration("beta", beta)
-        self.coarse = coarse
-        require(coarse is None or min(coarse, default=0) >= 0, "data.partition.coarse", coarse, "number them from 0")
+    def __init__(self, alpha: Positive = 0.1, beta: Positive = 10.0, coarse: list[Whole] | None = None) -> None:
+        self.alpha, self.beta, self.coarse = alpha, beta, coarse
 
     def split(self, labels: Indices, num_clients: int, num_classes: int, seed: int) -> Sequence[Indices]:
         """See :meth:`Partition.__call__`."""
@@ -187,8 +181,3 @@ class PAM(Partition):
             classes = np.flatnonzero((coarse == label) & left)
             r[classes] = rng.dirichlet(np.full(len(classes), self.beta))
         return q, r
-
-
-def _power(power: float) -> float:
-    require(math.isfinite(power) and power >= 0, "data.partition.power", power, "use a finite number, 0 or more")
-    return power

@@ -86,11 +86,13 @@ class FromFile(Partition):
         index = _numbered if self.names is None else _lookup(self.names, labels)
         try:
             rows = self._read(index)
+            if not rows:
+                raise ValueError("no client")
         except OSError as error:
             raise UserError(
                 f"data.partition.path = '{self.path}': cannot read it ({error.strerror}); give an existing split file"
             ) from None
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError, csv.Error) as error:
             raise UserError(
                 f"data.partition.path = '{self.path}' is not a split in a known format ({error!r}); use JSON "
                 "{client: [indices]} or CSV user_id,image_id,class"
@@ -146,8 +148,8 @@ def _column(path: str, column: str) -> list[str]:
 
 
 def _integer(value: Any) -> int:
-    if type(value) is not int:
-        raise ValueError(f"index {value!r} is not an integer")
+    if type(value) is not int or abs(value) >= 2**63:
+        raise ValueError(f"index {value!r:.40} is not an integer of 64 bits")
     return value
 
 

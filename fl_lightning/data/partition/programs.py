@@ -4,13 +4,13 @@ import math
 from abc import abstractmethod
 from bisect import bisect_left
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_lightning.core import UserError, numpy_generator, require
-from fl_lightning.data.partition.base import Indices, Partition, concentration, members, replay
+from fl_lightning.core import Count, Interval, Positive, UserError, numpy_generator, require
+from fl_lightning.data.partition.base import Indices, Partition, members, replay
 
 Floats = NDArray[np.float64]
 
@@ -34,8 +34,7 @@ class FLSAMPath(Partition):
         UserError: If shards is below 1, or (on use) the classes cannot be cut into equally many shards.
     """
 
-    def __init__(self, shards: int) -> None:
-        require(shards >= 1, "data.partition.shards", shards, "use 1 or more")
+    def __init__(self, shards: Count) -> None:
         self.shards = shards
 
     def split(self, labels: Indices, num_clients: int, num_classes: int, seed: int) -> Sequence[Indices]:
@@ -73,9 +72,8 @@ class FLSAMDirichlet(Partition):
         UserError: If alpha is not above 0 or imbalance below 1; on use, if no split is found.
     """
 
-    def __init__(self, alpha: float, imbalance: float = 2.0) -> None:
-        self.alpha = concentration("alpha", alpha)
-        require(math.isfinite(imbalance) and imbalance >= 1, "data.partition.imbalance", imbalance, "use 1 or more")
+    def __init__(self, alpha: Positive, imbalance: Annotated[float, Interval("[1, inf)")] = 2.0) -> None:
+        self.alpha = alpha
         self.imbalance = imbalance
 
     def split(self, labels: Indices, num_clients: int, num_classes: int, seed: int) -> Sequence[Indices]:
@@ -188,9 +186,9 @@ class FLSimDirichlet(FLSimulator):
         UserError: If alpha is not above 0; on use also if it is too small, or if a class is empty with replacement.
     """
 
-    def __init__(self, alpha: float, replacement: bool = True) -> None:
+    def __init__(self, alpha: Positive, replacement: bool = True) -> None:
         super().__init__(replacement)
-        self.alpha = concentration("alpha", alpha)
+        self.alpha = alpha
 
     def distributions(self, rng: np.random.RandomState, num_clients: int, num_classes: int) -> tuple[Floats, Floats]:
         """See :class:`FLSimulator`."""
@@ -211,9 +209,8 @@ class FLSimPathological(FLSimulator):
         UserError: If classes is below 1, or (on use) above the number of classes; on use also if a class is empty.
     """
 
-    def __init__(self, classes: int, replacement: bool = True) -> None:
+    def __init__(self, classes: Count, replacement: bool = True) -> None:
         super().__init__(replacement)
-        require(classes >= 1, "data.partition.classes", classes, "use 1 or more")
         self.classes = classes
 
     def distributions(self, rng: np.random.RandomState, num_clients: int, num_classes: int) -> tuple[Floats, Floats]:

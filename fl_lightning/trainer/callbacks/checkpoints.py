@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from fl_lightning.core import require
+from fl_lightning.core import Count
 from fl_lightning.trainer import checkpoint
 from fl_lightning.trainer.run import Callback, Run
 
@@ -29,15 +29,12 @@ class Checkpoints(Callback):
 
     def __init__(
         self,
-        every_n_rounds: int = 10,
+        every_n_rounds: Count = 10,
         keep_all: bool = False,
         monitor: str | None = None,
         mode: Literal["min", "max"] = "max",
-        save_top_k: int = 1,
+        save_top_k: Count = 1,
     ) -> None:
-        require(every_n_rounds >= 1, "callbacks: Checkpoints.every_n_rounds", every_n_rounds, "at least 1")
-        require(save_top_k >= 1, "callbacks: Checkpoints.save_top_k", save_top_k, "at least 1")
-        require(mode in ("min", "max"), "callbacks: Checkpoints.mode", mode, "choose from min, max")
         self.every_n_rounds, self.keep_all = every_n_rounds, keep_all
         self.monitor, self.mode, self.save_top_k = monitor, mode, save_top_k
         self.best: dict[int, float] = {}

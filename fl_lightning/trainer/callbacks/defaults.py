@@ -5,7 +5,7 @@ from typing import Any
 
 import lightning.pytorch.callbacks as theirs
 
-from fl_lightning.core import UserError
+from fl_lightning.core import UserError, ensure
 from fl_lightning.trainer.callbacks.checkpoints import Checkpoints
 from fl_lightning.trainer.callbacks.curves import Curves
 from fl_lightning.trainer.callbacks.early_stopping import EarlyStoppingAdapter
@@ -35,9 +35,12 @@ def with_defaults(callbacks: Sequence[Any], progress: bool) -> list[Callback]:
             it ends with one line.
 
     Raises:
-        UserError: If a callback is another one of Lightning's, or none at all.
+        UserError: If a callback is another one of Lightning's, or none at all, or one of ours is there twice.
     """
     found = [_accepted(callback) for callback in callbacks]
+    for once in (Checkpoints, Curves, Progress, Results):
+        many = sum(isinstance(callback, once) for callback in found)
+        ensure(many <= 1, f"trainer.callbacks: {once.__name__} is there {many} times; give it once")
     for default in (Results, Checkpoints, *((Curves, Progress) if progress else (Ending,))):
         if not any(isinstance(callback, default) for callback in found):
             found.append(default())

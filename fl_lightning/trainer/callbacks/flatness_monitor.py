@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from fl_lightning.core import RoundContext, require, write_atomically
+from fl_lightning.core import Count, RoundContext, require, write_atomically
 from fl_lightning.engine import LocalResult
 from fl_lightning.flatness.plots import plot_density, plot_spectrum
 from fl_lightning.trainer.loggers import RunLogger
@@ -47,8 +47,7 @@ class FlatnessMonitor(Callback):
         protocol: Protocols of the last measured numbers.
     """
 
-    def __init__(self, every_n_rounds: int = 10, metrics: list[Measure] | None = None) -> None:
-        require(every_n_rounds >= 1, "callbacks: FlatnessMonitor.every_n_rounds", every_n_rounds, "at least 1")
+    def __init__(self, every_n_rounds: Count = 10, metrics: list[Measure] | None = None) -> None:
         require(metrics != [], "callbacks: FlatnessMonitor.metrics", metrics, "name some, or null for the default")
         self.every_n_rounds = every_n_rounds
         self.metrics = default_measures() if metrics is None else metrics
@@ -57,8 +56,12 @@ class FlatnessMonitor(Callback):
         self._previous: Tensor | None = None
         self.load_state_dict({})
 
-    def on_fit_start(self, run: Run) -> None:
+    def check(self, run: Run) -> None:
         check_statistics(run.objective)
+        for metric in self.metrics:
+            metric.check(run)
+
+    def on_fit_start(self, run: Run) -> None:
         if not run.rounds_done:
             self.load_state_dict({})  # the monitor may have seen another run
         self._previous = None if self._previous is None else self._previous.to(run.server.w)

@@ -9,6 +9,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as Bar
 from rich.table import Table
 
+from fl_lightning.core import NonNegative, Whole
 from fl_lightning.results.metrics import mode_of, read_metrics
 from fl_lightning.results.summary import Summary
 from fl_lightning.results.verdict import flatness_verdict
@@ -48,7 +49,7 @@ class Progress(Callback):
         min_seconds: Least time between two plain lines.
     """
 
-    def __init__(self, rows: int = 8, min_seconds: float = 1.0) -> None:
+    def __init__(self, rows: Whole = 8, min_seconds: NonNegative = 1.0) -> None:
         self.rows, self.min_seconds = rows, min_seconds
         self.console = Console()
         self._live: Live | None = None

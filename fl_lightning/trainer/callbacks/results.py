@@ -3,7 +3,7 @@
 import json
 from dataclasses import asdict
 
-from fl_lightning.core import require, write_atomically
+from fl_lightning.core import Count, write_atomically
 from fl_lightning.results.summary import summarise
 from fl_lightning.trainer.run import Callback, Run
 
@@ -22,8 +22,7 @@ class Results(Callback):
         UserError: If ``last`` is below 1.
     """
 
-    def __init__(self, last: int | None = None, target: float | None = None) -> None:
-        require(last is None or last >= 1, "trainer.callbacks: Results.last", last, "at least 1 round")
+    def __init__(self, last: Count | None = None, target: float | None = None) -> None:
         self.last, self.target = last, target
 
     def on_fit_end(self, run: Run) -> None:

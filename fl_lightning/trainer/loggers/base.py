@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from lightning.fabric.loggers.logger import Logger
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
+from fl_lightning.core import Checked
 from fl_lightning.data import FederatedDataModule
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ class About:
     last: int
 
 
-class RunLogger(Logger):
+class RunLogger(Checked, Logger, key="trainer.loggers: {}"):
     """A logger that starts with the run, in its folder, and continues when the run is resumed."""
 
     dir: Path | None = None

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.core import State, accumulator_dtype, ensure, require
+from fl_lightning.core import Checked, State, accumulator_dtype, ensure
 from fl_lightning.engine import LocalResult
 from fl_lightning.flatness import Batches, Progress
 from fl_lightning.trainer import collectives
@@ -143,7 +143,7 @@ class MeasurementContext:
         return total
 
 
-class Measure:
+class Measure(Checked, key="measure: {}"):
     """Base class of measures: `update` sees every local model of a round, and `compute` returns the measurements.
 
     Attributes:
@@ -153,6 +153,9 @@ class Measure:
 
     local = False
     tracks = False
+
+    def check(self, run: Run) -> None:
+        """Called before anything is measured: raises a `UserError` if the measure does not suit the run."""
 
     def begin(self, run: Run, cohort: Sequence[int]) -> None:
         """Called when a measured round begins, with the run's state before it."""
@@ -216,16 +219,3 @@ def check_statistics(objective: LocalObjective) -> None:
         "model.buffers = local: the global model has no running statistics to measure its flatness with; use "
         "average or reset, or do not measure it",
     )
-
-
-def check_counts(measure: Measure, **values: int | None) -> None:
-    """Raises a UserError if a setting of a measure is below 1."""
-    for name, value in values.items():
-        ok = value is None or value >= 1
-        require(ok, f"measure: {type(measure).__name__}.{name}", value, "at least 1")
-
-
-def check_positive(measure: Measure, **values: float | None) -> None:
-    """Raises a UserError if a setting of a measure is not positive."""
-    for name, value in values.items():
-        require(value is None or value > 0, f"measure: {type(measure).__name__}.{name}", value, "above 0")

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 
 from fl_lightning import flatness
+from fl_lightning.core import Count, Positive, require
 from fl_lightning.engine import LocalResult
 from fl_lightning.flatness import Interrupted
 from fl_lightning.trainer import collectives
@@ -16,8 +17,6 @@ from fl_lightning.trainer.measurements.base import (
     Measurement,
     MeasurementContext,
     Split,
-    check_counts,
-    check_positive,
     local_loss,
 )
 from fl_lightning.trainer.run import Run
@@ -79,15 +78,17 @@ class Spectrum(HessianMeasure):
 
     def __init__(
         self,
-        k: int = 50,
-        samples: int | None = 1000,
+        k: Count = 50,
+        samples: Count | None = 1000,
         method: Method = "lanczos",
-        iterations: int | None = None,
-        tol: float | None = None,
+        iterations: Count | None = None,
+        tol: Positive | None = None,
     ) -> None:
-        check_counts(self, k=k, samples=samples, iterations=iterations)
-        check_positive(self, tol=tol)
         self.k, self.samples, self.method, self.iterations, self.tol = k, samples, method, iterations, tol
+
+    def check(self, run: Run) -> None:
+        d = run.net.spec.d
+        require(self.k <= d, f"measure: {type(self).__name__}.k", self.k, f"the net has {d} weights; give at most {d}")
 
     def estimate(self, **arguments: Any) -> flatness.Spectrum:
         """The spectrum."""
@@ -123,10 +124,10 @@ class LambdaMax(Spectrum):
 
     def __init__(
         self,
-        samples: int | None = 1000,
+        samples: Count | None = 1000,
         method: Method = "lanczos",
-        iterations: int | None = None,
-        tol: float | None = None,
+        iterations: Count | None = None,
+        tol: Positive | None = None,
         split: Split = "train",
     ) -> None:
         super().__init__(1, samples, method, iterations, tol)
@@ -157,12 +158,10 @@ class ClientLambdaMax(Measure):
     def __init__(
         self,
         data: list[Literal["local", "global"]] | None = None,
-        samples: int | None = 1000,
-        iterations: int = 100,
-        tol: float | None = None,
+        samples: Count | None = 1000,
+        iterations: Count = 100,
+        tol: Positive | None = None,
     ) -> None:
-        check_counts(self, samples=samples, iterations=iterations)
-        check_positive(self, tol=tol)
         self.data: list[Literal["local", "global"]] = ["local"] if data is None else data
         self.samples, self.iterations, self.tol = samples, iterations, tol
 
@@ -211,9 +210,8 @@ class HessianTrace(HessianMeasure):
     """
 
     def __init__(
-        self, method: Literal["hutch++", "hutchinson"] = "hutch++", probes: int = 60, samples: int | None = 1000
+        self, method: Literal["hutch++", "hutchinson"] = "hutch++", probes: Count = 60, samples: Count | None = 1000
     ) -> None:
-        check_counts(self, probes=probes, samples=samples)
         self.method, self.probes, self.samples = method, probes, samples
 
     def estimate(self, **arguments: Any) -> flatness.Estimate:
@@ -235,8 +233,7 @@ class SpectralDensity(HessianMeasure):
         samples: Size of the stratified sample of the training data; null: all.
     """
 
-    def __init__(self, probes: int = 5, steps: int = 60, samples: int | None = 1000) -> None:
-        check_counts(self, probes=probes, steps=steps, samples=samples)
+    def __init__(self, probes: Count = 5, steps: Count = 60, samples: Count | None = 1000) -> None:
         self.probes, self.steps, self.samples = probes, steps, samples
 
     def estimate(self, **arguments: Any) -> flatness.Density:

@@ -2,20 +2,18 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
 
-from fl_lightning.core import require
+from fl_lightning.core import Count, Interval, NonNegative, Positive
 from fl_lightning.engine import LocalResult
 from fl_lightning.flatness import lpf, mean_loss, sharpness
 from fl_lightning.trainer.measurements.base import (
     Measure,
     Measurement,
     MeasurementContext,
-    check_counts,
-    check_positive,
     dry_round,
     local_loss,
 )
@@ -57,11 +55,8 @@ class Discrepancy(LocalMean):
     """
 
     def __init__(
-        self, rho: float = 0.05, steps: int = 1, samples: int | None = 10_000, clients: Clients = "cohort"
+        self, rho: Positive = 0.05, steps: Count = 1, samples: Count | None = 10_000, clients: Clients = "cohort"
     ) -> None:
-        check_counts(self, samples=samples, steps=steps)
-        check_positive(self, rho=rho)
-        require(clients in ("cohort", "all"), "measure: Discrepancy.clients", clients, "cohort or all")
         self.rho, self.steps, self.samples, self.clients = rho, steps, samples, clients
 
     def begin(self, run: Run, cohort: Sequence[int]) -> None:
@@ -125,14 +120,11 @@ class Sharpness(Measure):
     def __init__(
         self,
         data: list[Clients] | None = None,
-        rho: float = 0.05,
-        steps: int = 1,
-        samples: int | None = 10_000,
-        eta: float | None = None,
+        rho: Positive = 0.05,
+        steps: Count = 1,
+        samples: Count | None = 10_000,
+        eta: NonNegative | None = None,
     ) -> None:
-        check_counts(self, samples=samples, steps=steps)
-        check_positive(self, rho=rho)
-        require(eta is None or eta >= 0, "measure: Sharpness.eta", eta, "0 or more, or null for the plain sharpness")
         self.data: list[Clients] = ["all", "cohort"] if data is None else data
         self.rho, self.steps, self.samples, self.eta = rho, steps, samples, eta
 
@@ -157,7 +149,7 @@ class AdaptiveSharpness(Sharpness):
         **kwargs: As for `Sharpness`.
     """
 
-    def __init__(self, rho: float = 0.5, eta: float = 0.2, **kwargs: Any) -> None:
+    def __init__(self, rho: Positive = 0.5, eta: NonNegative = 0.2, **kwargs: Any) -> None:
         super().__init__(rho=rho, eta=eta, **kwargs)
 
 
@@ -173,14 +165,11 @@ class LPF(Measure):
 
     def __init__(
         self,
-        sigma: float = 0.01,
-        draws: int = 100,
+        sigma: Positive = 0.01,
+        draws: Annotated[int, Interval("[2, inf)")] = 100,
         scale: Literal["none", "filter"] = "none",
-        samples: int | None = 10_000,
+        samples: Count | None = 10_000,
     ) -> None:
-        check_counts(self, samples=samples)
-        require(draws >= 2, "measure: LPF.draws", draws, "2 or more")
-        check_positive(self, sigma=sigma)
         self.sigma, self.draws, self.scale, self.samples = sigma, draws, scale, samples
 
     def compute(self, context: MeasurementContext) -> list[Measurement]:

@@ -6,11 +6,11 @@ from statistics import mean
 import torch
 from torch import Tensor
 
-from fl_lightning.core import accumulator_dtype, require
+from fl_lightning.core import Positive, accumulator_dtype, require
 from fl_lightning.engine import LocalResult
 from fl_lightning.flatness import cosine, delta_epsilon
 from fl_lightning.trainer import collectives
-from fl_lightning.trainer.measurements.base import Measure, Measurement, MeasurementContext, check_positive, dry_round
+from fl_lightning.trainer.measurements.base import Measure, Measurement, MeasurementContext, dry_round
 from fl_lightning.trainer.run import Run
 
 
@@ -57,8 +57,7 @@ class Updates(Measure):
 
     tracks = True
 
-    def __init__(self, rho: float = 0.05) -> None:
-        check_positive(self, rho=rho)
+    def __init__(self, rho: Positive = 0.05) -> None:
         self.rho = rho
 
     def begin(self, run: Run, cohort: Sequence[int]) -> None:
@@ -110,8 +109,7 @@ class DeltaEpsilon(Measure):
     local = True
     tracks = True
 
-    def __init__(self, rho: float | None = None) -> None:
-        check_positive(self, rho=rho)
+    def __init__(self, rho: Positive | None = None) -> None:
         self.rho = rho
 
     def begin(self, run: Run, cohort: Sequence[int]) -> None:

@@ -1,0 +1,164 @@
+"""Accuracy under bad clients on the digits: methods, aggregation rules, and kinds and shares of bad uploads.
+
+``python benchmarks/robustness.py`` trains what docs/robustness.csv does not hold yet (seconds a run), draws
+docs/robustness.png and renews the table of docs/robust.md; ``--draw`` trains nothing.
+"""
+
+from __future__ import annotations
+
+import csv
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from fl_lightning import (
+    SAM,
+    SGD,
+    Aggregation,
+    CoordinateMedian,
+    Corrupt,
+    Digits,
+    DigitsMLP,
+    Dirichlet,
+    Faults,
+    FedAvg,
+    FederatedTrainer,
+    FedGloSS,
+    FedSAM,
+    Krum,
+    LocalObjective,
+    MultiKrum,
+    NormClipping,
+    TrimmedMean,
+)
+from fl_lightning.results.metrics import read_metrics
+from fl_lightning.trainer import parallel_runs
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+CSV, FIGURE, PAGE = DOCS / "robustness.csv", DOCS / "robustness.png", DOCS / "robust.md"
+MARKS = ("<!-- robustness -->\n", "<!-- end -->\n")
+ROUNDS, LAST, SEED = 30, 5, 0
+METHODS: dict[str, Callable[..., LocalObjective]] = {
+    "FedAvg": FedAvg,
+    "FedSAM": lambda net, **options: FedSAM(net, rho=0.1, **options),
+    "FedGloSS": lambda net, **options: FedGloSS(net, rho=0.1, ascent=SAM(0.1), **options),
+}
+RULES: dict[str, Callable[[], Aggregation | None]] = {
+    "mean": lambda: None,
+    "NormClipping": NormClipping,
+    "CoordinateMedian": CoordinateMedian,
+    "TrimmedMean 0.4": lambda: TrimmedMean(0.4),
+    "Krum 0.4": lambda: Krum(0.4),
+    "MultiKrum 0.4": lambda: MultiKrum(0.4),
+}
+KINDS: dict[str, float] = {"nan": 1.0, "sign_flip": 4.0, "scale": 10.0, "noise": 10.0}
+SHARES = (0.1, 0.2, 0.4)
+
+
+Setting = tuple[str, str, str, str]
+"""Method, rule, kind and share."""
+
+
+def accuracies(settings: Sequence[Setting]) -> list[float]:
+    """Mean test accuracy of the last rounds, of runs of one method trained as one program; 0 where one diverged."""
+    data = Digits(num_clients=50, batch_size=16, partition=Dirichlet(1.0))
+    trainers, models = [], []
+    with tempfile.TemporaryDirectory() as root:
+        for number, (method, rule, kind, share) in enumerate(settings):
+            torch.manual_seed(SEED)
+            models.append(METHODS[method](DigitsMLP(), optimizer=SGD(0.1, weight_decay=4e-4)))
+            faults = Faults(corrupt=Corrupt(float(share), kind, KINDS[kind])) if kind in KINDS else None  # type: ignore[arg-type]
+            trainers.append(
+                FederatedTrainer(
+                    max_rounds=ROUNDS, clients_per_round=20, eval_every=ROUNDS, eval_last=LAST, faults=faults,
+                    aggregation=RULES[rule](), accelerator="cpu", threads=1, engine="batched", seed=SEED,
+                    default_root_dir=root, name=str(number), enable_progress_bar=False,
+                )
+            )  # fmt: skip
+        with trainers[0].environment():
+            runs = parallel_runs.start(trainers, models, data, [None] * len(trainers))
+            broken = parallel_runs.train(runs)
+        values = [read_metrics(run.folder.metrics).get("server/test/acc", []) for run in runs]
+    return [
+        0.0 if run in broken else statistics.mean(value for _, value in found)
+        for run, found in zip(runs, values, strict=True)
+    ]
+
+
+def train() -> None:
+    done = {tuple(row[:4]) for row in rows()}
+    with CSV.open("a", newline="") as file:
+        writer = csv.writer(file)
+        if not done:
+            writer.writerow(["method", "rule", "kind", "share", "accuracy"])
+        for share in (0.0, *reversed(SHARES)):
+            for method in METHODS:
+                kinds = KINDS if share else ["none"]
+                settings = [(method, rule, kind, str(share)) for kind in kinds for rule in RULES]
+                todo = [setting for setting in settings if setting not in done]
+                for setting, value in zip(todo, accuracies(todo) if todo else (), strict=True):
+                    writer.writerow([*setting, round(value, 4)])
+                file.flush()
+
+
+def rows() -> list[list[str]]:
+    return list(csv.reader(CSV.open()))[1:] if CSV.exists() else []
+
+
+def table(found: dict[tuple[str, ...], float]) -> str:
+    """In per cent; a row for each method and rule, a column for each kind with its shares."""
+    columns = list(KINDS)
+    lines = ["| method | rule | none | " + " | ".join(f"`{kind}`" for kind in columns) + " |"]
+    lines.append("|---|---|--:|" + "--:|" * len(columns))
+    for method in METHODS:
+        for rule in RULES:
+            cells = [[found.get((method, rule, kind, str(s))) for s in SHARES] for kind in columns]
+            texts = [" / ".join("–" if v is None else f"{100 * v:.0f}" for v in cell) for cell in cells]
+            clean = found.get((method, rule, "none", "0.0"))
+            lines.append(
+                f"| {method} | {rule} | {'–' if clean is None else f'{100 * clean:.0f}'} | {' | '.join(texts)} |"
+            )
+    return "\n".join(lines) + "\n"
+
+
+def draw() -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    found = {tuple(row[:4]): float(row[4]) for row in rows()}
+    figure, axes = plt.subplots(len(METHODS), len(KINDS), figsize=(10, 6.5), sharex=True, sharey=True)
+    for axis_row, method in zip(axes, METHODS, strict=True):
+        for axis, kind in zip(axis_row, KINDS, strict=True):
+            for i, rule in enumerate(RULES):
+                points = [(0.0, found.get((method, rule, "none", "0.0")))]
+                points += [(share, found.get((method, rule, kind, str(share)))) for share in SHARES]
+                kept = [(100 * x, 100 * y) for x, y in points if y is not None]
+                axis.plot(*zip(*kept, strict=True), marker="o", ms=3, lw=1.2, color=f"C{i}", label=rule)
+            axis.set(title=f"{method}, {kind}", ylim=(0, 100))
+            axis.title.set_fontsize(9)
+    figure.supxlabel("bad clients, %")
+    figure.supylabel("test accuracy, %")
+    handles, labels = axes[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, ncols=len(RULES), loc="upper center", fontsize=8, frameon=False)
+    figure.tight_layout(rect=(0, 0, 1, 0.96))
+    figure.savefig(FIGURE, dpi=110)
+    PAGE.write_text(fill(PAGE.read_text()))
+
+
+def fill(text: str) -> str:
+    """The page with the table of what was measured."""
+    before, _, rest = text.partition(MARKS[0])
+    found = {tuple(row[:4]): float(row[4]) for row in rows()}
+    return before + MARKS[0] + table(found) + MARKS[1] + rest.partition(MARKS[1])[2]
+
+
+if __name__ == "__main__":
+    if "--draw" not in sys.argv[1:]:
+        train()
+    draw()

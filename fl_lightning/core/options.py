@@ -1,0 +1,204 @@
+"""Options that are checked against their annotations, the same from Python, YAML and the command line."""
+
+import inspect
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, wraps
+from numbers import Integral, Real
+from types import NoneType, UnionType
+from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
+
+import numpy as np
+
+from fl_lightning.core.errors import require
+
+
+@dataclass(frozen=True, repr=False)
+class Interval:
+    """The numbers that an option may be, as an annotation: ``Annotated[float, Interval("[0, 1)")]``.
+
+    Args:
+        text: Bounds in mathematical notation: a square bracket includes its bound, a round one does not.
+    """
+
+    text: str
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """The lower and the upper bound."""
+        low, high = self.text[1:-1].split(",")
+        return float(low), float(high)
+
+    def __contains__(self, value: Any) -> bool:
+        low, high = self.bounds
+        above = value >= low if self.text[0] == "[" else value > low
+        return bool(above and (value <= high if self.text[-1] == "]" else value < high))
+
+    def __repr__(self) -> str:
+        low, high = (f"{bound:,.12g}" for bound in self.bounds)
+        match self.text[0], high, self.text[-1]:
+            case "[", "inf", _:
+                return "of 0 or more" if low == "0" else f"of at least {low}"
+            case "(", "inf", _:
+                return f"above {low}"
+            case "[", _, "]":
+                return f"from {low} to {high}"
+            case "[", _, _:
+                return f"from {low} to below {high}"
+            case "(", _, ")":
+                return f"above {low} and below {high}"
+            case _:
+                return f"above {low} and at most {high}"
+
+
+Positive = Annotated[float, Interval("(0, inf)")]
+NonNegative = Annotated[float, Interval("[0, inf)")]
+Share = Annotated[float, Interval("[0, 1]")]
+Decay = Annotated[float, Interval("[0, 1)")]
+Count = Annotated[int, Interval("[1, inf)")]
+Whole = Annotated[int, Interval("[0, inf)")]
+Size = Annotated[int, Interval("[1, 1e6]")]
+"""A number of units of a net, or of pixels: what is larger is a slip, and would fill the memory."""
+Divisor = Annotated[float, Interval("[1e-12, inf)")]
+Threads = Annotated[int, Interval("[1, 1024]")]
+UNIONS = (Union, UnionType)
+LISTS = (list, tuple, Sequence)
+LATER = "checked later"
+"""As an annotation: the class checks this itself, with a better message."""
+
+
+class Checked:
+    """Base of what a config builds: each constructor checks its arguments against their annotations.
+
+    A float is finite, an int is no bool and no float, a `Literal` is one of its values, an `Interval` holds the number,
+    and anything else is an instance of its class. Ints pass for floats, numbers of NumPy for both, paths for text.
+
+    Attributes:
+        config_key: Where the class stands in a config, for messages; ``{}`` stands for its name.
+    """
+
+    config_key: ClassVar[str] = "{}"
+
+    def __init_subclass__(cls, key: str | None = None, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if key is not None:
+            cls.config_key = key
+        if "__init__" in vars(cls):
+            cls.__init__ = _checking(cls.__init__)  # type: ignore[method-assign]
+
+
+def check_arguments(function: Callable[..., Any], key: str, *args: Any, **kwargs: Any) -> None:
+    """Checks arguments against the annotations of the function that they are for.
+
+    Args:
+        function: The function.
+        key: Key of its settings in a config.
+        *args: Its arguments by position.
+        **kwargs: Its arguments by name.
+
+    Raises:
+        UserError: If one does not fit.
+    """
+    signature, hints = _signature(function)
+    try:
+        given = signature.bind_partial(*args, **kwargs).arguments
+    except TypeError:
+        return  # Python's own message
+    for name, value in given.items():
+        if name in hints and not fits(value, hints[name]):
+            words = _words(hints[name])
+            shown = repr(value) if isinstance(value, str) and "number" in words else _shown(value)
+            require(False, f"{key}.{name}".lstrip("."), shown, f"give {words}")
+
+
+PLAIN: dict[Any, tuple[str, Callable[[Any], bool]]] = {
+    float: ("a finite number", lambda v: not isinstance(v, bool) and isinstance(v, Real) and _finite(v)),
+    int: ("a whole number", lambda v: not isinstance(v, bool) and isinstance(v, Integral)),
+    bool: ("true or false", lambda v: isinstance(v, bool | np.bool_)),
+    str: ("text", lambda v: isinstance(v, str | os.PathLike)),
+    dict: ("a mapping", lambda v: isinstance(v, Mapping)),
+    Any: ("anything", lambda v: True),
+    NoneType: ("null", lambda v: v is None),
+}
+"""In words, and as a check."""
+
+
+def fits(value: Any, hint: Any) -> bool:
+    """Returns whether a value is one that an annotation describes; what it cannot judge fits."""
+    kind, args = get_origin(hint) or hint, get_args(hint)
+    if kind in PLAIN:
+        return PLAIN[kind][1](value)
+    if kind is Annotated:
+        limits = [limit for limit in args[1:] if isinstance(limit, Interval)]
+        return LATER in args or (fits(value, args[0]) and all(value in limit for limit in limits))
+    if kind in UNIONS:
+        return any(fits(value, each) for each in args)
+    if kind is Literal:
+        return isinstance(value, str) and value in args
+    if kind in LISTS:
+        return isinstance(value, np.ndarray) or (_is_sequence(value) and _items_fit(value, kind, args))
+    return args != () or not isinstance(kind, type) or isinstance(value, kind)
+
+
+def _finite(number: Real) -> bool:
+    try:
+        return math.isfinite(number)
+    except OverflowError:  # an int beyond all floats
+        return False
+
+
+def _is_sequence(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str)
+
+
+def _items_fit(items: Sequence[Any], kind: Any, args: tuple[Any, ...]) -> bool:
+    if kind is tuple and Ellipsis not in args:
+        return len(items) == len(args) and all(map(fits, items, args))
+    return all(fits(item, args[0]) for item in items) if args else True
+
+
+def _checking(init: Callable[..., None]) -> Callable[..., None]:
+    @wraps(init)
+    def checked_init(self: Checked, *args: Any, **kwargs: Any) -> None:
+        check_arguments(init, self.config_key.format(type(self).__name__), self, *args, **kwargs)
+        init(self, *args, **kwargs)
+
+    return checked_init
+
+
+@cache
+def _signature(function: Callable[..., Any]) -> tuple[inspect.Signature, dict[str, Any]]:
+    """The signature, and the annotations of its named parameters; none where a name in them is unknown."""
+    signature = inspect.signature(function)
+    try:
+        hints = get_type_hints(function, include_extras=True)
+    except (NameError, TypeError):
+        hints = {}
+    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return signature, {n: hints[n] for n, p in signature.parameters.items() if n in hints and p.kind not in several}
+
+
+def _words(hint: Any) -> str:
+    kind, args = get_origin(hint) or hint, get_args(hint)
+    if kind in PLAIN:
+        return PLAIN[kind][0]
+    if kind is Annotated:
+        return " ".join([_words(args[0]), *(str(limit) for limit in args[1:] if isinstance(limit, Interval))])
+    if kind in UNIONS:
+        return " or ".join(_words(each) for each in args)
+    if kind is Literal:
+        return f"one of {', '.join(args)}"
+    if kind in LISTS:
+        return "a list" + (f", each {_words(args[0])}," if args else "")
+    return str(getattr(kind, "__name__", kind))
+
+
+def _shown(value: Any) -> str:
+    """A value on one line."""
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    if not (value is None or isinstance(value, str | Real | Sequence | Mapping | os.PathLike)):
+        return f"a {type(value).__name__}"
+    return f"{' '.join(str(value).split()):.60}"

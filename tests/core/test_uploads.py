@@ -1,0 +1,46 @@
+"""Averages of the uploads, for any cohort."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fl_lightning import DigitsMLP
+from fl_lightning.core import ClientContext, FlatSpec, Uploads
+
+FLAT = FlatSpec(DigitsMLP(1))
+cohorts = st.lists(st.integers(1, 1000), min_size=1, max_size=8)
+
+
+def averages(vectors: Tensor, samples: list[int], weighting: str) -> tuple[Tensor, Tensor]:
+    contexts = [ClientContext(0, 1, len(samples), FLAT, n_k=n) for n in samples]
+    uploads = Uploads(["w"], weighting, contexts, vectors)  # type: ignore[arg-type]
+    for vector, n in zip(vectors, samples, strict=True):
+        uploads.add({"w": vector}, n)
+    return uploads.mean("w"), uploads.weighted("w")
+
+
+@settings(max_examples=60, deadline=None)
+@given(cohorts, st.sampled_from(["samples", "uniform"]), st.integers(0, 99), st.randoms(use_true_random=False))
+def test_averages(samples: list[int], weighting: str, seed: int, order: object) -> None:
+    """By hand; in any order; linear; of equal vectors the vector; within their range."""
+    draw = torch.Generator().manual_seed(seed)
+    a, b = torch.randn(2, len(samples), 5, generator=draw, dtype=torch.float64)
+    weights = torch.tensor(samples if weighting == "samples" else [1] * len(samples), dtype=torch.float64)
+    mean, weighted = averages(a, samples, weighting)
+    torch.testing.assert_close(mean, a.mean(0))
+    torch.testing.assert_close(weighted, weights @ a / weights.sum())
+
+    places = list(range(len(samples)))
+    order.shuffle(places)  # type: ignore[attr-defined]
+    for one, other in zip(averages(a[places], [samples[i] for i in places], weighting), (mean, weighted), strict=True):
+        torch.testing.assert_close(one, other)
+    for one, x, y in zip(
+        averages(2 * a - 3 * b, samples, weighting), (mean, weighted), averages(b, samples, weighting), strict=True
+    ):
+        torch.testing.assert_close(one, 2 * x - 3 * y)
+    for one in averages(a[:1].expand_as(a), samples, weighting):
+        torch.testing.assert_close(one, a[0])
+    assert bool(((weighted >= a.amin(0) - 1e-12) & (weighted <= a.amax(0) + 1e-12)).all())

@@ -1,0 +1,62 @@
+"""What ``--print_config`` prints is the config that it was made from."""
+
+from __future__ import annotations
+
+from contextlib import redirect_stdout, suppress
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from tests.runs import DIGITS, cli
+
+numbers = st.floats(1e-300, 1e300, allow_nan=False)
+OPTIONS = {
+    "model.optimizer.lr": numbers,
+    "model.rho": numbers,
+    "model.optimizer.clip": numbers,
+    "model.weighting": st.sampled_from([None, "samples", "uniform"]),
+    "data.batch_size": st.none() | st.integers(1, 10**9),
+    "data.mean": st.none() | st.lists(st.floats(-1e9, 1e9), min_size=1, max_size=3),
+    "data.drop_last": st.booleans(),
+    "trainer.max_rounds": st.integers(1, 10**18),
+    "trainer.devices": st.integers(1, 9) | st.sampled_from(["auto", "1,3"]),
+    "trainer.name": st.none()
+    | st.sampled_from(["a", "1e3", "true", "null", "1", "a: b", "a/b", "ü", "- x", "#x", "'"]),
+}
+
+
+def printed(*args: str) -> str:
+    with redirect_stdout(out := StringIO()), suppress(SystemExit):
+        cli("fit", *args, "--print_config")
+    return out.getvalue()
+
+
+def setting(config: dict[str, Any], key: str) -> object:
+    at = config
+    for name in key.split("."):
+        at = at["init_args"] if "init_args" in at and name not in at else at
+        at = at[name]
+    return at
+
+
+@pytest.mark.slow
+@settings(
+    max_examples=5, deadline=None, phases=[Phase.generate], suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(st.fixed_dictionaries(OPTIONS))
+def test_config_round_trip(tmp_path: Path, chosen: dict[str, object]) -> None:
+    given = [
+        f"--{key}={yaml.safe_dump(value, default_flow_style=True).removesuffix('...' + chr(10)).strip()}"
+        for key, value in chosen.items()
+    ]
+    first = printed("--model=FedSAM", *DIGITS, *given)
+    (path := tmp_path / "config.yaml").write_text(first)
+    assert printed(f"--config={path}") == first
+    for key, value in chosen.items():
+        found = setting(yaml.safe_load(first), key)
+        assert found == (pytest.approx(value, rel=1e-15) if isinstance(value, float) else value), key
