@@ -52,7 +52,7 @@ def named(clients: Sequence[int]) -> str:
 
 
 def write(path: Path, incidents: Incidents) -> None:
-    """Writes the table of all clients to whom something happened, if there is one."""
+    """Writes the table of all clients that were refused, dropped or late, if there is one."""
     clients = sorted({client for counts in incidents.values() for client in counts})
     if not clients:
         return

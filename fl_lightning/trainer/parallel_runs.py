@@ -15,6 +15,7 @@ from fl_lightning.trainer.cohort import Cohort
 from fl_lightning.trainer.output import unbroken_output
 from fl_lightning.trainer.round import Round
 from fl_lightning.trainer.run import Run
+from fl_lightning.trainer.session import Session
 from fl_lightning.trainer.trainer import FederatedTrainer
 
 Plain = bool | int | float | str | None
@@ -128,21 +129,22 @@ def train(runs: Sequence[Run]) -> dict[Run, UserError]:
 
 
 def _train(runs: Sequence[Run], engine: Engine) -> dict[Run, UserError]:
-    broken, active = dict[Run, UserError](), list[Run]()
+    broken, active = dict[Run, UserError](), dict[Run, Session]()
     try:
         for run in runs:
-            run.open()
-            active.append(run)
+            session = Session(run)
+            session.open()
+            active[run] = session
             run.call("on_fit_start")
         while active:
             # resumed runs may have stopped in different rounds: those furthest behind go first
             behind = min(run.rounds_done for run in active)
             broken |= _train_round([run for run in active if run.rounds_done == behind and not run.finished], engine)
             for run in [run for run in active if run in broken or run.finished]:
-                active.remove(run)
-                run.fail(broken[run]) if run in broken else run.end()
+                session = active.pop(run)
+                session.fail(broken[run]) if run in broken else session.end()
     except BaseException as error:
-        if others := [shown for run in active if (shown := run.fail(error)) is not error]:
+        if others := [shown for session in active.values() if (shown := session.fail(error)) is not error]:
             raise others[0] from None
         raise
     return broken

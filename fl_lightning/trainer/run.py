@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from functools import partial
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,24 +17,18 @@ from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.core import (
     Checked,
     FlatNet,
-    Interruption,
     RoundContext,
     State,
     UserError,
     check_interruption,
 )
-from fl_lightning.core.errors import add_note
-from fl_lightning.core.files import disk_error
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.engine import Engine, EngineName, LocalResult
-from fl_lightning.trainer import divergence, incidents, provenance
+from fl_lightning.trainer import divergence, incidents
 from fl_lightning.trainer.aggregation import Aggregation, Mean, Plan
 from fl_lightning.trainer.client_store import ClientStore
-from fl_lightning.trainer.collectives import on_rank_zero
 from fl_lightning.trainer.evaluation import Evaluator, Split
-from fl_lightning.trainer.lock import RunLock
 from fl_lightning.trainer.loggers import RunLogger
-from fl_lightning.trainer.output import unbroken_output
 from fl_lightning.trainer.run_folder import RunFolder
 from fl_lightning.trainer.settings import Kind, Settings
 
@@ -129,15 +122,14 @@ class Run:
         should_stop: Ends the run after this round; a callback may set it.
         checkpoint: The checkpoint that the run was restored from.
         restored: Its content.
-        folder: The run's folder, from `open` on; of a restored run, that of the checkpoint.
+        folder: The run's folder, from the start on; of a restored run, that of the checkpoint.
         varied: Settings of the objective that differ between runs trained as one program, by name.
         training_state: Called for further state of a checkpoint; centralized training sets it.
         upload_shapes: Shapes of what a client uploads, by phase and name.
         mean_samples: Mean number of samples of a client.
         callback_s: Seconds spent in callbacks.
         saved_rounds: Rounds done when a checkpoint was last written.
-        config: The resolved config with the engine's name, from `open` on; empty without the command line.
-        lock: On rank 0 the lock of the folder, while the run goes on.
+        config: The resolved config with the engine's name, from the start on; empty without the command line.
 
     Raises:
         UserError: If the data do not fit.
@@ -201,7 +193,6 @@ class Run:
         self._round_metrics: dict[str, float] = {}
         self.saved_rounds = -1
         self.config: dict[str, Any] = {}
-        self.lock: RunLock | None = None
 
     # State
 
@@ -300,143 +291,6 @@ class Run:
     def load_statistics(self, w: Tensor) -> None:
         """Loads the buffers that weights ``w``, ``(d,)``, are evaluated with into the net; every process must call."""
         self.evaluator.load_statistics(w, self.server.get("buffers"))
-
-    # From start to end
-
-    @contextmanager
-    def session(self) -> Iterator[None]:
-        """Callbacks and loggers from the run's start to its end, however it ends."""
-        with Interruption(), unbroken_output():
-            self.open()
-            try:
-                self.call("on_fit_start")
-                yield
-                self.end()
-            except BaseException as error:
-                if (shown := self.fail(error)) is not error:
-                    raise shown from None
-                raise
-
-    def open(self) -> None:
-        """Creates the folder, or opens that of the checkpoint; restores callbacks and starts loggers.
-
-        Raises:
-            UserError: If it cannot be opened; a new folder is then removed, and one of a checkpoint as it was.
-        """
-        self.objective.trained = True
-        try:
-            self._restore_callbacks()
-            self._prepare_folder()
-            self._start_loggers()
-        except BaseException:
-            self._give_up()
-            raise
-
-    def _prepare_folder(self) -> None:
-        """Creates or checks the folder, locks it, and writes what the run is made with; rank 0 does."""
-        if self.settings.config:
-            self.config = {**self.settings.config}
-            self.config["trainer"] = {**self.config["trainer"], "engine": self.engine_name}
-
-        def prepare() -> str:
-            if self.checkpoint is None:
-                self.folder = RunFolder.create(self.settings.default_root_dir, self.name)
-            self.lock = RunLock(self.folder.path)
-            self._check_logs()
-            if self.config and (said := self.folder.write_config(self.config, self.rounds_done)):
-                self.fabric.print(said)
-            self._write_origin()
-            return str(self.folder.path)
-
-        self.folder = RunFolder(Path(on_rank_zero(self.fabric, prepare)))
-        self.clients.open(self.folder.clients)
-
-    def _check_logs(self) -> None:
-        for logger, state in self._logger_states() if self.rounds_done else ():
-            logger.check(self.folder.path, state, self.rounds_done)
-
-    def _write_origin(self) -> None:
-        """Writes what the run is made with, and of a new one how its data are divided."""
-        path, fabric, engine = self.folder.path, self.fabric, None if self.kind == "centralized" else self.engine_name
-        config = self.folder.newest_config.name if self.config else None
-        provenance.write(
-            path, self.rounds_done, fabric.device, fabric.world_size,
-            engine=engine, precision=self.settings.precision, config=config,
-        )  # fmt: skip
-        if self.checkpoint is None:
-            provenance.write_partition(path, self.data)
-
-    def _restore_callbacks(self) -> None:
-        states = self.restored.get("callbacks", {})
-        for key, callback in zip(state_keys(self.callbacks), self.callbacks, strict=True):
-            if states.get(key):
-                try:
-                    callback.load_state_dict(states[key])
-                except (KeyError, TypeError, ValueError, AttributeError) as error:
-                    raise UserError(
-                        f"ckpt_path = {self.checkpoint}: its state of {key} is not one ({error!r}); take another"
-                    ) from None
-
-    def _start_loggers(self) -> None:
-        about, rank0 = self.settings.about(self.objective, self.data, self.kind), self.fabric.is_global_zero
-        states = dict(self._logger_states())
-        for logger in self.loggers:
-            if isinstance(logger, RunLogger):
-                logger.start(self.folder.path, states[logger], self.rounds_done, about)
-                if rank0 and not self.rounds_done:
-                    logger.log_partition(self.data)
-            with suppress(NotImplementedError):  # Fabric's own CSVLogger logs none
-                logger.log_hyperparams(self.config)
-
-    def _logger_states(self) -> list[tuple[RunLogger, dict[str, Any]]]:
-        states = self.restored.get("loggers", {})
-        keyed = zip(state_keys(self.loggers), self.loggers, strict=True)
-        return [(logger, states.get(key, {})) for key, logger in keyed if isinstance(logger, RunLogger)]
-
-    def _give_up(self) -> None:
-        """Leaves nothing behind of a run that could not be opened."""
-        with suppress(Exception):
-            self._close("failed")
-        if self.checkpoint is None and self.fabric.is_global_zero and hasattr(self, "folder"):
-            self.folder.remove(self.settings.default_root_dir)
-
-    def end(self) -> None:
-        """Ends the run: the net holds the global model."""
-        self.net.move_to(self.global_model.clone())
-        self.load_statistics(self.global_model)
-        self.call("on_fit_end")
-        self._close("success")
-
-    def fail(self, error: BaseException) -> BaseException:
-        """Ends the run by an error, after its last whole round; returns the error to raise.
-
-        Every callback is called, the one that saves first. Their own errors go into notes to the first one.
-        """
-        found: list[BaseException] = []
-        steps = [partial(callback.on_exception, self, error) for callback in reversed(self.callbacks)]
-        for step in (*steps, partial(self._close, "failed")):
-            try:
-                step()
-            except BaseException as another:  # noqa: PERF203  the others' turn comes all the same
-                found.append(another)
-        if not isinstance(error, Exception) and found and isinstance(found[0], UserError):
-            return found[0]  # it was to end, and could not be saved
-        if isinstance(error, OSError):
-            error = disk_error(error, self.folder.path) or error
-        for one in found:
-            add_note(error, f"{type(one).__name__}: {one}")
-        return error
-
-    def _close(self, status: str) -> None:
-        self.data.read_ahead(())
-        self.clients.close()
-        try:
-            for logger in self.loggers:
-                logger.finalize(status)
-        finally:
-            if self.lock is not None:
-                self.lock.release()
-                self.lock = None
 
     # A round
 

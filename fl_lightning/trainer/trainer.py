@@ -19,6 +19,7 @@ from fl_lightning.trainer.loggers import CSVLogger, RunLogger
 from fl_lightning.trainer.privacy import GaussianPrivacy
 from fl_lightning.trainer.round import Round
 from fl_lightning.trainer.run import Run
+from fl_lightning.trainer.session import session
 from fl_lightning.trainer.settings import Kind, Settings
 
 
@@ -72,7 +73,7 @@ class FederatedTrainer(Settings):
             run = self.start(model, datamodule, ckpt_path)
             check_fit(run)
             choose_engine([run])
-            with run.session():
+            with session(run):
                 while not run.finished:
                     with run.transaction():
                         round_ = Round(run, Cohort.draw(run, run.rounds_done), run.on_result)
@@ -104,7 +105,7 @@ class FederatedTrainer(Settings):
             check_centralized(self, model)
             run = self.start(model, datamodule, ckpt_path, "centralized")
             check_fit(run)
-            with run.session():
+            with session(run):
                 train_centrally(run)
         return run
 
