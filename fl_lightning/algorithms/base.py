@@ -70,6 +70,7 @@ class LocalObjective(SupervisedModule):
             they differ only where local training starts elsewhere (``relaxed_init``).
         refers_to_received: Whether the local objective refers to the received model, so that it has no meaning without
             a server.
+        uses_class_counts: Whether the client's hooks see ``ctx.class_counts``.
         phases: How often a round's cohort receives and uploads; ``ctx.phase`` counts them.
         default_weighting: The weighting of the paper's box.
         paper: Where the algorithm comes from.
@@ -84,6 +85,7 @@ class LocalObjective(SupervisedModule):
     references: Mapping[str, str | float] = {"w": "w"}
     adds_updates: bool = True
     refers_to_received: ClassVar[bool] = False
+    uses_class_counts: ClassVar[bool] = False
     phases: ClassVar[int] = 1
     default_weighting: Weighting = "samples"
     paper: ClassVar[str] = ""
@@ -98,9 +100,17 @@ class LocalObjective(SupervisedModule):
         """Returns the weights where local training starts (``client.start`` in later hooks), and the client's state."""
         return received.w, client
 
-    def teacher(self, client: State, received: State) -> Tensor | None:
-        """Returns weights ``(d,)`` whose output on each minibatch is an argument of `losses`; None: no teacher."""
+    def teacher(self, client: State, received: State) -> Tensor | tuple[Tensor, ...] | None:
+        """Returns weights ``(d,)`` whose output on each minibatch is an argument of `losses`; several; or None."""
         return None
+
+    def loss_constants(self, client: State, received: State, ctx: ClientContext) -> tuple[Tensor, ...]:
+        """Returns further arguments of `losses`, the same in all steps of a round, ``(..., any)``."""
+        return ()
+
+    def step_lr(self, client: State, ctx: ClientContext) -> float | Tensor:
+        """Returns the learning rate of one local step."""
+        return ctx.lr
 
     def local_gradient(self, w: Tensor, grad: Gradient, client: State, received: State, ctx: ClientContext) -> Tensor:
         """Returns the gradient at the ascent point, or at ``w`` if there is no ascent."""
@@ -141,7 +151,7 @@ class LocalObjective(SupervisedModule):
         self.weighting: Weighting = weighting or self.default_weighting
         self.relaxed_init = relaxed_init
         if init_weights is not None:
-            load_weights(net, init_weights)
+            weights.initialize(net, init_weights)
         named = [name for name, _ in net.named_buffers()]
         if named and buffers is None:
             raise UserError(
@@ -248,6 +258,11 @@ class LocalObjective(SupervisedModule):
             server = part.round_end(server, before, ctx)
         return server
 
+    def teachers(self, client: State, received: State) -> tuple[Tensor, ...]:
+        """Returns the weights of all teachers."""
+        teacher = self.teacher(client, received)
+        return (teacher,) if isinstance(teacher, Tensor) else teacher or ()
+
     @property
     def passes(self) -> tuple[int, int]:
         """Numbers of forward and backward passes of a local step."""
@@ -297,18 +312,3 @@ class LocalObjective(SupervisedModule):
             f"{type(self).__name__} keeps federated state ({', '.join(sorted(state)) or 'the received model'}): "
             "train it with fl_lightning.FederatedTrainer, not with lightning.Trainer",
         )
-
-
-def load_weights(net: nn.Module, source: str | Mapping[str, Any]) -> None:
-    """Loads a state_dict, or a file that holds one (of the net, or of a checkpoint of this package), into ``net``.
-
-    Raises:
-        UserError: If the file is missing or unreadable, or names and shapes do not fit the net.
-    """
-    key = "model.init_weights"
-    found = weights.read(source, key) if isinstance(source, str) else source
-    found = found.get("state_dict", found) if isinstance(found, Mapping) else {}
-    given = {name: torch.as_tensor(value) for name, value in found.items()}
-    if given.keys() != net.state_dict().keys():  # of a checkpoint, or of an objective
-        given = {name.removeprefix("net."): value for name, value in given.items()}
-    weights.load(net, given, key)

@@ -2,15 +2,21 @@
 
 import copy
 import inspect
-from typing import Any
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar
 
 import lightning as L
+import torch
 from lightning.pytorch.utilities.parsing import get_init_args
 from torch import Tensor, nn
 from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy
 
-from fl_lightning.core import Checked, require
+from fl_lightning.core import Checked, require, with_features
+
+Losses = Callable[..., Tensor]
+"""Losses per sample: arguments and result of `SupervisedModule.losses`."""
 
 
 class SupervisedModule(Checked, L.LightningModule, key="model"):
@@ -26,7 +32,12 @@ class SupervisedModule(Checked, L.LightningModule, key="model"):
         net: The network: a batch to logits.
         loss: Losses per sample ``(logits, target) -> (n,)``; by default cross-entropy. A loss with a ``reduction`` is
             copied and reduces nothing.
+
+    Attributes:
+        uses_features: Whether `losses` takes ``(output, features)`` in place of the net's output, of teachers too.
     """
+
+    uses_features: ClassVar[bool] = False
 
     def __init__(self, net: nn.Module, loss: nn.Module | None = None) -> None:
         super().__init__()
@@ -57,9 +68,28 @@ class SupervisedModule(Checked, L.LightningModule, key="model"):
         Args:
             logits: The net's output, ``(n, ...)``.
             target: Classes ``(n,)``, or with Mixup their probabilities ``(n, C)``.
-            teacher: The teacher's output on the same batch, if there is one.
+            teacher: The outputs of the teachers on the same batch, if there are any, and `loss_constants`.
         """
         return self.loss(logits, target)  # type: ignore[no-any-return]
+
+    def batch_loss(
+        self, output: Any, target: Tensor, *teacher: Any, weight: Tensor | None = None, losses: Losses | None = None
+    ) -> Tensor:
+        """Returns the loss of a minibatch, a scalar: by default the mean of the losses per sample.
+
+        Args:
+            output: As for `losses`.
+            target: As for `losses`.
+            teacher: As for `losses`.
+            weight: Weight of each sample in the mean, ``(n,)``, 0 for padding; None: equal weights.
+            losses: Other losses per sample.
+        """
+        values = (losses or self.losses)(output, target, *teacher)
+        return values.mean() if weight is None else torch.sum(values * weight)
+
+    def observed(self) -> AbstractContextManager[None]:
+        """Returns a context in which the net returns what `losses` takes."""
+        return with_features(self.net) if self.uses_features else nullcontext()
 
     @property
     def evaluation_loss(self) -> nn.Module:
@@ -73,7 +103,9 @@ class SupervisedModule(Checked, L.LightningModule, key="model"):
     def training_step(self, batch: tuple[Tensor, ...], batch_idx: int) -> Tensor:
         """Returns the mean loss of a minibatch ``(x, y)`` or ``(x, y, teacher's output)``, a scalar."""
         x, y, *teacher = batch
-        loss = self.losses(self.net(x), y, *teacher).mean()
+        with self.observed():
+            output = self.net(x)
+        loss = self.batch_loss(output, y, *teacher)
         if self._new_batch:  # SAM's second pass of a batch is at other weights
             self._new_batch = False
             self.log("train/loss", loss, on_step=False, on_epoch=True, prog_bar=True, batch_size=len(y), sync_dist=True)

@@ -1,5 +1,6 @@
 """SCAFFOLD, option II, and FedGAMMA."""
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -25,8 +26,9 @@ class SCAFFOLD(LocalObjective):
     paper = "Karimireddy et al., ICML 2020"
     client_state = {"c": "zeros"}
     server_state = {"c": "zeros"}
-    down, up = ("w", "c"), ("w", "delta_c")
-    references = {"w": "w", "delta_c": "zeros"}
+    down: tuple[str, ...] = ("w", "c")
+    up: tuple[str, ...] = ("w", "delta_c")
+    references: Mapping[str, str | float] = {"w": "w", "delta_c": "zeros"}
     default_weighting: Weighting = "uniform"
 
     def __init__(self, net: nn.Module, cv_scale: float = 1.0, momentum_aware: bool = False, **kwargs: Any) -> None:

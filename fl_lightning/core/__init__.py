@@ -3,6 +3,7 @@
 from fl_lightning.core.buffers import unchanged, variance_needed
 from fl_lightning.core.configs import config_names, configs_folder, find_config
 from fl_lightning.core.errors import DivergenceError, UserError, ensure, require
+from fl_lightning.core.features import with_features
 from fl_lightning.core.figures import (
     COLORMAP,
     COLORS,
@@ -105,6 +106,7 @@ __all__ = [
     "to_radius",
     "unchanged",
     "variance_needed",
+    "with_features",
     "write_atomically",
     "writing",
 ]

@@ -84,6 +84,13 @@ class FlatSpec:
             self._masks[key] = torch.repeat_interleave(torch.tensor(flags), torch.tensor(self.numels)).to(device)
         return self._masks[key]
 
+    def over_outputs(self, v: Tensor) -> Tensor:
+        """Divides every tensor by its norms over its first dimension, that of the outputs, ``(..., d)`` (FedSOL)."""
+        first = v.ndim - 1
+        tensors = [p if p.ndim > first else p.unsqueeze(-1) for p in self.split(v).values()]
+        norms = [torch.linalg.vector_norm(p, dim=first, keepdim=True).clamp(min=EPS) for p in tensors]
+        return torch.cat([(p / n).flatten(first) for p, n in zip(tensors, norms, strict=True)], -1)
+
     def adaptive_scale(self, w: Tensor, eta: float) -> Tensor:
         """Returns ASAM's T, ``(..., d)``: ``|w| + eta`` for parameters with "weight" in their name, 1 for the rest."""
         return torch.where(self.mask("weight", w.device), w.abs() + eta, 1.0)

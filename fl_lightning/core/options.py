@@ -47,6 +47,8 @@ class Interval:
                 return f"from {low} to {high}"
             case "[", _, _:
                 return f"from {low} to below {high}"
+            case "(", _, ")":
+                return f"above {low} and below {high}"
             case _:
                 return f"above {low} and at most {high}"
 

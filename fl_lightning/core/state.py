@@ -124,6 +124,7 @@ class ClientContext(RoundContext):
         k_lr: Sum of their learning rates.
         n_k: Number of samples.
         n_mean: Mean number of samples of all M clients.
+        class_counts: Number of samples of each class, ``(..., classes)``, for an objective with ``uses_class_counts``.
     """
 
     lr: float = 0.0
@@ -131,6 +132,7 @@ class ClientContext(RoundContext):
     k_lr: float = 0.0
     n_k: int = 1
     n_mean: float = 1.0
+    class_counts: Tensor | None = None
 
 
 class Uploads:

@@ -61,3 +61,18 @@ def load(net: nn.Module, weights: Mapping[str, Tensor], key: str, head: str | No
             f"({len(wrong)} such names); take the net that the weights were saved from"
         )
     net.load_state_dict({name: weights[name] for name in given}, strict=False)
+
+
+def initialize(net: nn.Module, source: str | Mapping[str, Any]) -> None:
+    """Loads a state_dict, or a file that holds one (of the net, or of a checkpoint of this package), into ``net``.
+
+    Raises:
+        UserError: If the file is missing or unreadable, or names and shapes do not fit the net.
+    """
+    key = "model.init_weights"
+    found = read(source, key) if isinstance(source, str) else source
+    found = found.get("state_dict", found) if isinstance(found, Mapping) else {}
+    given = {name: torch.as_tensor(value) for name, value in found.items()}
+    if given.keys() != net.state_dict().keys():  # of a checkpoint, or of an objective
+        given = {name.removeprefix("net."): value for name, value in given.items()}
+    load(net, given, key)

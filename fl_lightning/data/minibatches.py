@@ -32,6 +32,9 @@ class SampleSource(Protocol):
     def samples(self, indices: Tensor, draws: dict[str, Tensor], dtype: torch.dtype) -> Batch:
         """Training samples by index, augmented and scaled; see `FederatedDataModule`."""
 
+    def class_counts(self, client: int) -> Tensor:
+        """Number of a client's training samples of each class, ``(num_classes,)``, int64."""
+
     def reading_ahead(self, clients: Iterable[Minibatches]) -> AbstractContextManager[object]:
         """A context in which the samples of these minibatches are read before they are asked for."""
 

@@ -146,6 +146,11 @@ class FederatedDataModule(SampleModule, ABC):
         """Number of local steps K: ``steps`` if given, otherwise ``epochs`` passes of the client's batches."""
         return steps if steps is not None else epochs * len(self._sizes(len(self.clients[client])))
 
+    def class_counts(self, client: int) -> Tensor:
+        """Number of a client's training samples of each class, ``(num_classes,)``, int64, on the device."""
+        labels = self.y_train[self.clients[client].to(self.device)]
+        return torch.bincount(labels, minlength=self.num_classes)
+
     def client_batches(
         self, client: int, epochs: int, steps: int | None, generator: torch.Generator, dtype: torch.dtype
     ) -> Minibatches:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -49,8 +49,8 @@ class LocalResult:
         w: Local weights after the last step, ``(d,)``.
         upload: Its upload, by name.
         state: The state that it keeps.
-        loss: Mean over the steps of the local objective at the first point where a step evaluates a gradient, a scalar
-            tensor: the unperturbed weights, for LESAM and S~AM the ascent point.
+        loss: Mean over the steps of the local objective at the first point where a step evaluates its gradient, a
+            scalar tensor: the unperturbed weights, or the ascent point where the ascent takes no gradient of it.
         ctx: Its context.
         finite: Whether all that it uploads and keeps is finite.
         buffers: The net's buffers after the last step, ``(b,)``, if it has any.
@@ -97,6 +97,13 @@ class Engine:
     def train(self, jobs: Sequence[Job]) -> Iterator[LocalResult]:
         """Trains each client; yields the results one by one, in the order of ``jobs``."""
         raise NotImplementedError
+
+    def context(self, job: Job) -> ClientContext:
+        """The context that the hooks see: with the client's class counts if the objective uses them."""
+        if not self.objective.uses_class_counts:
+            return job.ctx
+        counts = job.minibatches.source.class_counts(job.client)
+        return replace(job.ctx, class_counts=counts.to(job.received.w))
 
     def train_mode(self) -> None:
         """Puts a net in eval mode into train mode; in a net in train mode, submodules in eval mode stay there."""

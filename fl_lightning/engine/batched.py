@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import repeat
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor
 from torch.func import functional_call, grad_and_value, vmap
 
 from fl_lightning.algorithms.base import LocalObjective
+from fl_lightning.algorithms.module import Losses
 from fl_lightning.core import Autocast, ClientContext, FlatNet, State, Upload, UserError, ensure, eval_mode, is_finite
 from fl_lightning.data.minibatches import Block, blocks
 from fl_lightning.engine.base import COLUMNS, Engine, Job, LocalResult
@@ -51,14 +53,16 @@ class Fixed:
     Attributes:
         received: The state that the server sent; ``(d,)`` where it is the same for all clients.
         start: Weights where local training starts.
-        teacher: The teacher's weights, if there is one.
+        teachers: The teachers' weights.
+        constants: The clients' own further arguments of the loss, ``(clients, ...)``.
         settings: The clients' own settings, ``(clients, 1)``.
         ctx: The clients' contexts as one.
     """
 
     received: State
     start: Tensor
-    teacher: Tensor | None
+    teachers: tuple[Tensor, ...]
+    constants: tuple[Tensor, ...]
     settings: Tensors
     ctx: ClientContext
 
@@ -130,7 +134,8 @@ class BatchedEngine(Engine):
         received = State({name: v if v.ndim == 1 else _widened(v, width) for name, v in received.items()})
         ctx = self._context(rows)
         start, client = objective.begin_local(state, received, ctx)
-        fixed = Fixed(received, start, objective.teacher(client, received), settings, ctx)
+        teachers, constants = objective.teachers(client, received), objective.loss_constants(client, received, ctx)
+        fixed = Fixed(received, start, teachers, constants, settings, ctx)
         w = start.expand(width, -1)
         momentum = torch.zeros_like(w) if objective.optimizer.momentum else None
         carry = Carry(w, client.only(state), momentum, w.new_zeros(width))
@@ -162,10 +167,13 @@ class BatchedEngine(Engine):
 
     def _context(self, jobs: Sequence[Job]) -> ClientContext:
         """Returns the clients' contexts as one; attributes that differ between clients are ``(clients, 1)``."""
-        like, first = jobs[0].received.w, jobs[0].ctx
+        like, contexts = jobs[0].received.w, [self.context(job) for job in jobs]
+        first = contexts[0]
         columns: dict[str, Any] = {
-            name: like.new_tensor([[getattr(job.ctx, name)] for job in jobs]) for name in COLUMNS
+            name: like.new_tensor([[getattr(ctx, name)] for ctx in contexts]) for name in COLUMNS
         }
+        if counts := [ctx.class_counts for ctx in contexts if ctx.class_counts is not None]:
+            columns["class_counts"] = torch.stack(counts)
         return ClientContext(first.t, first.rounds, first.m, first.flat, first.phase, **columns)
 
     def _blocks(self, clients: Sequence[Any], width: int) -> Iterator[Block]:
@@ -182,19 +190,20 @@ class BatchedEngine(Engine):
     def _step(self, carry: Carry, batch: tuple[Tensor, ...], active: Tensor, fixed: Fixed) -> Carry:
         """Takes one local step of every client; those that are not active do not change."""
         values: list[Tensor] = []
-        if fixed.teacher is not None:
-            batch = (*batch, self._teach(fixed.teacher, batch[0]))
+        batch = (*batch, *(self._teach(teacher, batch[0]) for teacher in fixed.teachers), *fixed.constants)
 
-        def grad(v: Tensor) -> Tensor:
+        def grad(v: Tensor, losses: Losses | None = None) -> Tensor:
             g: Tensor
             with self.autocast():
-                g, loss = vmap(grad_and_value(self._loss))(v.expand_as(carry.w), *batch)
-            values.append(loss.detach())
+                g, loss = vmap(grad_and_value(partial(self._loss, losses)))(v.expand_as(carry.w), *batch)
+            if losses is None:
+                values.append(loss.detach())
             return g
 
         client = carry.state | {"start": fixed.start}
+        lr = self.objective.step_lr(client, fixed.ctx)
         direction, client = self.objective.local_step(carry.w, grad, client, fixed.received, fixed.ctx)
-        w, momentum = self.objective.optimizer.step(carry.w, direction, carry.momentum, fixed.ctx.lr)
+        w, momentum = self.objective.optimizer.step(carry.w, direction, carry.momentum, lr)
 
         def where(new: Tensor, old: Tensor) -> Tensor:
             return torch.where(active, new, old)
@@ -203,13 +212,15 @@ class BatchedEngine(Engine):
         momentum = None if carry.momentum is None or momentum is None else where(momentum, carry.momentum)
         return Carry(where(w, carry.w), state, momentum, carry.loss + torch.where(active[:, 0], values[0], 0))
 
-    def _loss(self, v: Tensor, x: Tensor, y: Tensor, weight: Tensor, *teacher: Tensor) -> Tensor:
-        logits: Tensor = functional_call(self.objective.net, self.net.spec.split(v), (x,))
-        return torch.sum(self.objective.losses(logits, y, *teacher) * weight)
+    def _loss(self, losses: Losses | None, v: Tensor, x: Tensor, y: Tensor, weight: Tensor, *teacher: Tensor) -> Tensor:
+        objective = self.objective
+        with objective.observed():
+            output = functional_call(objective.net, self.net.spec.split(v), (x,))
+        return objective.batch_loss(output, y, *teacher, weight=weight, losses=losses)
 
     @torch.no_grad()
     def _teach(self, teacher: Tensor, x: Tensor) -> Tensor:
-        """Returns the teacher's logits on every client's minibatch, in eval mode."""
+        """Returns a teacher's output on every client's minibatch, in eval mode."""
         net, spec = self.objective.net, self.net.spec
 
         def forward(v: Tensor, x: Tensor) -> Tensor:
@@ -217,7 +228,7 @@ class BatchedEngine(Engine):
             return logits
 
         out: Tensor
-        with eval_mode(net), self.autocast():
+        with eval_mode(net), self.autocast(), self.objective.observed():
             if teacher.ndim == 1:  # the same for all
                 out = vmap(forward, in_dims=(None, 0))(teacher, x)
             else:
@@ -272,12 +283,14 @@ class GraphedEngine(BatchedEngine):
             **_prefixed("received", fixed.received),
             **_prefixed("ctx", {name: getattr(fixed.ctx, name) for name in COLUMNS}),
             **_prefixed("settings", fixed.settings),
+            **_prefixed("teacher", _numbered(fixed.teachers)),
+            **_prefixed("constant", _numbered(fixed.constants)),
             "t": round_number(fixed.ctx, carry.w),
         }
         if fixed.start is not fixed.received.w:
             inputs["start"] = fixed.start
-        if fixed.teacher is not None:
-            inputs["teacher"] = fixed.teacher
+        if fixed.ctx.class_counts is not None:
+            inputs["ctx.class_counts"] = fixed.ctx.class_counts
         carried = _tensors(replace(carry, w=carry.w.contiguous(), loss=torch.zeros_like(carry.loss)))
         for at in range(0, n, unroll):
             span = slice(at, at + unroll)
@@ -296,7 +309,8 @@ class GraphedEngine(BatchedEngine):
     def _recorded(self, named: Tensors, ctx: ClientContext) -> list[Tensor]:
         """A few steps, from named tensors to those of them that a step changes, in the same order."""
         received, settings = State(_below("received", named)), _below("settings", named)
-        fixed = Fixed(received, named.get("start", received.w), named.get("teacher"), settings, ctx)
+        teachers, constants = (tuple(_below(name, named).values()) for name in ("teacher", "constant"))
+        fixed = Fixed(received, named.get("start", received.w), teachers, constants, settings, ctx)
         block = Block(*(named[name] for name in ("x", "y", "weight", "active")))
         with self.using(settings):
             return list(_tensors(super()._steps(_carry(named), block, fixed)).values())
@@ -308,6 +322,10 @@ class GraphedEngine(BatchedEngine):
 
 def _prefixed(prefix: str, values: Mapping[str, Tensor]) -> Tensors:
     return {f"{prefix}.{name}": value for name, value in values.items()}
+
+
+def _numbered(tensors: Sequence[Tensor]) -> Tensors:
+    return {str(i): tensor for i, tensor in enumerate(tensors)}
 
 
 def _below(prefix: str, named: Tensors) -> Tensors:

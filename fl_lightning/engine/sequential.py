@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.algorithms.base import LocalObjective
+from fl_lightning.algorithms.module import Losses
 from fl_lightning.algorithms.parts.base import Gradient
 from fl_lightning.core import (
     Autocast,
@@ -41,20 +42,22 @@ class SequentialEngine(Engine):
             yield result
 
     def _train(self, job: Job) -> LocalResult:
-        objective, ctx, losses = self.objective, job.ctx, []
+        objective, ctx, losses = self.objective, self.context(job), []
         buffers = objective.net_buffers
         self.train_mode()
         with seeded(self.net.device, job.seed, "net", ctx.t, ctx.phase, job.client):
             w, client = objective.begin_local(job.state, job.received, ctx)
             if buffers is not None:
                 buffers.load(objective.net, client.buffers)
-            teacher = objective.teacher(client, job.received)
+            teachers = objective.teachers(client, job.received)
+            constants = objective.loss_constants(client, job.received, ctx)
             momentum = None
             for step, batch in enumerate(job.minibatches):
                 values: list[Tensor] = []
-                grad = self._gradient(batch, teacher, job, step, values)
+                grad = self._gradient(batch, teachers, constants, job, step, values)
+                lr = objective.step_lr(client, ctx)
                 direction, client = objective.local_step(w, grad, client, job.received, ctx)
-                w, momentum = objective.optimizer.step(w, direction, momentum, ctx.lr)
+                w, momentum = objective.optimizer.step(w, direction, momentum, lr)
                 self._check("the weights after it", w, job, step)
                 losses.append(values[0])
         after = None
@@ -67,29 +70,43 @@ class SequentialEngine(Engine):
         return LocalResult(job.client, job.received, w, upload, client, loss, ctx, finite, after)
 
     def _gradient(
-        self, batch: tuple[Tensor, Tensor], teacher: Tensor | None, job: Job, step: int, values: list[Tensor]
+        self,
+        batch: tuple[Tensor, Tensor],
+        teachers: tuple[Tensor, ...],
+        constants: tuple[Tensor, ...],
+        job: Job,
+        step: int,
+        values: list[Tensor],
     ) -> Gradient:
-        """Returns the closure ``grad(v)`` on one minibatch, which appends the loss of each call to ``values``.
+        """Returns the closure ``grad(v)`` on one minibatch, which appends the objective's loss to ``values``.
 
         Running statistics change in its first call only. A teacher normalizes by the batch, as the net in training.
         """
-        data: tuple[Tensor, ...] = batch
-        net, keeps = self.objective.net, self.objective.net_buffers is not None
-        if teacher is not None:
-            data = (*batch, logits(self.net, net, teacher, batch[0], self.autocast, by_batch=keeps))
-            self.forwards += 1
+        objective, first = self.objective, True
+        net, keeps = objective.net, objective.net_buffers is not None
+        with objective.observed():
+            outputs = [logits(self.net, net, w, batch[0], self.autocast, by_batch=keeps) for w in teachers]
+        self.forwards += len(outputs)
+        data = (*batch, *outputs, *constants)
 
-        def grad(v: Tensor) -> Tensor:
+        def grad(v: Tensor, losses: Losses | None = None) -> Tensor:
+            nonlocal first
             self.net.move_to(v)
-            with unchanged(net) if keeps and values else nullcontext():
+            with nullcontext() if first or not keeps else unchanged(net):
                 with self.autocast():
-                    loss = self.objective.training_step(data, step)
+                    if losses is None:
+                        loss = objective.training_step(data, step)
+                    else:
+                        with objective.observed():
+                            loss = objective.batch_loss(net(data[0]), *data[1:], losses=losses)
                 self._check("the loss", loss, job, step)
                 g = self.net.gradient(loss)
             self._check("the gradient", g, job, step)
             self.forwards += 1
             self.backwards += 1
-            values.append(loss.detach())
+            first = False
+            if losses is None:
+                values.append(loss.detach())
             return g
 
         return grad

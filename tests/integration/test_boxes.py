@@ -10,7 +10,7 @@ import torch
 
 import fl_lightning as fl
 from tests.conftest import GOLDEN, Golden
-from tests.integration import boxes
+from tests.integration import boxes, further_boxes
 from tests.integration.boxes import Models, Problem, Setting, asam, fedopt, momentum, sam
 
 Box = Callable[[Problem], Models]
@@ -228,6 +228,53 @@ CASES: dict[str, tuple[Box, Make]] = {
         lambda **k: fl.NaiveFedGloSS(rho=0.1, beta=5.0, ascent=fl.SAM(0.15), **k),
     ),
 }
+CASES |= {
+    "FedACG": (lambda P: further_boxes.fedacg(P, 0.5, 0.1), lambda **k: fl.FedACG(lam=0.5, beta=0.1, **k)),
+    "FedACG-whole": (
+        lambda P: further_boxes.fedacg(P, 0.5, 0.1, whole=True),
+        lambda **k: fl.FedACG(lam=0.5, beta=0.1, prox="whole", **k),
+    ),
+    "FedNSAM": (lambda P: further_boxes.fednsam(P, 0.5, 0.2), lambda **k: fl.FedNSAM(gamma=0.5, rho=0.2, **k)),
+    "FedNSAM-momentum": (
+        lambda P: further_boxes.fednsam(P, 0.5, 0.2, along_momentum=True),
+        lambda **k: fl.FedNSAM(gamma=0.5, rho=0.2, along="momentum", **k),
+    ),
+    "FedExP": (lambda P: further_boxes.fedexp(P, 1e-3), lambda **k: fl.FedExP(eps=1e-3, **k)),
+    "FedExP-code": (
+        lambda P: further_boxes.fedexp(P, 1e-3, code=True),
+        lambda **k: fl.FedExP(eps=1e-3, eps_scale="code", **k),
+    ),
+    "FedLC": (lambda P: further_boxes.fedlc(P, 1.0), lambda **k: fl.FedLC(tau=1.0, **k)),
+    "FedLC-others": (
+        lambda P: further_boxes.fedlc(P, 0.1, others=True),
+        lambda **k: fl.FedLC(tau=0.1, denominator="others", **k),
+    ),
+    "MOON": (lambda P: further_boxes.moon(P, 2.0, 0.5), lambda **k: fl.MOON(mu=2.0, tau=0.5, **k)),
+    "MOON-initial": (
+        lambda P: further_boxes.moon(P, 1.0, 0.7, initial=True),
+        lambda **k: fl.MOON(mu=1.0, tau=0.7, unseen="initial", **k),
+    ),
+    "FedDecorr": (lambda P: further_boxes.feddecorr(P, 0.1), lambda **k: fl.FedDecorr(beta=0.1, **k)),
+    "FedDecorr-code": (
+        lambda P: further_boxes.feddecorr(P, 1e-3, code=True),
+        lambda **k: fl.FedDecorr(beta=1e-3, scale="code", **k),
+    ),
+    "FedSWA": (lambda P: further_boxes.fedswa(P, 0.5, 0.8), lambda **k: fl.FedSWA(rho=0.5, alpha=0.8, **k)),
+    "FedMoSWA": (
+        lambda P: further_boxes.fedmoswa(P, 0.1, 1.5, 0.2),
+        lambda **k: fl.FedMoSWA(rho=0.1, alpha=1.5, gamma=0.2, **k),
+    ),
+    "FedWMSAM": (lambda P: further_boxes.fedwmsam(P, 0.1), lambda **k: fl.FedWMSAM(rho=0.1, **k)),
+    "FedWMSAM-away": (
+        lambda P: further_boxes.fedwmsam(P, 0.1, a=0.3, lam=0.2, sign=-1.0),
+        lambda **k: fl.FedWMSAM(rho=0.1, alpha=0.3, lam=0.2, ascent_to="away", **k),
+    ),
+    "FedSOL": (lambda P: further_boxes.fedsol(P, 1.0), lambda **k: fl.FedSOL(rho=1.0, **k)),
+    "FedSOL-fixed": (
+        lambda P: further_boxes.fedsol(P, 0.1, tau=2.0, fixed=True),
+        lambda **k: fl.FedSOL(rho=0.1, tau=2.0, radius="fixed", **k),
+    ),
+}
 for _ref in ("own_last_active", "previous_round"):
     _lesam = {"rho": 0.2, "ref": _ref}
     CASES |= {
@@ -309,7 +356,16 @@ def test_box_of_average(golden: Golden, case: str, setting: str) -> None:
     assert_same(record.evaluated, evaluated)
 
 
-UNEQUAL_STEPS = ("FedNova", "SCAFFOLD", "FedGAMMA", "FedLESAMS-own_last_active", "FedCM", "MoFedSAM")
+UNEQUAL_STEPS = (
+    "FedNova",
+    "SCAFFOLD",
+    "FedGAMMA",
+    "FedLESAMS-own_last_active",
+    "FedCM",
+    "MoFedSAM",
+    "FedMoSWA",
+    "FedWMSAM",
+)
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.5])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -10,21 +11,32 @@ import pytest
 import torch
 
 from fl_lightning import (
+    MOON,
     SAM,
     SCAFFOLD,
     SGD,
     SWA,
+    FedACG,
     FedASAM,
     FedAvg,
     FedAvgM,
+    FedDecorr,
     FedDyn,
+    FedExP,
     FedGF,
     FedGloSS,
     FedGMT,
+    FedLC,
+    FedMoSWA,
+    FedNSAM,
     FedSAM,
     FedSMOO,
+    FedSOL,
+    FedSWA,
+    FedWMSAM,
     LocalObjective,
 )
+from fl_lightning.core import State, norm
 from tests.conftest import GOLDEN, Golden
 
 Make = Callable[..., LocalObjective]
@@ -50,6 +62,60 @@ RUNS: dict[str, Make] = {
     "FL-SAM__FedGMT__wd1e-3": lambda **k: FedGMT(gamma=1, tau=3, ema_alpha=0.95, beta=10, weighting="samples", **k),
     "REPAIRED-FL-SAM__FedSMOO__wd1e-3": lambda **k: FedSMOO(rho=0.1, beta=10, weighting="samples", **k),
 }
+MORE: dict[str, Make] = {
+    "FedACG__FedACG__lam0.5_beta0.1": lambda **k: FedACG(lam=0.5, beta=0.1, prox="whole", **k),
+    "REPAIRED-FedNSAM__FedNSAM__gamma0.5_rho0.2": lambda **k: FedNSAM(gamma=0.5, rho=0.2, **k),
+    "REPAIRED-FedNSAMold__FedNSAM": lambda **k: FedNSAM(gamma=0.85, rho=0.05, along="momentum", **k),
+    "FedExP__FedExP__eps1e-3_all4": lambda **k: FedExP(eps=1e-3, eps_scale="code", weighting="samples", **k),
+    "FL-bench__FedLC__tau1": lambda **k: FedLC(tau=1.0, **k),
+    "MOON__MOON__mu5_all4": lambda **k: MOON(mu=5.0, tau=0.5, unseen="initial", **k),
+    "FedDecorr__FedDecorr__coef0.05": lambda **k: FedDecorr(beta=0.05, scale="code", **k),
+    "FedSWAold__FedSWA__rho0.5_alpha0.8": lambda **k: FedSWA(rho=0.5, alpha=0.8, **k),
+    "REPAIRED-FedSWA__FedMoSWA__rho0.5_gamma0.4_alpha1": lambda **k: FedMoSWA(rho=0.5, gamma=0.4, alpha=1.0, **k),
+    "REPAIRED-FedWMSAM__FedWMSAM": lambda **k: FedWMSAM(rho=0.1, **k),
+    "FedSOL__FedSOL": lambda **k: FedSOL(rho=1.0, **k),
+}
+"""Of methods beyond the five papers, and what further arrays of a file are: each after its round, or after the last."""
+STATE_OF_MORE: dict[str, Callable[[State], torch.Tensor]] = {
+    "extra_m": lambda server: -server.server_v,
+    "extra_m_last": lambda server: -server.server_v,
+    "extra_c_last": lambda server: server.c,
+    "extra_c_after": lambda server: server.c,
+    "extra_delta_after": lambda server: server.D,
+    "extra_alpha_after": lambda server: server.a[0],
+    "extra_mean_of_last_two": lambda server: (server.w + server.w_before) / 2,
+}
+
+
+@pytest.mark.parametrize("name", MORE)
+def test_trajectory_of_more_methods(golden: Golden, name: str) -> None:
+    with np.load(GOLDEN / f"{name}.npz") as z:
+        expected = {key: z[key] for key in z.files}
+    golden.schedule = expected["local_ids"].tolist()
+    objective = MORE[name](net=golden.net(), optimizer=SGD(lr=0.1, weight_decay=1e-3))
+    _, record = golden.run(objective)
+    ours = torch.stack([server.w for server in record.server]).numpy()
+    np.testing.assert_allclose(ours, expected["global"], rtol=0, atol=1e-7)
+    for t, cohort in enumerate(expected["local_ids"]):
+        local = torch.stack([record.local[t][k].w for k in cohort]).numpy()
+        np.testing.assert_allclose(local, expected["local"][t], rtol=0, atol=2e-7)  # stored in float32
+    for extra, of in STATE_OF_MORE.items():
+        if extra in expected:
+            rounds = record.server[-1:] if extra.endswith("last") else record.server[1:]
+            found = torch.stack([of(server) for server in rounds]).numpy()
+            np.testing.assert_allclose(found, expected[extra].reshape(found.shape), rtol=0, atol=1e-7)
+    if "extra_ci_last" in expected:
+        rows = torch.stack([record.client[-1][k].c for k in range(4)]).numpy()
+        np.testing.assert_allclose(rows, expected["extra_ci_last"], rtol=0, atol=1e-7)
+    if "extra_eta_g" in expected:
+        assert expected["extra_eta_g"].min() > 1.3  # the extrapolation was at work
+        steps = [float(norm(b.w - a.w)) for a, b in pairwise(record.server)]
+        sizes = [len(y) for _, y in golden.arrays]
+        means = [sum(local[k].w * n for k, n in enumerate(sizes)) / sum(sizes) for local in record.local]
+        plain = [float(norm(mean - a.w)) for mean, a in zip(means, record.server, strict=False)]
+        assert [a / b for a, b in zip(steps, plain, strict=True)] == pytest.approx(expected["extra_eta_g"], abs=1e-7)
+
+
 EXTRA_SERVER = {"extra_sigma": "lam", "extra_final_c_params_list": "c"}
 
 

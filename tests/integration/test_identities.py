@@ -35,11 +35,14 @@ from fl_lightning import (
     FedLESAMD,
     FedLESAMS,
     FedNova,
+    FedNSAM,
     FedNTD,
     FedProx,
     FedSAM,
     FedSMOO,
+    FedSOL,
     FedSpeed,
+    FedWMSAM,
     LocalObjective,
     MoFedSAM,
     NaiveFedGloSS,
@@ -65,10 +68,14 @@ DUALS = [
     (FedSpeed, "lam"),
     (FedLESAMD, "lam"),
     (SCAFFOLD, "c"),
+    (FedWMSAM, "c"),
     (FedGAMMA, "c"),
     (FedLESAMS, "c"),
 ]
-NO_ASCENT = {FedSAM, FedASAM, FedSMOO, FedGAMMA, FedGF, FedLESAM, FedLESAMD, FedLESAMS, FedSpeed, MoFedSAM, STildeAM}
+NO_ASCENT = {
+    FedSAM, FedASAM, FedSMOO, FedGAMMA, FedGF, FedLESAM, FedLESAMD, FedLESAMS, FedSpeed, MoFedSAM, STildeAM, FedNSAM,
+    FedWMSAM, FedSOL,
+}  # fmt: skip
 """Algorithms that have an ascent of their own."""
 
 
@@ -78,8 +85,9 @@ def close(a: Tensor, b: Tensor, atol: float = 1e-12) -> None:
 
 def path(golden: Golden, objective: type[LocalObjective], **options: Any) -> Tensor:
     """The global models of a run, ``(rounds + 1, d)``."""
+    steps = {"local_steps": options.pop("local_steps", 3)}
     options = {"optimizer": WD, "weighting": "uniform", **options}
-    _, record = golden.run(objective(net=golden.net(), **options))
+    _, record = golden.run(objective(net=golden.net(), **options), **steps)
     return torch.stack([server.w for server in record.server])
 
 
@@ -548,19 +556,24 @@ def test_one_text_serves_one_client_and_a_cohort(algorithm: Any, ascent: Any) ->
     received = State({n: random(*server[n].shape) for n in objective.down})
     state = State({n: random(clients, *v.shape) for n, v in State.initial(rules, zero, zero).items()})
     state = state | {"start": random(clients, d)}
-    lr, steps = torch.full((clients, 1), 0.1), torch.arange(1, clients + 1).reshape(-1, 1)
+    lr, steps = (
+        torch.full((clients, 1), 0.1, dtype=torch.float64),
+        torch.arange(1.0, clients + 1, dtype=torch.float64).reshape(-1, 1),
+    )
     ctx: Any = {"t": 0, "rounds": 1, "m": 10, "flat": objective.flat}
     many = ClientContext(**ctx, lr=lr, K=steps, k_lr=lr * steps)  # type: ignore[arg-type]
-    direction, after = objective.local_step(w, lambda v: h * (v - b), state, received, many)
+    direction, after = objective.local_step(w, lambda v, *losses: h * (v - b), state, received, many)
     upload, kept = objective.local_end(w - 0.1 * direction, after, received, many)
     for k in range(clients):
         one = ClientContext(**ctx, lr=0.1, K=k + 1, k_lr=float(lr[k] * (k + 1)))
         mine = State({n: v[k] for n, v in state.items()})
-        direction_k, after_k = objective.local_step(w[k], lambda v, k=k: h[k] * (v - b[k]), mine, received, one)
+        direction_k, after_k = objective.local_step(
+            w[k], lambda v, *losses, k=k: h[k] * (v - b[k]), mine, received, one
+        )
         upload_k, kept_k = objective.local_end(w[k] - 0.1 * direction_k, after_k, received, one)
         for ours, theirs in ((upload, upload_k), (kept, kept_k)):
             for n in theirs:
-                close(ours[n][k], theirs[n], atol=1e-6)  # lr is float32 here
+                close(ours[n][k], theirs[n])
         close(direction[k], direction_k, atol=1e-12)
 
 

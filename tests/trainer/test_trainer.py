@@ -178,7 +178,7 @@ def test_state_after_a_broken_round_is_that_before(golden: Golden) -> None:
     assert torch.equal(state["clients"]["rows"]["c"], torch.stack([whole.client[1][k].c for k in (0, 1, 2)]))
 
 
-ONE_SCALAR = {"FedNova": (0, 1), "FedGF": (1, 1)}
+ONE_SCALAR = {"FedNova": (0, 1), "FedGF": (1, 1), "FedExP": (0, 1), "FedWMSAM": (1, 1)}
 COSTS = {
     # models down and up, forward and backward passes a step: the papers' tables
     "FedAvg": (1, 1, 1, 1), "FedProx": (1, 1, 1, 1), "FedAvgM": (1, 1, 1, 1), "FedAdam": (1, 1, 1, 1),
@@ -189,6 +189,9 @@ COSTS = {
     "FedGMTv2": (1, 1, 2, 1), "FedNova": (1, 1, 1, 1), "FedGF": (2, 1, 2, 2), "FedGloSS": (1, 1, 1, 1),
     "NaiveFedGloSS": (2, 2, 2, 2), "AdaBest": (1, 1, 1, 1),
     "STildeAM": (1, 1, 1, 1),
+    "MOON": (1, 1, 3, 1), "FedACG": (1, 1, 1, 1), "FedNSAM": (1, 1, 2, 2), "FedExP": (1, 1, 1, 1),
+    "FedLC": (1, 1, 1, 1), "FedDecorr": (1, 1, 1, 1), "FedSWA": (1, 1, 1, 1), "FedMoSWA": (2, 2, 1, 1),
+    "FedWMSAM": (3, 2, 1, 1), "FedSOL": (1, 1, 3, 2),
 }  # fmt: skip
 
 

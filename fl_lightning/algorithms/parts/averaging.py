@@ -37,6 +37,18 @@ class EMA(Averaging):
         return server.ema_w
 
 
+class LastTwo(Averaging):
+    """Mean of the last two global models, ``(w^t + w^(t-1)) / 2``; after the first round its model alone (FedExP)."""
+
+    server_state: Mapping[str, Init] = {"w_before": "w0"}
+
+    def round_end(self, server: State, before: State, ctx: RoundContext) -> State:
+        return server.replace(w_before=server.w if ctx.t == 0 else before.w)
+
+    def model(self, server: State) -> Tensor:
+        return (server.w + server.w_before) / 2
+
+
 class SWA(Averaging):
     """Server-side stochastic weight averaging with a cyclic learning rate (FedASAM + SWA, ECCV 2022, Algorithm 1).
 

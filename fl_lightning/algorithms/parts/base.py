@@ -6,8 +6,9 @@ from torch import Tensor
 
 from fl_lightning.core import Checked, ClientContext, Init, RoundContext, State, Upload, Uploads
 
-Gradient = Callable[[Tensor], Tensor]
-"""Gradient of the local objective on this step's minibatch: a point ``(..., d)`` to a gradient ``(..., d)``."""
+Gradient = Callable[..., Tensor]
+"""Gradient of the local objective on this step's minibatch: a point ``(..., d)`` to a gradient ``(..., d)``. A second
+argument, losses per sample as `LocalObjective.losses`, replaces those of the objective."""
 Direction = Tensor | tuple[Tensor, Tensor]
 """Direction of a local step: a vector ``(..., d)``, or two that are added, of which only the first is clipped."""
 Step = tuple[Direction, State]

@@ -41,14 +41,16 @@ class SGD(Checked, key="model.optimizer"):
         """Returns the learning rate of round ``t``, counted from 0."""
         return self.lr * self.lr_decay**t * (self.schedule(t, rounds) if self.schedule else 1.0)
 
-    def step(self, w: Tensor, direction: Direction, buffer: Tensor | None, lr: float) -> tuple[Tensor, Tensor | None]:
+    def step(
+        self, w: Tensor, direction: Direction, buffer: Tensor | None, lr: float | Tensor
+    ) -> tuple[Tensor, Tensor | None]:
         """Takes one step.
 
         Args:
             w: Weights, ``(..., d)``.
             direction: The algorithm's direction.
             buffer: Momentum buffer of the last step, ``(..., d)``; None at the first step.
-            lr: Learning rate.
+            lr: Learning rate, or several, ``(..., 1)``.
 
         Returns:
             The new weights and the new buffer.

@@ -1,0 +1,62 @@
+"""FedACG: clients start where the server's momentum leads."""
+
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+from fl_lightning.algorithms.base import LocalObjective
+from fl_lightning.algorithms.parts.base import Gradient, Step
+from fl_lightning.algorithms.parts.drift import prox_pull
+from fl_lightning.algorithms.parts.server_optimizers import ServerMomentum
+from fl_lightning.core import ClientContext, Decay, NonNegative, RoundContext, State, Weighting
+
+
+class LookAhead(LocalObjective):
+    """Server momentum in Nesterov's form: the model that is sent is where the momentum leads.
+
+    Args:
+        net: The network.
+        lam: Server momentum.
+        **kwargs: As for `LocalObjective`.
+    """
+
+    default_weighting: Weighting = "uniform"
+
+    def __init__(self, net: nn.Module, lam: Decay, **kwargs: Any) -> None:
+        super().__init__(net, server_update=ServerMomentum(lam), **kwargs)
+        self.lam = lam
+
+    def broadcast(self, server: State, ctx: RoundContext) -> State:
+        """``w + lam m``, where ``server_v`` is -m."""
+        return server.replace(w=server.w - self.lam * server.server_v)
+
+
+class FedACG(LookAhead):
+    """Server momentum whose clients start at a look-ahead, ``w + lam m``, and are pulled towards it.
+
+    Args:
+        net: The network.
+        lam: Server momentum.
+        beta: Weight of the proximal term ``beta/2 ||v - (w + lam m)||^2``.
+        prox: The proximal term: with the 1/2, or without it as in the official code (twice as strong).
+        **kwargs: As for `LocalObjective`.
+    """
+
+    paper = "Kim et al., CVPR 2024"
+    refers_to_received = True
+
+    def __init__(
+        self,
+        net: nn.Module,
+        lam: Decay = 0.85,
+        beta: NonNegative = 1e-3,
+        prox: Literal["half", "whole"] = "half",
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(net, lam, **kwargs)
+        self.beta, self.prox = beta, prox
+
+    def local_step(self, w: Tensor, grad: Gradient, client: State, received: State, ctx: ClientContext) -> Step:
+        """``g + beta (v - start)``, where training starts at the look-ahead."""
+        pull = prox_pull(w, client.start, self.beta if self.prox == "half" else 2 * self.beta)
+        return self.local_gradient(w, grad, client, received, ctx) + pull, client
