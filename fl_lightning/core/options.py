@@ -74,7 +74,9 @@ class Checked:
     """Base of what a config builds: each constructor checks its arguments against their annotations.
 
     A float is finite, an int is no bool and no float, a `Literal` is one of its values, an `Interval` holds the number,
-    and anything else is an instance of its class. Ints pass for floats, numbers of NumPy for both, paths for text.
+    and anything else is an instance of its class. Ints pass for floats, numbers of NumPy for both, paths for text. Of
+    constructors outside this package only options with a `Literal` or an `Interval` are checked: a plain float may be
+    infinite there, and a class may be one of an earlier cell of a notebook.
 
     Attributes:
         config_key: Where the class stands in a config, for messages; ``{}`` stands for its name.
@@ -178,7 +180,17 @@ def _signature(function: Callable[..., Any]) -> tuple[inspect.Signature, dict[st
     except (NameError, TypeError):
         hints = {}
     several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return signature, {n: hints[n] for n, p in signature.parameters.items() if n in hints and p.kind not in several}
+    ours = function.__module__.partition(".")[0] == __name__.partition(".")[0]
+    named = [
+        name for name, parameter in signature.parameters.items() if name in hints and parameter.kind not in several
+    ]
+    return signature, {name: hints[name] for name in named if ours or _is_limited(hints[name])}
+
+
+def _is_limited(hint: Any) -> bool:
+    """Whether an annotation says which values there are, not only of which type."""
+    kind = get_origin(hint)
+    return kind in (Annotated, Literal) or (kind in UNIONS and any(map(_is_limited, get_args(hint))))
 
 
 def _words(hint: Any) -> str:

@@ -105,21 +105,23 @@ def test_right_values_pass() -> None:
 
 
 def test_a_class_of_the_user() -> None:
-    """Its own options are checked, too; an annotation that cannot be read is not."""
+    """Of its own options those with a range or a choice are checked; an annotation that cannot be read is not."""
 
     class Own(FedAvg):
         def __init__(self, net: DigitsMLP, gain: NonNegative = 1.0, odd: Unknown = 1, **kwargs: Any) -> None:  # type: ignore[name-defined] # noqa: F821
             super().__init__(net, **kwargs)
 
     class Plain(SAM):
-        def __init__(self, gain: float = 1.0, **kwargs: Any) -> None:
+        def __init__(self, gain: NonNegative = 1.0, length: float = 1.0, **kwargs: Any) -> None:
             super().__init__(**kwargs)
 
     Own(DigitsMLP(8), gain=-1.0)
     with pytest.raises(UserError, match=r"^model\.weighting = sum: give one of samples, uniform or null$"):
         Own(DigitsMLP(8), weighting="sum")
-    with pytest.raises(UserError, match=re.escape("model.ascent.gain = nan: give a finite number")):
+    with pytest.raises(UserError, match=re.escape("model.ascent.gain = nan: give a finite number of 0 or more")):
         Plain(gain=float("nan"))
+    with pytest.raises(UserError, match=re.escape("model.ascent.rho = inf: give a finite number of 0 or more")):
+        Plain(length=float("inf"), rho=float("inf"))
     with pytest.raises(TypeError, match="unexpected keyword argument 'nothing'"):  # Python's own
         Plain(nothing=1)
 
