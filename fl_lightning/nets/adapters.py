@@ -27,13 +27,13 @@ class Frozen(Checked, nn.Module, key="model.net"):
 
     def __init__(self, net: nn.Module, trained: Sequence[str | int], weights: str | None = None) -> None:
         super().__init__()
-        trained = [str(name) for name in trained]  # those of nn.Sequential are numbers
-        require(len(trained) > 0, "model.net.trained", trained, "give the names of modules to train")
-        _check_names(net, trained)
-        load_pretrained(net, weights, trained)
+        names = [str(name) for name in trained]  # those of nn.Sequential are numbers
+        require(len(names) > 0, "model.net.trained", names, "give the names of modules to train")
+        _check_names(net, names)
+        load_pretrained(net, weights, names)
         self.net = net
         for name, parameter in net.named_parameters():
-            parameter.requires_grad_(_below(name, trained))
+            parameter.requires_grad_(_below(name, names))
         self._constant = list(_frozen_modules(net))
         for module in self._constant:
             for each in module.modules():
@@ -86,16 +86,16 @@ class LoRA(Frozen):
             from peft import LoraConfig, inject_adapter_in_model
         except ImportError:
             raise UserError("model.net = LoRA: needs peft; pip install 'fl-lightning[adapters]'") from None
-        trained = [str(name) for name in trained]
-        _check_names(net, trained)
-        load_pretrained(net, weights, trained)
+        names = [str(name) for name in trained]
+        _check_names(net, names)
+        load_pretrained(net, weights, names)
         config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=list(targets), lora_dropout=dropout)
         try:
             net = inject_adapter_in_model(config, net)
         except ValueError as error:  # peft's own text says which layer
             raise UserError(f"model.net.targets = {list(targets)}: {str(error).splitlines()[0]:.150}") from None
         adapters = [name for name, _ in net.named_parameters() if "lora_" in name]
-        super().__init__(net, [*trained, *adapters])
+        super().__init__(net, [*names, *adapters])
 
 
 def load_pretrained(net: nn.Module, source: str | None, trained: Sequence[str]) -> None:
