@@ -6,6 +6,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from fl_lightning.core.errors import ensure
 from fl_lightning.core.modes import train_mode
 
 FILE = "frozen.pt"
@@ -43,9 +44,26 @@ def constants(net: nn.Module) -> dict[str, Tensor]:
     return {name: v.detach() for name, v in state.items() if not v.requires_grad and name not in moving}
 
 
-def load_constants(net: nn.Module, values: Mapping[str, Tensor]) -> None:
-    """Writes the values of a net's `constants` into it."""
-    for name, constant in constants(net).items():
+def load_constants(net: nn.Module, values: Mapping[str, Tensor], key: str) -> None:
+    """Writes the values of a net's `constants` into it.
+
+    Args:
+        net: The net.
+        values: The values by name.
+        key: The setting that names them, for the error message.
+
+    Raises:
+        UserError: If one is missing, unknown or of another shape; nothing is written then.
+    """
+    own = constants(net)
+    shapes = [{(name, value.shape) for name, value in side.items()} for side in (own, values)]
+    wrong = sorted(name for name, _ in shapes[0] ^ shapes[1])
+    ensure(
+        not wrong,
+        f"{key} does not fit {type(net).__name__}: its frozen '{wrong and wrong[0]}' is missing, unknown or of another "
+        "shape; take the net of the run",
+    )
+    for name, constant in own.items():
         constant.copy_(values[name])
 
 
@@ -54,6 +72,6 @@ def digest(values: Mapping[str, Tensor]) -> str:
     found = hashlib.sha256()
     for name, value in sorted(values.items()):
         found.update(f"{name} {tuple(value.shape)}".encode())
-        for part in value.reshape(-1).split(CHUNK):
+        for part in torch.split(value.reshape(-1), CHUNK):
             found.update(part.to("cpu", torch.float64).numpy().data)
     return found.hexdigest()[:32] if values else ""

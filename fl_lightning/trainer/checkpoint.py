@@ -183,7 +183,9 @@ def restore(run: Run, ckpt_path: str, resume: bool = True, clients: bool = True)
     if resume:
         _check_identity(path, frozen, dict.fromkeys(frozen, run.frozen))
     elif content["frozen"] != run.frozen:
-        load_constants(run.objective.net, state_dict(path))
+        rest = {name: v for name, v in state_dict(path).items() if f"net.{name}" not in content["state_dict"]}
+        load_constants(run.objective.net, rest, f"ckpt_path = {path}")
+        run.frozen = content["frozen"]
     ensure(
         not resume or content["round"] <= run.max_rounds,
         f"trainer.max_rounds = {run.max_rounds}: {path} has done {content['round']}; take at least as many",

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from fl_lightning import Digits, DigitsMLP, FedAvg, FedDyn, FederatedTrainer, Frozen, UserError, load_net
 from fl_lightning.core.frozen import FILE, constants, digest
@@ -62,6 +63,9 @@ def test_a_checkpoint_loads_by_itself(done: Path, tmp_path: Path) -> None:
     torch.manual_seed(6)
     found = trainer.test(FedDyn(Frozen(DigitsMLP(8), ["3"])), data, ckpt(done))
     assert found["server/test/acc"] == pytest.approx(metrics(done)["server/test/acc"][-1][1], abs=1e-5)
+    other = Frozen(nn.Sequential(nn.Flatten(), nn.Linear(64, 8, bias=False), nn.ReLU(), nn.Linear(8, 10)), ["3"])
+    with pytest.raises(UserError, match=r"does not fit Frozen: its frozen 'net\.1\.bias' is missing, unknown or of"):
+        trainer.test(FedDyn(other), data, ckpt(done))
     # the frozen parameters next to it must be there, and be its own
     alone = tmp_path / "FedDyn-Digits/version_0/checkpoints"
     alone.mkdir(parents=True)

@@ -50,7 +50,7 @@ class TorchOptimizer(LocalOptimizer):
         self.name, self.options, self.state = name, dict(options or {}), state
         require("lr" not in self.options, "model.optimizer.options.lr", self.options.get("lr"), "give it as lr")
         self._class = _find(name)
-        self._layouts: dict[tuple[torch.Size, ...], list[dict[str, Any]]] = {}
+        self._layouts: dict[Any, list[dict[str, Any]]] = {}
         self._states([torch.zeros(2, 2)])  # one step of a small matrix
 
     def check(self, flat: FlatSpec) -> None:
@@ -65,7 +65,7 @@ class TorchOptimizer(LocalOptimizer):
     def begin(self, flat: FlatSpec, client: State) -> "LocalSteps":
         steps = LocalSteps(self, flat, client.start)
         if self.state == "keep":
-            steps.load(client.optimizer, self._layout(flat))
+            steps.load(client.optimizer, self._layout(flat, client.start.device))
         return steps
 
     def step(self, w: Tensor, direction: Direction, memory: Any, lr: float | Tensor) -> tuple[Tensor, Any]:
@@ -91,11 +91,14 @@ class TorchOptimizer(LocalOptimizer):
         reason = " ".join(str(error).split())
         return UserError(f"model.optimizer = {self.name}: {reason:.150}; choose other options, or another optimizer")
 
-    def _layout(self, flat: FlatSpec) -> list[dict[str, Any]]:
-        """The state of each parameter after a step, for its names, shapes and dtypes."""
-        key = tuple(flat.shapes)
+    def _layout(self, flat: FlatSpec, device: torch.device | str = "cpu") -> list[dict[str, Any]]:
+        """The state of each parameter after a step; of a tensor of several numbers only the shape."""
+        key = (*flat.shapes, device)
         if key not in self._layouts:
-            self._layouts[key] = self._states([torch.zeros(shape) for shape in flat.shapes])
+            states = self._states([torch.zeros(shape, device=device) for shape in flat.shapes])
+            for state, name, value in _entries(states):
+                state[name] = value.to("meta") if isinstance(value, Tensor) and value.ndim else value
+            self._layouts[key] = states
         return self._layouts[key]
 
     def _states(self, values: list[Tensor]) -> list[dict[str, Any]]:
@@ -148,7 +151,7 @@ class LocalSteps:
 
         Args:
             vector: ``(n,)``.
-            layout: The state of each parameter, for its names, shapes and dtypes.
+            layout: The state of each parameter, as `TorchOptimizer` finds it.
         """
         self.count, at = float(vector[0]), 1
         if not self.count:
