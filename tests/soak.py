@@ -37,6 +37,19 @@ OPTIONS: dict[str, list[str]] = {
         "--trainer.callbacks+=Checkpoints", "--trainer.callbacks.monitor=server/test/acc",
         "--trainer.callbacks.save_top_k=2", "--trainer.callbacks.every_n_rounds=2",
     ],
+    "clients that are lost, late and broken": [
+        "--trainer.client_memory=0.00001", "--trainer.on_divergence=continue", "--trainer.faults=Faults",
+        "--trainer.faults.drop_before=0.1", "--trainer.faults.drop_after=0.2", "--trainer.faults.stragglers=Stragglers",
+        "--trainer.faults.stragglers.deadline=4", "--trainer.faults.corrupt=Corrupt",
+        "--trainer.faults.corrupt.share=0.1", "--trainer.callbacks+=Checkpoints",
+        "--trainer.callbacks.every_n_rounds=3",
+    ],
+    "sign flips under a rule": [
+        "--trainer.aggregation=NormClipping", "--trainer.faults=Faults", "--trainer.faults.corrupt=Corrupt",
+        "--trainer.faults.corrupt.share=0.1", "--trainer.faults.corrupt.kind=sign_flip",
+        "--trainer.faults.corrupt.each_round=true", "--trainer.callbacks+=Checkpoints",
+        "--trainer.callbacks.every_n_rounds=1",
+    ],
 }  # fmt: skip
 """Options of the runs, by name; new options of the trainer that keep state belong here."""
 MODELS = ["SCAFFOLD", "FedSMOO", "FedDyn"]
@@ -98,6 +111,7 @@ class Soak:
             assert_same(state(ended), state(whole))
             assert_same(rows(ended), rows(whole))
             assert metrics(ended) == metrics(whole)
+            assert incidents(ended) == incidents(whole)
         except (AssertionError, ValueError, OSError) as error:
             self.losses.append(f"{kind}, {name}, {model}: {error!r:.300}")
         shutil.rmtree(root)
@@ -133,6 +147,12 @@ class Soak:
             kill(child)
         codes = [child.wait(60) for child in children]
         return -signal.SIGKILL in codes
+
+
+def incidents(folder: Path) -> str:
+    """The table of what befell the clients; empty without faults."""
+    path = folder / "clients.csv"
+    return path.read_text() if path.exists() else ""
 
 
 def main() -> None:
