@@ -1,5 +1,7 @@
 """Kills runs by ``kill -9`` at random moments until each has ended, and compares it with one that was never killed.
 
+First, one long run with faults shows that memory stays flat.
+
 Run ``make soak``, or ``python -m tests.soak --forked 450 --real 50``. With 500 kills and no loss, a loss of more than
 0.6 % of kills is refuted at 95 % (the rule of three, 3 / 500). Most kills hit forks of this process, which start in
 milliseconds, so that they fall into rounds and saves rather than imports; the real ones show that forks differ in
@@ -10,16 +12,35 @@ from __future__ import annotations
 
 import argparse
 import random
+import resource
 import shutil
 import signal
 import sys
 import tempfile
 import time
 from collections import Counter
-from contextlib import ExitStack
+from contextlib import ExitStack, redirect_stderr
 from dataclasses import dataclass, field
+from io import StringIO
 from pathlib import Path
 
+from fl_lightning import (
+    SGD,
+    Checkpoints,
+    Corrupt,
+    Digits,
+    DigitsMLP,
+    Dirichlet,
+    Discrepancy,
+    Faults,
+    FederatedTrainer,
+    FedSMOO,
+    FlatnessMonitor,
+    LambdaMax,
+    Stragglers,
+)
+from fl_lightning.trainer.callbacks import Callback
+from fl_lightning.trainer.run import Run
 from tests.runs import DIGITS, Child, assert_same, forked, group, kill, last, metrics, newest, process, rows, state
 
 OPTIONS: dict[str, list[str]] = {
@@ -149,6 +170,32 @@ class Soak:
         return -signal.SIGKILL in codes
 
 
+class Memory(Callback):
+    """Resident memory of this process in MiB, every tenth of the run."""
+
+    def __init__(self) -> None:
+        self.mib: list[float] = []
+
+    def on_round_end(self, run: Run) -> None:
+        if run.rounds_done % (run.max_rounds // 10) == 0:
+            pages = int(Path("/proc/self/statm").read_text().split()[1])
+            self.mib.append(pages * resource.getpagesize() / 2**20)
+
+
+def long_run(folder: Path, rounds: int) -> list[float]:
+    """Resident memory, MiB, of a run with faults, measurements and a checkpoint every ten rounds, ten times over."""
+    memory, bad = Memory(), Corrupt(0.1, "nan")
+    trainer = FederatedTrainer(
+        max_rounds=rounds, clients_per_round=5, eval_every=10, threads=1, engine="graphed", enable_progress_bar=False,
+        faults=Faults(drop_before=0.1, drop_after=0.2, stragglers=Stragglers(deadline=3.8), corrupt=bad),
+        on_divergence="continue", default_root_dir=folder,
+        callbacks=[Checkpoints(), FlatnessMonitor(rounds // 10, [LambdaMax(samples=100), Discrepancy()]), memory],
+    )  # fmt: skip
+    with redirect_stderr(StringIO()):
+        trainer.fit(FedSMOO(DigitsMLP(), optimizer=SGD(0.1)), Digits(num_clients=50, partition=Dirichlet(1.0)))
+    return memory.mib
+
+
 def incidents(folder: Path) -> str:
     """The table of what befell the clients; empty without faults."""
     path = folder / "clients.csv"
@@ -158,11 +205,16 @@ def incidents(folder: Path) -> str:
 def main() -> None:
     """Kills, prints the counts, and exits with 1 if anything was lost."""
     parser = argparse.ArgumentParser(description=__doc__)
-    for kind, kills in (("forked", 450), ("real", 40), ("two-processes", 10), ("seed", 0)):
+    for kind, kills in (("forked", 450), ("real", 40), ("two-processes", 10), ("rounds", 10000), ("seed", 0)):
         parser.add_argument(f"--{kind}", type=int, default=kills)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         soak = Soak(Path(folder), given.seed)
+        if given.rounds:
+            mib = long_run(Path(folder) / "long", given.rounds)
+            print(f"{given.rounds} rounds: MiB after each tenth {', '.join(f'{each:.0f}' for each in mib)}", flush=True)
+            if mib[-1] > 1.02 * mib[1]:
+                soak.losses.append(f"memory grew from {mib[1]:.0f} to {mib[-1]:.0f} MiB")
         for kind, kills in (("forked", given.forked), ("real", given.real), ("two processes", given.two_processes)):
             soak.kill(kind, kills)
             print(f"{kind}: {soak.kills[kind]} kills, {soak.runs[kind]} runs ended", flush=True)
