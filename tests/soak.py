@@ -160,8 +160,11 @@ class Soak:
         return [stack.enter_context(forked("fit", *args, cwd=self.folder))]
 
     def _strike(self, children: list[Child], root: Path, seconds: float) -> bool:
-        """Kills at a random moment after the log has been opened; returns whether there was something left to kill."""
-        while not list(root.glob("*/*/run.lock")) and all(child.poll() is None for child in children):
+        """Kills at a random moment after the folder was locked; returns whether there was something left to kill."""
+        pids = {f"{child.pid}" for child in children}
+        while all(child.poll() is None for child in children):
+            if any(lock.read_text().strip() in pids for lock in root.glob("*/*/run.lock")):
+                break
             time.sleep(0.002)
         time.sleep(self.draw.uniform(0, seconds))
         for child in self.draw.sample(children, len(children)):
