@@ -24,23 +24,30 @@ class FromDataset(FederatedDataModule):
         test: The test data.
         clients: Client of each training sample, numbers or names, which sets the partition and the number of
             clients. Null: samples are divided by ``partition``.
+        test_clients: With clients, the client of each test sample: a client's own part of the test set.
         **kwargs: As for FederatedDataModule.
 
     Raises:
-        UserError: If there are not as many clients as samples, or (on loading or reading) samples are not pairs, or
+        UserError: If there are not as many clients as samples or test clients without clients, or (on loading or reading) samples are not pairs, or
             differ in shape or dtype.
     """
 
     def __init__(
-        self, train: Dataset[Any], test: Dataset[Any], clients: Sequence[int | str] | None = None, **kwargs: Any
+        self,
+        train: Dataset[Any],
+        test: Dataset[Any],
+        clients: Sequence[int | str] | None = None,
+        test_clients: Sequence[int | str] | None = None,
+        **kwargs: Any,
     ) -> None:
+        ensure(test_clients is None or clients is not None, "clients: missing; test_clients are among them")
+        for name, users, samples in (("clients", clients, train), ("test_clients", test_clients, test)):
+            n = len(cast(Sized, samples))
+            ensure(users is None or len(users) == n, f"{name}: {len(users or ())} for {n} samples; give one per sample")
         if clients is not None:
-            ensure(
-                len(clients) == len(cast(Sized, train)),
-                f"clients: {len(clients)} for {len(cast(Sized, train))} samples; give one per sample",
-            )
-            users = [str(client) for client in clients]
-            kwargs = {**kwargs, "num_clients": len(set(users)), "partition": Natural(users)}
+            natural = Natural([str(client) for client in clients])
+            kwargs = {**kwargs, "num_clients": len({*map(str, clients)}), "partition": natural}
+            self.test_clients = None if test_clients is None else natural.clients(test_clients)
         super().__init__(**kwargs)
         self.train, self.test = train, test
 

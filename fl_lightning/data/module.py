@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from typing_extensions import Self
 
 from fl_lightning.core import (
     Count,
@@ -63,6 +64,17 @@ class ClientIndices(Sequence[Tensor]):
         start = self._ends[client - 1] if client else 0
         return self.indices[start : self._ends[client]]
 
+    @classmethod
+    def of(cls, clients: NDArray[np.int64], num_clients: int) -> Self:
+        """Indices by the client of each sample.
+
+        Args:
+            clients: Number of the client, ``(N,)``; -1: of none.
+            num_clients: Number of clients.
+        """
+        order = np.argsort(clients, kind="stable")[np.count_nonzero(clients < 0) :]
+        return cls(np.split(order, np.bincount(clients[order], minlength=num_clients).cumsum()[:-1]))
+
 
 class FederatedDataModule(SampleModule, ABC):
     """Training data divided among clients, and a central test set. Subclasses implement :meth:`load` only.
@@ -97,10 +109,14 @@ class FederatedDataModule(SampleModule, ABC):
         val_indices: Training samples that are held out for validation, ``(n_val,)``, sorted.
         leaked: Number of test samples that are also training samples; null if samples are streamed from files. Setup
             warns of more than 1 %.
+        test_clients: Client of each test sample, ``(n_test,)``, -1 for none; null if the data do not say, as by
+            default. `load` may set it.
 
     Raises:
         UserError: If a value is out of range, or (in setup) if the data are faulty or cannot be divided.
     """
+
+    test_clients: NDArray[np.int64] | None = None
 
     def __init__(
         self,
@@ -139,6 +155,11 @@ class FederatedDataModule(SampleModule, ABC):
         )
         self.client_sizes = self.clients.sizes
         self._union = self.clients.indices.sort().values
+        owners, n = self.test_clients, len(self.y_test)
+        ensure(
+            owners is None or len(owners) == n, f"test_clients: {np.size(owners)} for {n} samples; give one per sample"
+        )
+        self._test_shares = None if owners is None else ClientIndices.of(owners, self.num_clients)
 
     # Training
 
@@ -216,6 +237,18 @@ class FederatedDataModule(SampleModule, ABC):
     def client_eval_batches(self, client: int, dtype: torch.dtype = torch.float32) -> Iterator[Batch]:
         """All training data of one client, in order and without augmentation."""
         return self.eval_batches(self.clients[client], dtype)
+
+    def client_test_indices(self, client: int) -> Tensor | None:
+        """A client's own part of the test set, as in LEAF, where each user keeps a part of their samples for testing.
+
+        Args:
+            client: Index of the client.
+
+        Returns:
+            Sorted indices into the test data, ``(n,)`` int64 on the CPU, empty if the client has no test samples; None
+            if the data do not say whose the test samples are.
+        """
+        return None if self._test_shares is None else self._test_shares[client]
 
     def sample_indices(self, n: int | None, seed: int | None = None) -> Tensor:
         """A fixed stratified sample of the union of the clients' data, as sorted indices into the training data.

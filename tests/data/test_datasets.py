@@ -230,6 +230,18 @@ def test_any_dataset_with_clients(kind: str, stream: bool, tmp_path: Path) -> No
     assert (train.reads > before) is stream
 
 
+def test_a_client_has_its_own_part_of_the_test_set() -> None:
+    train, test = Pairs(IMAGES[:6], [0, 1] * 3), Pairs(IMAGES[6:11], [0, 1, 1, 0, 0])
+    data = FromDataset(train, test, [10, 2, 2, 10, 7, 7], [10, 7, 3, 10, 7])  # user 3 trains nowhere, 2 tests nothing
+    data.setup()
+    assert [part.tolist() for part in data.clients] == [[1, 2], [4, 5], [0, 3]]
+    found = [data.client_test_indices(client) for client in range(3)]
+    assert [None if part is None else part.tolist() for part in found] == [[], [1, 4], [0, 3]]
+    plain = FromDataset(train, test, num_clients=2)
+    plain.setup()
+    assert plain.client_test_indices(0) is None
+
+
 def test_targets_spare_reading(tmp_path: Path) -> None:
     train = Pairs(IMAGES[:6], [0, 1] * 3)
     train.targets = [0, 1] * 3  # type: ignore[attr-defined]
@@ -247,6 +259,8 @@ def test_faulty_datasets() -> None:
         FromDataset(rows, rows, num_clients=2).setup()
     with pytest.raises(UserError, match="clients: 3 for 4 samples; give one per sample"):
         FromDataset(good, good, [0, 1, 1])
+    with pytest.raises(UserError, match="test_clients: 1 for 4 samples; give one per sample"):
+        FromDataset(good, good, [0, 1, 1, 0], [0])
     odd = Pairs([*IMAGES[:3], IMAGES[3, :5]], [0, 1, 0, 1])
     with pytest.raises(UserError, match=r"train: sample 3 is uint8 \(5, 32, 3\), the first is uint8 \(32, 32, 3\)"):
         FromDataset(odd, good, num_clients=2).setup()
