@@ -28,8 +28,8 @@ class FromDataset(FederatedDataModule):
         **kwargs: As for FederatedDataModule.
 
     Raises:
-        UserError: If there are not as many clients as samples or test clients without clients, or (on loading or reading) samples are not pairs, or
-            differ in shape or dtype.
+        UserError: If there are not as many clients as samples, or test clients alone, or (on loading or reading)
+            samples are not pairs, or differ in shape or dtype.
     """
 
     def __init__(

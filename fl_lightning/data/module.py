@@ -156,9 +156,8 @@ class FederatedDataModule(SampleModule, ABC):
         self.client_sizes = self.clients.sizes
         self._union = self.clients.indices.sort().values
         owners, n = self.test_clients, len(self.y_test)
-        ensure(
-            owners is None or len(owners) == n, f"test_clients: {np.size(owners)} for {n} samples; give one per sample"
-        )
+        if owners is not None:
+            ensure(len(owners) == n, f"test_clients: {len(owners)} for {n} samples; give one per sample")
         self._test_shares = None if owners is None else ClientIndices.of(owners, self.num_clients)
 
     # Training
