@@ -18,12 +18,20 @@ if TYPE_CHECKING:
 
 POINTS = 100
 """Parts of a run; the mean of each is drawn."""
-PANELS = ("server/test/acc", "server/test/miou", "server/test/loss", "flatness/lambda_max", "flatness/discrepancy")
+PANELS = (
+    "server/test/acc",
+    "server/test/miou",
+    "server/test/loss",
+    "server/clients/acc_worst_decile",
+    "flatness/lambda_max",
+    "flatness/discrepancy",
+)
 """Metrics that are drawn if they were measured."""
 LABELS = {
     "server/test/acc": "test accuracy",
     "server/test/miou": "test mIoU",
     "server/test/loss": "test loss",
+    "server/clients/acc_worst_decile": "accuracy, worst 10 % of clients",
     "client/train/loss": "training loss",
     "flatness/lambda_max": r"Hessian $\lambda_{max}$",
     "flatness/discrepancy": r"flatness discrepancy $\Delta_F$",
@@ -73,10 +81,11 @@ def _means(values: Pairs) -> list[tuple[float, float]]:
 
 
 def drawn(groups: Mapping[str, Sequence[Columns]]) -> list[str]:
-    """Returns the metrics worth a curve that any run has: of the server, the training loss, and of flatness."""
+    """Returns the metrics worth a curve that any run has: of the server, of clients, and of flatness."""
     names = dict.fromkeys([*PANELS, *(name for runs in groups.values() for run in runs for name in run)])
     having = {name for runs in groups.values() for run in runs for name in run}
-    return [n for n in names if n in having and (n.startswith("server/") or n == "client/train/loss" or is_flatness(n))]
+    shown = ("server/", "client/test/", "client/train/loss")
+    return [n for n in names if n in having and (n.startswith(shown) or is_flatness(n))]
 
 
 def write_curves(runs: Mapping[str, Runs], out: Path) -> None:

@@ -53,7 +53,8 @@ def read_metrics(path: Path) -> dict[str, list[tuple[int, float]]]:
 def mode_of(metric: str, mode: Mode | None = None) -> Mode:
     """Whether large or small values of a metric are good: the one place that knows.
 
-    What the data evaluate (``server/...``: accuracy, mIoU) is to be large, losses, flatness, times and bits small.
+    What the data evaluate (``server/...``, ``client/test/...``: accuracy, mIoU) is to be large; losses, deviations over
+    clients, flatness, times and bits are to be small.
 
     Args:
         metric: Its name.
@@ -65,15 +66,21 @@ def mode_of(metric: str, mode: Mode | None = None) -> Mode:
     require(mode in ("max", "min", None), "mode", mode, "choose from max, min")
     if mode is not None:
         return mode
-    if re.search(r"(^|/)loss$", metric) or metric.startswith(("flatness/", "time/", "comm/")):
+    if re.search(r"(^|/)loss$|_std$", metric) or metric.startswith(("flatness/", "time/", "comm/")):
         return "min"
-    require(metric.startswith("server/"), "metric", metric, "set mode to max or min: its name does not tell")
+    known = metric.startswith(("server/", "client/test/"))
+    require(known, "metric", metric, "set mode to max or min: its name does not tell")
     return "max"
 
 
 def is_flatness(metric: str) -> bool:
     """Whether a metric is a measure of flatness; residuals and standard errors are not."""
     return metric.startswith("flatness/") and not metric.endswith(("_residual", "_error"))
+
+
+def is_of_clients(metric: str) -> bool:
+    """Whether a metric is a statistic over the evaluations of each client."""
+    return metric.startswith(("server/clients/", "client/test/"))
 
 
 def band(runs: Sequence[Pairs]) -> Band:

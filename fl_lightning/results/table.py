@@ -6,10 +6,24 @@ from pathlib import Path
 from statistics import mean, stdev
 
 from fl_lightning.results.compare import Group
-from fl_lightning.results.metrics import Mode, mode_of, write_table
+from fl_lightning.results.metrics import Mode, is_of_clients, mode_of, write_table
 
 FLATNESS = ("lambda_max", "discrepancy", "sharpness_global", "sharpness_local")
 """Measures of flatness that have a column, if they were logged; those of all clients (``..._all``) likewise."""
+CLIENTS = {
+    "clients": ("mean of clients", "server/clients/{}"),
+    "clients_weighted": ("weighted by samples", "server/clients/{}_weighted"),
+    "clients_std": ("sd over clients", "server/clients/{}_std"),
+    "worst_decile": ("worst 10 %", "server/clients/{}_worst_decile"),
+    "worst_client": ("worst client", "server/clients/{}_worst"),
+    "local": ("local models", "client/test/{}"),
+    "local_std": ("sd, local", "client/test/{}_std"),
+    "local_worst_decile": ("worst 10 %, local", "client/test/{}_worst_decile"),
+    "local_gap": ("local minus global", "client/test/{}_gap"),
+}
+"""Columns of statistics over clients, if they were logged: by key the title, and the metric's name."""
+TABLES = {"results": "results", "clients": "who is served", "costs": "cost"}
+"""Titles of the tables."""
 ARROWS: dict[Mode, str] = {"max": "↑", "min": "↓"}
 
 
@@ -43,9 +57,11 @@ class Column:
         return f"{self.title} {ARROWS[self.mode]}" if self.mode else self.title
 
     @property
-    def cost(self) -> bool:
-        """Whether it is a cost of training: minutes, bits, or rounds."""
-        return self.to_target or self.of in ("minutes", "bits")
+    def table(self) -> str:
+        """The table that it stands in, one of `TABLES`: all columns together are too wide."""
+        if is_of_clients(self.of):
+            return "clients"
+        return "costs" if self.to_target or self.of in ("minutes", "bits") else "results"
 
     @property
     def to_target(self) -> bool:
@@ -82,6 +98,7 @@ def columns(groups: Sequence[Group], reference: Group | None = None) -> list[Col
     first, last = runs[0], max(run.last for run in runs)
     mode, fraction = first.mode, first.metric.endswith(("acc", "miou"))
     measured = {name for run in runs for name in run.flatness}
+    leaf = next((name.rpartition("/")[2] for run in runs for name in run.clients), "acc")  # the data's metric
     shown = [
         Column("mean", f"last {last}", "mean", mode, spread=",.4f", fraction=fraction),
         Column("std_rounds", "sd over rounds", "std", None, fraction=fraction),
@@ -92,6 +109,10 @@ def columns(groups: Sequence[Group], reference: Group | None = None) -> list[Col
             for start in FLATNESS
             for name in (start, f"{start}_all")
             if name in measured
+        ),
+        *(
+            Column(key, title, of, mode_of(of), spread=",.4f", fraction=leaf in ("acc", "miou"))
+            for key, (title, of) in ((key, (title, name.format(leaf))) for key, (title, name) in CLIENTS.items())
         ),
         Column("minutes", "minutes", "minutes", form=",.2f"),
         Column("gigabytes", "GB", "bits", form=",.3f", scale=1 / 8e9),

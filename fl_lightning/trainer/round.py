@@ -202,6 +202,15 @@ class Phase:
                 raise
             self.round.leave(why)
 
+    def observe(self, results: Iterable[LocalResult]) -> None:
+        """Takes the local results one by one and keeps none: a dry round without the server's step.
+
+        Args:
+            results: As for `aggregate`.
+        """
+        for result in self._clocked(results):
+            self._take(result)
+
     def _step(self, arrivals: Arrivals) -> None:
         """The server's step, and the clients' rows; if nobody has answered, everything stays as it was."""
         objective, of, rule = self.run.objective, self.round, self.run.aggregation
