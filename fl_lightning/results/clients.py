@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from fl_lightning.core import COLORS, COLUMN, DASHES, MARKERS, PAGE, UserError, style
+from fl_lightning.core import COLORS, COLUMN, DASHES, MARKERS, PAGE, UserError, log_levels, style
 from fl_lightning.results.curves import LABELS, place_legend
 from fl_lightning.results.metrics import Mode, mode_of
 
@@ -25,6 +25,8 @@ GLOBAL, LOCAL = "server/clients", "client/test"
 """Where metrics of the global model on the clients' test data are logged, and where those of the local models."""
 SHARES = np.linspace(0, 1, 201)
 """Shares of the clients at which sorted values are averaged over seeds."""
+SPAN = 20.0
+"""Numbers of samples whose ratio of largest to smallest exceeds this are drawn on a logarithmic axis."""
 BINS = 8
 """Groups of clients of similar size."""
 
@@ -165,10 +167,9 @@ def plot_clients(groups: Mapping[str, Sequence[ClientTable]]) -> Figure:
     with style():
         figure = Figure(figsize=(PAGE if sizes else COLUMN, 2.5), layout="constrained")
         label = LABELS.get(f"server/test/{first.metric}", first.metric)
-        ordered = figure.add_subplot(1, 1 + sizes, 1, xlabel="clients, the worst first (%)")
+        ordered = figure.add_subplot(1, 1 + sizes, 1, xlabel="% of clients, worst first (shaded: worst 10 %)")
         ordered.set_ylabel(f"{label} of a client")
         ordered.axvspan(0, 10, color="0.9", zorder=0)
-        ordered.text(0.5, 0.98, "worst\n10 %", transform=ordered.get_xaxis_transform(), va="top", fontsize=7)
         for i, (name, tables) in enumerate(groups.items()):
             ordered.plot(100 * SHARES, sorted_curve(tables), label=name, drawstyle="steps-post", **_look(i))
         ordered.set_xlim(0, 100)
@@ -181,14 +182,19 @@ def plot_clients(groups: Mapping[str, Sequence[ClientTable]]) -> Figure:
 
 
 def _draw_sizes(axes: Axes, groups: Mapping[str, Sequence[ClientTable]]) -> None:
+    from matplotlib.ticker import FixedLocator, NullLocator
+
     smallest, largest = np.inf, 0.0
     for i, tables in enumerate(groups.values()):
         samples, values = together(tables)
-        axes.plot(samples, values, ".", color=COLORS[i % len(COLORS)], markersize=2.5, alpha=0.35, markeredgewidth=0)
+        axes.plot(samples, values, ".", color=COLORS[i % len(COLORS)], markersize=4, alpha=0.4, markeredgewidth=0)
         axes.plot(*by_samples(tables), marker=MARKERS[i % len(MARKERS)], **_look(i))
         smallest, largest = min(smallest, samples.min()), max(largest, samples.max())
-    if largest > 20 * smallest:
+    if largest > SPAN * smallest:
         axes.set_xscale("log")
+        axes.xaxis.set_major_locator(FixedLocator(log_levels(*axes.get_xlim())))
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_locator(NullLocator())
 
 
 def _look(i: int) -> dict[str, Any]:

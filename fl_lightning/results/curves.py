@@ -81,11 +81,10 @@ def _means(values: Pairs) -> list[tuple[float, float]]:
 
 
 def drawn(groups: Mapping[str, Sequence[Columns]]) -> list[str]:
-    """Returns the metrics worth a curve that any run has: of the server, of clients, and of flatness."""
+    """Returns the metrics worth a curve that any run has: of the server, the training loss, and of flatness."""
     names = dict.fromkeys([*PANELS, *(name for runs in groups.values() for run in runs for name in run)])
     having = {name for runs in groups.values() for run in runs for name in run}
-    shown = ("server/", "client/test/", "client/train/loss")
-    return [n for n in names if n in having and (n.startswith(shown) or is_flatness(n))]
+    return [n for n in names if n in having and (n.startswith("server/") or n == "client/train/loss" or is_flatness(n))]
 
 
 def write_curves(runs: Mapping[str, Runs], out: Path) -> None:

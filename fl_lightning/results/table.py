@@ -12,14 +12,13 @@ FLATNESS = ("lambda_max", "discrepancy", "sharpness_global", "sharpness_local")
 """Measures of flatness that have a column, if they were logged; those of all clients (``..._all``) likewise."""
 CLIENTS = {
     "clients": ("mean of clients", "server/clients/{}"),
-    "clients_weighted": ("weighted by samples", "server/clients/{}_weighted"),
+    "clients_weighted": ("weighted", "server/clients/{}_weighted"),
     "clients_std": ("sd over clients", "server/clients/{}_std"),
     "worst_decile": ("worst 10 %", "server/clients/{}_worst_decile"),
     "worst_client": ("worst client", "server/clients/{}_worst"),
     "local": ("local models", "client/test/{}"),
-    "local_std": ("sd, local", "client/test/{}_std"),
     "local_worst_decile": ("worst 10 %, local", "client/test/{}_worst_decile"),
-    "local_gap": ("local minus global", "client/test/{}_gap"),
+    "local_gap": ("local gain", "client/test/{}_gap"),
 }
 """Columns of statistics over clients, if they were logged: by key the title, and the metric's name."""
 TABLES = {"results": "results", "clients": "who is served", "costs": "cost"}
@@ -112,7 +111,7 @@ def columns(groups: Sequence[Group], reference: Group | None = None) -> list[Col
         ),
         *(
             Column(key, title, of, mode_of(of), spread=",.4f", fraction=leaf in ("acc", "miou"))
-            for key, (title, of) in ((key, (title, name.format(leaf))) for key, (title, name) in CLIENTS.items())
+            for key, title, of in ((key, title, of.format(leaf)) for key, (title, of) in CLIENTS.items())
         ),
         Column("minutes", "minutes", "minutes", form=",.2f"),
         Column("gigabytes", "GB", "bits", form=",.3f", scale=1 / 8e9),

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from fl_lightning.results.clients import SHARES, ClientTable, by_samples, sorted_curve, together
-from fl_lightning.results.report.figures import Spec, layout, look, title
+from fl_lightning.results.report.figures import SPAN, Spec, layout, look, title
 
 WORST = {"type": "rect", "xref": "x", "yref": "paper", "x0": 0, "x1": 10, "y0": 0, "y1": 1, "layer": "below"}
 Tables = Mapping[str, tuple[int, Sequence[ClientTable]]]
@@ -61,4 +61,6 @@ def _by_samples(tables: Tables) -> Spec:
         hover = "%{y:.4f}, %{x:.0f} samples"
         data.append({"legendgroup": name, "showlegend": False, "hovertemplate": f"{hover}<extra></extra>", **points})
         data.append({"name": name, "legendgroup": name, "hovertemplate": f"mean {hover}", **joined})
-    return {"data": data, "layout": layout("training samples of a client", "")}
+    made, sizes = layout("training samples of a client", ""), [size for trace in data for size in trace["x"]]
+    made["xaxis"]["type"] = "log" if max(sizes) > SPAN * min(sizes) else "linear"
+    return {"data": data, "layout": made}

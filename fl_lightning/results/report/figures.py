@@ -27,8 +27,6 @@ TITLES = {
     "server/clients/acc_worst_decile": "Accuracy, worst 10 % of clients",
     "server/clients/acc_worst": "Accuracy, worst client",
     "server/clients/loss": "Test loss, mean of clients",
-    "client/test/acc": "Accuracy of local models",
-    "client/test/acc_gap": "Accuracy, local minus global",
     "client/train/loss": "Training loss of the clients",
     "flatness/lambda_max": "Hessian λ<sub>max</sub>",
     "flatness/discrepancy": "Flatness discrepancy Δ<sub>F</sub>",
