@@ -18,7 +18,7 @@ CLIENTS = {
     "worst_client": ("worst client", "server/clients/{}_worst"),
     "local": ("local models", "client/test/{}"),
     "local_worst_decile": ("worst 10 %, local", "client/test/{}_worst_decile"),
-    "local_gap": ("local gain", "client/test/{}_gap"),
+    "local_gap": ("local minus global", "client/test/{}_gap"),
 }
 """Columns of statistics over clients, if they were logged: by key the title, and the metric's name."""
 TABLES = {"results": "results", "clients": "who is served", "costs": "cost"}
@@ -110,7 +110,7 @@ def columns(groups: Sequence[Group], reference: Group | None = None) -> list[Col
             if name in measured
         ),
         *(
-            Column(key, title, of, mode_of(of), spread=",.4f", fraction=leaf in ("acc", "miou"))
+            Column(key, title, of, _direction(of), spread=",.4f", fraction=leaf in ("acc", "miou"))
             for key, title, of in ((key, title, of.format(leaf)) for key, (title, of) in CLIENTS.items())
         ),
         Column("minutes", "minutes", "minutes", form=",.2f"),
@@ -127,6 +127,11 @@ def columns(groups: Sequence[Group], reference: Group | None = None) -> list[Col
         if reference is not None and (bits := reference.values("bits")):
             shown.append(Column("target_cost", "cost in B", "target_bits", form=",.2f", scale=1 / mean(bits)))
     return [c for c in shown if c.to_target or any(group.values(c.of) for group in groups)]
+
+
+def _direction(of_clients: str) -> Mode | None:
+    """Of a difference between local and global models neither sign is the better one."""
+    return None if of_clients.endswith("_gap") else mode_of(of_clients)
 
 
 def is_best(group: Group, column: Column, groups: Sequence[Group]) -> bool:
