@@ -94,26 +94,27 @@ class ByClasses:
 
     def clients(self, clients: Sequence[int]) -> list[int]:
         """See `ClientData`."""
-        return [k for k in clients if bool(self.weights[k].isfinite().all())]
+        tested = self.weights.isfinite().all(1).tolist()
+        return [k for k in clients if tested[k]]
 
     def score(self, client: int, w: Tensor) -> Score:
         """See `ClientData`."""
         held = self.weights[client] > 0
         indices = held[self.run.data.y_test.cpu()].nonzero().flatten()
-        return self._score(client, self.run.evaluator.by_class(_batches(self.run, indices), w))
+        return self._weighted([client], self.run.evaluator.by_class(_batches(self.run, indices), w))[client]
 
     def scores(self, clients: Sequence[int], w: Tensor) -> Scores:
         """See `ClientData`."""
         run, fabric = self.run, self.run.fabric
         batches = run.data.eval_batches("test", run.dtype, (fabric.global_rank, fabric.world_size))
         sums = collectives.all_reduce_sum(fabric, run.evaluator.by_class(batches, w))
-        return {k: self._score(k, sums) for k in clients}
+        return self._weighted(clients, sums)
 
-    def _score(self, client: int, sums: Tensor) -> Score:
+    def _weighted(self, clients: Sequence[int], sums: Tensor) -> dict[int, Score]:
         correct, losses, samples = sums.double().cpu()
-        held = self.weights[client] > 0
-        weights = self.weights[client, held] / samples[held]
-        return Score(float(weights @ correct[held]), float(weights @ losses[held]))
+        means = torch.stack([correct, losses]) / samples.clamp(min=1)
+        rows = self.weights[torch.as_tensor(clients)] @ means.T
+        return {k: Score(*row) for k, row in zip(clients, rows.tolist(), strict=True)}
 
 
 def client_data(run: Run) -> ClientData:
