@@ -290,7 +290,15 @@ def glosses(folder: Path, *callbacks: Callback, **options: Any) -> Run:
 
 def tracking() -> FlatnessMonitor:
     return FlatnessMonitor(
-        1, [Updates(), DeltaEpsilon(), CohortLoss(), Discrepancy(samples=100), LambdaMax(50), ClientEvaluation(True)]
+        1,
+        [
+            Updates(),
+            DeltaEpsilon(),
+            CohortLoss(),
+            Discrepancy(samples=100),
+            LambdaMax(50),
+            ClientEvaluation(True, clients=2),
+        ],
     )
 
 
