@@ -79,7 +79,11 @@ class Uneven(Dirichlet):
 
 
 class Parts(Digits):
-    """The last of the test samples are evaluated on their own, too."""
+    """The last of the test samples are evaluated on their own, too; the last client owns none of them."""
+
+    def load(self):
+        self.test_clients = np.arange(360) % (self.num_clients - 1)
+        return super().load()
 
     def test_parts(self):
         return {"late": torch.arange(len(self.y_test)) >= 200}
@@ -193,6 +197,7 @@ def test_two_processes(folder: Path) -> None:
     assert state(one)["ids"].tolist() == [0, 1, 2, 3, 4, 5]
     assert_metrics(there, one, 1e-5)
     assert "server/test_late/acc" in metrics(one)
+    assert np.isnan(np.genfromtxt(there / "client_evaluation.csv", delimiter=",", skip_header=1)[5::6, 3:]).all()
 
 
 @pytest.mark.slow

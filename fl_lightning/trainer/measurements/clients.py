@@ -69,8 +69,8 @@ class OwnSamples:
     def scores(self, clients: Sequence[int], w: Tensor) -> Scores:
         """See `ClientData`."""
         fabric = self.run.fabric
-        mine = clients[fabric.global_rank :: fabric.world_size]
-        return collectives.all_gather_dict(fabric, {k: self.score(k, w) for k in mine})
+        mine = {k: self.score(k, w) for k in clients[fabric.global_rank :: fabric.world_size]}
+        return dict(sorted(collectives.all_gather_dict(fabric, mine).items()))
 
     def _indices(self, client: int) -> Tensor:
         found = self.run.data.client_test_indices(client)
