@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from typing import Any, Literal
@@ -14,7 +14,7 @@ from torchmetrics import Metric
 from fl_lightning.core import UserError, ensure, require
 
 Given = str | Metric
-Metrics = Sequence[Given] | Mapping[str, Given]
+Metrics = list[Given] | dict[str, Given]
 """Metrics by name: their class in torchmetrics, a path of a class, or an object."""
 MISFIT = (RuntimeError, ValueError, IndexError, TypeError)
 """Errors that a metric raises on predictions that it is not for."""

@@ -17,11 +17,15 @@ def applies_to(loss: nn.Module) -> bool:
 def average(loss: nn.Module) -> None:
     """Makes a loss of each value, without reduction, return the mean of each sample, ``(n,)``; leaves others alone."""
     if applies_to(loss) and _mean not in loss._forward_hooks.values():
+        loss.register_forward_pre_hook(_check)
         loss.register_forward_hook(_mean)
 
 
-def _mean(loss: nn.Module, inputs: tuple[Any, ...], values: Tensor) -> Tensor:
+def _check(loss: nn.Module, inputs: tuple[Tensor, Tensor]) -> None:
     outputs, targets = inputs
     if outputs.shape != targets.shape:  # torch broadcasts them to each other
         raise ValueError(f"outputs of shape {tuple(outputs.shape)} for targets of shape {tuple(targets.shape)}")
+
+
+def _mean(loss: nn.Module, inputs: Any, values: Tensor) -> Tensor:
     return values.flatten(1).mean(1)

@@ -252,11 +252,6 @@ def test_targets_spare_reading(tmp_path: Path) -> None:
 
 def test_faulty_datasets() -> None:
     good = Pairs(IMAGES[:4], [0, 1, 0, 1])
-    rows: Any = [{"image": np.zeros(3), "label": 0}] * 4
-    with pytest.raises(
-        UserError, match=r"^train: samples are dicts with keys image, label; wrap [^\n]* pairs \(x, label\)$"
-    ):
-        FromDataset(rows, rows, num_clients=2).setup()
     with pytest.raises(UserError, match="clients: 3 for 4 samples; give one per sample"):
         FromDataset(good, good, [0, 1, 1])
     with pytest.raises(UserError, match="test_clients: 1 for 4 samples; give one per sample"):
