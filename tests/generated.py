@@ -194,6 +194,8 @@ def everything(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     taken = [(str(user), names[user % 6], 2027 - user) for user in range(1262)]
     landmarks(folder / "landmarks", photographs, taken, [(names[6], 2027), (names[7], 0)], nested=True)
     _driving(folder, rng)
+    for name in ("FEMNIST", "Shakespeare"):
+        leaf(folder / name.lower(), name)
 
 
 def _driving(folder: Path, rng: np.random.Generator) -> None:

@@ -55,7 +55,8 @@ class LocalObjective(SupervisedModule):
         init_weights: Initial weights of the net: a file (state_dict or checkpoint), or from Python a state_dict.
         buffers: How the running statistics of BatchNorm, and other buffers, are treated: average, local or reset (see
             `fl_lightning.algorithms.parts.buffers.Buffers`); null refuses nets that have any.
-        metrics: Metrics of torchmetrics that are evaluated in addition to that of the data, as for `SupervisedModule`.
+        metrics: Metrics of torchmetrics to evaluate in addition to the data's own: class names, or class_path and
+            init_args; as a list, or by name.
 
     Attributes:
         net_buffers: The net's buffers; None if it has none.

@@ -269,7 +269,9 @@ def test_faulty_datasets() -> None:
 def test_code_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    pytest.importorskip("datasets")
     monkeypatch.chdir(tmp_path)
+    generated.leaf(tmp_path / "data" / "femnist", "FEMNIST")
     names: dict[str, Any] = {}
     made = []
     for block in blocks:
@@ -279,13 +281,14 @@ def test_code_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             data.setup()
             made.append((type(data).__name__, data.num_clients, data.client_sizes.tolist()))
             assert len(block.strip().splitlines()) < 15
-    assert made == [("Arrays", 5, [10] * 5), ("FromDataset", 3, [20] * 3), ("Sensors", 2, [10, 20])]
+    assert made[:2] == [("HuggingFace", 3, [24] * 3), ("FEMNIST", 3, [4, 3, 5])]
+    assert made[2:] == [("Arrays", 5, [10] * 5), ("FromDataset", 3, [20] * 3), ("Sensors", 2, [10, 20])]
 
 
 def test_yaml_of_the_page_is_a_config() -> None:
     page = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
     for block in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL):
         given = yaml.safe_load(block)["data"]
-        settings = given["init_args"].pop("augment")
+        settings = given["init_args"].pop("augment", {"class_path": "Augment", "init_args": {}})
         augment = getattr(fl_lightning, settings["class_path"])(**settings["init_args"])
         assert getattr(fl_lightning, given["class_path"])(**given["init_args"], augment=augment).augment is augment

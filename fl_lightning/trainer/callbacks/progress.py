@@ -1,7 +1,7 @@
 """What a person sees while a run goes on, and at its end."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -26,6 +26,17 @@ COLUMNS = {
     "flatness/lambda_max": "lambda_max",
     "flatness/discrepancy": "discrepancy",
 }
+
+
+def titles(names: Iterable[str]) -> dict[str, str]:
+    """Titles of what is shown, by name: `COLUMNS`, and what else is evaluated on the test set.
+
+    Args:
+        names: Of metrics.
+    """
+    test = "server/test/"
+    further = {name: f"test {name.removeprefix(test)}" for name in names if name.startswith(test)}
+    return COLUMNS | {name: title for name, title in further.items() if name not in COLUMNS}
 
 
 class Ending(Callback):
@@ -60,7 +71,7 @@ class Progress(Callback):
         if not run.fabric.is_global_zero:
             return
         self._recent = []
-        self._columns = COLUMNS | {name: title for name, title in _further(run).items() if name not in COLUMNS}
+        self._columns = titles(f"server/test/{name}" for name in run.directions)
         data = run.data
         self.console.print(
             f"[bold]{type(run.objective).__name__}[/] on {type(data).__name__}: {data.num_clients} clients, "
@@ -145,10 +156,6 @@ class Progress(Callback):
         for row in self._recent:
             table.add_row(*row)
         return Group(table, self._bar)
-
-
-def _further(run: Run) -> dict[str, str]:
-    return {f"server/test/{name}": f"test {name}" for name in run.directions}
 
 
 def _print_how_to_continue(run: Run) -> None:
