@@ -53,12 +53,20 @@ class FromDataset(FederatedDataModule):
 
     def load(self) -> tuple[Any, Any, Any, Any]:
         """See :class:`FederatedDataModule`."""
-        train, test = _Read("train", self.train), _Read("test", self.test)
+        train, test = PairInputs("train", self.train), PairInputs("test", self.test)
         return train, train.labels(), test, test.labels()
 
 
-class _Read(Samples):
-    """The inputs of a data set's pairs."""
+class PairInputs(Samples):
+    """The inputs of a data set's pairs.
+
+    Args:
+        name: Their name in errors.
+        dataset: A map-style data set of pairs ``(x, label)``; x is an array, a tensor or a PIL image.
+
+    Raises:
+        UserError: If there are no samples or these are no pairs, or (on reading) they differ in shape or dtype.
+    """
 
     def __init__(self, name: str, dataset: Any) -> None:
         self.name, self.dataset = name, dataset
@@ -66,13 +74,14 @@ class _Read(Samples):
         sample = dataset[0]
         if isinstance(sample, Mapping):  # as in Hugging Face's data sets
             raise UserError(
-                f"{name}: samples are dicts with keys {', '.join(map(str, sample))}; wrap the data set to give pairs "
-                "(x, label)"
+                f"{name}: samples are dicts with keys {', '.join(map(str, sample))}, not pairs (x, label); "
+                "use HuggingFace, or wrap the data set"
             )
         first = np.asarray(sample[0])
         self.shape, self.dtype = (len(dataset), *first.shape), first.dtype
 
     def __getitem__(self, index: int) -> NDArray[Any]:
+        """See :class:`Samples`."""
         sample = np.asarray(self.dataset[index][0])
         ensure(
             sample.shape == self.shape[1:] and sample.dtype == self.dtype,

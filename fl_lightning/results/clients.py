@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from fl_lightning.core import COLORS, COLUMN, DASHES, MARKERS, PAGE, UserError, log_levels, style
 from fl_lightning.results.curves import LABELS, place_legend
-from fl_lightning.results.metrics import Mode, mode_of
+from fl_lightning.results.metrics import Mode, mode_of, read_directions
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -40,6 +40,7 @@ class ClientTable:
     Attributes:
         round: Rounds done.
         metric: Name of the data's metric, such as acc.
+        mode: Whether large or small values of the metric are good.
         samples: Training samples of each client, ``(n,)``.
         columns: By name (``acc``, ``loss``, ``local_acc``, ``local_loss``) a value of each client, ``(n,)``; NaN where
             there is none.
@@ -47,13 +48,9 @@ class ClientTable:
 
     round: int
     metric: str
+    mode: Mode
     samples: Numbers
     columns: Mapping[str, Numbers]
-
-    @property
-    def mode(self) -> Mode:
-        """Whether large or small values of the metric are good."""
-        return mode_of(f"{GLOBAL}/{self.metric}")
 
     def known(self, column: str) -> tuple[Numbers, Numbers]:
         """Samples and values of the clients that have a value, ``(k,)`` each."""
@@ -148,7 +145,8 @@ def read_clients(folder: Path) -> ClientTable | None:
     except (ValueError, csv.Error) as error:
         raise UserError(f"{path}: not a table of clients ({error}); restore the file, or remove it") from None
     columns = {name: np.array([clients[k].get(name, np.nan) for k in sorted(clients)]) for name in ("samples", *names)}
-    return ClientTable(last, names[0], columns.pop("samples"), columns)
+    mode = mode_of(f"{GLOBAL}/{names[0]}", None, read_directions(folder))
+    return ClientTable(last, names[0], mode, columns.pop("samples"), columns)
 
 
 def plot_clients(groups: Mapping[str, Sequence[ClientTable]]) -> Figure:

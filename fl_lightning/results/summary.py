@@ -5,7 +5,15 @@ from pathlib import Path
 from statistics import mean, pstdev, stdev
 
 from fl_lightning.core import ensure, require
-from fl_lightning.results.metrics import Mode, Pairs, is_flatness, is_of_clients, mode_of, read_metrics
+from fl_lightning.results.metrics import (
+    Mode,
+    Pairs,
+    is_flatness,
+    is_of_clients,
+    mode_of,
+    read_directions,
+    read_metrics,
+)
 
 LAST = 100
 """Rounds at the end whose evaluations are averaged: ECCV 2022, FedGloSS and FedGF take 100, FedGMT 50."""
@@ -97,7 +105,7 @@ def summarise(
         f"metric = {metric}: not in {path}, which has {', '.join(columns) or 'no rows'}",
     )
     evaluated, rounds = columns[metric], max(values[-1][0] for values in columns.values())
-    mode, window = mode_of(metric, mode), _since(evaluated, rounds - last)
+    mode, window = mode_of(metric, mode, read_directions(path.parent)), _since(evaluated, rounds - last)
     ensure(
         bool(window),
         f"last = {last}: no {metric} in the last {last} of {rounds} rounds of {path}; take more rounds",

@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import mean, stdev
 
 from fl_lightning.results.compare import Group
-from fl_lightning.results.metrics import Mode, is_of_clients, mode_of, write_table
+from fl_lightning.results.metrics import Mode, is_of_clients, mode_of, read_directions, write_table
 
 FLATNESS = ("lambda_max", "discrepancy", "sharpness_global", "sharpness_local")
 """Measures of flatness that have a column, if they were logged; those of all clients (``..._all``) likewise."""
@@ -97,6 +97,7 @@ def columns(groups: Sequence[Group], reference: Group | None = None) -> list[Col
     first, last = runs[0], max(run.last for run in runs)
     mode, fraction = first.mode, first.metric.endswith(("acc", "miou"))
     measured = {name for run in runs for name in run.flatness}
+    directions = read_directions(groups[0].folders[0])
     leaf = next((name.rpartition("/")[2] for run in runs for name in run.clients), "acc")  # the data's metric
     shown = [
         Column("mean", f"last {last}", "mean", mode, spread=",.4f", fraction=fraction),
@@ -110,7 +111,7 @@ def columns(groups: Sequence[Group], reference: Group | None = None) -> list[Col
             if name in measured
         ),
         *(
-            Column(key, title, of, _direction(of), spread=",.4f", fraction=leaf in ("acc", "miou"))
+            Column(key, title, of, _direction(of, directions), spread=",.4f", fraction=leaf in ("acc", "miou"))
             for key, title, of in ((key, title, of.format(leaf)) for key, (title, of) in CLIENTS.items())
         ),
         Column("minutes", "minutes", "minutes", form=",.2f"),
@@ -129,9 +130,9 @@ def columns(groups: Sequence[Group], reference: Group | None = None) -> list[Col
     return [c for c in shown if c.to_target or any(group.values(c.of) for group in groups)]
 
 
-def _direction(of_clients: str) -> Mode | None:
+def _direction(of_clients: str, directions: Mapping[str, Mode]) -> Mode | None:
     """Of a difference between local and global models neither sign is the better one."""
-    return None if of_clients.endswith("_gap") else mode_of(of_clients)
+    return None if of_clients.endswith("_gap") else mode_of(of_clients, None, directions)
 
 
 def is_best(group: Group, column: Column, groups: Sequence[Group]) -> bool:

@@ -61,8 +61,8 @@ class Evaluator:
             statistics: The server's net buffers, ``(b,)``, if it keeps any.
 
         Returns:
-            ``server/<split>/acc`` (or the metric's name), ``server/<split>/loss``, and if the data name parts of the
-            test set, their metric as ``server/test_<part>/acc``.
+            ``server/<split>/acc`` (or the metric's name), those of ``model.metrics``, ``server/<split>/loss``, and if
+            the data name parts of the test set, their metrics as ``server/test_<part>/acc``.
         """
         rank, world = self.fabric.global_rank, self.fabric.world_size
         # normalized by batch, batches stay whole and the processes share them; otherwise they share samples
@@ -71,12 +71,7 @@ class Evaluator:
         if not self.by_batch:
             parts = {part: of[rank::world] for part, of in parts.items()}
         values = self.measure(self.data.eval_batches(split, self.dtype, share), w, statistics, parts)
-        name = self.data.metric()[0]
-        loss = values.pop("loss")
-        return {
-            **{f"server/{split}{part and '_'}{part}/{name}": value for part, value in values.items()},
-            f"server/{split}/loss": loss,
-        }
+        return {f"server/{split}{name}": value for name, value in values.items()}
 
     def measure(
         self,
@@ -85,7 +80,7 @@ class Evaluator:
         statistics: Tensor | None,
         parts: Mapping[str, Tensor] | None = None,
     ) -> dict[str, float]:
-        """Mean loss and the data's metric on batches.
+        """Mean loss, the data's metric and those of ``model.metrics`` on batches.
 
         Args:
             batches: This process's samples; with ``model.buffers`` = local all of them on every process.
@@ -94,24 +89,26 @@ class Evaluator:
             parts: Parts of the samples by name, boolean ``(n,)``.
 
         Returns:
-            ``loss``, the metric under the empty name, and the metric of each part.
+            Each metric as ``/<name>``, of each part as ``_<part>/<name>``, and ``/loss``.
         """
         fabric, data, n, parts = self.fabric, self.data, 0, parts or {}
         self.load_statistics(w, statistics)
         sums = torch.zeros(2, dtype=accumulator_dtype(fabric.device), device=fabric.device)  # of losses, and samples
-        metrics = {part: data.metric()[1].to(fabric.device) for part in ("", *parts)}
+        scores = {part: self.objective.scores(data).to(fabric.device) for part in ("", *parts)}
         for i, (x, y) in enumerate(batches):
             rows, n = slice(n, n + len(y)), n + len(y)
             if self.by_batch and i % fabric.world_size != fabric.global_rank:
                 continue
             z, losses = self._outputs(w, x, y)
             sums += torch.stack([losses.sum().to(sums.dtype), sums.new_tensor(len(y))])
-            metrics[""].update(z, y)
+            scores[""].update(z, y)
             for part, of in parts.items():
                 if (mine := of[rows].to(y.device)).any():
-                    metrics[part].update(z[mine], y[mine])
+                    scores[part].update(z[mine], y[mine])
         sums = torch.as_tensor(fabric.all_reduce(sums, reduce_op="sum"))
-        return {**{part: float(m.compute()) for part, m in metrics.items()}, "loss": float(sums[0] / sums[1])}
+        found = {part: each.compute() for part, each in scores.items()}
+        values = {f"{part and '_'}{part}/{name}": v for part, all_ in found.items() for name, v in all_.items()}
+        return {**values, "/loss": float(sums[0] / sums[1])}
 
     def alone(self, batches: Iterable[tuple[Tensor, Tensor]], w: Tensor) -> tuple[float, float]:
         """The data's metric and mean loss on batches of this process alone, with the buffers that the net holds.

@@ -166,7 +166,6 @@ NOT_RUN = {
     "python": {
         "docs/architecture.md": "a quotation, held above",
         "docs/landscapes.md": "tests/flatness/test_landscape.py",
-        "docs/data.md": "tests/data/test_datasets.py",
         "w1-flatness": "of a run on a GPU",
         "(x_0, y_0)": "a fragment; docs/python.md has the whole",
         "my_batches": "several processes: tests/flatness",

@@ -23,7 +23,7 @@ from fl_lightning.results.clients import (
     statistics,
 )
 from fl_lightning.results.compare import compare
-from fl_lightning.results.metrics import mode_of
+from fl_lightning.results.metrics import Mode, mode_of
 from fl_lightning.results.summary import summarise
 from fl_lightning.results.table import columns, latex
 from tests.results.folders import write
@@ -31,9 +31,9 @@ from tests.results.folders import write
 HEAD = "round,client,samples,acc,loss,local_acc,local_loss\n"
 
 
-def table(values: list[float], samples: list[float] | None = None, metric: str = "acc") -> ClientTable:
+def table(values: list[float], samples: list[float] | None = None, mode: Mode = "max") -> ClientTable:
     sizes = np.array(samples or [10.0] * len(values))
-    return ClientTable(5, metric, sizes, {metric: np.array(values), "loss": np.zeros(len(values))})
+    return ClientTable(5, "acc", mode, sizes, {"acc": np.array(values), "loss": np.zeros(len(values))})
 
 
 @given(st.lists(st.tuples(st.floats(0, 1), st.integers(1, 1000)), min_size=1, max_size=45))
@@ -87,7 +87,7 @@ def test_sorted_and_by_samples() -> None:
         0.9,
     ]
     assert sorted_curve([table([0.2]), table([0.6])]).tolist() == pytest.approx([0.4] * 201)  # mean over seeds
-    assert sorted_curve([table(values, metric="loss")])[0] == 0  # of which large values are bad: here all are 0
+    assert sorted_curve([table(values, mode="min")])[0] == 0.9
     samples, means = by_samples([table([k / 16 for k in range(16)], [*range(16, 0, -1)])])
     assert samples.tolist() == [1.5 + 2 * k for k in range(8)]
     assert means.tolist() == pytest.approx([(14.5 - 2 * k) / 16 for k in range(8)])
@@ -126,4 +126,7 @@ def test_comparison(tmp_path: Path) -> None:
     assert [groups[0].values(column.of) for column in shown.values()] == [[0.5], [0.1], [0.4], [-0.2]]
     assert [column.mode for column in shown.values()] == ["max", "min", "max", None]
     assert r"worst 10 \% $\uparrow$" in latex(groups, columns(groups)) and "& 40.00 &" in latex(groups, columns(groups))
+    known: dict[str, Mode] = {"mae": "min", "acc": "max"}
+    for name, mode in (("mae", "min"), ("mae_worst_decile", "min"), ("mae_std", "min"), ("acc_worst", "max")):
+        assert mode_of(f"server/clients/{name}", None, known) == mode
     assert mode_of("client/test/acc") == "max" and mode_of("client/test/loss") == mode_of("server/clients/acc_std")

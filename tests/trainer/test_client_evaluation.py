@@ -184,6 +184,24 @@ def test_own_samples(kind: type[Users], tmp_path: Path) -> None:
     assert found.metrics[f"client/test/{name}_worst"] == min(float(row[f"local_{name}"]) for row in rows[:2])
 
 
+def test_numbers_as_targets(tmp_path: Path) -> None:
+    """Of errors the largest is the worst."""
+    data = Digits()
+    data.setup()
+    train, test = Pairs(data.x_train[:90], data.y_train[:90]), Pairs(data.x_test[:60], data.y_test[:60])
+    users = [k % 3 for k in range(60)]
+    values = FromDataset(train, test, [k % 3 for k in range(90)], users, task="regression", batch_size=30)
+    net = nn.Sequential(nn.Flatten(), nn.Linear(64, 1))
+    model = FedAvg(net, loss=nn.MSELoss(reduction="none"), optimizer=SGD(lr=1e-6))
+    found = fit(tmp_path, model, values, watched())
+    last = read_clients(found.folder.path)
+    assert last is not None and last.mode == "min" and last.metric == "mae"
+    assert found.metrics["server/clients/mae_worst"] == last.columns["mae"].max() > last.columns["mae"].min()
+    unowned = FromDataset(train, test, [k % 3 for k in range(90)], task="regression", batch_size=30)
+    with pytest.raises(UserError, match=r"mae has no mean over classes"):
+        fit(tmp_path, model, unowned, watched())
+
+
 # Local models
 
 

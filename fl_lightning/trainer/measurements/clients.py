@@ -15,7 +15,6 @@ from fl_lightning.data.counts import class_counts
 from fl_lightning.data.minibatches import Batch
 from fl_lightning.engine import LocalResult
 from fl_lightning.results.clients import FILE, GLOBAL, LOCAL, statistics
-from fl_lightning.results.metrics import Mode
 from fl_lightning.trainer import collectives
 from fl_lightning.trainer.measurements.base import Measure, Measurement, MeasurementContext, local_models
 from fl_lightning.trainer.run import Run
@@ -234,13 +233,12 @@ class ClientEvaluation(Measure):
 
 def _measurements(run: Run, place: str, scores: Scores, model: str, what: str) -> list[Measurement]:
     """The statistics of scores over clients."""
-    name, metric = run.data.metric()
-    mode: Mode = "min" if metric.higher_is_better is False else "max"
+    name = run.data.metric()[0]
     samples = [int(run.data.client_sizes[k]) for k in scores]
     metrics, losses = ([score[i] for score in scores.values()] for i in (0, 1))
     data = f"{what}, {len(scores)} clients"
     values = {
-        **{f"{name}{end}": x for end, x in statistics(metrics, samples, mode).items()},
+        **{f"{name}{end}": x for end, x in statistics(metrics, samples, run.directions[name]).items()},
         "loss": sum(losses) / len(losses),
     }
     details = {name: {"clients": dict(zip(map(str, scores), metrics, strict=True))}}
