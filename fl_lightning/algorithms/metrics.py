@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import Any, Literal
 
+import torch
 import torchmetrics
 from torch import Tensor, nn
 from torchmetrics import Metric
@@ -16,8 +17,6 @@ from fl_lightning.core import UserError, ensure, require
 Given = str | Metric
 Metrics = list[Given] | dict[str, Given]
 """Metrics by name: their class in torchmetrics, a path of a class, or an object."""
-MISFIT = (RuntimeError, ValueError, IndexError, TypeError)
-"""Errors that a metric raises on predictions that it is not for."""
 
 
 def named(metrics: Metrics | None) -> dict[str, Given]:
@@ -91,15 +90,21 @@ class Scores(nn.Module):
         Raises:
             UserError: If a value is not one number.
         """
-        values = {}
-        for name, metric in self.metrics.items():
-            with _fitting(name):
-                values[name] = float(metric.compute())
-        return values
+        return {name: _number(name, metric) for name, metric in self.metrics.items()}
 
     def directions(self) -> dict[str, Literal["max", "min"]]:
         """Returns whether large (max) or small (min) values of each metric are good; large, if it does not say."""
         return {name: "min" if metric.higher_is_better is False else "max" for name, metric in self.metrics.items()}
+
+
+def _number(name: str, metric: Metric) -> float:
+    try:  # a RuntimeError is one of the processes, if not of the machine
+        value = metric.compute()
+    except (ValueError, IndexError, TypeError) as error:
+        raise _misfit(name, error) from None
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        raise _misfit(name, f"but {type(value).__name__} {tuple(getattr(value, 'shape', ()))}".replace(" ()", ""))
+    return float(value)
 
 
 def _new(name: str, metric: Given, arguments: Mapping[str, Any]) -> Metric:
@@ -134,9 +139,14 @@ def _class_of(path: str) -> type[Metric]:
 def _fitting(name: str) -> Iterator[None]:
     try:
         yield
-    except MISFIT as error:
-        what = " ".join(str(error).split())
-        raise UserError(
-            f"model.metrics = {name}: not one number of these outputs and targets ({what:.120}); choose another "
-            "metric, or give it as class_path and init_args"
-        ) from None
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, ValueError, IndexError, TypeError) as error:
+        raise _misfit(name, error) from None
+
+
+def _misfit(name: str, what: object) -> UserError:
+    return UserError(
+        f"model.metrics = {name}: not one number of these outputs and targets ({' '.join(str(what).split()):.120}); "
+        "choose another metric, or give it as class_path and init_args"
+    )

@@ -107,7 +107,7 @@ class Evaluator:
                     scores[part].update(z[mine], y[mine])
         sums = torch.as_tensor(fabric.all_reduce(sums, reduce_op="sum"))
         found = {part: each.compute() for part, each in scores.items()}
-        values = {f"{part and '_'}{part}/{name}": v for part, all_ in found.items() for name, v in all_.items()}
+        values = {f"{part and '_'}{part}/{name}": v for part, of in found.items() for name, v in of.items()}
         return {**values, "/loss": float(sums[0] / sums[1])}
 
     def alone(self, batches: Iterable[tuple[Tensor, Tensor]], w: Tensor) -> tuple[float, float]:
