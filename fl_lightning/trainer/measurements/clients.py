@@ -39,8 +39,8 @@ class ClientData(Protocol):
 
     what: str
 
-    def clients(self, clients: Sequence[int]) -> list[int]:
-        """Those of some clients that have test data."""
+    def clients(self) -> list[int]:
+        """Clients that have test data."""
 
     def score(self, client: int, w: Tensor) -> Score:
         """Evaluates weights ``(d,)`` on this process alone, with the buffers that the net holds."""
@@ -57,9 +57,9 @@ class OwnSamples:
     def __init__(self, run: Run) -> None:
         self.run = run
 
-    def clients(self, clients: Sequence[int]) -> list[int]:
+    def clients(self) -> list[int]:
         """See `ClientData`."""
-        return [k for k in clients if len(self._indices(k))]
+        return [k for k in range(self.run.data.num_clients) if len(self._indices(k))]
 
     def score(self, client: int, w: Tensor) -> Score:
         """See `ClientData`."""
@@ -91,10 +91,9 @@ class ByClasses:
         counts = torch.from_numpy(class_counts(data)).double() * tested
         self.weights = counts / counts.sum(1, keepdim=True)  # (clients, classes)
 
-    def clients(self, clients: Sequence[int]) -> list[int]:
+    def clients(self) -> list[int]:
         """See `ClientData`."""
-        tested = self.weights.isfinite().all(1).tolist()
-        return [k for k in clients if tested[k]]
+        return self.weights.isfinite().all(1).nonzero().flatten().tolist()
 
     def score(self, client: int, w: Tensor) -> Score:
         """See `ClientData`."""
@@ -155,7 +154,7 @@ class ClientEvaluation(Measure):
     Args:
         local_models: Whether to train each client from the server's new model, as the next round would, and evaluate
             its local model, too. Only a cohort of local models is in memory at a time.
-        clients: Number of clients, a seeded sample that is the same in every round; null: all.
+        clients: Number of clients, a seeded sample that is the same in every round; null: all that have test data.
     """
 
     def __init__(self, local_models: bool = False, clients: Count | None = None) -> None:
@@ -164,19 +163,19 @@ class ClientEvaluation(Measure):
         self._head: list[str] = []
 
     def check(self, run: Run) -> None:
-        m, name = run.data.num_clients, type(self).__name__
-        require(self.clients is None or self.clients <= m, f"measure: {name}.clients", self.clients, f"at most {m}")
+        name, tested = type(self).__name__, len(client_data(run).clients())
+        ensure(tested > 0, f"data = {type(run.data).__name__}: no client has test data; leave {name} out")
+        fits, most = (
+            self.clients is None or self.clients <= tested,
+            f"{tested} clients have test data; give at most that",
+        )
+        require(fits, f"measure: {name}.clients", self.clients, most)
         alone = "centralized training has no local models; set it to false"
         require(not self.local_models or run.kind == "federated", f"measure: {name}.local_models", "true", alone)
-        ensure(
-            bool(client_data(run).clients(range(m))),
-            f"data = {type(run.data).__name__}: no client has test data; leave {name} out",
-        )
 
     def compute(self, context: MeasurementContext) -> list[Measurement]:
         run, data, of = context.run, context.run.data, client_data(context.run)
-        drawn = self._drawn(run)
-        clients = of.clients(drawn)
+        clients = self._drawn(of.clients(), run.seed)
         run.load_statistics(context.model)
         scores = of.scores(clients, context.model)
         local: Scores = {}
@@ -185,8 +184,7 @@ class ClientEvaluation(Measure):
         metric = data.metric()[0]
         self._head = ["round", "client", "samples", metric, "loss", f"local_{metric}", "local_loss"]
         self._rows = [
-            [run.rounds_done, k, int(data.client_sizes[k]), *scores.get(k, ("", "")), *local.get(k, ("", ""))]
-            for k in drawn
+            [run.rounds_done, k, int(data.client_sizes[k]), *scores[k], *local.get(k, ("", ""))] for k in clients
         ]
         found = _measurements(run, GLOBAL, scores, "global model", of.what)
         if local:
@@ -213,12 +211,11 @@ class ClientEvaluation(Measure):
             raise UserError(f"{path}: not a table of clients; restore the file, or remove it") from None
         write_atomically(path, "".join([head, *kept]))
 
-    def _drawn(self, run: Run) -> list[int]:
-        m = run.data.num_clients
+    def _drawn(self, clients: list[int], seed: int) -> list[int]:
         if self.clients is None:
-            return list(range(m))
-        draw = numpy_generator(run.seed, "client evaluation")
-        return sorted(draw.choice(m, self.clients, replace=False, shuffle=False).tolist())
+            return clients
+        draw = numpy_generator(seed, "client evaluation")
+        return sorted(draw.choice(clients, self.clients, replace=False, shuffle=False).tolist())
 
     def _local(self, run: Run, clients: Sequence[int], of: ClientData, at_once: int) -> Scores:
         mine: dict[int, Score] = {}
