@@ -8,11 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from fl_lightning.algorithms.base import LocalObjective
+from fl_lightning.commands.cli import FederatedCLI
 from fl_lightning.core import ensure, require, write_atomically
-from fl_lightning.data import FederatedDataModule
 from fl_lightning.flower import server
-from fl_lightning.trainer.trainer import FederatedTrainer
 
 if TYPE_CHECKING:
     from flwr.clientapp import ClientApp
@@ -24,32 +22,25 @@ ON_NODE = {"trainer.callbacks": None, "trainer.loggers": None, "trainer.enable_p
 """Settings of a run that hold on the server only."""
 
 
-def run(
-    trainer: FederatedTrainer,
-    model: LocalObjective,
-    data: FederatedDataModule,
-    folder: str,
-    /,
-    nodes: int | None = None,
-) -> None:
+def run(cli: FederatedCLI, folder: str, /, nodes: int | None = None) -> None:
     """Writes an app for ``flwr run``: config, ClientApp and ServerApp.
 
     Args:
-        trainer: The trainer.
-        model: The local objective.
-        data: The data.
+        cli: Builds the run, which shows what does not fit before anything is written.
         folder: The app's folder; it is created.
         nodes: Number of nodes, among which the clients are divided: client k is on node k mod nodes; null: a node for
             each client.
     """
-    server.check(trainer, data)
+    made = cli.build()
+    server.check(made.trainer, made.data)
     require(nodes is None or nodes > 0, "nodes", nodes, "give a number from 1 on")
     target = Path(folder)
     files = sorted(path for path in TEMPLATE.iterdir() if path.is_file())
     ensure(not target.exists() or target.is_dir(), f"folder = {folder}: not a folder; choose another")
     for name in (*(file.name for file in files), "config.yaml"):
         ensure(not (target / name).exists(), f"folder = {folder}: has a {name} already; choose another folder")
-    config = {**trainer.config, "trainer": {**trainer.config["trainer"], "engine": _engine(trainer)}}
+    config, engine = made.trainer.config, made.trainer.engine
+    config["trainer"]["engine"] = "sequential" if engine == "auto" else engine
     name = re.sub(r"[^a-z0-9]+", "-", target.resolve().name.lower()).strip("-") or "app"
     target.mkdir(parents=True, exist_ok=True)
     write_atomically(target / "config.yaml", yaml.safe_dump(config, sort_keys=False))
@@ -58,10 +49,6 @@ def run(
     for path in sorted(target.iterdir()):
         print(path)
     print(f"start with: flwr run {folder}")
-
-
-def _engine(trainer: FederatedTrainer) -> str:
-    return "sequential" if trainer.engine == "auto" else trainer.engine
 
 
 def client_app(config: str | Path) -> "ClientApp":
@@ -87,6 +74,4 @@ def server_app(config: str | Path) -> "ServerApp":
 
 
 def _build(config: str | Path, settings: dict[str, Any]) -> Any:
-    from fl_lightning.commands.cli import FederatedCLI
-
     return FederatedCLI("fit", "--config", str(config)).build(settings)

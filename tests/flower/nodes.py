@@ -15,10 +15,12 @@ from fl_lightning.flower.node import Folder, Kept, Node
 from fl_lightning.trainer.run import Run
 from tests.runs import DIGITS
 
+SHORT = ["--trainer.local_steps=3", "--trainer.eval_every=4"]
+
 
 def build(root: Path, *args: str) -> Any:
     """Trainer, model and data of a small run on the digits."""
-    return FederatedCLI("fit", *DIGITS, f"--trainer.default_root_dir={root}", *args).build()
+    return FederatedCLI("fit", *DIGITS, *SHORT, f"--trainer.default_root_dir={root}", *args).build()
 
 
 def trained(root: Path, *args: str, ckpt_path: str | None = None) -> Run:
