@@ -34,20 +34,20 @@ def run(cli: FederatedCLI, folder: str, /, nodes: int | None = None) -> None:
     made = cli.build()
     server.check(made.trainer, made.data)
     require(nodes is None or nodes > 0, "nodes", nodes, "give a number from 1 on")
-    target = Path(folder)
-    files = sorted(path for path in TEMPLATE.iterdir() if path.is_file())
-    ensure(not target.exists() or target.is_dir(), f"folder = {folder}: not a folder; choose another")
-    for name in (*(file.name for file in files), "config.yaml"):
-        ensure(not (target / name).exists(), f"folder = {folder}: has a {name} already; choose another folder")
-    config, engine = made.trainer.config, made.trainer.engine
+    target, config, engine = Path(folder), made.trainer.config, made.trainer.engine
     config["trainer"]["engine"] = "sequential" if engine == "auto" else engine
     name = re.sub(r"[^a-z0-9]+", "-", target.resolve().name.lower()).strip("-") or "app"
-    target.mkdir(parents=True, exist_ok=True)
-    write_atomically(target / "config.yaml", yaml.safe_dump(config, sort_keys=False))
+    files = {"config.yaml": yaml.safe_dump(config, sort_keys=False)}
+    for path in sorted(path for path in TEMPLATE.iterdir() if path.is_file()):
+        text = Template(path.read_text(encoding="utf-8")).substitute(name=name, nodes=nodes or 0)
+        files[path.name.removesuffix(".in")] = text
+    ensure(not target.exists() or target.is_dir(), f"folder = {folder}: not a folder; choose another")
     for file in files:
-        write_atomically(target / file.name, Template(file.read_text()).substitute(name=name, nodes=nodes or 0))
-    for path in sorted(target.iterdir()):
-        print(path)
+        ensure(not (target / file).exists(), f"folder = {folder}: has a {file} already; choose another folder")
+    target.mkdir(parents=True, exist_ok=True)
+    for file, text in files.items():
+        write_atomically(target / file, text)
+        print(target / file)
     print(f"start with: flwr run {folder}")
 
 

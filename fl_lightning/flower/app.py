@@ -24,6 +24,8 @@ from fl_lightning.trainer.trainer import FederatedTrainer
 
 FAILED = 2
 """Flower's code for an exception in a ClientApp."""
+QUERY = 120.0
+"""Seconds for a node to say its number: one that is gone may be listed for a while."""
 
 
 class Made(Protocol):
@@ -57,7 +59,7 @@ def client_app(build: Callable[[], Made]) -> ClientApp:
         config = context.node_config
         try:
             asked = unpacked(message.content)
-            folder, name = config.get("state-folder"), Path(str(asked.values["round"]["run"])).name
+            folder, name = config.get("state-folder"), Path(str(asked.values["round"]["run"])).name.lstrip(".")
             kept = Records(context.state) if folder is None else Folder(Path(str(folder)).expanduser() / name)
             reply = Node(run(), int(config.get("partition-id", 0))).answer(asked, kept)
         except UserError as error:
@@ -123,7 +125,7 @@ class GridSend:
             connected = {*self.grid.get_node_ids()}
             if new := connected - self._numbers.keys():
                 asked = [flwr.app.Message(RecordDict(), node, "query") for node in new]
-                for reply in self.grid.send_and_receive(asked, timeout=self.wait):
+                for reply in self.grid.send_and_receive(asked, timeout=min(self.wait, QUERY)):
                     if reply.has_content():
                         number = int(reply.content.config_records["node"]["number"])
                         self._numbers[reply.metadata.src_node_id] = number

@@ -6,7 +6,6 @@ from dataclasses import dataclass, fields
 from typing import TypeAlias
 from zlib import crc32
 
-import torch
 from torch import Tensor
 
 from fl_lightning.core import ClientContext, FlatSpec
@@ -19,10 +18,10 @@ class Message:
     """A message to a node, or its reply.
 
     Attributes:
-        tensors: Named tensors on the CPU, by record. To a node: ``down``, what the algorithm sends; from it: ``up.<k>``,
+        tensors: Named tensors on the CPU, by record. To a node ``down``, what the algorithm sends; from it ``up.<k>``,
             what client k uploads.
-        values: Plain values, by record. To a node: ``round``, and ``client.<k>`` for each of its clients that trains;
-            from it: ``client.<k>``.
+        values: Plain values, by record. To a node ``round``, and ``client.<k>`` for each of its clients that trains;
+            from it ``client.<k>``.
     """
 
     tensors: Mapping[str, Mapping[str, Tensor]]
@@ -50,7 +49,7 @@ def checksum(*tensors: Tensor) -> int:
     """Returns the CRC-32 of the tensors' bytes."""
     found = 0
     for tensor in tensors:
-        found = crc32(tensor.detach().cpu().contiguous().view(torch.uint8).numpy(), found)
+        found = crc32(tensor.detach().cpu().numpy().tobytes(), found)
     return found
 
 

@@ -52,7 +52,7 @@ class Node:
                 client = int(record.removeprefix("client."))
                 ensure(
                     client < run.data.num_clients and client % int(about["nodes"]) == self.number,
-                    f"node {self.number}: has no client {client}; give each of the {about['nodes']} nodes its partition-id",
+                    f"node {self.number}: has no client {client}; give {about['nodes']} nodes their partition-id",
                 )
                 upload, replies[record] = self._train(client, received, message.values[record], kept)
                 uploads[f"up.{client}"] = upload

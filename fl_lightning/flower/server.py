@@ -63,7 +63,7 @@ def check(trainer: FederatedTrainer, datamodule: FederatedDataModule) -> None:
     engine = trainer.engine
     ensure(
         engine in ("auto", "sequential", "debug") and not trainer.compile,
-        f"trainer.engine = {engine}: a node trains one client after another; set it to sequential, and compile to false",
+        f"trainer.engine = {engine}: a node trains one client after another; set it to sequential, compile to false",
     )
     ensure(
         trainer.fabric.world_size == 1,
@@ -166,15 +166,15 @@ class RemoteEngine(Engine):
 
     def _message(self, jobs: Sequence[Job]) -> Message:
         run, received = self.run, {name: value.cpu() for name, value in jobs[0].received.items()}
-        about = {"run": run.folder.label.replace("/", "-"), "w0": checksum(run.clients.w0), "nodes": run.nodes}
-        clients = {
-            f"client.{job.client}": {
-                **{name: getattr(job.ctx, name) for name in CONTEXT},
-                "seed": job.seed,
-                **run.clients.versions(job),
-            }
-            for job in jobs
+        about: dict[str, Value] = {
+            "run": run.folder.label.replace("/", "-"),
+            "w0": checksum(run.clients.w0),
+            "nodes": run.nodes,
         }
+        clients: dict[str, Mapping[str, Value]] = {}
+        for job in jobs:
+            context = {name: getattr(job.ctx, name) for name in CONTEXT}
+            clients[f"client.{job.client}"] = {**context, "seed": job.seed, **run.clients.versions(job)}
         return Message({"down": received}, {"round": about, **clients})
 
     def _result(self, job: Job, reply: Message) -> LocalResult:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from fl_lightning.commands.cli import FederatedCLI
 from fl_lightning.flower import server
@@ -27,6 +28,13 @@ def trained(root: Path, *args: str, ckpt_path: str | None = None) -> Run:
     """The run that the trainer makes."""
     made = build(root, *args)
     return made.trainer.fit(made.model, made.data, ckpt_path)
+
+
+class BatchNormed(nn.Sequential):
+    """The digits' net with running statistics."""
+
+    def __init__(self, hidden: int = 8) -> None:
+        super().__init__(nn.Flatten(), nn.Linear(64, hidden), nn.BatchNorm1d(hidden), nn.ReLU(), nn.Linear(hidden, 10))
 
 
 class Nodes:

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,6 @@ from flwr.serverapp import Grid  # noqa: E402
 from flwr.supercore.task_identity import TaskIdentity  # noqa: E402
 
 from fl_lightning.flower import app  # noqa: E402
-
 
 TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 0, 1  # as the process of a ServerApp has them
 
@@ -103,10 +102,11 @@ def running(*command: str, log: Path, env: dict[str, str]) -> Iterator[None]:
             yield
         finally:
             child.terminate()
-            try:
+            with suppress(subprocess.TimeoutExpired):
                 child.wait(30)
-            finally:
-                os.killpg(child.pid, signal.SIGKILL) if child.poll() is None else None
+            with suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
 
 
 @pytest.mark.slow
@@ -130,7 +130,12 @@ def test_superlink_and_supernodes_give_the_bits_of_the_trainer(tmp_path: Path) -
         stack.enter_context(start(*link, log=tmp_path / "link.log"))
         for p in range(2):
             node = [str(bin / "flower-supernode"), "--insecure", "--superlink", f"127.0.0.1:{port}"]
-            node += ["--port", str(free_port()), "--node-config", f'partition-id={p} state-folder="{tmp_path}/state{p}"']
+            node += [
+                "--port",
+                str(free_port()),
+                "--node-config",
+                f'partition-id={p} state-folder="{tmp_path}/state{p}"',
+            ]
             stack.enter_context(start(*node, log=tmp_path / f"node{p}.log"))
         for number in (1, 2):
             folder = str(tmp_path / f"app{number}")

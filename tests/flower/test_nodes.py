@@ -28,6 +28,7 @@ FAULTS = [
     "--trainer.faults.stragglers.deadline=2",
 ]
 FAILED = ("refused", "dropped", "late")
+NORMED = "tests.flower.nodes.BatchNormed"
 CASES = {
     "FedSMOO": ["--model=FedSMOO"],
     "SCAFFOLD": ["--model=SCAFFOLD"],
@@ -38,14 +39,18 @@ CASES = {
     "two phases": ["--model=NaiveFedGloSS"],
     "no state": ["--model=FedSAM"],
     "faults": ["--model=FedSMOO", *FAULTS],
+    "class counts": ["--model=FedLC"],
+    **{p: ["--model=FedGAMMA", f"--model.net={NORMED}", f"--model.buffers={p}"] for p in ("average", "local", "reset")},
     "robust": ["--model=FedDyn", "--trainer.aggregation=CoordinateMedian"],
 }
 
 
-FURTHER = ("FedGAMMA", "no state", "robust")
+FURTHER = ("FedGAMMA", "no state", "robust", "class counts", "average", "reset")
 
 
-@pytest.mark.parametrize("args", [pytest.param(CASES[c], id=c, marks=[pytest.mark.slow] * (c in FURTHER)) for c in CASES])
+@pytest.mark.parametrize(
+    "args", [pytest.param(CASES[c], id=c, marks=[pytest.mark.slow] * (c in FURTHER)) for c in CASES]
+)
 def test_nodes_give_the_bits_of_the_trainer(args: list[str], tmp_path: Path) -> None:
     """Weights, all of the server's state, metrics, and what the clients keep."""
     expected = trained(tmp_path / "trainer", *args, ROUNDS)
@@ -72,7 +77,9 @@ def test_wire_is_what_the_algorithm_declares(tmp_path: Path) -> None:
         clients = {name.removeprefix("client.") for name in message.values} - {"round"}
         assert message.tensors.keys() == {"down"} and message.tensors["down"].keys() == down
         assert all(value.shape == shapes[name] for name, value in message.tensors["down"].items())
-        assert reply.tensors.keys() == {f"up.{k}" for k in clients} and {f"client.{k}" for k in clients} == {*reply.values}
+        assert reply.tensors.keys() == {f"up.{k}" for k in clients} and {f"client.{k}" for k in clients} == {
+            *reply.values
+        }
         assert all(upload.keys() == up for upload in reply.tensors.values())
         numbers += len(clients) * sum(value.numel() for value in message.tensors["down"].values())
         numbers += sum(value.numel() for upload in reply.tensors.values() for value in upload.values())
