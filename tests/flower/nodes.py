@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,13 @@ SHORT = ["--trainer.local_steps=3", "--trainer.eval_every=4"]
 
 def build(root: Path, *args: str) -> Any:
     """Trainer, model and data of a small run on the digits."""
-    return FederatedCLI("fit", *DIGITS, *SHORT, f"--trainer.default_root_dir={root}", *args).build()
+    return parsed(*args).build({"trainer.default_root_dir": str(root)})
+
+
+@cache
+def parsed(*args: str) -> FederatedCLI:
+    """Parsing takes longer than such a run."""
+    return FederatedCLI("fit", *DIGITS, *SHORT, *args)
 
 
 def trained(root: Path, *args: str, ckpt_path: str | None = None) -> Run:
