@@ -1,6 +1,5 @@
 """What goes over the wire, and the versions of a client's state."""
 
-import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import TypeAlias
@@ -63,11 +62,10 @@ def version_of(state: Mapping[str, Tensor]) -> str:
 
 def row_of(version: str, like: Tensor) -> Tensor:
     """Returns a version as the numbers that the server keeps of a client, ``(3,)``: exact in float32."""
-    high, low = struct.unpack(">HH", bytes.fromhex(version))
-    return like.new_tensor([1, high, low])
+    return like.new_tensor([1, *divmod(int(version, 16), 1 << 16)])
 
 
 def version_in(row: Tensor) -> str:
     """Returns the version in a row of `row_of`; "" for zeros."""
     known, high, low = map(int, row.tolist())
-    return struct.pack(">HH", high, low).hex() if known else ""
+    return f"{(high << 16) + low:08x}" if known else ""

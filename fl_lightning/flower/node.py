@@ -72,14 +72,10 @@ class Node:
         state = run.clients.get(client, received.w, run.objective.scratch_state, row)
         job = Job(client, state, received, ctx, run.minibatches(client, ctx), int(values["seed"]))
         (result,) = self.engine.train([job])
-        state_here, new = {name: value.cpu() for name, value in result.state.items()}, ""
-        if state_here:
-            kept[f"{client}.{(new := version_of(state_here))}"] = state_here
-            needed = {f"{client}.{version}" for version in (new, values["version"], *str(values["keep"]).split())}
-            for old in [key for key in kept if key.startswith(f"{client}.") and key not in needed]:
-                del kept[old]
+        keep = {str(values["version"]), *str(values["keep"]).split()}
+        version = _stored(client, result.state, keep, kept) if result.state else ""
         upload = {name: value.cpu() for name, value in result.upload.items()}
-        return upload, {"loss": float(result.loss), "finite": result.finite, "version": new}
+        return upload, {"loss": float(result.loss), "finite": result.finite, "version": version}
 
     def _row(self, client: int, version: str, kept: Kept) -> State:
         key = f"{client}.{version}"
@@ -98,6 +94,17 @@ class Node:
             f"node {self.number}: makes another model than the server; give both the same config, init_weights and "
             "versions of torch",
         )
+
+
+def _stored(client: int, state: State, keep: set[str], kept: Kept) -> str:
+    """Stores a client's new state, and removes the versions that are neither this one nor to be kept; its version."""
+    here = {name: value.cpu() for name, value in state.items()}
+    version = version_of(here)
+    kept[f"{client}.{version}"] = here
+    needed = {f"{client}.{each}" for each in {version, *keep}}
+    for old in [key for key in kept if key.startswith(f"{client}.") and key not in needed]:
+        del kept[old]
+    return version
 
 
 class Folder(Kept):
