@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +167,15 @@ def test_errors(source: Any, options: Any, message: str, tmp_path: Path, monkeyp
     Path("broken.json").write_text("{")
     with pytest.raises(UserError, match=rf"^{message}[^\n]*$"):
         HuggingFace(splits() if source is None else source, num_clients=2, **options).setup()
+
+
+def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = splits()
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(
+        UserError, match=r"^data = HuggingFace: needs datasets; pip install 'fl-lightning\[huggingface\]'$"
+    ):
+        HuggingFace(rows, "a", num_clients=2).setup()
 
 
 def test_rows_as_pairs_are_refused_by_name() -> None:
