@@ -114,6 +114,7 @@ from .trainer.loggers import CSVLogger as CSVLogger
 from .trainer.loggers import WandbLogger as WandbLogger
 from .trainer.measurements import LPF as LPF
 from .trainer.measurements import AdaptiveSharpness as AdaptiveSharpness
+from .trainer.measurements import ClientEvaluation as ClientEvaluation
 from .trainer.measurements import ClientLambdaMax as ClientLambdaMax
 from .trainer.measurements import CohortLoss as CohortLoss
 from .trainer.measurements import DeltaEpsilon as DeltaEpsilon

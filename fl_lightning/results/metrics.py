@@ -56,8 +56,8 @@ def read_metrics(path: Path) -> dict[str, list[tuple[int, float]]]:
 def mode_of(metric: str, mode: Mode | None = None, directions: Mapping[str, Mode] | None = None) -> Mode:
     """Whether large or small values of a metric are good: the one place that knows.
 
-    What the data evaluate (``server/...``: accuracy, mIoU) is to be large, unless the metric itself says otherwise;
-    losses, flatness, times and bits small.
+    What the data evaluate (``server/...``, ``client/test/...``: accuracy, mIoU) is to be large, unless the metric
+    itself says otherwise; losses, deviations over clients, flatness, times and bits are to be small.
 
     Args:
         metric: Its name.
@@ -70,11 +70,13 @@ def mode_of(metric: str, mode: Mode | None = None, directions: Mapping[str, Mode
     require(mode in ("max", "min", None), "mode", mode, "choose from max, min")
     if mode is not None:
         return mode
-    if said := (directions or {}).get(metric.rpartition("/")[2]):
-        return said
-    if re.search(r"(^|/)loss$", metric) or metric.startswith(("flatness/", "time/", "comm/")):
+    leaf, said = metric.rpartition("/")[2], directions or {}
+    if known := said.get(leaf) or said.get(re.sub("_(weighted|worst|worst_decile)$", "", leaf)):
+        return known
+    if re.search(r"(^|/)loss$|_std$", metric) or metric.startswith(("flatness/", "time/", "comm/")):
         return "min"
-    require(metric.startswith("server/"), "metric", metric, "set mode to max or min: its name does not tell")
+    evaluated = metric.startswith(("server/", "client/test/"))
+    require(evaluated, "metric", metric, "set mode to max or min: its name does not tell")
     return "max"
 
 
@@ -97,6 +99,11 @@ def read_directions(folder: Path) -> dict[str, Mode]:
 def is_flatness(metric: str) -> bool:
     """Whether a metric is a measure of flatness; residuals and standard errors are not."""
     return metric.startswith("flatness/") and not metric.endswith(("_residual", "_error"))
+
+
+def is_of_clients(metric: str) -> bool:
+    """Whether a metric is a statistic over the evaluations of each client."""
+    return metric.startswith(("server/clients/", "client/test/"))
 
 
 def band(runs: Sequence[Pairs]) -> Band:

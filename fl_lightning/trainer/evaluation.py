@@ -6,6 +6,7 @@ from typing import Literal
 import torch
 from lightning.fabric import Fabric
 from torch import Tensor
+from torch.nn.functional import one_hot
 from torch.optim.swa_utils import update_bn
 
 from fl_lightning.algorithms.base import LocalObjective
@@ -98,9 +99,8 @@ class Evaluator:
             rows, n = slice(n, n + len(y)), n + len(y)
             if self.by_batch and i % fabric.world_size != fabric.global_rank:
                 continue
-            z = self.logits(w, x, self.by_batch).to(self.dtype)
-            loss = self.objective.evaluation_loss(z, y).sum()
-            sums += torch.stack([loss.to(sums.dtype), sums.new_tensor(len(y))])
+            z, losses = self._outputs(w, x, y)
+            sums += torch.stack([losses.sum().to(sums.dtype), sums.new_tensor(len(y))])
             scores[""].update(z, y)
             for part, of in parts.items():
                 if (mine := of[rows].to(y.device)).any():
@@ -109,6 +109,45 @@ class Evaluator:
         found = {part: each.compute() for part, each in scores.items()}
         values = {f"{part and '_'}{part}/{name}": v for part, of in found.items() for name, v in of.items()}
         return {**values, "/loss": float(sums[0] / sums[1])}
+
+    def alone(self, batches: Iterable[tuple[Tensor, Tensor]], w: Tensor) -> tuple[float, float]:
+        """The data's metric and mean loss on batches of this process alone, with the buffers that the net holds.
+
+        Args:
+            batches: At least one sample.
+            w: Weights, ``(d,)``.
+        """
+        metric = self.data.metric()[1].to(self.fabric.device)
+        metric.distributed_available_fn = lambda: False
+        sums = torch.zeros(2, dtype=accumulator_dtype(self.fabric.device), device=self.fabric.device)
+        for x, y in batches:
+            z, losses = self._outputs(w, x, y)
+            sums += torch.stack([losses.sum().to(sums.dtype), sums.new_tensor(len(y))])
+            metric.update(z, y)
+        return float(metric.compute()), float(sums[0] / sums[1])
+
+    def by_class(self, batches: Iterable[tuple[Tensor, Tensor]], w: Tensor) -> Tensor:
+        """Correct predictions, losses and samples of each class, with the buffers that the net holds.
+
+        Args:
+            batches: This process's samples, with one class each.
+            w: Weights, ``(d,)``.
+
+        Returns:
+            Sums over this process's samples, ``(3, num_classes)``.
+        """
+        classes, device = self.data.num_classes, self.fabric.device
+        sums = torch.zeros(3, classes, dtype=accumulator_dtype(device), device=device)
+        for x, y in batches:
+            z, losses = self._outputs(w, x, y)
+            rows = torch.stack([(z.argmax(1) == y).to(sums.dtype), losses.to(sums.dtype), torch.ones_like(y).to(sums)])
+            sums += rows @ one_hot(y, classes).to(sums.dtype)  # in an order that does not vary
+        return sums
+
+    def _outputs(self, w: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Outputs for the data's classes, ``(n, C, ...)``, and the loss of each sample, ``(n,)``."""
+        z = self.logits(w, x, self.by_batch).to(self.dtype)
+        return z[:, : self.data.num_classes], self.objective.evaluation_loss(z, y)
 
     def load_statistics(self, w: Tensor, statistics: Tensor | None) -> None:
         """Loads the buffers that weights are evaluated with into the net.

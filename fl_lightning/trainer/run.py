@@ -17,13 +17,16 @@ from fl_lightning import engine as engines
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.core import (
     Checked,
+    ClientContext,
     FlatNet,
     RoundContext,
     State,
     UserError,
     check_interruption,
+    generator,
 )
 from fl_lightning.data import FederatedDataModule
+from fl_lightning.data.minibatches import Minibatches
 from fl_lightning.engine import Engine, EngineName, LocalResult
 from fl_lightning.results.metrics import Mode
 from fl_lightning.trainer import divergence, incidents
@@ -228,6 +231,11 @@ class Run:
     def round_context(self, t: int, phase: int = 0) -> RoundContext:
         """The context of round ``t``."""
         return RoundContext(t, self.max_rounds, self.data.num_clients, self.objective.flat, phase)
+
+    def minibatches(self, client: int, ctx: ClientContext) -> Minibatches:
+        """What a client trains on in a phase, a function of (seed, round, phase, client)."""
+        draw = generator(self.seed, "batches", ctx.t, ctx.phase, client)
+        return self.data.client_batches(client, self.settings.local_epochs, ctx.K, draw, self.dtype)
 
     def make_engine(self, name: EngineName) -> Engine:
         """An engine for this run's objective."""

@@ -156,6 +156,8 @@ NOT_RUN = {
         "pip": "nothing is installed by a test",
         "benchmarks/": "they measure for minutes; tests run their functions",
         "torchrun": "several processes: test_processes.py",
+        "flwr ": "it needs flwr, in an environment of its own: tests/flower/test_flower.py",
+        "flower-super": "the same",
         "srun": "a cluster; the batch script is run above",
         "sbatch": "the same",
         "wandb": "it needs an account or a server",
