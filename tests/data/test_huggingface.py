@@ -25,11 +25,6 @@ NUMBERS = RNG.normal(size=(16, 5))
 LABELS = np.arange(16) % 3
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-
-
 def part(rows: slice, users: list[str]) -> Any:
     value, listed = datasets.Value, datasets.List
     types = {
