@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,6 @@ TEST_USERS = ["10", "8", "9", "9"]
 PIXELS = RNG.integers(0, 256, (16, 6, 6, 3), dtype=np.uint8)
 NUMBERS = RNG.normal(size=(16, 5))
 LABELS = np.arange(16) % 3
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
 
 
 def part(rows: slice, users: list[str]) -> Any:
@@ -166,6 +162,15 @@ def test_errors(source: Any, options: Any, message: str, tmp_path: Path, monkeyp
     Path("broken.json").write_text("{")
     with pytest.raises(UserError, match=rf"^{message}[^\n]*$"):
         HuggingFace(splits() if source is None else source, num_clients=2, **options).setup()
+
+
+def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = splits()
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(
+        UserError, match=r"^data = HuggingFace: needs datasets; pip install 'fl-lightning\[huggingface\]'$"
+    ):
+        HuggingFace(rows, "a", num_clients=2).setup()
 
 
 def test_rows_as_pairs_are_refused_by_name() -> None:
