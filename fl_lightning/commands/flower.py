@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from fl_lightning.commands.cli import FederatedCLI
-from fl_lightning.core import ensure, require, write_atomically
+from fl_lightning.core import ensure, require, write_atomically, writing
 from fl_lightning.flower import server
 
 if TYPE_CHECKING:
@@ -44,7 +44,8 @@ def run(cli: FederatedCLI, folder: str, /, nodes: int | None = None) -> None:
     ensure(not target.exists() or target.is_dir(), f"folder = {folder}: not a folder; choose another")
     for file in files:
         ensure(not (target / file).exists(), f"folder = {folder}: has a {file} already; choose another folder")
-    target.mkdir(parents=True, exist_ok=True)
+    with writing(target):
+        target.mkdir(parents=True, exist_ok=True)
     for file, text in files.items():
         write_atomically(target / file, text)
         print(target / file)

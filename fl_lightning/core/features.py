@@ -13,12 +13,13 @@ from fl_lightning.core.errors import UserError
 def with_features(net: nn.Module) -> Iterator[None]:
     """Makes a net return ``(output, features)``, with the features ``(n, f)`` of the same forward pass.
 
-    Features are the input of the net's last linear layer, in the order in which its modules were defined.
+    Features are the input of the net's last linear layer, in the order in which its modules were defined; adapters of
+    LoRA do not count.
 
     Raises:
         UserError: If the net has no linear layer.
     """
-    linear = [module for module in net.modules() if isinstance(module, nn.Linear)]
+    linear = [module for name, module in net.named_modules() if isinstance(module, nn.Linear) and "lora_" not in name]
     if not linear:
         raise UserError(
             f"model.net = {type(net).__name__} has no linear layer, whose input would be the features; choose a net "

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fl_lightning.core.errors import UserError
+from fl_lightning.core.errors import UserError, ensure
 from fl_lightning.core.files import fault, has_checksum
 from fl_lightning.core.frozen import FILE, digest
 
@@ -50,9 +50,14 @@ def with_constants(content: Mapping[str, Any], path: Path, key: str) -> dict[str
     """
     if not content.get("frozen"):
         return dict(content["state_dict"])
-    constants = read(str(path.parent / FILE), key)
-    if digest(constants) != content["frozen"]:
-        raise UserError(f"{key} = {path}: {FILE} next to it holds the frozen parameters of another net; copy both")
+    file = path.parent / FILE
+    ensure(file.is_file(), f"{key} = {path}: its frozen parameters, {FILE}, are not next to it; copy both")
+    constants = read(str(file), key)
+    fits = isinstance(constants, Mapping) and all(isinstance(value, Tensor) for value in constants.values())
+    ensure(
+        fits and digest(constants) == content["frozen"],
+        f"{key} = {path}: {FILE} next to it holds the frozen parameters of another net; copy both",
+    )
     return {**content["state_dict"], **{f"net.{name}": value for name, value in constants.items()}}
 
 

@@ -84,7 +84,13 @@ class Node:
             f"client {client}: its node {self.number} has no state {version}; continue with the node's own folder and "
             "ckpt_path = last, or start again",
         )
-        return State({name: value.to(self.run.server.w) for name, value in kept[key].items()})
+        state = kept[key]
+        ensure(
+            {name: tuple(value.shape) for name, value in state.items()} == self.run.clients.shapes,
+            f"client {client}: its state {version} is that of another algorithm or optimizer; continue with the run's "
+            "own config",
+        )
+        return State({name: value.to(self.run.server.w) for name, value in state.items()})
 
     def _check(self, message: Message) -> None:
         down, about = self.run.objective.wire[0], message.values["round"]

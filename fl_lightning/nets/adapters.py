@@ -5,7 +5,10 @@ from typing import Any
 
 from torch import nn
 
-from fl_lightning.core import Checked, Decay, Positive, Size, UserError, require, weights
+from fl_lightning.core import Checked, Decay, Positive, Size, UserError, ensure, require, weights
+
+FUSED = nn.MultiheadAttention, nn.TransformerEncoderLayer
+"""Modules of torch that compute with the weights of their layers, without calling these."""
 
 
 class Frozen(Checked, nn.Module, key="model.net"):
@@ -32,8 +35,10 @@ class Frozen(Checked, nn.Module, key="model.net"):
         _check_names(net, names)
         load_pretrained(net, weights, names)
         self.net = net
-        for name, parameter in net.named_parameters():
-            parameter.requires_grad_(_below(name, names))
+        net.requires_grad_(False)
+        for name, parameter in net.named_parameters(remove_duplicate=False):  # each name of one that layers share
+            if _below(name, names):
+                parameter.requires_grad_()
         self._constant = list(_frozen_modules(net))
         for module in self._constant:
             for each in module.modules():
@@ -88,8 +93,10 @@ class LoRA(Frozen):
             raise UserError("model.net = LoRA: needs peft; pip install 'fl-lightning[adapters]'") from None
         names = [str(name) for name in trained]
         _check_names(net, names)
+        _check_targets(net, targets)
         load_pretrained(net, weights, names)
-        config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=list(targets), lora_dropout=dropout)
+        scale: Any = alpha  # peft's annotation says int
+        config = LoraConfig(r=rank, lora_alpha=scale, target_modules=list(targets), lora_dropout=dropout)
         try:
             net = inject_adapter_in_model(config, net)
         except ValueError as error:  # peft's own text says which layer
@@ -116,11 +123,25 @@ def load_pretrained(net: nn.Module, source: str | None, trained: Sequence[str]) 
 
 
 def _check_names(net: nn.Module, trained: Sequence[str]) -> None:
-    names = [name for name, _ in net.named_parameters()]
+    names = [name for name, _ in net.named_parameters(remove_duplicate=False)]
     known = ", ".join({name.partition(".")[0]: None for name in names})
     for name in trained:
         fits = any(_below(each, [name]) for each in names)
         require(fits, "model.net.trained", name, f"no parameters of that name in {type(net).__name__}; it has {known}")
+
+
+def _check_targets(net: nn.Module, targets: Sequence[str]) -> None:
+    modules = dict(net.named_modules())
+    for target in targets:
+        found = [name for name in modules if f".{name}".endswith(f".{target}")]
+        require(len(found) > 0, "model.net.targets", target, f"no layer of that name in {type(net).__name__}")
+        for module in (modules[each] for name in found for each in (name, name.rpartition(".")[0])):
+            kind = type(module).__name__
+            ensure(
+                not isinstance(module, FUSED),
+                f"model.net.targets = {target}: {kind} does not call its layers, so that adapters would have no "
+                "effect; choose others, or a net of plain linear layers, such as TextTransformer",
+            )
 
 
 def _below(parameter: str, names: Collection[str]) -> bool:

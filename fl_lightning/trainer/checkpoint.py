@@ -27,7 +27,7 @@ def save(run: Run, path: Path) -> None:
         path: The file. Any but the run's last.ckpt stays valid when later ones are written.
     """
     if run.fabric.is_global_zero:
-        if run.frozen and not run.folder.frozen.exists():
+        if run.frozen and run.saved_rounds < 0:  # once in a process: a file that is lost or damaged is whole again
             files.save(run.folder.frozen, _on_cpu(constants(run.objective.net)))
         incidents.write(run.folder.incidents, run.incidents)  # first: a resumed run writes it again
         content = _on_cpu(_content(run, pin=path != run.folder.last))
@@ -41,10 +41,12 @@ def save(run: Run, path: Path) -> None:
 
 def _content(run: Run, pin: bool) -> dict[str, Any]:
     objective, buffers = run.objective, run.objective.net_buffers
-    trained = dict(objective.flat.split(run.global_model.cpu()))
+    values, net = objective.flat.split(run.global_model.cpu()), objective.net
+    names = {p: name for name, p in net.named_parameters()}  # the first one of each that layers share
+    trained = {name: values[names[p]] for name, p in net.named_parameters(remove_duplicate=False) if p.requires_grad}
     if buffers is not None:
         named = buffers.named(run.server.get("buffers", buffers.first))
-        trained |= {name: v for name, v in named.items() if name in objective.net.state_dict()}
+        trained |= {name: v for name, v in named.items() if name in net.state_dict()}
     callbacks = zip(state_keys(run.callbacks), run.callbacks, strict=True)
     loggers = zip(state_keys(run.loggers), run.loggers, strict=True)
     return {

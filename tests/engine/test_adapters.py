@@ -28,6 +28,7 @@ from fl_lightning import (
     UserError,
     algorithms,
 )
+from fl_lightning.core import with_features
 from fl_lightning.core.frozen import constants, digest
 from fl_lightning.trainer.run import Run
 from tests.engine.test_engines import Net, assert_close, train
@@ -137,6 +138,21 @@ def test_lora_on_every_engine(tmp_path: Path) -> None:
     assert float(objective.flat.split(runs[0].server.w)["net.blocks.0.q.lora_B.default.weight"].abs().max()) > 0
 
 
+def fused(target: str) -> LoRA:
+    pytest.importorskip("peft")
+    return LoRA(nn.Sequential(nn.TransformerEncoderLayer(4, 2, 4)), [target])
+
+
+def test_an_adapter_is_no_classifier() -> None:
+    """Features are the same with an adapter of the last layer."""
+    x = torch.arange(12).view(2, 6)
+    features = []
+    for net in (transformer(), lora(targets=["head.1"], trained=[])):
+        with with_features(net):
+            features.append(net(x)[1])
+    assert features[0].shape == (2, 8) and torch.equal(*features)
+
+
 @pytest.mark.slow
 def test_lora_compiled(tmp_path: Path) -> None:
     runs = [
@@ -211,7 +227,10 @@ def test_a_net_frozen_by_hand(tmp_path: Path) -> None:
         (lambda: Frozen(Small(), []), r"model\.net\.trained = \[\]: give"),
         (lambda: Frozen(Small(), ["3"], weights="no.pt"), r"model\.net\.weights = no\.pt: no such file"),
         (lambda: lora(trained=["haed"]), r"model\.net\.trained = haed: no parameters"),
-        (lambda: lora(targets=["w"]), r"model\.net\.targets = \['w'\]: Target modules"),
+        (lambda: lora(targets=["q", "w"]), r"model\.net\.targets = w: no layer of that name in TextTransformer"),
+        (lambda: fused("linear1"), r"model\.net\.targets = linear1: TransformerEncoderLayer does not call its layers"),
+        (lambda: fused("self_attn"), r"model\.net\.targets = self_attn: MultiheadAttention does not call its layers"),
+        (lambda: fused("out_proj"), r"model\.net\.targets = out_proj: MultiheadAttention does not call its layers"),
         (lambda: lora(targets=["norm1"]), r"model\.net\.targets = \['norm1'\]: Target module LayerNorm"),
     ],
 )

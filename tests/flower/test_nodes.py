@@ -193,6 +193,16 @@ def test_node_that_differs_is_refused(tmp_path: Path) -> None:
     assert nodes.fit().objective.flat.d == 90
 
 
+def test_kept_state_of_another_optimizer_is_refused(tmp_path: Path) -> None:
+    adam = ["--model.optimizer=TorchOptimizer", "--model.optimizer.state=keep"]
+    args = ["--model=FedAvg", "--trainer.clients_per_round=6", *adam]
+    Nodes(tmp_path, *args, stored=True).fit()
+    for other in ("name=Adamax", "options={amsgrad: true}"):
+        nodes = Nodes(tmp_path, *args, ROUNDS, f"--model.optimizer.{other}", stored=True)
+        with pytest.raises(UserError, match=r"its state \w{8} is that of another algorithm or optimizer"):
+            nodes.fit("last")
+
+
 def test_versions_are_exact() -> None:
     """In float32, zeros are no version, and a version is one of content."""
     like = torch.zeros(1)
@@ -253,3 +263,9 @@ def test_command_refuses_in_one_line(args: list[str], line: str, tmp_path: Path)
     with pytest.raises(SystemExit) as end:
         cli("flower", str(tmp_path / "app"), "--model=FedAvg", *DIGITS, *args)
     assert re.fullmatch(f"error: {re.escape(line)}.*", str(end.value.code)) and not (tmp_path / "app").exists()
+
+
+def test_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit, match=f"{re.escape(str(tmp_path))}/file/app.*Not a directory"):
+        cli("flower", str(tmp_path / "file/app"), "--model=FedAvg", *DIGITS)

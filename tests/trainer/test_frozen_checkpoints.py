@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -29,10 +30,12 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_run_continues_to_the_same_bits(done: Path, tmp_path: Path) -> None:
     half = run("fit", *FROZEN, root=tmp_path, model="FedDyn")
+    (half / "checkpoints" / FILE).write_text("damaged")
     cli("fit", "--ckpt_path", ckpt(half), "--trainer.max_rounds=4")
     assert_same(state(half), state(done))
     assert set(last(done)["state_dict"]) == {"net.net.3.weight", "net.net.3.bias"}
-    assert sorted(torch.load(done / "checkpoints" / FILE)) == ["net.1.bias", "net.1.weight"]
+    for folder in (half, done):
+        assert sorted(torch.load(folder / "checkpoints" / FILE)) == ["net.1.bias", "net.1.weight"]
     assert metrics(done)["comm/total_bits"][-1] == (4, 2 * 90 * 32 * 3 * 4)
 
 
@@ -70,11 +73,12 @@ def test_a_checkpoint_loads_by_itself(done: Path, tmp_path: Path) -> None:
     alone = tmp_path / "FedDyn-Digits/version_0/checkpoints"
     alone.mkdir(parents=True)
     shutil.copy(ckpt(done), alone)
-    with pytest.raises(UserError, match=r"ckpt_path = .*frozen\.pt: no such file"):
+    with pytest.raises(UserError, match=r"ckpt_path = .*frozen\.pt, are not next to it; copy both"):
         checkpoint.state_dict(alone / "last.ckpt")
-    torch.save({name: value + 1 for name, value in constants(net).items()}, alone / FILE)
-    with pytest.raises(UserError, match=r"frozen\.pt next to it holds the frozen parameters of another net"):
-        checkpoint.state_dict(alone / "last.ckpt")
+    for wrong in ({name: value + 1 for name, value in constants(net).items()}, [1], {"net.1.bias": 1}):
+        torch.save(wrong, alone / FILE)
+        with pytest.raises(UserError, match=r"frozen\.pt next to it holds the frozen parameters of another net"):
+            checkpoint.state_dict(alone / "last.ckpt")
 
 
 def test_other_frozen_parameters_are_refused(done: Path, tmp_path: Path) -> None:
@@ -85,6 +89,26 @@ def test_other_frozen_parameters_are_refused(done: Path, tmp_path: Path) -> None
     with pytest.raises(SystemExit, match=r"with model\.net \(its frozen parameters\) = \w{32}, this run has \w{32}"):
         cli("fit", "--ckpt_path", ckpt(done), "--trainer.max_rounds=5", given)
     assert sorted(done.rglob("*")) == before
+
+
+class Tied(nn.Sequential):
+    """Two layers that share their weight, as embedding and output do."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Flatten(), nn.Linear(64, 10), nn.ReLU(), nn.Linear(10, 10), nn.Linear(10, 10))
+        self[4].weight = self[3].weight
+
+
+@pytest.mark.parametrize("trained", [["4"], ["3"], ["1", "3", "4"]])
+def test_a_shared_weight_is_trained_and_saved_by_each_of_its_names(trained: list[str], tmp_path: Path) -> None:
+    net = ["--model.net=Frozen", f"--model.net.net={__name__}.Tied", f"--model.net.trained={json.dumps(trained)}"]
+    args = [arg for arg in DIGITS if "net" not in arg]
+    cli("fit", "--model=FedAvg", *args, *net, f"--trainer.default_root_dir={tmp_path}")
+    folder = newest(tmp_path)
+    assert {"net.net.3.weight", "net.net.4.weight"} <= last(folder)["state_dict"].keys()
+    loaded = load_net(folder).net
+    assert loaded[3].weight is loaded[4].weight
+    assert torch.equal(loaded[4].weight, last(folder)["state_dict"]["net.net.4.weight"])
 
 
 def test_seeds_with_other_frozen_parameters_are_runs_of_their_own(tmp_path: Path) -> None:

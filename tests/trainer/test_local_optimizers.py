@@ -107,6 +107,8 @@ def test_kept_state_resumes_to_the_same_bits(tmp_path: Path) -> None:
     assert saved["clients"]["file"]["row_bytes"] >= 4 * (1 + 2 * 610 + 4) and not other["clients"]["rows"]
     with pytest.raises(SystemExit, match="client state"):
         cli("fit", "--ckpt_path", str(half / "checkpoints/last.ckpt"), "--model.optimizer.state=reset")
+    with pytest.raises(SystemExit, match=r"client state\) = \['state of AdamW'\], this run has \['state of Adamax'\]"):
+        cli("fit", "--ckpt_path", str(half / "checkpoints/last.ckpt"), "--model.optimizer.name=Adamax")
 
 
 OTHERS = ["Adadelta", "Adafactor", "Adagrad", "Adam", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"]
@@ -125,8 +127,23 @@ def test_kept_state_is_all_of_it(name: str, golden: Golden) -> None:
         alone.zero_grad()
         F.cross_entropy(net(x.double()), y).backward()
         alone.step()
-    assert fit.clients.get(1, fit.server.w, {}).optimizer[0] == 9
+    assert fit.clients.get(1, fit.server.w, {})[f"state of {name}"][0] == 9
     torch.testing.assert_close(fit.server.w, fit.objective.flat.vector(net), rtol=1e-9, atol=1e-12)
+
+
+class Counting(torch.optim.SGD):
+    """Keeps a number in its parameter group, as those do that set their learning rates themselves."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.param_groups[0]["steps"] = self.param_groups[0].get("steps", 0) + 1
+        return super().step(closure)
+
+
+def test_state_that_no_client_could_keep_is_refused() -> None:
+    name = f"{__name__}.Counting"
+    assert TorchOptimizer(name).state == "reset"
+    with pytest.raises(UserError, match=r"^model\.optimizer\.state = keep: .*Counting has state that is not of a"):
+        TorchOptimizer(name, state="keep")
 
 
 @pytest.mark.parametrize("name", algorithms.__all__)

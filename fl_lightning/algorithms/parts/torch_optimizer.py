@@ -31,7 +31,7 @@ class TorchOptimizer(LocalOptimizer):
 
     Raises:
         UserError: If there is no such class, it does not take these options, or needs the loss again in a step (LBFGS)
-            or sparse gradients.
+            or sparse gradients, or has state to be kept that is not of a parameter.
     """
 
     batches: ClassVar[bool] = False
@@ -50,6 +50,7 @@ class TorchOptimizer(LocalOptimizer):
         self.name, self.options, self.state = name, dict(options or {}), state
         require("lr" not in self.options, "model.optimizer.options.lr", self.options.get("lr"), "give it as lr")
         self._class = _find(name)
+        self._kept = f"state of {self._class.__name__}"  # what of one class means another thing of another
         self._layouts: dict[Any, list[dict[str, Any]]] = {}
         self._states([torch.zeros(2, 2)])  # one step of a small matrix
 
@@ -60,12 +61,12 @@ class TorchOptimizer(LocalOptimizer):
         if self.state == "reset":
             return {}
         n = 1 + sum(_numel(value) for _, _, value in _entries(self._layout(flat)))
-        return {"optimizer": lambda w0: w0.new_zeros(n)}  # the first number counts the steps
+        return {self._kept: lambda w0: w0.new_zeros(n)}  # the first number counts the steps
 
     def begin(self, flat: FlatSpec, client: State) -> "LocalSteps":
         steps = LocalSteps(self, flat, client.start)
         if self.state == "keep":
-            steps.load(client.optimizer, self._layout(flat, client.start.device))
+            steps.load(client[self._kept], self._layout(flat, client.start.device))
         return steps
 
     def step(self, w: Tensor, direction: Direction, memory: Any, lr: float | Tensor) -> tuple[Tensor, Any]:
@@ -73,7 +74,7 @@ class TorchOptimizer(LocalOptimizer):
         return memory.w.clone(), memory
 
     def end(self, memory: "LocalSteps") -> Mapping[str, Tensor]:
-        return {} if self.state == "reset" else {"optimizer": memory.vector()}
+        return {} if self.state == "reset" else {self._kept: memory.vector()}
 
     def make(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         """Returns the optimizer of some parameters.
@@ -106,10 +107,13 @@ class TorchOptimizer(LocalOptimizer):
         optimizer = self.make(parameters)
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)
+        before = _options(optimizer)
         try:
             optimizer.step()
         except (TypeError, RuntimeError) as error:  # it takes a closure, or sparse gradients
             raise self._refused(error) from None
+        same = self.state == "reset" or _options(optimizer) == before
+        require(same, "model.optimizer.state", "keep", f"{self.name} has state that is not of a parameter; take reset")
         return [dict(optimizer.state[parameter]) for parameter in parameters]
 
 
@@ -175,6 +179,10 @@ def _entries(states: list[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], str
         for name in sorted(state):
             if isinstance(state[name], Tensor | int | float):
                 yield state, name, state[name]
+
+
+def _options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
 
 
 def _numel(value: Any) -> int:
