@@ -184,6 +184,8 @@ def make(optimizer: Any = None, engine: Any = "sequential", **options: Any) -> R
     [
         (lambda: TorchOptimizer("Adamm"), r"^model\.optimizer\.name = Adamm: give a class of torch\.optim"),
         (lambda: TorchOptimizer("torch.nn.Linear"), r"^model\.optimizer\.name = torch\.nn\.Linear: give"),
+        (lambda: TorchOptimizer(options={"capturable": True}), r"^model\.optimizer = AdamW: If capturable=True"),
+        (lambda: TorchOptimizer("..Adam"), r"^model\.optimizer\.name = \.\.Adam: give a class"),
         (lambda: TorchOptimizer("no.such.Module"), r"^model\.optimizer\.name = no\.such\.Module: give"),
         (
             lambda: TorchOptimizer(options={"beta": 1}),

@@ -110,7 +110,7 @@ class TorchOptimizer(LocalOptimizer):
         before = _options(optimizer)
         try:
             optimizer.step()
-        except (TypeError, RuntimeError) as error:  # it takes a closure, or sparse gradients
+        except (TypeError, RuntimeError, AssertionError) as error:  # it takes a closure, sparse gradients, or a GPU
             raise self._refused(error) from None
         same = self.state == "reset" or _options(optimizer) == before
         require(same, "model.optimizer.state", "keep", f"{self.name} has state that is not of a parameter; take reset")
@@ -193,7 +193,7 @@ def _find(name: str) -> Any:
     module, _, attribute = name.rpartition(".")
     try:
         found = getattr(import_module(module or "torch.optim"), attribute, None)
-    except ImportError:
+    except (ImportError, TypeError):  # no such module, or a relative name
         found = None
     fits = isinstance(found, type) and issubclass(found, torch.optim.Optimizer)
     require(fits, "model.optimizer.name", name, "give a class of torch.optim, such as AdamW, or its dotted path")
