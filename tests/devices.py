@@ -75,7 +75,7 @@ class Device:
         self.device = torch.device(kind, 0)
         self.events: Counter[Event] = Counter()
         self.captured: list[tuple[Any, ...]] | None = None
-        self.lenient = False
+        self.calls: list[Any] = []
         self._storages: dict[int, StorageWeakRef] = {}
         self._stack = ExitStack()
 
@@ -87,6 +87,8 @@ class Device:
         if self.device.type == "cuda":
             for name, value in self._runtime().items():
                 patch.setattr(torch.cuda, name, value)
+            empty = torch.empty  # in a thread that reads, where no mode is active
+            patch.setattr(torch, "empty", lambda *size, pin_memory=False, **options: empty(*size, **options))
         self._stack.enter_context(_Operations(self))
         self._stack.enter_context(_Functions(self))
         return self
@@ -112,6 +114,11 @@ class Device:
         return sum(n for event, n in self.events.items() if event.kind in kinds)
 
     # for the modes
+
+    @property
+    def refuses_float64(self) -> bool:
+        """Whether tensors of the device cannot be float64; a quantile's own scalar lies nowhere."""
+        return self.device.type == "mps" and Tensor.quantile not in self.calls
 
     def put(self, x: Tensor) -> Tensor:
         """Counts a tensor as lying on the device."""
@@ -139,7 +146,9 @@ class Device:
             RuntimeError: If it is a mixture, or a wait in a capture.
         """
         frame = sys._getframe(1)
-        while frame is not None and not frame.f_code.co_filename.startswith(str(ROOT)):
+        while frame is not None and not (
+            frame.f_code.co_filename.startswith(str(ROOT)) and frame.f_code.co_name != "to_device"
+        ):
             frame = frame.f_back  # type: ignore[assignment]
         where = function = ""
         if frame is not None:
@@ -218,11 +227,12 @@ class _Functions(TorchFunctionMode):
                 device.note("mixture", f"{func.__name__} with a generator of the host")
         if func in MADE_OF_VALUES:
             return self._made(func, args, kwargs, here)
-        device.lenient = func is torch.nn.functional.one_hot  # looks at values on a CPU only
+        # what a function makes for itself lies where its arguments do
+        device.calls.append(func if any(x in device for x in tree_leaves((args, kwargs)) if _is_plain(x)) else None)
         try:
             return func(*args, **kwargs)
         finally:
-            device.lenient = False
+            device.calls.pop()
 
     def _made(self, func: Any, args: Any, kwargs: Any, here: bool) -> Tensor:
         device, source = self.device, args[0] if args else None
@@ -270,13 +280,14 @@ class _Operations(TorchDispatchMode):
         if any(here):
             self._check(func, args, kwargs, tensors, here)
         result = func(*args, **kwargs)
-        there = any(here) or kwargs.get("device") == MARK
+        asked = any(here) or kwargs.get("device") == MARK
+        there = asked or (not tensors and any(device.calls))
         known, results = {_key(x) for x in tensors}, tree_leaves(result)
         fresh = [x if isinstance(x, Tensor) and _key(x) not in known else None for x in results]
         for x in fresh if there else ():
             if x is not None:
                 device.put(x)
-                if device.device.type == "mps" and x.dtype == torch.float64:
+                if asked and x.dtype == torch.float64 and device.refuses_float64:
                     raise TypeError("Cannot convert a MPS Tensor to float64 dtype")
         if device.captured is not None:
             device.captured.append((func, args, kwargs, fresh))
@@ -296,7 +307,7 @@ class _Operations(TorchDispatchMode):
             written = func._schema.is_mutable and not here[0]
             if not scalars or written:
                 device.note("mixture", func)
-        if packet in WAITS and not device.lenient:
+        if packet in WAITS and torch.nn.functional.one_hot not in device.calls:  # which looks at values on a CPU only
             device.note("wait", func)
         if func is aten.repeat_interleave.Tensor and kwargs.get("output_size") is None:
             device.note("wait", func)
@@ -308,6 +319,11 @@ class _Operations(TorchDispatchMode):
             self.device.note("mixture", func)
         if any(x not in self.device or x.dtype == torch.bool for x in indices):
             self.device.note("wait", f"{func} by indices of the host, or by a mask")
+
+
+def _is_plain(x: Any) -> bool:
+    """Whether a tensor has values: no Fake one of a compiler."""
+    return isinstance(x, Tensor) and not x.is_meta
 
 
 def _plain(x: Tensor) -> Tensor:

@@ -12,7 +12,18 @@ from torch.func import functional_call, grad_and_value, vmap
 
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.algorithms.module import Losses
-from fl_lightning.core import Autocast, ClientContext, FlatNet, State, Upload, UserError, ensure, eval_mode, is_finite
+from fl_lightning.core import (
+    Autocast,
+    ClientContext,
+    FlatNet,
+    State,
+    Upload,
+    UserError,
+    ensure,
+    eval_mode,
+    is_finite,
+    to_device,
+)
 from fl_lightning.data.minibatches import Block, blocks
 from fl_lightning.engine.base import COLUMNS, Engine, Job, LocalResult
 from fl_lightning.engine.record import (
@@ -123,7 +134,10 @@ class BatchedEngine(Engine):
         # a narrower block is padded with clients that take no step, so that shapes stay the same
         self._widest = width = max(self._widest, len(jobs))
         rows = [*jobs, *repeat(jobs[0], width - len(jobs))]
-        settings = {n: rows[0].received.w.new_tensor([[job.settings[n]] for job in rows]) for n in rows[0].settings}
+        like = rows[0].received.w
+        settings = {
+            n: to_device([[job.settings[n]] for job in rows], like.device, like.dtype) for n in rows[0].settings
+        }
         with self.using(settings):
             return self._train_rows(jobs, rows, settings)
 
@@ -147,9 +161,9 @@ class BatchedEngine(Engine):
     def _results(self, jobs: Sequence[Job], carry: Carry, upload: Upload, state: State) -> list[LocalResult]:
         width = len(carry.w)
         groups = [{n: v if v.ndim > 1 else v.expand(width, -1) for n, v in g.items()} for g in (upload, state)]
-        finite = torch.stack([is_finite(v) for group in groups for v in group.values()]).all(0).tolist()
+        finite = torch.stack([is_finite(v) for group in groups for v in group.values()]).all(0).unbind()
         uploads, states = ({name: v.unbind() for name, v in group.items()} for group in groups)
-        steps = carry.loss.new_tensor([max(job.ctx.K, 1) for job in jobs])
+        steps = to_device([max(job.ctx.K, 1) for job in jobs], carry.loss.device, carry.loss.dtype)
         each = zip(jobs, carry.w.unbind(), (carry.loss[: len(jobs)] / steps).unbind(), finite, strict=False)  # padding
         return [
             LocalResult(
@@ -169,9 +183,8 @@ class BatchedEngine(Engine):
         """Returns the clients' contexts as one; attributes that differ between clients are ``(clients, 1)``."""
         like, contexts = jobs[0].received.w, [self.context(job) for job in jobs]
         first = contexts[0]
-        columns: dict[str, Any] = {
-            name: like.new_tensor([[getattr(ctx, name)] for ctx in contexts]) for name in COLUMNS
-        }
+        table = [[[getattr(ctx, name)] for ctx in contexts] for name in COLUMNS]
+        columns: dict[str, Any] = dict(zip(COLUMNS, to_device(table, like.device, like.dtype).unbind(), strict=True))
         if counts := [ctx.class_counts for ctx in contexts if ctx.class_counts is not None]:
             columns["class_counts"] = torch.stack(counts)
         return ClientContext(first.t, first.rounds, first.m, first.flat, first.phase, **columns)

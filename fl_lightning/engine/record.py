@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from fl_lightning.core import ClientContext, UserError
+from fl_lightning.core import ClientContext, UserError, accumulator_dtype, to_device
 
 Tensors = dict[str, Tensor]
 Replay = Callable[..., tuple[Tensor, ...]]
@@ -127,7 +127,7 @@ def trace(function: Callable[[Tensors, ClientContext], Sequence[Tensor]], named:
 
 def round_number(ctx: ClientContext, like: Tensor) -> Tensor:
     """Returns the round as an input of a record."""
-    return torch.tensor(float(ctx.t), dtype=torch.float64, device=like.device)
+    return to_device(float(ctx.t), like.device, accumulator_dtype(like.device))
 
 
 class Compiled:

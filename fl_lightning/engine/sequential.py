@@ -65,7 +65,7 @@ class SequentialEngine(Engine):
             client |= {"buffers": (after := buffers.vector(objective.net))}
         upload, client = objective.finish_local(w, client, job.received, ctx)
         client = client.only(objective.client_inits())
-        finite = State(upload).finite() and client.finite()
+        finite = State(upload).finite() & client.finite()
         loss = torch.stack(losses).mean()
         return LocalResult(job.client, job.received, w, upload, client, loss, ctx, finite, after)
 

@@ -7,10 +7,11 @@ import torch
 from lightning.fabric import Fabric
 from torch import Tensor
 from torch.optim.swa_utils import update_bn
+from torchmetrics import Metric
 
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.algorithms.parts.buffers import Buffers
-from fl_lightning.core import FlatNet, accumulator_dtype, eval_mode, logits, seeded
+from fl_lightning.core import FlatNet, accumulator_dtype, eval_mode, logits, seeded, to_device
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.trainer import collectives
 
@@ -41,6 +42,7 @@ class Evaluator:
         self.fabric, self.objective, self.data, self.net = fabric, objective, data, net
         self.dtype, self.seed = dtype, seed
         self._estimated: tuple[Tensor, Tensor] | None = None
+        self._metrics: dict[str, Metric] = {}
 
     @property
     def by_batch(self) -> bool:
@@ -98,21 +100,29 @@ class Evaluator:
         fabric, data, n, parts = self.fabric, self.data, 0, parts or {}
         self.load_statistics(w, statistics)
         sums = torch.zeros(2, dtype=accumulator_dtype(fabric.device), device=fabric.device)  # of losses, and samples
-        metrics = {part: data.metric()[1].to(fabric.device) for part in ("", *parts)}
+        metrics = {part: self._metric(part) for part in ("", *parts)}
         for i, (x, y) in enumerate(batches):
             rows, n = slice(n, n + len(y)), n + len(y)
             if self.by_batch and i % fabric.world_size != fabric.global_rank:
                 continue
             z = self.logits(w, x, self.by_batch).to(self.dtype)
             loss = self.objective.evaluation_loss(z, y).sum()
-            sums += torch.stack([loss.to(sums.dtype), sums.new_tensor(len(y))])
+            sums += torch.stack([loss.to(sums.dtype), sums.new_full((), len(y))])
             z = z[:, : data.num_classes]
             metrics[""].update(z, y)
             for part, of in parts.items():
-                if (mine := of[rows].to(y.device)).any():
-                    metrics[part].update(z[mine], y[mine])
+                if len(mine := of[rows].nonzero()[:, 0]):
+                    here = to_device(mine, y.device)
+                    metrics[part].update(z[here], y[here])
         sums = torch.as_tensor(fabric.all_reduce(sums, reduce_op="sum"))
         return {**{part: float(m.compute()) for part, m in metrics.items()}, "loss": float(sums[0] / sums[1])}
+
+    def _metric(self, part: str) -> Metric:
+        """The data's metric without samples; it is moved to the device once a run."""
+        if part not in self._metrics:
+            self._metrics[part] = self.data.metric()[1].to(self.fabric.device)
+        self._metrics[part].reset()
+        return self._metrics[part]
 
     def load_statistics(self, w: Tensor, statistics: Tensor | None) -> None:
         """Loads the buffers that weights are evaluated with into the net.
