@@ -23,21 +23,24 @@ LEGS = ("correctness", "speed", "science")
 
 
 def main(arguments: list[str]) -> int:
-    own, _, fit = " ".join(arguments).partition(" -- ") if "--" in arguments else (" ".join(arguments), "", "")
+    at = arguments.index("--") if "--" in arguments else len(arguments)
+    own, fit = arguments[:at], arguments[at + 1 :]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--leg", choices=LEGS, default="correctness")
-    parser.add_argument("--seconds", type=float, default=540.0, help="after which no item begins")
+    parser.add_argument("--leg", choices=(*LEGS, "all"), default="all")
+    parser.add_argument("--seconds", type=float, default=540.0, help="of a leg, after which no item begins")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--out", type=Path, default=Path("gpu.json"))
     parser.add_argument("--only", default="", help="items whose name contains this")
-    args = parser.parse_args(own.split())
+    args = parser.parse_args(own)
     if args.device == "cuda" and not torch.cuda.is_available():
         print("gpu.py: torch finds no CUDA device here; --device cpu runs every leg in small", file=sys.stderr)
         return 1
-    results = Results(args.out, args.leg, args.device, args.seconds)
-    items = importlib.import_module(f"legs.{args.leg}").items(args.device, results, fit.split())
-    failed = results.fill({name: do for name, do in items.items() if args.only in name})
-    print(results.text())
+    failed = False
+    for leg in LEGS if args.leg == "all" else [args.leg]:
+        results = Results(args.out, leg, args.device, args.seconds)
+        items = importlib.import_module(f"legs.{leg}").items(args.device, results, fit)
+        failed |= results.fill({name: do for name, do in items.items() if args.only in name})
+        print(results.text())
     return int(failed)
 
 

@@ -66,7 +66,9 @@ class Results:
         return f"{self.leg}: {len(self.found)} items in {self.path}; not reached: {', '.join(missing) or 'none'}"
 
     def _line(self, name: str) -> str:
-        return ", ".join(f"{key} {v:.4g}" if isinstance(v, float) else f"{key} {v}" for key, v in self.found[name].items())
+        return ", ".join(
+            f"{key} {v:.4g}" if isinstance(v, float) else f"{key} {v}" for key, v in self.found[name].items()
+        )
 
     def _write(self) -> None:
         temporary = self.path.with_suffix(".part")
@@ -77,7 +79,12 @@ class Results:
 def machine(device: str) -> dict[str, str]:
     """What the numbers belong to."""
     name = torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine()
-    return {"device": name, "torch": torch.__version__, "cuda": str(torch.version.cuda), "python": platform.python_version()}
+    return {
+        "device": name,
+        "torch": torch.__version__,
+        "cuda": str(torch.version.cuda),
+        "python": platform.python_version(),
+    }
 
 
 def wait(device: str) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fl_lightning.results.metrics import read_metrics
+from fl_lightning.trainer import checkpoint
 from legs.items import Item, Results, accelerator
 
 ROUNDS = 10_000
@@ -52,19 +53,16 @@ def train(name: str, rounds: int, row: list[str], device: str, results: Results,
         sys.executable, "-m", "fl_lightning", "fit", *row, *FLATNESS.format(every=rounds // 2).split(), *fit,
         "--trainer.accelerator", accelerator(device), "--trainer.default_root_dir", str(folder.parent),
         "--trainer.name", folder.name, "--trainer.enable_progress_bar", "false",
-        "--trainer.max_time", f"{seconds // 3600:02}:{seconds % 3600 // 60:02}:{seconds % 60:02}",
     ]  # fmt: skip
-    last = folder / "version_0" / "checkpoints" / "last.ckpt"
-    if last.exists():
-        before = results.found.get(name, {}).get("elapsed_s", 0)  # the clock of a resumed run goes on
-        seconds += int(before)
-        command[-1] = f"{seconds // 3600:02}:{seconds % 3600 // 60:02}:{seconds % 60:02}"
+    for last in sorted(folder.glob("version_*/checkpoints/last.ckpt"))[-1:]:
+        seconds += int(checkpoint.load(last)["elapsed"])  # the clock of a resumed run goes on
         command += ["--ckpt_path", str(last)]
+    command += ["--trainer.max_time", f"{seconds // 3600:02}:{seconds % 3600 // 60:02}:{seconds % 60:02}"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.strip()]
         raise RuntimeError(lines[-1] if lines else f"exit code {done.returncode}")
-    columns = read_metrics(folder / "version_0" / "metrics.csv")
+    columns = read_metrics(max(folder.glob("version_*")) / "metrics.csv")
     accuracy = [value for _, value in columns["server/test/acc"]][-100:]
     reached = max(at for at, _ in columns["time/round_s"])
     return {
@@ -72,6 +70,5 @@ def train(name: str, rounds: int, row: list[str], device: str, results: Results,
         "rounds": reached,
         "accuracy": sum(accuracy) / len(accuracy),
         "evaluations": len(accuracy),
-        "elapsed_s": sum(s for _, s in columns["time/round_s"]) * 1.1 + 10,
         **{key: values[-1][1] for key, values in columns.items() if key.startswith("flatness/")},
     }

@@ -11,11 +11,12 @@ from importlib.util import find_spec
 from statistics import median
 from typing import Any
 
-import fl_lightning as fl
 import torch
 from contest import plain
 from contest.ours import OPTIONS, Data
 from contest.workloads import WORKS, Work
+
+import fl_lightning as fl
 from fl_lightning.trainer import parallel_runs
 from fl_lightning.trainer.callbacks import Callback, Checkpoints
 from fl_lightning.trainer.run import Run
@@ -64,7 +65,9 @@ def items(device: str, results: Results, _: list[str]) -> dict[str, Item]:
             found[f"{first}, {engine}, cohort of {cohort}"] = partial(ours, work, device, ENGINES[engine])
     for seeds in (2,) if small else SEEDS:
         for engine in ("batched", "graphed"):
-            found[f"{first}, {engine}, {seeds} seeds"] = partial(ours, chosen[first], device, ENGINES[engine], seeds=seeds)
+            found[f"{first}, {engine}, {seeds} seeds"] = partial(
+                ours, chosen[first], device, ENGINES[engine], seeds=seeds
+            )
     for name, work in chosen.items():
         for method in () if small else ("FedSAM", "FedSMOO", "FedGMT"):
             found[f"{name}, {method}"] = partial(ours, work, device, ENGINES["graphed"], method)
