@@ -312,6 +312,8 @@ class GraphedEngine(BatchedEngine):
             replay = self.records.find(named, fixed.ctx, settings, self._record)
             with torch.no_grad():
                 carried = dict(zip(carried, replay(*named.values()), strict=True))
+        if carry.w.is_cuda:  # the memory of a graph, which serves the next clients, too
+            carried = {name: v.clone() for name, v in carried.items()}
         return replace(_carry(carried), loss=carry.loss + carried["loss"])
 
     def _record(self, named: Tensors, ctx: ClientContext) -> tuple[RecordedRound, Replay]:

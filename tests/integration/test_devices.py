@@ -239,9 +239,12 @@ def test_what_the_rehearsal_refuses() -> None:
 
 def test_a_captured_step_is_repeated_on_new_values() -> None:
     with Device(), torch.no_grad():
-        graph = CudaGraph(lambda w, x: (w - x.flip(0), (w * x).sum()))
+        graph = CudaGraph(lambda w, m, x: (m, w + 0.5 * x))  # new values of w and m
         for seed in range(3):
             torch.manual_seed(seed)
-            w, x = torch.randn(2, 5).to("cuda")
-            moved, product = graph(w, x)
-            assert torch.equal(moved, w - x.flip(0)) and torch.equal(product, (w * x).sum())
+            w, m, *steps = torch.randn(5, 4).to("cuda").unbind()
+            carried = w, m
+            for x in steps:
+                w, m = m, w + 0.5 * x
+                carried = graph(*carried, x)
+            assert torch.equal(carried[0], w) and torch.equal(carried[1], m)
