@@ -30,7 +30,7 @@ SAMPLED = {
     "test_clean_row_is_the_number_of_test": 3,
     "test_drift_corrected_methods_are_exact": 3,
     "test_dropout_is_a_cohort_of_those_that_answer": 9,
-    "test_every_algorithm_on_a_rehearsed_device": 58,
+    "test_every_algorithm_on_a_simulated_device": 58,
     "test_experiment_trains": 9,
     "test_figure_is_fit_to_print": 4,
     "test_gradients_flat_batched_and_channels_last": 3,

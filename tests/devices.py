@@ -5,7 +5,7 @@ places in one operation are refused, except for scalars of the host in pointwise
 makes the host wait for the device, and what is copied between them, is counted with the line of the package where it
 happens. A CUDA graph is the list of operations captured, repeated in the same memory. All numbers are those of the CPU.
 
-What no rehearsal shows: speed, rounding of other kernels, streams, and an operation that a device lacks.
+What no simulation shows: speed, rounding of other kernels, streams, and an operation that a device lacks.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Event(NamedTuple):
 
 
 class Device:
-    """A context in which ``device`` is rehearsed.
+    """A context in which ``device`` is simulated.
 
     Args:
         kind: Its type: "cuda", or "mps", which refuses float64.
@@ -175,7 +175,7 @@ class Device:
         return {
             "synchronize": lambda: self.note("wait", "torch.cuda.synchronize"),
             "default_generators": (torch.default_generator,),
-            "get_device_name": lambda device: "rehearsed",
+            "get_device_name": lambda device: "simulated",
             "Stream": lambda: stream,
             "current_stream": lambda: stream,
             "stream": lambda stream: nullcontext(),

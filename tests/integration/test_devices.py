@@ -33,7 +33,7 @@ class Trained(NamedTuple):
 
 
 def fit(folder: Path, make: Callable[[], LocalObjective], device: Device | None = None, **options: Any) -> Trained:
-    """Trains; on a device that is rehearsed, or on the CPU."""
+    """Trains; on a device that is simulated, or on the CPU."""
     settings = {
         "max_rounds": 2, "clients_per_round": 3, "local_steps": 2, "engine": "sequential", "precision": "64-true",
         "eval_every": NEVER, "default_root_dir": str(folder), "name": "run", **options,
@@ -80,7 +80,7 @@ def assert_same(a: Trained, b: Trained) -> None:
 
 @pytest.mark.parametrize("engine", ["sequential", *BATCHED])
 @pytest.mark.parametrize("name", algorithms.__all__)
-def test_every_algorithm_on_a_rehearsed_device(name: str, engine: str, tmp_path: Path) -> None:
+def test_every_algorithm_on_a_simulated_device(name: str, engine: str, tmp_path: Path) -> None:
     """No mixture, and no wait in a local step; the numbers are those of the CPU.
 
     A phase waits for which uploads are finite and their losses, and for whether the server's new state is finite; a
@@ -208,7 +208,7 @@ def test_flatness_on_a_device(name: str, kind: str, tmp_path: Path) -> None:
         assert device.metrics[name] == pytest.approx(value, nan_ok=True, **exact), name
 
 
-def test_what_the_rehearsal_refuses() -> None:
+def test_what_the_simulation_refuses() -> None:
     """Otherwise the tests above would show nothing."""
     with Device() as device:
         host, here = torch.ones(3), torch.ones(3).to("cuda")
