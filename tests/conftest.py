@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import settings
 from lightning.fabric.utilities import registry
 from torch import nn
 
@@ -17,6 +18,8 @@ from fl_lightning import Arrays, FederatedTrainer, LocalObjective, ReplaySampler
 from fl_lightning.trainer.run import Run
 
 torch.set_num_threads(1)
+settings.register_profile("same every time", derandomize=True)  # --hypothesis-profile=default draws other cases
+settings.load_profile("same every time")
 registry.entry_points = cache(registry.entry_points)  # Fabric reads all packages' for each trainer that is made
 GOLDEN = Path(__file__).parent / "golden"
 SAMPLED = {

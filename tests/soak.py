@@ -1,5 +1,7 @@
 """Kills runs by ``kill -9`` at random moments until each has ended, and compares it with one that was never killed.
 
+First, one long run with faults shows that memory stays flat.
+
 Run ``make soak``, or ``python -m tests.soak --forked 450 --real 50``. With 500 kills and no loss, a loss of more than
 0.6 % of kills is refuted at 95 % (the rule of three, 3 / 500). Most kills hit forks of this process, which start in
 milliseconds, so that they fall into rounds and saves rather than imports; the real ones show that forks differ in
@@ -10,16 +12,35 @@ from __future__ import annotations
 
 import argparse
 import random
+import resource
 import shutil
 import signal
 import sys
 import tempfile
 import time
 from collections import Counter
-from contextlib import ExitStack
+from contextlib import ExitStack, redirect_stderr
 from dataclasses import dataclass, field
+from io import StringIO
 from pathlib import Path
 
+from fl_lightning import (
+    SGD,
+    Checkpoints,
+    Corrupt,
+    Digits,
+    DigitsMLP,
+    Dirichlet,
+    Discrepancy,
+    Faults,
+    FederatedTrainer,
+    FedSMOO,
+    FlatnessMonitor,
+    LambdaMax,
+    Stragglers,
+)
+from fl_lightning.trainer.callbacks import Callback
+from fl_lightning.trainer.run import Run
 from tests.runs import DIGITS, Child, assert_same, forked, group, kill, last, metrics, newest, process, rows, state
 
 OPTIONS: dict[str, list[str]] = {
@@ -36,6 +57,19 @@ OPTIONS: dict[str, list[str]] = {
         "--model.averaging=EMA", "--trainer.sampler=BernoulliSampler", "--trainer.sampler.p=0.5",
         "--trainer.callbacks+=Checkpoints", "--trainer.callbacks.monitor=server/test/acc",
         "--trainer.callbacks.save_top_k=2", "--trainer.callbacks.every_n_rounds=2",
+    ],
+    "clients that are lost, late and broken": [
+        "--trainer.client_memory=0.00001", "--trainer.on_divergence=continue", "--trainer.faults=Faults",
+        "--trainer.faults.drop_before=0.1", "--trainer.faults.drop_after=0.2", "--trainer.faults.stragglers=Stragglers",
+        "--trainer.faults.stragglers.deadline=4", "--trainer.faults.corrupt=Corrupt",
+        "--trainer.faults.corrupt.share=0.1", "--trainer.callbacks+=Checkpoints",
+        "--trainer.callbacks.every_n_rounds=3",
+    ],
+    "sign flips under a rule": [
+        "--trainer.aggregation=NormClipping", "--trainer.faults=Faults", "--trainer.faults.corrupt=Corrupt",
+        "--trainer.faults.corrupt.share=0.1", "--trainer.faults.corrupt.kind=sign_flip",
+        "--trainer.faults.corrupt.each_round=true", "--trainer.callbacks+=Checkpoints",
+        "--trainer.callbacks.every_n_rounds=1",
     ],
 }  # fmt: skip
 """Options of the runs, by name; new options of the trainer that keep state belong here."""
@@ -98,6 +132,7 @@ class Soak:
             assert_same(state(ended), state(whole))
             assert_same(rows(ended), rows(whole))
             assert metrics(ended) == metrics(whole)
+            assert incidents(ended) == incidents(whole)
         except (AssertionError, ValueError, OSError) as error:
             self.losses.append(f"{kind}, {name}, {model}: {error!r:.300}")
         shutil.rmtree(root)
@@ -125,8 +160,11 @@ class Soak:
         return [stack.enter_context(forked("fit", *args, cwd=self.folder))]
 
     def _strike(self, children: list[Child], root: Path, seconds: float) -> bool:
-        """Kills at a random moment after the log has been opened; returns whether there was something left to kill."""
-        while not list(root.glob("*/*/run.lock")) and all(child.poll() is None for child in children):
+        """Kills at a random moment after the folder was locked; returns whether there was something left to kill."""
+        pids = {f"{child.pid}" for child in children}
+        while all(child.poll() is None for child in children):
+            if any(lock.read_text().strip() in pids for lock in root.glob("*/*/run.lock")):
+                break
             time.sleep(0.002)
         time.sleep(self.draw.uniform(0, seconds))
         for child in self.draw.sample(children, len(children)):
@@ -135,14 +173,51 @@ class Soak:
         return -signal.SIGKILL in codes
 
 
+class Memory(Callback):
+    """Resident memory of this process in MiB, every tenth of the run."""
+
+    def __init__(self) -> None:
+        self.mib: list[float] = []
+
+    def on_round_end(self, run: Run) -> None:
+        if run.rounds_done % (run.max_rounds // 10) == 0:
+            pages = int(Path("/proc/self/statm").read_text().split()[1])
+            self.mib.append(pages * resource.getpagesize() / 2**20)
+
+
+def long_run(folder: Path, rounds: int) -> list[float]:
+    """Resident memory, MiB, of a run with faults, measurements and a checkpoint every ten rounds, ten times over."""
+    memory, bad = Memory(), Corrupt(0.1, "nan")
+    trainer = FederatedTrainer(
+        max_rounds=rounds, clients_per_round=5, eval_every=10, threads=1, engine="graphed", enable_progress_bar=False,
+        faults=Faults(drop_before=0.1, drop_after=0.2, stragglers=Stragglers(deadline=3.8), corrupt=bad),
+        on_divergence="continue", default_root_dir=folder,
+        callbacks=[Checkpoints(), FlatnessMonitor(rounds // 10, [LambdaMax(samples=100), Discrepancy()]), memory],
+    )  # fmt: skip
+    with redirect_stderr(StringIO()):
+        trainer.fit(FedSMOO(DigitsMLP(), optimizer=SGD(0.1)), Digits(num_clients=50, partition=Dirichlet(1.0)))
+    return memory.mib
+
+
+def incidents(folder: Path) -> str:
+    """The table of what befell the clients; empty without faults."""
+    path = folder / "clients.csv"
+    return path.read_text() if path.exists() else ""
+
+
 def main() -> None:
     """Kills, prints the counts, and exits with 1 if anything was lost."""
     parser = argparse.ArgumentParser(description=__doc__)
-    for kind, kills in (("forked", 450), ("real", 40), ("two-processes", 10), ("seed", 0)):
+    for kind, kills in (("forked", 450), ("real", 40), ("two-processes", 10), ("rounds", 10000), ("seed", 0)):
         parser.add_argument(f"--{kind}", type=int, default=kills)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         soak = Soak(Path(folder), given.seed)
+        if given.rounds:
+            mib = long_run(Path(folder) / "long", given.rounds)
+            print(f"{given.rounds} rounds: MiB after each tenth {', '.join(f'{each:.0f}' for each in mib)}", flush=True)
+            if mib[-1] > 1.02 * mib[1]:
+                soak.losses.append(f"memory grew from {mib[1]:.0f} to {mib[-1]:.0f} MiB")
         for kind, kills in (("forked", given.forked), ("real", given.real), ("two processes", given.two_processes)):
             soak.kill(kind, kills)
             print(f"{kind}: {soak.kills[kind]} kills, {soak.runs[kind]} runs ended", flush=True)

@@ -28,8 +28,12 @@ from fl_lightning.trainer.trainer import FederatedTrainer
 
 def _load(text: str) -> Any:
     check_yaml(text)
-    # jsonargparse loads a nested null a second time, after it has made it text
-    return None if text == "None" else get_loader("yaml")(text)
+    if text == "None":  # jsonargparse loads a nested null a second time, after it has made it text
+        return None
+    value = get_loader("yaml")(text)
+    # an argument, of one line, holds no comment: --trainer.name '#1' is a name
+    cut = "\n" not in text and " #" in f" {text}" and not isinstance(value, (list, dict))
+    return text if cut and text.lstrip()[0] not in "'\"" else value
 
 
 set_loader(MODE := "checked yaml", _load, (yaml.YAMLError,))

@@ -94,7 +94,8 @@ def _unknown_option(path: str, name: str, message: str) -> str:
         above = [above[0], *inner]
     inside, trainer = above[:1] in (["model"], ["data"], ["trainer"]), above == ["trainer"]
     names = {p for c in _classes() if not trainer or c.__name__ == "FederatedTrainer" for p in _parameters(c)}
-    near = difflib.get_close_matches(leaf, sorted(names - {leaf}), cutoff=0.7)
+    # the name of another class's setting is no slip of the pen
+    near = [] if leaf in names else difflib.get_close_matches(leaf, sorted(names), cutoff=0.7)
     hint = f" (did you mean {' or '.join(near)}?)" if near else ""
     top = "" if inside else "; settings stand under model, data and trainer"
     first = 1 + (above[:1] == ["trainer"])  # the trainer is no choice of classes

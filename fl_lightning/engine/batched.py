@@ -1,5 +1,6 @@
 """All clients of a block at once: the same hooks on ``(clients, d)``, gradients by vmap."""
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -85,7 +86,7 @@ class BatchedEngine(Engine):
         objective: As for `Engine`.
         net: As for `Engine`.
         autocast: As for `Engine`.
-        width: Clients of a block; null: all jobs at once.
+        width: Clients of a block; null: all jobs at once. A block that does not fit into memory is halved.
 
     Raises:
         UserError: If the objective defines a ``training_step``, whose mean would include padding, or the net has
@@ -114,9 +115,35 @@ class BatchedEngine(Engine):
         self._widest = 2  # a convolution of a single group rounds differently
 
     def train(self, jobs: Sequence[Job]) -> Iterator[LocalResult]:
-        width = self.width or len(jobs)
-        for at in range(0, len(jobs), width or 1):
-            yield from self._train_block(jobs[at : at + width])
+        done = 0
+        while done < len(jobs):
+            block = jobs[done : done + (self.width or len(jobs))]
+            try:
+                results = self._train_block(block)
+            except (RuntimeError, MemoryError) as error:
+                if not _is_out_of_memory(error):
+                    raise
+                results = []
+            if not results:  # the error is gone, and with it the tensors that its traceback held
+                self._halve(len(block))
+            yield from results
+            done += len(results)
+
+    def _halve(self, clients: int) -> None:
+        """Trains half as many clients at once from now on."""
+        ensure(
+            clients > 2,
+            f"trainer.engine = {self.name}: out of memory with {clients} clients at once; use sequential, or a smaller "
+            "data.batch_size",
+        )
+        self.width = self._widest = max(2, clients // 2)
+        if self.net.device.type == "cuda":
+            torch.cuda.empty_cache()
+        warnings.warn(
+            f"out of memory with {clients} clients at once: {self.width} from now on; trainer.client_block: "
+            f"{self.width} begins with that",
+            stacklevel=2,
+        )
 
     def _train_block(self, jobs: Sequence[Job]) -> list[LocalResult]:
         try:
@@ -247,6 +274,10 @@ class BatchedEngine(Engine):
             else:
                 out = vmap(forward)(teacher, x)
         return out
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
 
 
 def _together(received: Sequence[State]) -> State:

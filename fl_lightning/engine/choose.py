@@ -101,9 +101,6 @@ def choose(make: Callable[[EngineName], Engine], jobs: Sequence[Job], rounds: in
         except UserError as error:
             measured.append(f"{name}: {error}")
             continue
-        except torch.cuda.OutOfMemoryError:
-            measured.append(f"{name}: not enough memory for {len(jobs)} clients at once, see trainer.client_block")
-            continue
         once = max(0.0, first - round_s)
         totals[name] = once + round_s * rounds
         measured.append(f"{name} {round_s * 1e3:.1f} and {once:.1f} s once")

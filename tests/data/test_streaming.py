@@ -11,7 +11,17 @@ import torch
 from PIL import Image
 from torch import nn
 
-from fl_lightning import Arrays, Augment, FedAvg, FederatedTrainer, FlatnessMonitor, ImageFolder
+from fl_lightning import (
+    Arrays,
+    Augment,
+    Corrupt,
+    Faults,
+    FedAvg,
+    FederatedTrainer,
+    FlatnessMonitor,
+    ImageFolder,
+    Stragglers,
+)
 from fl_lightning.core.errors import UserError
 from fl_lightning.core.rng import generator, numpy_generator
 from fl_lightning.data import FederatedDataModule, Samples, stream
@@ -84,6 +94,15 @@ def test_streamed_runs_are_the_same_to_the_bit(kind, engine, ahead, pictures, tm
     assert all(runs[0].metrics[n] == runs[1].metrics[n] for n in runs[0].metrics if n not in times)
     assert streamed.fingerprint() == resident.fingerprint()
     assert isinstance(streamed.x_train, torch.Tensor) == (kind == "host memory")
+
+
+def test_clients_that_fail_are_the_same_with_streamed_samples(pictures, tmp_path):
+    faults = Faults(drop_before=0.3, drop_after=0.3, stragglers=Stragglers(deadline=3), corrupt=Corrupt(0.25))
+    runs = [
+        fit(make("memory map", pictures, tmp_path, s), tmp_path, faults=faults, on_divergence="continue", threads=1)
+        for s in (True, False)
+    ]
+    assert torch.equal(runs[0].global_model, runs[1].global_model)
 
 
 @pytest.mark.parametrize("kind", ["files", "memory map", "host memory"])

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import resource
+import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +23,7 @@ from fl_lightning import (
     Arrays,
     Augment,
     BernoulliSampler,
+    Digits,
     FedAvg,
     FederatedTrainer,
     FedGMT,
@@ -26,8 +31,10 @@ from fl_lightning import (
     UserError,
     algorithms,
 )
+from fl_lightning.core import RoundContext
 from fl_lightning.engine import GraphedEngine
 from fl_lightning.engine.record import RecordedRound
+from fl_lightning.trainer.callbacks import Callback
 from fl_lightning.trainer.choose import choose_engine
 from fl_lightning.trainer.run import Run
 from tests.conftest import Golden
@@ -254,6 +261,45 @@ def test_modes_of_submodules_are_kept(engine: str, tmp_path: Path) -> None:
         trained = train(tmp_path, FedAvg(net=net), engine)
         weight = trained.objective.flat.split(trained.server.w)["2.weight"]
         assert net.training and torch.equal(weight, Frozen()[2].weight.double())
+
+
+class Starved(Callback):
+    """Leaves this process 256 MiB more than it has when the first round begins."""
+
+    def on_round_start(self, run: Run, ctx: RoundContext, cohort: Sequence[int]) -> None:
+        has = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        if not run.rounds_done:
+            resource.setrlimit(resource.RLIMIT_AS, (has + 2**28, -1))
+
+
+def starved(folder: Path, block: int, results: Any) -> None:
+    """Trains 64 clients, which need more than that at once."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Flatten(), nn.Linear(64, 2000), nn.ReLU(), nn.Linear(2000, 10))
+    trainer = FederatedTrainer(
+        max_rounds=2, clients_per_round=64, engine="batched", client_block=block or None, precision="64-true",
+        accelerator="cpu", threads=1, default_root_dir=folder, enable_progress_bar=False, callbacks=[Starved()],
+    )  # fmt: skip
+    with warnings.catch_warnings(record=True) as found:
+        run = trainer.fit(FedAvg(net=net, optimizer=SGD(0.1)), Digits(num_clients=64, batch_size=16))
+    results.send((run.global_model.numpy(), [str(w.message) for w in found if "out of memory" in str(w.message)]))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="limits and sizes of processes as Linux has them")
+def test_a_block_that_does_not_fit_is_halved(tmp_path: Path) -> None:
+    fork = multiprocessing.get_context("fork")
+    got = []
+    for block in (0, 4):
+        receiver, sender = fork.Pipe(duplex=False)
+        child = fork.Process(target=starved, args=(tmp_path, block, sender))
+        child.start()
+        sender.close()  # so that a child that fails ends recv
+        got.append(receiver.recv())
+        child.join()
+    (w, found), (blocks, nothing) = got
+    assert found[0].startswith("out of memory with 64 clients at once: 32 from now on") and not nothing
+    np.testing.assert_allclose(w, blocks, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from tests.runs import DIGITS, cli
 
+NAMES = ["a", "1e3", "true", "1", "a: b", "a/b", "ü", "- x", "#x", "a #x", "a#x", "#", "x: #y", "'"]
 numbers = st.floats(1e-300, 1e300, allow_nan=False)
 OPTIONS = {
     "model.optimizer.lr": numbers,
@@ -26,7 +27,7 @@ OPTIONS = {
     "data.drop_last": st.booleans(),
     "trainer.max_rounds": st.integers(1, 10**18),
     "trainer.devices": st.integers(1, 9) | st.sampled_from(["auto", "1,3"]),
-    "trainer.name": st.none() | st.sampled_from(["a", "1e3", "true", "1", "a: b", "a/b", "ü", "- x", "#x", "'"]),
+    "trainer.name": st.none() | st.sampled_from(NAMES),
 }
 
 
@@ -42,6 +43,11 @@ def setting(config: dict[str, Any], key: str) -> object:
         at = at["init_args"] if "init_args" in at and name not in at else at
         at = at[name]
     return at
+
+
+@pytest.mark.parametrize("name", ["#x", "a #x", "x: #y"])
+def test_name(name: str) -> None:
+    assert yaml.safe_load(printed("--model=FedAvg", *DIGITS, f"--trainer.name={name}"))["trainer"]["name"] == name
 
 
 @pytest.mark.slow
