@@ -200,11 +200,11 @@ class CudaGraph:
             for _ in range(self.WARM_UP):
                 self.function(*self._inputs)
         torch.cuda.current_stream().wait_stream(stream)
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
             values = self.function(*self._inputs)
             memory = {v.untyped_storage().data_ptr() for v in self._inputs}
             apart = [v.clone() if v.untyped_storage().data_ptr() in memory else v for v in values]
             for static, value in zip(self._inputs, apart, strict=False):
                 static.copy_(value)
-        self._updated = len(values)
+        self._graph, self._updated = graph, len(values)
