@@ -37,7 +37,7 @@ SAMPLED = {
     "test_experiment_trains": 9,
     "test_figure_is_fit_to_print": 4,
     "test_gradients_flat_batched_and_channels_last": 3,
-    "test_flatness_on_a_device": 5,
+    "test_flatness_on_a_device": 8,
     "test_hessian_vector_product_is_the_slope_of_the_gradient": 3,
     "test_landscape": 4,
     "test_same_bits": 9,
@@ -49,8 +49,8 @@ SAMPLED = {
     "test_structural_damage_is_one_line": 7,
     "test_trace_is_within_its_error": 3,
     "test_values": 3,
-    "test_what_else_a_run_uses": 5,
-    "test_without_float64": 6,
+    "test_what_else_a_run_uses": 7,
+    "test_without_float64": 14,
 }
 """Tests with many cases of which ``make test`` runs every n-th; the others are slow."""
 
