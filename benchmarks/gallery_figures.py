@@ -18,6 +18,7 @@ PAGE = ROOT / "docs" / "gallery.md"
 DRAWN = {
     "curves": "comparison/curves.png",
     "division": "division/heatmap.png",
+    "clients": "served/clients.png",
     "surface": "surface/surface.png",
     "plane": "plane/plane.png",
     "perturbation": "perturbation/perturbation.png",

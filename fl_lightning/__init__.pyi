@@ -56,8 +56,10 @@ from .core.losses import PixelCrossEntropy as PixelCrossEntropy
 from .data import CIFAR10 as CIFAR10
 from .data import CIFAR100 as CIFAR100
 from .data import CINIC10 as CINIC10
+from .data import FEMNIST as FEMNIST
 from .data import IDDA as IDDA
 from .data import IID as IID
+from .data import LEAF as LEAF
 from .data import PAM as PAM
 from .data import AGNews as AGNews
 from .data import Arrays as Arrays
@@ -72,13 +74,17 @@ from .data import FLSimDirichlet as FLSimDirichlet
 from .data import FLSimPathological as FLSimPathological
 from .data import FromDataset as FromDataset
 from .data import FromFile as FromFile
+from .data import HuggingFace as HuggingFace
 from .data import ImageFolder as ImageFolder
 from .data import Landmarks as Landmarks
 from .data import Natural as Natural
 from .data import Partition as Partition
 from .data import ScaledCrop as ScaledCrop
+from .data import Shakespeare as Shakespeare
 from .data import TorchvisionData as TorchvisionData
 from .nets import FLSAMCNN as FLSAMCNN
+from .nets import LEAFCNN as LEAFCNN
+from .nets import LEAFLSTM as LEAFLSTM
 from .nets import BiSeNetV2 as BiSeNetV2
 from .nets import DigitsCNN as DigitsCNN
 from .nets import DigitsMLP as DigitsMLP
@@ -108,6 +114,7 @@ from .trainer.loggers import CSVLogger as CSVLogger
 from .trainer.loggers import WandbLogger as WandbLogger
 from .trainer.measurements import LPF as LPF
 from .trainer.measurements import AdaptiveSharpness as AdaptiveSharpness
+from .trainer.measurements import ClientEvaluation as ClientEvaluation
 from .trainer.measurements import ClientLambdaMax as ClientLambdaMax
 from .trainer.measurements import CohortLoss as CohortLoss
 from .trainer.measurements import DeltaEpsilon as DeltaEpsilon

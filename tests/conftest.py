@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections import Counter
 from functools import cache
 from pathlib import Path
@@ -21,6 +23,8 @@ torch.set_num_threads(1)
 settings.register_profile("same every time", derandomize=True)  # --hypothesis-profile=default draws other cases
 settings.load_profile("same every time")
 registry.entry_points = cache(registry.entry_points)  # Fabric reads all packages' for each trainer that is made
+CACHE = tempfile.TemporaryDirectory()
+os.environ["HF_DATASETS_CACHE"] = CACHE.name  # not in the home of who runs the tests
 GOLDEN = Path(__file__).parent / "golden"
 SAMPLED = {
     "test_an_interruption_in_any_hook_gives_the_same_numbers": 4,

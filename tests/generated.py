@@ -149,6 +149,29 @@ def lists(folder: Path, files: Mapping[str, Mapping[str, list[tuple[str, str]]]]
         (folder / name).write_text(json.dumps({"users": list(users), "num_samples": sizes, "user_data": data}))
 
 
+def leaf(folder: Path, kind: str) -> list[dict[str, Any]]:
+    """LEAF's files of three users with 4, 3 and 5 samples to train on, 2, 1 and 3 to test on; their ``user_data``."""
+    rng = numpy_generator(0, "LEAF files")
+    letters = list("abc ,.;ABC'\n")
+
+    def sample() -> tuple[Any, Any]:
+        if kind == "FEMNIST":
+            return rng.random(784, np.float32).tolist(), int(rng.integers(62))
+        return "".join(rng.choice(letters, 80)), str(rng.choice(letters))
+
+    parts = []
+    for split, sizes in (("train", (4, 3, 5)), ("test", (2, 1, 3))):
+        data = {}
+        for k, n in enumerate(sizes):
+            x, y = zip(*(sample() for _ in range(n)), strict=True)
+            data[f"u{k}"] = {"x": list(x), "y": list(y)}
+        content = {"users": list(data), "num_samples": list(sizes), "user_data": data}
+        (folder / split).mkdir(parents=True)
+        (folder / split / f"all_data_0_niid_0_keep_0_{split}_9.json").write_text(json.dumps(content))
+        parts.append(data)
+    return parts
+
+
 def everything(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All data sets of the papers in noise, below ``folder`` where the classes expect them below ``data``.
 
@@ -171,6 +194,8 @@ def everything(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     taken = [(str(user), names[user % 6], 2027 - user) for user in range(1262)]
     landmarks(folder / "landmarks", photographs, taken, [(names[6], 2027), (names[7], 0)], nested=True)
     _driving(folder, rng)
+    for name in ("FEMNIST", "Shakespeare"):
+        leaf(folder / name.lower(), name)
 
 
 def _driving(folder: Path, rng: np.random.Generator) -> None:

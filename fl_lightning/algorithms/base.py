@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning.algorithms.lightning_optimizer import CentralizedOptimizer
+from fl_lightning.algorithms.metrics import Metrics
 from fl_lightning.algorithms.module import SupervisedModule
 from fl_lightning.algorithms.parts.ascent import Ascent
 from fl_lightning.algorithms.parts.averaging import Averaging
@@ -54,6 +55,8 @@ class LocalObjective(SupervisedModule):
         init_weights: Initial weights of the net: a file (state_dict or checkpoint), or from Python a state_dict.
         buffers: How the running statistics of BatchNorm, and other buffers, are treated: average, local or reset (see
             `fl_lightning.algorithms.parts.buffers.Buffers`); null refuses nets that have any.
+        metrics: Metrics of torchmetrics to evaluate in addition to the data's own: class names, or class_path and
+            init_args; as a list, or by name.
 
     Attributes:
         net_buffers: The net's buffers; None if it has none.
@@ -70,6 +73,7 @@ class LocalObjective(SupervisedModule):
             they differ only where local training starts elsewhere (``relaxed_init``).
         refers_to_received: Whether the local objective refers to the received model, so that it has no meaning without
             a server.
+        needs_classes: Whether it is defined for one class a sample only.
         uses_class_counts: Whether the client's hooks see ``ctx.class_counts``.
         phases: How often a round's cohort receives and uploads; ``ctx.phase`` counts them.
         default_weighting: The weighting of the paper's box.
@@ -85,6 +89,7 @@ class LocalObjective(SupervisedModule):
     references: Mapping[str, str | float] = {"w": "w"}
     adds_updates: bool = True
     refers_to_received: ClassVar[bool] = False
+    needs_classes: ClassVar[bool] = False
     uses_class_counts: ClassVar[bool] = False
     phases: ClassVar[int] = 1
     default_weighting: Weighting = "samples"
@@ -142,8 +147,9 @@ class LocalObjective(SupervisedModule):
         relaxed_init: NonNegative = 0.0,
         init_weights: str | dict[str, Any] | None = None,
         buffers: Policy | None = None,
+        metrics: Metrics | None = None,
     ) -> None:
-        super().__init__(net, loss)
+        super().__init__(net, loss, metrics)
         self.optimizer = SGD() if optimizer is None else optimizer
         self.ascent = ascent
         self.server_update = ServerUpdate() if server_update is None else server_update

@@ -23,6 +23,7 @@ class FedGMT(FedDyn):
     """
 
     paper = "Li et al., ICML 2025"
+    needs_classes = True
     server_state = {**FedDyn.server_state, "e": "w0"}
     down: tuple[str, ...] = ("w", "e")
 

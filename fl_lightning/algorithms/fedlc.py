@@ -27,7 +27,7 @@ class FedLC(LocalObjective):
     """
 
     paper = "Zhang et al., ICML 2022"
-    uses_class_counts = True
+    needs_classes = uses_class_counts = True
 
     def __init__(
         self, net: nn.Module, tau: NonNegative = 1.0, denominator: Literal["all", "others"] = "all", **kwargs: Any

@@ -19,6 +19,7 @@ class FedNTD(LocalObjective):
     """
 
     paper = "Lee et al., NeurIPS 2022"
+    needs_classes = True
     refers_to_received = True
 
     def __init__(self, net: nn.Module, gamma: NonNegative = 1.0, tau: Positive = 1.0, **kwargs: Any) -> None:

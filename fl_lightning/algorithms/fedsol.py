@@ -21,6 +21,7 @@ class FedSOL(LocalObjective):
     """
 
     paper = "Lee et al., CVPR 2024"
+    needs_classes = True
     refers_to_received = True
     passes = (3, 2)
 

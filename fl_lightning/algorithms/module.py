@@ -10,10 +10,10 @@ import lightning as L
 import torch
 from lightning.pytorch.utilities.parsing import get_init_args
 from torch import Tensor, nn
-from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy
 
-from fl_lightning.core import Checked, require, with_features
+from fl_lightning.algorithms.metrics import Metrics, Scores, named
+from fl_lightning.core import Checked, elementwise, require, with_features
 
 Losses = Callable[..., Tensor]
 """Losses per sample: arguments and result of `SupervisedModule.losses`."""
@@ -23,7 +23,8 @@ class SupervisedModule(Checked, L.LightningModule, key="model"):
     """A network and a loss per sample.
 
     Under ``lightning.Trainer`` it logs ``train/loss``, ``val/loss`` and ``test/loss``, and as ``val/<name>`` and
-    ``test/<name>`` the metric of the data module (``metric() -> (name, metric)``); without one, accuracy as ``acc``.
+    ``test/<name>`` the metric of the data module (``metric() -> (name, metric)``); without one, accuracy as ``acc``;
+    and the other ``metrics``.
 
     ``hparams`` are those arguments of the constructor that are numbers, strings or None, so
     ``load_from_checkpoint(path, net=net)`` needs the net, and those parts that shall not be the default ones.
@@ -31,7 +32,10 @@ class SupervisedModule(Checked, L.LightningModule, key="model"):
     Args:
         net: The network: a batch to logits.
         loss: Losses per sample ``(logits, target) -> (n,)``; by default cross-entropy. A loss with a ``reduction`` is
-            copied and reduces nothing.
+            copied and reduces nothing; one of each value (MSELoss, BCEWithLogitsLoss) becomes a sample's mean.
+        metrics: Metrics of torchmetrics that are evaluated in addition to that of the data: class names, paths of
+            classes, or objects, as a list or by name. A class is made for the data: with their task and number of
+            classes or labels.
 
     Attributes:
         uses_features: Whether `losses` takes ``(output, features)`` in place of the net's output, of teachers too.
@@ -39,7 +43,7 @@ class SupervisedModule(Checked, L.LightningModule, key="model"):
 
     uses_features: ClassVar[bool] = False
 
-    def __init__(self, net: nn.Module, loss: nn.Module | None = None) -> None:
+    def __init__(self, net: nn.Module, loss: nn.Module | None = None, metrics: Metrics | None = None) -> None:
         super().__init__()
         self.net = net
         self.loss = nn.CrossEntropyLoss(reduction="none") if loss is None else loss
@@ -48,11 +52,12 @@ class SupervisedModule(Checked, L.LightningModule, key="model"):
         reduction = getattr(self.loss, "reduction", "none")
         known = ("none", "mean", "sum", "batchmean")
         require(reduction in known, "model.loss.reduction", reduction, f"give one of {', '.join(known)}")
-        if reduction != "none":
+        if reduction != "none" or elementwise.applies_to(self.loss):
             self.loss = copy.deepcopy(self.loss)
             vars(self.loss)["reduction"] = "none"
-        self._metrics: Any = nn.ModuleDict()
-        self._metric_name = "acc"
+            elementwise.average(self.loss)
+        self.metrics = named(metrics)
+        self._scores: Any = nn.ModuleDict()
         self._new_batch = False
         given = _constructor_arguments(self)
         plain = {name: v for name, v in given.items() if isinstance(v, bool | int | float | str | None)}
@@ -67,7 +72,7 @@ class SupervisedModule(Checked, L.LightningModule, key="model"):
 
         Args:
             logits: The net's output, ``(n, ...)``.
-            target: Classes ``(n,)``, or with Mixup their probabilities ``(n, C)``.
+            target: Classes ``(n,)``, or with Mixup their probabilities ``(n, C)``; other targets ``(n, k)``.
             teacher: The outputs of the teachers on the same batch, if there are any, and `loss_constants`.
         """
         return self.loss(logits, target)  # type: ignore[no-any-return]
@@ -117,8 +122,7 @@ class SupervisedModule(Checked, L.LightningModule, key="model"):
 
     def setup(self, stage: str) -> None:
         """Removes the metrics of an earlier fit or test, which may have had other data."""
-        self._metrics.clear()
-        self._metric_name = "acc"
+        self._scores.clear()
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         """Logs ``val/loss`` and the metric."""
@@ -128,22 +132,35 @@ class SupervisedModule(Checked, L.LightningModule, key="model"):
         """Logs ``test/loss`` and the metric."""
         self._evaluate("test", *batch)
 
-    def _evaluate(self, split: str, x: Tensor, y: Tensor) -> None:
-        logits, data = self.net(x), getattr(self.trainer, "datamodule", None)
-        loss = self.evaluation_loss(logits, y).mean()
-        if split not in self._metrics:
-            self._metrics[split] = self._new_metric(data, logits.shape[1]).to(self.device)
-        self._metrics[split].update(logits[:, : getattr(data, "num_classes", None)], y)
-        self.log(f"{split}/loss", loss, batch_size=len(y), sync_dist=True)
-        name, attribute = f"{split}/{self._metric_name}", f"_metrics.{split}"
-        self.log(name, self._metrics[split], metric_attribute=attribute, batch_size=len(y))
+    def scores(self, data: Any, classes: int | None = None) -> Scores:
+        """Returns the metric of the data and those of ``metrics``, without samples.
 
-    def _new_metric(self, data: Any, classes: int) -> Metric:
-        ignored = getattr(self.loss, "ignore_index", None)
-        metric: Metric = MulticlassAccuracy(classes, average="micro", ignore_index=ignored, validate_args=False)
+        Args:
+            data: The data module.
+            classes: Number of classes, of data that have no metric.
+
+        Raises:
+            UserError: If one of ``metrics`` does not suit the data.
+        """
         if hasattr(data, "metric"):
-            self._metric_name, metric = data.metric()
-        return metric
+            own = data.metric()
+        else:
+            ignored = getattr(self.loss, "ignore_index", None)
+            own = "acc", MulticlassAccuracy(classes, average="micro", ignore_index=ignored, validate_args=False)
+        return Scores(own, self.metrics, getattr(data, "task", None), getattr(data, "num_classes", None))
+
+    def _evaluate(self, split: str, x: Tensor, y: Tensor) -> None:
+        logits = self.net(x)
+        loss = self.evaluation_loss(logits, y).mean()
+        if split not in self._scores:
+            data = getattr(self.trainer, "datamodule", None)
+            self._scores[split] = self.scores(data, logits.shape[1]).to(self.device)
+        scores = self._scores[split]
+        scores.update(logits, y)
+        self.log(f"{split}/loss", loss, batch_size=len(y), sync_dist=True)
+        for name, metric in scores.metrics.items():
+            attribute = f"_scores.{split}.metrics.{name}"
+            self.log(f"{split}/{name}", metric, metric_attribute=attribute, batch_size=len(y))
 
 
 def _constructor_arguments(module: nn.Module) -> dict[str, Any]:

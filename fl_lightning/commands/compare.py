@@ -11,7 +11,7 @@ from rich.table import Table
 
 from fl_lightning.results.compare import Group, compare, of_run
 from fl_lightning.results.summary import LAST
-from fl_lightning.results.table import Column, Markup, cell, columns, write
+from fl_lightning.results.table import TABLES, Column, Markup, cell, columns, write
 
 SUMMARY = "Compare finished runs: statistics over seeds as table, CSV and LaTeX, and their curves."
 
@@ -40,9 +40,9 @@ def run(
     groups = compare(runs, target, last, metric, reference, mode)
     shown = columns(groups, None if reference is None else of_run(groups, reference))
     console = Console(width=None if sys.stdout.isatty() else 160)
-    console.print(_table(groups, [column for column in shown if not column.cost], groups[0].runs[0].metric))
-    if costs := [column for column in shown if column.cost]:  # a table of its own: all columns together are too wide
-        console.print(_table(groups, costs, "cost"))
+    for name, title in {**TABLES, "results": groups[0].runs[0].metric}.items():
+        if of := [column for column in shown if column.table == name]:
+            console.print(_table(groups, of, title))
     for line in left_out(groups):
         console.print(line, soft_wrap=True, highlight=False)
     if out is not None:

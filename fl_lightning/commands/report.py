@@ -62,6 +62,7 @@ def _draw(groups: Sequence[Group], shown: Sequence[Column], folder: Path) -> Non
     from fl_lightning.core import save_figure
     from fl_lightning.data.counts import heat_map
     from fl_lightning.flatness.plots import plot_density, plot_spectrum
+    from fl_lightning.results.clients import plot_clients
     from fl_lightning.results.curves import PANELS, drawn, plot_curves, read
     from fl_lightning.results.report.files import densities, partitions, read_group, spectra
     from fl_lightning.results.tradeoff import plot_tradeoff
@@ -73,6 +74,9 @@ def _draw(groups: Sequence[Group], shown: Sequence[Column], folder: Path) -> Non
     for column in shown:
         if column.of.startswith("flatness/"):
             save_figure(plot_tradeoff(groups, column.key), folder / f"tradeoff_{column.key}")
+    clients = {group.name: [run.clients for run in read_group(group) if run.clients is not None] for group in groups}
+    if of := {name: tables for name, tables in clients.items() if tables}:
+        save_figure(plot_clients(of), folder / "clients")
     files = [run for group in groups for run in read_group(group)]
     for i, (found, _) in enumerate(partitions(files)):
         counts = [[row.get(str(c), 0) for c in range(found["classes"])] for row in found["counts"]]

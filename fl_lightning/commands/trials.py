@@ -15,7 +15,7 @@ from fl_lightning.commands.messages import ArgumentsError, explain
 from fl_lightning.core import UserError
 from fl_lightning.results.metrics import read_metrics
 from fl_lightning.sweeps.trials import Built, Outcome, Trial, short
-from fl_lightning.trainer.callbacks.progress import COLUMNS, Ending
+from fl_lightning.trainer.callbacks.progress import Ending, titles
 
 
 def build(trial: Trial, folder: Path) -> Built:
@@ -52,9 +52,10 @@ def show(outcomes: Sequence[Outcome]) -> None:
     """
     console = Console()
     metrics = {o.trial.name: _last_metrics(o.folder) for o in outcomes}
-    shown = [name for name in COLUMNS if any(name in found for found in metrics.values())]
+    measured = dict.fromkeys(name for found in metrics.values() for name in found)
+    shown = {name: title for name, title in titles(measured).items() if name in measured}
     keys = list(dict.fromkeys(key for o in outcomes for key in o.trial.settings))
-    table = Table(*(key.rpartition(".")[2] for key in keys), *(COLUMNS[name] for name in shown))
+    table = Table(*(key.rpartition(".")[2] for key in keys), *shown.values())
     table.title = f"{len(outcomes)} runs"
     for o in outcomes:
         cells = [escape(short(o.trial.settings.get(key, ""))) for key in keys]

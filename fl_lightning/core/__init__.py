@@ -1,5 +1,6 @@
 """What every room uses: flat vectors, named state, contexts, random streams, errors."""
 
+from fl_lightning.core import elementwise
 from fl_lightning.core.buffers import unchanged, variance_needed
 from fl_lightning.core.configs import config_names, configs_folder, find_config
 from fl_lightning.core.errors import DivergenceError, UserError, ensure, require
@@ -83,6 +84,7 @@ __all__ = [
     "check_yaml",
     "config_names",
     "configs_folder",
+    "elementwise",
     "enlarged",
     "ensure",
     "eval_mode",

@@ -3,8 +3,10 @@
 from fl_lightning.data.arrays import Arrays, Digits
 from fl_lightning.data.augment import Augment, ScaledCrop
 from fl_lightning.data.dataset import FromDataset
+from fl_lightning.data.huggingface import HuggingFace
 from fl_lightning.data.images import CIFAR10, CIFAR100, CINIC10, ImageFolder, TorchvisionData
 from fl_lightning.data.landmarks import Landmarks
+from fl_lightning.data.leaf import FEMNIST, LEAF, Shakespeare
 from fl_lightning.data.module import FederatedDataModule
 from fl_lightning.data.partition import (
     IID,
@@ -27,8 +29,10 @@ __all__ = [
     "CIFAR10",
     "CIFAR100",
     "CINIC10",
+    "FEMNIST",
     "IDDA",
     "IID",
+    "LEAF",
     "PAM",
     "AGNews",
     "Arrays",
@@ -44,11 +48,13 @@ __all__ = [
     "FromDataset",
     "FromFile",
     "Given",
+    "HuggingFace",
     "ImageFolder",
     "Landmarks",
     "Natural",
     "Partition",
     "Samples",
     "ScaledCrop",
+    "Shakespeare",
     "TorchvisionData",
 ]

@@ -12,7 +12,7 @@ from torch import Tensor
 from fl_lightning.core import Count, Divisor, UserError, ensure, numpy_generator
 from fl_lightning.data.module import FederatedDataModule
 from fl_lightning.data.partition import Given
-from fl_lightning.data.stream import inputs, labels, stratified
+from fl_lightning.data.stream import inputs, stratified
 
 KEYS = ("x_train", "y_train", "x_test", "y_test")
 
@@ -61,12 +61,12 @@ class Arrays(FederatedDataModule):
             folder = Path(self.path)
             return self._from_folder(folder) if folder.is_dir() else self._from_file()
         assert self.client_arrays is not None and self.test is not None
-        x_test, y_test = inputs("x of test", self.test[0]), labels("y of test", self.test[1])
+        x_test, y_test = inputs("x of test", self.test[0]), self.task.targets("y of test", self.test[1])
         xs: list[Tensor] = []
         ys: list[Tensor] = []
         for client, (x, y) in enumerate(self.client_arrays):
             xs.append(inputs(f"x of client {client}", x))
-            ys.append(labels(f"y of client {client}", y))
+            ys.append(self.task.targets(f"y of client {client}", y))
             ensure(
                 len(xs[-1]) == len(ys[-1]),
                 f"client_arrays: client {client} has {len(xs[-1])} samples and {len(ys[-1])} labels; "

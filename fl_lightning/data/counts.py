@@ -20,9 +20,9 @@ LABELLED = 20
 def class_counts(data: FederatedDataModule) -> NDArray[np.int64]:
     """Number of samples by client and class, ``(num_clients, num_classes)``, of a data module after setup.
 
-    A sample that a client holds twice counts twice.
+    A sample that a client holds twice counts twice. Samples without a class count as of one class.
     """
-    y, classes = data.y_train.cpu().numpy(), data.num_classes
+    y, classes = data.strata.cpu().numpy(), data.num_classes if data.task.by_class else 1
     client = np.repeat(np.arange(data.num_clients), data.clients.sizes.numpy())
     cells = client * classes + y[data.clients.indices.numpy()]
     return np.bincount(cells, minlength=data.num_clients * classes).reshape(-1, classes)

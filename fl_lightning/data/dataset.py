@@ -24,34 +24,49 @@ class FromDataset(FederatedDataModule):
         test: The test data.
         clients: Client of each training sample, numbers or names, which sets the partition and the number of
             clients. Null: samples are divided by ``partition``.
+        test_clients: With clients, the client of each test sample: a client's own part of the test set.
         **kwargs: As for FederatedDataModule.
 
     Raises:
-        UserError: If there are not as many clients as samples, or (on loading or reading) samples are not pairs, or
-            differ in shape or dtype.
+        UserError: If there are not as many clients as samples, or test clients alone, or (on loading or reading)
+            samples are not pairs, or differ in shape or dtype.
     """
 
     def __init__(
-        self, train: Dataset[Any], test: Dataset[Any], clients: Sequence[int | str] | None = None, **kwargs: Any
+        self,
+        train: Dataset[Any],
+        test: Dataset[Any],
+        clients: Sequence[int | str] | None = None,
+        test_clients: Sequence[int | str] | None = None,
+        **kwargs: Any,
     ) -> None:
+        ensure(test_clients is None or clients is not None, "clients: missing; test_clients are among them")
+        for name, users, samples in (("clients", clients, train), ("test_clients", test_clients, test)):
+            n = len(cast(Sized, samples))
+            ensure(users is None or len(users) == n, f"{name}: {len(users or ())} for {n} samples; give one per sample")
         if clients is not None:
-            ensure(
-                len(clients) == len(cast(Sized, train)),
-                f"clients: {len(clients)} for {len(cast(Sized, train))} samples; give one per sample",
-            )
-            users = [str(client) for client in clients]
-            kwargs = {**kwargs, "num_clients": len(set(users)), "partition": Natural(users)}
+            natural = Natural([str(client) for client in clients])
+            kwargs = {**kwargs, "num_clients": len({*map(str, clients)}), "partition": natural}
+            self.test_clients = None if test_clients is None else natural.clients(test_clients)
         super().__init__(**kwargs)
         self.train, self.test = train, test
 
     def load(self) -> tuple[Any, Any, Any, Any]:
         """See :class:`FederatedDataModule`."""
-        train, test = _Read("train", self.train), _Read("test", self.test)
+        train, test = PairInputs("train", self.train), PairInputs("test", self.test)
         return train, train.labels(), test, test.labels()
 
 
-class _Read(Samples):
-    """The inputs of a data set's pairs."""
+class PairInputs(Samples):
+    """The inputs of a data set's pairs.
+
+    Args:
+        name: Their name in errors.
+        dataset: A map-style data set of pairs ``(x, label)``; x is an array, a tensor or a PIL image.
+
+    Raises:
+        UserError: If there are no samples or these are no pairs, or (on reading) they differ in shape or dtype.
+    """
 
     def __init__(self, name: str, dataset: Any) -> None:
         self.name, self.dataset = name, dataset
@@ -59,13 +74,14 @@ class _Read(Samples):
         sample = dataset[0]
         if isinstance(sample, Mapping):  # as in Hugging Face's data sets
             raise UserError(
-                f"{name}: samples are dicts with keys {', '.join(map(str, sample))}; wrap the data set to give pairs "
-                "(x, label)"
+                f"{name}: samples are dicts with keys {', '.join(map(str, sample))}, not pairs (x, label); "
+                "use HuggingFace, or wrap the data set"
             )
         first = np.asarray(sample[0])
         self.shape, self.dtype = (len(dataset), *first.shape), first.dtype
 
     def __getitem__(self, index: int) -> NDArray[Any]:
+        """See :class:`Samples`."""
         sample = np.asarray(self.dataset[index][0])
         ensure(
             sample.shape == self.shape[1:] and sample.dtype == self.dtype,

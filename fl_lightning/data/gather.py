@@ -13,16 +13,14 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torchmetrics import Metric
-from torchmetrics.classification import MulticlassAccuracy
 from typing_extensions import Self
 
 from fl_lightning.core import Checked, Count, Divisor, Threads, ensure, require, to_device
 from fl_lightning.data.augment import Augment
+from fl_lightning.data.checks import check_pairs, count_leaks
 from fl_lightning.data.minibatches import Batch, Minibatches
-from fl_lightning.data.stream import Prefetcher, Samples, Stream, inputs, labels
-
-LEAK = 0.01
-"""Share of the test samples that may also be training samples without a warning."""
+from fl_lightning.data.stream import Prefetcher, Samples, Stream, inputs
+from fl_lightning.data.tasks import TASKS, TaskName
 
 
 class SampleModule(Checked, L.LightningDataModule, ABC, key="data"):
@@ -46,11 +44,13 @@ class SampleModule(Checked, L.LightningDataModule, ABC, key="data"):
         standardise: bool,
         stream: bool,
         workers: Threads,
+        task: TaskName,
     ) -> None:
         super().__init__()
         self.eval_batch_size, self.augment = eval_batch_size, augment
         self.mean, self.std, self.standardise = mean, std, standardise
         self.stream, self.workers = stream, workers
+        self.task = TASKS[task]
         self.device = torch.device("cpu")
         self._prefetcher: Prefetcher | None = None
 
@@ -60,15 +60,15 @@ class SampleModule(Checked, L.LightningDataModule, ABC, key="data"):
 
         Returns:
             ``x_train, y_train, x_test, y_test`` as arrays or tensors: uint8 images (NCHW, NHWC or NHW), or floats or
-            tokens ``(N, ...)``; labels are integers ``(N,)``. Samples that need not be in memory can be `Samples` or an
-            ``np.memmap``.
+            tokens ``(N, ...)``; labels are integers ``(N,)``, targets of other tasks as these want them. Samples that
+            need not be in memory can be `Samples` or an ``np.memmap``.
         """
 
     # Hooks for data that are not images with one class each
 
     def count_classes(self) -> int:
-        """Number of classes: by default one more than the largest training label."""
-        return int(self.y_train.max()) + 1
+        """Number of classes, by default one more than the largest training label; of other tasks, of targets."""
+        return self.task.outputs(self.y_train)
 
     def stored_shape(self) -> tuple[int, ...]:
         """Shape of one sample before augmentation."""
@@ -86,7 +86,7 @@ class SampleModule(Checked, L.LightningDataModule, ABC, key="data"):
 
     def metric(self) -> tuple[str, Metric]:
         """Name and a new instance of the metric that is evaluated with the loss, updated by outputs and targets."""
-        return "acc", MulticlassAccuracy(self.num_classes, average="micro", validate_args=False)
+        return self.task.metric(self.num_classes)
 
     def test_parts(self) -> dict[str, Tensor]:
         """Parts of the test set that also get a metric of their own: masks ``(n_test,)`` bool by name."""
@@ -97,9 +97,9 @@ class SampleModule(Checked, L.LightningDataModule, ABC, key="data"):
     def setup(self, stage: str | None = None) -> None:
         """Loads and checks the data. Every stage needs all of them: the classes are those of the training labels."""
         x_train, y_train, x_test, y_test = self.load()
-        self.x_train, self.y_train = self.stored("x_train", x_train), labels("y_train", y_train)
-        self.x_test, self.y_test = self.stored("x_test", x_test), labels("y_test", y_test)
-        _check_pairs(self.x_train, self.y_train, self.x_test, self.y_test)
+        self.x_train, self.y_train = self.stored("x_train", x_train), self.task.targets("y_train", y_train)
+        self.x_test, self.y_test = self.stored("x_test", x_test), self.task.targets("y_test", y_test)
+        check_pairs(self.x_train, self.y_train, self.x_test, self.y_test)
         sizes = len(self.x_train), len(self.x_test)
         if self.published is not None and sizes != self.published:
             rank_zero_warn(
@@ -107,12 +107,21 @@ class SampleModule(Checked, L.LightningDataModule, ABC, key="data"):
                 f"{self.published[0]} and {self.published[1]} of the published data set; results do not compare",
                 stacklevel=4,
             )
-        self.leaked = _count_leaks(self.x_train, self.x_test)
+        self.leaked = count_leaks(self.x_train, self.x_test)
         self.num_classes = self.count_classes()
+        label, row, top = int(self.y_test.max()), int(self.y_test.argmax()), self.num_classes - 1
+        ensure(
+            not self.task.by_class or label <= top,
+            f"y_test: label {label} at row {row} exceeds y_train's largest, {top}; number the classes of both alike",
+        )
         self.input_shape = self.stored_shape()
         no_images = f"samples of shape {self.input_shape} are not images (C, H, W); use null"
         require(
             self.augment is None or len(self.input_shape) == 3, "data.augment", type(self.augment).__name__, no_images
+        )
+        mixup = getattr(self.augment, "mixup", 0.0)
+        require(
+            not mixup or self.task.by_class, "data.augment.mixup", mixup, "mixes classes, these targets are none; use 0"
         )
         alone = not self.standardise or (self.mean is None and self.std is None)
         require(alone, "data.standardise", "true", "replaces mean and std; leave these out")
@@ -158,7 +167,7 @@ class SampleModule(Checked, L.LightningDataModule, ABC, key="data"):
         raw = self._gather(self.x_train, indices if self.stream else here, self._prefetcher)
         augment = self.augment if draws else None
         x, y = self.pair(raw if augment is None else augment(raw, draws), self.y_train[here], evaluation=False)
-        x = self._scaled(x, dtype)
+        x, y = self._scaled(x, dtype), _target(y, dtype)
         return (x, y) if augment is None else augment.finish(x, y, draws, self.num_classes)
 
     def batches_of(self, name: str, x: Any, y: Any, dtype: torch.dtype = torch.float32) -> Iterator[Batch]:
@@ -173,7 +182,7 @@ class SampleModule(Checked, L.LightningDataModule, ABC, key="data"):
         Raises:
             UserError: If they are faulty, or their shape is not the test set's.
         """
-        stored, targets = self.stored(name, x), labels(name, y).to(self.device)
+        stored, targets = self.stored(name, x), self.task.targets(name, y).to(self.device)
         ensure(
             stored.shape[1:] == self.x_test.shape[1:],
             f"{name}: samples of shape {tuple(stored.shape[1:])}, x_test has {tuple(self.x_test.shape[1:])}",
@@ -204,7 +213,7 @@ class SampleModule(Checked, L.LightningDataModule, ABC, key="data"):
                 if self.augment is not None:
                     raw = self.augment.central(raw)
                 samples, targets = self.pair(raw, y[indices], evaluation=True)
-                yield self._scaled(samples, dtype), targets
+                yield self._scaled(samples, dtype), _target(targets, dtype)
 
     def read_ahead(self, clients: Iterable[Minibatches]) -> None:
         """Starts to read the samples of these minibatches, as many as memory is meant for; stops if there are none.
@@ -263,54 +272,11 @@ class SampleModule(Checked, L.LightningDataModule, ABC, key="data"):
         return out
 
 
+def _target(y: Tensor, dtype: torch.dtype) -> Tensor:
+    return y.to(dtype) if y.is_floating_point() else y
+
+
 @cache  # on a GPU each new tensor would be a copy from the host
 def _channels(values: tuple[float, ...], ndim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Values of each channel, to broadcast over samples of ``ndim`` dimensions."""
     return torch.tensor(values, dtype=dtype, device=device).view(-1, *[1] * (ndim - 1))
-
-
-def _check_pairs(x_train: Tensor | Stream, y_train: Tensor, x_test: Tensor | Stream, y_test: Tensor) -> None:
-    """Checks that samples and labels, training and test data fit together.
-
-    Raises:
-        UserError: If counts, shapes, dtypes or classes disagree.
-    """
-    for split, x, y in (("train", x_train, y_train), ("test", x_test, y_test)):
-        ensure(
-            len(x) == len(y),
-            f"x_{split}: {len(x)} samples, but y_{split} has {len(y)} labels; give one label per sample",
-        )
-        ensure(len(x) != 0, f"x_{split}: no samples; the {split} data must not be empty")
-    for what, a, b in (
-        ("shape", tuple(x_train.shape[1:]), tuple(x_test.shape[1:])),
-        ("dtype", x_train.dtype, x_test.dtype),
-    ):
-        ensure(a == b, f"x_test: {what} {b} of a sample differs from x_train's {a}; prepare both alike")
-    label, row, top = int(y_test.max()), int(y_test.argmax()), int(y_train.max())
-    ensure(
-        label <= top,
-        f"y_test: label {label} at row {row} exceeds y_train's largest, {top}; number the classes of both alike",
-    )
-
-
-def _count_leaks(x_train: Tensor | Stream, x_test: Tensor | Stream) -> int | None:
-    """Number of test samples that are also training samples, by a hash of their values; None for streamed samples.
-
-    Published data sets have a few such twins; warns if there are more than `LEAK`.
-    """
-    if isinstance(x_train, Stream) or isinstance(x_test, Stream):
-        return None
-    seen = set(_hashes(x_train))
-    leaked = sum(row in seen for row in _hashes(x_test))
-    if leaked > LEAK * len(x_test):
-        rank_zero_warn(
-            f"x_test: {leaked} of {len(x_test)} samples occur in x_train as well, value for value; "
-            "test accuracy will flatter, take them out of one of the two",
-            stacklevel=4,
-        )
-    return leaked
-
-
-def _hashes(x: Tensor) -> Iterator[int]:
-    rows = x.permute(0, 2, 3, 1) if x.ndim == 4 else x  # as they lie in memory
-    return (hash(row.tobytes()) for row in rows.numpy())

@@ -4,7 +4,7 @@ import hashlib
 import math
 from abc import ABC
 from collections.abc import Iterator, Sequence
-from typing import Literal, TypeAlias, overload
+from typing import Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -20,49 +20,20 @@ from fl_lightning.core import (
     ensure,
     generator,
     numpy_generator,
-    require,
     to_device,
 )
 from fl_lightning.data.augment import Augment
+from fl_lightning.data.clients import ClientIndices, divide
 from fl_lightning.data.gather import SampleModule
 from fl_lightning.data.minibatches import Batch, Batches, BatchLoader, EpochSampler, Minibatches, epoch_sizes
 from fl_lightning.data.partition import IID, Partition
 from fl_lightning.data.stream import Stream, stored_bytes, stratified
+from fl_lightning.data.tasks import TaskName
 
 Split: TypeAlias = Literal["train", "val", "test"] | Sequence[int] | Tensor
 """A named part of the data, or indices into the training data."""
 FINGERPRINTED = 1000
 """Training and test samples whose bits are part of a fingerprint; of fewer, all are."""
-
-
-class ClientIndices(Sequence[Tensor]):
-    """Each client's indices, as views of one tensor: a million clients are cheap.
-
-    Args:
-        parts: Indices by client.
-
-    Attributes:
-        indices: All of them, client after client.
-        sizes: Number of samples of each client, ``(clients,)``.
-    """
-
-    def __init__(self, parts: Sequence[NDArray[np.int64]]) -> None:
-        self.indices = torch.from_numpy(np.concatenate(parts))
-        self.sizes = torch.tensor([len(part) for part in parts])
-        self._ends = self.sizes.cumsum(0).tolist()
-
-    def __len__(self) -> int:
-        return len(self._ends)
-
-    @overload
-    def __getitem__(self, client: int) -> Tensor: ...
-    @overload
-    def __getitem__(self, client: slice) -> list[Tensor]: ...
-    def __getitem__(self, client: int | slice) -> Tensor | list[Tensor]:
-        if isinstance(client, slice):
-            return [self[k] for k in range(*client.indices(len(self)))]
-        start = self._ends[client - 1] if client else 0
-        return self.indices[start : self._ends[client]]
 
 
 class FederatedDataModule(SampleModule, ABC):
@@ -87,9 +58,11 @@ class FederatedDataModule(SampleModule, ABC):
         stream: Keep the samples where they are, in files, a memory map or host memory, and copy them to the device
             when they are needed: for data that do not fit there. The results are the same, to the bit.
         workers: Threads that read files and memory maps.
+        task: What the targets are: classification (a class of each sample), regression (a number of each sample or
+            several, ``(N, k)``) or multilabel (zeros and ones ``(N, labels)``).
 
     Attributes:
-        num_classes: Number of classes (after setup, as all that follow).
+        num_classes: Number of classes (after setup, as all that follow); of labels or values with other tasks.
         input_shape: Shape of one sample as a net gets it, ``(C, H, W)`` for images.
         clients: Each client's indices into the training data.
         client_sizes: Number of samples of each client, ``(num_clients,)``, int64. With a partition with replacement,
@@ -98,10 +71,14 @@ class FederatedDataModule(SampleModule, ABC):
         val_indices: Training samples that are held out for validation, ``(n_val,)``, sorted.
         leaked: Number of test samples that are also training samples; null if samples are streamed from files. Setup
             warns of more than 1 %.
+        test_clients: Client of each test sample, ``(n_test,)``, -1 for none; null if the data do not say, as by
+            default. `load` may set it.
 
     Raises:
         UserError: If a value is out of range, or (in setup) if the data are faulty or cannot be divided.
     """
+
+    test_clients: NDArray[np.int64] | None = None
 
     def __init__(
         self,
@@ -118,8 +95,9 @@ class FederatedDataModule(SampleModule, ABC):
         seed: Whole = 0,
         stream: bool = False,
         workers: Threads = 4,
+        task: TaskName = "classification",
     ) -> None:
-        super().__init__(eval_batch_size, augment, mean, std, standardise, stream, workers)
+        super().__init__(eval_batch_size, augment, mean, std, standardise, stream, workers, task)
         self.num_clients, self.partition = num_clients, partition or IID()
         self.batch_size, self.drop_last = batch_size, drop_last
         self.val_fraction, self.seed = val_fraction, seed
@@ -134,12 +112,24 @@ class FederatedDataModule(SampleModule, ABC):
         if hasattr(self, "clients"):
             return
         super().setup(stage)
-        y, num_classes = self.y_train.numpy(), self.num_classes
-        self.val_indices, self.clients = _divide(
-            y, self.partition, self.num_clients, num_classes, self.val_fraction, self.seed
+        name = type(self.partition).__name__
+        by_class = f"{name} divides by class, and these targets are none; use IID or Natural"
+        ensure(self.task.by_class or not self.partition.by_class, f"data.partition: {by_class}")
+        y, strata = self.y_train.numpy(), self.strata.numpy()
+        self.val_indices, self.clients = divide(
+            y, strata, self.partition, self.num_clients, self.num_classes, self.val_fraction, self.seed
         )
         self.client_sizes = self.clients.sizes
         self._union = self.clients.indices.sort().values
+        owners, n = self.test_clients, len(self.y_test)
+        if owners is not None:
+            ensure(len(owners) == n, f"test_clients: {len(owners)} for {n} samples; give one per sample")
+        self._test_shares = None if owners is None else ClientIndices.of(owners, self.num_clients)
+
+    @property
+    def strata(self) -> Tensor:
+        """Class of each training sample, ``(N,)``; zeros if they have none."""
+        return self.task.strata(self.y_train)
 
     # Training
 
@@ -219,6 +209,18 @@ class FederatedDataModule(SampleModule, ABC):
         """All training data of one client, in order and without augmentation."""
         return self.eval_batches(self.clients[client], dtype)
 
+    def client_test_indices(self, client: int) -> Tensor | None:
+        """A client's own part of the test set, as in LEAF, where each user keeps a part of their samples for testing.
+
+        Args:
+            client: Index of the client.
+
+        Returns:
+            Sorted indices into the test data, ``(n,)`` int64 on the CPU, empty if the client has no test samples; None
+            if the data do not say whose the test samples are.
+        """
+        return None if self._test_shares is None else self._test_shares[client]
+
     def sample_indices(self, n: int | None, seed: int | None = None) -> Tensor:
         """A fixed stratified sample of the union of the clients' data, as sorted indices into the training data.
 
@@ -228,7 +230,7 @@ class FederatedDataModule(SampleModule, ABC):
         """
         if n is None or n >= len(self._union):
             return self._union
-        y = self.y_train[self._union.to(self.device)].cpu().numpy()
+        y = self.strata[self._union.to(self.device)].cpu().numpy()
         rng = numpy_generator(self.seed if seed is None else seed, "sample")
         return self._union[torch.from_numpy(stratified(y, n, rng))]
 
@@ -278,39 +280,3 @@ class FederatedDataModule(SampleModule, ABC):
                 digest.update(stored_bytes(x, sorted(indices.tolist())))
             self._fingerprint = digest.hexdigest()[:16]
         return self._fingerprint
-
-
-def _divide(
-    y: NDArray[np.int64], partition: Partition, num_clients: int, num_classes: int, val_fraction: float, seed: int
-) -> tuple[Tensor, ClientIndices]:
-    """Holds out the validation part, and divides the rest among the clients.
-
-    Args:
-        y: Training labels, ``(N,)``.
-        partition: How they are divided. A fixed one refers to all N samples, and loses what is held out.
-        num_clients: Number of clients.
-        num_classes: Number of classes.
-        val_fraction: Share of the samples that is held out, stratified by class.
-        seed: Seed of both.
-
-    Returns:
-        Indices that are held out, ``(n_val,)``, and those of each client.
-
-    Raises:
-        UserError: If nothing would be held out, or a client is left without samples.
-    """
-    n_val = round(val_fraction * len(y))
-    require(n_val > 0 or not val_fraction, "data.val_fraction", val_fraction, "holds out nothing; use for example 0.1")
-    val = stratified(y, n_val, numpy_generator(seed, "validation"))
-    kept = np.setdiff1d(np.arange(len(y)), val)
-    require(len(kept) > 0, "data.val_fraction", val_fraction, "leaves nothing to train on; use a smaller one")
-    fewer = f"exceeds the {len(kept)} training samples; use fewer clients"
-    require(num_clients <= len(kept), "data.num_clients", num_clients, fewer)
-    if partition.fixed:
-        parts = [part[~np.isin(part, val)] for part in partition(y, num_clients, num_classes, seed)]
-    else:
-        parts = [kept[part] for part in partition(y[kept], num_clients, num_classes, seed)]
-    for client, part in enumerate(parts):
-        taken = f"takes all data of client {client}; use a smaller one"
-        require(len(part) > 0, "data.val_fraction", val_fraction, taken)
-    return torch.from_numpy(val), ClientIndices(parts)

@@ -185,18 +185,14 @@ def inputs(name: str, array: Any, rows: Sequence[int] | None = None) -> Tensor:
     Raises:
         UserError: If the dtype is none of these, or a value is not finite.
     """
-    x = _tensor(name, array)
+    x = numeric(name, array)
     if x.dtype == torch.uint8:
         if x.ndim == 3:
             x = x[:, None]
         elif x.ndim == 4 and x.shape[-1] in (1, 3) and x.shape[1] not in (1, 3):
             x = x.movedim(-1, 1)
     elif x.is_floating_point():
-        if not x.isfinite().all():
-            row = int((~x.isfinite()).nonzero()[0, 0])
-            raise UserError(
-                f"{name}: row {row if rows is None else rows[row]} holds NaN or infinity; clean or drop such rows"
-            )
+        x = finite(name, x, rows)
     elif x.dtype in (torch.int32, torch.int64):
         x = x.long()
     else:
@@ -215,7 +211,7 @@ def labels(name: str, array: Any) -> Tensor:
     Raises:
         UserError: If they are not one-dimensional, or not integers >= 0.
     """
-    y = _tensor(name, array)
+    y = numeric(name, array)
     ensure(
         not y.is_floating_point() and not y.is_complex() and y.dtype != torch.bool,
         f"{name}: labels are {y.dtype}; convert them to integers 0, 1, ...",
@@ -237,7 +233,26 @@ def stratified(y: NDArray[np.int64], n: int, rng: np.random.Generator) -> NDArra
     return np.sort(order[np.argsort(quantile[order], kind="stable")[:n]])
 
 
-def _tensor(name: str, array: Any) -> Tensor:
+def finite(name: str, x: Tensor, rows: Sequence[int] | None = None) -> Tensor:
+    """Returns floats as they are.
+
+    Raises:
+        UserError: If one is not finite.
+    """
+    if not x.isfinite().all():
+        row = int((~x.isfinite()).nonzero()[0, 0])
+        raise UserError(
+            f"{name}: row {row if rows is None else rows[row]} holds NaN or infinity; clean or drop such rows"
+        )
+    return x
+
+
+def numeric(name: str, array: Any) -> Tensor:
+    """Returns an array as a tensor on the CPU.
+
+    Raises:
+        UserError: If it holds no numbers.
+    """
     try:
         return array.detach().cpu() if isinstance(array, Tensor) else torch.from_numpy(np.ascontiguousarray(array))
     except (TypeError, ValueError):

@@ -2,7 +2,7 @@
 
 import csv
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,21 @@ def vocabulary(texts: Sequence[Sequence[str]]) -> dict[str, int]:
     del counts[UNKNOWN]
     order = sorted(counts, key=lambda token: (-counts[token], token))
     return {token: number for number, token in enumerate([UNKNOWN, *order])}
+
+
+def numbered(texts: Sequence[Sequence[str]], known: Mapping[str, int], length: int) -> NDArray[np.int64]:
+    """Returns tokens as numbers, ``(n, length)``: cut, padded with 0, and 0 where a token is unknown.
+
+    Args:
+        texts: Tokens of each text.
+        known: Number of each token.
+        length: Tokens that are kept.
+    """
+    x = np.zeros((len(texts), length), np.int64)
+    for row, text in zip(x, texts, strict=True):
+        kept = [known.get(token, 0) for token in text[:length]]
+        row[: len(kept)] = kept
+    return x
 
 
 class AGNews(FederatedDataModule):
@@ -64,14 +79,8 @@ class AGNews(FederatedDataModule):
             _read(path) for path in find_files("data.data_dir", self.data_dir, ("train.csv", "test.csv"), HOME)
         )
         self.vocabulary = vocabulary([*train[0], *test[0]])
-        return self._numbers(train[0]), train[1], self._numbers(test[0]), test[1]
-
-    def _numbers(self, texts: list[list[str]]) -> NDArray[np.int64]:
-        x = np.zeros((len(texts), self.max_length), np.int64)
-        for row, text in zip(x, texts, strict=True):
-            kept = [self.vocabulary[token] for token in text[: self.max_length]]
-            row[: len(kept)] = kept
-        return x
+        x_train, x_test = (numbered(part[0], self.vocabulary, self.max_length) for part in (train, test))
+        return x_train, train[1], x_test, test[1]
 
 
 def _read(path: Path) -> tuple[list[list[str]], NDArray[np.int64]]:

@@ -1,14 +1,16 @@
 """Networks of the federated learning papers, as plain modules."""
 
 from fl_lightning.nets.bisenet import BiSeNetV2
-from fl_lightning.nets.cnn import FLSAMCNN, DigitsCNN, DigitsMLP, FullyConnected, HsuCNN
+from fl_lightning.nets.cnn import FLSAMCNN, LEAFCNN, DigitsCNN, DigitsMLP, FullyConnected, HsuCNN
 from fl_lightning.nets.mobilenet import MobileNetV2GN
 from fl_lightning.nets.resnet import PreActResNet18GN, ResNet8GN, ResNet18GN, ResNet18NoNorm
-from fl_lightning.nets.text import FastText
+from fl_lightning.nets.text import LEAFLSTM, FastText
 from fl_lightning.nets.vit import ViTCIFAR
 
 __all__ = [
     "FLSAMCNN",
+    "LEAFCNN",
+    "LEAFLSTM",
     "BiSeNetV2",
     "DigitsCNN",
     "DigitsMLP",

@@ -97,5 +97,25 @@ class FLSAMCNN(Checked, nn.Sequential, key="model.net"):
         )
 
 
+class LEAFCNN(Checked, nn.Sequential, key="model.net"):
+    """LEAF's CNN for FEMNIST, 1x28x28 images (Caldas et al. 2018).
+
+    Two padded 5x5 convolutions of 32 and 64 channels, then 2,048 - classes. 6,603,710 weights with 62 classes.
+
+    Args:
+        num_classes: Number of classes.
+    """
+
+    def __init__(self, num_classes: Size = 62) -> None:
+        super().__init__(
+            *_block(1, 32, kernel=5, padding=2),
+            *_block(32, 64, kernel=5, padding=2),
+            nn.Flatten(),
+            nn.Linear(3136, 2048),
+            nn.ReLU(),
+            nn.Linear(2048, num_classes),
+        )
+
+
 def _block(channels: int, out: int, kernel: int, padding: int = 0) -> tuple[nn.Module, ...]:
     return nn.Conv2d(channels, out, kernel, padding=padding), nn.MaxPool2d(2), nn.ReLU()

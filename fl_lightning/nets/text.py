@@ -30,3 +30,31 @@ class FastText(Checked, nn.Module, key="model.net"):
         """Returns logits ``(N, num_classes)`` of tokens ``(N, length)``, int64."""
         logits: Tensor = self.fc(self.hidden(self.embedding(x).mean(1)))
         return logits
+
+
+class LEAFLSTM(Checked, nn.Module, key="model.net"):
+    """LEAF's network for Shakespeare: the next character after a text (Caldas et al. 2018). 819,920 weights by default.
+
+    An embedding, LSTM layers, and a linear layer of the last character's output. PyTorch's LSTM has two bias vectors,
+    TensorFlow's one.
+
+    Args:
+        vocabulary: Number of characters.
+        dim: Width of the embedding.
+        hidden: Width of an LSTM layer.
+        layers: Number of LSTM layers.
+        num_classes: Number of classes.
+    """
+
+    def __init__(
+        self, vocabulary: Size = 80, dim: Size = 8, hidden: Size = 256, layers: Size = 2, num_classes: Size = 80
+    ) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, dim)
+        self.lstm = nn.LSTM(dim, hidden, layers, batch_first=True)
+        self.fc = nn.Linear(hidden, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns logits ``(N, num_classes)`` of characters ``(N, length)``, int64."""
+        logits: Tensor = self.fc(self.lstm(self.embedding(x))[0][:, -1])
+        return logits

@@ -8,7 +8,7 @@ from statistics import mean
 
 from fl_lightning.core import UserError, ensure
 from fl_lightning.results.configs import config_files, read_config, run_key
-from fl_lightning.results.metrics import Mode
+from fl_lightning.results.metrics import Mode, is_of_clients
 from fl_lightning.results.search import METRICS, find_runs
 from fl_lightning.results.summary import LAST, Summary, summarise
 
@@ -40,9 +40,15 @@ class Group:
         return [folder / METRICS for folder in self.folders]
 
     def values(self, name: str) -> list[float]:
-        """Returns a statistic of each run that has it: of `Summary`, or a measure of its flatness by ``flatness/``."""
+        """Returns a statistic of each run that has it.
+
+        Args:
+            name: Its name in `Summary`; of a measure of flatness ``flatness/<name>``; of one over clients its own.
+        """
         if name.startswith("flatness/"):
             found = [run.flatness.get(name.removeprefix("flatness/")) for run in self.runs]
+        elif is_of_clients(name):
+            found = [run.clients.get(name) for run in self.runs]
         else:
             found = [getattr(run, name) for run in self.runs]
         return [value for value in found if value is not None]

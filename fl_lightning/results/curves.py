@@ -18,12 +18,20 @@ if TYPE_CHECKING:
 
 POINTS = 100
 """Parts of a run; the mean of each is drawn."""
-PANELS = ("server/test/acc", "server/test/miou", "server/test/loss", "flatness/lambda_max", "flatness/discrepancy")
+PANELS = (
+    "server/test/acc",
+    "server/test/miou",
+    "server/test/loss",
+    "server/clients/acc_worst_decile",
+    "flatness/lambda_max",
+    "flatness/discrepancy",
+)
 """Metrics that are drawn if they were measured."""
 LABELS = {
     "server/test/acc": "test accuracy",
     "server/test/miou": "test mIoU",
     "server/test/loss": "test loss",
+    "server/clients/acc_worst_decile": "accuracy, worst 10 % of clients",
     "client/train/loss": "training loss",
     "flatness/lambda_max": r"Hessian $\lambda_{max}$",
     "flatness/discrepancy": r"flatness discrepancy $\Delta_F$",

@@ -1,16 +1,19 @@
 """Metrics of runs by round, from ``metrics.csv``: reading, directions, means over seeds; tables as CSV."""
 
 import csv
+import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any, Literal, NamedTuple
 
-from fl_lightning.core import UserError, require
+from fl_lightning.core import UserError, ensure, require
 
 Mode = Literal["max", "min"]
 """Whether the largest or the smallest value of a metric is the best."""
+DIRECTIONS = "directions.json"
+"""File of a run folder: whether large or small values are good, of metrics whose names do not tell."""
 Pairs = Sequence[tuple[float, float]]
 """Values by round."""
 
@@ -50,14 +53,16 @@ def read_metrics(path: Path) -> dict[str, list[tuple[int, float]]]:
     return columns
 
 
-def mode_of(metric: str, mode: Mode | None = None) -> Mode:
+def mode_of(metric: str, mode: Mode | None = None, directions: Mapping[str, Mode] | None = None) -> Mode:
     """Whether large or small values of a metric are good: the one place that knows.
 
-    What the data evaluate (``server/...``: accuracy, mIoU) is to be large, losses, flatness, times and bits small.
+    What the data evaluate (``server/...``, ``client/test/...``: accuracy, mIoU) is to be large, unless the metric
+    itself says otherwise; losses, deviations over clients, flatness, times and bits are to be small.
 
     Args:
         metric: Its name.
         mode: What the user says; None: by the name.
+        directions: What the run's metrics say themselves, by the last part of their name; see `read_directions`.
 
     Raises:
         UserError: If the name does not tell.
@@ -65,15 +70,40 @@ def mode_of(metric: str, mode: Mode | None = None) -> Mode:
     require(mode in ("max", "min", None), "mode", mode, "choose from max, min")
     if mode is not None:
         return mode
-    if re.search(r"(^|/)loss$", metric) or metric.startswith(("flatness/", "time/", "comm/")):
+    leaf, said = metric.rpartition("/")[2], directions or {}
+    if known := said.get(leaf) or said.get(re.sub("_(weighted|worst|worst_decile)$", "", leaf)):
+        return known
+    if re.search(r"(^|/)loss$|_std$", metric) or metric.startswith(("flatness/", "time/", "comm/")):
         return "min"
-    require(metric.startswith("server/"), "metric", metric, "set mode to max or min: its name does not tell")
+    evaluated = metric.startswith(("server/", "client/test/"))
+    require(evaluated, "metric", metric, "set mode to max or min: its name does not tell")
     return "max"
+
+
+def read_directions(folder: Path) -> dict[str, Mode]:
+    """Returns the directions of a run's metrics that their names do not tell, from its ``directions.json``, if any.
+
+    Raises:
+        UserError: If the file is not as it was written.
+    """
+    path = folder / DIRECTIONS
+    try:
+        found = json.loads(path.read_text()) if path.is_file() else {}
+    except ValueError:
+        found = {"": None}
+    fits = isinstance(found, dict) and all(mode in ("max", "min") for mode in found.values())
+    ensure(fits, f"{path}: not the directions of metrics; restore the file, or leave its run out")
+    return dict(found)
 
 
 def is_flatness(metric: str) -> bool:
     """Whether a metric is a measure of flatness; residuals and standard errors are not."""
     return metric.startswith("flatness/") and not metric.endswith(("_residual", "_error"))
+
+
+def is_of_clients(metric: str) -> bool:
+    """Whether a metric is a statistic over the evaluations of each client."""
+    return metric.startswith(("server/clients/", "client/test/"))
 
 
 def band(runs: Sequence[Pairs]) -> Band:

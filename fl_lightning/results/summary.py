@@ -5,7 +5,15 @@ from pathlib import Path
 from statistics import mean, pstdev, stdev
 
 from fl_lightning.core import ensure, require
-from fl_lightning.results.metrics import Mode, Pairs, is_flatness, mode_of, read_metrics
+from fl_lightning.results.metrics import (
+    Mode,
+    Pairs,
+    is_flatness,
+    is_of_clients,
+    mode_of,
+    read_directions,
+    read_metrics,
+)
 
 LAST = 100
 """Rounds at the end whose evaluations are averaged: ECCV 2022, FedGloSS and FedGF take 100, FedGMT 50."""
@@ -36,6 +44,7 @@ class Summary:
         target_transmissions: Transmissions up to and with that round.
         mode: Whether large (max) or small (min) values of the metric are good.
         flatness: Mean of each measure of flatness over its measurements in the last rounds, by name.
+        clients: The same of the statistics over clients (``server/clients/...``, ``client/test/...``).
     """
 
     metric: str
@@ -58,6 +67,7 @@ class Summary:
     target_transmissions: float | None = None
     mode: Mode = "max"
     flatness: dict[str, float] = field(default_factory=dict)
+    clients: dict[str, float] = field(default_factory=dict)
 
 
 def summarise(
@@ -95,7 +105,7 @@ def summarise(
         f"metric = {metric}: not in {path}, which has {', '.join(columns) or 'no rows'}",
     )
     evaluated, rounds = columns[metric], max(values[-1][0] for values in columns.values())
-    mode, window = mode_of(metric, mode), _since(evaluated, rounds - last)
+    mode, window = mode_of(metric, mode, read_directions(path.parent)), _since(evaluated, rounds - last)
     ensure(
         bool(window),
         f"last = {last}: no {metric} in the last {last} of {rounds} rounds of {path}; take more rounds",
@@ -105,7 +115,7 @@ def summarise(
     reached = None
     if target is not None:
         reached = next((at for at, value in evaluated if sign * value >= sign * target), None)
-    measured = {name: _since(pairs, rounds - last) for name, pairs in columns.items() if is_flatness(name)}
+    recent = {name: values for name, pairs in columns.items() if (values := _since(pairs, rounds - last))}
 
     def minutes(until: int) -> float | None:
         seconds = [value for at, value in columns.get("time/round_s", ()) if at <= until]
@@ -134,7 +144,8 @@ def summarise(
         target_bits=at("comm/total_bits", reached),
         target_transmissions=at("comm/transmissions", reached),
         mode=mode,
-        flatness={name.removeprefix("flatness/"): mean(values) for name, values in measured.items() if values},
+        flatness={name.removeprefix("flatness/"): mean(of) for name, of in recent.items() if is_flatness(name)},
+        clients={name: mean(of) for name, of in recent.items() if is_of_clients(name)},
     )
 
 

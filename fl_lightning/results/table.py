@@ -6,10 +6,23 @@ from pathlib import Path
 from statistics import mean, stdev
 
 from fl_lightning.results.compare import Group
-from fl_lightning.results.metrics import Mode, mode_of, write_table
+from fl_lightning.results.metrics import Mode, is_of_clients, mode_of, read_directions, write_table
 
 FLATNESS = ("lambda_max", "discrepancy", "sharpness_global", "sharpness_local")
 """Measures of flatness that have a column, if they were logged; those of all clients (``..._all``) likewise."""
+CLIENTS = {
+    "clients": ("mean of clients", "server/clients/{}"),
+    "clients_weighted": ("weighted", "server/clients/{}_weighted"),
+    "clients_std": ("sd over clients", "server/clients/{}_std"),
+    "worst_decile": ("worst 10 %", "server/clients/{}_worst_decile"),
+    "worst_client": ("worst client", "server/clients/{}_worst"),
+    "local": ("local models", "client/test/{}"),
+    "local_worst_decile": ("worst 10 %, local", "client/test/{}_worst_decile"),
+    "local_gap": ("local minus global", "client/test/{}_gap"),
+}
+"""Columns of statistics over clients, if they were logged: by key the title, and the metric's name."""
+TABLES = {"results": "results", "clients": "who is served", "costs": "cost"}
+"""Titles of the tables."""
 ARROWS: dict[Mode, str] = {"max": "↑", "min": "↓"}
 
 
@@ -43,9 +56,11 @@ class Column:
         return f"{self.title} {ARROWS[self.mode]}" if self.mode else self.title
 
     @property
-    def cost(self) -> bool:
-        """Whether it is a cost of training: minutes, bits, or rounds."""
-        return self.to_target or self.of in ("minutes", "bits")
+    def table(self) -> str:
+        """The table that it stands in, one of `TABLES`: all columns together are too wide."""
+        if is_of_clients(self.of):
+            return "clients"
+        return "costs" if self.to_target or self.of in ("minutes", "bits") else "results"
 
     @property
     def to_target(self) -> bool:
@@ -82,6 +97,8 @@ def columns(groups: Sequence[Group], reference: Group | None = None) -> list[Col
     first, last = runs[0], max(run.last for run in runs)
     mode, fraction = first.mode, first.metric.endswith(("acc", "miou"))
     measured = {name for run in runs for name in run.flatness}
+    directions = read_directions(groups[0].folders[0])
+    leaf = next((name.rpartition("/")[2] for run in runs for name in run.clients), "acc")  # the data's metric
     shown = [
         Column("mean", f"last {last}", "mean", mode, spread=",.4f", fraction=fraction),
         Column("std_rounds", "sd over rounds", "std", None, fraction=fraction),
@@ -92,6 +109,10 @@ def columns(groups: Sequence[Group], reference: Group | None = None) -> list[Col
             for start in FLATNESS
             for name in (start, f"{start}_all")
             if name in measured
+        ),
+        *(
+            Column(key, title, of, _direction(of, directions), spread=",.4f", fraction=leaf in ("acc", "miou"))
+            for key, title, of in ((key, title, of.format(leaf)) for key, (title, of) in CLIENTS.items())
         ),
         Column("minutes", "minutes", "minutes", form=",.2f"),
         Column("gigabytes", "GB", "bits", form=",.3f", scale=1 / 8e9),
@@ -107,6 +128,11 @@ def columns(groups: Sequence[Group], reference: Group | None = None) -> list[Col
         if reference is not None and (bits := reference.values("bits")):
             shown.append(Column("target_cost", "cost in B", "target_bits", form=",.2f", scale=1 / mean(bits)))
     return [c for c in shown if c.to_target or any(group.values(c.of) for group in groups)]
+
+
+def _direction(of_clients: str, directions: Mapping[str, Mode]) -> Mode | None:
+    """Of a difference between local and global models neither sign is the better one."""
+    return None if of_clients.endswith("_gap") else mode_of(of_clients, None, directions)
 
 
 def is_best(group: Group, column: Column, groups: Sequence[Group]) -> bool:

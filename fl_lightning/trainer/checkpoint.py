@@ -195,7 +195,7 @@ def _check_state(path: Path, run: Run, content: Mapping[str, Any], same_data: bo
         ("server", shapes == {name: tuple(value.shape) for name, value in run.server.items()}),
         ("clients.w0", clients["w0"].shape == kept.w0.shape),
         ("clients.ids", len(set(ids.tolist())) == len(ids) and not (same_data and (ids >= run.data.num_clients).any())),
-        ("clients.rows", {name: tuple(value.shape) for name, value in clients["rows"].items()} == rows),
+        ("clients.rows", not same_data or {n: tuple(value.shape) for n, value in clients["rows"].items()} == rows),
         ("buffers", (content["buffers"] is None) == (run.objective.net_buffers is None)),
     ):
         ensure(fits, f"ckpt_path = {path}: its {what} does not fit this run; {REMEDY}")
@@ -205,6 +205,7 @@ def _identity(run: Run) -> dict[str, Any]:
     """What must be the same when a run is resumed, by config key."""
     return {
         **_model_identity(run),
+        "model (its client state)": sorted(run.clients.inits),
         "trainer.seed": run.seed,
         "trainer.precision": run.settings.precision,
         "trainer.privacy": run.aggregation.identity,
@@ -217,7 +218,6 @@ def _model_identity(run: Run) -> dict[str, Any]:
     return {
         "model": type(run.objective).__name__,
         "model.net (its parameters)": [(n, list(s)) for n, s in zip(flat.names, flat.shapes, strict=True)],
-        "model (its client state)": sorted(run.objective.client_inits()),
         "model (its server state)": sorted(run.objective.server_inits()),
     }
 

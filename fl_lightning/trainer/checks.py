@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from functools import partial
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from fl_lightning.core import UserError, ensure, generator, variance_needed
 from fl_lightning.trainer.run import Run
@@ -21,10 +21,12 @@ def check_fit(run: Run) -> None:
     """
     objective, data, evaluator, fits = run.objective, run.data, run.evaluator, False
     net = type(objective.net).__name__
+    suits = data.task.by_class or not objective.needs_classes
+    ensure(suits, f"model = {type(objective).__name__}: for classes, these targets are none; choose another algorithm")
     x, y = next(iter(data.eval_batches("test", run.dtype)))
     try:
         logits = evaluator.logits(run.server.w, x)
-        fits = logits.ndim == y.ndim + 1 and len(logits) == len(x) and logits.shape[1] >= data.num_classes
+        fits = data.task.fit(logits, y, data.num_classes)
     except MISFIT as error:
         raise UserError(
             f"model.net = {net} cannot take a batch of shape {tuple(x.shape)} ({str(error).splitlines()[0]:.80}); "
@@ -39,10 +41,14 @@ def check_fit(run: Run) -> None:
             evaluator.logits(run.server.w, x[:least], by_batch=True)
     ensure(
         fits,
-        f"model.net = {net} gives outputs of shape {tuple(logits.shape)} for {data.num_classes} classes; "
+        f"model.net = {net} gives outputs of shape {tuple(logits.shape)} for {data.num_classes} {data.task.unit}; "
         f"set its num_classes to {data.num_classes}",
     )
     _check_loss(run, logits, y)
+    if objective.metrics:
+        scores = objective.scores(data).to(run.fabric.device)
+        scores.update(logits, y)
+        scores.compute()
     draw = generator(run.seed, "check")
     x, y = next(iter(data.client_batches(0, 1, 1, draw, run.dtype)))  # with Mixup its labels are probabilities
     _check_loss(run, evaluator.logits(run.server.w, x[:2]), y[:2])
@@ -79,13 +85,15 @@ def _zeros(shapes: Mapping[str, list[int]], like: Tensor, name: str, _: object) 
 
 
 def _check_loss(run: Run, logits: Tensor, y: Tensor) -> None:
-    loss = type(run.objective.loss).__name__
+    loss, task = type(run.objective.loss).__name__, run.data.task
+    wrong = not task.by_class and isinstance(run.objective.loss, nn.CrossEntropyLoss)  # takes y for probabilities
+    ensure(not wrong, f"model.loss = {loss}: for classes, these targets are none; choose a loss {task.remedy}")
     try:
         shape = tuple(run.objective.loss(logits, y).shape)
     except MISFIT as error:
         raise UserError(
             f"model.loss = {loss} cannot take logits {tuple(logits.shape)} and labels {tuple(y.shape)} "
-            f"({str(error).splitlines()[0]:.80}); choose a loss for classes"
+            f"({str(error).splitlines()[0]:.80}); choose a loss {run.data.task.remedy}"
         ) from None
     ensure(
         shape == (len(y),),

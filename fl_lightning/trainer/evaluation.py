@@ -6,10 +6,11 @@ from typing import Literal
 import torch
 from lightning.fabric import Fabric
 from torch import Tensor
+from torch.nn.functional import one_hot
 from torch.optim.swa_utils import update_bn
-from torchmetrics import Metric
 
 from fl_lightning.algorithms.base import LocalObjective
+from fl_lightning.algorithms.metrics import Scores
 from fl_lightning.algorithms.parts.buffers import Buffers
 from fl_lightning.core import FlatNet, accumulator_dtype, eval_mode, logits, seeded, to_device
 from fl_lightning.data import FederatedDataModule
@@ -42,7 +43,7 @@ class Evaluator:
         self.fabric, self.objective, self.data, self.net = fabric, objective, data, net
         self.dtype, self.seed = dtype, seed
         self._estimated: tuple[Tensor, Tensor] | None = None
-        self._metrics: dict[str, Metric] = {}
+        self._scores: dict[str, Scores] = {}
 
     @property
     def by_batch(self) -> bool:
@@ -62,8 +63,8 @@ class Evaluator:
             statistics: The server's net buffers, ``(b,)``, if it keeps any.
 
         Returns:
-            ``server/<split>/acc`` (or the metric's name), ``server/<split>/loss``, and if the data name parts of the
-            test set, their metric as ``server/test_<part>/acc``.
+            ``server/<split>/acc`` (or the metric's name), those of ``model.metrics``, ``server/<split>/loss``, and if
+            the data name parts of the test set, their metrics as ``server/test_<part>/acc``.
         """
         rank, world = self.fabric.global_rank, self.fabric.world_size
         # normalized by batch, batches stay whole and the processes share them; otherwise they share samples
@@ -72,12 +73,7 @@ class Evaluator:
         if not self.by_batch:
             parts = {part: of[rank::world] for part, of in parts.items()}
         values = self.measure(self.data.eval_batches(split, self.dtype, share), w, statistics, parts)
-        name = self.data.metric()[0]
-        loss = values.pop("loss")
-        return {
-            **{f"server/{split}{part and '_'}{part}/{name}": value for part, value in values.items()},
-            f"server/{split}/loss": loss,
-        }
+        return {f"server/{split}{name}": value for name, value in values.items()}
 
     def measure(
         self,
@@ -86,7 +82,7 @@ class Evaluator:
         statistics: Tensor | None,
         parts: Mapping[str, Tensor] | None = None,
     ) -> dict[str, float]:
-        """Mean loss and the data's metric on batches.
+        """Mean loss, the data's metric and those of ``model.metrics`` on batches.
 
         Args:
             batches: This process's samples; with ``model.buffers`` = local all of them on every process.
@@ -95,34 +91,73 @@ class Evaluator:
             parts: Parts of the samples by name, boolean ``(n,)``.
 
         Returns:
-            ``loss``, the metric under the empty name, and the metric of each part.
+            Each metric as ``/<name>``, of each part as ``_<part>/<name>``, and ``/loss``.
         """
-        fabric, data, n, parts = self.fabric, self.data, 0, parts or {}
+        fabric, n, parts = self.fabric, 0, parts or {}
         self.load_statistics(w, statistics)
         sums = torch.zeros(2, dtype=accumulator_dtype(fabric.device), device=fabric.device)  # of losses, and samples
-        metrics = {part: self._metric(part) for part in ("", *parts)}
+        scores = {part: self._empty_scores(part) for part in ("", *parts)}
         for i, (x, y) in enumerate(batches):
             rows, n = slice(n, n + len(y)), n + len(y)
             if self.by_batch and i % fabric.world_size != fabric.global_rank:
                 continue
-            z = self.logits(w, x, self.by_batch).to(self.dtype)
-            loss = self.objective.evaluation_loss(z, y).sum()
-            sums += torch.stack([loss.to(sums.dtype), sums.new_full((), len(y))])
-            z = z[:, : data.num_classes]
-            metrics[""].update(z, y)
+            z, losses = self._outputs(w, x, y)
+            sums += torch.stack([losses.sum().to(sums.dtype), sums.new_full((), len(y))])
+            scores[""].update(z, y)
             for part, of in parts.items():
                 if len(mine := of[rows].nonzero()[:, 0]):
                     here = to_device(mine, y.device)
-                    metrics[part].update(z[here], y[here])
+                    scores[part].update(z[here], y[here])
         sums = torch.as_tensor(fabric.all_reduce(sums, reduce_op="sum"))
-        return {**{part: float(m.compute()) for part, m in metrics.items()}, "loss": float(sums[0] / sums[1])}
+        found = {part: each.compute() for part, each in scores.items()}
+        values = {f"{part and '_'}{part}/{name}": v for part, of in found.items() for name, v in of.items()}
+        return {**values, "/loss": float(sums[0] / sums[1])}
 
-    def _metric(self, part: str) -> Metric:
-        """The data's metric without samples; it is moved to the device once a run."""
-        if part not in self._metrics:
-            self._metrics[part] = self.data.metric()[1].to(self.fabric.device)
-        self._metrics[part].reset()
-        return self._metrics[part]
+    def alone(self, batches: Iterable[tuple[Tensor, Tensor]], w: Tensor) -> tuple[float, float]:
+        """The data's metric and mean loss on batches of this process alone, with the buffers that the net holds.
+
+        Args:
+            batches: At least one sample.
+            w: Weights, ``(d,)``.
+        """
+        metric = self.data.metric()[1].to(self.fabric.device)
+        metric.distributed_available_fn = lambda: False
+        sums = torch.zeros(2, dtype=accumulator_dtype(self.fabric.device), device=self.fabric.device)
+        for x, y in batches:
+            z, losses = self._outputs(w, x, y)
+            sums += torch.stack([losses.sum().to(sums.dtype), sums.new_full((), len(y))])
+            metric.update(z, y)
+        return float(metric.compute()), float(sums[0] / sums[1])
+
+    def by_class(self, batches: Iterable[tuple[Tensor, Tensor]], w: Tensor) -> Tensor:
+        """Correct predictions, losses and samples of each class, with the buffers that the net holds.
+
+        Args:
+            batches: This process's samples, with one class each.
+            w: Weights, ``(d,)``.
+
+        Returns:
+            Sums over this process's samples, ``(3, num_classes)``.
+        """
+        classes, device = self.data.num_classes, self.fabric.device
+        sums = torch.zeros(3, classes, dtype=accumulator_dtype(device), device=device)
+        for x, y in batches:
+            z, losses = self._outputs(w, x, y)
+            rows = torch.stack([(z.argmax(1) == y).to(sums.dtype), losses.to(sums.dtype), torch.ones_like(y).to(sums)])
+            sums += rows @ one_hot(y, classes).to(sums.dtype)  # in an order that does not vary
+        return sums
+
+    def _outputs(self, w: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Outputs for the data's classes, ``(n, C, ...)``, and the loss of each sample, ``(n,)``."""
+        z = self.logits(w, x, self.by_batch).to(self.dtype)
+        return z[:, : self.data.num_classes], self.objective.evaluation_loss(z, y)
+
+    def _empty_scores(self, part: str) -> Scores:
+        """The metrics without samples; they are moved to the device once a run."""
+        if part not in self._scores:
+            self._scores[part] = self.objective.scores(self.data).to(self.fabric.device)
+        self._scores[part].reset()
+        return self._scores[part]
 
     def load_statistics(self, w: Tensor, statistics: Tensor | None) -> None:
         """Loads the buffers that weights are evaluated with into the net.

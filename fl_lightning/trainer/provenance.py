@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Mapping
 from datetime import datetime, timezone
 from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
@@ -19,6 +20,7 @@ import torch
 import fl_lightning
 from fl_lightning.core import UserError, write_atomically
 from fl_lightning.data import FederatedDataModule
+from fl_lightning.results.metrics import DIRECTIONS, Mode, mode_of
 
 FILE, PARTITION = "provenance.json", "partition.json"
 PACKAGES = ("torch", "torchvision", "lightning", "torchmetrics", "numpy", "jsonargparse")
@@ -91,11 +93,23 @@ def write_partition(folder: Path, data: FederatedDataModule) -> None:
         folder: The run folder, which exists.
         data: The data, after setup.
     """
-    y = data.y_train.cpu()
+    y, classes = data.strata.cpu(), data.num_classes if data.task.by_class else 1
     counted = (torch.unique(y[part], return_counts=True) for part in data.clients[:MOST_CLIENTS])
     counts = [dict(zip(classes.tolist(), n.tolist(), strict=True)) for classes, n in counted]
-    found = {"clients": data.num_clients, "classes": data.num_classes, "counts": counts}
+    found = {"clients": data.num_clients, "classes": classes, "counts": counts}
     write_atomically(folder / PARTITION, json.dumps(found) + "\n")
+
+
+def write_directions(folder: Path, directions: Mapping[str, Mode]) -> None:
+    """Writes ``directions.json``, if the names of metrics do not tell all of them; rank 0 calls.
+
+    Args:
+        folder: The run folder, which exists.
+        directions: Whether large or small values are good, by the metric's name.
+    """
+    untold = {name: mode for name, mode in directions.items() if mode != mode_of(f"server/test/{name}")}
+    if untold:
+        write_atomically(folder / DIRECTIONS, json.dumps(untold) + "\n")
 
 
 def command_line() -> str:

@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
-from fl_lightning.core import DivergenceError, State, generator
-from fl_lightning.data.minibatches import Minibatches
+from fl_lightning.core import DivergenceError, State
 from fl_lightning.engine import Engine, Job, LocalResult
 from fl_lightning.trainer import collectives, divergence, incidents
 from fl_lightning.trainer.arrivals import Arrivals
@@ -174,7 +173,7 @@ class Phase:
                 state,
                 self.sent,
                 cohort.contexts[p],
-                self._minibatches(cohort, p),
+                run.minibatches(cohort.clients[p], cohort.contexts[p]),
                 run.seed,
                 run.varied,
             )
@@ -201,6 +200,15 @@ class Phase:
             if self.run.settings.on_divergence == "stop":
                 raise
             self.round.leave(why)
+
+    def observe(self, results: Iterable[LocalResult]) -> None:
+        """Takes the local results one by one and keeps none: a dry round without the server's step.
+
+        Args:
+            results: As for `aggregate`.
+        """
+        for result in self._clocked(results):
+            self._take(result)
 
     def _step(self, arrivals: Arrivals) -> None:
         """The server's step, and the clients' rows; if nobody has answered, everything stays as it was."""
@@ -251,11 +259,6 @@ class Phase:
                 return
             yield result
 
-    def _minibatches(self, cohort: Cohort, position: int) -> Minibatches:
-        run, client, ctx = self.run, cohort.clients[position], cohort.contexts[position]
-        draw = generator(run.seed, "batches", cohort.t, cohort.phase, client)
-        return run.data.client_batches(client, run.settings.local_epochs, ctx.K, draw, run.dtype)
-
     def _read_ahead(self, jobs: list[Job]) -> None:
         """Reads from disk, in threads, what this and the next phase need."""
         run, stream, rows = self.run, self.run.data.stream, self.run.clients.on_disk and self.last
@@ -267,7 +270,8 @@ class Phase:
         elif self.ctx.t + 1 < run.max_rounds:
             cohort = Cohort.draw(run, self.ctx.t + 1)
         if stream:
-            upcoming = [self._minibatches(cohort, p) for p in cohort.shares[run.fabric.global_rank]] if cohort else []
+            mine = cohort.shares[run.fabric.global_rank] if cohort else []
+            upcoming = [run.minibatches(cohort.clients[p], cohort.contexts[p]) for p in mine] if cohort else []
             run.data.read_ahead([*(job.minibatches for job in jobs), *upcoming])
         if rows and cohort is not None:
             run.clients.read_ahead(cohort.clients)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,18 @@ from fl_lightning import engine as engines
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.core import (
     Checked,
+    ClientContext,
     FlatNet,
     RoundContext,
     State,
     UserError,
     check_interruption,
+    generator,
 )
 from fl_lightning.data import FederatedDataModule
+from fl_lightning.data.minibatches import Minibatches
 from fl_lightning.engine import Engine, EngineName, LocalResult
+from fl_lightning.results.metrics import Mode
 from fl_lightning.trainer import divergence, incidents
 from fl_lightning.trainer.aggregation import Aggregation, Mean, Plan
 from fl_lightning.trainer.client_store import ClientStore
@@ -228,6 +233,11 @@ class Run:
         """The context of round ``t``."""
         return RoundContext(t, self.max_rounds, self.data.num_clients, self.objective.flat, phase)
 
+    def minibatches(self, client: int, ctx: ClientContext) -> Minibatches:
+        """What a client trains on in a phase, a function of (seed, round, phase, client)."""
+        draw = generator(self.seed, "batches", ctx.t, ctx.phase, client)
+        return self.data.client_batches(client, self.settings.local_epochs, ctx.K, draw, self.dtype)
+
     def make_engine(self, name: EngineName) -> Engine:
         """An engine for this run's objective."""
         settings = self.settings
@@ -275,6 +285,11 @@ class Run:
         """Calls the callbacks' `on_local_end`."""
         self.call("on_local_end", result=result)
 
+    @cached_property
+    def directions(self) -> dict[str, Mode]:
+        """Whether large or small values of what is evaluated are good, by the metric's name, the data's first."""
+        return self.objective.scores(self.data).directions()
+
     def evaluate(self, split: Split, w: Tensor | None = None) -> dict[str, float]:
         """Loss and metric of weights on a split; see `Evaluator.evaluate`.
 
@@ -287,7 +302,7 @@ class Run:
     def evaluate_batches(self, batches: Any) -> dict[str, float]:
         """Loss and metric of the global model on batches ``(x, y)``, such as those of ``data.eval_batches``."""
         values = self.evaluator.measure(batches, self.global_model, self.server.get("buffers"))
-        return {self.data.metric()[0]: values[""], "loss": values["loss"]}
+        return {name.removeprefix("/"): value for name, value in values.items()}
 
     def load_statistics(self, w: Tensor) -> None:
         """Loads the buffers that weights ``w``, ``(d,)``, are evaluated with into the net; every process must call."""

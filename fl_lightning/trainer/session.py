@@ -131,6 +131,7 @@ class Session:
             path, run.rounds_done, fabric.device, fabric.world_size,
             engine=engine, precision=run.settings.precision, config=config,
         )  # fmt: skip
+        provenance.write_directions(path, run.directions)
         if run.checkpoint is None:
             provenance.write_partition(path, run.data)
 

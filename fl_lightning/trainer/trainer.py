@@ -1,5 +1,6 @@
 """The federated trainer: its loop is `FederatedTrainer.fit`. It knows no algorithm."""
 
+from collections.abc import Callable
 from typing import Annotated, Any
 
 from lightning.fabric.loggers.logger import Logger
@@ -37,9 +38,11 @@ class FederatedTrainer(Settings):
 
     Attributes:
         run: The last run.
+        make_run: Makes the run of `fit`. Another one lets clients train elsewhere; see `fl_lightning.flower`.
     """
 
     run: Run
+    make_run: Callable[..., Run] = staticmethod(Run)
 
     def __init__(
         self,
@@ -156,7 +159,7 @@ class FederatedTrainer(Settings):
             f"model = {name}: a run has trained it; make a new one, {name}(model.net) to begin with its weights, "
             "or give the run's ckpt_path to go on",
         )
-        self.run = Run(self, self.callbacks, self.loggers, model, datamodule, kind)
+        self.run = self.make_run(self, self.callbacks, self.loggers, model, datamodule, kind)
         if ckpt_path is not None:
             checkpoint.restore(self.run, ckpt_path)
         if kind == "federated":

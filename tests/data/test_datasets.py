@@ -230,6 +230,18 @@ def test_any_dataset_with_clients(kind: str, stream: bool, tmp_path: Path) -> No
     assert (train.reads > before) is stream
 
 
+def test_a_client_has_its_own_part_of_the_test_set() -> None:
+    train, test = Pairs(IMAGES[:6], [0, 1] * 3), Pairs(IMAGES[6:11], [0, 1, 1, 0, 0])
+    data = FromDataset(train, test, [10, 2, 2, 10, 7, 7], [10, 7, 3, 10, 7])  # user 3 trains nowhere, 2 tests nothing
+    data.setup()
+    assert [part.tolist() for part in data.clients] == [[1, 2], [4, 5], [0, 3]]
+    found = [data.client_test_indices(client) for client in range(3)]
+    assert [None if part is None else part.tolist() for part in found] == [[], [1, 4], [0, 3]]
+    plain = FromDataset(train, test, num_clients=2)
+    plain.setup()
+    assert plain.client_test_indices(0) is None
+
+
 def test_targets_spare_reading(tmp_path: Path) -> None:
     train = Pairs(IMAGES[:6], [0, 1] * 3)
     train.targets = [0, 1] * 3  # type: ignore[attr-defined]
@@ -240,13 +252,10 @@ def test_targets_spare_reading(tmp_path: Path) -> None:
 
 def test_faulty_datasets() -> None:
     good = Pairs(IMAGES[:4], [0, 1, 0, 1])
-    rows: Any = [{"image": np.zeros(3), "label": 0}] * 4
-    with pytest.raises(
-        UserError, match=r"^train: samples are dicts with keys image, label; wrap [^\n]* pairs \(x, label\)$"
-    ):
-        FromDataset(rows, rows, num_clients=2).setup()
     with pytest.raises(UserError, match="clients: 3 for 4 samples; give one per sample"):
         FromDataset(good, good, [0, 1, 1])
+    with pytest.raises(UserError, match="test_clients: 1 for 4 samples; give one per sample"):
+        FromDataset(good, good, [0, 1, 1, 0], [0])
     odd = Pairs([*IMAGES[:3], IMAGES[3, :5]], [0, 1, 0, 1])
     with pytest.raises(UserError, match=r"train: sample 3 is uint8 \(5, 32, 3\), the first is uint8 \(32, 32, 3\)"):
         FromDataset(odd, good, num_clients=2).setup()
@@ -260,7 +269,9 @@ def test_faulty_datasets() -> None:
 def test_code_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    pytest.importorskip("datasets")
     monkeypatch.chdir(tmp_path)
+    generated.leaf(tmp_path / "data" / "femnist", "FEMNIST")
     names: dict[str, Any] = {}
     made = []
     for block in blocks:
@@ -270,13 +281,14 @@ def test_code_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             data.setup()
             made.append((type(data).__name__, data.num_clients, data.client_sizes.tolist()))
             assert len(block.strip().splitlines()) < 15
-    assert made == [("Arrays", 5, [10] * 5), ("FromDataset", 3, [20] * 3), ("Sensors", 2, [10, 20])]
+    assert made[:2] == [("HuggingFace", 3, [24] * 3), ("FEMNIST", 3, [4, 3, 5])]
+    assert made[2:] == [("Arrays", 5, [10] * 5), ("FromDataset", 3, [20] * 3), ("Sensors", 2, [10, 20])]
 
 
 def test_yaml_of_the_page_is_a_config() -> None:
     page = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
     for block in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL):
         given = yaml.safe_load(block)["data"]
-        settings = given["init_args"].pop("augment")
+        settings = given["init_args"].pop("augment", {"class_path": "Augment", "init_args": {}})
         augment = getattr(fl_lightning, settings["class_path"])(**settings["init_args"])
         assert getattr(fl_lightning, given["class_path"])(**given["init_args"], augment=augment).augment is augment

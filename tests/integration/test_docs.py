@@ -156,6 +156,8 @@ NOT_RUN = {
         "pip": "nothing is installed by a test",
         "benchmarks/": "they measure for minutes; tests run their functions",
         "torchrun": "several processes: test_processes.py",
+        "flwr ": "it needs flwr, in an environment of its own: tests/flower/test_flower.py",
+        "flower-super": "the same",
         "srun": "a cluster; the batch script is run above",
         "sbatch": "the same",
         "wandb": "it needs an account or a server",
@@ -166,7 +168,6 @@ NOT_RUN = {
     "python": {
         "docs/architecture.md": "a quotation, held above",
         "docs/landscapes.md": "tests/flatness/test_landscape.py",
-        "docs/data.md": "tests/data/test_datasets.py",
         "w1-flatness": "of a run on a GPU",
         "(x_0, y_0)": "a fragment; docs/python.md has the whole",
         "my_batches": "several processes: tests/flatness",

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -78,7 +79,11 @@ class Uneven(Dirichlet):
 
 
 class Parts(Digits):
-    """The last of the test samples are evaluated on their own, too."""
+    """The last of the test samples are evaluated on their own, too; the last client owns none of them."""
+
+    def load(self):
+        self.test_clients = np.arange(360) % (self.num_clients - 1)
+        return super().load()
 
     def test_parts(self):
         return {"late": torch.arange(len(self.y_test)) >= 200}
@@ -126,7 +131,8 @@ class Mistaken(Callback):
 '''
 METRICS = (
     "--trainer.callbacks.metrics=[{{class_path: LambdaMax, init_args: {{samples: {}}}}}, Discrepancy, Updates, "
-    "ClientLambdaMax, {{class_path: DeltaEpsilon, init_args: {{rho: 0.1}}}}]"
+    "ClientLambdaMax, {{class_path: DeltaEpsilon, init_args: {{rho: 0.1}}}}, "
+    "{{class_path: ClientEvaluation, init_args: {{local_models: true}}}}]"
 )
 UNEVEN = ["--data.partition=many.Uneven", "--data.partition.alpha=1"]
 
@@ -175,8 +181,11 @@ def assert_metrics(there: Path, one: Path, measured: float) -> None:
             [2, 3, 4] if name.endswith(("_cosine", "_epsilon")) else [1, 2, 3, 4]
         )  # the first round has none before it
         assert [at for at, _ in logged[name]] == [at for at, _ in values] == rounds
-        tolerance = measured if name.startswith(("server/", "flatness/")) else 1e-12
+        tolerance = measured if name.startswith(("server/", "flatness/", "client/test/")) else 1e-12
         assert [v for _, v in logged[name]] == pytest.approx([v for _, v in values], tolerance, tolerance), name
+    a, b = (np.genfromtxt(folder / "client_evaluation.csv", delimiter=",", skip_header=1) for folder in (there, one))
+    np.testing.assert_allclose(a, b, measured, measured)
+    assert len(a) in (4 * 5, 4 * 6) and np.isfinite(a).all()
 
 
 def test_two_processes(folder: Path) -> None:
@@ -188,6 +197,7 @@ def test_two_processes(folder: Path) -> None:
     assert state(one)["ids"].tolist() == [0, 1, 2, 3, 4, 5]
     assert_metrics(there, one, 1e-5)
     assert "server/test_late/acc" in metrics(one)
+    assert len((there / "client_evaluation.csv").read_text().splitlines()) == 1 + 4 * 5
 
 
 @pytest.mark.slow

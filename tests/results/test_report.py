@@ -92,6 +92,8 @@ def folder(tmp_path: Path) -> Path:
     (one / "provenance.json").write_text(json.dumps(provenance("--- a\n+++ </script><b>\n")))
     counts = [{"0": 3}, {"0": 1, "2": 5}]
     (one / "partition.json").write_text(json.dumps({"clients": 2, "classes": 3, "counts": counts}))
+    rows = "".join(f"6,{k},{10 ** (k % 3 + 1)},0.{k},1.5,0.9,0.5\n" for k in range(10))
+    (one / "client_evaluation.csv").write_text(f"round,client,samples,acc,loss,local_acc,local_loss\n{rows}")
     lines = [{"round": t, "seed": 0, **measurement("lambda_max", 9.0 / t)} for t in (3, 6)]
     (one / "flatness.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"cut sh')
     found = [measurement("lambda_1", 4.0, details={"eigenvalues": [1.0, 4.0]})]
@@ -166,6 +168,9 @@ def test_everything_a_run_folder_holds(page: Path) -> None:
     titles = [value for name, value in found.attributes if name == "data-figure"]
     assert sorted(titles) == sorted(json.loads(found.texts["figures"]))
     assert sum(str(title).startswith("landscapes: ") for title in titles) == 2 + 2 + 1
+    served = {str(t): json.loads(found.texts["figures"])[t]["data"] for t in titles if str(t).startswith("served: ")}
+    assert [data[0]["y"][0] for data in served.values()] == [0.0, 0.0, 0.9] and "served" in found.ids
+    assert [trace["legendgroup"] for trace in served["served: Test accuracy by number of samples"]] == ["FedAvg"] * 2
     assert [str(t).split(": ")[0] for t in titles if "artition" in str(t) or "spectr" in str(t)] == ["spectra"] * 2 + [
         "partitions"
     ]
@@ -192,14 +197,15 @@ def test_a_broken_file_is_named(name: str, folder: Path, tmp_path: Path) -> None
 
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of a real run, as a folder and as a file; what went wrong is one line, and nothing is written."""
-    run("fit", "--trainer.callbacks+=FlatnessMonitor", "--trainer.callbacks.metrics+=LambdaMax", root=tmp_path / "runs")
+    measured = "--trainer.callbacks.metrics=[LambdaMax, ClientEvaluation]"
+    run("fit", "--trainer.callbacks+=FlatnessMonitor", measured, root=tmp_path / "runs")
     cli("report", str(tmp_path / "runs"), f"--out={tmp_path / 'mine.html'}", "--target=0.01")
     assert "report: " in capsys.readouterr().out
     names = {path.name for path in (tmp_path / "mine").iterdir()}
     assert {"compare.csv", "compare.tex", "curves.csv", "partition_0.pdf", "server_test_acc.png"} <= names
-    assert {"tradeoff_lambda_max.pdf", "flatness_lambda_max.pdf"} <= names
+    assert {"tradeoff_lambda_max.pdf", "flatness_lambda_max.pdf", "clients.pdf"} <= names
     found = Page((tmp_path / "mine.html").read_text())
-    assert any("FedAvg-Digits" in row for row in found.cells) and "provenance" in found.ids
+    assert any("FedAvg-Digits" in row for row in found.cells) and {"provenance", "served", "clients"} <= {*found.ids}
     (tmp_path / "empty").mkdir()
     with pytest.raises(SystemExit, match=r"^error: runs = .*empty: no run there[^\n]*$"):
         cli("report", str(tmp_path / "empty"), f"--out={tmp_path / 'none'}")

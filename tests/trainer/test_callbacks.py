@@ -133,14 +133,14 @@ class Scores(Callback):
 def test_best_checkpoint(tmp_path: Path) -> None:
     """The best round by a metric, the best three, and a run that goes on from it as ever."""
     scores = Scores(3, 5, 4, float("nan"), 1, 2)
-    run = fit(tmp_path, scores, Checkpoints(monitor="mine/score"))
+    run = fit(tmp_path, scores, Checkpoints(monitor="mine/score", mode="max"))
     names = {path.name: torch.load(path, weights_only=True)["round"] for path in run.folder.checkpoints.iterdir()}
     assert names == {"last.ckpt": 6, "best.ckpt": 2}
     top = fit(tmp_path / "top", scores, Checkpoints(monitor="mine/score", mode="min", save_top_k=3))
     names = {path.name: torch.load(path, weights_only=True)["round"] for path in top.folder.checkpoints.iterdir()}
     assert names == {"last.ckpt": 6, "best.ckpt": 5, "round_1.ckpt": 1, "round_5.ckpt": 5, "round_6.ckpt": 6}
     whole = state(run.folder.path)
-    again = fit(tmp_path, scores, Checkpoints(monitor="mine/score"), ckpt_path="best")
+    again = fit(tmp_path, scores, Checkpoints(monitor="mine/score", mode="max"), ckpt_path="best")
     assert again.folder.path == run.folder.path
     assert_same(state(run.folder.path), whole)
     with pytest.raises(UserError, match="ckpt_path = best: no such checkpoint"):

@@ -19,7 +19,8 @@ from fl_lightning import WandbLogger
 from fl_lightning.results.metrics import read_metrics
 from tests.runs import cli, last, metrics, run
 
-MEASURED = '[LambdaMax,Discrepancy,{"class_path":"Spectrum","init_args":{"k":5}},ClientLambdaMax]'
+MEASURED = '[LambdaMax,Discrepancy,{"class_path":"Spectrum","init_args":{"k":5}},ClientLambdaMax,ClientEvaluation]'
+ENDINGS = ("", "_weighted", "_std", "_worst_decile", "_worst")
 D = 64 * 8 + 8 + 8 * 10 + 10  # weights of the net in tests.runs
 COHORT = 3
 
@@ -58,7 +59,8 @@ def test_a_row_a_round(logged: Path) -> None:
         **dict.fromkeys(("flatness/lambda_1", "flatness/lambda_1_residual"), measured),
         **dict.fromkeys(("flatness/lambda_ratio", "flatness/lambda_ratio_residual"), measured),
         **dict.fromkeys(("flatness/client_lambda_max_local", "flatness/client_lambda_max_local_residual"), measured),
-        **dict.fromkeys(("time/flatness_s", "time/flatness_share"), measured),
+        **dict.fromkeys((f"server/clients/acc{end}" for end in ENDINGS), measured),
+        **dict.fromkeys(("server/clients/loss", "time/flatness_s", "time/flatness_share"), measured),
     }
     flat = {name.removeprefix("flatness/"): values[0][1] for name, values in columns.items()}
     assert flat["discrepancy"] == abs(flat["sharpness_global"] - flat["sharpness_local"]) > 0
@@ -173,14 +175,14 @@ def test_wandb_holds_the_same(logged: Path) -> None:
         "round": 0, "partition/clients": "table-file", "partition/heat_map": "image-file",
         "partition/samples_clients": "histogram", "partition/classes_clients": "histogram",
     }  # fmt: skip
-    assert figure == {"round": 5, "curves": "image-file"}
+    assert figure == {"round": 5, "curves": "image-file", "clients": "image-file"}
     assert [row["round"] for row in history] == [1, 2, 3, 4, 5]
     for name, values in columns.items():
         assert [(row["round"], row[name]) for row in history if name in row] == values
     shown = {name: [r["round"] for r in history if name in r] for row in history for name in row if row[name] in KINDS}
     assert shown == {
         "client/train/loss_clients": [2, 4, 5], "flatness/spectrum": [3, 5], "flatness/lambda_1_eigenvalues": [3, 5],
-        "flatness/client_lambda_max_local_clients": [3, 5],
+        "flatness/client_lambda_max_local_clients": [3, 5], "server/clients/acc_clients": [3, 5],
     }  # fmt: skip
     saved = yaml.safe_load((logged / "config.yaml").read_text())
     assert saved.keys() >= {"model", "data", "trainer"}

@@ -26,6 +26,7 @@ from fl_lightning import (
     SGD,
     AdaptiveSharpness,
     Callback,
+    ClientEvaluation,
     ClientLambdaMax,
     CohortLoss,
     DeltaEpsilon,
@@ -188,6 +189,7 @@ ALL: list[Measure] = [
     CohortLoss(),
     Updates(),
     DeltaEpsilon(rho=0.1),
+    ClientEvaluation(local_models=True),
 ]
 
 
@@ -207,7 +209,9 @@ def test_nothing_that_is_measured_changes_the_run(algorithm: type[LocalObjective
     }  # fmt: skip
     assert all(line["data"] and line["model"] for line in lines if line["name"] != "norm_w")
     logged = watched.metrics
-    assert {f"flatness/{name}" for name in names} <= logged.keys() and 0 < logged["time/flatness_share"] < 1
+    assert {name if "/" in name else f"flatness/{name}" for name in names} <= logged.keys() and 0 < logged[
+        "time/flatness_share"
+    ] < 1
     (curve,) = (line for line in lines if line["name"] == "client_lambda_max_local" and line["round"] == 3)
     values = list(curve["details"]["clients"].values())
     assert len(values) == 4 and curve["value"] == pytest.approx(sum(values) / 4)
@@ -285,7 +289,17 @@ def glosses(folder: Path, *callbacks: Callback, **options: Any) -> Run:
 
 
 def tracking() -> FlatnessMonitor:
-    return FlatnessMonitor(1, [Updates(), DeltaEpsilon(), CohortLoss(), Discrepancy(samples=100), LambdaMax(50)])
+    return FlatnessMonitor(
+        1,
+        [
+            Updates(),
+            DeltaEpsilon(),
+            CohortLoss(),
+            Discrepancy(samples=100),
+            LambdaMax(50),
+            ClientEvaluation(True, clients=2),
+        ],
+    )
 
 
 @pytest.mark.parametrize("hook", HOOKS)
@@ -297,6 +311,7 @@ def test_an_interruption_in_any_hook_gives_the_same_numbers(hook: str, tmp_path:
     assert last(newest(tmp_path / "broken"))["round"] == 5 and newest(tmp_path / "broken") == broken
     assert read_measurements(broken / "flatness.jsonl") == read_measurements(whole / "flatness.jsonl")
     assert metrics(broken) == metrics(whole)
+    assert (broken / "client_evaluation.csv").read_text() == (whole / "client_evaluation.csv").read_text()
 
 
 @pytest.mark.slow

@@ -23,6 +23,9 @@ class Partition(Checked, ABC, key="data.partition"):
     fixed: ClassVar[bool] = False
     """Whether the indices are given, and so refer to the whole training set."""
 
+    by_class: bool = False
+    """Whether it needs the class of each sample; where samples have none, ``labels`` are targets ``(N, k)``."""
+
     replacement: bool = False
     """Whether a sample may occur several times, at one client or at several."""
 

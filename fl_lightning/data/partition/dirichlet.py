@@ -32,7 +32,7 @@ class IID(Partition):
     def __init__(self, power: NonNegative = 0.0, stratified: bool = False) -> None:
         self.power = power
         require(not (power and stratified), "data.partition.power", power, "stratified clients have equal sizes; use 0")
-        self.stratified = stratified
+        self.stratified = self.by_class = stratified
 
     def split(self, labels: Indices, num_clients: int, num_classes: int, seed: int) -> Sequence[Indices]:
         """See :meth:`Partition.__call__`."""
@@ -60,6 +60,8 @@ class Dirichlet(Partition):
     Raises:
         UserError: If alpha or power is negative or not finite, or power is given with alpha = 0.
     """
+
+    by_class = True
 
     def __init__(
         self, alpha: NonNegative = 0.0, power: NonNegative = 0.0, draws: Literal["rounded", "multinomial"] = "rounded"
@@ -137,6 +139,8 @@ class PAM(Partition):
     Raises:
         UserError: If alpha or beta is not above 0, coarse has negative labels, or (on use) not one for every class.
     """
+
+    by_class = True
 
     def __init__(self, alpha: Positive = 0.1, beta: Positive = 10.0, coarse: list[Whole] | None = None) -> None:
         self.alpha, self.beta, self.coarse = alpha, beta, coarse

@@ -4,7 +4,7 @@ import csv
 import json
 import pickle
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,13 +51,21 @@ class Natural(Partition):
 
     def split(self, labels: Indices, num_clients: int, num_classes: int, seed: int) -> Sequence[Indices]:
         """See :meth:`Partition.__call__`."""
-        users = _column(self.users, self.column) if isinstance(self.users, str) else [str(user) for user in self.users]
+        users = self._names()
         found = f"{len(users)} users"
         require(len(users) == len(labels), "data.partition.users", found, f"give one for each of {len(labels)} samples")
         rows: dict[str, list[int]] = {}
         for index, user in enumerate(users):
             rows.setdefault(user, []).append(index)
         return [np.array(rows[user], np.int64) for user in _ordered(rows)]
+
+    def clients(self, users: Iterable[int | str]) -> Indices:
+        """Client of each user, ``(n,)``, such as of those that test samples come from; -1 for others."""
+        number = {user: client for client, user in enumerate(_ordered(dict.fromkeys(self._names())))}
+        return np.array([number.get(str(user), -1) for user in users], np.int64)
+
+    def _names(self) -> list[str]:
+        return _column(self.users, self.column) if isinstance(self.users, str) else [str(user) for user in self.users]
 
 
 class FromFile(Partition):
@@ -128,7 +136,7 @@ class FromFile(Partition):
         return {str(user): [(_integer(index), None) for index in part] for user, part in items}
 
 
-def _ordered(rows: dict[str, Any]) -> list[str]:
+def _ordered(rows: Collection[str]) -> list[str]:
     return sorted(rows, key=int) if all(user.lstrip("-").isdigit() for user in rows) else list(rows)
 
 

@@ -34,6 +34,8 @@ class FLSAMPath(Partition):
         UserError: If shards is below 1, or (on use) the classes cannot be cut into equally many shards.
     """
 
+    by_class = True
+
     def __init__(self, shards: Count) -> None:
         self.shards = shards
 
@@ -71,6 +73,8 @@ class FLSAMDirichlet(Partition):
     Raises:
         UserError: If alpha is not above 0 or imbalance below 1; on use, if no split is found.
     """
+
+    by_class = True
 
     def __init__(self, alpha: Positive, imbalance: Annotated[float, Interval("[1, inf)")] = 2.0) -> None:
         self.alpha = alpha
@@ -134,6 +138,8 @@ class FLSimulator(Partition):
         replacement: Whether a class that is used up starts again (as in the paper and its code: some samples then
             occur several times, and others never); or is left out, so that every sample is held once.
     """
+
+    by_class = True
 
     def __init__(self, replacement: bool = True) -> None:
         self.replacement = replacement

@@ -21,6 +21,12 @@ TITLES = {
     "server/test/loss": "Test loss",
     "server/val/acc": "Validation accuracy",
     "server/val/loss": "Validation loss",
+    "server/clients/acc": "Accuracy, mean of clients",
+    "server/clients/acc_weighted": "Accuracy, mean of clients weighted by samples",
+    "server/clients/acc_std": "Accuracy, deviation over clients",
+    "server/clients/acc_worst_decile": "Accuracy, worst 10 % of clients",
+    "server/clients/acc_worst": "Accuracy, worst client",
+    "server/clients/loss": "Test loss, mean of clients",
     "client/train/loss": "Training loss of the clients",
     "flatness/lambda_max": "Hessian λ<sub>max</sub>",
     "flatness/discrepancy": "Flatness discrepancy Δ<sub>F</sub>",
@@ -90,7 +96,7 @@ def curves(metric: str, bands: Mapping[str, tuple[int, Band]]) -> Spec:
             }
         )
     values = list(chain.from_iterable(found.mean for _, found in bands.values()))
-    return {"data": data, "layout": _layout("round", "", log=_is_log(metric.startswith("flatness/"), values))}
+    return {"data": data, "layout": layout("round", "", log=_is_log(metric.startswith("flatness/"), values))}
 
 
 def tradeoff(groups: Sequence[Group], measure: str, metric: str) -> Spec:
@@ -114,9 +120,9 @@ def tradeoff(groups: Sequence[Group], measure: str, metric: str) -> Spec:
                 }
             )
     values = [run.flatness[measure] for group in groups for run in group.runs if measure in run.flatness]
-    layout = _layout(f"{title(f'flatness/{measure}')} (smaller is flatter)", title(metric))
-    layout["xaxis"]["type"] = "log" if _is_log(True, values) else "linear"
-    return {"data": data, "layout": layout}
+    made = layout(f"{title(f'flatness/{measure}')} (smaller is flatter)", title(metric))
+    made["xaxis"]["type"] = "log" if _is_log(True, values) else "linear"
+    return {"data": data, "layout": made}
 
 
 def partition(found: Mapping[str, Any]) -> Spec:
@@ -131,7 +137,7 @@ def partition(found: Mapping[str, Any]) -> Spec:
         "colorbar": _colorbar("samples"),
         "hovertemplate": "client %{x}, class %{y}: %{z} samples<extra></extra>",
     }
-    return {"data": [heat], "layout": _layout("client", "class")}
+    return {"data": [heat], "layout": layout("client", "class")}
 
 
 def lines(series: Mapping[str, Line], x: str, y: str, log: bool = False) -> Spec:
@@ -143,7 +149,7 @@ def lines(series: Mapping[str, Line], x: str, y: str, log: bool = False) -> Spec
         line = {"color": color, "dash": dash, "width": 2}
         mode = "lines+markers" if len(kept) < 60 else "lines"
         data.append({"name": name, "x": list(at), "y": kept, "mode": mode, "line": line, "marker": {"size": 5}})
-    return {"data": data, "layout": _layout(x, y, log=log)}
+    return {"data": data, "layout": layout(x, y, log=log)}
 
 
 def density(series: Mapping[str, tuple[Sequence[float], Sequence[float]]]) -> Spec:
@@ -202,7 +208,7 @@ def _surfaces(found: Mapping[str, Mapping[str, Any]]) -> dict[str, Spec]:
                 "colorbar": _colorbar("log₁₀ loss" if log else "loss"),
                 "hovertemplate": "loss %{customdata:.4g}<extra></extra>",
             }
-            specs[f"{label}, {data}"] = {"data": [contour, *_models(surface)], "layout": _layout("", "")}
+            specs[f"{label}, {data}"] = {"data": [contour, *_models(surface)], "layout": layout("", "")}
     return specs
 
 
@@ -228,7 +234,8 @@ def _is_log(allowed: bool, values: Iterable[float]) -> bool:
     return allowed and bool(values) and min(values) > 0 and max(values) > SPAN * min(values)
 
 
-def _layout(x: str, y: str, log: bool = False) -> Spec:
+def layout(x: str, y: str, log: bool = False) -> Spec:
+    """Titles of the axes, and their style; the y axis may be logarithmic."""
     axis = {
         "gridcolor": "#e6e8eb",
         "linecolor": "#9aa0a6",

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fl_lightning.core import UserError
+from fl_lightning.results.clients import ClientTable, read_clients
 from fl_lightning.results.compare import Group, Seeds
 from fl_lightning.results.configs import config_files, flatten, read_config
 
@@ -27,6 +28,7 @@ class RunFiles:
         config: The text of its config files.
         provenance: ``provenance.json``.
         partition: ``partition.json``.
+        clients: The last evaluation of each client; None if there is none.
         measurements: The last measurement of each name during the run, then those of the command ``flatness``; each has
             ``where``, which says so.
         landscapes: Results of ``landscape`` and ``interpolate``, by the file's path in the run folder.
@@ -39,6 +41,7 @@ class RunFiles:
     config: str
     provenance: Json
     partition: Json
+    clients: ClientTable | None
     measurements: list[Json]
     landscapes: dict[str, Json]
     cells: list[Json]
@@ -95,6 +98,7 @@ def _read(group: Group, folder: Path, seeds: Seeds) -> RunFiles:
         config="\n".join(_text_of(path, round) for round, path in configs.items()),
         provenance=_load(folder / "provenance.json"),
         partition=_load(folder / "partition.json"),
+        clients=read_clients(folder),
         measurements=[*_monitored(folder / "flatness.jsonl"), *_measured(folder)],
         landscapes=_landscapes(folder),
         cells=cells if isinstance(cells, list) else [cells] if cells else [],

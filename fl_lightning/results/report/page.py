@@ -11,7 +11,7 @@ from markupsafe import Markup
 from fl_lightning import __version__
 from fl_lightning.results.compare import Group
 from fl_lightning.results.curves import curve, drawn, read
-from fl_lightning.results.report import figures
+from fl_lightning.results.report import clients, figures
 from fl_lightning.results.report.files import RunFiles, densities, partitions, read_group, spectra
 from fl_lightning.results.report.tables import comparison, differences, environments, measurements, papers
 from fl_lightning.results.table import Column
@@ -21,6 +21,7 @@ CONTENTS = {
     "table": "Comparison",
     "papers": "Beside the papers",
     "curves": "Curves",
+    "served": "Who is served",
     "tradeoff": "Flatness and accuracy",
     "spectra": "Spectra",
     "landscapes": "Loss landscapes",
@@ -47,6 +48,7 @@ def write_report(groups: Sequence[Group], shown: Sequence[Column], page: Path, p
     runs = [(group, read_group(group)) for group in groups]
     files = [run for _, of in runs for run in of]
     specs = _figures(groups, files, [column.key for column in shown if column.of.startswith("flatness/")])
+    specs["served"] = clients.figures(_client_tables(runs))
     found = papers(runs)
     context = {
         "title": _title(runs),
@@ -105,6 +107,11 @@ def _figures(
         },
         "partitions": _partitions(files),
     }
+
+
+def _client_tables(runs: Sequence[tuple[Group, Sequence[RunFiles]]]) -> clients.Tables:
+    tables = {group.name: (i, [f.clients for f in of if f.clients is not None]) for i, (group, of) in enumerate(runs)}
+    return {name: (i, of) for name, (i, of) in tables.items() if of}
 
 
 def _spectra(files: Sequence[RunFiles]) -> dict[str, figures.Spec]:

@@ -9,7 +9,7 @@ from fl_lightning.results.compare import Group
 from fl_lightning.results.configs import EXECUTION
 from fl_lightning.results.papers import COLUMNS, Cell, find
 from fl_lightning.results.report.files import Json, RunFiles
-from fl_lightning.results.table import Column, cell, is_best
+from fl_lightning.results.table import TABLES, Column, cell, is_best
 
 Runs = Sequence[tuple[Group, Sequence[RunFiles]]]
 
@@ -71,10 +71,10 @@ class Environment(NamedTuple):
 
 
 def comparison(groups: Sequence[Group], shown: Sequence[Column]) -> list[Table]:
-    """The tables of the comparison: results, and costs."""
+    """The tables of the comparison: results, who is served, and costs."""
     found = []
-    for name, cost in (("results", False), ("costs", True)):
-        columns = [column for column in shown if column.cost is cost]
+    for name in TABLES:
+        columns = [column for column in shown if column.table == name]
         rows = [(group, [Text(cell(group, c), is_best(group, c, groups)) for c in columns]) for group in groups]
         found += [Table(name, columns, rows)] if columns else []
     return found

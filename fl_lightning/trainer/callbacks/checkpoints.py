@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fl_lightning.core import Count
+from fl_lightning.results.metrics import Mode, mode_of
 from fl_lightning.trainer import checkpoint
 from fl_lightning.trainer.run import Callback, Run
 
@@ -17,14 +18,15 @@ class Checkpoints(Callback):
         every_n_rounds: Rounds between two checkpoints; the last round is always saved.
         keep_all: Also keep each one as ``checkpoints/round_<n>.ckpt``.
         monitor: Metric whose best round is kept as ``checkpoints/best.ckpt``, such as ``server/test/acc``; null: none.
-        mode: Whether the largest (max) or the smallest (min) value is the best.
+        mode: Whether the largest (max) or the smallest (min) value is the best; null: as the metric itself says, or its
+            name: accuracy is to be large, a loss small.
         save_top_k: Number of best rounds that are kept; from 2 on each as ``checkpoints/round_<n>.ckpt``, too.
 
     Attributes:
         best: Value of the monitored metric by round, of those kept, best first.
 
     Raises:
-        UserError: If a setting is out of range.
+        UserError: If a setting is out of range, or (in a run) neither metric nor name tells which value is the best.
     """
 
     def __init__(
@@ -32,13 +34,17 @@ class Checkpoints(Callback):
         every_n_rounds: Count = 10,
         keep_all: bool = False,
         monitor: str | None = None,
-        mode: Literal["min", "max"] = "max",
+        mode: Literal["min", "max"] | None = None,
         save_top_k: Count = 1,
     ) -> None:
         self.every_n_rounds, self.keep_all = every_n_rounds, keep_all
         self.monitor, self.mode, self.save_top_k = monitor, mode, save_top_k
         self.best: dict[int, float] = {}
         self._saved = -1
+
+    def check(self, run: Run) -> None:
+        if self.monitor is not None:
+            mode_of(self.monitor, self.mode, run.directions)
 
     def on_fit_start(self, run: Run) -> None:
         self._saved = run.rounds_done
@@ -47,7 +53,7 @@ class Checkpoints(Callback):
         if self.monitor is not None:
             value = run.monitored("Checkpoints", self.monitor, metrics)
             if value is not None:
-                self._keep_best(run, value)
+                self._keep_best(run, value, mode_of(self.monitor, self.mode, run.directions))
         if run.rounds_done % self.every_n_rounds == 0 or run.rounds_done == run.max_rounds:
             self._save(run)
 
@@ -71,9 +77,9 @@ class Checkpoints(Callback):
         if self.keep_all:
             checkpoint.save(run, self._path(run, run.rounds_done))
 
-    def _keep_best(self, run: Run, value: float) -> None:
+    def _keep_best(self, run: Run, value: float, mode: Mode) -> None:
         """Saves this round if it is among the best, and removes the one that no longer is."""
-        sign = -1 if self.mode == "max" else 1
+        sign = -1 if mode == "max" else 1
         scores = {**self.best, run.rounds_done: value}
         ranked = sorted((r for r in scores if not math.isnan(scores[r])), key=lambda r: (sign * scores[r], r))
         kept = ranked[: self.save_top_k]

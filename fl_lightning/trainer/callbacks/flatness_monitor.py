@@ -65,8 +65,12 @@ class FlatnessMonitor(Callback):
         if not run.rounds_done:
             self.load_state_dict({})  # the monitor may have seen another run
         self._previous = None if self._previous is None else self._previous.to(run.server.w)
+        if not run.fabric.is_global_zero:
+            return
+        for metric in self.metrics:
+            metric.resume(run)
         path = run.folder.path / FILE
-        if run.fabric.is_global_zero and path.exists():
+        if path.exists():
             lines = [line for line in read_measurements(path) if line["round"] <= run.rounds_done]
             write_atomically(path, "".join(json.dumps(line) + "\n" for line in lines))
 
@@ -98,7 +102,10 @@ class FlatnessMonitor(Callback):
             )
             found = [measurement for measure in self._measures() for measurement in measure.compute(context)]
             self._write(run, found)
-            self.protocol = [f"{m.name}: {m.protocol()}" for m in found]
+            names: dict[str, list[str]] = {}
+            for m in found:
+                names.setdefault(m.protocol(), []).append(m.name)
+            self.protocol = [f"{', '.join(of)}: {protocol}" for protocol, of in names.items()]
             self._seconds += time.perf_counter() - started
             self._total += self._seconds
             share = self._total / (time.perf_counter() - self._started)
@@ -113,6 +120,8 @@ class FlatnessMonitor(Callback):
     def _write(self, run: Run, measurements: Sequence[Measurement]) -> None:
         if not run.fabric.is_global_zero:
             return
+        for measure in self._measures():
+            measure.keep(run)
         with (run.folder.path / FILE).open("a") as file:
             for measurement in measurements:
                 file.write(json.dumps({"round": run.rounds_done, "seed": run.seed, **asdict(measurement)}) + "\n")
@@ -133,20 +142,20 @@ class FlatnessMonitor(Callback):
 def scalars(measurements: Sequence[Measurement]) -> dict[str, float]:
     """The logged metrics, by name."""
     numbers = [
-        (m.name, end, x)
+        (m.metric, end, x)
         for m in measurements
         for end, x in (("", m.value), ("_residual", m.residual), ("_error", m.error))
     ]
-    return {f"flatness/{name}{end}": x for name, end, x in numbers if x is not None}
+    return {f"{name}{end}": x for name, end, x in numbers if x is not None}
 
 
 def show(logger: RunLogger, measurements: Sequence[Measurement], round: int, label: str) -> None:
     """Gives a logger the details of measurements: tables, distributions over clients, pictures of spectra."""
     for measurement in measurements:
         for name, rows in tables(measurement).items():
-            logger.log_rows(f"flatness/{name}", rows, round)
+            logger.log_rows(name, rows, round)
         if clients := measurement.details.get("clients"):
-            logger.log_clients(f"flatness/{measurement.name}", list(clients.values()), round)
+            logger.log_clients(measurement.metric, list(clients.values()), round)
     for name, draw in figures(measurements, label).items():
         logger.log_figure(f"flatness/{name}", draw, round)
 
@@ -171,7 +180,7 @@ def tables(measurement: Measurement) -> dict[str, list[dict[str, float]]]:
     """The details of a measurement, as rows by name."""
     details = {k: v.items() if isinstance(v, Mapping) else enumerate(v) for k, v in measurement.details.items()}
     return {
-        f"{measurement.name}_{name}": [{"key": int(key), "value": value} for key, value in pairs]
+        f"{measurement.metric}_{name}": [{"key": int(key), "value": value} for key, value in pairs]
         for name, pairs in details.items()
     }
 

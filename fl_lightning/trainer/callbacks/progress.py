@@ -1,7 +1,7 @@
 """What a person sees while a run goes on, and at its end."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -26,6 +26,17 @@ COLUMNS = {
     "flatness/lambda_max": "lambda_max",
     "flatness/discrepancy": "discrepancy",
 }
+
+
+def titles(names: Iterable[str]) -> dict[str, str]:
+    """Titles of what is shown, by name: `COLUMNS`, and what else is evaluated on the test set.
+
+    Args:
+        names: Of metrics.
+    """
+    test = "server/test/"
+    further = {name: f"test {name.removeprefix(test)}" for name in names if name.startswith(test)}
+    return COLUMNS | {name: title for name, title in further.items() if name not in COLUMNS}
 
 
 class Ending(Callback):
@@ -60,6 +71,7 @@ class Progress(Callback):
         if not run.fabric.is_global_zero:
             return
         self._recent = []
+        self._columns = titles(f"server/test/{name}" for name in run.directions)
         data = run.data
         self.console.print(
             f"[bold]{type(run.objective).__name__}[/] on {type(data).__name__}: {data.num_clients} clients, "
@@ -81,13 +93,13 @@ class Progress(Callback):
         if not run.fabric.is_global_zero:
             return
         self._bar.update(self._task, completed=run.rounds_done)
-        row = [str(run.rounds_done), *(_number(metrics.get(name)) for name in COLUMNS)]
+        row = [str(run.rounds_done), *(_number(metrics.get(name)) for name in self._columns)]
         self._recent = [*self._recent, row][-self.rows :]
         if self._live is not None:
             self._live.update(self._view())
         elif self._bar.get_time() - self._last_line >= self.min_seconds or run.rounds_done == run.max_rounds:
             self._last_line = self._bar.get_time()
-            known = [(title, run.metrics[name]) for name, title in COLUMNS.items() if name in run.metrics]
+            known = [(title, run.metrics[name]) for name, title in self._columns.items() if name in run.metrics]
             line = "  ".join([f"round {run.rounds_done}/{run.max_rounds}", *(f"{t} {_number(v)}" for t, v in known)])
             self.console.print(line, highlight=False, soft_wrap=True)
 
@@ -105,15 +117,18 @@ class Progress(Callback):
         table = Table(title="Summary", show_header=True)
         for title in ("", "last", "best", "at round"):
             table.add_column(title, justify="left" if not title else "right")
-        for name, title in COLUMNS.items():
+        for name, title in self._columns.items():
             if name in columns:
-                pick = max if mode_of(name) == "max" else min
+                pick = max if mode_of(name, None, run.directions) == "max" else min
                 at, best = pick(columns[name], key=lambda pair: pair[1])
                 table.add_row(title, _number(columns[name][-1][1]), _number(best), str(at))
         self.console.print(table)
         if (run.folder.path / FILE).exists():
             found = Summary(**json.loads((run.folder.path / FILE).read_text()))
-            name, spread = COLUMNS.get(found.metric, found.metric), f" ± {_number(found.std)}" if found.std else ""
+            name, spread = (
+                self._columns.get(found.metric, found.metric),
+                f" ± {_number(found.std)}" if found.std else "",
+            )
             mean = f"mean {name} {_number(found.mean)}{spread} of {found.evaluations} evaluations"
             self.console.print(f"last {found.last} rounds: {mean}", highlight=False)
         seconds = sum(value for name in ("time/round_s", "time/flatness_s") for _, value in columns.get(name, ()))
@@ -135,7 +150,7 @@ class Progress(Callback):
             self._live = None
 
     def _view(self) -> Group:
-        table = Table("round", *COLUMNS.values(), box=None)
+        table = Table("round", *self._columns.values(), box=None)
         for column in table.columns:
             column.justify, column.min_width = "right", 10
         for row in self._recent:

@@ -19,7 +19,7 @@ from fl_lightning.core import UserError, style
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.data.counts import class_counts, count_table, heat_map
 from fl_lightning.results.configs import config_files
-from fl_lightning.results.metrics import mode_of, read_metrics
+from fl_lightning.results.metrics import mode_of, read_directions, read_metrics
 from fl_lightning.trainer.loggers.base import About, Picture, RunLogger
 
 if TYPE_CHECKING:
@@ -202,18 +202,21 @@ class WandbLogger(LightningWandbLogger, RunLogger):
 
     def _define(self, name: str) -> None:
         """Tells W&B which value of a metric is the best, at its first appearance."""
-        if self.run and name not in self._defined and _has_best(name):
+        if self.run and self.dir and name not in self._defined and _has_best(name):
             self._defined.add(name)
-            self.run.define_metric(name, step_metric="round", summary=f"{mode_of(name)},last")
+            mode = mode_of(name, None, read_directions(self.dir))
+            self.run.define_metric(name, step_metric="round", summary=f"{mode},last")
 
     def _summarise(self) -> None:
         """Best and last value of each metric over the whole run: W&B's own start over when a run is resumed."""
-        assert self.run is not None
+        assert self.run is not None and self.dir is not None
+        directions = read_directions(self.dir)
         for name, values in self._columns.items():
             finite = [value for _, value in values if math.isfinite(value)]
             if _has_best(name) and finite:
-                best = max(finite) if mode_of(name) == "max" else min(finite)
-                self.run.summary[name] = {mode_of(name): best, "last": values[-1][1]}
+                mode = mode_of(name, None, directions)
+                best = max(finite) if mode == "max" else min(finite)
+                self.run.summary[name] = {mode: best, "last": values[-1][1]}
 
     def _log_artifacts(self) -> None:
         """Config and checkpoints, laid out as in the run folder."""

@@ -12,6 +12,7 @@ from fl_lightning.trainer.measurements.base import (
     check_statistics,
     dry_round,
 )
+from fl_lightning.trainer.measurements.clients import ClientEvaluation
 from fl_lightning.trainer.measurements.hessian import (
     ClientLambdaMax,
     HessianTrace,
@@ -26,6 +27,7 @@ __all__ = [
     "LPF",
     "PROTOCOL",
     "AdaptiveSharpness",
+    "ClientEvaluation",
     "ClientLambdaMax",
     "CohortLoss",
     "DeltaEpsilon",

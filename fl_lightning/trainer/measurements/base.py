@@ -28,7 +28,7 @@ class Measurement:
     """One number and its protocol.
 
     Attributes:
-        name: Name of the number.
+        name: Name of the number; one without a slash is a measure of flatness.
         value: The number; None if it is undefined, as a ratio to zero.
         model: The weights it belongs to.
         data: The data.
@@ -50,6 +50,11 @@ class Measurement:
     iterations: int | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
     details: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def metric(self) -> str:
+        """Its name in the logs."""
+        return self.name if "/" in self.name else f"flatness/{self.name}"
 
     def protocol(self) -> str:
         """Model, data and settings in one line."""
@@ -167,6 +172,12 @@ class Measure(Checked, key="measure: {}"):
         """Returns the measurements, the same on every process; every process calls."""
         raise NotImplementedError
 
+    def keep(self, run: Run) -> None:
+        """Called on rank 0 after `compute` in a measured round: writes to the run folder what is no measurement."""
+
+    def resume(self, run: Run) -> None:
+        """Called on rank 0 when a run begins: leaves out what `keep` wrote of rounds after ``run.rounds_done``."""
+
 
 def local_loss(run: Run, result: LocalResult, chosen: Tensor | None = None) -> dict[str, Any]:
     """The loss at a local model: the first arguments of the functions of `fl_lightning.flatness`.
@@ -201,11 +212,32 @@ def dry_round(
     Raises:
         UserError: If training diverges.
     """
-    last = run.objective.phases - 1
+    return _next_round(run, clients, on_result, perturb).train(run.engine).server
 
+
+def local_models(run: Run, clients: Sequence[int], on_result: Callable[[LocalResult], object], at_once: int) -> None:
+    """Trains clients as the next round would, and keeps nothing of it; the run stays as it is. Every process calls.
+
+    Unlike `dry_round` it needs memory for a block of local models only, and makes no server step of the last phase.
+
+    Args:
+        run: The run.
+        clients: Ids of the clients.
+        on_result: Called with each result of the last phase on this process.
+        at_once: Clients of a block, which is the cohort of an algorithm with several phases.
+    """
+    for at in range(0, len(clients), at_once):
+        for phase in _next_round(run, clients[at : at + at_once], on_result).phases():
+            results = run.engine.train(phase.jobs())
+            phase.observe(results) if phase.last else phase.aggregate(results)
+
+
+def _next_round(
+    run: Run, clients: Sequence[int], on_result: Callable[[LocalResult], object], perturb: bool = True
+) -> Round:
+    last = run.objective.phases - 1
     cohort = Cohort.of(run, clients, run.next_round)
-    round_ = Round(run, cohort, lambda r: on_result(r) if r.ctx.phase == last else None, perturb)
-    return round_.train(run.engine).server
+    return Round(run, cohort, lambda result: on_result(result) if result.ctx.phase == last else None, perturb)
 
 
 def check_statistics(objective: LocalObjective) -> None:

@@ -1,0 +1,77 @@
+"""``fl-lightning flower``: a run as a Flower app."""
+
+import re
+from functools import partial
+from pathlib import Path
+from string import Template
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from fl_lightning.commands.cli import FederatedCLI
+from fl_lightning.core import ensure, require, write_atomically
+from fl_lightning.flower import server
+
+if TYPE_CHECKING:
+    from flwr.clientapp import ClientApp
+    from flwr.serverapp import ServerApp
+
+SUMMARY = "Write a Flower app: the run on a server, its clients on other machines."
+TEMPLATE = Path(__file__).parent / "flower_app"
+ON_NODE = {"trainer.callbacks": None, "trainer.loggers": None, "trainer.enable_progress_bar": False}
+"""Settings of a run that hold on the server only."""
+
+
+def run(cli: FederatedCLI, folder: str, /, nodes: int | None = None) -> None:
+    """Writes an app for ``flwr run``: config, ClientApp and ServerApp.
+
+    Args:
+        cli: Builds the run, which shows what does not fit before anything is written.
+        folder: The app's folder; it is created.
+        nodes: Number of nodes, among which the clients are divided: client k is on node k mod nodes; null: a node for
+            each client.
+    """
+    made = cli.build()
+    server.check(made.trainer, made.data)
+    require(nodes is None or nodes > 0, "nodes", nodes, "give a number from 1 on")
+    target, config, engine = Path(folder), made.trainer.config, made.trainer.engine
+    config["trainer"]["engine"] = "sequential" if engine == "auto" else engine
+    name = re.sub(r"[^a-z0-9]+", "-", target.resolve().name.lower()).strip("-") or "app"
+    files = {"config.yaml": yaml.safe_dump(config, sort_keys=False)}
+    for path in sorted(path for path in TEMPLATE.iterdir() if path.is_file()):
+        text = Template(path.read_text(encoding="utf-8")).substitute(name=name, nodes=nodes or 0)
+        files[path.name.removesuffix(".in")] = text
+    ensure(not target.exists() or target.is_dir(), f"folder = {folder}: not a folder; choose another")
+    for file in files:
+        ensure(not (target / file).exists(), f"folder = {folder}: has a {file} already; choose another folder")
+    target.mkdir(parents=True, exist_ok=True)
+    for file, text in files.items():
+        write_atomically(target / file, text)
+        print(target / file)
+    print(f"start with: flwr run {folder}")
+
+
+def client_app(config: str | Path) -> "ClientApp":
+    """Returns Flower's ClientApp of a config; needs flwr.
+
+    Args:
+        config: The file.
+    """
+    from fl_lightning.flower import app
+
+    return app.client_app(partial(_build, config, ON_NODE))
+
+
+def server_app(config: str | Path) -> "ServerApp":
+    """Returns Flower's ServerApp of a config; needs flwr.
+
+    Args:
+        config: The file.
+    """
+    from fl_lightning.flower import app
+
+    return app.server_app(partial(_build, config, {}))
+
+
+def _build(config: str | Path, settings: dict[str, Any]) -> Any:
+    return FederatedCLI("fit", "--config", str(config)).build(settings)

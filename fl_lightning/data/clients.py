@@ -1,0 +1,98 @@
+"""Which samples each client has."""
+
+from collections.abc import Sequence
+from typing import Any, overload
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from typing_extensions import Self
+
+from fl_lightning.core import numpy_generator, require
+from fl_lightning.data.partition import Partition
+from fl_lightning.data.stream import stratified
+
+
+class ClientIndices(Sequence[Tensor]):
+    """Each client's indices, as views of one tensor: a million clients are cheap.
+
+    Args:
+        parts: Indices by client.
+
+    Attributes:
+        indices: All of them, client after client.
+        sizes: Number of samples of each client, ``(clients,)``.
+    """
+
+    def __init__(self, parts: Sequence[NDArray[np.int64]]) -> None:
+        self.indices = torch.from_numpy(np.concatenate(parts))
+        self.sizes = torch.tensor([len(part) for part in parts])
+        self._ends = self.sizes.cumsum(0).tolist()
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    @overload
+    def __getitem__(self, client: int) -> Tensor: ...
+    @overload
+    def __getitem__(self, client: slice) -> list[Tensor]: ...
+    def __getitem__(self, client: int | slice) -> Tensor | list[Tensor]:
+        if isinstance(client, slice):
+            return [self[k] for k in range(*client.indices(len(self)))]
+        start = self._ends[client - 1] if client else 0
+        return self.indices[start : self._ends[client]]
+
+    @classmethod
+    def of(cls, clients: NDArray[np.int64], num_clients: int) -> Self:
+        """Indices by the client of each sample.
+
+        Args:
+            clients: Number of the client, ``(N,)``; -1: of none.
+            num_clients: Number of clients.
+        """
+        order = np.argsort(clients, kind="stable")[np.count_nonzero(clients < 0) :]
+        return cls(np.split(order, np.bincount(clients[order], minlength=num_clients).cumsum()[:-1]))
+
+
+def divide(
+    y: NDArray[Any],
+    strata: NDArray[np.int64],
+    partition: Partition,
+    num_clients: int,
+    num_classes: int,
+    val_fraction: float,
+    seed: int,
+) -> tuple[Tensor, ClientIndices]:
+    """Holds out the validation part, and divides the rest among the clients.
+
+    Args:
+        y: Training labels, ``(N,)``, or targets ``(N, k)``.
+        strata: Class of each sample, ``(N,)``; zeros if they have none.
+        partition: How they are divided. A fixed one refers to all N samples, and loses what is held out.
+        num_clients: Number of clients.
+        num_classes: Number of classes.
+        val_fraction: Share of the samples that is held out, stratified by class.
+        seed: Seed of both.
+
+    Returns:
+        Indices that are held out, ``(n_val,)``, and those of each client.
+
+    Raises:
+        UserError: If nothing would be held out, or a client is left without samples.
+    """
+    n_val = round(val_fraction * len(y))
+    require(n_val > 0 or not val_fraction, "data.val_fraction", val_fraction, "holds out nothing; use for example 0.1")
+    val = stratified(strata, n_val, numpy_generator(seed, "validation"))
+    kept = np.setdiff1d(np.arange(len(y)), val)
+    require(len(kept) > 0, "data.val_fraction", val_fraction, "leaves nothing to train on; use a smaller one")
+    fewer = f"exceeds the {len(kept)} training samples; use fewer clients"
+    require(num_clients <= len(kept), "data.num_clients", num_clients, fewer)
+    if partition.fixed:
+        parts = [part[~np.isin(part, val)] for part in partition(y, num_clients, num_classes, seed)]
+    else:
+        parts = [kept[part] for part in partition(y[kept], num_clients, num_classes, seed)]
+    for client, part in enumerate(parts):
+        taken = f"takes all data of client {client}; use a smaller one"
+        require(len(part) > 0, "data.val_fraction", val_fraction, taken)
+    return torch.from_numpy(val), ClientIndices(parts)

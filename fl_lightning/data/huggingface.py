@@ -1,0 +1,266 @@
+"""Data sets of Hugging Face's ``datasets``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fl_lightning.core import Decay, Size, UserError, ensure, numpy_generator, require
+from fl_lightning.data.dataset import PairInputs
+from fl_lightning.data.module import FederatedDataModule
+from fl_lightning.data.partition import Natural
+from fl_lightning.data.stream import Samples, stratified
+from fl_lightning.data.text import basic_english, numbered, vocabulary
+
+KINDS = {".parquet": "parquet", ".csv": "csv", ".json": "json", ".jsonl": "json"}
+"""Files of one split, and the name of their format in ``datasets``."""
+
+
+class HuggingFace(FederatedDataModule):
+    """A data set of Hugging Face's ``datasets``: images, numbers or text, if known with the client of each sample.
+
+    Images are read once, or with ``stream`` whenever they are needed. Text is tokenized as in AG News, with the
+    vocabulary of the training texts; 0 is both padding and unknown tokens. Columns of single numbers become floats;
+    a column of lists keeps its dtype, so integers are tokens and uint8 are pixels. Nothing is downloaded.
+
+    Args:
+        dataset: From Python a ``Dataset``, or splits by name such as a ``DatasetDict``. Or a path: a folder that
+            ``save_to_disk`` wrote; a folder of Parquet, CSV or JSON files, with ``train`` and ``test`` in their names;
+            one such file.
+        inputs: Column of the inputs; or several of numbers, which become one vector, or of text, which is joined.
+        target: Column of the targets, or several of numbers. Text stands for classes, in alphabetical order; with
+            ``task: multilabel`` a list of class labels stands for those that the sample has.
+        client: Column with the client of each sample, which sets the partition and the number of clients; of the test
+            split, it says whose its samples are. Null: samples are divided by ``partition``.
+        train: Name of the training split.
+        test: Name of the test split.
+        test_fraction: Share of the training split that is the test set (of each client, if these are known), in place
+            of a test split.
+        max_length: Tokens of a text; longer ones are cut.
+        **kwargs: As for FederatedDataModule.
+
+    Attributes:
+        vocabulary: Number of each token, if the inputs are text (after loading).
+
+    Raises:
+        UserError: If (on loading) the package, the data, a split or a column is missing, or a column holds none of the
+            above.
+    """
+
+    vocabulary: dict[str, int]
+
+    def __init__(
+        self,
+        dataset: Any,
+        inputs: list[str] | str,
+        target: list[str] | str = "label",
+        client: str | None = None,
+        train: str = "train",
+        test: str = "test",
+        test_fraction: Decay = 0.0,
+        max_length: Size = 200,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        self.dataset, self.client = dataset, client
+        self.inputs = [inputs] if isinstance(inputs, str) else inputs
+        self.targets = [target] if isinstance(target, str) else target
+        self.train, self.test, self.test_fraction = train, test, test_fraction
+        self.max_length = max_length
+        self._classes: int | None = None
+
+    def load(self) -> tuple[Any, Any, Any, Any]:
+        """See :class:`FederatedDataModule`."""
+        train, test = self._parts(_splits(self.dataset))
+        named = [("inputs", name) for name in self.inputs] + [("target", name) for name in self.targets]
+        for part, names in ((train, [*named, ("client", self.client)] if self.client else named), (test, named)):
+            for key, name in names:
+                columns = part.column_names
+                require(name in columns, f"data.{key}", name, f"no such column; there are {', '.join(columns)}")
+        if self.client is not None:
+            users = _users(train, self.client)
+            self.partition = natural = Natural(users)
+            self.num_clients = len({*users})
+            if self.client in test.column_names:
+                self.test_clients = natural.clients(_users(test, self.client))
+        inputs, targets = self._input_reader(train), self._target_reader(train)
+        return inputs(train), targets(train), inputs(test), targets(test)
+
+    def count_classes(self) -> int:
+        """Number of classes: as the data set says, or one more than the largest training label."""
+        return self._classes or super().count_classes()
+
+    def _parts(self, splits: Mapping[str, Any]) -> tuple[Any, Any]:
+        """Training and test data."""
+        wanted = {"train": self.train} if self.test_fraction else {"train": self.train, "test": self.test}
+        for key, name in wanted.items():
+            remedy = "; or set data.test_fraction" if key == "test" else ""
+            require(name in splits, f"data.{key}", name, f"no such split; there are {', '.join(splits)}{remedy}")
+            ensure(len(splits[name]) != 0, f"{key}: no samples; the {key} data must not be empty")
+        train = splits[self.train]
+        if not self.test_fraction:
+            return train, splits[self.test]
+        n, known = len(train), self.client in train.column_names
+        users = _users(train, self.client) if self.client and known else [""] * n
+        rng = numpy_generator(0, "Hugging Face test set")  # independent of data.seed
+        rows = stratified(Natural(users).clients(users), round(self.test_fraction * n), rng)
+        return train.select(np.setdiff1d(np.arange(n), rows)), train.select(rows)
+
+    def _input_reader(self, train: Any) -> Callable[[Any], Any]:
+        """What reads the inputs of a part, by the columns of the training data."""
+        import datasets
+
+        kinds = [train.features[name] for name in self.inputs]
+        if len(kinds) == 1 and isinstance(kinds[0], datasets.Image):
+            return lambda part: _images("train" if part is train else "test", part, self.inputs[0])
+        if not all(_is_text(kind) for kind in kinds):
+            return lambda part: _numbers(part, self.inputs, "inputs")
+        known = self.vocabulary = vocabulary(_texts(train, self.inputs))
+        return lambda part: numbered(_texts(part, self.inputs), known, self.max_length)
+
+    def _target_reader(self, train: Any) -> Callable[[Any], NDArray[Any]]:
+        """The same of the targets."""
+        import datasets
+
+        if len(self.targets) > 1:
+            return lambda part: np.stack([_array(part, name, "target") for name in self.targets], 1)
+        name = self.targets[0]
+        kind = train.features[name]
+        item = getattr(kind, "feature", None)
+        if isinstance(item, datasets.ClassLabel):
+            return lambda part: _hot(part[name], item.num_classes)
+        if _is_text(kind):
+            classes = sorted({*map(str, train[name])})
+            return lambda part: _places(name, part[name], classes)
+        self._classes = getattr(kind, "num_classes", None)
+        return lambda part: _array(part, name, "target")
+
+
+def _splits(dataset: Any) -> Mapping[str, Any]:
+    """Splits by name, of a data set or of what a path holds."""
+    try:
+        import datasets
+    except ImportError:
+        raise UserError("data = HuggingFace: needs datasets; pip install 'fl-lightning[huggingface]'") from None
+    if isinstance(dataset, str | os.PathLike):
+        dataset = _from_path(Path(dataset))
+    found = {"train": dataset} if isinstance(dataset, datasets.Dataset) else dataset
+    fits = isinstance(found, Mapping) and all(isinstance(part, datasets.Dataset) for part in found.values())
+    require(fits, "data.dataset", f"a {type(dataset).__name__}", "give a path, a Dataset, or Datasets by name of split")
+    return found
+
+
+def _from_path(path: Path) -> Any:
+    import datasets
+
+    forms = "give what save_to_disk wrote, or Parquet, CSV or JSON files"
+    require(path.exists(), "data.dataset", f"'{path}'", f"no such folder or file; {forms}")
+    try:
+        with _quiet():
+            if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
+                return datasets.load_from_disk(str(path))
+            if path.is_dir():
+                return datasets.load_dataset(str(path))
+            require(path.suffix in KINDS, "data.dataset", f"'{path}'", f"unknown format; {forms}")
+            return datasets.load_dataset(KINDS[path.suffix], data_files=str(path))
+    except UserError:
+        raise
+    except Exception as error:  # of many packages
+        what = " ".join(str(error.__cause__ or error).split())
+        raise UserError(f"data.dataset = '{path}': cannot be read ({what:.120}); {forms}") from None
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without progress bars."""
+    import datasets
+
+    if datasets.are_progress_bars_disabled():
+        yield
+        return
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        datasets.enable_progress_bars()
+
+
+def _users(part: Any, column: str) -> list[str]:
+    return [str(user) for user in part[column]]
+
+
+def _is_text(feature: Any) -> bool:
+    return getattr(feature, "dtype", None) in ("string", "large_string")
+
+
+def _texts(part: Any, columns: Sequence[str]) -> list[list[str]]:
+    rows = zip(*(part[name] for name in columns), strict=True)
+    return [basic_english(" ".join(text or "" for text in row)) for row in rows]
+
+
+def _images(split: str, part: Any, column: str) -> Samples:
+    return PairInputs(split, _Images(part.select_columns([column]), column))
+
+
+class _Images:
+    """The images of a column as one-tuples, which is what `PairInputs` reads."""
+
+    def __init__(self, part: Any, column: str) -> None:
+        self.part, self.column = part, column
+
+    def __len__(self) -> int:
+        return len(self.part)
+
+    def __getitem__(self, index: int) -> tuple[Any]:
+        return (self.part[index][self.column],)
+
+
+def _numbers(part: Any, columns: Sequence[str], key: str) -> NDArray[Any]:
+    """A column of arrays as it is; columns of numbers as vectors of floats."""
+    arrays = [_array(part, name, key) for name in columns]
+    if len(arrays) == 1 and arrays[0].ndim > 1:
+        return arrays[0]
+    flat = next((name for name, array in zip(columns, arrays, strict=True) if array.ndim != 1), None)
+    require(flat is None, f"data.{key}", flat, "holds lists, which do not join with other columns; give it alone")
+    return np.stack(arrays, 1).astype(np.result_type(*arrays, np.float32))
+
+
+def _array(part: Any, column: str, key: str) -> NDArray[Any]:
+    """A column of numbers, or of lists of them, as an array."""
+    leaf = part.features[column]
+    while (inner := getattr(leaf, "feature", None)) is not None:
+        leaf = inner
+    try:
+        dtype = np.dtype(leaf.dtype)
+        found = part.with_format("numpy", columns=[column], dtype=dtype)[:][column]
+        array = np.asarray(found, dtype)
+    except (TypeError, ValueError, AttributeError):
+        what = "neither images nor text nor numbers" if key == "inputs" else "no numbers, class labels or text"
+        raise UserError(
+            f"data.{key} = {column}: {part.features[column]} holds {what}, or its rows differ in length; choose "
+            "another column, or prepare it with map"
+        ) from None
+    return array
+
+
+def _places(column: str, labels: Iterable[Any], classes: Sequence[str]) -> NDArray[np.int64]:
+    """Text as the places in a list of classes, ``(N,)``."""
+    place = {label: number for number, label in enumerate(classes)}
+    texts = [str(label) for label in labels]
+    unknown = next((text for text in texts if text not in place), None)
+    require(unknown is None, "data.target", column, f"'{unknown}' occurs in the test data only; leave it out there")
+    return np.array([place[text] for text in texts])
+
+
+def _hot(rows: Sequence[Sequence[int]], classes: int) -> NDArray[np.float32]:
+    """Lists of labels as zeros and ones, ``(N, classes)``."""
+    hot = np.zeros((len(rows), classes), np.float32)
+    for row, labels in zip(hot, rows, strict=True):
+        row[labels] = 1
+    return hot

@@ -1,0 +1,153 @@
+"""LEAF's data sets, in its JSON files: FEMNIST and Shakespeare, with a client for each user."""
+
+import json
+from abc import abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fl_lightning.data.files import corrupt_file_error, find_files
+from fl_lightning.data.module import FederatedDataModule
+from fl_lightning.data.partition import Natural, Partition
+
+HOME = "https://github.com/TalwalkarLab/leaf"
+CHARACTERS = "\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdefghijklmnopqrstuvwxyz}"
+"""LEAF's table: a character's place in it is its number."""
+LENGTH = 80
+"""Characters of a sample of Shakespeare."""
+
+
+class LEAF(FederatedDataModule):
+    """Data in the format of LEAF (Caldas et al. 2018): users, each with samples to train on and samples to test on.
+
+    ``train/*.json`` and ``test/*.json`` have ``users`` and ``user_data: {user: {x: [...], y: [...]}}``, as LEAF's
+    ``preprocess.sh`` writes them. Each user of the training files is a client. A client's own part of the test set are
+    the test samples of its user; with LEAF's ``-t user`` there are none.
+
+    Args:
+        data_dir: Folder with ``train`` and ``test``, in LEAF's repository ``data/<name>/data``.
+        partition: A partition other than by users, into ``num_clients``; null for by users, which sets their number.
+        **kwargs: As for FederatedDataModule.
+
+    Raises:
+        UserError: If (on loading) a file is missing or not in this format.
+    """
+
+    classes: ClassVar[int]
+    """Number of classes, whether or not all occur."""
+
+    def __init__(self, data_dir: str, partition: Partition | None = None, **kwargs: Any) -> None:
+        super().__init__(partition=partition, **kwargs)
+        self.data_dir, self._by_user = data_dir, partition is None
+
+    @abstractmethod
+    def read(self, x: Any, y: Any) -> tuple[NDArray[Any], NDArray[np.int64]]:
+        """Returns the samples and labels of one user.
+
+        Args:
+            x: Samples, as in the file.
+            y: Labels, as in the file.
+
+        Raises:
+            ValueError: If they are not in the format of this data set.
+        """
+
+    def load(self) -> tuple[Any, Any, Any, Any]:
+        """See :class:`FederatedDataModule`."""
+        folders = find_files("data.data_dir", self.data_dir, ("train", "test"), HOME)
+        (users, x_train, y_train), (test_users, x_test, y_test) = map(self._part, folders)
+        if self._by_user:
+            natural = Natural(users)
+            self.partition, self.num_clients = natural, len({*users})
+            self.test_clients = natural.clients(test_users)
+        return x_train, y_train, x_test, y_test
+
+    def count_classes(self) -> int:
+        """Number of classes, whether or not all occur."""
+        return self.classes
+
+    def _part(self, folder: Path) -> tuple[list[str], NDArray[Any], NDArray[np.int64]]:
+        """The user of each sample, samples and labels of all files of a folder, in the order of their names."""
+        found = [part for path in sorted(folder.glob("*.json")) for part in self._users(path)]
+        if not any(len(y) for _, _, y in found):
+            raise corrupt_file_error("data.data_dir", folder, "no JSON file with samples", HOME)
+        users = [user for user, _, y in found for _ in range(len(y))]
+        return users, np.concatenate([x for _, x, _ in found]), np.concatenate([y for *_, y in found])
+
+    def _users(self, path: Path) -> list[tuple[str, NDArray[Any], NDArray[np.int64]]]:
+        """Name, samples and labels of each user of a file."""
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            data = {user: content["user_data"][user] for user in content["users"]}
+            found = [(user, *self.read(its["x"], its["y"])) for user, its in data.items() if its["x"] or its["y"]]
+            for user, x, y in found:
+                if len(x) != len(y):
+                    raise ValueError(f"user {user} has {len(x)} samples and {len(y)} labels")
+        except KeyError as error:
+            raise corrupt_file_error("data.data_dir", path, f"has no {error}", HOME) from None
+        except (OSError, ValueError, TypeError, AttributeError) as error:
+            raise corrupt_file_error("data.data_dir", path, error, HOME) from None
+        return found
+
+
+class FEMNIST(LEAF):
+    """FEMNIST as LEAF writes it: 28x28 characters of 62 classes, by writer; values from 0 (ink) to 1.
+
+    Args:
+        data_dir: Folder with ``train`` and ``test``.
+        **kwargs: As for LEAF.
+    """
+
+    classes = 62
+
+    def __init__(self, data_dir: str = "data/femnist", **kwargs: Any) -> None:
+        super().__init__(data_dir, **kwargs)
+
+    def read(self, x: Any, y: Any) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+        """See :class:`LEAF`."""
+        images, labels = np.asarray(x, np.float32), np.asarray(y)
+        if images.shape != (len(x), 784):
+            raise ValueError(f"a sample is not 784 numbers, but of shape {images.shape[1:]}")
+        if labels.dtype.kind not in "iu" or not ((labels >= 0) & (labels < self.classes)).all():
+            raise ValueError(f"a label is not one of 0 to {self.classes - 1}")
+        return images.reshape(-1, 1, 28, 28), labels.astype(np.int64)
+
+
+class Shakespeare(LEAF):
+    """Shakespeare as LEAF writes it: 80 characters of a role's lines, and as class the character that follows.
+
+    Characters are numbered by LEAF's table of 80. A sample is ``(80,)`` int64.
+
+    Args:
+        data_dir: Folder with ``train`` and ``test``.
+        **kwargs: As for LEAF.
+    """
+
+    classes = len(CHARACTERS)
+
+    def __init__(self, data_dir: str = "data/shakespeare", **kwargs: Any) -> None:
+        super().__init__(data_dir, **kwargs)
+
+    def read(self, x: Any, y: Any) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """See :class:`LEAF`."""
+        wrong = next((text for text in x if len(text) != LENGTH), None)
+        if wrong is not None:
+            raise ValueError(f"a sample has {len(wrong)} characters, not {LENGTH}")
+        if any(len(text) != 1 for text in y):
+            raise ValueError("a label is not one character")
+        return _numbers(x).reshape(-1, LENGTH), _numbers(y)
+
+
+def _numbers(texts: Sequence[str]) -> NDArray[np.int64]:
+    """Places of all characters in LEAF's table, ``(n,)``."""
+    text = "".join(texts)
+    table = np.full(256, -1)
+    table[[ord(character) for character in CHARACTERS]] = np.arange(len(CHARACTERS))
+    codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
+    numbers: NDArray[np.int64] = table[np.where(codes < 256, codes, 0)]
+    if (numbers < 0).any():
+        raise ValueError(f"character {text[int(numbers.argmin())]!r} is not in LEAF's table of {len(CHARACTERS)}")
+    return numbers

@@ -1,0 +1,189 @@
+"""Flower's ClientApp and ServerApp. This is the only module that imports flwr."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, Protocol
+
+import flwr.app
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid, ServerApp
+from torch import Tensor
+
+from fl_lightning.algorithms.base import LocalObjective
+from fl_lightning.core import UserError, check_interruption, require
+from fl_lightning.data import FederatedDataModule
+from fl_lightning.flower import server
+from fl_lightning.flower.messages import Message
+from fl_lightning.flower.node import Folder, Kept, Node
+from fl_lightning.trainer.run import Run
+from fl_lightning.trainer.trainer import FederatedTrainer
+
+FAILED = 2
+"""Flower's code for an exception in a ClientApp."""
+QUERY = 120.0
+"""Seconds for a node to say its number: one that is gone may be listed for a while."""
+
+
+class Made(Protocol):
+    """What a config builds."""
+
+    trainer: FederatedTrainer
+    model: LocalObjective
+    data: FederatedDataModule
+
+
+def client_app(build: Callable[[], Made]) -> ClientApp:
+    """Returns the app of the nodes.
+
+    A node is number ``partition-id`` of its node config. It keeps the clients' states in its context, or, if the node
+    config names a ``state-folder``, in files there.
+
+    Args:
+        build: Builds what the config describes; called once in a process.
+    """
+
+    @cache
+    def run() -> Run:
+        made = build()
+        return made.trainer.load(made.model, made.data, None)
+
+    def number(message: flwr.app.Message, context: Context) -> flwr.app.Message:
+        values = {"number": int(context.node_config.get("partition-id", 0))}
+        return flwr.app.Message(RecordDict({"node": ConfigRecord(values)}), reply_to=message)
+
+    def train(message: flwr.app.Message, context: Context) -> flwr.app.Message:
+        config = context.node_config
+        try:
+            asked = unpacked(message.content)
+            folder, name = config.get("state-folder"), Path(str(asked.values["round"]["run"])).name.lstrip(".")
+            kept = Records(context.state) if folder is None else Folder(Path(str(folder)).expanduser() / name)
+            reply = Node(run(), int(config.get("partition-id", 0))).answer(asked, kept)
+        except UserError as error:
+            return flwr.app.Message(flwr.app.Error(FAILED, str(error)), reply_to=message)
+        return flwr.app.Message(packed(reply), reply_to=message)
+
+    app = ClientApp()
+    app.query()(number)
+    app.train()(train)
+    return app
+
+
+def server_app(build: Callable[[], Made]) -> ServerApp:
+    """Returns the app of the server.
+
+    Its run config: ``nodes``, their number, 0 for one each client; ``ckpt-path``, "" for a new run; ``wait``, the
+    seconds that it waits for a node to connect, and for a reply.
+
+    Args:
+        build: Builds what the config describes.
+    """
+
+    def main(grid: Grid, context: Context) -> None:
+        config = context.run_config
+        made, send = build(), GridSend(grid, float(config["wait"]))
+        nodes, ckpt_path = int(config["nodes"]) or None, str(config["ckpt-path"]) or None
+        server.fit(send, nodes, made.trainer, made.model, made.data, ckpt_path)
+
+    app = ServerApp()
+    app.main()(main)
+    return app
+
+
+class GridSend:
+    """Carries messages over a grid.
+
+    Args:
+        grid: Flower's grid.
+        wait: Seconds to wait for a node to connect, and for a reply.
+    """
+
+    def __init__(self, grid: Grid, wait: float) -> None:
+        require(wait > 0, "wait", wait, "give seconds")
+        self.grid, self.wait = grid, wait
+        self._numbers: dict[int, int] = {}
+
+    def __call__(self, messages: Mapping[int, Message]) -> dict[int, Message]:
+        ids = self._ids({*messages})
+        sent = [flwr.app.Message(packed(m), ids[node], "train") for node, m in messages.items()]
+        replies = {}
+        for reply in self.grid.send_and_receive(sent, timeout=self.wait):
+            node = self._numbers[reply.metadata.src_node_id]
+            if reply.has_error():
+                raise UserError(f"node {node}: {reply.error.reason}")
+            replies[node] = unpacked(reply.content)
+        return replies
+
+    def _ids(self, wanted: set[int]) -> dict[int, int]:
+        """Flower's ids of nodes, by number; of two with one number that which connected last."""
+        end = time.monotonic() + self.wait
+        while True:
+            check_interruption()
+            connected = {*self.grid.get_node_ids()}
+            if new := connected - self._numbers.keys():
+                asked = [flwr.app.Message(RecordDict(), node, "query") for node in new]
+                for reply in self.grid.send_and_receive(asked, timeout=min(self.wait, QUERY)):
+                    if reply.has_content():
+                        number = int(reply.content.config_records["node"]["number"])
+                        self._numbers[reply.metadata.src_node_id] = number
+            ids = {number: node for node, number in self._numbers.items() if node in connected}
+            if wanted <= ids.keys():
+                return ids
+            missing = ", ".join(map(str, sorted(wanted - ids.keys())))
+            if time.monotonic() > end:
+                raise UserError(
+                    f"nodes {missing}: not connected after {self.wait:g} s; start them, each with its partition-id, "
+                    "then continue with ckpt-path = last"
+                )
+            time.sleep(1)
+
+
+class Records(Kept):
+    """States in the records of a node's context.
+
+    Args:
+        records: The context's state.
+    """
+
+    def __init__(self, records: RecordDict) -> None:
+        self.records = records
+
+    def __getitem__(self, key: str) -> Mapping[str, Tensor]:
+        return tensors(self.records[key])
+
+    def __setitem__(self, key: str, state: Mapping[str, Tensor]) -> None:
+        self.records[key] = array_record(state)
+
+    def __delitem__(self, key: str) -> None:
+        del self.records[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.records)
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+
+def packed(message: Message) -> RecordDict:
+    """Returns a message as Flower's records."""
+    records: dict[str, Any] = {name: array_record(values) for name, values in message.tensors.items()}
+    return RecordDict({**records, **{name: ConfigRecord(dict(values)) for name, values in message.values.items()}})
+
+
+def unpacked(records: RecordDict) -> Message:
+    """Returns the message in Flower's records."""
+    arrays = {name: tensors(record) for name, record in records.array_records.items()}
+    return Message(arrays, {name: dict(record) for name, record in records.config_records.items()})
+
+
+def array_record(values: Mapping[str, Tensor]) -> ArrayRecord:
+    """Returns tensors on the CPU as Flower's record."""
+    return ArrayRecord({name: Array(value.numpy()) for name, value in values.items()})
+
+
+def tensors(record: ArrayRecord) -> dict[str, Tensor]:
+    """Returns the tensors of Flower's record."""
+    return {name: torch.from_numpy(array.numpy()) for name, array in record.items()}

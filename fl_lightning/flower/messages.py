@@ -1,0 +1,71 @@
+"""What goes over the wire, and the versions of a client's state."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import TypeAlias
+from zlib import crc32
+
+from torch import Tensor
+
+from fl_lightning.core import ClientContext, FlatSpec
+
+Value: TypeAlias = bool | int | float | str
+
+
+@dataclass(frozen=True)
+class Message:
+    """A message to a node, or its reply.
+
+    Attributes:
+        tensors: Named tensors on the CPU, by record. To a node ``down``, what the algorithm sends; from it ``up.<k>``,
+            what client k uploads.
+        values: Plain values, by record. To a node ``round``, and ``client.<k>`` for each of its clients that trains;
+            from it ``client.<k>``.
+    """
+
+    tensors: Mapping[str, Mapping[str, Tensor]]
+    values: Mapping[str, Mapping[str, Value]]
+
+
+Send: TypeAlias = Callable[[Mapping[int, Message]], Mapping[int, Message]]
+"""Carries a message to each of some nodes, by number from 0, and returns their replies; an error is a `UserError`."""
+
+CONTEXT = tuple(field.name for field in fields(ClientContext) if field.name not in ("flat", "class_counts"))
+"""What of a client's context goes over the wire."""
+
+
+def context(values: Mapping[str, Value], flat: FlatSpec) -> ClientContext:
+    """Returns the context that a client trains in.
+
+    Args:
+        values: Those of `CONTEXT`, among others.
+        flat: Layout of the weight vector.
+    """
+    return ClientContext(flat=flat, **{name: values[name] for name in CONTEXT})  # type: ignore[arg-type]
+
+
+def checksum(*tensors: Tensor) -> int:
+    """Returns the CRC-32 of the tensors' bytes."""
+    found = 0
+    for tensor in tensors:
+        found = crc32(tensor.detach().cpu().numpy().tobytes(), found)
+    return found
+
+
+# Versions of a client's state: the CRC-32 of its content as 8 digits; "" before first contact
+
+
+def version_of(state: Mapping[str, Tensor]) -> str:
+    """Returns the version of a state."""
+    return f"{checksum(*(state[name] for name in sorted(state))):08x}"
+
+
+def row_of(version: str, like: Tensor) -> Tensor:
+    """Returns a version as the numbers that the server keeps of a client, ``(3,)``: exact in float32."""
+    return like.new_tensor([1, *divmod(int(version, 16), 1 << 16)])
+
+
+def version_in(row: Tensor) -> str:
+    """Returns the version in a row of `row_of`; "" for zeros."""
+    known, high, low = map(int, row.tolist())
+    return f"{(high << 16) + low:08x}" if known else ""

@@ -1,0 +1,149 @@
+"""A node's end: it trains its clients, and keeps their states."""
+
+import re
+from collections.abc import Iterator, Mapping, MutableMapping
+from pathlib import Path
+
+from torch import Tensor
+
+from fl_lightning.core import State, ensure, files
+from fl_lightning.core.errors import UserError
+from fl_lightning.engine import Job
+from fl_lightning.flower.messages import Message, Value, checksum, context, version_of
+from fl_lightning.trainer.run import Run
+
+Kept = MutableMapping[str, Mapping[str, Tensor]]
+"""Where a node keeps its clients' states: named tensors by ``<client>.<version>``."""
+
+
+class Node:
+    """Answers the server's messages.
+
+    Args:
+        run: A run of the server's config that never begins: the model, its device and the data of this node.
+        number: The node's number, from 0.
+    """
+
+    def __init__(self, run: Run, number: int) -> None:
+        self.run, self.number = run, number
+        self.engine = run.make_engine("debug" if run.settings.engine == "debug" else "sequential")
+        self._w0 = checksum(run.server.w)
+
+    def answer(self, message: Message, kept: Kept) -> Message:
+        """Trains the clients that a message names, one after another, and keeps their new states as versions.
+
+        Args:
+            message: The server's message.
+            kept: This node's states of the server's run.
+
+        Returns:
+            The reply, with what each client uploads.
+
+        Raises:
+            UserError: If node and server differ, or a state is missing.
+        """
+        about, run = message.values["round"], self.run
+        self._check(message)
+        received = State({name: value.to(run.server.w) for name, value in message.tensors["down"].items()})
+        uploads: dict[str, Mapping[str, Tensor]] = {}
+        replies: dict[str, Mapping[str, Value]] = {}
+        with run.settings.environment():
+            for record in [name for name in message.values if name != "round"]:
+                client = int(record.removeprefix("client."))
+                ensure(
+                    client < run.data.num_clients and client % int(about["nodes"]) == self.number,
+                    f"node {self.number}: has no client {client}; give {about['nodes']} nodes their partition-id",
+                )
+                upload, replies[record] = self._train(client, received, message.values[record], kept)
+                uploads[f"up.{client}"] = upload
+        return Message(uploads, replies)
+
+    def _train(
+        self, client: int, received: State, values: Mapping[str, Value], kept: Kept
+    ) -> tuple[dict[str, Tensor], dict[str, Value]]:
+        run = self.run
+        ctx = context(values, run.objective.flat)
+        here = int(run.data.client_sizes[client])
+        ensure(
+            ctx.n_k == here,
+            f"client {client}: has {here} samples here, {ctx.n_k} on the server; give both the same data",
+        )
+        row = None if values["version"] == "" else self._row(client, str(values["version"]), kept)
+        state = run.clients.get(client, received.w, run.objective.scratch_state, row)
+        job = Job(client, state, received, ctx, run.minibatches(client, ctx), int(values["seed"]))
+        (result,) = self.engine.train([job])
+        keep = {str(values["version"]), *str(values["keep"]).split()}
+        version = _stored(client, result.state, keep, kept) if result.state else ""
+        upload = {name: value.cpu() for name, value in result.upload.items()}
+        return upload, {"loss": float(result.loss), "finite": bool(result.finite), "version": version}
+
+    def _row(self, client: int, version: str, kept: Kept) -> State:
+        key = f"{client}.{version}"
+        ensure(
+            key in kept,
+            f"client {client}: its node {self.number} has no state {version}; continue with the node's own folder and "
+            "ckpt_path = last, or start again",
+        )
+        return State({name: value.to(self.run.server.w) for name, value in kept[key].items()})
+
+    def _check(self, message: Message) -> None:
+        down = self.run.objective.wire[0]
+        same = message.values["round"]["w0"] == self._w0 and message.tensors["down"].keys() == {*down}
+        ensure(
+            same,
+            f"node {self.number}: makes another model than the server; give both the same config, init_weights and "
+            "versions of torch",
+        )
+
+
+def _stored(client: int, state: State, keep: set[str], kept: Kept) -> str:
+    """Stores a client's new state, and removes the versions that are neither this one nor to be kept; its version."""
+    here = {name: value.cpu() for name, value in state.items()}
+    version = version_of(here)
+    kept[f"{client}.{version}"] = here
+    needed = {f"{client}.{each}" for each in {version, *keep}}
+    for old in [key for key in kept if key.startswith(f"{client}.") and key not in needed]:
+        del kept[old]
+    return version
+
+
+class Folder(Kept):
+    """States in files, each written whole, with a checksum.
+
+    Args:
+        path: The folder; it is created.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.mkdir(parents=True, exist_ok=True)
+
+    def __getitem__(self, key: str) -> Mapping[str, Tensor]:
+        try:
+            found: Mapping[str, Tensor] = files.load(self._file(key))
+        except FileNotFoundError:
+            raise KeyError(key) from None
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"{self._file(key)}: {error}; this client's state is lost, restore it or start again"
+            ) from None
+        return found
+
+    def __setitem__(self, key: str, state: Mapping[str, Tensor]) -> None:
+        files.save(self._file(key), dict(state))
+
+    def __delitem__(self, key: str) -> None:
+        self._file(key).unlink()
+
+    def __contains__(self, key: object) -> bool:
+        return self._file(str(key)).is_file()
+
+    def __iter__(self) -> Iterator[str]:
+        return (path.stem for path in sorted(self.path.glob("*.state")))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def _file(self, key: str) -> Path:
+        ensure(re.fullmatch(r"\d+\.[0-9a-f]{8}", key) is not None, f"state {key[:40]!r}: not a client and a version")
+        return self.path / f"{key}.state"

@@ -1,0 +1,245 @@
+"""The evaluation of each client: the global model, and local models, on the client's own test data."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torchmetrics.classification import MulticlassAccuracy
+
+from fl_lightning.core import Count, UserError, ensure, numpy_generator, require, write_atomically, writing
+from fl_lightning.data.counts import class_counts
+from fl_lightning.data.minibatches import Batch
+from fl_lightning.engine import LocalResult
+from fl_lightning.results.clients import FILE, GLOBAL, LOCAL, statistics
+from fl_lightning.trainer import collectives
+from fl_lightning.trainer.measurements.base import Measure, Measurement, MeasurementContext, local_models
+from fl_lightning.trainer.run import Run
+
+
+class Score(NamedTuple):
+    """The data's metric and the mean loss on a client's test data."""
+
+    metric: float
+    loss: float
+
+
+Scores = Mapping[int, Score]
+
+
+class ClientData(Protocol):
+    """What each client's test data are.
+
+    Attributes:
+        what: In words.
+    """
+
+    what: str
+
+    def clients(self) -> list[int]:
+        """Clients that have test data."""
+
+    def score(self, client: int, w: Tensor) -> Score:
+        """Evaluates weights ``(d,)`` on this process alone, with the buffers that the net holds."""
+
+    def scores(self, clients: Sequence[int], w: Tensor) -> Scores:
+        """Evaluates weights ``(d,)`` for each client; every process calls."""
+
+
+class OwnSamples:
+    """The test samples that the data say are a client's own; see ``client_test_indices`` of a data module."""
+
+    what = "own test data"
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+    def clients(self) -> list[int]:
+        """See `ClientData`."""
+        return [k for k in range(self.run.data.num_clients) if len(self._indices(k))]
+
+    def score(self, client: int, w: Tensor) -> Score:
+        """See `ClientData`."""
+        return Score(*self.run.evaluator.alone(_batches(self.run, self._indices(client)), w))
+
+    def scores(self, clients: Sequence[int], w: Tensor) -> Scores:
+        """See `ClientData`."""
+        fabric = self.run.fabric
+        mine = {k: self.score(k, w) for k in clients[fabric.global_rank :: fabric.world_size]}
+        return dict(sorted(collectives.all_gather_dict(fabric, mine).items()))
+
+    def _indices(self, client: int) -> Tensor:
+        found = self.run.data.client_test_indices(client)
+        return torch.empty(0, dtype=torch.int64) if found is None else found
+
+
+class ByClasses:
+    """The whole test set, each class weighted by its share of the client's training samples.
+
+    That is the expectation over test sets that are drawn with the client's distribution of classes, without a draw: the
+    sum over classes of share times accuracy. A class without test samples has no weight.
+    """
+
+    what = "test data weighted by the client's classes"
+
+    def __init__(self, run: Run) -> None:
+        self.run, data = run, run.data
+        tested = torch.bincount(data.y_test, minlength=data.num_classes).cpu() > 0
+        counts = torch.from_numpy(class_counts(data)).double() * tested
+        self.weights = counts / counts.sum(1, keepdim=True)  # (clients, classes)
+
+    def clients(self) -> list[int]:
+        """See `ClientData`."""
+        return self.weights.isfinite().all(1).nonzero().flatten().tolist()
+
+    def score(self, client: int, w: Tensor) -> Score:
+        """See `ClientData`."""
+        held = self.weights[client] > 0
+        indices = held[self.run.data.y_test.cpu()].nonzero().flatten()
+        return self._weighted([client], self.run.evaluator.by_class(_batches(self.run, indices), w))[client]
+
+    def scores(self, clients: Sequence[int], w: Tensor) -> Scores:
+        """See `ClientData`."""
+        run, fabric = self.run, self.run.fabric
+        batches = run.data.eval_batches("test", run.dtype, (fabric.global_rank, fabric.world_size))
+        sums = collectives.all_reduce_sum(fabric, run.evaluator.by_class(batches, w))
+        return self._weighted(clients, sums)
+
+    def _weighted(self, clients: Sequence[int], sums: Tensor) -> dict[int, Score]:
+        correct, losses, samples = sums.double().cpu()
+        means = torch.stack([correct, losses]) / samples.clamp(min=1)
+        rows = self.weights[torch.as_tensor(clients)] @ means.T
+        return {k: Score(*row) for k, row in zip(clients, rows.tolist(), strict=True)}
+
+
+def client_data(run: Run) -> ClientData:
+    """The clients' test data: their own samples if the data say whose they are, otherwise by classes.
+
+    Raises:
+        UserError: If the data do not say, and what they evaluate is not accuracy.
+    """
+    if run.data.client_test_indices(0) is not None:
+        return OwnSamples(run)
+    name, metric = run.data.metric()
+    plain = type(metric) is MulticlassAccuracy and metric.average == "micro" and metric.top_k == 1
+    ensure(
+        plain and run.data.y_test.ndim == 1,
+        f"data = {type(run.data).__name__}: says of no client which test samples are its own, and {name} has no mean "
+        "over classes; leave ClientEvaluation out, or set test_clients of the data",
+    )
+    return ByClasses(run)
+
+
+def _batches(run: Run, indices: Tensor) -> Iterator[Batch]:
+    """Batches of some test samples."""
+    data = run.data
+    return data.evaluation_batches(data.x_test, data.y_test, data.in_batches(indices), run.dtype)
+
+
+class ClientEvaluation(Measure):
+    """Loss and metric of the global model on each client's own test data, and of local models after local training.
+
+    A client's test data are those samples of the test set that the data say are its own; if they do not say, the whole
+    test set, with each class weighted by its share of the client's training samples. For accuracy that is exact:
+    ``accuracy_i = sum_c p_i(c) accuracy_c``.
+
+    It logs, for accuracy, ``server/clients/acc`` (the mean over clients) with the endings ``_weighted`` (by training
+    samples), ``_std``, ``_worst_decile`` (mean of the worst tenth, of at least one) and ``_worst``, and
+    ``server/clients/loss``; of the local models the same as ``client/test/acc``, and ``client/test/acc_gap``, the mean
+    over clients of local minus global. Each client's values are a row of ``client_evaluation.csv`` in the run folder.
+
+    Args:
+        local_models: Whether to train each client from the server's new model, as the next round would, and evaluate
+            its local model, too. Only a cohort of local models is in memory at a time.
+        clients: Number of clients, a seeded sample that is the same in every round; null: all that have test data.
+    """
+
+    def __init__(self, local_models: bool = False, clients: Count | None = None) -> None:
+        self.local_models, self.clients = local_models, clients
+        self._rows: list[list[object]] = []
+        self._head: list[str] = []
+
+    def check(self, run: Run) -> None:
+        name, tested = type(self).__name__, len(client_data(run).clients())
+        ensure(tested > 0, f"data = {type(run.data).__name__}: no client has test data; leave {name} out")
+        fits, most = (
+            self.clients is None or self.clients <= tested,
+            f"{tested} clients have test data; give at most that",
+        )
+        require(fits, f"measure: {name}.clients", self.clients, most)
+        alone = "centralized training has no local models; set it to false"
+        require(not self.local_models or run.kind == "federated", f"measure: {name}.local_models", "true", alone)
+
+    def compute(self, context: MeasurementContext) -> list[Measurement]:
+        run, data, of = context.run, context.run.data, client_data(context.run)
+        clients = self._drawn(of.clients(), run.seed)
+        run.load_statistics(context.model)
+        scores = of.scores(clients, context.model)
+        local: Scores = {}
+        if self.local_models:
+            local = self._local(run, clients, of, max(len(context.cohort), 1))
+        metric = data.metric()[0]
+        self._head = ["round", "client", "samples", metric, "loss", f"local_{metric}", "local_loss"]
+        self._rows = [
+            [run.rounds_done, k, int(data.client_sizes[k]), *scores[k], *local.get(k, ("", ""))] for k in clients
+        ]
+        found = _measurements(run, GLOBAL, scores, "global model", of.what)
+        if local:
+            found += _measurements(run, LOCAL, local, "local models of the next round", of.what)
+            gap = sum(local[k].metric - scores[k].metric for k in local) / len(local)
+            what = f"{of.what}, {len(local)} clients"
+            found.append(Measurement(name=f"{LOCAL}/{metric}_gap", value=gap, model="local minus global", data=what))
+        return found
+
+    def keep(self, run: Run) -> None:
+        path = run.folder.path / FILE
+        with writing(path), path.open("a", newline="") as file:
+            writer = csv.writer(file, lineterminator="\n")
+            writer.writerows(self._rows if file.tell() else [self._head, *self._rows])
+
+    def resume(self, run: Run) -> None:
+        path = run.folder.path / FILE
+        if not path.exists():
+            return
+        head, *rows = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        try:  # a crash may have cut the last one short
+            kept = [row for row in rows if row.endswith("\n") and int(row.partition(",")[0]) <= run.rounds_done]
+        except ValueError:
+            raise UserError(f"{path}: not a table of clients; restore the file, or remove it") from None
+        write_atomically(path, "".join([head, *kept]))
+
+    def _drawn(self, clients: list[int], seed: int) -> list[int]:
+        if self.clients is None:
+            return clients
+        draw = numpy_generator(seed, "client evaluation")
+        return sorted(draw.choice(clients, self.clients, replace=False, shuffle=False).tolist())
+
+    def _local(self, run: Run, clients: Sequence[int], of: ClientData, at_once: int) -> Scores:
+        mine: dict[int, Score] = {}
+
+        def add(result: LocalResult) -> None:
+            if result.finite:
+                mine[result.client] = of.score(result.client, result.w)
+
+        local_models(run, clients, add, at_once)
+        return dict(sorted(collectives.all_gather_dict(run.fabric, mine).items()))
+
+
+def _measurements(run: Run, place: str, scores: Scores, model: str, what: str) -> list[Measurement]:
+    """The statistics of scores over clients."""
+    name = run.data.metric()[0]
+    samples = [int(run.data.client_sizes[k]) for k in scores]
+    metrics, losses = ([score[i] for score in scores.values()] for i in (0, 1))
+    data = f"{what}, {len(scores)} clients"
+    values = {
+        **{f"{name}{end}": x for end, x in statistics(metrics, samples, run.directions[name]).items()},
+        "loss": sum(losses) / len(losses),
+    }
+    details = {name: {"clients": dict(zip(map(str, scores), metrics, strict=True))}}
+    return [
+        Measurement(name=f"{place}/{end}", value=x, model=model, data=data, details=details.get(end, {}))
+        for end, x in values.items()
+    ]

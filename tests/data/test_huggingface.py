@@ -1,0 +1,191 @@
+"""Data sets of Hugging Face's ``datasets``, made here and written to small files."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+
+from fl_lightning import Arrays, FedAvg, FederatedTrainer, FromDataset, HuggingFace, UserError
+from fl_lightning.core.rng import numpy_generator
+from tests.runs import cli, newest
+
+datasets = pytest.importorskip("datasets")
+RNG = numpy_generator(0, "test Hugging Face")
+USERS = ["9", "10", "9", "7", "10", "9", "7", "9", "10", "7", "7", "9"]
+TEST_USERS = ["10", "8", "9", "9"]
+PIXELS = RNG.integers(0, 256, (16, 6, 6, 3), dtype=np.uint8)
+NUMBERS = RNG.normal(size=(16, 5))
+LABELS = np.arange(16) % 3
+
+
+def part(rows: slice, users: list[str]) -> Any:
+    value, listed = datasets.Value, datasets.List
+    types = {
+        "image": datasets.Image(), "vector": listed(value("float64")), "grid": datasets.Array2D((5, 1), "float64"),
+        "a": value("float64"), "n": value("int32"), "text": value("string"), "who": value("string"),
+        "label": datasets.ClassLabel(names=["x", "y", "z", "w"]), "name": value("string"),
+        "tags": listed(datasets.ClassLabel(names=["p", "q", "r"])), "ragged": listed(value("int64")),
+    }  # fmt: skip
+    k = LABELS[rows]
+    columns = {
+        "image": [Image.fromarray(x) for x in PIXELS[rows]], "vector": NUMBERS[rows].tolist(),
+        "grid": NUMBERS[rows][:, :, None].tolist(), "a": NUMBERS[rows, 0].tolist(), "n": (2 * k).tolist(),
+        "text": [("Oil, up", "oil", "day")[i] for i in k], "who": users, "label": k.tolist(),
+        "name": [("rain", "snow", "hail")[i] for i in k], "tags": [([0], [2, 1], [])[i] for i in k],
+        "ragged": [[1] * i for i in k],
+    }  # fmt: skip
+    return datasets.Dataset.from_dict(columns, features=datasets.Features(types))
+
+
+def splits() -> Any:
+    return datasets.DatasetDict(train=part(slice(12), USERS), test=part(slice(12, 16), TEST_USERS))
+
+
+def written(form: str, folder: Path) -> Any:
+    """The same data set: as an object, by ``save_to_disk``, or as a file for each split."""
+    found = splits()
+    if form == "object":
+        return found
+    path = folder / "data"
+    if form == "disk":
+        found.save_to_disk(str(path))
+        return str(path)
+    path.mkdir()
+    for name, each in found.items():
+        getattr(each.select_columns(["a", "n", "label", "who"]), f"to_{form}")(str(path / f"{name}.{form}"))
+    return str(path)
+
+
+def weights(data: Any, net: nn.Module, folder: Path) -> torch.Tensor:
+    """After three rounds of all clients."""
+    torch.manual_seed(0)
+    for module in net.modules():
+        if isinstance(module, nn.Linear):
+            module.reset_parameters()
+    trainer = FederatedTrainer(
+        max_rounds=3, clients_per_round=2, engine="sequential", accelerator="cpu", callbacks=[], loggers=[],
+        default_root_dir=str(folder / "runs"), enable_progress_bar=False,
+    )  # fmt: skip
+    return trainer.fit(FedAvg(net=net), data).global_model
+
+
+def by_user(x: Any, y: Any) -> Arrays:
+    """Arrays of the users in the order of their numbers."""
+    users = np.array(USERS)
+    parts = [(x[:12][users == user], y[:12][users == user]) for user in ("7", "9", "10")]
+    return Arrays(client_arrays=parts, test=(x[12:], y[12:]), batch_size=2)
+
+
+@pytest.mark.parametrize(
+    ("form", "inputs"),
+    [("object", "vector"), ("object", "image"), ("disk", "image"), ("parquet", "an"), ("csv", "an"), ("json", "an")],
+)
+def test_equals_the_same_arrays(form: str, inputs: str, tmp_path: Path) -> None:
+    """To the bit, after three rounds over clients by a column."""
+    x = {"vector": NUMBERS, "image": PIXELS, "an": np.stack([NUMBERS[:, 0], 2.0 * LABELS], 1)}[inputs]
+    columns: Any = ["a", "n"] if inputs == "an" else inputs
+    net = nn.Sequential(nn.Flatten(), nn.Linear(x[0].size, 4))
+    data = HuggingFace(written(form, tmp_path), columns, client="who", batch_size=2, stream=inputs == "image")
+    assert torch.equal(weights(data, net, tmp_path), weights(by_user(x, LABELS), net, tmp_path))
+    assert data.client_sizes.tolist() == [4, 5, 3]
+    shares = [data.client_test_indices(client) for client in range(3)]
+    assert [share.tolist() for share in shares if share is not None] == [[], [2, 3], [0]]
+
+
+HOT = np.array([[1, 0, 0], [0, 1, 1], [0, 0, 0]], np.float32)[LABELS]
+
+
+@pytest.mark.parametrize(
+    ("options", "x", "y", "classes"),
+    [
+        ({"inputs": "grid"}, NUMBERS[:, :, None], LABELS, 4),
+        ({"inputs": "n", "target": "n"}, 2.0 * LABELS[:, None], 2 * LABELS, 5),
+        ({"inputs": "a", "target": "name"}, NUMBERS[:, :1], np.array([1, 2, 0])[LABELS], 3),  # hail, rain, snow
+        ({"inputs": "a", "target": "a", "task": "regression"}, NUMBERS[:, :1], NUMBERS[:, :1], 1),
+        ({"inputs": "a", "target": ["a", "n"], "task": "regression"}, NUMBERS[:, :1],
+         np.stack([NUMBERS[:, 0], 2.0 * LABELS], 1), 2),
+        ({"inputs": "a", "target": "tags", "task": "multilabel"}, NUMBERS[:, :1], HOT, 3),
+        # in the training texts "oil" is most frequent, then "," "day" "up" by the alphabet
+        ({"inputs": "text", "max_length": 2}, np.array([[1, 2], [1, 0], [3, 0]])[LABELS], LABELS, 4),
+        ({"inputs": ["text", "name"], "max_length": 9}, None, LABELS, 4),
+    ],
+)  # fmt: skip
+def test_columns(options: Any, x: Any, y: Any, classes: int) -> None:
+    data = HuggingFace(splits(), num_clients=3, **options)
+    data.setup()
+    assert data.num_classes == classes and data.client_test_indices(0) is None
+    np.testing.assert_array_equal(torch.cat([data.y_train, data.y_test]), y)
+    if x is not None:
+        np.testing.assert_array_equal(torch.cat([torch.as_tensor(data.x_train), torch.as_tensor(data.x_test)]), x)
+    else:
+        assert {"oil", "snow"} < data.vocabulary.keys()
+
+
+def test_a_share_of_each_client_is_the_test_set() -> None:
+    data = HuggingFace(splits()["train"], "a", client="who", test_fraction=0.5)
+    data.setup()
+    tested = torch.tensor([len(data.client_test_indices(client)) for client in range(3)])  # type: ignore[arg-type]
+    assert (data.client_sizes + tested).tolist() == [4, 5, 3] and tested.sum() == 6
+    assert ((data.client_sizes - tested).abs() <= 1).all()
+    values = torch.cat([torch.as_tensor(data.x_train), torch.as_tensor(data.x_test)]).flatten()
+    np.testing.assert_array_equal(values.sort().values, np.sort(NUMBERS[:12, 0]))
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "message"),
+    [
+        ("nowhere", {"inputs": "a"}, "data.dataset = 'nowhere': no such folder or file; give what save_to_disk wrote"),
+        ("odd.txt", {"inputs": "a"}, "data.dataset = 'odd.txt': unknown format; give what"),
+        ("broken.json", {"inputs": "a"}, "data.dataset = 'broken.json': cannot be read "),
+        (3, {"inputs": "a"}, "data.dataset = a int: give a path, a Dataset, or"),
+        (None, {"inputs": "pixels"}, "data.inputs = pixels: no such column; there are image, vector"),
+        (None, {"inputs": "a", "target": "y"}, "data.target = y: no such column; there are image"),
+        (None, {"inputs": "a", "client": "user"}, "data.client = user: no such column; there are image"),
+        (None, {"inputs": "a", "test": "dev"}, "data.test = dev: no such split; there are train, test; or set data.te"),
+        (None, {"inputs": "ragged"}, "data.inputs = ragged: List.* or its rows differ in length; choose another"),
+        (None, {"inputs": ["a", "vector"]}, "data.inputs = vector: holds lists, which do not join with other columns"),
+        (None, {"inputs": "a", "target": "image"}, "data.target = image: Image.* holds no numbers, class labels or"),
+        (None, {"inputs": "a", "target": "a"}, "y_train: labels are torch.float64; convert them to integers 0, 1"),
+        (None, {"inputs": "a", "target": "who"}, "data.target = who: '8' occurs in the test data only; leave it out"),
+    ],
+)
+def test_errors(source: Any, options: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("odd.txt").touch()
+    Path("broken.json").write_text("{")
+    with pytest.raises(UserError, match=rf"^{message}[^\n]*$"):
+        HuggingFace(splits() if source is None else source, num_clients=2, **options).setup()
+
+
+def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = splits()
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(
+        UserError, match=r"^data = HuggingFace: needs datasets; pip install 'fl-lightning\[huggingface\]'$"
+    ):
+        HuggingFace(rows, "a", num_clients=2).setup()
+
+
+def test_rows_as_pairs_are_refused_by_name() -> None:
+    rows = splits()
+    with pytest.raises(UserError, match=r"^train: samples are dicts with keys image, [^\n]*; use HuggingFace, or wrap"):
+        FromDataset(rows["train"], rows["test"], num_clients=2).setup()
+
+
+def test_from_the_command_line(tmp_path: Path) -> None:
+    """With several input columns, and the client of each sample."""
+    path = written("csv", tmp_path)
+    cli(
+        "fit", "--model=FedAvg", "--model.net=FullyConnected", "--model.net.in_features=2", "--model.net.hidden=[]",
+        "--model.net.num_classes=3", "--data=HuggingFace", f"--data.dataset={path}", "--data.inputs=[a, n]",
+        "--data.client=who", "--trainer.max_rounds=1", "--trainer.clients_per_round=3", "--trainer.accelerator=cpu",
+        "--trainer.engine=sequential", "--trainer.enable_progress_bar=false", f"--trainer.default_root_dir={tmp_path}",
+    )  # fmt: skip
+    assert "server/test/acc" in (newest(tmp_path) / "metrics.csv").read_text()

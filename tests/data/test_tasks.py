@@ -1,0 +1,135 @@
+"""Targets that are numbers, or several labels of a sample."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fl_lightning import (
+    IID,
+    PAM,
+    SGD,
+    Arrays,
+    Augment,
+    Dirichlet,
+    FedAvg,
+    FederatedTrainer,
+    FedGMT,
+    FedLC,
+    FedNTD,
+    FedSOL,
+    FLSimDirichlet,
+    Natural,
+    UserError,
+)
+from fl_lightning.core.rng import numpy_generator
+from fl_lightning.data.counts import class_counts
+from fl_lightning.trainer.run import Run
+
+RNG = numpy_generator(0, "test tasks")
+X = RNG.normal(size=(40, 3))
+NUMBERS = X @ RNG.normal(size=(3, 2)) + 4.0
+TAGS = (X @ RNG.normal(size=(3, 2)) > 0).astype(np.int64)
+TARGETS = {"regression": NUMBERS, "multilabel": TAGS}
+LOSSES: dict[str, nn.Module] = {"regression": nn.MSELoss(), "multilabel": nn.BCEWithLogitsLoss()}
+
+
+def arrays(folder: Path, task: str, y: Any = None, **options: Any) -> Arrays:
+    y = TARGETS[task] if y is None else y
+    np.savez(folder / "data.npz", x_train=X[:30], y_train=y[:30], x_test=X[30:], y_test=y[30:])
+    return Arrays(str(folder / "data.npz"), **{"num_clients": 3, "task": task, **options})
+
+
+def fit(data: Arrays, folder: Path, engine: str = "sequential", model: type[FedAvg] = FedAvg, **parts: Any) -> Run:
+    trainer = FederatedTrainer(
+        max_rounds=1, clients_per_round=3, engine=engine, accelerator="cpu", callbacks=[], loggers=[], threads=1,
+        precision="64-true", default_root_dir=str(folder / "runs"), enable_progress_bar=False,
+    )  # fmt: skip
+    return trainer.fit(model(**{"net": nn.Linear(3, 2), **parts}), data)
+
+
+@pytest.mark.parametrize("engine", ["sequential", "batched"])
+@pytest.mark.parametrize("task", ["regression", "multilabel"])
+def test_a_step_and_the_metrics_in_closed_form(task: str, engine: str, tmp_path: Path) -> None:
+    """Full batches of clients of equal size: the mean of their steps is the step on all data."""
+    net = nn.Linear(3, 2)
+    w, b = (p.detach().double().numpy().copy() for p in net.parameters())
+    data = arrays(tmp_path, task, batch_size=None)
+    run = fit(data, tmp_path, engine, net=net, loss=LOSSES[task], optimizer=SGD(lr=0.1))
+    z = X[:30] @ w.T + b
+    # of the mean over samples and their two values
+    error = 2 * (z - NUMBERS[:30]) / 60 if task == "regression" else (1 / (1 + np.exp(-z)) - TAGS[:30]) / 60
+    step = np.concatenate([(error.T @ X[:30]).ravel(), error.sum(0)])
+    want = np.concatenate([w.ravel(), b]) - 0.1 * step
+    np.testing.assert_allclose(run.global_model.numpy(), want, rtol=0, atol=1e-12)
+    z = X[30:] @ want[:6].reshape(2, 3).T + want[6:]
+    if task == "regression":
+        found = {"mae": np.abs(z - NUMBERS[30:]).mean(), "loss": np.square(z - NUMBERS[30:]).mean()}
+    else:
+        right, y = ((z > 0) & (TAGS[30:] == 1)).sum(), TAGS[30:]
+        found = {"f1": 2 * right / ((z > 0).sum() + y.sum()), "loss": (np.logaddexp(0, z) - y * z).mean()}
+    for name, value in found.items():
+        assert run.metrics[f"server/test/{name}"] == pytest.approx(value, rel=1e-6)
+
+
+def test_numbers_are_columns_and_samples_have_no_class(tmp_path: Path) -> None:
+    users = ["a", "b"] * 15
+    data = arrays(tmp_path, "regression", NUMBERS[:, 0], num_clients=2, partition=Natural(users), val_fraction=0.1)
+    data.setup()
+    assert data.y_train.shape == (30, 1) and data.num_classes == 1
+    assert class_counts(data).tolist() == [[int(n)] for n in data.client_sizes]
+    assert len(data.val_indices) == 3 and len(data.sample_indices(7)) == 7
+    x, y = next(data.eval_batches("test"))
+    assert y.dtype == x.dtype == torch.float32
+
+
+class Flat(nn.Linear):
+    """Outputs without a dimension for values: torch would broadcast them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).squeeze(1)
+
+
+NONE = "for classes, these targets are none; choose"
+
+
+@pytest.mark.parametrize(
+    ("task", "options", "parts", "message"),
+    [
+        *(("regression", {}, {"model": model}, f"model = {model.__name__}: {NONE} another algorithm")
+          for model in (FedNTD, FedLC, FedSOL, FedGMT)),
+        *(("multilabel", {"partition": split}, {}, f"data.partition: {type(split).__name__} divides by class")
+          for split in (Dirichlet(1.0), PAM(), IID(stratified=True), FLSimDirichlet(0.1))),
+        ("regression", {"augment": Augment(mixup=1.0)}, {}, r"data.augment = Augment: samples of shape \(3,\) are not"),
+        ("regression", {}, {"loss": None}, f"model.loss = CrossEntropyLoss: {NONE} a loss for numbers, such as torch"),
+        ("multilabel", {}, {"loss": None}, f"model.loss = CrossEntropyLoss: {NONE} a loss for several labels, such as"),
+        ("regression", {}, {"net": nn.Linear(3, 1)}, r"model.net = Linear gives outputs of shape \(10, 1\) for 2 val"),
+        ("multilabel", {}, {"net": nn.Linear(3, 4)}, r"model.net = Linear gives outputs of shape \(10, 4\) for 2 lab"),
+        ("regression", {"y": NUMBERS[:, 0]}, {"net": Flat(3, 1)}, r"model.net = Flat gives outputs of shape \(10,\)"),
+        ("regression", {"y": np.where(NUMBERS > 5, np.nan, 1.0)}, {}, "y_train: row .* holds NaN or infinity"),
+        ("regression", {"y": NUMBERS[:, :, None]}, {}, r"y_train: torch.float64 \(30, 2, 1\) are not numbers"),
+        ("multilabel", {"y": NUMBERS}, {}, r"y_train: torch.float64 \(30, 2\) are not zeros and ones"),
+        ("multilabel", {"y": TAGS[:, 0]}, {}, r"y_train: torch.int64 \(30,\) are not zeros and ones"),
+        ("classification", {"y": NUMBERS[:, 0]}, {}, "y_train: labels are torch.float64; convert them to integers"),
+        ("classification", {"y": TAGS[:, 0]}, {"loss": nn.MSELoss()}, "model.loss = MSELoss cannot take logits"),
+        ("ranking", {"y": TAGS}, {}, "data.task = ranking: give one of classification, regression, multilabel"),
+    ],
+)  # fmt: skip
+def test_refused_in_one_line(task: str, options: Any, parts: Any, message: str, tmp_path: Path) -> None:
+    parts = {"loss": LOSSES.get(task), **parts}
+    with pytest.raises(UserError, match=rf"^{message}[^\n]*$"):
+        fit(arrays(tmp_path, task, **options), tmp_path, **parts)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_mixup_needs_classes(tmp_path: Path) -> None:
+    images = np.zeros((4, 1, 2, 2), np.uint8)
+    np.savez(tmp_path / "data.npz", x_train=images, y_train=np.ones(4), x_test=images, y_test=np.ones(4))
+    data = Arrays(str(tmp_path / "data.npz"), num_clients=2, task="regression", augment=Augment(crop=0, mixup=1.0))
+    with pytest.warns(UserWarning, match="x_test"), pytest.raises(UserError, match=r"^data.augment.mixup = 1.0: mixes"):
+        data.setup()

@@ -1,0 +1,247 @@
+"""Clients on nodes: the trainer's weights and states to the bit, the declared wire, failures on either side."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import re
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fl_lightning import UserError
+from fl_lightning.flower.messages import Message, row_of, version_in, version_of
+from tests.flower.nodes import Nodes, build, trained
+from tests.runs import DIGITS, FORKS, assert_same, cli, last, metrics, newest, run, state
+
+ROUNDS = "--trainer.max_rounds=4"
+FAULTS = [
+    "--trainer.faults=Faults",
+    "--trainer.faults.drop_after=0.2",
+    "--trainer.faults.corrupt=Corrupt",
+    "--trainer.faults.corrupt.share=0.3",
+    "--trainer.faults.stragglers=Stragglers",
+    "--trainer.faults.stragglers.deadline=2",
+]
+FAILED = ("refused", "dropped", "late")
+NORMED = "tests.flower.nodes.BatchNormed"
+CASES = {
+    "FedSMOO": ["--model=FedSMOO"],
+    "SCAFFOLD": ["--model=SCAFFOLD"],
+    "FedDyn": ["--model=FedDyn"],
+    "FedGAMMA": ["--model=FedGAMMA"],
+    "MOON": ["--model=MOON"],
+    "FedGloSS": ["--model=FedGloSS", "--model.ascent=SAM", "--model.averaging=SWA"],
+    "two phases": ["--model=NaiveFedGloSS"],
+    "no state": ["--model=FedSAM"],
+    "faults": ["--model=FedSMOO", *FAULTS],
+    "class counts": ["--model=FedLC"],
+    **{p: ["--model=FedGAMMA", f"--model.net={NORMED}", f"--model.buffers={p}"] for p in ("average", "local", "reset")},
+    "robust": ["--model=FedDyn", "--trainer.aggregation=CoordinateMedian"],
+}
+
+
+FURTHER = ("FedGAMMA", "no state", "robust", "class counts", "average", "reset")
+
+
+@pytest.mark.parametrize(
+    "args", [pytest.param(CASES[c], id=c, marks=[pytest.mark.slow] * (c in FURTHER)) for c in CASES]
+)
+def test_nodes_give_the_bits_of_the_trainer(args: list[str], tmp_path: Path) -> None:
+    """Weights, all of the server's state, metrics, and what the clients keep."""
+    expected = trained(tmp_path / "trainer", *args, ROUNDS)
+    nodes = Nodes(tmp_path, *args, ROUNDS)
+    run = nodes.fit()
+    assert_same(run.server, expected.server)
+    assert metrics(run.folder.path) == metrics(expected.folder.path)
+    assert run.incidents == expected.incidents and run.incidents.keys() == ({*FAILED} if FAULTS[0] in args else set())
+    here, there = nodes.states(run), expected.clients.rows()
+    assert here.keys() == there.keys()
+    for client, row in there.items():
+        assert_same(here[client], row)
+        assert sum(key.startswith(f"{client}.") for key in nodes.kept[client % 2]) <= 3
+
+
+def test_wire_is_what_the_algorithm_declares(tmp_path: Path) -> None:
+    """The tensors that are declared, as many numbers as the run counts, and plain values of a few names."""
+    nodes = Nodes(tmp_path, "--model=FedGloSS", "--model.ascent=SAM", ROUNDS)
+    run = nodes.fit()
+    down, up = ({*names} for names in run.objective.wire)
+    shapes = {name: value.shape for name, value in run.server.items()}
+    numbers = 0
+    for message, reply in nodes.log:
+        clients = {name.removeprefix("client.") for name in message.values} - {"round"}
+        assert message.tensors.keys() == {"down"} and message.tensors["down"].keys() == down
+        assert all(value.shape == shapes[name] for name, value in message.tensors["down"].items())
+        assert reply.tensors.keys() == {f"up.{k}" for k in clients} and {f"client.{k}" for k in clients} == {
+            *reply.values
+        }
+        assert all(upload.keys() == up for upload in reply.tensors.values())
+        numbers += len(clients) * sum(value.numel() for value in message.tensors["down"].values())
+        numbers += sum(value.numel() for upload in reply.tensors.values() for value in upload.values())
+        for name, values in {**message.values, **{f"reply.{k}": reply.values[f"client.{k}"] for k in clients}}.items():
+            assert values.keys() == NAMES[name.partition(".")[0]]
+            assert all(type(value) in (bool, int, float, str) for value in values.values())
+    assert numbers == run.total_floats
+
+
+NAMES = {
+    "round": {"run", "w0", "nodes"},
+    "client": {"t", "rounds", "m", "phase", "lr", "K", "k_lr", "n_k", "n_mean", "seed", "version", "keep"},
+    "reply": {"loss", "finite", "version"},
+}
+
+
+# Failures
+
+EVERY_TWO = "--trainer.callbacks=[{class_path: Checkpoints, init_args: {every_n_rounds: 2}}]"
+STATEFUL = ["--model=FedSMOO", "--trainer.max_rounds=5", EVERY_TWO]
+
+
+class Failing(Nodes):
+    """Nodes of which the n-th exchange fails, after they have trained."""
+
+    at = 4
+
+    def __call__(self, messages: Mapping[int, Message]) -> dict[int, Message]:
+        replies, self.at = super().__call__(messages), self.at - 1
+        if not self.at:
+            self.fail()
+        return replies
+
+    def fail(self) -> None:
+        raise UserError("the network is down")
+
+
+class Dying(Failing):
+    """The process dies."""
+
+    def fail(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    """The server's state after a run without failures."""
+    return dict(trained(tmp_path_factory.mktemp("expected"), *STATEFUL).server)
+
+
+@pytest.fixture
+def dead(tmp_path: Path) -> Path:
+    """What is left of server and nodes that died in round 4; the last checkpoint is that of round 2."""
+    process = multiprocessing.get_context("fork").Process(target=lambda: Dying(tmp_path, *STATEFUL, stored=True).fit())
+    process.start()
+    process.join(100)
+    assert process.exitcode == -signal.SIGKILL
+    return tmp_path
+
+
+forks = pytest.mark.skipif(not FORKS, reason="a fork cannot train here")
+
+
+@forks
+def test_killed_server_and_nodes_go_on_to_the_same_bits(dead: Path, expected: dict[str, torch.Tensor]) -> None:
+    """The nodes have states of rounds that the server does not know of."""
+    assert last(newest(dead))["round"] == 2
+    assert_same(Nodes(dead, *STATEFUL, stored=True).fit("last").server, expected)
+
+
+@forks
+@pytest.mark.parametrize(("damage", "line"), [(Path.unlink, "has no state"), (Path.touch, "checksum")])
+def test_lost_state_is_one_line(damage: Any, line: str, dead: Path) -> None:
+    """No client begins again with initial values; the run stays where it was."""
+    for file in dead.glob("node*/*.state"):
+        damage(file)
+        if line == "checksum":
+            file.write_bytes(file.read_bytes()[:-20] + bytes(20))
+    with pytest.raises(UserError, match=line):
+        Nodes(dead, *STATEFUL, stored=True).fit("last")
+    assert last(newest(dead))["round"] == 2
+
+
+@pytest.mark.parametrize("at", [pytest.param(4, marks=pytest.mark.slow), 5])
+def test_round_that_fails_in_a_phase_is_done_again(at: int, tmp_path: Path) -> None:
+    """Of NaiveFedGloSS, in its first or second phase: the nodes return to the states before the round."""
+    args = ["--model=NaiveFedGloSS", "--trainer.max_rounds=3", "--trainer.clients_per_round=6"]
+    nodes = Failing(tmp_path, *args)
+    nodes.at = at
+    with pytest.raises(UserError, match="network"):
+        nodes.fit()
+    assert_same(nodes.fit("last").server, trained(tmp_path / "trainer", *args).server)
+
+
+def test_node_that_differs_is_refused(tmp_path: Path) -> None:
+    """Another seed; other data; a number that another node has."""
+    nodes = Nodes(tmp_path, "--model=FedAvg")
+    for other, line in (("--trainer.seed=1", "makes another model"), ("--data.num_clients=5", "samples here")):
+        with pytest.raises(UserError, match=line):
+            nodes.fit(None, other)
+    nodes.nodes.reverse()
+    with pytest.raises(UserError, match="partition-id"):
+        nodes.fit()
+
+
+def test_versions_are_exact() -> None:
+    """In float32, zeros are no version, and a version is one of content."""
+    like = torch.zeros(1)
+    for version in ("00000000", "ffffffff", "0001ff80"):
+        assert version_in(row_of(version, like)) == version
+    assert version_in(torch.zeros(3)) == ""
+    states = [{"a": torch.tensor([1.0]), "b": torch.tensor([x])} for x in (0.0, -0.0, 1.0)]
+    assert len({version_of(x) for x in states}) == 3 and version_of(states[0]) == version_of({**states[0]})
+
+
+# Checkpoints and options
+
+
+def test_trainer_takes_a_checkpoint_only_if_nothing_is_on_nodes(tmp_path: Path) -> None:
+    """That of a stateful algorithm can be evaluated, and continued on its nodes only."""
+    run = Nodes(tmp_path / "smoo", "--model=FedSMOO").fit()
+    path = str(run.folder.last)
+    made = build(tmp_path / "smoo", "--model=FedSMOO")
+    assert made.trainer.test(made.model, made.data, path) == {
+        name: run.metrics[name] for name in ("server/test/acc", "server/test/loss")
+    }
+    with pytest.raises(UserError, match="its client state"):
+        trained(tmp_path / "smoo", "--model=FedSMOO", "--trainer.max_rounds=3", ckpt_path=path)
+    args = ("--model=FedSAM", "--trainer.max_rounds=3")
+    run = Nodes(tmp_path / "sam", "--model=FedSAM").fit()
+    resumed = trained(tmp_path / "sam", *args, ckpt_path=str(run.folder.last))
+    assert_same(resumed.server, trained(tmp_path, *args).server)
+
+
+def test_command_writes_an_app_of_the_config(tmp_path: Path) -> None:
+    """From its config.yaml the run of the same arguments."""
+    args = ["--model=FedSMOO", *DIGITS, "--trainer.engine=auto", f"--trainer.default_root_dir={tmp_path}/runs"]
+    cli("flower", str(tmp_path / "My App"), "--nodes=2", *args)
+    app = tmp_path / "My App"
+    assert {path.name for path in app.iterdir()} == {
+        "LICENSE", "client_app.py", "config.yaml", "pyproject.toml", "server_app.py"
+    }  # fmt: skip
+    text = (app / "pyproject.toml").read_text()
+    assert '\nname = "my-app"\n' in text and "\nnodes = 2\n" in text and "$" not in text
+    cli("fit", "--config", str(app / "config.yaml"))
+    assert_same(state(newest(tmp_path / "runs")), state(run("fit", root=tmp_path / "direct", model="FedSMOO")))
+
+
+@pytest.mark.parametrize(
+    ("args", "line"),
+    [
+        (["--trainer.engine=batched"], "trainer.engine = batched"),
+        (["--trainer.engine=auto", "--trainer.compile=true"], "trainer.engine = auto"),
+        (["--trainer.devices=2", "--trainer.strategy=ddp"], "trainer.devices = 2"),
+        (["--data.stream=true"], "data.stream = true"),
+        (["--trainer.callbacks=[FlatnessMonitor]"], "trainer.callbacks: FlatnessMonitor"),
+        (["--trainer.callbacks=[Trajectory]"], "trainer.callbacks: Trajectory"),
+        (["--nodes=0"], "nodes = 0"),
+    ],
+    ids=lambda x: x[-1] if isinstance(x, list) else "",
+)
+def test_command_refuses_in_one_line(args: list[str], line: str, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli("flower", str(tmp_path / "app"), "--model=FedAvg", *DIGITS, *args)
+    assert re.fullmatch(f"error: {re.escape(line)}.*", str(end.value.code)) and not (tmp_path / "app").exists()

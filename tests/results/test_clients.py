@@ -1,0 +1,132 @@
+"""Statistics over clients against numpy, the table they are read from, and what is drawn and compared."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from matplotlib.text import Text
+
+from fl_lightning import UserError
+from fl_lightning.core import COLUMN, PAGE, save_figure
+from fl_lightning.results.clients import (
+    FILE,
+    SHARES,
+    ClientTable,
+    by_samples,
+    plot_clients,
+    read_clients,
+    sorted_curve,
+    statistics,
+)
+from fl_lightning.results.compare import compare
+from fl_lightning.results.metrics import Mode, mode_of
+from fl_lightning.results.summary import summarise
+from fl_lightning.results.table import columns, latex
+from tests.results.folders import write
+
+HEAD = "round,client,samples,acc,loss,local_acc,local_loss\n"
+
+
+def table(values: list[float], samples: list[float] | None = None, mode: Mode = "max") -> ClientTable:
+    sizes = np.array(samples or [10.0] * len(values))
+    return ClientTable(5, "acc", mode, sizes, {"acc": np.array(values), "loss": np.zeros(len(values))})
+
+
+@given(st.lists(st.tuples(st.floats(0, 1), st.integers(1, 1000)), min_size=1, max_size=45))
+def test_statistics(clients: list[tuple[float, int]]) -> None:
+    values, samples = (np.array(column, dtype=float) for column in zip(*clients, strict=True))
+    found, worst = statistics(values, samples), max(1, len(values) // 10)
+    assert found == pytest.approx(
+        {
+            "": np.mean(values),
+            "_weighted": np.sum(values * samples) / np.sum(samples),
+            "_std": np.sqrt(np.mean((values - np.mean(values)) ** 2)),
+            "_worst_decile": np.mean(np.partition(values, worst - 1)[:worst]),
+            "_worst": np.min(values),
+        }
+    )
+    mirrored = statistics(-values, samples, "min")
+    assert (
+        mirrored["_worst_decile"] == pytest.approx(-found["_worst_decile"]) and mirrored["_worst"] == -found["_worst"]
+    )
+
+
+def test_the_table_of_the_last_round(tmp_path: Path) -> None:
+    """Of two measures in one round the columns go together; a line that a crash has cut short does not count."""
+    assert read_clients(tmp_path) is None
+    rows = ["5,0,30,0.5,1.5,,", "10,0,30,0.25,2.5,,", "10,7,20,,,,", "10,0,30,0.25,2.5,0.75,0.5", "11,0,30,0.5"]
+    (tmp_path / FILE).write_text(HEAD + "\n".join(rows))
+    found = read_clients(tmp_path)
+    assert found is not None and (found.round, found.metric, found.mode) == (10, "acc", "max")
+    assert found.samples.tolist() == [30, 20]
+    assert [column.tolist()[0] for column in found.columns.values()] == [0.25, 2.5, 0.75, 0.5]
+    assert [column.tolist() for column in found.known("acc")] == [[30], [0.25]]
+    assert all(np.isnan(column[1]) for column in found.columns.values())
+
+
+@pytest.mark.parametrize("text", ["", "round,client\n1,2\n", HEAD, HEAD + "1,0,x,0,0,0,0\n", HEAD + "1,a,3,0,0,0,0\n"])
+def test_a_damaged_table_is_one_line(text: str, tmp_path: Path) -> None:
+    (tmp_path / FILE).write_text(text)
+    with pytest.raises(UserError, match=rf"^{tmp_path / FILE}: not a table of clients [^\n]*; restore the file"):
+        read_clients(tmp_path)
+
+
+def test_sorted_and_by_samples() -> None:
+    values = [0.9, 0.1, 0.5, 0.7]
+    curve = sorted_curve([table(values)])
+    assert [curve[np.searchsorted(SHARES, share)] for share in (0, 0.1, 0.25, 0.5, 0.9, 1)] == [
+        0.1,
+        0.1,
+        0.5,
+        0.7,
+        0.9,
+        0.9,
+    ]
+    assert sorted_curve([table([0.2]), table([0.6])]).tolist() == pytest.approx([0.4] * 201)  # mean over seeds
+    assert sorted_curve([table(values, mode="min")])[0] == 0.9
+    samples, means = by_samples([table([k / 16 for k in range(16)], [*range(16, 0, -1)])])
+    assert samples.tolist() == [1.5 + 2 * k for k in range(8)]
+    assert means.tolist() == pytest.approx([(14.5 - 2 * k) / 16 for k in range(8)])
+
+
+@pytest.mark.parametrize("skewed", [False, True])
+def test_figure(skewed: bool, tmp_path: Path) -> None:
+    """One panel where all clients are of one size, and nothing off the paper or too small to read."""
+    draw = np.random.default_rng(0)
+    sizes = (10 ** draw.uniform(0, 3, 40)).tolist() if skewed else [30.0] * 40
+    tables = {name: [table(draw.uniform(size=40).tolist(), sizes) for _ in range(2)] for name in ("FedAvg", "FedSAM")}
+    figure = plot_clients(tables)
+    save_figure(figure, tmp_path / "clients")
+    assert len(figure.axes) == 1 + skewed and figure.get_figwidth() == (PAGE if skewed else COLUMN)
+    assert len(figure.axes[0].lines) == 2 and figure.axes[0].get_xlim() == (0, 100)
+    if skewed:
+        assert figure.axes[1].get_xscale() == "log" and len(figure.axes[1].lines) == 4
+    texts = [text for text in figure.findobj(Text) if text.get_visible() and text.get_text().strip()]  # type: ignore[attr-defined]
+    assert {text.get_fontsize() >= 7 for text in texts} == {True}
+    box, (width, height) = figure.get_tightbbox(), figure.get_size_inches()
+    assert box.x0 > -0.01 and box.y0 > -0.01 and box.x1 < width + 0.01 and box.y1 < height + 0.01
+
+
+def test_comparison(tmp_path: Path) -> None:
+    """Means of the measurements in the last rounds, with directions, as columns of a table of their own."""
+    folder = write(tmp_path / "run" / "version_0", {3: 0.5, 6: 0.7})
+    names = ["server/clients/acc", "server/clients/acc_worst_decile", "server/clients/acc_std", "client/test/acc_gap"]
+    head, *rows = (folder / "metrics.csv").read_text().splitlines()
+    cells = {3: ",0.1,0.2,0.3,0.4", 6: ",0.5,0.4,0.1,-0.2"}
+    lines = [row + cells.get(t, ",,,,") for t, row in enumerate(rows, 1)]
+    (folder / "metrics.csv").write_text("\n".join([",".join([head, *names]), *lines]))
+    assert summarise(folder, last=6).clients == pytest.approx(dict(zip(names, (0.3, 0.3, 0.2, 0.1), strict=True)))
+    groups = compare([folder], last=2)
+    shown = {column.key: column for column in columns(groups) if column.table == "clients"}
+    assert list(shown) == ["clients", "clients_std", "worst_decile", "local_gap"]
+    assert [groups[0].values(column.of) for column in shown.values()] == [[0.5], [0.1], [0.4], [-0.2]]
+    assert [column.mode for column in shown.values()] == ["max", "min", "max", None]
+    assert r"worst 10 \% $\uparrow$" in latex(groups, columns(groups)) and "& 40.00 &" in latex(groups, columns(groups))
+    known: dict[str, Mode] = {"mae": "min", "acc": "max"}
+    for name, mode in (("mae", "min"), ("mae_worst_decile", "min"), ("mae_std", "min"), ("acc_worst", "max")):
+        assert mode_of(f"server/clients/{name}", None, known) == mode
+    assert mode_of("client/test/acc") == "max" and mode_of("client/test/loss") == mode_of("server/clients/acc_std")
