@@ -187,6 +187,7 @@ MEASURES: dict[str, Callable[[], list[Any]]] = {
     "sharpness": lambda: [fl.Sharpness(), fl.AdaptiveSharpness(), fl.Discrepancy(), fl.CohortLoss(), fl.Updates()],
     "density": lambda: [fl.SpectralDensity(probes=1, steps=8)],
     "lpf": lambda: [fl.LPF(draws=3)],
+    "clients": lambda: [fl.ClientEvaluation()],
 }
 
 
@@ -201,7 +202,7 @@ def test_flatness_on_a_device(name: str, kind: str, tmp_path: Path) -> None:
         ).run
         for where in ("device", "cpu")
     )  # fmt: skip
-    measured = {name: value for name, value in cpu.metrics.items() if name.startswith("flatness/")}
+    measured = {n: value for n, value in cpu.metrics.items() if n.startswith(("flatness/", "server/clients/"))}
     assert measured
     for name, value in measured.items():
         exact = {"rel": 0.0, "abs": 0.0} if kind == "cuda" else {"rel": 1e-3, "abs": 1e-4}
