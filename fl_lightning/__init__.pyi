@@ -50,6 +50,7 @@ from .algorithms.parts.server_optimizers import ServerMomentum as ServerMomentum
 from .algorithms.parts.server_optimizers import ServerUpdate as ServerUpdate
 from .algorithms.parts.server_optimizers import ServerYogi as ServerYogi
 from .algorithms.parts.sgd import SGD as SGD
+from .algorithms.parts.torch_optimizer import TorchOptimizer as TorchOptimizer
 from .commands.export import load_net as load_net
 from .core.errors import UserError as UserError
 from .core.losses import PixelCrossEntropy as PixelCrossEntropy
@@ -89,13 +90,16 @@ from .nets import BiSeNetV2 as BiSeNetV2
 from .nets import DigitsCNN as DigitsCNN
 from .nets import DigitsMLP as DigitsMLP
 from .nets import FastText as FastText
+from .nets import Frozen as Frozen
 from .nets import FullyConnected as FullyConnected
 from .nets import HsuCNN as HsuCNN
+from .nets import LoRA as LoRA
 from .nets import MobileNetV2GN as MobileNetV2GN
 from .nets import PreActResNet18GN as PreActResNet18GN
 from .nets import ResNet8GN as ResNet8GN
 from .nets import ResNet18GN as ResNet18GN
 from .nets import ResNet18NoNorm as ResNet18NoNorm
+from .nets import TextTransformer as TextTransformer
 from .nets import ViTCIFAR as ViTCIFAR
 from .trainer import FederatedTrainer as FederatedTrainer
 from .trainer.adaptive_privacy import AdaptivePrivacy as AdaptivePrivacy

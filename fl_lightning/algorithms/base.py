@@ -18,6 +18,7 @@ from fl_lightning.algorithms.parts.buffers import Buffers, Policy
 from fl_lightning.algorithms.parts.relaxed import RelaxedInit
 from fl_lightning.algorithms.parts.server_optimizers import ServerUpdate
 from fl_lightning.algorithms.parts.sgd import SGD
+from fl_lightning.algorithms.parts.torch_optimizer import TorchOptimizer
 from fl_lightning.core import (
     ClientContext,
     FlatSpec,
@@ -32,6 +33,7 @@ from fl_lightning.core import (
     ensure,
     weights,
 )
+from fl_lightning.core.frozen import moving_buffers
 
 
 class LocalObjective(SupervisedModule):
@@ -45,7 +47,7 @@ class LocalObjective(SupervisedModule):
         net: The network: a batch to logits.
         loss: Losses per sample ``(logits, target) -> (n,)``; a loss with a ``reduction`` is copied and reduces nothing.
             ``label_smoothing`` acts in training only.
-        optimizer: The local optimizer.
+        optimizer: The local optimizer: SGD, or TorchOptimizer for those of torch.
         ascent: Where the gradient is taken: null (at the weights), SAM, ASAM, or your own.
         server_update: The server's step along the pseudo-gradient: ServerUpdate (averaging), ServerMomentum,
             ServerAdam, ServerYogi, ServerAdagrad.
@@ -73,6 +75,8 @@ class LocalObjective(SupervisedModule):
             they differ only where local training starts elsewhere (``relaxed_init``).
         refers_to_received: Whether the local objective refers to the received model, so that it has no meaning without
             a server.
+        needs_sgd: Why local steps must be those of SGD, as the rest of a sentence; "": they may be those of any local
+            optimizer.
         needs_classes: Whether it is defined for one class a sample only.
         uses_class_counts: Whether the client's hooks see ``ctx.class_counts``.
         phases: How often a round's cohort receives and uploads; ``ctx.phase`` counts them.
@@ -89,6 +93,7 @@ class LocalObjective(SupervisedModule):
     references: Mapping[str, str | float] = {"w": "w"}
     adds_updates: bool = True
     refers_to_received: ClassVar[bool] = False
+    needs_sgd: ClassVar[str] = ""
     needs_classes: ClassVar[bool] = False
     uses_class_counts: ClassVar[bool] = False
     phases: ClassVar[int] = 1
@@ -139,7 +144,7 @@ class LocalObjective(SupervisedModule):
         self,
         net: nn.Module,
         loss: nn.Module | None = None,
-        optimizer: SGD | None = None,
+        optimizer: SGD | TorchOptimizer | None = None,
         ascent: Ascent | None = None,
         server_update: ServerUpdate | None = None,
         averaging: Averaging | None = None,
@@ -151,6 +156,10 @@ class LocalObjective(SupervisedModule):
     ) -> None:
         super().__init__(net, loss, metrics)
         self.optimizer = SGD() if optimizer is None else optimizer
+        ensure(
+            not self.needs_sgd or isinstance(self.optimizer, SGD),
+            f"model.optimizer = {type(optimizer).__name__}: {type(self).__name__} {self.needs_sgd}; take SGD",
+        )
         self.ascent = ascent
         self.server_update = ServerUpdate() if server_update is None else server_update
         self.averaging = averaging
@@ -158,19 +167,19 @@ class LocalObjective(SupervisedModule):
         self.relaxed_init = relaxed_init
         if init_weights is not None:
             weights.initialize(net, init_weights)
-        named = [name for name, _ in net.named_buffers()]
+        named = moving_buffers(net)
         if named and buffers is None:
             raise UserError(
                 f"model.net has the buffer '{named[0]}': choose how running statistics are treated by model.buffers = "
                 "average, local or reset, or use GroupNorm"
             )
         self.net_buffers = Buffers(net, buffers) if named and buffers is not None else None
-        if frozen := [name for name, p in net.named_parameters() if not p.requires_grad]:
-            raise UserError(
-                f"model.net has the frozen parameter '{frozen[0]}': it would be neither sent nor saved; set its "
-                "requires_grad"
-            )
+        ensure(
+            any(p.requires_grad for p in net.parameters()),
+            f"model.net = {type(net).__name__} has no parameter to train; set requires_grad of some",
+        )
         self.flat = FlatSpec(net)
+        self.optimizer.check(self.flat)
 
     # The hooks with those of the parts: what engines and the trainer call
 
@@ -187,7 +196,8 @@ class LocalObjective(SupervisedModule):
 
     def client_inits(self) -> dict[str, Init]:
         """Returns the initial values of all state that a client keeps."""
-        return {name: init for owner in self._owners for name, init in owner.client_state.items()}
+        own = {name: init for owner in self._owners for name, init in owner.client_state.items()}
+        return {**own, **self.optimizer.client_state(self.flat)}
 
     def server_inits(self) -> dict[str, Init]:
         """Returns the initial values of all state that the server keeps in addition to ``w``."""
@@ -310,6 +320,10 @@ class LocalObjective(SupervisedModule):
         Raises:
             UserError: If there is client or server state, or the local objective refers to the received model.
         """
+        ensure(
+            isinstance(self.optimizer, SGD),
+            f"model.optimizer = {type(self.optimizer).__name__}: centralized training takes SGD",
+        )
         state = {*self.client_inits(), *self.server_inits()} - {"buffers"}
         if averaged and self.averaging is not None:
             state -= set(self.averaging.server_state)

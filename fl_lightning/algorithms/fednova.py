@@ -14,6 +14,7 @@ class FedNova(LocalObjective):
     """
 
     paper = "Wang et al., NeurIPS 2020"
+    needs_sgd = "divides updates by SGD's effective number of steps"
     up = ("update", "tau")
     references = {}  # next to tau, a number of steps, the update would hardly count in a norm
 

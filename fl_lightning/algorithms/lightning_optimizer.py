@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning.algorithms.parts.base import Gradient, Step
-from fl_lightning.algorithms.parts.sgd import SGD
+from fl_lightning.algorithms.parts.local_optimizer import LocalOptimizer
 from fl_lightning.core import ClientContext, FlatSpec, Init, State, UserError, unchanged
 
 LocalStep = Callable[[Tensor, Gradient, State, State, ClientContext], Step]
@@ -34,7 +34,7 @@ class CentralizedOptimizer(torch.optim.Optimizer):
         self,
         net: nn.Module,
         flat: FlatSpec,
-        sgd: SGD,
+        sgd: LocalOptimizer,
         local_step: LocalStep,
         scratch: Mapping[str, Init],
         context: Callable[[float], ClientContext],

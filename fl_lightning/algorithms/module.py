@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torchmetrics.classification import MulticlassAccuracy
 
 from fl_lightning.algorithms.metrics import Metrics, Scores, named
-from fl_lightning.core import Checked, elementwise, require, with_features
+from fl_lightning.core import Checked, elementwise, ensure, require, with_features
+from fl_lightning.core.frozen import constants, digest
 
 Losses = Callable[..., Tensor]
 """Losses per sample: arguments and result of `SupervisedModule.losses`."""
@@ -91,6 +92,21 @@ class SupervisedModule(Checked, L.LightningModule, key="model"):
         """
         values = (losses or self.losses)(output, target, *teacher)
         return values.mean() if weight is None else torch.sum(values * weight)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Adds the net's own frozen parameters to the checkpoint of a run, which holds only their hash.
+
+        Raises:
+            UserError: If they are not those that the run had.
+        """
+        if checkpoint.get("frozen"):
+            own = constants(self.net)
+            ensure(
+                digest(own) == checkpoint["frozen"],
+                "load_from_checkpoint: net has other frozen parameters than the checkpoint's run; make it with the "
+                "run's, or take load_net(run_folder)",
+            )
+            checkpoint["state_dict"] |= {f"net.{name}": value for name, value in own.items()}
 
     def observed(self) -> AbstractContextManager[None]:
         """Returns a context in which the net returns what `losses` takes."""

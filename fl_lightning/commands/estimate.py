@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fl_lightning.commands.plan import TRAINING, Plan, as_bytes, as_time, due, plan
+from fl_lightning.core import State
 from fl_lightning.sweeps.reproduction import Task
 from fl_lightning.sweeps.trials import Trial
 from fl_lightning.trainer.samplers import UniformSampler
@@ -73,7 +74,8 @@ class Planned:
     def rows(self) -> int:
         """Bytes of the clients' state in memory, at most."""
         model, room = self.made.model, self.made.trainer.client_memory * 2**30
-        each = sum(p.numel() * p.element_size() for p in model.net.parameters()) * len(model.client_inits())
+        w = model.flat.vector(model.net)
+        each = sum(v.numel() * v.element_size() for v in State.initial(model.client_inits(), w, w).values())
         return int(min(room, each * self.made.data.num_clients))
 
 

@@ -56,7 +56,7 @@ def load_net(run_folder: str | Path) -> nn.Module:
         config.is_file(),
         f"{run_folder}: no run folder with a config.yaml; give that of a run of the command line",
     )
-    weights = {key.removeprefix("net."): value for key, value in checkpoint.load(path)["state_dict"].items()}
+    weights = checkpoint.state_dict(path)
     with torch.random.fork_rng(devices=[]):
         made = FederatedCLI("test", "--config", str(config)).build(HERE)
         if made.model.net_buffers is not None and made.model.net_buffers.policy == "reset":

@@ -111,7 +111,9 @@ def weights_of(run: Run, ckpt_path: str) -> tuple[Path, Tensor]:
         UserError: If there is no such checkpoint, or it is of another net.
     """
     path = RunFolder.find_checkpoint(ckpt_path, run.settings.default_root_dir, run.name)
-    flat, saved = run.objective.flat, checkpoint.load(path)["state_dict"]
+    flat, content = run.objective.flat, checkpoint.load(path)
+    saved = content["state_dict"]
+    ensure(content["frozen"] == run.frozen, f"{path}: its net has other frozen parameters; compare runs of the same")
     for name, shape in zip(flat.names, flat.shapes, strict=True):
         ensure(
             f"net.{name}" in saved and saved[f"net.{name}"].shape == shape,

@@ -1,6 +1,6 @@
 """Reading and loading of weights, with one line for each error."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from fl_lightning.core.errors import UserError
 from fl_lightning.core.files import fault, has_checksum
+from fl_lightning.core.frozen import FILE, digest
 
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 """Suffixes of the names of BatchNorm's buffers."""
@@ -36,15 +37,34 @@ def read(path: str, key: str) -> Any:
         ) from None
 
 
-def load(net: nn.Module, weights: Mapping[str, Tensor], key: str, head: str | None = None) -> None:
+def with_constants(content: Mapping[str, Any], path: Path, key: str) -> dict[str, Tensor]:
+    """Returns the state_dict of a checkpoint with the frozen parameters of its net, which lie in a file next to it.
+
+    Args:
+        content: The checkpoint.
+        path: Its file.
+        key: The setting that names it, for the error message.
+
+    Raises:
+        UserError: If that file is missing, unreadable or of another net.
+    """
+    if not content.get("frozen"):
+        return dict(content["state_dict"])
+    constants = read(str(path.parent / FILE), key)
+    if digest(constants) != content["frozen"]:
+        raise UserError(f"{key} = {path}: {FILE} next to it holds the frozen parameters of another net; copy both")
+    return {**content["state_dict"], **{f"net.{name}": value for name, value in constants.items()}}
+
+
+def load(net: nn.Module, weights: Mapping[str, Tensor], key: str, head: str | tuple[str, ...] | None = None) -> None:
     """Loads tensors by name into ``net``.
 
     Args:
         net: The network.
         weights: Its state_dict, or with ``head`` that of a network with other normalization layers and another head.
         key: The setting that names them, for the error message.
-        head: Prefix of the head's names: a head of another shape is not loaded, nor are statistics that ``net`` does
-            not keep.
+        head: Prefix of the head's names, or several: a head of another shape, or that is not there, is not loaded, nor
+            are statistics that ``net`` does not keep.
 
     Raises:
         UserError: If anything else is missing, unknown or of another shape.
@@ -53,8 +73,9 @@ def load(net: nn.Module, weights: Mapping[str, Tensor], key: str, head: str | No
     given = {name: value.shape for name, value in weights.items()}
     if head is not None:
         given = {name: shape for name, shape in given.items() if name in own or not name.endswith(STATISTICS)}
-        if any(own.get(name) != shape for name, shape in given.items() if name.startswith(head)):
-            own, given = ({n: s for n, s in side.items() if not n.startswith(head)} for side in (own, given))
+        bodies = [{n: s for n, s in side.items() if not n.startswith(head)} for side in (own, given)]
+        if any(name.startswith(head) for name, _ in own.items() ^ given.items()):
+            own, given = bodies
     if wrong := sorted({name for name, _ in own.items() ^ given.items()}):
         raise UserError(
             f"{key} does not fit {type(net).__name__}: '{wrong[0]}' is missing, unknown or of another shape "
@@ -70,9 +91,22 @@ def initialize(net: nn.Module, source: str | Mapping[str, Any]) -> None:
         UserError: If the file is missing or unreadable, or names and shapes do not fit the net.
     """
     key = "model.init_weights"
+    load(net, named(source, key, net.state_dict().keys()), key)
+
+
+def named(source: str | Mapping[str, Any], key: str, names: Collection[str]) -> dict[str, Tensor]:
+    """Returns a state_dict, or that of a file, by the names of a net; of a checkpoint or objective without "net.".
+
+    Args:
+        source: A file or state_dict, as for `initialize`.
+        key: The setting that names it, for the error message.
+        names: The net's names.
+    """
     found = read(source, key) if isinstance(source, str) else source
+    if isinstance(found, Mapping) and isinstance(source, str) and "state_dict" in found:
+        found = with_constants(found, Path(source), key)
     found = found.get("state_dict", found) if isinstance(found, Mapping) else {}
     given = {name: torch.as_tensor(value) for name, value in found.items()}
-    if given.keys() != net.state_dict().keys():  # of a checkpoint, or of an objective
+    if not given.keys() & names:
         given = {name.removeprefix("net."): value for name, value in given.items()}
-    load(net, given, key)
+    return given

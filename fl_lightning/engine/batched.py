@@ -111,6 +111,7 @@ class BatchedEngine(Engine):
             f"trainer.engine = {self.name}: {type(objective.net).__name__} has buffers, which hold those of one "
             "client; use sequential",
         )
+        objective.optimizer.check_batched(f"trainer.engine = {self.name}")
         self.width = width
         self._widest = 2  # a convolution of a single group rounds differently
 

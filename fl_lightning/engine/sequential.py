@@ -51,18 +51,19 @@ class SequentialEngine(Engine):
                 buffers.load(objective.net, client.buffers)
             teachers = objective.teachers(client, job.received)
             constants = objective.loss_constants(client, job.received, ctx)
-            momentum = None
+            memory = objective.optimizer.begin(objective.flat, client)
             for step, batch in enumerate(job.minibatches):
                 values: list[Tensor] = []
                 grad = self._gradient(batch, teachers, constants, job, step, values)
                 lr = objective.step_lr(client, ctx)
                 direction, client = objective.local_step(w, grad, client, job.received, ctx)
-                w, momentum = objective.optimizer.step(w, direction, momentum, lr)
+                w, memory = objective.optimizer.step(w, direction, memory, lr)
                 self._check("the weights after it", w, job, step)
                 losses.append(values[0])
         after = None
         if buffers is not None:
             client |= {"buffers": (after := buffers.vector(objective.net))}
+        client |= objective.optimizer.end(memory)
         upload, client = objective.finish_local(w, client, job.received, ctx)
         client = client.only(objective.client_inits())
         finite = State(upload).finite() & client.finite()

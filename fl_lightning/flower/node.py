@@ -87,10 +87,10 @@ class Node:
         return State({name: value.to(self.run.server.w) for name, value in kept[key].items()})
 
     def _check(self, message: Message) -> None:
-        down = self.run.objective.wire[0]
-        same = message.values["round"]["w0"] == self._w0 and message.tensors["down"].keys() == {*down}
+        down, about = self.run.objective.wire[0], message.values["round"]
+        same = about["w0"] == self._w0 and about["frozen"] == self.run.frozen
         ensure(
-            same,
+            same and message.tensors["down"].keys() == {*down},
             f"node {self.number}: makes another model than the server; give both the same config, init_weights and "
             "versions of torch",
         )

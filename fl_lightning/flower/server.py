@@ -169,6 +169,7 @@ class RemoteEngine(Engine):
         about: dict[str, Value] = {
             "run": run.folder.label.replace("/", "-"),
             "w0": checksum(run.clients.w0),
+            "frozen": run.frozen,
             "nodes": run.nodes,
         }
         clients: dict[str, Mapping[str, Value]] = {}

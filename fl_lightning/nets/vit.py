@@ -23,7 +23,7 @@ class ViTCIFAR(Checked, nn.Module, key="model.net"):
         super().__init__()
         self.embedding = nn.Linear(48, dim)
         self.position = nn.Parameter(torch.randn(1, 64, dim))
-        self.blocks = nn.Sequential(*(_Block(dim, heads) for _ in range(blocks)))
+        self.blocks = nn.Sequential(*(EncoderBlock(dim, heads) for _ in range(blocks)))
         self.head = nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, num_classes))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -34,8 +34,13 @@ class ViTCIFAR(Checked, nn.Module, key="model.net"):
         return logits
 
 
-class _Block(nn.Module):
-    """``x + attention(norm(x))``, then ``x + mlp(norm(x))``."""
+class EncoderBlock(nn.Module):
+    """``x + attention(norm(x))``, then ``x + mlp(norm(x))``; scores are divided by the root of the whole width.
+
+    Args:
+        dim: Width.
+        heads: Attention heads; must divide the width.
+    """
 
     def __init__(self, dim: Size, heads: Size) -> None:
         super().__init__()
@@ -45,6 +50,7 @@ class _Block(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(dim, dim), nn.GELU(), nn.Linear(dim, dim), nn.GELU())
 
     def forward(self, x: Tensor) -> Tensor:
+        """Returns tokens ``(N, tokens, dim)`` of the same shape."""
         x = x + self.attention(self.norm1(x))
         return torch.add(x, self.mlp(self.norm2(x)))
 

@@ -30,7 +30,7 @@ WIDTH = 32
 """Largest number of trials that are trained as one program."""
 FAILED = "failed.txt"
 """In a run folder: why its trial failed."""
-ONE_PROGRAM = re.compile(r"--(trainer\.seed|model\.[\w.]+)=-?[\d.]+(e[+-]?\d+)?")
+ONE_PROGRAM = re.compile(r"--(trainer\.seed|model\.(?!net\.)[\w.]+)=-?[\d.]+(e[+-]?\d+)?")
 """Arguments in which trials of one program may differ."""
 
 

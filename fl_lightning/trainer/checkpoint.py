@@ -8,7 +8,8 @@ from typing import Any
 import lightning
 import torch
 
-from fl_lightning.core import State, UserError, ensure, files
+from fl_lightning.core import State, UserError, ensure, files, weights
+from fl_lightning.core.frozen import constants, load_constants
 from fl_lightning.engine import ENGINES
 from fl_lightning.trainer import incidents
 from fl_lightning.trainer.collectives import on_rank_zero
@@ -26,6 +27,8 @@ def save(run: Run, path: Path) -> None:
         path: The file. Any but the run's last.ckpt stays valid when later ones are written.
     """
     if run.fabric.is_global_zero:
+        if run.frozen and not run.folder.frozen.exists():
+            files.save(run.folder.frozen, _on_cpu(constants(run.objective.net)))
         incidents.write(run.folder.incidents, run.incidents)  # first: a resumed run writes it again
         content = _on_cpu(_content(run, pin=path != run.folder.last))
         for logger in run.loggers:
@@ -38,17 +41,18 @@ def save(run: Run, path: Path) -> None:
 
 def _content(run: Run, pin: bool) -> dict[str, Any]:
     objective, buffers = run.objective, run.objective.net_buffers
-    weights = dict(objective.flat.split(run.global_model.cpu()))
+    trained = dict(objective.flat.split(run.global_model.cpu()))
     if buffers is not None:
         named = buffers.named(run.server.get("buffers", buffers.first))
-        weights |= {name: v for name, v in named.items() if name in objective.net.state_dict()}
+        trained |= {name: v for name, v in named.items() if name in objective.net.state_dict()}
     callbacks = zip(state_keys(run.callbacks), run.callbacks, strict=True)
     loggers = zip(state_keys(run.loggers), run.loggers, strict=True)
     return {
         # what LightningModule.load_from_checkpoint reads
         "pytorch-lightning_version": lightning.__version__,
         "hyper_parameters": dict(objective.hparams),
-        "state_dict": {f"net.{name}": value.clone() for name, value in weights.items()},
+        "state_dict": {f"net.{name}": value.clone() for name, value in trained.items()},
+        "frozen": run.frozen,
         "kind": run.kind,
         "identity": _identity(run),
         "round": run.rounds_done,
@@ -94,6 +98,16 @@ def load(path: Path) -> dict[str, Any]:
     return dict(content)
 
 
+def state_dict(path: Path) -> dict[str, torch.Tensor]:
+    """Returns the whole state_dict of a checkpoint's net, frozen parameters included, by name in the net.
+
+    Raises:
+        UserError: If the file is not a checkpoint of this package, or the frozen parameters are not next to it.
+    """
+    found = weights.with_constants(load(path), path, "ckpt_path")
+    return {name.removeprefix("net."): value for name, value in found.items()}
+
+
 def _is(value: Any, form: Any) -> bool:
     """Whether a value has the form of `FORM`."""
     if isinstance(form, dict):
@@ -121,6 +135,7 @@ def _are_numbers(value: Any) -> bool:
 ROWS: dict[str, Any] = {"row_bytes": _is_count, "ids": _are_ids, "positions": _are_ids, "stamps": torch.Tensor}
 FORM: dict[str, Any] = {
     "state_dict": _are_tensors,
+    "frozen": str,
     "kind": ("federated", "centralized").__contains__,
     "identity": dict,
     "round": _is_count,
@@ -164,6 +179,13 @@ def restore(run: Run, ckpt_path: str, resume: bool = True, clients: bool = True)
         command = "fit" if run.kind == "centralized" else "centralized"
         raise UserError(f"ckpt_path = {path}: of {content['kind']} training; continue it with `fl-lightning {command}`")
     _check_identity(path, content["identity"], _identity(run) if clients else _model_identity(run))
+    frozen = {"model.net (its frozen parameters)": content["frozen"]}
+    if resume:
+        _check_identity(path, frozen, dict.fromkeys(frozen, run.frozen))
+    elif content["frozen"] != run.frozen:
+        rest = {name: v for name, v in state_dict(path).items() if f"net.{name}" not in content["state_dict"]}
+        load_constants(run.objective.net, rest, f"ckpt_path = {path}")
+        run.frozen = content["frozen"]
     ensure(
         not resume or content["round"] <= run.max_rounds,
         f"trainer.max_rounds = {run.max_rounds}: {path} has done {content['round']}; take at least as many",

@@ -72,9 +72,15 @@ def start(
         first.fabric.world_size <= 1,
         f"trainer.devices: {first.fabric.world_size} processes; parallel runs take one, set it to 1",
     )
+    for model in models:
+        model.optimizer.check_batched("parallel runs")
     names = differing(models)
     made = zip(trainers, models, ckpt_paths, strict=True)
     runs = [trainer.start(model, datamodule, ckpt_path) for trainer, model, ckpt_path in made]
+    ensure(
+        len({run.frozen for run in runs}) <= 1,
+        "model.net: its frozen parameters differ between the runs, and one program has one net; start them one by one",
+    )
     for run in runs:
         check_fit(run)
         run.varied = {name: float(attrgetter(name)(run.objective)) for name in names}

@@ -26,6 +26,7 @@ from fl_lightning.core import (
     check_interruption,
     generator,
 )
+from fl_lightning.core.frozen import constants, digest
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.data.minibatches import Minibatches
 from fl_lightning.engine import Engine, EngineName, LocalResult
@@ -89,6 +90,13 @@ def state_keys(objects: Sequence[object]) -> list[str]:
     return [name if not n else f"{name}.{n}" for name, n in zip(names, counts, strict=True)]
 
 
+def _shared(fabric: Fabric, values: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """The same tensors with the values of rank 0, through the CPU."""
+    for value in values.values() if fabric.world_size > 1 else ():
+        value.copy_(fabric.broadcast(value.cpu()))
+    return values
+
+
 Snapshot = tuple[dict[str, Any], list[dict[str, Any]]]
 """A run's state between two rounds, and that of its callbacks; see `Run.snapshot`."""
 
@@ -112,6 +120,7 @@ class Run:
         max_rounds: Number of rounds, T.
         dtype: Dtype of weights and state.
         net: The flat view of the objective's net.
+        frozen: Hash of the net's frozen parameters, "" if it has none.
         evaluator: Evaluates weights.
         engine: Runs local training.
         engine_name: Its name; "auto" until it is chosen.
@@ -171,6 +180,7 @@ class Run:
         data.to(fabric.device)
         objective.to(device=fabric.device, dtype=self.dtype)
         self.net = FlatNet(objective.net)
+        self.frozen = digest(_shared(fabric, constants(objective.net)))
         # through the CPU: what is broadcast keeps the device of rank 0
         w0 = fabric.broadcast(self.net.w.cpu()).to(fabric.device, copy=True)
         if objective.net_buffers is not None:

@@ -30,14 +30,14 @@ RIGHT: dict[Any, set[str]] = {
 
 
 def right(hint: Any) -> set[str]:
-    kind, args = get_origin(hint) or hint, get_args(hint)
+    kind, args = get_origin(hint) or hint, get_args(hint)  # Any is a class from 3.11 on
     if kind in RIGHT:
         return RIGHT[kind]
     if kind in (Union, UnionType):
         return set[str]().union(*map(right, args))
     if kind is Annotated:
         return set(POOL) if LATER in args else right(args[0])
-    if kind is Literal or (isinstance(kind, type) and not args):
+    if kind is Literal or (isinstance(kind, type) and kind is not Any and not args):
         return set()
     return set(POOL)  # such as Any, or a data set of the user's
 

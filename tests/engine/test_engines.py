@@ -240,7 +240,7 @@ def test_auto_measures_and_keeps_its_choice(golden: Golden, tmp_path: Path, caps
     assert run.engine_name == run.engine.name == "batched" and capsys.readouterr().out == ""
 
 
-class Frozen(nn.Sequential):
+class StillDropout(nn.Sequential):
     """Its Dropout is frozen in eval mode, as users do; in train mode it would zero every input."""
 
     def __init__(self) -> None:
@@ -252,15 +252,15 @@ class Frozen(nn.Sequential):
 @pytest.mark.parametrize("engine", ["sequential", "batched", "graphed"])
 def test_modes_of_submodules_are_kept(engine: str, tmp_path: Path) -> None:
     """In local training, for a teacher and in evaluation."""
-    for objective in (FedAvg(net=Frozen()), FedGMT(net=Frozen())):
+    for objective in (FedAvg(net=StillDropout()), FedGMT(net=StillDropout())):
         trained = train(tmp_path, objective, engine)
         assert [module.training for module in objective.net.modules()] == [True, True, False, True]
-        assert not torch.equal(objective.flat.split(trained.server.w)["2.weight"], Frozen()[2].weight.double())
+        assert not torch.equal(objective.flat.split(trained.server.w)["2.weight"], StillDropout()[2].weight.double())
     if engine == "sequential":  # a net in eval mode is trained in train mode
-        net = Frozen().eval()
+        net = StillDropout().eval()
         trained = train(tmp_path, FedAvg(net=net), engine)
         weight = trained.objective.flat.split(trained.server.w)["2.weight"]
-        assert net.training and torch.equal(weight, Frozen()[2].weight.double())
+        assert net.training and torch.equal(weight, StillDropout()[2].weight.double())
 
 
 class Starved(Callback):

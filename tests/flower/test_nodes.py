@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from fl_lightning import UserError
+from fl_lightning import DigitsMLP, UserError
 from fl_lightning.flower.messages import Message, row_of, version_in, version_of
 from tests.flower.nodes import Nodes, build, trained
 from tests.runs import DIGITS, FORKS, assert_same, cli, last, metrics, newest, run, state
@@ -90,7 +90,7 @@ def test_wire_is_what_the_algorithm_declares(tmp_path: Path) -> None:
 
 
 NAMES = {
-    "round": {"run", "w0", "nodes"},
+    "round": {"run", "w0", "frozen", "nodes"},
     "client": {"t", "rounds", "m", "phase", "lr", "K", "k_lr", "n_k", "n_mean", "seed", "version", "keep"},
     "reply": {"loss", "finite", "version"},
 }
@@ -175,7 +175,7 @@ def test_round_that_fails_in_a_phase_is_done_again(at: int, tmp_path: Path) -> N
 
 
 def test_node_that_differs_is_refused(tmp_path: Path) -> None:
-    """Another seed; other data; a number that another node has."""
+    """Another seed; other data; a number that another node has; another frozen layer below the same trained one."""
     nodes = Nodes(tmp_path, "--model=FedAvg")
     for other, line in (("--trainer.seed=1", "makes another model"), ("--data.num_clients=5", "samples here")):
         with pytest.raises(UserError, match=line):
@@ -183,6 +183,14 @@ def test_node_that_differs_is_refused(tmp_path: Path) -> None:
     nodes.nodes.reverse()
     with pytest.raises(UserError, match="partition-id"):
         nodes.fit()
+    torch.save(
+        {name: v for name, v in DigitsMLP(hidden=8).state_dict().items() if name[0] == "1"}, tmp_path / "body.pt"
+    )
+    net = ["--model.net=Frozen", "--model.net.net=DigitsMLP", "--model.net.net.hidden=8", "--model.net.trained=[3]"]
+    nodes = Nodes(tmp_path / "frozen", "--model=FedAvg", *net)
+    with pytest.raises(UserError, match="makes another model"):
+        nodes.fit(None, f"--model.net.weights={tmp_path / 'body.pt'}")
+    assert nodes.fit().objective.flat.d == 90
 
 
 def test_versions_are_exact() -> None:

@@ -95,6 +95,8 @@ def test_trials_are_one_program_only_if_they_differ_in_numbers() -> None:
         ["rho_0.1_seed_0", "rho_0.2_seed_0", "rho_0.1_seed_1"], ["other"],
     ]  # fmt: skip
     assert [len(group) for group in trials._groups([trial(0.1, seed) for seed in range(5)], 2)] == [2, 2, 1]
+    heads = [Trial(str(n), (f"--model.net.heads={n}",)) for n in (1, 2)]  # of the same shapes, but another net
+    assert trials._groups(heads, 32) == [heads[:1], heads[1:]]
 
 
 @pytest.mark.parametrize("engine", ["batched", "graphed"])

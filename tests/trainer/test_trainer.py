@@ -389,13 +389,6 @@ def test_distillation_in_bfloat16_is_taken_in_float32() -> None:
         assert kl_to_teacher(z, teacher).mean() == pytest.approx(float(exact), rel=1e-4)
 
 
-def test_a_frozen_parameter_is_told() -> None:
-    net = DigitsMLP()
-    next(net.parameters()).requires_grad_(False)
-    with pytest.raises(UserError, match=r"frozen parameter '.*weight'"):
-        FedAvg(net=net)
-
-
 @pytest.mark.parametrize("tf32", [False, True])
 @pytest.mark.filterwarnings("error")
 def test_tf32(tf32: bool) -> None:

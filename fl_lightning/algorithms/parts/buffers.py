@@ -7,12 +7,15 @@ from torch import Tensor, nn
 
 from fl_lightning.algorithms.parts.base import Part
 from fl_lightning.core import ClientContext, State, Upload, Uploads
+from fl_lightning.core.frozen import moving_buffers
 
 Policy = Literal["average", "local", "reset"]
 
 
 class Buffers(Part):
-    """The buffers of a net: those of floating point as one vector ``(b,)``, in ``named_buffers()`` order.
+    """The buffers of a net that move: those of floating point as one vector ``(b,)``, in ``named_buffers()`` order.
+
+    Those of frozen modules in eval mode are constants (see `fl_lightning.core.frozen`).
 
     During local training the entry ``buffers`` of a client's state is the vector: first what training starts with, then
     what the engine finds in the net after the last step. Other buffers, such as the number of batches seen, are never
@@ -45,7 +48,7 @@ class Buffers(Part):
 
     def take(self, net: nn.Module) -> None:
         """Makes the buffers that ``net`` has now the initial ones."""
-        named = {name: b.detach().clone() for name, b in net.named_buffers()}
+        named = {name: net.get_buffer(name).detach().clone() for name in moving_buffers(net)}
         self._shapes = {name: b.shape for name, b in named.items() if b.is_floating_point()}
         self._others = {name: b for name, b in named.items() if name not in self._shapes}
         self.first = self.vector(net)

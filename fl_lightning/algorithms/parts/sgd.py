@@ -1,14 +1,17 @@
 """The local optimizer: SGD on flat vectors."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from fl_lightning.algorithms.parts.base import Direction
+from fl_lightning.algorithms.parts.local_optimizer import LocalOptimizer
 from fl_lightning.algorithms.parts.schedules import Schedule
-from fl_lightning.core import Checked, Decay, NonNegative, Positive, norm
+from fl_lightning.core import Decay, NonNegative, Positive
 
 
-class SGD(Checked, key="model.optimizer"):
+class SGD(LocalOptimizer):
     """SGD with momentum and coupled weight decay; momentum starts from zero for every client and round.
 
     In this order: clip the direction, add ``weight_decay * w`` (at the unperturbed weights), momentum, step.
@@ -34,34 +37,24 @@ class SGD(Checked, key="model.optimizer"):
         lr_decay: Positive = 1.0,
         schedule: Schedule | None = None,
     ) -> None:
-        self.lr, self.momentum, self.weight_decay = lr, momentum, weight_decay
-        self.clip, self.lr_decay, self.schedule = clip, lr_decay, schedule
+        super().__init__(lr, clip, lr_decay, schedule)
+        self.momentum, self.weight_decay = momentum, weight_decay
 
-    def lr_at(self, t: int, rounds: int) -> float:
-        """Returns the learning rate of round ``t``, counted from 0."""
-        return self.lr * self.lr_decay**t * (self.schedule(t, rounds) if self.schedule else 1.0)
-
-    def step(
-        self, w: Tensor, direction: Direction, buffer: Tensor | None, lr: float | Tensor
-    ) -> tuple[Tensor, Tensor | None]:
+    def step(self, w: Tensor, direction: Direction, memory: Any, lr: float | Tensor) -> tuple[Tensor, Tensor | None]:
         """Takes one step.
 
         Args:
             w: Weights, ``(..., d)``.
             direction: The algorithm's direction.
-            buffer: Momentum buffer of the last step, ``(..., d)``; None at the first step.
+            memory: Momentum buffer of the last step, ``(..., d)``; None at the first step.
             lr: Learning rate, or several, ``(..., 1)``.
 
         Returns:
             The new weights and the new buffer.
         """
-        u, unclipped = direction if isinstance(direction, tuple) else (direction, None)
-        if self.clip is not None:
-            u = u * (self.clip / (norm(u) + 1e-6)).clamp(max=1.0)  # torch's clip_grad_norm_
-        if unclipped is not None:
-            u = u + unclipped
+        u = self.clipped(direction)
         if self.weight_decay:
             u = torch.add(u, w, alpha=self.weight_decay)
         if self.momentum:
-            u = buffer = u if buffer is None else torch.add(u, buffer, alpha=self.momentum)
-        return w - lr * u, buffer
+            u = memory = u if memory is None else torch.add(u, memory, alpha=self.momentum)
+        return w - lr * u, memory

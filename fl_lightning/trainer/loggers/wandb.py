@@ -16,6 +16,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.loggers import WandbLogger as LightningWandbLogger
 
 from fl_lightning.core import UserError, style
+from fl_lightning.core.frozen import FILE
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.data.counts import class_counts, count_table, heat_map
 from fl_lightning.results.configs import config_files
@@ -226,7 +227,7 @@ class WandbLogger(LightningWandbLogger, RunLogger):
         for alias in ("best", "last") if self.log_model else ():  # W&B's own alias is that of the latest
             file = self.dir / "checkpoints" / f"{alias}.ckpt"
             if file.exists():
-                self._log_artifact("model", alias, [*config, file])
+                self._log_artifact("model", alias, [*config, file, file.with_name(FILE)])
 
     def _log_artifact(self, kind: str, alias: str, files: Sequence[Path]) -> None:
         """Files of the run folder that exist; W&B gets a name of its own for them, as later ones take their place."""
@@ -264,7 +265,7 @@ def _kept(file: Path, to: Path) -> Path:
     """The file under a second name: checkpoints, which are replaced and never rewritten, without a copy if possible."""
     to.parent.mkdir(parents=True, exist_ok=True)
     to.unlink(missing_ok=True)
-    if file.suffix == ".ckpt":
+    if file.suffix in (".ckpt", ".pt"):
         with suppress(OSError):  # the file system has no hard links
             to.hardlink_to(file)
             return to

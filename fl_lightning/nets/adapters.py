@@ -1,0 +1,138 @@
+"""Nets of which only a part is trained: frozen layers, and LoRA."""
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+from torch import nn
+
+from fl_lightning.core import Checked, Decay, Positive, Size, UserError, require, weights
+
+
+class Frozen(Checked, nn.Module, key="model.net"):
+    """A net of which only some modules are trained.
+
+    The weight vector of the algorithms holds the trained parameters only: the others are neither sent nor part of any
+    state. A module that has parameters, all of them frozen, stays in eval mode: it drops nothing out, and BatchNorm
+    normalizes by the statistics that it has.
+
+    Args:
+        net: The network.
+        trained: Names of its modules or parameters that are trained, such as ``head`` or ``blocks.1``.
+        weights: Pre-trained weights of ``net``: a file with its state_dict, or a checkpoint of a run that trained it.
+            Trained modules that the file does not have, or in another shape, keep their initial weights.
+
+    Raises:
+        UserError: If a name matches nothing, or the weights do not fit.
+    """
+
+    def __init__(self, net: nn.Module, trained: Sequence[str | int], weights: str | None = None) -> None:
+        super().__init__()
+        names = [str(name) for name in trained]  # those of nn.Sequential are numbers
+        require(len(names) > 0, "model.net.trained", names, "give the names of modules to train")
+        _check_names(net, names)
+        load_pretrained(net, weights, names)
+        self.net = net
+        for name, parameter in net.named_parameters():
+            parameter.requires_grad_(_below(name, names))
+        self._constant = list(_frozen_modules(net))
+        for module in self._constant:
+            for each in module.modules():
+                if hasattr(each, "track_running_stats"):  # no one estimates or replaces its statistics
+                    vars(each)["track_running_stats"] = False
+        self.train()
+
+    def train(self, mode: bool = True) -> "Frozen":
+        """Sets the mode of the trained modules; the others stay in eval mode."""
+        super().train(mode)
+        for module in self._constant:
+            module.eval()
+        return self
+
+    def forward(self, x: Any) -> Any:
+        """Returns the output of the net."""
+        return self.net(x)
+
+
+class LoRA(Frozen):
+    """A net with low-rank adapters (Hu et al., ICLR 2022) by peft: a layer's ``W`` becomes ``W + alpha/rank B A``.
+
+    Only A and B are trained, and the modules ``trained``; at first B is zero. See `Frozen`. Needs peft.
+
+    Args:
+        net: The network.
+        targets: Names of the layers that get an adapter, or the ends of their names: ``q`` is ``blocks.0.q``, too.
+        rank: Rank of the adapters.
+        alpha: Scale of the adapters, divided by ``rank``.
+        dropout: Dropout of the adapters' inputs.
+        trained: As for `Frozen`; mostly the new head.
+        weights: As for `Frozen`.
+
+    Raises:
+        UserError: If a name matches nothing, a target cannot have an adapter, the weights do not fit, or there is no
+            peft.
+    """
+
+    def __init__(
+        self,
+        net: nn.Module,
+        targets: Sequence[str],
+        rank: Size = 8,
+        alpha: Positive = 16.0,
+        dropout: Decay = 0.0,
+        trained: Sequence[str | int] = (),
+        weights: str | None = None,
+    ) -> None:
+        try:
+            from peft import LoraConfig, inject_adapter_in_model
+        except ImportError:
+            raise UserError("model.net = LoRA: needs peft; pip install 'fl-lightning[adapters]'") from None
+        names = [str(name) for name in trained]
+        _check_names(net, names)
+        load_pretrained(net, weights, names)
+        config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=list(targets), lora_dropout=dropout)
+        try:
+            net = inject_adapter_in_model(config, net)
+        except ValueError as error:  # peft's own text says which layer
+            raise UserError(f"model.net.targets = {list(targets)}: {str(error).splitlines()[0]:.150}") from None
+        adapters = [name for name, _ in net.named_parameters() if "lora_" in name]
+        super().__init__(net, [*names, *adapters])
+
+
+def load_pretrained(net: nn.Module, source: str | None, trained: Sequence[str]) -> None:
+    """Loads pre-trained weights into a net.
+
+    Args:
+        net: The network.
+        source: A file as for `Frozen`; None: nothing is loaded.
+        trained: Names of what may be missing in the file, or there in another shape.
+
+    Raises:
+        UserError: If they do not fit.
+    """
+    if source is not None:
+        key = "model.net.weights"
+        found = weights.named(source, key, net.state_dict().keys())
+        weights.load(net, found, key, head=tuple(n for n in (*net.state_dict(), *found) if _below(n, trained)))
+
+
+def _check_names(net: nn.Module, trained: Sequence[str]) -> None:
+    names = [name for name, _ in net.named_parameters()]
+    known = ", ".join({name.partition(".")[0]: None for name in names})
+    for name in trained:
+        fits = any(_below(each, [name]) for each in names)
+        require(fits, "model.net.trained", name, f"no parameters of that name in {type(net).__name__}; it has {known}")
+
+
+def _below(parameter: str, names: Collection[str]) -> bool:
+    """Whether a parameter is one of these, or in one of these modules."""
+    return any(parameter == name or parameter.startswith(f"{name}.") for name in names)
+
+
+def _frozen_modules(module: nn.Module) -> Iterator[nn.Module]:
+    """The outermost modules that have parameters, none of which is trained."""
+    trained = [p.requires_grad for p in module.parameters()]
+    if trained and not any(trained):
+        yield module
+    else:
+        for child in module.children():
+            yield from _frozen_modules(child)

@@ -1,0 +1,241 @@
+"""Nets of which only a part is trained, on every engine: the rest never changes, and is neither sent nor kept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from fl_lightning import (
+    EMA,
+    SAM,
+    SGD,
+    SWA,
+    Arrays,
+    FedAvg,
+    FederatedTrainer,
+    FlatnessMonitor,
+    Frozen,
+    LambdaMax,
+    LocalObjective,
+    LoRA,
+    Sharpness,
+    TextTransformer,
+    UserError,
+    algorithms,
+)
+from fl_lightning.core.frozen import constants, digest
+from fl_lightning.trainer.run import Run
+from tests.engine.test_engines import Net, assert_close, train
+from tests.trainer.test_trainer import COSTS, ONE_SCALAR
+
+ENGINES = ("sequential", "batched", "graphed")
+
+
+class Small(nn.Sequential):
+    """A frozen layer of 292 weights and a trained one of 15."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(1)
+        super().__init__(nn.Flatten(), nn.Linear(72, 4), nn.ReLU(), nn.Linear(4, 3))
+
+
+def fit(folder: Path, objective: LocalObjective, data: Arrays, engine: str = "sequential", **options: Any) -> Run:
+    settings = {"max_rounds": 3, "clients_per_round": 2, "precision": "64-true", "local_steps": 3, **options}
+    trainer = FederatedTrainer(
+        **settings,
+        engine=engine,  # type: ignore[arg-type]
+        accelerator="cpu",
+        threads=1,
+        default_root_dir=str(folder),
+        enable_progress_bar=False,
+    )
+    return trainer.fit(objective, data)
+
+
+@pytest.mark.parametrize("name", algorithms.__all__)
+def test_every_algorithm_trains_what_is_not_frozen(name: str, tmp_path: Path) -> None:
+    """On every engine the same; no frozen bit changes; what goes over the wire are the trained weights."""
+
+    def objective() -> LocalObjective:
+        optimizer = SGD(0.05, momentum=0.9, weight_decay=1e-3, clip=1.0)
+        return getattr(algorithms, name)(net=Frozen(Small(), ["3"]), optimizer=optimizer)  # type: ignore[no-any-return]
+
+    before = digest(constants(objective().net))
+    runs = [train(tmp_path, objective(), engine, max_rounds=2) for engine in ENGINES]
+    for run in runs:
+        assert run.objective.flat.d == 15 and not torch.equal(run.server.w, run.clients.w0)
+        assert digest(constants(run.objective.net)) == run.frozen == before
+        assert_close(run, runs[0])
+    down, up, _, _ = COSTS[name]
+    scalars = sum(ONE_SCALAR.get(name, (0, 0)))
+    assert runs[0].metrics["comm/total_bits"] == ((down + up) * 15 + scalars) * 64 * 2 * 4
+
+
+@pytest.mark.parametrize("name", ["FedAvg", "SCAFFOLD", "FedSMOO"])
+def test_a_frozen_layer_is_data(name: str, tmp_path: Path) -> None:
+    """Training a head on a frozen layer equals training it on that layer's outputs."""
+    net = Small().double()
+    rng = np.random.default_rng(0)
+    x = [rng.normal(size=(n, 2, 6, 6)) for n in (11, 6, 8)]
+    y = [rng.integers(0, 3, len(each)) for each in x]
+    y[0][:3] = 0, 1, 2
+    z = [nn.Sequential(*list(net)[:3])(torch.from_numpy(each)).detach().numpy() for each in x]
+
+    def made(inputs: list[Any], its: nn.Module) -> Run:
+        data = Arrays(client_arrays=list(zip(inputs, y, strict=True))[:2], test=(inputs[2], y[2]), batch_size=4)
+        algorithm = getattr(algorithms, name)(net=its, averaging=EMA(0.5))
+        return fit(tmp_path, algorithm, data, callbacks=[FlatnessMonitor(1, [LambdaMax(), Sharpness(rho=0.1)])])
+
+    whole = made(x, Frozen(net, ["3"]))
+    head = nn.Sequential(nn.Linear(4, 3))
+    head[0].load_state_dict(Small()[3].state_dict())
+    alone = made(z, head)
+    assert_close(whole, alone)
+    values = {name for name in alone.metrics if name.startswith(("server/", "flatness/"))}
+    assert len(values) >= 4
+    for value in values:
+        assert whole.metrics[value] == pytest.approx(alone.metrics[value], rel=1e-9), value
+
+
+def tokens() -> Arrays:
+    """Texts of 6 tokens out of 20; the class is that of the most frequent quarter of the vocabulary."""
+    rng = np.random.default_rng(0)
+    x = [rng.integers(0, 20, (n, 6)) for n in (9, 5, 8, 40)]
+    y = [np.array([np.bincount(row // 5, minlength=4).argmax() for row in each]) for each in x]
+    y[0][:4] = 0, 1, 2, 3
+    return Arrays(client_arrays=list(zip(x, y, strict=True))[:3], test=(x[3], y[3]), batch_size=4)
+
+
+def transformer() -> TextTransformer:
+    torch.manual_seed(2)
+    return TextTransformer(vocabulary=20, length=6, dim=8, blocks=1, heads=2)
+
+
+def lora(**options: Any) -> LoRA:
+    pytest.importorskip("peft")
+    return LoRA(transformer(), rank=2, **{"targets": ["q", "v"], "trained": ["head"], **options})
+
+
+def test_lora_on_every_engine(tmp_path: Path) -> None:
+    """Adapters and head are trained; A B starts at zero, so the first model is that without adapters."""
+    x = torch.arange(12).view(2, 6)
+    assert torch.equal(lora()(x), transformer()(x))
+    d = 2 * 2 * (2 * 8) + (8 + 8 + 8 * 4 + 4)
+    runs = []
+    for engine in ENGINES:
+        objective = algorithms.FedDyn(net=lora(), ascent=SAM(0.05), averaging=SWA(start=1, cycle=1))
+        before = digest(constants(objective.net))
+        runs.append(fit(tmp_path, objective, tokens(), engine, clients_per_round=3))
+        assert objective.flat.d == d and digest(constants(objective.net)) == before
+        assert_close(runs[-1], runs[0])
+    assert runs[0].metrics["comm/total_bits"] == 2 * d * 64 * 3 * 3
+    assert float(objective.flat.split(runs[0].server.w)["net.blocks.0.q.lora_B.default.weight"].abs().max()) > 0
+
+
+@pytest.mark.slow
+def test_lora_compiled(tmp_path: Path) -> None:
+    runs = [
+        fit(tmp_path, FedAvg(net=lora()), tokens(), engine, compile=compiled)
+        for engine, compiled in (("sequential", False), ("graphed", True))
+    ]
+    assert_close(*runs)
+
+
+class Normed(nn.Sequential):
+    def __init__(self) -> None:
+        torch.manual_seed(1)
+        super().__init__(
+            nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.Dropout(0.5)), nn.Flatten(), nn.Linear(64, 3)
+        )
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_frozen_module_is_in_eval_mode(engine: str, tmp_path: Path) -> None:
+    """BatchNorm keeps its statistics and needs no policy, Dropout drops nothing, so that every engine runs them."""
+    net = Frozen(Normed(), ["2"])
+    before = {name: value.clone() for name, value in net.state_dict().items() if not name.startswith("net.2")}
+    run = train(tmp_path, FedAvg(net=net), engine, max_rounds=2)
+    assert net.training and not net.net[0].training and net.net[2].training
+    for name, value in before.items():
+        assert torch.equal(net.state_dict()[name].to(value.dtype), value), name
+    assert run.objective.net_buffers is None
+    assert_close(run, train(tmp_path, FedAvg(net=Frozen(Normed(), ["2"])), "sequential", max_rounds=2))
+
+
+@pytest.mark.parametrize("policy", ["average", "local", "reset"])
+def test_statistics_of_trained_modules_follow_the_policy(policy: Any, tmp_path: Path) -> None:
+    """A frozen BatchNorm next to a trained one: only the trained one's statistics move, also where torch estimates."""
+
+    def objective() -> LocalObjective:
+        torch.manual_seed(1)
+        parts = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4)), nn.Flatten(), nn.BatchNorm1d(64), nn.Linear(64, 3)
+        with torch.no_grad():
+            parts[0][1].running_mean += 1
+        return algorithms.FedGMT(net=Frozen(nn.Sequential(*parts), ["2", "3"]), buffers=policy)
+
+    run = train(tmp_path, objective(), "sequential", batch=None, local_steps=2)
+    buffers, net = run.objective.net_buffers, run.objective.net
+    assert buffers is not None and buffers.first.shape == (128,)
+    assert torch.equal(net.net[0][1].running_mean, torch.ones(4, dtype=torch.float64))
+    assert int(net.net[0][1].num_batches_tracked) == 0
+    with pytest.raises(UserError, match=r"buffer 'net\.2\.running_mean'"):
+        FedAvg(net=Frozen(nn.Sequential(nn.Linear(4, 4), nn.Flatten(), nn.BatchNorm1d(4)), ["2"]))
+
+
+def test_a_net_frozen_by_hand(tmp_path: Path) -> None:
+    """Without a wrapper a frozen BatchNorm needs a policy as long as it is in train mode."""
+    net = Net()
+    net[0].requires_grad_(False)
+    run = train(tmp_path, FedAvg(net=net), "batched")
+    assert run.objective.flat.d == sum(p.numel() for p in net.parameters() if p.requires_grad)
+    norm = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(72), nn.Linear(72, 3))
+    norm[1].requires_grad_(False)
+    with pytest.raises(UserError, match=r"buffer '1\.running_mean'"):
+        FedAvg(net=norm)
+    norm[1].eval()
+    assert FedAvg(net=norm).net_buffers is None
+    norm.requires_grad_(False)
+    with pytest.raises(UserError, match="no parameter to train"):
+        FedAvg(net=norm)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Frozen(Small(), ["4"]), r"model\.net\.trained = 4: no parameters of that name in Small; it has 1, 3"),
+        (lambda: Frozen(Small(), []), r"model\.net\.trained = \[\]: give"),
+        (lambda: Frozen(Small(), ["3"], weights="no.pt"), r"model\.net\.weights = no\.pt: no such file"),
+        (lambda: lora(trained=["haed"]), r"model\.net\.trained = haed: no parameters"),
+        (lambda: lora(targets=["w"]), r"model\.net\.targets = \['w'\]: Target modules"),
+        (lambda: lora(targets=["norm1"]), r"model\.net\.targets = \['norm1'\]: Target module LayerNorm"),
+    ],
+)
+def test_refused(make: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        make()
+
+
+def test_pretrained_weights(tmp_path: Path) -> None:
+    """The body of a file; a trained head that is not there, or of another shape, keeps its initial weights."""
+    body, path = Small(), str(tmp_path / "body.pt")
+    with torch.no_grad():
+        body[1].weight += 1
+    other = nn.Sequential(*list(body)[:3], nn.Linear(4, 7))
+    files = nn.Sequential(*list(body)[:3]).state_dict(), other.state_dict()
+    for saved in (*files, {f"net.{name}": value for name, value in other.state_dict().items()}):
+        torch.save(saved, path)
+        net = Frozen(Small(), ["3"], weights=path)
+        assert torch.equal(net.net[1].weight, body[1].weight) and torch.equal(net.net[3].weight, Small()[3].weight)
+    torch.save(body.state_dict(), path)
+    with torch.no_grad():
+        body[3].weight += 1
+    torch.save(body.state_dict(), path)
+    assert torch.equal(Frozen(Small(), ["3"], weights=path).net[3].weight, body[3].weight)
+    torch.save(nn.Sequential(*list(body)[1:]).state_dict(), path)
+    with pytest.raises(UserError, match=r"model\.net\.weights does not fit Small"):
+        Frozen(Small(), ["3"], weights=path)

@@ -1,0 +1,116 @@
+"""Frozen parameters lie once in a run folder; a checkpoint loads with them, and resumes with the same only."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from fl_lightning import Digits, DigitsMLP, FedAvg, FedDyn, FederatedTrainer, Frozen, UserError, load_net
+from fl_lightning.core.frozen import FILE, constants, digest
+from fl_lightning.trainer import checkpoint, parallel_runs
+from tests.runs import DIGITS, assert_same, cli, ended, group, last, metrics, newest, run, state
+
+FROZEN = ["--model.net=Frozen", "--model.net.net=DigitsMLP", "--model.net.net.hidden=8", "--model.net.trained=[3]"]
+
+
+def ckpt(folder: Path) -> str:
+    return str(folder / "checkpoints/last.ckpt")
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """FedDyn's run of 4 rounds: a head of 90 weights on a frozen layer of 520."""
+    return run("fit", *FROZEN, "--trainer.max_rounds=4", root=tmp_path_factory.mktemp("done"), model="FedDyn")
+
+
+def test_a_run_continues_to_the_same_bits(done: Path, tmp_path: Path) -> None:
+    half = run("fit", *FROZEN, root=tmp_path, model="FedDyn")
+    cli("fit", "--ckpt_path", ckpt(half), "--trainer.max_rounds=4")
+    assert_same(state(half), state(done))
+    assert set(last(done)["state_dict"]) == {"net.net.3.weight", "net.net.3.bias"}
+    assert sorted(torch.load(done / "checkpoints" / FILE)) == ["net.1.bias", "net.1.weight"]
+    assert metrics(done)["comm/total_bits"][-1] == (4, 2 * 90 * 32 * 3 * 4)
+
+
+def test_a_checkpoint_loads_by_itself(done: Path, tmp_path: Path) -> None:
+    net = load_net(done)
+    assert digest(constants(net)) == last(done)["frozen"]
+    whole = {f"net.{name}": value for name, value in net.state_dict().items()}
+    assert_same({name: whole[name] for name in last(done)["state_dict"]}, last(done)["state_dict"])
+    cli("export", ckpt(done), str(tmp_path / "net.pt"))
+    assert_same(torch.load(tmp_path / "net.pt"), net.state_dict())
+    # Lightning's own way, with a net that has the same frozen parameters, and with one that has others
+    torch.manual_seed(5)
+    other = Frozen(DigitsMLP(8), ["3"])
+    with pytest.raises(UserError, match="load_from_checkpoint: net has other frozen parameters"):
+        FedDyn.load_from_checkpoint(ckpt(done), net=other)
+    loaded = FedDyn.load_from_checkpoint(ckpt(done), net=load_net(done))
+    assert_same(loaded.net.state_dict(), net.state_dict())
+    # as initial weights, of the wrapper or of the net in it
+    assert_same(FedAvg(other, init_weights=ckpt(done)).net.state_dict(), net.state_dict())
+    plain = {name.removeprefix("net."): value for name, value in net.state_dict().items()}
+    torch.save(plain, tmp_path / "plain.pt")
+    assert_same(Frozen(DigitsMLP(8), ["3"], weights=str(tmp_path / "plain.pt")).state_dict(), net.state_dict())
+    # to be looked at, the checkpoint's frozen parameters replace those of the model
+    data, trainer = (
+        Digits(num_clients=6, batch_size=32),
+        FederatedTrainer(clients_per_round=3, accelerator="cpu", threads=1),
+    )
+    torch.manual_seed(6)
+    found = trainer.test(FedDyn(Frozen(DigitsMLP(8), ["3"])), data, ckpt(done))
+    assert found["server/test/acc"] == pytest.approx(metrics(done)["server/test/acc"][-1][1], abs=1e-5)
+    other = Frozen(nn.Sequential(nn.Flatten(), nn.Linear(64, 8, bias=False), nn.ReLU(), nn.Linear(8, 10)), ["3"])
+    with pytest.raises(UserError, match=r"does not fit Frozen: its frozen 'net\.1\.bias' is missing, unknown or of"):
+        trainer.test(FedDyn(other), data, ckpt(done))
+    # the frozen parameters next to it must be there, and be its own
+    alone = tmp_path / "FedDyn-Digits/version_0/checkpoints"
+    alone.mkdir(parents=True)
+    shutil.copy(ckpt(done), alone)
+    with pytest.raises(UserError, match=r"ckpt_path = .*frozen\.pt: no such file"):
+        checkpoint.state_dict(alone / "last.ckpt")
+    torch.save({name: value + 1 for name, value in constants(net).items()}, alone / FILE)
+    with pytest.raises(UserError, match=r"frozen\.pt next to it holds the frozen parameters of another net"):
+        checkpoint.state_dict(alone / "last.ckpt")
+
+
+def test_other_frozen_parameters_are_refused(done: Path, tmp_path: Path) -> None:
+    """Initial weights follow the seed; with the same, a file of other weights is another net, too."""
+    torch.save(DigitsMLP(8).state_dict(), tmp_path / "other.pt")
+    given = f"--model.net.weights={tmp_path / 'other.pt'}"
+    before = sorted(done.rglob("*"))
+    with pytest.raises(SystemExit, match=r"with model\.net \(its frozen parameters\) = \w{32}, this run has \w{32}"):
+        cli("fit", "--ckpt_path", ckpt(done), "--trainer.max_rounds=5", given)
+    assert sorted(done.rglob("*")) == before
+
+
+def test_seeds_with_other_frozen_parameters_are_runs_of_their_own(tmp_path: Path) -> None:
+    def made(seed: int) -> tuple[FederatedTrainer, FedAvg]:
+        torch.manual_seed(seed)
+        options = {"accelerator": "cpu", "threads": 1, "enable_progress_bar": False, "engine": "batched"}
+        trainer = FederatedTrainer(
+            seed=seed, max_rounds=1, clients_per_round=3, default_root_dir=str(tmp_path), **options
+        )  # type: ignore[arg-type]
+        return trainer, FedAvg(Frozen(DigitsMLP(8), ["3"]))
+
+    trainers, models = zip(*map(made, (0, 1)), strict=True)
+    with pytest.raises(UserError, match="its frozen parameters differ between the runs"):
+        parallel_runs.fit(trainers, models, Digits(num_clients=6, batch_size=32))
+    assert not any(tmp_path.iterdir())
+    for model in models:
+        with torch.no_grad():
+            model.net.net[1].weight.fill_(0.5)
+            model.net.net[1].bias.fill_(0)
+    runs = parallel_runs.fit(trainers, models, Digits(num_clients=6, batch_size=32))
+    assert not torch.equal(runs[0].server.w, runs[1].server.w)
+
+
+@pytest.mark.slow
+def test_two_processes(done: Path, tmp_path: Path) -> None:
+    args = ["fit", "--model=FedDyn", *DIGITS, *FROZEN, "--trainer.max_rounds=4", "--trainer.strategy=ddp"]
+    with group(2, *args, "--trainer.devices=2", f"--trainer.default_root_dir={tmp_path}", cwd=tmp_path) as children:
+        ended(children)
+    assert_same(state(newest(tmp_path)), state(done))
