@@ -95,8 +95,7 @@ class LoRA(Frozen):
         _check_names(net, names)
         _check_targets(net, targets)
         load_pretrained(net, weights, names)
-        scale: Any = alpha  # peft's annotation says int
-        config = LoraConfig(r=rank, lora_alpha=scale, target_modules=list(targets), lora_dropout=dropout)
+        config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=list(targets), lora_dropout=dropout)  # type: ignore[arg-type]
         try:
             net = inject_adapter_in_model(config, net)
         except ValueError as error:  # peft's own text says which layer
