@@ -8,6 +8,7 @@ from lightning.fabric import Fabric
 from torch import Tensor
 from torch.nn.functional import one_hot
 from torch.optim.swa_utils import update_bn
+from torchmetrics import Metric
 
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.algorithms.parts.buffers import Buffers
@@ -95,6 +96,8 @@ class Evaluator:
         self.load_statistics(w, statistics)
         sums = torch.zeros(2, dtype=accumulator_dtype(fabric.device), device=fabric.device)  # of losses, and samples
         scores = {part: self.objective.scores(data).to(fabric.device) for part in ("", *parts)}
+        for metric in (m for each in scores.values() for m in each.modules() if isinstance(m, Metric)):
+            metric.dist_sync_fn = collectives.gather_states
         for i, (x, y) in enumerate(batches):
             rows, n = slice(n, n + len(y)), n + len(y)
             if self.by_batch and i % fabric.world_size != fabric.global_rank:
