@@ -78,7 +78,9 @@ def _print(data: FederatedDataModule, counts: NDArray[np.int64]) -> None:
 
     more = [f"{classes - COLUMNS:,} more"] if classes > COLUMNS else []
     table = Table("client", "samples", *map(str, range(min(classes, COLUMNS))), *more)
-    numbers = np.column_stack([sizes, counts[:, : min(classes, COLUMNS)], *([counts[:, COLUMNS:].sum(1)] if more else [])])
+    numbers = np.column_stack(
+        [sizes, counts[:, : min(classes, COLUMNS)], *([counts[:, COLUMNS:].sum(1)] if more else [])]
+    )
     rows = [(str(k), *row) for k, row in enumerate(numbers)]
     if clients > ROWS:
         rows[ROWS - 2 : -1] = [("…",)]
