@@ -14,7 +14,7 @@ TEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 WANDB_MODE=offline FL_ROUNDS=10 FL_P
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help venv dev demo test test-slow test-all soak lint types format docs bench clean
+.PHONY: help venv dev demo test test-slow test-all soak lint types format docs bench gpu clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  \033[1mmake %-10s\033[0m %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -67,6 +67,9 @@ docs: dev ## Build the documentation into site/
 
 bench: venv ## Measure the engines and renew docs/benchmarks.md (a quarter of an hour)
 	$(BIN)/python benchmarks/bench_engine.py
+
+gpu: venv ## Check a CUDA device, measure on it, train the papers' runs (half an hour; again to go on)
+	@$(BIN)/python benchmarks/gpu.py --leg all --device cuda
 
 clean: ## Remove caches and built files (.venv, runs/ and data/ stay)
 	rm -rf build dist site htmlcov .coverage .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -97,8 +97,6 @@ COMPOSITIONS: dict[str, tuple[str, Options]] = {
 }
 RUNS = {**ALGORITHMS, **CHOICES, **COMPOSITIONS}
 """The runs, by their name in the tables: the class, and the settings that differ from its defaults."""
-FURTHER = ("FedACG", "FedNSAM", "FedExP", "FedLC", "MOON", "FedDecorr", "FedSWA", "FedMoSWA", "FedWMSAM", "FedSOL")
-"""Classes of methods beyond the five papers, whose runs have the first seed only."""
 GROUPS = {"all": ALGORITHMS, "choices": CHOICES, "compositions": COMPOSITIONS}
 
 
@@ -273,7 +271,7 @@ def main() -> None:
         labels = sys.argv[1:] or list(RUNS)
         rows: dict[str, list[dict[str, Any]]] = {**read()} if CSV.exists() else {}
         for label in labels:
-            rows[label] = [train(label, seed) for seed in (SEEDS[:1] if RUNS[label][0] in FURTHER else SEEDS)]
+            rows[label] = [train(label, seed) for seed in SEEDS]
             for row in rows[label]:
                 print(*row.values(), flush=True)
             with CSV.open("w", newline="") as file:

@@ -37,10 +37,12 @@ SAMPLED = {
     "test_clean_row_is_the_number_of_test": 3,
     "test_drift_corrected_methods_are_exact": 3,
     "test_dropout_is_a_cohort_of_those_that_answer": 9,
+    "test_every_algorithm_on_a_simulated_device": 58,
     "test_every_algorithm_trains_what_is_not_frozen": 12,
     "test_experiment_trains": 9,
     "test_figure_is_fit_to_print": 4,
     "test_gradients_flat_batched_and_channels_last": 3,
+    "test_flatness_on_a_device": 8,
     "test_hessian_vector_product_is_the_slope_of_the_gradient": 3,
     "test_kept_state_is_all_of_it": 4,
     "test_landscape": 4,
@@ -55,6 +57,8 @@ SAMPLED = {
     "test_statistics_of_trained_modules_follow_the_policy": 3,
     "test_trace_is_within_its_error": 3,
     "test_values": 3,
+    "test_what_else_a_run_uses": 7,
+    "test_without_float64": 14,
 }
 """Tests with many cases of which ``make test`` runs every n-th; the others are slow."""
 

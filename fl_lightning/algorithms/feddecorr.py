@@ -61,5 +61,5 @@ class FedDecorr(LocalObjective):
         centred = (z - real @ z / real.sum().clamp(min=1)) * real.unsqueeze(-1)
         scaled = centred * (EPS + centred.square().sum(0) / (N - 1)).rsqrt()
         M = scaled.T @ scaled
-        squares = (M * (1 - torch.eye(d).to(M))).square().sum()
+        squares = (M * (1 - torch.eye(d, dtype=M.dtype, device=M.device))).square().sum()
         return squares / (N - 1) ** 2 / d**2 if self.scale == "paper" else squares / N / max(d * (d - 1), 1)

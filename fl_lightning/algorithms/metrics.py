@@ -85,6 +85,11 @@ class Scores(nn.Module):
             with _fitting(name):
                 metric.update(outputs, target)
 
+    def reset(self) -> None:
+        """Drops all samples."""
+        for metric in self.metrics.values():
+            metric.reset()
+
     def compute(self) -> dict[str, float]:
         """Returns the value of each; every process must call.
 

@@ -19,7 +19,7 @@ from fl_lightning.core.figures import (
     style,
 )
 from fl_lightning.core.files import write_atomically, writing
-from fl_lightning.core.flat import EPS, FlatNet, FlatSpec, accumulator_dtype, is_finite, norm, to_radius
+from fl_lightning.core.flat import EPS, FlatNet, FlatSpec, accumulator_dtype, is_finite, norm, to_device, to_radius
 from fl_lightning.core.forward import Autocast, logits
 from fl_lightning.core.losses import enlarged, kl_to_teacher, not_true
 from fl_lightning.core.modes import eval_mode
@@ -105,6 +105,7 @@ __all__ = [
     "save_figure",
     "seeded",
     "style",
+    "to_device",
     "to_radius",
     "unchanged",
     "variance_needed",

@@ -4,7 +4,8 @@ Vectors have shape ``(..., d)``: ``(d,)`` for one client, ``(clients, d)`` for a
 algorithm needs is a norm over the last axis, with keepdim: ``(..., 1)``.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +33,18 @@ def is_finite(v: Tensor) -> Tensor:
 def accumulator_dtype(device: torch.device) -> torch.dtype:
     """Dtype for sums of many values: float64, or float32 on Apple's MPS, which has no float64."""
     return torch.float32 if device.type == "mps" else torch.float64
+
+
+def to_device(values: Tensor | Sequence[Any] | float, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """Copies values to a device; the host does not wait for the work that a GPU still has to do.
+
+    Args:
+        values: A tensor that does not change afterwards, or numbers.
+        device: The device.
+        dtype: Dtype of the result; by default that of the values.
+    """
+    x = values if isinstance(values, Tensor) else torch.tensor(values, dtype=dtype)
+    return x.to(device, dtype, non_blocking=device.type == "cuda")
 
 
 class FlatSpec:

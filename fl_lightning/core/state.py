@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from fl_lightning.core.flat import FlatSpec, is_finite
+from fl_lightning.core.flat import FlatSpec, is_finite, to_device
 
 Weighting: TypeAlias = Literal["samples", "uniform"]
 
@@ -60,9 +60,10 @@ class State(Mapping[str, Tensor]):
         """Returns the state with these names only."""
         return State({name: getattr(self, name) for name in names})
 
-    def finite(self) -> bool:
-        """Returns whether every value is finite."""
-        return all(bool(is_finite(v)) for v in self._values.values())
+    def finite(self) -> Tensor:
+        """Returns whether every value is finite, a scalar: a GPU need not be waited for before it is asked."""
+        each = [is_finite(v) for v in self._values.values()]
+        return torch.stack(each).all() if each else torch.tensor(True)
 
     @classmethod
     def initial(cls, inits: Mapping[str, Init], w0: Tensor, w: Tensor) -> State:
@@ -157,7 +158,7 @@ class Uploads:
         self.n: float = len(clients)
         self.samples: float = sum(c.n_k for c in clients)
         k_lr = [[sum(c.k_lr for c in clients)], [sum(c.k_lr * c.n_k for c in clients)]]
-        self._sums = {"k_lr": like.new_tensor(k_lr)}
+        self._sums = {"k_lr": to_device(k_lr, like.device, like.dtype)}
 
     def add(self, upload: Mapping[str, Tensor], samples: int) -> None:
         """Adds one client's upload; in cohort order, so that sums do not depend on which process trained it."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fl_lightning.core import Checked, Count, NonNegative, Positive, Share, Size, Whole, require
+from fl_lightning.core import Checked, Count, NonNegative, Positive, Share, Size, Whole, require, to_device
 from fl_lightning.data.miou import IGNORED
 
 
@@ -74,14 +74,14 @@ class Augment(Checked, key="data.augment"):
         """Augments raw images ``(N, C, H, W)`` of any dtype and device by their `draw`; keeps channels_last."""
         height, width = x.shape[-2:]
         if self.crop:
-            dy, dx = draws["crop"].to(x.device).unbind(1)
+            dy, dx = to_device(draws["crop"], x.device).unbind(1)
             x = _cut(F.pad(x.permute(0, 2, 3, 1), [0, 0, *[self.crop] * 4]), dy, dx, height, width)
         if self.window:
             spare = torch.tensor([height, width]) - self.window + 1
-            dy, dx = (draws["window"] * spare).long().to(x.device).unbind(1)
+            dy, dx = to_device((draws["window"] * spare).long(), x.device).unbind(1)
             x = _cut(x.permute(0, 2, 3, 1), dy, dx, self.window, self.window)
         if self.flip:
-            x = torch.where(draws["flip"].to(x.device)[:, None, None, None], x.flip(-1), x)
+            x = torch.where(to_device(draws["flip"], x.device)[:, None, None, None], x.flip(-1), x)
         return x
 
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -124,12 +124,12 @@ class Augment(Checked, key="data.augment"):
                 start = (draws["cutout"][:, axis] * size).long() - self.cutout // 2
                 pixel = torch.arange(size)
                 hidden.append((pixel >= start[:, None]) & (pixel < start[:, None] + self.cutout))
-            x.masked_fill_((hidden[0][:, None, :, None] & hidden[1][:, None, None, :]).to(x.device), 0)
+            x.masked_fill_(to_device(hidden[0][:, None, :, None] & hidden[1][:, None, None, :], x.device), 0)
         if self.mixup:
             n = len(x)
             # padding of a block has no weight, so its partner can be any sample
-            partner = (torch.arange(n) + draws["partner"]).clamp(max=n - 1).to(x.device)
-            share = draws["share"].to(x.device, x.dtype)
+            partner = to_device((torch.arange(n) + draws["partner"]).clamp(max=n - 1), x.device)
+            share = to_device(draws["share"], x.device, x.dtype)
             labels = F.one_hot(y, num_classes).to(x.dtype)
             y = share[:, None] * labels + (1 - share[:, None]) * labels[partner]
             x = share[:, None, None, None] * x + (1 - share[:, None, None, None]) * x[partner]
@@ -200,12 +200,12 @@ class ScaledCrop(Augment):
 
     def __call__(self, x: Tensor, draws: dict[str, Tensor]) -> Tensor:
         """Augments ``(N, 4, H, W)`` uint8, whose last channel is the class."""
-        top, left, height, width = self._parts(x.shape[-2], x.shape[-1], draws)
-        x = _resampled(x, top.to(x.device), left.to(x.device), height.to(x.device), width.to(x.device), self.size)
+        top, left, height, width = (to_device(v, x.device) for v in self._parts(x.shape[-2], x.shape[-1], draws))
+        x = _resampled(x, top, left, height, width, self.size)
         if self.flip:
-            x = torch.where(draws["flip"].to(x.device)[:, None, None, None], x.flip(-1), x)
+            x = torch.where(to_device(draws["flip"], x.device)[:, None, None, None], x.flip(-1), x)
         if self.jitter:
-            rates = 1 + self.jitter * (2 * draws["colour"].to(x.device) - 1)
+            rates = 1 + self.jitter * (2 * to_device(draws["colour"], x.device) - 1)
             x = torch.cat([self._jittered(x[:, :3].float(), rates), x[:, 3:]], 1)
         return x.contiguous(memory_format=torch.channels_last)
 

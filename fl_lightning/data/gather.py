@@ -15,7 +15,7 @@ from torch import Tensor
 from torchmetrics import Metric
 from typing_extensions import Self
 
-from fl_lightning.core import Checked, Count, Divisor, Threads, ensure, require
+from fl_lightning.core import Checked, Count, Divisor, Threads, ensure, require, to_device
 from fl_lightning.data.augment import Augment
 from fl_lightning.data.checks import check_pairs, count_leaks
 from fl_lightning.data.minibatches import Batch, Minibatches
@@ -163,7 +163,7 @@ class SampleModule(Checked, L.LightningDataModule, ABC, key="data"):
             draws: Their draws, from `Augment.draw`, ``(n, ...)`` by name; empty for no augmentation.
             dtype: Floating dtype of the samples.
         """
-        here = indices.to(self.device)
+        here = to_device(indices, self.device)
         raw = self._gather(self.x_train, indices if self.stream else here, self._prefetcher)
         augment = self.augment if draws else None
         x, y = self.pair(raw if augment is None else augment(raw, draws), self.y_train[here], evaluation=False)
@@ -193,7 +193,7 @@ class SampleModule(Checked, L.LightningDataModule, ABC, key="data"):
 
     def in_batches(self, indices: Tensor) -> Sequence[Tensor]:
         """Indices ``(n,)`` split into batches for evaluation, on the device of the data; none if n is 0."""
-        return torch.split(indices.to(self.device), self.eval_batch_size) if len(indices) else ()
+        return torch.split(to_device(indices, self.device), self.eval_batch_size) if len(indices) else ()
 
     def evaluation_batches(
         self, x: Tensor | Stream, y: Tensor, batches: Sequence[Tensor], dtype: torch.dtype

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from fl_lightning.core import to_device
+
 Batch = tuple[Tensor, Tensor]
 """Samples ``(B, *input_shape)`` and labels: ``(B,)``, with Mixup ``(B, classes)``, for segmentation ``(B, H, W)``."""
 
@@ -162,8 +164,8 @@ def blocks(clients: Sequence[Minibatches], width: int, batch: int) -> Iterator[B
             yield Block(
                 torch.unflatten(x, 0, shape),
                 torch.unflatten(y, 0, shape),
-                weight[span].to(device, first.dtype),
-                active[span].to(device),
+                to_device(weight[span], device, first.dtype),
+                to_device(active[span], device),
             )
             at += len(chunk)
 

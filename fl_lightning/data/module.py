@@ -20,6 +20,7 @@ from fl_lightning.core import (
     ensure,
     generator,
     numpy_generator,
+    to_device,
 )
 from fl_lightning.data.augment import Augment
 from fl_lightning.data.clients import ClientIndices, divide
@@ -138,8 +139,9 @@ class FederatedDataModule(SampleModule, ABC):
 
     def class_counts(self, client: int) -> Tensor:
         """Number of a client's training samples of each class, ``(num_classes,)``, int64, on the device."""
-        labels = self.y_train[self.clients[client].to(self.device)]
-        return torch.bincount(labels, minlength=self.num_classes)
+        labels = self.y_train[to_device(self.clients[client], self.device)]
+        counts = torch.zeros(self.num_classes, dtype=torch.int64, device=self.device)
+        return counts.scatter_add_(0, labels, torch.ones_like(labels))  # on a GPU, bincount looks at values
 
     def client_batches(
         self, client: int, epochs: int, steps: int | None, generator: torch.Generator, dtype: torch.dtype

@@ -1,8 +1,9 @@
 """Local training of a cohort: the only room that computes training gradients, or distinguishes one client from many."""
 
 from fl_lightning.engine.base import Engine, Job, LocalResult
-from fl_lightning.engine.batched import BatchedEngine, GraphedEngine
+from fl_lightning.engine.batched import BatchedEngine
 from fl_lightning.engine.choose import ENGINES, Choice, EngineName, check, choose, make, seconds
+from fl_lightning.engine.graphed import GraphedEngine
 from fl_lightning.engine.sequential import DebugEngine, SequentialEngine
 
 __all__ = [

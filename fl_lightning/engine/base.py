@@ -52,7 +52,7 @@ class LocalResult:
         loss: Mean over the steps of the local objective at the first point where a step evaluates its gradient, a
             scalar tensor: the unperturbed weights, or the ascent point where the ascent takes no gradient of it.
         ctx: Its context.
-        finite: Whether all that it uploads and keeps is finite.
+        finite: Whether all that it uploads and keeps is finite, a scalar tensor.
         buffers: The net's buffers after the last step, ``(b,)``, if it has any.
     """
 
@@ -63,7 +63,7 @@ class LocalResult:
     state: State
     loss: Tensor
     ctx: ClientContext
-    finite: bool
+    finite: Tensor
     buffers: Tensor | None = None
 
 

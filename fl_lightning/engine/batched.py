@@ -1,7 +1,7 @@
 """All clients of a block at once: the same hooks on ``(clients, d)``, gradients by vmap."""
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import repeat
@@ -13,19 +13,20 @@ from torch.func import functional_call, grad_and_value, vmap
 
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.algorithms.module import Losses
-from fl_lightning.core import Autocast, ClientContext, FlatNet, State, Upload, UserError, ensure, eval_mode, is_finite
+from fl_lightning.core import (
+    Autocast,
+    ClientContext,
+    FlatNet,
+    State,
+    Upload,
+    UserError,
+    ensure,
+    eval_mode,
+    is_finite,
+    to_device,
+)
 from fl_lightning.data.minibatches import Block, blocks
 from fl_lightning.engine.base import COLUMNS, Engine, Job, LocalResult
-from fl_lightning.engine.record import (
-    Compiled,
-    CudaGraph,
-    RecordedRound,
-    Records,
-    Replay,
-    plain_settings,
-    round_number,
-    trace,
-)
 
 Tensors = dict[str, Tensor]
 
@@ -151,7 +152,10 @@ class BatchedEngine(Engine):
         # a narrower block is padded with clients that take no step, so that shapes stay the same
         self._widest = width = max(self._widest, len(jobs))
         rows = [*jobs, *repeat(jobs[0], width - len(jobs))]
-        settings = {n: rows[0].received.w.new_tensor([[job.settings[n]] for job in rows]) for n in rows[0].settings}
+        like = rows[0].received.w
+        settings = {
+            n: to_device([[job.settings[n]] for job in rows], like.device, like.dtype) for n in rows[0].settings
+        }
         with self.using(settings):
             return self._train_rows(jobs, rows, settings)
 
@@ -175,9 +179,9 @@ class BatchedEngine(Engine):
     def _results(self, jobs: Sequence[Job], carry: Carry, upload: Upload, state: State) -> list[LocalResult]:
         width = len(carry.w)
         groups = [{n: v if v.ndim > 1 else v.expand(width, -1) for n, v in g.items()} for g in (upload, state)]
-        finite = torch.stack([is_finite(v) for group in groups for v in group.values()]).all(0).tolist()
+        finite = torch.stack([is_finite(v) for group in groups for v in group.values()]).all(0).unbind()
         uploads, states = ({name: v.unbind() for name, v in group.items()} for group in groups)
-        steps = carry.loss.new_tensor([max(job.ctx.K, 1) for job in jobs])
+        steps = to_device([max(job.ctx.K, 1) for job in jobs], carry.loss.device, carry.loss.dtype)
         each = zip(jobs, carry.w.unbind(), (carry.loss[: len(jobs)] / steps).unbind(), finite, strict=False)  # padding
         return [
             LocalResult(
@@ -197,9 +201,8 @@ class BatchedEngine(Engine):
         """Returns the clients' contexts as one; attributes that differ between clients are ``(clients, 1)``."""
         like, contexts = jobs[0].received.w, [self.context(job) for job in jobs]
         first = contexts[0]
-        columns: dict[str, Any] = {
-            name: like.new_tensor([[getattr(ctx, name)] for ctx in contexts]) for name in COLUMNS
-        }
+        table = [[[getattr(ctx, name)] for ctx in contexts] for name in COLUMNS]
+        columns: dict[str, Any] = dict(zip(COLUMNS, to_device(table, like.device, like.dtype).unbind(), strict=True))
         if counts := [ctx.class_counts for ctx in contexts if ctx.class_counts is not None]:
             columns["class_counts"] = torch.stack(counts)
         return ClientContext(first.t, first.rounds, first.m, first.flat, first.phase, **columns)
@@ -278,98 +281,3 @@ def _together(received: Sequence[State]) -> State:
 
 def _widened(v: Tensor, width: int) -> Tensor:
     return torch.cat([v, v[:1].expand(width - len(v), -1)]) if len(v) < width else v
-
-
-class GraphedEngine(BatchedEngine):
-    """The batched engine with its local step recorded once and replayed, without Python, autograd or vmap.
-
-    Args:
-        objective: As for `Engine`.
-        net: As for `Engine`.
-        autocast: As for `Engine`.
-        width: As for `BatchedEngine`.
-        compile: Compile the record to machine code, with all steps of a round if they are few.
-    """
-
-    name = "graphed"
-
-    UNROLLED = 8
-    """Most local steps that are compiled into one graph."""
-
-    def __init__(
-        self,
-        objective: LocalObjective,
-        net: FlatNet,
-        autocast: Autocast,
-        width: int | None = None,
-        compile: bool = False,
-    ) -> None:
-        super().__init__(objective, net, autocast, width)
-        self.compile = compile
-        self.records = Records()
-
-    def _steps(self, carry: Carry, block: Block, fixed: Fixed) -> Carry:
-        n, settings = len(block.x), self._settings()
-        unroll = n if self.compile and n <= self.UNROLLED else 1
-        inputs: Tensors = {
-            **_prefixed("received", fixed.received),
-            **_prefixed("ctx", {name: getattr(fixed.ctx, name) for name in COLUMNS}),
-            **_prefixed("settings", fixed.settings),
-            **_prefixed("teacher", _numbered(fixed.teachers)),
-            **_prefixed("constant", _numbered(fixed.constants)),
-            "t": round_number(fixed.ctx, carry.w),
-        }
-        if fixed.start is not fixed.received.w:
-            inputs["start"] = fixed.start
-        if fixed.ctx.class_counts is not None:
-            inputs["ctx.class_counts"] = fixed.ctx.class_counts
-        carried = _tensors(replace(carry, w=carry.w.contiguous(), loss=torch.zeros_like(carry.loss)))
-        for at in range(0, n, unroll):
-            span = slice(at, at + unroll)
-            data = {"x": block.x[span], "y": block.y[span], "weight": block.weight[span], "active": block.active[span]}
-            named = {**carried, **inputs, **data}
-            replay = self.records.find(named, fixed.ctx, settings, self._record)
-            with torch.no_grad():
-                carried = dict(zip(carried, replay(*named.values()), strict=True))
-        return replace(_carry(carried), loss=carry.loss + carried["loss"])
-
-    def _record(self, named: Tensors, ctx: ClientContext) -> tuple[RecordedRound, Replay]:
-        round_number, graph = trace(self._recorded, named, ctx)
-        replay = Compiled(graph) if self.compile else graph
-        return round_number, CudaGraph(replay) if named["w"].is_cuda else replay
-
-    def _recorded(self, named: Tensors, ctx: ClientContext) -> list[Tensor]:
-        """A few steps, from named tensors to those of them that a step changes, in the same order."""
-        received, settings = State(_below("received", named)), _below("settings", named)
-        teachers, constants = (tuple(_below(name, named).values()) for name in ("teacher", "constant"))
-        fixed = Fixed(received, named.get("start", received.w), teachers, constants, settings, ctx)
-        block = Block(*(named[name] for name in ("x", "y", "weight", "active")))
-        with self.using(settings):
-            return list(_tensors(super()._steps(_carry(named), block, fixed)).values())
-
-    def _settings(self) -> tuple[Any, ...]:
-        objective = self.objective
-        return plain_settings(objective, objective.ascent, objective.optimizer, objective.loss)
-
-
-def _prefixed(prefix: str, values: Mapping[str, Tensor]) -> Tensors:
-    return {f"{prefix}.{name}": value for name, value in values.items()}
-
-
-def _numbered(tensors: Sequence[Tensor]) -> Tensors:
-    return {str(i): tensor for i, tensor in enumerate(tensors)}
-
-
-def _below(prefix: str, named: Tensors) -> Tensors:
-    return {name.removeprefix(f"{prefix}."): v for name, v in named.items() if name.startswith(f"{prefix}.")}
-
-
-def _tensors(carry: Carry) -> Tensors:
-    """The tensors of a carry by name."""
-    momentum = {} if carry.momentum is None else {"momentum": carry.momentum}
-    return {"w": carry.w, "loss": carry.loss, **_prefixed("state", carry.state), **momentum}
-
-
-def _carry(named: Tensors) -> Carry:
-    """The inverse of `_tensors`; other names are ignored."""
-    return Carry(named["w"], State(_below("state", named)), named.get("momentum"), named["loss"])

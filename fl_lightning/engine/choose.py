@@ -10,7 +10,8 @@ import torch
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.core import Autocast, FlatNet, UserError
 from fl_lightning.engine.base import Engine, Job
-from fl_lightning.engine.batched import BatchedEngine, GraphedEngine
+from fl_lightning.engine.batched import BatchedEngine
+from fl_lightning.engine.graphed import GraphedEngine
 from fl_lightning.engine.sequential import DebugEngine, SequentialEngine
 
 EngineName = Literal["auto", "sequential", "batched", "graphed", "debug"]

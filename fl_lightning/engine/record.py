@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from fl_lightning.core import ClientContext, UserError
+from fl_lightning.core import ClientContext, UserError, accumulator_dtype, to_device
 
 Tensors = dict[str, Tensor]
 Replay = Callable[..., tuple[Tensor, ...]]
@@ -127,7 +127,7 @@ def trace(function: Callable[[Tensors, ClientContext], Sequence[Tensor]], named:
 
 def round_number(ctx: ClientContext, like: Tensor) -> Tensor:
     """Returns the round as an input of a record."""
-    return torch.tensor(float(ctx.t), dtype=torch.float64, device=like.device)
+    return to_device(float(ctx.t), like.device, accumulator_dtype(like.device))
 
 
 class Compiled:
@@ -165,10 +165,13 @@ class Compiled:
 
 
 class CudaGraph:
-    """A function of tensors of fixed shapes as one CUDA graph.
+    """A function of tensors of fixed shapes as one CUDA graph, which updates its first arguments in place.
+
+    What a call returns is the graph's own memory, which the next call overwrites, unless it gets it as argument: then
+    nothing is copied from step to step.
 
     Args:
-        function: The function; it neither synchronises nor looks at values.
+        function: A function to new values of its first arguments; it neither synchronises nor looks at values.
     """
 
     WARM_UP = 3
@@ -177,7 +180,7 @@ class CudaGraph:
         self.function = function
         self._graph: torch.cuda.CUDAGraph | None = None
         self._inputs: tuple[Tensor, ...] = ()
-        self._outputs: tuple[Tensor, ...] = ()
+        self._updated = 0
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         if self._graph is None:
@@ -187,7 +190,7 @@ class CudaGraph:
                 static.copy_(value)
         assert self._graph is not None
         self._graph.replay()
-        return tuple(v.clone() for v in self._outputs)
+        return self._inputs[: self._updated]
 
     def _capture(self, tensors: tuple[Tensor, ...]) -> None:
         self._inputs = tuple(v.clone() for v in tensors)
@@ -197,6 +200,11 @@ class CudaGraph:
             for _ in range(self.WARM_UP):
                 self.function(*self._inputs)
         torch.cuda.current_stream().wait_stream(stream)
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
-            self._outputs = self.function(*self._inputs)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            values = self.function(*self._inputs)
+            memory = {v.untyped_storage().data_ptr() for v in self._inputs}
+            apart = [v.clone() if v.untyped_storage().data_ptr() in memory else v for v in values]
+            for static, value in zip(self._inputs, apart, strict=False):
+                static.copy_(value)
+        self._graph, self._updated = graph, len(values)

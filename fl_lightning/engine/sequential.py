@@ -66,7 +66,7 @@ class SequentialEngine(Engine):
         client |= objective.optimizer.end(memory)
         upload, client = objective.finish_local(w, client, job.received, ctx)
         client = client.only(objective.client_inits())
-        finite = State(upload).finite() and client.finite()
+        finite = State(upload).finite() & client.finite()
         loss = torch.stack(losses).mean()
         return LocalResult(job.client, job.received, w, upload, client, loss, ctx, finite, after)
 

@@ -75,7 +75,7 @@ class Node:
         keep = {str(values["version"]), *str(values["keep"]).split()}
         version = _stored(client, result.state, keep, kept) if result.state else ""
         upload = {name: value.cpu() for name, value in result.upload.items()}
-        return upload, {"loss": float(result.loss), "finite": result.finite, "version": version}
+        return upload, {"loss": float(result.loss), "finite": bool(result.finite), "version": version}
 
     def _row(self, client: int, version: str, kept: Kept) -> State:
         key = f"{client}.{version}"

@@ -194,4 +194,4 @@ class RemoteEngine(Engine):
             ) from None
         # the local model is not on the wire, and nothing on the server asks for it
         w = upload.get("w", job.received.w)
-        return LocalResult(job.client, job.received, w, upload, state, loss, job.ctx, finite and state.finite())
+        return LocalResult(job.client, job.received, w, upload, state, loss, job.ctx, finite & state.finite())

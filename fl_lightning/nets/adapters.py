@@ -89,7 +89,7 @@ class LoRA(Frozen):
         names = [str(name) for name in trained]
         _check_names(net, names)
         load_pretrained(net, weights, names)
-        config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=list(targets), lora_dropout=dropout)
+        config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=list(targets), lora_dropout=dropout)  # type: ignore[arg-type]
         try:
             net = inject_adapter_in_model(config, net)
         except ValueError as error:  # peft's own text says which layer

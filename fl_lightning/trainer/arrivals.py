@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from fl_lightning.core import RoundContext, State, Upload, Uploads, accumulator_dtype
+from fl_lightning.core import RoundContext, State, Upload, Uploads, accumulator_dtype, to_device
 from fl_lightning.engine import LocalResult
 from fl_lightning.trainer import collectives, divergence
 from fl_lightning.trainer.aggregation import Received
@@ -24,7 +24,7 @@ class Arrivals:
 
     Attributes:
         accepted: Whether each client's upload and state are finite, in cohort order.
-        losses: Training loss of each accepted client, ``(accepted,)``.
+        losses: Training loss of each accepted client, ``(accepted,)``, on the CPU.
         shapes: Shape of each uploaded name.
     """
 
@@ -33,13 +33,14 @@ class Arrivals:
         self.shapes = self._upload_shapes()
         table = torch.zeros(2, len(cohort.clients), dtype=accumulator_dtype(like.device), device=like.device)
         if results:  # is it finite, and its loss
-            mine = torch.tensor(cohort.shares[run.fabric.global_rank], device=like.device)
-            finite = torch.tensor([float(r.finite) for r in results], device=like.device)
-            table[:, mine] = torch.stack([finite, torch.stack([r.loss for r in results])]).to(table.dtype)
+            mine = to_device(cohort.shares[run.fabric.global_rank], like.device)
+            columns = ([r.finite for r in results], [r.loss for r in results])
+            table[:, mine] = torch.stack([torch.stack(column).to(table.dtype) for column in columns])
         if cohort.clients:
             collectives.all_reduce_sum(run.fabric, table)
-        self.accepted = [bool(x) for x in table[0].tolist()]
-        self.losses = table[1] if all(self.accepted) else table[1][torch.tensor(self.accepted, device=table.device)]
+        finite, losses = table.cpu().unbind()  # the only time that a round waits for local training
+        self.accepted = [bool(x) for x in finite.tolist()]
+        self.losses = losses[finite.bool()]
 
     @property
     def refused(self) -> list[int]:

@@ -87,4 +87,4 @@ class Cohort:
         upload = self.faults.in_flight(result.upload, result.received, result.client, result.ctx, seed)
         if upload is result.upload:
             return result
-        return replace(result, upload=upload, finite=result.finite and State(upload).finite())
+        return replace(result, upload=upload, finite=result.finite & State(upload).finite())

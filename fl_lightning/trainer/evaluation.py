@@ -11,8 +11,9 @@ from torch.optim.swa_utils import update_bn
 from torchmetrics import Metric
 
 from fl_lightning.algorithms.base import LocalObjective
+from fl_lightning.algorithms.metrics import Scores
 from fl_lightning.algorithms.parts.buffers import Buffers
-from fl_lightning.core import FlatNet, accumulator_dtype, eval_mode, logits, seeded
+from fl_lightning.core import FlatNet, accumulator_dtype, eval_mode, logits, seeded, to_device
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.trainer import collectives
 
@@ -43,6 +44,7 @@ class Evaluator:
         self.fabric, self.objective, self.data, self.net = fabric, objective, data, net
         self.dtype, self.seed = dtype, seed
         self._estimated: tuple[Tensor, Tensor] | None = None
+        self._scores: dict[str, Scores] = {}
 
     @property
     def by_batch(self) -> bool:
@@ -92,22 +94,21 @@ class Evaluator:
         Returns:
             Each metric as ``/<name>``, of each part as ``_<part>/<name>``, and ``/loss``.
         """
-        fabric, data, n, parts = self.fabric, self.data, 0, parts or {}
+        fabric, n, parts = self.fabric, 0, parts or {}
         self.load_statistics(w, statistics)
         sums = torch.zeros(2, dtype=accumulator_dtype(fabric.device), device=fabric.device)  # of losses, and samples
-        scores = {part: self.objective.scores(data).to(fabric.device) for part in ("", *parts)}
-        for metric in (m for each in scores.values() for m in each.modules() if isinstance(m, Metric)):
-            metric.dist_sync_fn = collectives.gather_states
+        scores = {part: self._empty_scores(part) for part in ("", *parts)}
         for i, (x, y) in enumerate(batches):
             rows, n = slice(n, n + len(y)), n + len(y)
             if self.by_batch and i % fabric.world_size != fabric.global_rank:
                 continue
             z, losses = self._outputs(w, x, y)
-            sums += torch.stack([losses.sum().to(sums.dtype), sums.new_tensor(len(y))])
+            sums += torch.stack([losses.sum().to(sums.dtype), sums.new_full((), len(y))])
             scores[""].update(z, y)
             for part, of in parts.items():
-                if (mine := of[rows].to(y.device)).any():
-                    scores[part].update(z[mine], y[mine])
+                if len(mine := of[rows].nonzero()[:, 0]):
+                    here = to_device(mine, y.device)
+                    scores[part].update(z[here], y[here])
         sums = torch.as_tensor(fabric.all_reduce(sums, reduce_op="sum"))
         found = {part: each.compute() for part, each in scores.items()}
         values = {f"{part and '_'}{part}/{name}": v for part, of in found.items() for name, v in of.items()}
@@ -125,7 +126,7 @@ class Evaluator:
         sums = torch.zeros(2, dtype=accumulator_dtype(self.fabric.device), device=self.fabric.device)
         for x, y in batches:
             z, losses = self._outputs(w, x, y)
-            sums += torch.stack([losses.sum().to(sums.dtype), sums.new_tensor(len(y))])
+            sums += torch.stack([losses.sum().to(sums.dtype), sums.new_full((), len(y))])
             metric.update(z, y)
         return float(metric.compute()), float(sums[0] / sums[1])
 
@@ -151,6 +152,15 @@ class Evaluator:
         """Outputs for the data's classes, ``(n, C, ...)``, and the loss of each sample, ``(n,)``."""
         z = self.logits(w, x, self.by_batch).to(self.dtype)
         return z[:, : self.data.num_classes], self.objective.evaluation_loss(z, y)
+
+    def _empty_scores(self, part: str) -> Scores:
+        """The metrics without samples; they are moved to the device once a run."""
+        if part not in self._scores:
+            self._scores[part] = scores = self.objective.scores(self.data).to(self.fabric.device)
+            for metric in (module for module in scores.modules() if isinstance(module, Metric)):
+                metric.dist_sync_fn = collectives.gather_states
+        self._scores[part].reset()
+        return self._scores[part]
 
     def load_statistics(self, w: Tensor, statistics: Tensor | None) -> None:
         """Loads the buffers that weights are evaluated with into the net.

@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.fabric import Fabric
 from lightning.fabric.loggers.logger import Logger
 from torch import Tensor
@@ -196,7 +197,7 @@ class Run:
         self.clients = ClientStore(objective.client_inits(), w0, settings.client_memory)
         self.rounds_done, self.total_floats, self.should_stop = 0, 0, False
         self.metrics: dict[str, float] = {}
-        self.client_losses: Tensor = w0[:0]
+        self.client_losses = torch.zeros(0)
         self.incidents: incidents.Incidents = {}
         self.norms: divergence.Norms = ()
         self.varied: dict[str, float] = {}

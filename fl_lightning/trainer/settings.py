@@ -18,6 +18,7 @@ from fl_lightning.results.summary import LAST
 from fl_lightning.trainer import collectives
 from fl_lightning.trainer.aggregation import Aggregation, Mean
 from fl_lightning.trainer.faults import NO_FAULTS, Faults
+from fl_lightning.trainer.float32 import float32_products
 from fl_lightning.trainer.loggers import About
 from fl_lightning.trainer.memory import keep_freed_memory
 from fl_lightning.trainer.privacy import GaussianPrivacy
@@ -175,18 +176,17 @@ class Settings(Checked, key="trainer"):
         They are restored afterwards. It may be nested.
         """
         self.launch()  # Fabric divides the cores among its processes
-        threads, matmul = torch.get_num_threads(), torch.get_float32_matmul_precision()
-        convolutions = torch.backends.cudnn.allow_tf32
+        threads = torch.get_num_threads()
         torch.set_num_threads(self.threads or threads)
-        torch.set_float32_matmul_precision("high" if self.tf32 else "highest")
-        torch.backends.cudnn.allow_tf32 = self.tf32
         try:
-            with collectives.lost_process(self.fabric), keep_freed_memory(self.fabric.device):
+            with (
+                collectives.lost_process(self.fabric),
+                keep_freed_memory(self.fabric.device),
+                float32_products(self.tf32),
+            ):
                 yield
         finally:
             torch.set_num_threads(threads)
-            torch.set_float32_matmul_precision(matmul)
-            torch.backends.cudnn.allow_tf32 = convolutions
 
 
 def _is_below(name: str) -> bool:

@@ -231,7 +231,8 @@ def test_auto_measures_and_keeps_its_choice(golden: Golden, tmp_path: Path, caps
     before = run.server.w.clone()
     choose_engine([run])
     out = capsys.readouterr().out
-    assert run.engine_name == run.engine.name == "graphed" and f"engine: {run.engine_name} (sequential " in out
+    assert run.engine_name == run.engine.name in ("batched", "graphed")  # sequential takes many times as long
+    assert f"engine: {run.engine_name} (sequential " in out
     assert "batched " in out and "graphed " in out
     assert torch.equal(run.server.w, before) and len(run.clients) == 0
     run = long()

@@ -26,7 +26,7 @@ class Checkpoints(Callback):
         best: Value of the monitored metric by round, of those kept, best first.
 
     Raises:
-        UserError: If a setting is out of range, or (in a run) neither metric nor name tells which value is the best.
+        UserError: If a setting is out of range, or (in a run) neither metric nor name shows which value is the best.
     """
 
     def __init__(

@@ -109,7 +109,7 @@ class ByClasses:
         return self._weighted(clients, sums)
 
     def _weighted(self, clients: Sequence[int], sums: Tensor) -> dict[int, Score]:
-        correct, losses, samples = sums.double().cpu()
+        correct, losses, samples = sums.cpu().double()
         means = torch.stack([correct, losses]) / samples.clamp(min=1)
         rows = self.weights[torch.as_tensor(clients)] @ means.T
         return {k: Score(*row) for k, row in zip(clients, rows.tolist(), strict=True)}

@@ -1,0 +1,84 @@
+"""Every algorithm on the digits with clients that fail, next to a run without faults; nothing is tuned.
+
+``python benchmarks/faults_table.py`` trains (three minutes on one core), writes docs/faults.csv and renews the table of
+docs/faults.md. 30 % of the uploads are lost; a deadline makes about 10 % late, which are lost, too; 5 % of the clients
+send NaN, or their update with its sign flipped and four times as long.
+"""
+
+from __future__ import annotations
+
+import csv
+import tempfile
+from pathlib import Path
+
+import torch
+
+from fl_lightning import (
+    SGD,
+    Aggregation,
+    Corrupt,
+    Digits,
+    DigitsMLP,
+    Dirichlet,
+    Faults,
+    FederatedTrainer,
+    NormClipping,
+    Stragglers,
+    UserError,
+    algorithms,
+)
+from fl_lightning.core.rng import generator
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+CSV, PAGE = DOCS / "faults.csv", DOCS / "faults.md"
+MARKS = ("<!-- faults table -->\n", "<!-- end -->\n")
+ROUNDS, SEED = 100, 0
+NAN = Corrupt(0.05, "nan")
+FLIP = Corrupt(0.05, "sign_flip", 4.0)
+COLUMNS: dict[str, tuple[Corrupt | None, type[NormClipping] | None]] = {
+    "no faults": (None, None),
+    "NaN, mean": (NAN, None),
+    "sign flips, NormClipping": (FLIP, NormClipping),
+    "sign flips, mean": (FLIP, None),
+}
+
+
+def accuracy(name: str, corrupt: Corrupt | None, rule: type[Aggregation] | None) -> str:
+    """Final test accuracy in per cent, or why there is none."""
+    faults = corrupt and Faults(drop_after=0.3, stragglers=Stragglers(deadline=3.8, late="lost"), corrupt=corrupt)
+    torch.manual_seed(generator(SEED, "initial weights").initial_seed())
+    model = getattr(algorithms, name)(net=DigitsMLP(), optimizer=SGD(0.1))
+    with tempfile.TemporaryDirectory() as root:
+        trainer = FederatedTrainer(
+            max_rounds=ROUNDS, clients_per_round=10, eval_every=ROUNDS, faults=faults, seed=SEED,
+            aggregation=rule() if rule else None, threads=1, engine="batched", accelerator="cpu", callbacks=[],
+            loggers=[], default_root_dir=root, enable_progress_bar=False,
+        )  # fmt: skip
+        try:
+            run = trainer.fit(model, Digits(num_clients=50, partition=Dirichlet(1.0), batch_size=16))
+        except UserError as error:
+            return "diverged" if "diverged" in str(error) else "refused"
+    return f"{100 * run.metrics['server/test/acc']:.0f}"
+
+
+def fill(text: str) -> str:
+    """The page with the table of the file."""
+    before, _, rest = text.partition(MARKS[0])
+    head, *rows = csv.reader(CSV.open())
+    lines = [head, ["---", *["--:"] * len(COLUMNS)], *rows]
+    table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    return before + MARKS[0] + table + MARKS[1] + rest.partition(MARKS[1])[2]
+
+
+def main() -> None:
+    with CSV.open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["algorithm", *COLUMNS])
+        for name in sorted(algorithms.__all__, key=str.lower):
+            writer.writerow([name, *(accuracy(name, *how) for how in COLUMNS.values())])
+            file.flush()
+    PAGE.write_text(fill(PAGE.read_text()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The legs of gpu.py: functions by name, in order of value."""

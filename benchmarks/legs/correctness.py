@@ -1,0 +1,214 @@
+"""The device against the CPU: all algorithms, resume, flatness, precisions, processes."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import fl_lightning as fl
+from fl_lightning import algorithms
+from fl_lightning.trainer.run import Run
+from legs.items import Item, Results, accelerator
+
+ENGINES = ("sequential", "batched", "graphed")
+FIRST = ("FedAvg", "FedSAM", "FedGloSS", "FedSMOO", "FedGMT", "FedGF")
+EXACT = 1e-9
+"""Largest relative difference in float64."""
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "float32": {}, "tf32": {"tf32": True}, "bf16-mixed": {"precision": "bf16-mixed"}
+}  # fmt: skip
+
+
+def items(device: str, results: Results, _: list[str]) -> dict[str, Item]:
+    """The checks, in order of value."""
+    names = [*FIRST, *(name for name in algorithms.__all__ if name not in FIRST)]
+    if device == "cpu":
+        names = names[:1]
+    first, rest = names[: len(FIRST)], names[len(FIRST) :]
+    measures = {"lambda_max": fl.LambdaMax, "trace": partial(fl.HessianTrace, probes=12), "sharpness": fl.Sharpness}
+    return {
+        **{f"{name} on every engine": partial(compare, name, device) for name in first},
+        **{f"resume, {engine}": partial(resume, engine, device) for engine in ENGINES},
+        **{f"precision, {name}": partial(precision, name, device) for name in PRECISIONS},
+        "precision, set beforehand": partial(set_beforehand, device),
+        **{f"flatness, {name}": partial(flatness, make, device) for name, make in measures.items()},
+        "two processes, gloo": partial(processes, 2, "gloo", device),
+        "one process, nccl": partial(processes, 1, "nccl" if device == "cuda" else "gloo", device),
+        **({} if device == "cpu" else {"compiled": partial(compare, "FedSAM", device, ("graphed",), compile=True)}),
+        **{f"{name} on every engine": partial(compare, name, device) for name in rest},
+    }
+
+
+class Net(torch.nn.Sequential):
+    """Convolution, GroupNorm and two linear layers: 5,000 weights."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(1)
+        super().__init__(
+            torch.nn.Conv2d(3, 16, 3), torch.nn.GroupNorm(4, 16), torch.nn.MaxPool2d(2), torch.nn.ReLU(),
+            torch.nn.Flatten(), torch.nn.Linear(144, 32), torch.nn.ReLU(), torch.nn.Linear(32, 5),
+        )  # fmt: skip
+
+
+def data() -> fl.Arrays:
+    """Clients with 3 to 31 images."""
+    rng = np.random.default_rng(0)
+    pairs = [(rng.integers(0, 256, (n, 8, 8, 3), np.uint8), np.arange(n) % 5) for n in (19, 7, 31, 12, 3, 24, 40)]
+    return fl.Arrays(client_arrays=pairs[:-1], test=pairs[-1], batch_size=8, augment=fl.Augment(crop=1))
+
+
+def train(device: str, name: str = "FedSMOO", rounds: int = 3, ckpt_path: str | None = None, **options: Any) -> Run:
+    """A short run with momentum, weight decay, clipping and a decaying learning rate."""
+    settings = {"precision": "64-true", "engine": "sequential", "default_root_dir": "runs", "name": "run", **options}
+    trainer = fl.FederatedTrainer(
+        max_rounds=rounds, clients_per_round=4, accelerator=accelerator(device), enable_progress_bar=False, **settings
+    )
+    sgd = fl.SGD(0.05, momentum=0.9, weight_decay=1e-3, clip=1.0, lr_decay=0.9)
+    return trainer.fit(getattr(algorithms, name)(net=Net(), optimizer=sgd), data(), ckpt_path)
+
+
+@contextmanager
+def folder() -> Any:
+    with tempfile.TemporaryDirectory() as path:
+        yield path
+
+
+def away(a: Run, b: Run) -> float:
+    """The largest difference of two runs' server vectors, relative to the largest entry."""
+
+    def one(name: str) -> float:
+        x, y = a.server[name].cpu().double(), b.server[name].cpu().double()
+        return float((x - y).abs().max() / y.abs().max().clamp(min=1e-3))
+
+    return max(map(one, b.server))
+
+
+def compare(name: str, device: str, engines: tuple[str, ...] = ENGINES, **options: Any) -> dict[str, Any]:
+    """The device against the CPU, float64."""
+    with folder() as path:
+        cpu = train("cpu", name, default_root_dir=path)
+        found = {e: away(train(device, name, engine=e, default_root_dir=path, **options), cpu) for e in engines}
+    return {"ok": all(difference <= EXACT for difference in found.values()), **found}
+
+
+def resume(engine: str, device: str) -> dict[str, Any]:
+    """Bit for bit: a run repeated, and one that is resumed, with rows in memory and on disk."""
+    with folder() as path:
+        options = {"engine": engine, "precision": "32-true"}
+        whole, again = (train(device, rounds=4, default_root_dir=f"{path}/{i}", **options) for i in range(2))
+        same = {"repeated": again}
+        for where, memory in (("in memory", 1.0), ("on disk", 0.0)):
+            root = f"{path}/{where}"
+            half = train(device, rounds=2, default_root_dir=root, client_memory=memory, **options)
+            last = str(half.folder.last)
+            same[where] = train(
+                device, rounds=4, default_root_dir=root, client_memory=memory, ckpt_path=last, **options
+            )
+        found = {
+            where: all(torch.equal(run.server[n], whole.server[n]) for n in whole.server) for where, run in same.items()
+        }
+    return {"ok": all(found.values()), **found}
+
+
+def precision(name: str, device: str) -> dict[str, Any]:
+    """The update of three rounds against that in float64 on the CPU."""
+    with folder() as path:
+        exact = train("cpu", default_root_dir=path)
+        other = train(device, default_root_dir=path, **{"precision": "32-true", **PRECISIONS[name]})
+    start = exact.clients.w0.double()
+    moved, update = other.server.w.cpu().double() - start, exact.server.w - start
+    return {
+        "relative error": float((moved - update).norm() / update.norm()),
+        "loss": other.metrics["client/train/loss"],
+    }
+
+
+def set_beforehand(device: str) -> dict[str, Any]:
+    """A program that has chosen the precision of matrix products is left with its choice, and a run has its own."""
+    found = {}
+    for value in ("high", "medium"):
+        torch.set_float32_matmul_precision(value)
+        with folder() as path:
+            train(device, precision="32-true", default_root_dir=path)
+        found[value] = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    return {"ok": all(key == value for key, value in found.items()), **found}
+
+
+def flatness(make: Callable[[], Any], device: str) -> dict[str, Any]:
+    """A measure on the device against the CPU, float64."""
+    values = []
+    for where in ("cpu", device):
+        with folder() as path:
+            run = train(where, "FedAvg", 1, default_root_dir=path, callbacks=[fl.FlatnessMonitor(1, [make()])])
+            values.append({n: v for n, v in run.metrics.items() if n.startswith("flatness/")})
+    cpu, there = values
+    found = {n: abs(there[n] - cpu[n]) / max(abs(cpu[n]), 1e-9) for n in cpu}
+    return {"ok": max(found.values()) <= 1e-6, **found}
+
+
+def processes(count: int, backend: str, device: str) -> dict[str, Any]:
+    """Processes that share one device, against one alone; NCCL takes one process a device."""
+    with socket.socket() as free, folder() as path:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+        env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "gpu"}
+        ranks = [
+            {
+                "RANK": str(rank),
+                "LOCAL_RANK": "0",
+                "GROUP_RANK": str(rank),
+                "WORLD_SIZE": str(count),
+                "LOCAL_WORLD_SIZE": "1",
+            }
+            for rank in range(count)
+        ]
+        free.close()
+        command = [sys.executable, "-m", "legs.correctness", device, backend, path]
+        home = Path(__file__).parents[1]
+        children = [
+            subprocess.Popen(command, cwd=home, env={**env, **own}, stderr=subprocess.PIPE, text=True) for own in ranks
+        ]
+        errors = [child.communicate(timeout=300)[1] for child in children]
+        if any(child.returncode for child in children):
+            raise RuntimeError(
+                next(text for text, child in zip(errors, children, strict=True) if child.returncode)
+                .strip()
+                .splitlines()[-1]
+            )
+        found = torch.load(f"{path}/w.pt", weights_only=True)
+        alone = train("cpu", "FedAvg", default_root_dir=path).server.w
+    difference = float((found - alone).abs().max() / alone.abs().max())
+    return {"ok": difference <= EXACT, "difference": difference}
+
+
+def process(device: str, backend: str, path: str) -> None:
+    """One of them: FedAvg without state, since gloo sends tensors of a GPU by broadcast and all-reduce only."""
+    from lightning.fabric.strategies import DDPStrategy
+
+    trainer = fl.FederatedTrainer(
+        max_rounds=3, clients_per_round=4, accelerator=accelerator(device), strategy="ddp", devices=1,
+        num_nodes=int(os.environ["WORLD_SIZE"]), precision="64-true", engine="sequential", deterministic=False,
+        default_root_dir=path, enable_progress_bar=False,
+    )  # fmt: skip
+    assert isinstance(trainer.fabric.strategy, DDPStrategy)
+    trainer.fabric.strategy._process_group_backend = backend
+    sgd = fl.SGD(0.05, momentum=0.9, weight_decay=1e-3, clip=1.0, lr_decay=0.9)
+    run = trainer.fit(fl.FedAvg(net=Net(), optimizer=sgd), data())
+    if run.fabric.is_global_zero:
+        torch.save(run.server.w.cpu(), f"{path}/w.pt")
+
+
+if __name__ == "__main__":
+    process(*sys.argv[1:])

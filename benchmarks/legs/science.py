@@ -1,0 +1,74 @@
+"""The papers' runs on CIFAR-10, with flatness: 10,000 rounds each, which go on where they stopped."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from fl_lightning.results.metrics import read_metrics
+from fl_lightning.trainer import checkpoint
+from legs.items import Item, Results, accelerator
+
+ROUNDS = 10_000
+ROWS = {
+    "FedAvg": "",
+    "FedSAM": "--model FedSAM --model.rho 0.1",
+    "FedGloSS+SAM": "--model FedGloSS --model.rho 0.15 --model.beta 10 --model.ascent SAM --model.ascent.rho 0.15"
+    " --model.ascent.warmup 2000",
+    "FedSMOO": "--model FedSMOO --model.rho 0.1 --model.beta 10",
+    "FedGMT": "--model FedGMT --model.beta 10",
+    "FedGF": "--model FedGF",
+}
+"""Settings of docs/experiments.md, table of FedGloSS; FedGMT and FedGF, which it lacks, with their defaults."""
+SMALL = (
+    "--model FedAvg --model.net DigitsMLP --data Digits --data.num_clients 6 --trainer.clients_per_round 3"
+    " --trainer.max_rounds 4 --trainer.eval_every 2"
+)
+FLATNESS = "--trainer.callbacks+ FlatnessMonitor --trainer.callbacks.every_n_rounds {every}"
+FOLDER = Path("runs/gpu")
+
+
+def items(device: str, results: Results, fit: list[str]) -> dict[str, Item]:
+    """The runs, in order of value."""
+    if device == "cpu":
+        rows = {name: [*SMALL.split(), *row.split()] for name, row in list(ROWS.items())[:2]}
+        return {name: partial(train, name, 4, row, device, results, fit) for name, row in rows.items()}
+    found = {}
+    for seed, alpha in ((0, "0.05"), (0, "0"), (1, "0.05"), (2, "0.05")):
+        for name, row in ROWS.items():
+            label = f"{name}, alpha {alpha}, seed {seed}"
+            config = ["--config", f"experiment/fedgloss/cifar10_alpha{alpha}", "--trainer.seed", str(seed)]
+            found[label] = partial(train, label, ROUNDS, [*config, *row.split()], device, results, fit)
+    return found
+
+
+def train(name: str, rounds: int, row: list[str], device: str, results: Results, fit: list[str]) -> dict[str, Any]:
+    """Trains until the run or the time ends."""
+    folder = FOLDER / device / name.replace(", ", "-").replace(" ", "_")
+    seconds = max(10, int(results.left) - 30)  # for evaluation and the checkpoint
+    command = [
+        sys.executable, "-m", "fl_lightning", "fit", *row, *FLATNESS.format(every=rounds // 2).split(), *fit,
+        "--trainer.accelerator", accelerator(device), "--trainer.default_root_dir", str(folder.parent),
+        "--trainer.name", folder.name, "--trainer.enable_progress_bar", "false",
+    ]  # fmt: skip
+    for last in sorted(folder.glob("version_*/checkpoints/last.ckpt"))[-1:]:
+        seconds += int(checkpoint.load(last)["elapsed"])  # the clock of a resumed run goes on
+        command += ["--ckpt_path", str(last)]
+    command += ["--trainer.max_time", f"{seconds // 3600:02}:{seconds % 3600 // 60:02}:{seconds % 60:02}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if line.strip()]
+        raise RuntimeError(lines[-1] if lines else f"exit code {done.returncode}")
+    columns = read_metrics(max(folder.glob("version_*")) / "metrics.csv")
+    accuracy = [value for _, value in columns["server/test/acc"]][-100:]
+    reached = max(at for at, _ in columns["time/round_s"])
+    return {
+        "whole": reached >= rounds,
+        "rounds": reached,
+        "accuracy": sum(accuracy) / len(accuracy),
+        "evaluations": len(accuracy),
+        **{key: values[-1][1] for key, values in columns.items() if key.startswith("flatness/")},
+    }

@@ -1,0 +1,166 @@
+"""The modes of torch that make a `Device`: what calls ask for, and where the results of operations lie."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch._C import _functorch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+if TYPE_CHECKING:
+    from tests.devices import Device
+
+MARK = torch.device("cpu", 0)
+"""What an operation is called with in place of the device; unlike a mode, it becomes part of a record."""
+aten: Any = torch.ops.aten
+WAITS = {
+    aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten._unique2, aten.unique_consecutive,
+    aten.unique_dim, aten.bincount, aten.equal, aten._linalg_check_errors, aten._linalg_eigh, aten._linalg_svd,
+}  # fmt: skip
+"""Operations whose result, or its shape, the host waits for."""
+INDEXED = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_, aten._unsafe_index}
+MADE_OF_VALUES = {torch.tensor, torch.as_tensor, Tensor.new_tensor}
+"""Functions that copy values of the host to the device."""
+
+
+class Functions(TorchFunctionMode):
+    """Calls with a device, and what leaves torch."""
+
+    def __init__(self, device: Device) -> None:
+        super().__init__()
+        self.device = device
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, device = dict(kwargs or {}), self.device
+        if func is torch._C._nn._parse_to:
+            return func(*args, **kwargs)
+        if func is Tensor.to:
+            return self._moved(*args, **kwargs)
+        if func in (Tensor.cpu, Tensor.cuda):
+            return self._moved(args[0], "cpu" if func is Tensor.cpu else device.device)
+        if func is Tensor.pin_memory:
+            return args[0]
+        if func in (Tensor.tolist, Tensor.numpy, Tensor.__array__) and args[0] in device:
+            if func is not Tensor.tolist:
+                raise TypeError(f"can't convert {device.device} device type tensor to numpy")
+            device.note("wait", "tolist")
+        kwargs.pop("pin_memory", None)
+        here = device.is_named(kwargs.get("device"))
+        if here:
+            kwargs["device"] = MARK
+            if kwargs.get("generator") is not None:
+                device.note("mixture", f"{func.__name__} with a generator of the host")
+        if func in MADE_OF_VALUES:
+            return self._made(func, args, kwargs, here)
+        # what a function makes for itself lies where its arguments do
+        device.calls.append(func if any(x in device for x in tree_leaves((args, kwargs)) if has_values(x)) else None)
+        try:
+            return func(*args, **kwargs)
+        finally:
+            device.calls.pop()
+
+    def _made(self, func: Any, args: Any, kwargs: Any, here: bool) -> Tensor:
+        device, source = self.device, args[0] if args else None
+        present = isinstance(source, Tensor) and source in device
+        here = here or (present and "device" not in kwargs)
+        if func is not Tensor.new_tensor and present and here:
+            return func(*args, **kwargs)  # type: ignore[no-any-return]
+        result: Tensor = func(*args, **kwargs)
+        if here:
+            device.note("wait", func.__name__)
+            device.put(result.clone() if result is source else result)
+        return result
+
+    def _moved(self, x: Tensor, *args: Any, copy: bool = False, **kwargs: Any) -> Tensor:
+        device, like = self.device, args[0] if args else kwargs.pop("other", None)
+        if isinstance(like, Tensor):
+            kwargs = {"device": like.device, "dtype": like.dtype, **kwargs}
+            args = args[1:]
+        target, dtype, non_blocking, layout = torch._C._nn._parse_to(*args, **kwargs)
+        here = x in device
+        there = here if target is None else device.is_named(target)
+        options: Any = {"dtype": dtype or x.dtype}
+        if layout is not None:
+            options["memory_format"] = layout
+        if here == there:
+            return x.to(copy=copy, **options)
+        if there:
+            device.note("copy" if non_blocking else "wait", "to the device")
+            return x.to(MARK, copy=True, **options)
+        device.note("wait", "to the host")
+        return device.take(x.to(copy=True, **options))
+
+
+class Operations(TorchDispatchMode):
+    """Results lie where their arguments do."""
+
+    def __init__(self, device: Device) -> None:
+        super().__init__()
+        self.device = device
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, device = kwargs or {}, self.device
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        here = [x in device for x in tensors]
+        if any(here):
+            self._check(func, args, kwargs, tensors, here)
+        result = func(*args, **kwargs)
+        asked = any(here) or kwargs.get("device") == MARK
+        there = asked or (not tensors and any(device.calls))
+        known, results = {storage_key(x) for x in tensors}, tree_leaves(result)
+        fresh = [x if isinstance(x, Tensor) and storage_key(x) not in known else None for x in results]
+        for x in fresh if there else ():
+            if x is not None:
+                device.put(x)
+                if asked and x.dtype == torch.float64 and device.refuses_float64:
+                    raise TypeError("Cannot convert a MPS Tensor to float64 dtype")
+        if device.captured is not None:
+            device.captured.append((func, args, kwargs, fresh))
+        return result
+
+    def _check(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], here: list[bool]) -> None:
+        device, packet = self.device, func.overloadpacket
+        if packet in INDEXED:
+            self._check_indices(func, args)
+        elif packet is aten.copy_:
+            if not all(here):
+                waits = here[1] or not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
+                device.note("wait" if waits else "copy", func)
+        elif not all(here):
+            host = [x for x, yes in zip(tensors, here, strict=True) if not yes]
+            scalars = torch.Tag.pointwise in func.tags and all(x.ndim == 0 for x in host)
+            written = func._schema.is_mutable and not here[0]
+            if not scalars or written:
+                device.note("mixture", func)
+        if packet in WAITS and torch.nn.functional.one_hot not in device.calls:  # which looks at values on a CPU only
+            device.note("wait", func)
+        if func is aten.repeat_interleave.Tensor and kwargs.get("output_size") is None:
+            device.note("wait", func)
+
+    def _check_indices(self, func: Any, args: Any) -> None:
+        indices = [x for x in args[1] if x is not None]
+        values = [x for x in args[2:3] if isinstance(x, Tensor)]
+        if args[0] not in self.device or any(x not in self.device and x.ndim for x in values):
+            self.device.note("mixture", func)
+        if any(x not in self.device or x.dtype == torch.bool for x in indices):
+            self.device.note("wait", f"{func} by indices of the host, or by a mask")
+
+
+def has_values(x: Any) -> bool:
+    """Whether a tensor has values: no Fake one of a compiler."""
+    return isinstance(x, Tensor) and not x.is_meta
+
+
+def plain(x: Tensor) -> Tensor:
+    """The tensor within those of vmap and grad."""
+    while _functorch.is_functorch_wrapped_tensor(x):
+        x = _functorch.get_unwrapped(x)
+    return x
+
+
+def storage_key(x: Tensor) -> int:
+    return plain(x).untyped_storage()._cdata

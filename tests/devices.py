@@ -1,0 +1,185 @@
+"""A device without hardware: every tensor lies on the host, and some of them count as lying on the device.
+
+Inside `Device` tensors say where they count as lying, as on a GPU, and operations keep to its rules: tensors of both
+places in one operation are refused, except for scalars of the host in pointwise operations; indices are copied. What
+makes the host wait for the device, and what is copied between them, is counted with the line of the package where it
+happens. A CUDA graph is the list of operations captured, repeated in the same memory. All numbers are those of the CPU.
+
+What no simulation shows: speed, rounding of other kernels, streams, and an operation that a device lacks.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from pathlib import Path
+from types import SimpleNamespace, TracebackType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves
+
+import fl_lightning
+from fl_lightning import FederatedTrainer
+from tests.device_modes import Functions, Operations, plain, storage_key
+
+ROOT = Path(fl_lightning.__file__).parent
+
+
+class Event(NamedTuple):
+    """What happened between host and device.
+
+    Attributes:
+        kind: "mixture", "wait" (the host waits for the device) or "copy" (from the host, which does not wait).
+        what: The operation.
+        where: File and line of the package, or "".
+        function: The function there.
+    """
+
+    kind: str
+    what: str
+    where: str
+    function: str
+
+
+class Device:
+    """A context in which ``device`` is simulated.
+
+    Args:
+        kind: Its type: "cuda", or "mps", which refuses float64.
+
+    Attributes:
+        device: The device.
+        events: How often what happened.
+    """
+
+    def __init__(self, kind: str = "cuda") -> None:
+        self.device = torch.device(kind, 0)
+        self.events: Counter[Event] = Counter()
+        self.captured: list[tuple[Any, ...]] | None = None
+        self.calls: list[Any] = []
+        self._storages: dict[int, StorageWeakRef] = {}
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Device:
+        patch = self._stack.enter_context(pytest.MonkeyPatch.context())
+        own: Any = torch._C.TensorBase.device
+        patch.setattr(Tensor, "device", property(lambda x: self.device if x in self else own.__get__(x)), raising=False)
+        patch.setattr(Tensor, "is_cuda", property(lambda x: x.device.type == "cuda"), raising=False)
+        if self.device.type == "cuda":
+            for name, value in self._runtime().items():
+                patch.setattr(torch.cuda, name, value)
+            empty = torch.empty  # in a thread that reads, where no mode is active
+            patch.setattr(torch, "empty", lambda *size, pin_memory=False, **options: empty(*size, **options))
+        self._stack.enter_context(Operations(self))
+        self._stack.enter_context(Functions(self))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def __contains__(self, x: Tensor) -> bool:
+        """Whether a tensor counts as lying on the device."""
+        return storage_key(x) in self._storages
+
+    def trainer(self, **settings: Any) -> FederatedTrainer:
+        """A trainer that trains here."""
+        trainer = FederatedTrainer(accelerator="cpu", threads=1, enable_progress_bar=False, **settings)
+        trainer.launch()
+        trainer.fabric.strategy._root_device = self.device  # type: ignore[attr-defined]
+        return trainer
+
+    def count(self, *kinds: str) -> int:
+        """Number of events of these kinds."""
+        return sum(n for event, n in self.events.items() if event.kind in kinds)
+
+    # for the modes
+
+    @property
+    def refuses_float64(self) -> bool:
+        """Whether tensors of the device cannot be float64; a quantile's own scalar lies nowhere."""
+        return self.device.type == "mps" and Tensor.quantile not in self.calls
+
+    def put(self, x: Tensor) -> Tensor:
+        """Counts a tensor as lying on the device."""
+        if len(self._storages) % 4096 == 4095:
+            self._storages = {key: ref for key, ref in self._storages.items() if not ref.expired()}
+        storage = plain(x).untyped_storage()
+        self._storages[storage._cdata] = StorageWeakRef(storage)  # which keeps the address from being used again
+        return x
+
+    def take(self, x: Tensor) -> Tensor:
+        """Counts a tensor, which shares no memory with others, as lying on the host."""
+        self._storages.pop(storage_key(x), None)
+        return x
+
+    def is_named(self, device: Any) -> bool:
+        """Whether an argument names the device."""
+        if device is None or isinstance(device, int):
+            return False
+        return torch.device(device).type == self.device.type
+
+    def note(self, kind: str, what: object) -> None:
+        """Counts an event.
+
+        Raises:
+            RuntimeError: If it is a mixture, or a wait in a capture.
+        """
+        frame = sys._getframe(1)
+        while frame is not None and not (
+            frame.f_code.co_filename.startswith(str(ROOT)) and frame.f_code.co_name != "to_device"
+        ):
+            frame = frame.f_back  # type: ignore[assignment]
+        where = function = ""
+        if frame is not None:
+            path = Path(frame.f_code.co_filename).relative_to(ROOT).as_posix()
+            where, function = f"{path}:{frame.f_lineno}", frame.f_code.co_name
+        self.events[Event(kind, str(what), where, function)] += 1
+        if kind == "mixture":
+            raise RuntimeError(f"Expected all tensors to be on the same device: {what} at {where}")
+        if self.captured is not None:
+            raise RuntimeError(f"operation not permitted when stream is capturing: {what} at {where}")
+
+    def _runtime(self) -> dict[str, Any]:
+        """What the package calls of ``torch.cuda``."""
+        stream = SimpleNamespace(wait_stream=lambda other: None)
+
+        @contextmanager
+        def graph(recorded: Graph) -> Iterator[None]:
+            self.captured = recorded.operations
+            try:
+                yield
+            finally:
+                self.captured = None
+
+        return {
+            "synchronize": lambda: self.note("wait", "torch.cuda.synchronize"),
+            "default_generators": (torch.default_generator,),
+            "get_device_name": lambda device: "simulated",
+            "Stream": lambda: stream,
+            "current_stream": lambda: stream,
+            "stream": lambda stream: nullcontext(),
+            "CUDAGraph": Graph,
+            "graph": graph,
+        }
+
+
+class Graph:
+    """Operations repeated on the same tensors, with their results in the same memory."""
+
+    def __init__(self) -> None:
+        self.operations: list[tuple[Any, ...]] = []
+
+    def replay(self) -> None:
+        with torch.no_grad():
+            for function, args, kwargs, fresh in self.operations:
+                for old, new in zip(fresh, tree_leaves(function(*args, **kwargs)), strict=True):
+                    if old is not None:
+                        old.copy_(new)

@@ -1,0 +1,251 @@
+"""What can be shown of a GPU without one: where tensors lie, what the host waits for, and that no number changes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+import fl_lightning as fl
+from fl_lightning import SGD, Augment, LocalObjective, algorithms
+from fl_lightning.core import State
+from fl_lightning.engine.record import CudaGraph
+from fl_lightning.trainer.run import Run
+from tests.devices import Device
+from tests.engine.test_engines import Small, data
+from tests.runs import metrics
+
+NEVER = 10**5
+BATCHED = ("batched", "graphed")
+
+
+class Trained(NamedTuple):
+    """A run, and its clients' rows."""
+
+    run: Run
+    rows: dict[int, State]
+
+
+def fit(folder: Path, make: Callable[[], LocalObjective], device: Device | None = None, **options: Any) -> Trained:
+    """Trains; on a device that is simulated, or on the CPU."""
+    settings = {
+        "max_rounds": 2, "clients_per_round": 3, "local_steps": 2, "engine": "sequential", "precision": "64-true",
+        "eval_every": NEVER, "default_root_dir": str(folder), "name": "run", **options,
+    }  # fmt: skip
+    module, ckpt_path = settings.pop("data", data)(), settings.pop("ckpt_path", None)
+    with device or nullcontext():
+        if device is None:
+            trainer = fl.FederatedTrainer(accelerator="cpu", threads=1, enable_progress_bar=False, **settings)
+        else:
+            trainer = device.trainer(**settings)
+        torch.manual_seed(0)
+        run = trainer.fit(make(), module, ckpt_path)
+        return Trained(run, run.clients.rows())
+
+
+def objective(name: str = "FedSAM", **options: Any) -> Callable[[], LocalObjective]:
+    optimizer = SGD(0.05, momentum=0.9, weight_decay=1e-3, clip=1.0, lr_decay=0.9)
+    return lambda: getattr(algorithms, name)(net=Small(), optimizer=optimizer, **options)  # type: ignore[no-any-return]
+
+
+def events(folder: Path, make: Callable[[], LocalObjective], **options: Any) -> Device:
+    device = Device()
+    fit(folder, make, device, **options)
+    return device
+
+
+def more(after: Device, before: Device, kind: str) -> Counter[str]:
+    """By how much there is more of a kind of event, by file."""
+    found: Counter[str] = Counter()
+    for event, n in (after.events - before.events).items():
+        if event.kind == kind:
+            found[event.where.partition(":")[0]] += n
+    return found
+
+
+def assert_same(a: Trained, b: Trained) -> None:
+    """Bit for bit."""
+    for name in b.run.server:
+        assert torch.equal(a.run.server[name], b.run.server[name]), name
+    for client, row in b.rows.items():
+        assert all(torch.equal(a.rows[client][name], row[name]) for name in row)
+    assert metrics(a.run.folder.path) == metrics(b.run.folder.path)
+
+
+@pytest.mark.parametrize("engine", ["sequential", *BATCHED])
+@pytest.mark.parametrize("name", algorithms.__all__)
+def test_every_algorithm_on_a_simulated_device(name: str, engine: str, tmp_path: Path) -> None:
+    """No mixture, and no wait in a local step; the numbers are those of the CPU.
+
+    A phase waits for which uploads are finite and their losses, and for whether the server's new state is finite; a
+    round for its end, since its time is measured.
+    """
+    few, many = (Device() for _ in range(2))
+    fit(tmp_path / "few", objective(name), few, engine=engine)
+    trained = fit(tmp_path / "many", objective(name), many, engine=engine, max_rounds=3, local_steps=4)
+    phases = trained.run.objective.phases
+    waits = more(many, few, "wait")
+    del waits["trainer/client_store.py"]  # the checkpoint at the end has more clients
+    assert waits == {"trainer/arrivals.py": phases, "trainer/round.py": phases + 1}
+    assert not few.count("mixture") + many.count("mixture")
+    assert_same(trained, fit(tmp_path / "cpu", objective(name), engine=engine, max_rounds=3, local_steps=4))
+
+
+@pytest.mark.parametrize("engine", ["sequential", *(pytest.param(e, marks=pytest.mark.slow) for e in BATCHED)])
+def test_neither_copies_nor_waits_in_a_step(engine: str, tmp_path: Path) -> None:
+    base, steps, clients, evaluated = (
+        events(tmp_path / str(i), objective(), engine=engine, **options)
+        for i, options in enumerate([{}, {"local_steps": 4}, {"clients_per_round": 5}, {"eval_every": 1}])
+    )
+    assert steps.events == base.events
+    assert not more(clients, base, "wait") - Counter({"engine/choose.py": NEVER})  # which compares each client once
+    assert more(evaluated, base, "wait") == {"algorithms/metrics.py": 1, "trainer/evaluation.py": 1}
+
+
+class Normed(nn.Sequential):
+    """BatchNorm and Dropout."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Dropout(0.2), nn.Linear(64, 3)
+        )
+
+
+def _augmented(**options: Any) -> Callable[[], fl.Arrays]:
+    def make() -> fl.Arrays:
+        module = data()
+        module.augment = Augment(**options)
+        return module
+
+    return make
+
+
+def _streamed() -> fl.Arrays:
+    module = data()
+    module.stream = True
+    return module
+
+
+CASES: dict[str, tuple[Callable[[], LocalObjective], dict[str, Any]]] = {
+    **{policy: (lambda policy=policy: fl.FedAvg(net=Normed(), buffers=policy), {"eval_every": 1})  # type: ignore[misc]
+       for policy in ("average", "reset", "local")},
+    "cutout and window": (objective(), {"data": _augmented(window=6, crop=0, cutout=2), "engine": "batched"}),
+    "mixup": (objective(), {"data": _augmented(mixup=1.0), "engine": "graphed"}),
+    "streamed": (objective(), {"data": _streamed}),
+    "rows on disk": (objective("SCAFFOLD"), {"client_memory": 0.0}),
+    "swa": (objective("SCAFFOLD", averaging=fl.SWA(start=1, cycle=1)), {}),
+    "full batch": (objective(), {"data": lambda: data(None), "engine": "batched"}),
+    "faults": (objective("SCAFFOLD"), {"faults": fl.Faults(drop_after=0.3, corrupt=fl.Corrupt(0.3, "noise"))}),
+    "median": (objective(), {"aggregation": fl.CoordinateMedian()}),
+    "trimmed": (objective(), {"aggregation": fl.TrimmedMean()}),
+    "clipped": (objective(), {"aggregation": fl.NormClipping()}),
+    "krum": (objective(), {"aggregation": fl.MultiKrum(share=0.0)}),
+    "bf16": (objective(), {"precision": "bf16-mixed"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_else_a_run_uses(case: str, tmp_path: Path) -> None:
+    make, options = CASES[case]
+    assert_same(fit(tmp_path / "device", make, Device(), **options), fit(tmp_path / "cpu", make, **options))
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c != "bf16"])
+def test_without_float64(case: str, tmp_path: Path) -> None:
+    """Apple's MPS refuses float64: sums are float32 there, so metrics differ in their last digits."""
+    make, options = CASES[case]
+    options = {"precision": "32-true", **options}
+    device, cpu = (
+        fit(tmp_path / "mps", make, Device("mps"), **options).run,
+        fit(tmp_path / "cpu", make, **options).run,
+    )
+    for name in cpu.server:
+        assert torch.allclose(device.server[name], cpu.server[name], rtol=1e-4, atol=1e-6), name
+    assert device.metrics["client/train/loss"] == pytest.approx(cpu.metrics["client/train/loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("engine", ["sequential", *(pytest.param(e, marks=pytest.mark.slow) for e in BATCHED)])
+def test_resume_on_a_device(engine: str, tmp_path: Path) -> None:
+    """Checkpoint and rows go through the host, in memory and on disk."""
+    options = {"engine": engine, "eval_every": 1, "client_memory": 0.0 if engine == "sequential" else 1.0}
+    broken = fit(tmp_path / "device", objective("SCAFFOLD"), Device(), **options)
+    last = str(broken.run.folder.last)
+    resumed = fit(tmp_path / "device", objective("SCAFFOLD"), Device(), ckpt_path=last, max_rounds=4, **options)
+    whole = fit(tmp_path / "cpu", objective("SCAFFOLD"), max_rounds=4, **options)
+    assert resumed.run.rounds_done == 4
+    assert_same(resumed, whole)
+
+
+MEASURES: dict[str, Callable[[], list[Any]]] = {
+    "hessian": lambda: [fl.LambdaMax(), fl.HessianTrace(probes=6), fl.Spectrum(3), fl.ClientLambdaMax(iterations=5)],
+    "sharpness": lambda: [fl.Sharpness(), fl.AdaptiveSharpness(), fl.Discrepancy(), fl.CohortLoss(), fl.Updates()],
+    "density": lambda: [fl.SpectralDensity(probes=1, steps=8)],
+    "lpf": lambda: [fl.LPF(draws=3)],
+    "clients": lambda: [fl.ClientEvaluation()],
+}
+
+
+@pytest.mark.parametrize("kind", ["cuda", "mps"])
+@pytest.mark.parametrize("name", MEASURES)
+def test_flatness_on_a_device(name: str, kind: str, tmp_path: Path) -> None:
+    precision = "64-true" if kind == "cuda" else "32-true"
+    device, cpu = (
+        fit(
+            tmp_path / where, objective(), Device(kind) if where == "device" else None, max_rounds=1,
+            precision=precision, callbacks=[fl.FlatnessMonitor(1, MEASURES[name]())],
+        ).run
+        for where in ("device", "cpu")
+    )  # fmt: skip
+    measured = {n: value for n, value in cpu.metrics.items() if n.startswith(("flatness/", "server/clients/"))}
+    assert measured
+    for name, value in measured.items():
+        exact = {"rel": 0.0, "abs": 0.0} if kind == "cuda" else {"rel": 1e-3, "abs": 1e-4}
+        assert device.metrics[name] == pytest.approx(value, nan_ok=True, **exact), name
+
+
+def test_what_the_simulation_refuses() -> None:
+    """Otherwise the tests above would show nothing."""
+    with Device() as device:
+        host, here = torch.ones(3), torch.ones(3).to("cuda")
+        assert here.is_cuda and (here * 2 + torch.tensor(1.0)).is_cuda and not host.is_cuda
+        assert here[1:].is_cuda and torch.zeros(3, device=here.device).is_cuda and not here.cpu().is_cuda
+        for mixture in (lambda: here + host, lambda: torch.stack([here, host]), lambda: host.add_(here)):
+            with pytest.raises(RuntimeError, match="same device"):
+                mixture()
+        with pytest.raises(TypeError, match="numpy"):
+            here.numpy()
+        device.events.clear()
+        for waits in (
+            here.sum().item, lambda: float(here[0]), here.tolist, here.cpu, lambda: here[here > 0], here.nonzero,
+            lambda: bool(here.any()), lambda: torch.tensor([1.0], device="cuda"), lambda: here[torch.tensor([0])],
+            lambda: host.to(here), lambda: here.new_tensor(1.0), lambda: host.copy_(here),
+        ):  # fmt: skip
+            before = device.count("wait")
+            waits()
+            assert device.count("wait") == before + 1
+        before = device.count("wait")
+        assert host.to("cuda", non_blocking=True).sum().is_cuda and device.count("copy") == 1
+        assert device.count("wait") == before
+        with pytest.raises(RuntimeError, match="capturing"):
+            CudaGraph(lambda x: (x * float(x.sum()),))(here)
+    with Device("mps") as device, pytest.raises(TypeError, match="float64"):
+        torch.ones(3).to(device.device).double()
+
+
+def test_a_captured_step_is_repeated_on_new_values() -> None:
+    with Device(), torch.no_grad():
+        graph = CudaGraph(lambda w, m, x: (m, w + 0.5 * x))  # new values of w and m
+        for seed in range(3):
+            torch.manual_seed(seed)
+            w, m, *steps = torch.randn(5, 4).to("cuda").unbind()
+            carried = w, m
+            for x in steps:
+                w, m = m, w + 0.5 * x
+                carried = graph(*carried, x)
+            assert torch.equal(carried[0], w) and torch.equal(carried[1], m)
