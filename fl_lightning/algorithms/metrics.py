@@ -2,6 +2,7 @@
 
 import inspect
 import re
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
@@ -95,7 +96,9 @@ class Scores(nn.Module):
         Raises:
             UserError: If a value is not one number.
         """
-        return {name: _number(name, metric) for name, metric in self.metrics.items()}
+        with warnings.catch_warnings():  # a process may have no samples of its own
+            warnings.filterwarnings("ignore", "The ``compute`` method of metric")
+            return {name: _number(name, metric) for name, metric in self.metrics.items()}
 
     def directions(self) -> dict[str, Literal["max", "min"]]:
         """Returns whether large (max) or small (min) values of each metric are good; large, if it does not say."""

@@ -48,13 +48,14 @@ def _print(data: FederatedDataModule, counts: NDArray[np.int64]) -> None:
     from rich.table import Table
 
     console = Console(width=None if sys.stdout.isatty() else 160)
-    clients, classes = counts.shape
+    by_class, clients = data.task.by_class, len(counts)
+    classes = counts.shape[1] if by_class else 0
     sizes, held_out = counts.sum(1), len(data.val_indices)
     different = np.array([len(np.unique(part)) for part in data.clients])
     distinct = len(np.unique(data.clients.indices))
     for n, line in (
         (1, f"{type(data).__name__}, {type(data.partition).__name__}, data.seed {data.seed}: {clients:,} clients, "
-         f"{classes:,} classes, {sizes.sum():,} samples"),
+         f"{f'{classes:,} classes, ' * by_class}{sizes.sum():,} samples"),
         (data.partition.replacement, f"with replacement: {distinct:,} of them are different"),
         (without := len(data.y_train) - held_out - distinct, f"with no client: {without:,} training samples"),
         (held_out, f"held out for validation: {held_out:,} samples"),
@@ -63,19 +64,23 @@ def _print(data: FederatedDataModule, counts: NDArray[np.int64]) -> None:
             console.print(line, highlight=False, soft_wrap=True)
 
     table = Table("", "min", "mean", "max")
-    for name, values, form in (
-        ("samples of a client", sizes, ",.1f"),
-        ("classes of a client", (counts > 0).sum(1), ",.1f"),
-        ("share of its largest class", counts.max(1) / sizes, ".3f"),
-        ("share of different samples", different / sizes, ".3f"),
-        ("samples of a class", counts.sum(0), ",.1f"),
+    for of_classes, name, values, form in (
+        (False, "samples of a client", sizes, ",.1f"),
+        (True, "classes of a client", (counts > 0).sum(1), ",.1f"),
+        (True, "share of its largest class", counts.max(1) / sizes, ".3f"),
+        (False, "share of different samples", different / sizes, ".3f"),
+        (True, "samples of a class", counts.sum(0), ",.1f"),
     ):
+        if of_classes and not by_class:
+            continue
         table.add_row(name, *(f"{v:{form}}".removesuffix(".0") for v in (values.min(), values.mean(), values.max())))
     console.print(table)
 
     more = [f"{classes - COLUMNS:,} more"] if classes > COLUMNS else []
     table = Table("client", "samples", *map(str, range(min(classes, COLUMNS))), *more)
-    numbers = np.column_stack([sizes, counts[:, :COLUMNS], *([counts[:, COLUMNS:].sum(1)] if more else [])])
+    numbers = np.column_stack(
+        [sizes, counts[:, : min(classes, COLUMNS)], *([counts[:, COLUMNS:].sum(1)] if more else [])]
+    )
     rows = [(str(k), *row) for k, row in enumerate(numbers)]
     if clients > ROWS:
         rows[ROWS - 2 : -1] = [("…",)]

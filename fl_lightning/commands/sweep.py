@@ -12,7 +12,7 @@ from rich.table import Table
 
 from fl_lightning.commands import trials
 from fl_lightning.commands.arguments import seeds_of
-from fl_lightning.core import find_config, require
+from fl_lightning.core import UserError, find_config, require
 from fl_lightning.sweeps.file import Sweep
 from fl_lightning.sweeps.study import Study
 from fl_lightning.sweeps.trials import short
@@ -56,7 +56,11 @@ def run(file: str, /, jobs: int = 1, seeds: str = "0", seed: int = 0, out: str =
         console.print(f"best: {named}; {study.metric.name} {mean}{value:.4g}", highlight=False, soft_wrap=True)
         console.print(f"its config: {study.folder / 'best.yaml'}", highlight=False, soft_wrap=True)
     console.print(f"results: {study.folder / 'sweep.csv'}", highlight=False, soft_wrap=True)
-    trials.complain(list(study.outcomes.values()))
+    ended = list(study.outcomes.values())
+    trials.complain(ended)
+    for o in ended[:1] if best is None else ():
+        measured = ", ".join(trials.last_metrics(o.folder)) or "nothing"
+        raise UserError(f"metric.name = {study.metric.name}: no run has measured it; choose from {measured}")
 
 
 def _table(study: Study, most: int) -> Table:

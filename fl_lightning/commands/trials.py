@@ -51,7 +51,7 @@ def show(outcomes: Sequence[Outcome]) -> None:
         UserError: If a trial failed.
     """
     console = Console()
-    metrics = {o.trial.name: _last_metrics(o.folder) for o in outcomes}
+    metrics = {o.trial.name: last_metrics(o.folder) for o in outcomes}
     measured = dict.fromkeys(name for found in metrics.values() for name in found)
     shown = {name: title for name, title in titles(measured).items() if name in measured}
     keys = list(dict.fromkeys(key for o in outcomes for key in o.trial.settings))
@@ -85,6 +85,7 @@ def complain(outcomes: Sequence[Outcome]) -> None:
         raise UserError(f"{len(failed)} of {len(outcomes)} runs broke off; {where}: {failed[0].error}")
 
 
-def _last_metrics(folder: Path | None) -> dict[str, float]:
+def last_metrics(folder: Path | None) -> dict[str, float]:
+    """The last value of each metric of a run; none without a run folder."""
     path = None if folder is None else folder / "metrics.csv"
     return {name: values[-1][1] for name, values in read_metrics(path).items()} if path and path.exists() else {}

@@ -29,13 +29,14 @@ def class_counts(data: FederatedDataModule) -> NDArray[np.int64]:
 
 
 def count_table(counts: NDArray[np.int64]) -> tuple[list[str], list[list[int]]]:
-    """The counts as head and rows of a table: client, number of samples, and samples of each class.
+    """The counts as head and rows of a table: client, number of samples, and samples of each class, if of several.
 
     Args:
         counts: By :func:`class_counts`.
     """
-    head = ["client", "samples", *map(str, range(counts.shape[1]))]
-    return head, [[k, *row] for k, row in enumerate(np.column_stack([counts.sum(1), counts]).tolist())]
+    by_class = counts if counts.shape[1] > 1 else counts[:, :0]
+    head = ["client", "samples", *map(str, range(by_class.shape[1]))]
+    return head, [[k, *row] for k, row in enumerate(np.column_stack([counts.sum(1), by_class]).tolist())]
 
 
 def heat_map(counts: NDArray[np.int64]) -> Figure:

@@ -67,7 +67,7 @@ class SampleModule(Checked, L.LightningDataModule, ABC, key="data"):
     # Hooks for data that are not images with one class each
 
     def count_classes(self) -> int:
-        """Number of classes, by default one more than the largest training label; of other tasks, of targets."""
+        """Number of classes, by default one more than the largest training label; not called with other tasks."""
         return self.task.outputs(self.y_train)
 
     def stored_shape(self) -> tuple[int, ...]:
@@ -108,7 +108,7 @@ class SampleModule(Checked, L.LightningDataModule, ABC, key="data"):
                 stacklevel=4,
             )
         self.leaked = count_leaks(self.x_train, self.x_test)
-        self.num_classes = self.count_classes()
+        self.num_classes = self.count_classes() if self.task.by_class else self.task.outputs(self.y_train)
         label, row, top = int(self.y_test.max()), int(self.y_test.argmax()), self.num_classes - 1
         ensure(
             not self.task.by_class or label <= top,

@@ -71,6 +71,8 @@ class HuggingFace(FederatedDataModule):
         self.dataset, self.client = dataset, client
         self.inputs = [inputs] if isinstance(inputs, str) else inputs
         self.targets = [target] if isinstance(target, str) else target
+        for key, names in (("inputs", self.inputs), ("target", self.targets)):
+            require(len(names) > 0, f"data.{key}", names, "name a column")
         self.train, self.test, self.test_fraction = train, test, test_fraction
         self.max_length = max_length
         self._classes: int | None = None
@@ -83,6 +85,10 @@ class HuggingFace(FederatedDataModule):
             for key, name in names:
                 columns = part.column_names
                 require(name in columns, f"data.{key}", name, f"no such column; there are {', '.join(columns)}")
+                _check_column(part, name, key)
+        for name in self.targets:
+            known, other = (getattr(part.features[name], "names", None) for part in (train, test))
+            require(known == other, "data.target", name, f"the test data have other classes, {other}, not {known}")
         if self.client is not None:
             users = _users(train, self.client)
             self.partition = natural = Natural(users)
@@ -134,8 +140,8 @@ class HuggingFace(FederatedDataModule):
         kind = train.features[name]
         item = getattr(kind, "feature", None)
         if isinstance(item, datasets.ClassLabel):
-            return lambda part: _hot(part[name], item.num_classes)
-        if _is_text(kind):
+            return lambda part: _hot(name, part[name], item.num_classes)
+        if _is_text(kind) and self.task.by_class:
             classes = sorted({*map(str, train[name])})
             return lambda part: _places(name, part[name], classes)
         self._classes = getattr(kind, "num_classes", None)
@@ -193,6 +199,23 @@ def _quiet() -> Iterator[None]:
 
 def _users(part: Any, column: str) -> list[str]:
     return [str(user) for user in part[column]]
+
+
+def _check_column(part: Any, column: str, key: str) -> None:
+    """Refuses missing values, which would become numbers or names; not of text, nor of images, which are read later."""
+    import datasets
+    import pyarrow as arrow
+    import pyarrow.compute
+
+    feature = part.features[column]
+    if key == "inputs" and (_is_text(feature) or isinstance(feature, datasets.Image)):
+        return
+    values = part.select_columns([column]).with_format("arrow")[:][column]
+    missing = values.null_count
+    while arrow.types.is_nested(values.type) and not arrow.types.is_struct(values.type):
+        values = pyarrow.compute.list_flatten(values)
+        missing += values.null_count
+    require(missing == 0, f"data.{key}", column, f"{missing} values are missing; leave their rows out by filter")
 
 
 def _is_text(feature: Any) -> bool:
@@ -258,9 +281,10 @@ def _places(column: str, labels: Iterable[Any], classes: Sequence[str]) -> NDArr
     return np.array([place[text] for text in texts])
 
 
-def _hot(rows: Sequence[Sequence[int]], classes: int) -> NDArray[np.float32]:
+def _hot(column: str, rows: Sequence[Sequence[int]], classes: int) -> NDArray[np.float32]:
     """Lists of labels as zeros and ones, ``(N, classes)``."""
     hot = np.zeros((len(rows), classes), np.float32)
     for row, labels in zip(hot, rows, strict=True):
+        require(min(labels, default=0) >= 0, "data.target", column, "a label is negative; leave it out of its list")
         row[labels] = 1
     return hot

@@ -111,7 +111,7 @@ class FEMNIST(LEAF):
         images, labels = np.asarray(x, np.float32), np.asarray(y)
         if images.shape != (len(x), 784):
             raise ValueError(f"a sample is not 784 numbers, but of shape {images.shape[1:]}")
-        if labels.dtype.kind not in "iu" or not ((labels >= 0) & (labels < self.classes)).all():
+        if labels.ndim != 1 or labels.dtype.kind not in "iu" or not ((labels >= 0) & (labels < self.classes)).all():
             raise ValueError(f"a label is not one of 0 to {self.classes - 1}")
         return images.reshape(-1, 1, 28, 28), labels.astype(np.int64)
 

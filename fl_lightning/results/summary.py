@@ -102,7 +102,7 @@ def summarise(
         metric = tested[0] if tested else "server/test/acc"
     ensure(
         metric in columns,
-        f"metric = {metric}: not in {path}, which has {', '.join(columns) or 'no rows'}",
+        f"metric = {metric}: not in {path}, which has {', '.join(columns) or 'no rows'}; choose one of these",
     )
     evaluated, rounds = columns[metric], max(values[-1][0] for values in columns.values())
     mode, window = mode_of(metric, mode, read_directions(path.parent)), _since(evaluated, rounds - last)

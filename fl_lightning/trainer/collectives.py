@@ -7,13 +7,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
 from torch import Tensor
 from torch.distributed import TCPStore as Store  # type: ignore[attr-defined]
+from torchmetrics.utilities.distributed import gather_all_tensors
 
 from fl_lightning.core import Uploads, UserError
 
@@ -199,6 +200,16 @@ def all_gather_dict(fabric: Fabric, mine: Mapping[K, V]) -> dict[K, V]:
     if fabric.world_size > 1:
         dist.all_gather_object(everyone, mine)
     return {key: value for part in everyone for key, value in part.items()}
+
+
+def gather_states(state: Tensor, group: Any = None) -> list[Tensor]:
+    """The state of a metric on each process; torchmetrics' own takes no empty one, as of a process without samples."""
+    kinds: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(kinds, (state.shape, state.dtype), group)
+    shape, dtype = max(kinds, key=lambda kind: len(kind[0]) and kind[0].numel())
+    if not state.numel():
+        state = state.new_zeros((0, *shape[1:]), dtype=dtype)
+    return gather_all_tensors(state, group)
 
 
 def all_reduce_sum(fabric: Fabric, mine: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from lightning.fabric import Fabric
 from torch import Tensor
 from torch.nn.functional import one_hot
 from torch.optim.swa_utils import update_bn
+from torchmetrics import Metric
 
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.algorithms.metrics import Scores
@@ -155,7 +156,9 @@ class Evaluator:
     def _empty_scores(self, part: str) -> Scores:
         """The metrics without samples; they are moved to the device once a run."""
         if part not in self._scores:
-            self._scores[part] = self.objective.scores(self.data).to(self.fabric.device)
+            self._scores[part] = scores = self.objective.scores(self.data).to(self.fabric.device)
+            for metric in (module for module in scores.modules() if isinstance(module, Metric)):
+                metric.dist_sync_fn = collectives.gather_states
         self._scores[part].reset()
         return self._scores[part]
 

@@ -164,6 +164,49 @@ def test_errors(source: Any, options: Any, message: str, tmp_path: Path, monkeyp
         HuggingFace(splits() if source is None else source, num_clients=2, **options).setup()
 
 
+FEW = {"a": [0.5, 1.5, 2.5], "n": [1, None, 3], "label": [0, 1, 0], "name": ["x", None, "y"]}
+TAGGED = {"a": [0.5, 1.5, 2.5], "tags": [[0], [1], [1, 0]]}
+
+
+@pytest.mark.parametrize(
+    ("columns", "options", "message"),
+    [
+        (FEW, {"inputs": "n"}, "data.inputs = n: 1 values are missing; leave their rows out by filter"),
+        (FEW, {"inputs": "a", "target": "name"}, "data.target = name: 1 values are missing"),
+        (FEW, {"inputs": "a", "client": "name"}, "data.client = name: 1 values are missing"),
+        ({**FEW, "n": [[1, 2], [3, None], [5, 6]]}, {"inputs": "n"}, "data.inputs = n: 1 values are missing"),
+        (TAGGED | {"tags": [[0], None, [1]]}, {"inputs": "a", "target": "tags"}, "data.target = tags: 1 values"),
+        (TAGGED | {"tags": [[0], [-1], [1]]}, {"inputs": "a", "target": "tags"}, "data.target = tags: a label is"),
+        ({**FEW, "name": ["x", "z", "y"]}, {"inputs": "a", "target": "name", "task": "regression"},
+         "data.target = name: Value.* holds no numbers"),
+        (FEW, {"inputs": []}, r"data.inputs = \[\]: name a column"),
+    ],
+)  # fmt: skip
+def test_missing_and_odd_values_are_refused(columns: Any, options: Any, message: str) -> None:
+    """A missing number would become a number, a missing name the name None, and label -1 the last one."""
+    data = datasets.Dataset.from_dict(columns)
+    if "tags" in columns:
+        options = {"task": "multilabel", **options}
+        data = data.cast_column("tags", datasets.List(datasets.ClassLabel(names=["p", "q"])))
+    with pytest.raises(UserError, match=rf"^{message}[^\n]*$"):
+        HuggingFace({"train": data, "test": data}, num_clients=2, **options).setup()
+
+
+def test_splits_with_other_classes_are_refused() -> None:
+    found = splits()
+    other = found["test"].features.copy()
+    other["label"] = datasets.ClassLabel(names=["y", "x", "z", "w"])
+    found["test"] = found["test"].cast(other)
+    with pytest.raises(UserError, match=r"^data.target = label: the test data have other classes, \['y', 'x'"):
+        HuggingFace(found, "a", num_clients=2).setup()
+
+
+def test_class_labels_as_numbers_are_one_number() -> None:
+    data = HuggingFace(splits(), "a", task="regression", num_clients=2)
+    data.setup()
+    assert data.num_classes == 1
+
+
 def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = splits()
     monkeypatch.setitem(sys.modules, "datasets", None)

@@ -73,6 +73,7 @@ def edited(change: Callable[[Any], Any]) -> Callable[[Path], None]:
         (FEMNIST, edited(lambda c: c["user_data"]["u1"]["x"][0].pop()), "inhomogeneous shape"),
         (FEMNIST, edited(lambda c: c["user_data"]["u1"].update(x=[[0.0]] * 3)), "a sample is not 784 numbers, but of"),
         (FEMNIST, edited(lambda c: c["user_data"]["u1"].update(y=[0, 62, 1])), "a label is not one of 0 to 61"),
+        (FEMNIST, edited(lambda c: c["user_data"]["u1"].update(y=[[0], [6], [1]])), "a label is not one of 0 to 61"),
         (Shakespeare, edited(lambda c: c["user_data"]["u1"].update(y=["a", "b", "cd"])), "a label is not one"),
         (Shakespeare, edited(lambda c: c["user_data"]["u1"].update(x=["a"] * 3)), "a sample has 1 characters, not 80"),
         (Shakespeare, edited(lambda c: c["user_data"]["u1"].update(y=["a", "é", "b"])), "character 'é' is not in LEAF"),

@@ -27,6 +27,7 @@ from fl_lightning import (
     Natural,
     UserError,
 )
+from fl_lightning.commands.data import run as show_partition
 from fl_lightning.core.rng import numpy_generator
 from fl_lightning.data.counts import class_counts
 from fl_lightning.trainer.run import Run
@@ -86,6 +87,13 @@ def test_numbers_are_columns_and_samples_have_no_class(tmp_path: Path) -> None:
     assert len(data.val_indices) == 3 and len(data.sample_indices(7)) == 7
     x, y = next(data.eval_batches("test"))
     assert y.dtype == x.dtype == torch.float32
+
+
+def test_the_partition_of_numbers_speaks_of_no_class(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    show_partition(arrays(tmp_path, "regression"), str(tmp_path / "out"))
+    said = capsys.readouterr().out
+    assert "3 clients, 30 samples" in said and "class" not in said
+    assert (tmp_path / "out" / "clients.csv").read_text().splitlines() == ["client,samples", "0,10", "1,10", "2,10"]
 
 
 class Flat(nn.Linear):

@@ -63,6 +63,8 @@ import signal
 
 import numpy as np
 import torch
+from torchmetrics import Metric
+from torchmetrics.utilities import dim_zero_cat
 
 from fl_lightning import SCAFFOLD, Digits, UserError
 from fl_lightning.trainer.callbacks import Callback
@@ -86,7 +88,22 @@ class Parts(Digits):
         return super().load()
 
     def test_parts(self):
-        return {"late": torch.arange(len(self.y_test)) >= 200}
+        n = torch.arange(len(self.y_test))
+        return {"late": n >= 200, "first": n < 1}  # of which the second process has none
+
+
+class Largest(Metric):
+    """Keeps all outputs until the end."""
+
+    def __init__(self):
+        super().__init__()
+        self.add_state("outputs", [], "cat")
+
+    def update(self, preds, target):
+        self.outputs.append(preds)
+
+    def compute(self):
+        return dim_zero_cat(self.outputs).max(1).values.mean()
 
 
 class Wild(SCAFFOLD):
@@ -191,12 +208,13 @@ def assert_metrics(there: Path, one: Path, measured: float) -> None:
 def test_two_processes(folder: Path) -> None:
     """Evaluation, too, is shared, though 400 samples are one batch."""
     args = [*ARGS, METRICS.format(300), "--data=many.Parts", "--data.eval_batch_size=400"]
+    args += ["--model.metrics=[many.Largest]"]
     one = run("fit", *args, root=folder / "one", model="SCAFFOLD")
     there = launch(2, "fit", "--model=SCAFFOLD", *DIGITS, *args, cwd=folder)
     assert_same(state(there), state(one))
     assert state(one)["ids"].tolist() == [0, 1, 2, 3, 4, 5]
     assert_metrics(there, one, 1e-5)
-    assert "server/test_late/acc" in metrics(one)
+    assert {"server/test_late/acc", "server/test_first/Largest"} < metrics(one).keys()
     assert len((there / "client_evaluation.csv").read_text().splitlines()) == 1 + 4 * 5
 
 

@@ -155,7 +155,8 @@ class WandbLogger(LightningWandbLogger, RunLogger):
             self._pending["partition/clients"] = wandb.Table(columns=[*head], data=rows)
             self.log_figure("partition/heat_map", lambda: heat_map(counts), 0)
         self.log_clients("partition/samples", counts.sum(1).tolist(), 0)
-        self.log_clients("partition/classes", (counts > 0).sum(1).tolist(), 0)
+        if data.task.by_class:
+            self.log_clients("partition/classes", (counts > 0).sum(1).tolist(), 0)
         self._flush(0)
 
     def log_rows(self, name: str, rows: Sequence[Mapping[str, float]], round: int) -> None:
