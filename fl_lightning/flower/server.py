@@ -99,6 +99,10 @@ class RemoteRun(Run):
         require(1 <= self.nodes <= m, "nodes", self.nodes, f"there are {m} clients; choose from 1 to {m}")
         self.clients: Versions = Versions(self.objective, self.server.w)
 
+    @property
+    def how_to_continue(self) -> str:
+        return f"flwr run APP --stream --run-config 'ckpt-path=\"{self.folder.last}\"'"
+
     def make_engine(self, name: EngineName) -> Engine:
         return RemoteEngine(self)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from fl_lightning.core import require
 from fl_lightning.results.metrics import write_table
 from fl_lightning.sweeps.file import Metric, Sweep
 from fl_lightning.sweeps.hyperband import StopEarly
@@ -17,6 +18,7 @@ from fl_lightning.trainer.run_folder import RunFolder
 
 BATCH = 4
 """Settings that bayes proposes at a time; the same for any number of processes, so that a sweep resumes."""
+SEED = "trainer.seed"
 
 
 class Study:
@@ -25,8 +27,12 @@ class Study:
     Args:
         sweep: What its file says.
         folder: The folder.
-        seeds: Values of trainer.seed; each setting runs with all of them, and their mean counts.
+        seeds: Values of trainer.seed; each setting runs with all of them, and their mean counts. A sweep that varies
+            trainer.seed itself takes 0 alone, and its own.
         seed: Seed of the draws.
+
+    Raises:
+        UserError: If seeds are given twice.
 
     Attributes:
         metric: What is optimised.
@@ -36,6 +42,8 @@ class Study:
 
     def __init__(self, sweep: Sweep, folder: Path, seeds: Sequence[int], seed: int) -> None:
         self.sweep, self.folder, self.seeds = sweep, folder, list(seeds)
+        varied = any(parameter.key == SEED for parameter in sweep.parameters)
+        require(not varied or self.seeds == [0], "seeds", self.seeds, f"the sweep varies {SEED} itself; leave it out")
         self.metric = sweep.metric or Metric("server/test/acc", maximize=True)
         self.search = sweep.search(seed)
         self.trials: list[Trial] = []
@@ -112,7 +120,7 @@ class Study:
             shutil.copyfile(newest, self.folder / "best.yaml")
 
     def _trial(self, settings: Mapping[str, Any], seed: int) -> Trial:
-        shown = {**settings, "trainer.seed": seed}
+        shown = {**settings, SEED: settings.get(SEED, seed)}
         args = (*self.sweep.args, *(f"--{key}={value}" for key, value in shown.items()))
         return Trial(name_of(shown), args, self.sweep.command, shown)
 

@@ -230,6 +230,14 @@ class Run:
         return before + time.monotonic() - self._opened
 
     @property
+    def how_to_continue(self) -> str:
+        """What continues the run from its last checkpoint."""
+        command = "fit" if self.kind == "federated" else "centralized"
+        newest = self.folder.newest_config
+        config = f" --config {newest}" if newest.exists() else ""
+        return f"fl-lightning {command}{config} --ckpt_path {self.folder.last}"
+
+    @property
     def finished(self) -> bool:
         """Whether all rounds are done, or rank 0 finds that the run should stop; every process must ask."""
         limit = self.settings.max_time

@@ -137,6 +137,16 @@ def test_arguments_are_prepared() -> None:
     assert prepare(["--trainer.name=1.0", "--model={rho: 1}"]) == ["--trainer.name=1.0", "--model={rho: 1}"]
 
 
+def test_a_sweep_over_seeds(tmp_path: Path) -> None:
+    seeds = file(tmp_path, parameters={"trainer.seed": {"values": [3, 4]}, "model": {"value": "FedAvg"}})
+    cli("sweep", str(seeds), f"--out={tmp_path}")
+    rows = table(tmp_path / "mine")
+    assert [row["trainer.seed"] for row in rows] == ["3", "4"]
+    assert rows[0]["server/test/acc.max"] != rows[1]["server/test/acc.max"]
+    with pytest.raises(SystemExit, match=r"seeds = \[5, 6\]: the sweep varies trainer.seed itself; leave it out"):
+        cli("sweep", str(seeds), "--seeds=5,6", f"--out={tmp_path}")
+
+
 def test_values_make_a_grid_of_any_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     values = ["--values=model=FedAvg,FedSAM", "--values", "data.num_clients=6,8", "--seeds=3,4"]
     cli("fit", "--model=FedAvg", *DIGITS, *values, f"--trainer.default_root_dir={tmp_path}")

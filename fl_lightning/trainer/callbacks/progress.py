@@ -160,10 +160,7 @@ class Progress(Callback):
 
 def _print_how_to_continue(run: Run) -> None:
     if run.folder.last.exists():
-        command = "fit" if run.kind == "federated" else "centralized"
-        newest = run.folder.newest_config
-        config = f" --config {newest}" if newest.exists() else ""
-        run.fabric.print(f"to continue: fl-lightning {command}{config} --ckpt_path {run.folder.last}")
+        run.fabric.print(f"to continue: {run.how_to_continue}")
 
 
 def _number(value: float | None) -> str:
