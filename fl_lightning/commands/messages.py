@@ -37,6 +37,10 @@ def explain(error: Exception, configs: Sequence[str] = ()) -> str | None:
     # what jsonargparse raises while it builds the classes
     if not isinstance(error, (ArgumentsError, UnicodeDecodeError)) and not message.startswith("Does not validate"):
         return None
+    # of several classes, those that know the option count, and once
+    for name in {*re.findall(r'- Parser key "(\w+)":', message)}:
+        message = re.sub(rf"^ *- Option '{name}' is not accepted\n", "", message, flags=re.MULTILINE)
+    message = re.sub(r'( *- Parser key "\w+":\n.*\n)\1+', r"\1", message)
     keys = re.findall(r'(?:Parser key "|Group \')([^"\']+)', message)
     above = ".".join(keys)
     nested = [".".join([*keys[:1], key]) for key in re.findall(r"NestedArg\(key='([^']+)'", message)]
@@ -73,7 +77,8 @@ def explain(error: Exception, configs: Sequence[str] = ()) -> str | None:
             if kind and "'init_args'" not in message:
                 value = _first(r"Given value: (?:NestedArg\(.*?val=)?(.*?)\)?$", message).strip("'")
                 return f"{path} = {value:.60}: no {kind[1] or 'class'}; give its class by name or dotted path"
-            return f"{path or 'model, data or trainer'}: {_fold(own[-1])}"
+            named = path or not re.match(r"[\w.]+ = ", own[-1])
+            return f"{path or 'model, data or trainer'}: {_fold(own[-1])}" if named else _fold(own[-1])
         remedy = f"; give [{value:.60}], or --{path}+={value:.60}" if match[1] == "list" else ""
         return f"{path} = {value:.60}: expected {match[1]}{remedy}"
     return _fold(message)
