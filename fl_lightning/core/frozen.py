@@ -73,5 +73,5 @@ def digest(values: Mapping[str, Tensor]) -> str:
     for name, value in sorted(values.items()):
         found.update(f"{name} {tuple(value.shape)}".encode())
         for part in torch.split(value.reshape(-1), CHUNK):
-            found.update(part.to("cpu", torch.float64).numpy().data)
+            found.update(part.cpu().double().numpy().data)
     return found.hexdigest()[:32] if values else ""
