@@ -34,6 +34,14 @@ COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#00
 DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 3)), (0, (8, 2)))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 COLORMAP = "viridis"
+SPAN = 20.0
+"""Values whose ratio of largest to smallest exceeds this are drawn on a logarithmic axis."""
+
+
+def line_style(i: int) -> dict[str, Any]:
+    """Colour and dashes of the i-th line; the first 49 all differ."""
+    n = len(COLORS)
+    return {"color": COLORS[i % n], "linestyle": DASHES[(i + i // n) % n]}
 
 
 def style() -> Any:

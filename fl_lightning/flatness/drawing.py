@@ -9,7 +9,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fl_lightning.core import COLORMAP, COLORS, COLUMN, DASHES, MARKERS, PAGE, STYLE, log_levels, log_ticks, require
+from fl_lightning.core import (
+    COLORMAP,
+    COLORS,
+    COLUMN,
+    MARKERS,
+    PAGE,
+    SPAN,
+    STYLE,
+    line_style,
+    log_levels,
+    log_ticks,
+    require,
+)
 from fl_lightning.flatness.values import Array, Surface
 
 if TYPE_CHECKING:
@@ -19,8 +31,6 @@ if TYPE_CHECKING:
 
 LETTER = 4.3 / 72
 """Mean width of a letter at 8 pt, in inches."""
-SPAN = 20.0
-"""Losses whose ratio of largest to smallest exceeds this are drawn on a logarithmic scale."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +160,7 @@ def line_styles() -> Iterator[dict[str, Any]]:
     """Colour, dashes and marker of each line in turn; the first 49 all differ."""
     n = len(COLORS)
     for i in range(n * n):
-        yield {"color": COLORS[i % n], "linestyle": DASHES[(i + i // n) % n], "marker": MARKERS[i % n]}
+        yield {**line_style(i), "marker": MARKERS[i % n]}
 
 
 def legend(figure: Figure, axes: Axes, title: str | None = None, inside: Axes | None = None) -> None:

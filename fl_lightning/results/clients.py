@@ -6,12 +6,12 @@ import csv
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from fl_lightning.core import COLORS, COLUMN, DASHES, MARKERS, PAGE, UserError, log_levels, style
+from fl_lightning.core import COLORS, COLUMN, MARKERS, PAGE, SPAN, UserError, line_style, log_levels, style
 from fl_lightning.results.curves import LABELS, place_legend
 from fl_lightning.results.metrics import Mode, mode_of, read_directions
 
@@ -25,8 +25,6 @@ GLOBAL, LOCAL = "server/clients", "client/test"
 """Where metrics of the global model on the clients' test data are logged, and where those of the local models."""
 SHARES = np.linspace(0, 1, 201)
 """Shares of the clients at which sorted values are averaged over seeds."""
-SPAN = 20.0
-"""Numbers of samples whose ratio of largest to smallest exceeds this are drawn on a logarithmic axis."""
 BINS = 8
 """Groups of clients of similar size."""
 
@@ -169,7 +167,7 @@ def plot_clients(groups: Mapping[str, Sequence[ClientTable]]) -> Figure:
         ordered.set_ylabel(f"{label} of a client")
         ordered.axvspan(0, 10, color="0.9", zorder=0)
         for i, (name, tables) in enumerate(groups.items()):
-            ordered.plot(100 * SHARES, sorted_curve(tables), label=name, drawstyle="steps-post", **_look(i))
+            ordered.plot(100 * SHARES, sorted_curve(tables), label=name, drawstyle="steps-post", **line_style(i))
         ordered.set_xlim(0, 100)
         if sizes:
             _draw_sizes(figure.add_subplot(1, 2, 2, xlabel="training samples of a client", sharey=ordered), groups)
@@ -186,15 +184,10 @@ def _draw_sizes(axes: Axes, groups: Mapping[str, Sequence[ClientTable]]) -> None
     for i, tables in enumerate(groups.values()):
         samples, values = together(tables)
         axes.plot(samples, values, ".", color=COLORS[i % len(COLORS)], markersize=4, alpha=0.4, markeredgewidth=0)
-        axes.plot(*by_samples(tables), marker=MARKERS[i % len(MARKERS)], **_look(i))
+        axes.plot(*by_samples(tables), marker=MARKERS[i % len(MARKERS)], **line_style(i))
         smallest, largest = min(smallest, samples.min()), max(largest, samples.max())
     if largest > SPAN * smallest:
         axes.set_xscale("log")
         axes.xaxis.set_major_locator(FixedLocator(log_levels(*axes.get_xlim())))
         axes.xaxis.set_major_formatter("{x:g}")
         axes.xaxis.set_minor_locator(NullLocator())
-
-
-def _look(i: int) -> dict[str, Any]:
-    n = len(COLORS)
-    return {"color": COLORS[i % n], "linestyle": DASHES[(i + i // n) % n]}

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from statistics import mean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from fl_lightning.core import COLORS, COLUMN, DASHES, PAGE, log_ticks, require, style
+from fl_lightning.core import COLUMN, PAGE, SPAN, line_style, log_ticks, require, style
 from fl_lightning.results.metrics import Band, Pairs, band, is_flatness, read_metrics, write_table
 
 if TYPE_CHECKING:
@@ -39,8 +39,6 @@ LABELS = {
     "flatness/sharpness_local": "sharpness of the local models",
 }
 """Labels of metrics."""
-LOG = 20.0
-"""Measures of flatness whose largest value exceeds the smallest by this factor are drawn on a logarithmic axis."""
 
 Columns = Mapping[str, Pairs]
 Runs = Path | Sequence[Path]
@@ -147,7 +145,8 @@ def place_legend(figure: Figure) -> None:
 
 def _panel(axes: Axes, name: str, groups: Mapping[str, Sequence[Columns]]) -> None:
     ends: list[float] = []
-    for look, (label, group) in zip(_looks(), groups.items(), strict=False):
+    for i, (label, group) in enumerate(groups.items()):
+        look = line_style(i)
         found = curve(group, name)
         if found is None:
             continue
@@ -161,13 +160,6 @@ def _panel(axes: Axes, name: str, groups: Mapping[str, Sequence[Columns]]) -> No
             axes.plot(*zip(*group[0][name], strict=True), color=look["color"], linewidth=0.4, alpha=0.3, zorder=1)
     axes.grid(alpha=0.3)
     # a band that reaches 0 has no place on a logarithmic axis
-    if is_flatness(name) and min(ends) > 0 and max(ends) > LOG * min(ends):
+    if is_flatness(name) and min(ends) > 0 and max(ends) > SPAN * min(ends):
         axes.set_yscale("log")
         log_ticks(axes)
-
-
-def _looks() -> Iterator[dict[str, Any]]:
-    """Colour and dashes of each group in turn; the first 49 differ."""
-    n = len(COLORS)
-    for i in range(n * n):
-        yield {"color": COLORS[i % n], "linestyle": DASHES[(i + i // n) % n]}

@@ -2,8 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 
+from fl_lightning.core import SPAN
 from fl_lightning.results.clients import SHARES, ClientTable, by_samples, sorted_curve, together
-from fl_lightning.results.report.figures import SPAN, Spec, layout, look, title
+from fl_lightning.results.report.figures import Spec, layout, look, title
 
 WORST = {"type": "rect", "xref": "x", "yref": "paper", "x0": 0, "x1": 10, "y0": 0, "y1": 1, "layer": "below"}
 Tables = Mapping[str, tuple[int, Sequence[ClientTable]]]

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
-from fl_lightning.core import COLORS
+from fl_lightning.core import COLORS, SPAN
 from fl_lightning.results.compare import Group
 from fl_lightning.results.metrics import Band
 
@@ -33,8 +33,6 @@ TITLES = {
     "flatness/sharpness_global": "Sharpness of the global model",
     "flatness/sharpness_local": "Sharpness of the local models",
 }
-SPAN = 20.0
-"""Values whose ratio of largest to smallest exceeds this are drawn on a logarithmic axis."""
 CLIENTS = 100
 """Clients that a heat map shows."""
 FILL = 0.18
