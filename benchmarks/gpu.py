@@ -4,7 +4,7 @@
 
 A leg does its items in order of value until its seconds are over, and writes ``--out`` after each. What is there is not
 done again, so a leg that was cut short goes on where it stopped; what was not reached is listed. Items are done by
-processes of their own, which end after their time: what crashes, hangs or breaks its device is an error in ``--out``,
+other processes, which are ended after their time: what crashes, hangs or breaks its device is an error in ``--out``,
 with its last output in a file ``.log``, and the other items go on. ``--device cpu`` does the same in small, to try the
 program. Arguments after ``--`` are those of ``fl-lightning fit`` in the last leg:
 
@@ -25,7 +25,7 @@ from pathlib import Path
 from legs.items import Results
 from legs.workers import Leg, Task, fill
 
-LEGS = {"correctness": Leg(jobs=8, seconds=120), "speed": Leg(jobs=1, seconds=120), "science": Leg(jobs=3, seconds=inf)}
+LEGS = {"correctness": Leg(jobs=8, seconds=180), "speed": Leg(jobs=1, seconds=120), "science": Leg(jobs=3, seconds=inf)}
 
 
 def main(arguments: list[str]) -> int:
@@ -35,7 +35,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--leg", choices=(*LEGS, "all", "none"), default="all")
     parser.add_argument("--seconds", type=float, default=540.0, help="of a leg, after which no item begins")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--out", type=Path, default=Path("gpu.json"))
+    parser.add_argument("--out", type=Path, default=Path("runs/gpu/gpu.json"))
     parser.add_argument("--only", default="", help="items whose name contains this")
     parser.add_argument("--report", type=Path, help="page that gets the tables at the end")
     args = parser.parse_args(own)

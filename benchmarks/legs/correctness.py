@@ -50,7 +50,7 @@ def items(device: str, end: float, _: list[str]) -> dict[str, Item]:
     if device == "cpu":
         return {
             **{f"FedAvg, {engine}": partial(compare, "FedAvg", engine, device) for engine in engines},
-            **{f"resume, {engine}": partial(resume, engine, device) for engine in engines[:2]},
+            "resume, sequential": partial(resume, "sequential", device),
             **{f"precision, {name}": partial(precision, name, device) for name in PRECISIONS},
             "precision, set beforehand": partial(set_beforehand, device),
             **{f"flatness, {name}": partial(flatness, name, device) for name in ("LambdaMax", "Discrepancy")},

@@ -37,6 +37,7 @@ class Results:
         Raises:
             ValueError: If the file holds results of another machine.
         """
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         here = self.content.setdefault(self.device, {"machine": machine})
         if here["machine"] != machine:
             raise ValueError(f"{self.path} is of {here['machine']}, this is {machine}: give another file with --out")

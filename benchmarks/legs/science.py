@@ -26,7 +26,7 @@ ROWS = {
 """Settings of docs/experiments.md, table of FedGloSS; FedGMT and FedGF, which it lacks, with their defaults."""
 SMALL = (
     "--model FedAvg --model.net DigitsMLP --data Digits --data.num_clients 6 --trainer.clients_per_round 3"
-    " --trainer.max_rounds 40 --trainer.eval_every 20"
+    " --trainer.max_rounds 40 --trainer.eval_every 20 --trainer.engine sequential"
 )
 FLATNESS = "--trainer.callbacks+ FlatnessMonitor --trainer.callbacks.every_n_rounds {every}"
 FOLDER = Path("runs/gpu")
