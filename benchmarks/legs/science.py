@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import time
@@ -28,7 +29,6 @@ SMALL = (
     "--model FedAvg --model.net DigitsMLP --data Digits --data.num_clients 6 --trainer.clients_per_round 3"
     " --trainer.max_rounds 40 --trainer.eval_every 20 --trainer.engine sequential"
 )
-FLATNESS = "--trainer.callbacks+ FlatnessMonitor --trainer.callbacks.every_n_rounds {every}"
 FOLDER = Path("runs/gpu")
 
 
@@ -49,8 +49,10 @@ def train(name: str, rounds: int, row: list[str], device: str, end: float, fit: 
     """Trains until the run or the time ends."""
     folder = FOLDER / device / name.replace(", ", "-").replace(" ", "_")
     seconds = max(10, int(end - time.monotonic()) - 30)  # for evaluation and the checkpoint
+    # the whole list, since one that is appended to joins the list of the run that is continued
+    flatness = json.dumps([{"class_path": "FlatnessMonitor", "init_args": {"every_n_rounds": rounds // 2}}])
     command = [
-        sys.executable, "-m", "fl_lightning", "fit", *row, *FLATNESS.format(every=rounds // 2).split(), *fit,
+        sys.executable, "-m", "fl_lightning", "fit", *row, "--trainer.callbacks", flatness, *fit,
         "--trainer.accelerator", accelerator(device), "--trainer.default_root_dir", str(folder.parent),
         "--trainer.name", folder.name, "--trainer.enable_progress_bar", "false",
     ]  # fmt: skip

@@ -186,6 +186,7 @@ def test_science_in_small_killed_within_the_run_and_continued(tmp_path: Path) ->
     run(tmp_path, "--leg", "science")
     assert whole(tmp_path, "science")["FedAvg"]["rounds"] == 40
     rounds = [at for at, _ in read_metrics(version / "metrics.csv")["time/round_s"]]
+    assert all(config.read_text().count("FlatnessMonitor") == 1 for config in version.glob("config*.yaml"))
     assert rounds == list(range(1, 41)) and not version.with_name("version_1").exists()
 
 
