@@ -108,6 +108,8 @@ class Operations(TorchDispatchMode):
         here = [x in device for x in tensors]
         if any(here):
             self._check(func, args, kwargs, tensors, here)
+            if not func.is_view:
+                device.launch(func)
         result = func(*args, **kwargs)
         asked = any(here) or kwargs.get("device") == MARK
         there = asked or (not tensors and any(device.calls))

@@ -56,11 +56,14 @@ class Device:
     Attributes:
         device: The device.
         events: How often what happened.
+        launches: How often which operation was launched: one of torch, a whole CUDA graph, or a capture.
     """
 
     def __init__(self, kind: str = "cuda") -> None:
         self.device = torch.device(kind, 0)
         self.events: Counter[Event] = Counter()
+        self.launches: Counter[str] = Counter()
+        self.replaying = False
         self.captured: list[tuple[Any, ...]] | None = None
         self.calls: list[Any] = []
         self._storages: dict[int, StorageWeakRef] = {}
@@ -126,6 +129,11 @@ class Device:
             return False
         return torch.device(device).type == self.device.type
 
+    def launch(self, what: object) -> None:
+        """Counts a launch; within a graph, captured or repeated, there is none."""
+        if self.captured is None and not self.replaying:
+            self.launches[str(what)] += 1
+
     def note(self, kind: str, what: object) -> None:
         """Counts an event.
 
@@ -153,6 +161,7 @@ class Device:
 
         @contextmanager
         def graph(recorded: Graph) -> Iterator[None]:
+            self.launch("capture")
             self.captured = recorded.operations
             try:
                 yield
@@ -166,7 +175,7 @@ class Device:
             "Stream": lambda: stream,
             "current_stream": lambda: stream,
             "stream": lambda stream: nullcontext(),
-            "CUDAGraph": Graph,
+            "CUDAGraph": lambda: Graph(self),
             "graph": graph,
         }
 
@@ -174,12 +183,16 @@ class Device:
 class Graph:
     """Operations repeated on the same tensors, with their results in the same memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: Device) -> None:
+        self.device = device
         self.operations: list[tuple[Any, ...]] = []
 
     def replay(self) -> None:
+        self.device.launch("graph")
+        self.device.replaying = True
         with torch.no_grad():
             for function, args, kwargs, fresh in self.operations:
                 for old, new in zip(fresh, tree_leaves(function(*args, **kwargs)), strict=True):
                     if old is not None:
                         old.copy_(new)
+        self.device.replaying = False

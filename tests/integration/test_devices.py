@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import fl_lightning as fl
 from fl_lightning import SGD, Augment, LocalObjective, algorithms
@@ -94,6 +94,7 @@ def test_every_algorithm_on_a_simulated_device(name: str, engine: str, tmp_path:
     del waits["trainer/client_store.py"]  # the checkpoint at the end has more clients
     assert waits == {"trainer/arrivals.py": phases, "trainer/round.py": phases + 1}
     assert not few.count("mixture") + many.count("mixture")
+    assert many.launches["graph"] == (3 * 4 * phases + 1 if engine == "graphed" else 0)  # 1: the engine is checked
     assert_same(trained, fit(tmp_path / "cpu", objective(name), engine=engine, max_rounds=3, local_steps=4))
 
 
@@ -104,6 +105,8 @@ def test_neither_copies_nor_waits_in_a_step(engine: str, tmp_path: Path) -> None
         for i, options in enumerate([{}, {"local_steps": 4}, {"clients_per_round": 5}, {"eval_every": 1}])
     )
     assert steps.events == base.events
+    more_launches = steps.launches - base.launches
+    assert engine != "graphed" or more_launches == {"graph": 4}  # of two rounds: two steps more in each
     assert not more(clients, base, "wait") - Counter({"engine/choose.py": NEVER})  # which compares each client once
     assert more(evaluated, base, "wait") == {"algorithms/metrics.py": 1, "trainer/evaluation.py": 1}
 
@@ -233,19 +236,30 @@ def test_what_the_simulation_refuses() -> None:
         assert host.to("cuda", non_blocking=True).sum().is_cuda and device.count("copy") == 1
         assert device.count("wait") == before
         with pytest.raises(RuntimeError, match="capturing"):
-            CudaGraph(lambda x: (x * float(x.sum()),))(here)
+            CudaGraph(lambda x, y: (x * float(y.sum()),))((here,), (), (here[None],))
     with Device("mps") as device, pytest.raises(TypeError, match="float64"):
         torch.ones(3).to(device.device).double()
 
 
 def test_a_captured_step_is_repeated_on_new_values() -> None:
-    with Device(), torch.no_grad():
-        graph = CudaGraph(lambda w, m, x: (m, w + 0.5 * x))  # new values of w and m
-        for seed in range(3):
+    """One launch a step, whatever the number of steps; only more of them than ever before are captured again."""
+
+    def step(w: Tensor, m: Tensor, g: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        return m, w + g * x.sum(0)  # new values of w and m, which change places
+
+    counts, launches = (3, 3, 1, 2, 5, 4), []
+    with Device() as device, torch.no_grad():
+        graph = CudaGraph(step)
+        for seed, n in enumerate(counts):
             torch.manual_seed(seed)
-            w, m, *steps = torch.randn(5, 4).to("cuda").unbind()
-            carried = w, m
-            for x in steps:
-                w, m = m, w + 0.5 * x
-                carried = graph(*carried, x)
-            assert torch.equal(carried[0], w) and torch.equal(carried[1], m)
+            w, m, g = torch.randn(3, 4).to("cuda").unbind()
+            xs = torch.randn(n, 4, 2).to("cuda").transpose(1, 2)  # of another memory format
+            before = device.launches.copy()
+            end = graph((w, m), (g,), (xs,))
+            launches.append(device.launches - before)
+            for x in xs:
+                w, m = m, w + g * x.sum(0)
+            assert torch.equal(end[0], w) and torch.equal(end[1], m)
+    assert [each["capture"] for each in launches] == [1, 0, 0, 0, 1, 0]
+    assert [each["graph"] for each in launches] == list(counts)
+    assert len({sum(launches[i].values()) - counts[i] for i in (1, 2, 3, 5)}) == 1  # the same but for the steps
