@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 import fl_lightning as fl
 from fl_lightning import SGD, Augment, LocalObjective, algorithms
-from fl_lightning.core import State
+from fl_lightning.core import State, generator
+from fl_lightning.data import minibatches
 from fl_lightning.engine.record import CudaGraph
 from fl_lightning.trainer.run import Run
 from tests.devices import Device
@@ -151,6 +152,26 @@ CASES: dict[str, tuple[Callable[[], LocalObjective], dict[str, Any]]] = {
     "krum": (objective(), {"aggregation": fl.MultiKrum(share=0.0)}),
     "bf16": (objective(), {"precision": "bf16-mixed"}),
 }  # fmt: skip
+
+
+def test_indices_and_draws_are_moved_once_a_cohort(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the number of chunks; and the host never waits."""
+    with Device() as device:
+        module = _augmented(crop=1, window=5, cutout=2, mixup=0.7)()
+        module.setup()
+        module.to(device.device)
+        clients = [module.client_batches(k, 2, None, generator(0, "batches", k), torch.float32) for k in range(5)]
+        made = []
+        for size in (minibatches.CHUNK, 1):
+            monkeypatch.setattr(minibatches, "CHUNK", size)
+            device.events.clear()
+            made.append([*minibatches.blocks(clients, 6, 4)])
+            assert device.count("copy") == 9  # indices, six draws, weights, active steps
+            assert not device.count("wait")
+    (whole,), steps = made
+    assert len(steps) == len(whole.x) > 2
+    for name, v in vars(whole).items():
+        assert torch.equal(v, torch.cat([getattr(step, name) for step in steps]))
 
 
 @pytest.mark.parametrize("case", CASES)
