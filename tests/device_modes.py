@@ -91,7 +91,8 @@ class Functions(TorchFunctionMode):
         if there:
             device.note("copy" if non_blocking else "wait", "to the device")
             return x.to(MARK, copy=True, **options)
-        device.note("wait", "to the host")
+        if target is None or target.type != "meta":  # where there are no values
+            device.note("wait", "to the host")
         return device.take(x.to(copy=True, **options))
 
 

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from types import SimpleNamespace, TracebackType
+from types import TracebackType
 from typing import Any, NamedTuple
 
 import pytest
@@ -157,7 +157,6 @@ class Device:
 
     def _runtime(self) -> dict[str, Any]:
         """What the package calls of ``torch.cuda``."""
-        stream = SimpleNamespace(wait_stream=lambda other: None)
 
         @contextmanager
         def graph(recorded: Graph) -> Iterator[None]:
@@ -172,19 +171,27 @@ class Device:
             "synchronize": lambda: self.note("wait", "torch.cuda.synchronize"),
             "default_generators": (torch.default_generator,),
             "get_device_name": lambda device: "simulated",
-            "Stream": lambda: stream,
-            "current_stream": lambda: stream,
+            "Stream": Stream,
+            "current_stream": Stream,
             "stream": lambda stream: nullcontext(),
-            "CUDAGraph": lambda: Graph(self),
+            "CUDAGraph": type("CUDAGraph", (Graph,), {"device": self}),
             "graph": graph,
         }
+
+
+class Stream:
+    """A stream; the simulation has but one."""
+
+    def wait_stream(self, other: Stream) -> None:
+        """Does nothing."""
 
 
 class Graph:
     """Operations repeated on the same tensors, with their results in the same memory."""
 
-    def __init__(self, device: Device) -> None:
-        self.device = device
+    device: Device
+
+    def __init__(self) -> None:
         self.operations: list[tuple[Any, ...]] = []
 
     def replay(self) -> None:

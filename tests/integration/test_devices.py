@@ -150,8 +150,28 @@ CASES: dict[str, tuple[Callable[[], LocalObjective], dict[str, Any]]] = {
     "trimmed": (objective(), {"aggregation": fl.TrimmedMean()}),
     "clipped": (objective(), {"aggregation": fl.NormClipping()}),
     "krum": (objective(), {"aggregation": fl.MultiKrum(share=0.0)}),
+    "private": (objective("FedAvg", weighting="uniform"),
+                {"privacy": fl.AdaptivePrivacy(noise_multiplier=1.0), "clients_per_round": 5}),
+    "adamw": (lambda: fl.FedAvg(net=Small(), optimizer=fl.TorchOptimizer(state="keep")), {}),
+    "frozen": (lambda: fl.FedSAM(net=fl.Frozen(Small(), ["3"])), {"engine": "batched"}),
+    "adapters": (lambda: fl.FedSAM(net=fl.LoRA(Small(), ["1"], trained=["3"])), {"engine": "graphed"}),
     "bf16": (objective(), {"precision": "bf16-mixed"}),
 }  # fmt: skip
+WAITS = {
+    "private": {"trainer/privacy.py": 2, "trainer/adaptive_privacy.py": 6},  # its metrics and the clip
+    "adamw": {"algorithms/parts/torch_optimizer.py": 6},  # each client's number of steps
+}
+"""In two rounds, beyond those of every run."""
+OPTIONAL = (
+    "aggregation",
+    "rules",
+    "faults",
+    "privacy",
+    "adaptive_privacy",
+    "torch_optimizer",
+    "augment",
+    "minibatches",
+)
 
 
 def test_indices_and_draws_are_moved_once_a_cohort(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,13 +194,19 @@ def test_indices_and_draws_are_moved_once_a_cohort(monkeypatch: pytest.MonkeyPat
         assert torch.equal(v, torch.cat([getattr(step, name) for step in steps]))
 
 
-@pytest.mark.parametrize("case", CASES)
+CASE = [pytest.param(case, marks=pytest.mark.slow if case == "adapters" else ()) for case in CASES if case != "bf16"]
+
+
+@pytest.mark.parametrize("case", [*CASE, "bf16"])
 def test_what_else_a_run_uses(case: str, tmp_path: Path) -> None:
-    make, options = CASES[case]
-    assert_same(fit(tmp_path / "device", make, Device(), **options), fit(tmp_path / "cpu", make, **options))
+    """The numbers are those of the CPU; options wait for the device where they must, for no upload and no noise."""
+    (make, options), device = CASES[case], Device()
+    assert_same(fit(tmp_path / "device", make, device, **options), fit(tmp_path / "cpu", make, **options))
+    waits = more(device, Device(), "wait")
+    assert {at: n for at, n in waits.items() if Path(at).stem in OPTIONAL} == WAITS.get(case, {})
 
 
-@pytest.mark.parametrize("case", [c for c in CASES if c != "bf16"])
+@pytest.mark.parametrize("case", CASE)
 def test_without_float64(case: str, tmp_path: Path) -> None:
     """Apple's MPS refuses float64: sums are float32 there, so metrics differ in their last digits."""
     make, options = CASES[case]
