@@ -4,7 +4,7 @@
     python benchmarks/bench_sections.py --work W3-MLP --method FedAvg --engine graphed --compile
 
 A part's time is that of its functions without the parts that these call. Reported are milliseconds of a round and
-microseconds of a local step, in wall time; median rounds of bench_engine.py are a little shorter, as nothing is clocked.
+microseconds of a local step, in wall time; the rounds of bench_engine.py are a little shorter, as nothing is clocked.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import functools
 import inspect
 import time
 from collections import defaultdict
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -98,6 +97,8 @@ def clock_all(sections: Sections, objective: type[LocalObjective]) -> None:
     clock(fl.SGD, "step", "arithmetic on vectors")
     blocks = batched.blocks
     batched.blocks = lambda *args: iter(functools.partial(next, blocks(*args), None), None)
+
+
 class Turns:
     """Takes what the rounds cost, of which the first do not count."""
 
@@ -135,7 +136,7 @@ def main() -> None:
     parser.add_argument("--engine", default="sequential", choices=("sequential", "batched", "graphed"))
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--rounds", type=int, help="that count; by default 3, W3 500")
-    parser.add_argument("--steps", type=int, help="local steps of a client; by default those of W1 and W3, and 10 of W2")
+    parser.add_argument("--steps", type=int, help="local steps of a client; by default 10 of W2, else the workload's")
     args = parser.parse_args()
     small = args.work.startswith("W3")
     rounds = args.rounds or (500 if small else 3)
@@ -147,7 +148,8 @@ def main() -> None:
     spec = {"method": args.method, "engine": args.engine, "precision": "32-true", "compile": args.compile}
     turns = Turns(sections, 100 if small else 2, rounds)
     ours.run(work, {**spec, "rounds": turns.warm + rounds}, turns)
-    print(f"{machine()}; {args.work} {args.method}, {args.engine}{', compiled' * args.compile}, {work.threads} threads\n")
+    engine = f"{args.engine}{', compiled' * args.compile}"
+    print(f"{machine()}; {args.work} {args.method}, {engine}, {work.threads} threads\n")
     print(table(turns.seconds, work, rounds))
 
 
