@@ -26,7 +26,7 @@ import fl_lightning as fl
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.core import FlatNet
 from fl_lightning.data import FederatedDataModule
-from fl_lightning.engine import batched, sequential
+from fl_lightning.engine import sequential
 from fl_lightning.engine.batched import BatchedEngine
 from fl_lightning.engine.graphed import GraphedEngine
 from fl_lightning.engine.record import Compiled
@@ -90,13 +90,8 @@ def clock_all(sections: Sections, objective: type[LocalObjective]) -> None:
     clock(torch.autograd, "grad", "backward")
     clock(FlatNet, "gradient", "gradient as one vector")
     clock(FlatNet, "move_to", "weights as views")
-    for owner in objective.__mro__:
-        if "local_step" in vars(owner):
-            clock(owner, "local_step", "arithmetic on vectors")
-            break
+    clock(objective, "local_step", "arithmetic on vectors")
     clock(fl.SGD, "step", "arithmetic on vectors")
-    blocks = batched.blocks
-    batched.blocks = lambda *args: iter(functools.partial(next, blocks(*args), None), None)
 
 
 class Turns:
