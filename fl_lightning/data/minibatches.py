@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
@@ -30,6 +31,9 @@ class SampleSource(Protocol):
 
     batch_size: int | None
     device: torch.device
+
+    def moved(self, indices: Tensor, draws: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        """Indices and draws where `samples` uses them."""
 
     def samples(self, indices: Tensor, draws: dict[str, Tensor], dtype: torch.dtype) -> Batch:
         """Training samples by index, augmented and scaled; see `FederatedDataModule`."""
@@ -67,12 +71,12 @@ class Minibatches:
         return len(self.sizes)
 
     def __iter__(self) -> Iterator[Batch]:
-        at = 0
+        at, (indices, draws) = 0, self.source.moved(self.indices, self.draws)
         with self.source.reading_ahead([self]):
             for sizes in chunks(self.sizes, self.source.sample_bytes(self.dtype)):
                 n = sum(sizes)
-                draws = {name: v[at : at + n] for name, v in self.draws.items()}
-                x, y = self.source.samples(self.indices[at : at + n], draws, self.dtype)
+                now = {name: v[at : at + n] for name, v in draws.items()}
+                x, y = self.source.samples(indices[at : at + n], now, self.dtype)
                 yield from zip(torch.split(x, sizes), torch.split(y, sizes), strict=True)
                 at += n
 
@@ -139,35 +143,31 @@ def blocks(clients: Sequence[Minibatches], width: int, batch: int) -> Iterator[B
         batch: Samples of a minibatch, padding included.
     """
     first, steps = clients[0], max(map(len, clients))
-    sizes = torch.zeros(width, steps, dtype=torch.int64)
-    base = torch.zeros(width, 1, dtype=torch.int64)
-    for i, client in enumerate(clients):
-        sizes[i, : len(client)] = torch.tensor(client.sizes)
-        base[i] = sum(len(c.indices) for c in clients[:i])
+    sizes = np.zeros((width, steps), np.int64)
+    for row, client in zip(sizes, clients, strict=False):  # further rows are padding
+        row[: len(client)] = client.sizes
     # position of every place in the concatenation of all clients' samples; padding repeats a minibatch's last sample
-    offsets = base + sizes.cumsum(1) - sizes
-    place = torch.arange(batch)
-    position = offsets[..., None] + torch.minimum(place, (sizes - 1).clamp(min=0)[..., None])
-    position = torch.where(sizes[..., None] > 0, position, 0).transpose(0, 1)  # (steps, clients, batch)
-    weight = ((place < sizes[..., None]).double() / sizes.clamp(min=1)[..., None]).transpose(0, 1)
-    active = (sizes > 0).T[..., None]
-    indices = torch.cat([c.indices for c in clients])
-    draws = {name: torch.cat([c.draws[name] for c in clients]) for name in first.draws}
+    starts = (sizes.cumsum() - sizes.ravel()).reshape(sizes.shape).T[..., None]
+    sizes = sizes.T[..., None]  # (steps, clients, 1)
+    place, active = np.arange(batch), sizes > 0
+    position = torch.from_numpy(np.where(active, starts + np.minimum(place, sizes - 1), 0))
+    weight = torch.from_numpy((place < sizes) / np.maximum(sizes, 1))
+    # moved at once, not chunk by chunk
+    flat, device = position.reshape(-1), first.source.device
+    indices, draws = first.source.moved(
+        torch.cat([c.indices for c in clients])[flat],
+        {name: torch.cat([c.draws[name] for c in clients])[flat] for name in first.draws},
+    )
+    weight, active = to_device(weight, device, first.dtype), to_device(torch.from_numpy(active), device)
 
-    at, device = 0, first.source.device
+    at, step = 0, width * batch
     with first.source.reading_ahead(clients):
         for chunk in chunks([batch] * steps, first.source.sample_bytes(first.dtype) * width):
-            span = slice(at, at + len(chunk))
-            flat = position[span].reshape(-1)
-            x, y = first.source.samples(indices[flat], {name: v[flat] for name, v in draws.items()}, first.dtype)
-            shape = (len(chunk), width, batch)
-            yield Block(
-                torch.unflatten(x, 0, shape),
-                torch.unflatten(y, 0, shape),
-                to_device(weight[span], device, first.dtype),
-                to_device(active[span], device),
-            )
-            at += len(chunk)
+            end, shape = at + len(chunk), (len(chunk), width, batch)
+            rows = slice(at * step, end * step)
+            x, y = first.source.samples(indices[rows], {name: v[rows] for name, v in draws.items()}, first.dtype)
+            yield Block(torch.unflatten(x, 0, shape), torch.unflatten(y, 0, shape), weight[at:end], active[at:end])
+            at = end
 
 
 # DataLoaders of whole batches, for a plain ``lightning.Trainer``
