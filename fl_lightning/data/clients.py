@@ -92,7 +92,7 @@ def divide(
         parts = [part[~np.isin(part, val)] for part in partition(y, num_clients, num_classes, seed)]
     else:
         parts = [kept[part] for part in partition(y[kept], num_clients, num_classes, seed)]
-    for client, part in enumerate(parts):
-        taken = f"takes all data of client {client}; use a smaller one"
-        require(len(part) > 0, "data.val_fraction", val_fraction, taken)
-    return torch.from_numpy(val), ClientIndices(parts)
+    clients = ClientIndices(parts)
+    taken = f"takes all data of client {int(clients.sizes.argmin())}; use a smaller one"
+    require(bool(clients.sizes.all()), "data.val_fraction", val_fraction, taken)
+    return torch.from_numpy(val), clients
