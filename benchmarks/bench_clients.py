@@ -1,7 +1,9 @@
-"""Client state: the cost of a round as the number of clients grows, and 1,262 clients of a large net in little memory.
+"""Many clients: rounds, checkpoints and restarts as their number grows; a large net in little memory; large cohorts.
 
 ``python benchmarks/bench_clients.py store`` measures the store alone (the large net writes 21 GB to the folder after
-``--root``), ``trainer`` whole runs of SCAFFOLD, ``all`` both.
+``--root``), ``trainer`` whole runs of SCAFFOLD, ``seen`` checkpoints and restarts of runs that have seen every client
+(1.3 GB), ``blocks`` cohorts of 1,000 by engine and client_block, ``all`` everything. Seconds of ``blocks`` are those of
+the processor, which other work on the machine changes little.
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +26,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from fl_lightning import IID, SCAFFOLD, SGD, Arrays, Checkpoints, FederatedTrainer, ReplaySampler
+from fl_lightning import IID, SCAFFOLD, SGD, Arrays, Checkpoints, FedAvg, FederatedTrainer, ReplaySampler
+from fl_lightning.core import RoundContext
 from fl_lightning.core.files import write_atomically
 from fl_lightning.core.state import State
+from fl_lightning.trainer import checkpoint
 from fl_lightning.trainer.callbacks import Callback
 from fl_lightning.trainer.client_store import ClientStore
 from fl_lightning.trainer.run import Run
@@ -33,11 +39,27 @@ from fl_lightning.trainer.samplers import UniformSampler
 NUMBERS = (100, 10_000, 1_000_000)
 LARGE_M, COHORT, ROUNDS = 1_262, 10, 200
 FEATURES, CLASSES = 32, 10
+LARGE_COHORT, SAMPLES = 1_000, 10
+ENGINES = ("sequential", "batched", "graphed")
+WIDTHS = (1_000, 250, 100, 50, 10)
 
 
 def small_net() -> nn.Module:
     """2,504 weights."""
     return nn.Sequential(nn.Flatten(), nn.Linear(FEATURES, 58), nn.ReLU(), nn.Linear(58, CLASSES))
+
+
+def linear() -> nn.Module:
+    """330 weights."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(FEATURES, CLASSES))
+
+
+def cnn() -> nn.Module:
+    """6,090 weights, for images of 8 x 8."""
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(),
+        nn.MaxPool2d(2), nn.Flatten(), nn.Linear(128, CLASSES),
+    )  # fmt: skip
 
 
 def large_net() -> nn.Module:
@@ -53,6 +75,11 @@ def size(net: nn.Module) -> int:
 def peak() -> float:
     """Peak memory of this process, in GiB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "linux" else 2**30)
+
+
+def resident(pages: int = 1) -> float:
+    """Memory of this process now, in GiB: in RAM; with 0 its address space."""
+    return int(Path("/proc/self/statm").read_text().split()[pages]) * resource.getpagesize() / 2**30
 
 
 def round_of(store: ClientStore, cohort: list[int], following: list[int], w: torch.Tensor) -> float:
@@ -133,14 +160,20 @@ class Times(Callback):
         self.seconds.append(metrics["time/round_s"])
 
 
+def write_data(root: Path, n: int, *shape: int) -> str:
+    """Writes n training and 100 test samples; returns the file."""
+    draw, path = np.random.default_rng(0), str(root / "data.npz")
+    x = draw.standard_normal((n + 100, *(shape or (FEATURES,))), dtype=np.float32)
+    y = draw.integers(0, CLASSES, n + 100)
+    np.savez(path, x_train=x[:n], y_train=y[:n], x_test=x[n:], y_test=y[n:])
+    return path
+
+
 def run(root: Path, net: nn.Module, m: int, rounds: int, memory: float, **options: Any) -> tuple[Times, float, int]:
     """SCAFFOLD with one step on one sample per client; its rounds, the other seconds, and the clients seen."""
-    draw = np.random.default_rng(0)
-    x = draw.standard_normal((m + 100, FEATURES), dtype=np.float32)
-    y = draw.integers(0, CLASSES, m + 100)
-    np.savez(root / "data.npz", x_train=x[:m], y_train=y[:m], x_test=x[m:], y_test=y[m:])
+    path = write_data(root, m)
     started, times = time.perf_counter(), Times()
-    data = Arrays(path=str(root / "data.npz"), num_clients=m, partition=IID(), batch_size=1)
+    data = Arrays(path=path, num_clients=m, partition=IID(), batch_size=1)
     trainer = FederatedTrainer(
         max_rounds=rounds, local_steps=1, eval_every=rounds, accelerator="cpu", threads=1, client_memory=memory,
         callbacks=[times, Checkpoints(every_n_rounds=50)], default_root_dir=str(root),
@@ -170,25 +203,124 @@ def trainer_large(root: Path) -> None:
     )
 
 
+class Seen(Callback):
+    """Gives every client a row before the first round, and makes a checkpoint after each round."""
+
+    def __init__(self) -> None:
+        self.rounds: list[float] = []
+        self.saves: list[float] = []
+
+    def on_fit_start(self, run: Run) -> None:
+        self.opened, self.resident = time.perf_counter(), resident()
+        clients, names, d = run.data.num_clients, run.clients.inits, run.objective.flat.d
+        for first in range(0, 0 if run.rounds_done else clients, 1000):
+            some = range(first, min(clients, first + 1000))
+            run.clients.stage({k: State({name: torch.full((d,), float(k)) for name in names}) for k in some})
+            run.clients.commit()
+
+    def on_round_logged(self, run: Run, metrics: dict[str, float]) -> None:
+        self.rounds.append(metrics["time/round_s"])
+        started = time.perf_counter()
+        checkpoint.save(run, run.folder.last)
+        self.saves.append(time.perf_counter() - started)
+
+
+def trainer_seen(root: Path, m: int, memory: float) -> None:
+    """Rounds of ten with a checkpoint each when all m clients have a row, then the same after a restart."""
+    write_data(root, m)
+    for part in ("begun", "resumed"):  # peak memory is that of a process
+        within(root, "trainer_seen_once", m, memory, part == "resumed")
+
+
+def trainer_seen_once(root: Path, m: int, memory: float, resumed: float) -> None:
+    """One of the two."""
+    seen, rounds, started = Seen(), 20 if resumed else 10, time.perf_counter()
+    data = Arrays(path=str(root / "data.npz"), num_clients=m, partition=IID(), batch_size=1)
+    data.setup("fit")
+    divided = time.perf_counter()
+    trainer = FederatedTrainer(
+        max_rounds=rounds, clients_per_round=COHORT, local_steps=1, eval_every=rounds, accelerator="cpu", threads=1,
+        client_memory=memory, callbacks=[seen, Checkpoints(every_n_rounds=rounds)], engine="sequential",
+        default_root_dir=str(root), enable_progress_bar=False,
+    )  # fmt: skip
+    run = trainer.fit(SCAFFOLD(net=linear(), optimizer=SGD(lr=0.01)), data, "last" if resumed else None)
+    print(
+        f"{m:>9,} {memory:6g} {'resumed' if resumed else 'begun':>8} {divided - started:7.2f} "
+        f"{seen.opened - divided:8.2f} {1e3 * statistics.median(seen.rounds):9.2f} "
+        f"{statistics.median(seen.saves):8.3f} {run.folder.last.stat().st_size / 1e6:9.1f} "
+        f"{_on_disk(run.folder.clients) / 1e9:8.2f} {seen.resident:9.2f} {resident():7.2f} {peak():6.2f}",
+        flush=True,
+    )
+
+
+class Clock(Callback):
+    """Seconds of rounds, those of the processor; and room for so many GiB more than there is at the first round."""
+
+    def __init__(self, room: float) -> None:
+        self.room = room
+        self.seconds: list[float] = []
+
+    def on_round_start(self, run: Run, ctx: RoundContext, cohort: Sequence[int]) -> None:
+        if self.room and not run.rounds_done:
+            resource.setrlimit(resource.RLIMIT_AS, (int((resident(0) + self.room) * 2**30), -1))
+        self.started = time.process_time()
+
+    def on_round_logged(self, run: Run, metrics: dict[str, float]) -> None:
+        self.seconds.append(time.process_time() - self.started)
+
+
+def trainer_blocks(root: Path, width: int, engine: float, room: float = 0) -> None:
+    """FedAvg with cohorts of 1,000 and one step on ten images."""
+    m, clock = LARGE_COHORT, Clock(room)
+    data = Arrays(path=write_data(root, m * SAMPLES, 1, 8, 8), num_clients=m, partition=IID(), batch_size=SAMPLES)
+    trainer = FederatedTrainer(
+        max_rounds=8, clients_per_round=m, local_epochs=1, eval_every=8, accelerator="cpu", threads=1,
+        engine=ENGINES[int(engine)], client_block=width, callbacks=[clock], default_root_dir=str(root),
+        enable_progress_bar=False,
+    )  # fmt: skip
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        before = resident()
+        run = trainer.fit(FedAvg(net=cnn(), optimizer=SGD(lr=0.1)), data)
+    said = [str(w.message) for w in found if "out of memory" in str(w.message)]
+    print(
+        f"{ENGINES[int(engine)]:>10} {width:>6} {room:6g} {clock.seconds[0]:8.2f} "
+        f"{statistics.median(clock.seconds[2:]):8.3f} {peak():6.2f} {peak() - before:6.2f} "
+        f"{float(run.global_model.norm()):12.8f}",
+        *said,
+        sep="\n  " if said else " ",
+        flush=True,
+    )
+
+
 PARTS: dict[str, Callable[..., None]] = {
-    f.__name__: f for f in (store_small, store_large, trainer_small, trainer_large)
-}
+    f.__name__: f
+    for f in (
+        store_small, store_large, trainer_small, trainer_large, trainer_seen, trainer_seen_once, trainer_blocks
+    )
+}  # fmt: skip
 
 
 def alone(root: str | None, part: str, *args: float) -> None:
     """Runs a part in its own process and folder: peak memory is that of a process."""
     with tempfile.TemporaryDirectory(dir=root) as folder:
-        command = [sys.executable, __file__, part, "--root", folder, *(f"--arg={a}" for a in args)]
-        subprocess.run(command, check=True)
+        within(folder, part, *args)
+
+
+def within(folder: str | Path, part: str, *args: float) -> None:
+    """Runs a part in its own process."""
+    command = [sys.executable, __file__, part, "--root", str(folder), *(f"--arg={float(a)}" for a in args)]
+    subprocess.run(command, check=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("part", choices=["store", "trainer", "all", *PARTS])
+    parser.add_argument("part", choices=["store", "trainer", "seen", "blocks", "all", *PARTS])
     parser.add_argument("--root", help="folder for files; by default the system's temporary one")
     parser.add_argument("--arg", action="append", default=[], type=float, help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(1)
+    torch.manual_seed(0)
     if options.part in PARTS:
         numbers = [int(a) if k == 0 else a for k, a in enumerate(options.arg)]
         return PARTS[options.part](Path(options.root), *numbers)
@@ -207,6 +339,18 @@ def main() -> None:
             for memory in (1.0, 0.0):
                 alone(options.root, "trainer_small", m, memory)
         alone(options.root, "trainer_large")
+    if options.part in ("seen", "all"):
+        print(f"SCAFFOLD, {size(linear()):,} weights, every client has a row, a checkpoint each round; memory in GiB")
+        print("  clients budget          data s   open s  round ms   save s   save MB  disk GB  at start    now   peak")
+        for m in NUMBERS:
+            for memory in (4.0, 0.0):
+                alone(options.root, "trainer_seen", m, memory)
+    if options.part in ("blocks", "all"):
+        print(f"FedAvg, {size(cnn()):,} weights, cohorts of {LARGE_COHORT:,}, one step on {SAMPLES} images; in GiB")
+        print("    engine  block   room  first s  round s   peak   more  |w| after 8 rounds", flush=True)
+        alone(options.root, "trainer_blocks", LARGE_COHORT, 0)
+        for engine, width in product((1, 2), WIDTHS):
+            alone(options.root, "trainer_blocks", width, engine)
     print(f"load average after {os.getloadavg()[0]:.2f}")
 
 

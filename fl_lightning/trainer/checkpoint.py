@@ -123,7 +123,7 @@ def _is_count(value: Any) -> bool:
 
 def _are_ids(value: Any) -> bool:
     fits = isinstance(value, torch.Tensor) and value.dtype == torch.int64 and value.ndim == 1
-    return fits and bool((value >= 0).all()) and len(value.unique()) == len(value)
+    return fits and bool((value >= 0).all()) and len(torch.unique(value)) == len(value)
 
 
 def _are_tensors(value: Any) -> bool:
@@ -218,7 +218,7 @@ def _check_state(path: Path, run: Run, content: Mapping[str, Any], same_data: bo
     for what, fits in (
         ("server", shapes == {name: tuple(value.shape) for name, value in run.server.items()}),
         ("clients.w0", clients["w0"].shape == kept.w0.shape),
-        ("clients.ids", len(ids.unique()) == len(ids) and not (same_data and (ids >= run.data.num_clients).any())),
+        ("clients.ids", len(torch.unique(ids)) == len(ids) and not (same_data and (ids >= run.data.num_clients).any())),
         ("clients.rows", not same_data or {n: tuple(value.shape) for n, value in clients["rows"].items()} == rows),
         ("buffers", (content["buffers"] is None) == (run.objective.net_buffers is None)),
     ):

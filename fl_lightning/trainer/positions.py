@@ -3,7 +3,7 @@
 from collections.abc import Iterator, MutableMapping
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 NONE = -1
 
@@ -16,8 +16,9 @@ class Positions(MutableMapping[int, int]):
         positions: Their positions, ``(n,)``, from 0.
     """
 
-    def __init__(self, clients: NDArray[np.int64] = np.zeros(0, np.int64), positions: object = ()) -> None:
-        self._of = np.full(int(clients.max(initial=-1)) + 1, NONE)
+    def __init__(self, clients: ArrayLike = (), positions: ArrayLike = ()) -> None:
+        clients = np.asarray(clients, np.int64)
+        self._of: NDArray[np.int64] = np.full(int(clients.max(initial=-1)) + 1, NONE)
         self._of[clients] = positions
         self._count = len(clients)
 
@@ -29,7 +30,7 @@ class Positions(MutableMapping[int, int]):
     @property
     def positions(self) -> NDArray[np.int64]:
         """Their positions, ``(n,)``, in the same order."""
-        return self._of[self._of != NONE]
+        return self._of[self.clients]
 
     def copy(self) -> "Positions":
         """Returns a copy."""
@@ -55,7 +56,9 @@ class Positions(MutableMapping[int, int]):
         self._count -= 1
 
     def __contains__(self, client: object) -> bool:
-        return isinstance(client, int | np.integer) and 0 <= client < len(self._of) and bool(self._of[client] != NONE)
+        if not isinstance(client, int | np.integer):
+            return False
+        return bool(0 <= client < len(self._of) and self._of[int(client)] != NONE)
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.clients.tolist())

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import ClassVar
 
 import numpy as np
@@ -87,6 +88,11 @@ def check(parts: Sequence[Indices], num_samples: int, num_clients: int, source: 
         replacement or counts.max() <= 1,
         f"{source}: index {counts.argmax()} occurs {counts.max()} times; give every sample to one client only",
     )
+
+
+def cut(samples: Indices, lengths: Indices) -> list[Indices]:
+    """Consecutive parts of these lengths, as views; for a million of them ``np.split`` takes seconds."""
+    return [samples[start:end] for start, end in pairwise([0, *lengths.cumsum().tolist()])]
 
 
 def members(labels: Indices, num_classes: int) -> list[Indices]:
