@@ -254,15 +254,17 @@ def trainer_seen_once(root: Path, m: int, memory: float, resumed: float) -> None
 
 
 class Clock(Callback):
-    """Seconds of rounds, those of the processor; and room for so many GiB more than there is at the first round."""
+    """Seconds of rounds, those of the processor; and room for so many GiB more than are in use before training."""
 
     def __init__(self, room: float) -> None:
         self.room = room
         self.seconds: list[float] = []
 
-    def on_round_start(self, run: Run, ctx: RoundContext, cohort: Sequence[int]) -> None:
-        if self.room and not run.rounds_done:
+    def check(self, run: Run) -> None:
+        if self.room:
             resource.setrlimit(resource.RLIMIT_AS, (int((resident(0) + self.room) * 2**30), -1))
+
+    def on_round_start(self, run: Run, ctx: RoundContext, cohort: Sequence[int]) -> None:
         self.started = time.process_time()
 
     def on_round_logged(self, run: Run, metrics: dict[str, float]) -> None:
