@@ -1,9 +1,9 @@
-"""Many clients: rounds, checkpoints and restarts as their number grows; a large net in little memory; large cohorts.
+"""Many clients: rounds, checkpoints and restarts as their number grows; a large net in little memory.
 
 ``python benchmarks/bench_clients.py store`` measures the store alone (the large net writes 21 GB to the folder after
 ``--root``), ``trainer`` whole runs of SCAFFOLD, ``seen`` checkpoints and restarts of runs that have seen every client
-(1.3 GB), ``blocks`` cohorts of 1,000 by engine and client_block, ``all`` everything. Seconds of ``blocks`` are those of
-the processor, which other work on the machine changes little.
+(1.3 GB), ``all`` everything. Seconds of ``seen`` are those of the processor, which other work on the machine changes
+little; ``wall`` is by the clock.
 """
 
 from __future__ import annotations
@@ -16,9 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-import warnings
-from collections.abc import Callable, Sequence
-from itertools import product
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +24,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from fl_lightning import IID, SCAFFOLD, SGD, Arrays, Checkpoints, FedAvg, FederatedTrainer, ReplaySampler
+from fl_lightning import IID, SCAFFOLD, SGD, Arrays, Checkpoints, FederatedTrainer, ReplaySampler
 from fl_lightning.core import RoundContext
 from fl_lightning.core.files import write_atomically
 from fl_lightning.core.state import State
@@ -39,9 +37,6 @@ from fl_lightning.trainer.samplers import UniformSampler
 NUMBERS = (100, 10_000, 1_000_000)
 LARGE_M, COHORT, ROUNDS = 1_262, 10, 200
 FEATURES, CLASSES = 32, 10
-LARGE_COHORT, SAMPLES = 1_000, 10
-ENGINES = ("sequential", "batched", "graphed")
-WIDTHS = (1_000, 250, 100, 50, 10)
 
 
 def small_net() -> nn.Module:
@@ -52,14 +47,6 @@ def small_net() -> nn.Module:
 def linear() -> nn.Module:
     """330 weights."""
     return nn.Sequential(nn.Flatten(), nn.Linear(FEATURES, CLASSES))
-
-
-def cnn() -> nn.Module:
-    """6,090 weights, for images of 8 x 8."""
-    return nn.Sequential(
-        nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(),
-        nn.MaxPool2d(2), nn.Flatten(), nn.Linear(128, CLASSES),
-    )  # fmt: skip
 
 
 def large_net() -> nn.Module:
@@ -153,10 +140,17 @@ def _on_disk(root: Path) -> int:
 
 
 class Times(Callback):
+    """Seconds of rounds, by the clock and of the processor."""
+
     def __init__(self) -> None:
         self.seconds: list[float] = []
+        self.processor: list[float] = []
+
+    def on_round_start(self, run: Run, ctx: RoundContext, cohort: list[int]) -> None:
+        self.started = time.process_time()
 
     def on_round_logged(self, run: Run, metrics: dict[str, float]) -> None:
+        self.processor.append(time.process_time() - self.started)
         self.seconds.append(metrics["time/round_s"])
 
 
@@ -186,8 +180,10 @@ def run(root: Path, net: nn.Module, m: int, rounds: int, memory: float, **option
 
 def trainer_small(root: Path, m: int, memory: float) -> None:
     times, rest, seen = run(root, small_net(), m, ROUNDS, memory, clients_per_round=COHORT)
-    ms = sorted(1e3 * s for s in times.seconds[5:])
-    print(f"{m:>9,} {memory:6g} {statistics.median(ms):9.2f} {ms[-1]:9.2f} {rest:8.2f} {seen:9,} {peak():6.2f}")
+    ms, processor = (sorted(1e3 * s for s in seconds[5:]) for seconds in (times.seconds, times.processor))
+    print(
+        f"{m:>9,} {memory:6g} {statistics.median(processor):9.2f} {statistics.median(ms):9.2f} {ms[-1]:9.2f} {rest:8.2f} {seen:9,} {peak():6.2f}"
+    )
 
 
 def trainer_large(root: Path) -> None:
@@ -208,10 +204,10 @@ class Seen(Callback):
 
     def __init__(self) -> None:
         self.rounds: list[float] = []
-        self.saves: list[float] = []
+        self.saves: list[tuple[float, float]] = []
 
     def on_fit_start(self, run: Run) -> None:
-        self.opened, self.resident = time.perf_counter(), resident()
+        self.opened, self.resident = time.process_time(), resident()
         clients, names, d = run.data.num_clients, run.clients.inits, run.objective.flat.d
         for first in range(0, 0 if run.rounds_done else clients, 1000):
             some = range(first, min(clients, first + 1000))
@@ -220,9 +216,9 @@ class Seen(Callback):
 
     def on_round_logged(self, run: Run, metrics: dict[str, float]) -> None:
         self.rounds.append(metrics["time/round_s"])
-        started = time.perf_counter()
+        started, processor = time.perf_counter(), time.process_time()
         checkpoint.save(run, run.folder.last)
-        self.saves.append(time.perf_counter() - started)
+        self.saves.append((time.process_time() - processor, time.perf_counter() - started))
 
 
 def trainer_seen(root: Path, m: int, memory: float) -> None:
@@ -234,63 +230,22 @@ def trainer_seen(root: Path, m: int, memory: float) -> None:
 
 def trainer_seen_once(root: Path, m: int, memory: float, resumed: float) -> None:
     """One of the two."""
-    seen, rounds, started = Seen(), 20 if resumed else 10, time.perf_counter()
+    seen, rounds, started = Seen(), 20 if resumed else 10, time.process_time()
     data = Arrays(path=str(root / "data.npz"), num_clients=m, partition=IID(), batch_size=1)
     data.setup("fit")
-    divided = time.perf_counter()
+    divided = time.process_time()
     trainer = FederatedTrainer(
         max_rounds=rounds, clients_per_round=COHORT, local_steps=1, eval_every=rounds, accelerator="cpu", threads=1,
         client_memory=memory, callbacks=[seen, Checkpoints(every_n_rounds=rounds)], engine="sequential",
         default_root_dir=str(root), enable_progress_bar=False,
     )  # fmt: skip
     run = trainer.fit(SCAFFOLD(net=linear(), optimizer=SGD(lr=0.01)), data, "last" if resumed else None)
+    saves = [statistics.median(seconds) for seconds in zip(*seen.saves, strict=True)]
     print(
         f"{m:>9,} {memory:6g} {'resumed' if resumed else 'begun':>8} {divided - started:7.2f} "
         f"{seen.opened - divided:8.2f} {1e3 * statistics.median(seen.rounds):9.2f} "
-        f"{statistics.median(seen.saves):8.3f} {run.folder.last.stat().st_size / 1e6:9.1f} "
+        f"{saves[0]:8.3f} {saves[1]:7.3f} {run.folder.last.stat().st_size / 1e6:9.1f} "
         f"{_on_disk(run.folder.clients) / 1e9:8.2f} {seen.resident:9.2f} {resident():7.2f} {peak():6.2f}",
-        flush=True,
-    )
-
-
-class Clock(Callback):
-    """Seconds of rounds, those of the processor; and room for so many GiB more than are in use before training."""
-
-    def __init__(self, room: float) -> None:
-        self.room = room
-        self.seconds: list[float] = []
-
-    def check(self, run: Run) -> None:
-        if self.room:
-            resource.setrlimit(resource.RLIMIT_AS, (int((resident(0) + self.room) * 2**30), -1))
-
-    def on_round_start(self, run: Run, ctx: RoundContext, cohort: Sequence[int]) -> None:
-        self.started = time.process_time()
-
-    def on_round_logged(self, run: Run, metrics: dict[str, float]) -> None:
-        self.seconds.append(time.process_time() - self.started)
-
-
-def trainer_blocks(root: Path, width: int, engine: float, room: float = 0) -> None:
-    """FedAvg with cohorts of 1,000 and one step on ten images."""
-    m, clock = LARGE_COHORT, Clock(room)
-    data = Arrays(path=write_data(root, m * SAMPLES, 1, 8, 8), num_clients=m, partition=IID(), batch_size=SAMPLES)
-    trainer = FederatedTrainer(
-        max_rounds=8, clients_per_round=m, local_epochs=1, eval_every=8, accelerator="cpu", threads=1,
-        engine=ENGINES[int(engine)], client_block=width, callbacks=[clock], default_root_dir=str(root),
-        enable_progress_bar=False,
-    )  # fmt: skip
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        before = resident()
-        run = trainer.fit(FedAvg(net=cnn(), optimizer=SGD(lr=0.1)), data)
-    said = [str(w.message) for w in found if "out of memory" in str(w.message)]
-    print(
-        f"{ENGINES[int(engine)]:>10} {width:>6} {room:6g} {clock.seconds[0]:8.2f} "
-        f"{statistics.median(clock.seconds[2:]):8.3f} {peak():6.2f} {peak() - before:6.2f} "
-        f"{float(run.global_model.norm()):12.8f}",
-        *said,
-        sep="\n  " if said else " ",
         flush=True,
     )
 
@@ -298,7 +253,7 @@ def trainer_blocks(root: Path, width: int, engine: float, room: float = 0) -> No
 PARTS: dict[str, Callable[..., None]] = {
     f.__name__: f
     for f in (
-        store_small, store_large, trainer_small, trainer_large, trainer_seen, trainer_seen_once, trainer_blocks
+        store_small, store_large, trainer_small, trainer_large, trainer_seen, trainer_seen_once
     )
 }  # fmt: skip
 
@@ -317,7 +272,7 @@ def within(folder: str | Path, part: str, *args: float) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("part", choices=["store", "trainer", "seen", "blocks", "all", *PARTS])
+    parser.add_argument("part", choices=["store", "trainer", "seen", "all", *PARTS])
     parser.add_argument("--root", help="folder for files; by default the system's temporary one")
     parser.add_argument("--arg", action="append", default=[], type=float, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -336,23 +291,18 @@ def main() -> None:
         alone(options.root, "store_large")
     if options.part in ("trainer", "all"):
         print(f"SCAFFOLD, {size(small_net()):,} weights, cohorts of {COHORT}, one step; memory in GiB")
-        print("  clients budget  round ms   slowest   rest s      seen   peak", flush=True)
+        print("  clients budget processor  round ms   slowest   rest s      seen   peak", flush=True)
         for m in NUMBERS:
             for memory in (1.0, 0.0):
                 alone(options.root, "trainer_small", m, memory)
         alone(options.root, "trainer_large")
     if options.part in ("seen", "all"):
         print(f"SCAFFOLD, {size(linear()):,} weights, every client has a row, a checkpoint each round; memory in GiB")
-        print("  clients budget          data s   open s  round ms   save s   save MB  disk GB  at start    now   peak")
+        print("  clients budget          data s   open s  round ms   save s    wall   save MB  disk GB", end="  ")
+        print("at start    now   peak", flush=True)
         for m in NUMBERS:
             for memory in (4.0, 0.0):
                 alone(options.root, "trainer_seen", m, memory)
-    if options.part in ("blocks", "all"):
-        print(f"FedAvg, {size(cnn()):,} weights, cohorts of {LARGE_COHORT:,}, one step on {SAMPLES} images; in GiB")
-        print("    engine  block   room  first s  round s   peak   more  |w| after 8 rounds", flush=True)
-        alone(options.root, "trainer_blocks", LARGE_COHORT, 0)
-        for engine, width in product((1, 2), WIDTHS):
-            alone(options.root, "trainer_blocks", width, engine)
     print(f"load average after {os.getloadavg()[0]:.2f}")
 
 

@@ -6,6 +6,7 @@ import secrets
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -70,10 +71,10 @@ class RowFile:
             self.stamps.append(0)
         position = self.free[-1]
         self.stamp = self.stamps[position] = self.stamp + 1
-        values = [v.to("cpu", self.options["dtype"]).contiguous() for v in slots.values()]
+        values = [_bytes(v.to("cpu", self.options["dtype"]).contiguous()) for v in slots.values()]
         with self._in_one_line("written"):
-            header = np.array([self.stamp, _sum(np.int64(self.stamp), map(_bytes, values))])
-            self._transfer(os.pwritev, position, [header.view(np.uint8), *map(_bytes, values)])
+            header = np.array([self.stamp, _sum(np.int64(self.stamp), values)])
+            self._transfer(os.pwritev, position, [header.view(np.uint8), *values])
         return self.free.pop()
 
     def read(self, position: int) -> State:
@@ -86,9 +87,9 @@ class RowFile:
         self._check(position, header[None], [_sum(header[0], values)])
         return slots
 
-    def _read_rows(self, first: int, count: int) -> None:
+    def _check_rows(self, first: int, number: int) -> None:
         """Reads rows at consecutive positions, to check them."""
-        rows = np.zeros((count, self.size), np.uint8)
+        rows = np.zeros((number, self.size), np.uint8)
         with self._in_one_line("read"):
             self._transfer(os.preadv, first, [rows.reshape(-1)])
         headers = rows[:, :HEADER].copy().view(np.int64)
@@ -96,14 +97,11 @@ class RowFile:
 
     def _check(self, first: int, headers: Bytes, sums: Sequence[int]) -> None:
         """Checks the headers of rows at consecutive positions, ``(rows, 2)``, against their checksums and stamps."""
-        stamps = self.stamps[first : first + len(sums)]
-        for column, right, problem in (
-            (1, sums, "damaged, row {} has another checksum"),
-            (0, stamps, "changed, row {} is not that of the run or checkpoint"),
-        ):
-            wrong = headers[:, column] != right
-            if wrong.any():
-                raise UserError(f"{self.path}: {problem.format(first + int(wrong.argmax()))}; {REMEDY}")
+        for row, (stamp, checksum), right in zip(count(first), headers.tolist(), sums, strict=False):
+            if checksum != right:
+                raise UserError(f"{self.path}: damaged, row {row} has another checksum; {REMEDY}")
+            if stamp != self.stamps[row]:
+                raise UserError(f"{self.path}: changed, row {row} is not that of the run or checkpoint; {REMEDY}")
 
     def _transfer(self, call: Callable[[int, Any, int], int], position: int, buffers: list[Bytes]) -> None:
         """Transfers whole rows by preadv or pwritev, in as many calls as it takes."""
@@ -177,7 +175,7 @@ class RowFile:
             raise UserError(f"{self.path}: cut short, {size} bytes of at least {need}; {REMEDY}")
         np.asarray(self.stamps)[positions] = stamps
         for run in _runs(np.sort(positions), max(1, CHUNK // self.size)):
-            self._read_rows(int(run[0]), len(run))
+            self._check_rows(int(run[0]), len(run))
         return Positions(state["ids"].numpy(), positions)
 
     def close(self) -> None:
