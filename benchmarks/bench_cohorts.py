@@ -1,8 +1,7 @@
 """Cohorts of 1,000 clients by engine and client_block: seconds of a round, and memory.
 
 ``python benchmarks/bench_cohorts.py`` measures all widths; ``--engine batched --block 1000 --room 0.25`` one of them,
-in an address space with so many GiB of room. Seconds are those of the processor, which other work on the machine changes
-little.
+in an address space with so many GiB of room. Seconds are those of the processor, which other work changes little.
 """
 
 from __future__ import annotations
