@@ -179,10 +179,11 @@ def run(root: Path, net: nn.Module, m: int, rounds: int, memory: float, **option
 
 
 def trainer_small(root: Path, m: int, memory: float) -> None:
-    times, rest, seen = run(root, small_net(), m, ROUNDS, memory, clients_per_round=COHORT)
+    times, rest, seen = run(root, small_net(), m, ROUNDS, memory, clients_per_round=COHORT, engine="sequential")
     ms, processor = (sorted(1e3 * s for s in seconds[5:]) for seconds in (times.seconds, times.processor))
     print(
-        f"{m:>9,} {memory:6g} {statistics.median(processor):9.2f} {statistics.median(ms):9.2f} {ms[-1]:9.2f} {rest:8.2f} {seen:9,} {peak():6.2f}"
+        f"{m:>9,} {memory:6g} {statistics.median(processor):9.2f} {statistics.median(ms):9.2f} {ms[-1]:9.2f} "
+        f"{rest:8.2f} {seen:9,} {peak():6.2f}"
     )
 
 
