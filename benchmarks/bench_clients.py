@@ -1,7 +1,9 @@
-"""Client state: the cost of a round as the number of clients grows, and 1,262 clients of a large net in little memory.
+"""Many clients: rounds, checkpoints and restarts as their number grows; a large net in little memory.
 
 ``python benchmarks/bench_clients.py store`` measures the store alone (the large net writes 21 GB to the folder after
-``--root``), ``trainer`` whole runs of SCAFFOLD, ``all`` both.
+``--root``), ``trainer`` whole runs of SCAFFOLD, ``seen`` checkpoints and restarts of runs that have seen every client
+(1.3 GB), ``all`` everything. Seconds of ``seen`` are those of the processor, which other work on the machine changes
+little; ``wall`` is by the clock.
 """
 
 from __future__ import annotations
@@ -23,8 +25,10 @@ import torch
 from torch import nn
 
 from fl_lightning import IID, SCAFFOLD, SGD, Arrays, Checkpoints, FederatedTrainer, ReplaySampler
+from fl_lightning.core import RoundContext
 from fl_lightning.core.files import write_atomically
 from fl_lightning.core.state import State
+from fl_lightning.trainer import checkpoint
 from fl_lightning.trainer.callbacks import Callback
 from fl_lightning.trainer.client_store import ClientStore
 from fl_lightning.trainer.run import Run
@@ -40,6 +44,11 @@ def small_net() -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(FEATURES, 58), nn.ReLU(), nn.Linear(58, CLASSES))
 
 
+def linear() -> nn.Module:
+    """330 weights."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(FEATURES, CLASSES))
+
+
 def large_net() -> nn.Module:
     """4.1 million weights."""
     return nn.Sequential(nn.Flatten(), nn.Linear(FEATURES, 4096), nn.ReLU(), nn.Linear(4096, 960), nn.ReLU(),
@@ -53,6 +62,11 @@ def size(net: nn.Module) -> int:
 def peak() -> float:
     """Peak memory of this process, in GiB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "linux" else 2**30)
+
+
+def resident(pages: int = 1) -> float:
+    """Memory of this process now, in GiB: in RAM; with 0 its address space."""
+    return int(Path("/proc/self/statm").read_text().split()[pages]) * resource.getpagesize() / 2**30
 
 
 def round_of(store: ClientStore, cohort: list[int], following: list[int], w: torch.Tensor) -> float:
@@ -126,21 +140,34 @@ def _on_disk(root: Path) -> int:
 
 
 class Times(Callback):
+    """Seconds of rounds, by the clock and of the processor."""
+
     def __init__(self) -> None:
         self.seconds: list[float] = []
+        self.processor: list[float] = []
+
+    def on_round_start(self, run: Run, ctx: RoundContext, cohort: list[int]) -> None:
+        self.started = time.process_time()
 
     def on_round_logged(self, run: Run, metrics: dict[str, float]) -> None:
+        self.processor.append(time.process_time() - self.started)
         self.seconds.append(metrics["time/round_s"])
+
+
+def write_data(root: Path, n: int, *shape: int) -> str:
+    """Writes n training and 100 test samples; returns the file."""
+    draw, path = np.random.default_rng(0), str(root / "data.npz")
+    x = draw.standard_normal((n + 100, *(shape or (FEATURES,))), dtype=np.float32)
+    y = draw.integers(0, CLASSES, n + 100)
+    np.savez(path, x_train=x[:n], y_train=y[:n], x_test=x[n:], y_test=y[n:])
+    return path
 
 
 def run(root: Path, net: nn.Module, m: int, rounds: int, memory: float, **options: Any) -> tuple[Times, float, int]:
     """SCAFFOLD with one step on one sample per client; its rounds, the other seconds, and the clients seen."""
-    draw = np.random.default_rng(0)
-    x = draw.standard_normal((m + 100, FEATURES), dtype=np.float32)
-    y = draw.integers(0, CLASSES, m + 100)
-    np.savez(root / "data.npz", x_train=x[:m], y_train=y[:m], x_test=x[m:], y_test=y[m:])
+    path = write_data(root, m)
     started, times = time.perf_counter(), Times()
-    data = Arrays(path=str(root / "data.npz"), num_clients=m, partition=IID(), batch_size=1)
+    data = Arrays(path=path, num_clients=m, partition=IID(), batch_size=1)
     trainer = FederatedTrainer(
         max_rounds=rounds, local_steps=1, eval_every=rounds, accelerator="cpu", threads=1, client_memory=memory,
         callbacks=[times, Checkpoints(every_n_rounds=50)], default_root_dir=str(root),
@@ -152,9 +179,12 @@ def run(root: Path, net: nn.Module, m: int, rounds: int, memory: float, **option
 
 
 def trainer_small(root: Path, m: int, memory: float) -> None:
-    times, rest, seen = run(root, small_net(), m, ROUNDS, memory, clients_per_round=COHORT)
-    ms = sorted(1e3 * s for s in times.seconds[5:])
-    print(f"{m:>9,} {memory:6g} {statistics.median(ms):9.2f} {ms[-1]:9.2f} {rest:8.2f} {seen:9,} {peak():6.2f}")
+    times, rest, seen = run(root, small_net(), m, ROUNDS, memory, clients_per_round=COHORT, engine="sequential")
+    ms, processor = (sorted(1e3 * s for s in seconds[5:]) for seconds in (times.seconds, times.processor))
+    print(
+        f"{m:>9,} {memory:6g} {statistics.median(processor):9.2f} {statistics.median(ms):9.2f} {ms[-1]:9.2f} "
+        f"{rest:8.2f} {seen:9,} {peak():6.2f}"
+    )
 
 
 def trainer_large(root: Path) -> None:
@@ -170,25 +200,85 @@ def trainer_large(root: Path) -> None:
     )
 
 
+class Seen(Callback):
+    """Gives every client a row before the first round, and makes a checkpoint after each round."""
+
+    def __init__(self) -> None:
+        self.rounds: list[float] = []
+        self.saves: list[tuple[float, float]] = []
+
+    def on_fit_start(self, run: Run) -> None:
+        self.opened, self.resident = time.process_time(), resident()
+        clients, names, d = run.data.num_clients, run.clients.inits, run.objective.flat.d
+        for first in range(0, 0 if run.rounds_done else clients, 1000):
+            some = range(first, min(clients, first + 1000))
+            run.clients.stage({k: State({name: torch.full((d,), float(k)) for name in names}) for k in some})
+            run.clients.commit()
+
+    def on_round_logged(self, run: Run, metrics: dict[str, float]) -> None:
+        self.rounds.append(metrics["time/round_s"])
+        started, processor = time.perf_counter(), time.process_time()
+        checkpoint.save(run, run.folder.last)
+        self.saves.append((time.process_time() - processor, time.perf_counter() - started))
+
+
+def trainer_seen(root: Path, m: int, memory: float) -> None:
+    """Rounds of ten with a checkpoint each when all m clients have a row, then the same after a restart."""
+    write_data(root, m)
+    for part in ("begun", "resumed"):  # peak memory is that of a process
+        within(root, "trainer_seen_once", m, memory, part == "resumed")
+
+
+def trainer_seen_once(root: Path, m: int, memory: float, resumed: float) -> None:
+    """One of the two."""
+    seen, rounds, started = Seen(), 20 if resumed else 10, time.process_time()
+    data = Arrays(path=str(root / "data.npz"), num_clients=m, partition=IID(), batch_size=1)
+    data.setup("fit")
+    divided = time.process_time()
+    trainer = FederatedTrainer(
+        max_rounds=rounds, clients_per_round=COHORT, local_steps=1, eval_every=rounds, accelerator="cpu", threads=1,
+        client_memory=memory, callbacks=[seen, Checkpoints(every_n_rounds=rounds)], engine="sequential",
+        default_root_dir=str(root), enable_progress_bar=False,
+    )  # fmt: skip
+    run = trainer.fit(SCAFFOLD(net=linear(), optimizer=SGD(lr=0.01)), data, "last" if resumed else None)
+    saves = [statistics.median(seconds) for seconds in zip(*seen.saves, strict=True)]
+    print(
+        f"{m:>9,} {memory:6g} {'resumed' if resumed else 'begun':>8} {divided - started:7.2f} "
+        f"{seen.opened - divided:8.2f} {1e3 * statistics.median(seen.rounds):9.2f} "
+        f"{saves[0]:8.3f} {saves[1]:7.3f} {run.folder.last.stat().st_size / 1e6:9.1f} "
+        f"{_on_disk(run.folder.clients) / 1e9:8.2f} {seen.resident:9.2f} {resident():7.2f} {peak():6.2f}",
+        flush=True,
+    )
+
+
 PARTS: dict[str, Callable[..., None]] = {
-    f.__name__: f for f in (store_small, store_large, trainer_small, trainer_large)
-}
+    f.__name__: f
+    for f in (
+        store_small, store_large, trainer_small, trainer_large, trainer_seen, trainer_seen_once
+    )
+}  # fmt: skip
 
 
 def alone(root: str | None, part: str, *args: float) -> None:
     """Runs a part in its own process and folder: peak memory is that of a process."""
     with tempfile.TemporaryDirectory(dir=root) as folder:
-        command = [sys.executable, __file__, part, "--root", folder, *(f"--arg={a}" for a in args)]
-        subprocess.run(command, check=True)
+        within(folder, part, *args)
+
+
+def within(folder: str | Path, part: str, *args: float) -> None:
+    """Runs a part in its own process."""
+    command = [sys.executable, __file__, part, "--root", str(folder), *(f"--arg={float(a)}" for a in args)]
+    subprocess.run(command, check=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("part", choices=["store", "trainer", "all", *PARTS])
+    parser.add_argument("part", choices=["store", "trainer", "seen", "all", *PARTS])
     parser.add_argument("--root", help="folder for files; by default the system's temporary one")
     parser.add_argument("--arg", action="append", default=[], type=float, help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(1)
+    torch.manual_seed(0)
     if options.part in PARTS:
         numbers = [int(a) if k == 0 else a for k, a in enumerate(options.arg)]
         return PARTS[options.part](Path(options.root), *numbers)
@@ -202,11 +292,18 @@ def main() -> None:
         alone(options.root, "store_large")
     if options.part in ("trainer", "all"):
         print(f"SCAFFOLD, {size(small_net()):,} weights, cohorts of {COHORT}, one step; memory in GiB")
-        print("  clients budget  round ms   slowest   rest s      seen   peak", flush=True)
+        print("  clients budget processor  round ms   slowest   rest s      seen   peak", flush=True)
         for m in NUMBERS:
             for memory in (1.0, 0.0):
                 alone(options.root, "trainer_small", m, memory)
         alone(options.root, "trainer_large")
+    if options.part in ("seen", "all"):
+        print(f"SCAFFOLD, {size(linear()):,} weights, every client has a row, a checkpoint each round; memory in GiB")
+        print("  clients budget          data s   open s  round ms   save s    wall   save MB  disk GB", end="  ")
+        print("at start    now   peak", flush=True)
+        for m in NUMBERS:
+            for memory in (4.0, 0.0):
+                alone(options.root, "trainer_seen", m, memory)
     print(f"load average after {os.getloadavg()[0]:.2f}")
 
 

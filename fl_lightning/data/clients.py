@@ -11,6 +11,7 @@ from typing_extensions import Self
 
 from fl_lightning.core import numpy_generator, require
 from fl_lightning.data.partition import Partition
+from fl_lightning.data.partition.base import cut
 from fl_lightning.data.stream import stratified
 
 
@@ -52,7 +53,7 @@ class ClientIndices(Sequence[Tensor]):
             num_clients: Number of clients.
         """
         order = np.argsort(clients, kind="stable")[np.count_nonzero(clients < 0) :]
-        return cls(np.split(order, np.bincount(clients[order], minlength=num_clients).cumsum()[:-1]))
+        return cls(cut(order, np.bincount(clients[order], minlength=num_clients)))
 
 
 def divide(
@@ -84,7 +85,7 @@ def divide(
     n_val = round(val_fraction * len(y))
     require(n_val > 0 or not val_fraction, "data.val_fraction", val_fraction, "holds out nothing; use for example 0.1")
     val = stratified(strata, n_val, numpy_generator(seed, "validation"))
-    kept = np.setdiff1d(np.arange(len(y)), val)
+    kept = np.delete(np.arange(len(y)), val)
     require(len(kept) > 0, "data.val_fraction", val_fraction, "leaves nothing to train on; use a smaller one")
     fewer = f"exceeds the {len(kept)} training samples; use fewer clients"
     require(num_clients <= len(kept), "data.num_clients", num_clients, fewer)
@@ -92,7 +93,7 @@ def divide(
         parts = [part[~np.isin(part, val)] for part in partition(y, num_clients, num_classes, seed)]
     else:
         parts = [kept[part] for part in partition(y[kept], num_clients, num_classes, seed)]
-    for client, part in enumerate(parts):
-        taken = f"takes all data of client {client}; use a smaller one"
-        require(len(part) > 0, "data.val_fraction", val_fraction, taken)
-    return torch.from_numpy(val), ClientIndices(parts)
+    clients = ClientIndices(parts)
+    taken = f"takes all data of client {int(clients.sizes.argmin())}; use a smaller one"
+    require(bool(clients.sizes.all()), "data.val_fraction", val_fraction, taken)
+    return torch.from_numpy(val), clients

@@ -123,7 +123,7 @@ def _is_count(value: Any) -> bool:
 
 def _are_ids(value: Any) -> bool:
     fits = isinstance(value, torch.Tensor) and value.dtype == torch.int64 and value.ndim == 1
-    return fits and bool((value >= 0).all()) and len(set(value.tolist())) == len(value)
+    return fits and bool((value >= 0).all()) and len(torch.unique(value)) == len(value)
 
 
 def _are_tensors(value: Any) -> bool:
@@ -200,7 +200,7 @@ def restore(run: Run, ckpt_path: str, resume: bool = True, clients: bool = True)
         on_rank_zero(run.fabric, lambda: check_unused(folder.path))  # else the rows may be newer than the checkpoint
     if clients and run.fabric.is_global_zero:
         run.clients.load_state_dict(content["clients"], folder.clients)
-    run.checkpoint, run.restored = path, content
+    run.checkpoint, run.restored = path, {name: value for name, value in content.items() if name != "clients"}
     run.server = State({name: value.to(w0) for name, value in content["server"].items()})
     run.clients.w0 = content["clients"]["w0"].to(w0)
     if buffers is not None:
@@ -218,7 +218,7 @@ def _check_state(path: Path, run: Run, content: Mapping[str, Any], same_data: bo
     for what, fits in (
         ("server", shapes == {name: tuple(value.shape) for name, value in run.server.items()}),
         ("clients.w0", clients["w0"].shape == kept.w0.shape),
-        ("clients.ids", len(set(ids.tolist())) == len(ids) and not (same_data and (ids >= run.data.num_clients).any())),
+        ("clients.ids", len(torch.unique(ids)) == len(ids) and not (same_data and (ids >= run.data.num_clients).any())),
         ("clients.rows", not same_data or {n: tuple(value.shape) for n, value in clients["rows"].items()} == rows),
         ("buffers", (content["buffers"] is None) == (run.objective.net_buffers is None)),
     ):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.core import Init, State
+from fl_lightning.trainer.positions import Positions
 from fl_lightning.trainer.row_file import RowFile
 
 
@@ -34,7 +35,7 @@ class ClientStore:
         row = sum(512 + int(np.prod(shape)) * w0.element_size() for shape in self.shapes.values())
         self._room = int(memory * 2**30 / (512 + row))
         self._rows: dict[int, State] = {}
-        self._index: dict[int, int] = {}  # positions in the file of the clients that are not in memory
+        self._index = Positions()  # positions in the file of the clients that are not in memory
         self._pending: dict[int, State] = {}
         self._placed: dict[int, int] = {}  # positions of those pending rows that are in the file
         self._ahead: dict[int, Future[State] | State | None] = {}
@@ -174,7 +175,8 @@ class ClientStore:
         Raises:
             UserError: If the folder cannot be written.
         """
-        rows, index = {**self._rows, **self._pending}, {**self._index, **self._placed}
+        rows, index = {**self._rows, **self._pending}, self._index.copy()
+        index.update(self._placed)
         for client in self._pending:
             (rows if client in self._placed else index).pop(client, None)
         ids = sorted(rows)
@@ -201,9 +203,10 @@ class ClientStore:
         """
         self.close()
         self.w0 = state["w0"].to(self.w0)
-        self._rows, self._index, self._pending, self._placed, self._file = {}, {}, {}, {}, None
+        self._rows, self._index, self._pending, self._placed, self._file = {}, Positions(), {}, {}, None
+        columns = {name: values.unbind() for name, values in state["rows"].items()}
         self._rows = {
-            client: State({name: values[k].to(self.w0, copy=True) for name, values in state["rows"].items()})
+            client: State({name: column[k].to(self.w0, copy=True) for name, column in columns.items()})
             for k, client in enumerate(torch.as_tensor(state["ids"]).tolist())
         }
         self.open(folder)
@@ -216,7 +219,7 @@ class ClientStore:
         Positions that neither it nor a pinned one refers to become free. After a pinned `state_dict` nothing changes.
         """
         if self._file is not None:
-            self._file.saved([*self._index.values(), *self._placed.values()])
+            self._file.saved(np.concatenate([self._index.positions, np.array([*self._placed.values()], np.int64)]))
 
     def close(self) -> None:
         """Ends the thread and closes the file; both reopen if needed."""

@@ -4,8 +4,9 @@ import errno
 import os
 import secrets
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -15,7 +16,8 @@ import torch
 from torch import Tensor
 
 from fl_lightning.core import State, UserError
-from fl_lightning.core.files import load, restore_removed, save
+from fl_lightning.core.files import CHUNK, load, restore_removed, save
+from fl_lightning.trainer.positions import Positions
 
 STAMP = 8
 """Bytes of a row's stamp, a number that no other row has."""
@@ -69,32 +71,40 @@ class RowFile:
             self.stamps.append(0)
         position = self.free[-1]
         self.stamp = self.stamps[position] = self.stamp + 1
-        values = [v.to("cpu", self.options["dtype"]).contiguous() for v in slots.values()]
+        values = [_bytes(v.to("cpu", self.options["dtype"]).contiguous()) for v in slots.values()]
         with self._in_one_line("written"):
-            self._transfer(os.pwritev, position, np.array([self.stamp, _sum(self.stamp, values)]), values)
+            header = np.array([self.stamp, _sum(np.int64(self.stamp), values)])
+            self._transfer(os.pwritev, position, [header.view(np.uint8), *values])
         return self.free.pop()
 
     def read(self, position: int) -> State:
         """Returns the row at a position, on the CPU. A thread and the run may read at the same time."""
         header = np.zeros(2, np.int64)
         slots = State({name: torch.empty(shape, **self.options) for name, shape in self.shapes.items()})
+        values = [_bytes(v) for v in slots.values()]
         with self._in_one_line("read"):
-            self._transfer(os.preadv, position, header, list(slots.values()))
-        if header[1] != _sum(int(header[0]), list(slots.values())):
-            raise UserError(f"{self.path}: damaged, row {position} has another checksum; {REMEDY}")
-        if header[0] != self.stamps[position]:
-            raise UserError(f"{self.path}: changed, row {position} is not that of the run or checkpoint; {REMEDY}")
+            self._transfer(os.preadv, position, [header.view(np.uint8), *values])
+        self._check(position, header[None], [_sum(header[0], values)])
         return slots
 
-    def _transfer(
-        self,
-        call: Callable[[int, Any, int], int],
-        position: int,
-        header: np.ndarray[Any, Any],
-        values: Sequence[Tensor],
-    ) -> None:
-        """Transfers a whole row by preadv or pwritev, in as many calls as it takes."""
-        buffers = [header.view(np.uint8), *map(_bytes, values)]
+    def _check_rows(self, first: int, number: int) -> None:
+        """Reads rows at consecutive positions, to check them."""
+        rows = np.zeros((number, self.size), np.uint8)
+        with self._in_one_line("read"):
+            self._transfer(os.preadv, first, [rows.reshape(-1)])
+        headers = rows[:, :HEADER].copy().view(np.int64)
+        self._check(first, headers, [_sum(*each) for each in zip(headers[:, 0], rows[:, None, HEADER:], strict=True)])
+
+    def _check(self, first: int, headers: Bytes, sums: Sequence[int]) -> None:
+        """Checks the headers of rows at consecutive positions, ``(rows, 2)``, against their checksums and stamps."""
+        for row, (stamp, checksum), right in zip(count(first), headers.tolist(), sums, strict=False):
+            if checksum != right:
+                raise UserError(f"{self.path}: damaged, row {row} has another checksum; {REMEDY}")
+            if stamp != self.stamps[row]:
+                raise UserError(f"{self.path}: changed, row {row} is not that of the run or checkpoint; {REMEDY}")
+
+    def _transfer(self, call: Callable[[int, Any, int], int], position: int, buffers: list[Bytes]) -> None:
+        """Transfers whole rows by preadv or pwritev, in as many calls as it takes."""
         offset = position * self.size
         while buffers:
             done = call(self.fd, buffers, offset)
@@ -121,9 +131,9 @@ class RowFile:
         if not self.held[position]:
             self.free.append(position)
 
-    def state(self, index: Mapping[int, int], pin: bool) -> dict[str, Any]:
+    def state(self, index: Positions, pin: bool) -> dict[str, Any]:
         """Flushes the rows of ``index`` to disk and returns their positions; see `ClientStore.state_dict`."""
-        positions = np.fromiter(index.values(), np.int64, len(index))
+        positions = index.positions
         np.asarray(self.held)[positions] = 1
         self.snapshot = None if pin else positions
         if pin:
@@ -137,12 +147,12 @@ class RowFile:
         return {
             "name": self.path.name,
             "row_bytes": self.size,
-            "ids": torch.from_numpy(np.fromiter(index, np.int64, len(index))),
+            "ids": torch.from_numpy(index.clients),
             "positions": torch.from_numpy(positions),
             "stamps": torch.from_numpy(np.asarray(self.stamps)[positions]),
         }
 
-    def saved(self, used: Sequence[int]) -> None:
+    def saved(self, used: Bytes) -> None:
         """Frees positions that are neither used, nor pinned, nor in the last `state`."""
         if self.snapshot is None:
             return
@@ -150,10 +160,10 @@ class RowFile:
         held = np.asarray(self.held)
         held[self.snapshot] = held[self.pinned] = 1
         taken = held.copy()
-        taken[np.array(used, np.int64)] = 1
+        taken[used] = 1
         self.free = np.flatnonzero(taken == 0)[::-1].tolist()  # the first ones are taken first
 
-    def load(self, state: Mapping[str, Any]) -> dict[int, int]:
+    def load(self, state: Mapping[str, Any]) -> Positions:
         """Checks that the rows of `state` are in the file, every bit of them; returns their positions by client."""
         positions, stamps = state["positions"].numpy(), state["stamps"].numpy()
         need = int(positions.max(initial=-1) + 1) * self.size
@@ -163,10 +173,10 @@ class RowFile:
             raise UserError(f"{self.path}: has rows of {state['row_bytes']} bytes, this run {self.size}; {REMEDY}")
         if len(positions) and (size := self.path.stat().st_size) < need:
             raise UserError(f"{self.path}: cut short, {size} bytes of at least {need}; {REMEDY}")
-        for position, stamp in sorted(zip(positions.tolist(), stamps.tolist(), strict=True)):
-            self.stamps[position] = stamp
-            self.read(position)
-        return dict(zip(state["ids"].tolist(), positions.tolist(), strict=True))
+        np.asarray(self.stamps)[positions] = stamps
+        for run in _runs(np.sort(positions), max(1, CHUNK // self.size)):
+            self._check_rows(int(run[0]), len(run))
+        return Positions(state["ids"].numpy(), positions)
 
     def close(self) -> None:
         """Closes the file until it is used again."""
@@ -180,12 +190,18 @@ def _bytes(values: Tensor) -> Bytes:
     return found
 
 
-def _sum(stamp: int, values: Sequence[Tensor]) -> int:
+def _sum(stamp: np.int64, values: Iterable[Bytes]) -> int:
     """The checksum of a row."""
-    found = crc32(np.int64(stamp).tobytes())
+    found = crc32(stamp.tobytes())
     for value in values:
-        found = crc32(_bytes(value).data, found)
+        found = crc32(value.data, found)
     return found
+
+
+def _runs(positions: Bytes, most: int) -> Iterator[Bytes]:
+    """Divides ascending positions into runs of consecutive ones, of limited length."""
+    for run in np.split(positions, np.flatnonzero(np.diff(positions) != 1) + 1):
+        yield from (run[at : at + most] for at in range(0, len(run), most))
 
 
 def _read_pins(path: Path) -> Bytes:

@@ -136,7 +136,7 @@ class Run:
         norms: Norms of the server's vectors after each of the last rounds.
         should_stop: Ends the run after this round; a callback may set it.
         checkpoint: The checkpoint that the run was restored from.
-        restored: Its content.
+        restored: Its content, without the clients' rows, which would lie in memory twice.
         folder: The run's folder, from the start on; of a restored run, that of the checkpoint.
         varied: Settings of the objective that differ between runs trained as one program, by name.
         training_state: Called for further state of a checkpoint; centralized training sets it.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import resource
 import warnings
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,6 @@ from fl_lightning import (
     UserError,
     algorithms,
 )
-from fl_lightning.core import RoundContext
 from fl_lightning.engine import GraphedEngine
 from fl_lightning.engine.record import RecordedRound
 from fl_lightning.trainer.callbacks import Callback
@@ -265,20 +263,19 @@ def test_modes_of_submodules_are_kept(engine: str, tmp_path: Path) -> None:
 
 
 class Starved(Callback):
-    """Leaves this process 256 MiB more than it has when the first round begins."""
+    """Leaves this process 256 MiB more than it has before anything is trained."""
 
-    def on_round_start(self, run: Run, ctx: RoundContext, cohort: Sequence[int]) -> None:
+    def check(self, run: Run) -> None:
         has = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        if not run.rounds_done:
-            resource.setrlimit(resource.RLIMIT_AS, (has + 2**28, -1))
+        resource.setrlimit(resource.RLIMIT_AS, (has + 2**28, -1))
 
 
-def starved(folder: Path, block: int, results: Any) -> None:
+def starved(folder: Path, engine: Any, block: int, results: Any) -> None:
     """Trains 64 clients, which need more than that at once."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Flatten(), nn.Linear(64, 2000), nn.ReLU(), nn.Linear(2000, 10))
     trainer = FederatedTrainer(
-        max_rounds=2, clients_per_round=64, engine="batched", client_block=block or None, precision="64-true",
+        max_rounds=2, clients_per_round=64, engine=engine, client_block=block or None, precision="64-true",
         accelerator="cpu", threads=1, default_root_dir=folder, enable_progress_bar=False, callbacks=[Starved()],
     )  # fmt: skip
     with warnings.catch_warnings(record=True) as found:
@@ -288,12 +285,13 @@ def starved(folder: Path, block: int, results: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="limits and sizes of processes as Linux has them")
-def test_a_block_that_does_not_fit_is_halved(tmp_path: Path) -> None:
+@pytest.mark.parametrize("engine", ["batched", "graphed"])
+def test_a_block_that_does_not_fit_is_halved(engine: str, tmp_path: Path) -> None:
     fork = multiprocessing.get_context("fork")
     got = []
     for block in (0, 4):
         receiver, sender = fork.Pipe(duplex=False)
-        child = fork.Process(target=starved, args=(tmp_path, block, sender))
+        child = fork.Process(target=starved, args=(tmp_path, engine, block, sender))
         child.start()
         sender.close()  # so that a child that fails ends recv
         got.append(receiver.recv())

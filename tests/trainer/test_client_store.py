@@ -10,6 +10,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from fl_lightning import UserError
+from fl_lightning.core import files
 from fl_lightning.core.files import write_atomically
 from fl_lightning.core.state import State
 from fl_lightning.trainer.client_store import ClientStore
@@ -400,6 +402,37 @@ def test_two_runs_in_one_folder_are_noticed(tmp_path: Path) -> None:
     play(other, range(3), 1)
     with pytest.raises(UserError, match="changed, row 3 is not that of the run"):
         store.rows()
+
+
+def test_a_restart_checks_every_row(tmp_path: Path) -> None:
+    """Also of a file with gaps, and one that is read in several parts."""
+    m, d = 300, 2000
+    w = torch.zeros(d)
+    store = ClientStore({"c": "zeros"}, w, NONE)
+    store.open(tmp_path)
+    for t, clients in enumerate((range(m), range(20, 29), range(130, 133))):
+        store.stage({k: State({"c": torch.full((d,), float(k + t))}) for k in clients})
+        store.commit()
+        found = store.state_dict()
+        store.saved()
+    store.close()
+    size, used = found["file"]["row_bytes"], sorted(found["file"]["positions"].tolist())
+    gaps, part = [a for a, b in pairwise(used) if b != a + 1], files.CHUNK // size
+    assert len(gaps) > 1 and m > 2 * part
+    path = tmp_path / "rows.bin"
+    whole = path.read_bytes()
+    another = whole[used[1] * size :][:size]
+    with path.open("r+b", buffering=0) as file:
+        for row in {used[0], *gaps, used[part - 1], used[part], used[m // 2], used[-1]}:
+            own = whole[row * size :][:size]
+            for harm, message in ((own[:-1] + bytes([own[-1] ^ 1]), "damaged"), (another, "changed")):
+                os.pwrite(file.fileno(), harm, row * size)
+                with pytest.raises(UserError, match=f"{message}, row {row} "):
+                    store.load_state_dict(found, tmp_path)
+            os.pwrite(file.fileno(), own, row * size)
+    store.load_state_dict(found, tmp_path)
+    assert all(bool((store.get(k, w, {}).c == k + (20 <= k < 29) + 2 * (130 <= k < 133)).all()) for k in range(m))
+    store.close()
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -175,3 +176,11 @@ def test_centralized_training_resumes_to_the_bit(options: Any, tmp_path: Path) -
     federated = trainer(tmp_path / "fit").fit(central(), data())
     with pytest.raises(UserError, match=r"of federated training; continue it with `fl-lightning fit`"):
         trainer(tmp_path / "fit").centralized(central(), data(), str(federated.folder.last))
+
+
+def test_a_resumed_run_holds_its_clients_rows_once(tmp_path: Path) -> None:
+    trainer(tmp_path, Checkpoints(every_n_rounds=1)).fit(model(SCAFFOLD), data())
+    run = trainer(tmp_path, rounds=6).start(model(SCAFFOLD), data(), "last")
+    rows = (len(run.clients), run.objective.flat.d)
+    assert rows[0] > 1 and run.restored["round"] == 5
+    assert not [v for v in gc.get_objects() if type(v) is torch.Tensor and v.shape == rows]

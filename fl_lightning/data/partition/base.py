@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import ClassVar
 
 import numpy as np
@@ -68,23 +69,30 @@ def check(parts: Sequence[Indices], num_samples: int, num_clients: int, source: 
     """
     m = len(parts)
     ensure(m == num_clients, f"data.num_clients = {num_clients}, but {source} has {m} clients; set it to {m}")
-    for client, part in enumerate(parts):
-        if len(part) == 0:
-            raise UserError(
-                f"data.num_clients = {num_clients} leaves client {client} without data ({num_samples} samples, "
-                f"{source}); use fewer clients, a larger alpha or more data"
-            )
-        if part.min() < 0 or part.max() >= num_samples:
-            bad = part[(part < 0) | (part >= num_samples)][0]
-            raise UserError(
-                f"{source}: client {client} has index {bad}, but the training set has {num_samples} samples"
-                "; use the split made for this data set"
-            )
-    values, counts = np.unique(np.concatenate(parts), return_counts=True)
+    lengths = np.array([len(part) for part in parts])  # of a million clients: nothing is called for each
+    ensure(
+        bool(lengths.all()),
+        f"data.num_clients = {num_clients} leaves client {lengths.argmin()} without data ({num_samples} samples, "
+        f"{source}); use fewer clients, a larger alpha or more data",
+    )
+    indices = np.concatenate(parts)
+    wrong = np.flatnonzero((indices < 0) | (indices >= num_samples))
+    if len(wrong):
+        client = np.searchsorted(lengths.cumsum(), wrong[0], side="right")
+        raise UserError(
+            f"{source}: client {client} has index {indices[wrong[0]]}, but the training set has {num_samples} samples"
+            "; use the split made for this data set"
+        )
+    counts = np.bincount(indices)
     ensure(
         replacement or counts.max() <= 1,
-        f"{source}: index {values[counts.argmax()]} occurs {counts.max()} times; give every sample to one client only",
+        f"{source}: index {counts.argmax()} occurs {counts.max()} times; give every sample to one client only",
     )
+
+
+def cut(samples: Indices, lengths: Indices) -> list[Indices]:
+    """Consecutive parts of these lengths, as views; for a million of them ``np.split`` takes seconds."""
+    return [samples[start:end] for start, end in pairwise([0, *lengths.cumsum().tolist()])]
 
 
 def members(labels: Indices, num_classes: int) -> list[Indices]:

@@ -6,7 +6,7 @@ from typing import Literal
 import numpy as np
 
 from fl_lightning.core import NonNegative, Positive, Whole, ensure, numpy_generator, require
-from fl_lightning.data.partition.base import Indices, Partition, members, sizes
+from fl_lightning.data.partition.base import Indices, Partition, cut, members, sizes
 
 CIFAR100_COARSE = (
     4, 1, 14, 8, 0, 6, 7, 7, 18, 3, 3, 14, 9, 18, 7, 11, 3, 9, 7, 11, 6, 11, 5, 10, 7, 6, 13, 15, 3, 15,
@@ -40,7 +40,7 @@ class IID(Partition):
         if self.stratified:
             order = order[labels[order].argsort(kind="stable")]
             return [order[client::num_clients] for client in range(num_clients)]
-        return np.split(order, sizes(len(labels), num_clients, self.power).cumsum()[:-1])
+        return cut(order, sizes(len(labels), num_clients, self.power))
 
 
 class Dirichlet(Partition):
