@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from importlib import import_module
 from textwrap import fill
@@ -40,10 +40,31 @@ set_loader(MODE := "checked yaml", _load, (yaml.YAMLError,))
 
 
 class Parser(LightningArgumentParser):
-    """A parser that raises its errors, takes no abbreviated names, and of YAML no key twice."""
+    """A parser that raises its errors, takes no abbreviated names, and of YAML no key twice.
+
+    Attributes:
+        null: The classes that null stands for in a list, by setting: ``NULL`` of the class.
+    """
+
+    null: Mapping[str, Sequence[str]] = {}
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{"prog": "fl-lightning", "allow_abbrev": False, "parser_mode": MODE, **kwargs})
+
+    def add_class_arguments(self, kind: type, *args: Any, **kwargs: Any) -> Any:
+        """Adds the arguments of a class."""
+        self.null = getattr(kind, "NULL", {})
+        return super().add_class_arguments(kind, *args, **kwargs)
+
+    def parse_object(self, obj: Any, *args: Any, **kwargs: Any) -> Any:
+        """Parses settings; where ``+=`` appends to null, the list that null stands for comes first."""
+        base = "namespace" if "namespace" in kwargs else "cfg_base"  # its name before jsonargparse 4.50
+        for key, classes in self.null.items():
+            before = kwargs.get(base) or {}
+            if f"{key}+" in obj and before.get(key) is None:
+                default = [{"class_path": name} for name in classes]
+                kwargs[base] = Namespace({**before, key: default})  # type: ignore[no-untyped-call]
+        return super().parse_object(obj, *args, **kwargs)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Refuses the arguments."""
@@ -148,6 +169,8 @@ class FederatedCLI(LightningCLI):
         if self._rest is not None:
             parser.epilog = texts.get(f"*{self._rest}")
         parser.add_function_arguments(self.function, skip=options)
+        null = getattr(import_module(self.function.__module__), "NULL", {})
+        parser.set_defaults({name: [{"class_path": each} for each in null[name]] for name in null})
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parses the arguments; an integer may be written as 3.0."""
