@@ -29,7 +29,7 @@ from fl_lightning import (
 )
 from fl_lightning.commands.data import run as show_partition
 from fl_lightning.core.rng import numpy_generator
-from fl_lightning.data.counts import class_counts
+from fl_lightning.data.counts import class_counts, heat_map, histogram
 from fl_lightning.trainer.run import Run
 
 RNG = numpy_generator(0, "test tasks")
@@ -94,6 +94,30 @@ def test_the_partition_of_numbers_speaks_of_no_class(tmp_path: Path, capsys: pyt
     said = capsys.readouterr().out
     assert "3 clients, 30 samples" in said and "class" not in said
     assert (tmp_path / "out" / "clients.csv").read_text().splitlines() == ["client,samples", "0,10", "1,10", "2,10"]
+
+
+@pytest.mark.parametrize(
+    ("task", "y", "whole"),
+    [
+        ("regression", NUMBERS, [3] * 10),
+        ("regression", np.full(40, 1e9), [30]),
+        ("multilabel", TAGS, TAGS[:30].sum(0).tolist()),
+    ],
+    ids=["tenths", "equal numbers", "labels"],
+)
+def test_partitions_are_counted_by_the_targets(task: str, y: Any, whole: list[int], tmp_path: Path) -> None:
+    """Samples of each client in tenths by the first value, or with each label."""
+    data = arrays(tmp_path, task, y)
+    data.setup()
+    found = histogram(data)
+    edges = np.sort(y[:30].reshape(30, -1)[:, 0])[[*range(0, 30, 30 // len(whole)), 29]]
+    for part, row in zip(data.clients, found.counts, strict=True):
+        held = data.y_train[part].double().numpy()
+        wanted = held.sum(0) if task == "multilabel" else np.histogram(held[:, 0], edges)[0] if len(whole) > 1 else [10]
+        assert row.tolist() == list(wanted)
+    assert found.counts.sum(0).tolist() == whole and len({*found.names}) == len(whole)
+    axes = heat_map(found).axes[0]
+    assert axes.get_ylabel() == found.unit and [tick.get_text() for tick in axes.get_yticklabels()] == found.names
 
 
 class Flat(nn.Linear):
