@@ -10,7 +10,7 @@ from torch import Tensor
 from torchmetrics import MeanAbsoluteError, Metric
 from torchmetrics.classification import MulticlassAccuracy, MultilabelF1Score
 
-from fl_lightning.core import ensure
+from fl_lightning.core import accumulator_dtype, ensure
 from fl_lightning.data.stream import finite, labels, numeric
 
 TaskName = Literal["classification", "regression", "multilabel"]
@@ -133,6 +133,11 @@ class Regression(Task):
     def metric(self, outputs: int) -> tuple[str, Metric]:
         """Mean absolute error, over all values: it is defined for a single sample, too."""
         return "mae", MeanAbsoluteError()
+
+    def scored(self, outputs: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        """In float64: R² and its like subtract sums of squares from each other."""
+        dtype = accumulator_dtype(outputs.device)
+        return outputs.to(dtype), target.to(dtype)
 
     def arguments(self, outputs: int) -> dict[str, Any]:
         """See :class:`Task`."""

@@ -46,10 +46,17 @@ def arrays(folder: Path, task: str, y: Any = None, **options: Any) -> Arrays:
     return Arrays(str(folder / "data.npz"), **{"num_clients": 3, "task": task, **options})
 
 
-def fit(data: Arrays, folder: Path, engine: str = "sequential", model: type[FedAvg] = FedAvg, **parts: Any) -> Run:
+def fit(
+    data: Arrays,
+    folder: Path,
+    engine: str = "sequential",
+    model: type[FedAvg] = FedAvg,
+    precision: str = "64-true",
+    **parts: Any,
+) -> Run:
     trainer = FederatedTrainer(
-        max_rounds=1, clients_per_round=3, engine=engine, accelerator="cpu", callbacks=[], loggers=[], threads=1,
-        precision="64-true", default_root_dir=str(folder / "runs"), enable_progress_bar=False,
+        max_rounds=1, clients_per_round=data.num_clients, engine=engine, accelerator="cpu", callbacks=[], loggers=[],
+        precision=precision, default_root_dir=str(folder / "runs"), enable_progress_bar=False, threads=1,
     )  # fmt: skip
     return trainer.fit(model(**{"net": nn.Linear(3, 2), **parts}), data)
 
@@ -76,6 +83,31 @@ def test_a_step_and_the_metrics_in_closed_form(task: str, engine: str, tmp_path:
         found = {"f1": 2 * right / ((z > 0).sum() + y.sum()), "loss": (np.logaddexp(0, z) - y * z).mean()}
     for name, value in found.items():
         assert run.metrics[f"server/test/{name}"] == pytest.approx(value, rel=1e-6)
+
+
+def test_metrics_of_many_samples_keep_their_digits(tmp_path: Path) -> None:
+    """Numbers far from zero: float32 loses all digits of R², and the sixth of the mean absolute error."""
+    x = RNG.normal(size=(100_000, 1)).astype(np.float32)
+    y = (1000 + x).astype(np.float32)
+    data = Arrays(client_arrays=[(x[:9], y[:9])], test=(x, y), task="regression", batch_size=None)
+    run = fit(
+        data,
+        tmp_path,
+        net=nn.Linear(1, 1),
+        loss=nn.MSELoss(),
+        optimizer=SGD(lr=1e-9),
+        metrics=["R2Score", "MeanSquaredError"],
+        precision="32-true",
+    )
+    w, b = run.global_model.numpy()
+    error = (y.astype(np.float64) - (x * w + b))[:, 0]
+    r2 = 1 - np.square(error).sum() / np.square(y - y.mean(dtype=np.float64)).sum()
+    for name, value in {
+        "mae": np.abs(error).mean(),
+        "MeanSquaredError": np.square(error).mean(),
+        "R2Score": r2,
+    }.items():
+        assert run.metrics[f"server/test/{name}"] == pytest.approx(value, rel=1e-7)
 
 
 def test_numbers_are_columns_and_samples_have_no_class(tmp_path: Path) -> None:
