@@ -2,6 +2,7 @@
 
 import inspect
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from importlib import import_module
@@ -12,13 +13,14 @@ import torch
 import yaml
 from docstring_parser import parse
 from jsonargparse import ActionConfigFile, Namespace, get_loader, set_loader  # type: ignore[attr-defined]
+from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 import fl_lightning
 import fl_lightning.algorithms  # a class goes by its bare name once it is imported
 import fl_lightning.nets
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.commands.arguments import PARTS, prepare, split, whole_numbers
+from fl_lightning.commands.arguments import PARTS, kept, prepare, split, whole_numbers
 from fl_lightning.commands.last import check_last
 from fl_lightning.commands.messages import ArgumentsError, find_user_error
 from fl_lightning.core import check_yaml, ensure, generator, require
@@ -241,6 +243,8 @@ class FederatedCLI(LightningCLI):
         """Runs the subcommand."""
         made = self.config if "cli" in self.parameters else self.build()
         given = {name: self if name == "cli" else made[name] for name in self.parameters if name != self._rest}
+        if "trainer" in self.needs and "model" in self.needs:
+            self._say_what_is_kept()
         positional = [given.pop(name) for name, p in self.parameters.items() if p.kind is p.POSITIONAL_ONLY]
         with made.trainer.environment() if "trainer" in self.parameters else nullcontext():
             if "trainer" in self.parameters:
@@ -252,6 +256,18 @@ class FederatedCLI(LightningCLI):
                     "centralized" if self.command == "centralized" else "federated",
                 )
             self.function(*positional, *self.settings, **given)
+
+    @rank_zero_only
+    def _say_what_is_kept(self) -> None:
+        """Prints which settings of a config's algorithm the one in its place keeps."""
+        before, names = kept(prepare(list(self.args)))
+        model = self.config.model
+        if before and (known := [name for name in names if name != "net" and name in model.get("init_args", ())]):
+            print(
+                f"model = {model.class_path.rpartition('.')[2]}: keeps {', '.join(known)} of the config's {before}; "
+                "--print_config shows them, --model.NAME replaces one",
+                file=sys.stderr,
+            )
 
 
 def _places(parameters: Mapping[str, inspect.Parameter]) -> list[str]:
