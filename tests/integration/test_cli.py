@@ -95,12 +95,9 @@ def test_append_adds_to_what_null_stands_for() -> None:
 
 def test_another_algorithm_says_what_it_keeps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of the config's: not what it does not know, nor what the command line gives."""
-    args = [f"--config={FOLDER / 'quickstart.yaml'}", *DIGITS, "--trainer.callbacks=null", "--trainer.max_rounds=1"]
-    for given, names in ((["FedAvg"], "ascent, optimizer"), (["FedDyn", "--model.ascent=null"], "beta, optimizer")):
-        cli("fit", f"--trainer.default_root_dir={tmp_path}", *args, "--model", *given)
-        assert f"model = {given[0]}: keeps {names} of the config's FedGloSS; " in capsys.readouterr().err
-    cli("fit", f"--trainer.default_root_dir={tmp_path}", *args)
-    assert "keeps" not in capsys.readouterr().err
+    args = [f"--config={FOLDER / 'quickstart.yaml'}", *DIGITS, "--trainer.callbacks=null", "--trainer.local_steps=1"]
+    cli("fit", f"--trainer.default_root_dir={tmp_path}", *args, "--model", "FedDyn", "--model.ascent=null")
+    assert "model = FedDyn: keeps beta, optimizer of the config's FedGloSS; " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("command", "split"), [("validate", "val"), ("test", "test")])
