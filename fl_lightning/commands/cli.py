@@ -2,7 +2,6 @@
 
 import inspect
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from importlib import import_module
@@ -243,7 +242,7 @@ class FederatedCLI(LightningCLI):
         """Runs the subcommand."""
         made = self.config if "cli" in self.parameters else self.build()
         given = {name: self if name == "cli" else made[name] for name in self.parameters if name != self._rest}
-        if "trainer" in self.needs and "model" in self.needs:
+        if self.command == "fit":
             self._say_what_is_kept()
         positional = [given.pop(name) for name, p in self.parameters.items() if p.kind is p.POSITIONAL_ONLY]
         with made.trainer.environment() if "trainer" in self.parameters else nullcontext():
@@ -262,11 +261,10 @@ class FederatedCLI(LightningCLI):
         """Prints which settings of a config's algorithm the one in its place keeps."""
         before, names = kept(prepare(list(self.args)))
         model = self.config.model
-        if before and (known := [name for name in names if name != "net" and name in model.get("init_args", ())]):
+        if before and (known := [name for name in names if name != "net" and model.get("init_args", {}).get(name)]):
             print(
                 f"model = {model.class_path.rpartition('.')[2]}: keeps {', '.join(known)} of the config's {before}; "
                 "--print_config shows them, --model.NAME replaces one",
-                file=sys.stderr,
             )
 
 

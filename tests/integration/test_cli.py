@@ -97,7 +97,7 @@ def test_another_algorithm_says_what_it_keeps(tmp_path: Path, capsys: pytest.Cap
     """Of the config's: not what it does not know, nor what the command line gives."""
     args = [f"--config={FOLDER / 'quickstart.yaml'}", *DIGITS, "--trainer.callbacks=null", "--trainer.local_steps=1"]
     cli("fit", f"--trainer.default_root_dir={tmp_path}", *args, "--model", "FedDyn", "--model.ascent=null")
-    assert "model = FedDyn: keeps beta, optimizer of the config's FedGloSS; " in capsys.readouterr().err
+    assert "model = FedDyn: keeps beta, optimizer of the config's FedGloSS; " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("command", "split"), [("validate", "val"), ("test", "test")])
