@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -113,6 +114,7 @@ class Work:
         return x.flip(-1) if torch.rand(()) < 0.5 else x
 
 
+@cache
 def _images(n: int) -> tuple[Tensor, Tensor]:
     rng = np.random.default_rng(0)
     means = rng.integers(0, 128, (10, 3, 32, 32), dtype=np.uint8)

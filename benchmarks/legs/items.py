@@ -1,15 +1,12 @@
-"""Items of a leg: done once, written at once."""
+"""What a leg has found, in a small JSON file: an item is done once, and written at once."""
 
 from __future__ import annotations
 
 import json
 import platform
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
-
-import torch
 
 Item = Callable[[], dict[str, Any]]
 
@@ -21,63 +18,73 @@ class Results:
         path: The file.
         leg: The leg.
         device: Where it runs.
-        seconds: After which no item begins.
+
+    Attributes:
+        content: All of the file.
+        found: The leg's part of it.
+        failed: Items of this call that ended in an error, or whose check failed, now or in an earlier call.
     """
 
-    def __init__(self, path: Path, leg: str, device: str, seconds: float) -> None:
+    def __init__(self, path: Path, leg: str, device: str) -> None:
         self.path, self.leg, self.device = path, leg, device
-        self._end = time.monotonic() + seconds
-        self._content: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-        here = self._content.setdefault(device, {})
-        here["machine"] = machine(device)
-        self.found: dict[str, Any] = here.setdefault(leg, {})
+        self.content: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+        self.found: dict[str, Any] = self.content.get(device, {}).get(leg, {})
+        self.failed: list[str] = []
 
-    @property
-    def left(self) -> float:
-        """Seconds until the end."""
-        return self._end - time.monotonic()
+    def begin(self, machine: dict[str, str], names: Sequence[str]) -> list[str]:
+        """Returns the items to do, those that failed before at the end.
 
-    def fill(self, items: Mapping[str, Item]) -> bool:
-        """Does what is not done yet; returns whether an item failed, in this call or a check of it."""
-        todo = [name for name in items if not self.done(name)]
-        for name in todo:
-            if self.left <= 0:
-                break
-            started = time.perf_counter()
-            try:
-                value = items[name]()
-            except Exception as error:  # the others go on
-                value = {"error": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]:.300}"}
-            self.found[name] = {**value, "seconds": round(time.perf_counter() - started, 1)}
-            self._write()
-            print(f"{name}: {self._line(name)}", flush=True)
-        self._content[self.device][f"{self.leg}: not reached"] = [name for name in items if not self.done(name)]
+        Raises:
+            ValueError: If the file holds results of another machine.
+        """
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        here = self.content.setdefault(self.device, {"machine": machine})
+        if here["machine"] != machine:
+            raise ValueError(f"{self.path} is of {here['machine']}, this is {machine}: give another file with --out")
+        here[self.leg] = self.found
+        self._names = names
         self._write()
-        return any("error" in self.found[n] or self.found[n].get("ok") is False for n in items if n in self.found)
+        todo = [name for name in names if not self._done(name)]
+        return sorted(todo, key=lambda name: "error" in self.found.get(name, {}))
 
-    def done(self, name: str) -> bool:
+    def add(self, name: str, value: dict[str, Any], log: str = "") -> None:
+        """Writes what an item has found; ``log`` is kept in a file of its own."""
+        self.found[name] = value
+        self._write()
+        if log:
+            with self.path.with_suffix(".log").open("a") as file:
+                file.write(f"== {self.leg}: {name}: {value.get('error')}\n{log}\n")
+        numbers = {key: v for key, v in value.items() if isinstance(v, (int, float)) or key == "error"}
+        line = ", ".join(f"{key} {v:.4g}" if isinstance(v, float) else f"{key} {v}" for key, v in numbers.items())
+        print(f"{name}: {line}", flush=True)
+
+    def text(self) -> str:
+        """What was not reached."""
+        missing = self.content[self.device][f"{self.leg}: not reached"]
+        return f"{self.leg}: {len(self.found)} items in {self.path}; not reached: {', '.join(missing) or 'none'}"
+
+    def _done(self, name: str) -> bool:
         """Whether an item has ended without an error; one that says that it is not whole goes on."""
         found = self.found.get(name)
         return found is not None and "error" not in found and found.get("whole", True)
 
-    def text(self) -> str:
-        """What was not reached."""
-        missing = self._content[self.device][f"{self.leg}: not reached"]
-        return f"{self.leg}: {len(self.found)} items in {self.path}; not reached: {', '.join(missing) or 'none'}"
-
-    def _line(self, name: str) -> str:
-        return ", ".join(
-            f"{key} {v:.4g}" if isinstance(v, float) else f"{key} {v}" for key, v in self.found[name].items()
-        )
-
     def _write(self) -> None:
+        self.failed = [n for n in self._names if is_failure(self.found.get(n, {}))]
+        missing = [name for name in self._names if not self._done(name)]
+        self.content[self.device][f"{self.leg}: not reached"] = missing
         temporary = self.path.with_suffix(".part")
-        temporary.write_text(json.dumps(self._content, indent=1) + "\n")
+        temporary.write_text(json.dumps(self.content, indent=1) + "\n")
         temporary.replace(self.path)
+
+
+def is_failure(value: dict[str, Any]) -> bool:
+    return "error" in value or value.get("ok") is False
 
 
 def machine(device: str) -> dict[str, str]:
     """What the numbers belong to."""
+    import torch
+
     name = torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine()
     return {
         "device": name,
@@ -89,6 +96,8 @@ def machine(device: str) -> dict[str, str]:
 
 def wait(device: str) -> None:
     """Returns when the device has done its work."""
+    import torch
+
     if device == "cuda":
         torch.cuda.synchronize()
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+import time
 from functools import partial
 from pathlib import Path
+from statistics import mean, pstdev
 from typing import Any
 
 from fl_lightning.results.metrics import read_metrics
-from fl_lightning.trainer import checkpoint
-from legs.items import Item, Results, accelerator
+from legs.items import Item, accelerator
 
 ROUNDS = 10_000
 ROWS = {
@@ -25,50 +27,61 @@ ROWS = {
 """Settings of docs/experiments.md, table of FedGloSS; FedGMT and FedGF, which it lacks, with their defaults."""
 SMALL = (
     "--model FedAvg --model.net DigitsMLP --data Digits --data.num_clients 6 --trainer.clients_per_round 3"
-    " --trainer.max_rounds 4 --trainer.eval_every 2"
+    " --trainer.max_rounds 40 --trainer.eval_every 20 --trainer.engine sequential"
 )
-FLATNESS = "--trainer.callbacks+ FlatnessMonitor --trainer.callbacks.every_n_rounds {every}"
 FOLDER = Path("runs/gpu")
 
 
-def items(device: str, results: Results, fit: list[str]) -> dict[str, Item]:
+def items(device: str, end: float, fit: list[str]) -> dict[str, Item]:
     """The runs, in order of value."""
     if device == "cpu":
-        rows = {name: [*SMALL.split(), *row.split()] for name, row in list(ROWS.items())[:2]}
-        return {name: partial(train, name, 4, row, device, results, fit) for name, row in rows.items()}
+        return {"FedAvg": partial(train, "FedAvg", 40, SMALL.split(), device, end, fit)}
     found = {}
     for seed, alpha in ((0, "0.05"), (0, "0"), (1, "0.05"), (2, "0.05")):
         for name, row in ROWS.items():
             label = f"{name}, alpha {alpha}, seed {seed}"
             config = ["--config", f"experiment/fedgloss/cifar10_alpha{alpha}", "--trainer.seed", str(seed)]
-            found[label] = partial(train, label, ROUNDS, [*config, *row.split()], device, results, fit)
+            found[label] = partial(train, label, ROUNDS, [*config, *row.split()], device, end, fit)
     return found
 
 
-def train(name: str, rounds: int, row: list[str], device: str, results: Results, fit: list[str]) -> dict[str, Any]:
+def train(name: str, rounds: int, row: list[str], device: str, end: float, fit: list[str]) -> dict[str, Any]:
     """Trains until the run or the time ends."""
     folder = FOLDER / device / name.replace(", ", "-").replace(" ", "_")
-    seconds = max(10, int(results.left) - 30)  # for evaluation and the checkpoint
+    seconds = max(10, int(end - time.monotonic()) - 30)  # for evaluation and the checkpoint
+    # the whole list, since one that is appended to joins the list of the run that is continued
+    flatness = json.dumps([{"class_path": "FlatnessMonitor", "init_args": {"every_n_rounds": rounds // 2}}])
     command = [
-        sys.executable, "-m", "fl_lightning", "fit", *row, *FLATNESS.format(every=rounds // 2).split(), *fit,
+        sys.executable, "-m", "fl_lightning", "fit", *row, "--trainer.callbacks", flatness, *fit,
         "--trainer.accelerator", accelerator(device), "--trainer.default_root_dir", str(folder.parent),
         "--trainer.name", folder.name, "--trainer.enable_progress_bar", "false",
     ]  # fmt: skip
-    for last in sorted(folder.glob("version_*/checkpoints/last.ckpt"))[-1:]:
+    if last := newest(folder):
+        from fl_lightning.trainer import checkpoint  # here, since most of the time to start would be its import
+
         seconds += int(checkpoint.load(last)["elapsed"])  # the clock of a resumed run goes on
         command += ["--ckpt_path", str(last)]
     command += ["--trainer.max_time", f"{seconds // 3600:02}:{seconds % 3600 // 60:02}:{seconds % 60:02}"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
+    print(done.stderr, file=sys.stderr)
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.strip()]
         raise RuntimeError(lines[-1] if lines else f"exit code {done.returncode}")
-    columns = read_metrics(max(folder.glob("version_*")) / "metrics.csv")
-    accuracy = [value for _, value in columns["server/test/acc"]][-100:]
+    columns = read_metrics(newest(folder).parents[1] / "metrics.csv")
+    accuracy = columns.get("server/test/acc", [])
+    last100 = [value for _, value in accuracy][-100:]
     reached = max(at for at, _ in columns["time/round_s"])
     return {
         "whole": reached >= rounds,
         "rounds": reached,
-        "accuracy": sum(accuracy) / len(accuracy),
-        "evaluations": len(accuracy),
+        **({"accuracy": mean(last100), "deviation": pstdev(last100)} if last100 else {}),
+        "seconds a round": mean(value for _, value in columns["time/round_s"]),
         **{key: values[-1][1] for key, values in columns.items() if key.startswith("flatness/")},
+        "curve": accuracy,
     }
+
+
+def newest(folder: Path) -> Path | None:
+    """The last checkpoint of a run; a start that ended before its first one leaves an empty version."""
+    found = folder.glob("version_*/checkpoints/last.ckpt")
+    return max(found, key=lambda path: int(path.parts[-3].removeprefix("version_")), default=None)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
+from itertools import islice
 from statistics import median
 from typing import Any
 
@@ -15,24 +17,28 @@ import torch
 from contest import plain
 from contest.ours import OPTIONS, Data
 from contest.workloads import WORKS, Work
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 import fl_lightning as fl
 from fl_lightning.trainer import parallel_runs
 from fl_lightning.trainer.callbacks import Callback, Checkpoints
+from fl_lightning.trainer.float32 import float32_products
 from fl_lightning.trainer.run import Run
-from legs.items import Item, Results, accelerator, wait
+from legs.items import Item, accelerator, wait
 
+PLAIN = "plain loop"
 ENGINES: dict[str, dict[str, Any]] = {
     "sequential": {"engine": "sequential"},
     "batched": {"engine": "batched"},
     "graphed": {"engine": "graphed"},
-    "graphed, compiled": {"engine": "graphed", "compile": True},
+    "compiled": {"engine": "graphed", "compile": True},
 }
 FORMATS: dict[str, dict[str, Any]] = {"float32": {}, "tf32": {"tf32": True}, "bf16": {"precision": "bf16-mixed"}}
 COHORTS = (5, 10, 20, 50, 100)
 SEEDS = (1, 4, 16, 32)
-ROUNDS = 3
-"""Rounds that count; the one before them does not."""
+ROUNDS = {"W1": 20, "W3-MLP": 20}
+"""Rounds that count, 3 of other works; the one before them does not."""
 
 
 def resnet() -> torch.nn.Module:
@@ -40,40 +46,50 @@ def resnet() -> torch.nn.Module:
 
 
 def works(device: str) -> dict[str, Work]:
-    """The workloads of bench_engine.py on images, and a large net; in small, the digits."""
+    """The works of bench_engine.py on images, with 10 local steps of W2, and one with a large net; or the digits."""
     if device == "cpu":
         return {"W3-MLP": replace(WORKS["W3-MLP"], cohort=3)}
-    heavy = replace(WORKS["W2"], name="W2, ResNet18GN", ours="ResNet18GN", net=resnet)
-    return {"W1": WORKS["W1"], "W2": WORKS["W2"], heavy.name: heavy}
+    w2 = replace(WORKS["W2"], steps=10)
+    heavy = replace(w2, name="W2, ResNet18GN", ours="ResNet18GN", net=resnet)
+    return {work.name: work for work in (WORKS["W1"], w2, heavy)}
 
 
-def items(device: str, results: Results, _: list[str]) -> dict[str, Item]:
-    """The measurements, in order of value."""
+def items(device: str, end: float, _: list[str]) -> dict[str, Item]:
+    """The measurements, in order of value; compiling takes longest, and is last."""
     small, chosen = device == "cpu", works(device)
-    engines = {name: e for name, e in ENGINES.items() if not (small and e.get("compile"))}
-    formats = {"float32": {}} if small else FORMATS
+    *engines, compiled = ENGINES
     found: dict[str, Item] = {"floors": partial(floors, device)}
-    for name, work in chosen.items():
-        found[f"{name}, plain loop"] = partial(loop, work, device)
-        for label, options in formats.items():
-            for engine, how in engines.items():
-                found[f"{name}, {engine}, {label}"] = partial(ours, work, device, {**how, **options})
-    first = next(iter(chosen))
+
+    def add(work: Work, who: str, *, method: str = "FedAvg", form: str = "float32", seeds: int = 1) -> None:
+        parts = [work.name, method, who, form, f"cohort of {work.cohort}", *([f"{seeds} seeds"] if seeds > 1 else [])]
+        do = partial(loop, form=form) if who == PLAIN else partial(ours, engine=who, form=form, seeds=seeds)
+        found[", ".join(parts)] = partial(do, work, device, method)
+
+    for work in chosen.values():
+        for who in (PLAIN, *engines):
+            add(work, who)
+    first = next(iter(chosen.values()))
     for cohort in (5,) if small else COHORTS:
-        for engine in ("batched", "graphed"):
-            work = replace(chosen[first], cohort=cohort)
-            found[f"{first}, {engine}, cohort of {cohort}"] = partial(ours, work, device, ENGINES[engine])
+        for who in engines[1:]:
+            add(replace(first, cohort=cohort), who)
     for seeds in (2,) if small else SEEDS:
-        for engine in ("batched", "graphed"):
-            found[f"{first}, {engine}, {seeds} seeds"] = partial(
-                ours, chosen[first], device, ENGINES[engine], seeds=seeds
-            )
-    for name, work in chosen.items():
-        for method in () if small else ("FedSAM", "FedSMOO", "FedGMT"):
-            found[f"{name}, {method}"] = partial(ours, work, device, ENGINES["graphed"], method)
-            found[f"{name}, {method}, plain loop"] = partial(loop, work, device, method)
+        for who in engines[1:]:
+            add(first, who, seeds=seeds)
+    if small:
+        return found
+    for work in chosen.values():
+        for method in ("FedSAM", "FedSMOO", "FedGMT"):
+            for who in (PLAIN, engines[-1]):
+                add(work, who, method=method)
+    for form in ("tf32", "bf16"):
+        for work in chosen.values():
+            for who in (*([PLAIN] if form == "tf32" else []), *reversed(engines)):
+                add(work, who, form=form)
     if find_spec("pfl"):
-        found[f"{first}, pfl"] = partial(pfl, first)
+        found |= {f"{name}, pfl": partial(pfl, name) for name in ("W1", "W2")}
+    for form in FORMATS:
+        for work in chosen.values():
+            add(work, compiled, form=form)
     return found
 
 
@@ -87,17 +103,18 @@ class Times(Callback):
         self.rounds.append(metrics["time/round_s"])
 
 
-def ours(work: Work, device: str, how: dict[str, Any], method: str = "FedAvg", seeds: int = 1) -> dict[str, Any]:
+def ours(work: Work, device: str, method: str, engine: str, form: str, seeds: int) -> dict[str, Any]:
     """This package; with several seeds as one program."""
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    data, every = Data(work), [Times() for _ in range(seeds)]
+    data, every, rounds = Data(work), [Times() for _ in range(seeds)], ROUNDS.get(work.name, 3)
     with tempfile.TemporaryDirectory() as folder:
         trainers = [
             fl.FederatedTrainer(
-                max_rounds=1 + ROUNDS, clients_per_round=work.cohort, local_steps=work.steps, eval_every=10**5,
+                max_rounds=1 + rounds, clients_per_round=work.cohort, local_steps=work.steps, eval_every=10**5,
                 accelerator=accelerator(device), seed=seed, name=f"seed {seed}", default_root_dir=folder,
-                callbacks=[times, Checkpoints(every_n_rounds=10**5)], enable_progress_bar=False, **how,
+                callbacks=[times, Checkpoints(every_n_rounds=10**5)], enable_progress_bar=False,
+                **ENGINES[engine], **FORMATS[form],
             )
             for seed, times in enumerate(every)
         ]  # fmt: skip
@@ -111,32 +128,67 @@ def ours(work: Work, device: str, how: dict[str, Any], method: str = "FedAvg", s
         total = time.perf_counter() - started
     # several runs share their rounds: each sees the time of all
     seconds = median(max(rounds) for rounds in zip(*(times.rounds[1:] for times in every), strict=True))
-    return {**rates(work, seconds, seeds), "first_s": total - ROUNDS * seconds, **memory(device)}
+    about = {"work": work.name, "method": method, "who": engine, "form": form, "seeds": seeds}
+    return {**about, **rates(work, seconds, seeds), "first_s": total - rounds * seconds, **memory(device)}
 
 
-def loop(work: Work, device: str, method: str = "FedAvg") -> dict[str, Any]:
+def loop(work: Work, device: str, method: str, form: str) -> dict[str, Any]:
     """A deep copy and a torch optimizer for each client; the data lie on the device."""
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
     trainer = plain.METHODS[method](work.net().to(device), work)
     data = [(x.to(device), y.to(device)) for x, y in work.data()]
 
     def one() -> None:
         trainer.round(torch.randperm(work.clients)[: work.cohort].tolist(), data)
 
-    one()
-    return {**rates(work, median(timed(one, device) for _ in range(ROUNDS))), **memory(device)}
+    with float32_products(form == "tf32"):
+        one()
+        seconds = median(timed(one, device) for _ in range(ROUNDS.get(work.name, 3)))
+    about = {"work": work.name, "method": method, "who": PLAIN, "form": form, "seeds": 1}
+    return {**about, **rates(work, seconds), **memory(device), **cost(trainer, work, data[0])}
+
+
+class Operations(TorchDispatchMode):
+    """Counts what is not a view: about the kernels of a step, of which some operations have several."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+def cost(trainer: plain.FedAvg, work: Work, client: tuple[torch.Tensor, torch.Tensor]) -> dict[str, int]:
+    """FLOPs and operations of one local step."""
+    local = copy.deepcopy(trainer.net)
+    batches = list(islice(work.batches(*client), 1))
+    with FlopCounterMode(display=False) as flops:
+        trainer.train(0, local, trainer.optimizer(local), batches)
+    with Operations() as operations:
+        trainer.train(0, local, trainer.optimizer(local), batches)
+    return {"step_flops": flops.get_total_flops(), "step_operations": operations.count}
 
 
 def pfl(name: str) -> dict[str, Any]:
     """pfl in a process of its own, on the device that it chooses."""
     from bench_engine import compete
 
-    (player,) = compete({"pfl": {"kind": "peer_pfl", "work": name, "method": "FedAvg"}}, 2, 1, 1.0)
-    return rates(WORKS[name], median(turn.seconds for turn in player.turns))
+    work = works("cuda")[name]
+    spec = {"kind": "peer_pfl", "work": name, "method": "FedAvg", "steps": work.steps}
+    (player,) = compete({"pfl": spec}, 2, 1, 1.0)
+    about = {"work": name, "method": "FedAvg", "who": "pfl", "form": "float32", "seeds": 1}
+    return {**about, **rates(work, median(turn.seconds for turn in player.turns))}
 
 
 def rates(work: Work, seconds: float, seeds: int = 1) -> dict[str, float]:
     clients = seeds * work.cohort
-    return {"round_s": seconds, "steps_per_s": clients * work.steps / seconds, "clients_per_s": clients / seconds}
+    return {
+        "cohort": work.cohort, "round_s": seconds, "steps": work.steps, "steps_per_s": clients * work.steps / seconds,
+        "clients_per_s": clients / seconds,
+    }  # fmt: skip
 
 
 def memory(device: str) -> dict[str, float]:

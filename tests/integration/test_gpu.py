@@ -1,4 +1,4 @@
-"""The program for a GPU does everything in small on the CPU."""
+"""The program for a GPU does everything in small on the CPU, killed and continued; its report has what it found."""
 
 from __future__ import annotations
 
@@ -7,48 +7,201 @@ import os
 import runpy
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from fl_lightning.results.metrics import read_metrics
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+PAGE = "# Title\n\n<!-- gpu -->\nNothing yet.\n<!-- /gpu -->\n\nThe end.\n"
+MACHINE = {"device": "A GPU", "torch": "2.15", "cuda": "13", "python": "3.12"}
+STRANGE = """
+import ctypes, os, subprocess, time
+
+def crash(): ctypes.string_at(0)
+def hang(): subprocess.run(["sleep", "1000"])
+def fail(): raise ValueError("of no use\\nat all")
+def good(): return {"ok": True, "threads": os.environ["OMP_NUM_THREADS"]}
+def wrong(): return {"ok": False}
+
+def items(device, end, fit):
+    return {f.__name__: f for f in (crash, hang, fail, good, wrong)} | {"last": good}
+"""
 
 
-def run(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
+def start(folder: Path, *args: str) -> subprocess.Popen[str]:
     path = os.pathsep.join([str(BENCHMARKS.parent), os.environ.get("PYTHONPATH", "")])
-    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(BENCHMARKS / "gpu.py"), *args]
-    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=900, check=False)
+    env = {**os.environ, "PYTHONPATH": path}
+    command = [sys.executable, str(BENCHMARKS / "gpu.py"), "--device", "cpu", *args]
+    return subprocess.Popen(command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def run(folder: Path, *args: str) -> str:
+    process = start(folder, *args)
+    said, errors = process.communicate(timeout=900)
+    assert process.returncode == 0, said + errors
+    return said
+
+
+def results(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "runs/gpu/gpu.json").read_text())["cpu"]
+    return found
+
+
+def processes_in(folder: Path) -> list[str]:
+    """Commands of the processes that work in a folder."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if (path / "cwd").resolve() == folder:
+                found.append((path / "cmdline").read_text())  # empty if it has ended
+    return [command for command in found if command]
+
+
+@pytest.fixture
+def legs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
-def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
+@pytest.mark.usefixtures("legs")
+def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     main = runpy.run_path(str(BENCHMARKS / "gpu.py"))["main"]
     assert main([]) == 1
     said = capsys.readouterr()
     assert said.out == "" and said.err.count("\n") == 1 and "no CUDA device" in said.err
 
 
+@pytest.mark.usefixtures("legs")
+def test_report_puts_the_tables_on_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Ratios, floors, the papers' numbers, errors and what was not reached; and no empty table."""
+    main = runpy.run_path(str(BENCHMARKS / "gpu.py"))["main"]
+    page, out = tmp_path / "page.md", tmp_path / "gpu.json"
+    page.write_text(PAGE)
+    assert main(["--leg", "none", "--out", str(out), "--report", str(page)]) == 1
+    assert "nothing to report" in capsys.readouterr().err and page.read_text() == PAGE
+    work = {"work": "W1", "method": "FedAvg", "form": "float32", "seeds": 1, "cohort": 5, "steps": 8}
+    rates = {"round_s": 0.1, "steps_per_s": 400.0, "clients_per_s": 50.0}
+    graphed = {"round_s": 0.01, "steps_per_s": 4000.0, "clients_per_s": 500.0, "first_s": 2.0, "peak_gb": 1.5}
+    run = {"whole": True, "rounds": 10_000, "accuracy": 0.66, "deviation": 0.01, "flatness/lambda_max": 70.0}
+    found = {
+        "machine": MACHINE,
+        "correctness": {
+            "FedAvg, sequential": {"ok": True, "difference": 1e-12},
+            "FedAvg, graphed": {"ok": False, "difference": 0.5},
+            "FedSAM, graphed": {"error": "RuntimeError: illegal access"},
+            "resume, graphed": {"ok": False, "repeated": True, "on disk": False},
+        },
+        "correctness: not reached": ["FedSAM, graphed", "MOON, compiled"],
+        "speed": {
+            "floors": {"launches_per_s": 1e5, "graphed_launches_per_s": 1e6, "float32_flops": 1e12},
+            "a": {**work, "who": "plain loop", **rates, "step_operations": 100, "step_flops": 10**8},
+            "b": {**work, "who": "graphed", **graphed},
+        },
+        "speed: not reached": [],
+        "science": {"FedAvg, alpha 0.05, seed 0": run, "FedGF, alpha 0.05, seed 0": {**run, "whole": False}},
+        "science: not reached": ["FedAvg, alpha 0, seed 0"],
+    }
+    out.write_text(json.dumps({"cuda": found}))
+    assert main(["--leg", "none", "--out", str(out), "--report", str(page)]) == 0
+    text = page.read_text()
+    assert text.startswith("# Title\n\n<!-- gpu -->\n\n## Measured: A GPU") and text.endswith(
+        "<!-- /gpu -->\n\nThe end.\n"
+    )
+    assert "| FedAvg | 1.0e-12 |  | **5.0e-01** |  |" in text and "| FedSAM |  |  | **error** |  |" in text
+    assert "| resume, graphed |  | **on disk** |" in text and "RuntimeError: illegal access" in text
+    # plain: 100 operations, 8 steps, 5 clients at 1e5 a second are 0.04 of 0.1 s; 8 * 5 * 1e8 FLOPs at 1e12 are 0.004 s
+    assert "| plain loop | float32 | 5 | 1 | 100 | 400 | 50 | 1.00 | 40% | 4% |" in text
+    # graphed: 100 operations, 8 steps at 1e6 a second are 0.0008 of 0.01 s
+    assert "| graphed | float32 | 5 | 1 | 10 | 4000 | 500 | 10.00 | 8% | 40% | 1.50 | 2.0 |" in text
+    assert (
+        "| FedAvg, alpha 0.05, seed 0 | 10000 | 66.00 ± 1.00 | 65.7 ± 1.0 | 69.24 | 67.85 | 70 | 71.14 ± 4.07 |" in text
+    )
+    assert "| FedGF, alpha 0.05, seed 0 | 10000, goes on | 66.00 ± 1.00 |  |  | 78.79 |" in text
+    assert "MOON, compiled" in text and "Not reached: FedAvg, alpha 0, seed 0" in text
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("leg", ["correctness", "speed", "science"])
-def test_each_leg_in_small(leg: str, tmp_path: Path) -> None:
-    """To the end, and again, when nothing is left to do."""
-    done = run(tmp_path, "--leg", leg, "--device", "cpu")
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads((tmp_path / "gpu.json").read_text())["cpu"]
+@pytest.mark.usefixtures("legs")
+def test_an_item_that_crashes_hangs_or_fails_takes_no_other_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from legs.items import Results  # type: ignore[import-not-found]
+    from legs.workers import Leg, Task, fill  # type: ignore[import-not-found]
+
+    (tmp_path / "strange.py").write_text(STRANGE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "gpu.json"
+    results = Results(path, "strange", "cpu")
+    fill(results, Task("strange", "cpu", time.monotonic() + 100, []), Leg(2, 6.0))
+    found = json.loads(path.read_text())["cpu"]["strange"]
+    assert "SIGSEGV" in found["crash"]["error"] and "ended after its time" in found["hang"]["error"]
+    assert found["fail"]["error"] == "ValueError: of no use"
+    assert found["good"]["ok"] and found["last"]["ok"] and found["good"]["threads"] == "2"
+    assert results.failed == ["crash", "hang", "fail", "wrong"]
+    log = path.with_suffix(".log").read_text()
+    assert log.count("\n== ") + 1 == 3 and "in crash" in log and "in hang" in log and "in fail" in log
+    assert not [command for command in processes_in(tmp_path) if "spawn_main" in command or "sleep" in command]
+    with pytest.raises(ValueError, match="give another file"):
+        Results(path, "strange", "cpu").begin(MACHINE, ["good"])
+    machine = json.loads(path.read_text())["cpu"]["machine"]
+    assert Results(path, "strange", "cpu").begin(machine, ["crash", "good", "new"]) == ["new", "crash"]
+
+
+@pytest.mark.slow
+def test_correctness_in_small_killed_after_an_item_and_continued(tmp_path: Path) -> None:
+    process = start(tmp_path, "--leg", "correctness")
+    process.stdout.readline()
+    kill(process, tmp_path)
+    first = results(tmp_path)
+    assert first["correctness"] and first["correctness: not reached"]
+    run(tmp_path, "--leg", "correctness")
+    found = whole(tmp_path, "correctness")
+    assert first["correctness"].items() <= found.items()  # not done again
+
+
+@pytest.mark.slow
+def test_speed_in_small_with_its_report(tmp_path: Path) -> None:
+    (tmp_path / "page.md").write_text(PAGE)
+    run(tmp_path, "--leg", "speed", "--report", "page.md")
+    whole(tmp_path, "speed")
+    assert "| W3-MLP | FedAvg | graphed | float32 | 3 | 2 |" in (tmp_path / "page.md").read_text()
+
+
+@pytest.mark.slow
+def test_science_in_small_killed_within_the_run_and_continued(tmp_path: Path) -> None:
+    version = tmp_path / "runs/gpu/cpu/FedAvg/version_0"
+    process = start(tmp_path, "--leg", "science")
+    while not (version / "checkpoints/last.ckpt").exists() and process.poll() is None:
+        time.sleep(0.02)
+    kill(process, tmp_path)
+    assert results(tmp_path)["science"] == {}
+    run(tmp_path, "--leg", "science")
+    assert whole(tmp_path, "science")["FedAvg"]["rounds"] == 40
+    rounds = [at for at, _ in read_metrics(version / "metrics.csv")["time/round_s"]]
+    assert all(config.read_text().count("FlatnessMonitor") == 1 for config in version.glob("config*.yaml"))
+    assert rounds == list(range(1, 41)) and not version.with_name("version_1").exists()
+
+
+def kill(process: subprocess.Popen[str], folder: Path) -> None:
+    """Kills the program, and waits until its other processes have ended with it."""
+    process.kill()
+    process.communicate(timeout=60)
+    assert process.returncode < 0
+    while processes_in(folder):
+        time.sleep(0.02)
+
+
+def whole(folder: Path, leg: str) -> dict[str, Any]:
+    """The results of a leg, which has done everything without an error."""
+    found = results(folder)
     assert found[leg] and found[f"{leg}: not reached"] == []
     assert not [name for name, value in found[leg].items() if "error" in value or value.get("ok") is False]
-    again = run(tmp_path, "--leg", leg, "--device", "cpu")
-    assert json.loads((tmp_path / "gpu.json").read_text())["cpu"] == found
-    assert again.stdout.count("\n") == 1
-
-
-@pytest.mark.slow
-def test_a_leg_that_was_cut_short_goes_on(tmp_path: Path) -> None:
-    assert run(tmp_path, "--leg", "speed", "--device", "cpu", "--seconds", "0").returncode == 0
-    first = json.loads((tmp_path / "gpu.json").read_text())["cpu"]
-    assert first["speed"] == {} and "floors" in first["speed: not reached"]
-    run(tmp_path, "--leg", "speed", "--device", "cpu", "--only", "floors")
-    assert list(json.loads((tmp_path / "gpu.json").read_text())["cpu"]["speed"]) == ["floors"]
+    return dict(found[leg])
