@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from itertools import islice, pairwise
 from pathlib import Path
 
+import yaml
+
 from fl_lightning.core import find_config, require
 from fl_lightning.trainer.run_folder import RunFolder
 
@@ -57,6 +59,32 @@ def gathered(args: list[str], name: str) -> list[str]:
     pairs = list(pairwise([*args, ""]))
     values = [arg.partition("=")[2] or after for arg, after in pairs if arg.partition("=")[0] == flag]
     return [*without(args, name), f"{flag}={json.dumps(values)}"] if values else args
+
+
+def kept(args: Sequence[str]) -> tuple[str, list[str]]:
+    """Returns a config's algorithm, if ``--model`` names another, and its settings that the command line leaves.
+
+    Args:
+        args: The arguments, with paths of configs.
+
+    Returns:
+        The algorithm, "" if no other takes its place, and names of settings; that one may know not all of them.
+    """
+    before, now, names = "", "", dict[str, None]()
+    for arg, value in zip(args, [*args[1:], ""], strict=True):
+        flag, assigned, text = arg.partition("=")
+        given = text if assigned else value
+        if flag in CONFIG_FLAGS:
+            found = yaml.safe_load(Path(given).read_text(encoding="utf-8"))
+            model = found.get("model") if isinstance(found, dict) else None
+            if isinstance(model, dict) and "class_path" in model:
+                before, now = model["class_path"].rpartition(".")[2], ""
+                names |= dict.fromkeys(model.get("init_args") or ())
+        elif flag == "--model":
+            now = given.rpartition(".")[2]
+        elif flag.startswith("--model."):
+            names.pop(flag.split(".")[1].rstrip("+"), None)
+    return (before if now.isidentifier() and now != before else ""), [*names]
 
 
 def whole_numbers(args: list[str], message: str) -> list[str]:

@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from importlib import import_module
 from textwrap import fill
@@ -12,13 +12,14 @@ import torch
 import yaml
 from docstring_parser import parse
 from jsonargparse import ActionConfigFile, Namespace, get_loader, set_loader  # type: ignore[attr-defined]
+from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 import fl_lightning
 import fl_lightning.algorithms  # a class goes by its bare name once it is imported
 import fl_lightning.nets
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.commands.arguments import PARTS, prepare, split, whole_numbers
+from fl_lightning.commands.arguments import PARTS, kept, prepare, split, whole_numbers
 from fl_lightning.commands.last import check_last
 from fl_lightning.commands.messages import ArgumentsError, find_user_error
 from fl_lightning.core import check_yaml, ensure, generator, require
@@ -40,10 +41,31 @@ set_loader(MODE := "checked yaml", _load, (yaml.YAMLError,))
 
 
 class Parser(LightningArgumentParser):
-    """A parser that raises its errors, takes no abbreviated names, and of YAML no key twice."""
+    """A parser that raises its errors, takes no abbreviated names, and of YAML no key twice.
+
+    Attributes:
+        null: The classes that null stands for in a list, by setting: ``NULL`` of the class.
+    """
+
+    null: Mapping[str, Sequence[str]] = {}
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{"prog": "fl-lightning", "allow_abbrev": False, "parser_mode": MODE, **kwargs})
+
+    def add_class_arguments(self, kind: type, *args: Any, **kwargs: Any) -> Any:
+        """Adds the arguments of a class."""
+        self.null = getattr(kind, "NULL", {})
+        return super().add_class_arguments(kind, *args, **kwargs)
+
+    def parse_object(self, obj: Any, *args: Any, **kwargs: Any) -> Any:
+        """Parses settings; where ``+=`` appends to null, the list that null stands for comes first."""
+        base = "namespace" if "namespace" in kwargs else "cfg_base"  # its name before jsonargparse 4.50
+        for key, classes in self.null.items():
+            before = kwargs.get(base) or {}
+            if f"{key}+" in obj and before.get(key) is None:
+                default = [{"class_path": name} for name in classes]
+                kwargs[base] = Namespace({**before, key: default})  # type: ignore[no-untyped-call]
+        return super().parse_object(obj, *args, **kwargs)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Refuses the arguments."""
@@ -148,6 +170,8 @@ class FederatedCLI(LightningCLI):
         if self._rest is not None:
             parser.epilog = texts.get(f"*{self._rest}")
         parser.add_function_arguments(self.function, skip=options)
+        null = getattr(import_module(self.function.__module__), "NULL", {})
+        parser.set_defaults({name: [{"class_path": each} for each in null[name]] for name in null})
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parses the arguments; an integer may be written as 3.0."""
@@ -218,6 +242,8 @@ class FederatedCLI(LightningCLI):
         """Runs the subcommand."""
         made = self.config if "cli" in self.parameters else self.build()
         given = {name: self if name == "cli" else made[name] for name in self.parameters if name != self._rest}
+        if self.command == "fit":
+            self._say_what_is_kept()
         positional = [given.pop(name) for name, p in self.parameters.items() if p.kind is p.POSITIONAL_ONLY]
         with made.trainer.environment() if "trainer" in self.parameters else nullcontext():
             if "trainer" in self.parameters:
@@ -229,6 +255,17 @@ class FederatedCLI(LightningCLI):
                     "centralized" if self.command == "centralized" else "federated",
                 )
             self.function(*positional, *self.settings, **given)
+
+    @rank_zero_only
+    def _say_what_is_kept(self) -> None:
+        """Prints which settings of a config's algorithm the one in its place keeps."""
+        before, names = kept(prepare(list(self.args)))
+        model = self.config.model
+        if before and (known := [name for name in names if name != "net" and model.get("init_args", {}).get(name)]):
+            print(
+                f"model = {model.class_path.rpartition('.')[2]}: keeps {', '.join(known)} of the config's {before}; "
+                "--print_config shows them, --model.NAME replaces one",
+            )
 
 
 def _places(parameters: Mapping[str, inspect.Parameter]) -> list[str]:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fl_lightning.core import UserError, save_figure
-from fl_lightning.data.counts import class_counts, count_table, heat_map
+from fl_lightning.data.counts import class_counts, count_table, heat_map, histogram
 from fl_lightning.data.module import FederatedDataModule
 from fl_lightning.results.metrics import write_table
 
@@ -39,7 +39,7 @@ def run(data: FederatedDataModule, out: str | None = None) -> None:
         except OSError as error:
             raise UserError(f"out = {out}: cannot create this folder ({error.strerror}); choose another one") from None
         write_table(folder / "clients.csv", *count_table(counts))
-        save_figure(heat_map(counts), folder / "heatmap")
+        save_figure(heat_map(histogram(data)), folder / "heatmap")
         print(f"written to {folder}: clients.csv, heatmap.png, heatmap.pdf")
 
 

@@ -14,7 +14,7 @@ from fl_lightning.commands.study import Step, labels_of, number_of, output_folde
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.engine import LocalResult
 from fl_lightning.results.metrics import write_table
-from fl_lightning.trainer.callbacks.flatness_monitor import figures
+from fl_lightning.trainer.callbacks.flatness_monitor import FlatnessMonitor, figures
 from fl_lightning.trainer.cohort import Cohort
 from fl_lightning.trainer.measurements import (
     PROTOCOL,
@@ -30,6 +30,8 @@ from fl_lightning.trainer.run import Run
 from fl_lightning.trainer.trainer import FederatedTrainer
 
 SUMMARY = "Measure the flatness of a checkpoint: Hessian, sharpness, discrepancy, drift."
+NULL = FlatnessMonitor.NULL
+"""What null stands for, as in a config."""
 RETRAINED = "(cohort retrained from the checkpoint)"
 
 

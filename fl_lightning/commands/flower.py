@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from fl_lightning.commands.cli import FederatedCLI
-from fl_lightning.core import ensure, require, write_atomically, writing
+from fl_lightning.core import ensure, write_atomically, writing
 from fl_lightning.flower import server
 
 if TYPE_CHECKING:
@@ -33,7 +33,9 @@ def run(cli: FederatedCLI, folder: str, /, nodes: int | None = None) -> None:
     """
     made = cli.build()
     server.check(made.trainer, made.data)
-    require(nodes is None or nodes > 0, "nodes", nodes, "give a number from 1 on")
+    if nodes is not None and nodes > made.data.num_clients:
+        made.data.setup()  # only now some data know how many clients they have
+    server.check_nodes(nodes, made.data)
     target, config, engine = Path(folder), made.trainer.config, made.trainer.engine
     config["trainer"]["engine"] = "sequential" if engine == "auto" else engine
     name = re.sub(r"[^a-z0-9]+", "-", target.resolve().name.lower()).strip("-") or "app"

@@ -60,7 +60,7 @@ def _draw(groups: Sequence[Group], shown: Sequence[Column], folder: Path) -> Non
     import numpy as np
 
     from fl_lightning.core import save_figure
-    from fl_lightning.data.counts import heat_map
+    from fl_lightning.data.counts import Histogram, heat_map
     from fl_lightning.flatness.plots import plot_density, plot_spectrum
     from fl_lightning.results.clients import plot_clients
     from fl_lightning.results.curves import PANELS, drawn, plot_curves, read
@@ -80,7 +80,8 @@ def _draw(groups: Sequence[Group], shown: Sequence[Column], folder: Path) -> Non
     files = [run for group in groups for run in read_group(group)]
     for i, (found, _) in enumerate(partitions(files)):
         counts = [[row.get(str(c), 0) for c in range(found["classes"])] for row in found["counts"]]
-        save_figure(heat_map(np.array(counts)), folder / f"partition_{i}")
+        names = found.get("names", [*map(str, range(found["classes"]))])
+        save_figure(heat_map(Histogram(found.get("unit", "class"), names, np.array(counts))), folder / f"partition_{i}")
     if eigenvalues := spectra(files):
         save_figure(plot_spectrum(eigenvalues), folder / "spectrum")
     if density := densities(files):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,7 +15,35 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 LABELLED = 20
-"""Up to this number of classes every one has a tick."""
+"""Up to this number of groups every one has a tick."""
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """Samples by client and group of targets.
+
+    Attributes:
+        unit: What the groups are.
+        names: Their names.
+        counts: Numbers of samples, ``(num_clients, groups)``.
+    """
+
+    unit: str
+    names: list[str]
+    counts: NDArray[np.int64]
+
+
+def histogram(data: FederatedDataModule, most: int | None = None) -> Histogram:
+    """Counts the samples of each client by class, by tenths of a number, or by label.
+
+    A sample that a client holds twice counts twice.
+
+    Args:
+        data: The data module after setup.
+        most: Only so many clients, the first ones.
+    """
+    unit, names, groups = data.task.groups(data.y_train.cpu(), data.num_classes)
+    return Histogram(unit, names, _counts(data, groups.numpy(), len(names), most))
 
 
 def class_counts(data: FederatedDataModule) -> NDArray[np.int64]:
@@ -22,10 +51,16 @@ def class_counts(data: FederatedDataModule) -> NDArray[np.int64]:
 
     A sample that a client holds twice counts twice. Samples without a class count as of one class.
     """
-    y, classes = data.strata.cpu().numpy(), data.num_classes if data.task.by_class else 1
-    client = np.repeat(np.arange(data.num_clients), data.clients.sizes.numpy())
-    cells = client * classes + y[data.clients.indices.numpy()]
-    return np.bincount(cells, minlength=data.num_clients * classes).reshape(-1, classes)
+    return _counts(data, data.strata.cpu().numpy()[:, None], data.num_classes if data.task.by_class else 1)
+
+
+def _counts(
+    data: FederatedDataModule, groups: NDArray[np.int64], number: int, most: int | None = None
+) -> NDArray[np.int64]:
+    sizes = data.clients.sizes.numpy()[:most]
+    held = groups[data.clients.indices.numpy()[: sizes.sum()]]
+    cells = np.repeat(np.arange(len(sizes)), sizes)[:, None] * number + held
+    return np.bincount(cells[held >= 0], minlength=len(sizes) * number).reshape(-1, number)
 
 
 def count_table(counts: NDArray[np.int64]) -> tuple[list[str], list[list[int]]]:
@@ -39,33 +74,38 @@ def count_table(counts: NDArray[np.int64]) -> tuple[list[str], list[list[int]]]:
     return head, [[k, *row] for k, row in enumerate(np.column_stack([counts.sum(1), by_class]).tolist())]
 
 
-def heat_map(counts: NDArray[np.int64]) -> Figure:
-    """Draws the samples of each client (x) and class (y) as shades, white where there are none.
+def heat_map(found: Histogram) -> Figure:
+    """Draws the samples of each client (x) and class, or other group, (y) as shades, white where there are none.
 
     The shades only get darker, so they can be read in grey and by the colour-blind. The figure is as wide as a column
     of a paper, with more than 60 clients as the page.
 
     Args:
-        counts: By :func:`class_counts`.
+        found: By :func:`histogram`.
     """
     from matplotlib import colormaps
     from matplotlib.colors import ListedColormap
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    clients, classes = counts.shape
+    clients, classes = found.counts.shape
     shades = ListedColormap(colormaps["Blues"](np.linspace(0.15, 1, 256)))  # a single sample differs from none
     width = COLUMN if clients <= 60 else PAGE
     height = float(np.clip(0.13 * classes, 1.0, 3.5)) + 0.6
     with style():
         figure = Figure(figsize=(width, height), layout="constrained")
-        axes: Any = figure.add_subplot(xlabel="client", ylabel="class")
+        axes: Any = figure.add_subplot(xlabel="client", ylabel=found.unit)
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
         if classes <= LABELLED:
-            axes.set_yticks(range(classes))
+            axes.set_yticks(range(classes), found.names)
         image = axes.imshow(
-            np.ma.masked_equal(counts.T, 0), cmap=shades, aspect="auto", origin="lower", interpolation="nearest", vmin=0
+            np.ma.masked_equal(found.counts.T, 0),
+            cmap=shades,
+            aspect="auto",
+            origin="lower",
+            interpolation="nearest",
+            vmin=0,
         )
         figure.colorbar(image, label="samples", pad=0.02)
     return figure

@@ -82,11 +82,12 @@ class PairInputs(Samples):
 
     def __getitem__(self, index: int) -> NDArray[Any]:
         """See :class:`Samples`."""
-        sample = np.asarray(self.dataset[index][0])
+        given = self.dataset[index][0]
+        sample, file = np.asarray(given), getattr(given, "filename", "")
         ensure(
             sample.shape == self.shape[1:] and sample.dtype == self.dtype,
-            f"{self.name}: sample {index} is {sample.dtype} {sample.shape}, the first is {self.dtype} "
-            f"{self.shape[1:]}; make all alike",
+            f"{self.name}: sample {index}{f' ({file})' if file else ''} is {sample.dtype} {sample.shape}, the first is "
+            f"{self.dtype} {self.shape[1:]}; make all alike, images by a transform or map that resizes",
         )
         return sample
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 
 from fl_lightning.core import Decay, Size, UserError, ensure, numpy_generator, require
 from fl_lightning.data.dataset import PairInputs
+from fl_lightning.data.images import check_headers
 from fl_lightning.data.module import FederatedDataModule
 from fl_lightning.data.partition import Natural
 from fl_lightning.data.stream import Samples, stratified
@@ -20,6 +22,8 @@ from fl_lightning.data.text import basic_english, numbered, vocabulary
 
 KINDS = {".parquet": "parquet", ".csv": "csv", ".json": "json", ".jsonl": "json"}
 """Files of one split, and the name of their format in ``datasets``."""
+HEADERS = 10_000
+"""Images of which setup reads the headers: half a second."""
 
 
 class HuggingFace(FederatedDataModule):
@@ -124,7 +128,7 @@ class HuggingFace(FederatedDataModule):
 
         kinds = [train.features[name] for name in self.inputs]
         if len(kinds) == 1 and isinstance(kinds[0], datasets.Image):
-            return lambda part: _images("train" if part is train else "test", part, self.inputs[0])
+            return lambda part: _images("train" if part is train else "test", part, self.inputs[0], self.stream)
         if not all(_is_text(kind) for kind in kinds):
             return lambda part: _numbers(part, self.inputs, "inputs")
         known = self.vocabulary = vocabulary(_texts(train, self.inputs))
@@ -227,8 +231,23 @@ def _texts(part: Any, columns: Sequence[str]) -> list[list[str]]:
     return [basic_english(" ".join(text or "" for text in row)) for row in rows]
 
 
-def _images(split: str, part: Any, column: str) -> Samples:
+def _images(split: str, part: Any, column: str, stream: bool) -> Samples:
+    if stream:  # otherwise all are read now
+        _check_headers(split, part, column)
     return PairInputs(split, _Images(part.select_columns([column]), column))
+
+
+def _check_headers(split: str, part: Any, column: str) -> None:
+    """Refuses images that differ in size or channels, by the headers of up to `HEADERS` of them."""
+    import datasets
+
+    stored = part.select_columns([column]).cast_column(column, datasets.Image(decode=False))
+    rows = np.linspace(0, len(part) - 1, min(len(part), HEADERS), dtype=int).tolist()
+    entries = ((i, stored[i][column] or {"path": None, "bytes": None}) for i in rows)
+    check_headers(
+        f"data.inputs = {column}",
+        ((f"{split} image {i} ({e['path']})", BytesIO(e["bytes"]) if e["bytes"] else e["path"]) for i, e in entries),
+    )
 
 
 class _Images:

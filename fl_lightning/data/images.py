@@ -3,6 +3,8 @@
 import difflib
 import inspect
 import pickle
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +159,28 @@ def _arrays(dataset: Any) -> tuple[Any, Any]:
         f"data.name = {type(dataset).__name__} has images of several sizes; write it as files, use ImageFolder",
     )
     return np.stack([image for image, _ in pairs]), np.array([label for _, label in pairs])
+
+
+def check_headers(key: str, images: Iterable[tuple[str, Any]]) -> None:
+    """Checks by their headers that images have one size and mode; what is no image is found when it is read.
+
+    Args:
+        key: What the images are in a config.
+        images: Name, and path or file, of each.
+
+    Raises:
+        UserError: If two differ.
+    """
+    from PIL import Image
+
+    first = ""
+    for name, source in images:
+        with suppress(OSError, AttributeError), Image.open(source) as image:
+            found = f"{image.width} x {image.height} {image.mode}"
+            first = first or found
+            ensure(
+                found == first, f"{key}: {name} is {found}, the first {first}; resize and convert them by map before"
+            )
 
 
 class ImageFiles(Samples):

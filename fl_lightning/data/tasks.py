@@ -1,14 +1,16 @@
 """What the targets are: classes, several labels of a sample, or numbers."""
 
 from abc import ABC, abstractmethod
+from itertools import pairwise
 from typing import Any, ClassVar, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 from torchmetrics import MeanAbsoluteError, Metric
 from torchmetrics.classification import MulticlassAccuracy, MultilabelF1Score
 
-from fl_lightning.core import ensure
+from fl_lightning.core import accumulator_dtype, ensure
 from fl_lightning.data.stream import finite, labels, numeric
 
 TaskName = Literal["classification", "regression", "multilabel"]
@@ -63,6 +65,14 @@ class Task(ABC):
         """Returns the class of each sample, ``(N,)``; zeros where samples have none."""
         return y.new_zeros(len(y), dtype=torch.int64)
 
+    @abstractmethod
+    def groups(self, y: Tensor, outputs: int) -> tuple[str, list[str], Tensor]:
+        """Returns what a partition is counted by, for this number of outputs.
+
+        Returns:
+            What the groups are, their names, and the groups of each sample, ``(N, k)``; -1 is none.
+        """
+
 
 class Classification(Task):
     """One class of each sample, ``(N,)`` int64; for segmentation, of each pixel."""
@@ -99,6 +109,10 @@ class Classification(Task):
         """See :class:`Task`."""
         return y
 
+    def groups(self, y: Tensor, outputs: int) -> tuple[str, list[str], Tensor]:
+        """The classes."""
+        return "class", [*map(str, range(outputs))], y[:, None]
+
 
 class Regression(Task):
     """One number of each sample, or several: ``(N, k)``, floating."""
@@ -120,9 +134,26 @@ class Regression(Task):
         """Mean absolute error, over all values: it is defined for a single sample, too."""
         return "mae", MeanAbsoluteError()
 
+    def scored(self, outputs: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        """In float64: R² and its like subtract sums of squares from each other."""
+        dtype = accumulator_dtype(outputs.device)
+        return outputs.to(dtype), target.to(dtype)
+
     def arguments(self, outputs: int) -> dict[str, Any]:
         """See :class:`Task`."""
         return {}
+
+    def groups(self, y: Tensor, outputs: int) -> tuple[str, list[str], Tensor]:
+        """Tenths of all samples by their first value; fewer where many are equal."""
+        value = y[:, 0].double().cpu().numpy()
+        edges = np.unique(np.quantile(value, np.linspace(0, 1, 11)))
+        digits = next(n for n in range(3, 18) if len({f"{edge:.{n}g}" for edge in edges}) == len(edges))
+        names = [f"{low:.{digits}g} to {high:.{digits}g}" for low, high in pairwise(edges)] or [f"{edges[0]:.3g}"]
+        return (
+            "target" if outputs == 1 else "first target",
+            names,
+            torch.from_numpy(np.digitize(value, edges[1:-1]))[:, None],
+        )
 
 
 class MultiLabel(Task):
@@ -151,6 +182,10 @@ class MultiLabel(Task):
     def arguments(self, outputs: int) -> dict[str, Any]:
         """See :class:`Task`."""
         return {"task": "multilabel", "num_labels": outputs}
+
+    def groups(self, y: Tensor, outputs: int) -> tuple[str, list[str], Tensor]:
+        """The labels; a sample counts for each that it has."""
+        return "label", [*map(str, range(outputs))], torch.where(y > 0, torch.arange(outputs, device=y.device), -1)
 
 
 class LabelF1(MultilabelF1Score):

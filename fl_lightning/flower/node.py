@@ -40,7 +40,7 @@ class Node:
             The reply, with what each client uploads.
 
         Raises:
-            UserError: If node and server differ, or a state is missing.
+            UserError: If node and server differ, or a state is missing. Who carries it adds which node it is from.
         """
         about, run = message.values["round"], self.run
         self._check(message)
@@ -52,7 +52,7 @@ class Node:
                 client = int(record.removeprefix("client."))
                 ensure(
                     client < run.data.num_clients and client % int(about["nodes"]) == self.number,
-                    f"node {self.number}: has no client {client}; give {about['nodes']} nodes their partition-id",
+                    f"client {client}: not one of node {self.number}; give {about['nodes']} nodes their partition-id",
                 )
                 upload, replies[record] = self._train(client, received, message.values[record], kept)
                 uploads[f"up.{client}"] = upload
@@ -81,7 +81,7 @@ class Node:
         key = f"{client}.{version}"
         ensure(
             key in kept,
-            f"client {client}: its node {self.number} has no state {version}; continue with the node's own folder and "
+            f"client {client}: its node has no state {version}; continue with the node's own folder and "
             "ckpt_path = last, or start again",
         )
         state = kept[key]
@@ -97,8 +97,7 @@ class Node:
         same = about["w0"] == self._w0 and about["frozen"] == self.run.frozen
         ensure(
             same and message.tensors["down"].keys() == {*down},
-            f"node {self.number}: makes another model than the server; give both the same config, init_weights and "
-            "versions of torch",
+            "makes another model than the server; give both the same config, init_weights and versions of torch",
         )
 
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 from torch import Tensor
@@ -79,6 +80,16 @@ def check(trainer: FederatedTrainer, datamodule: FederatedDataModule) -> None:
         )
 
 
+def check_nodes(nodes: int | None, datamodule: FederatedDataModule) -> None:
+    """Checks the number of nodes, None for one each client.
+
+    Raises:
+        UserError: If there are more nodes than clients.
+    """
+    m = datamodule.num_clients
+    require(nodes is None or 1 <= nodes <= m, "nodes", nodes, f"there are {m} clients; choose from 1 to {m}")
+
+
 class RemoteRun(Run):
     """A run whose clients train on nodes.
 
@@ -94,9 +105,8 @@ class RemoteRun(Run):
     def __init__(self, send: Send, nodes: int | None, *args: Any) -> None:
         self.send = send
         super().__init__(*args)
-        m = self.data.num_clients
-        self.nodes = m if nodes is None else nodes
-        require(1 <= self.nodes <= m, "nodes", self.nodes, f"there are {m} clients; choose from 1 to {m}")
+        check_nodes(nodes, self.data)
+        self.nodes = self.data.num_clients if nodes is None else nodes
         self.clients: Versions = Versions(self.objective, self.server.w)
 
     @property
@@ -116,11 +126,15 @@ class Versions(ClientStore):
     Args:
         objective: The local objective; if its clients keep no state, there are no versions either.
         w0: The initial model, ``(d,)``.
+
+    Attributes:
+        owner: Distinguishes the run from others of the same name on the same nodes; checkpoints keep it.
     """
 
     def __init__(self, objective: LocalObjective, w0: Tensor) -> None:
         inits: dict[str, Init] = {KEPT: lambda w0: w0.new_zeros(3)} if objective.client_inits() else {}
         super().__init__(inits, w0)
+        self.owner = uuid4().hex[:12]
         self._saved: dict[int, str] = {}
         self._being_saved: dict[int, str] = {}
 
@@ -132,7 +146,7 @@ class Versions(ClientStore):
 
     def state_dict(self, pin: bool = False) -> dict[str, Any]:
         self._being_saved = self._saved if pin else self._all()
-        return super().state_dict(pin)
+        return {**super().state_dict(pin), "owner": self.owner}
 
     def saved(self) -> None:
         super().saved()
@@ -140,6 +154,7 @@ class Versions(ClientStore):
 
     def load_state_dict(self, state: Mapping[str, Any], folder: Path) -> None:
         super().load_state_dict(state, folder)
+        self.owner = state.get("owner", self.owner)  # a checkpoint of `fit` has none
         self._saved = self._all()
 
     def _all(self) -> dict[int, str]:
@@ -171,7 +186,7 @@ class RemoteEngine(Engine):
     def _message(self, jobs: Sequence[Job]) -> Message:
         run, received = self.run, {name: value.cpu() for name, value in jobs[0].received.items()}
         about: dict[str, Value] = {
-            "run": run.folder.label.replace("/", "-"),
+            "run": f"{run.folder.label.replace('/', '-')}-{run.clients.owner}",
             "w0": checksum(run.clients.w0),
             "frozen": run.frozen,
             "nodes": run.nodes,

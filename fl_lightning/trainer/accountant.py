@@ -62,28 +62,14 @@ class Accountant:
         return _pld(self._event, max(rounds, min(-(-rounds // step) * step, self.rounds)), self.delta)
 
     def least_noise(self, epsilon: float) -> float:
-        """Returns the smallest noise, to 1e-4, with which the planned rounds keep an epsilon; it takes seconds.
+        """Returns the smallest noise, to 1e-4, with which the planned rounds keep an epsilon.
+
+        It takes seconds, the first time in a process.
 
         Raises:
             UserError: If none does.
         """
-        dp = _dp_accounting()
-        with _quiet():
-            try:
-                found = dp.calibrate_dp_mechanism(
-                    lambda: _fresh(self.method, self.poisson),
-                    lambda noise: dp.SelfComposedDpEvent(replace(self, noise=noise)._event, self.rounds),
-                    epsilon,
-                    self.delta,
-                    dp.LowerEndpointAndGuess(LEAST_NOISE, 1.0),
-                    tol=1e-4,
-                )
-            except (ValueError, ArithmeticError, dp.mechanism_calibration.NoBracketIntervalFoundError):
-                raise UserError(
-                    f"trainer.privacy.epsilon = {epsilon}: no noise multiplier from {LEAST_NOISE} on gives it over "
-                    f"{self.rounds} rounds; give noise_multiplier"
-                ) from None
-        return float(found)
+        return _least_noise(self, epsilon)
 
     @property
     def _event(self) -> Any:
@@ -95,6 +81,28 @@ class Accountant:
         if self.poisson:
             return dp.PoissonSampledDpEvent(self.size / self.m, event) if self.size < self.m else event
         return dp.SampledWithoutReplacementDpEvent(self.m, int(self.size), event)
+
+
+@lru_cache(maxsize=32)
+def _least_noise(accountant: Accountant, epsilon: float) -> float:
+    """Kept for the runs of a process that differ in other settings, such as the seed."""
+    dp = _dp_accounting()
+    with _quiet():
+        try:
+            found = dp.calibrate_dp_mechanism(
+                lambda: _fresh(accountant.method, accountant.poisson),
+                lambda noise: dp.SelfComposedDpEvent(replace(accountant, noise=noise)._event, accountant.rounds),
+                epsilon,
+                accountant.delta,
+                dp.LowerEndpointAndGuess(LEAST_NOISE, 1.0),
+                tol=1e-4,
+            )
+        except (ValueError, ArithmeticError, dp.mechanism_calibration.NoBracketIntervalFoundError):
+            raise UserError(
+                f"trainer.privacy.epsilon = {epsilon}: no noise multiplier from {LEAST_NOISE} on gives it over "
+                f"{accountant.rounds} rounds; give noise_multiplier"
+            ) from None
+    return float(found)
 
 
 @lru_cache(maxsize=32)

@@ -123,6 +123,7 @@ class Evaluator:
         """
         metric = self.data.metric()[1].to(self.fabric.device)
         metric.distributed_available_fn = lambda: False
+        _sum_exactly(metric, self.fabric.device)
         sums = torch.zeros(2, dtype=accumulator_dtype(self.fabric.device), device=self.fabric.device)
         for x, y in batches:
             z, losses = self._outputs(w, x, y)
@@ -159,6 +160,7 @@ class Evaluator:
             self._scores[part] = scores = self.objective.scores(self.data).to(self.fabric.device)
             for metric in (module for module in scores.modules() if isinstance(module, Metric)):
                 metric.dist_sync_fn = collectives.gather_states
+                _sum_exactly(metric, self.fabric.device)
         self._scores[part].reset()
         return self._scores[part]
 
@@ -199,3 +201,9 @@ class Evaluator:
         sums = buffers.vector(net) * seen
         total = collectives.all_reduce_sum(fabric, torch.cat([sums, sums.new_tensor([seen])]))
         return total[:-1] / total[-1] if total[-1] else buffers.first  # without BatchNorm no batch was read
+
+
+def _sum_exactly(metric: Metric, device: torch.device) -> None:
+    """Lets a metric that sums floats, not counts, do so in float64."""
+    if any(isinstance(value, Tensor) and value.is_floating_point() for value in metric.metric_state.values()):
+        metric.set_dtype(accumulator_dtype(device))

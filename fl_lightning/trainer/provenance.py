@@ -20,6 +20,7 @@ import torch
 import fl_lightning
 from fl_lightning.core import UserError, write_atomically
 from fl_lightning.data import FederatedDataModule
+from fl_lightning.data.counts import histogram
 from fl_lightning.results.metrics import DIRECTIONS, Mode, mode_of
 
 FILE, PARTITION = "provenance.json", "partition.json"
@@ -87,17 +88,18 @@ def write(folder: Path, round: int, device: torch.device, processes: int, **exec
 def write_partition(folder: Path, data: FederatedDataModule) -> None:
     """Writes ``partition.json``: samples by client and class, of the first `MOST_CLIENTS` clients; rank 0 calls.
 
-    A class that a client has no sample of is left out.
+    A class that a client has no sample of is left out. Where there are none, the groups of `histogram`, with their
+    names, take their place.
 
     Args:
         folder: The run folder, which exists.
         data: The data, after setup.
     """
-    y, classes = data.strata.cpu(), data.num_classes if data.task.by_class else 1
-    counted = (torch.unique(y[part], return_counts=True) for part in data.clients[:MOST_CLIENTS])
-    counts = [dict(zip(classes.tolist(), n.tolist(), strict=True)) for classes, n in counted]
-    found = {"clients": data.num_clients, "classes": classes, "counts": counts}
-    write_atomically(folder / PARTITION, json.dumps(found) + "\n")
+    found = histogram(data, MOST_CLIENTS)
+    counts = [{int(group): int(row[group]) for group in row.nonzero()[0]} for row in found.counts]
+    groups = {} if data.task.by_class else {"unit": found.unit, "names": found.names}
+    text = json.dumps({"clients": data.num_clients, "classes": len(found.names), "counts": counts, **groups})
+    write_atomically(folder / PARTITION, text + "\n")
 
 
 def write_directions(folder: Path, directions: Mapping[str, Mode]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -232,3 +233,21 @@ def test_from_the_command_line(tmp_path: Path) -> None:
         "--trainer.engine=sequential", "--trainer.enable_progress_bar=false", f"--trainer.default_root_dir={tmp_path}",
     )  # fmt: skip
     assert "server/test/acc" in (newest(tmp_path) / "metrics.csv").read_text()
+
+
+@pytest.mark.parametrize("stored", ["in files", "in memory"])
+def test_streamed_images_of_different_sizes_are_noticed_at_setup(stored: str, tmp_path: Path) -> None:
+    """Before a round; the line has the file, both sizes and the remedy."""
+    images = [Image.fromarray(np.full((6, 5 + (i == 8)), i, np.uint8)) for i in range(9)]
+    if stored == "in files":
+        for i, image in enumerate(images):
+            image.save(tmp_path / f"{i}.png")
+        images = [str(tmp_path / f"{i}.png") for i in range(9)]
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.Value("int64")})
+    found = datasets.Dataset.from_dict({"image": images, "label": [0, 1, 2] * 3}, features=features)
+    data = HuggingFace(datasets.DatasetDict(train=found, test=found), "image", stream=True, num_clients=2)
+    file = re.escape(str(tmp_path / "8.png") if stored == "in files" else "None")
+    with pytest.raises(
+        UserError, match=rf"^data.inputs = image: train image 8 \({file}\) is 6 x 6 L, the first 5 x 6 L; "
+    ):
+        data.setup()

@@ -27,7 +27,7 @@ from fl_lightning.data import (
     Given,
     Natural,
 )
-from fl_lightning.data.counts import class_counts, heat_map
+from fl_lightning.data.counts import Histogram, class_counts, heat_map
 from fl_lightning.data.partition.base import sizes
 from fl_lightning.data.partition.dirichlet import CIFAR100_COARSE
 from tests.runs import cli, forked
@@ -664,7 +664,7 @@ def test_data_needs_no_model(tmp_path, monkeypatch, capsys):
 
 def test_heat_map_holds_the_counts():
     counts = np.array([[4, 0, 1], [0, 9, 0], [1, 1, 36]])
-    [image] = heat_map(counts).axes[0].images
+    [image] = heat_map(Histogram("class", ["0", "1", "2"], counts)).axes[0].images
     np.testing.assert_array_equal(image.get_array().filled(0), counts.T)
     assert image.get_array().mask.sum() == 3
     grey = image.cmap(np.linspace(0, 1, 50))[:, :3] @ [0.299, 0.587, 0.114]
@@ -673,7 +673,8 @@ def test_heat_map_holds_the_counts():
 
 def test_heat_map_of_very_many_clients():
     counts = numpy_generator(0, "test").integers(0, 3, (1262, 120))
-    assert heat_map(counts).axes[0].images[0].get_array().shape == (120, 1262)
+    found = Histogram("class", [*map(str, range(120))], counts)
+    assert heat_map(found).axes[0].images[0].get_array().shape == (120, 1262)
 
 
 def test_own_partition_of_the_documentation(tmp_path, monkeypatch, capsys):

@@ -29,7 +29,7 @@ from fl_lightning import (
 )
 from fl_lightning.commands.data import run as show_partition
 from fl_lightning.core.rng import numpy_generator
-from fl_lightning.data.counts import class_counts
+from fl_lightning.data.counts import class_counts, heat_map, histogram
 from fl_lightning.trainer.run import Run
 
 RNG = numpy_generator(0, "test tasks")
@@ -46,10 +46,17 @@ def arrays(folder: Path, task: str, y: Any = None, **options: Any) -> Arrays:
     return Arrays(str(folder / "data.npz"), **{"num_clients": 3, "task": task, **options})
 
 
-def fit(data: Arrays, folder: Path, engine: str = "sequential", model: type[FedAvg] = FedAvg, **parts: Any) -> Run:
+def fit(
+    data: Arrays,
+    folder: Path,
+    engine: str = "sequential",
+    model: type[FedAvg] = FedAvg,
+    precision: str = "64-true",
+    **parts: Any,
+) -> Run:
     trainer = FederatedTrainer(
-        max_rounds=1, clients_per_round=3, engine=engine, accelerator="cpu", callbacks=[], loggers=[], threads=1,
-        precision="64-true", default_root_dir=str(folder / "runs"), enable_progress_bar=False,
+        max_rounds=1, clients_per_round=data.num_clients, engine=engine, accelerator="cpu", callbacks=[], loggers=[],
+        precision=precision, default_root_dir=str(folder / "runs"), enable_progress_bar=False, threads=1,
     )  # fmt: skip
     return trainer.fit(model(**{"net": nn.Linear(3, 2), **parts}), data)
 
@@ -78,6 +85,31 @@ def test_a_step_and_the_metrics_in_closed_form(task: str, engine: str, tmp_path:
         assert run.metrics[f"server/test/{name}"] == pytest.approx(value, rel=1e-6)
 
 
+def test_metrics_of_many_samples_keep_their_digits(tmp_path: Path) -> None:
+    """Numbers far from zero: float32 loses all digits of R², and the sixth of the mean absolute error."""
+    x = RNG.normal(size=(100_000, 1)).astype(np.float32)
+    y = (1000 + x).astype(np.float32)
+    data = Arrays(client_arrays=[(x[:9], y[:9])], test=(x, y), task="regression", batch_size=None)
+    run = fit(
+        data,
+        tmp_path,
+        net=nn.Linear(1, 1),
+        loss=nn.MSELoss(),
+        optimizer=SGD(lr=1e-9),
+        metrics=["R2Score", "MeanSquaredError"],
+        precision="32-true",
+    )
+    w, b = run.global_model.numpy()
+    error = (y.astype(np.float64) - (x * w + b))[:, 0]
+    r2 = 1 - np.square(error).sum() / np.square(y - y.mean(dtype=np.float64)).sum()
+    for name, value in {
+        "mae": np.abs(error).mean(),
+        "MeanSquaredError": np.square(error).mean(),
+        "R2Score": r2,
+    }.items():
+        assert run.metrics[f"server/test/{name}"] == pytest.approx(value, rel=1e-7)
+
+
 def test_numbers_are_columns_and_samples_have_no_class(tmp_path: Path) -> None:
     users = ["a", "b"] * 15
     data = arrays(tmp_path, "regression", NUMBERS[:, 0], num_clients=2, partition=Natural(users), val_fraction=0.1)
@@ -94,6 +126,30 @@ def test_the_partition_of_numbers_speaks_of_no_class(tmp_path: Path, capsys: pyt
     said = capsys.readouterr().out
     assert "3 clients, 30 samples" in said and "class" not in said
     assert (tmp_path / "out" / "clients.csv").read_text().splitlines() == ["client,samples", "0,10", "1,10", "2,10"]
+
+
+@pytest.mark.parametrize(
+    ("task", "y", "whole"),
+    [
+        ("regression", NUMBERS, [3] * 10),
+        ("regression", np.full(40, 1e9), [30]),
+        ("multilabel", TAGS, TAGS[:30].sum(0).tolist()),
+    ],
+    ids=["tenths", "equal numbers", "labels"],
+)
+def test_partitions_are_counted_by_the_targets(task: str, y: Any, whole: list[int], tmp_path: Path) -> None:
+    """Samples of each client in tenths by the first value, or with each label."""
+    data = arrays(tmp_path, task, y)
+    data.setup()
+    found = histogram(data)
+    edges = np.sort(y[:30].reshape(30, -1)[:, 0])[[*range(0, 30, 30 // len(whole)), 29]]
+    for part, row in zip(data.clients, found.counts, strict=True):
+        held = data.y_train[part].double().numpy()
+        wanted = held.sum(0) if task == "multilabel" else np.histogram(held[:, 0], edges)[0] if len(whole) > 1 else [10]
+        assert row.tolist() == list(wanted)
+    assert found.counts.sum(0).tolist() == whole and len({*found.names}) == len(whole)
+    axes = heat_map(found).axes[0]
+    assert axes.get_ylabel() == found.unit and [tick.get_text() for tick in axes.get_yticklabels()] == found.names
 
 
 class Flat(nn.Linear):

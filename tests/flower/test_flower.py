@@ -65,14 +65,20 @@ def fit(grid: OneProcess, root: Path, *args: str, nodes: int = 2, ckpt_path: str
 )
 @pytest.mark.parametrize("stored", [False, True], ids=["in the context", "in files"])
 def test_apps_give_the_bits_of_the_trainer(args: list[str], stored: bool, tmp_path: Path) -> None:
-    """The second node has connected first; after the second round the server starts again."""
+    """The second node has connected first; the server starts again, with files after another run of the same name."""
     client = app.client_app(partial(build, tmp_path / "unused", *args))
     folder = {"state-folder": str(tmp_path / "states")} if stored else {}
     grid = OneProcess(client, [{"partition-id": 1, **folder}, {"partition-id": 0, **folder}])
     fit(grid, tmp_path, *args, "--trainer.max_rounds=2")
+    run = newest(tmp_path)
+    if stored:
+        fit(grid, tmp_path / "other", *args, "--model.optimizer.lr=0.01")
     fit(grid, tmp_path, *args, "--trainer.max_rounds=4", ckpt_path="last")
     trained(tmp_path / "trainer", *args, "--trainer.max_rounds=4")
-    assert_same(last(newest(tmp_path))["server"], last(newest(tmp_path / "trainer"))["server"])
+    assert_same(
+        last(run)["server"],
+        last(newest(tmp_path / "trainer"))["server"],
+    )
     assert all(bool(context.state) != stored for context in grid.contexts.values())
 
 
@@ -84,7 +90,7 @@ def test_errors_are_lines(tmp_path: Path) -> None:
     grid = OneProcess(client, [{"partition-id": 0}])
     with pytest.raises(UserError, match=r"^nodes 1: not connected after 1 s; "):
         fit(grid, tmp_path, "--model=FedSMOO")
-    with pytest.raises(UserError, match=r"^node 0: node 0: makes another model"):
+    with pytest.raises(UserError, match=r"^node 0: makes another model"):
         fit(grid, tmp_path, "--model=FedSMOO", "--trainer.seed=1", nodes=1)
 
 

@@ -193,6 +193,15 @@ def test_node_that_differs_is_refused(tmp_path: Path) -> None:
     assert nodes.fit().objective.flat.d == 90
 
 
+def test_runs_of_one_name_keep_their_states_apart(tmp_path: Path) -> None:
+    """Two servers' runs have names of their own on a node; a run that continues has its own."""
+    servers = [Nodes(tmp_path / root, "--model=SCAFFOLD", stored=True) for root in "ab"]
+    folders = [server.fit(*how).folder for server in servers for how in ((), ("last", "--trainer.max_rounds=3"))]
+    assert {folder.label for folder in folders} == {"SCAFFOLD-Digits/version_0"}
+    named = [{message.values["round"]["run"] for message, _ in server.log} for server in servers]
+    assert [len(names) for names in named] == [1, 1] and named[0] != named[1]
+
+
 def test_kept_state_of_another_optimizer_is_refused(tmp_path: Path) -> None:
     adam = ["--model.optimizer=TorchOptimizer", "--model.optimizer.state=keep"]
     args = ["--model=FedAvg", "--trainer.clients_per_round=6", *adam]
@@ -256,6 +265,7 @@ def test_command_writes_an_app_of_the_config(tmp_path: Path) -> None:
         (["--trainer.callbacks=[FlatnessMonitor]"], "trainer.callbacks: FlatnessMonitor"),
         (["--trainer.callbacks=[Trajectory]"], "trainer.callbacks: Trajectory"),
         (["--nodes=0"], "nodes = 0"),
+        (["--nodes=7"], "nodes = 7: there are 6 clients"),
     ],
     ids=lambda x: x[-1] if isinstance(x, list) else "",
 )

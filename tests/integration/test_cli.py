@@ -14,6 +14,7 @@ import yaml
 from PIL import Image
 
 from fl_lightning import algorithms
+from fl_lightning.commands.cli import FederatedCLI
 from tests.runs import DIGITS, assert_same, cli, forked, last, metrics, newest, run, state
 
 FOLDER = Path(__file__).parents[2] / "configs"
@@ -70,6 +71,33 @@ def test_print_config_is_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert not (tmp_path / "runs").exists()
     cli("fit", f"--config={tmp_path / 'config.yaml'}")
     assert "flatness/lambda_max" in metrics(newest(tmp_path / "runs"))
+
+
+def test_append_adds_to_what_null_stands_for() -> None:
+    """Also after settings, and to a list that is given."""
+    default, key = ["LambdaMax", "Discrepancy"], "--trainer.callbacks.metrics"
+    appended = [f"{key}+=Spectrum", f"{key}.k=3"]
+    for given, expected in (
+        ([], default),
+        (["--trainer.callbacks.every_n_rounds=5"], default),
+        ([f"{key}=[LPF]"], ["LPF"]),
+    ):
+        args = ["--trainer.callbacks+=FlatnessMonitor", *given, *appended]
+        (monitor,) = FederatedCLI("fit", "--model=FedAvg", *DIGITS, *args).config.trainer.callbacks
+        measures = monitor.init_args.metrics
+        assert [measure.class_path for measure in measures] == [
+            f"fl_lightning.{name}" for name in (*expected, "Spectrum")
+        ]
+        assert measures[-1].init_args.k == 3
+    measures = FederatedCLI("flatness", "--model=FedAvg", *DIGITS, "--ckpt_path=last", "--metrics+=LPF").config.metrics
+    assert [measure.class_path.rpartition(".")[2] for measure in measures] == [*default, "LPF"]
+
+
+def test_another_algorithm_says_what_it_keeps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of the config's: not what it does not know, nor what the command line gives."""
+    args = [f"--config={FOLDER / 'quickstart.yaml'}", *DIGITS, "--trainer.callbacks=null", "--trainer.local_steps=1"]
+    cli("fit", f"--trainer.default_root_dir={tmp_path}", *args, "--model", "FedDyn", "--model.ascent=null")
+    assert "model = FedDyn: keeps beta, optimizer of the config's FedGloSS; " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("command", "split"), [("validate", "val"), ("test", "test")])

@@ -124,18 +124,19 @@ def tradeoff(groups: Sequence[Group], measure: str, metric: str) -> Spec:
 
 
 def partition(found: Mapping[str, Any]) -> Spec:
-    """Samples by client and class, white where there are none."""
-    counts = found["counts"][:CLIENTS]
+    """Samples by client and class, or another group of targets, white where there are none."""
+    counts, unit, names = found["counts"][:CLIENTS], found.get("unit", "class"), found.get("names")
     z = [[row.get(str(c)) for row in counts] for c in range(found["classes"])]
     heat = {
         "type": "heatmap",
         "z": z,
+        **({"y": names} if names else {}),
         "colorscale": [[0, "#d6e6f4"], [0.5, "#4a98c9"], [1, "#08306b"]],
         "zmin": 0,
         "colorbar": _colorbar("samples"),
-        "hovertemplate": "client %{x}, class %{y}: %{z} samples<extra></extra>",
+        "hovertemplate": f"client %{{x}}, {unit} %{{y}}: %{{z}} samples<extra></extra>",
     }
-    return {"data": [heat], "layout": layout("client", "class")}
+    return {"data": [heat], "layout": layout("client", unit)}
 
 
 def lines(series: Mapping[str, Line], x: str, y: str, log: bool = False) -> Spec:

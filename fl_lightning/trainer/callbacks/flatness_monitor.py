@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
@@ -41,11 +41,15 @@ class FlatnessMonitor(Callback):
 
     Args:
         every_n_rounds: Rounds between two measurements; the last round is always measured.
-        metrics: The measures; null: LambdaMax and Discrepancy, on 1,000 and 10,000 training images.
+        metrics: The measures; null: LambdaMax and Discrepancy, on 1,000 and 10,000 training images, to which
+            ``+=`` adds.
 
     Attributes:
+        NULL: What null stands for, as in a config.
         protocol: Protocols of the last measured numbers.
     """
+
+    NULL: ClassVar[dict[str, list[str]]] = {"metrics": [type(measure).__name__ for measure in default_measures()]}
 
     def __init__(self, every_n_rounds: Count = 10, metrics: list[Measure] | None = None) -> None:
         require(metrics != [], "callbacks: FlatnessMonitor.metrics", metrics, "name some, or null for the default")

@@ -18,7 +18,7 @@ from lightning.pytorch.loggers import WandbLogger as LightningWandbLogger
 from fl_lightning.core import UserError, style
 from fl_lightning.core.frozen import FILE
 from fl_lightning.data import FederatedDataModule
-from fl_lightning.data.counts import class_counts, count_table, heat_map
+from fl_lightning.data.counts import class_counts, count_table, heat_map, histogram
 from fl_lightning.results.configs import config_files
 from fl_lightning.results.metrics import mode_of, read_directions, read_metrics
 from fl_lightning.trainer.loggers.base import About, Picture, RunLogger
@@ -153,7 +153,7 @@ class WandbLogger(LightningWandbLogger, RunLogger):
         if len(counts) <= ROWS:
             head, rows = count_table(counts)
             self._pending["partition/clients"] = wandb.Table(columns=[*head], data=rows)
-            self.log_figure("partition/heat_map", lambda: heat_map(counts), 0)
+            self.log_figure("partition/heat_map", lambda: heat_map(histogram(data)), 0)
         self.log_clients("partition/samples", counts.sum(1).tolist(), 0)
         if data.task.by_class:
             self.log_clients("partition/classes", (counts > 0).sum(1).tolist(), 0)
