@@ -42,7 +42,7 @@ SAMPLED = {
     "test_box": 5,
     "test_box_of_average": 2,
     "test_clean_row_is_the_number_of_test": 3,
-    "test_command_line": 4,
+    "test_command_line_of_centralized": 4,
     "test_drift_corrected_methods_are_exact": 3,
     "test_dropout_is_a_cohort_of_those_that_answer": 9,
     "test_every_algorithm_on_a_simulated_device": 58,
@@ -89,6 +89,11 @@ def pytest_collection_finish() -> None:
     """What was imported is not searched for garbage again."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    """Python's exit frees what extensions count."""
+    gc.unfreeze()
 
 
 class GoldenNet(nn.Module):
