@@ -60,9 +60,10 @@ def run(work: Work, spec: dict[str, Any], turns: Turns) -> None:
     never = 10**5  # more rounds than are ever run
     with tempfile.TemporaryDirectory() as folder:
         trainer = fl.FederatedTrainer(
-            max_rounds=never, clients_per_round=work.cohort, local_steps=work.steps, eval_every=never,
-            accelerator="cpu", threads=work.threads, engine=spec["engine"], precision=spec["precision"],
-            compile=spec["compile"], callbacks=[Steps(turns), Checkpoints(every_n_rounds=never)],
-            default_root_dir=folder, enable_progress_bar=False,
+            max_rounds=spec.get("rounds", never), clients_per_round=work.cohort, local_steps=work.steps,
+            eval_every=never, accelerator="cpu", threads=work.threads, engine=spec["engine"],
+            precision=spec["precision"], compile=spec["compile"],
+            callbacks=[Steps(turns), Checkpoints(every_n_rounds=never)], default_root_dir=folder,
+            enable_progress_bar=False,
         )  # fmt: skip
         trainer.fit(model, data)

@@ -13,7 +13,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from contest.workloads import METHODS
+from contest.workloads import METHODS, WORKS
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 CSV, PAGE, FIGURE = DOCS / "benchmarks.csv", DOCS / "benchmarks.md", DOCS / "benchmarks"
@@ -170,13 +170,18 @@ def _rounds(rows: list[Row]) -> str:
         unit, scale = ("ms", 1e3) if row["work"].startswith("W3") else ("s", 1.0)
         low, median, high = (f"{row[key] * scale:.3g}" for key in ("round_min", "round_s", "round_max"))
         body.append([
-            row["method"], _name(row), f"{median} {unit} ({low} to {high})",
+            row["method"], _name(row), f"{median} {unit} ({low} to {high})", f"{_steps(row):.3g}",
             f"{row['cpu_s'] * scale:.3g} {unit}", *(_ratio(row, name) for name in names), f"{row['peak_gb']:.2f}",
             f"{row['of_floor']:.0%}" if "of_floor" in row else "",
             f"{row['rounds']:.0f} in {row['turns']:.0f}", f"{row['dropped']:.0f}", f"{row['foreign']:.1%}",
         ])  # fmt: skip
-    head = ["method", "who", "a round", "CPU time", *(f"{AGAINST[n]} / it" for n in names), "peak GB", "of the floor"]
-    return _table([*head, "rounds in turns", "turns dropped", "foreign load"], body)
+    head = ["method", "who", "a round", "steps/s", "CPU time", *(f"{AGAINST[n]} / it" for n in names), "peak GB"]
+    return _table([*head, "of the floor", "rounds in turns", "turns dropped", "foreign load"], body)
+
+
+def _steps(row: Row) -> float:
+    """Local steps a second, of all clients."""
+    return float(WORKS[row["work"]].cohort * row["steps"] / row["round_s"])
 
 
 def _ceilings(rows: list[Row]) -> str:

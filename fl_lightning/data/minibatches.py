@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
@@ -139,18 +140,15 @@ def blocks(clients: Sequence[Minibatches], width: int, batch: int) -> Iterator[B
         batch: Samples of a minibatch, padding included.
     """
     first, steps = clients[0], max(map(len, clients))
-    sizes = torch.zeros(width, steps, dtype=torch.int64)
-    base = torch.zeros(width, 1, dtype=torch.int64)
-    for i, client in enumerate(clients):
-        sizes[i, : len(client)] = torch.tensor(client.sizes)
-        base[i] = sum(len(c.indices) for c in clients[:i])
+    sizes = np.zeros((width, steps), np.int64)
+    for row, client in zip(sizes, clients, strict=False):  # further rows are padding
+        row[: len(client)] = client.sizes
     # position of every place in the concatenation of all clients' samples; padding repeats a minibatch's last sample
-    offsets = base + sizes.cumsum(1) - sizes
-    place = torch.arange(batch)
-    position = offsets[..., None] + torch.minimum(place, (sizes - 1).clamp(min=0)[..., None])
-    position = torch.where(sizes[..., None] > 0, position, 0).transpose(0, 1)  # (steps, clients, batch)
-    weight = ((place < sizes[..., None]).double() / sizes.clamp(min=1)[..., None]).transpose(0, 1)
-    active = (sizes > 0).T[..., None]
+    starts = (sizes.cumsum() - sizes.ravel()).reshape(sizes.shape).T[..., None]
+    sizes = sizes.T[..., None]  # (steps, clients, 1)
+    place, active = np.arange(batch), sizes > 0
+    position = torch.from_numpy(np.where(active, starts + np.minimum(place, sizes - 1), 0))
+    weight = torch.from_numpy((place < sizes) / np.maximum(sizes, 1))
     indices = torch.cat([c.indices for c in clients])
     draws = {name: torch.cat([c.draws[name] for c in clients]) for name in first.draws}
 
@@ -165,7 +163,7 @@ def blocks(clients: Sequence[Minibatches], width: int, batch: int) -> Iterator[B
                 torch.unflatten(x, 0, shape),
                 torch.unflatten(y, 0, shape),
                 to_device(weight[span], device, first.dtype),
-                to_device(active[span], device),
+                to_device(torch.from_numpy(active[span]), device),
             )
             at += len(chunk)
 

@@ -167,7 +167,8 @@ class FederatedDataModule(SampleModule, ABC):
         if self.batch_size is None:
             order = indices.repeat(epochs)
         else:
-            order = torch.cat([indices[torch.randperm(n, generator=generator)[:used]] for _ in range(epochs)])
+            orders = [indices[torch.randperm(n, generator=generator)[:used]] for _ in range(epochs)]
+            order = torch.cat(orders) if epochs > 1 else orders[0]
         sizes = (sizes * epochs)[:count]
         draws = {} if self.augment is None else self.augment.draw(sizes, generator)
         return Minibatches(self, order[: sum(sizes)], sizes, draws, dtype)

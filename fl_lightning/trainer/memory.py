@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-M_MXFAST, M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = 1, -1, -3
+M_MXFAST, M_TRIM_THRESHOLD, M_MMAP_MAX = 1, -1, -4
 """Parameters of glibc's mallopt(3)."""
-KEPT = {M_MMAP_THRESHOLD: 32 * 2**20, M_TRIM_THRESHOLD: 2**31 - 1, M_MXFAST: 0}
-"""Values during a run; 32 MiB is the largest that glibc accepts as M_MMAP_THRESHOLD."""
-DEFAULT = {M_MMAP_THRESHOLD: 128 * 2**10, M_TRIM_THRESHOLD: 128 * 2**10, M_MXFAST: 16 * ctypes.sizeof(ctypes.c_size_t)}
+KEPT = {M_MMAP_MAX: 0, M_TRIM_THRESHOLD: 2**31 - 1, M_MXFAST: 0}
+"""Values during a run: nothing gets a mapping of its own, which would go back to the system when it is freed."""
+DEFAULT = {M_MMAP_MAX: 2**16, M_TRIM_THRESHOLD: 128 * 2**10, M_MXFAST: 16 * ctypes.sizeof(ctypes.c_size_t)}
 """glibc's own values."""
 _depth = 0
 

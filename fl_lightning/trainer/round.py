@@ -35,6 +35,7 @@ class Round:
         diverged: Why the round has no finite result, if the run goes on nonetheless.
         aggregated: Metrics of the rule that makes one of the uploads, of the last phase.
         floats: Numbers that went over the wire.
+        steps: Local steps of the clients whose uploads have arrived.
         training_s: Seconds of local training.
     """
 
@@ -51,7 +52,7 @@ class Round:
         self.failed: dict[str, list[int]] = {"refused": [], **{kind: [] for kind in cohort.faults.kinds}}
         self.diverged: DivergenceError | None = None
         self.aggregated: dict[str, float] = {}
-        self.floats = 0
+        self.floats = self.steps = 0
         self.training_s = 0.0
         self._started, self._callback_s = time.perf_counter(), run.callback_s
 
@@ -122,6 +123,7 @@ class Round:
             "time/round_s": seconds,
             "time/orchestration_s": seconds - self.training_s,
             "time/clients_per_s": len(cohort.clients) / seconds,
+            "time/steps_per_s": self.steps / seconds,
         }
 
 
@@ -235,6 +237,7 @@ class Phase:
             of.failed[kind] += getattr(attendance, kind)
         sent, uploaded = sum(v.numel() for v in self.sent.values()), sum(map(math.prod, arrivals.shapes.values()))
         of.floats += sent * attendance.receivers + uploaded * len(self.cohort.clients)
+        of.steps += sum(attendance.steps.values())
 
     def _diverged(self, what: str) -> DivergenceError:
         run = self.run

@@ -23,6 +23,7 @@ MEASURED = '[LambdaMax,Discrepancy,{"class_path":"Spectrum","init_args":{"k":5}}
 ENDINGS = ("", "_weighted", "_std", "_worst_decile", "_worst")
 D = 64 * 8 + 8 + 8 * 10 + 10  # weights of the net in tests.runs
 COHORT = 3
+STEPS = 7  # of a client: 216 samples, once, in minibatches of 32
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +53,7 @@ def test_a_row_a_round(logged: Path) -> None:
     assert rounds == {
         **dict.fromkeys(("client/train/loss", "client/refused", "client/lr"), every),
         **dict.fromkeys(("comm/total_bits", "comm/transmissions"), every),
-        **dict.fromkeys(("time/round_s", "time/orchestration_s", "time/clients_per_s"), every),
+        **dict.fromkeys(("time/round_s", "time/orchestration_s", "time/clients_per_s", "time/steps_per_s"), every),
         **dict.fromkeys(("server/test/acc", "server/test/loss", "server/val/acc", "server/val/loss"), evaluated),
         **dict.fromkeys(("flatness/lambda_max", "flatness/lambda_max_residual", "flatness/discrepancy"), measured),
         **dict.fromkeys(("flatness/sharpness_global", "flatness/sharpness_local"), measured),
@@ -64,7 +65,10 @@ def test_a_row_a_round(logged: Path) -> None:
     }
     flat = {name.removeprefix("flatness/"): values[0][1] for name, values in columns.items()}
     assert flat["discrepancy"] == abs(flat["sharpness_global"] - flat["sharpness_local"]) > 0
-    assert all(value > 0 for name in ("time/round_s", "time/clients_per_s") for _, value in columns[name])
+    assert all(value > 0 for _, value in columns["time/round_s"])
+    for rate, count in (("time/clients_per_s", COHORT), ("time/steps_per_s", COHORT * STEPS)):
+        per_round = [a * b for (_, a), (_, b) in zip(columns[rate], columns["time/round_s"], strict=True)]
+        assert per_round == pytest.approx([count] * 5)
 
 
 @pytest.mark.parametrize(
