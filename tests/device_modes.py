@@ -91,7 +91,8 @@ class Functions(TorchFunctionMode):
         if there:
             device.note("copy" if non_blocking else "wait", "to the device")
             return x.to(MARK, copy=True, **options)
-        device.note("wait", "to the host")
+        if target is None or target.type != "meta":  # where there are no values
+            device.note("wait", "to the host")
         return device.take(x.to(copy=True, **options))
 
 
@@ -108,6 +109,8 @@ class Operations(TorchDispatchMode):
         here = [x in device for x in tensors]
         if any(here):
             self._check(func, args, kwargs, tensors, here)
+            if not func.is_view:
+                device.launch(func)
         result = func(*args, **kwargs)
         asked = any(here) or kwargs.get("device") == MARK
         there = asked or (not tensors and any(device.calls))

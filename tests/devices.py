@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from types import SimpleNamespace, TracebackType
+from types import TracebackType
 from typing import Any, NamedTuple
 
 import pytest
@@ -56,11 +56,14 @@ class Device:
     Attributes:
         device: The device.
         events: How often what happened.
+        launches: How often which operation was launched: one of torch, a whole CUDA graph, or a capture.
     """
 
     def __init__(self, kind: str = "cuda") -> None:
         self.device = torch.device(kind, 0)
         self.events: Counter[Event] = Counter()
+        self.launches: Counter[str] = Counter()
+        self.replaying = False
         self.captured: list[tuple[Any, ...]] | None = None
         self.calls: list[Any] = []
         self._storages: dict[int, StorageWeakRef] = {}
@@ -126,6 +129,11 @@ class Device:
             return False
         return torch.device(device).type == self.device.type
 
+    def launch(self, what: object) -> None:
+        """Counts a launch; within a graph, captured or repeated, there is none."""
+        if self.captured is None and not self.replaying:
+            self.launches[str(what)] += 1
+
     def note(self, kind: str, what: object) -> None:
         """Counts an event.
 
@@ -149,10 +157,10 @@ class Device:
 
     def _runtime(self) -> dict[str, Any]:
         """What the package calls of ``torch.cuda``."""
-        stream = SimpleNamespace(wait_stream=lambda other: None)
 
         @contextmanager
         def graph(recorded: Graph) -> Iterator[None]:
+            self.launch("capture")
             self.captured = recorded.operations
             try:
                 yield
@@ -163,23 +171,35 @@ class Device:
             "synchronize": lambda: self.note("wait", "torch.cuda.synchronize"),
             "default_generators": (torch.default_generator,),
             "get_device_name": lambda device: "simulated",
-            "Stream": lambda: stream,
-            "current_stream": lambda: stream,
+            "Stream": Stream,
+            "current_stream": Stream,
             "stream": lambda stream: nullcontext(),
-            "CUDAGraph": Graph,
+            "CUDAGraph": type("CUDAGraph", (Graph,), {"device": self}),
             "graph": graph,
         }
+
+
+class Stream:
+    """A stream; the simulation has but one."""
+
+    def wait_stream(self, other: Stream) -> None:
+        """Does nothing."""
 
 
 class Graph:
     """Operations repeated on the same tensors, with their results in the same memory."""
 
+    device: Device
+
     def __init__(self) -> None:
         self.operations: list[tuple[Any, ...]] = []
 
     def replay(self) -> None:
+        self.device.launch("graph")
+        self.device.replaying = True
         with torch.no_grad():
             for function, args, kwargs, fresh in self.operations:
                 for old, new in zip(fresh, tree_leaves(function(*args, **kwargs)), strict=True):
                     if old is not None:
                         old.copy_(new)
+        self.device.replaying = False

@@ -8,7 +8,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fl_lightning.core import Checked, Count, NonNegative, Positive, Share, Size, Whole, require, to_device
+from fl_lightning.core import (
+    Checked,
+    Count,
+    NonNegative,
+    Positive,
+    Share,
+    Size,
+    Whole,
+    accumulator_dtype,
+    require,
+    to_device,
+)
 from fl_lightning.data.miou import IGNORED
 
 
@@ -70,6 +81,11 @@ class Augment(Checked, key="data.augment"):
             drawn["partner"] = torch.cat(steps)
         return drawn
 
+    def moved(self, draws: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+        """Returns draws where `__call__` and `finish` use them: on the device, moved at once for many minibatches."""
+        wide = {torch.float64: accumulator_dtype(device)}
+        return {name: to_device(v, device, wide.get(v.dtype)) for name, v in draws.items()}
+
     def __call__(self, x: Tensor, draws: dict[str, Tensor]) -> Tensor:
         """Augments raw images ``(N, C, H, W)`` of any dtype and device by their `draw`; keeps channels_last."""
         height, width = x.shape[-2:]
@@ -77,8 +93,8 @@ class Augment(Checked, key="data.augment"):
             dy, dx = to_device(draws["crop"], x.device).unbind(1)
             x = _cut(F.pad(x.permute(0, 2, 3, 1), [0, 0, *[self.crop] * 4]), dy, dx, height, width)
         if self.window:
-            spare = torch.tensor([height, width]) - self.window + 1
-            dy, dx = to_device((draws["window"] * spare).long(), x.device).unbind(1)
+            places = zip(to_device(draws["window"], x.device).unbind(1), (height, width), strict=True)
+            dy, dx = ((place * (size - self.window + 1)).long() for place, size in places)
             x = _cut(x.permute(0, 2, 3, 1), dy, dx, self.window, self.window)
         if self.flip:
             x = torch.where(to_device(draws["flip"], x.device)[:, None, None, None], x.flip(-1), x)
@@ -120,15 +136,16 @@ class Augment(Checked, key="data.augment"):
         """
         if self.cutout:
             hidden = []
-            for axis, size in enumerate(x.shape[-2:]):
-                start = (draws["cutout"][:, axis] * size).long() - self.cutout // 2
-                pixel = torch.arange(size)
+            for place, size in zip(to_device(draws["cutout"], x.device).unbind(1), x.shape[-2:], strict=True):
+                start = (place * size).long() - self.cutout // 2
+                pixel = torch.arange(size, device=x.device)
                 hidden.append((pixel >= start[:, None]) & (pixel < start[:, None] + self.cutout))
-            x.masked_fill_(to_device(hidden[0][:, None, :, None] & hidden[1][:, None, None, :], x.device), 0)
+            x.masked_fill_(hidden[0][:, None, :, None] & hidden[1][:, None, None, :], 0)
         if self.mixup:
             n = len(x)
             # padding of a block has no weight, so its partner can be any sample
-            partner = to_device((torch.arange(n) + draws["partner"]).clamp(max=n - 1), x.device)
+            partner = torch.arange(n, device=x.device) + to_device(draws["partner"], x.device)
+            partner = partner.clamp(max=n - 1)
             share = to_device(draws["share"], x.device, x.dtype)
             labels = F.one_hot(y, num_classes).to(x.dtype)
             y = share[:, None] * labels + (1 - share[:, None]) * labels[partner]
@@ -193,6 +210,10 @@ class ScaledCrop(Augment):
         if self.granularity == "batch":
             drawn = {name: v.repeat_interleave(torch.tensor(sizes), dim=0) for name, v in drawn.items()}
         return {**super().draw(sizes, generator), **drawn}
+
+    def moved(self, draws: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+        """Returns the draws as they are: positions are computed on the host, in float64, which not all devices have."""
+        return draws
 
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """See :class:`Augment`."""

@@ -155,11 +155,18 @@ class SampleModule(Checked, L.LightningDataModule, ABC, key="data"):
 
     # Batches
 
+    def moved(self, indices: Tensor, draws: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        """Indices and draws where `samples` uses them, moved at once for many calls: on the device, unless streamed."""
+        if self.stream:
+            return indices, draws
+        return to_device(indices, self.device), self.augment.moved(draws, self.device) if self.augment else draws
+
     def samples(self, indices: Tensor, draws: dict[str, Tensor], dtype: torch.dtype) -> Batch:
         """Training samples, augmented and scaled, on the device of the data.
 
         Args:
-            indices: Indices into the training data, ``(n,)``; those of a minibatch are consecutive.
+            indices: Indices into the training data, ``(n,)``; those of a minibatch are consecutive. Of a stream they
+                are on the host.
             draws: Their draws, from `Augment.draw`, ``(n, ...)`` by name; empty for no augmentation.
             dtype: Floating dtype of the samples.
         """

@@ -32,6 +32,9 @@ class SampleSource(Protocol):
     batch_size: int | None
     device: torch.device
 
+    def moved(self, indices: Tensor, draws: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        """Indices and draws where `samples` uses them."""
+
     def samples(self, indices: Tensor, draws: dict[str, Tensor], dtype: torch.dtype) -> Batch:
         """Training samples by index, augmented and scaled; see `FederatedDataModule`."""
 
@@ -68,12 +71,12 @@ class Minibatches:
         return len(self.sizes)
 
     def __iter__(self) -> Iterator[Batch]:
-        at = 0
+        at, (indices, draws) = 0, self.source.moved(self.indices, self.draws)
         with self.source.reading_ahead([self]):
             for sizes in chunks(self.sizes, self.source.sample_bytes(self.dtype)):
                 n = sum(sizes)
-                draws = {name: v[at : at + n] for name, v in self.draws.items()}
-                x, y = self.source.samples(self.indices[at : at + n], draws, self.dtype)
+                now = {name: v[at : at + n] for name, v in draws.items()}
+                x, y = self.source.samples(indices[at : at + n], now, self.dtype)
                 yield from zip(torch.split(x, sizes), torch.split(y, sizes), strict=True)
                 at += n
 
@@ -149,23 +152,22 @@ def blocks(clients: Sequence[Minibatches], width: int, batch: int) -> Iterator[B
     place, active = np.arange(batch), sizes > 0
     position = torch.from_numpy(np.where(active, starts + np.minimum(place, sizes - 1), 0))
     weight = torch.from_numpy((place < sizes) / np.maximum(sizes, 1))
-    indices = torch.cat([c.indices for c in clients])
-    draws = {name: torch.cat([c.draws[name] for c in clients]) for name in first.draws}
+    # moved at once, not chunk by chunk
+    flat, device = position.reshape(-1), first.source.device
+    indices, draws = first.source.moved(
+        torch.cat([c.indices for c in clients])[flat],
+        {name: torch.cat([c.draws[name] for c in clients])[flat] for name in first.draws},
+    )
+    weight, active = to_device(weight, device, first.dtype), to_device(torch.from_numpy(active), device)
 
-    at, device = 0, first.source.device
+    at, step = 0, width * batch
     with first.source.reading_ahead(clients):
         for chunk in chunks([batch] * steps, first.source.sample_bytes(first.dtype) * width):
-            span = slice(at, at + len(chunk))
-            flat = position[span].reshape(-1)
-            x, y = first.source.samples(indices[flat], {name: v[flat] for name, v in draws.items()}, first.dtype)
-            shape = (len(chunk), width, batch)
-            yield Block(
-                torch.unflatten(x, 0, shape),
-                torch.unflatten(y, 0, shape),
-                to_device(weight[span], device, first.dtype),
-                to_device(torch.from_numpy(active[span]), device),
-            )
-            at += len(chunk)
+            end, shape = at + len(chunk), (len(chunk), width, batch)
+            rows = slice(at * step, end * step)
+            x, y = first.source.samples(indices[rows], {name: v[rows] for name, v in draws.items()}, first.dtype)
+            yield Block(torch.unflatten(x, 0, shape), torch.unflatten(y, 0, shape), weight[at:end], active[at:end])
+            at = end
 
 
 # DataLoaders of whole batches, for a plain ``lightning.Trainer``

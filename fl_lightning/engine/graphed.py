@@ -15,9 +15,9 @@ from fl_lightning.engine.batched import BatchedEngine, Carry, Fixed, Tensors
 from fl_lightning.engine.record import (
     Compiled,
     CudaGraph,
+    Loop,
     RecordedRound,
     Records,
-    Replay,
     plain_settings,
     round_number,
     trace,
@@ -68,21 +68,18 @@ class GraphedEngine(BatchedEngine):
         if fixed.ctx.class_counts is not None:
             inputs["ctx.class_counts"] = fixed.ctx.class_counts
         carried = _tensors(replace(carry, w=carry.w.contiguous(), loss=torch.zeros_like(carry.loss)))
-        for at in range(0, n, unroll):
-            span = slice(at, at + unroll)
-            data = {"x": block.x[span], "y": block.y[span], "weight": block.weight[span], "active": block.active[span]}
-            named = {**carried, **inputs, **data}
-            replay = self.records.find(named, fixed.ctx, settings, self._record)
-            with torch.no_grad():
-                carried = dict(zip(carried, replay(*named.values()), strict=True))
-        if carry.w.is_cuda:  # the memory of a graph, which serves the next clients, too
-            carried = {name: v.clone() for name, v in carried.items()}
-        return replace(_carry(carried), loss=carry.loss + carried["loss"])
+        steps = {name: v.unflatten(0, (-1, unroll)) for name, v in vars(block).items()}
+        first = {name: v[0] for name, v in steps.items()}
+        replay = self.records.find({**carried, **inputs, **first}, fixed.ctx, settings, self._record)
+        with torch.no_grad():
+            values = replay(*(tuple(tensors.values()) for tensors in (carried, inputs, steps)))
+        end = _carry(dict(zip(carried, values, strict=True)))
+        return replace(end, loss=carry.loss + end.loss)
 
-    def _record(self, named: Tensors, ctx: ClientContext) -> tuple[RecordedRound, Replay]:
+    def _record(self, named: Tensors, ctx: ClientContext) -> tuple[RecordedRound, Loop | CudaGraph]:
         round_number, graph = trace(self._recorded, named, ctx)
         replay = Compiled(graph) if self.compile else graph
-        return round_number, CudaGraph(replay) if named["w"].is_cuda else replay
+        return round_number, CudaGraph(replay) if named["w"].is_cuda else Loop(replay)
 
     def _recorded(self, named: Tensors, ctx: ClientContext) -> list[Tensor]:
         """A few steps, from named tensors to those of them that a step changes, in the same order."""

@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,7 +14,8 @@ from torch.fx import GraphModule
 from fl_lightning.core import ClientContext, UserError, accumulator_dtype, to_device
 
 Tensors = dict[str, Tensor]
-Replay = Callable[..., tuple[Tensor, ...]]
+Values = tuple[Tensor, ...]
+Replay = Callable[..., Values]
 T = TypeVar("T")
 
 
@@ -113,7 +114,7 @@ def trace(function: Callable[[Tensors, ClientContext], Sequence[Tensor]], named:
 
     rounds: list[RecordedRound] = []
 
-    def flat(*tensors: Tensor) -> tuple[Tensor, ...]:
+    def flat(*tensors: Tensor) -> Values:
         inputs = dict(zip(named, tensors, strict=True))
         rounds.append(RecordedRound(ctx.t, inputs["t"]))
         columns = {name.removeprefix("ctx."): v for name, v in inputs.items() if name.startswith("ctx.")}
@@ -147,7 +148,7 @@ class Compiled:
         self._function: Replay = torch.compile(graph, dynamic=False, fullgraph=True)
         self._tried = False
 
-    def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def __call__(self, *tensors: Tensor) -> Values:
         if self._tried:
             return self._function(*tensors)
         try:
@@ -164,47 +165,103 @@ class Compiled:
         return result
 
 
-class CudaGraph:
-    """A function of tensors of fixed shapes as one CUDA graph, which updates its first arguments in place.
-
-    What a call returns is the graph's own memory, which the next call overwrites, unless it gets it as argument: then
-    nothing is copied from step to step.
+class Loop:
+    """Calls a function of tensors once a step.
 
     Args:
-        function: A function to new values of its first arguments; it neither synchronises nor looks at values.
+        function: A function of tensors that steps change, others, and those of one step, to new values of the first.
+    """
+
+    def __init__(self, function: Replay) -> None:
+        self.function = function
+
+    def __call__(self, carried: Values, fixed: Values, steps: Values) -> Values:
+        """Takes all steps.
+
+        Args:
+            carried: Tensors that steps change.
+            fixed: Tensors that stay the same.
+            steps: Those of each step, ``(steps, ...)``.
+
+        Returns:
+            The first tensors after the last step.
+        """
+        for now in zip(*steps, strict=True):
+            carried = self.function(*carried, *fixed, *now)
+        return carried
+
+
+class Captured(NamedTuple):
+    """A CUDA graph, and the memory that it reads and writes.
+
+    Attributes:
+        graph: The graph of a step.
+        at: The number of the step, ``(1,)``.
+        carried: The tensors that a step changes.
+        fixed: Those that stay the same.
+        steps: Those of each step.
+    """
+
+    graph: torch.cuda.CUDAGraph
+    at: Tensor
+    carried: Values
+    fixed: Values
+    steps: Values
+
+
+class CudaGraph:
+    """`Loop` on a GPU: one step is one CUDA graph, and one launch.
+
+    The graph updates the first tensors in place, and reads its step from a buffer of all of them, at a counter that it
+    increments. So nothing is copied from step to step. More steps than ever before are captured again.
+
+    Args:
+        function: As for `Loop`; it neither synchronises nor looks at values.
     """
 
     WARM_UP = 3
 
     def __init__(self, function: Replay) -> None:
         self.function = function
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._inputs: tuple[Tensor, ...] = ()
-        self._updated = 0
+        self._captured: Captured | None = None
 
-    def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        if self._graph is None:
-            self._capture(tensors)
-        for static, value in zip(self._inputs, tensors, strict=True):
-            if static.data_ptr() != value.data_ptr():
-                static.copy_(value)
-        assert self._graph is not None
-        self._graph.replay()
-        return self._inputs[: self._updated]
+    def __call__(self, carried: Values, fixed: Values, steps: Values) -> Values:
+        """See `Loop`."""
+        n = len(steps[0])
+        if self._captured is None or len(self._captured.steps[0]) < n:
+            self._captured = None  # its memory is free for the next
+            self._captured = self._capture(carried, fixed, steps)
+        captured = self._captured
+        for static, value in zip((*captured.carried, *captured.fixed), (*carried, *fixed), strict=True):
+            static.copy_(value)
+        for buffer, value in zip(captured.steps, steps, strict=True):
+            buffer[:n].copy_(value)
+        captured.at.zero_()
+        for _ in range(n):
+            captured.graph.replay()
+        return tuple(v.clone() for v in captured.carried)  # the next steps overwrite the graph's memory
 
-    def _capture(self, tensors: tuple[Tensor, ...]) -> None:
-        self._inputs = tuple(v.clone() for v in tensors)
+    def _capture(self, carried: Values, fixed: Values, steps: Values) -> Captured:
+        graph, at = torch.cuda.CUDAGraph(), torch.zeros(1, dtype=torch.int64, device=steps[0].device)
+        carried, fixed, steps = (tuple(v.clone() for v in values) for values in (carried, fixed, steps))
+        now = [v[:1].clone() for v in steps]  # in the memory format of each
+
+        def step() -> Values:
+            for buffer, one in zip(steps, now, strict=True):
+                torch.index_select(buffer, 0, at, out=one)
+            return self.function(*carried, *fixed, *(one[0] for one in now))
+
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):  # libraries choose their kernels before the capture
             for _ in range(self.WARM_UP):
-                self.function(*self._inputs)
+                step()
         torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            values = self.function(*self._inputs)
-            memory = {v.untyped_storage().data_ptr() for v in self._inputs}
+            values = step()
+            memory = {v.untyped_storage().data_ptr() for v in carried}
             apart = [v.clone() if v.untyped_storage().data_ptr() in memory else v for v in values]
-            for static, value in zip(self._inputs, apart, strict=False):
+            for static, value in zip(carried, apart, strict=True):
                 static.copy_(value)
-        self._graph, self._updated = graph, len(values)
+            at += 1
+        return Captured(graph, at, carried, fixed, steps)

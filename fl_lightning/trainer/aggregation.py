@@ -18,6 +18,7 @@ from fl_lightning.core import (
     Upload,
     Uploads,
     accumulator_dtype,
+    to_device,
 )
 from fl_lightning.trainer.samplers import CohortSampler
 
@@ -177,9 +178,9 @@ class Aggregation(Checked, key="trainer.aggregation"):
         """Fills the averages by this rule, name by name: unweighted, and weighted by samples if the model is."""
         n = len(received.clients)
         self.check(n, received.refused)
-        ones = torch.ones(n, dtype=torch.float64)
-        counts = torch.tensor([float(c.n_k) for c in received.clients], dtype=torch.float64)
-        kinds = [(ones, uploads.n), (counts, uploads.samples)]
+        device = received.server.w.device
+        counts = to_device([float(c.n_k) for c in received.clients], device, accumulator_dtype(device))
+        kinds = [(torch.ones_like(counts), uploads.n), (counts, uploads.samples)]
         weights = [self.weigh(received, w) for w, _ in kinds[: 2 if uploads.weighting == "samples" else 1]]
 
         def sums(name: str, _: object) -> Tensor:

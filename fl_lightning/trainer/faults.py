@@ -21,6 +21,7 @@ from fl_lightning.core import (
     generator,
     numpy_generator,
     require,
+    to_device,
 )
 from fl_lightning.trainer.samplers import read_trace
 
@@ -144,9 +145,9 @@ class Corrupt(Checked, key="trainer.faults.corrupt"):
                 return reference - self.factor * delta
             case "scale":
                 return reference + self.factor * delta
-        noise = torch.randn(value.shape, generator=draw, dtype=value.dtype).to(value.device)
+        noise = torch.randn(value.shape, generator=draw, dtype=value.dtype)
         size: Tensor = self.factor * torch.linalg.vector_norm(delta) / math.sqrt(value.numel())
-        return value + size * noise
+        return value + size * to_device(noise, value.device)
 
 
 @lru_cache(maxsize=4)

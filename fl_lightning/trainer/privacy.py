@@ -25,6 +25,7 @@ from fl_lightning.core import (
     ensure,
     generator,
     require,
+    to_device,
 )
 from fl_lightning.trainer.accountant import Accountant, Method, check_method, cohorts
 from fl_lightning.trainer.aggregation import Aggregation, Plan, Received
@@ -47,7 +48,7 @@ class PrivateUploads(Uploads):
     def __init__(self, names: Sequence[str], n: float, k_lr: float | None, like: Tensor) -> None:
         super().__init__(names, "uniform", (), like)
         self.n = self.samples = n
-        self._k_lr = None if k_lr is None else like.new_tensor([k_lr])
+        self._k_lr = None if k_lr is None else like.new_full((1,), k_lr)
 
     def mean(self, name: str) -> Tensor:
         if name != "k_lr":
@@ -184,7 +185,8 @@ class GaussianPrivacy(Aggregation, key="trainer.privacy"):
 
         def released(name: str, _: object) -> Tensor:
             total, std = sums[name]
-            total = total + std * torch.randn(total.shape, generator=noise, dtype=torch.float64).to(total)
+            draw = torch.randn(total.shape, generator=noise, dtype=torch.float64)
+            total = total + std * to_device(draw, total.device, total.dtype)
             if name in received.known:
                 total = total + received.known[name].to(total) * uploads.n
             return torch.stack([total, total]).to(received.server.w)
@@ -195,7 +197,8 @@ class GaussianPrivacy(Aggregation, key="trainer.privacy"):
         """``privacy/snr``, norm of the sum over that of its noise, from what is released: private as well."""
         if not self.accountant.noise:
             return {}
-        square = sum(float((uploads.mean(name) - value).double().square().sum()) for name, value in known.items())
+        steps = [uploads.mean(name) - value for name, value in known.items()]
+        square = sum(float(step.to(accumulator_dtype(step.device)).square().sum()) for step in steps)
         noise = sum(v.numel() for v in known.values()) * (self.noise_std(self.bound_of(server)) / uploads.n) ** 2
         return {"privacy/snr": max(0.0, square / noise - 1) ** 0.5}
 
@@ -226,14 +229,15 @@ class GaussianPrivacy(Aggregation, key="trainer.privacy"):
     def clipped(self, received: Received, clip: float) -> tuple[dict[str, Tensor], Tensor]:
         """Returns the sums of the clipped uploads by name, and the clients' joint norms before, ``(n,)``."""
         sums = {name: torch.zeros_like(v, dtype=accumulator_dtype(v.device)) for name, v in received.known.items()}
-        norms = [torch.zeros(0, dtype=accumulator_dtype(received.server.w.device))]
+        device = received.server.w.device
+        norms = [torch.zeros(0, dtype=accumulator_dtype(device), device=device)]
         for upload in received.arrived:
             new = {name: upload[name].to(total) - received.known[name] for name, total in sums.items()}
             norm = torch.stack([v.norm() for v in new.values()]).norm()
             for name, v in new.items():
                 parts = torch.split(v, received.ctx.flat.numels) if self.per_tensor else (v,)
                 by = [part.norm() for part in parts] if self.per_tensor else [norm]
-                shorter = [part * shortening(x, x.new_tensor(clip)) for part, x in zip(parts, by, strict=True)]
+                shorter = [part * shortening(x, torch.full_like(x, clip)) for part, x in zip(parts, by, strict=True)]
                 sums[name] += torch.cat(shorter)
             norms.append(norm.view(1))
-        return sums, torch.cat(norms).cpu()
+        return sums, torch.cat(norms)

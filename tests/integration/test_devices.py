@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import fl_lightning as fl
 from fl_lightning import SGD, Augment, LocalObjective, algorithms
-from fl_lightning.core import State
+from fl_lightning.core import State, generator
+from fl_lightning.data import minibatches
 from fl_lightning.engine.record import CudaGraph
 from fl_lightning.trainer.run import Run
 from tests.devices import Device
@@ -94,6 +95,7 @@ def test_every_algorithm_on_a_simulated_device(name: str, engine: str, tmp_path:
     del waits["trainer/client_store.py"]  # the checkpoint at the end has more clients
     assert waits == {"trainer/arrivals.py": phases, "trainer/round.py": phases + 1}
     assert not few.count("mixture") + many.count("mixture")
+    assert many.launches["graph"] == (3 * 4 * phases + 1 if engine == "graphed" else 0)  # 1: the engine is checked
     assert_same(trained, fit(tmp_path / "cpu", objective(name), engine=engine, max_rounds=3, local_steps=4))
 
 
@@ -104,6 +106,8 @@ def test_neither_copies_nor_waits_in_a_step(engine: str, tmp_path: Path) -> None
         for i, options in enumerate([{}, {"local_steps": 4}, {"clients_per_round": 5}, {"eval_every": 1}])
     )
     assert steps.events == base.events
+    more_launches = steps.launches - base.launches
+    assert engine != "graphed" or more_launches == {"graph": 4}  # of two rounds: two steps more in each
     assert not more(clients, base, "wait") - Counter({"engine/choose.py": NEVER})  # which compares each client once
     assert more(evaluated, base, "wait") == {"algorithms/metrics.py": 1, "trainer/evaluation.py": 1}
 
@@ -146,17 +150,63 @@ CASES: dict[str, tuple[Callable[[], LocalObjective], dict[str, Any]]] = {
     "trimmed": (objective(), {"aggregation": fl.TrimmedMean()}),
     "clipped": (objective(), {"aggregation": fl.NormClipping()}),
     "krum": (objective(), {"aggregation": fl.MultiKrum(share=0.0)}),
+    "private": (objective("FedAvg", weighting="uniform"),
+                {"privacy": fl.AdaptivePrivacy(noise_multiplier=1.0), "clients_per_round": 5}),
+    "adamw": (lambda: fl.FedAvg(net=Small(), optimizer=fl.TorchOptimizer(state="keep")), {}),
+    "frozen": (lambda: fl.FedSAM(net=fl.Frozen(Small(), ["3"])), {"engine": "batched"}),
+    "adapters": (lambda: fl.FedSAM(net=fl.LoRA(Small(), ["1"], trained=["3"])), {"engine": "graphed"}),
     "bf16": (objective(), {"precision": "bf16-mixed"}),
 }  # fmt: skip
+WAITS = {
+    "private": {"trainer/privacy.py": 2, "trainer/adaptive_privacy.py": 6},  # its metrics and the clip
+    "adamw": {"algorithms/parts/torch_optimizer.py": 6},  # each client's number of steps
+}
+"""In two rounds, beyond those of every run."""
+OPTIONAL = (
+    "aggregation",
+    "rules",
+    "faults",
+    "privacy",
+    "adaptive_privacy",
+    "torch_optimizer",
+    "augment",
+    "minibatches",
+)
 
 
-@pytest.mark.parametrize("case", CASES)
+def test_indices_and_draws_are_moved_once_a_cohort(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the number of chunks; and the host never waits."""
+    with Device() as device:
+        module = _augmented(crop=1, window=5, cutout=2, mixup=0.7)()
+        module.setup()
+        module.to(device.device)
+        clients = [module.client_batches(k, 2, None, generator(0, "batches", k), torch.float32) for k in range(5)]
+        made = []
+        for size in (minibatches.CHUNK, 1):
+            monkeypatch.setattr(minibatches, "CHUNK", size)
+            device.events.clear()
+            made.append([*minibatches.blocks(clients, 6, 4)])
+            assert device.count("copy") == 9  # indices, six draws, weights, active steps
+            assert not device.count("wait")
+    (whole,), steps = made
+    assert len(steps) == len(whole.x) > 2
+    for name, v in vars(whole).items():
+        assert torch.equal(v, torch.cat([getattr(step, name) for step in steps]))
+
+
+CASE = [pytest.param(case, marks=pytest.mark.slow if case == "adapters" else ()) for case in CASES if case != "bf16"]
+
+
+@pytest.mark.parametrize("case", [*CASE, "bf16"])
 def test_what_else_a_run_uses(case: str, tmp_path: Path) -> None:
-    make, options = CASES[case]
-    assert_same(fit(tmp_path / "device", make, Device(), **options), fit(tmp_path / "cpu", make, **options))
+    """The numbers are those of the CPU; options wait for the device where they must, for no upload and no noise."""
+    (make, options), device = CASES[case], Device()
+    assert_same(fit(tmp_path / "device", make, device, **options), fit(tmp_path / "cpu", make, **options))
+    waits = more(device, Device(), "wait")
+    assert {at: n for at, n in waits.items() if Path(at).stem in OPTIONAL} == WAITS.get(case, {})
 
 
-@pytest.mark.parametrize("case", [c for c in CASES if c != "bf16"])
+@pytest.mark.parametrize("case", CASE)
 def test_without_float64(case: str, tmp_path: Path) -> None:
     """Apple's MPS refuses float64: sums are float32 there, so metrics differ in their last digits."""
     make, options = CASES[case]
@@ -233,19 +283,30 @@ def test_what_the_simulation_refuses() -> None:
         assert host.to("cuda", non_blocking=True).sum().is_cuda and device.count("copy") == 1
         assert device.count("wait") == before
         with pytest.raises(RuntimeError, match="capturing"):
-            CudaGraph(lambda x: (x * float(x.sum()),))(here)
+            CudaGraph(lambda x, y: (x * float(y.sum()),))((here,), (), (here[None],))
     with Device("mps") as device, pytest.raises(TypeError, match="float64"):
         torch.ones(3).to(device.device).double()
 
 
 def test_a_captured_step_is_repeated_on_new_values() -> None:
-    with Device(), torch.no_grad():
-        graph = CudaGraph(lambda w, m, x: (m, w + 0.5 * x))  # new values of w and m
-        for seed in range(3):
+    """One launch a step, whatever the number of steps; only more of them than ever before are captured again."""
+
+    def step(w: Tensor, m: Tensor, g: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        return m, w + g * x.sum(0)  # new values of w and m, which change places
+
+    counts, launches = (3, 3, 1, 2, 5, 4), []
+    with Device() as device, torch.no_grad():
+        graph = CudaGraph(step)
+        for seed, n in enumerate(counts):
             torch.manual_seed(seed)
-            w, m, *steps = torch.randn(5, 4).to("cuda").unbind()
-            carried = w, m
-            for x in steps:
-                w, m = m, w + 0.5 * x
-                carried = graph(*carried, x)
-            assert torch.equal(carried[0], w) and torch.equal(carried[1], m)
+            w, m, g = torch.randn(3, 4).to("cuda").unbind()
+            xs = torch.randn(n, 4, 2).to("cuda").transpose(1, 2)  # of another memory format
+            before = device.launches.copy()
+            end = graph((w, m), (g,), (xs,))
+            launches.append(device.launches - before)
+            for x in xs:
+                w, m = m, w + g * x.sum(0)
+            assert torch.equal(end[0], w) and torch.equal(end[1], m)
+    assert [each["capture"] for each in launches] == [1, 0, 0, 0, 1, 0]
+    assert [each["graph"] for each in launches] == list(counts)
+    assert len({sum(launches[i].values()) - counts[i] for i in (1, 2, 3, 5)}) == 1  # the same but for the steps

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fl_lightning.algorithms.parts.base import Direction
 from fl_lightning.algorithms.parts.local_optimizer import LocalOptimizer
 from fl_lightning.algorithms.parts.schedules import Schedule
-from fl_lightning.core import FlatSpec, Init, Positive, State, UserError, require
+from fl_lightning.core import FlatSpec, Init, Positive, State, UserError, require, to_device
 
 
 class TorchOptimizer(LocalOptimizer):
@@ -98,7 +98,7 @@ class TorchOptimizer(LocalOptimizer):
         if key not in self._layouts:
             states = self._states([torch.zeros(shape, device=device) for shape in flat.shapes])
             for state, name, value in _entries(states):
-                state[name] = value.to("meta") if isinstance(value, Tensor) and value.ndim else value
+                state[name] = value.to("meta") if _is_array(value) else value
             self._layouts[key] = states
         return self._layouts[key]
 
@@ -147,8 +147,9 @@ class LocalSteps:
     def vector(self) -> Tensor:
         """Returns the number of steps so far and the optimizer's state as one vector ``(n,)``."""
         states = [self._optimizer.state[parameter] for parameter in self._parameters]
-        values = [torch.as_tensor(value).to(self.w).reshape(-1) for _, _, value in _entries(states)]
-        return torch.cat([self.w.new_tensor([self.count]), *values])
+        parts = (torch.as_tensor(value).reshape(-1) for _, _, value in _entries(states))
+        values = [to_device(part, self.w.device, self.w.dtype) for part in parts]
+        return torch.cat([self.w.new_full((1,), self.count), *values])
 
     def load(self, vector: Tensor, layout: list[dict[str, Any]]) -> None:
         """Restores what `vector` returned; zeros change nothing.
@@ -157,18 +158,21 @@ class LocalSteps:
             vector: ``(n,)``.
             layout: The state of each parameter, as `TorchOptimizer` finds it.
         """
-        self.count, at = float(vector[0]), 1
+        states = deepcopy(layout)
+        entries = [*_entries(states)]
+        count, *parts = torch.split(vector, [1, *(_numel(value) for _, _, value in entries)])
+        alone = [part for part, (_, _, value) in zip(parts, entries, strict=True) if not _is_array(value)]
+        numbers = iter(torch.cat([count, *alone]).cpu())  # a GPU is waited for once
+        self.count = float(next(numbers))
         if not self.count:
             return
-        states = deepcopy(layout)
-        for state, name, value in _entries(states):
-            part, at = vector[at : at + _numel(value)], at + _numel(value)
-            if not isinstance(value, Tensor):
-                state[name] = type(value)(part.item())
-            elif value.ndim:  # of the shape of the parameter, or a part of it: where the weights are
+        for part, (state, name, value) in zip(parts, entries, strict=True):
+            if _is_array(value):  # of the shape of the parameter, or a part of it: where the weights are
                 state[name] = part.view(value.shape).to(vector, copy=True)
+            elif isinstance(value, Tensor):
+                state[name] = next(numbers).to(value, copy=True)
             else:
-                state[name] = part.view(()).to(value, copy=True)
+                state[name] = type(value)(next(numbers).item())
         for parameter, state in zip(self._parameters, states, strict=True):
             self._optimizer.state[parameter] = state
 
@@ -183,6 +187,10 @@ def _entries(states: list[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], str
 
 def _options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.ndim > 0
 
 
 def _numel(value: Any) -> int:
