@@ -9,7 +9,7 @@ JOBS ?= 2
 BIN := $(VENV)/bin
 RUN := $(BIN)/python -m
 # one thread a test process (threads of several processes fight for the cores), no network, and small notebooks
-TEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 WANDB_MODE=offline FL_ROUNDS=10 FL_POINTS=7 $(RUN) pytest
+TEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 WANDB_MODE=offline FL_ROUNDS=10 FL_POINTS=7 $(RUN) pytest --dist worksteal
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
+import traceback
 from collections import Counter
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +18,7 @@ import torch
 from hypothesis import settings
 from lightning.fabric.utilities import registry
 from torch import nn
+from torch._subclasses import fake_tensor
 
 from fl_lightning import Arrays, FederatedTrainer, LocalObjective, ReplaySampler, Trajectory
 from fl_lightning.trainer.run import Run
@@ -23,6 +27,8 @@ torch.set_num_threads(1)
 settings.register_profile("same every time", derandomize=True)  # --hypothesis-profile=default draws other cases
 settings.load_profile("same every time")
 registry.entry_points = cache(registry.entry_points)  # Fabric reads all packages' for each trainer that is made
+# torch keeps the stack, which is deep here, for each operation of a record
+fake_tensor.traceback = SimpleNamespace(extract_stack=list, format_list=traceback.format_list)
 CACHE = tempfile.TemporaryDirectory()
 os.environ["HF_DATASETS_CACHE"] = CACHE.name  # not in the home of who runs the tests
 GOLDEN = Path(__file__).parent / "golden"
@@ -35,12 +41,16 @@ SAMPLED = {
     "test_box": 5,
     "test_box_of_average": 2,
     "test_clean_row_is_the_number_of_test": 3,
+    "test_command_line_of_centralized": 4,
     "test_drift_corrected_methods_are_exact": 3,
     "test_dropout_is_a_cohort_of_those_that_answer": 9,
     "test_every_algorithm_on_a_simulated_device": 58,
+    "test_every_algorithm_on_every_engine": 2,
     "test_every_algorithm_trains_what_is_not_frozen": 12,
+    "test_experiment_is_made": 4,
     "test_experiment_trains": 9,
     "test_figure_is_fit_to_print": 4,
+    "test_fragment_over_the_quickstart": 3,
     "test_gradients_flat_batched_and_channels_last": 3,
     "test_flatness_on_a_device": 8,
     "test_hessian_vector_product_is_the_slope_of_the_gradient": 3,
@@ -61,6 +71,8 @@ SAMPLED = {
     "test_without_float64": 14,
 }
 """Tests with many cases of which ``make test`` runs every n-th; the others are slow."""
+LONG = ("test_docs.py", "test_experiments.py", "test_gpu.py")
+"""Files whose tests take minutes; they begin first, so that no process waits for one at the end."""
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -71,6 +83,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if cases[test] % SAMPLED.get(test.rpartition("::")[2], 1):
             item.add_marker("slow")
         cases[test] += 1
+    items.sort(key=lambda item: item.path.name not in LONG)
+
+
+def pytest_collection_finish() -> None:
+    """What was imported is not searched for garbage again."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    """Python's exit frees what extensions count."""
+    gc.unfreeze()
 
 
 class GoldenNet(nn.Module):

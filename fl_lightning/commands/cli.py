@@ -218,8 +218,9 @@ class FederatedCLI(LightningCLI):
         super().instantiate_classes()
         made: Namespace = self.config_init
         if "trainer" in self.needs:
-            # False by position, with values of None: skip_none is skip_unset from jsonargparse 4.50 on
-            text = self.parser.dump(self.config, "yaml", False)
+            # with values of None, no defaults left out, checked if not by the parser; by position, since jsonargparse
+            # 4.50 has other names for these
+            text = self.parser.dump(self.config, "yaml", False, False, not settings)
             made.trainer = self.trainer
             made.trainer.config = {key: value for key, value in yaml.safe_load(text).items() if key in PARTS}
         self.config = asked

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from datetime import datetime, timezone
+from functools import cache
 from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -63,14 +64,11 @@ def write(folder: Path, round: int, device: torch.device, processes: int, **exec
             starts, changes = kept["starts"], kept["changes"]
         except (ValueError, KeyError, TypeError):
             raise UserError(f"{path}: not readable; restore it, or remove it to go on without") from None
-    package = Path(fl_lightning.__file__)
-    known = _git(package.parent, "ls-files", package.name)  # an environment may lie in the clone of something else
-    code = {"working folder": _code(Path.cwd()), "package": _code(package.parent) if known else None}
-    for found in filter(None, code.values()):
-        text = found.pop("diff")
-        found["changes"] = sha256(text.encode()).hexdigest()[:12] if text else None
-        if text:
-            changes[found["changes"]] = text
+    code: dict[str, dict[str, Any] | None] = {}
+    for place, found in (("working folder", _code(Path.cwd())), ("package", package())):
+        code[place] = found and {key: value for key, value in found.items() if key != "diff"}
+        if found and found["changes"]:
+            changes[found["changes"]] = found["diff"]
     starts.append(
         {
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -83,6 +81,14 @@ def write(folder: Path, round: int, device: torch.device, processes: int, **exec
         }
     )
     write_atomically(path, json.dumps({"starts": starts, "changes": changes}, indent=1) + "\n")
+
+
+@cache
+def package() -> dict[str, Any] | None:
+    """Returns the code of this package as the first run of the process found it: later changes are not imported."""
+    file = Path(fl_lightning.__file__)
+    known = _git(file.parent, "ls-files", file.name)  # an environment may lie in the clone of something else
+    return _code(file.parent) if known else None
 
 
 def write_partition(folder: Path, data: FederatedDataModule) -> None:
@@ -157,7 +163,7 @@ def _cpu() -> str:
 
 
 def _code(folder: Path) -> dict[str, Any] | None:
-    """Commit, difference to it, and files that git does not know; None outside a repository with a commit."""
+    """Commit, difference to it and its name, and files that git does not know; None outside a clone with a commit."""
     commit = _git(folder, "rev-parse", "HEAD").strip()
     if not commit:
         return None
@@ -166,7 +172,8 @@ def _code(folder: Path) -> dict[str, Any] | None:
     if len(diff) > MOST_CHANGES:
         diff = f"{diff[:MOST_CHANGES]}\n... cut after {MOST_CHANGES:,} characters\n"
     more = [f"... and {len(names) - MOST_FILES:,} more"] if len(names) > MOST_FILES else []
-    return {"commit": commit, "diff": diff, "unknown_files": names[:MOST_FILES] + more}
+    changes = sha256(diff.encode()).hexdigest()[:12] if diff else None
+    return {"commit": commit, "diff": diff, "unknown_files": names[:MOST_FILES] + more, "changes": changes}
 
 
 def _git(folder: Path, *args: str, limit: int = 1 << 20) -> str:

@@ -17,7 +17,6 @@ from fl_lightning import (
     SWA,
     Arrays,
     FedAvg,
-    FederatedTrainer,
     FlatnessMonitor,
     Frozen,
     LambdaMax,
@@ -43,19 +42,6 @@ class Small(nn.Sequential):
     def __init__(self) -> None:
         torch.manual_seed(1)
         super().__init__(nn.Flatten(), nn.Linear(72, 4), nn.ReLU(), nn.Linear(4, 3))
-
-
-def fit(folder: Path, objective: LocalObjective, data: Arrays, engine: str = "sequential", **options: Any) -> Run:
-    settings = {"max_rounds": 3, "clients_per_round": 2, "precision": "64-true", "local_steps": 3, **options}
-    trainer = FederatedTrainer(
-        **settings,
-        engine=engine,  # type: ignore[arg-type]
-        accelerator="cpu",
-        threads=1,
-        default_root_dir=str(folder),
-        enable_progress_bar=False,
-    )
-    return trainer.fit(objective, data)
 
 
 @pytest.mark.parametrize("name", algorithms.__all__)
@@ -90,7 +76,9 @@ def test_a_frozen_layer_is_data(name: str, tmp_path: Path) -> None:
     def made(inputs: list[Any], its: nn.Module) -> Run:
         data = Arrays(client_arrays=list(zip(inputs, y, strict=True))[:2], test=(inputs[2], y[2]), batch_size=4)
         algorithm = getattr(algorithms, name)(net=its, averaging=EMA(0.5))
-        return fit(tmp_path, algorithm, data, callbacks=[FlatnessMonitor(1, [LambdaMax(), Sharpness(rho=0.1)])])
+        monitor = FlatnessMonitor(1, [LambdaMax(), Sharpness(rho=0.1)])
+        options = {"clients_per_round": 2, "local_steps": 3, "callbacks": [monitor]}
+        return train(tmp_path, algorithm, "sequential", arrays=data, **options)
 
     whole = made(x, Frozen(net, ["3"]))
     head = nn.Sequential(nn.Linear(4, 3))
@@ -131,7 +119,7 @@ def test_lora_on_every_engine(tmp_path: Path) -> None:
     for engine in ENGINES:
         objective = algorithms.FedDyn(net=lora(), ascent=SAM(0.05), averaging=SWA(start=1, cycle=1))
         before = digest(constants(objective.net))
-        runs.append(fit(tmp_path, objective, tokens(), engine, clients_per_round=3))
+        runs.append(train(tmp_path, objective, engine, arrays=tokens(), clients_per_round=3, local_steps=3))
         assert objective.flat.d == d and digest(constants(objective.net)) == before
         assert_close(runs[-1], runs[0])
     assert runs[0].metrics["comm/total_bits"] == 2 * d * 64 * 3 * 3
@@ -155,8 +143,9 @@ def test_an_adapter_is_no_classifier() -> None:
 
 @pytest.mark.slow
 def test_lora_compiled(tmp_path: Path) -> None:
+    options = {"arrays": tokens(), "clients_per_round": 2, "local_steps": 3}
     runs = [
-        fit(tmp_path, FedAvg(net=lora()), tokens(), engine, compile=compiled)
+        train(tmp_path, FedAvg(net=lora()), engine, compile=compiled, **options)
         for engine, compiled in (("sequential", False), ("graphed", True))
     ]
     assert_close(*runs)

@@ -64,7 +64,15 @@ def data(batch_size: int | None = 4) -> Arrays:
     return Arrays(client_arrays=clients, test=(x[-1], y[-1]), batch_size=batch_size, augment=Augment(crop=1))
 
 
-def train(folder: Path, objective: LocalObjective, engine: str, batch: int | None = 4, **options: Any) -> Run:
+def train(
+    folder: Path,
+    objective: LocalObjective,
+    engine: str,
+    batch: int | None = 4,
+    arrays: Arrays | None = None,
+    **options: Any,
+) -> Run:
+    """Three rounds in float64 on ``arrays``, by default on `data` in minibatches of ``batch``."""
     trainer = FederatedTrainer(
         **{"max_rounds": 3, "clients_per_round": 4, "precision": "64-true", **options},
         engine=engine,  # type: ignore[arg-type]
@@ -73,7 +81,7 @@ def train(folder: Path, objective: LocalObjective, engine: str, batch: int | Non
         default_root_dir=str(folder),
         enable_progress_bar=False,
     )
-    return trainer.fit(objective, data(batch))
+    return trainer.fit(objective, arrays or data(batch))
 
 
 def assert_close(a: Run, b: Run) -> None:

@@ -21,6 +21,7 @@ from PIL import Image
 
 from fl_lightning import algorithms
 from fl_lightning.algorithms import catalogue
+from fl_lightning.commands import plan
 from fl_lightning.core import find_config
 from fl_lightning.core.rng import numpy_generator
 from fl_lightning.trainer.trainer import FederatedTrainer
@@ -183,10 +184,18 @@ SHORT = {
     "flatness": [],
     "test": [],
     "validate": [],
-    "plan": ["--trainer.max_rounds=4"],
-    "reproduce": ["--rounds=0.0002", "--jobs=1", "--trainer.local_steps=1", "--trainer.threads=1"],
+    "plan": ["--trainer.max_rounds=2"],
+    "reproduce": [
+        "--rounds=0.0002",
+        "--jobs=1",
+        "--trainer.local_steps=1",
+        "--trainer.clients_per_round=2",
+        "--trainer.threads=1",
+    ],
 }
 """What makes a command quick; those that build no trainer are run as they are."""
+MEASURED = 2
+"""Rounds that an estimate of hours measures."""
 COMMON = ["--trainer.loggers=[]", "--trainer.accelerator=cpu", "--trainer.devices=1", "--trainer.strategy=auto"]
 BASH = """
 fl-lightning() { printf '%s\\0' "$#" "$@" >&3; read -r code <&4; return "$code"; }
@@ -286,6 +295,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as monkeypatch:
         generated.everything(home / "data", monkeypatch)
         monkeypatch.chdir(home)
+        for limit in ("FEWEST", "MOST"):
+            monkeypatch.setattr(plan, limit, MEASURED)
         for model in ("FedGloSS", "FedAvg --model.ascent null", "FedSAM"):  # runs that pages go on from
             run_commands(f"fl-lightning fit --config configs/quickstart.yaml --model {model}")
         yield home

@@ -145,7 +145,7 @@ def test_stildeam_against_its_definition(golden: Golden, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("name", ["FedAvg", "FedSAM", "FedASAM", "STildeAM"])
-def test_command_line(tmp_path: Path, name: str, capsys: Any) -> None:
+def test_command_line_of_centralized(tmp_path: Path, name: str, capsys: Any) -> None:
     """Same data, names of metrics, callbacks; SWA's average is what is evaluated."""
     root = f"--trainer.default_root_dir={tmp_path}"
     common = ["--data=Digits", "--data.batch_size=32", "--trainer.max_rounds=6", root]

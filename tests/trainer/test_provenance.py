@@ -6,12 +6,14 @@ import json
 import socket
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import fl_lightning
 from fl_lightning import Digits, UserError
 from fl_lightning.trainer import provenance
 from tests.runs import assert_same, last, metrics, run, state
@@ -80,10 +82,23 @@ def test_commit_and_changes(clone: Path, tmp_path: Path) -> None:
     assert one["changes"] in found["changes"]
 
 
+def test_code_of_the_package_is_what_was_imported(clone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fl_lightning, "__file__", str(clone / "mine.py"))
+    monkeypatch.setattr(provenance, "package", cache(provenance.package.__wrapped__))
+    (clone / "mine.py").write_text("a = 2\n")
+    first = written(tmp_path)["starts"][0]["code"]
+    (clone / "mine.py").write_text("a = 3\n")
+    found = written(tmp_path)
+    second = found["starts"][1]["code"]
+    assert first["package"] == first["working folder"] == second["package"] != second["working folder"]
+    assert len(found["changes"]) == 2 and first["package"]["changes"] in found["changes"]
+
+
 def test_outside_of_a_clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert written(tmp_path)["starts"][0]["code"]["working folder"] is None
     monkeypatch.setenv("PATH", "")  # no git
+    monkeypatch.setattr(provenance, "package", provenance.package.__wrapped__)  # as in a new process
     assert written(tmp_path)["starts"][1]["code"] == {"working folder": None, "package": None}
 
 
