@@ -170,7 +170,7 @@ def _rounds(rows: list[Row]) -> str:
         unit, scale = ("ms", 1e3) if row["work"].startswith("W3") else ("s", 1.0)
         low, median, high = (f"{row[key] * scale:.3g}" for key in ("round_min", "round_s", "round_max"))
         body.append([
-            row["method"], _name(row), f"{median} {unit} ({low} to {high})", f"{_steps(row):.3g}",
+            row["method"], _name(row), f"{median} {unit} ({low} to {high})", _steps(row),
             f"{row['cpu_s'] * scale:.3g} {unit}", *(_ratio(row, name) for name in names), f"{row['peak_gb']:.2f}",
             f"{row['of_floor']:.0%}" if "of_floor" in row else "",
             f"{row['rounds']:.0f} in {row['turns']:.0f}", f"{row['dropped']:.0f}", f"{row['foreign']:.1%}",
@@ -179,9 +179,10 @@ def _rounds(rows: list[Row]) -> str:
     return _table([*head, "of the floor", "rounds in turns", "turns dropped", "foreign load"], body)
 
 
-def _steps(row: Row) -> float:
+def _steps(row: Row) -> str:
     """Local steps a second, of all clients."""
-    return float(WORKS[row["work"]].cohort * row["steps"] / row["round_s"])
+    rate = WORKS[row["work"]].cohort * row["steps"] / row["round_s"]
+    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
 
 
 def _ceilings(rows: list[Row]) -> str:
