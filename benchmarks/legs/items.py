@@ -31,8 +31,8 @@ class Results:
         self.found: dict[str, Any] = self.content.get(device, {}).get(leg, {})
         self.failed: list[str] = []
 
-    def begin(self, machine: dict[str, str], names: Sequence[str]) -> list[str]:
-        """Returns the items to do, those that failed before at the end.
+    def begin(self, machine: dict[str, str], names: Sequence[str], only: str = "") -> list[str]:
+        """Returns the items to do whose name contains ``only``, those that failed before at the end.
 
         Raises:
             ValueError: If the file holds results of another machine.
@@ -44,7 +44,7 @@ class Results:
         here[self.leg] = self.found
         self._names = names
         self._write()
-        todo = [name for name in names if not self._done(name)]
+        todo = [name for name in names if only in name and not self._done(name)]
         return sorted(todo, key=lambda name: "error" in self.found.get(name, {}))
 
     def add(self, name: str, value: dict[str, Any], log: str = "") -> None:

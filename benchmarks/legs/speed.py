@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -105,8 +106,7 @@ class Times(Callback):
 
 def ours(work: Work, device: str, method: str, engine: str, form: str, seeds: int) -> dict[str, Any]:
     """This package; with several seeds as one program."""
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
+    forget(device)
     data, every, rounds = Data(work), [Times() for _ in range(seeds)], ROUNDS.get(work.name, 3)
     with tempfile.TemporaryDirectory() as folder:
         trainers = [
@@ -132,10 +132,17 @@ def ours(work: Work, device: str, method: str, engine: str, form: str, seeds: in
     return {**about, **rates(work, seconds, seeds), "first_s": total - rounds * seconds, **memory(device)}
 
 
+def forget(device: str) -> None:
+    """Frees what the item before has left, and measures the peak of memory from here on."""
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
 def loop(work: Work, device: str, method: str, form: str) -> dict[str, Any]:
     """A deep copy and a torch optimizer for each client; the data lie on the device."""
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
+    forget(device)
     trainer = plain.METHODS[method](work.net().to(device), work)
     data = [(x.to(device), y.to(device)) for x, y in work.data()]
 

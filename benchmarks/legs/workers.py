@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import importlib
+import json
 import os
 import signal
 import tempfile
@@ -53,7 +54,7 @@ def fill(results: Results, task: Task, leg: Leg, only: str = "") -> None:
     idle, busy = [Worker(task, threads)], list[Worker]()
     try:
         machine, names = idle[0].hello()
-        todo = deque(results.begin(machine, [name for name in names if only in name]))
+        todo = deque(results.begin(machine, names, only))
         while busy or todo:
             while todo and len(busy) < jobs and time.monotonic() < task.end:
                 busy.append(idle.pop() if idle else Worker(task, threads))
@@ -89,9 +90,11 @@ class Worker:
     def hello(self) -> tuple[dict[str, str], list[str]]:
         """The machine, and the names of all items."""
         self.connection.send(None)
+        if not self.connection.poll(max(0.0, self.task.end + GRACE - time.monotonic())):
+            raise ValueError(f"{self.task.module} does not start: importing takes longer than --seconds")
         try:
             return self.connection.recv()
-        except EOFError:
+        except (EOFError, ConnectionResetError):
             raise ValueError(f"{self.task.module} does not start: {self._reason()}") from None
 
     def begin(self, item: str, seconds: float) -> None:
@@ -123,7 +126,7 @@ class Worker:
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.kill()  # if it was too young to have a group
-        self.process.join()
+        self.process.join(5)  # not for one that hangs in a driver
         self.connection.close()
         self.log.unlink(missing_ok=True)
 
@@ -159,6 +162,7 @@ def _do(item: Item, seconds: float) -> dict[str, Any]:
     faulthandler.dump_traceback_later(max(0.1, seconds - 1))  # where it hangs, if it does
     try:
         value = item()
+        json.dumps(value)  # what it cannot hold is this item's error
     except Exception as error:
         traceback.print_exc()
         value = {"error": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]:.300}"}

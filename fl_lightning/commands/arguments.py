@@ -3,9 +3,10 @@
 import ast
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice, pairwise
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -61,30 +62,48 @@ def gathered(args: list[str], name: str) -> list[str]:
     return [*without(args, name), f"{flag}={json.dumps(values)}"] if values else args
 
 
-def kept(args: Sequence[str]) -> tuple[str, list[str]]:
-    """Returns a config's algorithm, if ``--model`` names another, and its settings that the command line leaves.
+def model_of_configs(args: Sequence[str]) -> dict[str, Any]:
+    """Returns class_path and init_args of the last config's model, but for settings that the command line gives whole.
 
     Args:
         args: The arguments, with paths of configs.
-
-    Returns:
-        The algorithm, "" if no other takes its place, and names of settings; that one may know not all of them.
     """
-    before, now, names = "", "", dict[str, None]()
+    path, settings = "", dict[str, Any]()
     for arg, value in zip(args, [*args[1:], ""], strict=True):
         flag, assigned, text = arg.partition("=")
-        given = text if assigned else value
         if flag in CONFIG_FLAGS:
-            found = yaml.safe_load(Path(given).read_text(encoding="utf-8"))
+            found = yaml.safe_load(Path(text if assigned else value).read_text(encoding="utf-8"))
             model = found.get("model") if isinstance(found, dict) else None
             if isinstance(model, dict) and "class_path" in model:
-                before, now = model["class_path"].rpartition(".")[2], ""
-                names |= dict.fromkeys(model.get("init_args") or ())
-        elif flag == "--model":
-            now = given.rpartition(".")[2]
+                own = model.get("init_args") or {}
+                settings = {**settings, **own} if model["class_path"] == path else dict(own)
+                path = model["class_path"]
         elif flag.startswith("--model."):
-            names.pop(flag.split(".")[1].rstrip("+"), None)
-    return (before if now.isidentifier() and now != before else ""), [*names]
+            settings.pop(flag.removeprefix("--model.").removeprefix("init_args."), None)
+    return {"class_path": path, "init_args": settings} if path else {}
+
+
+def kept(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Returns the settings of a config's model that another algorithm in its place still has.
+
+    Args:
+        before: The config's, by `model_of_configs`.
+        now: The run's.
+    """
+    if not before or _class_or_value(before) == _class_or_value(now):
+        return []
+    own, settings = before["init_args"], now.get("init_args", {})
+    return [
+        name
+        for name, value in own.items()
+        if name != "net" and value is not None and _class_or_value(value) == _class_or_value(settings.get(name))
+    ]
+
+
+def _class_or_value(value: Any) -> Any:
+    """The name of an object's class; other values as they are."""
+    value = value.get("class_path", value) if isinstance(value, Mapping) else value
+    return value.rpartition(".")[2] if isinstance(value, str) else value
 
 
 def whole_numbers(args: list[str], message: str) -> list[str]:

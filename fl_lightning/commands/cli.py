@@ -19,7 +19,7 @@ import fl_lightning
 import fl_lightning.algorithms  # a class goes by its bare name once it is imported
 import fl_lightning.nets
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.commands.arguments import PARTS, kept, prepare, split, whole_numbers
+from fl_lightning.commands.arguments import PARTS, kept, model_of_configs, prepare, split, whole_numbers
 from fl_lightning.commands.last import check_last
 from fl_lightning.commands.messages import ArgumentsError, find_user_error
 from fl_lightning.core import check_yaml, ensure, generator, require
@@ -244,7 +244,7 @@ class FederatedCLI(LightningCLI):
         made = self.config if "cli" in self.parameters else self.build()
         given = {name: self if name == "cli" else made[name] for name in self.parameters if name != self._rest}
         if self.command == "fit":
-            self._say_what_is_kept()
+            self._say_what_is_kept(made.model.as_dict())
         positional = [given.pop(name) for name, p in self.parameters.items() if p.kind is p.POSITIONAL_ONLY]
         with made.trainer.environment() if "trainer" in self.parameters else nullcontext():
             if "trainer" in self.parameters:
@@ -258,14 +258,14 @@ class FederatedCLI(LightningCLI):
             self.function(*positional, *self.settings, **given)
 
     @rank_zero_only
-    def _say_what_is_kept(self) -> None:
+    def _say_what_is_kept(self, now: Mapping[str, Any]) -> None:
         """Prints which settings of a config's algorithm the one in its place keeps."""
-        before, names = kept(prepare(list(self.args)))
-        model = self.config.model
-        if before and (known := [name for name in names if name != "net" and model.get("init_args", {}).get(name)]):
+        before = model_of_configs(prepare(list(self.args)))
+        if names := kept(before, now):
+            (old, new) = (model["class_path"].rpartition(".")[2] for model in (before, now))
             print(
-                f"model = {model.class_path.rpartition('.')[2]}: keeps {', '.join(known)} of the config's {before}; "
-                "--print_config shows them, --model.NAME replaces one",
+                f"model = {new}: keeps {', '.join(names)} of the config's {old}; --print_config shows them, "
+                "--model.NAME replaces one"
             )
 
 

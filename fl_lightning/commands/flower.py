@@ -33,7 +33,7 @@ def run(cli: FederatedCLI, folder: str, /, nodes: int | None = None) -> None:
     """
     made = cli.build()
     server.check(made.trainer, made.data)
-    if nodes is not None and nodes > made.data.num_clients:
+    if nodes is not None:
         made.data.setup()  # only now some data know how many clients they have
     server.check_nodes(nodes, made.data)
     target, config, engine = Path(folder), made.trainer.config, made.trainer.engine

@@ -28,6 +28,8 @@ NORMALISATION = {
 CIFAR = "https://www.cs.toronto.edu/~kriz/cifar.html"
 LAYOUT = {"CIFAR10": f"cifar-10-batches-py, from {CIFAR}", "CIFAR100": f"cifar-100-python, from {CIFAR}"}
 """Expected content of ``data_dir``, and its home page."""
+ORIENTATION, TURNED = 0x112, 5
+"""EXIF's tag, and its first value at which width and height change places."""
 
 
 class TorchvisionData(FederatedDataModule):
@@ -161,12 +163,13 @@ def _arrays(dataset: Any) -> tuple[Any, Any]:
     return np.stack([image for image, _ in pairs]), np.array([label for _, label in pairs])
 
 
-def check_headers(key: str, images: Iterable[tuple[str, Any]]) -> None:
-    """Checks by their headers that images have one size and mode; what is no image is found when it is read.
+def check_headers(key: str, images: Iterable[tuple[str, Any]], any_mode: bool) -> None:
+    """Checks by their headers that images have one shape; what is no image is found when it is read.
 
     Args:
         key: What the images are in a config.
         images: Name, and path or file, of each.
+        any_mode: Whether they are converted to one mode when they are read.
 
     Raises:
         UserError: If two differ.
@@ -175,8 +178,9 @@ def check_headers(key: str, images: Iterable[tuple[str, Any]]) -> None:
 
     first = ""
     for name, source in images:
-        with suppress(OSError, AttributeError), Image.open(source) as image:
-            found = f"{image.width} x {image.height} {image.mode}"
+        with suppress(OSError, AttributeError, Image.DecompressionBombError), Image.open(source) as image:
+            width, height = image.size if image.getexif().get(ORIENTATION, 1) < TURNED else image.size[::-1]
+            found = f"{width} x {height}" if any_mode else f"{width} x {height} x {len(image.getbands())}"
             first = first or found
             ensure(
                 found == first, f"{key}: {name} is {found}, the first {first}; resize and convert them by map before"

@@ -148,9 +148,9 @@ def blocks(clients: Sequence[Minibatches], width: int, batch: int) -> Iterator[B
         row[: len(client)] = client.sizes
     # position of every place in the concatenation of all clients' samples; padding repeats a minibatch's last sample
     starts = (sizes.cumsum() - sizes.ravel()).reshape(sizes.shape).T[..., None]
-    sizes = sizes.T[..., None]  # (steps, clients, 1)
-    place, active = np.arange(batch), sizes > 0
-    position = torch.from_numpy(np.where(active, starts + np.minimum(place, sizes - 1), 0))
+    sizes = np.ascontiguousarray(sizes.T)[..., None]  # (steps, clients, 1)
+    place, taken = np.arange(batch), sizes > 0
+    position = torch.from_numpy(np.where(taken, starts + np.minimum(place, sizes - 1), 0))
     weight = torch.from_numpy((place < sizes) / np.maximum(sizes, 1))
     # moved at once, not chunk by chunk
     flat, device = position.reshape(-1), first.source.device
@@ -158,7 +158,7 @@ def blocks(clients: Sequence[Minibatches], width: int, batch: int) -> Iterator[B
         torch.cat([c.indices for c in clients])[flat],
         {name: torch.cat([c.draws[name] for c in clients])[flat] for name in first.draws},
     )
-    weight, active = to_device(weight, device, first.dtype), to_device(torch.from_numpy(active), device)
+    weight, active = to_device(weight, device, first.dtype), to_device(torch.from_numpy(taken), device)
 
     at, step = 0, width * batch
     with first.source.reading_ahead(clients):

@@ -15,6 +15,7 @@ from fl_lightning.algorithms.metrics import Scores
 from fl_lightning.algorithms.parts.buffers import Buffers
 from fl_lightning.core import FlatNet, accumulator_dtype, eval_mode, logits, seeded, to_device
 from fl_lightning.data import FederatedDataModule
+from fl_lightning.data.tasks import Regression
 from fl_lightning.trainer import collectives
 
 Split = Literal["train", "val", "test"]
@@ -123,7 +124,7 @@ class Evaluator:
         """
         metric = self.data.metric()[1].to(self.fabric.device)
         metric.distributed_available_fn = lambda: False
-        _sum_exactly(metric, self.fabric.device)
+        self._sum_exactly(metric)
         sums = torch.zeros(2, dtype=accumulator_dtype(self.fabric.device), device=self.fabric.device)
         for x, y in batches:
             z, losses = self._outputs(w, x, y)
@@ -160,9 +161,14 @@ class Evaluator:
             self._scores[part] = scores = self.objective.scores(self.data).to(self.fabric.device)
             for metric in (module for module in scores.modules() if isinstance(module, Metric)):
                 metric.dist_sync_fn = collectives.gather_states
-                _sum_exactly(metric, self.fabric.device)
+                self._sum_exactly(metric)
         self._scores[part].reset()
         return self._scores[part]
+
+    def _sum_exactly(self, metric: Metric) -> None:
+        """Lets a metric of numbers sum in float64; those of classes count."""
+        if isinstance(self.data.task, Regression) and accumulator_dtype(self.fabric.device) == torch.float64:
+            metric.set_dtype(torch.float64)
 
     def load_statistics(self, w: Tensor, statistics: Tensor | None) -> None:
         """Loads the buffers that weights are evaluated with into the net.
@@ -201,9 +207,3 @@ class Evaluator:
         sums = buffers.vector(net) * seen
         total = collectives.all_reduce_sum(fabric, torch.cat([sums, sums.new_tensor([seen])]))
         return total[:-1] / total[-1] if total[-1] else buffers.first  # without BatchNorm no batch was read
-
-
-def _sum_exactly(metric: Metric, device: torch.device) -> None:
-    """Lets a metric that sums floats, not counts, do so in float64."""
-    if any(isinstance(value, Tensor) and value.is_floating_point() for value in metric.metric_state.values()):
-        metric.set_dtype(accumulator_dtype(device))

@@ -46,8 +46,9 @@ class Positions(MutableMapping[int, int]):
         if client >= len(self._of):
             more = np.full(max(client + 1 - len(self._of), len(self._of)), NONE)
             self._of = np.concatenate([self._of, more])
-        self._count += self._of[client] == NONE
+        new = self._of[client] == NONE
         self._of[client] = position
+        self._count += new
 
     def __delitem__(self, client: int) -> None:
         if client not in self:

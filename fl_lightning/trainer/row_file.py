@@ -167,6 +167,8 @@ class RowFile:
         """Checks that the rows of `state` are in the file, every bit of them; returns their positions by client."""
         positions, stamps = state["positions"].numpy(), state["stamps"].numpy()
         need = int(positions.max(initial=-1) + 1) * self.size
+        if not len(state["ids"]) == len(positions) == len(stamps):
+            raise UserError(f"{self.path}: the checkpoint has not one row for each client; {REMEDY}")
         if len(positions) and not self.path.exists():
             raise UserError(f"{self.path}: missing, and the checkpoint keeps {len(positions)} clients there; {REMEDY}")
         if state["row_bytes"] != self.size:

@@ -244,3 +244,15 @@ def test_mixup_by_hand(tmp_path: Path) -> None:
 def test_what_cannot_be_mixed(objective: LocalObjective, message: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=message):
         train(tmp_path, objective, "sequential")
+
+
+def test_a_step_has_the_same_layout_in_a_block_of_any_length() -> None:
+    """Compiled code is made for one."""
+    module = data()
+    module.setup()
+    layouts = set()
+    for epochs in (1, 2, 3):
+        alone = [module.client_batches(k, epochs, None, generator(0, "batches", k), torch.float64) for k in range(5)]
+        for block in blocks(alone, 5, 4):
+            layouts.add(tuple(v[:1].stride() for v in (block.x, block.y, block.weight, block.active)))
+    assert len(layouts) == 1

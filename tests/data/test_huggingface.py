@@ -15,6 +15,7 @@ from torch import nn
 
 from fl_lightning import Arrays, FedAvg, FederatedTrainer, FromDataset, HuggingFace, UserError
 from fl_lightning.core.rng import numpy_generator
+from fl_lightning.data.images import ORIENTATION
 from tests.runs import cli, newest
 
 datasets = pytest.importorskip("datasets")
@@ -248,6 +249,36 @@ def test_streamed_images_of_different_sizes_are_noticed_at_setup(stored: str, tm
     data = HuggingFace(datasets.DatasetDict(train=found, test=found), "image", stream=True, num_clients=2)
     file = re.escape(str(tmp_path / "8.png") if stored == "in files" else "None")
     with pytest.raises(
-        UserError, match=rf"^data.inputs = image: train image 8 \({file}\) is 6 x 6 L, the first 5 x 6 L; "
+        UserError, match=rf"^data.inputs = image: train image 8 \({file}\) is 6 x 6 x 1, the first 5 x 6 x 1; "
     ):
         data.setup()
+
+
+@pytest.mark.parametrize("alike", ["by mode", "by orientation", "by a transform"])
+def test_streamed_images_that_reading_makes_alike_are_taken(alike: str, tmp_path: Path) -> None:
+    """Their headers differ."""
+    turned = Image.Exif()
+    turned[ORIENTATION] = 6
+    Image.new("RGB", (8, 4)).save(tmp_path / "0.png")
+    match alike:
+        case "by mode":
+            Image.new("L", (8, 4)).save(tmp_path / "1.png")
+        case "by orientation":
+            Image.new("RGB", (4, 8)).save(tmp_path / "1.png", exif=turned)
+        case _:
+            Image.new("RGB", (16, 8)).save(tmp_path / "1.png")
+    features = datasets.Features(
+        {"image": datasets.Image(mode="RGB" if alike == "by mode" else None), "label": datasets.Value("int64")}
+    )
+    paths = [str(tmp_path / f"{i % 2}.png") for i in range(6)]
+    found = datasets.Dataset.from_dict({"image": paths, "label": [0, 1, 2] * 2}, features=features)
+    if alike == "by a transform":
+        found = found.with_transform(resized)
+    data = HuggingFace(datasets.DatasetDict(train=found, test=found), "image", stream=True, num_clients=2)
+    data.setup()
+    assert data.stored_shape() == (3, 4, 8)
+
+
+def resized(rows: dict[str, Any]) -> dict[str, Any]:
+    images = [image.convert("RGB").resize((8, 4)) for image in rows["image"]] if "image" in rows else None
+    return {**rows, "image": images} if images is not None else rows

@@ -14,6 +14,7 @@ import yaml
 from PIL import Image
 
 from fl_lightning import algorithms
+from fl_lightning.commands.arguments import kept, model_of_configs
 from fl_lightning.commands.cli import FederatedCLI
 from tests.runs import DIGITS, assert_same, cli, forked, last, metrics, newest, run, state
 
@@ -98,6 +99,31 @@ def test_another_algorithm_says_what_it_keeps(tmp_path: Path, capsys: pytest.Cap
     args = [f"--config={FOLDER / 'quickstart.yaml'}", *DIGITS, "--trainer.callbacks=null", "--trainer.local_steps=1"]
     cli("fit", f"--trainer.default_root_dir={tmp_path}", *args, "--model", "FedDyn", "--model.ascent=null")
     assert "model = FedDyn: keeps beta, optimizer of the config's FedGloSS; " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("config", "given", "now", "names"),
+    [
+        ({"beta": 0.7, "use_dual": False}, [], {"beta": 10.0, "use_dual": False}, ["use_dual"]),
+        ({"beta": 0.7}, ["--model.init_args.beta=0.5"], {"beta": 0.5}, []),
+        ({"prox": "unsquared"}, [], {"prox": "half"}, []),
+        (
+            {"optimizer": {"class_path": "SGD"}, "ascent": {"class_path": "SAM"}},
+            ["--model.optimizer.lr=0.1"],
+            {"optimizer": {"class_path": "fl_lightning.SGD"}, "ascent": None},
+            ["optimizer"],
+        ),
+    ],
+)
+def test_what_is_kept_has_the_value_of_the_config(
+    config: dict[str, Any], given: list[str], now: dict[str, Any], names: list[str], tmp_path: Path
+) -> None:
+    """False is a value, too; one that is given, dropped or another class's default is not kept."""
+    path = tmp_path / "c.yaml"
+    path.write_text(yaml.safe_dump({"model": {"class_path": "FedDyn", "init_args": config}}))
+    before = model_of_configs([f"--config={path}", "--model", "FedGloSS", *given])
+    assert kept(before, {"class_path": "fl_lightning.FedGloSS", "init_args": now}) == names
+    assert kept(before, {"class_path": "fl_lightning.FedDyn", "init_args": now}) == []
 
 
 @pytest.mark.parametrize(("command", "split"), [("validate", "val"), ("test", "test")])

@@ -28,9 +28,10 @@ def hang(): subprocess.run(["sleep", "1000"])
 def fail(): raise ValueError("of no use\\nat all")
 def good(): return {"ok": True, "threads": os.environ["OMP_NUM_THREADS"]}
 def wrong(): return {"ok": False}
+def strange(): return {"ok": open}
 
 def items(device, end, fit):
-    return {f.__name__: f for f in (crash, hang, fail, good, wrong)} | {"last": good}
+    return {f.__name__: f for f in (crash, hang, fail, good, wrong, strange)} | {"last": good}
 """
 
 
@@ -126,6 +127,15 @@ def test_report_puts_the_tables_on_a_page(tmp_path: Path, capsys: pytest.Capture
     assert "MOON, compiled" in text and "Not reached: FedAvg, alpha 0, seed 0" in text
 
 
+@pytest.mark.usefixtures("legs")
+def test_verdict_of_a_nan_is_no() -> None:
+    from legs.correctness import verdict  # type: ignore[import-not-found]
+
+    found = verdict([0.0, float("nan"), 0.0], 1.0)
+    assert not found["ok"] and found["difference"] != found["difference"]
+    assert verdict([0.1, 0.2], 1.0) == {"ok": True, "difference": 0.2}
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("legs")
 def test_an_item_that_crashes_hangs_or_fails_takes_no_other_with_it(
@@ -145,14 +155,17 @@ def test_an_item_that_crashes_hangs_or_fails_takes_no_other_with_it(
     assert "SIGSEGV" in found["crash"]["error"] and "ended after its time" in found["hang"]["error"]
     assert found["fail"]["error"] == "ValueError: of no use"
     assert found["good"]["ok"] and found["last"]["ok"] and found["good"]["threads"] == "2"
-    assert results.failed == ["crash", "hang", "fail", "wrong"]
+    assert results.failed == ["crash", "hang", "fail", "wrong", "strange"]
     log = path.with_suffix(".log").read_text()
-    assert log.count("\n== ") + 1 == 3 and "in crash" in log and "in hang" in log and "in fail" in log
+    assert "not JSON serializable" in found["strange"]["error"]
+    assert log.count("\n== ") + 1 == 4 and "in crash" in log and "in hang" in log and "in fail" in log
     assert not [command for command in processes_in(tmp_path) if "spawn_main" in command or "sleep" in command]
     with pytest.raises(ValueError, match="give another file"):
         Results(path, "strange", "cpu").begin(MACHINE, ["good"])
     machine = json.loads(path.read_text())["cpu"]["machine"]
     assert Results(path, "strange", "cpu").begin(machine, ["crash", "good", "new"]) == ["new", "crash"]
+    assert Results(path, "strange", "cpu").begin(machine, ["crash", "good", "new"], "new") == ["new"]
+    assert json.loads(path.read_text())["cpu"]["strange: not reached"] == ["crash", "new"]
 
 
 @pytest.mark.slow
