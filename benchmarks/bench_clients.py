@@ -28,11 +28,11 @@ from fl_lightning import IID, SCAFFOLD, SGD, Arrays, Checkpoints, FederatedTrain
 from fl_lightning.core import RoundContext
 from fl_lightning.core.files import write_atomically
 from fl_lightning.core.state import State
-from fl_lightning.trainer import checkpoint
+from fl_lightning.trainer import resume
 from fl_lightning.trainer.callbacks import Callback
-from fl_lightning.trainer.client_store import ClientStore
+from fl_lightning.trainer.participation.samplers import UniformSampler
 from fl_lightning.trainer.run import Run
-from fl_lightning.trainer.samplers import UniformSampler
+from fl_lightning.trainer.storage.client_store import ClientStore
 
 NUMBERS = (100, 10_000, 1_000_000)
 LARGE_M, COHORT, ROUNDS = 1_262, 10, 200
@@ -218,7 +218,7 @@ class Seen(Callback):
     def on_round_logged(self, run: Run, metrics: dict[str, float]) -> None:
         self.rounds.append(metrics["time/round_s"])
         started, processor = time.perf_counter(), time.process_time()
-        checkpoint.save(run, run.folder.last)
+        resume.save(run, run.folder.last)
         self.saves.append((time.process_time() - processor, time.perf_counter() - started))
 
 

@@ -1,6 +1,7 @@
 """Flatness: the cost of a Hessian-vector product in gradients, of the default monitor in rounds, and memory.
 
-``python benchmarks/bench_flatness.py products`` measures products, and what `flatness/convolution.py` saves of one,
+``python benchmarks/bench_flatness.py products`` measures products with the Hessian, and what `flatness/convolution.py`
+saves of one with the Hessian and of one with the Gauss-Newton matrix,
 ``monitor`` a run of FedAvg with the default FlatnessMonitor, ``memory`` peaks in processes of their own, ``all`` all.
 Contestants take turns; reported are medians of the turns and of their ratios, in CPU time, with one thread.
 """
@@ -27,10 +28,10 @@ from torch import Tensor, nn
 from fl_lightning import IID, SGD, Arrays, FedAvg, FederatedTrainer, FlatnessMonitor, HsuCNN, ResNet18GN
 from fl_lightning.core.flat import FlatSpec
 from fl_lightning.core.state import RoundContext
-from fl_lightning.flatness import functional, gradient, hvp, lambda_max
+from fl_lightning.flatness import gauss_newton, gradient, hessian, lambda_max, operators
 from fl_lightning.trainer.callbacks import Callback
-from fl_lightning.trainer.memory import keep_freed_memory
 from fl_lightning.trainer.run import Run
+from fl_lightning.trainer.runtime.environment import keep_freed_memory
 
 LOSS = nn.CrossEntropyLoss(reduction="none")
 CLIENTS, IMAGES = 20, 500  # of a client
@@ -54,22 +55,24 @@ def net_of(name: str) -> nn.Module:
 
 
 def products(name: str, samples: int, batch: int, turns: int) -> str:
-    """A row: milliseconds of a gradient, products as multiples of it, and what ConstantInputs saves of a product."""
+    """Returns a row: milliseconds of a gradient, products in gradients, and what ConstantInputs saves of a product."""
     net, (x, y) = net_of(name), images(samples)
     v = torch.randn(FlatSpec(net).d)
 
     def batches() -> Iterator[Batch]:
         return zip(x.split(batch), y.split(batch), strict=True)
 
-    kept = hvp(net, LOSS, batches, keep_graph=True)
-    with patch.object(functional, "ConstantInputs", nullcontext):
-        native = hvp(net, LOSS, batches, keep_graph=True)
+    kept, other = (matrix(net, LOSS, batches, keep_graph=True) for matrix in (hessian, gauss_newton))
+    with patch.object(operators, "ConstantInputs", nullcontext):
+        native, other_native = (matrix(net, LOSS, batches, keep_graph=True) for matrix in (hessian, gauss_newton))
     contestants: dict[str, Callable[[], object]] = {
         "gradient": lambda: gradient(net, LOSS, batches),
-        "single": lambda: hvp(net, LOSS, batches, keep_graph=False)(v),
-        "kept": lambda: kept(v),
-        "native": lambda: native(v),
-        "Lanczos": lambda: lambda_max(net, LOSS, batches, iterations=20, tol=1e-30, keep_graph=True),
+        "single": lambda: hessian(net, LOSS, batches, keep_graph=False) @ v,
+        "kept": lambda: kept @ v,
+        "native": lambda: native @ v,
+        "other": lambda: other @ v,
+        "other native": lambda: other_native @ v,
+        "Lanczos": lambda: lambda_max(hessian(net, LOSS, batches, keep_graph=True), iterations=20, tol=1e-30),
     }
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     for turn in range(turns + 1):
@@ -84,9 +87,12 @@ def products(name: str, samples: int, batch: int, turns: int) -> str:
         key: statistics.median(s / g for s, g in zip(seconds[key], seconds["gradient"], strict=False))
         for key in ("single", "kept", "Lanczos")
     }
-    saved = 1 - statistics.median(k / n for k, n in zip(seconds["kept"], seconds["native"], strict=True))
+    saved = [
+        1 - statistics.median(own / torchs for own, torchs in zip(seconds[a], seconds[b], strict=True))
+        for a, b in (("kept", "native"), ("other", "other native"))
+    ]
     cells = [name, samples, batch, f"{1e3 * statistics.median(seconds['gradient']):.0f}"]
-    return _row(*cells, *(f"{r:.2f}" for r in ratios.values()), f"{saved:.0%}")
+    return _row(*cells, *(f"{r:.2f}" for r in ratios.values()), *(f"{share:.0%}" for share in saved))
 
 
 class Times(Callback):
@@ -132,7 +138,7 @@ def memory(samples: int, batch: int) -> str:
     net, (x, y) = net_of("HsuCNN"), images(samples)
     gradient(net, LOSS, lambda: [(x[:8], y[:8])])  # the libraries' own memory
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    lambda_max(net, LOSS, lambda: zip(x.split(batch), y.split(batch), strict=True), iterations=2)
+    lambda_max(hessian(net, LOSS, lambda: zip(x.split(batch), y.split(batch), strict=True)), iterations=2)
     after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return _row(samples, batch, f"{(after - before) / 1024:.0f}")
 
@@ -162,7 +168,17 @@ def main() -> None:
 
 def measure(part: str, turns: int) -> None:
     if part in ("products", "all"):
-        _head("net", "images", "batch", "gradient, ms", "product", "graph kept", "step of Lanczos", "saved")
+        _head(
+            "net",
+            "images",
+            "batch",
+            "gradient, ms",
+            "product",
+            "graph kept",
+            "step of Lanczos",
+            "saved",
+            "saved of Gauss-Newton",
+        )
         for name, samples, batch in (
             ("HsuCNN", 64, 64), ("HsuCNN", 256, 64), ("HsuCNN", 256, 128), ("HsuCNN", 256, 256), ("ResNet18GN", 16, 16),
         ):  # fmt: skip
@@ -172,7 +188,7 @@ def measure(part: str, turns: int) -> None:
         _head("a round, s", "a measurement, s", "the longest, s", f"in rounds (at most {WORTH} are allowed)")
         print(row, flush=True)
     if part in ("memory", "all"):
-        _head("images", "batch", f"peak, MiB (budget {functional.KEEP_BYTES >> 20})")
+        _head("images", "batch", f"peak, MiB (budget {operators.KEEP_BYTES >> 20})")
         for samples in (1_000, 10_000):
             command = [sys.executable, __file__, "memory", "--alone", str(samples), "500"]
             subprocess.run(command, check=True)

@@ -23,7 +23,7 @@ from statistics import median
 from typing import Any
 
 from fl_lightning import Callback
-from fl_lightning.commands.plan import peak_memory
+from fl_lightning.commands.shared.prediction import peak_memory
 
 HERE = Path(__file__).resolve().parent
 COMMON = "--data=Digits --data.batch_size=16 --trainer.accelerator=cpu --trainer.threads=1"

@@ -31,8 +31,9 @@ from fl_lightning.engine.batched import BatchedEngine
 from fl_lightning.engine.graphed import GraphedEngine
 from fl_lightning.engine.record import Compiled
 from fl_lightning.engine.sequential import SequentialEngine
-from fl_lightning.trainer.arrivals import Arrivals
+from fl_lightning.trainer import loop
 from fl_lightning.trainer.cohort import Cohort
+from fl_lightning.trainer.received import Arrivals
 from fl_lightning.trainer.round import Phase, Round
 from fl_lightning.trainer.run import Run
 
@@ -74,8 +75,9 @@ def clock_all(sections: Sections, objective: type[LocalObjective], record: type)
     """Clocks the functions of a round, and what a record is."""
     clock = sections.clock
     for owner in (Phase, Round, Run, Arrivals):
-        for name in {"start", "apply", "metrics", "close_round", "aggregate", "__init__"} & vars(owner).keys():
+        for name in {"apply", "metrics", "aggregate", "__init__"} & vars(owner).keys():
             clock(owner, name, "aggregation, server's step, log")
+    clock(loop, "close", "aggregation, server's step, log")
     clock(Cohort, "draw", "cohort")
     clock(Phase, "jobs", "clients' states, order of samples")
     clock(FederatedDataModule, "samples", "samples, augmented")

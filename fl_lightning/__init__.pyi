@@ -36,6 +36,8 @@ from .algorithms import MoFedSAM as MoFedSAM
 from .algorithms import NaiveFedGloSS as NaiveFedGloSS
 from .algorithms import STildeAM as STildeAM
 from .algorithms.base import LocalObjective as LocalObjective
+from .algorithms.parts.adaptive import AdamW as AdamW
+from .algorithms.parts.adaptive import Lion as Lion
 from .algorithms.parts.ascent import ASAM as ASAM
 from .algorithms.parts.ascent import LESAM as LESAM
 from .algorithms.parts.ascent import SAM as SAM
@@ -44,6 +46,9 @@ from .algorithms.parts.averaging import EMA as EMA
 from .algorithms.parts.averaging import SWA as SWA
 from .algorithms.parts.averaging import Averaging as Averaging
 from .algorithms.parts.averaging import LastTwo as LastTwo
+from .algorithms.parts.base import Part as Part
+from .algorithms.parts.local_optimizer import LocalOptimizer as LocalOptimizer
+from .algorithms.parts.muon import Muon as Muon
 from .algorithms.parts.server_optimizers import ServerAdagrad as ServerAdagrad
 from .algorithms.parts.server_optimizers import ServerAdam as ServerAdam
 from .algorithms.parts.server_optimizers import ServerMomentum as ServerMomentum
@@ -102,8 +107,14 @@ from .nets import ResNet18NoNorm as ResNet18NoNorm
 from .nets import TextTransformer as TextTransformer
 from .nets import ViTCIFAR as ViTCIFAR
 from .trainer import FederatedTrainer as FederatedTrainer
-from .trainer.adaptive_privacy import AdaptivePrivacy as AdaptivePrivacy
-from .trainer.aggregation import Aggregation as Aggregation
+from .trainer.aggregation.adaptive_privacy import AdaptivePrivacy as AdaptivePrivacy
+from .trainer.aggregation.base import Aggregation as Aggregation
+from .trainer.aggregation.privacy import GaussianPrivacy as GaussianPrivacy
+from .trainer.aggregation.rules import CoordinateMedian as CoordinateMedian
+from .trainer.aggregation.rules import Krum as Krum
+from .trainer.aggregation.rules import MultiKrum as MultiKrum
+from .trainer.aggregation.rules import NormClipping as NormClipping
+from .trainer.aggregation.rules import TrimmedMean as TrimmedMean
 from .trainer.callbacks import Callback as Callback
 from .trainer.callbacks import Checkpoints as Checkpoints
 from .trainer.callbacks import Curves as Curves
@@ -111,9 +122,6 @@ from .trainer.callbacks import FlatnessMonitor as FlatnessMonitor
 from .trainer.callbacks import Progress as Progress
 from .trainer.callbacks import Results as Results
 from .trainer.callbacks import Trajectory as Trajectory
-from .trainer.faults import Corrupt as Corrupt
-from .trainer.faults import Faults as Faults
-from .trainer.faults import Stragglers as Stragglers
 from .trainer.loggers import CSVLogger as CSVLogger
 from .trainer.loggers import WandbLogger as WandbLogger
 from .trainer.measurements import LPF as LPF
@@ -130,15 +138,12 @@ from .trainer.measurements import Sharpness as Sharpness
 from .trainer.measurements import SpectralDensity as SpectralDensity
 from .trainer.measurements import Spectrum as Spectrum
 from .trainer.measurements import Updates as Updates
-from .trainer.privacy import GaussianPrivacy as GaussianPrivacy
-from .trainer.rules import CoordinateMedian as CoordinateMedian
-from .trainer.rules import Krum as Krum
-from .trainer.rules import MultiKrum as MultiKrum
-from .trainer.rules import NormClipping as NormClipping
-from .trainer.rules import TrimmedMean as TrimmedMean
-from .trainer.samplers import BernoulliSampler as BernoulliSampler
-from .trainer.samplers import ReplaySampler as ReplaySampler
-from .trainer.samplers import UniformSampler as UniformSampler
+from .trainer.participation.faults import Corrupt as Corrupt
+from .trainer.participation.faults import Faults as Faults
+from .trainer.participation.faults import Stragglers as Stragglers
+from .trainer.participation.samplers import BernoulliSampler as BernoulliSampler
+from .trainer.participation.samplers import ReplaySampler as ReplaySampler
+from .trainer.participation.samplers import UniformSampler as UniformSampler
 
 __version__: str
 __all__: list[str]

@@ -102,7 +102,7 @@ SPLITtrace.json -> data.num_clients = 3, but 'trace.json' has 2 clients
 --model.loss=torch.nn.CrossEntropyLoss --model.loss.label_smoothing=-1 -> model.loss.label_smoothing = -1.0: give a number
 --model.loss=torch.nn.CrossEntropyLoss --model.loss.label_smoothing=.nan -> model.loss.label_smoothing = nan: give a number
 --model.loss=torch.nn.CrossEntropyLoss --model.loss.label_smoothing=1 -> model.loss.label_smoothing = 1.0: give a number
---model.loss=torch.nn.CrossEntropyLoss --model.loss.reduction=nonsense -> model.loss.reduction = nonsense: give one of none
+--model.loss=torch.nn.CrossEntropyLoss --model.loss.reduction=nonsense -> model.loss.reduction = nonsense: a minibatch
 --model.loss=torch.nn.CrossEntropyLoss --model.loss.weight=[1] -> model.loss.weight = [1]: no Tensor
 --model.loss=Nonsense -> model.loss = Nonsense: no such class; choose from PixelCrossEntropy.
 --model.net= -> model.net = '': no such class; choose from BiSeNetV2, DigitsCNN

@@ -32,45 +32,6 @@ fake_tensor.traceback = SimpleNamespace(extract_stack=list, format_list=tracebac
 CACHE = tempfile.TemporaryDirectory()
 os.environ["HF_DATASETS_CACHE"] = CACHE.name  # not in the home of who runs the tests
 GOLDEN = Path(__file__).parent / "golden"
-SAMPLED = {
-    "test_an_interruption_in_any_hook_gives_the_same_numbers": 4,
-    "test_a_damaged_log_is_refused": 4,
-    "test_any_batch_size_gives_the_same": 3,
-    "test_bad_input": 25,
-    "test_bits_are_those_that_fit_logs": 3,
-    "test_box": 5,
-    "test_box_of_average": 2,
-    "test_clean_row_is_the_number_of_test": 3,
-    "test_command_line_of_centralized": 4,
-    "test_drift_corrected_methods_are_exact": 3,
-    "test_dropout_is_a_cohort_of_those_that_answer": 9,
-    "test_every_algorithm_on_a_simulated_device": 58,
-    "test_every_algorithm_on_every_engine": 2,
-    "test_every_algorithm_trains_what_is_not_frozen": 12,
-    "test_experiment_is_made": 4,
-    "test_experiment_trains": 9,
-    "test_figure_is_fit_to_print": 4,
-    "test_fragment_over_the_quickstart": 3,
-    "test_gradients_flat_batched_and_channels_last": 3,
-    "test_flatness_on_a_device": 8,
-    "test_hessian_vector_product_is_the_slope_of_the_gradient": 3,
-    "test_kept_state_is_all_of_it": 4,
-    "test_landscape": 4,
-    "test_same_bits": 9,
-    "test_seeds": 4,
-    "test_server_slot_stays_the_mean_of_all_clients": 3,
-    "test_shapes": 2,
-    "test_sgd_of_torch_is_sgd": 2,
-    "test_signals_save": 8,
-    "test_spectrum_of_small_nets": 3,
-    "test_structural_damage_is_one_line": 7,
-    "test_statistics_of_trained_modules_follow_the_policy": 3,
-    "test_trace_is_within_its_error": 3,
-    "test_values": 3,
-    "test_what_else_a_run_uses": 7,
-    "test_without_float64": 14,
-}
-"""Tests with many cases of which ``make test`` runs every n-th; the others are slow."""
 LONG = ("test_docs.py", "test_experiments.py", "test_gpu.py")
 """Files whose tests take minutes; they begin first, so that no process waits for one at the end."""
 
@@ -79,10 +40,11 @@ LONG = ("test_docs.py", "test_experiments.py", "test_gpu.py")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     cases: Counter[str] = Counter()
     for item in items:
-        test = item.nodeid.partition("[")[0]
-        if cases[test] % SAMPLED.get(test.rpartition("::")[2], 1):
-            item.add_marker("slow")
-        cases[test] += 1
+        if sampled := item.get_closest_marker("sampled"):
+            test = item.nodeid.partition("[")[0]
+            if cases[test] % sampled.args[0]:
+                item.add_marker("slow")
+            cases[test] += 1
     items.sort(key=lambda item: item.path.name not in LONG)
 
 

@@ -79,6 +79,9 @@ class Device:
                 patch.setattr(torch.cuda, name, value)
             empty = torch.empty  # in a thread that reads, where no mode is active
             patch.setattr(torch, "empty", lambda *size, pin_memory=False, **options: empty(*size, **options))
+        else:
+            for name, of_host in (("get_rng_state", "get_state"), ("set_rng_state", "set_state"), ("manual_seed",) * 2):
+                patch.setattr(torch.mps, name, getattr(torch.default_generator, of_host))
         self._stack.enter_context(Operations(self))
         self._stack.enter_context(Functions(self))
         return self

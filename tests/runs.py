@@ -26,8 +26,8 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from fl_lightning import DigitsMLP, algorithms
 from fl_lightning.commands.main import main
 from fl_lightning.results.metrics import read_metrics
-from fl_lightning.trainer import checkpoint
-from fl_lightning.trainer.client_store import ClientStore
+from fl_lightning.trainer.storage import checkpoint
+from fl_lightning.trainer.storage.client_store import ClientStore
 
 DIGITS = [
     "--model.net=DigitsMLP",

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fl_lightning.core import UserError
-from fl_lightning.results.paper_tables import markdown
+from fl_lightning.results.metrics import markdown
 from fl_lightning.results.papers import find
 from legs.items import is_failure
 

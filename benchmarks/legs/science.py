@@ -57,7 +57,7 @@ def train(name: str, rounds: int, row: list[str], device: str, end: float, fit: 
         "--trainer.name", folder.name, "--trainer.enable_progress_bar", "false",
     ]  # fmt: skip
     if last := newest(folder):
-        from fl_lightning.trainer import checkpoint  # here, since most of the time to start would be its import
+        from fl_lightning.trainer.storage import checkpoint  # here, since most of the time to start would be its import
 
         seconds += int(checkpoint.load(last)["elapsed"])  # the clock of a resumed run goes on
         command += ["--ckpt_path", str(last)]

@@ -24,8 +24,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import fl_lightning as fl
 from fl_lightning.trainer import parallel_runs
 from fl_lightning.trainer.callbacks import Callback, Checkpoints
-from fl_lightning.trainer.float32 import float32_products
 from fl_lightning.trainer.run import Run
+from fl_lightning.trainer.runtime.environment import float32_products
 from legs.items import Item, accelerator, wait
 
 PLAIN = "plain loop"

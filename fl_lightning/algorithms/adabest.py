@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.algorithms.parts.base import Gradient, Step
-from fl_lightning.core import ClientContext, Decay, NonNegative, RoundContext, State, Upload, Uploads, Weighting
+from fl_lightning.core import ClientContext, Fraction, NonNegative, RoundContext, State, Upload, Uploads, Weighting
 
 
 class AdaBest(LocalObjective):
@@ -27,7 +27,7 @@ class AdaBest(LocalObjective):
     references = {}  # every upload depends on the numbers of samples of all clients, and no clip bounds that
     default_weighting: Weighting = "uniform"
 
-    def __init__(self, net: nn.Module, mu: NonNegative = 0.02, beta: Decay = 0.98, **kwargs: Any) -> None:
+    def __init__(self, net: nn.Module, mu: NonNegative = 0.02, beta: Fraction = 0.98, **kwargs: Any) -> None:
         super().__init__(net, **kwargs)
         self.mu, self.beta = mu, beta
 

@@ -1,24 +1,29 @@
-"""The local objective of a client as a LightningModule, and the hooks that make it an algorithm."""
+"""A federated algorithm as a LightningModule: its parts, and what engines and the trainer call."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from collections.abc import Mapping, Sequence
+from inspect import BoundArguments
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fl_lightning.algorithms.hooks import Hooks
 from fl_lightning.algorithms.lightning_optimizer import CentralizedOptimizer
 from fl_lightning.algorithms.metrics import Metrics
 from fl_lightning.algorithms.module import SupervisedModule
+from fl_lightning.algorithms.parts.adaptive import AdamW, Lion  # noqa: F401  # in a config they go by bare name
 from fl_lightning.algorithms.parts.ascent import Ascent
 from fl_lightning.algorithms.parts.averaging import Averaging
-from fl_lightning.algorithms.parts.base import Gradient, Part, Step
+from fl_lightning.algorithms.parts.base import Part, check_owners
 from fl_lightning.algorithms.parts.buffers import Buffers, Policy
+from fl_lightning.algorithms.parts.local_optimizer import LocalOptimizer
+from fl_lightning.algorithms.parts.muon import Muon  # noqa: F401
 from fl_lightning.algorithms.parts.relaxed import RelaxedInit
 from fl_lightning.algorithms.parts.server_optimizers import ServerUpdate
 from fl_lightning.algorithms.parts.sgd import SGD
-from fl_lightning.algorithms.parts.torch_optimizer import TorchOptimizer
+from fl_lightning.algorithms.parts.torch_optimizer import TorchOptimizer  # noqa: F401
 from fl_lightning.core import (
     ClientContext,
     FlatSpec,
@@ -36,118 +41,47 @@ from fl_lightning.core import (
 from fl_lightning.core.frozen import moving_buffers
 
 
-class LocalObjective(SupervisedModule):
+class LocalObjective(Hooks, SupervisedModule):
     """A network, its loss, and the hooks of a federated algorithm; by default FedAvg.
 
-    A subclass overrides only what its paper changes. Vectors have shape ``(..., d)``: ``(d,)`` for one client,
-    ``(clients, d)`` for several at once; hooks never change one in place. A client's hooks see what it received (the
-    names in ``down``) and its own state; the server's hooks see averages of the uploads (the names in ``up``).
+    A subclass overrides those `Hooks` that its paper changes. Engines and the trainer call the methods below, which run
+    the hooks of the algorithm and then those of its parts.
 
     Args:
         net: The network: a batch to logits.
-        loss: Losses per sample ``(logits, target) -> (n,)``; a loss with a ``reduction`` is copied and reduces nothing.
-            ``label_smoothing`` acts in training only.
-        optimizer: The local optimizer: SGD, or TorchOptimizer for those of torch.
-        ascent: Where the gradient is taken: null (at the weights), SAM, ASAM, or your own.
-        server_update: The server's step along the pseudo-gradient: ServerUpdate (averaging), ServerMomentum,
-            ServerAdam, ServerYogi, ServerAdagrad.
-        averaging: Average of the global model that evaluation uses: null, SWA or EMA.
-        weighting: Weights of the clients' models in their average: samples or uniform; null: the algorithm's default.
+        loss: Losses per sample ``(logits, target) -> (n,)``; see `SupervisedModule`. ``label_smoothing`` acts in
+            training only.
+        optimizer: The local optimizer; null: SGD.
+        ascent: Where a local step takes the gradient; null: at the weights.
+        server_update: The server's step along the pseudo-gradient; null: averaging.
+        averaging: Average of the global model that evaluation uses; null: none.
+        parts: Further parts, in the order of their hooks.
+        weighting: Weights of the clients' models in their mean; null: the algorithm's default.
         relaxed_init: FedInit's b: a client starts from ``w^t + b (w^t - its last local model)``; 0: from ``w^t``.
-        init_weights: Initial weights of the net: a file (state_dict or checkpoint), or from Python a state_dict.
-        buffers: How the running statistics of BatchNorm, and other buffers, are treated: average, local or reset (see
-            `fl_lightning.algorithms.parts.buffers.Buffers`); null refuses nets that have any.
-        metrics: Metrics of torchmetrics to evaluate in addition to the data's own: class names, or class_path and
-            init_args; as a list, or by name.
+        init_weights: File of initial weights (state_dict or checkpoint), or from Python a state_dict.
+        buffers: Policy for running statistics of BatchNorm, and other buffers (see `Buffers`); null refuses nets that
+            have any.
+        metrics: Further metrics of torchmetrics: class names, or class_path and init_args; as a list, or by name.
+
+    Raises:
+        UserError: If net, optimizer and parts do not fit, or two of them declare state or an upload of the same name.
 
     Attributes:
         net_buffers: The net's buffers; None if it has none.
         trained: Whether a run has trained the net.
-        client_state: State that a client keeps, by name with its initial value (see `fl_lightning.core.state.Init`).
-        scratch_state: The same for state that lives during one round's local training and is never stored.
-        server_state: State that the server keeps in addition to ``w``.
-        down: Names of server state that is sent to a client.
-        up: Names that a client uploads.
-        references: What the server knows of uploads beforehand, for rules that clip what is new in them; by name that
-            of a value which is sent, "zeros" for a vector ``(d,)``, or a number for a scalar ``(1,)``. An upload that
-            is missing here cannot be clipped, and the algorithm not be trained under differential privacy.
-        adds_updates: Whether the server adds the clients' updates to ``w^t`` rather than take their models as they are;
-            they differ only where local training starts elsewhere (``relaxed_init``).
-        refers_to_received: Whether the local objective refers to the received model, so that it has no meaning without
-            a server.
-        needs_sgd: Why local steps must be those of SGD, as the rest of a sentence; "": they may be those of any local
-            optimizer.
-        needs_classes: Whether it is defined for one class a sample only.
-        uses_class_counts: Whether the client's hooks see ``ctx.class_counts``.
-        phases: How often a round's cohort receives and uploads; ``ctx.phase`` counts them.
-        default_weighting: The weighting of the paper's box.
-        paper: Where the algorithm comes from.
     """
 
     trained: bool = False
-    client_state: Mapping[str, Init] = {}
-    scratch_state: Mapping[str, Init] = {}
-    server_state: Mapping[str, Init] = {}
-    down: tuple[str, ...] = ("w",)
-    up: tuple[str, ...] = ("w",)
-    references: Mapping[str, str | float] = {"w": "w"}
-    adds_updates: bool = True
-    refers_to_received: ClassVar[bool] = False
-    needs_sgd: ClassVar[str] = ""
-    needs_classes: ClassVar[bool] = False
-    uses_class_counts: ClassVar[bool] = False
-    phases: ClassVar[int] = 1
-    default_weighting: Weighting = "samples"
-    paper: ClassVar[str] = ""
-
-    # The hooks of a round, in their order
-
-    def broadcast(self, server: State, ctx: RoundContext) -> State:
-        """Returns what is sent this round, of which clients get the names in ``down``."""
-        return server
-
-    def local_start(self, client: State, received: State, ctx: ClientContext) -> tuple[Tensor, State]:
-        """Returns the weights where local training starts (``client.start`` in later hooks), and the client's state."""
-        return received.w, client
-
-    def teacher(self, client: State, received: State) -> Tensor | tuple[Tensor, ...] | None:
-        """Returns weights ``(d,)`` whose output on each minibatch is an argument of `losses`; several; or None."""
-        return None
-
-    def loss_constants(self, client: State, received: State, ctx: ClientContext) -> tuple[Tensor, ...]:
-        """Returns further arguments of `losses`, the same in all steps of a round, ``(..., any)``."""
-        return ()
-
-    def step_lr(self, client: State, ctx: ClientContext) -> float | Tensor:
-        """Returns the learning rate of one local step."""
-        return ctx.lr
-
-    def local_gradient(self, w: Tensor, grad: Gradient, client: State, received: State, ctx: ClientContext) -> Tensor:
-        """Returns the gradient at the ascent point, or at ``w`` if there is no ascent."""
-        return grad(w) if self.ascent is None else grad(w + self.ascent(w, grad, client, received, ctx))
-
-    def local_step(self, w: Tensor, grad: Gradient, client: State, received: State, ctx: ClientContext) -> Step:
-        """Returns the direction of one local step (descent goes against it), and the client's state after it."""
-        return self.local_gradient(w, grad, client, received, ctx), client
-
-    def local_end(self, w: Tensor, client: State, received: State, ctx: ClientContext) -> tuple[Upload, State]:
-        """Returns what a client uploads after its last step, which ended at ``w``, and its state."""
-        return {"w": w}, client
-
-    def server_step(self, server: State, sent: State, uploads: Uploads, ctx: RoundContext) -> State:
-        """Returns the server's next state, from averages of the uploads."""
-        return self.server_update(server, sent.w - uploads.weighted("w"), ctx)
-
-    # Construction
 
     def __init__(
         self,
         net: nn.Module,
         loss: nn.Module | None = None,
-        optimizer: SGD | TorchOptimizer | None = None,
+        optimizer: SGD | LocalOptimizer | None = None,
         ascent: Ascent | None = None,
         server_update: ServerUpdate | None = None,
         averaging: Averaging | None = None,
+        parts: Sequence[Part] | None = None,
         weighting: Weighting | None = None,
         relaxed_init: NonNegative = 0.0,
         init_weights: str | dict[str, Any] | None = None,
@@ -180,24 +114,46 @@ class LocalObjective(SupervisedModule):
         )
         self.flat = FlatSpec(net)
         self.optimizer.check(self.flat)
+        for part in parts or ():
+            name, slot = type(part).__name__, part.config_key
+            ensure(slot == Part.config_key, f"{Part.config_key} = {name}: not in this list; set {slot} to it")
+        self.parts = [part.bind(self.flat) for part in parts or ()]
+
+    def constructed(self, arguments: BoundArguments) -> None:
+        """Checks that each name has one owner, once subclasses have declared their own."""
+        super().constructed(arguments)
+        name = type(self).__name__
+        owners: list[tuple[str, Hooks | Part]] = [(f"model = {name}", self)]
+        owners += [(part.label, part) for part in self.all_parts]
+        local = [(label, [*owner.client_state, *owner.scratch_state]) for label, owner in owners]
+        optimizer = f"model.optimizer = {type(self.optimizer).__name__}", self.optimizer.named_state
+        check_owners("client state", [("local training", ["start"]), *local, optimizer])
+        check_owners("server state", [("the model", ["w"]), *((label, owner.server_state) for label, owner in owners)])
+        check_owners("the upload", [("the context", ["k_lr"]), *((label, owner.up) for label, owner in owners)])
+        check_owners("the name", [(f"{label}.down", owner.down) for label, owner in owners])
+        ensure("w" in self.down, f"{name}.down = {self.down}: lacks 'w', the model that clients start from; add it")
 
     # The hooks with those of the parts: what engines and the trainer call
 
     @property
-    def parts(self) -> list[Part]:
+    def all_parts(self) -> list[Part]:
         """The parts of this objective, in the order in which their hooks run."""
         relaxed = RelaxedInit(self.relaxed_init, self.adds_updates) if self.relaxed_init else None
-        parts = (self.ascent, self.server_update, relaxed, self.averaging, self.net_buffers)
-        return [part for part in parts if part is not None]
+        named = (self.ascent, self.server_update, relaxed, self.averaging, self.net_buffers)
+        return [*(part for part in named if part is not None), *self.parts]
 
     @property
     def _owners(self) -> tuple[LocalObjective | Part, ...]:
-        return self, *self.parts
+        return self, *self.all_parts
 
     def client_inits(self) -> dict[str, Init]:
         """Returns the initial values of all state that a client keeps."""
         own = {name: init for owner in self._owners for name, init in owner.client_state.items()}
-        return {**own, **self.optimizer.client_state(self.flat)}
+        return {**own, **(self.optimizer.named_state if self.optimizer.keeps_state else {})}
+
+    def scratch_inits(self) -> dict[str, Init]:
+        """Returns the initial values of all state that lives during one round's local training."""
+        return {name: init for owner in self._owners for name, init in owner.scratch_state.items()}
 
     def server_inits(self) -> dict[str, Init]:
         """Returns the initial values of all state that the server keeps in addition to ``w``."""
@@ -205,7 +161,7 @@ class LocalObjective(SupervisedModule):
 
     @property
     def wire(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """All names that are sent, and all names that are uploaded."""
+        """All names that are sent to a client, and all names that it uploads."""
         return tuple(n for x in self._owners for n in x.down), tuple(n for x in self._owners for n in x.up)
 
     @property
@@ -214,10 +170,10 @@ class LocalObjective(SupervisedModule):
         return {name: of for owner in self._owners for name, of in owner.references.items()}
 
     def known(self, sent: State) -> dict[str, Tensor]:
-        """Returns what the server knows of the uploads beforehand, by name, for those that have a reference.
+        """Returns the values that clipping rules subtract from the uploads first, by name; see ``references``.
 
         Args:
-            sent: What the clients receive.
+            sent: The state that the clients receive.
         """
         references = self.all_references
         inits = {name: references[name] for name in self.wire[1] if name in references}
@@ -227,22 +183,33 @@ class LocalObjective(SupervisedModule):
     def lr(self, ctx: RoundContext) -> float:
         """Returns the learning rate of a round's local steps."""
         lr = self.optimizer.lr_at(ctx.t, ctx.rounds)
-        for part in self.parts:
+        for part in self.all_parts:
             lr = part.local_lr(lr, ctx)
         return lr
 
-    def begin_local(self, client: State, received: State, ctx: ClientContext) -> tuple[Tensor, State]:
-        """Returns the weights where local training starts, and the client's state, with these weights as ``start``.
+    def begin_phase(self, server: State, ctx: RoundContext) -> State:
+        """Returns what the clients receive in a phase."""
+        sent = self.broadcast(server, ctx)
+        for part in self.all_parts:
+            sent = part.broadcast(sent, ctx)
+        return sent.only(self.wire[0])
 
-        Raises:
-            UserError: If the algorithm has state of that name.
+    def bits(self, values: Mapping[str, Tensor], up: bool) -> int:
+        """Returns the bits that values take on the wire.
+
+        Args:
+            values: What one client receives or uploads, by name.
+            up: Whether it uploads it.
         """
-        ensure(
-            "start" not in client,
-            f"{type(self).__name__}: state 'start' is where local training starts; choose another name",
-        )
+        bits: Mapping[str, int] = {name: 8 * value.nbytes for name, value in values.items()}
+        for part in self.all_parts:
+            bits = part.bits(bits, values, up)
+        return sum(bits.values())
+
+    def begin_local(self, client: State, received: State, ctx: ClientContext) -> tuple[Tensor, State]:
+        """Returns the weights where local training starts, and the client's state, with these weights as ``start``."""
         w, client = self.local_start(client, received, ctx)
-        for part in self.parts:
+        for part in self.all_parts:
             w, client = part.local_start(w, client, received, ctx)
         return w, client | {"start": w}
 
@@ -250,41 +217,49 @@ class LocalObjective(SupervisedModule):
         """Returns what a client uploads after its last step, which ended at ``w``, and its state.
 
         Raises:
-            UserError: If `local_end` uploads other names than declared.
+            UserError: If `local_end`, of the algorithm or of a part, uploads other names than declared.
         """
         upload, client = self.local_end(w, client, received, ctx)
         ensure(
             set(upload) == set(self.up),
             f"{type(self).__name__}.local_end uploads {sorted(upload)}, but declares up = {self.up}",
         )
-        for part in self.parts:
+        for part in self.all_parts:
             upload, client = part.local_end(w, upload, client, received, ctx)
+        ensure(
+            set(upload) == set(self.wire[1]),
+            f"the parts of {type(self).__name__} upload {sorted(upload)}, but declare up = {self.wire[1]}",
+        )
         return upload, client
 
     def finish_phase(self, server: State, sent: State, uploads: Uploads, ctx: RoundContext) -> State:
         """Returns the server's state after a phase."""
         server = self.server_step(server, sent, uploads, ctx)
-        for part in self.parts:
+        for part in self.all_parts:
             server = part.phase_end(server, uploads)
         return server
 
     def finish_round(self, server: State, before: State, ctx: RoundContext) -> State:
         """Returns the server's state after a round that began with the state ``before``."""
-        for part in self.parts:
+        for part in self.all_parts:
             server = part.round_end(server, before, ctx)
         return server
 
-    def teachers(self, client: State, received: State) -> tuple[Tensor, ...]:
-        """Returns the weights of all teachers."""
-        teacher = self.teacher(client, received)
-        return (teacher,) if isinstance(teacher, Tensor) else teacher or ()
-
     @property
-    def passes(self) -> tuple[int, int]:
-        """Numbers of forward and backward passes of a local step."""
-        backward = 1 if self.ascent is None else self.ascent.passes
-        has_teacher = type(self).teacher is not LocalObjective.teacher
-        return backward + has_teacher, backward
+    def personal(self) -> bool:
+        """Whether some part gives clients models of their own."""
+        return any(type(part).client_model is not Part.client_model for part in self.all_parts)
+
+    def client_model(self, w: Tensor, client: State) -> Tensor:
+        """Returns the weights ``(d,)`` of a client's own model; the global ones if no part is personal.
+
+        Args:
+            w: The global weights, ``(d,)``.
+            client: The client's state between rounds.
+        """
+        for part in self.all_parts:
+            w = part.client_model(w, client)
+        return w
 
     # Centralized training under lightning.Trainer
 
@@ -320,15 +295,12 @@ class LocalObjective(SupervisedModule):
         Raises:
             UserError: If there is client or server state, or the local objective refers to the received model.
         """
-        ensure(
-            isinstance(self.optimizer, SGD),
-            f"model.optimizer = {type(self.optimizer).__name__}: centralized training takes SGD",
-        )
-        state = {*self.client_inits(), *self.server_inits()} - {"buffers"}
+        self.optimizer.check_batched("centralized training")
+        state = {*self.client_inits(), *self.server_inits()} - {"buffers", *self.optimizer.named_state}
         if averaged and self.averaging is not None:
             state -= set(self.averaging.server_state)
         ensure(
-            not state and (not self.refers_to_received),
+            not (state or self.refers_to_received or self.parts),
             f"{type(self).__name__} keeps federated state ({', '.join(sorted(state)) or 'the received model'}): "
             "train it with fl_lightning.FederatedTrainer, not with lightning.Trainer",
         )

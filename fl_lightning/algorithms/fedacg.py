@@ -8,7 +8,7 @@ from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.algorithms.parts.base import Gradient, Step
 from fl_lightning.algorithms.parts.drift import prox_pull
 from fl_lightning.algorithms.parts.server_optimizers import ServerMomentum
-from fl_lightning.core import ClientContext, Decay, NonNegative, RoundContext, State, Weighting
+from fl_lightning.core import ClientContext, Fraction, NonNegative, RoundContext, State, Weighting
 
 
 class LookAhead(LocalObjective):
@@ -22,7 +22,7 @@ class LookAhead(LocalObjective):
 
     default_weighting: Weighting = "uniform"
 
-    def __init__(self, net: nn.Module, lam: Decay, **kwargs: Any) -> None:
+    def __init__(self, net: nn.Module, lam: Fraction, **kwargs: Any) -> None:
         super().__init__(net, server_update=ServerMomentum(lam), **kwargs)
         self.lam = lam
 
@@ -48,7 +48,7 @@ class FedACG(LookAhead):
     def __init__(
         self,
         net: nn.Module,
-        lam: Decay = 0.85,
+        lam: Fraction = 0.85,
         beta: NonNegative = 1e-3,
         prox: Literal["half", "whole"] = "half",
         **kwargs: Any,

@@ -6,7 +6,7 @@ from torch import nn
 
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.algorithms.parts.server_optimizers import ServerAdagrad, ServerAdam, ServerMomentum, ServerYogi
-from fl_lightning.core import Decay, Positive
+from fl_lightning.core import Fraction, Positive
 
 
 class FedAvg(LocalObjective):
@@ -27,7 +27,7 @@ class FedAvgM(LocalObjective):
 
     paper = "Hsu et al., 2019"
 
-    def __init__(self, net: nn.Module, beta: Decay = 0.9, server_lr: Positive = 1.0, **kwargs: Any) -> None:
+    def __init__(self, net: nn.Module, beta: Fraction = 0.9, server_lr: Positive = 1.0, **kwargs: Any) -> None:
         super().__init__(net, server_update=ServerMomentum(beta, server_lr), **kwargs)
 
 
@@ -50,8 +50,8 @@ class FedAdam(LocalObjective):
         self,
         net: nn.Module,
         server_lr: Positive = 0.1,
-        beta1: Decay = 0.9,
-        beta2: Decay = 0.99,
+        beta1: Fraction = 0.9,
+        beta2: Fraction = 0.99,
         tau: Positive = 0.01,
         **kwargs: Any,
     ) -> None:
@@ -78,6 +78,6 @@ class FedAdagrad(LocalObjective):
     paper = "Reddi et al., ICLR 2021"
 
     def __init__(
-        self, net: nn.Module, server_lr: Positive = 0.1, beta1: Decay = 0.0, tau: Positive = 0.01, **kwargs: Any
+        self, net: nn.Module, server_lr: Positive = 0.1, beta1: Fraction = 0.0, tau: Positive = 0.01, **kwargs: Any
     ) -> None:
         super().__init__(net, server_update=ServerAdagrad(server_lr, beta1, tau), **kwargs)

@@ -11,12 +11,12 @@ from fl_lightning.algorithms.parts.drift import admm_dual
 from fl_lightning.core import (
     ClientContext,
     NonNegative,
+    NonNegativeInt,
     RoundContext,
     State,
     Upload,
     Uploads,
     Weighting,
-    Whole,
     ensure,
     to_radius,
 )
@@ -52,7 +52,7 @@ class FedGloSS(FedDyn):
         sigma_scale: Literal["paper", "code"] = "paper",
         sigma_ref: Literal["perturbed", "clean"] = "perturbed",
         rho_schedule: Literal["constant", "linear", "repo_bug"] = "constant",
-        warmup: Whole = 0,
+        warmup: NonNegativeInt = 0,
         rho0: NonNegative = 1e-3,
         **kwargs: Any,
     ) -> None:

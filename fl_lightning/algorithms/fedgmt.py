@@ -6,7 +6,16 @@ from torch import Tensor, nn
 
 from fl_lightning.algorithms.feddyn import FedDyn
 from fl_lightning.algorithms.parts.base import Direction
-from fl_lightning.core import ClientContext, NonNegative, Positive, RoundContext, Share, State, Uploads, kl_to_teacher
+from fl_lightning.core import (
+    ClientContext,
+    NonNegative,
+    Positive,
+    RoundContext,
+    State,
+    UnitInterval,
+    Uploads,
+    kl_to_teacher,
+)
 
 
 class FedGMT(FedDyn):
@@ -32,7 +41,7 @@ class FedGMT(FedDyn):
         net: nn.Module,
         gamma: NonNegative = 1.0,
         tau: Positive = 3.0,
-        ema_alpha: Share = 0.95,
+        ema_alpha: UnitInterval = 0.95,
         kl_tau2: bool = True,
         beta: Positive = 10.0,
         **kwargs: Any,
@@ -80,7 +89,7 @@ class FedGMTv2(FedGMT):
     def __init__(
         self,
         net: nn.Module,
-        ema_alpha: Share = 0.5,
+        ema_alpha: UnitInterval = 0.5,
         v2_init: Literal["w0", "first_seen"] = "w0",
         **kwargs: Any,
     ) -> None:

@@ -16,7 +16,8 @@ OUT = -1e4
 class FedLC(LocalObjective):
     """Local training with logits ``z_c - tau n_c^(-1/4)``, where the client has n_c samples of class c.
 
-    A class that the client does not have takes no part. Evaluation uses the logits themselves.
+    Classes of which the client has no sample are left out; for them label smoothing is not defined, so it is refused.
+    Evaluation uses the logits themselves.
 
     Args:
         net: The network.
@@ -34,9 +35,12 @@ class FedLC(LocalObjective):
     ) -> None:
         super().__init__(net, **kwargs)
         self.tau, self.denominator = tau, denominator
+        smoothing = getattr(self.loss, "label_smoothing", 0)
+        infinite = "FedLC gives classes that a client lacks probability 0, whose share of a smoothed loss is infinite"
+        ensure(not (tau and smoothing), f"model.loss.label_smoothing = {smoothing}: {infinite}; set it to 0")
 
     def loss_constants(self, client: State, received: State, ctx: ClientContext) -> tuple[Tensor, ...]:
-        """The margins ``tau n_c^(-1/4)``, infinite for classes that the client does not have."""
+        """The margins ``tau n_c^(-1/4)``, infinite for classes of which the client has no sample."""
         assert ctx.class_counts is not None
         return (self.tau * ctx.class_counts**-0.25,)
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from fl_lightning.algorithms.fedacg import LookAhead
 from fl_lightning.algorithms.parts.ascent import SAM, Ascent
 from fl_lightning.algorithms.parts.base import Gradient
-from fl_lightning.core import ClientContext, Decay, NonNegative, RoundContext, State, to_radius
+from fl_lightning.core import ClientContext, Fraction, NonNegative, RoundContext, State, to_radius
 
 
 class AlongMomentum(Ascent):
@@ -22,7 +22,7 @@ class AlongMomentum(Ascent):
     passes = 1
     down = ("server_v",)
 
-    def __init__(self, gamma: Decay, rho: NonNegative, eps: NonNegative = 1e-7) -> None:
+    def __init__(self, gamma: Fraction, rho: NonNegative, eps: NonNegative = 1e-7) -> None:
         self.gamma, self.rho, self.eps = gamma, rho, eps
 
     def __call__(self, w: Tensor, grad: Gradient, client: State, received: State, ctx: ClientContext) -> Tensor:
@@ -47,7 +47,7 @@ class FedNSAM(LookAhead):
     def __init__(
         self,
         net: nn.Module,
-        gamma: Decay = 0.85,
+        gamma: Fraction = 0.85,
         rho: NonNegative = 0.05,
         along: Literal["gradient", "momentum"] = "gradient",
         **kwargs: Any,

@@ -52,5 +52,5 @@ class FedSOL(LocalObjective):
         """``g(w + r g_p / ||g_p||)`` with the KL's gradient ``g_p``."""
         moved = w - received.w
         # at w^t the KL has no gradient, only rounding noise
-        scale = ctx.flat.over_outputs(moved.abs()) if self.radius == "adaptive" else norm(moved) > 0
+        scale = ctx.flat.normalize_by_filter(moved.abs()) if self.radius == "adaptive" else norm(moved) > 0
         return grad(w + scale * to_radius(grad(w, self.divergence), self.rho)), client

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.algorithms.feddyn import FedDyn
 from fl_lightning.algorithms.parts.base import Gradient, Step
-from fl_lightning.core import ClientContext, NonNegative, RoundContext, Share, State, Upload, Uploads, to_radius
+from fl_lightning.core import ClientContext, NonNegative, RoundContext, State, UnitInterval, Upload, Uploads, to_radius
 
 
 class FedSpeed(FedDyn):
@@ -29,7 +29,7 @@ class FedSpeed(FedDyn):
         self,
         net: nn.Module,
         rho: NonNegative = 0.1,
-        alpha: Share = 1.0,
+        alpha: UnitInterval = 1.0,
         dual_agg: Literal["all", "active"] = "all",
         **kwargs: Any,
     ) -> None:

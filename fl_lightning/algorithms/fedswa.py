@@ -9,7 +9,7 @@ from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.algorithms.parts.base import Gradient, Step
 from fl_lightning.algorithms.parts.server_optimizers import ServerUpdate
 from fl_lightning.algorithms.scaffold import SCAFFOLD
-from fl_lightning.core import ClientContext, Interval, Positive, Share, State, Upload, Weighting
+from fl_lightning.core import ClientContext, Interval, Positive, State, UnitInterval, Upload, Weighting
 
 
 class FedSWA(LocalObjective):
@@ -27,13 +27,13 @@ class FedSWA(LocalObjective):
     default_weighting: Weighting = "uniform"
     refers_to_received = True  # its learning rate starts again with each received model
 
-    def __init__(self, net: nn.Module, rho: Share = 0.1, alpha: Positive = 1.5, **kwargs: Any) -> None:
+    def __init__(self, net: nn.Module, rho: UnitInterval = 0.1, alpha: Positive = 1.5, **kwargs: Any) -> None:
         super().__init__(net, server_update=ServerUpdate(alpha), **kwargs)
         self.rho = rho
 
     def step_lr(self, client: State, ctx: ClientContext) -> Tensor:
-        """``lr ((1 - k/K) + (k/K) rho)`` in step k, from 0."""
-        return ctx.lr * (1 - (1 - self.rho) * client.step / ctx.K)
+        """``lr ((1 - k/K) + (k/K) rho)`` in step k, from 0, where K counts the steps that a late client misses, too."""
+        return ctx.lr * (1 - (1 - self.rho) * client.step / (ctx.K + ctx.K_missed))
 
     def local_step(self, w: Tensor, grad: Gradient, client: State, received: State, ctx: ClientContext) -> Step:
         """Counts the steps."""
@@ -41,8 +41,9 @@ class FedSWA(LocalObjective):
         return direction, client.replace(step=client.step + 1)
 
     def local_end(self, w: Tensor, client: State, received: State, ctx: ClientContext) -> tuple[Upload, State]:
-        """The sum of the learning rates is ``lr (K (1 + rho) + (1 - rho)) / 2``."""
-        k_lr = ctx.lr * (ctx.K * (1 + self.rho) + (1 - self.rho)) / 2
+        """The sum of the learning rates is ``lr (K (1 + rho) + (1 - rho)) / 2``, and more if the client is late."""
+        missed = (1 - self.rho) * (ctx.K - 1) * (1 - ctx.K / (ctx.K + ctx.K_missed))
+        k_lr = ctx.lr * (ctx.K * (1 + self.rho) + (1 - self.rho) + missed) / 2
         return super().local_end(w, client, received, replace(ctx, k_lr=k_lr))
 
 

@@ -11,8 +11,8 @@ from fl_lightning.core import (
     Interval,
     NonNegative,
     RoundContext,
-    Share,
     State,
+    UnitInterval,
     Upload,
     Uploads,
     norm,
@@ -49,7 +49,7 @@ class FedWMSAM(SCAFFOLD):
         net: nn.Module,
         rho: NonNegative = 0.01,
         alpha: Annotated[float, Interval("(0, 1)")] = 0.1,
-        lam: Share = 0.01,
+        lam: UnitInterval = 0.01,
         ascent_to: Literal["towards", "away"] = "towards",
         **kwargs: Any,
     ) -> None:

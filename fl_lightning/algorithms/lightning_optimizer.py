@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fl_lightning.algorithms.module import Losses
 from fl_lightning.algorithms.parts.base import Gradient, Step
 from fl_lightning.algorithms.parts.local_optimizer import LocalOptimizer
 from fl_lightning.core import ClientContext, FlatSpec, Init, State, UserError, unchanged
@@ -23,7 +24,7 @@ class CentralizedOptimizer(torch.optim.Optimizer):
     Args:
         net: The net.
         flat: Layout of its weights.
-        sgd: The local optimizer.
+        optimizer: The local optimizer.
         local_step: The algorithm's local step.
         scratch: Initial values of the state that it keeps between steps.
         context: Returns the context of a step for a learning rate.
@@ -34,14 +35,14 @@ class CentralizedOptimizer(torch.optim.Optimizer):
         self,
         net: nn.Module,
         flat: FlatSpec,
-        sgd: LocalOptimizer,
+        optimizer: LocalOptimizer,
         local_step: LocalStep,
         scratch: Mapping[str, Init],
         context: Callable[[float], ClientContext],
         accumulated: Callable[[], int],
     ) -> None:
-        super().__init__(flat.parameters(net), {"lr": sgd.lr})
-        self.net, self.flat, self.sgd, self.local_step = net, flat, sgd, local_step
+        super().__init__(flat.parameters(net), {"lr": optimizer.lr})
+        self.net, self.flat, self.optimizer, self.local_step = net, flat, optimizer, local_step
         self.scratch, self.context, self.accumulated = scratch, context, accumulated
 
     @torch.no_grad()
@@ -67,7 +68,12 @@ class CentralizedOptimizer(torch.optim.Optimizer):
         w, batches = flat.vector(net), self.accumulated()
         values: list[Any] = []
 
-        def grad(v: Tensor) -> Tensor:
+        def grad(v: Tensor, losses: Losses | None = None) -> Tensor:
+            if losses is not None:
+                raise UserError(
+                    "grad(v, losses): lightning.Trainer takes the gradient of training_step only; train with "
+                    "fl_lightning.FederatedTrainer"
+                )
             if batches > 1 and v is not w:
                 raise UserError(
                     f"accumulate_grad_batches = {batches}: the local step takes a gradient at an ascent point, of one "
@@ -78,10 +84,11 @@ class CentralizedOptimizer(torch.optim.Optimizer):
                 values.append(closure())
             return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in params])
 
-        state = self.state[params[0]]
-        client = State(state.get("client") or State.initial(self.scratch, w, w))
-        direction, client = self.local_step(w, grad, client | {"start": w}, State({"w": w}), self.context(lr))
-        state["client"] = dict(client.only(self.scratch))
-        w, state["buffer"] = self.sgd.step(w, direction, state.get("buffer"), lr)
+        kept = {**self.scratch, **self.optimizer.named_state}
+        state, ctx = self.state[params[0]], self.context(lr)
+        client = State(state.get("client") or State.initial(kept, w, w))
+        direction, client = self.local_step(w, grad, client | {"start": w}, State({"w": w}), ctx)
+        w, client = self.optimizer.take(w, direction, client, lr, ctx)
+        state["client"] = dict(client.only(kept))
         flat.load(net, w)
         return values[0]

@@ -1,19 +1,20 @@
 """A network and its loss as a LightningModule: what is minimized, evaluated and logged."""
 
 import copy
-import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from inspect import BoundArguments
 from typing import Any, ClassVar
 
 import lightning as L
 import torch
-from lightning.pytorch.utilities.parsing import get_init_args
 from torch import Tensor, nn
 from torchmetrics.classification import MulticlassAccuracy
 
+from fl_lightning.algorithms import elementwise
+from fl_lightning.algorithms.features import with_features
 from fl_lightning.algorithms.metrics import Metrics, Scores, named
-from fl_lightning.core import Checked, elementwise, ensure, require, with_features
+from fl_lightning.core import Checked, ensure, require
 from fl_lightning.core.frozen import constants, digest
 
 Losses = Callable[..., Tensor]
@@ -33,7 +34,8 @@ class SupervisedModule(Checked, L.LightningModule, key="model"):
     Args:
         net: The network: a batch to logits.
         loss: Losses per sample ``(logits, target) -> (n,)``; by default cross-entropy. A loss with a ``reduction`` is
-            copied and reduces nothing; one of each value (MSELoss, BCEWithLogitsLoss) becomes a sample's mean.
+            copied, and the copy reduces nothing: the loss of a minibatch is the mean over its samples. An elementwise
+            loss (MSELoss, BCEWithLogitsLoss) becomes the mean over each sample's values.
         metrics: Metrics of torchmetrics that are evaluated in addition to that of the data: class names, paths of
             classes, or objects, as a list or by name. A class is made for the data: with their task and number of
             classes or labels.
@@ -51,8 +53,12 @@ class SupervisedModule(Checked, L.LightningModule, key="model"):
         smoothing = getattr(self.loss, "label_smoothing", 0.0)
         require(0 <= smoothing < 1, "model.loss.label_smoothing", smoothing, "give a number from 0 to below 1")
         reduction = getattr(self.loss, "reduction", "none")
-        known = ("none", "mean", "sum", "batchmean")
-        require(reduction in known, "model.loss.reduction", reduction, f"give one of {', '.join(known)}")
+        is_mean = "a minibatch's loss is the mean of its samples' losses; give mean or none"
+        require(reduction in ("none", "mean"), "model.loss.reduction", reduction, is_mean)
+        if isinstance(self.loss, nn.CrossEntropyLoss | nn.NLLLoss):
+            own = "torch divides by the weight of a minibatch, here it is its number of samples; use a loss of your own"
+            require(self.loss.weight is None, "model.loss.weight", "classes have weights", own)
+            require(self.loss.ignore_index < 0, "model.loss.ignore_index", self.loss.ignore_index, own)
         if reduction != "none" or elementwise.applies_to(self.loss):
             self.loss = copy.deepcopy(self.loss)
             vars(self.loss)["reduction"] = "none"
@@ -60,7 +66,10 @@ class SupervisedModule(Checked, L.LightningModule, key="model"):
         self.metrics = named(metrics)
         self._scores: Any = nn.ModuleDict()
         self._new_batch = False
-        given = _constructor_arguments(self)
+
+    def constructed(self, arguments: BoundArguments) -> None:
+        """Keeps the plain arguments of the outermost constructor as ``hparams``."""
+        given = {**arguments.arguments, **arguments.kwargs}
         plain = {name: v for name, v in given.items() if isinstance(v, bool | int | float | str | None)}
         self.hparams.update({name: v for name, v in plain.items() if name not in ("loss", "init_weights")})
 
@@ -109,7 +118,7 @@ class SupervisedModule(Checked, L.LightningModule, key="model"):
             checkpoint["state_dict"] |= {f"net.{name}": value for name, value in own.items()}
 
     def observed(self) -> AbstractContextManager[None]:
-        """Returns a context in which the net returns what `losses` takes."""
+        """Returns a context in which the net also returns features if `losses` needs them."""
         return with_features(self.net) if self.uses_features else nullcontext()
 
     @property
@@ -177,14 +186,3 @@ class SupervisedModule(Checked, L.LightningModule, key="model"):
         for name, metric in scores.metrics.items():
             attribute = f"_scores.{split}.metrics.{name}"
             self.log(f"{split}/{name}", metric, metric_attribute=attribute, batch_size=len(y))
-
-
-def _constructor_arguments(module: nn.Module) -> dict[str, Any]:
-    """Returns the arguments of the outermost ``__init__`` that is creating a module."""
-    frame, arguments = inspect.currentframe(), dict[str, Any]()
-    frame = frame.f_back if frame else None
-    while frame is not None and frame.f_locals.get("self") is module:
-        if frame.f_code.co_name == "__init__":  # not what checks its arguments
-            arguments = get_init_args(frame)
-        frame = frame.f_back
-    return arguments

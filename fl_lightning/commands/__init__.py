@@ -1,7 +1,7 @@
 """The command line: one file for each subcommand.
 
-A subcommand is a module here with ``SUMMARY``, its line in ``fl-lightning --help``, and ``run``. Its parameters are all
-that the command line knows of it:
+A subcommand is a module here with ``SUMMARY``, its line in ``fl-lightning --help``, and ``run``. The command line is
+made of the parameters of ``run``:
 
 - ``trainer``, ``model``, ``data``: built from the config.
 - ``cli``: the `FederatedCLI` itself, for a command that builds trainers with settings of its own.

@@ -2,15 +2,14 @@
 
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Literal
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from fl_lightning.commands.shared.new_files import make_folder
 from fl_lightning.results.compare import Group, compare, of_run
-from fl_lightning.results.summary import LAST
 from fl_lightning.results.table import TABLES, Column, Markup, cell, columns, write
 
 SUMMARY = "Compare finished runs: statistics over seeds as table, CSV and LaTeX, and their curves."
@@ -20,7 +19,7 @@ def run(
     runs: list[str],
     /,
     target: float | None = None,
-    last: int = LAST,
+    last: int | None = None,
     metric: str | None = None,
     mode: Literal["max", "min"] | None = None,
     reference: str | None = None,
@@ -31,7 +30,7 @@ def run(
     Args:
         runs: Run folders, or folders above them, such as runs/.
         target: A value of the metric to be reached, such as an accuracy of 0.8; null: that of the reference, if any.
-        last: Rounds at the end whose evaluations are averaged.
+        last: Rounds at the end whose evaluations and measurements are averaged; null: those of each run's headline.
         metric: Name of the metric; null: what the data evaluate on the test set.
         mode: Whether large (max) or small (min) values of the metric are good; null: as its name says.
         reference: One of the runs, such as FedAvg's: its mean of the last rounds is the target, its bits are B.
@@ -48,13 +47,14 @@ def run(
     if out is not None:
         from fl_lightning.results.curves import write_curves
 
-        write(groups, shown, Path(out))
-        write_curves({group.name: group.metrics for group in groups}, Path(out))
+        folder = make_folder(out)
+        write(groups, shown, folder)
+        write_curves({group.name: group.metrics for group in groups}, folder)
         console.print(f"results: {out}", soft_wrap=True, highlight=False)
 
 
 def left_out(groups: Sequence[Group]) -> list[str]:
-    """A line for each run that does not count."""
+    """Returns a line for each run that does not count."""
     return [
         f"left out: {folder} (an earlier run of {group.name} with the same config and seed)"
         for group in groups

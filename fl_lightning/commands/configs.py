@@ -1,6 +1,6 @@
 """``fl-lightning configs``: the configs that come with the package."""
 
-from fl_lightning.core import config_names, configs_folder
+from fl_lightning.commands.shared.configs import config_names, configs_folder
 
 SUMMARY = "List the configs that come with the package; --config takes their names."
 

@@ -1,17 +1,17 @@
-"""Accuracy on CIFAR-10-C and CIFAR-100-C, by corruption and severity."""
+"""``fl-lightning corruptions``: accuracy on CIFAR-10-C and CIFAR-100-C, by corruption and severity."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
 
 import numpy as np
 import torch
 
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.commands.study import number_of, reopened_loggers
+from fl_lightning.commands.shared.landscapes import number_of, save_figures
+from fl_lightning.commands.shared.new_files import make_folder
 from fl_lightning.core import ensure
 from fl_lightning.data.corruptions import CORRUPTIONS, SEVERITIES, CorruptedCIFAR
-from fl_lightning.data.minibatches import Batch
 from fl_lightning.data.module import FederatedDataModule
+from fl_lightning.data.samples import Batch
 from fl_lightning.results.corruptions import CLEAN, Accuracy, means, plot_corruptions
 from fl_lightning.results.metrics import write_table
 from fl_lightning.trainer.trainer import FederatedTrainer
@@ -72,22 +72,17 @@ def run(
         out: Folder of the results; by default that of the checkpoint's run, or the working folder.
     """
     restored = trainer.load(model, data, ckpt_path)
+    home = make_folder(out or ("." if restored.checkpoint is None else restored.checkpoint.parents[1]))
     rows = [
         *evaluate_corruptions(
             lambda batches: restored.evaluate_batches(batches)["acc"], data, folder, dtype=restored.dtype
         )
     ]
     if trainer.fabric.is_global_zero:
-        from fl_lightning.core.figures import save_figure
-
-        home = Path(out or ".") if out or restored.checkpoint is None else restored.checkpoint.parents[1]
-        home.mkdir(parents=True, exist_ok=True)
         number = number_of(home, "corruptions.csv")
         write_table(home / f"corruptions{number}.csv", Accuracy._fields, rows)
-        _, png = save_figure(plot_corruptions({home.resolve().parent.name: rows}), home / f"corruptions{number}")
-        with reopened_loggers(restored) as loggers:
-            for logger in loggers:
-                logger.log_figure(f"corruptions{number}", png, restored.rounds_done)
+        drawn = {"corruptions": lambda: plot_corruptions({home.resolve().parent.name: rows})}
+        save_figures(restored, home, drawn, number, "")
         for name, value in means(rows).items():
             print(f"{name} {value:.4f}")
         print(f"results: {home / f'corruptions{number}.csv'}")

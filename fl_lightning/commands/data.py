@@ -1,15 +1,15 @@
-"""The partition of the samples among the clients: a table, a CSV file and a heat map."""
+"""``fl-lightning data``: the partition of the samples among the clients, as table, CSV file and heat map."""
 
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_lightning.core import UserError, save_figure
-from fl_lightning.data.counts import class_counts, count_table, heat_map, histogram
+from fl_lightning.commands.shared.new_files import make_folder
+from fl_lightning.core import save_figure
+from fl_lightning.data.histogram import class_counts, count_table, heat_map, histogram
 from fl_lightning.data.module import FederatedDataModule
 from fl_lightning.results.metrics import write_table
 
@@ -19,7 +19,7 @@ ROWS, COLUMNS = 12, 12
 
 
 def run(data: FederatedDataModule, out: str | None = None) -> None:
-    """Prints the partition; with ``out`` also writes the whole table and the heat map.
+    """Prints the partition; with ``out`` it also writes the whole table and the heat map.
 
     Args:
         data: The data; they are set up if necessary.
@@ -33,11 +33,7 @@ def run(data: FederatedDataModule, out: str | None = None) -> None:
     counts = class_counts(data)
     _print(data, counts)
     if out is not None:
-        folder = Path(out)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"out = {out}: cannot create this folder ({error.strerror}); choose another one") from None
+        folder = make_folder(out)
         write_table(folder / "clients.csv", *count_table(counts))
         save_figure(heat_map(histogram(data)), folder / "heatmap")
         print(f"written to {folder}: clients.csv, heatmap.png, heatmap.pdf")

@@ -5,20 +5,18 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from fl_lightning.commands.shared.new_files import make_folder
 from fl_lightning.core import ensure
-from fl_lightning.trainer import checkpoint
-from fl_lightning.trainer.run_folder import RunFolder
+from fl_lightning.trainer.storage import checkpoint
+from fl_lightning.trainer.storage.run_folder import RunFolder
 
 SUMMARY = "Write the net of a checkpoint, weights and running statistics, as a state_dict."
 
-HERE = {
-    "trainer.accelerator": "cpu",
-    "trainer.devices": 1,
-    "trainer.num_nodes": 1,
-    "trainer.strategy": "auto",
-    "model.init_weights": None,
-}
-"""Settings of a run that do not hold for looking at its net."""
+HERE = (
+    "--trainer.accelerator=cpu", "--trainer.devices=1", "--trainer.num_nodes=1", "--trainer.strategy=auto",
+    "--model.init_weights=null",
+)  # fmt: skip
+"""Settings for looking at the net of a run, in place of the run's."""
 
 
 def run(ckpt: str, out: str, /) -> None:
@@ -29,7 +27,7 @@ def run(ckpt: str, out: str, /) -> None:
         out: The file.
     """
     net = load_net(ckpt)
-    Path(out).parent.mkdir(parents=True, exist_ok=True)
+    make_folder(Path(out).parent)
     torch.save(net.state_dict(), out)
     print(f"{type(net).__name__}, {sum(p.numel() for p in net.parameters()):,} weights: {out}")
 
@@ -47,7 +45,7 @@ def load_net(run_folder: str | Path) -> nn.Module:
     Raises:
         UserError: If there is no config or checkpoint.
     """
-    from fl_lightning.commands.cli import FederatedCLI
+    from fl_lightning.commands.shared.cli import FederatedCLI
 
     path = Path(run_folder)
     path = RunFolder(path).last if path.is_dir() else path
@@ -58,7 +56,7 @@ def load_net(run_folder: str | Path) -> nn.Module:
     )
     weights = checkpoint.state_dict(path)
     with torch.random.fork_rng(devices=[]):
-        made = FederatedCLI("test", "--config", str(config)).build(HERE)
+        made = FederatedCLI("test", "--config", str(config), *HERE).build()
         if made.model.net_buffers is not None and made.model.net_buffers.policy == "reset":
             with made.trainer.environment():
                 loaded = made.trainer.load(made.model, made.data, str(path))

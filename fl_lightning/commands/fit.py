@@ -4,10 +4,10 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from fl_lightning.commands import trials
-from fl_lightning.commands.arguments import without
-from fl_lightning.commands.cli import FederatedCLI
-from fl_lightning.commands.last import check_last
+from fl_lightning.commands.shared import trials
+from fl_lightning.commands.shared.arguments import seeds_of, without
+from fl_lightning.commands.shared.cli import FederatedCLI
+from fl_lightning.commands.shared.resume_check import check_last
 from fl_lightning.core import require
 from fl_lightning.sweeps.trials import Trial, name_of, run_trials
 
@@ -21,7 +21,7 @@ def run(
 
     Args:
         cli: Builds the runs.
-        ckpt_path: A checkpoint to go on from, in its own run folder; or "last" for the newest run of this name.
+        ckpt_path: A checkpoint to continue in its own run folder; or "last" for the newest run of this name.
         seeds: Values of trainer.seed, such as 0,1,2: a run for each, in a folder of its own.
         values: Values of another setting, such as model.rho=0.02,0.05; several times, a grid of them.
     """
@@ -45,20 +45,15 @@ def run(
 
 
 def _grid(seeds: str | None, values: list[str]) -> dict[str, list[Any]]:
-    """The values of each setting, by key."""
+    """Returns the values to try, by the key of their setting."""
     found: dict[str, list[Any]] = {}
     for given in values:
         key, equals, listed = given.partition("=")
         require(bool(equals), "values", given, "give a setting and its values, as in model.rho=0.02,0.05")
         require(key not in found, "values", given, f"{key} is there twice; give all its values at once")
-        found[key] = _different("values", listed)
+        found[key] = each = listed.split(",")
+        different = all(each) and len(set(each)) == len(each)
+        require(different, "values", listed, "give different values, such as 0,1,2")
     if seeds is not None:
-        found["trainer.seed"] = _different("seeds", seeds)
-        require(all(map(str.isdecimal, found["trainer.seed"])), "seeds", seeds, "give numbers, such as 0,1,2")
-    return found
-
-
-def _different(key: str, listed: str) -> list[str]:
-    found = listed.split(",")
-    require(all(found) and len(set(found)) == len(found), key, listed, "give different values, such as 0,1,2")
+        found["trainer.seed"] = seeds_of(seeds)
     return found

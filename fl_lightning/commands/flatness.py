@@ -10,7 +10,14 @@ from rich.console import Console
 from rich.table import Table
 
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.commands.study import Step, labels_of, number_of, output_folder, progress_bar, reopened_loggers
+from fl_lightning.commands.shared.landscapes import (
+    Step,
+    labels_of,
+    number_of,
+    output_folder,
+    progress_bar,
+    save_figures,
+)
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.engine import LocalResult
 from fl_lightning.results.metrics import write_table
@@ -22,6 +29,7 @@ from fl_lightning.trainer.measurements import (
     Measurement,
     MeasurementContext,
     PseudoGradient,
+    check_measures,
     check_statistics,
     default_measures,
     dry_round,
@@ -66,17 +74,19 @@ def run(
     measures = default_measures() if metrics is None else metrics
     found: list[Measurement] = []
     loaded = trainer.load(model, data, ckpt_path, clients=True)
-    for measure in measures:
-        measure.check(loaded)
+    check_measures(measures, loaded)
+    folder = output_folder(loaded, out, "flatness")
+    assert loaded.checkpoint is not None
     try:
         with progress_bar(loaded.fabric) as step:
             _measure(loaded, measures, found, step)
     finally:
         if found and loaded.fabric.is_global_zero:
-            folder = output_folder(loaded, out, "flatness")
             number = number_of(folder, "flatness.json")
             _save(folder, number, loaded, found)
-            _draw(folder, number, loaded, found)
+            (label,) = labels_of([loaded.checkpoint])
+            drawn = figures(found, f"{label}, round {loaded.rounds_done}")
+            save_figures(loaded, folder, drawn, number, "flatness/")
             _show(folder / f"flatness{number}.json", loaded, found)
     return found
 
@@ -104,11 +114,11 @@ def _measure(run: Run, measures: Sequence[Measure], found: list[Measurement], st
 
 
 def _products(step: Step, at: int, total: int, name: str, done: int, most: int) -> None:
-    step(at, total, f"{name}: {done} of at most {most} Hessian-vector products")
+    step(at, total, f"{name}: {done} of at most {most} products")
 
 
 def _after_dry_round(context: MeasurementContext, measures: Sequence[Measure]) -> MeasurementContext:
-    """The context after one more round, whose local models update the measures."""
+    """Returns the context after one more round, whose local models update the measures."""
     run, mean = context.run, PseudoGradient(context.run)
 
     def update(result: LocalResult) -> None:
@@ -125,7 +135,6 @@ def _after_dry_round(context: MeasurementContext, measures: Sequence[Measure]) -
 
 
 def _save(folder: Path, number: str, run: Run, measurements: Sequence[Measurement]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
     about = {"checkpoint": str(run.checkpoint), "round": run.rounds_done, "seed": run.seed, "protocol": PROTOCOL}
     rows = [asdict(measurement) for measurement in measurements]
     content = json.dumps({**about, "measurements": rows}, indent=1)
@@ -133,20 +142,6 @@ def _save(folder: Path, number: str, run: Run, measurements: Sequence[Measuremen
     columns = [column.name for column in fields(Measurement) if column.name != "details"]
     cells = ({**row, "settings": json.dumps(row["settings"])} for row in rows)
     write_table(folder / f"flatness{number}.csv", columns, ([row[name] for name in columns] for row in cells))
-
-
-def _draw(folder: Path, number: str, run: Run, measurements: Sequence[Measurement]) -> None:
-    """Figures of the spectrum and its density, which the run's loggers get, too."""
-    from fl_lightning.core.figures import save_figure
-
-    assert run.checkpoint is not None
-    (label,) = labels_of([run.checkpoint])
-    drawn = figures(measurements, f"{label}, round {run.rounds_done}")
-    with reopened_loggers(run) as loggers:
-        for name, draw in drawn.items():
-            _, png = save_figure(draw(), folder / f"{name}{number}")
-            for logger in loggers:
-                logger.log_figure(f"flatness/{name}{number}", png, run.rounds_done)
 
 
 def _show(path: Path, run: Run, measurements: Sequence[Measurement]) -> None:

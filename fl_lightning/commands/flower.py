@@ -1,6 +1,7 @@
 """``fl-lightning flower``: a run as a Flower app."""
 
 import re
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from string import Template
@@ -8,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from fl_lightning.commands.cli import FederatedCLI
-from fl_lightning.core import ensure, write_atomically, writing
+from fl_lightning.commands.shared.cli import FederatedCLI
+from fl_lightning.commands.shared.new_files import write_new
 from fl_lightning.flower import server
 
 if TYPE_CHECKING:
@@ -18,8 +19,8 @@ if TYPE_CHECKING:
 
 SUMMARY = "Write a Flower app: the run on a server, its clients on other machines."
 TEMPLATE = Path(__file__).parent / "flower_app"
-ON_NODE = {"trainer.callbacks": None, "trainer.loggers": None, "trainer.enable_progress_bar": False}
-"""Settings of a run that hold on the server only."""
+ON_NODE = ("--trainer.callbacks=null", "--trainer.loggers=null", "--trainer.enable_progress_bar=false")
+"""Settings of a node, in place of the run's."""
 
 
 def run(cli: FederatedCLI, folder: str, /, nodes: int | None = None) -> None:
@@ -36,21 +37,14 @@ def run(cli: FederatedCLI, folder: str, /, nodes: int | None = None) -> None:
     if nodes is not None:
         made.data.setup()  # only now some data know how many clients they have
     server.check_nodes(nodes, made.data)
-    target, config, engine = Path(folder), made.trainer.config, made.trainer.engine
+    config, engine = made.trainer.config, made.trainer.engine
     config["trainer"]["engine"] = "sequential" if engine == "auto" else engine
-    name = re.sub(r"[^a-z0-9]+", "-", target.resolve().name.lower()).strip("-") or "app"
+    name = re.sub(r"[^a-z0-9]+", "-", Path(folder).resolve().name.lower()).strip("-") or "app"
     files = {"config.yaml": yaml.safe_dump(config, sort_keys=False)}
     for path in sorted(path for path in TEMPLATE.iterdir() if path.is_file()):
         text = Template(path.read_text(encoding="utf-8")).substitute(name=name, nodes=nodes or 0)
         files[path.name.removesuffix(".in")] = text
-    ensure(not target.exists() or target.is_dir(), f"folder = {folder}: not a folder; choose another")
-    for file in files:
-        ensure(not (target / file).exists(), f"folder = {folder}: has a {file} already; choose another folder")
-    with writing(target):
-        target.mkdir(parents=True, exist_ok=True)
-    for file, text in files.items():
-        write_atomically(target / file, text)
-        print(target / file)
+    write_new(folder, files)
     print(f"start with: flwr run {folder}")
 
 
@@ -73,8 +67,8 @@ def server_app(config: str | Path) -> "ServerApp":
     """
     from fl_lightning.flower import app
 
-    return app.server_app(partial(_build, config, {}))
+    return app.server_app(partial(_build, config, ()))
 
 
-def _build(config: str | Path, settings: dict[str, Any]) -> Any:
-    return FederatedCLI("fit", "--config", str(config)).build(settings)
+def _build(config: str | Path, settings: Sequence[str]) -> Any:
+    return FederatedCLI("fit", "--config", str(config), *settings).build()

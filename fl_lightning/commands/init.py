@@ -1,9 +1,8 @@
 """``fl-lightning init``: a folder to start from."""
 
-import shutil
 from pathlib import Path
 
-from fl_lightning.core import ensure
+from fl_lightning.commands.shared.new_files import write_new
 
 SUMMARY = "Write a folder to start from: a config, an algorithm of your own, a sweep."
 STARTER = Path(__file__).parent / "starter"
@@ -15,14 +14,5 @@ def run(folder: str, /) -> None:
     Args:
         folder: The folder; it is created.
     """
-    target, files = Path(folder), sorted(path for path in STARTER.iterdir() if path.is_file())
-    ensure(not target.exists() or target.is_dir(), f"folder = {folder}: not a folder; choose another")
-    for file in files:
-        ensure(
-            not (target / file.name).exists(), f"folder = {folder}: has a {file.name} already; choose another folder"
-        )
-    target.mkdir(parents=True, exist_ok=True)
-    for file in files:
-        shutil.copyfile(file, target / file.name)
-        print(target / file.name)
+    write_new(folder, {file.name: file.read_text(encoding="utf-8") for file in sorted(STARTER.glob("*.*"))})
     print(f"start with: cd {folder} && fl-lightning fit --config config.yaml")

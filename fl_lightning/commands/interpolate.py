@@ -6,7 +6,7 @@ import numpy as np
 
 from fl_lightning import flatness
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.commands.study import Study, check_no_buffers, labels_of, output_folder, weights_of
+from fl_lightning.commands.shared.landscapes import Landscape, check_no_buffers, labels_of, output_folder, weights_of
 from fl_lightning.core import require
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.flatness.plots import plot_interpolation
@@ -28,7 +28,7 @@ def run(
     points: int = 61,
     out: str | None = None,
 ) -> None:
-    """Loss and accuracy on the line through two checkpoints, γ a + (1-γ) b, and the barrier between them.
+    """Measures loss and accuracy on the line through two checkpoints, γ a + (1-γ) b, and the barrier between them.
 
     Args:
         trainer: Its seed and precision are used, and its processes share the work.
@@ -50,9 +50,11 @@ def run(
     path, other = weights_of(loaded, b)
     assert loaded.checkpoint is not None
     one, zero = labels_of([loaded.checkpoint, path])
-    with Study.of(loaded, output_folder(loaded, out, "interpolate"), {}, splits, samples) as study:
-        options = study.options("line", a=one, b=zero)
+    with Landscape.of(loaded, output_folder(loaded, out, "interpolate"), {}, splits, samples) as landscape:
+        options = landscape.options("line", a=one, b=zero)
         gammas = np.linspace(-1, 2, points)
         found = flatness.interpolate(a=loaded.global_model, b=other, gammas=gammas, **options)
         loaded.fabric.print("barrier: " + ", ".join(f"{name} {found.barrier(name):.4g}" for name in found.loss))
-        study.save("interpolate", {"line": found}, interpolate=lambda: plot_interpolation({"line": found}, (zero, one)))
+        landscape.save(
+            "interpolate", {"line": found}, interpolate=lambda: plot_interpolation({"line": found}, (zero, one))
+        )

@@ -11,18 +11,18 @@ from torch import Tensor
 
 from fl_lightning.algorithms import FedAvg, FedGMT, FedSAM
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.commands.study import Study, check_no_buffers, labels_of, output_folder, weights_of
+from fl_lightning.commands.shared.landscapes import Landscape, check_no_buffers, labels_of, output_folder, weights_of
 from fl_lightning.core import State, require
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.engine import SequentialEngine
 from fl_lightning.flatness import Plane, perturbation_curves, random_plane, surface
 from fl_lightning.flatness.plots import plot_perturbation, plot_plane, plot_surface
-from fl_lightning.trainer import collectives
 from fl_lightning.trainer.cohort import Cohort
 from fl_lightning.trainer.measurements import MeasurementContext, dry_round
 from fl_lightning.trainer.measurements.base import Split
 from fl_lightning.trainer.round import Round
 from fl_lightning.trainer.run import Run
+from fl_lightning.trainer.runtime import collectives
 from fl_lightning.trainer.trainer import FederatedTrainer
 
 SUMMARY = "Draw the loss around checkpoints: surfaces, planes, perturbations, local trajectories."
@@ -82,64 +82,64 @@ def run(
     found = [(loaded.checkpoint, loaded.global_model), *(weights_of(loaded, other) for other in compare)]
     paths, weights = zip(*found, strict=True)
     models = dict(zip(labels_of(paths), weights, strict=True))
-    with Study.of(loaded, output_folder(loaded, out, "landscape"), models, splits, samples) as study:
-        loaded.fabric.print(f"{kind} of {', '.join(models)} on {', '.join(study.sets)}", flush=True)
+    with Landscape.of(loaded, output_folder(loaded, out, "landscape"), models, splits, samples) as landscape:
+        loaded.fabric.print(f"{kind} of {', '.join(models)} on {', '.join(landscape.sets)}", flush=True)
         match kind:
             case "surface":
-                _surface(study, clients, points or 51, span)
+                _surface(landscape, clients, points or 51, span)
             case "plane":
-                _plane(study, points or 21)
+                _plane(landscape, points or 21)
             case "perturbation":
-                _perturbation(study, points or 21, span, directions)
+                _perturbation(landscape, points or 21, span, directions)
             case "trajectory":
-                _trajectory(study, clients[0], points or 21)
+                _trajectory(landscape, clients[0], points or 21)
 
 
-def _surface(study: Study, clients: Sequence[int], points: int, span: float) -> None:
-    """Over two random directions, the same for all models before they are normalised."""
-    run = study.run
+def _surface(landscape: Landscape, clients: Sequence[int], points: int, span: float) -> None:
+    """Measures over two random directions, the same for all models before they are normalised."""
+    run = landscape.run
     if clients:  # their data, and their models after a dry round
         local: dict[int, Tensor] = {}
         dry_round(run, clients, lambda result: local.update({result.client: result.w.cpu()}))
         everyone = collectives.all_gather_dict(run.fabric, local)
         for k in clients:
-            study.models[f"client {k}"] = everyone[k].to(run.server.w)
-            study.sets[f"data of client {k}"] = MeasurementContext.between_rounds(run).union([k])[0]
+            landscape.models[f"client {k}"] = everyone[k].to(run.server.w)
+            landscape.sets[f"data of client {k}"] = MeasurementContext.between_rounds(run).union([k])[0]
     axis, spec = np.linspace(-span, span, points), run.objective.flat
-    found = study.each(
+    found = landscape.each(
         lambda label, w: surface(
             at=w,
             directions=random_plane(spec, w, run.seed),
             x=axis,
-            **study.options(label, directions="random, filter-normalised"),
+            **landscape.options(label, directions="random, filter-normalised"),
         )
     )
-    study.save("surface", found, surface=lambda: plot_surface(found), surface_3d=lambda: plot_surface(found, "3d"))
+    landscape.save("surface", found, surface=lambda: plot_surface(found), surface_3d=lambda: plot_surface(found, "3d"))
 
 
-def _plane(study: Study, points: int) -> None:
-    """Through the three models."""
-    plane = Plane.through(*study.models.values())
+def _plane(landscape: Landscape, points: int) -> None:
+    """Measures over the plane through the three models."""
+    plane = Plane.through(*landscape.models.values())
     x, y = plane.grid(points)
-    options = study.options("plane", origin=next(iter(study.models)))
-    found = surface(at=plane.origin, directions=plane.directions, x=x, y=y, models=study.models, **options)
-    study.save("plane", {"plane": found}, plane=lambda: plot_plane(found))
+    options = landscape.options("plane", origin=next(iter(landscape.models)))
+    found = surface(at=plane.origin, directions=plane.directions, x=x, y=y, models=landscape.models, **options)
+    landscape.save("plane", {"plane": found}, plane=lambda: plot_plane(found))
 
 
-def _perturbation(study: Study, points: int, span: float, directions: int) -> None:
-    """Against the length of a perturbation."""
-    radii, seed = np.linspace(0, span, points), study.run.seed
-    found = study.each(
+def _perturbation(landscape: Landscape, points: int, span: float, directions: int) -> None:
+    """Measures the loss against the length of a perturbation."""
+    radii, seed = np.linspace(0, span, points), landscape.run.seed
+    found = landscape.each(
         lambda label, w: perturbation_curves(
-            at=w, radii=radii, directions=directions, seed=seed, **study.options(label)
+            at=w, radii=radii, directions=directions, seed=seed, **landscape.options(label)
         )
     )
-    study.save("perturbation", found, perturbation=lambda: plot_perturbation(found))
+    landscape.save("perturbation", found, perturbation=lambda: plot_perturbation(found))
 
 
-def _trajectory(study: Study, client: int, points: int) -> None:
-    """Local training of a client, by its own algorithm, FedAvg and FedSAM; four paths of FedGMT (its Fig. 6)."""
-    run, own = study.run, study.run.objective
+def _trajectory(landscape: Landscape, client: int, points: int) -> None:
+    """Draws local training of a client by its own algorithm, FedAvg and FedSAM; of FedGMT four paths (its Fig. 6)."""
+    run, own = landscape.run, landscape.run.objective
     kinds = (FedAvg,) if type(own) is FedSAM else (FedAvg, FedSAM)
     rivals: list[LocalObjective] = [kind(own.net, loss=own.loss, optimizer=own.optimizer) for kind in kinds]
     objectives = {type(o).__name__: o for o in (rivals if type(own) is FedAvg else [own, *rivals])}
@@ -150,28 +150,31 @@ def _trajectory(study: Study, client: int, points: int) -> None:
     first, second = list(paths.values())[:2]
     plane = Plane.through(first[0], first[-1], second[-1])
     x, y = plane.grid(points, include=[plane.project(path) for path in paths.values()])
-    study.sets = {f"data of client {client}": MeasurementContext.between_rounds(run).union([client])[0], **study.sets}
-    options = study.options("trajectory", client=client)
+    landscape.sets = {
+        f"data of client {client}": MeasurementContext.between_rounds(run).union([client])[0],
+        **landscape.sets,
+    }
+    options = landscape.options("trajectory", client=client)
     found = surface(at=plane.origin, directions=plane.directions, x=x, y=y, models=paths, **options)
     for name, projected in found.models.items():
         run.fabric.print(f"{name}: at most {projected.residual.max():.3g} outside the plane")
-    study.save("trajectory", {"trajectory": found}, trajectory=lambda: plot_plane(found, total=True))
+    landscape.save("trajectory", {"trajectory": found}, trajectory=lambda: plot_plane(found, total=True))
 
 
 def trajectory(run: Run, objective: LocalObjective, client: int) -> Tensor:
-    """A client's local weights from the start of the next round's local training to its end, ``(K + 1, d)``.
+    """Returns a client's weights from the start of the next round's local training to its end, ``(K + 1, d)``.
 
     The run stays as it is. Every process calls; rank 0 trains.
 
     Args:
         run: A loaded run, with the clients' state.
-        objective: The run's own, a variant of its class, or another one on the same net that keeps no state.
-        client: Its id.
+        objective: The run's objective, a variant of its class, or another objective on the same net without state.
+        client: The client's id.
     """
     jobs = next(Round(run, Cohort.of(run, [client], run.next_round)).phases()).jobs()
     if type(objective) is not type(run.objective):
         received = State({"w": run.server.w})
-        state = State.initial({**objective.client_inits(), **objective.scratch_state}, run.clients.w0, received.w)
+        state = State.initial({**objective.client_inits(), **objective.scratch_inits()}, run.clients.w0, received.w)
         jobs = [replace(job, state=state, received=received) for job in jobs]
     iterates: list[Tensor] = []
     local_step = objective.local_step

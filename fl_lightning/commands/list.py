@@ -14,7 +14,7 @@ def run() -> None:
     """Prints the algorithms as a table."""
     table = Table(*HEADS, box=None)
     for entry in entries():
-        table.add_row(entry.name, *entry.cells())
+        table.add_row(entry.name, *entry.cells)
     console = Console(width=None if sys.stdout.isatty() else 160)
     console.print(table)
     console.print(f"{WIRE} `ascent`, `server_update` and `averaging` combine with all that have none of their own.")

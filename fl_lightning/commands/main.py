@@ -4,8 +4,8 @@ Importing torch and Lightning takes seconds, so ``--help``, ``--version`` and a 
 """
 
 import argparse
-import ast
 import os
+import re
 import signal
 import sys
 from collections.abc import Sequence
@@ -14,20 +14,9 @@ from pathlib import Path
 
 from fl_lightning import __version__
 
-
-def _summaries() -> dict[str, str]:
-    """Returns the summary of each subcommand: of each file of this folder that defines ``SUMMARY``."""
-    found = {}
-    for path in sorted(Path(__file__).parent.glob("*.py")):
-        for line in ast.parse(path.read_text(encoding="utf-8")).body:
-            match line:
-                case ast.Assign([ast.Name("SUMMARY")], value):
-                    found[path.stem] = ast.literal_eval(value)
-    return found
-
-
-COMMANDS = _summaries()
-"""The subcommands and their summaries."""
+_FILES = {path.stem: path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parent.glob("*.py"))}
+COMMANDS = {name: match[1] for name, text in _FILES.items() if (match := re.search(r'^SUMMARY = "(.+)"$', text, re.M))}
+"""The subcommands, which are the files of this folder that define ``SUMMARY``, and their summaries."""
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -52,9 +41,9 @@ def main(args: Sequence[str] | None = None) -> None:
     sys.path.insert(0, os.getcwd())
     interruption = None
     try:
-        from fl_lightning.commands.cli import FederatedCLI
-        from fl_lightning.commands.messages import ArgumentsError, explain, find_user_error
-        from fl_lightning.core import Interruption
+        from fl_lightning.commands.shared.cli import FederatedCLI
+        from fl_lightning.commands.shared.messages import ArgumentsError, explain, find_user_error
+        from fl_lightning.trainer.runtime.signals import Interruption
 
         with (interruption := Interruption(ends_process=True)):
             FederatedCLI(*given).run()
@@ -65,7 +54,7 @@ def main(args: Sequence[str] | None = None) -> None:
         configs = [value or after for flag, value, after in flags if flag in ("-c", "--config")]
         if (line := explain(error, configs)) is None:
             raise
-        from fl_lightning.trainer.collectives import reports
+        from fl_lightning.trainer.runtime.collectives import reports
 
         rank, first = reports()
         mistake = find_user_error(error)
@@ -79,13 +68,17 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def _complete() -> list[str]:
-    """Completes a subcommand for argcomplete; of a whole one, returns its name, whose parser completes what follows."""
+    """Completes the name of a subcommand for argcomplete.
+
+    Returns:
+        The name, if it is complete: its own parser completes what follows.
+    """
     import argcomplete
 
     words = os.environ["COMP_LINE"][: int(os.environ["COMP_POINT"])].split(" ")[1:]
     if len(words) < 2 or words[0] not in COMMANDS:
         argcomplete.autocomplete(_help())  # ends the process
-    os.environ["_ARGCOMPLETE"] = "2"  # words that are not the parser's
+    os.environ["_ARGCOMPLETE"] = "2"  # number of words before the parser's
     return words[:1]
 
 

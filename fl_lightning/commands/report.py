@@ -1,15 +1,23 @@
 """``fl-lightning report``."""
 
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Literal
+from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
 from rich.console import Console
 
 from fl_lightning.commands.compare import left_out
-from fl_lightning.results.compare import Group, compare, of_run
-from fl_lightning.results.summary import LAST
+from fl_lightning.commands.shared.new_files import make_folder
+from fl_lightning.results.compare import compare, of_run
+from fl_lightning.results.names import title
+from fl_lightning.results.report.tables import Runs
 from fl_lightning.results.table import Column, columns, write
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 SUMMARY = "Write a report of runs: one HTML page that opens offline, with its tables and figures beside it."
 
@@ -18,7 +26,7 @@ def run(
     runs: list[str],
     /,
     target: float | None = None,
-    last: int = LAST,
+    last: int | None = None,
     metric: str | None = None,
     mode: Literal["max", "min"] | None = None,
     reference: str | None = None,
@@ -29,25 +37,29 @@ def run(
     Args:
         runs: Run folders, or folders above them, such as runs/.
         target: A value of the metric to be reached, such as an accuracy of 0.8; null: that of the reference, if any.
-        last: Rounds at the end whose evaluations are averaged.
+        last: Rounds at the end whose evaluations and measurements are averaged; null: those of each run's headline.
         metric: Name of the metric; null: what the data evaluate on the test set.
         mode: Whether large (max) or small (min) values of the metric are good; null: as its name says.
         reference: One of the runs, such as FedAvg's: its mean of the last rounds is the target, its bits are B.
         out: A folder for report.html, the tables and the figures; or the page's own name, such as mine.html, with the
             folder mine/ beside it for the others.
     """
+    from fl_lightning.core import save_figure
     from fl_lightning.results.curves import write_curves
-    from fl_lightning.results.report import write_report
+    from fl_lightning.results.report import read_group, write_report
     from fl_lightning.trainer.measurements import PROTOCOL
 
     groups = compare(runs, target, last, metric, reference, mode)
     shown = columns(groups, None if reference is None else of_run(groups, reference))
+    files = [(group, read_group(group)) for group in groups]
     page = Path(out) if out.endswith(".html") else Path(out) / "report.html"
-    folder = page.with_suffix("") if out.endswith(".html") else page.parent
+    folder = make_folder(page.with_suffix("") if out.endswith(".html") else page.parent)
+    figures = draw(files, shown)
+    write_report(files, shown, page, PROTOCOL, {section: {t: f for t, _, f in of} for section, of in figures.items()})
     write(groups, shown, folder)
     write_curves({group.name: group.metrics for group in groups}, folder)
-    write_report(groups, shown, page, PROTOCOL)
-    _draw(groups, shown, folder)
+    for _, name, figure in (entry for of in figures.values() for entry in of):
+        save_figure(figure, folder / name)
     console = Console()
     for line in left_out(groups):
         console.print(line, soft_wrap=True, highlight=False)
@@ -55,34 +67,63 @@ def run(
     console.print(f"tables and figures: {folder}", soft_wrap=True, highlight=False)
 
 
-def _draw(groups: Sequence[Group], shown: Sequence[Column], folder: Path) -> None:
-    """The figures for print, one column of a paper wide: curves, flatness against the metric, partitions, spectra."""
-    import numpy as np
+def draw(runs: Runs, shown: Sequence[Column]) -> dict[str, list[tuple[str, str, Figure]]]:
+    """Draws the figures of a report, one column of a paper wide.
 
-    from fl_lightning.core import save_figure
-    from fl_lightning.data.counts import Histogram, heat_map
+    Args:
+        runs: The groups of runs, with the files of each run.
+        shown: The columns of the table.
+
+    Returns:
+        The title, the name of the file and the figure of each, by section of the page.
+    """
     from fl_lightning.flatness.plots import plot_density, plot_spectrum
-    from fl_lightning.results.clients import plot_clients
-    from fl_lightning.results.curves import PANELS, drawn, plot_curves, read
-    from fl_lightning.results.report.files import densities, partitions, read_group, spectra
+    from fl_lightning.results.clients import plot_clients, with_values
+    from fl_lightning.results.curves import draw_curves, drawn, read
+    from fl_lightning.results.report.files import densities, partitions, spectra
     from fl_lightning.results.tradeoff import plot_tradeoff
 
-    paths = {group.name: group.metrics for group in groups}
-    for name in drawn(read(paths)):
-        if name in PANELS:
-            save_figure(plot_curves(paths, [name]), folder / name.replace("/", "_"))
-    for column in shown:
-        if column.of.startswith("flatness/"):
-            save_figure(plot_tradeoff(groups, column.key), folder / f"tradeoff_{column.key}")
-    clients = {group.name: [run.clients for run in read_group(group) if run.clients is not None] for group in groups}
-    if of := {name: tables for name, tables in clients.items() if tables}:
-        save_figure(plot_clients(of), folder / "clients")
-    files = [run for group in groups for run in read_group(group)]
-    for i, (found, _) in enumerate(partitions(files)):
-        counts = [[row.get(str(c), 0) for c in range(found["classes"])] for row in found["counts"]]
-        names = found.get("names", [*map(str, range(found["classes"]))])
-        save_figure(heat_map(Histogram(found.get("unit", "class"), names, np.array(counts))), folder / f"partition_{i}")
-    if eigenvalues := spectra(files):
-        save_figure(plot_spectrum(eigenvalues), folder / "spectrum")
-    if density := densities(files):
-        save_figure(plot_density(density), folder / "density")
+    groups, files = [group for group, _ in runs], [run for _, of in runs for run in of]
+    metrics = read({group.name: group.metrics for group in groups})
+    clients = {group.name: [run.clients for run in of if run.clients is not None] for group, of in runs}
+    data = next((table.metric for tables in clients.values() for table in tables), "")
+    eigenvalues, density = spectra(files), densities(files)
+    return {
+        "curves": [(title(name), name.replace("/", "_"), draw_curves(metrics, [name])) for name in drawn(metrics)],
+        "per-client": [
+            (text, name, plot_clients(having, column))
+            for text, name, column in (
+                ("Global model", "clients", data),
+                ("Local models", "clients_local", f"local_{data}"),
+            )
+            if any((having := {group: with_values(tables, column) for group, tables in clients.items()}).values())
+        ],
+        "tradeoff": [
+            (column.title, f"tradeoff_{column.key}", plot_tradeoff(groups, column.key))
+            for column in shown
+            if column.of.startswith("flatness/")
+        ],
+        "spectra": [
+            *([("Eigenvalues of the curvature", "spectrum", plot_spectrum(eigenvalues))] if eigenvalues else []),
+            *([("Density of the eigenvalues", "density", plot_density(density))] if density else []),
+        ],
+        "partitions": [
+            (_clients_of(found, labels), f"partition_{i}", _partition(found))
+            for i, (found, labels) in enumerate(partitions(files))
+        ],
+    }
+
+
+def _partition(found: Mapping[str, Any]) -> Figure:
+    from fl_lightning.data.histogram import Histogram, heat_map
+
+    counts = np.array([[row.get(str(c), 0) for c in range(found["classes"])] for row in found["counts"]])
+    return heat_map(
+        Histogram(found.get("unit", "class"), found.get("names", [*map(str, range(counts.shape[1]))]), counts)
+    )
+
+
+def _clients_of(partition: Mapping[str, Any], labels: Sequence[str]) -> str:
+    """Returns the title of a partition: the clients that it shows, and the runs that have it."""
+    more = f" and {len(labels) - 3} more" if len(labels) > 3 else ""
+    return f"{len(partition['counts']):,} of {partition['clients']:,} clients: {'; '.join(labels[:3])}{more}"

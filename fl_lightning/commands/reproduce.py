@@ -7,10 +7,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from fl_lightning.commands.arguments import seeds_of
-from fl_lightning.commands.cli import FederatedCLI
-from fl_lightning.commands.estimate import Planned, show
-from fl_lightning.commands.trials import build
+from fl_lightning.commands.shared.arguments import seeds_of
+from fl_lightning.commands.shared.cli import FederatedCLI
+from fl_lightning.commands.shared.estimate import Planned, show
+from fl_lightning.commands.shared.new_files import make_folder
+from fl_lightning.commands.shared.trials import build
 from fl_lightning.core import ensure
 from fl_lightning.sweeps import reproduction_table
 from fl_lightning.sweeps.fraction import scaled_rounds
@@ -20,7 +21,7 @@ from fl_lightning.sweeps.trials import outcome, run_trials
 SUMMARY = "Reproduce cells of a paper's table: make their runs, and print our numbers beside the paper's."
 
 FILE = "settings.json"
-"""What all runs of a folder have in common."""
+"""In the folder of the runs: the settings that all of them share."""
 
 
 def run(
@@ -70,7 +71,7 @@ def run(
         show(todo, jobs, console)
     if dry_run:
         return
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     (folder / FILE).write_text(json.dumps({"rounds": rounds, "settings": settings}) + "\n", encoding="utf-8")
     outcomes = {}
     of = {trial.name: each.task for each in planned for trial in each.trials}
@@ -81,7 +82,7 @@ def run(
         text = f"{len(outcomes)} of {len(trials)}: {found.trial.name}: {found.error or 'finished'}"
         console.print(text, soft_wrap=True, highlight=False, markup=False)
     lines = [
-        line(cell, [outcomes[trial.name] for trial in each.trials], each.made.trainer.config, rounds)
+        line(cell, [outcomes[trial.name] for trial in each.trials], rounds)
         for each in planned
         for cell in each.task.cells
     ]

@@ -10,11 +10,12 @@ from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
-from fl_lightning.commands import trials
-from fl_lightning.commands.arguments import seeds_of
-from fl_lightning.core import UserError, find_config, require
+from fl_lightning.commands.shared import trials
+from fl_lightning.commands.shared.arguments import seeds_of
+from fl_lightning.commands.shared.configs import find_config
+from fl_lightning.core import UserError, require
+from fl_lightning.sweeps.controller import Controller
 from fl_lightning.sweeps.file import Sweep
-from fl_lightning.sweeps.study import Study
 from fl_lightning.sweeps.trials import short
 
 SUMMARY = "Run a sweep in W&B's format here: grid, random or bayes, resumable, with the best config."
@@ -38,36 +39,41 @@ def run(file: str, /, jobs: int = 1, seeds: str = "0", seed: int = 0, out: str =
     sweep = Sweep.read(find_config(file))
     if not loggers:
         sweep = replace(sweep, args=(*sweep.args, "--trainer.loggers=[]"))
-    study = Study(sweep, Path(out) / sweep.name, listed, seed)
+    controller = Controller(sweep, Path(out) / sweep.name, listed, seed)
 
     console = Console(width=None if sys.stdout.isatty() else 160)
-    console.print(f"sweep {sweep.name}: {study.search.about}; folder: {study.folder}", soft_wrap=True, highlight=False)
-    live = Live(get_renderable=lambda: _table(study, SHOWN), console=console, refresh_per_second=1, transient=True)
+    console.print(
+        f"sweep {sweep.name}: {controller.search.about}; folder: {controller.folder}", soft_wrap=True, highlight=False
+    )
+    live = Live(get_renderable=lambda: _table(controller, SHOWN), console=console, refresh_per_second=1, transient=True)
     with live if console.is_terminal else nullcontext():
-        for found in study.run(trials.build, jobs, trials.check):
-            value = study.metric.value(found.folder)
-            text = found.error or f"finished, {study.metric.name} {'not measured' if value is None else f'{value:.4g}'}"
+        for found in controller.run(trials.build, jobs, trials.check):
+            value = controller.objective.value(found.folder)
+            text = (
+                found.error
+                or f"finished, {controller.objective.name} {'not measured' if value is None else f'{value:.4g}'}"
+            )
             console.print(f"{found.trial.name}: {text}", soft_wrap=True, highlight=False, markup=False)
-    console.print(_table(study, len(study.trials)))
-    if (best := study.best()) is not None:
+    console.print(_table(controller, len(controller.trials)))
+    if (best := controller.best()) is not None:
         settings, of_one, value = best
         named = ", ".join(f"{key} = {chosen}" for key, chosen in settings.items())
         mean = f"mean of {len(of_one)} seeds " if len(of_one) > 1 else ""
-        console.print(f"best: {named}; {study.metric.name} {mean}{value:.4g}", highlight=False, soft_wrap=True)
-        console.print(f"its config: {study.folder / 'best.yaml'}", highlight=False, soft_wrap=True)
-    console.print(f"results: {study.folder / 'sweep.csv'}", highlight=False, soft_wrap=True)
-    ended = list(study.outcomes.values())
+        console.print(f"best: {named}; {controller.objective.name} {mean}{value:.4g}", highlight=False, soft_wrap=True)
+        console.print(f"its config: {controller.folder / 'best.yaml'}", highlight=False, soft_wrap=True)
+    console.print(f"results: {controller.folder / 'sweep.csv'}", highlight=False, soft_wrap=True)
+    ended = list(controller.outcomes.values())
     trials.complain(ended)
     for o in ended[:1] if best is None else ():
         measured = ", ".join(trials.last_metrics(o.folder)) or "nothing"
-        raise UserError(f"metric.name = {study.metric.name}: no run has measured it; choose from {measured}")
+        raise UserError(f"metric.name = {controller.objective.name}: no run has measured it; choose from {measured}")
 
 
-def _table(study: Study, most: int) -> Table:
+def _table(controller: Controller, most: int) -> Table:
     """The trials, those that run first."""
-    keys = [*dict.fromkeys(key for trial in study.trials for key in trial.settings)]
-    table = Table(*(key.rpartition(".")[2] for key in keys), "state", "round", study.metric.name, box=None)
-    states = [(trial, *study.state(trial)) for trial in study.trials]
+    keys = [*dict.fromkeys(key for trial in controller.trials for key in trial.settings)]
+    table = Table(*(key.rpartition(".")[2] for key in keys), "state", "round", controller.objective.name, box=None)
+    states = [(trial, *controller.state(trial)) for trial in controller.trials]
     order = ("running", "failed", "finished", "waiting")
     shown = states if len(states) <= most else sorted(states, key=lambda row: order.index(row[1]))[:most]
     for trial, state, done, value in shown:

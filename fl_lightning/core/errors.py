@@ -1,4 +1,4 @@
-"""The exceptions meant for people."""
+"""Exceptions with a message for the user."""
 
 
 class UserError(ValueError):
@@ -44,5 +44,5 @@ def add_note(error: BaseException, note: str) -> None:
 
 
 def notes(error: BaseException) -> list[str]:
-    """The lines that were added to an exception."""
+    """Returns the lines that were added to an exception."""
     return list(getattr(error, "__notes__", ()))

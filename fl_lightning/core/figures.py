@@ -1,4 +1,4 @@
-"""Style, ticks and saving of figures.
+"""Style, ticks, legends and saving of figures.
 
 Figures are as wide as one or two columns of a paper, no text is below 7 pt at that size, and colour is never the only
 difference between lines.
@@ -6,15 +6,20 @@ difference between lines.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
 COLUMN, PAGE = 3.25, 6.75
 """Width of one column and of two, in inches."""
+LETTER = 4.3 / 72
+"""Mean width of a letter at 8 pt, in inches."""
 
 STYLE: dict[Any, Any] = {
     "font.size": 8,
@@ -39,20 +44,20 @@ SPAN = 20.0
 
 
 def line_style(i: int) -> dict[str, Any]:
-    """Colour and dashes of the i-th line; the first 49 all differ."""
+    """Returns colour and dashes of the i-th line; the first 49 all differ."""
     n = len(COLORS)
     return {"color": COLORS[i % n], "linestyle": DASHES[(i + i // n) % n]}
 
 
 def style() -> Any:
-    """The context in which figures are made and saved."""
+    """Returns the context in which figures are made and saved."""
     import matplotlib
 
     return matplotlib.rc_context(STYLE)
 
 
 def log_levels(low: float, high: float) -> list[float]:
-    """About ten round numbers between two positive ones, evenly spaced on a logarithmic scale."""
+    """Returns about ten round numbers between two positive ones, evenly spaced on a logarithmic scale."""
     from matplotlib.ticker import LogLocator
 
     ratio = high / low
@@ -60,17 +65,57 @@ def log_levels(low: float, high: float) -> list[float]:
     return [float(level) for level in LogLocator(subs=subs, numticks=50).tick_values(low, high)]
 
 
-def log_ticks(axes: Axes) -> None:
-    """Labels a logarithmic y axis at round numbers that leave room for each other."""
-    from matplotlib.ticker import FixedLocator, FormatStrFormatter, NullLocator
+def scale_axis(axis: Axis, values: Iterable[float]) -> None:
+    """Makes an axis logarithmic, with round numbers as ticks, if its values span more than a factor of `SPAN`.
 
-    axes.yaxis.set_major_locator(FixedLocator(log_levels(*axes.get_ylim())))
-    axes.yaxis.set_major_formatter(FormatStrFormatter("%g"))
-    axes.yaxis.set_minor_locator(NullLocator())
+    Args:
+        axis: The x or y axis of a panel in which the values are drawn.
+        values: The values; those that are not finite do not count. With 0 or less among them, the axis stays linear.
+    """
+    from matplotlib.ticker import FixedLocator, NullLocator
+
+    finite = [value for value in values if math.isfinite(value)]
+    if finite and min(finite) > 0 and max(finite) > SPAN * min(finite):
+        axis.axes.set(**{f"{axis.axis_name}scale": "log"})  # type: ignore[attr-defined]  # missing in the stubs
+        axis.set_major_locator(FixedLocator(log_levels(*axis.get_view_interval())))
+        axis.set_major_formatter("{x:g}")
+        axis.set_minor_locator(NullLocator())
+
+
+def wrapped(text: str, width: float) -> str:
+    """Returns a title or label, broken into lines that fit into ``width`` inches at 8 pt."""
+    return fill(text, max(int(width / LETTER), 8), break_on_hyphens=False)
+
+
+def place_legend(figure: Figure, title: str | None = None, least: int = 2) -> None:
+    """Adds one legend below the panels, in as many columns as fit; its lines of text make the figure higher.
+
+    Args:
+        figure: The figure; lines of the same label stand in the legend once.
+        title: Its title.
+        least: Number of lines that need a legend.
+    """
+    found = [axes.get_legend_handles_labels() for axes in figure.axes]
+    width = figure.get_figwidth() - 0.2
+    lines = {wrapped(label, width - 0.5): line for pair in found for line, label in zip(*pair, strict=True)}
+    if len(lines) < least:
+        return
+    widest = max(len(row) for label in lines for row in label.splitlines())
+    columns = max(1, min(len(lines), int(width / (0.5 + widest * LETTER))))
+    figure.set_figheight(figure.get_figheight() + 0.15 * (len(lines) // columns))
+    figure.legend(
+        lines.values(),
+        lines,
+        loc="outside lower center",
+        ncols=columns,
+        frameon=False,
+        title=title and wrapped(title, width),
+        title_fontsize=STYLE["legend.fontsize"],
+    )
 
 
 def save_figure(figure: Figure, path: str | Path) -> list[Path]:
-    """Write a figure as PDF (vectors) and PNG (300 dpi).
+    """Writes a figure as PDF (vectors) and PNG (300 dpi).
 
     Args:
         figure: The figure.

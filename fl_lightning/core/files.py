@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, with a checksum of every byte where asked for."""
+"""Files that are written completely or not at all, with a checksum of every byte on request."""
 
 import errno
 import os
@@ -13,38 +13,16 @@ import torch
 from fl_lightning.core.errors import UserError
 
 MARK = b"fl_lightning"
-"""What precedes the checksum, a CRC-32 of all bytes before both, at the end of a file."""
-TRAILER = len(MARK) + 4
+"""Precedes the checksum, a CRC-32 of all bytes before both, at the end of a file."""
+UNMARKED, WRONG = "no checksum at its end", "its checksum is wrong"
 CHUNK = 2**20
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
-"""Errors of a disk, whichever file they are met in."""
-
-
-class _Summed:
-    """A file that sums up what is written to it, and keeps an error that torch.save would replace."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self.file, self.sum = file, 0
-        self.error: OSError | None = None
-
-    def write(self, data: Any) -> int:
-        """Writes bytes."""
-        try:
-            written = self.file.write(data)
-        except OSError as error:
-            self.error = error
-            raise
-        self.sum = crc32(data, self.sum)
-        return written
-
-    def flush(self) -> None:
-        """Flushes the file."""
-        self.file.flush()
+"""Errors that are those of a disk, whichever file they concern."""
 
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turns the error of a write into one line.
+    """Turns an error of writing into a message of one line.
 
     Args:
         path: The file.
@@ -59,7 +37,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def disk_error(error: OSError, folder: Path) -> UserError | None:
-    """One line for an error of a full or failing disk, or of a file below a folder; None for another error."""
+    """Returns one line for an error of a full or failing disk, or of a file below a folder; None for other errors."""
     path = Path(os.fsdecode(error.filename)) if isinstance(error.filename, str | bytes) else folder
     return _unwritten(path, error) if error.errno in NO_ROOM or folder in path.parents else None
 
@@ -72,10 +50,10 @@ def _unwritten(path: Path, error: OSError) -> UserError:
 
 
 def write_atomically(path: Path, content: str | bytes | Callable[[Any], object], checksum: bool = False) -> None:
-    """Writes a file; a crash or an error meanwhile leaves the previous one whole.
+    """Writes a file; after a crash or an error the previous one is intact.
 
     Args:
-        path: The file; its folder is created, but not those above: what was removed meanwhile stays so.
+        path: The file; its folder is created, but not those above it: a run folder that was removed stays removed.
         content: Text, bytes, or a function that writes to the open file.
         checksum: Whether to append the checksum that `fault` checks.
 
@@ -87,17 +65,16 @@ def write_atomically(path: Path, content: str | bytes | Callable[[Any], object],
         path.parent.mkdir(exist_ok=True)
         try:
             temporary.unlink(missing_ok=True)
-            with temporary.open("xb") as file:  # exclusive: a link that someone has put there is not followed
-                summed = _Summed(file)
+            with temporary.open("x+b") as file:  # exclusive: a link that someone has put there is not followed
                 try:
                     if callable(content):
-                        content(summed)
+                        content(file)
                     else:
-                        summed.write(content.encode() if isinstance(content, str) else content)
-                except RuntimeError as error:  # torch's own, in place of the file's
-                    raise summed.error or error from None
+                        file.write(content.encode() if isinstance(content, str) else content)
+                except RuntimeError as error:  # torch's own, while it handles the file's
+                    raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
                 if checksum:
-                    file.write(MARK + summed.sum.to_bytes(4, "little"))
+                    file.write(_trailer(file, file.tell()))
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, path)
@@ -138,32 +115,30 @@ def load(path: Path) -> Any:
 
 
 def fault(path: Path) -> str | None:
-    """Says what is wrong with a file of `write_atomically` with a checksum; None if every bit is as it was written."""
-    found, left = 0, path.stat().st_size - TRAILER
-    if left < 0:
-        return "no checksum at its end"
+    """Returns what is wrong with a file that has a checksum, `UNMARKED` or `WRONG`; None if every bit is as written."""
     with path.open("rb") as file:
-        while left and (chunk := file.read(min(left, CHUNK))):
-            found, left = crc32(chunk, found), left - len(chunk)
+        expected = _trailer(file, max(0, path.stat().st_size - len(MARK) - 4))
         trailer = file.read()
-    if trailer[: len(MARK)] != MARK:
-        return "no checksum at its end"
-    return None if trailer == MARK + found.to_bytes(4, "little") else "its checksum is wrong"
+    if not trailer.startswith(MARK):
+        return UNMARKED
+    return None if trailer == expected else WRONG
 
 
-def has_checksum(path: Path) -> bool:
-    """Whether a file ends with a checksum, right or wrong."""
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - TRAILER))
-        return file.read(len(MARK)) == MARK
+def _trailer(file: BinaryIO, size: int) -> bytes:
+    """Reads the first bytes of a file, and returns what follows them in a file with a checksum."""
+    file.seek(0)
+    found = 0
+    while size and (chunk := file.read(min(size, CHUNK))):
+        found, size = crc32(chunk, found), size - len(chunk)
+    return MARK + found.to_bytes(4, "little")
 
 
 def restore_removed(path: Path, descriptor: int) -> None:
-    """Writes a file again that was removed while it is open; does nothing otherwise.
+    """Writes a file again if it was removed while it is open.
 
     Args:
         path: Its path.
-        descriptor: An open descriptor of it, which then is one of the new file.
+        descriptor: An open descriptor of it; afterwards it is a descriptor of the new file.
 
     Raises:
         UserError: If it cannot be written.

@@ -31,12 +31,12 @@ def is_finite(v: Tensor) -> Tensor:
 
 
 def accumulator_dtype(device: torch.device) -> torch.dtype:
-    """Dtype for sums of many values: float64, or float32 on Apple's MPS, which has no float64."""
+    """Returns the dtype for sums of many values: float64, or float32 on Apple's MPS, which has no float64."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 def to_device(values: Tensor | Sequence[Any] | float, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """Copies values to a device; the host does not wait for the work that a GPU still has to do.
+    """Copies values to a device; the host does not wait for the GPU.
 
     Args:
         values: A tensor that does not change afterwards, or numbers.
@@ -97,7 +97,7 @@ class FlatSpec:
             self._masks[key] = torch.repeat_interleave(torch.tensor(flags), torch.tensor(self.numels)).to(device)
         return self._masks[key]
 
-    def over_outputs(self, v: Tensor) -> Tensor:
+    def normalize_by_filter(self, v: Tensor) -> Tensor:
         """Divides every tensor by its norms over its first dimension, that of the outputs, ``(..., d)`` (FedSOL)."""
         first = v.ndim - 1
         tensors = [p if p.ndim > first else p.unsqueeze(-1) for p in self.split(v).values()]

@@ -1,21 +1,88 @@
-"""Forward passes of a net at given weights."""
+"""Forward passes of a net at given weights, and contexts for its modes and buffers."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
 
-from fl_lightning.core import buffers
+from fl_lightning.core.errors import UserError
 from fl_lightning.core.flat import FlatNet
-from fl_lightning.core.modes import eval_mode
 
 Autocast = Callable[[], AbstractContextManager[object]]
 """Context for forward passes: ``fabric.autocast``."""
 
 
+@contextmanager
+def eval_mode(module: nn.Module) -> Iterator[None]:
+    """Puts a module into eval mode, and each of its submodules back into its own mode on exit."""
+    with _modes_kept(module):
+        module.eval()
+        yield
+
+
+@contextmanager
+def train_mode(module: nn.Module) -> Iterator[None]:
+    """Puts a module in eval mode into train mode, and each of its submodules back into its own mode on exit.
+
+    In a module in train mode, submodules in eval mode stay there.
+    """
+    with _modes_kept(module):
+        if not module.training:
+            module.train()
+        yield
+
+
+@contextmanager
+def _modes_kept(module: nn.Module) -> Iterator[None]:
+    modes = [(submodule, submodule.training) for submodule in module.modules()]
+    try:
+        yield
+    finally:
+        for submodule, training in modes:
+            submodule.training = training
+
+
+@contextmanager
+def unchanged(net: nn.Module) -> Iterator[None]:
+    """Restores the net's buffers on exit."""
+    kept = {name: buffer.clone() for name, buffer in net.named_buffers()}
+    try:
+        yield
+    finally:
+        for name, value in kept.items():
+            net.get_buffer(name).copy_(value)
+
+
+@contextmanager
+def variance_needed(message: str) -> Iterator[None]:
+    """Replaces BatchNorm's error about a channel with a single value by a message for users.
+
+    Raises:
+        UserError: With this message.
+    """
+    try:
+        yield
+    except ValueError as error:
+        if "more than 1 value per channel" not in str(error):
+            raise
+        raise UserError(message) from None
+
+
+@contextmanager
+def batch_statistics(net: nn.Module) -> Iterator[None]:
+    """Normalizes by the statistics of each batch; running statistics do not change. The caller restores the modes."""
+    with unchanged(net):
+        for module in net.modules():
+            if getattr(module, "track_running_stats", False):
+                module.training = True
+        yield
+
+
 @torch.no_grad()
-def logits(net: FlatNet, module: nn.Module, w: Tensor, x: Tensor, autocast: Autocast, by_batch: bool = False) -> Tensor:
+def forward_at(
+    net: FlatNet, module: nn.Module, w: Tensor, x: Tensor, autocast: Autocast, by_batch: bool = False
+) -> Tensor:
     """Returns the output of a net at weights ``w`` in eval mode; the weights stay there.
 
     Args:
@@ -27,6 +94,6 @@ def logits(net: FlatNet, module: nn.Module, w: Tensor, x: Tensor, autocast: Auto
         by_batch: Normalize by the statistics of the batch where the net keeps running ones.
     """
     net.move_to(w)
-    with eval_mode(module), autocast(), buffers.by_batch(module) if by_batch else nullcontext():
+    with eval_mode(module), autocast(), batch_statistics(module) if by_batch else nullcontext():
         out: Tensor = module(x)
     return out

@@ -1,4 +1,4 @@
-"""What training never changes of a net: frozen parameters, and the buffers of modules that stay in eval mode."""
+"""Constants of a net, which training never changes: frozen parameters, and buffers of modules kept in eval mode."""
 
 import hashlib
 from collections.abc import Mapping
@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning.core.errors import ensure
-from fl_lightning.core.modes import train_mode
+from fl_lightning.core.forward import train_mode
 
 FILE = "frozen.pt"
-"""Next to the checkpoints of a run, the constants of its net, once for all of them."""
+"""File with the constants of a run's net, next to its checkpoints, once for all of them."""
 CHUNK = 2**20
 """Numbers that are hashed at once."""
 
@@ -18,8 +18,8 @@ CHUNK = 2**20
 def moving_buffers(net: nn.Module) -> list[str]:
     """Returns the names of the buffers that training may change.
 
-    In a net with frozen parameters these are not the buffers of modules that stay in eval mode and hold no trained
-    parameter.
+    In a net with frozen parameters, the buffers of modules that stay in eval mode and hold no trained parameter are not
+    among them.
     """
     names = [name for name, _ in net.named_buffers()]
     if all(p.requires_grad for p in net.parameters()):
@@ -33,7 +33,7 @@ def _moves(owner: nn.Module) -> bool:
 
 
 def constants(net: nn.Module) -> dict[str, Tensor]:
-    """Returns all of a net's ``state_dict()`` that training does not change, by name; empty if no parameter is frozen.
+    """Returns the entries of a net's ``state_dict()`` that training does not change; empty if no parameter is frozen.
 
     The tensors share the net's memory.
     """
@@ -68,7 +68,7 @@ def load_constants(net: nn.Module, values: Mapping[str, Tensor], key: str) -> No
 
 
 def digest(values: Mapping[str, Tensor]) -> str:
-    """Returns a hash of names, shapes and values, the same in every precision that holds the values; "" of none."""
+    """Returns a hash of names, shapes and values, the same in each precision that holds them; "" if there are none."""
     found = hashlib.sha256()
     for name, value in sorted(values.items()):
         found.update(f"{name} {tuple(value.shape)}".encode())

@@ -55,11 +55,11 @@ class Interval:
 
 Positive = Annotated[float, Interval("(0, inf)")]
 NonNegative = Annotated[float, Interval("[0, inf)")]
-Share = Annotated[float, Interval("[0, 1]")]
-Decay = Annotated[float, Interval("[0, 1)")]
+UnitInterval = Annotated[float, Interval("[0, 1]")]
+Fraction = Annotated[float, Interval("[0, 1)")]
 Probability = Annotated[float, Interval("(0, 1)")]
-Count = Annotated[int, Interval("[1, inf)")]
-Whole = Annotated[int, Interval("[0, inf)")]
+PositiveInt = Annotated[int, Interval("[1, inf)")]
+NonNegativeInt = Annotated[int, Interval("[0, inf)")]
 Size = Annotated[int, Interval("[1, 1e6]")]
 """A number of units of a net, or of pixels: what is larger is a slip, and would fill the memory."""
 Divisor = Annotated[float, Interval("[1e-12, inf)")]
@@ -71,7 +71,7 @@ LATER = "checked later"
 
 
 class Checked:
-    """Base of what a config builds: each constructor checks its arguments against their annotations.
+    """Base of the classes that a config names: each constructor checks its arguments against their annotations.
 
     A float is finite, an int is no bool and no float, a `Literal` is one of its values, an `Interval` holds the number,
     and anything else is an instance of its class. Ints pass for floats, numbers of NumPy for both, paths for text. Of
@@ -90,6 +90,13 @@ class Checked:
             cls.config_key = key
         if "__init__" in vars(cls):
             cls.__init__ = _checking(cls.__init__)  # type: ignore[method-assign]
+
+    def constructed(self, arguments: inspect.BoundArguments) -> None:
+        """Called once, at the end of the outermost constructor.
+
+        Args:
+            arguments: Its arguments, defaults included.
+        """
 
 
 def check_arguments(function: Callable[..., Any], key: str, *args: Any, **kwargs: Any) -> None:
@@ -125,12 +132,14 @@ PLAIN: dict[Any, tuple[str, Callable[[Any], bool]]] = {
     Any: ("anything", lambda v: True),
     NoneType: ("null", lambda v: v is None),
 }
-"""In words, and as a check."""
+"""Types in words, and their checks."""
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Returns whether a value is one that an annotation describes; what it cannot judge fits."""
+    """Returns whether a value is one that an annotation describes; True for annotations that it does not know."""
     kind, args = get_origin(hint) or hint, get_args(hint)
+    if kind is dict and isinstance(value, Mapping) and args:
+        return all(fits(key, args[0]) and fits(item, args[1]) for key, item in value.items())
     if kind in PLAIN:
         return PLAIN[kind][1](value)
     if kind is Annotated:
@@ -141,7 +150,9 @@ def fits(value: Any, hint: Any) -> bool:
     if kind is Literal:
         return isinstance(value, str) and value in args
     if kind in LISTS:
-        return isinstance(value, np.ndarray) or (_is_sequence(value) and _items_fit(value, kind, args))
+        return isinstance(value, np.ndarray) or (
+            isinstance(value, Sequence) and not isinstance(value, str) and _items_fit(value, kind, args)
+        )
     return args != () or not isinstance(kind, type) or isinstance(value, kind)
 
 
@@ -150,10 +161,6 @@ def _finite(number: Real) -> bool:
         return math.isfinite(number)
     except OverflowError:  # an int beyond all floats
         return False
-
-
-def _is_sequence(value: Any) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str)
 
 
 def _items_fit(items: Sequence[Any], kind: Any, args: tuple[Any, ...]) -> bool:
@@ -167,13 +174,17 @@ def _checking(init: Callable[..., None]) -> Callable[..., None]:
     def checked_init(self: Checked, *args: Any, **kwargs: Any) -> None:
         check_arguments(init, self.config_key.format(type(self).__name__), self, *args, **kwargs)
         init(self, *args, **kwargs)
+        if type(self).__init__ is checked_init:
+            bound = _signature(init)[0].bind(self, *args, **kwargs)
+            bound.apply_defaults()
+            self.constructed(bound)
 
     return checked_init
 
 
 @cache
 def _signature(function: Callable[..., Any]) -> tuple[inspect.Signature, dict[str, Any]]:
-    """The signature, and the annotations of its named parameters; none where a name in them is unknown."""
+    """Returns the signature, and the annotations of its named parameters; none of them if a name in them is unknown."""
     signature = inspect.signature(function)
     try:
         hints = get_type_hints(function, include_extras=True)
@@ -188,7 +199,7 @@ def _signature(function: Callable[..., Any]) -> tuple[inspect.Signature, dict[st
 
 
 def _is_limited(hint: Any) -> bool:
-    """Whether an annotation says which values there are, not only of which type."""
+    """Returns whether an annotation limits the values, not only their type."""
     kind = get_origin(hint)
     return kind in (Annotated, Literal) or (kind in UNIONS and any(map(_is_limited, get_args(hint))))
 
@@ -209,7 +220,7 @@ def _words(hint: Any) -> str:
 
 
 def _shown(value: Any) -> str:
-    """A value on one line."""
+    """Returns a value on one line."""
     if isinstance(value, type):
         return f"the class {value.__name__}"
     if not (value is None or isinstance(value, str | Real | Sequence | Mapping | os.PathLike)):

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
 from zlib import crc32
 
 import numpy as np
@@ -17,14 +19,14 @@ def _sequence(seed: int, purpose: str, keys: tuple[int, ...]) -> np.random.SeedS
 
 
 def generator(seed: int, purpose: str, *keys: int, device: torch.device | str = "cpu") -> torch.Generator:
-    """A fresh torch generator; the same arguments give the same stream.
+    """Returns a new torch generator; the same arguments give the same stream.
 
     Args:
         seed: Seed of the run, 0 or more.
         purpose: What the numbers are for, such as ``"batches"``; purposes never share a stream.
-        *keys: Further keys, such as round and client, each 0 or more. Give one purpose always the same number of keys:
+        *keys: Further keys, such as round and client, each 0 or more. Always give one purpose the same number of keys:
             numpy pads with zeros, so ``(1,)`` and ``(1, 0)`` are one stream.
-        device: Where the generator lives.
+        device: Device of the generator.
 
     Raises:
         UserError: If the seed is negative.
@@ -34,20 +36,29 @@ def generator(seed: int, purpose: str, *keys: int, device: torch.device | str = 
 
 
 def numpy_generator(seed: int, purpose: str, *keys: int) -> np.random.Generator:
-    """As :func:`generator`, for numpy."""
+    """Returns a new generator of numpy, keyed as that of `generator`."""
     return np.random.default_rng(_sequence(seed, purpose, keys))
 
 
-def global_generator(device: torch.device) -> torch.Generator:
-    """Torch's global generator of a device, from which a net draws by itself."""
+def global_generator(device: torch.device) -> Any:
+    """Returns torch's global generator of a device, from which a net draws by itself.
+
+    That of Apple's MPS, which torch does not give out, has only ``get_state``, ``set_state`` and ``manual_seed``.
+    """
+    if device.type == "mps":
+        return SimpleNamespace(
+            get_state=torch.mps.get_rng_state,
+            set_state=torch.mps.set_rng_state,
+            manual_seed=torch.mps.manual_seed,
+        )
     return torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
 
 
 @contextmanager
 def seeded(device: torch.device, seed: int, purpose: str, *keys: int) -> Iterator[None]:
-    """Torch's global generator of a device as :func:`generator` would make it, and as it was afterwards.
+    """Puts torch's global generator of a device into the state of :func:`generator`, and restores it on exit.
 
-    For what a network draws itself, such as dropout. ``torch.manual_seed`` would do, but takes 0.7 ms.
+    It is for what a network draws itself, such as dropout. ``torch.manual_seed`` would do, but takes 0.7 ms.
     """
     state = int(_sequence(seed, purpose, keys).generate_state(1, np.uint64)[0])
     mine = global_generator(device)

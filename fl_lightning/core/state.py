@@ -8,7 +8,10 @@ from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.func import vmap
 
+from fl_lightning.core.draws import Draws
+from fl_lightning.core.errors import UserError
 from fl_lightning.core.flat import FlatSpec, is_finite, to_device
 
 Weighting: TypeAlias = Literal["samples", "uniform"]
@@ -71,8 +74,8 @@ class State(Mapping[str, Tensor]):
 
         Args:
             inits: Initial values by name.
-            w0: The initial model, ``(d,)``.
-            w: The received model, ``(d,)``.
+            w0: The initial model, ``(d,)``; for several clients at once ``(clients, d)``.
+            w: The received model, of the same shape.
 
         Raises:
             ValueError: If an initial value is an unknown word.
@@ -89,9 +92,9 @@ class State(Mapping[str, Tensor]):
                 case str():
                     raise ValueError(f"state '{name}': first value '{init}' is none of 'zeros', 'w0', 'w' or a number")
                 case int() | float():
-                    return w0.new_full((1,), init)
+                    return w0.new_full((*w0.shape[:-1], 1), init)
                 case _:
-                    return init(w0)
+                    return init(w0) if w0.ndim == 1 else vmap(init)(w0)
 
         return cls({name: value(name, init) for name, init in inits.items()})
 
@@ -122,18 +125,50 @@ class ClientContext(RoundContext):
     Attributes:
         lr: Learning rate of this round's local steps.
         K: Number of local steps.
-        k_lr: Sum of their learning rates.
+        K_missed: Number of further steps that a client was asked for and has no time for: it is late.
+        k_lr: Sum of the learning rates of the K steps.
         n_k: Number of samples.
         n_mean: Mean number of samples of all M clients.
         class_counts: Number of samples of each class, ``(..., classes)``, for an objective with ``uses_class_counts``.
+        draws: The random numbers that `draw` returns.
     """
 
     lr: float = 0.0
     K: int = 0
+    K_missed: int = 0
     k_lr: float = 0.0
     n_k: int = 1
     n_mean: float = 1.0
     class_counts: Tensor | None = None
+    draws: Draws | None = None
+
+    def draw(self, function: Callable[[torch.Generator], Tensor]) -> Tensor:
+        """Draws random numbers for each client from a stream of its own: the only source of randomness in hooks.
+
+        The numbers are the same on every engine, with any number of processes, and after a resume.
+
+        Args:
+            function: A function of a generator, on the CPU, to a tensor ``(k,)``, such as
+                ``lambda g: torch.randperm(d, generator=g)``.
+
+        Returns:
+            The numbers, ``(..., k)``.
+
+        Raises:
+            UserError: If nothing can be drawn here: on the server, in centralized training, and in the local steps of
+                the graphed engine.
+        """
+        if self.draws is None:
+            raise UserError("ctx.draw: only the hooks of a client in federated training draw random numbers")
+        return self.draws(function)
+
+    def randn_like(self, v: Tensor) -> Tensor:
+        """Draws standard normal numbers of the dtype and length of ``v``, ``(..., k)``; see `draw`."""
+        return self.draw(lambda generator: torch.randn(v.shape[-1], generator=generator, dtype=v.dtype))
+
+    def rand_like(self, v: Tensor) -> Tensor:
+        """Draws uniform numbers in [0, 1) of the dtype and length of ``v``, ``(..., k)``; see `draw`."""
+        return self.draw(lambda generator: torch.rand(v.shape[-1], generator=generator, dtype=v.dtype))
 
 
 class Uploads:

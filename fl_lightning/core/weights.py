@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning.core.errors import UserError, ensure
-from fl_lightning.core.files import fault, has_checksum
+from fl_lightning.core.files import WRONG, fault
 from fl_lightning.core.frozen import FILE, digest
 
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
@@ -27,8 +27,8 @@ def read(path: str, key: str) -> Any:
     """
     if not Path(path).is_file():
         raise UserError(f"{key} = {path}: no such file; give a state_dict saved by torch.save")
-    if has_checksum(Path(path)) and (found := fault(Path(path))):  # a checkpoint of a run
-        raise UserError(f"{key} = {path}: damaged ({found}); take another copy")
+    if fault(Path(path)) == WRONG:  # a checkpoint of a run
+        raise UserError(f"{key} = {path}: damaged ({WRONG}); take another copy")
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:

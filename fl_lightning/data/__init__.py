@@ -22,7 +22,7 @@ from fl_lightning.data.partition import (
     Partition,
 )
 from fl_lightning.data.segmentation import IDDA, Cityscapes
-from fl_lightning.data.stream import Samples
+from fl_lightning.data.streaming import Samples
 from fl_lightning.data.text import AGNews
 
 __all__ = [

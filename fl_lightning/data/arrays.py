@@ -1,18 +1,18 @@
 """Data from Python, from .npz or .npy files, and scikit-learn's digits."""
 
 import zipfile
-from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from fl_lightning.core import Count, Divisor, UserError, ensure, numpy_generator
+from fl_lightning.core import Divisor, PositiveInt, UserError, ensure, numpy_generator
+from fl_lightning.core.nested import named_tensors, nested
 from fl_lightning.data.module import FederatedDataModule
 from fl_lightning.data.partition import Given
-from fl_lightning.data.stream import inputs, stratified
+from fl_lightning.data.partition.base import stratified
+from fl_lightning.data.validation import check_alike, inputs
 
 KEYS = ("x_train", "y_train", "x_test", "y_test")
 
@@ -24,8 +24,10 @@ class Arrays(FederatedDataModule):
 
     Args:
         path: File with ``x_train, y_train, x_test, y_test``, or folder with ``x_train.npy`` and so on, which ``stream``
-            maps into memory; images may be NHWC or NCHW.
-        client_arrays: From Python, each client's ``(x, y)``, which sets the partition and the number of clients.
+            maps into memory; images may be NHWC or NCHW. Arrays ``x_train.image, x_train.table`` and likewise
+            ``x_test.image, x_test.table`` make samples with several named inputs, which the net gets as a dict.
+        client_arrays: From Python, each client's ``(x, y)``, which sets the partition and the number of clients; x is
+            an array or a nested dict of arrays.
         test: With client_arrays, the central test set ``(x, y)``.
         scale: Value of a uint8 pixel that becomes 1.0.
         **kwargs: As for FederatedDataModule.
@@ -50,65 +52,58 @@ class Arrays(FederatedDataModule):
         self.client_arrays, self.test = client_arrays, test
         if client_arrays is not None:
             ensure(test is not None, "test: missing; client_arrays need the central test set as (x, y)")
-            bounds = accumulate((len(y) for _, y in client_arrays), initial=0)
-            given = Given([list(range(a, b)) for a, b in pairwise(bounds)])
+            given = Given.consecutive(len(y) for _, y in client_arrays)
             kwargs = {**kwargs, "num_clients": len(client_arrays), "partition": given}
         super().__init__(**kwargs)
 
     def load(self) -> tuple[Any, Any, Any, Any]:
         """See :class:`FederatedDataModule`."""
         if self.path is not None:
-            folder = Path(self.path)
-            return self._from_folder(folder) if folder.is_dir() else self._from_file()
+            arrays, suffix = _read(Path(self.path), "r" if self.stream else None)
+            x_train, y_train, x_test, y_test = (nested(arrays, key) for key in KEYS)
+            missing = [
+                key for key, part in zip(KEYS, (x_train, y_train, x_test, y_test), strict=True) if len(part) == 0
+            ]
+            needed = ", ".join(f"{key}{suffix}" for key in KEYS)
+            ensure(not missing, f"data.path = '{self.path}' lacks {', '.join(missing)}; it needs {needed}")
+            return x_train, np.array(y_train), x_test, np.array(y_test)
         assert self.client_arrays is not None and self.test is not None
         x_test, y_test = inputs("x of test", self.test[0]), self.task.targets("y of test", self.test[1])
-        xs: list[Tensor] = []
-        ys: list[Tensor] = []
+        xs, ys = [], []
         for client, (x, y) in enumerate(self.client_arrays):
             xs.append(inputs(f"x of client {client}", x))
             ys.append(self.task.targets(f"y of client {client}", y))
-            ensure(
-                len(xs[-1]) == len(ys[-1]),
-                f"client_arrays: client {client} has {len(xs[-1])} samples and {len(ys[-1])} labels; "
-                "give one label per sample",
-            )
-            ensure(
-                xs[-1].shape[1:] == x_test.shape[1:] and xs[-1].dtype == x_test.dtype,
-                f"client_arrays: client {client} has samples of shape {tuple(xs[-1].shape[1:])} and "
-                f"{xs[-1].dtype}, test {tuple(x_test.shape[1:])} and {x_test.dtype}; prepare all alike",
-            )
-        return torch.cat(xs), torch.cat(ys), x_test, y_test
+            for n in {len(v) for v in named_tensors(xs[-1], "x").values()}:
+                ensure(
+                    n == len(ys[-1]),
+                    f"client_arrays: client {client} has {n} samples and {len(ys[-1])} labels; "
+                    "give one label per sample",
+                )
+            check_alike("x of test", x_test, f"x of client {client}", xs[-1])
+        parts = [named_tensors(x, "x") for x in xs]
+        return (
+            nested({name: torch.cat([part[name] for part in parts]) for name in parts[0]}, "x"),
+            torch.cat(ys),
+            x_test,
+            y_test,
+        )
 
-    def _from_file(self) -> tuple[Any, Any, Any, Any]:
-        try:
-            with np.load(str(self.path)) as file:
-                missing = [key for key in KEYS if key not in file]
-                ensure(not missing, f"data.path = '{self.path}' lacks {', '.join(missing)}; it needs {', '.join(KEYS)}")
-                return file["x_train"], file["y_train"], file["x_test"], file["y_test"]
-        except FileNotFoundError:
-            keys = ", ".join(KEYS)
-            raise UserError(f"data.path = '{self.path}': no such file; give an .npz file with {keys}") from None
-        except UserError:
-            raise
-        except (OSError, ValueError, EOFError, TypeError, zipfile.BadZipFile) as error:
-            raise UserError(
-                f"data.path = '{self.path}' is not a readable .npz file ({error}); write it again with np.savez"
-            ) from None
 
-    def _from_folder(self, folder: Path) -> tuple[Any, Any, Any, Any]:
-        files = [folder / f"{key}.npy" for key in KEYS]
-        missing = [file.name for file in files if not file.is_file()]
-        if missing:
-            needed = ", ".join(file.name for file in files)
-            raise UserError(f"data.path = '{folder}' lacks {', '.join(missing)}; it needs {needed}")
-        mode: Any = "r" if self.stream else None
-        try:
-            x_train, y_train, x_test, y_test = (np.load(file, mmap_mode=mode) for file in files)
-        except (OSError, ValueError, EOFError) as error:
-            raise UserError(
-                f"data.path = '{folder}' has no readable .npy files ({error}); write them again with np.save"
-            ) from None
-        return x_train, np.array(y_train), x_test, np.array(y_test)
+def _read(path: Path, mode: Any) -> tuple[dict[str, Any], str]:
+    """Returns the arrays of an .npz file, or of a folder's .npy files, by name, and the suffix of such names."""
+    try:
+        if path.is_dir():
+            files = [file for file in path.glob("*.npy") if file.stem.partition(".")[0] in KEYS]
+            return {file.stem: np.load(file, mmap_mode=mode) for file in files}, ".npy"
+        with np.load(path) as file:
+            return {name: file[name] for name in file if name.partition(".")[0] in KEYS}, ""
+    except FileNotFoundError:
+        keys = ", ".join(KEYS)
+        raise UserError(f"data.path = '{path}': no such file; give an .npz file with {keys}") from None
+    except (OSError, ValueError, EOFError, TypeError, zipfile.BadZipFile) as error:
+        kind, them = ("has no readable .npy files", "them") if path.is_dir() else ("is not a readable .npz file", "it")
+        again = f"write {them} again with np.{'save' if path.is_dir() else 'savez'}"
+        raise UserError(f"data.path = '{path}' {kind} ({error}); {again}") from None
 
 
 class Digits(FederatedDataModule):
@@ -122,7 +117,7 @@ class Digits(FederatedDataModule):
 
     scale = 16.0
 
-    def __init__(self, num_clients: Count = 50, batch_size: Count | None = 16, **kwargs: Any) -> None:
+    def __init__(self, num_clients: PositiveInt = 50, batch_size: PositiveInt | None = 16, **kwargs: Any) -> None:
         super().__init__(num_clients=num_clients, batch_size=batch_size, **kwargs)
 
     def load(self) -> tuple[Any, Any, Any, Any]:

@@ -10,25 +10,25 @@ from torch.nn import functional as F
 
 from fl_lightning.core import (
     Checked,
-    Count,
     NonNegative,
+    NonNegativeInt,
     Positive,
-    Share,
+    PositiveInt,
     Size,
-    Whole,
+    UnitInterval,
     accumulator_dtype,
     require,
     to_device,
 )
-from fl_lightning.data.miou import IGNORED
+from fl_lightning.data.metrics import IGNORED
 
 
 class Augment(Checked, key="data.augment"):
     """Random crop from a zero-padded image and random horizontal flip; optionally a window, Cutout and Mixup.
 
     Crop, window and flip work on raw values, so the padding is black before normalisation, as in the fedsam repository;
-    Cutout and Mixup follow after normalisation. Drawing (`draw`) and applying (`__call__`, `finish`) are separate: the
-    draws of many minibatches can be applied at once, and both passes of a SAM step see the same samples.
+    Cutout and Mixup follow after normalisation. Drawing (`draw`) and applying (`__call__`, `finalize`) are separate:
+    the draws of many minibatches can be applied at once, and both passes of a SAM step see the same samples.
 
     Args:
         crop: Zero pixels added on every side before cropping back to the image's size; 0 for no crop.
@@ -48,18 +48,18 @@ class Augment(Checked, key="data.augment"):
 
     def __init__(
         self,
-        crop: Whole = 4,
+        crop: NonNegativeInt = 4,
         flip: bool = True,
         granularity: Literal["sample", "batch"] = "sample",
-        window: Count | None = None,
-        cutout: Whole = 0,
+        window: PositiveInt | None = None,
+        cutout: NonNegativeInt = 0,
         mixup: NonNegative = 0.0,
     ) -> None:
         self.crop, self.flip, self.granularity = crop, flip, granularity
         self.window, self.cutout, self.mixup = window, cutout, mixup
 
     def draw(self, sizes: list[int], generator: torch.Generator) -> dict[str, Tensor]:
-        """Draws for minibatches of these sizes: tensors ``(sum of sizes, ...)`` by name, on the CPU."""
+        """Draws random numbers for minibatches of these sizes: tensors ``(sum of sizes, ...)`` by name, on the CPU."""
         n, repeats = sum(sizes) if self.granularity == "sample" else len(sizes), torch.tensor(sizes)
         drawn = {}
         if self.crop:
@@ -81,8 +81,8 @@ class Augment(Checked, key="data.augment"):
             drawn["partner"] = torch.cat(steps)
         return drawn
 
-    def moved(self, draws: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-        """Returns draws where `__call__` and `finish` use them: on the device, moved at once for many minibatches."""
+    def to_device(self, draws: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+        """Moves draws to the device where `__call__` and `finalize` use them, at once for many minibatches."""
         wide = {torch.float64: accumulator_dtype(device)}
         return {name: to_device(v, device, wide.get(v.dtype)) for name, v in draws.items()}
 
@@ -115,14 +115,14 @@ class Augment(Checked, key="data.augment"):
         require(fits, "data.augment.window", self.window, f"larger than the images, {shape}; use a smaller one")
         return shape[0], self.window, self.window
 
-    def central(self, x: Tensor) -> Tensor:
+    def center_crop(self, x: Tensor) -> Tensor:
         """Returns the part of raw images ``(N, C, H, W)`` that evaluation uses."""
         if not self.window:
             return x
         top, left = ((size - self.window) // 2 for size in x.shape[-2:])
         return x[..., top : top + self.window, left : left + self.window]
 
-    def finish(self, x: Tensor, y: Tensor, draws: dict[str, Tensor], num_classes: int) -> tuple[Tensor, Tensor]:
+    def finalize(self, x: Tensor, y: Tensor, draws: dict[str, Tensor], num_classes: int) -> tuple[Tensor, Tensor]:
         """Applies the steps after normalisation.
 
         Args:
@@ -174,7 +174,6 @@ class ScaledCrop(Augment):
         flip: Whether half of the images are mirrored left to right.
         jitter: Maximum deviation of brightness, contrast and saturation from 1, in this order; FedDrive: 0.4 on
             Cityscapes.
-        granularity: As for Augment.
 
     Raises:
         UserError: If a number is out of range.
@@ -191,28 +190,24 @@ class ScaledCrop(Augment):
         scale: tuple[Positive, Positive] = (0.5, 1.5),
         kind: Literal["rescaled", "area"] = "rescaled",
         flip: bool = True,
-        jitter: Share = 0.0,
-        granularity: Literal["sample", "batch"] = "sample",
+        jitter: UnitInterval = 0.0,
     ) -> None:
-        super().__init__(crop=0, flip=flip, granularity=granularity)
+        super().__init__(crop=0, flip=flip)
         require(scale[0] <= scale[1], "data.augment.scale", scale, "give the minimum first")
         self.size, self.scale, self.kind, self.jitter = tuple(size), tuple(scale), kind, jitter
 
     def draw(self, sizes: list[int], generator: torch.Generator) -> dict[str, Tensor]:
-        """See :class:`Augment`; positions and sizes are drawn in [0, 1), for images of any size."""
-        n = sum(sizes) if self.granularity == "sample" else len(sizes)
-        tries = self.DRAWS if self.kind == "area" else 1
+        """See :class:`Augment`; draws positions and sizes in [0, 1), for images of any size."""
+        n, tries = sum(sizes), self.DRAWS if self.kind == "area" else 1
         drawn = {
             "scale": torch.rand(n, tries, 2, generator=generator),
             "place": torch.rand(n, 2, generator=generator),
             "colour": torch.rand(n, 3, generator=generator),
         }
-        if self.granularity == "batch":
-            drawn = {name: v.repeat_interleave(torch.tensor(sizes), dim=0) for name, v in drawn.items()}
         return {**super().draw(sizes, generator), **drawn}
 
-    def moved(self, draws: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-        """Returns the draws as they are: positions are computed on the host, in float64, which not all devices have."""
+    def to_device(self, draws: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+        """Returns the draws unchanged: positions are computed on the host, in float64, which not all devices have."""
         return draws
 
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -231,7 +226,7 @@ class ScaledCrop(Augment):
         return x.contiguous(memory_format=torch.channels_last)
 
     def _parts(self, height: int, width: int, draws: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Top, left, height and width of the crop of each image, in its pixels, ``(n,)`` each."""
+        """Returns top, left, height and width of each image's crop, in its pixels, ``(n,)`` each."""
         low, high = self.scale
         full, out = torch.tensor([height, width]).double(), torch.tensor(self.size).double()
         u = draws["scale"].double()

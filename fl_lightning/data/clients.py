@@ -1,7 +1,7 @@
-"""Which samples each client has."""
+"""The samples of each client, as indices into the training data."""
 
 from collections.abc import Sequence
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,8 +11,7 @@ from typing_extensions import Self
 
 from fl_lightning.core import numpy_generator, require
 from fl_lightning.data.partition import Partition
-from fl_lightning.data.partition.base import cut
-from fl_lightning.data.stream import stratified
+from fl_lightning.data.partition.base import cut, stratified
 
 
 class ClientIndices(Sequence[Tensor]):
@@ -34,22 +33,16 @@ class ClientIndices(Sequence[Tensor]):
     def __len__(self) -> int:
         return len(self._ends)
 
-    @overload
-    def __getitem__(self, client: int) -> Tensor: ...
-    @overload
-    def __getitem__(self, client: slice) -> list[Tensor]: ...
-    def __getitem__(self, client: int | slice) -> Tensor | list[Tensor]:
-        if isinstance(client, slice):
-            return [self[k] for k in range(*client.indices(len(self)))]
+    def __getitem__(self, client: int) -> Tensor:  # type: ignore[override]  # no slices
         start = self._ends[client - 1] if client else 0
         return self.indices[start : self._ends[client]]
 
     @classmethod
     def of(cls, clients: NDArray[np.int64], num_clients: int) -> Self:
-        """Indices by the client of each sample.
+        """Groups indices by the client of each sample.
 
         Args:
-            clients: Number of the client, ``(N,)``; -1: of none.
+            clients: Number of each sample's client, ``(N,)``; -1 for a sample without a client.
             num_clients: Number of clients.
         """
         order = np.argsort(clients, kind="stable")[np.count_nonzero(clients < 0) :]
@@ -70,14 +63,14 @@ def divide(
     Args:
         y: Training labels, ``(N,)``, or targets ``(N, k)``.
         strata: Class of each sample, ``(N,)``; zeros if they have none.
-        partition: How they are divided. A fixed one refers to all N samples, and loses what is held out.
+        partition: Divides the rest. A fixed partition refers to all N samples, and loses the samples that are held out.
         num_clients: Number of clients.
         num_classes: Number of classes.
         val_fraction: Share of the samples that is held out, stratified by class.
-        seed: Seed of both.
+        seed: Seed of the validation part and of the partition.
 
     Returns:
-        Indices that are held out, ``(n_val,)``, and those of each client.
+        Indices of the samples that are held out, ``(n_val,)``, and indices of each client's samples.
 
     Raises:
         UserError: If nothing would be held out, or a client is left without samples.
@@ -87,13 +80,21 @@ def divide(
     val = stratified(strata, n_val, numpy_generator(seed, "validation"))
     kept = np.delete(np.arange(len(y)), val)
     require(len(kept) > 0, "data.val_fraction", val_fraction, "leaves nothing to train on; use a smaller one")
-    fewer = f"exceeds the {len(kept)} training samples; use fewer clients"
-    require(num_clients <= len(kept), "data.num_clients", num_clients, fewer)
+    require(
+        num_clients <= len(kept),
+        "data.num_clients",
+        num_clients,
+        f"exceeds the {len(kept)} training samples; use fewer clients",
+    )
     if partition.fixed:
         parts = [part[~np.isin(part, val)] for part in partition(y, num_clients, num_classes, seed)]
     else:
         parts = [kept[part] for part in partition(y[kept], num_clients, num_classes, seed)]
     clients = ClientIndices(parts)
-    taken = f"takes all data of client {int(clients.sizes.argmin())}; use a smaller one"
-    require(bool(clients.sizes.all()), "data.val_fraction", val_fraction, taken)
+    require(
+        bool(clients.sizes.all()),
+        "data.val_fraction",
+        val_fraction,
+        f"takes all data of client {int(clients.sizes.argmin())}; use a smaller one",
+    )
     return torch.from_numpy(val), clients

@@ -29,14 +29,14 @@ class CorruptedCIFAR:
     Args:
         folder: Folder of the files.
         corruptions: Names of the corruptions.
-        severities: Severities, of 1 to 5.
+        severities: Severities from 1 to 5.
 
     Attributes:
         labels: Labels of the test images, ``(n,)``.
 
     Raises:
-        UserError: If a name or severity is unknown, a file is missing or corrupt, or the labels are not five times
-            those of a test set.
+        UserError: If a name or severity is unknown, a file is missing or corrupt, or the labels are not the
+            labels of a test set, five times.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
-"""Any torch data set, with the client of each sample."""
+"""Data sets of PyTorch, with the client of each sample."""
 
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
 from typing import Any, cast
 
 import numpy as np
@@ -8,15 +8,15 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from fl_lightning.core import UserError, ensure
+from fl_lightning.core.nested import map_tensors
 from fl_lightning.data.module import FederatedDataModule
-from fl_lightning.data.partition import Natural
-from fl_lightning.data.stream import Samples
+from fl_lightning.data.streaming import Samples, record_dtype
 
 
 class FromDataset(FederatedDataModule):
-    """Map-style torch data sets of samples ``(x, label)``; x is an array, a tensor or a PIL image.
+    """Map-style torch data sets of pairs ``(x, label)``; x is an array, a tensor, a PIL image, or a dict of these.
 
-    Threads read the samples once, or with ``stream`` whenever they are needed. Labels are those of the attribute
+    Threads read the samples once, or with ``stream`` whenever they are needed. The labels come from the attribute
     ``targets`` if there is one; otherwise every sample is read for its label.
 
     Args:
@@ -44,54 +44,61 @@ class FromDataset(FederatedDataModule):
         for name, users, samples in (("clients", clients, train), ("test_clients", test_clients, test)):
             n = len(cast(Sized, samples))
             ensure(users is None or len(users) == n, f"{name}: {len(users or ())} for {n} samples; give one per sample")
-        if clients is not None:
-            natural = Natural([str(client) for client in clients])
-            kwargs = {**kwargs, "num_clients": len({*map(str, clients)}), "partition": natural}
-            self.test_clients = None if test_clients is None else natural.clients(test_clients)
         super().__init__(**kwargs)
         self.train, self.test = train, test
+        if clients is not None:
+            self.set_clients(clients, test_clients)
 
     def load(self) -> tuple[Any, Any, Any, Any]:
         """See :class:`FederatedDataModule`."""
-        train, test = PairInputs("train", self.train), PairInputs("test", self.test)
-        return train, train.labels(), test, test.labels()
+        return *_read("train", self.train), *_read("test", self.test)
 
 
-class PairInputs(Samples):
-    """The inputs of a data set's pairs.
+class IndexedSamples(Samples):
+    """Samples that a function returns by index, all of the shape and dtype of the first.
 
     Args:
-        name: Their name in errors.
-        dataset: A map-style data set of pairs ``(x, label)``; x is an array, a tensor or a PIL image.
+        name: Name of the samples in errors.
+        count: Number of samples.
+        read: Returns a sample: an array, a tensor, a PIL image, or a nested dict of these.
+        first: The first sample.
 
     Raises:
-        UserError: If there are no samples or these are no pairs, or (on reading) they differ in shape or dtype.
+        UserError: If (on reading) a sample differs in shape or dtype from the first.
     """
 
-    def __init__(self, name: str, dataset: Any) -> None:
-        self.name, self.dataset = name, dataset
-        ensure(len(dataset) != 0, f"{name}: no samples; the {name} data must not be empty")
-        sample = dataset[0]
-        if isinstance(sample, Mapping):  # as in Hugging Face's data sets
-            raise UserError(
-                f"{name}: samples are dicts with keys {', '.join(map(str, sample))}, not pairs (x, label); "
-                "use HuggingFace, or wrap the data set"
-            )
-        first = np.asarray(sample[0])
-        self.shape, self.dtype = (len(dataset), *first.shape), first.dtype
+    def __init__(self, name: str, count: int, read: Callable[[int], Any], first: Any) -> None:
+        self.name, self.read = name, read
+        self.shape, self.dtype = (count,), record_dtype(map_tensors(_array, first))
 
-    def __getitem__(self, index: int) -> NDArray[Any]:
+    def __getitem__(self, index: int) -> Any:
         """See :class:`Samples`."""
-        given = self.dataset[index][0]
-        sample, file = np.asarray(given), getattr(given, "filename", "")
+        given = self.read(index)
+        sample, file = map_tensors(_array, given), getattr(given, "filename", "")
+        found = record_dtype(sample)
         ensure(
-            sample.shape == self.shape[1:] and sample.dtype == self.dtype,
-            f"{self.name}: sample {index}{f' ({file})' if file else ''} is {sample.dtype} {sample.shape}, the first is "
-            f"{self.dtype} {self.shape[1:]}; make all alike, images by a transform or map that resizes",
+            found == self.dtype,
+            f"{self.name}: sample {index}{f' ({file})' if file else ''} is {found.base} {found.shape}, the first is "
+            f"{self.dtype.base} {self.dtype.shape}; make all alike, images by a transform or map that resizes",
         )
         return sample
 
-    def labels(self) -> NDArray[Any]:
-        """Label of each sample, ``(N,)``."""
-        known = getattr(self.dataset, "targets", None)
-        return np.asarray([self.dataset[i][1] for i in range(len(self))] if known is None else known)
+
+def _array(x: Any) -> NDArray[Any]:
+    """Converts a value to an array; the channels of a PIL image come first."""
+    array = np.asarray(x)
+    return array.transpose(2, 0, 1) if hasattr(x, "getbands") and array.ndim == 3 else array
+
+
+def _read(name: str, dataset: Any) -> tuple[IndexedSamples, NDArray[Any]]:
+    """Returns the inputs and the labels of a data set of pairs."""
+    ensure(len(dataset) != 0, f"{name}: no samples; the {name} data must not be empty")
+    first = dataset[0]
+    if isinstance(first, Mapping):  # as in Hugging Face's data sets
+        raise UserError(
+            f"{name}: samples are dicts with keys {', '.join(map(str, first))}, not pairs (x, label); "
+            "use HuggingFace, or wrap the data set"
+        )
+    known = getattr(dataset, "targets", None)
+    labels = [dataset[i][1] for i in range(len(dataset))] if known is None else known
+    return IndexedSamples(name, len(dataset), lambda i: dataset[i][0], first[0]), np.asarray(labels)

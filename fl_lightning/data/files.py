@@ -1,9 +1,14 @@
 """Files of published data sets; errors name what is missing, the expected layout and the home page."""
 
 import csv
+import json
+import pickle
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from fl_lightning.core import UserError, require
 
@@ -31,6 +36,29 @@ def corrupt_file_error(key: str, path: str | Path, what: object, home: str) -> U
     return UserError(f"{key} = '{path}': {' '.join(str(what).split())}; get it again from {home}")
 
 
+class Inert:
+    """Stands for every class and function that a pickle names: it takes all arguments and does nothing."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def __setstate__(self, _: Any) -> None: ...
+
+
+class PlainUnpickler(pickle.Unpickler):
+    """Makes text, numbers, lists and mappings only, and runs nothing; CIFAR-100's file also has an array of pixels."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Returns `Inert`."""
+        return Inert
+
+
+def read_cifar(path: str | Path) -> dict[str, Any]:
+    """Returns the entries of one of CIFAR's files, a pickle of Python 2, without its array of pixels."""
+    with open(path, "rb") as file:
+        entries: dict[bytes, Any] = PlainUnpickler(file, encoding="bytes").load()
+    return {name.decode(): value for name, value in entries.items()}
+
+
 def read_rows(path: Path, reader: Any, valid: Callable[[Any], bool], expected: str, home: str) -> list[Any]:
     """Returns the rows of a CSV file in ``data.data_dir``.
 
@@ -53,3 +81,47 @@ def read_rows(path: Path, reader: Any, valid: Callable[[Any], bool], expected: s
     if bad or not rows:
         raise corrupt_file_error("data.data_dir", path, bad or "no rows", home)
     return [row for _, row in rows]
+
+
+def read_json(path: Path, convert: Callable[[Any], Any], home: str) -> Any:
+    """Returns the converted content of a JSON file in ``data.data_dir``.
+
+    Args:
+        path: The file.
+        convert: Converts the content; it may raise a KeyError, ValueError, TypeError or AttributeError.
+        home: Home page of the data set.
+
+    Raises:
+        UserError: If the file cannot be read, is not JSON in UTF-8, or cannot be converted.
+    """
+    try:
+        return convert(json.loads(path.read_text(encoding="utf-8")))
+    except KeyError as error:
+        raise corrupt_file_error("data.data_dir", path, f"has no {error}", home) from None
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise corrupt_file_error("data.data_dir", path, error, home) from None
+
+
+def read_image(
+    path: str | Path, key: str, size: tuple[int, int], resample: str = "BILINEAR", mode: str | None = "RGB"
+) -> NDArray[Any]:
+    """Returns the pixels of an image file, ``(H, W, 3)`` uint8 in mode RGB.
+
+    Args:
+        path: The file.
+        key: Config key of its folder.
+        size: Height and width, in pixels, to which the image is resized.
+        resample: Method of resizing, a name in Pillow's ``Resampling``.
+        mode: Pillow's mode to which the image is converted before; None keeps the mode of the file.
+
+    Raises:
+        UserError: If the file is not an image.
+    """
+    from PIL import Image
+
+    try:
+        with Image.open(path) as image:
+            converted = image if mode is None else image.convert(mode)
+            return np.asarray(converted.resize(size[::-1], Image.Resampling[resample]))
+    except OSError as error:
+        raise UserError(f"{key} = '{path}' is not a readable image ({error}); replace it") from None

@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from io import BytesIO
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_lightning.core import Decay, Size, UserError, ensure, numpy_generator, require
-from fl_lightning.data.dataset import PairInputs
-from fl_lightning.data.images import check_headers
+from fl_lightning.core import Fraction, Size, UserError, ensure, numpy_generator, require
+from fl_lightning.data.dataset import IndexedSamples
 from fl_lightning.data.module import FederatedDataModule
 from fl_lightning.data.partition import Natural
-from fl_lightning.data.stream import Samples, stratified
+from fl_lightning.data.partition.base import stratified
 from fl_lightning.data.text import basic_english, numbered, vocabulary
 
 KINDS = {".parquet": "parquet", ".csv": "csv", ".json": "json", ".jsonl": "json"}
 """Files of one split, and the name of their format in ``datasets``."""
-HEADERS = 10_000
-"""Images of which setup reads the headers: half a second."""
 
 
 class HuggingFace(FederatedDataModule):
@@ -39,9 +34,9 @@ class HuggingFace(FederatedDataModule):
             one such file.
         inputs: Column of the inputs; or several of numbers, which become one vector, or of text, which is joined.
         target: Column of the targets, or several of numbers. Text stands for classes, in alphabetical order; with
-            ``task: multilabel`` a list of class labels stands for those that the sample has.
-        client: Column with the client of each sample, which sets the partition and the number of clients; of the test
-            split, it says whose its samples are. Null: samples are divided by ``partition``.
+            ``task: multilabel`` a list of class labels stands for the labels of the sample.
+        client: Column with the client of each sample, which sets the partition and the number of clients; in the
+            test split it names the client of each test sample. Null: samples are divided by ``partition``.
         train: Name of the training split.
         test: Name of the test split.
         test_fraction: Share of the training split that is the test set (of each client, if these are known), in place
@@ -67,7 +62,7 @@ class HuggingFace(FederatedDataModule):
         client: str | None = None,
         train: str = "train",
         test: str = "test",
-        test_fraction: Decay = 0.0,
+        test_fraction: Fraction = 0.0,
         max_length: Size = 200,
         **kwargs: Any,
     ) -> None:
@@ -79,7 +74,6 @@ class HuggingFace(FederatedDataModule):
             require(len(names) > 0, f"data.{key}", names, "name a column")
         self.train, self.test, self.test_fraction = train, test, test_fraction
         self.max_length = max_length
-        self._classes: int | None = None
 
     def load(self) -> tuple[Any, Any, Any, Any]:
         """See :class:`FederatedDataModule`."""
@@ -94,20 +88,12 @@ class HuggingFace(FederatedDataModule):
             known, other = (getattr(part.features[name], "names", None) for part in (train, test))
             require(known == other, "data.target", name, f"the test data have other classes, {other}, not {known}")
         if self.client is not None:
-            users = _users(train, self.client)
-            self.partition = natural = Natural(users)
-            self.num_clients = len({*users})
-            if self.client in test.column_names:
-                self.test_clients = natural.clients(_users(test, self.client))
+            self.set_clients(train[self.client], test[self.client] if self.client in test.column_names else None)
         inputs, targets = self._input_reader(train), self._target_reader(train)
         return inputs(train), targets(train), inputs(test), targets(test)
 
-    def count_classes(self) -> int:
-        """Number of classes: as the data set says, or one more than the largest training label."""
-        return self._classes or super().count_classes()
-
     def _parts(self, splits: Mapping[str, Any]) -> tuple[Any, Any]:
-        """Training and test data."""
+        """Returns training and test data."""
         wanted = {"train": self.train} if self.test_fraction else {"train": self.train, "test": self.test}
         for key, name in wanted.items():
             remedy = "; or set data.test_fraction" if key == "test" else ""
@@ -116,26 +102,26 @@ class HuggingFace(FederatedDataModule):
         train = splits[self.train]
         if not self.test_fraction:
             return train, splits[self.test]
-        n, known = len(train), self.client in train.column_names
-        users = _users(train, self.client) if self.client and known else [""] * n
+        n = len(train)
+        users = train[self.client] if self.client in train.column_names else [""] * n
         rng = numpy_generator(0, "Hugging Face test set")  # independent of data.seed
         rows = stratified(Natural(users).clients(users), round(self.test_fraction * n), rng)
         return train.select(np.setdiff1d(np.arange(n), rows)), train.select(rows)
 
     def _input_reader(self, train: Any) -> Callable[[Any], Any]:
-        """What reads the inputs of a part, by the columns of the training data."""
+        """Returns a function that reads the inputs of a part, chosen by the columns of the training data."""
         import datasets
 
         kinds = [train.features[name] for name in self.inputs]
         if len(kinds) == 1 and isinstance(kinds[0], datasets.Image):
-            return lambda part: _images("train" if part is train else "test", part, self.inputs[0], self.stream)
+            return lambda part: _images("train" if part is train else "test", part, self.inputs[0])
         if not all(_is_text(kind) for kind in kinds):
             return lambda part: _numbers(part, self.inputs, "inputs")
         known = self.vocabulary = vocabulary(_texts(train, self.inputs))
         return lambda part: numbered(_texts(part, self.inputs), known, self.max_length)
 
     def _target_reader(self, train: Any) -> Callable[[Any], NDArray[Any]]:
-        """The same of the targets."""
+        """Returns a function that reads the targets of a part."""
         import datasets
 
         if len(self.targets) > 1:
@@ -148,12 +134,12 @@ class HuggingFace(FederatedDataModule):
         if _is_text(kind) and self.task.by_class:
             classes = sorted({*map(str, train[name])})
             return lambda part: _places(name, part[name], classes)
-        self._classes = getattr(kind, "num_classes", None)
+        self.classes = getattr(kind, "num_classes", None)
         return lambda part: _array(part, name, "target")
 
 
 def _splits(dataset: Any) -> Mapping[str, Any]:
-    """Splits by name, of a data set or of what a path holds."""
+    """Returns splits by name, from a data set, from splits, or from a path."""
     try:
         import datasets
     except ImportError:
@@ -171,42 +157,20 @@ def _from_path(path: Path) -> Any:
 
     forms = "give what save_to_disk wrote, or Parquet, CSV or JSON files"
     require(path.exists(), "data.dataset", f"'{path}'", f"no such folder or file; {forms}")
+    require(path.is_dir() or path.suffix in KINDS, "data.dataset", f"'{path}'", f"unknown format; {forms}")
     try:
-        with _quiet():
-            if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
-                return datasets.load_from_disk(str(path))
-            if path.is_dir():
-                return datasets.load_dataset(str(path))
-            require(path.suffix in KINDS, "data.dataset", f"'{path}'", f"unknown format; {forms}")
-            return datasets.load_dataset(KINDS[path.suffix], data_files=str(path))
-    except UserError:
-        raise
-    except Exception as error:  # of many packages
+        if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
+            return datasets.load_from_disk(str(path))
+        if path.is_dir():
+            return datasets.load_dataset(str(path))
+        return datasets.load_dataset(KINDS[path.suffix], data_files=str(path))
+    except Exception as error:  # many packages raise their own
         what = " ".join(str(error.__cause__ or error).split())
         raise UserError(f"data.dataset = '{path}': cannot be read ({what:.120}); {forms}") from None
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without progress bars."""
-    import datasets
-
-    if datasets.are_progress_bars_disabled():
-        yield
-        return
-    datasets.disable_progress_bars()
-    try:
-        yield
-    finally:
-        datasets.enable_progress_bars()
-
-
-def _users(part: Any, column: str) -> list[str]:
-    return [str(user) for user in part[column]]
-
-
 def _check_column(part: Any, column: str, key: str) -> None:
-    """Refuses missing values, which would become numbers or names; not of text, nor of images, which are read later."""
+    """Refuses missing values, which would become numbers or names; texts and images are checked when they are read."""
     import datasets
     import pyarrow as arrow
     import pyarrow.compute
@@ -231,46 +195,13 @@ def _texts(part: Any, columns: Sequence[str]) -> list[list[str]]:
     return [basic_english(" ".join(text or "" for text in row)) for row in rows]
 
 
-def _images(split: str, part: Any, column: str, stream: bool) -> Samples:
-    if stream:  # otherwise all are read now
-        _check_headers(split, part, column)
-    return PairInputs(split, _Images(part.select_columns([column]), column))
-
-
-def _check_headers(split: str, part: Any, column: str) -> None:
-    """Refuses images that differ in size or channels, by the headers of up to `HEADERS` of them.
-
-    Those that a transform changes are not known before they are read.
-    """
-    import datasets
-
-    if part.format["type"] == "custom":
-        return
-    stored = part.select_columns([column]).cast_column(column, datasets.Image(decode=False))
-    rows = np.linspace(0, len(part) - 1, min(len(part), HEADERS), dtype=int).tolist()
-    entries = ((i, stored[i][column] or {"path": None, "bytes": None}) for i in rows)
-    check_headers(
-        f"data.inputs = {column}",
-        ((f"{split} image {i} ({e['path']})", BytesIO(e["bytes"]) if e["bytes"] else e["path"]) for i, e in entries),
-        any_mode=part.features[column].mode is not None,
-    )
-
-
-class _Images:
-    """The images of a column as one-tuples, which is what `PairInputs` reads."""
-
-    def __init__(self, part: Any, column: str) -> None:
-        self.part, self.column = part, column
-
-    def __len__(self) -> int:
-        return len(self.part)
-
-    def __getitem__(self, index: int) -> tuple[Any]:
-        return (self.part[index][self.column],)
+def _images(split: str, part: Any, column: str) -> IndexedSamples:
+    images = part.select_columns([column])
+    return IndexedSamples(split, len(images), lambda i: images[i][column], images[0][column])
 
 
 def _numbers(part: Any, columns: Sequence[str], key: str) -> NDArray[Any]:
-    """A column of arrays as it is; columns of numbers as vectors of floats."""
+    """Returns a column of arrays unchanged, or columns of numbers as vectors of floats."""
     arrays = [_array(part, name, key) for name in columns]
     if len(arrays) == 1 and arrays[0].ndim > 1:
         return arrays[0]
@@ -280,7 +211,7 @@ def _numbers(part: Any, columns: Sequence[str], key: str) -> NDArray[Any]:
 
 
 def _array(part: Any, column: str, key: str) -> NDArray[Any]:
-    """A column of numbers, or of lists of them, as an array."""
+    """Returns a column of numbers, or of lists of numbers, as an array."""
     leaf = part.features[column]
     while (inner := getattr(leaf, "feature", None)) is not None:
         leaf = inner
@@ -298,7 +229,7 @@ def _array(part: Any, column: str, key: str) -> NDArray[Any]:
 
 
 def _places(column: str, labels: Iterable[Any], classes: Sequence[str]) -> NDArray[np.int64]:
-    """Text as the places in a list of classes, ``(N,)``."""
+    """Converts text to positions in a list of classes, ``(N,)``."""
     place = {label: number for number, label in enumerate(classes)}
     texts = [str(label) for label in labels]
     unknown = next((text for text in texts if text not in place), None)
@@ -307,7 +238,7 @@ def _places(column: str, labels: Iterable[Any], classes: Sequence[str]) -> NDArr
 
 
 def _hot(column: str, rows: Sequence[Sequence[int]], classes: int) -> NDArray[np.float32]:
-    """Lists of labels as zeros and ones, ``(N, classes)``."""
+    """Converts lists of labels to zeros and ones, ``(N, classes)``."""
     hot = np.zeros((len(rows), classes), np.float32)
     for row, labels in zip(hot, rows, strict=True):
         require(min(labels, default=0) >= 0, "data.target", column, "a label is negative; leave it out of its list")

@@ -2,9 +2,6 @@
 
 import difflib
 import inspect
-import pickle
-from collections.abc import Iterable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,23 +10,21 @@ import torch
 from numpy.typing import NDArray
 
 from fl_lightning.core import Size, UserError, ensure
-from fl_lightning.data.files import find_files
+from fl_lightning.data.files import find_files, read_image
 from fl_lightning.data.module import FederatedDataModule
-from fl_lightning.data.stream import Samples
+from fl_lightning.data.streaming import Samples
 
 NORMALISATION = {
     "CIFAR10": ([0.4914, 0.4822, 0.4465], [0.2470, 0.2434, 0.2616]),
     "CIFAR100": ([0.5071, 0.4865, 0.4409], [0.2673, 0.2564, 0.2762]),
     "CINIC10": ([0.47889522, 0.47227842, 0.43047404], [0.24205776, 0.23828046, 0.25874835]),
 }
-"""Mean and standard deviation of the fedgloss and FL-SAM repositories; of CINIC-10, those of the latter."""
+"""Mean and standard deviation of each channel, as in the fedgloss and FL-SAM repositories (CINIC-10: FL-SAM only)."""
 
 
 CIFAR = "https://www.cs.toronto.edu/~kriz/cifar.html"
 LAYOUT = {"CIFAR10": f"cifar-10-batches-py, from {CIFAR}", "CIFAR100": f"cifar-100-python, from {CIFAR}"}
 """Expected content of ``data_dir``, and its home page."""
-ORIENTATION, TURNED = 0x112, 5
-"""EXIF's tag, and its first value at which width and height change places."""
 
 
 class TorchvisionData(FederatedDataModule):
@@ -77,8 +72,7 @@ class TorchvisionData(FederatedDataModule):
         makers = {n: inspect.signature(getattr(datasets, n)).parameters for n in datasets.__all__}
         known = [n for n, parameters in makers.items() if "train" in parameters or "split" in parameters]
         if self.dataset not in known:
-            lower = difflib.get_close_matches(self.dataset.lower(), [n.lower() for n in known])
-            close = [n for n in known if n.lower() in lower] or ["CIFAR10", "CIFAR100", "MNIST"]
+            close = difflib.get_close_matches(self.dataset.upper(), known, cutoff=0.4) or ["CIFAR10", "MNIST"]
             raise UserError(
                 f"data.name = '{self.dataset}' is not a torchvision data set with a training part; "
                 f"did you mean {' or '.join(close)}?"
@@ -123,26 +117,10 @@ class CIFAR100(TorchvisionData):
         data_dir: Folder that holds ``cifar-100-python``.
         download: Whether to download it if it is missing.
         **kwargs: As for TorchvisionData.
-
-    Attributes:
-        coarse: Coarse label (one of 20) of every training sample, ``(50000,)``, int64; after loading.
-        names: File name of every training sample, such as ``cichlid_s_001814.png``; some published splits use them.
     """
-
-    coarse: NDArray[np.int64]
-    names: list[str]
 
     def __init__(self, data_dir: str = "data", download: bool = False, **kwargs: Any) -> None:
         super().__init__("CIFAR100", data_dir, download, **kwargs)
-
-    def load(self) -> tuple[Any, Any, Any, Any]:
-        """See :class:`FederatedDataModule`."""
-        arrays = super().load()
-        with Path(self.data_dir, "cifar-100-python", "train").open("rb") as file:
-            entries = pickle.load(file, encoding="latin1")  # torchvision has just verified its checksum
-        self.coarse = np.array(entries["coarse_labels"], np.int64)
-        self.names = entries["filenames"]
-        return arrays
 
 
 def _normalise(data: FederatedDataModule, name: str) -> None:
@@ -161,30 +139,6 @@ def _arrays(dataset: Any) -> tuple[Any, Any]:
         f"data.name = {type(dataset).__name__} has images of several sizes; write it as files, use ImageFolder",
     )
     return np.stack([image for image, _ in pairs]), np.array([label for _, label in pairs])
-
-
-def check_headers(key: str, images: Iterable[tuple[str, Any]], any_mode: bool) -> None:
-    """Checks by their headers that images have one shape; what is no image is found when it is read.
-
-    Args:
-        key: What the images are in a config.
-        images: Name, and path or file, of each.
-        any_mode: Whether they are converted to one mode when they are read.
-
-    Raises:
-        UserError: If two differ.
-    """
-    from PIL import Image
-
-    first = ""
-    for name, source in images:
-        with suppress(OSError, AttributeError, Image.DecompressionBombError), Image.open(source) as image:
-            width, height = image.size if image.getexif().get(ORIENTATION, 1) < TURNED else image.size[::-1]
-            found = f"{width} x {height}" if any_mode else f"{width} x {height} x {len(image.getbands())}"
-            first = first or found
-            ensure(
-                found == first, f"{key}: {name} is {found}, the first {first}; resize and convert them by map before"
-            )
 
 
 class ImageFiles(Samples):
@@ -208,14 +162,7 @@ class ImageFiles(Samples):
         Raises:
             UserError: If the file is not an image.
         """
-        from PIL import Image
-
-        path = self.paths[index]
-        try:
-            with Image.open(path) as image:
-                return np.asarray(image.convert("RGB").resize((self.size, self.size), Image.Resampling.BILINEAR))
-        except OSError as error:
-            raise UserError(f"{self.key} = '{path}' is not a readable image ({error}); replace or remove it") from None
+        return read_image(self.paths[index], self.key, (self.size, self.size))
 
 
 class ImageFolder(FederatedDataModule):
@@ -240,11 +187,8 @@ class ImageFolder(FederatedDataModule):
         """See :class:`FederatedDataModule`."""
         x_train, y_train, classes = self._part("train")
         x_test, y_test, test_classes = self._part("test")
-        if classes != test_classes:
-            odd = sorted(set(classes) ^ set(test_classes))
-            raise UserError(
-                f"root: class '{odd[0]}' is not in both train and test of '{self.root}'; name classes alike"
-            )
+        odd = f"class '{min({*classes} ^ {*test_classes}, default='')}' is not in both train and test"
+        ensure(classes == test_classes, f"root: {odd} of '{self.root}'; name classes alike")
         return x_train, y_train, x_test, y_test
 
     def _part(self, part: str) -> tuple[ImageFiles, torch.Tensor, list[str]]:
@@ -270,10 +214,10 @@ class CINIC10(ImageFolder):
     Args:
         root: Folder with ``train``, ``valid`` and ``test``.
         valid: Whether to train on the images of ``valid`` too; otherwise they are not used, as in FL-SAM.
-        **kwargs: As for FederatedDataModule; mean and std default to those of FL-SAM.
+        **kwargs: As for FederatedDataModule; mean and std default to the values of FL-SAM.
 
     Raises:
-        UserError: As ImageFolder.
+        UserError: In the same cases as ImageFolder.
     """
 
     def __init__(self, root: str = "data/cinic-10", valid: bool = False, **kwargs: Any) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from fl_lightning.core import Count, Size, UserError
+from fl_lightning.core import PositiveInt, Size, UserError
 from fl_lightning.data.files import find_files, read_rows
 from fl_lightning.data.images import ImageFiles
 from fl_lightning.data.module import FederatedDataModule
@@ -29,7 +29,7 @@ class Landmarks(FederatedDataModule):
         image_size: Height and width, in pixels, that every image is resized to (bilinear). The papers do not
             give theirs; Google's own example has 224.
         num_clients: Number of clients.
-        partition: A partition other than by users; null for by users.
+        partition: Partition that replaces the division by users; null makes each user a client.
         stream: Read photographs when they are needed: in memory they take 28 GB at 224 pixels.
         **kwargs: As for FederatedDataModule.
 
@@ -44,7 +44,7 @@ class Landmarks(FederatedDataModule):
         data_dir: str = "data/landmarks",
         images: str | None = None,
         image_size: Size = 224,
-        num_clients: Count = 1262,
+        num_clients: PositiveInt = 1262,
         partition: Partition | None = None,
         stream: bool = True,
         **kwargs: Any,

@@ -1,21 +1,20 @@
 """LEAF's data sets, in its JSON files: FEMNIST and Shakespeare, with a client for each user."""
 
-import json
 from abc import abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_lightning.data.files import corrupt_file_error, find_files
+from fl_lightning.data.files import corrupt_file_error, find_files, read_json
 from fl_lightning.data.module import FederatedDataModule
-from fl_lightning.data.partition import Natural, Partition
+from fl_lightning.data.partition import Partition
 
 HOME = "https://github.com/TalwalkarLab/leaf"
 CHARACTERS = "\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdefghijklmnopqrstuvwxyz}"
-"""LEAF's table: a character's place in it is its number."""
+"""LEAF's table: the number of a character is its position."""
 LENGTH = 80
 """Characters of a sample of Shakespeare."""
 
@@ -24,20 +23,17 @@ class LEAF(FederatedDataModule):
     """Data in the format of LEAF (Caldas et al. 2018): users, each with samples to train on and samples to test on.
 
     ``train/*.json`` and ``test/*.json`` have ``users`` and ``user_data: {user: {x: [...], y: [...]}}``, as LEAF's
-    ``preprocess.sh`` writes them. Each user of the training files is a client. A client's own part of the test set are
-    the test samples of its user; with LEAF's ``-t user`` there are none.
+    ``preprocess.sh`` writes them. Each user of the training files is a client, whose own part of the test set holds the
+    test samples of that user; with LEAF's ``-t user`` there are none.
 
     Args:
         data_dir: Folder with ``train`` and ``test``, in LEAF's repository ``data/<name>/data``.
-        partition: A partition other than by users, into ``num_clients``; null for by users, which sets their number.
+        partition: Partition into ``num_clients`` that replaces the division by users; null makes each user a client.
         **kwargs: As for FederatedDataModule.
 
     Raises:
         UserError: If (on loading) a file is missing or not in this format.
     """
-
-    classes: ClassVar[int]
-    """Number of classes, whether or not all occur."""
 
     def __init__(self, data_dir: str, partition: Partition | None = None, **kwargs: Any) -> None:
         super().__init__(partition=partition, **kwargs)
@@ -60,36 +56,24 @@ class LEAF(FederatedDataModule):
         folders = find_files("data.data_dir", self.data_dir, ("train", "test"), HOME)
         (users, x_train, y_train), (test_users, x_test, y_test) = map(self._part, folders)
         if self._by_user:
-            natural = Natural(users)
-            self.partition, self.num_clients = natural, len({*users})
-            self.test_clients = natural.clients(test_users)
+            self.set_clients(users, test_users)
         return x_train, y_train, x_test, y_test
 
-    def count_classes(self) -> int:
-        """Number of classes, whether or not all occur."""
-        return self.classes
-
     def _part(self, folder: Path) -> tuple[list[str], NDArray[Any], NDArray[np.int64]]:
-        """The user of each sample, samples and labels of all files of a folder, in the order of their names."""
-        found = [part for path in sorted(folder.glob("*.json")) for part in self._users(path)]
+        """Returns each sample's user, the samples and the labels of a folder's files, in the order of their names."""
+        found = [part for path in sorted(folder.glob("*.json")) for part in read_json(path, self._users, HOME)]
         if not any(len(y) for _, _, y in found):
             raise corrupt_file_error("data.data_dir", folder, "no JSON file with samples", HOME)
         users = [user for user, _, y in found for _ in range(len(y))]
         return users, np.concatenate([x for _, x, _ in found]), np.concatenate([y for *_, y in found])
 
-    def _users(self, path: Path) -> list[tuple[str, NDArray[Any], NDArray[np.int64]]]:
-        """Name, samples and labels of each user of a file."""
-        try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-            data = {user: content["user_data"][user] for user in content["users"]}
-            found = [(user, *self.read(its["x"], its["y"])) for user, its in data.items() if its["x"] or its["y"]]
-            for user, x, y in found:
-                if len(x) != len(y):
-                    raise ValueError(f"user {user} has {len(x)} samples and {len(y)} labels")
-        except KeyError as error:
-            raise corrupt_file_error("data.data_dir", path, f"has no {error}", HOME) from None
-        except (OSError, ValueError, TypeError, AttributeError) as error:
-            raise corrupt_file_error("data.data_dir", path, error, HOME) from None
+    def _users(self, content: Any) -> list[tuple[str, NDArray[Any], NDArray[np.int64]]]:
+        """Returns name, samples and labels of each user, from the content of a file."""
+        data = {user: content["user_data"][user] for user in content["users"]}
+        found = [(user, *self.read(its["x"], its["y"])) for user, its in data.items() if its["x"] or its["y"]]
+        for user, x, y in found:
+            if len(x) != len(y):
+                raise ValueError(f"user {user} has {len(x)} samples and {len(y)} labels")
         return found
 
 
@@ -142,7 +126,7 @@ class Shakespeare(LEAF):
 
 
 def _numbers(texts: Sequence[str]) -> NDArray[np.int64]:
-    """Places of all characters in LEAF's table, ``(n,)``."""
+    """Returns the position of each character in LEAF's table, ``(n,)``."""
     text = "".join(texts)
     table = np.full(256, -1)
     table[[ord(character) for character in CHARACTERS]] = np.arange(len(CHARACTERS))

@@ -1,11 +1,13 @@
-"""The samples of each training step: drawn up front, gathered and augmented when they are needed."""
+"""Minibatches: their samples are drawn before training, and gathered and augmented when they are needed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from itertools import accumulate, pairwise
+from operator import itemgetter
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,39 +15,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from fl_lightning.core import to_device
-
-Batch = tuple[Tensor, Tensor]
-"""Samples ``(B, *input_shape)`` and labels: ``(B,)``, with Mixup ``(B, classes)``, for segmentation ``(B, H, W)``."""
+from fl_lightning.core.nested import Inputs, map_tensors, named_tensors, nested
+from fl_lightning.data.samples import Batch, SampleStore
 
 CHUNK = 64 * 2**20
 """Bytes of samples that are gathered and augmented at once."""
-
-
-class SampleSource(Protocol):
-    """Where minibatches get their samples: a data module.
-
-    Attributes:
-        batch_size: Samples per step; null for full batches.
-        device: Device of the samples it returns.
-    """
-
-    batch_size: int | None
-    device: torch.device
-
-    def moved(self, indices: Tensor, draws: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Indices and draws where `samples` uses them."""
-
-    def samples(self, indices: Tensor, draws: dict[str, Tensor], dtype: torch.dtype) -> Batch:
-        """Training samples by index, augmented and scaled; see `FederatedDataModule`."""
-
-    def class_counts(self, client: int) -> Tensor:
-        """Number of a client's training samples of each class, ``(num_classes,)``, int64."""
-
-    def reading_ahead(self, clients: Iterable[Minibatches]) -> AbstractContextManager[object]:
-        """A context in which the samples of these minibatches are read before they are asked for."""
-
-    def sample_bytes(self, dtype: torch.dtype) -> int:
-        """Memory of one sample, in bytes."""
 
 
 @dataclass(frozen=True)
@@ -60,53 +34,41 @@ class Minibatches:
         dtype: Floating dtype of the samples.
     """
 
-    source: SampleSource
+    source: SampleStore
     indices: Tensor
     sizes: list[int]
     draws: dict[str, Tensor]
     dtype: torch.dtype
 
     def __len__(self) -> int:
-        """Number of steps."""
+        """Returns the number of steps."""
         return len(self.sizes)
 
     def __iter__(self) -> Iterator[Batch]:
-        at, (indices, draws) = 0, self.source.moved(self.indices, self.draws)
-        with self.source.reading_ahead([self]):
+        at, (indices, draws) = 0, self.source.to_samples(self.indices, self.draws)
+        with self.source.reading_ahead([self.indices]):
             for sizes in chunks(self.sizes, self.source.sample_bytes(self.dtype)):
                 n = sum(sizes)
                 now = {name: v[at : at + n] for name, v in draws.items()}
                 x, y = self.source.samples(indices[at : at + n], now, self.dtype)
-                yield from zip(torch.split(x, sizes), torch.split(y, sizes), strict=True)
+                for start, end in pairwise(accumulate(sizes, initial=0)):
+                    yield map_tensors(itemgetter(slice(start, end)), x), y[start:end]
                 at += n
 
     def head(self, steps: int) -> Minibatches:
-        """The first few steps alone."""
+        """Returns the first steps alone."""
         return self.take(range(min(steps, len(self))))
 
     def take(self, steps: Sequence[int]) -> Minibatches:
-        """Some of the steps, in the given order."""
+        """Returns some of the steps, in the given order."""
         parts = torch.split(torch.arange(len(self.indices)), self.sizes)
         rows, sizes = torch.cat([parts[step] for step in steps]), [self.sizes[step] for step in steps]
         draws = {name: v[rows] for name, v in self.draws.items()}
         return Minibatches(self.source, self.indices[rows], sizes, draws, self.dtype)
 
 
-def epoch_sizes(n: int, batch_size: int | None, drop_last: bool) -> list[int]:
-    """Samples of each minibatch in one pass over ``n`` samples; never empty.
-
-    Args:
-        n: Number of samples.
-        batch_size: Samples per minibatch; null for all.
-        drop_last: Whether to leave out a short minibatch at the end, unless it is the only one.
-    """
-    size = batch_size or n
-    full, rest = divmod(n, size)
-    return [size] * full + [rest] * (rest > 0 and not (drop_last and full))
-
-
 def chunks(sizes: Iterable[int], sample_bytes: int) -> Iterator[list[int]]:
-    """Consecutive steps whose samples take about `CHUNK` bytes."""
+    """Groups consecutive steps whose samples take about `CHUNK` bytes; yields the sizes of their minibatches."""
     limit = max(1, CHUNK // sample_bytes)
     chunk: list[int] = []
     for size in sizes:
@@ -122,24 +84,38 @@ class Block:
     """Some steps of several clients, padded to one shape.
 
     Attributes:
-        x: Samples, ``(steps, clients, batch, ...)``.
+        x: Samples, ``(steps, clients, batch, ...)``, or a nested dict of such tensors.
         y: Labels, ``(steps, clients, batch)``, or with Mixup ``(steps, clients, batch, classes)``.
         weight: Weight of each sample in its minibatch's mean, 0 for padding, ``(steps, clients, batch)``.
         active: Whether a client takes that step, ``(steps, clients, 1)``.
     """
 
-    x: Tensor
+    x: Inputs
     y: Tensor
     weight: Tensor
     active: Tensor
 
+    def __iter__(self) -> Iterator[tuple[Inputs, Tensor, Tensor, Tensor]]:
+        """Yields ``x, y, weight, active`` of each step."""
+        for i, (y, weight, active) in enumerate(zip(self.y, self.weight, self.active, strict=True)):
+            yield map_tensors(itemgetter(i), self.x), y, weight, active
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Returns all tensors by name; those of a dict ``x`` by dotted path."""
+        return named_tensors(vars(self), "block")
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor]) -> Block:
+        """Returns the block whose `tensors` these are; further names are ignored."""
+        return cls(**nested(tensors, "block"))
+
 
 def blocks(clients: Sequence[Minibatches], width: int, batch: int) -> Iterator[Block]:
-    """Stacks the minibatches of several clients.
+    """Stacks the minibatches of several clients; yields consecutive steps.
 
     Args:
         clients: Their minibatches, of one source.
-        width: Clients of a block; places beyond those given are padding and never active.
+        width: Clients of a block; places beyond the given clients are padding and never active.
         batch: Samples of a minibatch, padding included.
     """
     first, steps = clients[0], max(map(len, clients))
@@ -152,21 +128,22 @@ def blocks(clients: Sequence[Minibatches], width: int, batch: int) -> Iterator[B
     place, taken = np.arange(batch), sizes > 0
     position = torch.from_numpy(np.where(taken, starts + np.minimum(place, sizes - 1), 0))
     weight = torch.from_numpy((place < sizes) / np.maximum(sizes, 1))
-    # moved at once, not chunk by chunk
+    # all are moved to the device at once, not chunk by chunk
     flat, device = position.reshape(-1), first.source.device
-    indices, draws = first.source.moved(
+    indices, draws = first.source.to_samples(
         torch.cat([c.indices for c in clients])[flat],
         {name: torch.cat([c.draws[name] for c in clients])[flat] for name in first.draws},
     )
     weight, active = to_device(weight, device, first.dtype), to_device(torch.from_numpy(taken), device)
 
     at, step = 0, width * batch
-    with first.source.reading_ahead(clients):
+    with first.source.reading_ahead(client.indices for client in clients):
         for chunk in chunks([batch] * steps, first.source.sample_bytes(first.dtype) * width):
             end, shape = at + len(chunk), (len(chunk), width, batch)
             rows = slice(at * step, end * step)
             x, y = first.source.samples(indices[rows], {name: v[rows] for name, v in draws.items()}, first.dtype)
-            yield Block(torch.unflatten(x, 0, shape), torch.unflatten(y, 0, shape), weight[at:end], active[at:end])
+            x = map_tensors(partial(torch.unflatten, dim=0, sizes=shape), x)
+            yield Block(x, torch.unflatten(y, 0, shape), weight[at:end], active[at:end])
             at = end
 
 
@@ -192,7 +169,7 @@ class Batches(Dataset[Batch]):
 
 
 class EpochSampler(Sampler[int]):
-    """The numbers of an epoch's batches, in order, and the epoch, by which samples and augmentation are drawn.
+    """Yields the numbers of an epoch's batches, and counts epochs: samples and augmentation are drawn by epoch.
 
     The epoch grows by one with each pass; Lightning sets it, so it continues when a run is resumed.
     """

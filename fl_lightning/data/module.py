@@ -1,33 +1,37 @@
-"""The base of all data sets: samples divided among clients, in memory or streamed."""
+"""The base class of all data sets: what a data set provides, and how its samples are divided among clients."""
 
 import hashlib
 import math
-from abc import ABC
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from numpy.typing import NDArray
 from torch import Tensor
+from torchmetrics import Metric
 
 from fl_lightning.core import (
-    Count,
-    Decay,
     Divisor,
+    Fraction,
+    NonNegativeInt,
+    PositiveInt,
     Threads,
-    Whole,
     ensure,
     generator,
     numpy_generator,
-    to_device,
+    require,
 )
+from fl_lightning.core.nested import Inputs, map_tensors
 from fl_lightning.data.augment import Augment
 from fl_lightning.data.clients import ClientIndices, divide
-from fl_lightning.data.gather import SampleModule
-from fl_lightning.data.minibatches import Batch, Batches, BatchLoader, EpochSampler, Minibatches, epoch_sizes
-from fl_lightning.data.partition import IID, Partition
-from fl_lightning.data.stream import Stream, stored_bytes, stratified
+from fl_lightning.data.minibatches import Batches, BatchLoader, EpochSampler, Minibatches
+from fl_lightning.data.partition import IID, Natural, Partition
+from fl_lightning.data.partition.base import stratified
+from fl_lightning.data.samples import Batch, SampleStore, like
+from fl_lightning.data.streaming import Stream, stored_bytes
 from fl_lightning.data.tasks import TaskName
 
 Split: TypeAlias = Literal["train", "val", "test"] | Sequence[int] | Tensor
@@ -36,11 +40,12 @@ FINGERPRINTED = 1000
 """Training and test samples whose bits are part of a fingerprint; of fewer, all are."""
 
 
-class FederatedDataModule(SampleModule, ABC):
-    """Training data divided among clients, and a central test set. Subclasses implement :meth:`load` only.
+class FederatedDataModule(SampleStore, ABC):
+    """Training data divided among clients, and a central test set. Subclasses implement :meth:`load`.
 
-    It serves a federation by :meth:`client_batches`, and a plain ``L.Trainer``, as an ordinary Lightning data module,
-    with the union of the clients' data.
+    Data that are not images with one class each can override the hooks `stored_shape`, `pair`, `metric`
+    and `test_parts`. A federation trains on :meth:`client_batches`; a plain ``L.Trainer`` trains on the union
+    of the clients' data, as with any Lightning data module.
 
     Args:
         num_clients: Number of clients.
@@ -58,12 +63,12 @@ class FederatedDataModule(SampleModule, ABC):
         stream: Keep the samples where they are, in files, a memory map or host memory, and copy them to the device
             when they are needed: for data that do not fit there. The results are the same, to the bit.
         workers: Threads that read files and memory maps.
-        task: What the targets are: classification (a class of each sample), regression (a number of each sample or
-            several, ``(N, k)``) or multilabel (zeros and ones ``(N, labels)``).
+        task: Kind of the targets: classification (one class per sample), regression (one number per sample, or several,
+            ``(N, k)``) or multilabel (zeros and ones ``(N, labels)``).
 
     Attributes:
-        num_classes: Number of classes (after setup, as all that follow); of labels or values with other tasks.
-        input_shape: Shape of one sample as a net gets it, ``(C, H, W)`` for images.
+        num_classes: Number of classes, labels or target values. This and the following attributes exist after setup.
+        input_shape: Shape of one sample as a net gets it, ``(C, H, W)`` for images; a dict of shapes for a dict.
         clients: Each client's indices into the training data.
         client_sizes: Number of samples of each client, ``(num_clients,)``, int64. With a partition with replacement,
             a sample counts here, and in the union of the clients' data, as often as it is held: so the loss of the
@@ -78,21 +83,25 @@ class FederatedDataModule(SampleModule, ABC):
         UserError: If a value is out of range, or (in setup) if the data are faulty or cannot be divided.
     """
 
+    published: tuple[int, int] | None = None
+    """Numbers of training and test samples of a published data set; setup warns of others."""
+    classes: int | None = None
+    """Number of classes, whether or not all occur, where the data set says it; null: the largest training label + 1."""
     test_clients: NDArray[np.int64] | None = None
 
     def __init__(
         self,
-        num_clients: Count = 100,
+        num_clients: PositiveInt = 100,
         partition: Partition | None = None,
-        batch_size: Count | None = 64,
-        eval_batch_size: Count = 500,
+        batch_size: PositiveInt | None = 64,
+        eval_batch_size: PositiveInt = 500,
         drop_last: bool = False,
-        val_fraction: Decay = 0.0,
+        val_fraction: Fraction = 0.0,
         augment: Augment | None = None,
         mean: list[float] | None = None,
         std: list[Divisor] | None = None,
         standardise: bool = False,
-        seed: Whole = 0,
+        seed: NonNegativeInt = 0,
         stream: bool = False,
         workers: Threads = 4,
         task: TaskName = "classification",
@@ -103,6 +112,44 @@ class FederatedDataModule(SampleModule, ABC):
         self.val_fraction, self.seed = val_fraction, seed
         self._fingerprint: str | None = None
 
+    # What a data set provides
+
+    @abstractmethod
+    def load(self) -> tuple[Any, Any, Any, Any]:
+        """Reads the data.
+
+        Returns:
+            ``x_train, y_train, x_test, y_test`` as arrays or tensors: uint8 images (NCHW, NHWC or NHW), or floats or
+            tokens ``(N, ...)``; labels are integers ``(N,)``, and ``task`` says the form of other targets. Samples can
+            be a nested dict of arrays, which the net's ``forward`` gets as a dict. Samples that need not be in memory
+            can be `Samples` or an ``np.memmap``.
+        """
+
+    def stored_shape(self) -> Any:
+        """Returns the shape of one sample before augmentation; of a dict, the shapes by name."""
+        return map_tensors(lambda v: tuple(v.shape[1:]), like(self.x_train))
+
+    def metric(self) -> tuple[str, Metric]:
+        """Returns the name and a new instance of the metric that evaluation shows beside the loss."""
+        return self.task.metric(self.num_classes)
+
+    def test_parts(self) -> dict[str, Tensor]:
+        """Returns parts of the test set that get a metric of their own: masks ``(n_test,)`` bool by name."""
+        return {}
+
+    def set_clients(self, users: Sequence[int | str], test_users: Sequence[int | str] | None = None) -> None:
+        """Makes each user a client: sets the partition, the number of clients and, if known, `test_clients`.
+
+        Args:
+            users: The user of each training sample, in the order of the samples.
+            test_users: The user of each test sample.
+        """
+        self.partition = natural = Natural([str(user) for user in users])
+        self.num_clients = len({*natural.users})
+        self.test_clients = None if test_users is None else natural.clients(test_users)
+
+    # Setup
+
     def setup(self, stage: str | None = None) -> None:
         """Loads, checks, holds out and divides the data, on every process alike; does nothing the second time.
 
@@ -111,10 +158,27 @@ class FederatedDataModule(SampleModule, ABC):
         """
         if hasattr(self, "clients"):
             return
-        super().setup(stage)
-        name = type(self.partition).__name__
-        by_class = f"{name} divides by class, and these targets are none; use IID or Natural"
-        ensure(self.task.by_class or not self.partition.by_class, f"data.partition: {by_class}")
+        self.store(*self.load())
+        sizes = len(self.y_train), len(self.y_test)
+        if self.published is not None and sizes != self.published:
+            rank_zero_warn(
+                f"{type(self).__name__}: {sizes[0]} training and {sizes[1]} test samples, not the "
+                f"{self.published[0]} and {self.published[1]} of the published data set; results do not compare",
+                stacklevel=4,
+            )
+        known = self.classes if self.task.by_class else None
+        self.num_classes = known or self.task.outputs(self.y_train)
+        label, row, top = int(self.y_test.max()), int(self.y_test.argmax()), self.num_classes - 1
+        ensure(
+            not self.task.by_class or label <= top,
+            f"y_test: label {label} at row {row} exceeds y_train's largest, {top}; number the classes of both alike",
+        )
+        ensure(
+            self.task.by_class or not self.partition.by_class,
+            f"data.partition: {type(self.partition).__name__} divides by class, and these targets are none; "
+            "use IID or Natural",
+        )
+        self.input_shape = self.prepared_shape(self.stored_shape())
         y, strata = self.y_train.numpy(), self.strata.numpy()
         self.val_indices, self.clients = divide(
             y, strata, self.partition, self.num_clients, self.num_classes, self.val_fraction, self.seed
@@ -134,19 +198,13 @@ class FederatedDataModule(SampleModule, ABC):
     # Training
 
     def batches_per_client(self, client: int, epochs: int, steps: int | None) -> int:
-        """Number of local steps K: ``steps`` if given, otherwise ``epochs`` passes of the client's batches."""
+        """Returns the number of local steps K: ``steps`` if given, otherwise ``epochs`` passes through the batches."""
         return steps if steps is not None else epochs * len(self._sizes(len(self.clients[client])))
-
-    def class_counts(self, client: int) -> Tensor:
-        """Number of a client's training samples of each class, ``(num_classes,)``, int64, on the device."""
-        labels = self.y_train[to_device(self.clients[client], self.device)]
-        counts = torch.zeros(self.num_classes, dtype=torch.int64, device=self.device)
-        return counts.scatter_add_(0, labels, torch.ones_like(labels))  # on a GPU, bincount looks at values
 
     def client_batches(
         self, client: int, epochs: int, steps: int | None, generator: torch.Generator, dtype: torch.dtype
     ) -> Minibatches:
-        """Training batches of one client: shuffled in every epoch, augmented, scaled, made as they are asked for.
+        """Returns the training batches of one client: shuffled in every epoch, augmented and scaled when iterated.
 
         Args:
             client: Index of the client.
@@ -159,7 +217,10 @@ class FederatedDataModule(SampleModule, ABC):
         return self._minibatches(self.clients[client], count, generator, dtype)
 
     def _sizes(self, n: int) -> list[int]:
-        return epoch_sizes(n, self.batch_size, self.drop_last)
+        """Returns the number of samples of each minibatch in one pass over ``n`` samples; never empty."""
+        size = self.batch_size or n
+        full, rest = divmod(n, size)
+        return [size] * full + [rest] * (rest > 0 and not (self.drop_last and full))
 
     def _minibatches(self, indices: Tensor, count: int, generator: torch.Generator, dtype: torch.dtype) -> Minibatches:
         n, sizes = len(indices), self._sizes(len(indices))
@@ -181,7 +242,7 @@ class FederatedDataModule(SampleModule, ABC):
         dtype: torch.dtype = torch.float32,
         share: tuple[int, int] = (0, 1),
     ) -> Iterator[Batch]:
-        """Batches in order and without augmentation.
+        """Returns batches in order and without augmentation.
 
         Args:
             split: ``train`` (the union of the clients' data), ``val``, ``test``, or indices into the training data.
@@ -189,41 +250,38 @@ class FederatedDataModule(SampleModule, ABC):
             share: (rank, processes): only every ``processes``-th sample, from the ``rank``-th on.
 
         Raises:
-            UserError: If ``val`` is asked for, but nothing was held out.
+            UserError: If there is no such split, or it is ``val`` and nothing was held out.
         """
         x, y, indices = self._split(split)
         return self.evaluation_batches(x, y, self.in_batches(indices[share[0] :: share[1]]), dtype)
 
-    def _split(self, split: Split) -> tuple[Tensor | Stream, Tensor, Tensor]:
-        """Stored samples, labels, and the indices of the split."""
-        if isinstance(split, str) and split == "test":
-            return self.x_test, self.y_test, torch.arange(len(self.y_test))
+    def _split(self, split: Split) -> tuple[Inputs | Stream, Tensor, Tensor]:
+        """Returns stored samples, their targets, and the indices of the split."""
+        if not isinstance(split, str):
+            return self.x_train, self.y_train, torch.as_tensor(split, dtype=torch.int64)
+        named = {"train": self._union, "val": self.val_indices, "test": torch.arange(len(self.y_test))}
+        require(split in named, "split", f"'{split}'", f"choose from {', '.join(named)}, or give indices")
         ensure(
-            not isinstance(split, str) or split != "val" or len(self.val_indices) != 0,
+            split != "val" or len(self.val_indices) != 0,
             f"data.val_fraction = {self.val_fraction} holds out nothing to validate on; use for example 0.1",
         )
-        named = {"train": self._union, "val": self.val_indices}
-        indices = named[split] if isinstance(split, str) else torch.as_tensor(split, dtype=torch.int64)
-        return self.x_train, self.y_train, indices
-
-    def client_eval_batches(self, client: int, dtype: torch.dtype = torch.float32) -> Iterator[Batch]:
-        """All training data of one client, in order and without augmentation."""
-        return self.eval_batches(self.clients[client], dtype)
+        x, y = (self.x_test, self.y_test) if split == "test" else (self.x_train, self.y_train)
+        return x, y, named[split]
 
     def client_test_indices(self, client: int) -> Tensor | None:
-        """A client's own part of the test set, as in LEAF, where each user keeps a part of their samples for testing.
+        """Returns a client's own part of the test set, as in LEAF, where users keep part of their samples for testing.
 
         Args:
             client: Index of the client.
 
         Returns:
             Sorted indices into the test data, ``(n,)`` int64 on the CPU, empty if the client has no test samples; None
-            if the data do not say whose the test samples are.
+            if the data do not name the clients of test samples.
         """
         return None if self._test_shares is None else self._test_shares[client]
 
     def sample_indices(self, n: int | None, seed: int | None = None) -> Tensor:
-        """A fixed stratified sample of the union of the clients' data, as sorted indices into the training data.
+        """Draws a fixed stratified sample of the union of the clients' data: sorted indices into the training data.
 
         Args:
             n: Number of samples; null, or more than there are, takes all.
@@ -238,7 +296,7 @@ class FederatedDataModule(SampleModule, ABC):
     # A plain L.Trainer
 
     def train_dataloader(self, seed: int | None = None, first_epoch: int = 0) -> BatchLoader:
-        """Shuffled, augmented float32 batches of the union of the clients' data; processes share the batches.
+        """Returns shuffled, augmented float32 batches of the union of the clients' data; processes share them.
 
         Args:
             seed: Seed of order and augmentation; null takes the data module's.
@@ -253,11 +311,11 @@ class FederatedDataModule(SampleModule, ABC):
         return BatchLoader(Batches(count, make), sampler=EpochSampler(count))
 
     def val_dataloader(self) -> BatchLoader | list[Batch]:
-        """Float32 batches of the validation part; empty if nothing was held out."""
+        """Returns float32 batches of the validation part; empty if nothing was held out."""
         return self._eval_dataloader("val") if len(self.val_indices) else []
 
     def test_dataloader(self) -> BatchLoader:
-        """Float32 batches of the test set."""
+        """Returns float32 batches of the test set."""
         return self._eval_dataloader("test")
 
     def _eval_dataloader(self, split: Split) -> BatchLoader:
@@ -270,7 +328,7 @@ class FederatedDataModule(SampleModule, ABC):
         return BatchLoader(Batches(len(batches), make))
 
     def fingerprint(self) -> str:
-        """Hash of labels, clients' indices and `FINGERPRINTED` samples as stored; identifies a checkpoint's data."""
+        """Returns a hash of targets, clients' indices and `FINGERPRINTED` stored samples: it identifies the data."""
         if self._fingerprint is None:
             digest = hashlib.sha256()
             for tensor in (self.client_sizes, self.clients.indices, self.y_train.cpu(), self.y_test.cpu()):

@@ -1,8 +1,6 @@
 """Images with label maps, divided among clients as in FedDrive: Cityscapes and IDDA."""
 
-import json
 import re
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,14 +11,14 @@ from torch import Tensor
 from torch.nn import functional as F
 from torchmetrics import Metric
 
-from fl_lightning.core import Count, Divisor, UserError, ensure
+from fl_lightning.core import Divisor, PositiveInt, UserError, ensure
 from fl_lightning.data.augment import Augment, ScaledCrop
-from fl_lightning.data.files import corrupt_file_error, find_files
-from fl_lightning.data.minibatches import Batch
-from fl_lightning.data.miou import IGNORED, MeanIoU
+from fl_lightning.data.files import corrupt_file_error, find_files, read_image, read_json
+from fl_lightning.data.metrics import IGNORED, MeanIoU
 from fl_lightning.data.module import FederatedDataModule
 from fl_lightning.data.partition import Given
-from fl_lightning.data.stream import Samples
+from fl_lightning.data.samples import Batch
+from fl_lightning.data.streaming import Samples
 
 LISTS = "https://github.com/Erosinho13/FedDrive"
 CITYSCAPES = {
@@ -60,26 +58,14 @@ class LabelledImages(Samples):
         Raises:
             UserError: If a file is not an image, or not a label map.
         """
-        from PIL import Image
-
-        sample, size = np.empty(self.shape[1:], np.uint8), self.size[::-1]
-        path = self.images[index]
-        try:
-            with Image.open(path) as image:
-                rgb = image.convert("RGB")
-            resized = rgb if rgb.size == size else rgb.resize(size, Image.Resampling.BICUBIC)
-            sample[:3] = np.asarray(resized).transpose(2, 0, 1)
-            path = self.maps[index]
-            with Image.open(path) as labels:
-                ensure(
-                    labels.mode in ("L", "P"),
-                    f"data.data_dir = '{path}': {labels.mode} instead of one label a pixel; replace it",
-                )
-                whole = labels if labels.size == size else labels.resize(size, Image.Resampling.NEAREST)
-                sample[3] = self._class[np.asarray(whole)]
-        except OSError as error:
-            raise UserError(f"data.data_dir = '{path}' is not a readable image ({error}); replace it") from None
-        return sample
+        image = read_image(self.images[index], "data.data_dir", self.size, "BICUBIC")
+        labels = read_image(self.maps[index], "data.data_dir", self.size, "NEAREST", mode=None)
+        ensure(
+            labels.dtype == np.uint8 and labels.ndim == 2,
+            f"data.data_dir = '{self.maps[index]}': {labels.dtype} {labels.shape} instead of one label a pixel, "
+            f"uint8 {self.size}; replace it",
+        )
+        return np.stack([*image.transpose(2, 0, 1), self._class[labels]])
 
 
 class Segmentation(FederatedDataModule):
@@ -123,9 +109,9 @@ class Segmentation(FederatedDataModule):
         size: tuple[int, int],
         classes: dict[int, int],
         eval_size: tuple[int, int] | None = None,
-        num_clients: Count | None = None,
+        num_clients: PositiveInt | None = None,
         augment: Augment | None = None,
-        eval_batch_size: Count = 1,
+        eval_batch_size: PositiveInt = 1,
         mean: list[float] | None = None,
         std: list[Divisor] | None = None,
         stream: bool = True,
@@ -145,7 +131,8 @@ class Segmentation(FederatedDataModule):
             **kwargs,
         )
         self.data_dir, self.layout = data_dir, (train, test, images, maps)
-        self.size, self.classes, self.eval_size = size, classes, eval_size
+        self.size, self.class_of, self.eval_size = size, classes, eval_size
+        self.classes = max(classes.values()) + 1
         self._as_listed = num_clients is None
         self._parts: dict[str, Tensor] = {}
 
@@ -154,8 +141,7 @@ class Segmentation(FederatedDataModule):
         origin = f"{LISTS} and {self.home}"
         *lists, self.images, self.maps = find_files("data.data_dir", self.data_dir, self.layout, origin)
         train, test = (_listed(folder) for folder in lists)
-        bounds = np.cumsum([0, *(len(pairs) for pairs in train.values())]).tolist()
-        self.partition = Given([list(range(a, b)) for a, b in pairwise(bounds)])
+        self.partition = Given.consecutive(map(len, train.values()))
         if self._as_listed:
             self.num_clients = len(train)
         users = [user for user, pairs in test.items() for _ in pairs]
@@ -164,7 +150,7 @@ class Segmentation(FederatedDataModule):
         return x, y, x_test, y_test
 
     def _labelled(self, users: dict[str, list[tuple[str, str]]]) -> tuple[LabelledImages, NDArray[np.int64]]:
-        """Images of all users; the label of each is 0, since classes are those of pixels."""
+        """Returns the images of all users, with label 0 for each: here pixels have classes, not images."""
         pairs = [pair for pairs in users.values() for pair in pairs]
         images, maps = [self.images / image for image, _ in pairs], [self.maps / labels for _, labels in pairs]
         for root, paths in ((self.images, images), (self.maps, maps)):
@@ -173,18 +159,14 @@ class Segmentation(FederatedDataModule):
                     f"data.data_dir: {len(missing)} of {len(paths)} listed files are missing, such as '{missing[0]}'; "
                     f"the folder '{root.name}' comes from {self.home}"
                 )
-        return LabelledImages(images, maps, self.size, self.classes), np.zeros(len(pairs), np.int64)
-
-    def count_classes(self) -> int:
-        """See :class:`FederatedDataModule`."""
-        return max(self.classes.values()) + 1
+        return LabelledImages(images, maps, self.size, self.class_of), np.zeros(len(pairs), np.int64)
 
     def stored_shape(self) -> tuple[int, ...]:
         """See :class:`FederatedDataModule`."""
         return 3, *self.size
 
     def pair(self, x: Tensor, y: Tensor, evaluation: bool) -> Batch:
-        """Images ``(n, 3, h, w)`` uint8 and label maps ``(n, H, W)`` int64."""
+        """Returns images ``(n, 3, h, w)`` uint8 and label maps ``(n, H, W)`` int64."""
         image, labels = x[:, :3], x[:, 3].long()
         if evaluation and self.eval_size is not None:
             smaller = F.interpolate(image.float(), self.eval_size, mode="bilinear", antialias=True)
@@ -196,7 +178,7 @@ class Segmentation(FederatedDataModule):
         return "miou", MeanIoU(self.num_classes)
 
     def test_parts(self) -> dict[str, Tensor]:
-        """The images of each test user, if there are several."""
+        """Returns the images of each test user if there are several."""
         return self._parts
 
 
@@ -277,7 +259,7 @@ class IDDA(Segmentation):
 
 
 def _listed(folder: Path) -> dict[str, list[tuple[str, str]]]:
-    """Image and label map of each sample, by user, from the lists of a folder in the order of their numbers."""
+    """Returns image and label map of each sample by user, from a folder's lists in the order of their numbers."""
 
     def number(path: Path) -> tuple[int, str]:
         found = re.search(r"(\d+)$", path.stem)
@@ -285,16 +267,13 @@ def _listed(folder: Path) -> dict[str, list[tuple[str, str]]]:
 
     users: dict[str, list[tuple[str, str]]] = {}
     for path in sorted(folder.glob("*.json"), key=number):
-        users |= _read(path)
+        users |= read_json(path, _pairs, LISTS)
     if not users:
         raise corrupt_file_error("data.data_dir", folder, "no lists (*.json)", LISTS)
     return users
 
 
-def _read(path: Path) -> dict[str, list[tuple[str, str]]]:
-    try:
-        listed = json.loads(path.read_text())["user_data"].items()
-        return {user: [(str(x), str(y)) for x, y in zip(data["x"], data["y"], strict=True)] for user, data in listed}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        problem = f"not a list of users with images x and label maps y ({error!r})"
-        raise corrupt_file_error("data.data_dir", path, problem, LISTS) from None
+def _pairs(content: Any) -> dict[str, list[tuple[str, str]]]:
+    """Returns image and label map of each sample by user, from the content of a list."""
+    listed = content["user_data"].items()
+    return {user: [(str(x), str(y)) for x, y in zip(data["x"], data["y"], strict=True)] for user, data in listed}

@@ -1,4 +1,4 @@
-"""What the targets are: classes, several labels of a sample, or numbers."""
+"""Kinds of targets: classes, several labels per sample, or numbers."""
 
 from abc import ABC, abstractmethod
 from itertools import pairwise
@@ -10,19 +10,19 @@ from torch import Tensor
 from torchmetrics import MeanAbsoluteError, Metric
 from torchmetrics.classification import MulticlassAccuracy, MultilabelF1Score
 
-from fl_lightning.core import accumulator_dtype, ensure
-from fl_lightning.data.stream import finite, labels, numeric
+from fl_lightning.core import UserError, accumulator_dtype, ensure
+from fl_lightning.data.validation import finite, numeric
 
 TaskName = Literal["classification", "regression", "multilabel"]
 
 
 class Task(ABC):
-    """What depends on the kind of the targets: their form, their metric, and which outputs fit them.
+    """Defines how targets of one kind are stored, scored and matched to the network's outputs.
 
     Attributes:
         by_class: Whether each sample has a class, by which samples can be divided and drawn.
-        unit: What the outputs of a net stand for, for messages.
-        remedy: Losses for such targets, for messages.
+        unit: What a net's outputs stand for; completes error messages.
+        remedy: Losses that suit the targets; completes error messages.
     """
 
     by_class: ClassVar[bool] = False
@@ -43,11 +43,11 @@ class Task(ABC):
 
     @abstractmethod
     def metric(self, outputs: int) -> tuple[str, Metric]:
-        """Returns name and a new instance of the metric by default, for this number of outputs."""
+        """Returns name and a new instance of the default metric, for this number of outputs."""
 
-    @abstractmethod
     def arguments(self, outputs: int) -> dict[str, Any]:
-        """Returns what constructors of torchmetrics want to know of the targets, by argument."""
+        """Returns the arguments that describe the targets to constructors of torchmetrics; none by default."""
+        return {}
 
     def outputs(self, y: Tensor) -> int:
         """Returns the number of outputs that a net needs for targets ``(N, k)``: k."""
@@ -67,10 +67,10 @@ class Task(ABC):
 
     @abstractmethod
     def groups(self, y: Tensor, outputs: int) -> tuple[str, list[str], Tensor]:
-        """Returns what a partition is counted by, for this number of outputs.
+        """Returns the groups by which a partition is counted, for this number of outputs.
 
         Returns:
-            What the groups are, their names, and the groups of each sample, ``(N, k)``; -1 is none.
+            Kind and names of the groups, and the groups of each sample, ``(N, k)``; -1 stands for none.
         """
 
 
@@ -82,11 +82,22 @@ class Classification(Task):
     remedy = "for classes"
 
     def targets(self, name: str, array: Any) -> Tensor:
-        """See :class:`Task`."""
-        return labels(name, array)
+        """See :class:`Task`; raises a UserError if they are not one-dimensional, or not integers >= 0."""
+        y = numeric(name, array)
+        ensure(
+            not y.is_floating_point() and not y.is_complex() and y.dtype != torch.bool,
+            f"{name}: labels are {y.dtype}; convert them to integers 0, 1, ...",
+        )
+        ensure(y.ndim == 1, f"{name}: shape {tuple(y.shape)} is not (N,); give one label per sample")
+        y = y.long()
+        if len(y) and y.min() < 0:
+            raise UserError(
+                f"{name}: label {int(y.min())} at row {int(y.argmin())} is negative; number the classes from 0"
+            )
+        return y
 
     def metric(self, outputs: int) -> tuple[str, Metric]:
-        """Accuracy."""
+        """Returns the accuracy."""
         return "acc", MulticlassAccuracy(outputs, average="micro", validate_args=False)
 
     def arguments(self, outputs: int) -> dict[str, Any]:
@@ -110,7 +121,7 @@ class Classification(Task):
         return y
 
     def groups(self, y: Tensor, outputs: int) -> tuple[str, list[str], Tensor]:
-        """The classes."""
+        """Returns the classes."""
         return "class", [*map(str, range(outputs))], y[:, None]
 
 
@@ -131,20 +142,16 @@ class Regression(Task):
         return finite(name, y.reshape(len(y), -1) if len(y) else y.reshape(0, 1))
 
     def metric(self, outputs: int) -> tuple[str, Metric]:
-        """Mean absolute error, over all values: it is defined for a single sample, too."""
+        """Returns the mean absolute error over all values, which a single sample also has."""
         return "mae", MeanAbsoluteError()
 
     def scored(self, outputs: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        """In float64: R² and its like subtract sums of squares from each other."""
+        """Returns both in float64: metrics such as R² subtract sums of squares from each other."""
         dtype = accumulator_dtype(outputs.device)
         return outputs.to(dtype), target.to(dtype)
 
-    def arguments(self, outputs: int) -> dict[str, Any]:
-        """See :class:`Task`."""
-        return {}
-
     def groups(self, y: Tensor, outputs: int) -> tuple[str, list[str], Tensor]:
-        """Tenths of all samples by their first value; fewer where many are equal."""
+        """Returns tenths of all samples by their first value; fewer if many values are equal."""
         value = y[:, 0].double().cpu().numpy()
         edges = np.unique(np.quantile(value, np.linspace(0, 1, 11)))
         digits = next(n for n in range(3, 18) if len({f"{edge:.{n}g}" for edge in edges}) == len(edges))
@@ -172,7 +179,7 @@ class MultiLabel(Task):
         return y.float()
 
     def metric(self, outputs: int) -> tuple[str, Metric]:
-        """F1 over all pairs of sample and label; a label is predicted if its logit is positive."""
+        """Returns F1 over all pairs of sample and label; a positive logit predicts a label."""
         return "f1", LabelF1(outputs, average="micro", validate_args=False)
 
     def scored(self, outputs: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -184,7 +191,7 @@ class MultiLabel(Task):
         return {"task": "multilabel", "num_labels": outputs}
 
     def groups(self, y: Tensor, outputs: int) -> tuple[str, list[str], Tensor]:
-        """The labels; a sample counts for each that it has."""
+        """Returns the labels; a sample counts for each of its labels."""
         return "label", [*map(str, range(outputs))], torch.where(y > 0, torch.arange(outputs, device=y.device), -1)
 
 

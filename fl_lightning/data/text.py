@@ -50,7 +50,7 @@ class AGNews(FederatedDataModule):
     """AG News (Zhang et al. 2015): 120,000 training and 7,600 test texts of 4 classes, as tokens.
 
     ``train.csv`` and ``test.csv`` have rows ``class (1 to 4), title, description``; title and description are joined.
-    The vocabulary is that of training and test texts together, as in FL-SAM (98,635 tokens). A sample is
+    The vocabulary covers training and test texts together, as in FL-SAM (98,635 tokens). A sample is
     ``(max_length,)`` int64; 0 is both padding and the unknown token.
 
     Args:
@@ -84,7 +84,7 @@ class AGNews(FederatedDataModule):
 
 
 def _read(path: Path) -> tuple[list[list[str]], NDArray[np.int64]]:
-    """Tokens and label of each row."""
+    """Returns tokens and label of each row."""
     form = "class (1 to 4), title, description"
     rows = read_rows(path, csv.reader, lambda row: len(row) >= 2 and row[0] in ("1", "2", "3", "4"), form, HOME)
     return [basic_english(" ".join(row[1:])) for row in rows], np.array([int(row[0]) - 1 for row in rows], np.int64)

@@ -1,8 +1,9 @@
 """Local training of a cohort: the only room that computes training gradients, or distinguishes one client from many."""
 
+from fl_lightning.engine.agreement import check
 from fl_lightning.engine.base import Engine, Job, LocalResult
 from fl_lightning.engine.batched import BatchedEngine
-from fl_lightning.engine.choose import ENGINES, Choice, EngineName, check, choose, make, seconds
+from fl_lightning.engine.choice import ENGINES, Choice, EngineName, choose, seconds
 from fl_lightning.engine.graphed import GraphedEngine
 from fl_lightning.engine.sequential import DebugEngine, SequentialEngine
 
@@ -19,6 +20,5 @@ __all__ = [
     "SequentialEngine",
     "check",
     "choose",
-    "make",
     "seconds",
 ]

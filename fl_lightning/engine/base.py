@@ -1,18 +1,20 @@
-"""The interface of the engines: jobs in, local results out."""
+"""The interface of the engines, jobs in and local results out, and the order of a client's hooks."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.core import Autocast, ClientContext, FlatNet, State, Upload
+from fl_lightning.algorithms.module import Losses
+from fl_lightning.algorithms.parts.local_optimizer import Take
+from fl_lightning.core import Autocast, ClientContext, Draws, FlatNet, State, Upload, UserError
 from fl_lightning.data.minibatches import Minibatches
 
-COLUMNS = ("lr", "K", "k_lr", "n_k", "n_mean")
+COLUMNS = ("lr", "K", "K_missed", "k_lr", "n_k", "n_mean")
 """Attributes in which the contexts of a cohort's clients differ."""
 
 
@@ -67,52 +69,206 @@ class LocalResult:
     buffers: Tensor | None = None
 
 
+@dataclass(frozen=True)
+class Carry:
+    """Tensors that a local step changes, of one client or of several at once.
+
+    Attributes:
+        w: Weights, ``(..., d)``.
+        state: The client's state, with that of the optimizer.
+        loss: The loss of the last step, or in the batched engine the sum of the losses so far, ``(...)``.
+    """
+
+    w: Tensor
+    state: State
+    loss: Tensor
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """Arguments that stay the same over the local steps of a round.
+
+    Attributes:
+        received: The state that the server sent; ``(d,)`` where it is the same for all clients.
+        start: Weights where local training starts.
+        teachers: The teachers' weights.
+        constants: The client's own further arguments of the loss, ``(..., any)``.
+        ctx: The client's context.
+        take: Takes a step of the local optimizer.
+    """
+
+    received: State
+    start: Tensor
+    teachers: tuple[Tensor, ...]
+    constants: tuple[Tensor, ...]
+    ctx: ClientContext
+    take: Take
+
+
+Evaluation = Callable[[Tensor, Losses | None], tuple[Tensor, Tensor]]
+"""Gradient and loss at a point on this step's minibatch, of the objective or of other losses per sample."""
+
+
 def changed(objective: LocalObjective, settings: Mapping[str, float | Tensor]) -> LocalObjective:
     """Returns an objective that shares everything with another one but some settings, by name as in `Job`."""
-    objective = copy(objective)
-    parts: dict[str, Any] = {"": objective}
+    copies: dict[str, Any] = {"": copy(objective)}
+
+    def copied(path: str) -> Any:
+        if path not in copies:
+            above, _, name = path.rpartition(".")
+            owner = copied(above)
+            copies[path] = copy(getattr(owner, name))
+            object.__setattr__(owner, name, copies[path])  # a module's own way would change what both share
+        return copies[path]
+
     for name, value in settings.items():
-        part, _, attribute = name.rpartition(".")
-        if part not in parts:
-            parts[part] = copy(getattr(objective, part))
-            setattr(objective, part, parts[part])
-        setattr(parts[part], attribute, value)
-    return objective
+        path, _, attribute = name.rpartition(".")
+        object.__setattr__(copied(path), attribute, value)
+    return copies[""]  # type: ignore[no-any-return]
+
+
+def _kept(client: State, before: State) -> State:
+    """Returns the declared names of the state that a hook returns.
+
+    Args:
+        client: What the hook returns; a value that several clients share may lack their axis.
+        before: The state that it got.
+
+    Raises:
+        UserError: If a value has another shape than declared.
+    """
+    for name, old in before.items():
+        found, declared = client[name].shape, old.shape
+        if found[-1:] != declared[-1:] or len(found) > len(declared):
+            raise UserError(
+                f"state '{name}': a hook returns shape {tuple(found)}; return its declared shape {tuple(declared)}"
+            )
+    return client.only(before)
 
 
 class Engine:
     """Runs local training. All engines run the same hooks and give the same numbers, up to rounding.
 
+    The hooks of a local training are called here only: `begin`, `step` for each minibatch, `finish`. An engine provides
+    the minibatches, the gradients, and where clients are trained together, the mask.
+
     Args:
         objective: The local objective, on its device and in its precision.
         net: The flat view of the objective's net; training leaves it at other weights.
         autocast: Context for forward passes.
+        width: Clients that are trained at once, for engines that train several; null: all of a cohort.
+        compile: Whether the graphed engine compiles.
+
+    Attributes:
+        name: Its name in ``trainer.engine``.
+        trains_several: Whether it trains several clients at once.
     """
 
-    name = "sequential"
+    name: ClassVar[str]
+    trains_several: ClassVar[bool] = False
 
-    def __init__(self, objective: LocalObjective, net: FlatNet, autocast: Autocast) -> None:
+    def __init__(
+        self,
+        objective: LocalObjective,
+        net: FlatNet,
+        autocast: Autocast,
+        width: int | None = None,
+        compile: bool = False,
+    ) -> None:
         self.objective, self.net, self.autocast = objective, net, autocast
+        self.width, self.compile = width, compile
 
     def train(self, jobs: Sequence[Job]) -> Iterator[LocalResult]:
         """Trains each client; yields the results one by one, in the order of ``jobs``."""
         raise NotImplementedError
 
+    def begin(self, state: State, received: State, ctx: ClientContext, like: Tensor) -> tuple[Carry, Fixed]:
+        """Calls the hooks before the first step.
+
+        Args:
+            state: The state of the client, or of several.
+            received: The state that the server sent.
+            ctx: The context.
+            like: A tensor of the shape of the weights, ``(..., d)``.
+        """
+        objective, optimizer = self.objective, self.objective.optimizer
+        if not optimizer.keeps_state:
+            state = state | State.initial(optimizer.named_state, like, like)
+        start, client = objective.begin_local(state, received, ctx)
+        teachers, constants = objective.teachers(client, received), objective.loss_constants(client, received, ctx)
+        fixed = Fixed(received, start, teachers, constants, ctx, optimizer.begin(objective.flat, start))
+        return Carry(start.expand_as(like), _kept(client, state), like.new_zeros(like.shape[:-1])), fixed
+
+    def step(self, carry: Carry, fixed: Fixed, evaluate: Evaluation) -> Carry:
+        """Takes one local step.
+
+        Args:
+            carry: What the last step returned.
+            fixed: The arguments of all steps.
+            evaluate: Gradient and loss on this step's minibatch.
+
+        Raises:
+            UserError: If the step evaluates no gradient of the local objective, or returns a vector of another shape.
+        """
+        objective, received, ctx, losses = self.objective, fixed.received, fixed.ctx, list[Tensor]()
+
+        def grad(v: Tensor, other: Losses | None = None) -> Tensor:
+            g, loss = evaluate(v, other)
+            if other is None:
+                losses.append(loss.detach())
+            return g
+
+        if ctx.draws is not None:
+            ctx.draws.next_step()
+        client = carry.state | {"start": fixed.start}
+        lr = objective.step_lr(client, ctx)
+        direction, client = objective.local_step(carry.w, grad, client, received, ctx)
+        w, client = fixed.take(carry.w, direction, client, lr, ctx)
+        if not losses:
+            raise UserError(
+                f"{type(objective).__name__}.local_step: it does not evaluate the local objective, whose loss is "
+                "logged; call grad(v) once, without other losses"
+            )
+        if w.shape != carry.w.shape:
+            name = type(objective.optimizer).__name__
+            raise UserError(
+                f"model.optimizer = {name}: weights of shape {tuple(carry.w.shape)} have shape {tuple(w.shape)} after "
+                "a step; the direction and the step must keep it"
+            )
+        return Carry(w, _kept(client, carry.state), losses[0])
+
+    def finish(self, carry: Carry, fixed: Fixed) -> tuple[Upload, State]:
+        """Calls the hooks after the last step; returns the upload, and the state that the client keeps."""
+        objective, client = self.objective, carry.state | {"start": fixed.start}
+        if fixed.ctx.draws is not None:
+            fixed.ctx.draws.move_to(Draws.END)
+        upload, client = objective.finish_local(carry.w, client, fixed.received, fixed.ctx)
+        return upload, _kept(client, carry.state).only(objective.client_inits())
+
     def context(self, job: Job) -> ClientContext:
-        """The context that the hooks see: with the client's class counts if the objective uses them."""
+        """Returns the context that the hooks see: with the client's class counts if the objective uses them."""
         if not self.objective.uses_class_counts:
             return job.ctx
         counts = job.minibatches.source.class_counts(job.client)
         return replace(job.ctx, class_counts=counts.to(job.received.w))
+
+    def draws(self, jobs: Sequence[Job]) -> Draws:
+        """Returns the random numbers of some clients' hooks."""
+        keys = [(job.seed, job.ctx.t, job.ctx.phase, job.client) for job in jobs]
+        return Draws(keys, jobs[0].received.w.device, self.trains_several)
 
     def train_mode(self) -> None:
         """Puts a net in eval mode into train mode; in a net in train mode, submodules in eval mode stay there."""
         if not self.objective.net.training:
             self.objective.net.train()
 
+    def without_autocast(self) -> "Engine":
+        """Returns a new engine of the same objective whose forward passes are in the precision of the weights."""
+        return type(self)(self.objective, self.net, nullcontext, self.width)
+
     @contextmanager
     def using(self, settings: Mapping[str, float | Tensor]) -> Iterator[None]:
-        """Trains with other settings: floats, or ``(clients, 1)``."""
+        """Overrides settings of the objective for a while; values are floats, or ``(clients, 1)``."""
         objective = self.objective
         try:
             if settings:

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import repeat
 from typing import Any
@@ -22,51 +22,14 @@ from fl_lightning.core import (
     UserError,
     ensure,
     eval_mode,
+    global_generator,
     is_finite,
     to_device,
 )
 from fl_lightning.data.minibatches import Block, blocks
-from fl_lightning.engine.base import COLUMNS, Engine, Job, LocalResult
+from fl_lightning.engine.base import COLUMNS, Carry, Engine, Fixed, Job, LocalResult
 
 Tensors = dict[str, Tensor]
-
-
-@dataclass(frozen=True)
-class Carry:
-    """Tensors that a local step changes.
-
-    Attributes:
-        w: Weights, ``(clients, d)``.
-        state: The clients' state, without ``start``.
-        momentum: Momentum buffers ``(clients, d)``, if the optimizer has any.
-        loss: Sum of the losses so far, ``(clients,)``.
-    """
-
-    w: Tensor
-    state: State
-    momentum: Tensor | None
-    loss: Tensor
-
-
-@dataclass(frozen=True)
-class Fixed:
-    """Arguments that stay the same over the local steps of a round.
-
-    Attributes:
-        received: The state that the server sent; ``(d,)`` where it is the same for all clients.
-        start: Weights where local training starts.
-        teachers: The teachers' weights.
-        constants: The clients' own further arguments of the loss, ``(clients, ...)``.
-        settings: The clients' own settings, ``(clients, 1)``.
-        ctx: The clients' contexts as one.
-    """
-
-    received: State
-    start: Tensor
-    teachers: tuple[Tensor, ...]
-    constants: tuple[Tensor, ...]
-    settings: Tensors
-    ctx: ClientContext
 
 
 class BatchedEngine(Engine):
@@ -89,8 +52,17 @@ class BatchedEngine(Engine):
     SIGNS = ("vmap", "Boolean value of Tensor", "tracing tensor", "RecordedRound", "only integer tensors")
     """Parts of messages by which errors of vmap or of the recording are recognized."""
 
-    def __init__(self, objective: LocalObjective, net: FlatNet, autocast: Autocast, width: int | None = None) -> None:
-        super().__init__(objective, net, autocast)
+    trains_several = True
+
+    def __init__(
+        self,
+        objective: LocalObjective,
+        net: FlatNet,
+        autocast: Autocast,
+        width: int | None = None,
+        compile: bool = False,
+    ) -> None:
+        super().__init__(objective, net, autocast, width, compile)
         ensure(
             type(objective).training_step is LocalObjective.training_step,
             f"trainer.engine = {self.name}: {type(objective).__name__} defines training_step; define `losses`, one "
@@ -102,26 +74,31 @@ class BatchedEngine(Engine):
             "client; use sequential",
         )
         objective.optimizer.check_batched(f"trainer.engine = {self.name}")
-        self.width = width
         self._widest = 2  # a convolution of a single group rounds differently
 
     def train(self, jobs: Sequence[Job]) -> Iterator[LocalResult]:
-        done = 0
-        while done < len(jobs):
-            block = jobs[done : done + (self.width or len(jobs))]
+        # clients with about as many steps share a block, so that there is little padding
+        waiting = sorted(range(len(jobs)), key=lambda i: -len(jobs[i].minibatches))
+        trained, yielded = dict[int, LocalResult](), 0
+        while waiting:
+            block = sorted(waiting[: self.width or len(jobs)])
             try:
-                results = self._train_block(block)
+                results = self._train_block([jobs[i] for i in block])
             except (RuntimeError, MemoryError) as error:
                 if not _is_out_of_memory(error):
                     raise
                 results = []
             if not results:  # the error is gone, and with it the tensors that its traceback held
-                self._halve(len(block))
-            yield from results
-            done += len(results)
+                self._halve()
+            waiting = waiting[len(results) :]
+            trained.update(zip(block, results, strict=False))
+            while yielded in trained:
+                yield trained.pop(yielded)
+                yielded += 1
 
-    def _halve(self, clients: int) -> None:
+    def _halve(self) -> None:
         """Trains half as many clients at once from now on."""
+        clients = self._widest
         ensure(
             clients > 2,
             f"trainer.engine = {self.name}: out of memory with {clients} clients at once; use sequential, or a smaller "
@@ -137,8 +114,9 @@ class BatchedEngine(Engine):
         )
 
     def _train_block(self, jobs: Sequence[Job]) -> list[LocalResult]:
+        before = self._global_states()
         try:
-            return self._trained(jobs)
+            results = self._trained(jobs)
         except (RuntimeError, TypeError) as error:
             if not any(sign in str(error) for sign in self.SIGNS):
                 raise
@@ -147,6 +125,16 @@ class BatchedEngine(Engine):
                 f"trainer.engine = {self.name}: {names[0]} with {names[1]} cannot be batched "
                 f"({str(error).splitlines()[0]:.100}); use sequential"
             ) from None
+        ensure(
+            all(map(torch.equal, before, self._global_states())),
+            f"trainer.engine = {self.name}: a hook of {type(self.objective).__name__} draws from torch's global "
+            "generator; draw from ctx, as by ctx.randn_like(w), or use sequential",
+        )
+        return results
+
+    def _global_states(self) -> list[Tensor]:
+        """Returns the states of torch's global generators."""
+        return [global_generator(torch.device(device)).get_state() for device in {"cpu", str(self.net.device)}]
 
     def _trained(self, jobs: Sequence[Job]) -> list[LocalResult]:
         # a narrower block is padded with clients that take no step, so that shapes stay the same
@@ -156,25 +144,17 @@ class BatchedEngine(Engine):
         settings = {
             n: to_device([[job.settings[n]] for job in rows], like.device, like.dtype) for n in rows[0].settings
         }
-        with self.using(settings):
-            return self._train_rows(jobs, rows, settings)
-
-    def _train_rows(self, jobs: Sequence[Job], rows: Sequence[Job], settings: Tensors) -> list[LocalResult]:
-        objective, received, width = self.objective, _together([job.received for job in jobs]), len(rows)
-        self.train_mode()
-        state = State({name: torch.stack([job.state[name] for job in rows]) for name in jobs[0].state})
+        received, clients = _together([job.received for job in jobs]), [job.minibatches for job in jobs]
         received = State({name: v if v.ndim == 1 else _widened(v, width) for name, v in received.items()})
-        ctx = self._context(rows)
-        start, client = objective.begin_local(state, received, ctx)
-        teachers, constants = objective.teachers(client, received), objective.loss_constants(client, received, ctx)
-        fixed = Fixed(received, start, teachers, constants, settings, ctx)
-        w = start.expand(width, -1)
-        momentum = torch.zeros_like(w) if objective.optimizer.momentum else None
-        carry = Carry(w, client.only(state), momentum, w.new_zeros(width))
-        for block in self._blocks([job.minibatches for job in jobs], width):
-            carry = self._steps(carry, block, fixed)
-        upload, client = objective.finish_local(carry.w, carry.state | {"start": start}, received, ctx)
-        return self._results(jobs, carry, upload, client.only(objective.client_inits()))
+        state = State({name: torch.stack([job.state[name] for job in rows]) for name in jobs[0].state})
+        batch = clients[0].source.batch_size or 1 << (max(max(each.sizes) for each in clients) - 1).bit_length()
+        self.train_mode()
+        with self.using(settings):
+            carry, fixed = self.begin(state, received, self._context(rows), received.w.expand(width, -1))
+            for block in blocks(clients, width, batch):
+                carry = self._steps(carry, block, fixed, settings)
+            upload, state = self.finish(carry, fixed)
+        return self._results(jobs, carry, upload, state)
 
     def _results(self, jobs: Sequence[Job], carry: Carry, upload: Upload, state: State) -> list[LocalResult]:
         width = len(carry.w)
@@ -205,43 +185,37 @@ class BatchedEngine(Engine):
         columns: dict[str, Any] = dict(zip(COLUMNS, to_device(table, like.device, like.dtype).unbind(), strict=True))
         if counts := [ctx.class_counts for ctx in contexts if ctx.class_counts is not None]:
             columns["class_counts"] = torch.stack(counts)
-        return ClientContext(first.t, first.rounds, first.m, first.flat, first.phase, **columns)
+        return ClientContext(first.t, first.rounds, first.m, first.flat, first.phase, **columns, draws=self.draws(jobs))
 
-    def _blocks(self, clients: Sequence[Any], width: int) -> Iterator[Block]:
-        batch = max(max(client.sizes) for client in clients)
-        yield from blocks(clients, width, clients[0].source.batch_size or 1 << (batch - 1).bit_length())
+    def _steps(self, carry: Carry, block: Block, fixed: Fixed, settings: Tensors) -> Carry:
+        """Takes all steps of a block.
 
-    def _steps(self, carry: Carry, block: Block, fixed: Fixed) -> Carry:
-        """Takes all steps of a block."""
+        Args:
+            carry: What the last block returned.
+            block: The minibatches.
+            fixed: The arguments of all steps.
+            settings: The clients' own settings, ``(clients, 1)``.
+        """
         now = replace(carry, loss=torch.zeros_like(carry.loss))
-        for x, y, weight, active in zip(block.x, block.y, block.weight, block.active, strict=True):
-            now = self._step(now, (x, y, weight), active, fixed)
+        for x, y, weight, active in block:
+            now = self._masked(now, (x, y, weight), active, fixed)
         return replace(now, loss=carry.loss + now.loss)
 
-    def _step(self, carry: Carry, batch: tuple[Tensor, ...], active: Tensor, fixed: Fixed) -> Carry:
+    def _masked(self, carry: Carry, batch: tuple[Tensor, ...], active: Tensor, fixed: Fixed) -> Carry:
         """Takes one local step of every client; those that are not active do not change."""
-        values: list[Tensor] = []
         batch = (*batch, *(self._teach(teacher, batch[0]) for teacher in fixed.teachers), *fixed.constants)
 
-        def grad(v: Tensor, losses: Losses | None = None) -> Tensor:
-            g: Tensor
+        def evaluate(v: Tensor, losses: Losses | None) -> tuple[Tensor, Tensor]:
             with self.autocast():
-                g, loss = vmap(grad_and_value(partial(self._loss, losses)))(v.expand_as(carry.w), *batch)
-            if losses is None:
-                values.append(loss.detach())
-            return g
+                values: tuple[Tensor, Tensor] = vmap(grad_and_value(partial(self._loss, losses)))(
+                    v.expand_as(carry.w), *batch
+                )
+            return values
 
-        client = carry.state | {"start": fixed.start}
-        lr = self.objective.step_lr(client, fixed.ctx)
-        direction, client = self.objective.local_step(carry.w, grad, client, fixed.received, fixed.ctx)
-        w, momentum = self.objective.optimizer.step(carry.w, direction, carry.momentum, lr)
-
-        def where(new: Tensor, old: Tensor) -> Tensor:
-            return torch.where(active, new, old)
-
-        state = State({name: where(client[name], old) for name, old in carry.state.items()})
-        momentum = None if carry.momentum is None or momentum is None else where(momentum, carry.momentum)
-        return Carry(where(w, carry.w), state, momentum, carry.loss + torch.where(active[:, 0], values[0], 0))
+        new = self.step(carry, fixed, evaluate)
+        state = State({name: torch.where(active, new.state[name], old) for name, old in carry.state.items()})
+        loss = carry.loss + torch.where(active[:, 0], new.loss, 0)
+        return Carry(torch.where(active, new.w, carry.w), state, loss)
 
     def _loss(self, losses: Losses | None, v: Tensor, x: Tensor, y: Tensor, weight: Tensor, *teacher: Tensor) -> Tensor:
         objective = self.objective
@@ -258,12 +232,9 @@ class BatchedEngine(Engine):
             logits: Tensor = functional_call(net, spec.split(v), (x,))
             return logits
 
-        out: Tensor
+        shared = teacher.ndim == 1  # the same for all
         with eval_mode(net), self.autocast(), self.objective.observed():
-            if teacher.ndim == 1:  # the same for all
-                out = vmap(forward, in_dims=(None, 0))(teacher, x)
-            else:
-                out = vmap(forward)(teacher, x)
+            out: Tensor = vmap(forward, in_dims=(None if shared else 0, 0))(teacher, x)
         return out
 
 

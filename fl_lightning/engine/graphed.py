@@ -2,16 +2,16 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.core import Autocast, ClientContext, FlatNet, State
+from fl_lightning.core import ClientContext, Draws, State, accumulator_dtype, to_device
 from fl_lightning.data.minibatches import Block
-from fl_lightning.engine.base import COLUMNS
-from fl_lightning.engine.batched import BatchedEngine, Carry, Fixed, Tensors
+from fl_lightning.engine.base import COLUMNS, Carry, Fixed
+from fl_lightning.engine.batched import BatchedEngine, Tensors
 from fl_lightning.engine.record import (
     Compiled,
     CudaGraph,
@@ -19,8 +19,12 @@ from fl_lightning.engine.record import (
     RecordedRound,
     Records,
     plain_settings,
-    round_number,
     trace,
+)
+
+REFUSED = (
+    "trainer.engine = graphed: a hook draws random numbers in a local step, which the record would repeat; draw them "
+    "in local_start or local_end, or use batched or sequential"
 )
 
 
@@ -40,55 +44,50 @@ class GraphedEngine(BatchedEngine):
     UNROLLED = 8
     """Most local steps that are compiled into one graph."""
 
-    def __init__(
-        self,
-        objective: LocalObjective,
-        net: FlatNet,
-        autocast: Autocast,
-        width: int | None = None,
-        compile: bool = False,
-    ) -> None:
-        super().__init__(objective, net, autocast, width)
-        self.compile = compile
-        self.records = Records()
+    @cached_property
+    def records(self) -> Records:
+        """The records that were made so far."""
+        return Records()
 
-    def _steps(self, carry: Carry, block: Block, fixed: Fixed) -> Carry:
-        n, settings = len(block.x), self._settings()
+    def _steps(self, carry: Carry, block: Block, fixed: Fixed, settings: Tensors) -> Carry:
+        n, plain = len(block.y), self._settings()
         unroll = n if self.compile and n <= self.UNROLLED else 1
         inputs: Tensors = {
             **_prefixed("received", fixed.received),
             **_prefixed("ctx", {name: getattr(fixed.ctx, name) for name in COLUMNS}),
-            **_prefixed("settings", fixed.settings),
+            **_prefixed("settings", settings),
             **_prefixed("teacher", _numbered(fixed.teachers)),
             **_prefixed("constant", _numbered(fixed.constants)),
-            "t": round_number(fixed.ctx, carry.w),
+            "t": to_device(float(fixed.ctx.t), carry.w.device, accumulator_dtype(carry.w.device)),
         }
         if fixed.start is not fixed.received.w:
             inputs["start"] = fixed.start
         if fixed.ctx.class_counts is not None:
             inputs["ctx.class_counts"] = fixed.ctx.class_counts
         carried = _tensors(replace(carry, w=carry.w.contiguous(), loss=torch.zeros_like(carry.loss)))
-        steps = {name: v.unflatten(0, (-1, unroll)) for name, v in vars(block).items()}
+        steps = {name: torch.unflatten(v, 0, (-1, unroll)) for name, v in block.tensors().items()}
         first = {name: v[0] for name, v in steps.items()}
-        replay = self.records.find({**carried, **inputs, **first}, fixed.ctx, settings, self._record)
+        replay = self.records.find({**carried, **inputs, **first}, fixed.ctx, plain, self._record)
         with torch.no_grad():
             values = replay(*(tuple(tensors.values()) for tensors in (carried, inputs, steps)))
         end = _carry(dict(zip(carried, values, strict=True)))
         return replace(end, loss=carry.loss + end.loss)
 
     def _record(self, named: Tensors, ctx: ClientContext) -> tuple[RecordedRound, Loop | CudaGraph]:
-        round_number, graph = trace(self._recorded, named, ctx)
+        recorded, graph = trace(self._recorded, named, ctx)
         replay = Compiled(graph) if self.compile else graph
-        return round_number, CudaGraph(replay) if named["w"].is_cuda else Loop(replay)
+        return recorded, CudaGraph(replay) if named["w"].is_cuda else Loop(replay)
 
     def _recorded(self, named: Tensors, ctx: ClientContext) -> list[Tensor]:
         """A few steps, from named tensors to those of them that a step changes, in the same order."""
         received, settings = State(_below("received", named)), _below("settings", named)
         teachers, constants = (tuple(_below(name, named).values()) for name in ("teacher", "constant"))
-        fixed = Fixed(received, named.get("start", received.w), teachers, constants, settings, ctx)
-        block = Block(*(named[name] for name in ("x", "y", "weight", "active")))
+        start, block = named.get("start", received.w), Block.of(named)
+        ctx = replace(ctx, draws=Draws([], start.device, True, REFUSED))
         with self.using(settings):
-            return list(_tensors(super()._steps(_carry(named), block, fixed)).values())
+            take = self.objective.optimizer.begin(self.objective.flat, start)
+            fixed = Fixed(received, start, teachers, constants, ctx, take)
+            return list(_tensors(super()._steps(_carry(named), block, fixed, settings)).values())
 
     def _settings(self) -> tuple[Any, ...]:
         objective = self.objective
@@ -108,11 +107,10 @@ def _below(prefix: str, named: Tensors) -> Tensors:
 
 
 def _tensors(carry: Carry) -> Tensors:
-    """The tensors of a carry by name."""
-    momentum = {} if carry.momentum is None else {"momentum": carry.momentum}
-    return {"w": carry.w, "loss": carry.loss, **_prefixed("state", carry.state), **momentum}
+    """Returns the tensors of a carry by name."""
+    return {"w": carry.w, "loss": carry.loss, **_prefixed("state", carry.state)}
 
 
 def _carry(named: Tensors) -> Carry:
-    """The inverse of `_tensors`; other names are ignored."""
-    return Carry(named["w"], State(_below("state", named)), named.get("momentum"), named["loss"])
+    """Returns the carry of which `_tensors` returns the tensors; other names are ignored."""
+    return Carry(named["w"], State(_below("state", named)), named["loss"])

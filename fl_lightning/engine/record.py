@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from fl_lightning.core import ClientContext, UserError, accumulator_dtype, to_device
+from fl_lightning.core import ClientContext, UserError
 
 Tensors = dict[str, Tensor]
 Values = tuple[Tensor, ...]
@@ -126,11 +126,6 @@ def trace(function: Callable[[Tensors, ClientContext], Sequence[Tensor]], named:
     return rounds[-1], graph
 
 
-def round_number(ctx: ClientContext, like: Tensor) -> Tensor:
-    """Returns the round as an input of a record."""
-    return to_device(float(ctx.t), like.device, accumulator_dtype(like.device))
-
-
 class Compiled:
     """A record as machine code, compiled at the first call.
 
@@ -146,13 +141,10 @@ class Compiled:
         cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"), "fl_lightning", "inductor")
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
         self._function: Replay = torch.compile(graph, dynamic=False, fullgraph=True)
-        self._tried = False
 
     def __call__(self, *tensors: Tensor) -> Values:
-        if self._tried:
-            return self._function(*tensors)
         try:
-            result = self._function(*tensors)
+            return self._function(*tensors)
         except Exception as error:
             if type(error).__module__.startswith("torch._"):
                 cause = str(error.__cause__ or error).strip().splitlines()[0]
@@ -161,8 +153,6 @@ class Compiled:
                     "false"
                 ) from None
             raise
-        self._tried = True
-        return result
 
 
 class Loop:

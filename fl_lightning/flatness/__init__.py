@@ -1,19 +1,18 @@
-"""Flatness of a loss around given weights: plain functions of a network, a loss and data."""
+"""Flatness of a loss around given weights: functions of a network, a loss and data, and of matrices of curvature."""
 
+from fl_lightning.flatness.eigenvalues import Eigenpair, Interrupted, Spectrum, lambda_max, spectrum
 from fl_lightning.flatness.functional import (
     Batches,
     Estimate,
     Loss,
+    LossAt,
     Progress,
     Reduce,
     gradient,
-    hvp,
     mean_loss,
     mean_losses,
 )
-from fl_lightning.flatness.hessian import Eigenpair, Interrupted, Spectrum, lambda_max, spectrum
 from fl_lightning.flatness.landscape import (
-    along,
     evaluate,
     filter_normalized,
     interpolate,
@@ -22,12 +21,11 @@ from fl_lightning.flatness.landscape import (
     random_plane,
     surface,
 )
-from fl_lightning.flatness.probes import Density, spectral_density, trace
+from fl_lightning.flatness.operators import OPERATORS, Kind, Matrix, Operator, fisher, gauss_newton, hessian
+from fl_lightning.flatness.probes import Density, density, trace
 from fl_lightning.flatness.sharpness import (
     cosine,
     delta_epsilon,
-    distances,
-    divergence,
     flatness_discrepancy,
     lpf,
     measure_discrepancy,
@@ -36,13 +34,18 @@ from fl_lightning.flatness.sharpness import (
 from fl_lightning.flatness.values import Interpolation, Perturbation, Plane, Projection, Surface, Values, project
 
 __all__ = [
+    "OPERATORS",
     "Batches",
     "Density",
     "Eigenpair",
     "Estimate",
     "Interpolation",
     "Interrupted",
+    "Kind",
     "Loss",
+    "LossAt",
+    "Matrix",
+    "Operator",
     "Perturbation",
     "Plane",
     "Progress",
@@ -51,16 +54,16 @@ __all__ = [
     "Spectrum",
     "Surface",
     "Values",
-    "along",
     "cosine",
     "delta_epsilon",
-    "distances",
-    "divergence",
+    "density",
     "evaluate",
     "filter_normalized",
+    "fisher",
     "flatness_discrepancy",
+    "gauss_newton",
     "gradient",
-    "hvp",
+    "hessian",
     "interpolate",
     "lambda_max",
     "lpf",
@@ -72,7 +75,6 @@ __all__ = [
     "random_direction",
     "random_plane",
     "sharpness",
-    "spectral_density",
     "spectrum",
     "surface",
     "trace",

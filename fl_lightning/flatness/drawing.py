@@ -1,10 +1,9 @@
-"""Parts of the figures of loss landscapes and spectra: scales, panels, lines, legends."""
+"""Parts of the figures of loss landscapes and spectra: scales, panels, lines."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,10 +15,8 @@ from fl_lightning.core import (
     MARKERS,
     PAGE,
     SPAN,
-    STYLE,
     line_style,
     log_levels,
-    log_ticks,
     require,
 )
 from fl_lightning.flatness.values import Array, Surface
@@ -29,16 +26,13 @@ if TYPE_CHECKING:
     from matplotlib.colors import Normalize
     from matplotlib.figure import Figure
 
-LETTER = 4.3 / 72
-"""Mean width of a letter at 8 pt, in inches."""
-
 
 @dataclass(frozen=True)
 class Scale:
     """Colours and levels that panels share.
 
     Attributes:
-        norm: Of the colours.
+        norm: Maps values to colours.
         fill: Levels of the filled contours, 65 from the smallest value to the largest.
         lines: Levels of the contour lines.
         log: Whether the scale is logarithmic.
@@ -53,7 +47,7 @@ class Scale:
 
     @classmethod
     def of(cls, grids: Sequence[Array]) -> Scale:
-        """The scale of one or more grids.
+        """Returns the scale of one or more grids.
 
         Raises:
             UserError: If no value is finite.
@@ -81,7 +75,7 @@ class Scale:
         )
 
     def clip(self, grid: Array) -> Array:
-        """Values beyond the scale become its ends; NaN stays."""
+        """Returns the values, those beyond the scale replaced by its ends; NaN stays."""
         return np.asarray(np.clip(grid, self.fill[0], self.fill[-1]))
 
     def bar(self, figure: Figure, drawn: Any, panels: list[Axes], label: str) -> None:
@@ -94,7 +88,7 @@ class Scale:
 
 
 def new_figure(rows: int, columns: int, side: float = 1.9, bottom: float = 0.55) -> Figure:
-    """A figure of the width of one column of a paper, or two.
+    """Returns a figure as wide as one column of a paper, or two.
 
     Args:
         rows: Rows of panels.
@@ -109,40 +103,8 @@ def new_figure(rows: int, columns: int, side: float = 1.9, bottom: float = 0.55)
 
 
 def panel_side(columns: int, bars: int) -> float:
-    """Width of a square panel, in inches, with room for labels and colour bars."""
+    """Returns the width of a square panel, in inches, with room for labels and colour bars."""
     return ((COLUMN if columns == 1 else PAGE) - 0.5 - 0.65 * bars) / columns - 0.1
-
-
-def wrapped(text: str, width: float) -> str:
-    """A title or label, broken into lines that fit into ``width`` inches at 8 pt."""
-    return fill(text, max(int(width / LETTER), 8), break_on_hyphens=False)
-
-
-def head(panels: Sequence[Axes], columns: Sequence[str], rows: Sequence[str], side: float) -> None:
-    """Writes the columns' names above the first row, and the rows' names, if there are several, at the left.
-
-    Args:
-        panels: The panels, row by row.
-        columns: Names of the columns.
-        rows: Names of the rows.
-        side: Width of a panel, in inches.
-    """
-    for axes, name in zip(panels, columns, strict=False):
-        axes.set_title(wrapped(name, side))
-    if len(rows) > 1:
-        flat = panels[0].name != "3d"
-        for axes, name in zip(panels[:: len(columns)], rows, strict=True):
-            axes.annotate(
-                wrapped(name, side),
-                (0, 0.5),
-                (-46 if flat else 2, 0),
-                xycoords="axes fraction",
-                textcoords="offset points",
-                rotation=90,
-                ha="right",
-                va="center",
-                fontsize=STYLE["axes.titlesize"],
-            )
 
 
 def label_outer(panels: Sequence[Axes], columns: int) -> None:
@@ -157,44 +119,14 @@ def label_outer(panels: Sequence[Axes], columns: int) -> None:
 
 
 def line_styles() -> Iterator[dict[str, Any]]:
-    """Colour, dashes and marker of each line in turn; the first 49 all differ."""
+    """Returns colour, dashes and marker of each line in turn; the first 49 all differ."""
     n = len(COLORS)
     for i in range(n * n):
         yield {**line_style(i), "marker": MARKERS[i % n]}
 
 
-def legend(figure: Figure, axes: Axes, title: str | None = None, inside: Axes | None = None) -> None:
-    """Adds a legend below the panels, in as many columns as fit.
-
-    Args:
-        figure: The figure.
-        axes: The panel whose lines it names.
-        title: Its title.
-        inside: An empty panel, which takes the legend instead.
-    """
-    handles, labels = axes.get_legend_handles_labels()
-    if not handles:
-        return
-    if inside is not None:
-        inside.set_axis_off()
-        inside.legend(handles, labels, loc="center", frameon=False)
-        return
-    width = figure.get_figwidth() - 0.2
-    labels = [wrapped(label, width - 0.5) for label in labels]
-    widest = max(len(line) for label in labels for line in label.splitlines())
-    figure.legend(
-        handles,
-        labels,
-        loc="outside lower center",
-        ncols=max(1, min(len(handles), int(width / (0.5 + widest * LETTER)))),
-        frameon=False,
-        title=title and wrapped(title, width),
-        title_fontsize=STYLE["legend.fontsize"],
-    )
-
-
 def aspect(surface: Surface) -> float:
-    """Height of a panel over its width: that of the grid, or 1 if it is more than twice as long as wide."""
+    """Returns height over width of a panel: that of the grid, or 1 if it is more than twice as long as wide."""
     ratio = float(np.ptp(surface.y) / np.ptp(surface.x))
     return ratio if 0.5 <= ratio <= 2 else 1.0
 
@@ -210,38 +142,12 @@ def draw_contour(axes: Axes, surface: Surface, z: Array, scale: Scale) -> Any:
         colors = ["white" if scale.norm(level) < 0.6 else "black" for level in levels]
         lines = axes.contour(surface.x, surface.y, z, levels=levels, colors=colors, linewidths=0.5)
         crossed = any(len(places.coordinates) > 1 for places in surface.models.values())
-        if places := {} if crossed else label_places(lines):
-            axes.clabel(lines, list(places), fmt="%g", fontsize=7, inline_spacing=2, manual=list(places.values()))
+        if not crossed:
+            axes.clabel(lines, fmt="%g", fontsize=7, inline_spacing=2)
     axes.set_box_aspect(aspect(surface))
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
     return drawn
-
-
-def label_places(lines: Any, apart: float = 0.2, margin: float = 0.1) -> dict[float, tuple[float, float]]:
-    """Where contour lines are labelled: away from each other and from the edges; lines without room have no label.
-
-    Args:
-        lines: What ``Axes.contour`` returns.
-        apart: Least distance of two labels, as a share of the panel's side.
-        margin: Least distance of a label to the edge, likewise.
-
-    Returns:
-        The point of each labelled level.
-    """
-    low, high = (np.array(ends) for ends in zip(lines.axes.get_xlim(), lines.axes.get_ylim(), strict=True))
-    found: dict[float, tuple[float, float]] = {}
-    taken = np.empty((0, 2))
-    points = {float(level): path.vertices for level, path in zip(lines.levels, lines.get_paths(), strict=True)}
-    for level, path in sorted(points.items(), key=lambda item: -len(item[1])):  # long ones are easier to read
-        at = (path - low) / (high - low)
-        at = at[((at > margin) & (at < 1 - margin)).all(1)]
-        if len(at):
-            nearest = np.linalg.norm(at[:, None] - taken, axis=-1).min(1) if len(taken) else np.ones(len(at))
-            if nearest.max() >= apart:
-                taken = np.vstack([taken, best := at[nearest.argmax()]])
-                found[level] = tuple(low + best * (high - low))
-    return found
 
 
 def draw_3d(axes: Any, surface: Surface, z: Array, scale: Scale) -> Any:
@@ -288,12 +194,3 @@ def draw_models(axes: Axes, surface: Surface) -> None:
             axes.plot(x[-1:], y[-1:], **end)
         else:
             axes.plot(x, y, label=label, linestyle="none", **end)
-
-
-def scale_y(axes: Axes, values: Sequence[Array]) -> None:
-    """Makes the axis logarithmic if the values span more than a factor of `SPAN`."""
-    finite = np.concatenate(list(values))
-    finite = finite[np.isfinite(finite)]
-    if len(finite) and finite.min() > 0 and finite.max() > SPAN * finite.min():
-        axes.set_yscale("log")
-        log_ticks(axes)

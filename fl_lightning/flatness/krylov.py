@@ -24,10 +24,10 @@ class Lanczos:
     products. So a restart only replaces V by the best Ritz vectors and T by their values; the next column of T then
     holds what couples them to r.
 
-    A Krylov space holds one eigenvector of each eigenvalue. Once it is invariant, the iteration continues with a random
-    vector orthogonal to it, until a further invariant space no longer changes the wanted values: multiple eigenvalues,
-    including zero, are counted as often as they occur. If it converges before, a multiple eigenvalue may be counted
-    once.
+    A Krylov space holds one eigenvector of each eigenvalue. Once the space is invariant, the iteration continues with a
+    random vector orthogonal to it, until a further invariant space no longer changes the wanted values: multiple
+    eigenvalues, including zero, are counted as often as they occur. If the iteration converges before that, a multiple
+    eigenvalue may be counted once.
 
     Args:
         matvec: The matrix.
@@ -35,6 +35,7 @@ class Lanczos:
         wanted: Number of the algebraically largest eigenvalues to find.
         size: Maximum number of basis vectors kept, more than ``wanted``; at most d are kept.
         agreed: Makes one decision for all processes that share the products.
+        floor: Values up to this magnitude are rounding; it rises to `ROUNDING` eps ‖A‖ as A shows its size.
 
     Attributes:
         values: Ritz values, ascending, ``(n,)``, float64; NaN if a product was not finite.
@@ -44,7 +45,7 @@ class Lanczos:
     """
 
     ROUNDING = 50
-    """Values below this many eps ‖A‖ count as zero: products of that size are rounding."""
+    """Values below this many eps ‖A‖ count as zero, because products of that size are rounding."""
 
     def __init__(
         self,
@@ -53,15 +54,15 @@ class Lanczos:
         wanted: int,
         size: int,
         agreed: Callable[[bool], bool] = bool,
+        floor: float = 0.0,
     ) -> None:
-        self.matvec, self.random, self.wanted, self.agreed = matvec, random, wanted, agreed
+        self.matvec, self.random, self.wanted, self.agreed, self.floor = matvec, random, wanted, agreed, floor
         start = random()
         self._next = start / start.norm()
         size = min(size, len(start))
         self._basis = start.new_empty(size, len(start))
         self._t = torch.zeros(size, size, dtype=torch.float64)
         self._n = 0
-        self._floor = 0.0
         self._settled = False
         self._before: list[Tensor] = []
         self.values = self.residuals = torch.empty(0, dtype=torch.float64)
@@ -83,9 +84,9 @@ class Lanczos:
             self.values = self.residuals = self.coefficients[0]
             return
         values, self.coefficients = torch.linalg.eigh(self._t[:n, :n])
-        self._floor = max(self._floor, self.ROUNDING * torch.finfo(r.dtype).eps * values.abs().max().item())
+        self.floor = max(self.floor, self.ROUNDING * torch.finfo(r.dtype).eps * values.abs().max().item())
         whole = n == basis.shape[1]
-        self.invariant = self.agreed(whole or beta <= self._floor)
+        self.invariant = self.agreed(whole or beta <= self.floor)
         if self.invariant:
             top = values[-self.wanted :]
             self._settled = whole or (n >= self.wanted and self._nothing_new(top))
@@ -98,27 +99,35 @@ class Lanczos:
 
     @property
     def failed(self) -> bool:
-        """Whether a product was not finite."""
+        """Returns whether a product was not finite."""
         return bool(self.values.isnan().any())
 
     def converged(self, tol: float) -> bool:
-        """Whether the wanted Ritz values have residuals of at most ``tol`` times their magnitude, or of rounding."""
+        """Returns whether the wanted Ritz values are :meth:`accurate`, and no further ones can be among them."""
         if self._before:
             return self.invariant and self._settled
-        values, residuals = self.values[-self.wanted :], self.residuals[-self.wanted :]
-        return len(values) == self.wanted and bool((residuals <= (tol * values.abs()).clamp(min=self._floor)).all())
+        wanted = self.accurate(tol)[-self.wanted :]
+        return len(wanted) == self.wanted and bool(wanted.all())
 
-    def vectors(self) -> Tensor:
-        """The wanted Ritz vectors, unit length, that of the largest value first, ``(wanted, d)``."""
-        mix = self.coefficients[:, -self.wanted :].T.flip(0).to(self._basis)
-        return torch.nn.functional.normalize(mix @ self._basis[: self._n])
+    def accurate(self, tol: float) -> Tensor:
+        """Marks the Ritz values with residuals of at most ``tol`` times their magnitude, or of rounding, ``(n,)``."""
+        return self.residuals <= (tol * self.values.abs()).clamp(min=self.floor)
+
+    def vectors(self, which: Tensor | None = None) -> Tensor:
+        """Returns Ritz vectors of unit length, that of the largest value first, ``(k, d)``.
+
+        Args:
+            which: Marks them, ``(n,)``; by default the wanted ones.
+        """
+        chosen = self.coefficients[:, -self.wanted :] if which is None else self.coefficients[:, which]
+        return torch.nn.functional.normalize(chosen.T.flip(0).to(self._basis) @ self._basis[: self._n])
 
     def _nothing_new(self, top: Tensor) -> bool:
-        """Whether a further invariant space is useless: each holds all eigenvalues, but none twice."""
+        """Returns whether a further invariant space is useless: each holds all eigenvalues, but none twice."""
         if len(self._before) + 1 >= self.wanted:
             return True
         last = self._before[-1] if self._before else top[:0]
-        return len(last) == len(top) and bool(((top - last).abs() <= self._floor).all())
+        return len(last) == len(top) and bool(((top - last).abs() <= self.floor).all())
 
     def _restart(self) -> None:
         kept = self.wanted + (self._n - self.wanted) // 2  # more than wanted: they keep converging
@@ -185,7 +194,7 @@ class Power:
 
 
 def _orthogonalised(r: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
-    """``r`` minus its projection onto the rows, and the projection's coefficients, float64 on the CPU."""
+    """Returns ``r`` minus its projection onto the rows, and the projection's coefficients, float64 on the CPU."""
     total = torch.zeros(len(basis), dtype=torch.float64)
     for _ in range(2):  # once is not enough when r is nearly in the span
         c = basis @ r

@@ -10,13 +10,12 @@ the model's own everywhere: BatchNorm's running statistics are not estimated at 
 
 from collections.abc import Callable, Mapping
 from functools import lru_cache
-from typing import Any, TypedDict
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike
 from torch import Tensor, nn
-from typing_extensions import Unpack
 
 from fl_lightning.core import FlatSpec, generator, require, to_radius
 from fl_lightning.flatness.functional import Batches, Loss, Progress, Reduce, gradient, mean_losses
@@ -24,15 +23,6 @@ from fl_lightning.flatness.values import Array, Interpolation, Perturbation, Sur
 
 Data = Mapping[str, Batches]
 """Data sets by name, such as ``{"train": ..., "test": ...}``; with several processes each one's share of every set."""
-
-
-class GridOptions(TypedDict, total=False):
-    """Keywords of all landscapes; :func:`evaluate` describes them."""
-
-    per_pass: int
-    reduce: Reduce | None
-    progress: Progress | None
-    protocol: Mapping[str, Any] | None
 
 
 def evaluate(
@@ -47,7 +37,7 @@ def evaluate(
     progress: Progress | None = None,
     protocol: Mapping[str, Any] | None = None,
 ) -> Values:
-    """Loss and accuracy at ``n`` points.
+    """Returns loss and accuracy at ``n`` points.
 
     Args:
         model: The network.
@@ -91,36 +81,6 @@ def evaluate(
     return Values(losses, accuracies, n - done, dict(protocol or {}))
 
 
-def along(
-    model: nn.Module,
-    loss: Loss,
-    data: Data,
-    at: Tensor,
-    direction: Tensor,
-    radii: ArrayLike,
-    **options: Unpack[GridOptions],
-) -> Values:
-    """F(w + r d) on a line.
-
-    Args:
-        model: The network.
-        loss: Per-sample losses.
-        data: Data sets by name.
-        at: w, ``(d,)``.
-        direction: d, ``(d,)``, of any length.
-        radii: r, ``(n,)``, in units of the direction's length.
-        **options: See :func:`evaluate`.
-
-    Returns:
-        The values, each ``(n,)``.
-
-    Raises:
-        UserError: As :func:`evaluate`.
-    """
-    r = _numbers(radii)
-    return evaluate(model, loss, data, _affine(at, direction[None], r[:, None]), len(r), **options)
-
-
 def perturbation_curves(
     model: nn.Module,
     loss: Loss,
@@ -130,9 +90,9 @@ def perturbation_curves(
     *,
     directions: int = 10,
     seed: int = 0,
-    **options: Unpack[GridOptions],
+    **options: Any,
 ) -> Perturbation:
-    """Loss against the length of a perturbation (FedGF Fig. 5): F(w + r d), along the gradient and random directions.
+    """Returns F(w + r d) against the length r of a perturbation (FedGF Fig. 5).
 
     The paper does not state its directions. Here the first is ∇F/‖∇F‖ of the first data set, so r is a distance; the
     others are random and filter-normalised, so r is relative to the filters' norms. The directions are the same for all
@@ -146,7 +106,7 @@ def perturbation_curves(
         radii: r, ``(r,)``; by default 21 from 0 to 1.
         directions: Number of random directions k, at least 2.
         seed: Seed of the random directions, which are the same for all models of a net before normalisation.
-        **options: See :func:`evaluate`.
+        **options: ``per_pass``, ``reduce``, ``progress`` and ``protocol`` of :func:`evaluate`.
 
     Returns:
         The curves; each loss is ``(1 + k, r)``.
@@ -182,9 +142,9 @@ def interpolate(
     a: Tensor,
     b: Tensor,
     gammas: ArrayLike | None = None,
-    **options: Unpack[GridOptions],
+    **options: Any,
 ) -> Interpolation:
-    """Loss on the line through two models, at w = γ a + (1-γ) b (FedGloSS Eq. 8, Fig. 9).
+    """Returns the loss on the line through two models, at w = γ a + (1-γ) b (FedGloSS Eq. 8, Fig. 9).
 
     Args:
         model: The network.
@@ -193,10 +153,10 @@ def interpolate(
         a: Weights of γ = 1, ``(d,)``.
         b: Weights of γ = 0, ``(d,)``.
         gammas: γ, ``(n,)``; by default 61 from -1 to 2. 0 and 1 are added if missing.
-        **options: See :func:`evaluate`.
+        **options: ``per_pass``, ``reduce``, ``progress`` and ``protocol`` of :func:`evaluate`.
 
     Returns:
-        Values and barrier.
+        Values and barrier. The ends are measured first, so that an interrupted measurement has a barrier.
 
     Raises:
         UserError: As :func:`evaluate`.
@@ -204,8 +164,10 @@ def interpolate(
     given = _numbers(np.linspace(-1, 2, 61) if gammas is None else gammas)
     g = np.union1d(given.round(12), [0.0, 1.0])
     start = exact(b)
-    values = evaluate(model, loss, data, _affine(start, (a.to(start) - start)[None], g[:, None]), len(g), **options)
-    return Interpolation(**_shaped(values, len(g)), gammas=g)
+    order = np.argsort(~np.isin(g, [0.0, 1.0]), kind="stable")  # the ends first: the barrier needs them
+    line = _affine(start, (a.to(start) - start)[None], g[order, None])
+    values = evaluate(model, loss, data, line, len(g), **options)
+    return Interpolation(**_shaped(values, len(g), order=order), gammas=g)
 
 
 def surface(
@@ -218,9 +180,9 @@ def surface(
     y: ArrayLike | None = None,
     *,
     models: Mapping[str, Tensor] | None = None,
-    **options: Unpack[GridOptions],
+    **options: Any,
 ) -> Surface:
-    """Loss over a plane, at w + x d_1 + y d_2 (Li et al. 2018).
+    """Returns the loss over a plane, at w + x d_1 + y d_2 (Li et al. 2018).
 
     To compare models, use :func:`random_plane` of each with the same seed. To compare a client's data with all data,
     pass two data sets at its local weights.
@@ -234,7 +196,7 @@ def surface(
         x: Coordinates along d_1, ``(nx,)``; by default 51 from -1 to 1.
         y: Coordinates along d_2, ``(ny,)``; by default those of ``x``.
         models: Further models ``(d,)`` or trajectories ``(n, d)`` by name, which are projected into the plane.
-        **options: See :func:`evaluate`.
+        **options: ``per_pass``, ``reduce``, ``progress`` and ``protocol`` of :func:`evaluate`.
 
     Returns:
         The surface; each loss is ``(ny, nx)``.
@@ -254,22 +216,21 @@ def surface(
 
 
 def random_direction(spec: FlatSpec, seed: int, index: int) -> Tensor:
-    """A standard normal vector ``(d,)``, float64, on the CPU; depends on the net's size, seed and index only."""
+    """Draws a standard normal vector ``(d,)``, float64, on the CPU, from the net's size, seed and index only."""
     return torch.randn(spec.d, generator=generator(seed, "landscape", index), dtype=torch.float64)
 
 
-def filter_normalized(direction: Tensor, w: Tensor, spec: FlatSpec, *, keep_vectors: bool = False) -> Tensor:
-    """The direction with each filter as long as the model's: d_f ‖w_f‖ / (‖d_f‖ + 1e-10).
+def filter_normalized(direction: Tensor, w: Tensor, spec: FlatSpec) -> Tensor:
+    """Returns the direction with each filter as long as the model's: d_f ‖w_f‖ / (‖d_f‖ + 1e-10).
 
-    Li et al. 2018 and their program (``net_plotter.py``): a filter is one output of a tensor of two dimensions or more.
-    This makes models comparable whose weights differ in scale.
+    So do Li et al. 2018 and their program (``net_plotter.py``). A filter is one output of a tensor of two dimensions or
+    more; the direction of other tensors (biases, scales of normalisation) becomes zero, as in all commands of that
+    program's README (``biasbn``). This makes models comparable whose weights differ in scale.
 
     Args:
         direction: ``(..., d)``.
         w: Weights of the model, ``(d,)``.
         spec: Their layout.
-        keep_vectors: The direction of tensors of one dimension or none (biases, scales of normalisation): False: zero,
-            as in all commands of that program's README (``biasbn``); True: the tensor of ``w`` itself, as without it.
 
     Returns:
         ``(..., d)``, float64, on the device of ``w``.
@@ -281,7 +242,7 @@ def filter_normalized(direction: Tensor, w: Tensor, spec: FlatSpec, *, keep_vect
     for name, d in spec.split(direction).items():
         lead, filters = direction.shape[:-1], weights[name]
         if filters.ndim <= 1:
-            part = filters.expand_as(d) if keep_vectors else torch.zeros_like(d)
+            part = torch.zeros_like(d)
         else:
             rows, d = filters.flatten(1), d.reshape(*lead, len(filters), -1)
             part = d * (rows.norm(dim=-1, keepdim=True) / (d.norm(dim=-1, keepdim=True) + 1e-10))
@@ -290,7 +251,7 @@ def filter_normalized(direction: Tensor, w: Tensor, spec: FlatSpec, *, keep_vect
 
 
 def random_plane(spec: FlatSpec, w: Tensor, seed: int = 0) -> Tensor:
-    """Two filter-normalised random directions, ``(2, d)``.
+    """Returns two filter-normalised random directions, ``(2, d)``.
 
     The random numbers are the same for all models of a net; the lengths are those of each model's filters.
     """
@@ -302,17 +263,18 @@ def _numbers(values: ArrayLike) -> Array:
 
 
 def _affine(at: Tensor, directions: Tensor, coordinates: Array) -> Callable[[int], Tensor]:
-    """The points at + Σ_j coordinates[i, j] directions[j], in float64, so that the ends of a line are exact."""
+    """Returns the points at + Σ_j coordinates[i, j] directions[j], in float64, so that the ends of a line are exact."""
     origin = exact(at)
     basis, c = directions.to(origin), torch.from_numpy(coordinates).to(origin.device)
     return lambda i: origin + c[i] @ basis
 
 
-def _shaped(values: Values, *shape: int) -> dict[str, Any]:
-    """The fields of ``values``, each loss and accuracy reshaped."""
+def _shaped(values: Values, *shape: int, order: Any = slice(None)) -> dict[str, Any]:
+    """Returns the fields of ``values``, each loss and accuracy reshaped; point i has the ``order[i]``-th place."""
+    place = np.argsort(np.arange(np.prod(shape))[order])
     return {
-        "loss": {name: v.reshape(shape) for name, v in values.loss.items()},
-        "accuracy": {name: v.reshape(shape) for name, v in values.accuracy.items()},
+        "loss": {name: v[place].reshape(shape) for name, v in values.loss.items()},
+        "accuracy": {name: v[place].reshape(shape) for name, v in values.accuracy.items()},
         "missing": values.missing,
         "protocol": values.protocol,
     }

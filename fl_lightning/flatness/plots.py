@@ -12,21 +12,17 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 from numpy.typing import ArrayLike
 
-from fl_lightning.core import require, style
+from fl_lightning.core import place_legend, require, scale_axis, style, wrapped
 from fl_lightning.flatness.drawing import (
     Scale,
     aspect,
     draw_3d,
     draw_contour,
     draw_models,
-    head,
     label_outer,
-    legend,
     line_styles,
     new_figure,
     panel_side,
-    scale_y,
-    wrapped,
 )
 from fl_lightning.flatness.values import Interpolation, Perturbation, Surface
 
@@ -41,7 +37,7 @@ def plot_surface(
     *,
     labels: tuple[str, str] = ("$x$ (filter norms)", "$y$ (filter norms)"),
 ) -> Figure:
-    """Surfaces of one or more models and data sets, a panel each, with common colours and levels.
+    """Draws surfaces of one or more models and data sets, a panel each, with common colours and levels.
 
     Contours also show the models and trajectories that a surface holds.
 
@@ -61,11 +57,10 @@ def plot_surface(
     rows = len(sets) if len(sets) > 1 else -(-len(surfaces) // columns)
     side = panel_side(columns, bars=1)
     with style():
-        names = 0.25 if len(sets) > 1 else 0.0  # those of the rows take width from the panels
-        figure = new_figure(rows, columns, side - names, bottom=0.3 + names)
+        figure = new_figure(rows, columns, side, bottom=0.3)
         panels: list[Axes] = []
         for name in sets:
-            for surface in surfaces.values():
+            for label, surface in surfaces.items():
                 place = (rows, columns, len(panels) + 1)
                 if kind == "3d":
                     axes = figure.add_subplot(*place, projection="3d")
@@ -76,14 +71,10 @@ def plot_surface(
                     draw_models(axes, surface)
                 if kind == "contour" or len(panels) // columns == rows - 1:
                     axes.set(xlabel=labels[0], ylabel=labels[1])
+                axes.set_title(wrapped(label if len(sets) == 1 else f"{label}, {name}", side))
                 panels.append(axes)
-        if len(sets) > 1:
-            head(panels, list(surfaces), sets, side)
-        else:
-            for axes, label in zip(panels, surfaces, strict=True):
-                axes.set_title(wrapped(label, side))
         if kind == "contour":
-            legend(figure, panels[0])
+            place_legend(figure, least=1)
             label_outer(panels, columns)
         scale.bar(figure, drawn, panels, "loss")
     return figure
@@ -95,7 +86,7 @@ def plot_plane(
     total: bool = False,
     labels: tuple[str, str] = ("$u$ (weight units)", "$v$ (weight units)"),
 ) -> Figure:
-    """A plane through models, with their places and trajectories: a panel per data set, each with its own colours.
+    """Draws a plane through models, with their places and trajectories: a panel and its own colours per data set.
 
     Both axes have the same scale, unless the plane is more than twice as long as wide.
 
@@ -124,13 +115,12 @@ def plot_plane(
             scale.bar(figure, drawn, [axes], label)
             panels.append(axes)
         label_outer(panels, columns)
-        empty = figure.add_subplot(rows, columns, rows * columns) if len(panels) < rows * columns else None
-        legend(figure, panels[0], inside=empty)
+        place_legend(figure, least=1)
     return figure
 
 
 def plot_interpolation(results: Mapping[str, Interpolation], ends: tuple[str, str] = ("$w_b$", "$w_a$")) -> Figure:
-    """Loss, and accuracy if there is one, on lines between two models; the legend holds the barriers.
+    """Draws loss, and accuracy if there is one, on lines between two models; the legend holds the barriers.
 
     Args:
         results: The interpolations by name; the name of a single one is not shown.
@@ -149,17 +139,17 @@ def plot_interpolation(results: Mapping[str, Interpolation], ends: tuple[str, st
             loss.plot(r.gammas, r.loss[name], label=f"{text} (barrier {r.barrier(name):.3g})", **look)
             if accuracy is not None:
                 accuracy.plot(r.gammas, 100 * r.accuracy[name], **look)
-        scale_y(loss, [r.loss[name] for r in results.values() for name in r.loss])
+        scale_axis(loss.yaxis, np.concatenate([losses for r in results.values() for losses in r.loss.values()]))
         for axes in filter(None, (loss, accuracy)):
             axes.set_xlabel("$\\gamma$")
             for end in (0, 1):
                 axes.axvline(end, color="0.5", linewidth=0.6, zorder=0)
-        legend(figure, loss, title=f"γ = 0: {ends[0]}, γ = 1: {ends[1]}")
+        place_legend(figure, least=1, title=f"γ = 0: {ends[0]}, γ = 1: {ends[1]}")
     return figure
 
 
 def plot_perturbation(results: Mapping[str, Perturbation]) -> Figure:
-    """Loss against the length of a perturbation: along the gradient, and over random directions (mean ± deviation).
+    """Draws loss against the length of a perturbation, along the gradient and random directions (mean ± deviation).
 
     Args:
         results: The curves by the model's name.
@@ -179,14 +169,14 @@ def plot_perturbation(results: Mapping[str, Perturbation]) -> Figure:
             steepest.plot(r.radii, r.along_gradient(name), label=text, **look)
             random.plot(r.radii, mean, **look)
             random.fill_between(r.radii, mean - spread, mean + spread, color=look["color"], alpha=0.2, linewidth=0)
-        scale_y(steepest, [r.along_gradient(name) for r in results.values() for name in r.loss])
-        scale_y(random, [r.mean(name) for r in results.values() for name in r.loss])
-        legend(figure, steepest)
+        for axes, drawn in ((steepest, Perturbation.along_gradient), (random, Perturbation.mean)):
+            scale_axis(axes.yaxis, np.concatenate([drawn(r, name) for r in results.values() for name in r.loss]))
+        place_legend(figure, least=1)
     return figure
 
 
 def plot_spectrum(eigenvalues: Mapping[str, ArrayLike]) -> Figure:
-    """Eigenvalues of the Hessian, largest first; logarithmic, and linear around zero if some are not positive.
+    """Draws eigenvalues, largest first; logarithmic, and linear around zero if some are not positive.
 
     Args:
         eigenvalues: ``(k,)`` by the model's name, in any order.
@@ -207,16 +197,15 @@ def plot_spectrum(eigenvalues: Mapping[str, ArrayLike]) -> Figure:
             axes.set_yscale("symlog", linthresh=10.0 ** np.floor(np.log10(max(np.abs(values).max(), 1e-12)) - 3))
             axes.axhline(0, color="0.5", linewidth=0.6, zorder=0)
         else:
-            scale_y(axes, [values])
+            scale_axis(axes.yaxis, values)
         ticks = MaxNLocator(6, integer=True, steps=[1, 2, 5, 10]).tick_values(1, most)
         axes.set_xticks(sorted({max(tick, 1) for tick in ticks if tick <= most}))
-        if len(spectra) > 1:
-            legend(figure, axes)
+        place_legend(figure)
     return figure
 
 
 def plot_density(densities: Mapping[str, tuple[ArrayLike, ArrayLike]]) -> Figure:
-    """Density of the Hessian's eigenvalues, logarithmic, over six decades.
+    """Draws the density of eigenvalues, logarithmic, over six decades.
 
     Args:
         densities: By the model's name the eigenvalues ``(n,)`` and the density there ``(n,)``.
@@ -229,6 +218,5 @@ def plot_density(densities: Mapping[str, tuple[ArrayLike, ArrayLike]]) -> Figure
         for look, (label, (at, density)) in zip(line_styles(), densities.items(), strict=False):
             axes.plot(at, density, label=label, **{**look, "marker": None})
         axes.set_ylim(top * 1e-6, top * 2)
-        if len(densities) > 1:
-            legend(figure, axes)
+        place_legend(figure)
     return figure

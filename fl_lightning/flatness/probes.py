@@ -1,36 +1,41 @@
-"""Trace and spectral density of the Hessian H of the data loss F, estimated from products with random vectors."""
+"""Trace and spectral density of a symmetric matrix A, estimated from its products with random vectors."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from typing_extensions import Unpack
 
 from fl_lightning.core import ensure, generator
-from fl_lightning.flatness.functional import Batches, Estimate, Loss, LossAt, Options, arithmetic
-from fl_lightning.flatness.hessian import Hessian, interruptible
+from fl_lightning.flatness.eigenvalues import interruptible
+from fl_lightning.flatness.functional import Estimate, Progress, arithmetic
 from fl_lightning.flatness.krylov import Lanczos
+from fl_lightning.flatness.operators import Matrix, Products
 
 
 @dataclass(frozen=True, eq=False)
 class Density:
-    """The spectral density of H, (1/d) Σ_i δ(t - λ_i), as a mean of quadratures, one per probe.
+    """The spectral density (1/d) Σ_i δ(t - λ_i): k eigenvalues are known, quadratures describe the other d - k.
 
     Attributes:
+        eigenvalues: The eigenvalues that are known, ascending, ``(k,)``, float64.
         nodes: Eigenvalues of the projected matrices, ascending, ``(probes, steps)``, float64.
         weights: Their weights; each row sums to 1, and is 0 where it has fewer nodes.
-        d: Number of weights of the model.
+        d: Number of rows of the matrix.
+        products: Number of products computed.
     """
 
+    eigenvalues: Tensor
     nodes: Tensor
     weights: Tensor
     d: int
+    products: int
 
     def __call__(self, grid: Tensor, sigma: float) -> Tensor:
-        """The density convolved with a Gaussian, at the points of ``grid``; it integrates to 1.
+        """Returns the density convolved with a Gaussian, at the points of ``grid``; it integrates to 1.
 
         Args:
             grid: Eigenvalues t, any shape.
@@ -40,124 +45,138 @@ class Density:
             UserError: If ``sigma`` is not positive.
         """
         ensure(sigma > 0, f"sigma: {sigma} is not positive; use a width such as a hundredth of the range")
-        nodes, weights = (x.reshape(-1).to(grid.device) for x in (self.nodes, self.weights / len(self.weights)))
-        bell = torch.exp(-(((grid.double().unsqueeze(-1) - nodes) / sigma) ** 2) / 2) / (sigma * math.sqrt(2 * math.pi))
-        return (bell * weights).sum(-1)
+        at = grid.cpu().double()[..., None, None]
+        scale = sigma * math.sqrt(2 * math.pi)
+        return self._mean(lambda t: torch.exp(-(((at - t) / sigma) ** 2) / 2) / scale)[0].to(grid.device)
 
-    def moment(self, p: int) -> float:
-        """tr(H^p) / d, estimated: a quadrature of ``steps`` nodes gives vᵀH^p v exactly for p < 2 ``steps``."""
-        return (self.weights * self.nodes**p).sum(1).mean().item()
+    def moment(self, p: int) -> Estimate:
+        """Returns an estimate of tr(A^p) / d with its standard error over the probes.
+
+        A quadrature of ``steps`` nodes gives the moment of its own probe exactly for p < 2 ``steps``.
+        """
+        mean, error = self._mean(lambda t: t**p)
+        return Estimate(mean.item(), error.item(), self.products)
+
+    def _mean(self, f: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        """Returns the mean of f(t) over the density, with its standard error; f maps ``(n, k)`` to ``(..., n, k)``."""
+        known, rest = f(self.eigenvalues[None]).sum((-2, -1)) / self.d, 1 - len(self.eigenvalues) / self.d
+        of_probes, n = rest * (self.weights * f(self.nodes)).sum(-1), len(self.nodes)
+        mean = of_probes.mean(-1, keepdim=True)
+        error = ((of_probes - mean).square().sum(-1) / (n * (n - 1))).sqrt()  # NaN for a single probe
+        return known + mean[..., 0], error
 
 
 def trace(
-    model: nn.Module,
-    loss: Loss,
-    batches: Batches,
-    at: Tensor | None = None,
+    a: Matrix,
     *,
     method: Literal["hutch++", "hutchinson"] = "hutch++",
     samples: int = 60,
     seed: int = 0,
-    **options: Unpack[Options],
+    progress: Progress | None = None,
 ) -> Estimate:
-    """An unbiased estimate of the trace of the Hessian of F, in eval mode.
+    """Returns an unbiased estimate of the trace of a symmetric matrix.
 
-    ``hutchinson``: the mean of zᵀHz over vectors z of random signs (Hutchinson 1990).
+    ``hutchinson``: the mean of zᵀAz over vectors z of random signs (Hutchinson 1990).
 
     ``hutch++``: exact on a random subspace that captures the large eigenvalues, and Hutchinson on the rest (Meyer et
     al., Hutch++, SOSA 2021, Algorithm 1). A third of the products builds the subspace, a third measures on it, and a
-    third is probes. Memory: ``samples`` / 3 vectors of the model's size, briefly twice.
+    third is probes. If a third is d or more, the subspace is the whole space: the trace is exact, after d products.
+    Memory: ``samples`` / 3 vectors, briefly twice.
 
     Args:
-        model: The network.
-        loss: Per-sample losses.
-        batches: The data; with several processes this one's share, which may be empty.
-        at: Flat weights ``(d,)``; by default the model's own.
+        a: The matrix, ``(d, d)``, as for :func:`~fl_lightning.flatness.lambda_max`.
         method: As above.
-        samples: Number of Hessian-vector products; fewer if they span the whole space.
+        samples: Number of products.
         seed: Seed of the random signs.
-        **options: See :class:`~fl_lightning.flatness.functional.LossAt`.
+        progress: Called after each product.
 
     Returns:
-        The estimate, in units of the loss, with its standard error (of ``hutch++``: that of the rest); NaN if the
-        Hessian is not finite. ``samples`` counts products.
+        The estimate with its standard error (of ``hutch++``: that of the rest); NaN if the matrix is not finite.
+        ``samples`` counts products.
 
     Raises:
-        UserError: If ``method`` is unknown, or there are fewer than 2 (``hutchinson``) or 4 samples; else as
-            ``mean_loss``.
+        UserError: If ``method`` is unknown, there are fewer than 2 (``hutchinson``) or 4 samples, or the matrix is not
+            square.
         Interrupted: On KeyboardInterrupt after the second probe; ``partial`` is the estimate from the probes so far.
     """
     ensure(method in ("hutch++", "hutchinson"), f"method: {method!r} is unknown; use 'hutch++' or 'hutchinson'")
     least = 4 if method == "hutch++" else 2
     ensure(samples >= least, f"samples: {samples} is too few for {method}; use {least} or more")
-    h = Hessian(LossAt(model, loss, batches, at, **options), generator(seed, "trace"), samples)
-    exact, space = 0.0, h.like.new_zeros(h.d, 0)
+    d = a.shape[0]
+    whole = method == "hutch++" and samples // 3 >= d
+    product = Products(a, generator(seed, "trace"), d if whole else samples, progress)
+    exact, space = 0.0, product.like.new_zeros(d, 0)
     probes: list[float] = []
 
     def estimate() -> Estimate:
         values = torch.tensor(probes, dtype=torch.float64)
-        return Estimate(exact + values.mean().item(), (values.std() / math.sqrt(len(probes))).item(), h.products)
+        return Estimate(exact + values.mean().item(), (values.std() / math.sqrt(len(probes))).item(), product.done)
 
-    with interruptible(estimate, lambda: len(probes) >= 2), arithmetic(h.like.device):
+    with interruptible(estimate, lambda: len(probes) >= 2), arithmetic(product.like.device):
+        if whole:
+            basis = torch.eye(d, dtype=product.like.dtype, device=product.like.device)
+            return Estimate(sum((e @ product(e)).item() for e in basis), 0.0, product.done)
         if method == "hutch++":
-            directions = min(samples // 3, h.d)
-            space, _ = torch.linalg.qr(torch.stack([h(h.signs()) for _ in range(directions)], dim=1))
-            exact = sum((q @ h(q)).item() for q in space.T)
-        while h.products < samples:
-            z = h.signs()
+            space, _ = torch.linalg.qr(torch.stack([product(product.signs()) for _ in range(samples // 3)], dim=1))
+            exact = sum((q @ product(q)).item() for q in space.T)
+        while product.done < samples:
+            z = product.signs()
             z = z - space @ (z @ space)
-            probes.append((z @ h(z)).item())
+            probes.append((z @ product(z)).item())
     return estimate()
 
 
-def spectral_density(
-    model: nn.Module,
-    loss: Loss,
-    batches: Batches,
-    at: Tensor | None = None,
-    *,
-    probes: int = 5,
-    steps: int = 60,
-    seed: int = 0,
-    **options: Unpack[Options],
-) -> Density:
-    """The spectral density of the Hessian of F, in eval mode, by stochastic Lanczos quadrature.
+def density(a: Matrix, *, probes: int = 5, steps: int = 50, seed: int = 0, progress: Progress | None = None) -> Density:
+    """Returns the spectral density of a symmetric matrix, by deflated stochastic Lanczos quadrature.
 
-    Each probe runs ``steps`` of Lanczos from a vector of random signs. The eigenvalues of the projected matrix are the
-    nodes, the squared first components of its eigenvectors their weights (Ubaru, Chen & Saad, SIAM J. Matrix Anal.
-    Appl. 38, 2017). Memory: ``steps`` vectors of the model's size and dtype.
+    A first Lanczos run finds the eigenvalues that stand apart, of either sign: those whose relative residual is at most
+    1e-2 are taken as they are. On the space orthogonal to their vectors each probe runs Lanczos from a vector of random
+    signs: the eigenvalues of its projected matrix are the nodes, the squared first components of their eigenvectors the
+    weights (Ubaru, Chen & Saad, SIAM J. Matrix Anal. Appl. 38, 2017). Without deflation a probe misjudges the mass of a
+    single large eigenvalue λ by a factor with standard deviation 1.4, and so the moments: the variance of zᵀA^p z for
+    one eigenvalue that dominates is 2 λ^2p.
+
+    It costs ``(probes + 1) * steps`` products, and memory for 2 ``steps`` vectors at most.
 
     Args:
-        model: The network.
-        loss: Per-sample losses.
-        batches: The data; with several processes this one's share, which may be empty.
-        at: Flat weights ``(d,)``; by default the model's own.
-        probes: Number of random vectors.
-        steps: Number of products with each; fewer if its Krylov space is exhausted, which is then exact.
-        seed: Seed of the random signs.
-        **options: See :class:`~fl_lightning.flatness.functional.LossAt`.
+        a: The matrix, ``(d, d)``, as for :func:`~fl_lightning.flatness.lambda_max`.
+        probes: Number of random vectors; the standard error needs two or more.
+        steps: Number of products with each, and in the first run; fewer if a Krylov space is exhausted. With d rows or
+            fewer the first run finds all eigenvalues, and the density is exact.
+        seed: Seed of the random vectors.
+        progress: Called after each product.
 
     Returns:
-        The density; nodes are NaN if the Hessian is not finite.
+        The density; nodes are NaN if the matrix is not finite.
 
     Raises:
-        UserError: If ``probes`` or ``steps`` is not positive; else as ``mean_loss``.
+        UserError: If ``probes`` or ``steps`` is not positive, or the matrix not square.
         Interrupted: On KeyboardInterrupt after the first probe; ``partial`` is the density from the probes so far.
     """
     for key, number in (("probes", probes), ("steps", steps)):
         ensure(number >= 1, f"{key}: {number} is too few; use 1 or more")
-    f = LossAt(model, loss, batches, at, **options)
-    h = Hessian(f, generator(seed, "spectral_density"), probes * steps)
+    product = Products(a, generator(seed, "spectral_density"), (probes + 1) * steps, progress)
     quadratures: list[tuple[Tensor, Tensor]] = []
 
-    def density() -> Density:
+    def found() -> Density:
         nodes, weights = (pad_sequence(list(rows), batch_first=True) for rows in zip(*quadratures, strict=True))
-        return Density(nodes, weights, h.d)
+        return Density(apart.values[accurate], nodes, weights, product.d, product.done)
 
-    with interruptible(density, lambda: bool(quadratures)), arithmetic(h.like.device):
+    def deflated(v: Tensor) -> Tensor:
+        return v - (space @ v) @ space
+
+    with interruptible(found, lambda: bool(quadratures)), arithmetic(product.like.device):
+        apart = Lanczos(product, product.normal, 1, steps, product.agreed)
+        while len(apart.values) < min(steps, product.d) and not apart.failed:
+            apart.step()
+        accurate = apart.accurate(1e-2)
+        space = apart.vectors(accurate)
+        rest = min(steps, product.d - len(space))
         for _ in range(probes):
-            lanczos = Lanczos(h, h.signs, 1, steps, h.agreed)
-            while len(lanczos.values) < steps and not lanczos.invariant and not lanczos.failed:
+            lanczos = Lanczos(
+                lambda v: deflated(product(v)), lambda: deflated(product.signs()), 1, rest, product.agreed, apart.floor
+            )
+            while len(lanczos.values) < rest and not lanczos.invariant and not lanczos.failed:
                 lanczos.step()
-            quadratures.append((lanczos.values, lanczos.coefficients[0] ** 2))
-    return density()
+            quadratures.append((lanczos.values, lanczos.coefficients[:1].flatten() ** 2))
+    return found()

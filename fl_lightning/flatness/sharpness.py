@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning.core import EPS, FlatSpec, ensure, generator, norm, require, to_radius
-from fl_lightning.flatness.functional import Batches, Estimate, Loss, Reduce, batch_sizes, gradient, mean_loss
+from fl_lightning.flatness.functional import Batches, Estimate, Loss, Reduce, batch_sizes, gradient, mean_loss, passes
 
 
 def sharpness(
@@ -22,7 +22,7 @@ def sharpness(
     eta: float | None = None,
     reduce: Reduce | None = None,
 ) -> float:
-    """max_{‖δ‖≤rho} F(w+δ) - F(w), approximated from below by gradient ascent.
+    """Returns max_{‖δ‖≤rho} F(w+δ) - F(w), approximated from below by gradient ascent.
 
     One step is δ = rho ∇F/‖∇F‖, with the gradient of all data (the first-order maximiser, Foret et al. 2021, Eq. 2;
     FedGF Eq. 5; FedGMT Eq. 4). With more, each adds rho ∇F(w+δ)/‖∇F(w+δ)‖ and projects δ onto the ball.
@@ -71,7 +71,7 @@ def lpf(
     seed: int = 0,
     reduce: Reduce | None = None,
 ) -> Estimate:
-    """E_ε F(w+ε) with ε ~ N(0, sigma² I): the loss seen through a low-pass filter (Bisla et al., AISTATS 2022).
+    """Estimates E_ε F(w+ε), ε ~ N(0, sigma² I): the loss seen through a low-pass filter (Bisla et al., AISTATS 2022).
 
     It includes the level of the loss: for a quadratic it is F(w) + sigma² tr(H) / 2. FedGF's Table 2 reports this
     measure without its scale.
@@ -109,7 +109,7 @@ def lpf(
 
 
 def filter_scale(spec: FlatSpec, w: Tensor) -> Tensor:
-    """‖w_f‖ + |b_f| of the filter f that each weight or bias belongs to, ``(d,)``; f is the first index of a tensor."""
+    """Returns for each weight ‖w_f‖ + |b_f| of its filter f, the first index of its tensor, ``(d,)``."""
     sizes: dict[str, Tensor] = {}
     parts = {name: p.reshape(len(p) if p.ndim else 1, -1) for name, p in spec.split(w).items()}
     owner = {name: f"{name.removesuffix('weight').removesuffix('bias')} {len(p)}" for name, p in parts.items()}
@@ -119,7 +119,7 @@ def filter_scale(spec: FlatSpec, w: Tensor) -> Tensor:
 
 
 def flatness_discrepancy(global_sharpness: float, local_sharpness: Sequence[float], sizes: Sequence[int]) -> float:
-    """Δ_F = |S - Σ_i (m_i/m) S_i| (FedGF Definition 1, Eq. 7).
+    """Returns Δ_F = |S - Σ_i (m_i/m) S_i| (FedGF Definition 1, Eq. 7).
 
     Args:
         global_sharpness: S, of the aggregated model on the data of all clients.
@@ -144,55 +144,31 @@ def measure_discrepancy(
     rho: float = 0.05,
     steps: int = 1,
 ) -> float:
-    """Δ_F of the aggregated ``model`` and its clients, each as (local flat weights w_i ``(d,)``, its data D_i).
+    """Returns Δ_F of the aggregated ``model`` and its clients, each a pair (flat weights ``(d,)``, its data).
 
-    F is the loss over the union of the D_i. The paper does not specify how the maximum is found, its radius, or which
-    clients count: here by :func:`sharpness`, over the clients passed, usually those whose w_i were averaged.
+    F is the loss over the union of the clients' data. The paper does not specify how the maximum is found, its radius,
+    or which clients count: here by :func:`sharpness`, over the clients passed, usually those whose w_i were averaged.
 
     Raises:
         UserError: As :func:`sharpness` and :func:`flatness_discrepancy`.
     """
     local = [sharpness(model, loss, batches, rho, steps, at=w) for w, batches in clients]
     sizes = [sum(batch_sizes(batches)) for _, batches in clients]
-    everything = sharpness(model, loss, lambda: chain.from_iterable(batches() for _, batches in clients), rho, steps)
+    data = [passes(batches) for _, batches in clients]
+    everything = sharpness(model, loss, lambda: chain.from_iterable(batches() for batches in data), rho, steps)
     return flatness_discrepancy(everything, local, sizes)
 
 
 # A round's models, without data
 
 
-def divergence(clients: Sequence[Tensor], center: Tensor) -> float:
-    """Mean over the clients of ‖w_i - w‖² (FedSMOO, Table 2).
-
-    The paper's table has w^t as the ``center``, its text w^{t+1}; the authors' program uses w^{t+1}.
-
-    Args:
-        clients: Local models w_i, ``(d,)`` each.
-        center: The global model, ``(d,)``.
-
-    Raises:
-        UserError: If there is no client.
-    """
-    return sum(d * d for d in distances(clients, center)) / len(clients)
-
-
-def distances(clients: Sequence[Tensor], center: Tensor) -> list[float]:
-    """‖w_i - w‖ of each client: with w^t FedGF's drift (its mean is D), with w^{t+1} the terms of Theorem 2's bound.
-
-    Raises:
-        UserError: If there is no client.
-    """
-    ensure(len(clients) > 0, "clients: none; give at least one local model")
-    return [(w - center).norm().item() for w in clients]
-
-
 def cosine(a: Tensor, b: Tensor) -> float:
-    """Cosine of the angle between two vectors ``(d,)``; 0 if one is zero."""
+    """Returns the cosine of the angle between two vectors ``(d,)``; 0 if one is zero."""
     return float(a @ b / (a.norm() * b.norm() + EPS))
 
 
 def delta_epsilon(previous: Tensor, current: Tensor, rho: float) -> float:
-    """δ_ε = rho ‖Δ̃/‖Δ̃‖ - Δ/‖Δ‖‖, from 0 to 2 rho (FedGloSS, Eq. 6): how stale last round's direction is.
+    """Returns δ_ε = rho ‖Δ̃/‖Δ̃‖ - Δ/‖Δ‖‖, from 0 to 2 rho (FedGloSS, Eq. 6): how stale last round's direction is.
 
     Args:
         previous: Δ̃^{t-1}, the pseudo-gradient of the last round, ``(d,)``.

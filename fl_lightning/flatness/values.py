@@ -17,7 +17,7 @@ Array = NDArray[np.float64]
 
 
 def exact(v: Tensor) -> Tensor:
-    """A vector in float64; on the CPU if its device is Apple's MPS, which has no float64."""
+    """Returns a vector in float64; on the CPU if its device is Apple's MPS, which has no float64."""
     return (v.cpu() if v.device.type == "mps" else v).double()
 
 
@@ -35,7 +35,7 @@ class Projection:
 
 
 def project(weights: Tensor, origin: Tensor, directions: Tensor) -> Projection:
-    """The points of a plane that are nearest to the given weights.
+    """Returns the points of a plane that are nearest to the given weights.
 
     Args:
         weights: ``(d,)`` or ``(n, d)``.
@@ -65,9 +65,9 @@ def project(weights: Tensor, origin: Tensor, directions: Tensor) -> Projection:
 class Plane:
     """The plane through three models, with orthonormal directions (Garipov et al. 2018, ``plane.py``).
 
-    For FedGMT's Fig. 6: w0 is the start of local training, w2 the end of FedAvg, w1 the end of FedGMT (the paper does
-    not specify its three models). The loss over it is ``surface(model, loss, data, plane.origin, plane.directions,
-    *plane.grid(), models=...)``.
+    FedGMT's Fig. 6 has such a plane; the paper does not specify its three models. ``fl-lightning landscape`` takes as
+    w0 the start of local training, as w1 the end of FedGMT, and as w2 the end of FedAvg. The loss over it is
+    ``surface(model, loss, data, plane.origin, plane.directions, *plane.grid(), models=...)``.
 
     Attributes:
         origin: w0, ``(d,)``, float64.
@@ -82,7 +82,7 @@ class Plane:
 
     @classmethod
     def through(cls, w0: Tensor, w1: Tensor, w2: Tensor) -> Plane:
-        """The plane through three models, each ``(d,)``.
+        """Returns the plane through three models, each ``(d,)``.
 
         Raises:
             UserError: If they lie on one line.
@@ -100,11 +100,11 @@ class Plane:
         return cls(origin, directions, corners)
 
     def project(self, weights: Tensor) -> Projection:
-        """Places of models ``(d,)`` or ``(n, d)``, such as the iterates of a trajectory."""
+        """Returns the places of models ``(d,)`` or ``(n, d)``, such as the iterates of a trajectory."""
         return project(weights, self.origin, self.directions)
 
     def grid(self, n: int = 21, margin: float = 0.2, include: Iterable[Projection] = ()) -> tuple[Array, Array]:
-        """Coordinates of a grid around the three models and further ones.
+        """Returns coordinates of a grid around the three models and further ones.
 
         Args:
             n: Number of points in each direction.
@@ -139,11 +139,11 @@ class Values:
     protocol: Mapping[str, Any]
 
     def columns(self) -> dict[str, NDArray[Any]]:
-        """The coordinates of the points by name, each of the shape of a loss."""
+        """Returns the coordinates of the points by name, each of the shape of a loss."""
         return {"point": np.arange(len(next(iter(self.loss.values()))))}
 
     def rows(self) -> list[dict[str, Any]]:
-        """One row per point and data set, for a CSV file."""
+        """Returns a row per point and data set, for a CSV file."""
         columns = self.columns()
         return [
             {"data": name, **dict(zip(columns, at, strict=True)), "loss": loss, "accuracy": accuracy}
@@ -154,7 +154,7 @@ class Values:
         ]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for a JSON file; non-finite numbers become None."""
+        """Returns plain values for a JSON file; non-finite numbers become None."""
         return {f.name: _plain(getattr(self, f.name)) for f in fields(self)}
 
 
@@ -169,22 +169,22 @@ class Perturbation(Values):
     radii: Array
 
     def columns(self) -> dict[str, NDArray[Any]]:
-        """Direction and radius, each ``(1 + k, r)``."""
+        """Returns direction and radius, each ``(1 + k, r)``."""
         lines = len(next(iter(self.loss.values())))
         names = np.array(["gradient", *(f"random {i}" for i in range(lines - 1))])
         direction, radius = np.meshgrid(names, self.radii, indexing="ij")
         return {"direction": direction, "radius": radius}
 
     def along_gradient(self, name: str) -> Array:
-        """The loss along the gradient, ``(r,)``."""
+        """Returns the loss along the gradient, ``(r,)``."""
         return np.asarray(self.loss[name][0])
 
     def mean(self, name: str) -> Array:
-        """Mean loss over the random directions that were evaluated completely, ``(r,)``."""
+        """Returns the mean loss over the random directions that were evaluated completely, ``(r,)``."""
         return self._over_random(name, lambda losses: losses.mean(0), least=1)
 
     def spread(self, name: str) -> Array:
-        """Sample standard deviation of the loss over these directions, ``(r,)``."""
+        """Returns the sample standard deviation of the loss over these directions, ``(r,)``."""
         return self._over_random(name, lambda losses: losses.std(0, ddof=1), least=2)
 
     def _over_random(self, name: str, statistic: Callable[[Array], Array], least: int) -> Array:
@@ -204,17 +204,22 @@ class Interpolation(Values):
     gammas: Array
 
     def columns(self) -> dict[str, NDArray[Any]]:
-        """γ, ``(n,)``."""
+        """Returns γ, ``(n,)``."""
         return {"gamma": self.gammas}
 
     def barrier(self, name: str) -> float:
-        """Max over γ in [0, 1] of L(γ) - (γ L(1) + (1-γ) L(0)), over the points measured; 0 if there is none."""
+        """Returns the maximum over γ in [0, 1] of L(γ) - (γ L(1) + (1-γ) L(0)), 0 if the loss is never above the line.
+
+        After an interrupt it is that of the points measured, and NaN if an end is not among them.
+        """
         between = (self.gammas >= 0) & (self.gammas <= 1)
         g, loss = self.gammas[between], self.loss[name][between]
-        return float(np.max(loss - (g * loss[-1] + (1 - g) * loss[0])))
+        above = loss - (g * loss[-1] + (1 - g) * loss[0])
+        ends = np.isfinite(loss[[0, -1]]).all()
+        return float(np.nanmax(above) if self.missing and ends else np.max(above))
 
     def to_dict(self) -> dict[str, Any]:
-        """As for :class:`Values`, with the barrier of each data set."""
+        """Returns what :class:`Values` does, and the barrier of each data set."""
         return {**super().to_dict(), "barrier": {name: _plain(self.barrier(name)) for name in self.loss}}
 
 
@@ -233,18 +238,18 @@ class Surface(Values):
     models: Mapping[str, Projection] = field(default_factory=dict)
 
     def columns(self) -> dict[str, NDArray[Any]]:
-        """X and y, each ``(ny, nx)``."""
+        """Returns x and y, each ``(ny, nx)``."""
         x, y = np.meshgrid(self.x, self.y)
         return {"x": x, "y": y}
 
     def normalized_sum(self) -> Array:
-        """Sum over the data sets of the loss scaled to [0, 1] on this grid (FedGMT Fig. 6c), ``(ny, nx)``."""
+        """Returns the sum over the data sets of the loss, scaled to [0, 1] here (FedGMT Fig. 6c), ``(ny, nx)``."""
         scaled = [(z - np.nanmin(z)) / (np.nanmax(z) - np.nanmin(z)) for z in self.loss.values()]
         return np.asarray(np.sum(scaled, axis=0))
 
 
 def _plain(value: Any) -> Any:
-    """Mappings, projections and arrays as JSON values."""
+    """Returns mappings, projections and arrays as JSON values."""
     if isinstance(value, Projection):
         value = vars(value)
     if isinstance(value, Mapping):

@@ -14,22 +14,23 @@ from flwr.serverapp import Grid, ServerApp
 from torch import Tensor
 
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.core import UserError, check_interruption, require
+from fl_lightning.core import UserError, require
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.flower import server
 from fl_lightning.flower.messages import Message
 from fl_lightning.flower.node import Folder, Kept, Node
 from fl_lightning.trainer.run import Run
+from fl_lightning.trainer.runtime.signals import check_interruption
 from fl_lightning.trainer.trainer import FederatedTrainer
 
 FAILED = 2
 """Flower's code for an exception in a ClientApp."""
 QUERY = 120.0
-"""Seconds for a node to say its number: one that is gone may be listed for a while."""
+"""Seconds that a node has to report its number: Flower may list a node for a while after it has gone."""
 
 
 class Made(Protocol):
-    """What a config builds."""
+    """The objects that a config describes."""
 
     trainer: FederatedTrainer
     model: LocalObjective
@@ -39,11 +40,11 @@ class Made(Protocol):
 def client_app(build: Callable[[], Made]) -> ClientApp:
     """Returns the app of the nodes.
 
-    A node is number ``partition-id`` of its node config. It keeps the clients' states in its context, or, if the node
-    config names a ``state-folder``, in files there.
+    A node's number is the ``partition-id`` of its node config. The node keeps its clients' states in its context, or in
+    files if the node config names a ``state-folder``.
 
     Args:
-        build: Builds what the config describes; called once in a process.
+        build: Builds the objects that the config describes; called once in a process.
     """
 
     @cache
@@ -75,11 +76,11 @@ def client_app(build: Callable[[], Made]) -> ClientApp:
 def server_app(build: Callable[[], Made]) -> ServerApp:
     """Returns the app of the server.
 
-    Its run config: ``nodes``, their number, 0 for one each client; ``ckpt-path``, "" for a new run; ``wait``, the
-    seconds that it waits for a node to connect, and for a reply.
+    Its run config has ``nodes``, the number of nodes (0: one for each client); ``ckpt-path`` ("": a new run); and
+    ``wait``, the seconds that the server waits for a node to connect, and for a reply.
 
     Args:
-        build: Builds what the config describes.
+        build: Builds the objects that the config describes.
     """
 
     def main(grid: Grid, context: Context) -> None:
@@ -118,7 +119,7 @@ class GridSend:
         return replies
 
     def _ids(self, wanted: set[int]) -> dict[int, int]:
-        """Flower's ids of nodes, by number; of two with one number that which connected last."""
+        """Returns Flower's ids of the nodes by number; of two nodes with one number, the one that connected last."""
         end = time.monotonic() + self.wait
         while True:
             check_interruption()

@@ -1,4 +1,4 @@
-"""What goes over the wire, and the versions of a client's state."""
+"""The messages between server and nodes, and the versions of a client's state."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
@@ -17,10 +17,10 @@ class Message:
     """A message to a node, or its reply.
 
     Attributes:
-        tensors: Named tensors on the CPU, by record. To a node ``down``, what the algorithm sends; from it ``up.<k>``,
-            what client k uploads.
-        values: Plain values, by record. To a node ``round``, and ``client.<k>`` for each of its clients that trains;
-            from it ``client.<k>``.
+        tensors: Named tensors on the CPU, by record. A message to a node has ``down``, the state that the algorithm
+            sends; a reply has ``up.<k>``, the upload of client k.
+        values: Plain values, by record. A message to a node has ``round``, and ``client.<k>`` for each of its clients
+            that trains; a reply has ``client.<k>``.
     """
 
     tensors: Mapping[str, Mapping[str, Tensor]]
@@ -28,17 +28,17 @@ class Message:
 
 
 Send: TypeAlias = Callable[[Mapping[int, Message]], Mapping[int, Message]]
-"""Carries a message to each of some nodes, by number from 0, and returns their replies; an error is a `UserError`."""
+"""Carries messages to nodes (by their numbers, from 0) and returns their replies; raises a `UserError` on failure."""
 
-CONTEXT = tuple(field.name for field in fields(ClientContext) if field.name not in ("flat", "class_counts"))
-"""What of a client's context goes over the wire."""
+CONTEXT = tuple(field.name for field in fields(ClientContext) if field.name not in ("flat", "class_counts", "draws"))
+"""Attributes of a client's context that go over the wire."""
 
 
 def context(values: Mapping[str, Value], flat: FlatSpec) -> ClientContext:
     """Returns the context that a client trains in.
 
     Args:
-        values: Those of `CONTEXT`, among others.
+        values: Values that include those of `CONTEXT`.
         flat: Layout of the weight vector.
     """
     return ClientContext(flat=flat, **{name: values[name] for name in CONTEXT})  # type: ignore[arg-type]
@@ -52,7 +52,7 @@ def checksum(*tensors: Tensor) -> int:
     return found
 
 
-# Versions of a client's state: the CRC-32 of its content as 8 digits; "" before first contact
+# The version of a client's state is the CRC-32 of its content as 8 hexadecimal digits; "" before first contact
 
 
 def version_of(state: Mapping[str, Tensor]) -> str:
@@ -61,7 +61,7 @@ def version_of(state: Mapping[str, Tensor]) -> str:
 
 
 def row_of(version: str, like: Tensor) -> Tensor:
-    """Returns a version as the numbers that the server keeps of a client, ``(3,)``: exact in float32."""
+    """Returns a version as numbers ``(3,)``, exact in float32, which the server keeps as the client's state."""
     return like.new_tensor([1, *divmod(int(version, 16), 1 << 16)])
 
 

@@ -1,4 +1,4 @@
-"""A node's end: it trains its clients, and keeps their states."""
+"""The node's end: a node trains its clients and keeps their states."""
 
 import re
 from collections.abc import Iterator, Mapping, MutableMapping
@@ -13,14 +13,14 @@ from fl_lightning.flower.messages import Message, Value, checksum, context, vers
 from fl_lightning.trainer.run import Run
 
 Kept = MutableMapping[str, Mapping[str, Tensor]]
-"""Where a node keeps its clients' states: named tensors by ``<client>.<version>``."""
+"""The states of a node's clients: named tensors by ``<client>.<version>``."""
 
 
 class Node:
     """Answers the server's messages.
 
     Args:
-        run: A run of the server's config that never begins: the model, its device and the data of this node.
+        run: A run with the server's config that never starts. It holds the model, its device and this node's data.
         number: The node's number, from 0.
     """
 
@@ -30,17 +30,17 @@ class Node:
         self._w0 = checksum(run.server.w)
 
     def answer(self, message: Message, kept: Kept) -> Message:
-        """Trains the clients that a message names, one after another, and keeps their new states as versions.
+        """Trains the clients that a message names, one after another, and stores their new states as versions.
 
         Args:
             message: The server's message.
-            kept: This node's states of the server's run.
+            kept: The states that this node keeps for the server's run.
 
         Returns:
-            The reply, with what each client uploads.
+            The reply, with each client's upload.
 
         Raises:
-            UserError: If node and server differ, or a state is missing. Who carries it adds which node it is from.
+            UserError: If node and server differ, or a state is missing. The transport adds the node's number.
         """
         about, run = message.values["round"], self.run
         self._check(message)
@@ -69,7 +69,7 @@ class Node:
             f"client {client}: has {here} samples here, {ctx.n_k} on the server; give both the same data",
         )
         row = None if values["version"] == "" else self._row(client, str(values["version"]), kept)
-        state = run.clients.get(client, received.w, run.objective.scratch_state, row)
+        state = run.clients.get(client, received.w, run.objective.scratch_inits(), row)
         job = Job(client, state, received, ctx, run.minibatches(client, ctx), int(values["seed"]))
         (result,) = self.engine.train([job])
         keep = {str(values["version"]), *str(values["keep"]).split()}
@@ -102,7 +102,7 @@ class Node:
 
 
 def _stored(client: int, state: State, keep: set[str], kept: Kept) -> str:
-    """Stores a client's new state, and removes the versions that are neither this one nor to be kept; its version."""
+    """Stores a client's new state, removes all versions but this one and those in ``keep``, and returns its version."""
     here = {name: value.cpu() for name, value in state.items()}
     version = version_of(here)
     kept[f"{client}.{version}"] = here
@@ -113,7 +113,7 @@ def _stored(client: int, state: State, keep: set[str], kept: Kept) -> str:
 
 
 class Folder(Kept):
-    """States in files, each written whole, with a checksum.
+    """States in files, each written atomically and with a checksum.
 
     Args:
         path: The folder; it is created.

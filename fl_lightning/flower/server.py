@@ -13,14 +13,14 @@ from torch import Tensor
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.core import Init, State, UserError, ensure, require
 from fl_lightning.data import FederatedDataModule
-from fl_lightning.engine import Engine, EngineName, Job, LocalResult
+from fl_lightning.engine import ENGINES, Engine, EngineName, Job, LocalResult
 from fl_lightning.flower.messages import CONTEXT, Message, Send, Value, checksum, row_of, version_in
-from fl_lightning.trainer.client_store import ClientStore
 from fl_lightning.trainer.run import Callback, Run
+from fl_lightning.trainer.storage.client_store import ClientStore
 from fl_lightning.trainer.trainer import FederatedTrainer
 
 KEPT = "state on its node"
-"""Name of what the server keeps of a client in place of its state: the version, see `row_of`."""
+"""Name of the client state that the server keeps: the version of the state on the node, see `row_of`."""
 
 
 def fit(
@@ -31,22 +31,22 @@ def fit(
     datamodule: FederatedDataModule,
     ckpt_path: str | None = None,
 ) -> Run:
-    """``trainer.fit`` with clients that train on nodes; all else is the trainer's, down to the bits of the weights.
+    """Runs ``trainer.fit`` with clients that train on nodes; the weights are equal to the bit.
 
     Args:
         send: Carries messages to nodes.
-        nodes: Number of nodes; node p has the clients k with k mod nodes = p. None: one for each client.
+        nodes: Number of nodes; node p has the clients k with k mod nodes = p. None: one node for each client.
         trainer: The trainer.
         model: The local objective.
-        datamodule: The data; of the clients' samples the server uses their number only.
+        datamodule: The data; the server uses only the number of each client's samples.
         ckpt_path: As for ``trainer.fit``.
 
     Returns:
         The run.
 
     Raises:
-        UserError: As ``trainer.fit``; if an option does not fit; if a node does not answer, or has lost a state. The
-            last whole round is saved.
+        UserError: As ``trainer.fit``; or if an option does not fit, a node does not answer, or a node has lost a
+            state. The last complete round is saved.
     """
     check(trainer, datamodule)
     if trainer.engine == "auto":
@@ -59,11 +59,11 @@ def check(trainer: FederatedTrainer, datamodule: FederatedDataModule) -> None:
     """Checks that clients can train on nodes.
 
     Raises:
-        UserError: If an option needs them in one process.
+        UserError: If an option needs all clients in one process.
     """
     engine = trainer.engine
     ensure(
-        engine in ("auto", "sequential", "debug") and not trainer.compile,
+        not (engine != "auto" and ENGINES[engine].trains_several) and not trainer.compile,
         f"trainer.engine = {engine}: a node trains one client after another; set it to sequential, compile to false",
     )
     ensure(
@@ -81,7 +81,7 @@ def check(trainer: FederatedTrainer, datamodule: FederatedDataModule) -> None:
 
 
 def check_nodes(nodes: int | None, datamodule: FederatedDataModule) -> None:
-    """Checks the number of nodes, None for one each client.
+    """Checks the number of nodes; None means one for each client.
 
     Raises:
         UserError: If there are more nodes than clients.
@@ -118,10 +118,10 @@ class RemoteRun(Run):
 
 
 class Versions(ClientStore):
-    """The versions of the clients' states that count; the states themselves are on the nodes.
+    """The valid versions of the clients' states; the states themselves are on the nodes.
 
-    Whatever restores the run, a checkpoint or the transaction of a round, restores the versions, and with them the
-    states: a node keeps a client's version of the last checkpoint until the next one is written.
+    A checkpoint, or the transaction of a round, restores the versions and thereby the states: a node keeps the version
+    of the last checkpoint until the next one is written.
 
     Args:
         objective: The local objective; if its clients keep no state, there are no versions either.
@@ -139,8 +139,8 @@ class Versions(ClientStore):
         self._being_saved: dict[int, str] = {}
 
     def versions(self, job: Job) -> dict[str, Value]:
-        """Returns the version that a client trains from, and those that its node keeps in case that the run returns."""
-        row = self.row(job.client)  # in a second phase, a round that fails returns to it
+        """Returns the version that a client trains from, and the versions that its node keeps in reserve."""
+        row = self.row(job.client)  # a round that fails in its second phase returns to this row
         kept = {self._saved.get(job.client, ""), version_in(row[KEPT]) if row else ""} - {""}
         return {"version": version_in(job.state[KEPT]) if self.inits else "", "keep": " ".join(sorted(kept))}
 
@@ -162,7 +162,7 @@ class Versions(ClientStore):
 
 
 class RemoteEngine(Engine):
-    """Local training on the nodes: in each phase one message to a node that has clients of the cohort.
+    """Trains on the nodes: each phase sends one message to every node that has clients of the cohort.
 
     Args:
         run: The run.
@@ -203,7 +203,7 @@ class RemoteEngine(Engine):
             values, arrived = reply.values[f"client.{job.client}"], reply.tensors[f"up.{job.client}"]
             upload = {name: arrived[name].to(like) for name in names}
             loss, finite = like.new_tensor(float(values["loss"])), State(upload).finite()
-            # a state that is not finite stays on its node; here it is refused as one
+            # a state that is not finite stays on its node; NaN makes the server refuse it like any other
             row = row_of(str(values["version"]), like) if self.run.clients.inits else None
             state = State({} if row is None else {KEPT: row if values["finite"] else row * torch.nan})
         except (KeyError, ValueError) as error:
@@ -211,6 +211,6 @@ class RemoteEngine(Engine):
                 f"client {job.client}: the reply of its node lacks {error}; the node needs the same version of "
                 "fl_lightning and the same config"
             ) from None
-        # the local model is not on the wire, and nothing on the server asks for it
+        # the local model is not on the wire, and nothing on the server reads it
         w = upload.get("w", job.received.w)
         return LocalResult(job.client, job.received, w, upload, state, loss, job.ctx, finite & state.finite())

@@ -1,11 +1,11 @@
-"""Nets of which only a part is trained: frozen layers, and LoRA."""
+"""Nets that train only some of their parameters: frozen layers, and LoRA."""
 
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from torch import nn
 
-from fl_lightning.core import Checked, Decay, Positive, Size, UserError, ensure, require, weights
+from fl_lightning.core import Checked, Fraction, Positive, Size, UserError, ensure, require, weights
 
 FUSED = nn.MultiheadAttention, nn.TransformerEncoderLayer
 """Modules of torch that compute with the weights of their layers, without calling these."""
@@ -30,13 +30,13 @@ class Frozen(Checked, nn.Module, key="model.net"):
 
     def __init__(self, net: nn.Module, trained: Sequence[str | int], weights: str | None = None) -> None:
         super().__init__()
-        names = [str(name) for name in trained]  # those of nn.Sequential are numbers
+        names = [str(name) for name in trained]  # the names in nn.Sequential are numbers
         require(len(names) > 0, "model.net.trained", names, "give the names of modules to train")
         _check_names(net, names)
         load_pretrained(net, weights, names)
         self.net = net
         net.requires_grad_(False)
-        for name, parameter in net.named_parameters(remove_duplicate=False):  # each name of one that layers share
+        for name, parameter in net.named_parameters(remove_duplicate=False):  # a shared parameter has several names
             if _below(name, names):
                 parameter.requires_grad_()
         self._constant = list(_frozen_modules(net))
@@ -83,7 +83,7 @@ class LoRA(Frozen):
         targets: Sequence[str],
         rank: Size = 8,
         alpha: Positive = 16.0,
-        dropout: Decay = 0.0,
+        dropout: Fraction = 0.0,
         trained: Sequence[str | int] = (),
         weights: str | None = None,
     ) -> None:
@@ -144,12 +144,12 @@ def _check_targets(net: nn.Module, targets: Sequence[str]) -> None:
 
 
 def _below(parameter: str, names: Collection[str]) -> bool:
-    """Whether a parameter is one of these, or in one of these modules."""
+    """Returns whether a parameter has one of these names, or lies in a module of one of these names."""
     return any(parameter == name or parameter.startswith(f"{name}.") for name in names)
 
 
 def _frozen_modules(module: nn.Module) -> Iterator[nn.Module]:
-    """The outermost modules that have parameters, none of which is trained."""
+    """Yields the outermost modules that have parameters but train none."""
     trained = [p.requires_grad for p in module.parameters()]
     if trained and not any(trained):
         yield module

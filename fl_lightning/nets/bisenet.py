@@ -108,8 +108,7 @@ class Stem(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.conv(x)
-        fused: Tensor = self.fuse(torch.cat([self.left(x), self.right(x)], 1))
-        return fused
+        return self.fuse(torch.cat([self.left(x), self.right(x)], 1))
 
 
 class Expansion(nn.Module):
@@ -147,8 +146,7 @@ class Context(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         mean = self.conv_gap(self.bn(x.mean((2, 3), keepdim=True)))
-        mixed: Tensor = self.conv_last(x + mean)
-        return mixed
+        return self.conv_last(x + mean)
 
 
 class Aggregation(nn.Module):
@@ -166,12 +164,11 @@ class Aggregation(nn.Module):
     def forward(self, detail: Tensor, semantic: Tensor) -> Tensor:
         fine = self.left1(detail) * self.up(self.right1(semantic)).sigmoid()
         coarse = self.left2(detail) * self.right2(semantic).sigmoid()
-        mixed: Tensor = self.conv(fine + self.up(coarse))
-        return mixed
+        return self.conv(fine + self.up(coarse))
 
 
 def _head(channels: int, middle: int, num_classes: int, up: int) -> nn.Sequential:
-    """Logits of all classes, enlarged by ``up``."""
+    """Returns a head: logits of all classes, enlarged by ``up``."""
     return _named(
         conv=ConvBNReLU(channels, middle),
         drop=nn.Dropout(0.1),

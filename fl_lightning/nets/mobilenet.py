@@ -13,7 +13,7 @@ class MobileNetV2GN(Checked, nn.Module, key="model.net"):
 
     Args:
         num_classes: Number of classes.
-        groups: Groups of every GroupNorm; must divide 8. Google's trainer for Landmarks has 8, its model class 2; the
+        groups: Groups of every GroupNorm; must divide 8. Google's trainer for Landmarks uses 8, its model class 2; the
             papers' number is unknown.
         pretrained: Initial weights: ``torchvision`` for its ImageNet weights (downloaded once), or a file with such a
             state_dict. Convolutions, scales and shifts load; the classifier loads if it has as many classes; the
@@ -36,5 +36,4 @@ class MobileNetV2GN(Checked, nn.Module, key="model.net"):
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns logits ``(N, num_classes)`` of images ``(N, 3, H, W)``."""
-        logits: Tensor = self.net(x)
-        return logits
+        return self.net(x)

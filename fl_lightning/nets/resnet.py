@@ -23,8 +23,12 @@ def group_norm(groups: int, channels: int) -> Norm:
         UserError: If groups does not divide ``channels``.
     """
     fits = [g for g in range(1, channels + 1) if channels % g == 0]
-    remedy = f"must divide {channels} channels; use {', '.join(map(str, fits))}"
-    require(groups in fits, "model.net.groups", groups, remedy)
+    require(
+        groups in fits,
+        "model.net.groups",
+        groups,
+        f"must divide {channels} channels; use {', '.join(map(str, fits))}",
+    )
     return partial(nn.GroupNorm, groups)
 
 
@@ -45,8 +49,7 @@ class _TorchvisionResNet(Checked, nn.Module, key="model.net"):
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns logits ``(N, num_classes)`` of images ``(N, 3, H, W)``."""
-        logits: Tensor = self.net(x)
-        return logits
+        return self.net(x)
 
 
 class ResNet18GN(_TorchvisionResNet):
@@ -144,8 +147,7 @@ class PreActResNet18GN(Checked, nn.Module, key="model.net"):
     def forward(self, x: Tensor) -> Tensor:
         """Returns logits ``(N, num_classes)`` of images ``(N, 3, H, W)``."""
         x = self.norm(self.blocks(self.stem(x))).relu()
-        logits: Tensor = self.fc(x.mean((2, 3)))
-        return logits
+        return self.fc(x.mean((2, 3)))
 
 
 class _PreActBlock(nn.Module):
@@ -166,5 +168,4 @@ class _PreActBlock(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        total: Tensor = self.shortcut(x) + self.residual(x)
-        return total
+        return self.shortcut(x) + self.residual(x)

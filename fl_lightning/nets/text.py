@@ -30,8 +30,7 @@ class FastText(Checked, nn.Module, key="model.net"):
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns logits ``(N, num_classes)`` of tokens ``(N, length)``, int64."""
-        logits: Tensor = self.fc(self.hidden(self.embedding(x).mean(1)))
-        return logits
+        return self.fc(self.hidden(self.embedding(x).mean(1)))
 
 
 class TextTransformer(Checked, nn.Module, key="model.net"):
@@ -65,8 +64,7 @@ class TextTransformer(Checked, nn.Module, key="model.net"):
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns logits ``(N, num_classes)`` of tokens ``(N, length)``, int64."""
-        logits: Tensor = self.head(self.blocks(self.embedding(x) + self.position).mean(1))
-        return logits
+        return self.head(self.blocks(self.embedding(x) + self.position).mean(1))
 
 
 class LEAFLSTM(Checked, nn.Module, key="model.net"):
@@ -93,5 +91,4 @@ class LEAFLSTM(Checked, nn.Module, key="model.net"):
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns logits ``(N, num_classes)`` of characters ``(N, length)``, int64."""
-        logits: Tensor = self.fc(self.lstm(self.embedding(x))[0][:, -1])
-        return logits
+        return self.fc(self.lstm(self.embedding(x))[0][:, -1])

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from fl_lightning.core import Checked, Size
+from fl_lightning.core import Checked, Size, require
 
 
 class ViTCIFAR(Checked, nn.Module, key="model.net"):
@@ -30,8 +30,7 @@ class ViTCIFAR(Checked, nn.Module, key="model.net"):
         """Returns logits ``(N, num_classes)`` of images ``(N, 3, 32, 32)``."""
         patches = x.reshape(len(x), 3, 8, 4, 8, 4).permute(0, 2, 4, 3, 5, 1).reshape(len(x), 64, 48)
         tokens = self.blocks(self.embedding(patches) + self.position)
-        logits: Tensor = self.head(tokens.mean(1))
-        return logits
+        return self.head(tokens.mean(1))
 
 
 class EncoderBlock(nn.Module):
@@ -40,10 +39,14 @@ class EncoderBlock(nn.Module):
     Args:
         dim: Width.
         heads: Attention heads; must divide the width.
+
+    Raises:
+        UserError: If heads does not divide the width.
     """
 
     def __init__(self, dim: Size, heads: Size) -> None:
         super().__init__()
+        require(dim % heads == 0, "model.net.heads", heads, f"does not divide the width, dim = {dim}; use a divisor")
         self.heads = heads
         self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
         self.q, self.k, self.v, self.out = (nn.Linear(dim, dim) for _ in range(4))
@@ -55,9 +58,8 @@ class EncoderBlock(nn.Module):
         return torch.add(x, self.mlp(self.norm2(x)))
 
     def attention(self, x: Tensor) -> Tensor:
-        """Written out, because the fused kernels have no second derivative."""
+        """Returns the attention's output; it is written out, since the fused kernels have no second derivative."""
         n, tokens, dim = x.shape
         q, k, v = (layer(x).view(n, tokens, self.heads, -1).transpose(1, 2) for layer in (self.q, self.k, self.v))
         scores = q @ k.transpose(2, 3) * dim**-0.5
-        mixed: Tensor = self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
-        return mixed
+        return self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))

@@ -1,4 +1,4 @@
-"""Who is served: the evaluation of each client, its statistics over clients, and its figure."""
+"""Per-client performance: the evaluation of each client, its statistics over clients, and its figure."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from fl_lightning.core import COLORS, COLUMN, MARKERS, PAGE, SPAN, UserError, line_style, log_levels, style
-from fl_lightning.results.curves import LABELS, place_legend
-from fl_lightning.results.metrics import Mode, mode_of, read_directions
+from fl_lightning.core import COLUMN, MARKERS, PAGE, UserError, line_style, place_legend, scale_axis, style
+from fl_lightning.results.metrics import read_rows
+from fl_lightning.results.names import Mode, label, mode_of, read_directions
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -51,13 +51,13 @@ class ClientTable:
     columns: Mapping[str, Numbers]
 
     def known(self, column: str) -> tuple[Numbers, Numbers]:
-        """Samples and values of the clients that have a value, ``(k,)`` each."""
+        """Returns samples and values of the clients that have a finite value, ``(k,)`` each."""
         values = self.columns[column]
         return self.samples[np.isfinite(values)], values[np.isfinite(values)]
 
 
 def statistics(values: ArrayLike, samples: ArrayLike, mode: Mode = "max") -> dict[str, float]:
-    """Statistics of a value over clients, by the ending of its name.
+    """Returns statistics of a value over clients, by the ending of their names.
 
     Args:
         values: Value of each client, ``(n,)``.
@@ -80,12 +80,12 @@ def statistics(values: ArrayLike, samples: ArrayLike, mode: Mode = "max") -> dic
 
 
 def worst_first(values: Numbers, mode: Mode) -> Numbers:
-    """Values ``(n,)`` in order, the worst first."""
+    """Returns values ``(n,)`` in order, the worst first."""
     return np.sort(values) if mode == "max" else np.sort(values)[::-1]
 
 
 def sorted_curve(tables: Sequence[ClientTable], column: str = "") -> Numbers:
-    """The values of a run's clients, the worst first, at `SHARES` of the clients; the mean over runs, ``(201,)``.
+    """Returns the clients' values, the worst first, at `SHARES` of the clients, as means over runs, ``(201,)``.
 
     Args:
         tables: The runs of a group.
@@ -99,7 +99,7 @@ def sorted_curve(tables: Sequence[ClientTable], column: str = "") -> Numbers:
 
 
 def by_samples(tables: Sequence[ClientTable], column: str = "") -> tuple[Numbers, Numbers]:
-    """Mean samples and mean value of up to `BINS` groups of clients, of equal numbers and ordered by samples.
+    """Returns mean samples and mean value of up to `BINS` groups of equally many clients, ordered by samples.
 
     Args:
         tables: The runs of a group, whose clients are taken together.
@@ -111,13 +111,13 @@ def by_samples(tables: Sequence[ClientTable], column: str = "") -> tuple[Numbers
 
 
 def together(tables: Iterable[ClientTable], column: str = "") -> tuple[Numbers, Numbers]:
-    """Samples and values of the clients of all tables, ``(n,)`` each."""
+    """Returns samples and values of the clients of all tables, ``(n,)`` each."""
     samples, values = zip(*(table.known(column or table.metric) for table in tables), strict=True)
     return np.concatenate(samples), np.concatenate(values)
 
 
 def read_clients(folder: Path) -> ClientTable | None:
-    """Reads the last evaluation of each client; None if a run folder holds none.
+    """Returns the last evaluation of each client; None if a run folder holds none.
 
     Raises:
         UserError: If the file is no such table.
@@ -126,20 +126,16 @@ def read_clients(folder: Path) -> ClientTable | None:
     if not path.is_file():
         return None
     try:
-        with path.open(newline="", encoding="utf-8") as file:
-            reader = csv.reader(file, strict=True)
-            head, *rows = list(reader)
+        head, *rows = read_rows(path) or [[]]
         first, names = head[:3], head[3:]
         if first != ["round", "client", "samples"] or not names:
             raise ValueError("the columns do not begin with round, client, samples")
-        rows = [row for row in rows if len(row) == len(head)]  # a crash may have cut the last one short
         last = max(int(row[0]) for row in rows)
         clients: dict[int, dict[str, float]] = {}
         for row in rows:
             if int(row[0]) == last:
-                cells = zip(names, row[3:], strict=True)
-                known = {name: float(cell) for name, cell in cells if cell}
-                clients.setdefault(int(row[1]), {}).update(known, samples=float(row[2]))
+                cells = zip(head[2:], row[2:], strict=True)
+                clients.setdefault(int(row[1]), {}).update({name: float(cell) for name, cell in cells if cell})
     except (ValueError, csv.Error) as error:
         raise UserError(f"{path}: not a table of clients ({error}); restore the file, or remove it") from None
     columns = {name: np.array([clients[k].get(name, np.nan) for k in sorted(clients)]) for name in ("samples", *names)}
@@ -147,47 +143,50 @@ def read_clients(folder: Path) -> ClientTable | None:
     return ClientTable(last, names[0], mode, columns.pop("samples"), columns)
 
 
-def plot_clients(groups: Mapping[str, Sequence[ClientTable]]) -> Figure:
-    """Draws the metric of the global model by client: sorted, with the worst tenth shaded, and by number of samples.
+def with_values(tables: Sequence[ClientTable], column: str) -> list[ClientTable]:
+    """Returns the tables in which a client has a finite value of a column."""
+    return [table for table in tables if column in table.columns and len(table.known(column)[1])]
+
+
+def plot_clients(groups: Mapping[str, Sequence[ClientTable]], column: str = "") -> Figure:
+    """Draws a value by client: sorted, with the worst tenth shaded, and by number of samples.
 
     The sorted values are means over the seeds of a group. By number of samples, a point is a client, and the line joins
     the means of up to eight groups of clients of similar size; this panel is left out if all are of one size.
 
     Args:
-        groups: The last evaluations of one or more runs with different seeds, by label.
+        groups: The last evaluations of one or more runs with different seeds, by label; a label may have none.
+        column: The value; by default the metric of the global model.
     """
     from matplotlib.figure import Figure
 
-    first = next(iter(groups.values()))[0]
+    first = next(table for tables in groups.values() for table in tables)
     sizes = len({size for tables in groups.values() for table in tables for size in table.samples.tolist()}) > 1
     with style():
         figure = Figure(figsize=(PAGE if sizes else COLUMN, 2.5), layout="constrained")
-        label = LABELS.get(f"server/test/{first.metric}", first.metric)
         ordered = figure.add_subplot(1, 1 + sizes, 1, xlabel="% of clients, worst first (shaded: worst 10 %)")
-        ordered.set_ylabel(f"{label} of a client")
+        ordered.set_ylabel(f"{label(f'server/test/{first.metric}')} of a client")
         ordered.axvspan(0, 10, color="0.9", zorder=0)
-        for i, (name, tables) in enumerate(groups.items()):
-            ordered.plot(100 * SHARES, sorted_curve(tables), label=name, drawstyle="steps-post", **line_style(i))
+        drawn = [(i, name, tables) for i, (name, tables) in enumerate(groups.items()) if tables]
+        for i, name, tables in drawn:
+            curve, look = sorted_curve(tables, column), {**line_style(i), "gid": f"run-{i}"}
+            ordered.plot(100 * SHARES, curve, label=name, drawstyle="steps-post", **look)
         ordered.set_xlim(0, 100)
         if sizes:
-            _draw_sizes(figure.add_subplot(1, 2, 2, xlabel="training samples of a client", sharey=ordered), groups)
+            _draw_sizes(
+                figure.add_subplot(1, 2, 2, xlabel="training samples of a client", sharey=ordered), drawn, column
+            )
         for axes in figure.axes:
             axes.grid(alpha=0.3)
         place_legend(figure)
     return figure
 
 
-def _draw_sizes(axes: Axes, groups: Mapping[str, Sequence[ClientTable]]) -> None:
-    from matplotlib.ticker import FixedLocator, NullLocator
-
-    smallest, largest = np.inf, 0.0
-    for i, tables in enumerate(groups.values()):
-        samples, values = together(tables)
-        axes.plot(samples, values, ".", color=COLORS[i % len(COLORS)], markersize=4, alpha=0.4, markeredgewidth=0)
-        axes.plot(*by_samples(tables), marker=MARKERS[i % len(MARKERS)], **line_style(i))
-        smallest, largest = min(smallest, samples.min()), max(largest, samples.max())
-    if largest > SPAN * smallest:
-        axes.set_xscale("log")
-        axes.xaxis.set_major_locator(FixedLocator(log_levels(*axes.get_xlim())))
-        axes.xaxis.set_major_formatter("{x:g}")
-        axes.xaxis.set_minor_locator(NullLocator())
+def _draw_sizes(axes: Axes, drawn: Sequence[tuple[int, str, Sequence[ClientTable]]], column: str) -> None:
+    for i, _, tables in drawn:
+        samples, values = together(tables, column)
+        look = {**line_style(i), "gid": f"run-{i}"}
+        cloud = {**look, "linestyle": "none", "rasterized": len(samples) > 500}
+        axes.plot(samples, values, marker=".", markersize=4, alpha=0.4, markeredgewidth=0, **cloud)
+        axes.plot(*by_samples(tables, column), marker=MARKERS[i % len(MARKERS)], **look)
+    scale_axis(axes.xaxis, np.concatenate([together(tables, column)[0] for _, _, tables in drawn]))

@@ -1,16 +1,18 @@
-"""Several runs compared: those of one config with different seeds are a group."""
+"""Comparison of runs: those of one config with different seeds are a group."""
 
+import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import mean
+from statistics import fmean
 
 from fl_lightning.core import UserError, ensure
 from fl_lightning.results.configs import config_files, read_config, run_key
-from fl_lightning.results.metrics import Mode, is_of_clients
-from fl_lightning.results.search import METRICS, find_runs
-from fl_lightning.results.summary import LAST, Summary, summarise
+from fl_lightning.results.metrics import FILE
+from fl_lightning.results.names import Mode, is_of_clients
+from fl_lightning.results.search import find_runs
+from fl_lightning.results.summary import Summary, summarise
 
 Seeds = tuple[int, int] | None
 """The seeds of a run, (trainer.seed, data.seed); None of a run without ``config.yaml``."""
@@ -37,14 +39,21 @@ class Group:
     @property
     def metrics(self) -> list[Path]:
         """``metrics.csv`` of each run."""
-        return [folder / METRICS for folder in self.folders]
+        return [folder / FILE for folder in self.folders]
 
     def values(self, name: str) -> list[float]:
-        """Returns a statistic of each run that has it.
+        """Returns a statistic of each run in which it is finite.
 
         Args:
-            name: Its name in `Summary`; of a measure of flatness ``flatness/<name>``; of one over clients its own.
+            name: Its name in `Summary`, or that of a measure of flatness or a statistic over clients.
         """
+        return [value for value in self._found(name) if math.isfinite(value)]
+
+    def measured(self, name: str) -> int:
+        """Returns the number of runs that have a statistic, finite or not."""
+        return len(self._found(name))
+
+    def _found(self, name: str) -> list[float]:
         if name.startswith("flatness/"):
             found = [run.flatness.get(name.removeprefix("flatness/")) for run in self.runs]
         elif is_of_clients(name):
@@ -57,7 +66,7 @@ class Group:
 def compare(
     runs: Sequence[str | Path],
     target: float | None = None,
-    last: int = LAST,
+    last: int | None = None,
     metric: str | None = None,
     reference: str | Path | None = None,
     mode: Mode | None = None,
@@ -69,20 +78,21 @@ def compare(
     Args:
         runs: Run folders, or folders above them.
         target: Value of the metric that runs are to reach, such as an accuracy of 0.8.
-        last: Rounds at the end whose evaluations are averaged.
+        last: Rounds at the end whose evaluations and measurements are averaged; None: those of the headline.
         metric: Name of the metric; None: that of the data on the test set.
         reference: One of the runs; without ``target``, the mean of its group's last rounds is the target.
         mode: Whether large (max) or small (min) values of the metric are good; None: as its name says.
 
     Raises:
-        UserError: If a folder holds no run, two of the given folders are the same run, or metrics differ.
+        UserError: If a folder holds no run, two of the given folders are the same run, metrics differ, or no run of the
+            reference has a finite value.
     """
     named = {Path(run).resolve() for run in runs}
     members: dict[str, list[tuple[Seeds, Path]]] = {}
     left_out: dict[str, list[Path]] = {}
     for folder in find_runs(runs):
-        metric = metric or summarise(folder, last, mode=mode).metric  # the same of all
         key, seed = _identity(folder)
+        metric = metric or summarise(folder, last, mode=mode).metric  # the same of all
         group = members.setdefault(key, [])
         twin = next((other for other in group if other[0] == seed), None)
         if twin is not None:
@@ -101,7 +111,9 @@ def compare(
         found = [summarise(folder, last, target, metric, mode) for folder in folders]
         groups.append(Group(name, folders, seeds, found, left_out.get(key, [])))
     if reference is not None and target is None:
-        return compare(runs, mean(of_run(groups, reference).values("mean")), last, metric, mode=mode)
+        reached = of_run(groups, reference).values("mean")
+        ensure(bool(reached), f"reference = {reference}: its {metric} is not finite; give a target")
+        return compare(runs, fmean(reached), last, metric, mode=mode)
     return groups
 
 

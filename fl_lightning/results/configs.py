@@ -3,13 +3,14 @@
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from fl_lightning.core import UserError, load_yaml
+from fl_lightning.core import UserError
+from fl_lightning.results.yaml_text import load_yaml
 
 EXECUTION = (
     "name", "default_root_dir", "engine", "client_block", "compile", "accelerator", "strategy", "devices",
@@ -23,10 +24,10 @@ LENGTH = ("max_rounds", "max_time")
 
 
 def config_files(folder: Path) -> dict[int, Path]:
-    """Config files of a run, by the round after which each counts.
+    """Returns the config files of a run, by the round after which each counts.
 
-    They are that of the first start, and ``config_round_<n>.yaml`` of each resume that changed a setting. The last one
-    is that of the run as it is now.
+    The first start writes ``config.yaml``, and each resume that changes a setting writes ``config_round_<n>.yaml``. The
+    last file holds the present config.
 
     Args:
         folder: The run folder.
@@ -36,7 +37,7 @@ def config_files(folder: Path) -> dict[int, Path]:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Reads a config file of a run.
+    """Returns the content of a config file of a run.
 
     Raises:
         UserError: If it is not readable.
@@ -55,10 +56,10 @@ def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     """Returns every setting in which two configs differ, as ``key: old -> new``."""
     old, new = flatten(before), flatten(after)
     keys = [key for key in {**old, **new} if old.get(key) != new.get(key)]
-    return [f"{key}: {old.get(key, 'not set')} -> {new.get(key, 'not set')}" for key in keys]
+    return [f"{key}: {_short(old.get(key, 'not set'))} -> {_short(new.get(key, 'not set'))}" for key in keys]
 
 
-def differences(saved: dict[str, Any], here: dict[str, Any]) -> list[str]:
+def differences(saved: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
     """Returns the settings in which two resolved configs differ, as ``key = saved value (here: value)``.
 
     Keys are written as on the command line, without init_args. Of parts of different classes only these are named.
@@ -68,47 +69,55 @@ def differences(saved: dict[str, Any], here: dict[str, Any]) -> list[str]:
         saved: A run's config.
         here: Another one.
     """
-    return [
-        f"{key} = {_short(one)} (here: {_short(other)})"
-        for key, one, other in _differing("", saved, here)
-        if key.removeprefix("trainer.") not in EXECUTION
-    ]
+    old, new = flatten(saved), flatten(here)
+    keys = [key for key in _differing(old, new) if key in old and key in new and not is_execution(key)]
+    return [f"{key} = {_short(old[key])} (here: {_short(new[key])})" for key in keys]
+
+
+def is_execution(key: str) -> bool:
+    """Returns whether a key as on the command line is that of a setting in `EXECUTION`."""
+    part, _, name = key.partition(".")
+    return part == "trainer" and name.split(".")[0] in EXECUTION
 
 
 def flatten(config: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the settings of a config as short text, by key as on the command line, without init_args.
+    """Returns the settings of a config as text, by key as on the command line, without init_args.
 
-    A part of a class is its name under the key of the part, and its settings below.
+    A part of a class is its name under the key of the part, and its settings below. A list is its entries under its
+    key, and below the settings of those that are parts, by their places.
     """
     found: dict[str, str] = {}
     for key, value in config.items():
-        if not isinstance(value, dict) or not value:
-            found[key] = ", ".join(map(_short, value)) if isinstance(value, list) else _short(value)
-            continue
-        if "class_path" in value:
-            found[key] = _short(value)
-            value = value.get("init_args") or {}
-        found |= {f"{key}.{below}": text for below, text in flatten(value).items()}
+        below: Any = value
+        if isinstance(value, list):
+            below = {str(place): entry for place, entry in enumerate(value) if isinstance(entry, dict)}
+        elif isinstance(value, dict) and "class_path" in value:
+            below = value.get("init_args")
+        if below is not value or not isinstance(value, dict) or not value:
+            found[key] = ", ".join(map(_name, value)) if isinstance(value, list) else _name(value)
+        if isinstance(below, dict):
+            found |= {f"{key}.{name}": text for name, text in flatten(below).items()}
     return found
 
 
-def group_key(config: dict[str, Any]) -> str:
-    """The text that runs share whose configs differ in nothing but their seeds and their execution.
+def group_key(config: Mapping[str, Any], without: Sequence[str] = ()) -> str:
+    """Returns the text that runs share whose configs differ in nothing but their seeds and their execution.
 
     Args:
         config: A resolved config.
+        without: Further settings of the trainer that may differ.
     """
     parts = {name: dict(config[name]) for name in ("model", "data", "trainer") if isinstance(config.get(name), dict)}
-    for name, init_args in ((name, part.get("init_args")) for name, part in parts.items()):
-        if init_args:
-            parts[name]["init_args"] = {key: value for key, value in init_args.items() if key != "seed"}
-    trainer = parts.get("trainer", {})
-    parts["trainer"] = {key: value for key, value in trainer.items() if key not in (*EXECUTION, "seed")}
+    for part in parts.values():
+        if part.get("init_args"):
+            part["init_args"] = {key: value for key, value in part["init_args"].items() if key != "seed"}
+    trainer, left_out = parts.get("trainer", {}), (*EXECUTION, "seed", *without)
+    parts["trainer"] = {key: value for key, value in trainer.items() if key not in left_out}
     return json.dumps(parts, sort_keys=True, default=str)
 
 
 def run_key(folder: Path) -> str:
-    """The `group_key` of a run's last config; with those before it, if the run was resumed with other settings.
+    """Returns the `group_key` of a run's last config; with earlier ones, if the run was resumed with other settings.
 
     Settings that only extend a run do not count there.
 
@@ -118,29 +127,26 @@ def run_key(folder: Path) -> str:
     configs = {round: read_config(path) for round, path in config_files(folder).items()}
     if not configs:
         raise UserError(f"{folder}: no config.yaml")
-    keys = {round: group_key(_without(config, LENGTH)) for round, config in configs.items()}
+    keys = {round: group_key(config, LENGTH) for round, config in configs.items()}
     if len(set(keys.values())) == 1:
         return group_key(list(configs.values())[-1])
     return json.dumps(keys)
 
 
-def _without(config: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
-    return {**config, "trainer": {key: value for key, value in config["trainer"].items() if key not in names}}
-
-
 def group_id(config: dict[str, Any]) -> str:
-    """Six hexadecimal digits of the `group_key`."""
+    """Returns six hexadecimal digits of the `group_key`'s hash."""
     return hashlib.sha256(group_key(config).encode()).hexdigest()[:6]
 
 
-def _differing(key: str, one: Any, other: Any) -> list[tuple[str, Any, Any]]:
-    if not (isinstance(one, dict) and isinstance(other, dict)) or one.get("class_path") != other.get("class_path"):
-        return [] if one == other else [(key, one, other)]
-    one, other = ({**part, **(part.get("init_args") or {})} for part in (one, other))
-    shared = [name for name in one if name in other and name not in ("class_path", "init_args")]
-    return [found for name in shared for found in _differing(f"{key}.{name}".lstrip("."), one[name], other[name])]
+def _differing(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
+    """Returns the keys of settings that differ, but for those below another one."""
+    keys = [key for key in {**old, **new} if old.get(key) != new.get(key)]
+    return [key for key in keys if not any(key.startswith(f"{other}.") for other in keys)]
 
 
-def _short(value: Any) -> str:
-    text = str(value.get("class_path", value) if isinstance(value, dict) else value).removeprefix("fl_lightning.")
+def _name(value: Any) -> str:
+    return str(value.get("class_path", value) if isinstance(value, dict) else value).removeprefix("fl_lightning.")
+
+
+def _short(text: str) -> str:
     return text if len(text) <= 60 else f"{text[:60]}…"

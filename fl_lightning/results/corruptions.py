@@ -34,7 +34,7 @@ class Accuracy(NamedTuple):
 
 
 def means(rows: Sequence[Accuracy]) -> dict[str, float]:
-    """Accuracy on the clean test set, mean over all corruptions by severity, and over all of them."""
+    """Returns the accuracy on the clean test set, and its mean over corruptions, by severity and over all."""
     found: dict[str, list[float]] = {CLEAN: []}
     for row in sorted(rows, key=lambda row: row.severity):
         found.setdefault(f"severity {row.severity}" if row.severity else CLEAN, []).append(row.acc)
@@ -43,7 +43,7 @@ def means(rows: Sequence[Accuracy]) -> dict[str, float]:
 
 
 def read(path: Path) -> list[Accuracy]:
-    """Reads the table that ``fl-lightning corruptions`` writes."""
+    """Returns the table that ``fl-lightning corruptions`` writes."""
     with path.open(newline="") as file:
         return [Accuracy(row["corruption"], int(row["severity"]), float(row["acc"])) for row in csv.DictReader(file)]
 

@@ -6,11 +6,12 @@ import math
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from statistics import mean
+from statistics import fmean
 from typing import TYPE_CHECKING
 
-from fl_lightning.core import COLUMN, PAGE, SPAN, line_style, log_ticks, require, style
-from fl_lightning.results.metrics import Band, Pairs, band, is_flatness, read_metrics, write_table
+from fl_lightning.core import COLUMN, PAGE, line_style, place_legend, require, save_figure, scale_axis, style
+from fl_lightning.results.metrics import Band, Columns, Pairs, average, band, read_metrics, write_table
+from fl_lightning.results.names import MAIN, is_flatness, is_result, label
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -18,29 +19,6 @@ if TYPE_CHECKING:
 
 POINTS = 100
 """Parts of a run; the mean of each is drawn."""
-PANELS = (
-    "server/test/acc",
-    "server/test/miou",
-    "server/test/loss",
-    "server/clients/acc_worst_decile",
-    "flatness/lambda_max",
-    "flatness/discrepancy",
-)
-"""Metrics that are drawn if they were measured."""
-LABELS = {
-    "server/test/acc": "test accuracy",
-    "server/test/miou": "test mIoU",
-    "server/test/loss": "test loss",
-    "server/clients/acc_worst_decile": "accuracy, worst 10 % of clients",
-    "client/train/loss": "training loss",
-    "flatness/lambda_max": r"Hessian $\lambda_{max}$",
-    "flatness/discrepancy": r"flatness discrepancy $\Delta_F$",
-    "flatness/sharpness_global": "sharpness of the global model",
-    "flatness/sharpness_local": "sharpness of the local models",
-}
-"""Labels of metrics."""
-
-Columns = Mapping[str, Pairs]
 Runs = Path | Sequence[Path]
 
 
@@ -75,30 +53,27 @@ def _means(values: Pairs) -> list[tuple[float, float]]:
     """Returns mean round and mean value of each part of a run that has measurements."""
     width = max(1, math.ceil(values[-1][0] / POINTS))
     parts = [list(part) for _, part in groupby(values, lambda pair: (pair[0] - 1) // width)]
-    return [(mean(at for at, _ in part), mean(value for _, value in part)) for part in parts]
+    return [(fmean(at for at, _ in part), average([value for _, value in part])) for part in parts]
 
 
 def drawn(groups: Mapping[str, Sequence[Columns]]) -> list[str]:
-    """Returns the metrics worth a curve that any run has: of the server, the training loss, and of flatness."""
-    names = dict.fromkeys([*PANELS, *(name for runs in groups.values() for run in runs for name in run)])
-    having = {name for runs in groups.values() for run in runs for name in run}
-    return [n for n in names if n in having and (n.startswith("server/") or n == "client/train/loss" or is_flatness(n))]
+    """Returns the results that any run has, those of `MAIN` first."""
+    having = dict.fromkeys(name for runs in groups.values() for run in runs for name in run if is_result(name))
+    return list(dict.fromkeys([*(name for name in MAIN if name in having), *having]))
 
 
 def write_curves(runs: Mapping[str, Runs], out: Path) -> None:
     """Writes ``curves.csv``, with the number of seeds and mean and deviation over them, ``curves.png`` and ``.pdf``."""
-    from fl_lightning.core import save_figure
-
     groups = read(runs)
-    bands = [(label, name, curve(group, name), group) for label, group in groups.items() for name in drawn(groups)]
+    bands = [(text, name, curve(group, name), group) for text, group in groups.items() for name in drawn(groups)]
     rows = (
-        (label, name, *point, sum(name in run for run in group))
-        for label, name, found, group in bands
+        (text, name, *point, sum(name in run for run in group))
+        for text, name, found, group in bands
         if found is not None
         for point in zip(*found, strict=True)
     )
     write_table(out / "curves.csv", ["run", "metric", "round", "mean", "sd", "seeds"], rows)
-    save_figure(plot_curves(runs), out / "curves")
+    save_figure(draw_curves(groups), out / "curves")
 
 
 def plot_curves(runs: Mapping[str, Runs], names: Sequence[str] | None = None) -> Figure:
@@ -109,24 +84,33 @@ def plot_curves(runs: Mapping[str, Runs], names: Sequence[str] | None = None) ->
 
     Args:
         runs: ``metrics.csv`` of a run, or of several with different seeds, by label.
-        names: The metrics; None: accuracy or mIoU, loss, lambda_max and discrepancy, as far as they were measured.
+        names: The metrics; None: those of `MAIN` that were measured.
 
     Raises:
         UserError: If no run has one of ``names``.
     """
+    groups = read(runs)
+    for name in names or ():
+        require(name in drawn(groups), "names", name, f"no run has it; choose from {', '.join(drawn(groups))}")
+    return draw_curves(groups, names)
+
+
+def draw_curves(groups: Mapping[str, Sequence[Columns]], names: Sequence[str] | None = None) -> Figure:
+    """Draws what `plot_curves` does.
+
+    Args:
+        groups: The metrics of each run, by group; see `read`.
+        names: The metrics; None: those of `MAIN` that were measured.
+    """
     from matplotlib.figure import Figure
 
-    groups = read(runs)
-    if names is None:
-        names = [name for name in drawn(groups) if name in PANELS]
-    for name in names:
-        require(name in drawn(groups), "names", name, f"no run has it; choose from {', '.join(drawn(groups))}")
+    names = [name for name in drawn(groups) if name in MAIN] if names is None else names
     wide = 2 if len(names) > 1 else 1
     rows = max(-(-len(names) // wide), 1)
     with style():
         figure = Figure(figsize=(PAGE if wide > 1 else COLUMN, 1.9 * rows + 0.4), layout="constrained")
         for i, name in enumerate(names):
-            axes = figure.add_subplot(rows, wide, i + 1, ylabel=LABELS.get(name, name))
+            axes = figure.add_subplot(rows, wide, i + 1, ylabel=label(name))
             _panel(axes, name, groups)
             if i + wide >= len(names):
                 axes.set_xlabel("round")
@@ -134,32 +118,22 @@ def plot_curves(runs: Mapping[str, Runs], names: Sequence[str] | None = None) ->
     return figure
 
 
-def place_legend(figure: Figure) -> None:
-    """Adds one legend below the panels, unless there is only one line; its lines of text make the figure higher."""
-    lines = {label: line for axes in figure.axes for line, label in zip(*axes.get_legend_handles_labels(), strict=True)}
-    if len(lines) > 1:
-        columns = max(int(18 * figure.get_figwidth() // (max(map(len, lines)) + 9)), 1)  # letters of 7 pt in a line
-        figure.set_figheight(figure.get_figheight() + 0.15 * (len(lines) // columns))
-        figure.legend(lines.values(), lines, loc="outside lower center", ncols=columns, frameon=False)
-
-
 def _panel(axes: Axes, name: str, groups: Mapping[str, Sequence[Columns]]) -> None:
     ends: list[float] = []
-    for i, (label, group) in enumerate(groups.items()):
-        look = line_style(i)
+    for i, (text, group) in enumerate(groups.items()):
+        look = {**line_style(i), "gid": f"run-{i}"}
         found = curve(group, name)
         if found is None:
             continue
         low, high = ([m + sign * sd for m, sd in zip(found.mean, found.sd, strict=True)] for sign in (-1, 1))
         ends += low
         few = "." if len(found.rounds) < 30 else None
-        axes.plot(found.rounds, found.mean, label=label, marker=few, **look)
+        axes.plot(found.rounds, found.mean, label=text, marker=few, **look)
+        faint = {"color": look["color"], "gid": look["gid"]}
         if len(group) > 1:
-            axes.fill_between(found.rounds, low, high, color=look["color"], alpha=0.2, linewidth=0)
+            axes.fill_between(found.rounds, low, high, alpha=0.2, linewidth=0, **faint)
         elif len(found.rounds) < len(group[0][name]):
-            axes.plot(*zip(*group[0][name], strict=True), color=look["color"], linewidth=0.4, alpha=0.3, zorder=1)
+            axes.plot(*zip(*group[0][name], strict=True), linewidth=0.4, alpha=0.3, zorder=1, **faint)
     axes.grid(alpha=0.3)
-    # a band that reaches 0 has no place on a logarithmic axis
-    if is_flatness(name) and min(ends) > 0 and max(ends) > SPAN * min(ends):
-        axes.set_yscale("log")
-        log_ticks(axes)
+    if is_flatness(name):
+        scale_axis(axes.yaxis, ends)  # a band that reaches 0 has no place on a logarithmic axis

@@ -1,21 +1,21 @@
-"""Metrics of runs by round, from ``metrics.csv``: reading, directions, means over seeds; tables as CSV."""
+"""Metrics of runs by round, from ``metrics.csv``: reading, statistics that survive NaN, means over seeds; tables."""
 
 import csv
-import json
-import re
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from statistics import mean, stdev
-from typing import Any, Literal, NamedTuple
+from statistics import fmean, stdev
+from typing import Any, NamedTuple
 
-from fl_lightning.core import UserError, ensure, require
+from fl_lightning.core import UserError
+from fl_lightning.results.names import Mode
 
-Mode = Literal["max", "min"]
-"""Whether the largest or the smallest value of a metric is the best."""
-DIRECTIONS = "directions.json"
-"""File of a run folder: whether large or small values are good, of metrics whose names do not tell."""
+FILE = "metrics.csv"
+"""In the run folder: a row for each round, a column for each metric."""
 Pairs = Sequence[tuple[float, float]]
 """Values by round."""
+Columns = Mapping[str, Pairs]
+"""Values by metric and round."""
 
 
 class Band(NamedTuple):
@@ -32,6 +32,23 @@ class Band(NamedTuple):
     sd: list[float]
 
 
+def read_rows(path: Path) -> list[list[str]]:
+    """Returns the head and the rows of a CSV file that a run writes line by line.
+
+    A last row without its end of line is left out: a crash has cut it short, and its last number may lack digits.
+
+    Raises:
+        OSError: If the file cannot be read.
+        ValueError: If it is no text.
+        csv.Error: If it is no CSV.
+    """
+    with path.open(newline="", encoding="utf-8") as file:
+        lines = file.readlines()
+    if len(lines) > 1 and not lines[-1].endswith("\n"):
+        del lines[-1]
+    return [row for row in csv.reader(lines, strict=True) if row]
+
+
 def read_metrics(path: Path) -> dict[str, list[tuple[int, float]]]:
     """Returns the columns of a ``metrics.csv`` as (round, value) pairs, without empty cells.
 
@@ -39,75 +56,63 @@ def read_metrics(path: Path) -> dict[str, list[tuple[int, float]]]:
         UserError: If the file is no table of numbers by round.
     """
     columns: dict[str, list[tuple[int, float]]] = {}
+    line = 1
     try:
-        with path.open(newline="", encoding="utf-8") as file:
-            reader = csv.DictReader(file, strict=True)
-            for row in reader:
-                at = int(row.pop("round"))
-                for key, value in row.items():
-                    if value:
-                        columns.setdefault(key, []).append((at, float(value)))
-    except (KeyError, TypeError, ValueError, csv.Error) as error:
-        what = "no column named round" if isinstance(error, KeyError) else f"line {reader.line_num}: {error}"
+        head, *rows = read_rows(path) or [[]]
+        place = head.index("round") if "round" in head else None
+        if place is None:
+            raise ValueError("no column named round")
+        for line, row in enumerate(rows, 2):  # noqa: B007  the message names it
+            if len(row) != len(head):
+                raise ValueError(f"{len(row)} cells, not {len(head)}")
+            at = int(row[place])
+            for key, cell in zip(head, row, strict=True):
+                if cell and key != "round":
+                    columns.setdefault(key, []).append((at, float(cell)))
+    except (ValueError, csv.Error) as error:
+        what = error if line == 1 else f"line {line}: {error}"
         raise UserError(f"{path}: not a table of metrics ({what}); restore the file, or leave its run out") from None
     return columns
 
 
-def mode_of(metric: str, mode: Mode | None = None, directions: Mapping[str, Mode] | None = None) -> Mode:
-    """Whether large or small values of a metric are good: the one place that knows.
-
-    What the data evaluate (``server/...``, ``client/test/...``: accuracy, mIoU) is to be large, unless the metric
-    itself says otherwise; losses, deviations over clients, flatness, times and bits are to be small.
-
-    Args:
-        metric: Its name.
-        mode: What the user says; None: by the name.
-        directions: What the run's metrics say themselves, by the last part of their name; see `read_directions`.
+def read_run(folder: Path | None) -> dict[str, list[tuple[int, float]]]:
+    """Returns the metrics of a run folder; none if there is no folder, or nothing was logged yet.
 
     Raises:
-        UserError: If the name does not tell.
+        UserError: As `read_metrics`.
     """
-    require(mode in ("max", "min", None), "mode", mode, "choose from max, min")
-    if mode is not None:
-        return mode
-    leaf, said = metric.rpartition("/")[2], directions or {}
-    if known := said.get(leaf) or said.get(re.sub("_(weighted|worst|worst_decile)$", "", leaf)):
-        return known
-    if re.search(r"(^|/)loss$|_std$", metric) or metric.startswith(("flatness/", "time/", "comm/")):
-        return "min"
-    evaluated = metric.startswith(("server/", "client/test/"))
-    require(evaluated, "metric", metric, "set mode to max or min: its name does not tell")
-    return "max"
-
-
-def read_directions(folder: Path) -> dict[str, Mode]:
-    """Returns the directions of a run's metrics that their names do not tell, from its ``directions.json``, if any.
-
-    Raises:
-        UserError: If the file is not as it was written.
-    """
-    path = folder / DIRECTIONS
     try:
-        found = json.loads(path.read_text()) if path.is_file() else {}
-    except ValueError:
-        found = {"": None}
-    fits = isinstance(found, dict) and all(mode in ("max", "min") for mode in found.values())
-    ensure(fits, f"{path}: not the directions of metrics; restore the file, or leave its run out")
-    return dict(found)
+        return {} if folder is None else read_metrics(folder / FILE)
+    except FileNotFoundError:
+        return {}
 
 
-def is_flatness(metric: str) -> bool:
-    """Whether a metric is a measure of flatness; residuals and standard errors are not."""
-    return metric.startswith("flatness/") and not metric.endswith(("_residual", "_error"))
+def rounds_done(columns: Columns) -> int:
+    """Returns the number of rounds that a run has logged."""
+    return max((int(pairs[-1][0]) for pairs in columns.values()), default=0)
 
 
-def is_of_clients(metric: str) -> bool:
-    """Whether a metric is a statistic over the evaluations of each client."""
-    return metric.startswith(("server/clients/", "client/test/"))
+def average(values: Sequence[float]) -> float:
+    """Returns the mean of values; NaN if one of them is not finite, or there is none."""
+    return fmean(values) if values and all(map(math.isfinite, values)) else math.nan
+
+
+def deviation(values: Sequence[float]) -> float | None:
+    """Returns the sample standard deviation of values; None of a single one, NaN if one is not finite."""
+    if len(values) < 2:
+        return None
+    return stdev(values) if all(map(math.isfinite, values)) else math.nan
+
+
+def best_of(pairs: Pairs, mode: Mode) -> tuple[float, float]:
+    """Returns the first round with the best finite value, and this value; NaN if no value is finite."""
+    sign = 1 if mode == "max" else -1
+    finite = [(at, value) for at, value in pairs if math.isfinite(value)]
+    return max(finite, key=lambda pair: (sign * pair[1], -pair[0]), default=(pairs[0][0], math.nan))
 
 
 def band(runs: Sequence[Pairs]) -> Band:
-    """Mean and deviation of a metric over runs, by round.
+    """Returns mean and deviation of a metric over runs, by round.
 
     Args:
         runs: The metric of each run, at least one.
@@ -115,10 +120,16 @@ def band(runs: Sequence[Pairs]) -> Band:
     values = [dict(run) for run in runs]
     rounds = sorted(set(values[0]).intersection(*values[1:]))
     columns = [[run[at] for run in values] for at in rounds]
-    return Band(rounds, [mean(c) for c in columns], [stdev(c) if len(c) > 1 else 0.0 for c in columns])
+    return Band(rounds, [average(c) for c in columns], [deviation(c) or 0.0 for c in columns])
 
 
 def write_table(path: Path, head: Iterable[Any], rows: Iterable[Iterable[Any]]) -> None:
     """Writes a table as CSV."""
     with path.open("w", newline="") as file:
         csv.writer(file).writerows([head, *rows])
+
+
+def markdown(lines: Iterable[Iterable[str]]) -> str:
+    """Returns lines of cells, the first of which is the head, as a Markdown table."""
+    head, *body = [list(line) for line in lines]
+    return "".join(f"| {' | '.join(line)} |\n" for line in [head, ["---"] * len(head), *body])

@@ -2,12 +2,16 @@
 
 import csv
 import difflib
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from fl_lightning.core import UserError, ensure
+from fl_lightning.results.headline import headline
+from fl_lightning.results.metrics import average, deviation, read_run, rounds_done
 
 PAPERS = {
     "fedsam": "Caldarola et al., ECCV 2022: FedSAM, FedASAM, SWA",
@@ -16,6 +20,14 @@ PAPERS = {
     "fedgloss": "Caldarola et al., 2024 (arXiv:2412.03752): FedGloSS; table 5/10: rounds and costs of both",
     "fedgmt": "Li et al., ICML 2025: FedGMT; table FL-SAM is that of its code's README",
 }
+
+EVALUATED = {
+    "acc": "server/test/acc",
+    "miou": "server/test/miou",
+    "miou_seen": "server/test_seen/miou",
+    "miou_unseen": "server/test_unseen/miou",
+}
+"""Metrics that a run evaluates, which the papers print in per cent; ``acc@5000`` and ``acc@50%`` are of one round."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +99,72 @@ def find(**where: str) -> list[Cell]:
             close = difflib.get_close_matches(value, have) or have
             raise UserError(f"papers: {column} = {value}: no such cell; choose from {', '.join(filter(None, close))}")
     return found
+
+
+def our_number(run: Path, metric: str, fraction: float = 1.0) -> float | None:
+    """Returns the headline of a run for a paper's metric, in the paper's unit; None if the run did not measure it.
+
+    Args:
+        run: The run folder.
+        metric: The metric of a `Cell`.
+        fraction: The fraction of the paper's rounds that the run has.
+    """
+    name, _, at = metric.partition("@")
+    if name not in EVALUATED:
+        return headline(run, f"flatness/{metric}")
+    due = None
+    if at:
+        due = rounds_done(read_run(run)) * float(at[:-1]) / 100 if at.endswith("%") else float(at) * fraction
+    found = headline(run, EVALUATED[name], at=due)
+    return None if found is None else 100 * found
+
+
+@dataclass(frozen=True)
+class Line:
+    """Our runs beside a cell of a paper.
+
+    Attributes:
+        cell: The paper's number.
+        values: Our number of each run in which it is finite, in the paper's unit.
+        folders: The run folders.
+        errors: Why runs do not count.
+    """
+
+    cell: Cell
+    values: tuple[float, ...]
+    folders: tuple[Path, ...]
+    errors: tuple[str, ...]
+
+    @property
+    def mean(self) -> float | None:
+        """Mean over the runs."""
+        return average(self.values) if self.values else None
+
+    @property
+    def std(self) -> float | None:
+        """Sample standard deviation over the runs."""
+        return deviation(self.values)
+
+    @property
+    def difference(self) -> float | None:
+        """Our number minus the paper's."""
+        return None if self.mean is None or self.cell.value is None else self.mean - self.cell.value
+
+
+def beside(cell: Cell, runs: Sequence[Path], fraction: float = 1.0, errors: Sequence[str] = ()) -> Line:
+    """Returns our runs beside a cell of a paper.
+
+    Args:
+        cell: The cell.
+        runs: Folders of finished runs.
+        fraction: The fraction of the paper's rounds that they have.
+        errors: Why other runs broke off.
+    """
+    numbers = {run: our_number(run, cell.metric, fraction) for run in runs}
+    values = tuple(x for x in numbers.values() if x is not None and math.isfinite(x))
+    missing = [f"{run}: {cell.metric} is {'not measured' if x is None else x}" for run, x in numbers.items()]
+    left_out = [text for text, x in zip(missing, numbers.values(), strict=True) if x is None or not math.isfinite(x)]
+    return Line(cell, values, tuple(runs), (*errors, *left_out))
 
 
 @cache

@@ -42,14 +42,12 @@ class Recipe:
         config: Name of its config, such as ``experiment/fedgloss/cifar10_alpha0``.
         row: Settings of the row over the config.
         column: Settings of the column: size of the cohort, number of clients, local epochs.
-        sources: Where the row's settings are from.
     """
 
     command: str
     config: str
     row: tuple[str, ...]
     column: tuple[str, ...]
-    sources: tuple[str, ...]
 
 
 def columns(paper: str) -> dict[str, str]:
@@ -87,7 +85,6 @@ def recipe(cell: Cell) -> Recipe:
         config=f"experiment/{cell.paper}/{files[column]}",
         row=(*(word for row in found for word in shlex.split(row.settings)), *value),
         column=tuple(flags),
-        sources=tuple(row.source for row in found if row.source),
     )
 
 

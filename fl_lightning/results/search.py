@@ -7,8 +7,7 @@ from itertools import islice
 from pathlib import Path
 
 from fl_lightning.core import ensure
-
-METRICS = "metrics.csv"
+from fl_lightning.results.metrics import FILE
 
 
 def find_runs(folders: Sequence[str | Path]) -> list[Path]:
@@ -32,16 +31,16 @@ def find_runs(folders: Sequence[str | Path]) -> list[Path]:
         below = sorted(
             _below(path), key=lambda folder: [_number(part) for part in re.split(r"(\d+(?:\.\d+)?)", str(folder))]
         )
-        ensure(bool(below), f"runs = {given}: no run there, that is no {METRICS} with a round; give another folder")
+        ensure(bool(below), f"runs = {given}: no run there, that is no {FILE} with a round; give another folder")
         found |= dict.fromkeys(below)
     return list(found)
 
 
 def _below(root: Path) -> Iterator[Path]:
     for folder, names, files in os.walk(root):
-        if METRICS in files:
+        if FILE in files:
             names.clear()
-            with (Path(folder) / METRICS).open("rb") as file:
+            with (Path(folder) / FILE).open("rb") as file:
                 if len(list(islice(file, 2))) == 2:
                     yield Path(folder)
 

@@ -1,41 +1,31 @@
 """Statistics of a run that the papers report, from its ``metrics.csv``."""
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import mean, pstdev, stdev
 
 from fl_lightning.core import ensure, require
-from fl_lightning.results.metrics import (
-    Mode,
-    Pairs,
-    is_flatness,
-    is_of_clients,
-    mode_of,
-    read_directions,
-    read_metrics,
-)
-
-LAST = 100
-"""Rounds at the end whose evaluations are averaged: ECCV 2022, FedGloSS and FedGF take 100, FedGMT 50."""
+from fl_lightning.results.headline import eval_last_of, last_rounds, values
+from fl_lightning.results.metrics import FILE, average, best_of, deviation, read_metrics, rounds_done
+from fl_lightning.results.names import Mode, is_flatness, is_of_clients, mode_of, read_directions
 
 
 @dataclass(frozen=True)
 class Summary:
-    """Statistics of one run; None for what was not measured or never reached.
+    """Statistics of one run; None for what was not measured or never reached, NaN for what is not finite.
 
     Attributes:
-        metric: Its name, such as ``server/test/acc``.
+        metric: Name of the metric, such as ``server/test/acc``.
         rounds: Rounds done.
         last: Rounds at the end whose evaluations count.
-        evaluations: Their number.
-        mean: Mean over these evaluations: the papers' headline.
+        evaluations: Number of these evaluations.
+        mean: Mean over these evaluations: the headline.
         std: Sample standard deviation over them (n - 1), as FedGMT reports it; None for a single one.
-        std_population: The same with n.
-        best: Best value of the whole run: the largest, or as `mode` says the smallest.
+        best: Best finite value of the whole run: the largest, or as `mode` says the smallest.
         best_round: The first round with that value.
         final: Value of the last evaluation.
-        minutes: Of all rounds: local training and aggregation, without evaluation and what callbacks measure.
-        bits: Sent and uploaded in all.
+        minutes: Minutes of all rounds: local training and aggregation, without evaluation and what callbacks measure.
+        bits: Bits sent and uploaded in all.
         transmissions: Models sent and uploaded in all, per client of a cohort: 2 a round of FedAvg (FedGF, Table 3).
         target: The value to reach, if one was given.
         target_round: First evaluated round that is as good, not smoothed.
@@ -43,8 +33,8 @@ class Summary:
         target_bits: Bits up to and with that round.
         target_transmissions: Transmissions up to and with that round.
         mode: Whether large (max) or small (min) values of the metric are good.
-        flatness: Mean of each measure of flatness over its measurements in the last rounds, by name.
-        clients: The same of the statistics over clients (``server/clients/...``, ``client/test/...``).
+        flatness: Headline of each measure of flatness, by name.
+        clients: Headline of each statistic over clients (``server/clients/...``, ``client/test/...``).
     """
 
     metric: str
@@ -53,7 +43,6 @@ class Summary:
     evaluations: int
     mean: float
     std: float | None
-    std_population: float
     best: float
     best_round: int
     final: float
@@ -72,30 +61,29 @@ class Summary:
 
 def summarise(
     run: str | Path,
-    last: int = LAST,
+    last: int | None = None,
     target: float | None = None,
     metric: str | None = None,
     mode: Mode | None = None,
+    eval_last: int | None = None,
 ) -> Summary:
-    """Statistics of a run.
+    """Returns statistics of a run.
 
     Args:
-        run: Its folder, or its ``metrics.csv``.
-        last: Rounds at the end whose evaluations are averaged.
-        target: A value to be reached; it is in the unit of the metric, so accuracy is a fraction.
+        run: The run folder.
+        last: Rounds at the end whose evaluations and measurements are averaged; None: those of the headline, see
+            `fl_lightning.results.headline`.
+        target: A value to be reached, in the unit of the metric, so accuracy is a fraction.
         metric: Name of the metric; None: what the data evaluate on the test set, accuracy or mIoU.
-        mode: Whether its large (max) or small (min) values are good; None: as `mode_of` knows.
+        mode: Whether large (max) or small (min) values of the metric are good; None: as `mode_of` says.
+        eval_last: ``trainer.eval_last`` of the run; None: as its folder says.
 
     Raises:
-        UserError: If there is no such file or metric, or no evaluation in the last rounds.
+        UserError: If there is no such run or metric, or no evaluation in the last rounds.
     """
-    require(last >= 1, "last", last, "at least 1 round")
-    path = Path(run)
-    path = path / "metrics.csv" if path.is_dir() else path
-    ensure(
-        path.is_file(),
-        f"run = {run}: no metrics.csv there; give the folder of a run",
-    )
+    require(last is None or last >= 1, "last", last, "at least 1 round")
+    path = Path(run) / FILE
+    ensure(path.is_file(), f"run = {run}: no {FILE} there; give the folder of a run")
     columns = read_metrics(path)
     if metric is None:
         tested = [name for name in columns if name.startswith("server/test/") and name != "server/test/loss"]
@@ -104,18 +92,22 @@ def summarise(
         metric in columns,
         f"metric = {metric}: not in {path}, which has {', '.join(columns) or 'no rows'}; choose one of these",
     )
-    evaluated, rounds = columns[metric], max(values[-1][0] for values in columns.values())
-    mode, window = mode_of(metric, mode, read_directions(path.parent)), _since(evaluated, rounds - last)
+    evaluated, rounds = columns[metric], rounds_done(columns)
+    mode = mode_of(metric, mode, read_directions(path.parent))
+    eval_last = eval_last_of(path.parent) if eval_last is None else eval_last
+    counted = {name: values(name, pairs, rounds, eval_last, last) for name, pairs in columns.items()}
+    window = counted[metric]
     ensure(
         bool(window),
         f"last = {last}: no {metric} in the last {last} of {rounds} rounds of {path}; take more rounds",
     )
     sign = 1 if mode == "max" else -1
-    best_round, best = max(evaluated, key=lambda pair: (sign * pair[1], -pair[0]))
+    best_round, best = best_of(evaluated, mode)
     reached = None
     if target is not None:
-        reached = next((at for at, value in evaluated if sign * value >= sign * target), None)
-    recent = {name: values for name, pairs in columns.items() if (values := _since(pairs, rounds - last))}
+        as_good = (at for at, value in evaluated if sign * value >= sign * target and math.isfinite(value))
+        reached = next(as_good, None)
+    headlines = {name: average(found) for name, found in counted.items() if found}
 
     def minutes(until: int) -> float | None:
         seconds = [value for at, value in columns.get("time/round_s", ()) if at <= until]
@@ -127,13 +119,12 @@ def summarise(
     return Summary(
         metric=metric,
         rounds=rounds,
-        last=min(last, rounds),
+        last=min(last or last_rounds(rounds, eval_last), rounds),
         evaluations=len(window),
-        mean=mean(window),
-        std=stdev(window) if len(window) > 1 else None,
-        std_population=pstdev(window),
+        mean=headlines[metric],
+        std=deviation(window),
         best=best,
-        best_round=best_round,
+        best_round=int(best_round),
         final=evaluated[-1][1],
         minutes=minutes(rounds),
         bits=at("comm/total_bits", rounds),
@@ -144,11 +135,6 @@ def summarise(
         target_bits=at("comm/total_bits", reached),
         target_transmissions=at("comm/transmissions", reached),
         mode=mode,
-        flatness={name.removeprefix("flatness/"): mean(of) for name, of in recent.items() if is_flatness(name)},
-        clients={name: mean(of) for name, of in recent.items() if is_of_clients(name)},
+        flatness={name.removeprefix("flatness/"): x for name, x in headlines.items() if is_flatness(name)},
+        clients={name: x for name, x in headlines.items() if is_of_clients(name)},
     )
-
-
-def _since(pairs: Pairs, round: int) -> list[float]:
-    """Values after a round."""
-    return [value for at, value in pairs if at > round]

@@ -1,27 +1,16 @@
 """The table of compared runs: its columns and cells, as text, CSV and LaTeX."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import fmean
 
 from fl_lightning.results.compare import Group
-from fl_lightning.results.metrics import Mode, is_of_clients, mode_of, read_directions, write_table
+from fl_lightning.results.metrics import deviation, write_table
+from fl_lightning.results.names import METRICS, Mode, is_of_clients, known, mode_of, read_directions
 
-FLATNESS = ("lambda_max", "discrepancy", "sharpness_global", "sharpness_local")
-"""Measures of flatness that have a column, if they were logged; those of all clients (``..._all``) likewise."""
-CLIENTS = {
-    "clients": ("mean of clients", "server/clients/{}"),
-    "clients_weighted": ("weighted", "server/clients/{}_weighted"),
-    "clients_std": ("sd over clients", "server/clients/{}_std"),
-    "worst_decile": ("worst 10 %", "server/clients/{}_worst_decile"),
-    "worst_client": ("worst client", "server/clients/{}_worst"),
-    "local": ("local models", "client/test/{}"),
-    "local_worst_decile": ("worst 10 %, local", "client/test/{}_worst_decile"),
-    "local_gap": ("local minus global", "client/test/{}_gap"),
-}
-"""Columns of statistics over clients, if they were logged: by key the title, and the metric's name."""
-TABLES = {"results": "results", "clients": "who is served", "costs": "cost"}
+TABLES = {"results": "results", "clients": "per-client performance", "costs": "cost"}
 """Titles of the tables."""
 ARROWS: dict[Mode, str] = {"max": "↑", "min": "↓"}
 
@@ -91,29 +80,35 @@ TEX = str.maketrans(
 )
 
 
+def tex(text: str) -> str:
+    """Returns a text with what LaTeX reads otherwise escaped; a leading minus becomes that of mathematics."""
+    return re.sub("^-", "$-$", text.translate(TEX)).replace(r"lambda\_max", r"$\lambda_{\max}$")
+
+
 def columns(groups: Sequence[Group], reference: Group | None = None) -> list[Column]:
     """Returns the columns of the table; no two have the same head."""
     runs = [run for group in groups for run in group.runs]
-    first, last = runs[0], max(run.last for run in runs)
-    mode, fraction = first.mode, first.metric.endswith(("acc", "miou"))
-    measured = {name for run in runs for name in run.flatness}
+    first, windows = runs[0], {run.last for run in runs}
+    mode, fraction = first.mode, known(first.metric).unit == "fraction"
     directions = read_directions(groups[0].folders[0])
     leaf = next((name.rpartition("/")[2] for run in runs for name in run.clients), "acc")  # the data's metric
     shown = [
-        Column("mean", f"last {last}", "mean", mode, spread=",.4f", fraction=fraction),
-        Column("std_rounds", "sd over rounds", "std", None, fraction=fraction),
-        Column("best", "best", "best", mode, fraction=fraction),
-        Column("final", "final", "final", mode, fraction=fraction),
-        *(
-            Column(name, name.replace("_", " "), f"flatness/{name}", mode_of(f"flatness/{name}"), ",.4g", spread=".2g")
-            for start in FLATNESS
-            for name in (start, f"{start}_all")
-            if name in measured
-        ),
-        *(
-            Column(key, title, of, _direction(of, directions), spread=",.4f", fraction=leaf in ("acc", "miou"))
-            for key, title, of in ((key, title, of.format(leaf)) for key, (title, of) in CLIENTS.items())
-        ),
+        Column("mean", f"last {windows.pop()}" if len(windows) == 1 else "headline", "mean", mode, spread=",.4f"),
+        Column("std_rounds", "sd over rounds", "std", None),
+        Column("best", "best", "best", mode),
+        Column("final", "final", "final", mode),
+    ]
+    shown = [replace(column, fraction=fraction) for column in shown]
+    registered = [entry.name.format(leaf) for entry in METRICS if entry.key]
+    for entry in (known(name + end) for name in registered for end in ("", "_all")):  # lambda_max_all: of all clients
+        if is_of_clients(entry.name):
+            best = None if entry.name.endswith("_gap") else mode_of(entry.name, None, directions)  # no sign is better
+            shown.append(
+                Column(entry.key, entry.title, entry.name, best, ",.4f", 1.0, entry.unit == "fraction", ",.4f")
+            )
+        else:
+            shown.append(Column(entry.key, entry.title, entry.name, form=",.4g", spread=".2g"))
+    shown += [
         Column("minutes", "minutes", "minutes", form=",.2f"),
         Column("gigabytes", "GB", "bits", form=",.3f", scale=1 / 8e9),
     ]
@@ -126,18 +121,13 @@ def columns(groups: Sequence[Group], reference: Group | None = None) -> list[Col
             Column("target_transmissions", f"models {to}", "target_transmissions", form=",.0f"),
         ]
         if reference is not None and (bits := reference.values("bits")):
-            shown.append(Column("target_cost", "cost in B", "target_bits", form=",.2f", scale=1 / mean(bits)))
-    return [c for c in shown if c.to_target or any(group.values(c.of) for group in groups)]
-
-
-def _direction(of_clients: str, directions: Mapping[str, Mode]) -> Mode | None:
-    """Of a difference between local and global models neither sign is the better one."""
-    return None if of_clients.endswith("_gap") else mode_of(of_clients, None, directions)
+            shown.append(Column("target_cost", "cost in B", "target_bits", form=",.2f", scale=1 / fmean(bits)))
+    return [c for c in shown if c.to_target or any(group.measured(c.of) for group in groups)]
 
 
 def is_best(group: Group, column: Column, groups: Sequence[Group]) -> bool:
-    """Whether no other group has a better mean; one of which not all runs reach the target is not the best."""
-    rivals = {g.name: mean(g.values(column.of)) for g in groups if len(g.values(column.of)) == len(g.runs)}
+    """Returns whether no other group has a better mean; groups with a run without a finite value do not qualify."""
+    rivals = {g.name: fmean(g.values(column.of)) for g in groups if len(g.values(column.of)) == len(g.runs)}
     if column.mode is None or len(groups) < 2 or group.name not in rivals:
         return False
     return rivals[group.name] == (max if column.mode == "max" else min)(rivals.values())
@@ -154,16 +144,15 @@ def cell(group: Group, column: Column, groups: Sequence[Group] = (), markup: Mar
     """
     markup = markup or Markup()
     values = [value * column.scale for value in group.values(column.of)]
+    expected = len(group.runs) if column.to_target else group.measured(column.of)
     if not values:
-        return markup.never if column.to_target else ""
-    text = format(mean(values), column.form)
+        return markup.never if column.to_target else "nan" if expected else ""
+    text = format(fmean(values), column.form)
     if is_best(group, column, groups):
         text = markup.best.format(text)
     if column.spread and len(values) > 1:
-        text = markup.pair.format(text, format(stdev(values), column.spread))
-    if column.to_target and len(values) < len(group.runs):
-        text += f" ({len(values)} of {len(group.runs)})"  # the others never did
-    return text
+        text = markup.pair.format(text, format(deviation(values), column.spread))
+    return text if len(values) == expected else f"{text} ({len(values)} of {expected})"  # the others never did
 
 
 def write(groups: Sequence[Group], shown: Sequence[Column], out: Path) -> None:
@@ -174,20 +163,21 @@ def write(groups: Sequence[Group], shown: Sequence[Column], out: Path) -> None:
     (out / "compare.tex").write_text(latex(groups, shown), encoding="utf-8")
 
 
-def row(group: Group, shown: Sequence[Column]) -> Mapping[str, str | float]:
+def row(group: Group, shown: Sequence[Column]) -> Mapping[str, str | float | None]:
     """Returns a group's row of the CSV file by column, with all digits; empty where there is no value."""
     first = group.runs[0]
-    found: dict[str, str | float] = {
+    found: dict[str, str | float | None] = {
         "run": group.name,
         "seeds": len(group.runs),
         "metric": first.metric,
         "evaluations": first.evaluations,
+        "finite": len(group.values("mean")),
         "reached": len(group.values("target_round")),
     }
     for column in shown:
         values = [value * column.scale for value in group.values(column.of)]
-        found[column.key] = mean(values) if values else ""
-        found[f"{column.key}_sd"] = stdev(values) if len(values) > 1 else ""
+        found[column.key] = fmean(values) if values else ""
+        found[f"{column.key}_sd"] = deviation(values) if len(values) > 1 else ""
     return found
 
 
@@ -195,8 +185,8 @@ def latex(groups: Sequence[Group], shown: Sequence[Column]) -> str:
     """Returns the table for a paper, by booktabs; accuracy and mIoU in per cent, the best values in bold."""
     printed = [replace(c, scale=100.0, form=",.2f", spread=c.spread and ",.2f") if c.fraction else c for c in shown]
     lines = [
-        ["run", *(column.head.translate(TEX) for column in shown)],
-        *([g.name.translate(TEX), *(cell(g, column, groups, LATEX) for column in printed)] for g in groups),
+        ["run", *(tex(column.head) for column in shown)],
+        *([tex(g.name), *(cell(g, column, groups, LATEX) for column in printed)] for g in groups),
     ]
     rows = [" & ".join(line) + r" \\" for line in lines]
     body = [r"\toprule", rows[0], r"\midrule", *rows[1:], r"\bottomrule"]

@@ -1,7 +1,9 @@
 """In words: did a run end in a flatter minimum than it was in before?"""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+
+from fl_lightning.results.metrics import Columns
 
 Pairs = Sequence[tuple[int, float]]
 """Values by round."""
@@ -9,7 +11,7 @@ Pairs = Sequence[tuple[int, float]]
 LAMBDA, LOSS = "flatness/lambda_max", "client/train/loss"
 
 
-def flatness_verdict(columns: Mapping[str, Pairs]) -> str:
+def flatness_verdict(columns: Columns) -> str:
     """Compares the last lambda_max with the highest one that was measured since the training loss had halved.
 
     Before that, the model is near its initial values and in no minimum: a small lambda_max there says nothing.
@@ -34,7 +36,7 @@ def flatness_verdict(columns: Mapping[str, Pairs]) -> str:
         return f"no verdict: lambda_max was measured only once since training loss had halved in round {halved}"
     at, peak = max(earlier, key=lambda pair: pair[1])
 
-    def point(round: int, value: float) -> str:
+    def point(round: float, value: float) -> str:
         loss = [loss for t, loss in losses if t <= round][-1]
         return f"{value:.4g} in round {round} (training loss {loss:.4g})"
 

@@ -11,15 +11,17 @@ from typing import Any
 
 import yaml
 
-from fl_lightning.core import UserError, ensure, load_yaml, require
-from fl_lightning.results.metrics import read_metrics
+from fl_lightning.core import UserError, ensure, require
+from fl_lightning.results.headline import SUFFIX, headline
+from fl_lightning.results.metrics import best_of, read_run
+from fl_lightning.results.yaml_text import load_yaml
 from fl_lightning.sweeps.hyperband import Hyperband
 from fl_lightning.sweeps.parameters import Parameter, flatten
 from fl_lightning.sweeps.search import Bayes, Search, draws, grid
 
 KEYS = ("method", "metric", "parameters", "early_terminate", "run_cap", "command")
 LABELS = ("program", "name", "description", "project", "entity")
-"""Keys that say what W&B calls the sweep, or are of its agent alone."""
+"""Keys that name the sweep on W&B, or concern W&B's agent alone."""
 COMMANDS = ("fit", "centralized")
 ARGUMENTS = ("${args}", "${args_no_boolean_flags}")
 """W&B's macros for the parameters that the command line understands."""
@@ -27,12 +29,12 @@ BEFORE = ("${env}", "${interpreter}", "${program}")
 
 
 @dataclass(frozen=True)
-class Metric:
-    """What a sweep optimises.
+class Objective:
+    """The metric that a sweep optimises.
 
     Attributes:
-        name: A column of ``metrics.csv``, whose last value counts; with ``.max`` or ``.min`` after it, as W&B has them,
-            its largest or smallest.
+        name: A column of ``metrics.csv``, whose last value counts. With ``.max`` or ``.min`` after it, as W&B has them,
+            its largest or smallest value; with ``_headline``, as our `WandbLogger` has it, its headline.
         maximize: Whether larger is better.
         target: A value that ends the sweep.
     """
@@ -42,8 +44,12 @@ class Metric:
     target: float | None = None
 
     @classmethod
-    def of(cls, given: Any) -> Metric:
-        """The metric from a sweep's file."""
+    def of(cls, given: Any) -> Objective:
+        """Returns the objective from ``metric`` of a sweep's file.
+
+        Raises:
+            UserError: If the entry is not W&B's.
+        """
         require(isinstance(given, Mapping), "metric", given, "give {name: server/test/acc, goal: maximize}")
         for key in given:
             require(key in ("name", "goal", "target"), f"metric.{key}", given[key], "choose from name, goal, target")
@@ -56,7 +62,7 @@ class Metric:
     @property
     def column(self) -> str:
         """The column of ``metrics.csv``."""
-        return re.sub(r"\.(max|min)$", "", self.name)
+        return re.sub(rf"(\.max|\.min|{SUFFIX})$", "", self.name)
 
     @property
     def sign(self) -> int:
@@ -64,19 +70,21 @@ class Metric:
         return -1 if self.maximize else 1
 
     def value(self, folder: Path | None) -> float | None:
-        """The metric of a run so far; None if it was not measured.
+        """Returns the metric of a run so far; None if it was not measured, NaN if it is not finite.
 
         Args:
             folder: The run folder, if there is one.
         """
-        path = folder / "metrics.csv" if folder else None
-        if path is None or not path.exists():
+        pairs = read_run(folder).get(self.column)
+        if folder is None or not pairs:
             return None
-        values = [value for _, value in read_metrics(path).get(self.column, [])]
-        if not values:
-            return None
-        extreme = self.name.removeprefix(self.column)
-        return max(values) if extreme == ".max" else min(values) if extreme == ".min" else values[-1]
+        match self.name.removeprefix(self.column):
+            case ".max" | ".min":
+                return best_of(pairs, "max" if self.name.endswith(".max") else "min")[1]
+            case "":
+                return pairs[-1][1]
+            case _:
+                return headline(folder, self.column)
 
 
 @dataclass(frozen=True)
@@ -87,7 +95,7 @@ class Sweep:
         name: Its name: that of the file, unless it has one.
         method: grid, random or bayes.
         parameters: The parameters.
-        metric: What is optimised; None: nothing.
+        objective: The metric that is optimised; None: the file names none.
         early: The rule that ends trials early; None: none.
         run_cap: Largest number of settings.
         command: The subcommand, fit or centralized.
@@ -97,7 +105,7 @@ class Sweep:
     name: str
     method: str
     parameters: tuple[Parameter, ...]
-    metric: Metric | None
+    objective: Objective | None
     early: Hyperband | None
     run_cap: int | None
     command: str
@@ -105,7 +113,7 @@ class Sweep:
 
     @classmethod
     def read(cls, path: Path) -> Sweep:
-        """Reads a file.
+        """Returns the sweep of a file.
 
         Raises:
             UserError: If it is not a sweep that runs here; the line names the key.
@@ -127,23 +135,23 @@ class Sweep:
         )
         entries = flatten(given.get("parameters"))
         ensure(bool(entries), "parameters: missing; give at least one")
-        metric = Metric.of(given["metric"]) if "metric" in given else None
+        objective = Objective.of(given["metric"]) if "metric" in given else None
         early = Hyperband.of(given["early_terminate"]) if "early_terminate" in given else None
         for key, present in (("early_terminate", early is not None), ("method = bayes", method == "bayes")):
-            ensure(metric is not None or not present, f"metric: missing; {key} needs it")
+            ensure(objective is not None or not present, f"metric: missing; {key} needs it")
         command, args = _command(given.get("command"))
         parameters = tuple(Parameter.of(key, entry) for key, entry in entries.items())
         for parameter in parameters if method == "grid" else ():
             parameter.grid()
         name = str(given.get("name") or path.stem)
         require(bool(re.fullmatch(r"[^/\\]+", name)) and name not in (".", ".."), "name", name, "without slashes")
-        return cls(name, method, parameters, metric, early, cap, command, args)
+        return cls(name, method, parameters, objective, early, cap, command, args)
 
     def search(self, seed: int) -> Search:
-        """What proposes settings.
+        """Returns the search, which proposes settings.
 
         Args:
-            seed: Of the draws.
+            seed: Seed of the draws.
         """
         if self.method == "grid":
             return grid(self.parameters, self.run_cap)
@@ -152,7 +160,7 @@ class Sweep:
 
 
 def _command(given: Any) -> tuple[str, tuple[str, ...]]:
-    """The subcommand and its fixed arguments, from ``command`` of a sweep's file."""
+    """Returns the subcommand and its fixed arguments, from ``command`` of a sweep's file."""
     example = "[${env}, fl-lightning, fit, --config, quickstart, ${args}]"
     ensure(given is not None, f"command: missing; give {example}")
     require(isinstance(given, list), "command", given, f"give a list, such as {example}")

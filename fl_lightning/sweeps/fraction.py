@@ -1,4 +1,4 @@
-"""A run with a fraction of its rounds: what else counts in rounds."""
+"""Settings of a run with a fraction of its rounds: all that count in rounds change with them."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,10 +17,10 @@ FACTORS = ("model.optimizer.lr_decay", "model.averaging.alpha", "model.ema_alpha
 def scaled(config: Mapping[str, Any], fraction: float) -> dict[str, int | float]:
     """Returns the settings of a run with a fraction of its rounds, by key; those that stay are left out.
 
-    One rule: the run is the same in less time. What is a number of rounds becomes that fraction of it, rounded, and at
-    least 1 (0 stays 0); a factor per round is raised to 1 / fraction, so that it ends at the same value. Fractions of
-    the run, such as SWA's start of 0.75, stay, and so does what weighs a step, such as a momentum. The fraction is that
-    of the whole numbers of rounds.
+    One rule: the run is the same in less time. A number of rounds is multiplied by the fraction and rounded to at least
+    1 (0 stays 0). A factor per round is raised to 1 / fraction, so that it ends at the same value. Fractions of the
+    run, such as SWA's start of 0.75, stay, and so do weights of a step, such as a momentum. The fraction used is that
+    of the rounded number of rounds.
 
     Args:
         config: A run's resolved config.

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fl_lightning.core import ensure, require
-from fl_lightning.results.metrics import read_metrics
+from fl_lightning.results.metrics import FILE, read_run
 from fl_lightning.trainer.run import Callback, Run
 
 KEYS = ("type", "min_iter", "max_iter", "s", "eta", "strict")
@@ -18,13 +19,13 @@ KEYS = ("type", "min_iter", "max_iter", "s", "eta", "strict")
 class Hyperband:
     """Hyperband's rule (Li et al. 2018) in the form of W&B.
 
-    A trial is compared at brackets, numbers of evaluations. It ends if its metric is worse there than that of the best
-    ``1/eta`` of all trials that came as far.
+    A trial is compared at brackets, which are numbers of evaluations. It ends if its metric at a bracket is worse than
+    the metric of the best ``1/eta`` of all trials that have reached the bracket.
 
     Attributes:
         min_iter: The first bracket; each further one is eta times as far.
-        max_iter: Instead of it: the brackets are the ``s`` numbers ``max_iter / eta**k``.
-        s: Their number.
+        max_iter: Alternative to ``min_iter``: the brackets are at ``max_iter / eta**k`` for k = 1, ..., s.
+        s: Number of these brackets.
         eta: Of ``eta`` trials, one goes on.
         strict: Whether the value at the bracket counts; else the best one so far.
     """
@@ -37,7 +38,7 @@ class Hyperband:
 
     @classmethod
     def of(cls, given: Any) -> Hyperband:
-        """The rule from ``early_terminate`` of a sweep's file.
+        """Returns the rule from ``early_terminate`` of a sweep's file.
 
         Raises:
             UserError: If it is not W&B's.
@@ -62,7 +63,7 @@ class Hyperband:
         return rule
 
     def brackets(self, evaluations: int) -> list[int]:
-        """The brackets up to a number of evaluations, ascending."""
+        """Returns the brackets up to a number of evaluations, ascending."""
         found: list[float] = []
         if self.max_iter is not None:
             at = float(self.max_iter)
@@ -77,11 +78,11 @@ class Hyperband:
         return [int(at) for at in found if 1 <= at < evaluations + 1]
 
     def stops(self, history: Sequence[float], histories: Sequence[Sequence[float]]) -> bool:
-        """Whether a trial ends.
+        """Returns whether a trial ends.
 
         Args:
-            history: Its metric at each evaluation; smaller is better.
-            histories: Those of all trials, its own included.
+            history: The metric of the trial at each evaluation; smaller is better.
+            histories: The histories of all trials, including this one.
         """
         reached = self.brackets(len(history))
         if not reached:
@@ -93,7 +94,9 @@ class Hyperband:
 
 
 class StopEarly(Callback):
-    """Ends a trial by Hyperband's rule; it knows the other trials by their ``metrics.csv``.
+    """Ends a trial by Hyperband's rule; it reads the other trials from their ``metrics.csv``.
+
+    A file is read again only when it has changed. A value that is not finite counts as the worst.
 
     Args:
         rule: The rule.
@@ -104,14 +107,28 @@ class StopEarly(Callback):
 
     def __init__(self, rule: Hyperband, metric: str, sign: int, folder: Path) -> None:
         self.rule, self.metric, self.sign, self.folder = rule, metric, sign, folder
+        self._read: dict[Path, tuple[tuple[int, int], list[float]]] = {}
 
-    def on_round_logged(self, run: Run, metrics: Mapping[str, float]) -> None:
-        if self.metric not in metrics:
+    def on_round_end(self, run: Run) -> None:
+        if self.metric not in run.round_metrics:
             return
-        own = self._history(run.folder.metrics)
+        here = run.folder.metrics  # which lacks this round
+        own = [*self._history(here), self._loss(run.round_metrics[self.metric])]
         if self.rule.brackets(len(own)):
-            histories = [self._history(path) for path in sorted(self.folder.glob("*/version_*/metrics.csv"))]
-            run.should_stop |= self.rule.stops(own, histories)
+            paths = sorted(self.folder.glob(f"*/version_*/{FILE}"))
+            run.should_stop |= self.rule.stops(own, [own if path == here else self._history(path) for path in paths])
 
     def _history(self, path: Path) -> list[float]:
-        return [self.sign * value for _, value in read_metrics(path).get(self.metric, [])]
+        try:
+            found = path.stat()
+        except FileNotFoundError:  # somebody has removed the run
+            return []
+        version = (found.st_mtime_ns, found.st_size)
+        if self._read.get(path, ((), []))[0] != version:
+            pairs = read_run(path.parent).get(self.metric, [])
+            self._read[path] = version, [self._loss(value) for _, value in pairs]
+        return self._read[path][1]
+
+    def _loss(self, value: float) -> float:
+        """Returns a value that is to be small."""
+        return self.sign * value if math.isfinite(value) else math.inf

@@ -1,4 +1,4 @@
-"""Parameters of a sweep as W&B defines them: the values they take in a grid, and those that are drawn."""
+"""Parameters of a sweep as W&B defines them: their values in a grid, and draws from their distributions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NUMBERS = {
     "log_normal": ("mu", "sigma"),
     "beta": ("a", "b"),
 }
-"""The distributions of numbers, and their settings; with q_ before its name, one is rounded to multiples of q."""
+"""Distributions of numbers, and their settings; with q_ before the name, draws are rounded to multiples of q."""
 QUANTIZED = ("uniform", "log_uniform", "log_uniform_values", "normal", "log_normal", "beta")
 DEFAULTS = {"mu": 0.0, "sigma": 1.0, "a": 1.0, "b": 1.0, "q": 1.0}
 LISTS = {"constant": ("value",), "categorical": ("values",), "categorical_w_probabilities": ("values", "probabilities")}
@@ -33,12 +33,12 @@ GRID = ("constant", "categorical", "int_uniform", "q_uniform")
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter.
+    """A parameter of a sweep.
 
     Attributes:
         key: The setting, such as ``model.rho``.
-        distribution: W&B's name of it; constant and categorical for a given value and a list of them.
-        options: Its settings, such as ``min`` and ``max``.
+        distribution: W&B's name of its distribution; constant for a value, categorical for a list of values.
+        options: Settings of the distribution, such as ``min`` and ``max``.
     """
 
     key: str
@@ -47,7 +47,7 @@ class Parameter:
 
     @classmethod
     def of(cls, key: str, given: Any) -> Parameter:
-        """A parameter from its entry in a sweep's file.
+        """Returns a parameter from its entry in a sweep's file.
 
         Raises:
             UserError: If the entry is not one of W&B's.
@@ -86,10 +86,10 @@ class Parameter:
             require(options.get(name, 1) > 0, f"{where}.{name}", options.get(name), "more than 0")
 
     def grid(self) -> list[Any]:
-        """All values, in order.
+        """Returns all values, in order.
 
         Raises:
-            UserError: If there is no end of them.
+            UserError: If they are infinitely many.
         """
         require(
             self.distribution in GRID,
@@ -105,17 +105,16 @@ class Parameter:
             case "int_uniform":
                 return list(range(self.options["min"], self.options["max"] + 1))
             case _:
-                found = np.arange(self.options["min"], self.options["max"], self.options["q"]).tolist()
-                return list(found)
+                return list(np.arange(self.options["min"], self.options["max"], self.options["q"]).tolist())
 
     @property
     def choices(self) -> list[Any] | None:
-        """The values of a list without an order; None of a number."""
+        """The values of a list without an order; None for a number."""
         values = self.options.get("values", [self.options.get("value")])
         return values if self.distribution in LISTS else None
 
     def quantile(self, u: float) -> Any:
-        """The value below which a share ``u`` of the draws lies, with ``u`` in (0, 1)."""
+        """Returns the value below which a share ``u`` of the draws lies, with ``u`` in (0, 1)."""
         if (choices := self.choices) is not None:
             n = len(choices)
             shares = self.options.get("probabilities", [1 / n] * n)
@@ -152,7 +151,7 @@ class Parameter:
 
 
 def _default_distribution(given: Mapping[str, Any]) -> str:
-    """What W&B takes an entry without ``distribution`` for."""
+    """Returns the distribution that W&B assumes for an entry without ``distribution``."""
     if "value" in given:
         return "constant"
     if "values" in given:
@@ -163,7 +162,7 @@ def _default_distribution(given: Mapping[str, Any]) -> str:
 
 
 def flatten(given: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The entries of ``parameters`` by dotted key; nested ones are parts of a setting.
+    """Returns the entries of ``parameters`` by dotted key; nested entries are parts of a setting.
 
     Args:
         given: The mapping of a sweep's file.

@@ -1,32 +1,22 @@
-"""Cells of a paper's table: which ones, the runs that they need, and what these give."""
+"""Reproduction of a paper's table: the chosen cells, the runs that they need, and our numbers."""
 
 import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean, stdev
 from typing import Any
 
 from fl_lightning.core import UserError, ensure
-from fl_lightning.results.metrics import read_metrics
-from fl_lightning.results.papers import COLUMNS, Cell, find
+from fl_lightning.results.papers import COLUMNS, EVALUATED, Cell, Line, beside, find
 from fl_lightning.results.recipes import Recipe, recipe
-from fl_lightning.results.summary import summarise
 from fl_lightning.sweeps.fraction import scaled, scaled_rounds
 from fl_lightning.sweeps.trials import Outcome, Trial
 
-EVALUATED = {
-    "acc": "server/test/acc",
-    "miou": "server/test/miou",
-    "miou_seen": "server/test_seen/miou",
-    "miou_unseen": "server/test_unseen/miou",
-}
-"""Metrics that a run evaluates, which the papers print in per cent; ``acc@5000`` and ``acc@50%`` are of one round."""
 MEASURED = {"lambda_max": "LambdaMax", "trace": "HessianTrace", "lpf": "LPF", "discrepancy": "Discrepancy"}
 """Measures of flatness that are taken at the end of a run, and their classes."""
 FILE = "reproduction.json"
-"""The cells that a run is one of, in its run folder: their columns, and the fraction of the rounds."""
+"""In a run folder: the cells that the run reproduces, by their columns, and the fraction of the rounds."""
 
 
 @dataclass(frozen=True)
@@ -40,11 +30,6 @@ class Task:
 
     cells: tuple[Cell, ...]
     recipe: Recipe
-
-    @property
-    def column(self) -> str:
-        """The column of the table."""
-        return column(self.cells[0])
 
     @property
     def name(self) -> str:
@@ -81,38 +66,6 @@ class Task:
         ]
 
 
-@dataclass(frozen=True)
-class Line:
-    """A line of the table: our runs beside a cell of the paper.
-
-    Attributes:
-        cell: The paper's number.
-        values: Ours, of each seed whose run was finished, in the paper's unit.
-        folders: Their run folders.
-        errors: Why runs broke off.
-    """
-
-    cell: Cell
-    values: tuple[float, ...]
-    folders: tuple[Path, ...]
-    errors: tuple[str, ...]
-
-    @property
-    def mean(self) -> float | None:
-        """Mean over the seeds."""
-        return mean(self.values) if self.values else None
-
-    @property
-    def std(self) -> float | None:
-        """Sample standard deviation over the seeds."""
-        return stdev(self.values) if len(self.values) > 1 else None
-
-    @property
-    def difference(self) -> float | None:
-        """Ours less the paper's."""
-        return None if self.mean is None or self.cell.value is None else self.mean - self.cell.value
-
-
 def select(paper: str, table: str, rows: Sequence[str] = (), columns: Sequence[str] = ()) -> list[Cell]:
     """Returns cells of a table.
 
@@ -121,7 +74,7 @@ def select(paper: str, table: str, rows: Sequence[str] = (), columns: Sequence[s
         table: Its number; "5" also means the table that is "5/10" there.
         rows: Algorithms; none: all.
         columns: Data set, network, heterogeneity, participation, epochs (``E=1``) or metric of the columns; of one kind
-            any of them, of several kinds one of each. None: all.
+            a column has any of them, of several kinds one of each. None: all.
 
     Raises:
         UserError: If there is no such table, row or column.
@@ -149,7 +102,7 @@ def tasks(cells: Sequence[Cell]) -> tuple[list[Task], list[str]]:
     by_run: dict[tuple[str, ...], list[Cell]] = {}
     reasons: dict[str, list[str]] = {}
     for cell in cells:
-        if reason := _unmeasured(cell) or _without_recipe(cell):
+        if reason := _why_not(cell):
             reasons.setdefault(reason, []).append(cell.algorithm)
         else:
             key = tuple(getattr(cell, name) for name in COLUMNS if name != "metric")
@@ -158,13 +111,11 @@ def tasks(cells: Sequence[Cell]) -> tuple[list[Task], list[str]]:
     return found, [f"{reason} ({', '.join(dict.fromkeys(names))})" for reason, names in reasons.items()]
 
 
-def _unmeasured(cell: Cell) -> str | None:
+def _why_not(cell: Cell) -> str | None:
+    """Returns why a cell cannot be reproduced; None if it can."""
     name, _, at = cell.metric.partition("@")
-    known = name in EVALUATED or (name in MEASURED and not at)
-    return None if known else f"{cell.metric}: not among the numbers that a run gives here"
-
-
-def _without_recipe(cell: Cell) -> str | None:
+    if name not in EVALUATED and (name not in MEASURED or at):
+        return f"{cell.metric}: not among the numbers that a run gives here"
     try:
         recipe(cell)
     except UserError as error:
@@ -172,19 +123,17 @@ def _without_recipe(cell: Cell) -> str | None:
     return None
 
 
-def line(cell: Cell, outcomes: Sequence[Outcome], config: Mapping[str, Any], fraction: float) -> Line:
+def line(cell: Cell, outcomes: Sequence[Outcome], fraction: float) -> Line:
     """Returns the line of a cell from the runs of its task.
 
     Args:
         cell: The cell.
-        outcomes: Its runs.
-        config: Their resolved config.
+        outcomes: The outcomes of the runs.
         fraction: The fraction of the rounds that they have.
     """
-    done = [(outcome.folder, outcome.error) for outcome in outcomes]
-    folders = tuple(folder for folder, error in done if folder is not None and error is None)
-    values = tuple(_value(folder, cell.metric, config["trainer"], fraction) for folder in folders)
-    return Line(cell, values, folders, tuple(error for _, error in done if error is not None))
+    broken = [outcome.error for outcome in outcomes if outcome.error is not None]
+    done = [outcome.folder for outcome in outcomes if outcome.folder is not None and outcome.error is None]
+    return beside(cell, done, fraction, broken)
 
 
 def mark(folder: Path, task: Task, fraction: float) -> None:
@@ -202,15 +151,3 @@ def column(cell: Cell) -> str:
 def _properties(cell: Cell) -> tuple[str, ...]:
     kind, _, place = cell.heterogeneity.partition(", ")
     return cell.dataset, cell.model, kind, place, cell.participation, f"E={cell.epochs}", cell.metric
-
-
-def _value(folder: Path, metric: str, trainer: Mapping[str, Any], fraction: float) -> float:
-    """Returns a number of a run in the unit of the papers."""
-    name, _, at = metric.partition("@")
-    if name in MEASURED:
-        return read_metrics(folder / "metrics.csv")[f"flatness/{name}"][-1][1]
-    if not at:
-        return 100 * summarise(folder, trainer["eval_last"], metric=EVALUATED[name]).mean
-    due = trainer["max_rounds"] * float(at[:-1]) / 100 if at.endswith("%") else float(at) * fraction
-    evaluated = read_metrics(folder / "metrics.csv")[EVALUATED[name]]
-    return 100 * next((value for t, value in evaluated if t >= round(due)), evaluated[-1][1])

@@ -7,10 +7,10 @@ from pathlib import Path
 from rich.markup import escape
 from rich.table import Table
 
-from fl_lightning.results.metrics import write_table
-from fl_lightning.results.paper_tables import markdown
-from fl_lightning.results.papers import COLUMNS
-from fl_lightning.sweeps.reproduction import Line, column
+from fl_lightning.results.metrics import markdown, write_table
+from fl_lightning.results.papers import COLUMNS, Line
+from fl_lightning.results.table import tex
+from fl_lightning.sweeps.reproduction import column
 
 HEADS = ("", "ours", "paper", "difference", "seeds")
 
@@ -71,13 +71,13 @@ def latex(lines: Sequence[Line], fraction: float) -> str:
     """Returns the table for a paper, by booktabs."""
 
     def across(text: str) -> str:
-        return rf"\multicolumn{{{len(HEADS)}}}{{l}}{{{_tex(text)}}} \\"
+        return rf"\multicolumn{{{len(HEADS)}}}{{l}}{{{tex(text)}}} \\"
 
     body = [rf"\begin{{tabular}}{{l{'r' * (len(HEADS) - 1)}}}", r"\toprule", across(title(lines, fraction))]
     body += [r"\midrule", " & ".join(HEADS) + r" \\"]
     for name, group in _sections(lines):
         body += [r"\midrule", across(name)]
-        body += [" & ".join(map(_tex, texts(line))) + r" \\" for line in group]
+        body += [" & ".join(map(tex, texts(line))) + r" \\" for line in group]
     return "\n".join([*body, r"\bottomrule", r"\end{tabular}", ""])
 
 
@@ -86,9 +86,3 @@ def _sections(lines: Sequence[Line]) -> list[tuple[str, list[Line]]]:
     names = list(dict.fromkeys(column(line.cell) for line in lines))
     ordered = sorted(lines, key=lambda line: names.index(column(line.cell)))
     return [(name, list(group)) for name, group in groupby(ordered, key=lambda line: column(line.cell))]
-
-
-def _tex(text: str) -> str:
-    for character in "%_#&$":
-        text = text.replace(character, f"\\{character}")
-    return text.replace(" ± ", r" $\pm$ ").replace("-", "$-$", text.startswith("-"))

@@ -1,10 +1,11 @@
-"""Which settings a sweep tries next: all of a grid, random draws, or those that Optuna asks for."""
+"""The settings that a sweep tries next: a whole grid, random draws, or settings that Optuna proposes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import product
-from typing import Any, Protocol
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice, product
+from typing import Any
 
 from fl_lightning.core import UserError, numpy_generator
 from fl_lightning.sweeps.parameters import Parameter
@@ -13,39 +14,27 @@ Settings = dict[str, Any]
 """A value for each parameter, by key."""
 
 
-class Search(Protocol):
-    """Proposes settings."""
-
-    about: str
-    """How, in a line."""
-
-    def propose(self, n: int) -> list[Settings]:
-        """Up to ``n`` further settings; none at the end."""
-
-    def observe(self, settings: Mapping[str, Any], value: float | None) -> None:
-        """Takes note of what settings led to; smaller is better, and None is a failure."""
-
-
-class Listed:
-    """Settings that are known from the start.
+class Search:
+    """Proposes the settings of a list one after another, whatever their values are.
 
     Args:
-        settings: They, in their order.
-        about: How they were found.
+        settings: The settings, in their order.
+        about: How they were found, in a line.
     """
 
-    def __init__(self, settings: Iterator[Settings], about: str) -> None:
-        self._settings, self.about = settings, about
+    def __init__(self, settings: Iterable[Settings], about: str) -> None:
+        self._settings, self.about = iter(settings), about
 
     def propose(self, n: int) -> list[Settings]:
-        return [settings for _, settings in zip(range(n), self._settings, strict=False)]
+        """Returns up to ``n`` further settings; none at the end."""
+        return list(islice(self._settings, n))
 
     def observe(self, settings: Mapping[str, Any], value: float | None) -> None:
-        pass
+        """Records the value of settings; smaller is better, and None or a value that is not finite is a failure."""
 
 
-def grid(parameters: Sequence[Parameter], count: int | None) -> Listed:
-    """All combinations, parameters sorted by key, the last changing first, as W&B's controller orders them.
+def grid(parameters: Sequence[Parameter], count: int | None) -> Search:
+    """Returns all combinations, parameters sorted by key, the last changing first, as W&B's controller orders them.
 
     Args:
         parameters: The parameters.
@@ -54,32 +43,34 @@ def grid(parameters: Sequence[Parameter], count: int | None) -> Listed:
     ordered = sorted(parameters, key=lambda parameter: parameter.key)
     values = [parameter.grid() for parameter in ordered]
     found = [dict(zip([p.key for p in ordered], chosen, strict=True)) for chosen in product(*values)]
-    return Listed(iter(found[:count]), f"grid of {len(found)}")
+    return Search(found[:count], f"grid of {len(found)}")
 
 
-def draws(parameters: Sequence[Parameter], count: int, seed: int) -> Listed:
-    """Independent draws from the parameters' distributions.
+def draws(parameters: Sequence[Parameter], count: int, seed: int) -> Search:
+    """Returns independent draws from the parameters' distributions.
 
     Args:
         parameters: The parameters.
-        count: Their number.
-        seed: Of the draws; each depends on it and on its own number alone.
+        count: Number of draws.
+        seed: Seed of the draws; each depends on it and on its own number alone.
     """
 
     def draw(i: int) -> Settings:
         rng = numpy_generator(seed, "sweep", i)
         return {parameter.key: parameter.quantile(1 - rng.random()) for parameter in parameters}
 
-    return Listed((draw(i) for i in range(count)), f"{count} random draws, seed {seed}")
+    return Search((draw(i) for i in range(count)), f"{count} random draws, seed {seed}")
 
 
-class Bayes:
-    """Settings by Optuna's tree-structured Parzen estimator; asked again in the same order, it answers the same.
+class Bayes(Search):
+    """Proposes settings by Optuna's tree-structured Parzen estimator.
+
+    Asked again for the same numbers of settings, with the same values observed, it proposes the same.
 
     Args:
         parameters: The parameters.
         count: Number of settings.
-        seed: Of the sampler.
+        seed: Seed of the sampler.
 
     Raises:
         UserError: If Optuna is not installed.
@@ -91,27 +82,22 @@ class Bayes:
         except ImportError:
             raise UserError("method = bayes: needs Optuna; pip install 'fl-lightning[sweeps]'") from None
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        self._parameters, self._left, self._optuna = parameters, count, optuna
         sampler = optuna.samplers.TPESampler(seed=seed, constant_liar=True)
+        self._parameters, self._states = parameters, optuna.trial.TrialState
         self._study = optuna.create_study(sampler=sampler)
         self._asked: list[tuple[Settings, Any]] = []
-        self.about = f"{count} settings by Optuna's {type(sampler).__name__}, seed {seed}"
-
-    def propose(self, n: int) -> list[Settings]:
-        n = min(n, self._left)
-        self._left -= n
-        found = []
-        for _ in range(n):
-            trial = self._study.ask()
-            settings = {parameter.key: self._suggest(trial, parameter) for parameter in self._parameters}
-            self._asked.append((settings, trial))
-            found.append(settings)
-        return found
+        super().__init__((self._ask() for _ in range(count)), f"{count} settings by Optuna's TPESampler, seed {seed}")
 
     def observe(self, settings: Mapping[str, Any], value: float | None) -> None:
         trial = next(trial for asked, trial in self._asked if asked is settings)
-        state = self._optuna.trial.TrialState
-        self._study.tell(trial, value, state.FAIL if value is None else state.COMPLETE)
+        finite = value is not None and math.isfinite(value)
+        self._study.tell(trial, value if finite else None, self._states.COMPLETE if finite else self._states.FAIL)
+
+    def _ask(self) -> Settings:
+        trial = self._study.ask()
+        settings = {parameter.key: self._suggest(trial, parameter) for parameter in self._parameters}
+        self._asked.append((settings, trial))
+        return settings
 
     @staticmethod
     def _suggest(trial: Any, parameter: Parameter) -> Any:

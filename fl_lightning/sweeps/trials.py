@@ -19,11 +19,10 @@ from typing import Any
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.core import UserError
 from fl_lightning.data import FederatedDataModule
-from fl_lightning.results.metrics import read_metrics
+from fl_lightning.results.headline import SUMMARY
 from fl_lightning.sweeps.hyperband import StopEarly
 from fl_lightning.trainer import parallel_runs
-from fl_lightning.trainer.callbacks.results import FILE as SUMMARY
-from fl_lightning.trainer.run_folder import RunFolder
+from fl_lightning.trainer.storage.run_folder import RunFolder
 from fl_lightning.trainer.trainer import FederatedTrainer
 
 WIDTH = 32
@@ -53,7 +52,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a trial.
+    """The outcome of a trial.
 
     Attributes:
         trial: The trial.
@@ -129,7 +128,7 @@ def run_trials(
 
 
 def outcome(trial: Trial, folder: Path) -> Outcome | None:
-    """What became of a trial, as far as its folder shows; None if it has not ended."""
+    """Returns the outcome of a trial, as its folder shows it; None if it has not ended."""
     newest = newest_run(trial, folder)
     if newest is not None and (newest / FAILED).exists():
         return Outcome(trial, newest, (newest / FAILED).read_text(encoding="utf-8").strip())
@@ -137,25 +136,19 @@ def outcome(trial: Trial, folder: Path) -> Outcome | None:
 
 
 def newest_run(trial: Trial, folder: Path) -> Path | None:
-    """The newest run folder of a trial."""
+    """Returns the newest run folder of a trial."""
     found = [path for path in (folder / trial.name).glob("version_*") if path.is_dir()]
     return max(found, key=lambda path: int(path.name.removeprefix("version_")), default=None)
 
 
-def rounds_done(folder: Path | None) -> int:
-    """Rounds of a run that its ``metrics.csv`` has."""
-    path = None if folder is None else folder / "metrics.csv"
-    return max((v[-1][0] for v in read_metrics(path).values()), default=0) if path and path.exists() else 0
-
-
 def name_of(settings: Mapping[str, Any]) -> str:
-    """A name for a trial that tries settings, such as ``rho_0.1_seed_0``."""
+    """Returns a name for a trial that tries settings, such as ``rho_0.1_seed_0``."""
     named = "_".join(f"{key.rpartition('.')[2]}_{short(value, 12)}" for key, value in settings.items())
     return "".join(c if c.isalnum() or c in "._-+=" else "-" for c in named)
 
 
 def short(value: Any, digits: int = 6) -> str:
-    """A setting in a few letters; of a class its name and options."""
+    """Returns a setting in a few letters; a class as its name and options."""
     if isinstance(value, Mapping) and "class_path" in value:
         options = [f"{key}_{short(option, digits)}" for key, option in (value.get("init_args") or {}).items()]
         return "_".join([str(value["class_path"]).rpartition(".")[2], *options])
@@ -163,7 +156,7 @@ def short(value: Any, digits: int = 6) -> str:
 
 
 def _groups(trials: Sequence[Trial], width: int) -> list[list[Trial]]:
-    """Trials that may be one program together."""
+    """Returns the trials in groups that may be one program each."""
     alike: dict[tuple[str, ...], list[Trial]] = {}
     for trial in trials:
         alone = (trial.name,) if trial.command != "fit" else ()
@@ -222,7 +215,7 @@ def _build(folder: Path, build: Build, early: StopEarly | None, trial: Trial) ->
 
 
 def _checkpoint(folder: Path, trial: Trial, resume: bool) -> str | None:
-    """Where a trial goes on; a run folder without a checkpoint is removed, as there is nothing to go on from."""
+    """Returns the checkpoint from which a trial goes on; a run folder without a checkpoint is removed."""
     newest = newest_run(trial, folder) if resume else None
     if newest is None:
         return None
@@ -240,7 +233,7 @@ def _failed(trial: Trial, folder: Path | None, error: UserError) -> Outcome:
 
 
 def _start_process(log: str) -> None:
-    """Prepares a process: signals come from the first one alone, and it ends with it; what it prints goes to a file."""
+    """Prepares a worker: it gets no signals of the terminal, ends with its parent, and prints to a file."""
     os.setpgrp()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     sys.stdout = sys.stderr = Path(log).open("a", buffering=1, encoding="utf-8")  # noqa: SIM115  for good

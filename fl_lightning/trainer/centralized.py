@@ -1,19 +1,43 @@
 """The papers' centralized references: the same objective on all clients' data under a plain ``lightning.Trainer``."""
 
-import tempfile
 import time
-from pathlib import Path
+from contextlib import ExitStack
+from copy import deepcopy
 from typing import Any
 
 import lightning as L
-import torch
+from lightning.fabric.plugins import CheckpointIO
 
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.core import ensure, global_generator, seeded, unchanged
-from fl_lightning.trainer.privacy import GaussianPrivacy
-from fl_lightning.trainer.quiet import quiet
-from fl_lightning.trainer.run import Run, Snapshot
+from fl_lightning.trainer.aggregation.privacy import GaussianPrivacy
+from fl_lightning.trainer.divergence import check_finite
+from fl_lightning.trainer.loop import close
+from fl_lightning.trainer.run import Run
+from fl_lightning.trainer.runtime.console import quiet, unbroken_output
+from fl_lightning.trainer.runtime.signals import Interruption
+from fl_lightning.trainer.session import session
 from fl_lightning.trainer.settings import Settings
+
+
+class InMemory(CheckpointIO):
+    """Keeps the last checkpoint of ``lightning.Trainer`` in memory, in place of a file.
+
+    Attributes:
+        content: The checkpoint.
+    """
+
+    def __init__(self, content: dict[str, Any]) -> None:
+        self.content = content
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        self.content = deepcopy(checkpoint)
+
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
+        return deepcopy(self.content)
+
+    def remove_checkpoint(self, path: Any) -> None:
+        """Does nothing: the next checkpoint replaces this one."""
 
 
 class Epochs(L.Callback):
@@ -21,52 +45,43 @@ class Epochs(L.Callback):
 
     Args:
         run: The run.
+        memory: Takes the checkpoint of ``lightning.Trainer`` after each epoch.
     """
 
     keeps_averages = True
 
-    def __init__(self, run: Run) -> None:
-        self.run = run
-        self.snapshot: Snapshot | None = None
+    def __init__(self, run: Run, memory: InMemory) -> None:
+        self.run, self.memory, self.epoch = run, memory, ExitStack()
         self._started = 0.0
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         """Starts a round without a cohort."""
-        self.snapshot = self.run.snapshot()
+        self.epoch.enter_context(self.run.transaction())
         self._started = time.perf_counter()
-        self.run.call("on_round_start", ctx=self.run.round_context(self.run.rounds_done), cohort=[])
+        self.run.call("on_round_start", self.run.round_context(self.run.rounds_done), [])
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         """Makes the epoch's weights those of the server."""
         run, seconds, before = self.run, time.perf_counter() - self._started, self.run.server
-        buffers, after = pl_module.net_buffers, before.replace(w=pl_module.flat.vector(pl_module.net))
-        if buffers is not None and "buffers" in after:
-            after = after.replace(buffers=buffers.vector(pl_module.net))
-        state = _state(trainer, run)
-        run.training_state = lambda: state
-        run.apply(pl_module.finish_round(after, before, run.round_context(run.rounds_done)), {}, 0)
-        with unchanged(pl_module.net):
-            run.close_round(
-                {
-                    "client/train/loss": float(trainer.callback_metrics["train/loss"]),
-                    "client/lr": float(trainer.optimizers[0].param_groups[0]["lr"]),
-                    "time/round_s": seconds,
-                }
-            )
-        self.snapshot = None  # the epoch is done
-        run.net.move_to(after.w.clone())  # measurements have moved the net, which is trained in place
-        trainer.should_stop = trainer.should_stop or (run.finished and run.rounds_done < run.max_rounds)
-
-
-def _state(trainer: L.Trainer, run: Run) -> dict[str, Any]:
-    """What Lightning needs to continue after this epoch: its own checkpoint, and the net's random generator."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "lightning.ckpt")
-        trainer.save_checkpoint(path)
-        return {
-            "lightning": torch.load(path, map_location="cpu", weights_only=True),
-            "generator": global_generator(run.fabric.device).get_state(),
+        buffers, trained = pl_module.net_buffers, before.replace(w=pl_module.flat.vector(pl_module.net))
+        if buffers is not None and "buffers" in trained:
+            trained = trained.replace(buffers=buffers.vector(pl_module.net))
+        after = pl_module.finish_round(trained, before, run.round_context(run.rounds_done))
+        check_finite(run, after, run.rounds_done)
+        trainer.save_checkpoint("in memory")
+        generator = global_generator(run.fabric.device).get_state()
+        training = {"lightning": self.memory.content, "generator": generator}
+        run.apply(run.state.after_round(after, training=training), {})
+        metrics = {
+            "client/train/loss": float(trainer.callback_metrics["train/loss"]),
+            "client/lr": float(trainer.optimizers[0].param_groups[0]["lr"]),
+            "time/round_s": seconds,
         }
+        with unchanged(pl_module.net):
+            close(run, metrics)
+        self.epoch.close()  # the round is done
+        run.net.move_to(trained.w.clone())  # measurements have moved the net, which is trained in place
+        trainer.should_stop = trainer.should_stop or (run.finished and run.rounds_done < run.max_rounds)
 
 
 def check_centralized(settings: Settings, model: LocalObjective) -> None:
@@ -74,7 +89,7 @@ def check_centralized(settings: Settings, model: LocalObjective) -> None:
 
     Raises:
         UserError: If the model keeps federated state, clients are to fail, their uploads are to be aggregated by a rule
-            or under differential privacy, or there is more than one process.
+            or under differential privacy, rounds that diverge are to be left out, or there is more than one process.
     """
     model.check_centralized(averaged=True)
     ensure(not settings.faults.kinds, "trainer.faults: centralized training has no clients that fail; set it to null")
@@ -84,25 +99,38 @@ def check_centralized(settings: Settings, model: LocalObjective) -> None:
         f"trainer.{key}: centralized training has no uploads of clients; set it to null",
     )
     ensure(
+        settings.on_divergence == "stop",
+        f"trainer.on_divergence = {settings.on_divergence}: centralized training has no round to leave out; set it to "
+        "stop",
+    )
+    ensure(
         settings.fabric.world_size <= 1,
         f"trainer.devices = {settings.fabric.world_size}: centralized training takes 1",
     )
 
 
-@quiet()
 def train_centrally(run: Run) -> None:
-    """Trains for ``max_rounds`` epochs on the union of the clients' data, from the run's state on.
+    """Trains a run to its end: for ``max_rounds`` epochs on the union of the clients' data.
 
-    Args:
-        run: The run, in its session. An interruption leaves it after its last whole epoch.
+    An error or an interruption leaves it after its last whole epoch.
     """
-    device, epochs, model = run.fabric.device, Epochs(run), run.objective
+    with Interruption(), unbroken_output(), session(run):
+        if not run.finished:
+            _train(run)
+
+
+@quiet()
+def _train(run: Run) -> None:
+    device, model, training = run.fabric.device, run.objective, run.state.training
+    memory = InMemory(training.get("lightning", {}))
+    epochs = Epochs(run, memory)
     trainer = L.Trainer(
         max_epochs=run.max_rounds,
         accelerator="cpu" if device.type == "cpu" else device.type,
         devices=1 if device.type == "cpu" else [device.index or 0],
         precision=run.settings.precision,
         callbacks=[epochs],
+        plugins=[memory],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -112,17 +140,10 @@ def train_centrally(run: Run) -> None:
     )
     run.net.move_to(run.server.w.clone())  # trained in place
     batches = run.data.train_dataloader(run.seed, first_epoch=1)
-    state = run.restored.get("training") or {}
-    with tempfile.TemporaryDirectory() as folder, seeded(device, run.seed, "centralized net"):
-        path = None
-        if state:
-            torch.save(state["lightning"], path := str(Path(folder, "lightning.ckpt")))
-            global_generator(device).set_state(state["generator"])
-        try:
-            trainer.fit(model, train_dataloaders=batches, ckpt_path=path)
-        except BaseException:
-            if epochs.snapshot is not None:
-                run.restore(epochs.snapshot)
-            raise
+    with seeded(device, run.seed, "centralized net"):
+        if training:
+            global_generator(device).set_state(training["generator"])
+        with epochs.epoch:  # an error breaks the epoch off
+            trainer.fit(model, train_dataloaders=batches, ckpt_path="in memory" if training else None)
     model.to(device)  # lightning.Trainer leaves it on the CPU
     run.net.move_to(run.server.w.clone())

@@ -5,7 +5,9 @@ from functools import partial
 
 from torch import Tensor, nn
 
+from fl_lightning.algorithms.parts.base import check_owners
 from fl_lightning.core import UserError, ensure, generator, variance_needed
+from fl_lightning.core.nested import map_tensors
 from fl_lightning.trainer.run import Run
 
 MISFIT = (RuntimeError, ValueError, IndexError, TypeError, AttributeError)
@@ -28,8 +30,9 @@ def check_fit(run: Run) -> None:
         logits = evaluator.logits(run.server.w, x)
         fits = data.task.fit(logits, y, data.num_classes)
     except MISFIT as error:
+        shape = map_tensors(lambda v: tuple(v.shape), x)
         raise UserError(
-            f"model.net = {net} cannot take a batch of shape {tuple(x.shape)} ({str(error).splitlines()[0]:.80}); "
+            f"model.net = {net} cannot take a batch of shape {shape} ({str(error).splitlines()[0]:.80}); "
             "choose a net for this data"
         ) from None
     if evaluator.by_batch:
@@ -38,7 +41,7 @@ def check_fit(run: Run) -> None:
             f"data.eval_batch_size = {data.eval_batch_size} leaves a batch of one test sample, in which BatchNorm "
             "has no variance, and model.buffers = local evaluates by its statistics; choose another size, such as 8"
         ):
-            evaluator.logits(run.server.w, x[:least], by_batch=True)
+            evaluator.logits(run.server.w, map_tensors(lambda v: v[:least], x), by_batch=True)
     ensure(
         fits,
         f"model.net = {net} gives outputs of shape {tuple(logits.shape)} for {data.num_classes} {data.task.unit}; "
@@ -51,18 +54,19 @@ def check_fit(run: Run) -> None:
         scores.compute()
     draw = generator(run.seed, "check")
     x, y = next(iter(data.client_batches(0, 1, 1, draw, run.dtype)))  # with Mixup its labels are probabilities
-    _check_loss(run, evaluator.logits(run.server.w, x[:2]), y[:2])
+    _check_loss(run, evaluator.logits(run.server.w, map_tensors(lambda v: v[:2], x)), y[:2])
     for callback in run.callbacks:
         callback.check(run)
 
 
 def check_aggregation(run: Run) -> None:
-    """Checks the rule that makes one of a cohort's uploads, before its first round.
+    """Checks the rule that combines the uploads of a cohort, before its first round.
 
     Raises:
         UserError: If processes, cohort or algorithm do not fit it.
     """
     rule, settings, objective = run.aggregation, run.settings, run.objective
+    check_owners("server state", [("model", objective.server_inits()), ("trainer.aggregation", rule.server_state)])
     ensure(
         settings.deterministic or run.fabric.world_size == 1 or not rule.by_rows,
         f"trainer.deterministic = false: {type(rule).__name__} needs all uploads in one process; set it to true",
@@ -73,7 +77,7 @@ def check_aggregation(run: Run) -> None:
     rule.check_round()
     for phase in range(objective.phases) if rule.empty else ():
         ctx = run.round_context(0, phase)
-        sent = objective.broadcast(run.server, ctx).only(objective.wire[0])
+        sent = objective.begin_phase(run.server, ctx)
         known, like = objective.known(sent), run.server.w
         uploads = rule.uploads(objective, (), ctx, like)
         uploads.change(partial(_zeros, rule.shapes({}, known), like))

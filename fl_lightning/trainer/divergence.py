@@ -1,22 +1,40 @@
-"""Why a round has no finite result."""
+"""The error of a round that has no finite result."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-import torch
 from torch import Tensor
 
-from fl_lightning.core import DivergenceError, FlatSpec, State, accumulator_dtype, is_finite
-
-ROUNDS = 5
-"""Rounds whose norms are kept."""
-Norms = Sequence[Mapping[str, Tensor]]
-"""Norms of the server's vectors, after each of the last rounds."""
+from fl_lightning.core import DivergenceError, FlatSpec, State, is_finite
+from fl_lightning.trainer.run import Run
+from fl_lightning.trainer.state import Norms, norms
 
 
-def norms(server: State, d: int) -> dict[str, Tensor]:
-    """Returns the norm of each vector ``(d,)`` of the server, as scalars on its device: nothing waits for them."""
-    vectors = {name: v for name, v in server.items() if v.shape == (d,)}
-    return {name: torch.linalg.vector_norm(v, dtype=accumulator_dtype(v.device)) for name, v in vectors.items()}
+def check_finite(run: Run, server: State, t: int) -> None:
+    """Checks the server's state after round ``t``, of federated or centralized training.
+
+    Raises:
+        DivergenceError: If it is not finite.
+    """
+    if not server.finite():
+        raise diverged(run, t, f"the new global state is not finite ({culprit(server, run.objective.flat)})")
+
+
+def diverged(run: Run, t: int, what: str) -> DivergenceError:
+    """Returns the error of a round without a finite result.
+
+    Args:
+        run: The run, in the state before the round.
+        t: The round, from 0.
+        what: What is not finite.
+    """
+    remedy = "lower model.optimizer.lr or set model.optimizer.clip"
+    if run.kind == "federated":
+        remedy += (
+            ", find where it begins with trainer.engine = debug, or leave such rounds out with trainer.on_divergence = "
+            "continue"
+        )
+    history = growth(run.state.norms or [norms(run.server)])
+    return DivergenceError(f"round {t + 1}: {what}, training has diverged; in the last rounds: {history}; {remedy}")
 
 
 def culprit(values: Mapping[str, Tensor], flat: FlatSpec) -> str:
@@ -24,7 +42,7 @@ def culprit(values: Mapping[str, Tensor], flat: FlatSpec) -> str:
 
     Args:
         values: Tensors by name; at least one is not finite.
-        flat: Layout of those of d numbers.
+        flat: Layout of the tensors that have d numbers.
     """
     name = next(name for name, v in values.items() if not bool(is_finite(v)))
     if values[name].shape != (flat.d,):
@@ -33,7 +51,7 @@ def culprit(values: Mapping[str, Tensor], flat: FlatSpec) -> str:
 
 
 def growth(history: Norms) -> str:
-    """Returns the norms of the last rounds, what grew most first."""
+    """Returns the norms of the last rounds as text; the vector that grew most comes first."""
     table = {name: [float(row[name]) for row in history if name in row] for name in history[-1]}
 
     def factor(name: str) -> float:
@@ -42,18 +60,3 @@ def growth(history: Norms) -> str:
 
     order = sorted(table, key=factor, reverse=True)
     return ", ".join(f"‖{name}‖ {' → '.join(f'{x:.3g}' for x in table[name])}" for name in order)
-
-
-def diverged(t: int, what: str, history: Norms) -> DivergenceError:
-    """Returns the error of a round without a finite result.
-
-    Args:
-        t: The round, from 0.
-        what: What is not finite.
-        history: Norms of the server's vectors up to the round before.
-    """
-    return DivergenceError(
-        f"round {t + 1}: {what}, training has diverged; in the last rounds: {growth(history)}; lower "
-        "model.optimizer.lr or set model.optimizer.clip, find where it begins with trainer.engine = debug, or leave "
-        "such rounds out with trainer.on_divergence = continue"
-    )

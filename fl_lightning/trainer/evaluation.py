@@ -1,4 +1,4 @@
-"""The one evaluation: of fit, validate, test, corruptions and measurements."""
+"""Evaluation of weights, which fit, validate, test, corruptions and measurements share."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Literal
@@ -13,10 +13,10 @@ from torchmetrics import Metric
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.algorithms.metrics import Scores
 from fl_lightning.algorithms.parts.buffers import Buffers
-from fl_lightning.core import FlatNet, accumulator_dtype, eval_mode, logits, seeded, to_device
+from fl_lightning.core import FlatNet, accumulator_dtype, eval_mode, forward_at, seeded, to_device
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.data.tasks import Regression
-from fl_lightning.trainer import collectives
+from fl_lightning.trainer.runtime import collectives
 
 Split = Literal["train", "val", "test"]
 
@@ -53,11 +53,11 @@ class Evaluator:
         return self.objective.net_buffers is not None and self.objective.net_buffers.policy == "local"
 
     def logits(self, w: Tensor, x: Tensor, by_batch: bool = False) -> Tensor:
-        """The net's output at weights ``w``, ``(d,)``, in eval mode."""
-        return logits(self.net, self.objective.net, w, x, self.fabric.autocast, by_batch)
+        """Returns the net's output at weights ``w``, ``(d,)``, in eval mode."""
+        return forward_at(self.net, self.objective.net, w, x, self.fabric.autocast, by_batch)
 
     def evaluate(self, split: Split, w: Tensor, statistics: Tensor | None) -> dict[str, float]:
-        """Mean loss and the data's metric on a whole split.
+        """Returns the mean loss and the data's metric on a whole split.
 
         Args:
             split: "train" (all clients' data, not augmented), "val" or "test".
@@ -84,7 +84,7 @@ class Evaluator:
         statistics: Tensor | None,
         parts: Mapping[str, Tensor] | None = None,
     ) -> dict[str, float]:
-        """Mean loss, the data's metric and those of ``model.metrics`` on batches.
+        """Returns the mean loss, the data's metric and those of ``model.metrics`` on batches.
 
         Args:
             batches: This process's samples; with ``model.buffers`` = local all of them on every process.
@@ -116,7 +116,7 @@ class Evaluator:
         return {**values, "/loss": float(sums[0] / sums[1])}
 
     def alone(self, batches: Iterable[tuple[Tensor, Tensor]], w: Tensor) -> tuple[float, float]:
-        """The data's metric and mean loss on batches of this process alone, with the buffers that the net holds.
+        """Returns the data's metric and the mean loss on batches of this process alone, with the buffers in the net.
 
         Args:
             batches: At least one sample.
@@ -133,7 +133,7 @@ class Evaluator:
         return float(metric.compute()), float(sums[0] / sums[1])
 
     def by_class(self, batches: Iterable[tuple[Tensor, Tensor]], w: Tensor) -> Tensor:
-        """Correct predictions, losses and samples of each class, with the buffers that the net holds.
+        """Returns correct predictions, losses and samples of each class, with the buffers that the net holds.
 
         Args:
             batches: This process's samples, with one class each.
@@ -151,12 +151,12 @@ class Evaluator:
         return sums
 
     def _outputs(self, w: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Outputs for the data's classes, ``(n, C, ...)``, and the loss of each sample, ``(n,)``."""
+        """Returns outputs for the data's classes, ``(n, C, ...)``, and the loss of each sample, ``(n,)``."""
         z = self.logits(w, x, self.by_batch).to(self.dtype)
         return z[:, : self.data.num_classes], self.objective.evaluation_loss(z, y)
 
     def _empty_scores(self, part: str) -> Scores:
-        """The metrics without samples; they are moved to the device once a run."""
+        """Returns the metrics without samples; they are moved to the device once a run."""
         if part not in self._scores:
             self._scores[part] = scores = self.objective.scores(self.data).to(self.fabric.device)
             for metric in (module for module in scores.modules() if isinstance(module, Metric)):
@@ -191,7 +191,7 @@ class Evaluator:
         buffers.load(net, buffers.first if statistics is None else statistics)
 
     def _estimate(self, w: Tensor, buffers: Buffers) -> Tensor:
-        """Buffers at ``w``, ``(b,)``, by torch's update_bn: means over all batches of each batch's statistics."""
+        """Returns buffers at ``w``, ``(b,)``, by torch's update_bn: means over all batches of their statistics."""
         fabric, net, seen = self.fabric, self.objective.net, 0
 
         def mine() -> Iterator[Tensor]:

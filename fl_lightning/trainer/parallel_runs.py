@@ -1,21 +1,16 @@
 """Several runs of one config as one batched program: other seeds, or other values of a setting."""
 
-from collections.abc import Callable, Sequence
-from itertools import islice
+from collections.abc import Sequence
 from operator import attrgetter
 
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.core import Interruption, UserError, ensure
+from fl_lightning.core import UserError, ensure
 from fl_lightning.data import FederatedDataModule
-from fl_lightning.engine import Engine
+from fl_lightning.trainer import loop
 from fl_lightning.trainer.callbacks.progress import Progress
 from fl_lightning.trainer.checks import check_fit
-from fl_lightning.trainer.choose import choose_engine, seconds_left
-from fl_lightning.trainer.cohort import Cohort
-from fl_lightning.trainer.output import unbroken_output
-from fl_lightning.trainer.round import Round
+from fl_lightning.trainer.engine_choice import choose_engine, seconds_left
 from fl_lightning.trainer.run import Run
-from fl_lightning.trainer.session import Session
 from fl_lightning.trainer.trainer import FederatedTrainer
 
 Plain = bool | int | float | str | None
@@ -74,29 +69,28 @@ def start(
     )
     for model in models:
         model.optimizer.check_batched("parallel runs")
-    names = differing(models)
-    made = zip(trainers, models, ckpt_paths, strict=True)
-    runs = [trainer.start(model, datamodule, ckpt_path) for trainer, model, ckpt_path in made]
+    names, runs = differing(models), list[Run]()
+    for trainer, model, ckpt_path in zip(trainers, models, ckpt_paths, strict=True):
+        varied = {name: float(attrgetter(name)(model)) for name in names}
+        shown = [c for c in trainer.callbacks if trainer is first or not isinstance(c, Progress)]
+        runs.append(trainer.start(model, datamodule, ckpt_path, varied=varied, callbacks=shown))
     ensure(
         len({run.frozen for run in runs}) <= 1,
         "model.net: its frozen parameters differ between the runs, and one program has one net; start them one by one",
     )
     for run in runs:
         check_fit(run)
-        run.varied = {name: float(attrgetter(name)(run.objective)) for name in names}
-        if run is not runs[0]:
-            run.callbacks = [c for c in run.callbacks if not isinstance(c, Progress)]
     return runs
 
 
 def pays(runs: Sequence[Run]) -> bool:
-    """Whether the runs are faster as one program than one after another; a round of both is measured."""
+    """Returns whether the runs are faster as one program than one after another; a round of both is measured."""
     going = [run for run in runs if not run.finished]
     return len(going) > 1 and seconds_left(going) < len(going) * seconds_left(going[:1])
 
 
 def differing(models: Sequence[LocalObjective]) -> list[str]:
-    """Names of the numbers that differ between objectives, such as ``ascent.rho``.
+    """Returns the names of the numbers that differ between objectives, such as ``ascent.rho``.
 
     Raises:
         UserError: If the objectives differ in more than numbers.
@@ -130,67 +124,4 @@ def differing(models: Sequence[LocalObjective]) -> list[str]:
 def train(runs: Sequence[Run]) -> dict[Run, UserError]:
     """Trains runs of `start` to their ends; returns those that broke off, and why."""
     choose_engine(runs)
-    with Interruption(), unbroken_output():
-        return _train(runs, runs[0].engine)
-
-
-def _train(runs: Sequence[Run], engine: Engine) -> dict[Run, UserError]:
-    broken, active = dict[Run, UserError](), dict[Run, Session]()
-    try:
-        for run in runs:
-            session = Session(run)
-            session.open()
-            active[run] = session
-            run.call("on_fit_start")
-        while active:
-            # resumed runs may have stopped in different rounds: those furthest behind go first
-            behind = min(run.rounds_done for run in active)
-            broken |= _train_round([run for run in active if run.rounds_done == behind and not run.finished], engine)
-            for run in [run for run in active if run in broken or run.finished]:
-                session = active.pop(run)
-                session.fail(broken[run]) if run in broken else session.end()
-    except BaseException as error:
-        if others := [shown for session in active.values() if (shown := session.fail(error)) is not error]:
-            raise others[0] from None
-        raise
-    return broken
-
-
-def _train_round(runs: Sequence[Run], engine: Engine) -> dict[Run, UserError]:
-    """One round of each run, phase by phase; returns those that broke off. Any error restores the run that it hits."""
-    snapshots = {run: run.snapshot() for run in runs}
-    rounds = {run: Round(run, Cohort.draw(run, run.rounds_done), run.on_result) for run in runs}
-    broken: dict[Run, UserError] = {}
-
-    def each(step: Callable[[Run], None]) -> None:
-        for run in list(rounds):
-            try:
-                step(run)
-            except UserError as error:  # noqa: PERF203  each run's own
-                broken[run] = error
-                run.restore(snapshots[run])
-                del rounds[run]
-
-    def aggregate(run: Run) -> None:
-        phase, results = phases[run], taken[run]
-        phase.aggregate(results)
-        if phase.last:
-            rounds[run].apply()
-            run.close_round(rounds[run].metrics())
-            run.clients.commit()
-            del rounds[run]
-
-    try:
-        each(lambda run: rounds[run].start())
-        coming = {run: round_.phases() for run, round_ in rounds.items()}
-        while rounds:
-            phases = {run: next(coming[run]) for run in rounds}
-            jobs = {run: phase.jobs() for run, phase in phases.items()}
-            results = iter(list(engine.train([job for run in phases for job in jobs[run]])))
-            taken = {run: list(islice(results, len(jobs[run]))) for run in phases}
-            each(aggregate)
-    except BaseException:
-        for run in rounds:
-            run.restore(snapshots[run])
-        raise
-    return broken
+    return loop.train(runs)

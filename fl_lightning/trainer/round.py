@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 
 import torch
 
 from fl_lightning.core import DivergenceError, State
 from fl_lightning.engine import Engine, Job, LocalResult
-from fl_lightning.trainer import collectives, divergence, incidents
-from fl_lightning.trainer.arrivals import Arrivals
+from fl_lightning.trainer import divergence
 from fl_lightning.trainer.cohort import Cohort
-from fl_lightning.trainer.run import Run
+from fl_lightning.trainer.participation import failures
+from fl_lightning.trainer.received import Arrivals
+from fl_lightning.trainer.run import Callback, Run
+from fl_lightning.trainer.runtime import collectives
 
 
 class Round:
@@ -33,8 +35,8 @@ class Round:
         losses: Training loss of each client whose upload was accepted, ``(clients,)``.
         failed: Clients whose upload was not finite ("refused"); with faults also "dropped" and "late".
         diverged: Why the round has no finite result, if the run goes on nonetheless.
-        aggregated: Metrics of the rule that makes one of the uploads, of the last phase.
-        floats: Numbers that went over the wire.
+        aggregated: Metrics of the rule that combines the uploads, of the last phase.
+        bits: Bits that went over the wire.
         steps: Local steps of the clients whose uploads have arrived.
         training_s: Seconds of local training.
     """
@@ -52,13 +54,9 @@ class Round:
         self.failed: dict[str, list[int]] = {"refused": [], **{kind: [] for kind in cohort.faults.kinds}}
         self.diverged: DivergenceError | None = None
         self.aggregated: dict[str, float] = {}
-        self.floats = self.steps = 0
+        self.bits = self.steps = 0
         self.training_s = 0.0
         self._started, self._callback_s = time.perf_counter(), run.callback_s
-
-    def start(self) -> None:
-        """Calls the callbacks' `on_round_start`."""
-        self.run.call("on_round_start", ctx=self.run.round_context(self.cohort.t), cohort=self.cohort.clients)
 
     def train(self, engine: Engine) -> Round:
         """Runs all phases.
@@ -77,7 +75,7 @@ class Round:
         return self
 
     def phases(self) -> Iterator[Phase]:
-        """The phases, one after another: a phase starts from the server's state that the one before has left."""
+        """Yields the phases, one after another: a phase starts from the server's state that the one before has left."""
         cohort = self.cohort
         for number in range(self.run.objective.phases):
             if number:
@@ -96,20 +94,19 @@ class Round:
     def apply(self) -> None:
         """Makes this round's result the state of the run, and prints which clients were refused."""
         run = self.run
-        for line in incidents.new_lines(run.incidents, self.cohort.t, self.failed["refused"]):
+        for line in failures.new_lines(run.state.failures, self.cohort.t, self.failed["refused"]):
             run.fabric.print(line)
-        if self.diverged and run.metrics.get("client/diverged", 0) < incidents.LINES:
+        if self.diverged and run.metrics.get("client/diverged", 0) < failures.LINES:
             run.fabric.print(f"left out: {self.diverged}")
-        run.client_losses = self.losses
-        run.apply(self.server, self.rows, self.floats, self.failed)
+        run.apply(run.state.after_round(self.server, self.bits, self.failed), self.rows)
 
     def metrics(self) -> dict[str, float]:
-        """Metrics of the round, after it was applied; its time is that since it was made, without callbacks."""
+        """Returns the metrics of the applied round; its time is that since it was made, without callbacks."""
         run, cohort = self.run, self.cohort
         if run.fabric.device.type == "cuda":
             torch.cuda.synchronize()
         seconds = time.perf_counter() - self._started - (run.callback_s - self._callback_s)
-        models = self.floats / (max(cohort.asked, 1) * run.objective.flat.d)
+        models = self.bits / (max(cohort.asked, 1) * 8 * run.server.w.nbytes)
         loss = {"client/train/loss": float(self.losses.mean())} if len(self.losses) else {}
         skipped = run.metrics.get("client/diverged", 0) + (self.diverged is not None)
         return {
@@ -118,7 +115,7 @@ class Round:
             **{f"client/{kind}": len(clients) for kind, clients in self.failed.items()},
             **({"client/diverged": skipped} if run.settings.on_divergence == "continue" else {}),
             "client/lr": run.objective.lr(run.round_context(cohort.t)),
-            "comm/total_bits": run.total_floats * run.server.w.element_size() * 8,
+            "comm/total_bits": run.total_bits,
             "comm/transmissions": run.metrics.get("comm/transmissions", 0.0) + models,
             "time/round_s": seconds,
             "time/orchestration_s": seconds - self.training_s,
@@ -144,17 +141,18 @@ class Phase:
         objective = self.run.objective
         self.ctx = self.run.round_context(cohort.t, cohort.phase)
         self.last = cohort.phase + 1 == objective.phases
-        self.sent = objective.broadcast(of.server, self.ctx).only(objective.wire[0])
+        self.sent = objective.begin_phase(of.server, self.ctx)
+        self.uploaded_bits = 0  # of the clients of this process
         if not of.perturb:
             self.sent = self.sent.replace(w=of.server.w)
 
     def jobs(self) -> list[Job]:
-        """Local training of this process's clients. Rank 0 holds the clients' states and sends them."""
+        """Returns the local training of this process's clients. Rank 0 holds the clients' states and sends them."""
         if not self.cohort.clients:
             return []
         run, cohort, fabric, like = self.run, self.cohort, self.run.fabric, self.sent.w
         mine = cohort.shares[fabric.global_rank]
-        scratch, rows = run.objective.scratch_state, self.round.rows
+        scratch, rows = run.objective.scratch_inits(), self.round.rows
         if fabric.world_size == 1:
             states = [run.clients.get(k, like, scratch, rows.get(k)) for k in cohort.clients]
         else:
@@ -195,7 +193,7 @@ class Phase:
         """
         taken = [self._take(result) for result in self._clocked(results)]
         arrivals = Arrivals(self.run, self.cohort, taken, self.sent.w)
-        self._count(arrivals)
+        self._count(arrivals.refused)
         try:
             self._step(arrivals)
         except DivergenceError as why:
@@ -213,36 +211,30 @@ class Phase:
             self._take(result)
 
     def _step(self, arrivals: Arrivals) -> None:
-        """The server's step, and the clients' rows; if nobody has answered, everything stays as it was."""
+        """Makes the server's step, and takes the clients' rows; if nobody has answered, everything stays as it was."""
         objective, of, rule = self.run.objective, self.round, self.run.aggregation
         if not self.cohort.clients and not rule.empty:
             return of.leave()
         if not any(arrivals.accepted) and not rule.empty:
-            raise self._diverged(f"every upload is not finite ({arrivals.reasons()})")
+            raise divergence.diverged(self.run, self.ctx.t, f"every upload is not finite ({arrivals.reasons()})")
         known = objective.known(self.sent) if rule.by_rows else {}
         uploads = arrivals.average(of.server, known, self.ctx)
         of.aggregated = rule.metrics(uploads, known, of.server)
         after = rule.phase_end(objective.finish_phase(of.server, self.sent, uploads, self.ctx), uploads)
-        if not after.finite():
-            raise self._diverged(f"the new global state is not finite ({divergence.culprit(after, objective.flat)})")
+        divergence.check_finite(self.run, after, self.ctx.t)
         of.server = objective.finish_round(after, self.run.server, self.ctx) if self.last else after
         of.rows |= arrivals.rows()
         of.losses = arrivals.losses
 
-    def _count(self, arrivals: Arrivals) -> None:
-        """Counts which clients failed, and the wire."""
+    def _count(self, refused: list[int]) -> None:
+        """Counts which clients failed, and the bits on the wire."""
         of, attendance = self.round, self.cohort.attendance
-        of.failed["refused"] += arrivals.refused
+        of.failed["refused"] += refused
         for kind in self.cohort.faults.kinds:
             of.failed[kind] += getattr(attendance, kind)
-        sent, uploaded = sum(v.numel() for v in self.sent.values()), sum(map(math.prod, arrivals.shapes.values()))
-        of.floats += sent * attendance.receivers + uploaded * len(self.cohort.clients)
+        sent = self.run.objective.bits(self.sent, up=False)
+        of.bits += sent * attendance.receivers + collectives.total(self.run.fabric, self.uploaded_bits)
         of.steps += sum(attendance.steps.values())
-
-    def _diverged(self, what: str) -> DivergenceError:
-        run = self.run
-        history = run.norms or [divergence.norms(run.server, run.objective.flat.d)]
-        return divergence.diverged(self.ctx.t, what, history)
 
     def _take(self, result: LocalResult) -> LocalResult:
         objective = self.run.objective
@@ -250,6 +242,7 @@ class Phase:
             objective.net_buffers.load(objective.net, result.buffers)  # for measurements of the local model
         if self.round.on_result is not None:
             self.round.on_result(result)
+        self.uploaded_bits += objective.bits(result.upload, up=True)
         return self.cohort.arrived(result, self.run.seed)
 
     def _clocked(self, results: Iterable[LocalResult]) -> Iterator[LocalResult]:
@@ -275,6 +268,25 @@ class Phase:
         if stream:
             mine = cohort.shares[run.fabric.global_rank] if cohort else []
             upcoming = [run.minibatches(cohort.clients[p], cohort.contexts[p]) for p in mine] if cohort else []
-            run.data.read_ahead([*(job.minibatches for job in jobs), *upcoming])
+            run.data.read_ahead([*(job.minibatches.indices for job in jobs), *(each.indices for each in upcoming)])
         if rows and cohort is not None:
             run.clients.read_ahead(cohort.clients)
+
+
+def replay(run: Run, callback: Callback) -> None:
+    """Shows a callback the last round again, for one that has not measured it; every process calls.
+
+    The callback returns to its state before the round, and gets the hooks of the round. The cohort trains once more, to
+    the same models; the run stays as it is.
+    """
+    t, (_, states) = run.rounds_done - 1, run.before
+    if state := states[run.callbacks.index(callback)]:
+        callback.load_state_dict(state)
+    with run.as_before():
+        if run.kind == "centralized":
+            callback.on_round_start(run, run.round_context(t), [])
+        else:
+            again = Round(run, Cohort.draw(run, t), partial(callback.on_local_end, run))
+            callback.on_round_start(run, run.round_context(t), again.cohort.clients)
+            again.train(run.engine)
+    callback.on_round_end(run)

@@ -8,32 +8,31 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fl_lightning.core import Interruption, UserError
+from fl_lightning.core import UserError
 from fl_lightning.core.errors import add_note
 from fl_lightning.core.files import disk_error
-from fl_lightning.trainer import provenance
-from fl_lightning.trainer.collectives import on_rank_zero
-from fl_lightning.trainer.lock import RunLock
 from fl_lightning.trainer.loggers import RunLogger
-from fl_lightning.trainer.output import unbroken_output
-from fl_lightning.trainer.run import Run, state_keys
-from fl_lightning.trainer.run_folder import RunFolder
+from fl_lightning.trainer.run import Run, by_key
+from fl_lightning.trainer.runtime.collectives import on_rank_zero
+from fl_lightning.trainer.storage import provenance
+from fl_lightning.trainer.storage.lock import RunLock
+from fl_lightning.trainer.storage.run_folder import RunFolder
 
 
 @contextmanager
 def session(run: Run) -> Iterator[None]:
-    """Opens the run, and ends it, however it ends."""
-    its = Session(run)
-    with Interruption(), unbroken_output():
-        its.open()
-        try:
-            run.call("on_fit_start")
-            yield
-            its.end()
-        except BaseException as error:
-            if (shown := its.fail(error)) is not error:
-                raise shown from None
-            raise
+    """Opens a run, and closes it, whether it ends or breaks off."""
+    opened = Session(run)
+    opened.open()
+    try:
+        run.call("on_fit_start")
+        run.stops()  # before the first round, too
+        yield
+        opened.end()
+    except BaseException as error:
+        if (shown := opened.fail(error)) is not error:
+            raise shown from None
+        raise
 
 
 class Session:
@@ -51,7 +50,7 @@ class Session:
         """Creates the folder, or opens that of the checkpoint; restores callbacks and starts loggers.
 
         Raises:
-            UserError: If it cannot be opened; a new folder is then removed, and one of a checkpoint as it was.
+            UserError: If it cannot be opened; a new folder is then removed.
         """
         try:
             self._restore_callbacks()
@@ -70,9 +69,10 @@ class Session:
         self._close("success")
 
     def fail(self, error: BaseException) -> BaseException:
-        """Ends the run by an error, after its last whole round; returns the error to raise.
+        """Ends the run by an error, after its last whole round, and returns the error to raise.
 
-        Every callback is called, the one that saves first. Their own errors go into notes to the first one.
+        All callbacks are called; the callback that saves the run comes first. Errors of callbacks become notes of the
+        returned error.
         """
         found: list[BaseException] = []
         steps = [partial(callback.on_exception, self.run, error) for callback in reversed(self.run.callbacks)]
@@ -82,7 +82,7 @@ class Session:
             except BaseException as another:  # noqa: PERF203  the others' turn comes all the same
                 found.append(another)
         if not isinstance(error, Exception) and found and isinstance(found[0], UserError):
-            return found[0]  # it was to end, and could not be saved
+            return found[0]  # the run was interrupted, and could not be saved
         if isinstance(error, OSError):
             error = disk_error(error, self.run.folder.path) or error
         for one in found:
@@ -92,7 +92,7 @@ class Session:
     def _restore_callbacks(self) -> None:
         run = self.run
         states = run.restored.get("callbacks", {})
-        for key, callback in zip(state_keys(run.callbacks), run.callbacks, strict=True):
+        for key, callback in by_key(run.callbacks).items():
             if states.get(key):
                 try:
                     callback.load_state_dict(states[key])
@@ -102,38 +102,29 @@ class Session:
                     ) from None
 
     def _prepare_folder(self) -> None:
-        """Creates or checks the folder, locks it, and writes what the run is made with; rank 0 does."""
-        run, settings = self.run, self.run.settings
-        if settings.config:
-            run.config = {**settings.config}
-            run.config["trainer"] = {**run.config["trainer"], "engine": run.engine_name}
+        """Creates or checks the folder, locks it, and writes config and provenance, all on rank 0."""
+        run = self.run
 
         def prepare() -> str:
             if run.checkpoint is None:
-                run.folder = RunFolder.create(settings.default_root_dir, run.name)
+                run.enter(RunFolder.create(run.settings.default_root_dir, run.name))
             self._lock = RunLock(run.folder.path)
             for logger, state in self._logger_states() if run.rounds_done else ():
                 logger.check(run.folder.path, state, run.rounds_done)
             if run.config and (said := run.folder.write_config(run.config, run.rounds_done)):
                 run.fabric.print(said)
-            self._write_origin()
+            provenance.write(
+                run.folder.path, run.rounds_done, run.fabric.device, run.fabric.world_size,
+                engine=None if run.kind == "centralized" else run.engine_name,
+                precision=run.settings.precision,
+                config=run.folder.newest_config.name if run.config else None,
+            )  # fmt: skip
+            provenance.write_directions(run.folder.path, run.directions)
+            if run.checkpoint is None:
+                provenance.write_partition(run.folder.path, run.data)
             return str(run.folder.path)
 
-        run.folder = RunFolder(Path(on_rank_zero(run.fabric, prepare)))
-        run.clients.open(run.folder.clients)
-
-    def _write_origin(self) -> None:
-        """Writes what the run is made with, and of a new one how its data are divided."""
-        run = self.run
-        path, fabric, engine = run.folder.path, run.fabric, None if run.kind == "centralized" else run.engine_name
-        config = run.folder.newest_config.name if run.config else None
-        provenance.write(
-            path, run.rounds_done, fabric.device, fabric.world_size,
-            engine=engine, precision=run.settings.precision, config=config,
-        )  # fmt: skip
-        provenance.write_directions(path, run.directions)
-        if run.checkpoint is None:
-            provenance.write_partition(path, run.data)
+        run.enter(RunFolder(Path(on_rank_zero(run.fabric, prepare))))
 
     def _start_loggers(self) -> None:
         run = self.run
@@ -148,12 +139,11 @@ class Session:
                 logger.log_hyperparams(run.config)
 
     def _logger_states(self) -> list[tuple[RunLogger, dict[str, Any]]]:
-        states, loggers = self.run.restored.get("loggers", {}), self.run.loggers
-        keyed = zip(state_keys(loggers), loggers, strict=True)
-        return [(logger, states.get(key, {})) for key, logger in keyed if isinstance(logger, RunLogger)]
+        states, loggers = self.run.restored.get("loggers", {}), by_key(self.run.loggers).items()
+        return [(logger, states.get(key, {})) for key, logger in loggers if isinstance(logger, RunLogger)]
 
     def _give_up(self) -> None:
-        """Leaves nothing behind of a run that could not be opened."""
+        """Closes a run that could not be opened, and removes its new folder."""
         run = self.run
         with suppress(Exception):
             self._close("failed")

@@ -11,19 +11,17 @@ from typing import Annotated, Any, Literal
 import lightning as L
 import torch
 
-from fl_lightning.core import Checked, Count, Interval, Size, Threads, UserError, Whole, ensure, require
+from fl_lightning.core import Checked, Interval, NonNegativeInt, PositiveInt, Size, Threads, UserError, ensure, require
 from fl_lightning.engine import EngineName
 from fl_lightning.results.configs import group_id
-from fl_lightning.results.summary import LAST
-from fl_lightning.trainer import collectives
-from fl_lightning.trainer.aggregation import Aggregation, Mean
-from fl_lightning.trainer.faults import NO_FAULTS, Faults
-from fl_lightning.trainer.float32 import float32_products
+from fl_lightning.trainer.aggregation.base import Aggregation, Mean
+from fl_lightning.trainer.aggregation.privacy import GaussianPrivacy
 from fl_lightning.trainer.loggers import About
-from fl_lightning.trainer.memory import keep_freed_memory
-from fl_lightning.trainer.privacy import GaussianPrivacy
-from fl_lightning.trainer.quiet import quiet
-from fl_lightning.trainer.samplers import CohortSampler, UniformSampler
+from fl_lightning.trainer.participation.faults import NO_FAULTS, Faults
+from fl_lightning.trainer.participation.samplers import CohortSampler, UniformSampler
+from fl_lightning.trainer.runtime import collectives
+from fl_lightning.trainer.runtime.console import quiet
+from fl_lightning.trainer.runtime.environment import cpu_threads, float32_products, keep_freed_memory
 
 Kind = Literal["federated", "centralized"]
 """Kinds of training."""
@@ -39,8 +37,8 @@ class Settings(Checked, key="trainer"):
         faults: How clients fail: dropout, stragglers, availability, corrupted uploads; null: they do not.
         on_divergence: What a round without a finite result does: stop ends the run, which keeps the state before it;
             continue takes it as a round in which nobody answered, and counts it.
-        aggregation: Rule that makes one of a cohort's uploads: CoordinateMedian, TrimmedMean, NormClipping, Krum,
-            MultiKrum, or your own; null: the mean.
+        aggregation: Rule that combines the uploads of a cohort into one update: CoordinateMedian, TrimmedMean,
+            NormClipping, Krum, MultiKrum, or your own; null: the mean.
         privacy: Client-level differential privacy: GaussianPrivacy or AdaptivePrivacy; null: none.
         local_epochs: Passes of a client over its data, E.
         local_steps: Steps of a client, K; overrides ``local_epochs``.
@@ -80,8 +78,8 @@ class Settings(Checked, key="trainer"):
 
     def __init__(
         self,
-        max_rounds: Count = 100,
-        clients_per_round: Count = 10,
+        max_rounds: PositiveInt = 100,
+        clients_per_round: PositiveInt = 10,
         sampler: CohortSampler | None = None,
         faults: Faults | None = None,
         on_divergence: Literal["stop", "continue"] = "stop",
@@ -90,21 +88,21 @@ class Settings(Checked, key="trainer"):
         local_epochs: Annotated[int, Interval("[1, 1e4]")] = 1,
         local_steps: Size | None = None,
         max_time: str | None = None,
-        eval_every: Count = 1,
-        eval_last: Count = 1,
+        eval_every: PositiveInt = 1,
+        eval_last: PositiveInt = 1,
         accelerator: str = "auto",
         strategy: str = "auto",
         devices: Annotated[int, Interval("[-1, 1024]")] | str = 1,
-        num_nodes: Count = 1,
+        num_nodes: PositiveInt = 1,
         precision: Literal["32-true", "64-true", "bf16-mixed"] = "32-true",
         tf32: bool = False,
         threads: Threads | None = None,
         engine: EngineName = "auto",
-        client_block: Count | None = None,
+        client_block: PositiveInt | None = None,
         compile: bool = False,
         deterministic: bool = True,
         client_memory: Annotated[float, Interval("[0, 1e6]")] = 1.0,
-        seed: Whole = 0,
+        seed: NonNegativeInt = 0,
         default_root_dir: str = "runs",
         name: str | None = None,
     ) -> None:
@@ -143,21 +141,16 @@ class Settings(Checked, key="trainer"):
             ) from None
         self._launched = False
 
-    @property
-    def last_rounds(self) -> int:
-        """Rounds at the end whose evaluations are averaged: ``eval_last`` if that is set, else the papers' 100."""
-        return self.eval_last if self.eval_last > 1 else LAST
-
     def run_name(self, model: object, data: object, kind: Kind = "federated") -> str:
-        """The folder of this experiment's runs: ``name``, by default model and data."""
+        """Returns the folder of this experiment's runs: ``name``, by default model and data."""
         middle = "-" if kind == "federated" else f"-{kind}-"
         return self.name or f"{type(model).__name__}{middle}{type(data).__name__}"
 
     def about(self, model: object, data: object, kind: Kind = "federated") -> About:
-        """What loggers sort runs by."""
+        """Returns what loggers sort runs by."""
         tags = (type(model).__name__, type(data).__name__)
         group = "-".join([*tags, group_id(self.config)]) if self.config else self.run_name(model, data, kind)
-        return About("fit" if kind == "federated" else kind, group, tags, self.last_rounds)
+        return About("fit" if kind == "federated" else kind, group, tags, self.eval_last)
 
     def launch(self) -> None:
         """Starts the processes, at the first call."""
@@ -171,33 +164,29 @@ class Settings(Checked, key="trainer"):
 
     @contextmanager
     def environment(self) -> Iterator[None]:
-        """Torch's threads and float32 precision, and the C library's allocator, as this trainer wants them.
+        """Sets torch's threads and float32 precision and the C library's allocator as this trainer wants them.
 
         They are restored afterwards. It may be nested.
         """
         self.launch()  # Fabric divides the cores among its processes
-        threads = torch.get_num_threads()
-        torch.set_num_threads(self.threads or threads)
-        try:
-            with (
-                collectives.lost_process(self.fabric),
-                keep_freed_memory(self.fabric.device),
-                float32_products(self.tf32),
-            ):
-                yield
-        finally:
-            torch.set_num_threads(threads)
+        with (
+            cpu_threads(self.threads),
+            collectives.lost_process(self.fabric),
+            keep_freed_memory(self.fabric.device),
+            float32_products(self.tf32),
+        ):
+            yield
 
 
 def _is_below(name: str) -> bool:
-    """Whether a name is that of a folder below another one, on any file system."""
+    """Returns whether a name is that of a folder below another one, on any file system."""
     parts = Path(name).parts
     fit = all(part != ".." and len(part.encode()) < 256 for part in parts)
     return fit and parts != () and name.isprintable() and not Path(name).is_absolute()
 
 
 def _seconds(max_time: str | None) -> float | None:
-    """Seconds of a time such as ``01:12:00:00``."""
+    """Returns the seconds of a time such as ``01:12:00:00``."""
     if max_time is None:
         return None
     match = re.fullmatch(r"(?:(\d+):)?(\d+):(\d+):(\d+)", str(max_time))

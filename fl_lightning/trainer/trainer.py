@@ -1,6 +1,6 @@
-"""The federated trainer: its loop is `FederatedTrainer.fit`. It knows no algorithm."""
+"""The federated trainer; its loop over rounds is in `loop`. It knows no algorithm."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
 
 from lightning.fabric.loggers.logger import Logger
@@ -9,18 +9,16 @@ from lightning.pytorch.callbacks import EarlyStopping
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.core import LATER, ensure
 from fl_lightning.data import FederatedDataModule
-from fl_lightning.trainer import checkpoint
+from fl_lightning.trainer import resume
+from fl_lightning.trainer.aggregation.privacy import GaussianPrivacy
 from fl_lightning.trainer.callbacks import Callback, with_defaults
 from fl_lightning.trainer.callbacks.privacy import PrivacyMonitor
 from fl_lightning.trainer.centralized import check_centralized, train_centrally
 from fl_lightning.trainer.checks import check_aggregation, check_fit
-from fl_lightning.trainer.choose import choose_engine
-from fl_lightning.trainer.cohort import Cohort
+from fl_lightning.trainer.engine_choice import choose_engine
 from fl_lightning.trainer.loggers import CSVLogger, RunLogger
-from fl_lightning.trainer.privacy import GaussianPrivacy
-from fl_lightning.trainer.round import Round
+from fl_lightning.trainer.loop import train
 from fl_lightning.trainer.run import Run
-from fl_lightning.trainer.session import session
 from fl_lightning.trainer.settings import Kind, Settings
 
 
@@ -55,6 +53,7 @@ class FederatedTrainer(Settings):
         monitors = [PrivacyMonitor()] if isinstance(self.aggregation, GaussianPrivacy) else []
         self.callbacks: list[Callback] = with_defaults([*(callbacks or ()), *monitors], enable_progress_bar)
         self.loggers: list[Logger] = [CSVLogger(), *(loggers or ())]
+        self._begun = False
 
     def fit(self, model: LocalObjective, datamodule: FederatedDataModule, ckpt_path: str | None = None) -> Run:
         """Trains until ``max_rounds`` rounds are done.
@@ -76,15 +75,8 @@ class FederatedTrainer(Settings):
             run = self.start(model, datamodule, ckpt_path)
             check_fit(run)
             choose_engine([run])
-            with session(run):
-                while not run.finished:
-                    with run.transaction():
-                        round_ = Round(run, Cohort.draw(run, run.rounds_done), run.on_result)
-                        round_.start()
-                        for phase in round_.phases():
-                            phase.aggregate(run.engine.train(phase.jobs()))
-                        round_.apply()
-                        run.close_round(round_.metrics())
+            for error in train([run]).values():
+                raise error
         return run
 
     def centralized(self, model: LocalObjective, datamodule: FederatedDataModule, ckpt_path: str | None = None) -> Run:
@@ -108,8 +100,7 @@ class FederatedTrainer(Settings):
             check_centralized(self, model)
             run = self.start(model, datamodule, ckpt_path, "centralized")
             check_fit(run)
-            with session(run):
-                train_centrally(run)
+            train_centrally(run)
         return run
 
     def validate(
@@ -147,8 +138,20 @@ class FederatedTrainer(Settings):
         datamodule: FederatedDataModule,
         ckpt_path: str | None = None,
         kind: Kind = "federated",
+        callbacks: Sequence[Callback] | None = None,
+        varied: Mapping[str, float] | None = None,
     ) -> Run:
         """Makes a run before its first round, or restores one to continue it; nothing is written.
+
+        Its callbacks begin as their constructors made them, whatever runs this trainer has had before.
+
+        Args:
+            model: The local objective.
+            datamodule: The data.
+            ckpt_path: As in `fit`.
+            kind: Federated or centralized training.
+            callbacks: Those of the trainer's callbacks that the run has; None: all.
+            varied: As for `Run`.
 
         Raises:
             UserError: If config, data or checkpoint do not fit.
@@ -159,9 +162,14 @@ class FederatedTrainer(Settings):
             f"model = {name}: a run has trained it; make a new one, {name}(model.net) to begin with its weights, "
             "or give the run's ckpt_path to go on",
         )
-        self.run = self.make_run(self, self.callbacks, self.loggers, model, datamodule, kind)
+        for callback in self.callbacks if self._begun else ():
+            callback.reset()
+        self._begun = True
+        self.run = self.make_run(
+            self, self.callbacks if callbacks is None else callbacks, self.loggers, model, datamodule, kind, varied
+        )
         if ckpt_path is not None:
-            checkpoint.restore(self.run, ckpt_path)
+            resume.restore(self.run, ckpt_path)
         if kind == "federated":
             self.sampler.check(self.max_rounds, datamodule.num_clients)
             self.faults.check(datamodule.num_clients)
@@ -184,13 +192,13 @@ class FederatedTrainer(Settings):
         """
         self.run = Run(self, self.callbacks, self.loggers, model, datamodule)
         if ckpt_path is not None:
-            checkpoint.restore(self.run, ckpt_path, resume=False, clients=clients)
+            resume.restore(self.run, ckpt_path, resume=False, clients=clients)
         check_fit(self.run)
         return self.run
 
 
 def _report(run: Run, metrics: dict[str, float]) -> dict[str, float]:
-    run.metrics = metrics
+    run.log(metrics)
     untrained = run.checkpoint is None and not run.objective.trained
     source = "  (no ckpt_path: the weights that the model was made with)" if untrained else ""
     run.fabric.print("  ".join(f"{name} {value:.4f}" for name, value in metrics.items()) + source)

@@ -28,6 +28,7 @@ from fl_lightning import (
     FedDyn,
     FederatedTrainer,
     FedSAM,
+    LocalObjective,
     PixelCrossEntropy,
     STildeAM,
     UserError,
@@ -208,11 +209,11 @@ def test_segmentation_logs_its_iou(tmp_path: Path) -> None:
 
 
 def test_the_callers_loss_does_not_change() -> None:
-    for loss in (nn.CrossEntropyLoss(weight=torch.ones(2)), nn.CrossEntropyLoss(reduction="sum")):
+    for loss in (nn.BCEWithLogitsLoss(pos_weight=torch.ones(2)), nn.CrossEntropyLoss(label_smoothing=0.1)):
         before = deepcopy(vars(loss))
         objective = FedAvg(net=linear(), loss=loss).double()
-        assert loss.reduction == before["reduction"] and objective.loss.reduction == "none"
-        assert loss.weight is None or loss.weight.dtype == torch.float32
+        assert loss.reduction == before["reduction"] == "mean" and objective.loss.reduction == "none"
+        assert getattr(loss, "pos_weight", None) is None or loss.pos_weight.dtype == torch.float32
     own = nn.CrossEntropyLoss(reduction="none")
     assert FedAvg(net=linear(), loss=own).loss is own
 
@@ -249,6 +250,18 @@ def test_accumulated_gradients(tmp_path: Path) -> None:
 def test_accumulation_is_refused_where_it_would_be_wrong(tmp_path: Path, algorithm: Any) -> None:
     with pytest.raises(UserError, match=r"accumulate_grad_batches = 2: .* set it to 1"):
         trainer(tmp_path, 2, accumulate_grad_batches=2).fit(algorithm(net=linear()), Lines())
+
+
+class Other(LocalObjective):
+    """Needs the gradient of another loss."""
+
+    def local_step(self, w: Any, grad: Any, client: Any, received: Any, ctx: Any) -> Any:
+        return grad(w) + grad(w, self.losses), client
+
+
+def test_gradients_of_other_losses_need_an_engine(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"^grad\(v, losses\): .* train with fl_lightning\.FederatedTrainer$"):
+        trainer(tmp_path, 1).fit(Other(net=linear()), Lines())
 
 
 DDP = """

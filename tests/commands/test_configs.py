@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from fl_lightning.core import UserError, config_names, configs_folder, find_config
+from fl_lightning.commands.shared.configs import config_names, configs_folder, find_config
+from fl_lightning.core import UserError
 from tests.runs import cli
 
 

@@ -16,7 +16,7 @@ from fl_lightning import SGD, Arrays, Checkpoints, FedAvg, FederatedTrainer, Use
 from fl_lightning.commands.corruptions import evaluate_corruptions, run
 from fl_lightning.core.rng import numpy_generator
 from fl_lightning.data.corruptions import CORRUPTIONS, CorruptedCIFAR
-from fl_lightning.data.minibatches import Batch
+from fl_lightning.data.samples import Batch
 from fl_lightning.results.corruptions import means, plot_corruptions, read
 from tests.runs import cli
 
@@ -112,6 +112,7 @@ def batch_norm_net() -> nn.Module:
     )  # fmt: skip
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("policy", ["average", "local", "reset"])
 def test_clean_row_is_the_number_of_test(tmp_path: Path, policy: Any) -> None:
     """Also with running statistics, which are no parameters; fog is here the test set itself."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -12,18 +12,25 @@ import torch
 from fl_lightning import (
     SCAFFOLD,
     BernoulliSampler,
+    Callback,
     Checkpoints,
+    Corrupt,
     Digits,
     DigitsMLP,
     Discrepancy,
+    Faults,
     FedAvg,
     FederatedTrainer,
     FlatnessMonitor,
+    GaussianPrivacy,
     LambdaMax,
+    MultiKrum,
     NaiveFedGloSS,
+    Stragglers,
 )
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.commands.plan import due, makespan, plan
+from fl_lightning.commands.plan import plan
+from fl_lightning.commands.shared.prediction import due, makespan
 from fl_lightning.core.errors import UserError
 from tests.runs import DIGITS, cli, forked, metrics, newest
 
@@ -39,6 +46,7 @@ def digits() -> Digits:
     return Digits(num_clients=6, batch_size=32)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("algorithm", [FedAvg, SCAFFOLD, NaiveFedGloSS])
 @pytest.mark.parametrize("precision", ["32-true", "64-true"])
 def test_bits_are_those_that_fit_logs(algorithm: type[LocalObjective], precision: str, tmp_path: Path) -> None:
@@ -53,6 +61,51 @@ def test_bits_are_those_that_fit_logs(algorithm: type[LocalObjective], precision
     assert made.measured < 25
     run = trainer(tmp_path, **options).fit(algorithm(DigitsMLP(hidden=4)), digits())
     assert made.bits == run.metrics["comm/total_bits"]
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "faults": {"faults": Faults(drop_before=0.2, drop_after=0.2, stragglers=Stragglers(4.0, "lost")), "local_steps": 5},
+    "aggregation": {"aggregation": MultiKrum(), "clients_per_round": 5},
+    "privacy": {"privacy": GaussianPrivacy(noise_multiplier=0.5, delta=0.1), "sampler": BernoulliSampler(0.5)},
+    "on_divergence": {"faults": Faults(corrupt=Corrupt(1.0)), "on_divergence": "continue"},
+    "hardly anybody": {"sampler": BernoulliSampler(0.1), "max_rounds": 60},
+}
+
+
+class Seen(Callback):
+    """Notes the rule, the faults and the ending of the run that it is called by."""
+
+    found: ClassVar[list[Any]] = []
+
+    def on_fit_start(self, run: Any) -> None:
+        kept = [getattr(run.settings, name) for name in ("faults", "aggregation", "on_divergence", "sampler")]
+        self.found.append((kept, run.metrics))
+
+    def on_round_end(self, run: Any) -> None:
+        self.found[-1] = (self.found[-1][0], run.metrics)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_measures_the_run_that_is_planned(kind: str, tmp_path: Path) -> None:
+    """Its rule, faults and privacy, and thus its bits; a cohort may be empty."""
+    options = {"max_rounds": 40, "eval_every": 40, **KINDS[kind]}
+    Seen.found.clear()
+    mine, algorithm = trainer(tmp_path, **options, callbacks=[Seen()]), NaiveFedGloSS if kind == "faults" else FedAvg
+    made = plan(mine, algorithm(DigitsMLP(hidden=4), weighting="uniform"), digits())
+    run = mine.fit(algorithm(DigitsMLP(hidden=4), weighting="uniform"), digits())
+    (planned, metrics), (trained, _) = Seen.found
+    assert planned == trained
+    assert metrics.keys() >= run.metrics.keys() - {"client/train/loss"}
+    assert made.measured < mine.max_rounds
+    assert made.bits == run.metrics["comm/total_bits"]
+    assert made.parts["local training"][1] > 0
+
+
+def test_nobody_ever_takes_part(tmp_path: Path) -> None:
+    """Nothing is divided by the number of clients."""
+    options: dict[str, Any] = {"sampler": BernoulliSampler(0.1), "faults": Faults(available=[[]]), "max_rounds": 3}
+    made = plan(trainer(tmp_path, **options), FedAvg(DigitsMLP(hidden=4)), digits())
+    assert (made.bits, made.measured, made.parts["local training"]) == (0, 3, (3, 0.0))
 
 
 @pytest.mark.parametrize(("rounds", "every", "expected"), [(10, 5, 2), (11, 5, 3), (4, 5, 1), (1, 1, 1), (7, 1, 7)])
@@ -80,7 +133,7 @@ def test_rounds_are_counted_as_fit_does_them(tmp_path: Path) -> None:
 
 def test_memory_counts_the_rows_of_clients_not_seen_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every client's row is there at the end, and once more in a checkpoint, though few were seen while measured."""
-    monkeypatch.setattr("fl_lightning.commands.plan.peak_memory", lambda: 0)
+    monkeypatch.setattr("fl_lightning.commands.shared.prediction.peak_memory", lambda: 0)
     options: dict[str, Any] = {"max_rounds": 60, "clients_per_round": 1, "eval_every": 60}
     data, mine = Digits(num_clients=40, batch_size=64), trainer(tmp_path, **options)
     made = plan(mine, SCAFFOLD(DigitsMLP()), data)
@@ -101,6 +154,7 @@ def test_makespan_of_a_block_is_that_of_its_longest() -> None:
     assert makespan([3, 5, 2], 1, "sequential") == makespan([3, 5, 2], 1, "debug") == 10
     assert makespan([3, 5, 2], 1, "batched") == 5
     assert makespan([3, 5, 2], 1, "graphed", block=2) == 5 + 2
+    assert makespan([1, 5, 2, 5], 1, "graphed", block=2) == 5 + 2  # blocks are of clients with similar numbers of steps
     assert makespan([], 1, "batched") == 0
     assert makespan([3, 5, 3, 4, 3], 2, "batched") == 5
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fl_lightning.commands.study import labels_of, number_of
+from fl_lightning.commands.shared.landscapes import labels_of, number_of
 from tests.runs import cli, run
 
 
@@ -66,3 +66,16 @@ def test_nothing_that_was_measured_is_overwritten(tmp_path: Path, capsys: pytest
     (protocol,) = json.loads((folder / "landscape" / "surface_2.json").read_text()).values()
     assert "33 samples" in protocol["protocol"]["train"]
     assert f"results: {folder / 'landscape' / 'surface_2.json'}" in capsys.readouterr().out.replace("\n", "")
+
+
+def test_a_folder_that_cannot_be_made_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
+    last = run("fit", root=tmp_path) / "checkpoints" / "last.ckpt"
+    (tmp_path / "file").touch()
+    out = tmp_path / "file" / "folder"
+    for args in (
+        ["flatness", f"--ckpt_path={last}", f"--out={out}"],
+        ["interpolate", str(last), str(last), f"--out={out}"],
+    ):
+        with pytest.raises(SystemExit) as exit:
+            cli(*args)
+        assert exit.value.code == f"error: out = {out}: cannot create this folder (Not a directory); choose another one"

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
-from fl_lightning.commands.arguments import prepare
-from fl_lightning.commands.cli import FederatedCLI
-from fl_lightning.core import configs_folder, find_config
+from fl_lightning.commands.shared.arguments import prepare
+from fl_lightning.commands.shared.cli import FederatedCLI
+from fl_lightning.commands.shared.configs import configs_folder, find_config
 from fl_lightning.sweeps.file import Sweep
 from tests.runs import DIGITS, cli, metrics
 

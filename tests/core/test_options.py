@@ -14,9 +14,10 @@ import pytest
 import yaml
 
 import fl_lightning
-import fl_lightning.commands.cli  # every class of the package is defined then
+import fl_lightning.commands.shared.cli  # every class of the package is defined then
 from fl_lightning import SAM, SGD, Checkpoints, Digits, DigitsMLP, Dirichlet, FedAvg, FederatedTrainer, UserError
-from fl_lightning.core import LATER, Checked, Interval, NonNegative, load_yaml
+from fl_lightning.core import LATER, Checked, Interval, NonNegative
+from fl_lightning.results.yaml_text import load_yaml
 
 POOL: dict[str, Any] = {
     "nan": float("nan"), "inf": float("inf"), "huge": 10**400, "text": "nonsense", "float": 2.5, "bool": True, "int": 1,

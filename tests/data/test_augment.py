@@ -30,7 +30,7 @@ def test_cutout_is_one_clipped_hole(size: int) -> None:
     """As in DeVries and Taylor's code: from ``centre - size // 2``, ``size`` wide, cut off at the edges."""
     augment = Augment(0, False, cutout=size)
     drawn = draws(augment, [40])
-    x, _ = augment.finish(X.clone(), torch.zeros(40), drawn, 2)
+    x, _ = augment.finalize(X.clone(), torch.zeros(40), drawn, 2)
     centres = set()
     for image, result, place in zip(X, x, drawn["cutout"], strict=True):
         cy, cx = int(place[0] * 12), int(place[1] * 10)
@@ -53,7 +53,7 @@ def test_mixup_is_a_convex_combination_within_the_minibatch() -> None:
     sizes, augment = [5, 1, 7, 27], Augment(0, False, mixup=1.0)
     drawn = draws(augment, sizes)
     y = torch.from_numpy(numpy_generator(1, "labels").integers(0, 3, 40))
-    x, soft = augment.finish(X.clone(), y, drawn, 3)
+    x, soft = augment.finalize(X.clone(), y, drawn, 3)
     logits, at, shares = X[:, 0, 0, :3], 0, []
     losses = F.cross_entropy(logits, soft, reduction="none")
     for size in sizes:

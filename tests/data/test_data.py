@@ -24,6 +24,7 @@ from fl_lightning.data import (
     ImageFolder,
     TorchvisionData,
 )
+from fl_lightning.data.validation import inputs
 from fl_lightning.nets import DigitsMLP
 
 RNG = numpy_generator(0, "test data")
@@ -202,7 +203,7 @@ def test_eval_batches_are_in_order():
         (data.eval_batches("val", torch.float64), XF[data.val_indices], Y[data.val_indices]),
         (data.eval_batches("test", torch.float64), XF[:12], Y[:12]),
         (data.eval_batches([5, 1], torch.float64), XF[[5, 1]], Y[[5, 1]]),
-        (data.client_eval_batches(1, torch.float64), XF[data.clients[1]], Y[data.clients[1]]),
+        (data.eval_batches(data.clients[1], torch.float64), XF[data.clients[1]], Y[data.clients[1]]),
     ):
         got = list(batches)
         assert all(len(labels) <= 7 for _, labels in got)
@@ -460,7 +461,10 @@ def test_client_arrays():
             {"client_arrays": [(XF, Y), (XF, Y[:3])], "test": (XF, Y)},
             "client_arrays: client 1 has 60 samples and 3 labels",
         ),
-        ({"client_arrays": [(XF[:, :2], Y)], "test": (XF, Y)}, r"client_arrays: client 0 has samples of shape \(2,\)"),
+        (
+            {"client_arrays": [(XF[:, :2], Y)], "test": (XF, Y)},
+            r"x of client 0: shape \(2,\) of a sample differs from x of test's \(4,\)",
+        ),
         ({"client_arrays": [(XF, Y), (nan_at(7), Y)], "test": (XF, Y)}, "x of client 1: row 7 holds NaN"),
         (
             {"client_arrays": [(XF, Y), (XF[:0], Y[:0])], "test": (XF, Y)},
@@ -548,7 +552,7 @@ def test_image_folder(tmp_path):
         ImageFolder(str(tmp_path), 5).setup()
     (tmp_path / "test" / "wolf").rename(tmp_path / "test" / "dog")
     (tmp_path / "train" / "cat" / "0.png").write_bytes(b"rubbish")
-    with pytest.raises(UserError, match=r"root = '.*0.png' is not a readable image [^\n]*; replace or remove it"):
+    with pytest.raises(UserError, match=r"root = '.*0.png' is not a readable image [^\n]*; replace it"):
         ImageFolder(str(tmp_path), 5).setup()
     with pytest.raises(
         UserError, match=r"root: no images of each class under '.*train'; expected .*/train/<class>/\*.png"
@@ -579,3 +583,16 @@ def test_keyed_batches_are_reproducible_across_rounds():
     ]
     assert torch.equal(draw[0], draw[2])
     assert not torch.equal(draw[0], draw[1])
+
+
+def test_an_unknown_split_is_one_line():
+    message = r"^split = 'validation': choose from train, val, test, or give indices$"
+    with pytest.raises(UserError, match=message):
+        toy().eval_batches("validation")
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 5, 3), (2, 2, 9, 1), (2, 3, 9, 3), (2, 1, 8, 1)])
+def test_narrow_channels_first_images_stay(shape):
+    """No image has four rows, but many have up to four channels."""
+    array = numpy_generator(0, "narrow").integers(0, 256, shape, dtype=np.uint8)
+    np.testing.assert_array_equal(inputs("x", array), array)

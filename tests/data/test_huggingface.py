@@ -15,7 +15,6 @@ from torch import nn
 
 from fl_lightning import Arrays, FedAvg, FederatedTrainer, FromDataset, HuggingFace, UserError
 from fl_lightning.core.rng import numpy_generator
-from fl_lightning.data.images import ORIENTATION
 from tests.runs import cli, newest
 
 datasets = pytest.importorskip("datasets")
@@ -237,8 +236,7 @@ def test_from_the_command_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stored", ["in files", "in memory"])
-def test_streamed_images_of_different_sizes_are_noticed_at_setup(stored: str, tmp_path: Path) -> None:
-    """Before a round; the line has the file, both sizes and the remedy."""
+def test_a_streamed_image_of_another_size_is_named_when_it_is_read(stored: str, tmp_path: Path) -> None:
     images = [Image.fromarray(np.full((6, 5 + (i == 8)), i, np.uint8)) for i in range(9)]
     if stored == "in files":
         for i, image in enumerate(images):
@@ -247,18 +245,19 @@ def test_streamed_images_of_different_sizes_are_noticed_at_setup(stored: str, tm
     features = datasets.Features({"image": datasets.Image(), "label": datasets.Value("int64")})
     found = datasets.Dataset.from_dict({"image": images, "label": [0, 1, 2] * 3}, features=features)
     data = HuggingFace(datasets.DatasetDict(train=found, test=found), "image", stream=True, num_clients=2)
-    file = re.escape(str(tmp_path / "8.png") if stored == "in files" else "None")
-    with pytest.raises(
-        UserError, match=rf"^data.inputs = image: train image 8 \({file}\) is 6 x 6 x 1, the first 5 x 6 x 1; "
-    ):
-        data.setup()
+    data.setup()
+    assert len(next(iter(data.eval_batches([0, 1])))[1]) == 2
+    file = rf" \({re.escape(str(tmp_path / '8.png'))}\)" if stored == "in files" else ""
+    first = r"uint8 \(6, 6\), the first is uint8 \(6, 5\); make all alike"
+    with pytest.raises(UserError, match=rf"^train: sample 8{file} is {first}"):
+        list(data.eval_batches([7, 8]))
 
 
 @pytest.mark.parametrize("alike", ["by mode", "by orientation", "by a transform"])
 def test_streamed_images_that_reading_makes_alike_are_taken(alike: str, tmp_path: Path) -> None:
-    """Their headers differ."""
+    """Their files differ in size or mode."""
     turned = Image.Exif()
-    turned[ORIENTATION] = 6
+    turned[0x112] = 6  # the tag of the orientation
     Image.new("RGB", (8, 4)).save(tmp_path / "0.png")
     match alike:
         case "by mode":
@@ -277,6 +276,7 @@ def test_streamed_images_that_reading_makes_alike_are_taken(alike: str, tmp_path
     data = HuggingFace(datasets.DatasetDict(train=found, test=found), "image", stream=True, num_clients=2)
     data.setup()
     assert data.stored_shape() == (3, 4, 8)
+    assert {x.shape[1:] for x, _ in data.eval_batches("train")} == {(3, 4, 8)}
 
 
 def resized(rows: dict[str, Any]) -> dict[str, Any]:

@@ -27,9 +27,10 @@ from fl_lightning.data import (
     Given,
     Natural,
 )
-from fl_lightning.data.counts import Histogram, class_counts, heat_map
+from fl_lightning.data.histogram import Histogram, class_counts, heat_map
 from fl_lightning.data.partition.base import sizes
 from fl_lightning.data.partition.dirichlet import CIFAR100_COARSE
+from tests.generated import pickled as written
 from tests.runs import cli, forked
 
 ROOT = Path(__file__).parents[2]
@@ -346,7 +347,7 @@ def test_fl_sam_path(classes, n, r, size):
 
 
 def test_fl_sam_gives_up(monkeypatch):
-    monkeypatch.setattr("fl_lightning.data.partition.programs.TRIES", 20)
+    monkeypatch.setattr("fl_lightning.data.partition.official_code.TRIES", 20)
     message = r"alpha = {}: 20 draws gave no group of 10 clients in which each has half .*; use a larger alpha"
     for alpha in (0.01, 1e-5):
         with pytest.raises(UserError, match=message.format(alpha)):
@@ -475,7 +476,7 @@ def test_samples_that_are_held_twice(tmp_path, stream):
 
     for k, part in enumerate(data.clients):
         held = part.sort().values.double()
-        assert torch.equal(x(data.client_eval_batches(k, torch.float64)).sort().values, held)
+        assert torch.equal(x(data.eval_batches(data.clients[k], torch.float64)).sort().values, held)
         epoch = data.client_batches(k, 1, None, generator(0, "test"), torch.float64)
         assert torch.equal(x(epoch).sort().values, held)
         assert data.batches_per_client(k, 1, None) == 2
@@ -493,20 +494,12 @@ def test_given_with_replacement():
 # By user
 
 
-def test_one_client_for_each_user(tmp_path):
+def test_one_client_for_each_user():
     y = np.zeros(5, int)
     assert [p.tolist() for p in Natural(["b", "a", "b", "c", "a"])(y, 3, 1, 0)] == [[0, 2], [1, 4], [3]]
     assert [p.tolist() for p in Natural([10, 9, 10, 9, 9])(y, 2, 1, 0)] == [[1, 3, 4], [0, 2]]
-    path = tmp_path / "train.csv"
-    path.write_text("user_id,image_id,class\n10,x,0\n9,y,0\n10,z,0\n9,u,0\n9,v,0\n")
-    assert [p.tolist() for p in Natural(str(path))(y, 2, 1, 0)] == [[1, 3, 4], [0, 2]]
-    assert len(Natural(str(path), "image_id")(y, 5, 1, 0)) == 5
     with pytest.raises(UserError, match="num_clients = 7, but Natural has 2 clients; set it to 2"):
-        Natural(str(path))(y, 7, 1, 0)
-    with pytest.raises(UserError, match=r"column = writer: not in '.*', which has user_id, image_id, class"):
-        Natural(str(path), "writer")(y, 2, 1, 0)
-    with pytest.raises(UserError, match=r"users = '.*none.csv': cannot read it \(No such file"):
-        Natural(str(tmp_path / "none.csv"))(y, 2, 1, 0)
+        Natural([10, 9, 10, 9, 9])(y, 7, 1, 0)
 
 
 # Splits from files: six samples, three clients
@@ -551,7 +544,7 @@ def test_names_of_cifar100(tmp_path):
     """One name is that of two images, of different classes; the JSON tells them apart by the label."""
     names = ["ray_s_01.png", "baby_s_000333.png", "cup_s_07.png", "baby_s_000333.png"]
     y, pickled, split = np.array([2, 0, 1, 1]), tmp_path / "train", tmp_path / "split.json"
-    pickled.write_bytes(pickle.dumps({b"filenames": [name.encode() for name in names]}))
+    written(pickled, filenames=[name.encode() for name in names], data=np.zeros((4, 3072), np.uint8))
     users = {str(u): {"x": [names[i] for i in part], "y": y[part].tolist()} for u, part in enumerate(([3, 0], [1, 2]))}
     split.write_text(json.dumps({"users": [0, 1], "num_samples": [2, 2], "user_data": users}))
     parts = FromFile(str(split), names=str(pickled))(y, 2, 3, 0)
@@ -564,9 +557,22 @@ def test_names_of_cifar100(tmp_path):
         FromFile(str(split), names=str(pickled))(np.zeros(4, int), 2, 3, 0)
     with pytest.raises(UserError, match="for CIFAR-100 give names"):
         FromFile(str(split))(y, 2, 3, 0)
-    for bad in (split, tmp_path / "none"):
+    harmful, touched = tmp_path / "harmful", tmp_path / "touched"
+    harmful.write_bytes(pickle.dumps({"filenames": Harmful(touched)}))
+    for bad in (split, tmp_path / "none", harmful):
         with pytest.raises(UserError, match=r"no image names there.*give CIFAR-100's file 'train'"):
             FromFile(str(split), names=str(bad))(y, 2, 3, 0)
+    assert not touched.exists()
+
+
+class Harmful:
+    """Its pickle creates a file when it is read."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
 
 
 def test_clients_are_ordered_as_numbers(tmp_path):
@@ -704,3 +710,21 @@ def test_generators_are_keyed():
     assert numpy_generator(3, "a", 1).integers(2**60) != numpy_generator(3, "a", 2).integers(2**60)
     with pytest.raises(UserError, match="seed = -1 is negative; use 0 or a positive integer"):
         generator(-1, "a")
+
+
+@pytest.mark.parametrize("users", [["--5", "3"], ["\u00b2", "3"], ["5-", "3"], ["", "-"]])
+def test_users_that_only_look_like_numbers_are_names(users):
+    assert [part.tolist() for part in Natural(users)(np.zeros(2, int), 2, 1, 0)] == [[0], [1]]
+
+
+def test_users_are_ordered_as_integers():
+    assert Natural(["7", "-3", "05"]).clients(["-3", "05", "7"]).tolist() == [0, 1, 2]
+
+
+def test_an_alpha_that_vanishes_is_refused():
+    """Divided by the number of classes it is 0; the draws never ended."""
+    y = np.repeat(np.arange(10), 20)
+    message = r"^data.partition.alpha = 5e-324: is 0 when it is divided by 10 classes; use 0 "
+    with pytest.raises(UserError, match=message):
+        Dirichlet(5e-324)(y, 10, 10, 0)
+    assert sorted(np.concatenate(Dirichlet(1e-320)(y, 10, 10, 0))) == list(range(200))

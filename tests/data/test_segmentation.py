@@ -25,7 +25,7 @@ from fl_lightning import (
     UserError,
 )  # fmt: skip
 from fl_lightning.core.rng import generator, numpy_generator
-from fl_lightning.data.miou import MeanIoU
+from fl_lightning.data.metrics import MeanIoU
 from fl_lightning.data.segmentation import CITYSCAPES, IDDA16
 from fl_lightning.trainer.run import Run
 from tests.engine.test_engines import assert_close
@@ -272,7 +272,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     data.setup()
     path = Path(str(data.x_train.source.maps[3]))  # type: ignore[union-attr]
     Image.fromarray(IMAGES[3]).save(path)
-    with pytest.raises(UserError, match=r"labelIds.png': RGB instead of one label a pixel"):
+    with pytest.raises(UserError, match=r"labelIds.png': uint8 [^\n]*, 3\) instead of one label a pixel"):
         list(data.eval_batches([3]))
     path.write_bytes(b"rubbish")
     with pytest.raises(UserError, match=r"labelIds.png' is not a readable image"):
@@ -283,7 +283,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     ):
         Cityscapes(str(tmp_path)).setup()
     (tmp_path / "heterogeneous" / "test" / "all_data_0.json").write_text('{"users": []}')
-    with pytest.raises(UserError, match=r"all_data_0.json': not a list of users with images x and label maps y"):
+    with pytest.raises(UserError, match=r"all_data_0.json': has no 'user_data'"):
         cityscapes(tmp_path).setup()
     with pytest.raises(UserError, match=r"data.augment.jitter = 2: give a finite number from 0 to 1"):
         ScaledCrop(jitter=2)

@@ -29,7 +29,7 @@ from fl_lightning import (
 )
 from fl_lightning.commands.data import run as show_partition
 from fl_lightning.core.rng import numpy_generator
-from fl_lightning.data.counts import class_counts, heat_map, histogram
+from fl_lightning.data.histogram import class_counts, heat_map, histogram
 from fl_lightning.trainer.run import Run
 
 RNG = numpy_generator(0, "test tasks")

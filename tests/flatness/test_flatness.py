@@ -21,7 +21,7 @@ from fl_lightning.flatness import (
     Reduce,
     flatness_discrepancy,
     gradient,
-    hvp,
+    hessian,
     lambda_max,
     mean_loss,
     measure_discrepancy,
@@ -58,8 +58,8 @@ def dense_hessian(net: nn.Module, batches: Data) -> Tensor:
     def f(w: Tensor) -> Tensor:
         return nn.functional.cross_entropy(torch.func.functional_call(net.eval(), spec.split(w), (x,)), y)
 
-    hessian: Tensor = torch.func.hessian(f)(spec.vector(net))
-    return hessian
+    matrix: Tensor = torch.func.hessian(f)(spec.vector(net))
+    return matrix
 
 
 class Quadratic(nn.Module):
@@ -89,11 +89,11 @@ def symmetric(eigenvalues: list[float]) -> Tensor:
 def test_dense_hessian(make: Callable[[], nn.Module], keep: bool) -> None:
     net, batches = make(), data((5, 7))
     h = dense_hessian(net, batches)
-    product = hvp(net, CE, batches, keep_graph=keep)
-    rows = torch.stack([product(e) for e in torch.eye(len(h), dtype=h.dtype)])
+    product = hessian(net, CE, batches, keep_graph=keep)
+    rows = torch.stack([product @ e for e in torch.eye(len(h), dtype=h.dtype)])
     torch.testing.assert_close(rows, h, rtol=1e-9, atol=1e-12)
 
-    top = lambda_max(net, CE, batches, tol=1e-9, keep_graph=keep)
+    top = lambda_max(hessian(net, CE, batches, keep_graph=keep), tol=1e-9)
     values, vectors = torch.linalg.eigh(h)
     assert top.converged and top.residual <= 1e-9
     assert top.value == pytest.approx(values[-1].item(), rel=1e-10)
@@ -105,7 +105,7 @@ def test_curvlinops_agrees() -> None:
     net, batches = cnn(nn.Identity).eval(), data((5, 7))  # its forward mode has no rule for GroupNorm
     oracle = curvlinops.HessianLinearOperator(net, nn.CrossEntropyLoss(), list(net.parameters()), batches())
     v = torch.randn(FlatSpec(net).d, dtype=torch.float64)
-    torch.testing.assert_close(hvp(net, CE, batches)(v), oracle @ v, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(hessian(net, CE, batches) @ v, oracle @ v, rtol=1e-10, atol=1e-12)
 
 
 def test_every_sample_counts_the_same() -> None:
@@ -114,7 +114,9 @@ def test_every_sample_counts_the_same() -> None:
     assert mean_loss(net, CE, many) == pytest.approx(mean_loss(net, CE, one), rel=1e-12)
     torch.testing.assert_close(gradient(net, CE, many), gradient(net, CE, one), rtol=1e-10, atol=1e-13)
     for keep in (True, False):
-        torch.testing.assert_close(hvp(net, CE, many, keep_graph=keep)(v), hvp(net, CE, one)(v), rtol=1e-10, atol=1e-13)
+        torch.testing.assert_close(
+            hessian(net, CE, many, keep_graph=keep) @ v, hessian(net, CE, one) @ v, rtol=1e-10, atol=1e-13
+        )
     assert sharpness(net, CE, many) == pytest.approx(sharpness(net, CE, one), rel=1e-10)
 
 
@@ -144,15 +146,15 @@ def test_processes_share_the_samples(keep: bool | None) -> None:
     batches, v = data((5, 3, 4)), torch.randn(FlatSpec(mlp()).d, dtype=torch.float64)
 
     def measure(net: nn.Module, batches: Data, reduce: Reduce | None) -> list[Tensor]:
-        top = lambda_max(net, CE, batches, tol=1e-9, keep_graph=keep, reduce=reduce)
-        power = lambda_max(net, CE, batches, method="power", keep_graph=keep, reduce=reduce)
+        top = lambda_max(hessian(net, CE, batches, keep_graph=keep, reduce=reduce), tol=1e-9)
+        power = lambda_max(hessian(net, CE, batches, keep_graph=keep, reduce=reduce), method="power")
         numbers = [
             mean_loss(net, CE, batches, reduce=reduce),
             sharpness(net, CE, batches, 0.1, 3, reduce=reduce),
             *(x for pair in (top, power) for x in (pair.value, pair.iterations)),
         ]
-        product = hvp(net, CE, batches, keep_graph=keep, reduce=reduce)
-        sums = gradient(net, CE, batches, reduce=reduce), product(v), product(v)
+        product = hessian(net, CE, batches, keep_graph=keep, reduce=reduce)
+        sums = gradient(net, CE, batches, reduce=reduce), product @ v, product @ v
         return [torch.tensor(numbers, dtype=torch.float64), *sums, top.vector]
 
     parts = [lambda: list(batches())[::2], lambda: list(batches())[1:2], list]
@@ -169,7 +171,7 @@ def test_processes_stop_together() -> None:
 
         def measure(net: nn.Module, rank: int, reduce: Reduce, method: str = method) -> Eigenpair:
             tol = (1e-3, 1e-9)[rank]
-            return lambda_max(net, CE, data(), method=method, tol=tol, reduce=reduce)  # type: ignore[arg-type]
+            return lambda_max(hessian(net, CE, data(), reduce=reduce), method=method, tol=tol)  # type: ignore[arg-type]
 
         loose, strict = on_each(2, measure)
         assert loose.converged and loose.iterations == strict.iterations < 20
@@ -197,10 +199,10 @@ def test_measured_at_another_point() -> None:
     spec.load(other, w)
     assert mean_loss(net, CE, batches, w) == mean_loss(other, CE, batches) != mean_loss(net, CE, batches)
     assert sharpness(net, CE, batches, at=w) == sharpness(other, CE, batches)
-    at, there = lambda_max(net, CE, batches, at=w), lambda_max(other, CE, batches)
-    assert at.value == there.value != lambda_max(net, CE, batches).value
+    at, there = lambda_max(hessian(net, CE, batches, at=w)), lambda_max(hessian(other, CE, batches))
+    assert at.value == there.value != lambda_max(hessian(net, CE, batches)).value
     assert torch.equal(gradient(net, CE, batches, w), gradient(other, CE, batches))
-    assert torch.equal(hvp(net, CE, batches, w)(v), hvp(other, CE, batches)(v))
+    assert torch.equal(hessian(net, CE, batches, w) @ v, hessian(other, CE, batches) @ v)
 
 
 def test_frozen_parameters_are_left_out() -> None:
@@ -209,7 +211,7 @@ def test_frozen_parameters_are_left_out() -> None:
     first = net[1]  # type: ignore[index]
     first.requires_grad_(False)
     n = sum(p.numel() for p in first.parameters())
-    assert lambda_max(net, CE, batches, tol=1e-9).value == pytest.approx(
+    assert lambda_max(hessian(net, CE, batches), tol=1e-9).value == pytest.approx(
         torch.linalg.eigvalsh(whole[n:, n:])[-1].item(), rel=1e-9
     )
 
@@ -228,46 +230,46 @@ def test_frozen_parameters_are_left_out() -> None:
 def test_known_spectra(eigenvalues: list[float]) -> None:
     torch.manual_seed(3)
     net = Quadratic(symmetric(eigenvalues))
-    top = lambda_max(net, output, data(), tol=1e-10)
+    top = lambda_max(hessian(net, output, data()), tol=1e-10)
     assert top.value == pytest.approx(max(eigenvalues), rel=1e-9)
     assert top.converged and top.iterations <= len(eigenvalues)
-    power = lambda_max(net, output, data(), method="power", iterations=3000, tol=1e-13)
+    power = lambda_max(hessian(net, output, data()), method="power", iterations=3000, tol=1e-13)
     assert power.value == pytest.approx(max(eigenvalues, key=abs), rel=1e-5)
 
 
 def test_invariant_subspace_ends_the_recurrence() -> None:
-    top = lambda_max(Quadratic(symmetric([5.0] * 6 + [1.0] * 6)), output, data(), tol=1e-10)
+    top = lambda_max(hessian(Quadratic(symmetric([5.0] * 6 + [1.0] * 6)), output, data()), tol=1e-10)
     assert (top.iterations, top.converged) == (2, True)
 
 
 def test_zero_and_linear() -> None:
     a = torch.zeros(4, 4, dtype=torch.float64)
     for method in ("lanczos", "power"):
-        flat = lambda_max(Quadratic(a, torch.ones_like(a[0])), output, data(), method=method)
+        flat = lambda_max(hessian(Quadratic(a, torch.ones_like(a[0])), output, data()), method=method)
         assert (flat.value, flat.residual, flat.converged) == (0, 0, True)
 
     class Linear(Quadratic):
         def forward(self, x: Tensor) -> Tensor:
             return self.w.sum().expand(len(x))
 
-    assert lambda_max(Linear(a), output, data()).value == 0
+    assert lambda_max(hessian(Linear(a), output, data())).value == 0
 
 
 def test_largest_eigenvalue_zero() -> None:
     torch.manual_seed(0)
-    top = lambda_max(Quadratic(symmetric([-3.0, -2.0, 0.0, 0.0])), output, data())
+    top = lambda_max(hessian(Quadratic(symmetric([-3.0, -2.0, 0.0, 0.0])), output, data()))
     assert abs(top.value) < 1e-14 and top.converged
 
 
 def test_too_few_iterations_are_confessed() -> None:
     torch.manual_seed(0)
     a = symmetric(torch.linspace(0.01, 1, 200).tolist())
-    top = lambda_max(Quadratic(a), output, data(), iterations=5)
+    top = lambda_max(hessian(Quadratic(a), output, data()), iterations=5)
     v = top.vector
     assert not top.converged and top.value < 0.99
     assert top.residual == pytest.approx(((a @ v - top.value * v).norm() / top.value).item(), rel=1e-9)
     assert top.residual > 1e-2
-    power = lambda_max(Quadratic(a), output, data(), method="power", iterations=5)
+    power = lambda_max(hessian(Quadratic(a), output, data()), method="power", iterations=5)
     v = power.vector
     assert power.residual == pytest.approx(((a @ v - power.value * v).norm() / power.value).item(), rel=1e-9)
     assert (power.iterations, power.converged) == (5, False)
@@ -277,16 +279,16 @@ def test_diverged_weights_give_nan() -> None:
     net = mlp()
     next(iter(net.parameters())).data[0, 0] = math.nan
     for method in ("lanczos", "power"):
-        top = lambda_max(net, CE, data(), method=method)
+        top = lambda_max(hessian(net, CE, data()), method=method)
         assert math.isnan(top.value) and not top.converged
     assert math.isnan(sharpness(net, CE, data()))
 
 
 def test_float32_and_seed() -> None:
-    exact = lambda_max(mlp(), CE, data(), tol=1e-9).value
+    exact = lambda_max(hessian(mlp(), CE, data()), tol=1e-9).value
     net, batches = mlp(torch.float32), data(dtype=torch.float32)
-    assert hvp(net, CE, batches)(torch.ones(FlatSpec(net).d)).dtype == torch.float32
-    a, b, c = (lambda_max(net, CE, batches, seed=seed) for seed in (0, 0, 1))
+    assert (hessian(net, CE, batches) @ torch.ones(FlatSpec(net).d)).dtype == torch.float32
+    a, b, c = (lambda_max(hessian(net, CE, batches), seed=seed) for seed in (0, 0, 1))
     assert a.converged and a.value == pytest.approx(exact, rel=1e-3)
     assert a.value == b.value and torch.equal(a.vector, b.vector)
     assert not torch.equal(a.vector, c.vector)
@@ -297,8 +299,8 @@ def test_autocast_and_inference_mode_change_nothing() -> None:
     v = torch.ones(FlatSpec(net).d)
 
     def measure(keep: bool) -> tuple[Tensor, float, float]:
-        product = hvp(net, CE, batches, keep_graph=keep)
-        return product(v), sharpness(net, CE, batches), lambda_max(net, CE, batches, keep_graph=keep).value
+        product = hessian(net, CE, batches, keep_graph=keep)
+        return product @ v, sharpness(net, CE, batches), lambda_max(hessian(net, CE, batches, keep_graph=keep)).value
 
     for keep in (True, False):
         expected = measure(keep)
@@ -331,8 +333,8 @@ def test_nothing_is_touched(flat: bool) -> None:
 
     before, where, rng = state(), addresses(), torch.get_rng_state()
     for keep in (True, False):
-        lambda_max(net, CE, lambda: loader, keep_graph=keep)
-    lambda_max(net, CE, lambda: loader, method="power")
+        lambda_max(hessian(net, CE, lambda: loader, keep_graph=keep))
+    lambda_max(hessian(net, CE, lambda: loader), method="power")
     sharpness(net, CE, lambda: loader, steps=3)
     measure_discrepancy(net, CE, [(FlatSpec(net).vector(net) + 1, lambda: loader)])
 
@@ -340,7 +342,7 @@ def test_nothing_is_touched(flat: bool) -> None:
         yield x, y
         raise KeyboardInterrupt
 
-    for measure in (mean_loss, gradient, hvp, sharpness, lambda_max):
+    for measure in (mean_loss, gradient, hessian, sharpness):
         with pytest.raises(KeyboardInterrupt):
             measure(net, CE, interrupted)
     assert torch.equal(rng, torch.get_rng_state())
@@ -355,13 +357,13 @@ def test_products_stay_at_the_point_they_were_made_for() -> None:
         net = mlp()
         flat = FlatNet(net) if wrapped else None
         v = torch.ones(FlatSpec(net).d, dtype=torch.float64)
-        product = hvp(net, CE, batches, keep_graph=keep)
-        expected = product(v)
+        product = hessian(net, CE, batches, keep_graph=keep)
+        expected = product @ v
         if flat is None:
             FlatSpec(net).load(net, v)
         else:
             flat.w.add_(1)
-        assert torch.equal(product(v), expected)
+        assert torch.equal(product @ v, expected)
 
 
 def test_graph_is_kept_for_small_data_only() -> None:
@@ -374,9 +376,9 @@ def test_graph_is_kept_for_small_data_only() -> None:
 
     for keep, expected in ((None, 2), (True, 2), (False, 4)):
         passes = 0
-        product = hvp(net, CE, counted, keep_graph=keep)
+        product = hessian(net, CE, counted, keep_graph=keep)
         for _ in range(3):
-            product(torch.ones(FlatSpec(net).d))
+            product @ torch.ones(FlatSpec(net).d)
         assert passes == expected
 
 
@@ -384,7 +386,7 @@ def test_attention_has_second_derivatives() -> None:
     torch.manual_seed(0)
     net = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
     x, y = torch.randn(3, 5, 4), torch.zeros(3)
-    top = lambda_max(net, lambda out, _: out.square().mean((1, 2)), lambda: [(x, y)])
+    top = lambda_max(hessian(net, lambda out, _: out.square().mean((1, 2)), lambda: [(x, y)]))
     assert top.converged
 
 
@@ -437,13 +439,13 @@ def test_errors() -> None:
     with pytest.raises(ValueError, match="batches: no sample"):
         mean_loss(net, CE, lambda: [])
     with pytest.raises(ValueError, match="batches: no sample"):
-        lambda_max(net, CE, lambda: [])
+        lambda_max(hessian(net, CE, lambda: []))
     with pytest.raises(ValueError, match="one value per sample"):
         gradient(net, nn.CrossEntropyLoss(), batches)
     with pytest.raises(ValueError, match="method"):
-        lambda_max(net, CE, batches, method="qr")  # type: ignore[arg-type]
+        lambda_max(hessian(net, CE, batches), method="qr")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="iterations"):
-        lambda_max(net, CE, batches, iterations=0)
+        lambda_max(hessian(net, CE, batches), iterations=0)
     with pytest.raises(ValueError, match="rho"):
         sharpness(net, CE, batches, rho=-1)
     with pytest.raises(ValueError, match="client"):

@@ -35,7 +35,6 @@ from fl_lightning.flatness import (
     Reduce,
     Surface,
     Values,
-    along,
     evaluate,
     filter_normalized,
     gradient,
@@ -82,15 +81,12 @@ def test_filters_get_the_norms_of_the_model(make: Any) -> None:
     net = make()
     spec, w = FlatSpec(net), weights(net)
     raw = torch.stack([random_direction(spec, 3, i) for i in range(2)])
-    for d, kept, before in zip(
-        filter_normalized(raw, w, spec), filter_normalized(raw, w, spec, keep_vectors=True), raw, strict=True
-    ):
+    for d, before in zip(filter_normalized(raw, w, spec), raw, strict=True):
         for name, part in spec.split(d).items():
-            model, with_vectors, drawn = (spec.split(v)[name] for v in (w, kept, before))
+            model, drawn = (spec.split(v)[name] for v in (w, before))
             if model.ndim <= 1:
-                assert not part.any() and torch.equal(with_vectors, model)
+                assert not part.any()
                 continue
-            assert torch.equal(with_vectors, part)
             for f, model_f, drawn_f in zip(part, model, drawn, strict=True):
                 assert f.norm().item() == pytest.approx(model_f.norm().item(), rel=1e-9)
                 torch.testing.assert_close(f / f.norm(), drawn_f / drawn_f.norm(), rtol=1e-12, atol=1e-14)
@@ -166,8 +162,8 @@ def test_surface_of_a_quadratic() -> None:
     default = surface(net, output, {"train": data((1,))}, w, d, per_pass=500)
     assert default.loss["train"].shape == (51, 51) and (default.x == default.y).all()
     assert (default.x[0], default.x[25], default.x[-1]) == (-1, 0, 1)
-    line = along(net, output, {"train": data()}, w, d[0], GRID).loss["train"]
     points = [w + r * d[0] for r in GRID]
+    line = evaluate(net, output, {"train": data()}, points.__getitem__, len(points)).loss["train"]
     np.testing.assert_allclose(line, [(3 + b @ p + p @ a @ p / 2).item() for p in points], rtol=1e-12)
 
 
@@ -373,7 +369,24 @@ def test_interrupted_curves_say_what_they_know() -> None:
     first = perturbation_curves(net, CE, sets, radii=GRID, directions=3, per_pass=1, progress=stop_after(5))
     assert np.isfinite(first.along_gradient("train")).all() and np.isnan(first.mean("train")).all()
     a, b = other(net, 1), other(net, 2)
-    assert math.isnan(interpolate(net, CE, sets, a, b, GRID, per_pass=1, progress=stop_after(4)).barrier("train"))
+    line = interpolate(net, CE, sets, a, b, GRID, per_pass=1)
+    short = interpolate(net, CE, sets, a, b, GRID, per_pass=1, progress=stop_after(4))  # 0, 1, -1 and -0.5
+    assert short.missing == 1 and np.isnan(short.loss["train"]).tolist() == [False, False, False, True, False]
+    np.testing.assert_array_equal(np.delete(short.loss["train"], 3), np.delete(line.loss["train"], 3))
+    np.testing.assert_array_equal(np.delete(short.accuracy["train"], 3), np.delete(line.accuracy["train"], 3))
+    assert short.barrier("train") == 0
+    assert math.isnan(interpolate(net, CE, sets, a, b, GRID, per_pass=1, progress=stop_after(1)).barrier("train"))
+
+
+def test_barrier_of_the_points_measured() -> None:
+    """Between two wells, up to γ = 0.3 of the way; a loss that is not finite is not left out."""
+    a, b = torch.tensor([1.0, 0.0]).double(), torch.tensor([-1.0, 0.0]).double()
+    found = interpolate(
+        Wells(), output, {"train": data()}, a, b, np.linspace(0, 1, 11), per_pass=1, progress=stop_after(5)
+    )
+    assert found.missing == 6 and found.barrier("train") == pytest.approx((0.4**2 - 1) ** 2, abs=1e-12)
+    whole = replace(found, missing=0)
+    assert math.isnan(whole.barrier("train"))
 
 
 def test_progress_counts_points() -> None:
@@ -419,9 +432,9 @@ def test_errors() -> None:
     with pytest.raises(ValueError, match="weights = "):
         interpolate(net, CE, sets, w[1:], w[1:])
     with pytest.raises(ValueError, match="per_pass"):
-        along(net, CE, sets, w, w, GRID, per_pass=0)
+        evaluate(net, CE, sets, lambda i: w, 3, per_pass=0)
     with pytest.raises(ValueError, match="points"):
-        along(net, CE, sets, w, w, [])
+        evaluate(net, CE, sets, lambda i: w, 0)
     with pytest.raises(ValueError, match="directions"):
         perturbation_curves(net, CE, sets, directions=1)
     with pytest.raises(ValueError, match="not finite"):
@@ -453,7 +466,7 @@ def test_rows_and_dictionaries(tmp_path: Path) -> None:
         ),
         interpolate(net, CE, sets, w, 2 * w, GRID, protocol=protocol),
         perturbation_curves(net, CE, sets, w, GRID, directions=2, protocol=protocol),
-        along(net, CE, sets, w, w, GRID, protocol=protocol),
+        evaluate(net, CE, sets, lambda i: i * w, 4, protocol=protocol),
     ]
     keys = [["x", "y"], ["gamma"], ["direction", "radius"], ["point"]]
     for result, columns in zip(found, keys, strict=True):
@@ -526,6 +539,7 @@ def texts(figure: Figure) -> list[Text]:
     return [t for t in figure.findobj(Text) if t.get_visible() and t.get_text().strip()]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", FIGURES)
 def test_figure_is_fit_to_print(name: str, tmp_path: Path) -> None:
     figure = FIGURES[name]()
@@ -548,8 +562,8 @@ def test_models_side_by_side_share_colours_and_levels(kind: Any) -> None:
     surfaces = {"FedAvg": paraboloid(0.1), "FedSAM": paraboloid(30)}
     figure = plots.plot_surface({name: replace(found, models={}) for name, found in surfaces.items()}, kind)
     *panels, _ = figure.axes  # one bar
-    assert [axes.get_title() for axes in panels] == ["FedAvg", "FedSAM", "", ""]
-    assert [[text.get_text() for text in axes.texts[-1:]] for axes in panels[::2]] == [["train"], ["test"]]
+    titles = ["FedAvg, train", "FedSAM, train", "FedAvg, test", "FedSAM, test"]
+    assert [axes.get_title() for axes in panels] == titles
     if kind == "3d":
         assert len({axes.get_zlim() for axes in panels}) == 1  # type: ignore[attr-defined]
     else:
@@ -558,15 +572,10 @@ def test_models_side_by_side_share_colours_and_levels(kind: Any) -> None:
         assert all(axes.collections[1].labelTexts for axes in panels)
 
 
-def test_labels_of_contours_keep_their_distance() -> None:
-    """From each other and from the edges; where paths are drawn there are none."""
-    figure = plots.plot_surface({"a": replace(paraboloid(30, ("train",)), models={})})
-    axes = figure.axes[0]
-    places = np.array([text.get_position() for text in axes.collections[1].labelTexts]) / 2  # shares of a side of 2
-    assert len(places) >= 3 and abs(places).max() <= 0.42
-    apart = np.linalg.norm(places[:, None] - places, axis=-1)
-    assert apart[apart > 0].min() > 0.15
-    assert not plots.plot_surface({"a": paraboloid(30)}).axes[0].collections[1].labelTexts
+def test_contours_have_labels_unless_paths_would_cross_them() -> None:
+    found = paraboloid(30, ("train",))
+    drawn = [plots.plot_surface({"a": one}).axes[0].collections[1] for one in (replace(found, models={}), found)]
+    assert len(drawn[0].labelTexts) >= 3 and not drawn[1].labelTexts
 
 
 def test_values_that_blow_up_do_not_hide_the_rest() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fl_lightning.commands.cli import FederatedCLI
+from fl_lightning.commands.shared.cli import FederatedCLI
 from fl_lightning.flower import server
 from fl_lightning.flower.messages import Message, version_in
 from fl_lightning.flower.node import Folder, Kept, Node
@@ -22,7 +22,9 @@ SHORT = ["--trainer.local_steps=3", "--trainer.eval_every=4"]
 
 def build(root: Path, *args: str) -> Any:
     """Trainer, model and data of a small run on the digits."""
-    return parsed(*args).build({"trainer.default_root_dir": str(root)})
+    made = parsed(*args).build()
+    made.trainer.default_root_dir = root
+    return made
 
 
 @cache

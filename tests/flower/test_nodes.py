@@ -58,7 +58,8 @@ def test_nodes_give_the_bits_of_the_trainer(args: list[str], tmp_path: Path) -> 
     run = nodes.fit()
     assert_same(run.server, expected.server)
     assert metrics(run.folder.path) == metrics(expected.folder.path)
-    assert run.incidents == expected.incidents and run.incidents.keys() == ({*FAILED} if FAULTS[0] in args else set())
+    assert run.state.failures == expected.state.failures
+    assert run.state.failures.keys() == ({*FAILED} if FAULTS[0] in args else set())
     here, there = nodes.states(run), expected.clients.rows()
     assert here.keys() == there.keys()
     for client, row in there.items():
@@ -86,12 +87,12 @@ def test_wire_is_what_the_algorithm_declares(tmp_path: Path) -> None:
         for name, values in {**message.values, **{f"reply.{k}": reply.values[f"client.{k}"] for k in clients}}.items():
             assert values.keys() == NAMES[name.partition(".")[0]]
             assert all(type(value) in (bool, int, float, str) for value in values.values())
-    assert numbers == run.total_floats
+    assert 32 * numbers == run.state.total_bits
 
 
 NAMES = {
     "round": {"run", "w0", "frozen", "nodes"},
-    "client": {"t", "rounds", "m", "phase", "lr", "K", "k_lr", "n_k", "n_mean", "seed", "version", "keep"},
+    "client": {"t", "rounds", "m", "phase", "lr", "K", "K_missed", "k_lr", "n_k", "n_mean", "seed", "version", "keep"},
     "reply": {"loss", "finite", "version"},
 }
 
@@ -203,13 +204,15 @@ def test_runs_of_one_name_keep_their_states_apart(tmp_path: Path) -> None:
 
 
 def test_kept_state_of_another_optimizer_is_refused(tmp_path: Path) -> None:
-    adam = ["--model.optimizer=TorchOptimizer", "--model.optimizer.state=keep"]
-    args = ["--model=FedAvg", "--trainer.clients_per_round=6", *adam]
-    Nodes(tmp_path, *args, stored=True).fit()
-    for other in ("name=Adamax", "options={amsgrad: true}"):
-        nodes = Nodes(tmp_path, *args, ROUNDS, f"--model.optimizer.{other}", stored=True)
-        with pytest.raises(UserError, match=r"its state \w{8} is that of another algorithm or optimizer"):
-            nodes.fit("last")
+    args = ["--model=FedAvg", "--trainer.clients_per_round=6"]
+
+    def nodes(name: str, *more: str) -> Nodes:
+        optimizer = [f"--model.optimizer={name}", "--model.optimizer.state=keep"]
+        return Nodes(tmp_path, *args, *optimizer, *more, stored=True)
+
+    nodes("AdamW").fit()
+    with pytest.raises(UserError, match=r"its state \w{8} is that of another algorithm or optimizer"):
+        nodes("Lion", ROUNDS).fit("last")
 
 
 def test_versions_are_exact() -> None:

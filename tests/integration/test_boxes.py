@@ -338,6 +338,7 @@ def assert_same(ours: Models, box: Models) -> None:
     assert difference.max() <= 1e-10, f"max abs difference by round {difference.tolist()}"
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("case", CASES)
 def test_box(golden: Golden, case: str, setting: str) -> None:
@@ -346,6 +347,7 @@ def test_box(golden: Golden, case: str, setting: str) -> None:
     assert_same([server.w for server in record.server], box(problem(golden, s)))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("case", AVERAGED)
 def test_box_of_average(golden: Golden, case: str, setting: str) -> None:

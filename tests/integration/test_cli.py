@@ -14,8 +14,8 @@ import yaml
 from PIL import Image
 
 from fl_lightning import algorithms
-from fl_lightning.commands.arguments import kept, model_of_configs
-from fl_lightning.commands.cli import FederatedCLI
+from fl_lightning.commands.shared.arguments import kept, model_of_configs
+from fl_lightning.commands.shared.cli import FederatedCLI
 from tests.runs import DIGITS, assert_same, cli, forked, last, metrics, newest, run, state
 
 FOLDER = Path(__file__).parents[2] / "configs"
@@ -249,6 +249,7 @@ def test_config_of_the_repository(config: Path, images: Path, tmp_path: Path) ->
     assert last(newest(tmp_path))["round"] == 2
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("fragment", FRAGMENTS, ids=lambda path: "-".join(path.parts[-2:]))
 def test_fragment_over_the_quickstart(fragment: Path, tmp_path: Path) -> None:
     """Presets and compositions: each is taken as it stands, and trains."""

@@ -79,6 +79,7 @@ def assert_same(a: Trained, b: Trained) -> None:
     assert metrics(a.run.folder.path) == metrics(b.run.folder.path)
 
 
+@pytest.mark.sampled(58)
 @pytest.mark.parametrize("engine", ["sequential", *BATCHED])
 @pytest.mark.parametrize("name", algorithms.__all__)
 def test_every_algorithm_on_a_simulated_device(name: str, engine: str, tmp_path: Path) -> None:
@@ -92,10 +93,11 @@ def test_every_algorithm_on_a_simulated_device(name: str, engine: str, tmp_path:
     trained = fit(tmp_path / "many", objective(name), many, engine=engine, max_rounds=3, local_steps=4)
     phases = trained.run.objective.phases
     waits = more(many, few, "wait")
-    del waits["trainer/client_store.py"]  # the checkpoint at the end has more clients
-    assert waits == {"trainer/arrivals.py": phases, "trainer/round.py": phases + 1}
+    del waits["trainer/storage/client_store.py"]  # the checkpoint at the end has more clients
+    del waits["trainer/storage/checkpoint.py"]  # and the norms after one more round
+    assert waits == {"trainer/received.py": phases, "trainer/divergence.py": phases, "trainer/round.py": 1}
     assert not few.count("mixture") + many.count("mixture")
-    assert many.launches["graph"] == (3 * 4 * phases + 1 if engine == "graphed" else 0)  # 1: the engine is checked
+    assert many.launches["graph"] == (3 * 4 * phases + 2 if engine == "graphed" else 0)  # 2: the check takes two steps
     assert_same(trained, fit(tmp_path / "cpu", objective(name), engine=engine, max_rounds=3, local_steps=4))
 
 
@@ -108,7 +110,7 @@ def test_neither_copies_nor_waits_in_a_step(engine: str, tmp_path: Path) -> None
     assert steps.events == base.events
     more_launches = steps.launches - base.launches
     assert engine != "graphed" or more_launches == {"graph": 4}  # of two rounds: two steps more in each
-    assert not more(clients, base, "wait") - Counter({"engine/choose.py": NEVER})  # which compares each client once
+    assert not more(clients, base, "wait") - Counter({"engine/agreement.py": NEVER})  # once a client
     assert more(evaluated, base, "wait") == {"algorithms/metrics.py": 1, "trainer/evaluation.py": 1}
 
 
@@ -152,14 +154,16 @@ CASES: dict[str, tuple[Callable[[], LocalObjective], dict[str, Any]]] = {
     "krum": (objective(), {"aggregation": fl.MultiKrum(share=0.0)}),
     "private": (objective("FedAvg", weighting="uniform"),
                 {"privacy": fl.AdaptivePrivacy(noise_multiplier=1.0), "clients_per_round": 5}),
-    "adamw": (lambda: fl.FedAvg(net=Small(), optimizer=fl.TorchOptimizer(state="keep")), {}),
+    "adamw": (lambda: fl.FedAvg(net=Small(), optimizer=fl.AdamW(state="keep")), {}),
     "frozen": (lambda: fl.FedSAM(net=fl.Frozen(Small(), ["3"])), {"engine": "batched"}),
     "adapters": (lambda: fl.FedSAM(net=fl.LoRA(Small(), ["1"], trained=["3"])), {"engine": "graphed"}),
     "bf16": (objective(), {"precision": "bf16-mixed"}),
 }  # fmt: skip
 WAITS = {
-    "private": {"trainer/privacy.py": 2, "trainer/adaptive_privacy.py": 6},  # its metrics and the clip
-    "adamw": {"algorithms/parts/torch_optimizer.py": 6},  # each client's number of steps
+    "private": {
+        "trainer/aggregation/privacy.py": 2,
+        "trainer/aggregation/adaptive_privacy.py": 6,
+    },  # its metrics and the clip
 }
 """In two rounds, beyond those of every run."""
 OPTIONAL = (
@@ -197,6 +201,7 @@ def test_indices_and_draws_are_moved_once_a_cohort(monkeypatch: pytest.MonkeyPat
 CASE = [pytest.param(case, marks=pytest.mark.slow if case == "adapters" else ()) for case in CASES if case != "bf16"]
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("case", [*CASE, "bf16"])
 def test_what_else_a_run_uses(case: str, tmp_path: Path) -> None:
     """The numbers are those of the CPU; options wait for the device where they must, for no upload and no noise."""
@@ -206,6 +211,7 @@ def test_what_else_a_run_uses(case: str, tmp_path: Path) -> None:
     assert {at: n for at, n in waits.items() if Path(at).stem in OPTIONAL} == WAITS.get(case, {})
 
 
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize("case", CASE)
 def test_without_float64(case: str, tmp_path: Path) -> None:
     """Apple's MPS refuses float64: sums are float32 there, so metrics differ in their last digits."""
@@ -241,6 +247,7 @@ MEASURES: dict[str, Callable[[], list[Any]]] = {
 }
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("kind", ["cuda", "mps"])
 @pytest.mark.parametrize("name", MEASURES)
 def test_flatness_on_a_device(name: str, kind: str, tmp_path: Path) -> None:

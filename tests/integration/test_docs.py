@@ -9,6 +9,7 @@ import re
 import runpy
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,10 +22,10 @@ from PIL import Image
 
 from fl_lightning import algorithms
 from fl_lightning.algorithms import catalogue
-from fl_lightning.commands import plan
-from fl_lightning.core import find_config
+from fl_lightning.commands.shared import prediction
+from fl_lightning.commands.shared.configs import find_config
 from fl_lightning.core.rng import numpy_generator
-from fl_lightning.trainer.trainer import FederatedTrainer
+from fl_lightning.trainer import loop
 from tests import generated, page_code
 from tests.runs import cli
 
@@ -112,10 +113,10 @@ def test_notebook_shows_its_pictures(book: Path) -> None:
     assert len(text) < 300_000 and not re.search(r"/tmp/|/home/|/root/|site-packages", text)
 
 
-def test_architecture_quotes_fit() -> None:
-    (quote,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "architecture.md").read_text(), re.DOTALL)
-    body = inspect.getsource(FederatedTrainer.fit).rpartition('"""')[2]
-    assert inspect.cleandoc(quote) == inspect.cleandoc("\n" + body)
+def test_architecture_quotes_the_loop() -> None:
+    quotes = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "architecture.md").read_text(), re.DOTALL)
+    bodies = [inspect.getsource(function).rpartition('"""\n')[2] for function in (loop.rounds, loop.close)]
+    assert quotes == [*map(textwrap.dedent, bodies)]
 
 
 # The batch script
@@ -296,7 +297,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         generated.everything(home / "data", monkeypatch)
         monkeypatch.chdir(home)
         for limit in ("FEWEST", "MOST"):
-            monkeypatch.setattr(plan, limit, MEASURED)
+            monkeypatch.setattr(prediction, limit, MEASURED)
         for model in ("FedGloSS", "FedAvg --model.ascent null", "FedSAM"):  # runs that pages go on from
             run_commands(f"fl-lightning fit --config configs/quickstart.yaml --model {model}")
         yield home

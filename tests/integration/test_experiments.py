@@ -16,10 +16,10 @@ import pytest
 import torch
 import yaml
 
-from fl_lightning.commands.cli import FederatedCLI
+from benchmarks import paper_tables
+from benchmarks.paper_tables import BLOCK
+from fl_lightning.commands.shared.cli import FederatedCLI
 from fl_lightning.core.errors import UserError
-from fl_lightning.results import paper_tables
-from fl_lightning.results.paper_tables import BLOCK
 from fl_lightning.results.papers import PAPERS, Cell, find
 from fl_lightning.results.recipes import CODE, columns, recipe, rows
 from fl_lightning.sweeps.reproduction import select, tasks
@@ -71,6 +71,7 @@ def path(file: Path) -> str:
     return str(file.relative_to(FOLDER))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("file", FILES, ids=path)
 def test_experiment_is_made(file: Path, parsed: FederatedCLI) -> None:
     made, settings = parsed.make(*small(file)), said(file)
@@ -79,6 +80,7 @@ def test_experiment_is_made(file: Path, parsed: FederatedCLI) -> None:
     assert made.data.num_clients == settings["data"]["init_args"].get("num_clients", 1)
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("file", FILES, ids=path)
 @pytest.mark.filterwarnings("ignore:.*not the .* of the published data set:UserWarning")
 def test_experiment_trains(file: Path, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,7 +224,7 @@ def test_page_holds_numbers_files_and_rows() -> None:
     blocks = {(kind, *(name for name in of if name)) for kind, *of, _ in BLOCK.findall(page)}
     tables = {("papers", cell.paper, cell.table) for cell in find()}
     assert blocks == tables | {(kind, paper) for kind in ("files", "rows") for paper in PAPERS}
-    renew = "python -m fl_lightning.results.paper_tables docs/experiments.md"
+    renew = "python benchmarks/paper_tables.py docs/experiments.md"
     assert page == paper_tables.renew(page), f"docs/experiments.md is out of date; `{renew}` renews it"
 
 

@@ -17,12 +17,14 @@ from fl_lightning import (
     Arrays,
     Digits,
     Dirichlet,
+    Faults,
     FedACG,
     FedAvg,
     FedCM,
     FedDecorr,
     FederatedTrainer,
     FedExP,
+    FedGF,
     FedLC,
     FedMoSWA,
     FedNSAM,
@@ -32,10 +34,14 @@ from fl_lightning import (
     FedSWA,
     FedWMSAM,
     LocalObjective,
+    ReplaySampler,
+    ServerAdam,
+    ServerYogi,
+    Stragglers,
     UserError,
 )
 from fl_lightning.core.state import ClientContext, State
-from fl_lightning.data.counts import class_counts
+from fl_lightning.data.histogram import class_counts
 from tests.conftest import GOLDEN, Golden
 from tests.integration.test_identities import WD, close, path
 
@@ -190,3 +196,158 @@ def test_terms_of_the_losses(golden: Golden, k: int) -> None:
         calibrated(tau=1.0, denominator="others"), value(moon, *outputs) - plain,
     )  # fmt: skip
     assert found == pytest.approx(TERMS[k], abs=2e-10)
+
+
+# Rounds in which nobody answers, and clients that are late
+
+NOBODY, EVERYBODY = [], [0, 1, 2, 3]
+
+
+def answered(golden: Golden, model: LocalObjective, *rounds: list[int], **options: Any) -> Any:
+    """The trajectory of rounds in which these clients answer."""
+    everyone = ReplaySampler([EVERYBODY] * len(rounds))
+    faults = Faults(available=list(rounds))
+    return golden.run(model, sampler=everyone, max_rounds=len(rounds), faults=faults, **options)[1]
+
+
+def test_rounds_without_clients_do_not_count_in_fedgf(golden: Golden) -> None:
+    """Every round diverges, so c, the mean over the rounds present, is 1 from the first one on."""
+    pattern = [NOBODY, EVERYBODY, NOBODY, EVERYBODY, EVERYBODY]
+    for window in (10, 2):
+        record = answered(golden, FedGF(golden.net(), T_D=1e-9, W=window, optimizer=WD), *pattern)
+        assert [float(s.c) for s in record.server] == [0, 0, 1, 1, 1, 1]
+    full = answered(golden, FedGF(golden.net(), T_D=1e-9, W=4, window_warmup="full", optimizer=WD), *pattern)
+    assert [float(s.c) for s in full.server] == [0, 0, 0.25, 0.25, 0.5, 0.75]
+
+
+@pytest.mark.parametrize("update", [ServerAdam, ServerYogi])
+def test_bias_correction_counts_updates(golden: Golden, update: Any) -> None:
+    """Rounds in between in which nobody answers change no step."""
+
+    def path(*rounds: list[int]) -> list[Tensor]:
+        model = FedAvg(golden.net(), optimizer=WD, server_update=update(lr=0.05, bias_correction=True))
+        return [s.w for s in answered(golden, model, *rounds).server]
+
+    plain = path(EVERYBODY, EVERYBODY)
+    empty = path(NOBODY, EVERYBODY, NOBODY, EVERYBODY)
+    assert torch.equal(torch.stack(plain), torch.stack([empty[0], empty[2], empty[4]]))
+
+
+def test_fedexp_evaluates_its_first_model_alone(golden: Golden) -> None:
+    record = answered(golden, FedExP(golden.net(), optimizer=WD), NOBODY, EVERYBODY, NOBODY, EVERYBODY)
+    w = [s.w for s in record.server]
+    assert torch.equal(record.evaluated[0], w[0]) and torch.equal(record.evaluated[2], w[2])
+    assert torch.equal(record.evaluated[3], w[2])
+    close(record.evaluated[4], (w[4] + w[3]) / 2)
+
+
+@pytest.mark.parametrize(("start", "rounds"), [(0.29, 100), (0.57, 300), (0.58, 100), (0.07, 1000)])
+def test_swa_starts_in_the_round_that_is_named(start: float, rounds: int) -> None:
+    assert SWA(start=start).start_round(rounds) == round(start * rounds)
+    assert SWA(start=start).start_round(rounds + 1) == round(start * rounds)  # rounded down
+
+
+class Iterates(FedSWA):
+    """Keeps the weights before each local step."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.seen: list[Tensor] = []
+
+    def local_step(self, w: Tensor, *others: Any) -> Any:
+        self.seen.append(w)
+        return super().local_step(w, *others)
+
+
+@pytest.mark.parametrize("engine", ["sequential", "batched"])
+def test_a_late_client_uploads_its_model_after_the_steps_done(golden: Golden, engine: Any) -> None:
+    """FedSWA's rate falls over the steps asked for, as if the client did not know that it will be late."""
+    options = {"rho": 0.1, "optimizer": SGD(lr=0.1)}
+    whole = Iterates(net=golden.net(), **options)
+    golden.run(whole, max_rounds=1, local_steps=6, sampler=ReplaySampler([EVERYBODY]))
+    iterates = {k: whole.seen[6 * k : 6 * k + 6] for k in EVERYBODY}
+    faults = Faults(stragglers=Stragglers(deadline=3.0))
+    sampler = ReplaySampler([EVERYBODY])
+    model = FedSWA(golden.net(), **options)
+    _, late = golden.run(model, max_rounds=1, local_steps=6, sampler=sampler, faults=faults, engine=engine)
+    done = {k: result.ctx.K for k, result in late.local[0].items()}
+    assert len({K for K in done.values() if 0 < K < 6}) > 1
+    for k, K in done.items():
+        if K < 6:
+            close(late.local[0][k].w, iterates[k][K])
+
+
+class Slope(nn.Module):
+    """A loss whose gradient is the same everywhere."""
+
+    def forward(self, logits: Tensor, target: Tensor) -> Tensor:
+        return logits.mean(1)
+
+
+def test_a_late_client_of_fedmoswa_keeps_its_gradient(golden: Golden) -> None:
+    """Of a constant gradient the variate is that gradient: the displacement over the sum of the rates of the steps."""
+
+    def made() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Flatten(), nn.Linear(golden.test[0][0].size, 4))
+
+    faults = Faults(stragglers=Stragglers(deadline=3.0))
+    model = FedMoSWA(made(), rho=0.1, loss=Slope(), optimizer=SGD(lr=0.1))
+    _, record = golden.run(model, max_rounds=1, local_steps=6, sampler=ReplaySampler([EVERYBODY]), faults=faults)
+    assert {r.ctx.K for r in record.local[0].values()} & {1, 2, 3, 4, 5}
+    for k, result in record.local[0].items():
+        x = torch.from_numpy(golden.arrays[k][0]).double().flatten(1).mean(0) / 4
+        expected = torch.cat([x.repeat(4), torch.full((4,), 0.25, dtype=x.dtype)])
+        close(result.state.c, expected)
+
+
+# Losses and nets that are refused
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (nn.CrossEntropyLoss(reduction="sum"), r"model\.loss\.reduction = sum: "),
+        (nn.KLDivLoss(reduction="batchmean"), r"model\.loss\.reduction = batchmean: "),
+        (nn.CrossEntropyLoss(weight=torch.ones(4)), r"model\.loss\.weight = "),
+        (nn.NLLLoss(ignore_index=1), r"model\.loss\.ignore_index = 1: "),
+    ],
+)
+def test_losses_whose_mean_is_not_that_of_samples_are_refused(golden: Golden, loss: nn.Module, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        FedAvg(golden.net(), loss=loss)
+
+
+@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(label_smoothing=0.1), nn.NLLLoss(), nn.MSELoss()])
+def test_loss_of_a_minibatch_is_that_of_torch(golden: Golden, loss: nn.Module) -> None:
+    torch.manual_seed(0)
+    z, y = torch.randn(6, 4), torch.randint(4, (6,))
+    y = torch.randn(6, 4) if isinstance(loss, nn.MSELoss) else y
+    torch.testing.assert_close(FedAvg(golden.net(), loss=loss).batch_loss(z, y), loss(z, y))
+
+
+def test_fedlc_refuses_label_smoothing(golden: Golden) -> None:
+    """Classes that a client lacks have probability 0, and smoothing gives each a share of an infinite loss."""
+    smooth = nn.CrossEntropyLoss(label_smoothing=0.1)
+    with pytest.raises(UserError, match=r"^model\.loss\.label_smoothing = 0\.1: FedLC .* set it to 0$"):
+        FedLC(golden.net(), loss=smooth)
+    close(path(golden, FedLC, tau=0, loss=smooth), path(golden, FedAvg, loss=smooth))
+
+
+class Attention(nn.Module):
+    """Its last-defined linear layer is one that `nn.MultiheadAttention` does not call as a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.flatten(1)[:, None, :4]
+        return self.fc(self.attention(x, x, x, need_weights=False)[0][:, 0])
+
+
+@pytest.mark.parametrize("algorithm", [MOON, FedDecorr])
+def test_a_classifier_that_is_not_the_last_layer_is_refused(golden: Golden, algorithm: Any) -> None:
+    with pytest.raises(UserError, match=r"^model\.net = Attention: does not call .* define its classifier last$"):
+        golden.run(algorithm(Attention()), max_rounds=1)

@@ -25,10 +25,10 @@ from fl_lightning import Arrays, Callback, FromFile, UserError
 from fl_lightning.core import files
 from fl_lightning.results.compare import compare
 from fl_lightning.results.configs import config_files
-from fl_lightning.trainer import checkpoint
 from fl_lightning.trainer.callbacks.progress import Progress
-from fl_lightning.trainer.client_store import ClientStore
 from fl_lightning.trainer.run import Run
+from fl_lightning.trainer.storage import checkpoint
+from fl_lightning.trainer.storage.client_store import ClientStore
 from tests.runs import DIGITS, assert_same, cli, forked, kill, last, metrics, newest, process, run, state
 
 ROUNDS = 6
@@ -108,12 +108,15 @@ def change(folder: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
     files.save(folder / "checkpoints" / "last.ckpt", content)
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(
     ("named", "edit"),
     [
         ("identity", lambda c: c.update(identity=[1])),
         *(("round", lambda c, n=n: c.update(round=n)) for n in (-5, "x", 3.7, True)),
-        *((name, lambda c, name=name: c.pop(name)) for name in ("metrics", "server", "kind", "clients", "training")),
+        *((name, lambda c, name=name: c.pop(name)) for name in checkpoint.FORM),
+        ("failures", lambda c: c.update(failures={"refused": {0: "x"}})),
+        ("norms", lambda c: c.update(norms=[1])),
         ("engine", lambda c: c.update(engine="nonsense")),
         ("callbacks", lambda c: c.update(callbacks=3)),
         ("Checkpoints", lambda c: c["callbacks"].update(Checkpoints={"best": 3})),
@@ -210,6 +213,7 @@ def test_a_longer_run_is_of_the_group_of_long_runs(folder: Path) -> None:
     assert [len(group.runs) for group in compare([folder, whole])] == [2]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("harm", "problem"),
     [
@@ -252,9 +256,7 @@ def test_a_second_run_in_a_folder_is_refused(folder: Path) -> None:
         with pytest.raises(SystemExit, match=rf"error: .*version_0: used by another run \(process {child.pid}\); wait"):
             resume(folder, "--trainer.max_rounds=100000")
         kill(child)
-    assert (folder / "run.lock").exists()
     resume(folder, f"--trainer.max_rounds={last(folder)['round'] + 1}")
-    assert not (folder / "run.lock").exists()
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
@@ -371,6 +373,7 @@ def test_an_error_in_on_exception_prevents_no_saving(tmp_path: Path) -> None:
 # Signals
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("gap", [0, pytest.param(0.01, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
 def test_signals_save(number: signal.Signals, gap: float, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fl_lightning.trainer.collectives import assign
+from fl_lightning.trainer.runtime.collectives import assign
 from tests.runs import DIGITS, SCRIPT, assert_same, cli, ended, group, metrics, newest, process, run, state
 
 STEPS = st.lists(st.integers(1, 12), min_size=1, max_size=7)

@@ -14,7 +14,7 @@ from fl_lightning import FedAvg, nets
 from fl_lightning.core.errors import UserError
 from fl_lightning.core.flat import FlatNet, FlatSpec
 from fl_lightning.core.losses import PixelCrossEntropy
-from fl_lightning.flatness.functional import hvp
+from fl_lightning.flatness import hessian
 from fl_lightning.nets import (
     FLSAMCNN,
     BiSeNetV2,
@@ -28,6 +28,7 @@ from fl_lightning.nets import (
     ResNet8GN,
     ResNet18GN,
     ResNet18NoNorm,
+    TextTransformer,
     ViTCIFAR,
 )
 
@@ -182,6 +183,7 @@ def small(request: Any) -> tuple[Small, nn.Module, Tensor, Tensor]:
     return it, it.make().double(), it.draw(2, 2), torch.randint(0, it.classes, (2, 2))
 
 
+@pytest.mark.sampled(3)
 def test_gradients_flat_batched_and_channels_last(small: Any) -> None:
     """Of FlatNet, of vmap over clients at different weights, and of images in channels_last: all the same."""
     it, net, x, y = small
@@ -205,6 +207,7 @@ def test_gradients_flat_batched_and_channels_last(small: Any) -> None:
         torch.testing.assert_close(batched[k], expected, rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.sampled(3)
 def test_hessian_vector_product_is_the_slope_of_the_gradient(small: Any) -> None:
     """Double backward against a central difference."""
     _, net, x, y = small
@@ -214,7 +217,7 @@ def test_hessian_vector_product_is_the_slope_of_the_gradient(small: Any) -> None
     v = torch.autograd.grad(loss(net(x), y).mean(), list(net.parameters()))
     v = torch.cat([g.reshape(-1) for g in v])
     v /= v.norm()
-    product = hvp(net, loss, lambda: [(x, y)], w)(v)
+    product = hessian(net, loss, [(x, y)], w) @ v
 
     def gradient(at: Tensor) -> Tensor:
         spec.load(net, at)
@@ -346,3 +349,10 @@ def test_initial_weights_of_a_net_with_a_part_called_net() -> None:
         state = {prefix + name: value for name, value in source.state_dict().items()}
         objective = FedAvg(net=ResNet8GN(2), init_weights=state)
         assert torch.equal(objective.net.net.conv1.weight, source.net.conv1.weight)
+
+
+@pytest.mark.parametrize("net", [lambda: ViTCIFAR(heads=7), lambda: TextTransformer(heads=7)])
+def test_heads_must_divide_the_width(net: Callable[[], nn.Module]) -> None:
+    message = r"^model.net.heads = 7: does not divide the width, dim = (384|128); use a divisor$"
+    with pytest.raises(UserError, match=message):
+        net()

@@ -25,7 +25,7 @@ def write(
     for t in range(1, rounds + 1):
         flatness = "" if not lambdas else f",{lambdas[t]},0.001" if t in lambdas else ",,"
         rows.append(f"{t},1.0,30,{accuracy.get(t, '')},{1000 * units * t},{units * t}{flatness}")
-    (folder / "metrics.csv").write_text("\n".join(rows))
+    (folder / "metrics.csv").write_text("\n".join(rows) + "\n")
     return folder
 
 

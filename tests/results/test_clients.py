@@ -23,7 +23,7 @@ from fl_lightning.results.clients import (
     statistics,
 )
 from fl_lightning.results.compare import compare
-from fl_lightning.results.metrics import Mode, mode_of
+from fl_lightning.results.names import Mode, mode_of
 from fl_lightning.results.summary import summarise
 from fl_lightning.results.table import columns, latex
 from tests.results.folders import write
@@ -118,14 +118,16 @@ def test_comparison(tmp_path: Path) -> None:
     head, *rows = (folder / "metrics.csv").read_text().splitlines()
     cells = {3: ",0.1,0.2,0.3,0.4", 6: ",0.5,0.4,0.1,-0.2"}
     lines = [row + cells.get(t, ",,,,") for t, row in enumerate(rows, 1)]
-    (folder / "metrics.csv").write_text("\n".join([",".join([head, *names]), *lines]))
+    (folder / "metrics.csv").write_text("\n".join([",".join([head, *names]), *lines]) + "\n")
     assert summarise(folder, last=6).clients == pytest.approx(dict(zip(names, (0.3, 0.3, 0.2, 0.1), strict=True)))
     groups = compare([folder], last=2)
     shown = {column.key: column for column in columns(groups) if column.table == "clients"}
     assert list(shown) == ["clients", "clients_std", "worst_decile", "local_gap"]
     assert [groups[0].values(column.of) for column in shown.values()] == [[0.5], [0.1], [0.4], [-0.2]]
     assert [column.mode for column in shown.values()] == ["max", "min", "max", None]
-    assert r"worst 10 \% $\uparrow$" in latex(groups, columns(groups)) and "& 40.00 &" in latex(groups, columns(groups))
+    assert r"worst 10 \% of clients $\uparrow$" in latex(groups, columns(groups)) and "& 40.00 &" in latex(
+        groups, columns(groups)
+    )
     known: dict[str, Mode] = {"mae": "min", "acc": "max"}
     for name, mode in (("mae", "min"), ("mae_worst_decile", "min"), ("mae_std", "min"), ("acc_worst", "max")):
         assert mode_of(f"server/clients/{name}", None, known) == mode

@@ -13,7 +13,7 @@ from fl_lightning import UserError
 from fl_lightning.core import COLORS, COLUMN, PAGE
 from fl_lightning.results.compare import compare
 from fl_lightning.results.curves import curve, plot_curves, read
-from fl_lightning.results.metrics import mode_of
+from fl_lightning.results.names import mode_of
 from fl_lightning.results.search import find_runs
 from fl_lightning.results.summary import summarise
 from fl_lightning.results.table import Markup, cell, columns, latex
@@ -89,9 +89,9 @@ def test_latex(runs: list[Path]) -> None:
 
 
 def test_what_latex_reads_otherwise(tmp_path: Path) -> None:
-    group = replace(compare([write(tmp_path / "run", {6: 0.5})])[0], name=r"a_b%{c}\d~e^f")
+    group = replace(compare([write(tmp_path / "run", {6: 0.5})])[0], name=r"a_b%{c}\d~e^f&g#h$i")
     name = latex([group], columns([group])).splitlines()[4].partition(" & ")[0]
-    assert name == r"a\_b\%\{c\}\textbackslash{}d\textasciitilde{}e\textasciicircum{}f"
+    assert name == r"a\_b\%\{c\}\textbackslash{}d\textasciitilde{}e\textasciicircum{}f\&g\#h\$i"
 
 
 def test_flatness_and_directions(runs: list[Path], tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_flatness_and_directions(runs: list[Path], tmp_path: Path) -> None:
     flat = configured(tmp_path / "flat", {6: 0.8}, lr=2.0, lambdas={2: 3.0, 4: 1.0, 6: 2.0})
     groups = compare([sharp, flat, runs[0]], last=3)
     (column,) = [c for c in columns(groups) if c.key == "lambda_max"]
-    assert column.head == "lambda max ↓" and column.of == "flatness/lambda_max"
+    assert column.head == "lambda_max ↓" and column.of == "flatness/lambda_max"
     assert [cell(g, column, groups, Markup(best="<{}>")) for g in groups] == ["5", "<1.5>", ""]
     assert cell(groups[0], columns(groups)[0], groups, Markup(best="<{}>")) == "<0.9000>"
     one, two = compare([sharp, flat], target=3.0, metric="flatness/lambda_max", last=3)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fl_lightning.results.configs import differences
+from fl_lightning.results.configs import changes, differences
 
 
 def config(**trainer: Any) -> dict[str, Any]:
@@ -43,3 +43,23 @@ def test_of_another_class_only_the_class() -> None:
 
 def test_settings_that_only_one_has_do_not_count() -> None:
     assert differences(config(), config(new=1)) == differences(config(new=1), config()) == []
+
+
+def test_settings_of_the_parts_of_a_list() -> None:
+    def parts(*rates: float) -> dict[str, Any]:
+        made = config()
+        listed = [{"class_path": "mine.TopK", "init_args": {"rate": rate}} for rate in rates]
+        made["model"]["init_args"]["parts"] = listed or None
+        return made
+
+    assert differences(parts(0.1), parts(0.2)) == ["model.parts.0.rate = 0.1 (here: 0.2)"]
+    assert differences(parts(0.1), parts(0.1, 0.3)) == ["model.parts = mine.TopK (here: mine.TopK, mine.TopK)"]
+    here = ["model.parts.0: not set -> mine.TopK", "model.parts.0.rate: not set -> 0.1"]
+    assert changes(parts(), parts(0.1)) == ["model.parts: None -> mine.TopK", *here]
+    assert changes(parts(0.1, 0.1), parts(0.1, 0.3)) == ["model.parts.1.rate: 0.1 -> 0.3"]
+
+
+def test_long_values_that_differ_at_their_end() -> None:
+    one, other = (config(default_root_dir=None, resume=f"{'x' * 70}{end}") for end in "ab")
+    (found,) = changes(one, other)
+    assert found.startswith("trainer.resume: xxx") and len(found) < 160

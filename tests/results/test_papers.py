@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 import fl_lightning
+from benchmarks.paper_tables import papers
 from fl_lightning import nets
 from fl_lightning.core.errors import UserError
-from fl_lightning.results.paper_tables import papers
 from fl_lightning.results.papers import COLUMNS, PAPERS, Cell, find
 
 NUMBERS = {

@@ -9,23 +9,23 @@ import re
 import shutil
 import subprocess
 from html.parser import HTMLParser
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
 
-from fl_lightning import UserError
+from fl_lightning.commands.report import draw
 from fl_lightning.results.compare import compare
-from fl_lightning.results.curves import write_curves
-from fl_lightning.results.report import write_report
-from fl_lightning.results.table import cell, columns, write
+from fl_lightning.results.report import read_group
+from fl_lightning.results.report.files import spectra
+from fl_lightning.results.report.tables import Runs
+from fl_lightning.results.table import Column, cell, columns
 from tests.results.folders import configured
 from tests.runs import cli, run
 
 VOID = {"meta", "br", "link", "img", "input", "hr"}
-SURFACE = {"loss": {"train": [[1.0, 2.0], [None, 40.0]]}, "x": [-1, 1], "y": [-1, 1], "models": {}, "missing": 1}
-LINE = {"loss": {"train": [3.0, 1.0, 2.0]}, "gammas": [-1, 0, 1]}
-CURVES = {"loss": {"train": [[1.0, 2.0], [1.0, 1.5], [1.0, 2.5]]}, "radii": [0, 1]}
 CELL = {"paper": "fedgloss", "table": "3", "dataset": "CIFAR10", "model": "HsuCNN", "heterogeneity": "alpha=0.05"}
 
 
@@ -57,6 +57,7 @@ class Page(HTMLParser):
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.attributes += attrs
+        self.ids += [value for name, value in attrs if name == "id" and value]
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag
@@ -100,59 +101,84 @@ def folder(tmp_path: Path) -> Path:
     found += [measurement("density_mean", 0.1, details={"grid": [0, 1], "density": [1.0, 0.0], "sigma": [1]})]
     for name, content in (
         ("flatness/flatness.json", {"round": 6, "measurements": found}),
-        ("landscape/surface.json", {"one": SURFACE, "two": SURFACE}),
-        ("landscape/perturbation.json", {"one": CURVES}),
-        ("interpolate/interpolate.json", {"line": LINE}),
         ("reproduction.json", {**CELL, "algorithm": "FedAvg", "metric": "acc", "fraction": 0.01}),
     ):
         (one / name).parent.mkdir(exist_ok=True)
         (one / name).write_text(json.dumps(content))
+    for kind in ("landscape", "interpolate"):
+        (one / kind).mkdir()
+        figure = Figure(figsize=(1, 1))
+        figure.add_subplot().plot([1, 2])
+        figure.savefig(one / kind / f"{kind}.png")
     (two / "reproduction.json").write_text(json.dumps({**CELL, "algorithm": "FedSAM", "metric": "acc"}))
     return root
 
 
+def files(folder: Path) -> tuple[Runs, list[Column]]:
+    groups = compare([folder], target=0.6, last=1)
+    return [(group, read_group(group)) for group in groups], columns(groups)
+
+
+def test_each_spectrum_of_a_run_has_its_own_line(folder: Path) -> None:
+    one = folder / "FedAvg" / "version_0"
+    settings = [{"operator": "hessian"}, {"operator": "fisher"}, {"operator": "fisher", "parameters": "head.*"}]
+    found = [
+        measurement(f"{k}", 4.0, settings=setting, details={"eigenvalues": [k]}) for k, setting in enumerate(settings)
+    ]
+    test = measurement("3", 4.0, settings=settings[0], data="test set", details={"eigenvalues": [3]})
+    path = one / "flatness" / "flatness.json"
+    path.write_text(json.dumps({"round": 6, "measurements": found}))
+    runs = [run for _, of in files(folder)[0] for run in of]
+    assert list(spectra(runs).values()) == [[0], [1], [2]]
+    assert [label.removeprefix("FedAvg, seed 0") for label in spectra(runs)] == ["", ", fisher", ", fisher, head.*"]
+    path.write_text(json.dumps({"round": 6, "measurements": [*found, test]}))
+    runs = [run for _, of in files(folder)[0] for run in of]
+    assert [label.rpartition(", ")[2] for label in spectra(runs)] == [*["training data"] * 3, "test set"]
+
+
 @pytest.fixture
 def page(folder: Path, tmp_path: Path) -> Path:
-    groups = compare([folder], target=0.6, last=1)
-    shown = columns(groups)
-    write(groups, shown, tmp_path / "out")
-    write_curves({group.name: group.metrics for group in groups}, tmp_path / "out")
-    write_report(groups, shown, tmp_path / "out" / "report.html", "eval mode")
-    return tmp_path / "out" / "report.html"
+    (tmp_path / "out").mkdir()
+    out = tmp_path / "out" / "report.html"
+    cli("report", str(folder), "--target=0.6", "--last=1", f"--out={out.parent}")
+    return out
 
 
 def test_valid_and_without_an_outside_address(page: Path) -> None:
     text = page.read_text()
     found = Page(text)
     assert len(found.ids) == len(set(found.ids)) and "spectra" in found.ids
-    links = [value for name, value in found.attributes if name in ("src", "href", "srcset", "data", "action")]
-    assert links and all(value and value[0] == "#" and value[1:] in found.ids for value in links)
-    script = text.index("<script>")
-    assert (
-        "http" not in text[:script].replace("http-equiv", "") and "@import" not in text and "url(" not in text[:script]
-    )
-    assert "default-src 'none'" in text[:script]  # the browser itself refuses all addresses
-    assert text.count("plotly.js v") == 1
-    assert text.isprintable() is False and len(text) < 6e6
+    links = [value for name, value in found.attributes if name in ("href", "srcset", "action", "xlink:href")]
+    links += re.findall(r"url\((.*?)\)", text)
+    inside = [link for link in links if link and not link.startswith("data:image/png;base64,")]
+    assert inside and {link[:1] for link in inside} == {"#"}
+    assert {link[1:] for link in inside} <= {*found.ids}
+    assert all(str(value).startswith("data:image/png;base64,") for name, value in found.attributes if name == "src")
+    assert "http" not in text.replace("http-equiv", "") and "@import" not in text
+    assert "default-src 'none'" in text  # the browser itself refuses all addresses
+    assert len(text) < 1.5e6
 
 
 def test_numbers_are_those_of_the_tables(page: Path, folder: Path) -> None:
     found = Page(page.read_text())
-    figures = json.loads(found.texts["figures"])
+    runs, shown = files(folder)
     with (page.parent / "curves.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
+        rows = {
+            (row["run"], row["metric"], *(float(row[key]) for key in ("round", "mean"))) for row in csv.DictReader(file)
+        }
     points = {
-        (trace["name"], x, y, sd)
-        for name, figure in figures.items()
-        if name.startswith("curves: ")
-        for trace in figure["data"]
-        if "name" in trace
-        for x, y, sd in zip(trace["x"], trace["y"], trace["customdata"], strict=True)
+        (line.get_label(), name.replace("_", "/", 1 + name.startswith("server")), *point)
+        for _, name, figure in draw(runs, shown)["curves"]
+        for line in figure.axes[0].lines
+        for point in line.get_xydata().tolist()
     }
-    assert points == {(row["run"], *(float(row[key]) for key in ("round", "mean", "sd"))) for row in rows} and points
-    groups = compare([folder], target=0.6, last=1)
-    for group in groups:
-        written = {c.head: cell(group, c) for c in columns(groups)}
+    names = {name for _, name, _, _ in rows}
+    assert {
+        (run, next(n for n in names if n.replace("/", "_") == name.replace("/", "_")), *p) for run, name, *p in points
+    } == rows
+    assert rows
+    for group, _ in runs:
+        written = {column.head: cell(group, column) for column in shown}
         tables = [
             dict(zip(found.cells[i], row, strict=True))
             for i in (0, 3)
@@ -162,18 +188,16 @@ def test_numbers_are_those_of_the_tables(page: Path, folder: Path) -> None:
         assert {k: v for table in tables for k, v in table.items() if k not in ("run", "seeds")} == written
 
 
-def test_everything_a_run_folder_holds(page: Path) -> None:
+def test_everything_a_run_folder_holds(page: Path, folder: Path) -> None:
     text = page.read_text()
     found = Page(text)
-    titles = [value for name, value in found.attributes if name == "data-figure"]
-    assert sorted(titles) == sorted(json.loads(found.texts["figures"]))
-    assert sum(str(title).startswith("landscapes: ") for title in titles) == 2 + 2 + 1
-    served = {str(t): json.loads(found.texts["figures"])[t]["data"] for t in titles if str(t).startswith("served: ")}
-    assert [data[0]["y"][0] for data in served.values()] == [0.0, 0.0, 0.9] and "served" in found.ids
-    assert [trace["legendgroup"] for trace in served["served: Test accuracy by number of samples"]] == ["FedAvg"] * 2
-    assert [str(t).split(": ")[0] for t in titles if "artition" in str(t) or "spectr" in str(t)] == ["spectra"] * 2 + [
-        "partitions"
-    ]
+    named = [value for name, value in found.attributes if name in ("aria-label", "alt")]
+    drawn = [title for title, *_ in chain.from_iterable(draw(*files(folder)).values())]
+    pictures = [f"FedAvg, seed 0 · {kind}/{kind}.png" for kind in ("interpolate", "landscape")]
+    assert {*drawn, *pictures} <= {*named} and {"Global model", "Local models", "test accuracy"} <= {*drawn}
+    assert text.count("<figure>") == len(drawn) + len(pictures)
+    assert {"per-client", "tradeoff", "spectra", "landscapes", "partitions"} <= {*found.ids}
+    assert sum("clients: FedAvg, seed 0" in title for title in drawn) == 1
     rows = {tuple(row[:3]): row for row in found.cells}
     paper = rows["FedAvg", "fedgloss", "3"]
     assert paper[5:8] == ["acc", "1 %", "62.50 ± 17.68"] and float(paper[9]) == pytest.approx(
@@ -189,10 +213,9 @@ def test_everything_a_run_folder_holds(page: Path) -> None:
 def test_a_broken_file_is_named(name: str, folder: Path, tmp_path: Path) -> None:
     broken = folder / "FedAvg" / "version_0" / name
     broken.write_text("{nothing\n")
-    groups = compare([folder])
-    with pytest.raises(UserError, match=rf"^{broken}: not readable [^\n]*; restore or remove it$"):
-        write_report(groups, columns(groups), tmp_path / "out.html", "")
-    assert not (tmp_path / "out.html").exists()
+    with pytest.raises(SystemExit, match=rf"^error: {broken}: not readable [^\n]*; restore or remove it$"):
+        cli("report", str(folder), f"--out={tmp_path / 'out'}")
+    assert not (tmp_path / "out").exists()
 
 
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -205,7 +228,9 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert {"compare.csv", "compare.tex", "curves.csv", "partition_0.pdf", "server_test_acc.png"} <= names
     assert {"tradeoff_lambda_max.pdf", "flatness_lambda_max.pdf", "clients.pdf"} <= names
     found = Page((tmp_path / "mine.html").read_text())
-    assert any("FedAvg-Digits" in row for row in found.cells) and {"provenance", "served", "clients"} <= {*found.ids}
+    assert any("FedAvg-Digits" in row for row in found.cells) and {"provenance", "per-client", "clients"} <= {
+        *found.ids
+    }
     (tmp_path / "empty").mkdir()
     with pytest.raises(SystemExit, match=r"^error: runs = .*empty: no run there[^\n]*$"):
         cli("report", str(tmp_path / "empty"), f"--out={tmp_path / 'none'}")
@@ -218,11 +243,15 @@ FRAME = """<body style="margin:0">
 <script>
 const check = () => {{
   const view = document.getElementById("frame").contentWindow, root = view.document.documentElement;
-  const plots = [...view.document.querySelectorAll(".plot")];
-  const drawn = plots.map((plot) => plot.querySelectorAll(".main-svg").length > 0);
-  console.log("CHECKED " + JSON.stringify([root.clientWidth, root.scrollWidth, drawn]));
+  const drawings = [...view.document.querySelectorAll("figure > svg, figure > img")];
+  const wide = drawings.map((one) => one.getBoundingClientRect()).map((box) => box.width > 100 && box.height > 50);
+  const lines = [...view.document.querySelectorAll("svg .run-0")], chip = view.document.querySelector(".chips button");
+  const visible = () => lines.filter((line) => line.getBoundingClientRect().width > 0).length;
+  const seen = [visible()];
+  for (let i = 0; i < 2; i++) {{ chip.click(); seen.push(visible()); }}
+  console.log("CHECKED " + JSON.stringify([root.clientWidth, root.scrollWidth, wide, lines.length, seen]));
 }};
-setTimeout(check, 6000);
+setTimeout(check, 3000);
 </script></body>"""
 
 
@@ -230,7 +259,7 @@ setTimeout(check, 6000);
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium")
 @pytest.mark.parametrize("width", [420, 1300])
 def test_in_a_browser(width: int, page: Path, tmp_path: Path) -> None:
-    """All figures are drawn, the console is free of errors, and nothing but tables is wider than the window."""
+    """All figures are seen, the console is free of errors, and nothing but tables is wider than the window."""
     frame, picture = tmp_path / "frame.html", tmp_path / "page.png"
     frame.write_text(FRAME.format(width=width, page=html.escape(page.read_text())))
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--enable-logging=stderr"]
@@ -239,7 +268,8 @@ def test_in_a_browser(width: int, page: Path, tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
     console = re.findall(r"CONSOLE[:(]\d+\)?\] \"(.*)\", source", done.stderr)
     assert len(console) == 1 and console[0].startswith("CHECKED "), done.stderr
-    inner, content, drawn = json.loads(console[0].removeprefix("CHECKED ").replace('\\"', '"'))
+    inner, content, wide, lines, seen = json.loads(console[0].removeprefix("CHECKED ").replace('\\"', '"'))
     assert inner == content == width
-    assert all(drawn) and len(drawn) == page.read_text().count('class="plot"')
+    assert all(wide) and len(wide) == page.read_text().count("<figure>")
+    assert lines and seen == [lines, 0, lines]  # the button of a run hides and shows its lines
     assert picture.read_bytes().startswith(b"\x89PNG")

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict
-from math import sqrt
 from pathlib import Path
 
 import pytest
 
 from fl_lightning import UserError
-from fl_lightning.commands.plan import due
-from fl_lightning.results.curves import plot_curves
+from fl_lightning.commands.shared.prediction import due
+from fl_lightning.results.compare import compare
+from fl_lightning.results.curves import plot_curves, write_curves
+from fl_lightning.results.headline import headline, last_rounds
+from fl_lightning.results.metrics import read_metrics
+from fl_lightning.results.names import Mode
 from fl_lightning.results.summary import summarise
-from tests.results.folders import write
+from fl_lightning.results.table import Markup, cell, columns, latex, row
+from fl_lightning.trainer.loggers import CSVLogger
+from tests.results.folders import configured, write
 from tests.runs import metrics, run
 
 
@@ -22,12 +28,11 @@ def test_summary_by_hand(tmp_path: Path) -> None:
     found = summarise(folder, last=3, target=0.6)
     assert (found.metric, found.rounds, found.last, found.evaluations) == ("server/test/acc", 6, 3, 3)
     assert found.mean == pytest.approx(0.7)
-    assert found.std == pytest.approx(0.1) and found.std_population == pytest.approx(sqrt(0.02 / 3))
+    assert found.std == pytest.approx(0.1)
     assert (found.best, found.best_round, found.final) == (0.8, 4, 0.7)
     assert (found.minutes, found.bits, found.transmissions) == (3.0, 12000, 12)
     assert (found.target_round, found.target_minutes) == (4, 2.0)  # round 3 was not evaluated, 5 fell below again
     assert (found.target_bits, found.target_transmissions) == (8000, 8)
-    assert summarise(folder / "metrics.csv", last=3, target=0.6) == found
 
 
 def test_targets_and_windows(tmp_path: Path) -> None:
@@ -36,9 +41,9 @@ def test_targets_and_windows(tmp_path: Path) -> None:
     never = summarise(folder, target=0.81)
     assert (never.target_round, never.target_minutes, never.target_bits) == (None, None, None)
     assert summarise(folder).target_round is None
-    whole, single = summarise(folder), summarise(folder, last=2)
+    whole, single = summarise(folder, last=100), summarise(folder, last=2)
     assert (whole.last, whole.evaluations, whole.best_round) == (6, 3, 4)
-    assert (single.evaluations, single.mean, single.std, single.std_population) == (1, 0.8, None, 0)
+    assert (single.evaluations, single.mean, single.std) == (1, 0.8, None)
 
 
 def test_metric_of_the_data(tmp_path: Path) -> None:
@@ -61,18 +66,18 @@ def test_what_cannot_be_summarised(tmp_path: Path) -> None:
 
 
 def test_summary_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The file, and the line on the terminal; the last rounds are all evaluated."""
+    """The file, and the line on the terminal; the last ``eval_last`` rounds count."""
     args = "--trainer.max_rounds=7 --trainer.eval_every=3 --trainer.eval_last=2 --trainer.enable_progress_bar=true"
-    options = "--trainer.callbacks+=Results --trainer.callbacks.last=4 --trainer.callbacks.target=0.01"
+    options = "--trainer.callbacks+=Results --trainer.callbacks.target=0.01"
     folder = run("fit", *args.split(), *options.split(), root=tmp_path)
     logged = metrics(folder)["server/test/acc"]
     assert [at for at, _ in logged] == [3, 6, 7]
     found = json.loads((folder / "summary.json").read_text())
-    assert found == asdict(summarise(folder, last=4, target=0.01))
+    assert found == asdict(summarise(folder, target=0.01))
     assert found["mean"] == pytest.approx((logged[1][1] + logged[2][1]) / 2)
     assert (found["target_round"], found["target_transmissions"]) == (3, 6)
     out = capsys.readouterr().out
-    assert f"last 4 rounds: mean test acc {found['mean']:.4f}" in out and "of 2 evaluations" in out
+    assert f"last 2 rounds: mean test accuracy {found['mean']:.4f}" in out and "of 2 evaluations" in out
 
 
 def test_curves_of_long_runs_are_means(tmp_path: Path) -> None:
@@ -83,10 +88,65 @@ def test_curves_of_long_runs_are_means(tmp_path: Path) -> None:
     assert [float(d[-1]) for d in mean_line.get_data()] == pytest.approx([999, 0.4])
 
 
-@pytest.mark.parametrize(("evaluated", "last"), [(3, 3), (1, 5)])
-def test_last_rounds_are_those_all_evaluated(evaluated: int, last: int, tmp_path: Path) -> None:
-    folder = run("fit", "--trainer.max_rounds=5", f"--trainer.eval_last={evaluated}", root=tmp_path)
-    assert json.loads((folder / "summary.json").read_text())["last"] == last  # at most the rounds that there are
+@pytest.mark.parametrize(
+    ("rounds", "eval_last", "last"),
+    [
+        (10_000, 100, 100), (20_000, 100, 100), (1300, 100, 100), (500, 50, 50), (1000, 50, 50),  # the papers' runs
+        (1000, 10, 10), (10_000, 1, 100), (800, 1, 80), (30, 1, 3), (5, 1, 1), (1, 1, 1),
+        (20, 10, 10), (19, 10, 2), (150, 100, 15),  # never most of a run
+    ],
+)  # fmt: skip
+def test_rounds_of_the_headline(rounds: int, eval_last: int, last: int) -> None:
+    assert last_rounds(rounds, eval_last) == last
+    assert last_rounds(rounds, last) == last  # summary.json of a run from Python stands for its setting
+
+
+def test_one_headline_for_a_run(tmp_path: Path) -> None:
+    """The window of the config, without one of the summary, else of the run's length; at a round; of flatness."""
+    folder = write(tmp_path / "run", {t: t / 100 for t in range(1, 21)}, rounds=20, lambdas={10: 9.0, 20: 1.0})
+    acc, lam = "server/test/acc", "flatness/lambda_max"
+    assert headline(folder, acc) == pytest.approx(0.195) and headline(folder, lam) == 1.0
+    (folder / "summary.json").write_text('{"last": 4}')
+    assert headline(folder, acc) == pytest.approx(0.185) == summarise(folder).mean
+    (folder / "config.yaml").write_text("trainer: {eval_last: 10}")
+    assert headline(folder, acc) == pytest.approx(0.155) == summarise(folder).mean
+    assert headline(folder, acc, last=20) == pytest.approx(0.105) and headline(folder, lam, last=20) == 5.0
+    assert headline(folder, acc, at=7) == 0.07 and headline(folder, acc, at=99) == 0.2
+    assert headline(folder, "server/val/acc") is None and headline(tmp_path, acc) is None
+    sparse = write(tmp_path / "sparse", {4: 0.25}, rounds=20)  # its last evaluation lies before the window
+    assert headline(sparse, acc) == 0.25 == summarise(sparse).mean
+    assert summarise(folder).flatness == {"lambda_max": 1.0}
+
+
+@pytest.mark.parametrize("worst", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("mode", ["max", "min"])
+def test_what_is_not_finite_neither_raises_nor_wins(worst: float, mode: Mode, tmp_path: Path) -> None:
+    broken = configured(tmp_path / "broken", {2: worst, 4: 0.5, 6: worst}, lr=0.1, lambdas={6: worst})
+    seed = configured(tmp_path / "seed", {2: 0.1, 4: 0.5, 6: 0.7}, lr=0.1, seed=1, lambdas={6: 2.0})
+    good = configured(tmp_path / "good", {2: 0.2, 4: 0.4, 6: 0.6}, lr=0.2, lambdas={6: 3.0})
+    found = summarise(broken, last=6, target=0.5, mode=mode)
+    assert math.isnan(found.mean) and found.std is not None and math.isnan(found.std)
+    assert (found.best, found.best_round, found.target_round) == (0.5, 4, 4)
+    groups = compare([broken, seed, good], mode=mode)
+    mean, *_ = shown = columns(groups)
+    assert [cell(group, mean, groups, Markup(best="<{}>")) for group in groups] == ["0.7000 (1 of 2)", "<0.6000>"]
+    (lambda_max,) = [column for column in shown if column.key == "lambda_max"]
+    assert [cell(group, lambda_max, groups, Markup(best="<{}>")) for group in groups] == ["2 (1 of 2)", "<3>"]
+    assert cell(compare([broken])[0], mean) == "nan"
+    assert "nan" not in latex(groups, shown) and row(groups[0], shown)["finite"] == 1
+    (tmp_path / "out").mkdir()
+    write_curves({group.name: group.metrics for group in groups}, tmp_path / "out")
+    with pytest.raises(UserError, match=r"^reference = .*broken: its server/test/acc is not finite; give a target$"):
+        compare([broken], reference=broken)
+
+
+@pytest.mark.parametrize("cut", ["2,0.5,0.2e", "2,0.5,-", "2,", "2", "2,0.5,0.12"])
+def test_a_row_that_a_crash_has_cut_short_is_left_out(cut: str, tmp_path: Path) -> None:
+    """By every reader; the last number of 2,0.5,0.12 may have been 0.1234."""
+    (tmp_path / "metrics.csv").write_text(f"round,a,server/test/acc\n1,0.5,0.1\n{cut}")
+    assert read_metrics(tmp_path / "metrics.csv") == {"a": [(1, 0.5)], "server/test/acc": [(1, 0.1)]}
+    assert summarise(tmp_path).rounds == 1
+    CSVLogger().check(tmp_path, {"columns": ["round", "a", "server/test/acc"]}, 1)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import yaml
 
 from fl_lightning.core import UserError
-from fl_lightning.sweeps.file import Metric, Sweep
+from fl_lightning.sweeps.file import Objective, Sweep
 from fl_lightning.sweeps.hyperband import Hyperband
 from fl_lightning.sweeps.parameters import Parameter, flatten
 from fl_lightning.sweeps.search import Bayes, draws, grid
@@ -75,6 +76,33 @@ def test_bayes_finds_a_minimum_and_answers_the_same_again() -> None:
     assert run() == first
 
 
+def test_what_is_not_finite_is_a_failure_for_bayes() -> None:
+    pytest.importorskip("optuna")
+    search = Bayes([Parameter.of("x", {"min": 0.0, "max": 1.0})], 8, 0)
+    first = search.propose(3)
+    for settings, value in zip(first, (math.nan, math.inf, None), strict=True):
+        search.observe(settings, value)
+    assert len(search.propose(10)) == 5
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "expected"),
+    [
+        ("server/test/acc", [0.1, math.nan, 0.3], 0.3),
+        ("server/test/acc", [0.1, 0.3, math.inf], math.inf),
+        ("server/test/acc.max", [math.nan, 0.3, 0.2, math.inf], 0.3),
+        ("server/test/acc.min", [-math.inf, 0.3, 0.2], 0.2),
+        ("server/test/acc_headline", [k / 20 for k in range(20)], (0.9 + 0.95) / 2),
+        ("server/val/acc", [0.1], None),
+    ],
+)
+def test_the_value_of_a_trial(name: str, values: list[float], expected: float | None, tmp_path: Path) -> None:
+    rows = [f"{t},{value}\n" for t, value in enumerate(values, 1)]
+    (tmp_path / "metrics.csv").write_text("".join(["round,server/test/acc\n", *rows]))
+    assert Objective(name).value(tmp_path) == (expected if expected is None else pytest.approx(expected))
+    assert Objective(name).value(None) is None and Objective(name).value(tmp_path / "nowhere") is None
+
+
 def test_nested_parameters_get_dotted_keys() -> None:
     nested = {"model": {"parameters": {"ascent": {"parameters": {"rho": {"value": 0.1}}}}}, "data.seed": {"value": 1}}
     assert flatten(nested) == {"model.ascent.rho": {"value": 0.1}, "data.seed": {"value": 1}}
@@ -96,7 +124,7 @@ def test_a_file_as_wandb_takes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     found = sweep(tmp_path, command=command, program="cli.py", project="p", run_cap=3, name="n",
                   metric={"name": "server/test/acc.max", "goal": "maximize"})  # fmt: skip
     assert (found.name, found.command, found.args, found.run_cap) == ("n", "centralized", ("--data.data_dir=/data",), 3)
-    assert found.metric == Metric("server/test/acc.max", True) and found.metric.column == "server/test/acc"
+    assert found.objective == Objective("server/test/acc.max", True) and found.objective.column == "server/test/acc"
     assert sweep(tmp_path).name == "mine"
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from fl_lightning.algorithms.parts.averaging import SWA
-from fl_lightning.commands.cli import FederatedCLI
+from fl_lightning.commands.shared.cli import FederatedCLI
 from fl_lightning.core.errors import UserError
 from fl_lightning.sweeps.fraction import COUNTS, FACTORS, scaled, value
 

@@ -107,13 +107,13 @@ def runs(tmp_path: Path) -> tuple[Task, list[Outcome]]:
         rows = [f"{t},{0.01 * seed * t},{'' if t < 20 else 3 * seed}" for t in range(1, 21)]
         head = "round,server/test/acc,flatness/lambda_max"
         (folder / "metrics.csv").write_text("\n".join([head, *rows]) + "\n")
+        (folder / "config.yaml").write_text("trainer: {max_rounds: 20, eval_last: 10}\n")
         outcomes.append(Outcome(Trial(folder.name, ()), folder, None))
     return task, [*outcomes, Outcome(Trial("seed_3", ()), None, "training diverged")]
 
 
 def lines(task: Task, outcomes: list[Outcome]) -> list[Line]:
-    config = {"trainer": {"max_rounds": 20, "eval_last": 10}}
-    return [line(cell, outcomes, config, 0.002) for cell in task.cells]
+    return [line(cell, outcomes, 0.002) for cell in task.cells]
 
 
 def test_numbers_of_the_runs(runs: tuple[Task, list[Outcome]]) -> None:

@@ -26,8 +26,8 @@ from fl_lightning import (
     UserError,
 )
 from fl_lightning.core import ClientContext, FlatSpec, RoundContext, State, Uploads
-from fl_lightning.trainer import aggregation
-from fl_lightning.trainer.aggregation import Received
+from fl_lightning.trainer.aggregation import base as aggregation
+from fl_lightning.trainer.aggregation.base import Received
 from tests.conftest import Golden
 from tests.runs import DIGITS, assert_same, ended, group, newest, state
 

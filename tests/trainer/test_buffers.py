@@ -33,7 +33,7 @@ from fl_lightning import (
     UserError,
 )
 from fl_lightning.commands import landscape
-from fl_lightning.flatness import lambda_max, sharpness
+from fl_lightning.flatness import hessian, lambda_max, sharpness
 from fl_lightning.trainer import parallel_runs
 from fl_lightning.trainer.measurements import Discrepancy, LambdaMax
 from fl_lightning.trainer.run import Run
@@ -274,12 +274,14 @@ def test_flatness_monitor_measures_with_the_right_statistics(golden: Golden, pol
     put(net, statistics(net) if policy == "reset" else record.server[-1].buffers)
     rise = sharpness(net, loss, lambda: data.eval_batches("train", torch.float64), 0.1, at=record.server[-1].w)
     assert fit.metrics["flatness/sharpness_global"] == pytest.approx(rise, rel=1e-9)
-    top = lambda_max(net, loss, lambda: data.eval_batches("train", torch.float64), at=record.server[-1].w, tol=1e-8)
+    top = lambda_max(
+        hessian(net, loss, lambda: data.eval_batches("train", torch.float64), at=record.server[-1].w), tol=1e-8
+    )
     assert fit.metrics["flatness/lambda_max"] == pytest.approx(top.value, rel=1e-5)
     local, total = 0.0, 0
     for k, result in record.local[0].items():
         put(net, result.buffers)
-        rise = sharpness(net, loss, lambda k=k: data.client_eval_batches(k, torch.float64), 0.1, at=result.w)
+        rise = sharpness(net, loss, lambda k=k: data.eval_batches(data.clients[k], torch.float64), 0.1, at=result.w)
         local, total = local + result.ctx.n_k * rise, total + result.ctx.n_k
     assert fit.metrics["flatness/sharpness_local"] == pytest.approx(local / total, rel=1e-9)
 

@@ -34,7 +34,7 @@ from fl_lightning import (
 )
 from fl_lightning.commands.main import main
 from fl_lightning.results.metrics import read_metrics
-from fl_lightning.trainer.quiet import LOGGERS
+from fl_lightning.trainer.runtime.console import LOGGERS
 from tests.conftest import Golden
 from tests.runs import run
 
@@ -144,6 +144,7 @@ def test_stildeam_against_its_definition(golden: Golden, tmp_path: Path) -> None
     torch.testing.assert_close(ours.flat.vector(ours.net), w, rtol=0, atol=1e-6)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", ["FedAvg", "FedSAM", "FedASAM", "STildeAM"])
 def test_command_line_of_centralized(tmp_path: Path, name: str, capsys: Any) -> None:
     """Same data, names of metrics, callbacks; SWA's average is what is evaluated."""

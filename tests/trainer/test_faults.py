@@ -39,8 +39,8 @@ from fl_lightning import (
 )
 from fl_lightning.core import ClientContext, DivergenceError, State
 from fl_lightning.trainer import parallel_runs
+from fl_lightning.trainer.participation.samplers import CohortSampler
 from fl_lightning.trainer.run import Run
-from fl_lightning.trainer.samplers import CohortSampler
 from tests.conftest import Golden
 from tests.integration.test_identities import DUALS
 from tests.runs import DIGITS, assert_same, ended, forked, group, kill, last, metrics, newest, run, state
@@ -82,6 +82,7 @@ class Survivors(CohortSampler):
         return [*self.faults.attendance(drawn, [3] * len(drawn), t, 0, seed).steps]
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", algorithms.__all__)
 def test_dropout_is_a_cohort_of_those_that_answer(golden: Golden, name: str) -> None:
     """To the bit: S of every divisor is the number of uploads that arrive."""
@@ -99,6 +100,7 @@ def test_dropout_is_a_cohort_of_those_that_answer(golden: Golden, name: str) -> 
         assert_same(row, two_.clients.rows()[k])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("algorithm", "slot"), DUALS)
 def test_server_slot_stays_the_mean_of_all_clients(golden: Golden, algorithm: Any, slot: str) -> None:
     """Under dropout before and after training, lateness and refusal at once."""
@@ -110,7 +112,7 @@ def test_server_slot_stays_the_mean_of_all_clients(golden: Golden, algorithm: An
         mean = sum((c[slot] for c in clients.values()), torch.zeros_like(server.w)) / 4
         torch.testing.assert_close(server[slot], mean, rtol=0, atol=1e-12)
     assert float(fit.server[slot].norm()) > 1e-3
-    assert all(fit.incidents[kind] for kind in ("dropped", "late", "refused"))
+    assert all(fit.state.failures[kind] for kind in ("dropped", "late", "refused"))
 
 
 def test_two_phases(golden: Golden) -> None:
@@ -131,7 +133,7 @@ def test_two_phases(golden: Golden) -> None:
         assert second <= first
         lost += len(first - second)
     assert lost > 0
-    assert sum(fit.incidents["dropped"].values()) == 24 - sum(len(second) for _, second in seen.values())
+    assert sum(fit.state.failures["dropped"].values()) == 24 - sum(len(second) for _, second in seen.values())
 
 
 def test_stragglers_take_the_steps_until_the_deadline(golden: Golden) -> None:
@@ -147,7 +149,7 @@ def test_stragglers_take_the_steps_until_the_deadline(golden: Golden) -> None:
             assert {k: r.ctx.K for k, r in results.items()} == counts
             assert all(r.ctx.k_lr == pytest.approx(0.1 * counts[k]) for k, r in results.items())
             assert all(float(r.upload["tau"]) == counts[k] for k, r in results.items())
-        assert fit.incidents == {"late": {k: 2 for k, K in done.items() if K < 3}}
+        assert fit.state.failures == {"late": {k: 2 for k, K in done.items() if K < 3}}
         assert fit.metrics["client/late"] == sum(K < 3 for K in done.values())
     some, K = next((k, K) for k, K in done.items() if 0 < K < 3)
     _, full = golden.run(FedAvg(golden.net(), optimizer=WD), local_steps=K, max_rounds=1, **EVERYBODY)
@@ -179,7 +181,7 @@ def test_a_trace_of_availability(golden: Golden, tmp_path: Path) -> None:
     faults = Faults(available=str(tmp_path / "up.json"))
     fit, record = golden.run(FedAvg(golden.net()), faults=faults, **EVERYBODY)
     assert [[*r] for r in record.local] == [[0, 1], [], [2], [0, 1], [], [2]]
-    assert fit.incidents == {"dropped": {0: 4, 1: 4, 2: 4, 3: 6}}
+    assert fit.state.failures == {"dropped": {0: 4, 1: 4, 2: 4, 3: 6}}
     assert fit.metrics["comm/total_bits"] == 6 * 2 * fit.objective.flat.d * 64
 
 
@@ -233,7 +235,7 @@ def test_engines(engine: str, golden: Golden) -> None:
     assert [] in [[*r] for r in record.local]
     for name, value in one.server.items():
         torch.testing.assert_close(other.server[name], value, rtol=0, atol=1e-10)
-    assert other.incidents == one.incidents
+    assert other.state.failures == one.state.failures
 
 
 # What arrives
@@ -387,7 +389,7 @@ def test_parallel_runs(tmp_path: Path) -> None:
     for a, b in zip(together, alone, strict=True):
         b.fit(objective(), data())
         torch.testing.assert_close(a.run.server.w, b.run.server.w, rtol=0, atol=1e-10)
-        assert a.run.incidents == b.run.incidents != {}
+        assert a.run.state.failures == b.run.state.failures != {}
 
 
 @pytest.mark.slow
@@ -440,7 +442,7 @@ def test_every_algorithm_ends(name: str, tmp_path: Path) -> None:
     done = fit.fit(getattr(algorithms, name)(DigitsMLP(hidden=8)), Digits(num_clients=40, batch_size=8))
     assert done.rounds_done == 6 and done.server.finite()
     assert all(row.finite() for row in done.clients.rows().values())
-    assert {"dropped", "late"} <= done.incidents.keys()
+    assert {"dropped", "late"} <= done.state.failures.keys()
 
 
 # What is refused

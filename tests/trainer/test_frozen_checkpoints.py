@@ -12,7 +12,8 @@ from torch import nn
 
 from fl_lightning import Digits, DigitsMLP, FedAvg, FedDyn, FederatedTrainer, Frozen, UserError, load_net
 from fl_lightning.core.frozen import FILE, constants, digest
-from fl_lightning.trainer import checkpoint, parallel_runs
+from fl_lightning.trainer import parallel_runs
+from fl_lightning.trainer.storage import checkpoint
 from tests.runs import DIGITS, assert_same, cli, ended, group, last, metrics, newest, run, state
 
 FROZEN = ["--model.net=Frozen", "--model.net.net=DigitsMLP", "--model.net.net.hidden=8", "--model.net.trained=[3]"]

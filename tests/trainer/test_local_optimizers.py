@@ -2,42 +2,54 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
+import fl_lightning
 from fl_lightning import (
     SAM,
     SGD,
+    AdamW,
+    Arrays,
     Digits,
     DigitsMLP,
     FedAvg,
     FederatedTrainer,
     FedProx,
+    Lion,
     LocalObjective,
+    Muon,
     ReplaySampler,
     TorchOptimizer,
     UserError,
     algorithms,
 )
+from fl_lightning.algorithms.lightning_optimizer import CentralizedOptimizer
+from fl_lightning.algorithms.parts.muon import orthogonalized
 from fl_lightning.algorithms.parts.schedules import Cosine
-from fl_lightning.core import ClientContext, State, Uploads, generator
+from fl_lightning.core import ClientContext, FlatSpec, State, Uploads, generator
 from fl_lightning.trainer.run import Run
 from tests.conftest import Golden
 from tests.engine.test_engines import Small, assert_close, train
-from tests.runs import assert_same, cli, last, run, state
+from tests.runs import DIGITS, assert_same, cli, ended, group, last, newest, run, state
 
 ADAMW = [
     "--model.optimizer=TorchOptimizer", "--model.optimizer.name=AdamW", "--model.optimizer.lr=0.01",
     "--model.optimizer.options={weight_decay: 0.1}",
 ]  # fmt: skip
+ENGINES = ["sequential", "batched", "graphed"]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["FedAvg", "FedSAM", "FedDyn", "FedSWA"])
 def test_sgd_of_torch_is_sgd(name: str, tmp_path: Path) -> None:
     """With momentum, weight decay, clipping and schedules; FedSWA's learning rate falls from step to step."""
@@ -51,99 +63,245 @@ def test_sgd_of_torch_is_sgd(name: str, tmp_path: Path) -> None:
     assert_close(*runs)
 
 
-@pytest.mark.parametrize("kept", ["reset", "keep"])
-def test_fedavg_with_adamw_written_out(kept: Any, golden: Golden) -> None:
-    """SAM's gradient goes into AdamW; moments start from zero every round, or are the client's own."""
-    options = {"weight_decay": 0.1, "betas": (0.8, 0.95)}
-    optimizer = TorchOptimizer("AdamW", 0.01, options, kept)
-    fit, _ = golden.run(FedAvg(net=golden.net(), optimizer=optimizer, ascent=SAM(0.05)))
+def test_adamw_is_that_of_torch(tmp_path: Path) -> None:
+    """Whole rounds with clipping and schedules, on all engines."""
+    shared: dict[str, Any] = {"lr": 0.01, "clip": 1.0, "lr_decay": 0.9, "schedule": Cosine(0.1)}
+    options = {"weight_decay": 0.1, "betas": (0.8, 0.95), "eps": 1e-6}
+    theirs = train(
+        tmp_path, FedAvg(net=Small(), optimizer=TorchOptimizer("AdamW", options=options, **shared)), "sequential"
+    )
+    for engine in ENGINES:
+        optimizer = AdamW(beta1=0.8, beta2=0.95, eps=1e-6, weight_decay=0.1, **shared)
+        assert_close(train(tmp_path, FedAvg(net=Small(), optimizer=optimizer), engine), theirs)
 
-    net = golden.net().double()
-    w, moments = [p.detach().clone() for p in net.parameters()], dict[int, tuple[int, list[Tensor], list[Tensor]]]()
-    sizes = [len(y) for _, y in golden.arrays]
 
-    def gradient(at: list[Tensor], x: Tensor, y: Tensor) -> list[Tensor]:
-        named = dict(zip(dict(net.named_parameters()), [v.clone().requires_grad_() for v in at], strict=True))
-        loss = F.cross_entropy(torch.func.functional_call(net, named, (x,)), y)
-        return list(torch.autograd.grad(loss, list(named.values())))
+def test_bias_correction_in_float32() -> None:
+    """1 - 0.999^n loses four digits to cancellation; torch computes it in Python's floats."""
+    w, g, flat = torch.zeros(7), torch.full((7,), 0.3), FlatSpec(nn.Linear(6, 1))
+    memory, ctx = State({"first": w, "second": w, "count": w[:1]}), ClientContext(0, 1, 1, flat)
+    parameter = nn.Parameter(w.double())
+    theirs = torch.optim.AdamW([parameter], 0.1)
+    for _ in range(3):
+        w, memory = AdamW(0.1).step(w, g, memory, 0.1, ctx)
+        parameter.grad = g.double()
+        theirs.step()
+    torch.testing.assert_close(w.double(), parameter.detach(), rtol=1e-6, atol=0)
 
-    for cohort in golden.schedule:
+
+def lion(v: Tensor, g: Tensor, memory: dict[str, Tensor], flat: FlatSpec) -> Tensor:
+    """Algorithm 2 of Chen et al., NeurIPS 2023."""
+    old = memory.get("m", torch.zeros_like(v))
+    c = 0.9 * old + (1 - 0.9) * g
+    memory["m"] = 0.99 * old + (1 - 0.99) * g
+    return v - 0.01 * (c.sign() + 0.1 * v)
+
+
+def newton(u: Tensor) -> Tensor:
+    """The iteration of the authors' code, of one matrix."""
+    x = (u.T if len(u) > u.shape[1] else u) / (u.pow(2).sum().sqrt() + 1e-7)
+    for _ in range(5):
+        a = x @ x.T
+        x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
+    return x.T if len(u) > u.shape[1] else x
+
+
+def muon(v: Tensor, g: Tensor, memory: dict[str, Tensor], flat: FlatSpec) -> Tensor:
+    """Jordan et al.'s Muon, with AdamW for vectors, one parameter after another."""
+    n = memory["n"] = memory.get("n", torch.zeros((), dtype=torch.float64)) + 1
+    new = []
+    for name, p, d in zip(flat.names, flat.split(v).values(), flat.split(g).values(), strict=True):
+        m = memory.get(name, torch.zeros_like(p))
+        if p.ndim >= 2:
+            memory[name] = m = 0.95 * m + 0.05 * d
+            o = newton((0.05 * d + 0.95 * m).reshape(len(p), -1)).reshape(p.shape)
+            o = o * max(1, p.shape[-2] / p.shape[-1]) ** 0.5
+            new.append((1 - 0.02 * 0.01) * p - 0.02 * o)
+        else:
+            memory[name] = m = 0.9 * m + 0.1 * d
+            s = memory[f"{name}.s"] = 0.95 * memory.get(f"{name}.s", torch.zeros_like(p)) + 0.05 * d**2
+            a = (m / (1 - 0.9**n)) / ((s / (1 - 0.95**n)).sqrt() + 1e-10)
+            new.append((1 - 0.001 * 0.01) * p - 0.001 * a)
+    return torch.cat([p.reshape(-1) for p in new])
+
+
+WRITTEN: dict[str, tuple[Any, Any]] = {
+    "Lion": (lambda state: Lion(0.01, weight_decay=0.1, state=state), lion),
+    "Muon": (lambda state: Muon(state=state), muon),
+}
+
+
+class Convolutional(nn.Sequential):
+    """Matrices that are wide and tall, and a kernel that is not square."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(1)
+        super().__init__(
+            nn.Conv2d(1, 3, (3, 2)), nn.Tanh(), nn.Flatten(), nn.Linear(126, 4), nn.Tanh(), nn.Linear(4, 10)
+        )
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("state", ["reset", "keep"])
+@pytest.mark.parametrize("name", WRITTEN)
+def test_written_out(name: str, state: str, engine: str, golden: Golden, tmp_path: Path) -> None:
+    """SAM's gradient goes into the optimizer; its state starts afresh every round, or is the client's own."""
+    make, written = WRITTEN[name]
+    rng = np.random.default_rng(0)
+    arrays = [(rng.random((n, 1, 8, 8)), rng.integers(0, 10, n)) for n in (5, 9, 12)]
+    schedule, net = [[0, 1], [2, 1], [0, 2]], Convolutional().double()
+    objective = FedAvg(net=Convolutional(), optimizer=make(state), ascent=SAM(0.05))
+    trainer = FederatedTrainer(
+        max_rounds=3, precision="64-true", engine=engine, sampler=ReplaySampler(schedule), local_steps=3,
+        accelerator="cpu", threads=1, enable_progress_bar=False, default_root_dir=str(tmp_path),
+    )  # fmt: skip
+    fit = trainer.fit(objective, Arrays(client_arrays=arrays, test=arrays[0], batch_size=None))
+
+    flat, kept = FlatSpec(net), dict[int, dict[str, Tensor]]()
+
+    def gradient(at: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        at = at.clone().requires_grad_()
+        loss = F.cross_entropy(torch.func.functional_call(net, flat.split(at), (x,)), y)
+        return torch.autograd.grad(loss, at)[0]
+
+    w = flat.vector(net)
+    for cohort in schedule:
         local = []
         for k in cohort:
-            x, y = (torch.from_numpy(array) for array in golden.arrays[k])
-            v, x = [p.clone() for p in w], x.double()
-            zeros = 0, [torch.zeros_like(p) for p in v], [torch.zeros_like(p) for p in v]
-            step, first, second = moments.get(k, zeros) if kept == "keep" else zeros
+            x, y = (torch.from_numpy(array) for array in arrays[k])
+            v, memory = w, kept.setdefault(k, {}) if state == "keep" else {}
             for _ in range(3):
                 g = gradient(v, x, y)
-                length = torch.cat([each.flatten() for each in g]).norm()
-                g = gradient([p + 0.05 * each / length for p, each in zip(v, g, strict=True)], x, y)
-                step += 1
-                first = [0.8 * m + 0.2 * each for m, each in zip(first, g, strict=True)]
-                second = [0.95 * m + 0.05 * each**2 for m, each in zip(second, g, strict=True)]
-                v = [
-                    (1 - 0.01 * 0.1) * p - 0.01 * (m / (1 - 0.8**step)) / ((s / (1 - 0.95**step)).sqrt() + 1e-8)
-                    for p, m, s in zip(v, first, second, strict=True)
-                ]
-            moments[k] = step, first, second
-            local.append(v)
-        weights = torch.tensor([sizes[k] for k in cohort], dtype=torch.float64)
-        weights /= weights.sum()
-        w = [sum(a * p for a, p in zip(weights, each, strict=True)) for each in zip(*local, strict=True)]
-    torch.testing.assert_close(fit.server.w, torch.cat([p.flatten() for p in w]), rtol=1e-9, atol=1e-12)
+                v = written(v, gradient(v + 0.05 * g / g.norm(), x, y), memory, flat)
+            local.append(v * len(y))
+        w = torch.stack(local).sum(0) / sum(len(arrays[k][1]) for k in cohort)
+    torch.testing.assert_close(fit.server.w, w, rtol=1e-9, atol=1e-11)
+    names = {"Lion": {"Lion.momentum"}, "Muon": {"Muon.first", "Muon.second", "Muon.count"}}[name]
+    assert set(fit.clients.get(1, w, {})) == (names if state == "keep" else set())
 
 
-def test_kept_state_resumes_to_the_same_bits(tmp_path: Path) -> None:
-    """It is a row of the client, not sent, and not what a reset state gives."""
-    keep = [*ADAMW, "--model.optimizer.state=keep"]
-    whole = run("fit", *keep, "--trainer.max_rounds=5", "--trainer.client_memory=0", root=tmp_path / "whole")
-    half = run("fit", *keep, "--trainer.client_memory=0", root=tmp_path / "half")
-    cli("fit", "--ckpt_path", str(half / "checkpoints/last.ckpt"), "--trainer.max_rounds=5")
+def test_muon_is_that_of_torch() -> None:
+    """Which iterates in bfloat16."""
+    u = torch.randn(5, 12, generator=generator(0, "u"))
+    w, flat = torch.zeros(60), FlatSpec(nn.Linear(12, 5, bias=False))
+    memory, ctx = State({"first": w, "second": w, "count": w[:1]}), ClientContext(0, 1, 1, flat)
+    parameter = nn.Parameter(w.view(5, 12).clone())
+    theirs = torch.optim.Muon([parameter], 0.1, weight_decay=0.01)
+    for sign in (1, -0.5, 2):
+        w, memory = Muon(0.1).step(w, sign * u.flatten() + 0.1, memory, 0.1, ctx)
+        parameter.grad = sign * u + 0.1
+        theirs.step()
+    assert (w - parameter.detach().flatten()).norm() <= 0.02 * w.norm()
+
+
+def test_newton_schulz_by_hand() -> None:
+    u = torch.tensor([[3.0, 1], [0, 2], [1, 1], [-1, 0]], dtype=torch.float64)
+    found = orthogonalized(torch.stack([u, 2 * u]), 5)
+    expected = [[0.7001603485, 0.0545611060], [-0.2524597790, 0.8665015491]]
+    torch.testing.assert_close(found[0, :2], torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-9)
+    torch.testing.assert_close(found[0], found[1], rtol=1e-6, atol=0)
+    torch.testing.assert_close(orthogonalized(u.T, 5), found[0].T)
+    assert torch.equal(orthogonalized(0 * u, 5), 0 * u)
+
+
+OWN = '''
+import torch
+from fl_lightning import LocalOptimizer
+
+
+class Slowing(LocalOptimizer):
+    """Momentum whose steps get shorter."""
+
+    state = {"m": "zeros", "steps": 0.0}
+
+    def __init__(self, beta: float = 0.9, **kwargs):
+        super().__init__(**kwargs)
+        self.beta = beta
+
+    def step(self, w, direction, memory, lr, ctx):
+        m = self.beta * memory.m + self.clipped(direction)
+        return w - lr / (memory.steps + 1) * torch.tanh(m), memory.replace(m=m, steps=memory.steps + 1)
+'''
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A user's folder with an optimizer in a file."""
+    (tmp_path / "mine.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path
+    sys.modules.pop("mine", None)
+
+
+@pytest.mark.parametrize("kept", ["reset", "keep"])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_optimizer_of_ones_own_resumes_to_the_same_bits(engine: str, kept: str, folder: Path) -> None:
+    """By its dotted path, with rows on disk; on all engines it gives the same."""
+    args = ["--model.optimizer=mine.Slowing", "--model.optimizer.lr=0.05", f"--model.optimizer.state={kept}"]
+    args += [f"--trainer.engine={engine}", "--trainer.client_memory=0"]
+    whole = run("fit", *args, "--trainer.max_rounds=4", root=folder / "whole")
+    half = run("fit", *args, root=folder / "half")
+    cli("fit", "--ckpt_path", str(half / "checkpoints/last.ckpt"), "--trainer.max_rounds=4")
     assert_same(state(half), state(whole))
-    reset = run("fit", *ADAMW, "--trainer.max_rounds=5", root=tmp_path / "reset")
-    saved, other = last(whole), last(reset)
-    assert not torch.equal(saved["server"]["w"], other["server"]["w"])
-    assert saved["total_floats"] == other["total_floats"]
-    assert saved["clients"]["file"]["row_bytes"] >= 4 * (1 + 2 * 610 + 4) and not other["clients"]["rows"]
-    with pytest.raises(SystemExit, match="client state"):
-        cli("fit", "--ckpt_path", str(half / "checkpoints/last.ckpt"), "--model.optimizer.state=reset")
-    with pytest.raises(SystemExit, match=r"client state\) = \['state of AdamW'\], this run has \['state of Adamax'\]"):
-        cli("fit", "--ckpt_path", str(half / "checkpoints/last.ckpt"), "--model.optimizer.name=Adamax")
+    assert (last(whole)["clients"]["file"]["row_bytes"] >= 4 * (610 + 1)) == (kept == "keep")
+    if engine != "sequential":
+        one = run("fit", *args, "--trainer.engine=sequential", "--trainer.max_rounds=4", root=folder / "one")
+        torch.testing.assert_close(state(whole)["server.w"], state(one)["server.w"], rtol=1e-4, atol=1e-5)
 
 
-OTHERS = ["Adadelta", "Adafactor", "Adagrad", "Adam", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"]
+def test_kept_state_in_two_processes(folder: Path) -> None:
+    args = ["--model.optimizer=mine.Slowing", "--model.optimizer.state=keep", "--trainer.max_rounds=3"]
+    one = run("fit", *args, root=folder / "one")
+    processes = ["--trainer.devices=2", "--trainer.strategy=ddp", f"--trainer.default_root_dir={folder / 'many'}"]
+    with group(2, "fit", "--model=FedAvg", *DIGITS, *args, *processes, cwd=folder) as children:
+        ended(children)
+    assert_same(state(newest(folder / "many")), state(one))
+    assert {name for name in state(one) if "Slowing" in name} == {"client.Slowing.m", "client.Slowing.steps"}
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_kept_state_is_all_of_it(name: str, golden: Golden) -> None:
-    """One client in every round, on the same batch: keeping the state is one optimizer over all rounds."""
-    options: dict[str, Any] = {"momentum": 0.9, "dampening": 0.5} if name == "SGD" else {}
-    optimizer = TorchOptimizer(name, 0.01, options, state="keep")
-    fit, _ = golden.run(FedAvg(net=golden.net(), optimizer=optimizer), sampler=ReplaySampler([[1]] * 3), max_rounds=3)
-    net = golden.net().double()
-    x, y = (torch.from_numpy(array) for array in golden.arrays[1])
-    alone = getattr(torch.optim, name)(net.parameters(), lr=0.01, **options)
-    for _ in range(9):
-        alone.zero_grad()
-        F.cross_entropy(net(x.double()), y).backward()
-        alone.step()
-    assert fit.clients.get(1, fit.server.w, {})[f"state of {name}"][0] == 9
-    torch.testing.assert_close(fit.server.w, fit.objective.flat.vector(net), rtol=1e-9, atol=1e-12)
+def test_kept_state_is_a_row_that_is_not_sent(tmp_path: Path) -> None:
+    adamw = ["--model.optimizer=AdamW", "--model.optimizer.lr=0.01"]
+    kept = run("fit", *adamw, "--model.optimizer.state=keep", root=tmp_path / "kept")
+    reset = run("fit", *adamw, root=tmp_path / "reset")
+    assert last(kept)["total_bits"] == last(reset)["total_bits"] and not last(reset)["clients"]["rows"]
+    assert not torch.equal(last(kept)["server"]["w"], last(reset)["server"]["w"])
+    with pytest.raises(SystemExit, match=r"client state\) = \['AdamW.count', .*\], this run has \['Lion.momentum'\]"):
+        cli("fit", "--ckpt_path", str(kept / "checkpoints/last.ckpt"), "--model.optimizer=Lion",
+            "--model.optimizer.state=keep")  # fmt: skip
 
 
-class Counting(torch.optim.SGD):
-    """Keeps a number in its parameter group, as those do that set their learning rates themselves."""
+@pytest.mark.parametrize("name", ["AdamW", "Lion", "Muon", "SGD"])
+def test_centralized(name: str, tmp_path: Path) -> None:
+    """One client with all data, whose state is kept, takes the same steps."""
+    options: dict[str, Any] = {"momentum": 0.9} if name == "SGD" else {}
 
-    def step(self, closure: Any = None) -> Any:
-        self.param_groups[0]["steps"] = self.param_groups[0].get("steps", 0) + 1
-        return super().step(closure)
+    def made(state: Any) -> FedAvg:
+        torch.manual_seed(0)
+        return FedAvg(DigitsMLP(4), optimizer=getattr(fl_lightning, name)(0.01, state=state, **options))
 
+    one = made("reset")
+    flat = one.flat
+    x, y = torch.rand(20, 64, generator=generator(0, "x")), torch.arange(20) % 10
+    centralized = CentralizedOptimizer(
+        one.net, flat, one.optimizer, one.local_step, {}, lambda lr: ClientContext(0, 1, 1, flat, lr=lr), lambda: 1
+    )
 
-def test_state_that_no_client_could_keep_is_refused() -> None:
-    name = f"{__name__}.Counting"
-    assert TorchOptimizer(name).state == "reset"
-    with pytest.raises(UserError, match=r"^model\.optimizer\.state = keep: .*Counting has state that is not of a"):
-        TorchOptimizer(name, state="keep")
+    def closure() -> Tensor:
+        centralized.zero_grad()
+        loss = F.cross_entropy(one.net(x.view(20, 8, 8)), y)
+        loss.backward()
+        return loss
+
+    for _ in range(4):
+        centralized.step(closure)
+    other = made("keep")
+    w, memory = flat.vector(other.net), State.initial(other.optimizer.named_state, *[flat.vector(other.net)] * 2)
+    for _ in range(4):
+        flat.load(other.net, w)
+        loss = F.cross_entropy(other.net(x.view(20, 8, 8)), y)
+        g = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(other.net.parameters()))])
+        w, memory = other.optimizer.take(w, g, memory, 0.01, ClientContext(0, 1, 1, flat))
+    assert torch.equal(flat.vector(one.net), w)
 
 
 @pytest.mark.parametrize("name", algorithms.__all__)
@@ -199,10 +357,10 @@ def make(optimizer: Any = None, engine: Any = "sequential", **options: Any) -> R
         (lambda: TorchOptimizer(lr=-1), r"^model\.optimizer\.lr = -1: give a finite number above 0$"),
         (lambda: make(TorchOptimizer(), "batched"), r"^trainer\.engine = batched: model\.optimizer = TorchOptimizer"),
         (lambda: make(TorchOptimizer(), "graphed"), r"^trainer\.engine = graphed: model\.optimizer = TorchOptimizer"),
-        (lambda: FedProx(DigitsMLP(4), optimizer=3), r"^model\.optimizer = 3: give SGD or TorchOptimizer or null"),
+        (lambda: FedProx(DigitsMLP(4), optimizer=3), r"^model\.optimizer = 3: give SGD or LocalOptimizer or null"),
         (
             lambda: FedAvg(DigitsMLP(4), optimizer=TorchOptimizer()).check_centralized(),
-            r"^model\.optimizer = TorchOptimizer: centralized training takes SGD$",
+            r"^centralized training: model\.optimizer = TorchOptimizer steps one client at a time",
         ),
     ],
 )

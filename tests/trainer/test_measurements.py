@@ -52,7 +52,7 @@ from fl_lightning import (
     flatness,
 )
 from fl_lightning.core.flat import FlatSpec
-from fl_lightning.flatness import Interrupted, cosine, delta_epsilon, divergence, gradient, lpf, mean_loss, sharpness
+from fl_lightning.flatness import Interrupted, cosine, delta_epsilon, gradient, lpf, mean_loss, sharpness
 from fl_lightning.flatness.sharpness import filter_scale
 from fl_lightning.trainer.callbacks.flatness_monitor import read_measurements, scalars
 from fl_lightning.trainer.measurements import MeasurementContext, dry_round
@@ -112,15 +112,12 @@ def test_filter_relative_noise() -> None:
     torch.testing.assert_close(parts["1.weight"], (gamma.abs() + beta.abs()).detach())
 
 
-def test_distances_and_angles() -> None:
+def test_angles() -> None:
     a, b = torch.tensor([3.0, 0.0]), torch.tensor([0.0, 4.0])
-    assert divergence([a, b], torch.zeros(2)) == pytest.approx(12.5)
     assert cosine(a, b) == 0 and cosine(a, 2 * a) == pytest.approx(1) and cosine(a, 0 * a) == 0
     assert delta_epsilon(a, 5 * a, 0.1) == pytest.approx(0, abs=1e-7)
     assert delta_epsilon(a, -a, 0.1) == pytest.approx(0.2)
     assert delta_epsilon(a, b, 0.1) == pytest.approx(0.1 * 2**0.5)
-    with pytest.raises(UserError, match="clients"):
-        divergence([], a)
 
 
 # Dry rounds
@@ -302,6 +299,7 @@ def tracking() -> FlatnessMonitor:
     )
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("hook", HOOKS)
 def test_an_interruption_in_any_hook_gives_the_same_numbers(hook: str, tmp_path: Path) -> None:
     whole = glosses(tmp_path / "whole", tracking()).folder.path
@@ -312,6 +310,70 @@ def test_an_interruption_in_any_hook_gives_the_same_numbers(hook: str, tmp_path:
     assert read_measurements(broken / "flatness.jsonl") == read_measurements(whole / "flatness.jsonl")
     assert metrics(broken) == metrics(whole)
     assert (broken / "client_evaluation.csv").read_text() == (whole / "client_evaluation.csv").read_text()
+
+
+# Operators and groups of parameters
+
+
+def test_measures_of_operators_and_groups(tmp_path: Path) -> None:
+    """Each number has a name of its own, says in its protocol what it is of, and is that of the function."""
+    group = {"parameters": ["*.bias"]}
+    measures: list[Measure] = [
+        LambdaMax(200, tol=1e-8),
+        LambdaMax(200, tol=1e-8, operator="gauss_newton"),
+        LambdaMax(200, tol=1e-8, operator="fisher", **group),
+        Spectrum(2, 200, tol=1e-8, **group),
+        Spectrum(2, 200, tol=1e-8, operator="gauss_newton", split="test"),
+        HessianTrace(probes=6, samples=200, operator="fisher"),
+        SpectralDensity(probes=2, steps=12, samples=200, operator="gauss_newton", **group),
+        ClientLambdaMax(operator="fisher", iterations=3),
+    ]
+    done = fit(tmp_path, FedAvg(net(), optimizer=SGD(lr=0.1)), FlatnessMonitor(1, measures), max_rounds=1)
+    read = {line["name"]: line for line in read_measurements(done.folder.path / "flatness.jsonl")}
+    assert set(read) == {
+        "lambda_max", "gauss_newton_lambda_max", "fisher_bias_lambda_max", "bias_lambda_1", "gauss_newton_lambda_1",
+        "fisher_trace", "gauss_newton_bias_density_mean", "fisher_client_lambda_max_local",
+    }  # fmt: skip
+    assert {f"flatness/{name}" for name in read} <= done.metrics.keys()
+    protocols = {name: line["settings"] for name, line in read.items()}
+    assert protocols["lambda_max"] == {"method": "lanczos", "operator": "hessian"}
+    assert protocols["fisher_bias_lambda_max"] == {"method": "lanczos", "operator": "fisher", "parameters": "*.bias"}
+    assert all("operator" in settings for settings in protocols.values())
+    loss = MeasurementContext.between_rounds(done).loss(MeasurementContext.between_rounds(done).train(200)[0])
+    for name, matrix in (
+        ("lambda_max", flatness.hessian(**loss)),
+        ("gauss_newton_lambda_max", flatness.gauss_newton(**loss)),
+        ("fisher_bias_lambda_max", flatness.fisher(**loss, **group)),
+        ("bias_lambda_1", flatness.hessian(**loss, **group)),
+    ):
+        assert read[name]["value"] == pytest.approx(flatness.lambda_max(matrix, tol=1e-8).value, rel=1e-9), name
+    density = read["gauss_newton_bias_density_mean"]
+    exact = flatness.gauss_newton(**loss, **group) @ torch.eye(18, dtype=torch.float64)
+    assert density["value"] == pytest.approx(exact.trace().item() / 18, abs=4 * density["error"] + 1e-12)
+    assert density["details"]["moments"]["1"] == density["value"] and density["iterations"] <= 36
+
+
+def test_matrices_of_one_name_and_groups_of_nothing_are_refused(tmp_path: Path) -> None:
+    for measures, text in (
+        ([LambdaMax(parameters=["head.*"])], r"^parameters = head.\*: matches none of "),
+        ([LambdaMax(), HessianTrace(parameters=["*"])], r"^measure: parameters = \['\*'\] beside"),
+        ([LambdaMax(parameters=["*.bias"]), Spectrum(2, parameters=["*bias"])], r"\['\*bias'\] beside"),
+    ):
+        with pytest.raises(UserError, match=text) as error:
+            fit(tmp_path, FedAvg(net()), FlatnessMonitor(1, measures))
+        assert "\n" not in str(error.value)
+    with pytest.raises(UserError, match=r"LambdaMax.operator = jacobian"):
+        LambdaMax(operator="jacobian")
+
+
+def test_density_says_its_error(tmp_path: Path) -> None:
+    measures: list[Measure] = [SpectralDensity(samples=50, steps=5)]
+    done = fit(tmp_path, FedAvg(net()), FlatnessMonitor(1, measures), max_rounds=1)
+    (line,) = read_measurements(done.folder.path / "flatness.jsonl")
+    assert line["error"] == done.metrics["flatness/density_mean_error"] == line["details"]["moment_errors"]["1"] > 0
+    assert line["settings"] == {"probes": 5, "steps": 5, "operator": "hessian"} and line["iterations"] == 30
+    (alone,) = SpectralDensity(1, 5, 50).compute(MeasurementContext.between_rounds(done))
+    assert alone.error is None and "moment_errors" not in alone.details
 
 
 @pytest.mark.slow
@@ -354,7 +416,7 @@ def test_a_ratio_to_zero_is_undefined() -> None:
     v = torch.tensor([1.0, 2.0, -1.0, 0.5, 3.0, 0.1], dtype=torch.float64)
     for a in (torch.outer(v, v), torch.zeros(6, 6, dtype=torch.float64)):
         for matrix in (a, a.float()):
-            found = flatness.spectrum(Quadratic(matrix), output, data(), k=6)
+            found = flatness.spectrum(flatness.hessian(Quadratic(matrix), output, data()), k=6)
             assert len(found.values) == 6 and math.isnan(found.ratio(5)) and math.isnan(found.ratio(2))
     one, ratio = Spectrum(k=6).measurements(found, data="", samples=1)
     assert ratio.value is None and "lambda_5 zero up to rounding" in ratio.protocol()
@@ -363,7 +425,9 @@ def test_a_ratio_to_zero_is_undefined() -> None:
         "flatness/lambda_1_residual",
         "flatness/lambda_ratio_residual",
     }
-    whole = flatness.spectrum(Quadratic(symmetric([5.0, 4.0, 3.0, 2.0, -1.0])), output, data(), k=5, tol=1e-10)
+    whole = flatness.spectrum(
+        flatness.hessian(Quadratic(symmetric([5.0, 4.0, 3.0, 2.0, -1.0])), output, data()), k=5, tol=1e-10
+    )
     assert whole.ratio(5) == pytest.approx(-5) and whole.ratio(2) == pytest.approx(1.25)
 
 
@@ -424,10 +488,14 @@ def test_flatness_says_what_the_monitor_does(runs: dict[str, Path], tmp_path: Pa
         assert [row["name"] for row in csv.DictReader(file)] == [r["name"] for r in made["measurements"]]
 
 
+FISHER = "{class_path: LambdaMax, init_args: {samples: 100, tol: 1.0e-6, operator: fisher, parameters: ['*.bias']}}"
+
+
 @pytest.mark.slow
 def test_flatness_on_processes(runs: dict[str, Path], tmp_path: Path) -> None:
     """Two share the samples and the clients."""
-    args = ["flatness", "--ckpt_path", ckpt(runs["a"]), f"--metrics={MEASURED}", f"--out={tmp_path}"]
+    several = f"[{FISHER}, {MEASURED[1:]}"
+    args = ["flatness", "--ckpt_path", ckpt(runs["a"]), f"--metrics={several}", f"--out={tmp_path}"]
     with group(2, *args, "--trainer.devices=2", "--trainer.strategy=ddp", cwd=tmp_path) as children:
         (out, err), (other, _) = ended(children)
     assert "lambda_max" in out and "eval mode" in out and "Traceback" not in err and other == ""
@@ -437,6 +505,21 @@ def test_flatness_on_processes(runs: dict[str, Path], tmp_path: Path) -> None:
     assert [r["value"] for r in there] == pytest.approx([r["value"] for r in here], rel=1e-4)
 
 
+def test_flatness_of_another_matrix(runs: dict[str, Path], tmp_path: Path) -> None:
+    """As a setting of each measure; figures have the names of their numbers."""
+    density = "{class_path: SpectralDensity, init_args: {probes: 2, steps: 4, samples: 50, operator: gauss_newton}}"
+    cli("flatness", "--ckpt_path", ckpt(runs["a"]), f"--metrics=[{FISHER}, {density}]", f"--out={tmp_path}")
+    made = json.loads((tmp_path / "flatness.json").read_text())["measurements"]
+    assert [m["name"] for m in made] == ["fisher_bias_lambda_max", "gauss_newton_density_mean"]
+    assert made[0]["settings"] == {"method": "lanczos", "operator": "fisher", "parameters": "*.bias"}
+    assert (tmp_path / "gauss_newton_density.pdf").exists()
+    more = ["--metrics+=HessianTrace", "--metrics.operator=gauss_newton", "--metrics.parameters=['*.weight']"]
+    cli("flatness", "--ckpt_path", ckpt(runs["a"]), *more, f"--out={tmp_path / 'more'}")
+    names = [m["name"] for m in json.loads((tmp_path / "more" / "flatness.json").read_text())["measurements"]]
+    assert "gauss_newton_weight_trace" in names
+
+
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("args", "files"),
     [

@@ -56,6 +56,15 @@ def assert_equal(together: list[FederatedTrainer], alone: list[FederatedTrainer]
     assert not torch.equal(state(alone[0].run.folder.path)["server.w"], state(alone[1].run.folder.path)["server.w"])
 
 
+def test_two_runs_of_one_name_do_not_share_a_folder(tmp_path: Path) -> None:
+    """With "last" both would continue in it; the lock holds within a process, too."""
+    run(tmp_path, 0, "batched", max_rounds=1).fit(model(0), data())
+    with pytest.raises(UserError, match=r"version_0: used by another run \(process \d+\); wait"):
+        parallel_runs.fit([run(tmp_path, 0, "batched") for _ in range(2)], [model(0), model(0)], data(), "last")
+    assert last(newest(tmp_path))["round"] == 1
+
+
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("engine", ["sequential", "batched", "graphed"])
 @pytest.mark.parametrize("make", [algorithms.SCAFFOLD, FedGMT, algorithms.FedGloSS])
 def test_seeds(make: Any, engine: str, tmp_path: Path) -> None:
@@ -69,6 +78,7 @@ def test_seeds(make: Any, engine: str, tmp_path: Path) -> None:
     assert_equal(together, alone)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("engine", ["sequential", "batched", "graphed"])
 def test_values(engine: str, tmp_path: Path) -> None:
     """A number of the ascent, one of the optimizer and one of the algorithm, and learning rates."""

@@ -39,8 +39,8 @@ from fl_lightning import (
 )
 from fl_lightning.core import ClientContext, FlatSpec, RoundContext, State, Uploads
 from fl_lightning.trainer import parallel_runs
-from fl_lightning.trainer.accountant import Accountant
-from fl_lightning.trainer.aggregation import Plan, Received
+from fl_lightning.trainer.aggregation.accountant import Accountant
+from fl_lightning.trainer.aggregation.base import Plan, Received
 from fl_lightning.trainer.run import Run
 from tests.conftest import Golden
 from tests.runs import DIGITS, assert_same, cli, metrics, state

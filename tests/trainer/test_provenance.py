@@ -15,7 +15,7 @@ import torch
 
 import fl_lightning
 from fl_lightning import Digits, UserError
-from fl_lightning.trainer import provenance
+from fl_lightning.trainer.storage import provenance
 from tests.runs import assert_same, last, metrics, run, state
 
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
+import os
+import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_only
 
 from fl_lightning import (
     SAM,
@@ -28,7 +32,8 @@ from fl_lightning import (
 from fl_lightning.trainer.cohort import Cohort
 from fl_lightning.trainer.round import Round
 from fl_lightning.trainer.run import Run
-from tests.runs import assert_same, last, metrics, newest, state
+from fl_lightning.trainer.runtime import collectives
+from tests.runs import FORKS, assert_same, last, metrics, newest, state
 
 OPTIONS = {"clients_per_round": 3, "accelerator": "cpu", "engine": "sequential", "enable_progress_bar": False}
 
@@ -184,3 +189,42 @@ def test_a_resumed_run_holds_its_clients_rows_once(tmp_path: Path) -> None:
     rows = (len(run.clients), run.objective.flat.d)
     assert rows[0] > 1 and run.restored["round"] == 5
     assert not [v for v in gc.get_objects() if type(v) is torch.Tensor and v.shape == rows]
+
+
+@pytest.mark.skipif(not FORKS, reason="a fork cannot train here")
+@pytest.mark.parametrize("error", [UserError("mine"), ZeroDivisionError("mine"), KeyboardInterrupt()])
+def test_an_error_of_the_first_process_reaches_the_others(error: BaseException) -> None:
+    """Whatever it is: otherwise they would wait for its result."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    context = multiprocessing.get_context("fork")
+    queue: Any = context.SimpleQueue()
+    children = [context.Process(target=_fails, args=(rank, port, error, queue)) for rank in (0, 1)]
+    for child in children:
+        child.start()
+    found = dict(queue.get() for _ in children)
+    for child in children:
+        child.join()
+    ours = isinstance(error, UserError)
+    assert found[0] == (type(error), str(error))
+    assert found[1] == (UserError, "mine" if ours else f"process 0: {error!r}")
+
+
+def _fails(rank: int, port: str, error: BaseException, queue: Any) -> None:
+    ranks = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "test"}
+    os.environ.update({**address, **{name: str(value) for name, value in ranks.items()}})
+    rank_zero_only.rank = rank  # Lightning reads it when it is imported
+
+    def fails() -> None:
+        raise error
+
+    processes = FederatedTrainer(**OPTIONS, devices=2, strategy="ddp")
+    processes.launch()
+    try:
+        collectives.on_rank_zero(processes.fabric, fails)
+    except BaseException as raised:
+        queue.put((rank, (type(raised), str(raised))))
+    finally:
+        collectives.shutdown()

@@ -37,11 +37,12 @@ from fl_lightning import (
     algorithms,
 )
 from fl_lightning.algorithms.parts.schedules import Cosine
+from fl_lightning.core.flat import FlatSpec
 from fl_lightning.core.losses import kl_to_teacher
-from fl_lightning.core.state import ClientContext, State
+from fl_lightning.core.state import ClientContext, RoundContext, State
 from fl_lightning.engine import LocalResult
-from fl_lightning.trainer.client_store import ClientStore
 from fl_lightning.trainer.run import Run
+from fl_lightning.trainer.storage.client_store import ClientStore
 from tests.conftest import Golden
 
 
@@ -199,11 +200,21 @@ COSTS = {
 def test_passes_and_wire_are_what_is_declared(golden: Golden, name: str) -> None:
     """Counted: floats that really went, passes that were really made; NaiveFedGloSS makes each step twice."""
     objective = getattr(algorithms, name)(net=golden.net())
-    counted: list[tuple[int, int]] = []
+    calls, counted = Counter[str](), list[tuple[int, int]]()
 
     class Count(Callback):
+        def on_round_start(self, run: Run, ctx: RoundContext, cohort: list[int]) -> None:
+            gradient = run.net.gradient
+
+            def counting(loss: torch.Tensor) -> torch.Tensor:
+                calls["backward"] += 1
+                return gradient(loss)
+
+            run.net.gradient = counting  # type: ignore[method-assign]
+            run.objective.net.register_forward_hook(lambda *_: calls.update(["forward"]))
+
         def on_local_end(self, run: Run, result: LocalResult) -> None:
-            counted.append((run.engine.forwards, run.engine.backwards))
+            counted.append((calls["forward"], calls["backward"]))
 
     fit, _ = golden.run(objective, callbacks=[Count()], sampler=ReplaySampler([[0, 1]]), max_rounds=1)
     down, up, forwards, backwards = COSTS[name]
@@ -256,10 +267,11 @@ def test_bf16_mixed_keeps_float32_state(tmp_path: Path) -> None:
 
 
 def test_clip_acts_on_the_corrected_direction() -> None:
-    sgd, w = SGD(clip=1.0, weight_decay=0.5), torch.ones(2)
-    step, _ = sgd.step(w, torch.tensor([3.0, 4.0]), None, lr=1.0)
+    flat = FlatSpec(nn.Linear(1, 1))
+    sgd, w, ctx = SGD(clip=1.0, weight_decay=0.5), torch.ones(2), ClientContext(0, 1, 1, flat)
+    step, _ = sgd.step(w, torch.tensor([3.0, 4.0]), State({}), 1.0, ctx)
     torch.testing.assert_close(step, w - torch.tensor([0.6, 0.8]) - 0.5 * w, rtol=0, atol=1e-6)
-    parts, _ = sgd.step(w, (torch.tensor([3.0, 4.0]), torch.tensor([9.0, 9.0])), None, lr=1.0)
+    parts, _ = sgd.step(w, (torch.tensor([3.0, 4.0]), torch.tensor([9.0, 9.0])), State({}), 1.0, ctx)
     torch.testing.assert_close(parts, step - 9, rtol=0, atol=1e-6)
 
 
@@ -300,7 +312,7 @@ def test_a_net_with_running_statistics_is_told(golden: Golden) -> None:
 
 
 def test_flatness_monitor_against_the_plain_functions(golden: Golden) -> None:
-    from fl_lightning.flatness import lambda_max, measure_discrepancy
+    from fl_lightning.flatness import hessian, lambda_max, measure_discrepancy
 
     fit, record = golden.run(
         SCAFFOLD(net=golden.net(), ascent=SAM(0.1)), sampler=ReplaySampler([[0, 1, 2, 3]] * 2), max_rounds=2,
@@ -309,13 +321,13 @@ def test_flatness_monitor_against_the_plain_functions(golden: Golden) -> None:
     net, loss, data = fit.objective.net, fit.objective.loss, fit.data
 
     def batches(k: int) -> Any:
-        return lambda: data.client_eval_batches(k, torch.float64)
+        return lambda: data.eval_batches(data.clients[k], torch.float64)
 
     clients = [(record.local[1][k].w, batches(k)) for k in range(4)]
     assert fit.metrics["flatness/discrepancy"] == pytest.approx(
         measure_discrepancy(net, loss, clients, rho=0.1), rel=1e-9
     )
-    top = lambda_max(net, loss, lambda: data.eval_batches("train", torch.float64), tol=1e-8)
+    top = lambda_max(hessian(net, loss, lambda: data.eval_batches("train", torch.float64)), tol=1e-8)
     assert fit.metrics["flatness/lambda_max"] == pytest.approx(top.value, rel=1e-6)
     assert fit.metrics["flatness/lambda_max_residual"] < 1e-8
 

@@ -5,7 +5,7 @@ from typing import ClassVar, Literal
 from torch import Tensor
 
 from fl_lightning.algorithms.parts.base import Gradient, Part
-from fl_lightning.core import EPS, ClientContext, NonNegative, RoundContext, State, Upload, Whole, to_radius
+from fl_lightning.core import EPS, ClientContext, NonNegative, NonNegativeInt, RoundContext, State, Upload, to_radius
 
 
 class Ascent(Part, key="model.ascent"):
@@ -41,7 +41,7 @@ class SAM(Ascent):
     """
 
     def __init__(
-        self, rho: NonNegative = 0.05, warmup: Whole = 0, rho0: NonNegative = 1e-3, eps: NonNegative = EPS
+        self, rho: NonNegative = 0.05, warmup: NonNegativeInt = 0, rho0: NonNegative = 1e-3, eps: NonNegative = EPS
     ) -> None:
         self.rho, self.warmup, self.rho0, self.eps = rho, warmup, rho0, eps
 
@@ -70,7 +70,7 @@ class ASAM(SAM):
         self,
         rho: NonNegative = 0.5,
         eta: NonNegative = 0.2,
-        warmup: Whole = 0,
+        warmup: NonNegativeInt = 0,
         rho0: NonNegative = 1e-3,
         eps: NonNegative = EPS,
     ) -> None:

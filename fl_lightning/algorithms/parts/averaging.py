@@ -3,11 +3,12 @@
 from collections.abc import Mapping
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from fl_lightning.algorithms.parts.base import Part
 from fl_lightning.algorithms.parts.schedules import in_cycle
-from fl_lightning.core import Count, Decay, Init, NonNegative, RoundContext, State, require
+from fl_lightning.core import Fraction, Init, NonNegative, PositiveInt, RoundContext, State, require
 
 
 class Averaging(Part, key="model.averaging"):
@@ -27,7 +28,7 @@ class EMA(Averaging):
 
     server_state: Mapping[str, Init] = {"ema_w": "w0"}
 
-    def __init__(self, alpha: Decay = 0.95) -> None:
+    def __init__(self, alpha: Fraction = 0.95) -> None:
         self.alpha = alpha
 
     def round_end(self, server: State, before: State, ctx: RoundContext) -> State:
@@ -38,12 +39,14 @@ class EMA(Averaging):
 
 
 class LastTwo(Averaging):
-    """Mean of the last two global models, ``(w^t + w^(t-1)) / 2``; after the first round its model alone (FedExP)."""
+    """Mean of the last two global models, ``(w^t + w^(t-1)) / 2`` (FedExP); at first the only trained model alone."""
 
-    server_state: Mapping[str, Init] = {"w_before": "w0"}
+    server_state: Mapping[str, Init] = {"w_before": "w0", "trained": 0.0}
 
     def round_end(self, server: State, before: State, ctx: RoundContext) -> State:
-        return server.replace(w_before=server.w if ctx.t == 0 else before.w)
+        return server.replace(
+            w_before=torch.where(before.trained > 0, before.w, server.w), trained=server.trained * 0 + 1
+        )
 
     def model(self, server: State) -> Tensor:
         return (server.w + server.w_before) / 2
@@ -56,8 +59,8 @@ class SWA(Averaging):
         start: First round with averaging: a fraction of all rounds (below 1), or a round counted from 0.
         cycle: Rounds per collected model, c. Above 1 the clients' learning rate falls within each cycle.
         lr_min: Learning rate at the end of a cycle, gamma_2; gamma_1 is the local optimizer's.
-        init_in_average: Whether the average starts with the model at its start (the paper's box), or the first
-            collected model replaces that (the official code).
+        init_in_average: Whether the model at the start of the average counts in it (the paper), or the first collected
+            model replaces it (the official code).
         collect: Whether models are collected after the first round of a cycle (the official code) or after its last.
 
     Raises:
@@ -69,7 +72,7 @@ class SWA(Averaging):
     def __init__(
         self,
         start: NonNegative = 0.75,
-        cycle: Count = 1,
+        cycle: PositiveInt = 1,
         lr_min: NonNegative = 1e-4,
         init_in_average: bool = False,
         collect: Literal["code", "cycle_end"] = "code",
@@ -81,7 +84,7 @@ class SWA(Averaging):
 
     def start_round(self, rounds: int) -> int:
         """Returns the first round with averaging, t0."""
-        return int(self.start * rounds) if self.start < 1 else int(self.start)
+        return int(round(self.start * rounds, 9)) if self.start < 1 else int(self.start)  # 0.29 * 100 is below 29
 
     def local_lr(self, lr: float, ctx: RoundContext) -> float:
         """Cyclic from the start on: ``(1 - s) lr + s lr_min`` with ``s = ((t mod c) + 1) / c``."""
@@ -93,7 +96,7 @@ class SWA(Averaging):
         past = ctx.t - self.start_round(ctx.rounds)
         if past < 0:
             return server
-        if past == 0 or float(server.swa_n) < 0:  # in its first round nobody may have answered
+        if past == 0 or float(server.swa_n) < 0:  # nobody may have answered in its first round
             n = server.swa_n * 0 + (1 if self.init_in_average else 0)
             server = server.replace(swa_w=before.w.clone(), swa_n=n)
         if self.collect == "code":

@@ -1,10 +1,12 @@
 """The interface of an objective's parts, and the types of what local training passes around."""
 
-from collections.abc import Callable, Mapping
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
 
 from torch import Tensor
 
-from fl_lightning.core import Checked, ClientContext, Init, RoundContext, State, Upload, Uploads
+from fl_lightning.core import Checked, ClientContext, FlatSpec, Init, RoundContext, State, Upload, Uploads, UserError
 
 Gradient = Callable[..., Tensor]
 """Gradient of the local objective on this step's minibatch: a point ``(..., d)`` to a gradient ``(..., d)``. A second
@@ -15,39 +17,70 @@ Step = tuple[Direction, State]
 """A direction, and the client's state after the step."""
 
 
-class Part(Checked, key="model"):
-    """A piece that several algorithms share: its own state, and hooks that add to the algorithm's, by default nothing.
+class Part(Checked, key="model.parts"):
+    """A piece that combines with every algorithm: state of its own, and hooks that by default change nothing.
 
-    The hooks of all parts run after the algorithm's hook of the same moment, in the order of `LocalObjective.parts`.
-    They change their own state only, unless they say otherwise.
+    A hook of a part runs after the algorithm's hook of the same moment. Those of several parts run in the order of
+    `LocalObjective.all_parts`: the parts of the named slots first, then those of ``model.parts`` as they are listed.
+    Hooks run once per client and phase, or once per round, and never in a local step. On the client their vectors are
+    ``(..., d)``, as in an algorithm's hooks, and they read the client's state, what it received and the context. They
+    change their own state only, unless they say otherwise.
 
     Attributes:
         client_state: State that a client keeps, by name with its initial value (see `fl_lightning.core.state.Init`).
+        scratch_state: The same for state that lives from `local_start` to `local_end` and is never stored.
         server_state: The same for the server.
-        down: Names that are sent to a client.
-        up: Names that a client uploads.
-        references: What the server knows of them beforehand, as for `LocalObjective`.
+        down: Names that are sent to a client, in addition to the algorithm's.
+        up: Names that a client uploads, in addition to the algorithm's.
+        references: Values that the server knows of these uploads in advance, as for `LocalObjective`.
     """
 
     client_state: Mapping[str, Init] = {}
+    scratch_state: Mapping[str, Init] = {}
     server_state: Mapping[str, Init] = {}
     down: tuple[str, ...] = ()
     up: tuple[str, ...] = ()
     references: Mapping[str, str | float] = {}
 
+    @property
+    def label(self) -> str:
+        """The part as a setting, for error messages."""
+        return f"{self.config_key} = {type(self).__name__}"
+
+    def bind(self, flat: FlatSpec) -> Part:
+        """Returns the part for one objective: itself, or a copy that depends on the layout of the weights."""
+        return self
+
     def local_lr(self, lr: float, ctx: RoundContext) -> float:
-        """Returns the clients' learning rate in this round, where it would be ``lr``."""
+        """Returns the clients' learning rate in this round, given the one that it would be without this part."""
         return lr
 
+    def broadcast(self, sent: State, ctx: RoundContext) -> State:
+        """Returns what the server sends, given what it would send without this part."""
+        return sent
+
     def local_start(self, w: Tensor, client: State, received: State, ctx: ClientContext) -> tuple[Tensor, State]:
-        """Returns the weights from which local training starts, where it would be ``w``, and the client's state."""
+        """Returns the weights where local training starts, given those without this part, and the client's state."""
         return w, client
 
     def local_end(
         self, w: Tensor, upload: Upload, client: State, received: State, ctx: ClientContext
     ) -> tuple[Upload, State]:
-        """Returns what a client uploads and keeps after its last step, which ended at ``w``."""
+        """Returns what a client uploads and keeps after its last step, which ended at ``w``.
+
+        A part may change what the algorithm uploads, as compression does; the server averages the values returned here.
+        """
         return upload, client
+
+    def bits(self, bits: Mapping[str, int], values: Mapping[str, Tensor], up: bool) -> Mapping[str, int]:
+        """Returns the bits that each value takes on its way, by name: the length of its encoding.
+
+        Args:
+            bits: The bits without this part: by default those of all numbers of the value.
+            values: What is sent to a client, or what one client uploads, by name.
+            up: Whether a client uploads it.
+        """
+        return bits
 
     def phase_end(self, server: State, uploads: Uploads) -> State:
         """Returns the server's state after its step of a phase."""
@@ -56,3 +89,25 @@ class Part(Checked, key="model"):
     def round_end(self, server: State, before: State, ctx: RoundContext) -> State:
         """Returns the server's state after a round that began with the state ``before``."""
         return server
+
+    def client_model(self, w: Tensor, client: State) -> Tensor:
+        """Returns the weights ``(d,)`` of a client's own model, given the global ones and the client's state."""
+        return w
+
+
+def check_owners(what: str, declared: Iterable[tuple[str, Iterable[str]]]) -> None:
+    """Checks that each name has one owner.
+
+    Args:
+        what: What the names stand for, for the error message.
+        declared: Owners, each with the names that it declares.
+
+    Raises:
+        UserError: If two owners declare the same name.
+    """
+    owners: dict[str, str] = {}
+    for owner, names in declared:
+        for name in names:
+            if name in owners:
+                raise UserError(f"{owner}: {what} '{name}' belongs to {owners[name]}; choose another name")
+            owners[name] = owner

@@ -12,27 +12,27 @@ from fl_lightning.core.frozen import moving_buffers
 Policy = Literal["average", "local", "reset"]
 
 
-class Buffers(Part):
-    """The buffers of a net that move: those of floating point as one vector ``(b,)``, in ``named_buffers()`` order.
+class Buffers(Part, key="model.buffers"):
+    """The buffers that training updates; the floating-point ones are one vector ``(b,)``, in ``named_buffers()`` order.
 
-    Those of frozen modules in eval mode are constants (see `fl_lightning.core.frozen`).
+    Buffers of frozen modules in eval mode are constants (see `fl_lightning.core.frozen`).
 
-    During local training the entry ``buffers`` of a client's state is the vector: first what training starts with, then
-    what the engine finds in the net after the last step. Other buffers, such as the number of batches seen, are never
-    averaged: every client starts with their initial values.
+    During local training the entry ``buffers`` of a client's state is this vector: at first the values that training
+    starts with, at the end the values that the engine finds in the net after the last step. Other buffers, such as the
+    number of batches seen, are never averaged: every client starts with their initial values.
 
-    - ``average``: the server's are sent, and replaced by the mean of the clients' (weighted as the models; no server
-      optimizer steps them), as in the code of FedSAM and FedASAM.
-    - ``local``: every client keeps its own, at first contact the initial ones; the server has none (SiloBN, Andreux et
-      al. 2020: scales and shifts are parameters, and shared).
-    - ``reset``: every client starts from the initial ones in every round; nothing is sent or kept.
+    - ``average``: the server sends its buffers, and replaces them by the mean of the clients' buffers (weighted as the
+      models; no server optimizer steps them), as in the code of FedSAM and FedASAM.
+    - ``local``: every client keeps its own buffers, at first contact the initial ones; the server has none (SiloBN,
+      Andreux et al. 2020: scales and shifts are parameters, and shared).
+    - ``reset``: every client starts from the initial buffers in every round; nothing is sent or kept.
 
     Args:
         net: The net; its buffers are the initial ones.
-        policy: One of these.
+        policy: One of these policies.
 
     Attributes:
-        first: The initial ones, ``(b,)``.
+        first: The initial buffers, ``(b,)``.
     """
 
     def __init__(self, net: nn.Module, policy: Policy) -> None:
@@ -42,12 +42,15 @@ class Buffers(Part):
                 self.server_state = {"buffers": self._initial}
                 self.down = self.up = ("buffers",)
                 self.references = {"buffers": "buffers"}
+                self.scratch_state = {"buffers": self._initial}
             case "local":
                 self.client_state = {"buffers": self._initial}
+            case "reset":
+                self.scratch_state = {"buffers": self._initial}
         self.take(net)
 
     def take(self, net: nn.Module) -> None:
-        """Makes the buffers that ``net`` has now the initial ones."""
+        """Makes the current buffers of ``net`` the initial ones."""
         named = {name: net.get_buffer(name).detach().clone() for name in moving_buffers(net)}
         self._shapes = {name: b.shape for name, b in named.items() if b.is_floating_point()}
         self._others = {name: b for name, b in named.items() if name not in self._shapes}
@@ -75,9 +78,8 @@ class Buffers(Part):
         return self.first.to(w0, copy=True)
 
     def local_start(self, w: Tensor, client: State, received: State, ctx: ClientContext) -> tuple[Tensor, State]:
-        """Sets ``client.buffers`` to what local training starts with."""
-        start = received.buffers if self.down else client.buffers if self.client_state else self.first
-        return w, client | {"buffers": start}
+        """Sets ``client.buffers`` to the buffers that local training starts with."""
+        return w, client.replace(buffers=received.buffers) if self.down else client
 
     def local_end(
         self, w: Tensor, upload: Upload, client: State, received: State, ctx: ClientContext
@@ -86,6 +88,6 @@ class Buffers(Part):
         return upload | {name: client[name] for name in self.up}, client
 
     def phase_end(self, server: State, uploads: Uploads) -> State:
-        """Replaces the server's by the mean; a variance that noise (of `GaussianPrivacy`) made negative is 0."""
+        """Replaces the server's buffers by the mean; a variance that noise (`GaussianPrivacy`) made negative is 0."""
         means = {name: uploads.weighted(name) for name in self.up}
         return server | {name: mean.maximum(self._least.to(mean)) for name, mean in means.items()}

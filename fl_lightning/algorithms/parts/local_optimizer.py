@@ -1,34 +1,58 @@
 """The interface of the local optimizers."""
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
 from fl_lightning.algorithms.parts.base import Direction
 from fl_lightning.algorithms.parts.schedules import Schedule
-from fl_lightning.core import Checked, FlatSpec, Init, Positive, State, UserError, norm
+from fl_lightning.core import Checked, ClientContext, FlatSpec, Init, Positive, State, UserError, norm
+
+Keep = Literal["reset", "keep"]
+"""What happens to an optimizer's state at the end of a round: the next round starts afresh, or the client keeps it."""
+
+Take = Callable[[Tensor, Direction, State, float | Tensor, ClientContext], tuple[Tensor, State]]
+"""`LocalOptimizer.take`."""
 
 
-class LocalOptimizer(Checked, key="model.optimizer"):
+class LocalOptimizer(Checked, ABC, key="model.optimizer"):
     """A local optimizer: the learning rate by round, and one local step.
+
+    A subclass declares its ``state`` and defines `step`. Vectors have shape ``(..., d)``, as in the hooks of an
+    algorithm, and the same rules hold: the last axis only is reduced, and nothing changes in place. Then it runs on
+    every engine.
+
+    Hooks see the state as client state, under the name of the class: ``client["Lion.momentum"]``.
 
     Args:
         lr: Learning rate of round 0.
         clip: Largest norm of the direction, corrections included; null: no clipping.
         lr_decay: Factor of the learning rate per round.
         schedule: A further factor by round.
+        state: Whether each client and round starts from the initial state (reset), or from the client's last (keep).
 
     Attributes:
-        momentum: Factor of the momentum buffer; 0 where there is none.
-        batches: Whether a step takes the vectors of several clients, ``(clients, d)``.
+        state: Initial values of its state by name (see `fl_lightning.core.state.Init`).
+        momentum: Factor of the momentum buffer of SGD.
+        supports_batching: Whether a step takes the vectors of several clients, ``(clients, d)``.
     """
 
+    state: Mapping[str, Init] = {}
     momentum: float = 0.0
-    batches: ClassVar[bool] = True
+    supports_batching: ClassVar[bool] = True
 
-    def __init__(self, lr: Positive, clip: Positive | None, lr_decay: Positive, schedule: Schedule | None) -> None:
+    def __init__(
+        self,
+        lr: Positive = 0.1,
+        clip: Positive | None = None,
+        lr_decay: Positive = 1.0,
+        schedule: Schedule | None = None,
+        state: Keep = "reset",
+    ) -> None:
         self.lr, self.clip, self.lr_decay, self.schedule = lr, clip, lr_decay, schedule
+        self.keeps_state = state == "keep"
 
     def lr_at(self, t: int, rounds: int) -> float:
         """Returns the learning rate of round ``t``, counted from 0."""
@@ -57,36 +81,55 @@ class LocalOptimizer(Checked, key="model.optimizer"):
         Raises:
             UserError: If it takes one client only.
         """
-        if not self.batches:
+        if not self.supports_batching:
             name = type(self).__name__
             raise UserError(f"{what}: model.optimizer = {name} steps one client at a time; use sequential, or SGD")
 
-    def client_state(self, flat: FlatSpec) -> Mapping[str, Init]:
-        """Returns what of the optimizer a client keeps between rounds, by name with its initial value.
+    @property
+    def named_state(self) -> dict[str, Init]:
+        """The initial values of the state by the names under which the client's state holds it."""
+        return {f"{type(self).__name__}.{name}": init for name, init in self.state.items()}
+
+    def begin(self, flat: FlatSpec, start: Tensor) -> Take:
+        """Returns the function that takes the steps of one local training, by default `take`.
 
         Args:
             flat: Layout of the weights.
+            start: Weights where local training starts, ``(..., d)``.
         """
-        return {}
+        return self.take
 
-    def begin(self, flat: FlatSpec, client: State) -> Any:
-        """Returns what the first `step` of a client's local training takes as ``memory``."""
-        return None
-
-    def step(self, w: Tensor, direction: Direction, memory: Any, lr: float | Tensor) -> tuple[Tensor, Any]:
+    @abstractmethod
+    def step(
+        self, w: Tensor, direction: Direction, memory: State, lr: float | Tensor, ctx: ClientContext
+    ) -> tuple[Tensor, State]:
         """Takes one step.
 
         Args:
             w: Weights, ``(..., d)``.
             direction: The algorithm's direction.
-            memory: What the last step, or `begin`, returned.
+            memory: The optimizer's state after the last step.
             lr: Learning rate, or several, ``(..., 1)``.
+            ctx: The context; ``ctx.flat`` knows the shapes of the parameters.
 
         Returns:
-            The new weights, and the memory of the next step.
+            The new weights, and the new state.
         """
-        raise TypeError(f"{type(self).__name__} must define step")
 
-    def end(self, memory: Any) -> Mapping[str, Tensor]:
-        """Returns the values of `client_state` after the last step."""
-        return {}
+    def take(
+        self, w: Tensor, direction: Direction, client: State, lr: float | Tensor, ctx: ClientContext
+    ) -> tuple[Tensor, State]:
+        """Takes one step with the state that ``client`` holds.
+
+        Returns:
+            The new weights, and the client's state.
+
+        Raises:
+            UserError: If `step` returns no state, or another one than declared.
+        """
+        name = type(self).__name__
+        memory: Any  # a step of a user's may return anything
+        w, memory = self.step(w, direction, State({own: client[f"{name}.{own}"] for own in self.state}), lr, ctx)
+        if not isinstance(memory, State) or memory.keys() != self.state.keys():
+            raise UserError(f"model.optimizer = {name}: step must return the state that it declares, {[*self.state]}")
+        return w, client | {f"{name}.{own}": value for own, value in memory.items()} if memory else client

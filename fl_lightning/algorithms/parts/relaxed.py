@@ -8,7 +8,7 @@ from fl_lightning.algorithms.parts.base import Part
 from fl_lightning.core import ClientContext, Init, State, Upload
 
 
-class RelaxedInit(Part):
+class RelaxedInit(Part, key="model.relaxed_init"):
     """``w_0 = w^t + b (w^t - its last local model)``.
 
     Args:

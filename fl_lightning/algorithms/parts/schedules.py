@@ -3,7 +3,7 @@
 import math
 from typing import Annotated
 
-from fl_lightning.core import Checked, Count, Interval, Share
+from fl_lightning.core import Checked, Interval, PositiveInt, UnitInterval
 
 
 class Schedule(Checked, key="model.optimizer.schedule"):
@@ -21,7 +21,7 @@ class Cosine(Schedule):
         floor: Factor at the end.
     """
 
-    def __init__(self, floor: Share = 0.0) -> None:
+    def __init__(self, floor: UnitInterval = 0.0) -> None:
         self.floor = floor
 
     def __call__(self, t: int, rounds: int) -> float:
@@ -59,7 +59,7 @@ class Cyclic(Schedule):
         UserError: If a value is out of range.
     """
 
-    def __init__(self, period: Count = 10, floor: Share = 0.01) -> None:
+    def __init__(self, period: PositiveInt = 10, floor: UnitInterval = 0.01) -> None:
         self.period, self.floor = period, floor
 
     def __call__(self, t: int, rounds: int) -> float:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.algorithms.parts.base import Part
-from fl_lightning.core import Decay, Init, Positive, RoundContext, State
+from fl_lightning.core import Fraction, Init, Positive, RoundContext, State
 
 
 class ServerUpdate(Part, key="model.server_update"):
@@ -39,7 +39,7 @@ class ServerMomentum(ServerUpdate):
 
     server_state: Mapping[str, Init] = {"server_v": "zeros"}
 
-    def __init__(self, beta: Decay = 0.9, lr: Positive = 1.0) -> None:
+    def __init__(self, beta: Fraction = 0.9, lr: Positive = 1.0) -> None:
         super().__init__(lr)
         self.beta = beta
 
@@ -63,8 +63,8 @@ class ServerAdam(ServerUpdate):
     def __init__(
         self,
         lr: Positive = 0.1,
-        beta1: Decay = 0.9,
-        beta2: Decay = 0.99,
+        beta1: Fraction = 0.9,
+        beta2: Fraction = 0.99,
         tau: Positive = 0.01,
         v0: Literal["0", "tau2"] = "0",
         bias_correction: bool = False,
@@ -72,10 +72,10 @@ class ServerAdam(ServerUpdate):
         super().__init__(lr)
         self.beta1, self.beta2, self.tau, self.v0, self.bias_correction = beta1, beta2, tau, v0, bias_correction
         first = partial(torch.full_like, fill_value=0.0 if v0 == "0" else tau**2)
-        self.server_state = {"server_m": "zeros", "server_v": first}
+        self.server_state = {"server_m": "zeros", "server_v": first, **({"server_n": 0.0} if bias_correction else {})}
 
     def second_moment(self, v: Tensor, delta: Tensor) -> Tensor:
-        """Returns the next v, in which FedYogi and FedAdagrad differ."""
+        """Returns the next v; FedYogi and FedAdagrad have their own."""
         return self.beta2 * v + (1 - self.beta2) * delta * delta
 
     def __call__(self, server: State, delta: Tensor, ctx: RoundContext) -> State:
@@ -83,7 +83,9 @@ class ServerAdam(ServerUpdate):
         v = self.second_moment(server.server_v, delta)
         lr = self.lr
         if self.bias_correction:
-            lr = lr * (1 - self.beta2 ** (ctx.t + 1)) ** 0.5 / (1 - self.beta1 ** (ctx.t + 1))
+            n = int(server.server_n) + 1  # updates, not rounds: in some of them nobody may have answered
+            lr = lr * (1 - self.beta2**n) ** 0.5 / (1 - self.beta1**n)
+            server = server.replace(server_n=server.server_n + 1)
         return server.replace(w=server.w - lr * m / (v.sqrt() + self.tau), server_m=m, server_v=v)
 
 
@@ -115,7 +117,7 @@ class ServerAdagrad(ServerAdam):
     """
 
     def __init__(
-        self, lr: Positive = 0.1, beta1: Decay = 0.0, tau: Positive = 0.01, v0: Literal["0", "tau2"] = "0"
+        self, lr: Positive = 0.1, beta1: Fraction = 0.0, tau: Positive = 0.01, v0: Literal["0", "tau2"] = "0"
     ) -> None:
         super().__init__(lr, beta1, 0.0, tau, v0)
 

@@ -1,18 +1,18 @@
 """The local optimizer: SGD on flat vectors."""
 
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from fl_lightning.algorithms.parts.base import Direction
-from fl_lightning.algorithms.parts.local_optimizer import LocalOptimizer
+from fl_lightning.algorithms.parts.local_optimizer import Keep, LocalOptimizer
 from fl_lightning.algorithms.parts.schedules import Schedule
-from fl_lightning.core import Decay, NonNegative, Positive
+from fl_lightning.core import ClientContext, Fraction, Init, NonNegative, Positive, State
 
 
 class SGD(LocalOptimizer):
-    """SGD with momentum and coupled weight decay; momentum starts from zero for every client and round.
+    """SGD with momentum and coupled weight decay.
 
     In this order: clip the direction, add ``weight_decay * w`` (at the unperturbed weights), momentum, step.
 
@@ -23,6 +23,7 @@ class SGD(LocalOptimizer):
         clip: Largest norm of the direction, corrections included; null: no clipping.
         lr_decay: Factor of the learning rate per round.
         schedule: A further factor by round.
+        state: Whether the momentum starts from zero for every client and round (reset), or each client keeps it (keep).
 
     Raises:
         UserError: If a value is out of range.
@@ -31,30 +32,29 @@ class SGD(LocalOptimizer):
     def __init__(
         self,
         lr: Positive = 0.1,
-        momentum: Decay = 0.0,
+        momentum: Fraction = 0.0,
         weight_decay: NonNegative = 0.0,
         clip: Positive | None = None,
         lr_decay: Positive = 1.0,
         schedule: Schedule | None = None,
+        state: Keep = "reset",
     ) -> None:
-        super().__init__(lr, clip, lr_decay, schedule)
+        super().__init__(lr, clip, lr_decay, schedule, state)
         self.momentum, self.weight_decay = momentum, weight_decay
 
-    def step(self, w: Tensor, direction: Direction, memory: Any, lr: float | Tensor) -> tuple[Tensor, Tensor | None]:
-        """Takes one step.
+    @property
+    def state(self) -> Mapping[str, Init]:  # type: ignore[override]  # a class without momentum has no buffer
+        """The momentum buffer, if there is momentum."""
+        return {"momentum": "zeros"} if self.momentum else {}
 
-        Args:
-            w: Weights, ``(..., d)``.
-            direction: The algorithm's direction.
-            memory: Momentum buffer of the last step, ``(..., d)``; None at the first step.
-            lr: Learning rate, or several, ``(..., 1)``.
-
-        Returns:
-            The new weights and the new buffer.
-        """
+    def step(
+        self, w: Tensor, direction: Direction, memory: State, lr: float | Tensor, ctx: ClientContext
+    ) -> tuple[Tensor, State]:
+        """Takes one step; see `LocalOptimizer.step`."""
         u = self.clipped(direction)
         if self.weight_decay:
             u = torch.add(u, w, alpha=self.weight_decay)
         if self.momentum:
-            u = memory = u if memory is None else torch.add(u, memory, alpha=self.momentum)
+            u = torch.add(u, memory.momentum, alpha=self.momentum)
+            memory = State({"momentum": u})
         return w - lr * u, memory

@@ -3,7 +3,7 @@
 from fl_lightning.data.partition.base import Indices, Partition
 from fl_lightning.data.partition.dirichlet import IID, PAM, Dirichlet
 from fl_lightning.data.partition.given import FromFile, Given, Natural
-from fl_lightning.data.partition.programs import FLSAMDirichlet, FLSAMPath, FLSimDirichlet, FLSimPathological
+from fl_lightning.data.partition.official_code import FLSAMDirichlet, FLSAMPath, FLSimDirichlet, FLSimPathological
 
 __all__ = [
     "IID",

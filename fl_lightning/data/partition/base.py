@@ -1,4 +1,4 @@
-"""The interface of all partitions, the check of their result, and helpers for sizes and classes."""
+"""The base class of all partitions, the check of their result, and helpers for sizes and classes."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ class Partition(Checked, ABC, key="data.partition"):
     """Whether the indices are given, and so refer to the whole training set."""
 
     by_class: bool = False
-    """Whether it needs the class of each sample; where samples have none, ``labels`` are targets ``(N, k)``."""
+    """Whether the partition needs the class of each sample. Without classes, ``labels`` are targets ``(N, k)``."""
 
     replacement: bool = False
     """Whether a sample may occur several times, at one client or at several."""
@@ -69,7 +69,7 @@ def check(parts: Sequence[Indices], num_samples: int, num_clients: int, source: 
     """
     m = len(parts)
     ensure(m == num_clients, f"data.num_clients = {num_clients}, but {source} has {m} clients; set it to {m}")
-    lengths = np.array([len(part) for part in parts])  # of a million clients: nothing is called for each
+    lengths = np.array([len(part) for part in parts])  # there may be a million clients: no further call for each
     ensure(
         bool(lengths.all()),
         f"data.num_clients = {num_clients} leaves client {lengths.argmin()} without data ({num_samples} samples, "
@@ -91,13 +91,23 @@ def check(parts: Sequence[Indices], num_samples: int, num_clients: int, source: 
 
 
 def cut(samples: Indices, lengths: Indices) -> list[Indices]:
-    """Consecutive parts of these lengths, as views; for a million of them ``np.split`` takes seconds."""
+    """Cuts samples into consecutive parts of these lengths, as views; a million parts take ``np.split`` seconds."""
     return [samples[start:end] for start, end in pairwise([0, *lengths.cumsum().tolist()])]
 
 
 def members(labels: Indices, num_classes: int) -> list[Indices]:
-    """Indices of the samples of each class, in order."""
+    """Returns the indices of the samples of each class, in order."""
     return [np.flatnonzero(labels == c) for c in range(num_classes)]
+
+
+def stratified(y: Indices, n: int, rng: np.random.Generator) -> Indices:
+    """Draws ``n`` sorted positions of labels ``y``, with the class shares of the whole to within one sample."""
+    order = rng.permutation(len(y))
+    quantile = np.empty(len(y))
+    for label in np.unique(y):
+        members = order[y[order] == label]
+        quantile[members] = (np.arange(len(members)) + 0.5) / len(members)
+    return np.sort(order[np.argsort(quantile[order], kind="stable")[:n]])
 
 
 def replay(seed: int) -> np.random.RandomState:
@@ -111,12 +121,12 @@ def replay(seed: int) -> np.random.RandomState:
 
 
 def sizes(num_samples: int, num_clients: int, power: float) -> Indices:
-    """Samples of each client, ``(num_clients,)``: client k's share is proportional to ``(k+1)**-power``.
+    """Returns the number of samples of each client, ``(num_clients,)``, proportional to ``(k+1)**-power`` for client k.
 
     Every client gets one sample, if there are enough; largest remainders distribute the others.
 
     Args:
-        num_samples: Their sum.
+        num_samples: Number of samples of all clients.
         num_clients: Number of clients.
         power: 0 for equal sizes (the first clients get the remainder).
     """

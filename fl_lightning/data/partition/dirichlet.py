@@ -5,7 +5,7 @@ from typing import Literal
 
 import numpy as np
 
-from fl_lightning.core import NonNegative, Positive, Whole, ensure, numpy_generator, require
+from fl_lightning.core import NonNegative, NonNegativeInt, Positive, ensure, numpy_generator, require
 from fl_lightning.data.partition.base import Indices, Partition, cut, members, sizes
 
 CIFAR100_COARSE = (
@@ -71,6 +71,9 @@ class Dirichlet(Partition):
 
     def split(self, labels: Indices, num_clients: int, num_classes: int, seed: int) -> Sequence[Indices]:
         """See :meth:`Partition.__call__`."""
+        share = self.alpha / num_classes
+        small = f"is 0 when it is divided by {num_classes} classes; use 0 for one class a client, or a larger one"
+        require(share > 0 or self.alpha == 0, "data.partition.alpha", self.alpha, small)
         rng = numpy_generator(seed, "partition")
         pools = [rng.permutation(pool) for pool in members(labels, num_classes)]
         if self.alpha == 0:
@@ -85,7 +88,7 @@ class Dirichlet(Partition):
         return parts
 
     def _rounded(self, size: int, left: Indices, rng: np.random.Generator) -> Indices:
-        """Samples of each class for one client of ``size`` samples when the pools hold ``left``: ``(num_classes,)``."""
+        """Draws how many samples of each class a client of ``size`` gets from pools of ``left``: ``(num_classes,)``."""
         counts = np.zeros_like(left)
         while missing := size - counts.sum():
             # A Dirichlet with used-up classes zeroed and renormalised is the Dirichlet over the others.
@@ -96,7 +99,7 @@ class Dirichlet(Partition):
         return counts
 
     def _multinomial(self, size: int, left: Indices, rng: np.random.Generator) -> Indices:
-        """As `_rounded`, drawn sample by sample."""
+        """Draws the same as `_rounded`, but sample by sample."""
         counts = np.zeros_like(left)
         q = np.zeros(len(left))
         while missing := size - counts.sum():
@@ -142,7 +145,9 @@ class PAM(Partition):
 
     by_class = True
 
-    def __init__(self, alpha: Positive = 0.1, beta: Positive = 10.0, coarse: list[Whole] | None = None) -> None:
+    def __init__(
+        self, alpha: Positive = 0.1, beta: Positive = 10.0, coarse: list[NonNegativeInt] | None = None
+    ) -> None:
         self.alpha, self.beta, self.coarse = alpha, beta, coarse
 
     def split(self, labels: Indices, num_clients: int, num_classes: int, seed: int) -> Sequence[Indices]:

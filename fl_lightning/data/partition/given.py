@@ -1,17 +1,19 @@
-"""Known partitions: from Python, from the papers' files, and by the users that the samples come from."""
+"""Given partitions: from Python, from the papers' files, and by the user of each sample."""
 
 import csv
 import json
-import pickle
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from typing_extensions import Self
 
 from fl_lightning.core import UserError, require
-from fl_lightning.data.partition.base import Indices, Partition, check
+from fl_lightning.data.files import read_cifar
+from fl_lightning.data.partition.base import Indices, Partition, check, cut
 
 
 class Given(Partition):
@@ -31,41 +33,46 @@ class Given(Partition):
         """See :meth:`Partition.__call__`."""
         return [np.asarray(part, np.int64) for part in self.parts]
 
+    @classmethod
+    def consecutive(cls, sizes: Iterable[int]) -> Self:
+        """Returns the partition of samples that are sorted by client.
+
+        Args:
+            sizes: Number of samples of each client.
+        """
+        return cls([list(range(start, end)) for start, end in pairwise(accumulate(sizes, initial=0))])
+
 
 class Natural(Partition):
-    """One client for each user that the samples come from, in the order of their numbers, or else of appearance.
+    """One client for each user of the samples: sorted by number if all are integers, otherwise by first appearance.
 
     Args:
-        users: The user of every training sample, in their order; or the path of a CSV file with a row for each.
-        column: The column of users in that file.
+        users: The user of every training sample, in the order of the samples.
 
     Raises:
-        UserError: If (on use) the file or its column is missing, or the number of rows or of users is not that of the
-            samples or clients.
+        UserError: If (on use) there are not as many users as samples, or not as many different users as clients.
     """
 
     fixed = True
 
-    def __init__(self, users: str | list[int] | list[str], column: str = "user_id") -> None:
-        self.users, self.column = users, column
+    def __init__(self, users: list[int] | list[str]) -> None:
+        self.users = [str(user) for user in users]
 
     def split(self, labels: Indices, num_clients: int, num_classes: int, seed: int) -> Sequence[Indices]:
         """See :meth:`Partition.__call__`."""
-        users = self._names()
-        found = f"{len(users)} users"
-        require(len(users) == len(labels), "data.partition.users", found, f"give one for each of {len(labels)} samples")
-        rows: dict[str, list[int]] = {}
-        for index, user in enumerate(users):
-            rows.setdefault(user, []).append(index)
-        return [np.array(rows[user], np.int64) for user in _ordered(rows)]
+        require(
+            len(self.users) == len(labels),
+            "data.partition.users",
+            f"{len(self.users)} users",
+            f"give one for each of {len(labels)} samples",
+        )
+        clients = self.clients(self.users)
+        return cut(np.argsort(clients, kind="stable"), np.bincount(clients))
 
     def clients(self, users: Iterable[int | str]) -> Indices:
-        """Client of each user, ``(n,)``, such as of those that test samples come from; -1 for others."""
-        number = {user: client for client, user in enumerate(_ordered(dict.fromkeys(self._names())))}
+        """Returns the client of each user, ``(n,)``, such as those of test samples; -1 for users without a client."""
+        number = {user: client for client, user in enumerate(_ordered(dict.fromkeys(self.users)))}
         return np.array([number.get(str(user), -1) for user in users], np.int64)
-
-    def _names(self) -> list[str]:
-        return _column(self.users, self.column) if isinstance(self.users, str) else [str(user) for user in self.users]
 
 
 class FromFile(Partition):
@@ -77,7 +84,7 @@ class FromFile(Partition):
             CIFAR-100; CSV with columns ``user_id,image_id,class`` (federated_vision_datasets, FedGF), image_id being
             the index of the sample. Clients are sorted by number.
         names: For the JSON files of CIFAR-100, its own file ``cifar-100-python/train``, which contains the images'
-            names. It is a pickle, of which nothing but text, numbers, lists and mappings is made.
+            names. It is a pickle; nothing but arrays, text, numbers, lists and mappings is made from it.
         replacement: Whether a sample may occur several times.
 
     Raises:
@@ -118,7 +125,7 @@ class FromFile(Partition):
         return parts
 
     def _read(self, index: Callable[[str, int], int]) -> dict[str, list[tuple[int, int | None]]]:
-        """``{client: [(index, label or None), ...]}``."""
+        """Returns ``{client: [(index, label or None), ...]}``."""
         if Path(self.path).suffix.lower() == ".csv":
             with open(self.path, newline="") as file:
                 table: dict[str, list[tuple[int, int | None]]] = {}
@@ -137,22 +144,8 @@ class FromFile(Partition):
 
 
 def _ordered(rows: Collection[str]) -> list[str]:
-    return sorted(rows, key=int) if all(user.lstrip("-").isdigit() for user in rows) else list(rows)
-
-
-def _column(path: str, column: str) -> list[str]:
-    try:
-        with open(path, newline="") as file:
-            reader = csv.DictReader(file)
-            require(
-                column in (reader.fieldnames or ()), "data.partition.column", column,
-                f"not in '{path}', which has {', '.join(reader.fieldnames or ())}",
-            )  # fmt: skip
-            return [row[column] for row in reader]
-    except OSError as error:
-        raise UserError(
-            f"data.partition.users = '{path}': cannot read it ({error.strerror}); give an existing CSV file"
-        ) from None
+    numbers = all(re.fullmatch(r"-?\d+", user, re.ASCII) for user in rows)
+    return sorted(rows, key=int) if numbers else list(rows)
 
 
 def _integer(value: Any) -> int:
@@ -169,35 +162,20 @@ def _numbered(name: str, label: int) -> int:
     return int(found[1])
 
 
-class _Nothing:
-    """What a pickle makes of its classes and functions here: an object that takes everything and does nothing."""
-
-    def __new__(cls, *_: Any, **__: Any) -> Any:
-        return super().__new__(cls)
-
-    def __setstate__(self, _: Any) -> None:
-        pass
-
-
-class _Plain(pickle.Unpickler):
-    """Makes text, numbers, lists and mappings only; CIFAR-100's file also has an array of pixels."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        """Finds nothing."""
-        return _Nothing
-
-
 def _lookup(path: str, labels: Indices) -> Callable[[str, int], int]:
     """Returns a function that finds an image by label and name in CIFAR-100's file: two images share one name."""
     try:
-        with open(path, "rb") as file:
-            names = [name.decode() for name in _Plain(file, encoding="bytes").load()[b"filenames"]]
+        names = [name.decode() for name in read_cifar(path)["filenames"]]
     except Exception as error:  # a pickle can fail in any way
         raise UserError(
             f"data.partition.names = '{path}': no image names there ({error!r}); give CIFAR-100's file 'train'"
         ) from None
-    found = f"{len(names)} names"
-    require(len(names) == len(labels), "data.partition.names", found, f"the training set has {len(labels)} samples")
+    require(
+        len(names) == len(labels),
+        "data.partition.names",
+        f"{len(names)} names",
+        f"the training set has {len(labels)} samples",
+    )
     known = {pair: index for index, pair in enumerate(zip(names, labels.tolist(), strict=True))}
     require(len(known) == len(names), "data.partition.names", path, "two images share both name and label")
 

@@ -1,10 +1,10 @@
-"""What a run folder holds beside its metrics: config, provenance, partition, measurements, landscapes, papers' cells.
+"""The files of a run folder beside its metrics: config, provenance, partition, measurements, pictures, papers' cells.
 
 Files that others may have written are taken as they are; one that is not readable is an error.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ class RunFiles:
         clients: The last evaluation of each client; None if there is none.
         measurements: The last measurement of each name during the run, then those of the command ``flatness``; each has
             ``where``, which says so.
-        landscapes: Results of ``landscape`` and ``interpolate``, by the file's path in the run folder.
+        pictures: Pictures that ``landscape`` and ``interpolate`` have drawn.
         cells: The papers' cells that the run reproduces, from ``reproduction.json``.
     """
 
@@ -43,7 +43,7 @@ class RunFiles:
     partition: Json
     clients: ClientTable | None
     measurements: list[Json]
-    landscapes: dict[str, Json]
+    pictures: list[Path]
     cells: list[Json]
 
 
@@ -57,7 +57,7 @@ def read_group(group: Group) -> list[RunFiles]:
 
 
 def partitions(runs: Sequence[RunFiles]) -> list[tuple[Json, list[str]]]:
-    """The different partitions, and the runs that have each."""
+    """Returns the partitions that differ, and the runs that have each."""
     found: dict[str, tuple[Json, list[str]]] = {}
     for run in runs:
         if run.partition:
@@ -66,25 +66,27 @@ def partitions(runs: Sequence[RunFiles]) -> list[tuple[Json, list[str]]]:
 
 
 def spectra(runs: Sequence[RunFiles]) -> dict[str, list[float]]:
-    """Measured eigenvalues, largest first, by run."""
-    return {at: sorted(of["eigenvalues"], reverse=True) for at, of in _details(runs).items() if "eigenvalues" in of}
+    """Returns the measured eigenvalues, largest first, by run; see `_details` for the names."""
+    return {label: sorted(found["eigenvalues"], reverse=True) for label, found in _details(runs, "eigenvalues")}
 
 
 def densities(runs: Sequence[RunFiles]) -> dict[str, tuple[list[float], list[float]]]:
-    """Measured densities of the spectrum, as eigenvalues and density there, by run."""
-    return {at: (of["grid"], of["density"]) for at, of in _details(runs).items() if "density" in of}
+    """Returns the measured densities of the spectrum, as eigenvalues and density there, by run; see `_details`."""
+    return {label: (found["grid"], found["density"]) for label, found in _details(runs, "density")}
 
 
-def _details(runs: Sequence[RunFiles]) -> dict[str, Json]:
-    """Details of the measurements by run, and by place where a run has several."""
-    found: dict[str, Json] = {}
-    for run in runs:
-        detailed = [measurement for measurement in run.measurements if measurement["details"]]
-        many = len({measurement["where"] for measurement in detailed}) > 1
-        for measurement in detailed:
-            name = f"{run.label}, {measurement['where']}" if many else run.label
-            found.setdefault(name, {}).update(measurement["details"])
-    return found
+def _details(runs: Sequence[RunFiles], key: str) -> Iterator[tuple[str, Json]]:
+    """Yields the details of the measurements that have a key, with a label.
+
+    The label is the run, the matrix unless it is the Hessian of all weights, and data and place if they are not the
+    same in all measurements.
+    """
+    found = [(run, measured) for run in runs for measured in run.measurements if key in measured["details"]]
+    differing = [name for name in ("data", "where") if len({measured[name] for _, measured in found}) > 1]
+    for run, measured in found:
+        matrix = [measured["settings"].get(name) for name in ("operator", "parameters")]
+        parts = [*(part for part in matrix if part not in (None, "hessian")), *(measured[name] for name in differing)]
+        yield ", ".join([run.label, *parts]), measured["details"]
 
 
 def _read(group: Group, folder: Path, seeds: Seeds) -> RunFiles:
@@ -100,7 +102,7 @@ def _read(group: Group, folder: Path, seeds: Seeds) -> RunFiles:
         partition=_load(folder / "partition.json"),
         clients=read_clients(folder),
         measurements=[*_monitored(folder / "flatness.jsonl"), *_measured(folder)],
-        landscapes=_landscapes(folder),
+        pictures=_below(folder, "png", "landscape", "interpolate"),
         cells=cells if isinstance(cells, list) else [cells] if cells else [],
     )
 
@@ -110,7 +112,7 @@ def _text_of(config: Path, round: int) -> str:
 
 
 def _monitored(path: Path) -> list[Json]:
-    """The last line of each measure; a crash may have cut the very last one short."""
+    """Returns the last line of each measure; a crash may have cut the very last one short."""
     if not path.is_file():
         return []
     lines = [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
@@ -120,21 +122,16 @@ def _monitored(path: Path) -> list[Json]:
 
 def _measured(folder: Path) -> list[Json]:
     measured = []
-    for path in _below(folder, "flatness"):
+    for path in _below(folder, "json", "flatness"):
         found = _load(path)
         where = f"{path.relative_to(folder)}, after round {found.get('round')}"
         measured += [{**measurement, "where": where} for measurement in found.get("measurements", ())]
     return measured
 
 
-def _landscapes(folder: Path) -> dict[str, Json]:
-    found = {str(path.relative_to(folder)): _load(path) for path in _below(folder, "landscape", "interpolate")}
-    return {path: values for path, values in found.items() if all("loss" in of for of in values.values())}
-
-
-def _below(folder: Path, *names: str) -> list[Path]:
-    """JSON files in subfolders of the run folder whose names begin so."""
-    return sorted(path for name in names for path in folder.glob(f"{name}*/**/*.json"))
+def _below(folder: Path, suffix: str, *names: str) -> list[Path]:
+    """Returns the files with a suffix in subfolders of the run folder whose names begin so."""
+    return sorted(path for name in names for path in folder.glob(f"{name}*/**/*.{suffix}"))
 
 
 def _load(path: Path) -> Any:

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from fl_lightning.core import Count
-from fl_lightning.results.metrics import Mode, mode_of
-from fl_lightning.trainer import checkpoint
+from fl_lightning.core import PositiveInt, UserError
+from fl_lightning.results.names import Mode, mode_of
+from fl_lightning.trainer import resume
 from fl_lightning.trainer.run import Callback, Run
 
 
@@ -31,16 +31,19 @@ class Checkpoints(Callback):
 
     def __init__(
         self,
-        every_n_rounds: Count = 10,
+        every_n_rounds: PositiveInt = 10,
         keep_all: bool = False,
         monitor: str | None = None,
         mode: Literal["min", "max"] | None = None,
-        save_top_k: Count = 1,
+        save_top_k: PositiveInt = 1,
     ) -> None:
         self.every_n_rounds, self.keep_all = every_n_rounds, keep_all
         self.monitor, self.mode, self.save_top_k = monitor, mode, save_top_k
         self.best: dict[int, float] = {}
         self._saved = -1
+
+    def needs_round(self, t: int) -> bool:
+        return self.monitor is not None or (t + 1) % self.every_n_rounds == 0
 
     def check(self, run: Run) -> None:
         if self.monitor is not None:
@@ -51,14 +54,11 @@ class Checkpoints(Callback):
 
     def on_round_logged(self, run: Run, metrics: Mapping[str, float]) -> None:
         if self.monitor is not None:
-            value = run.monitored("Checkpoints", self.monitor, metrics)
+            value = monitored(run, "Checkpoints", self.monitor, metrics)
             if value is not None:
                 self._keep_best(run, value, mode_of(self.monitor, self.mode, run.directions))
-        if run.rounds_done % self.every_n_rounds == 0 or run.rounds_done == run.max_rounds:
+        if run.rounds_done % self.every_n_rounds == 0 or run.finished:
             self._save(run)
-
-    def on_fit_end(self, run: Run) -> None:
-        self._save(run)
 
     def on_exception(self, run: Run, error: BaseException) -> None:
         self._save(run)
@@ -72,10 +72,10 @@ class Checkpoints(Callback):
     def _save(self, run: Run) -> None:
         if run.rounds_done == self._saved:
             return
-        checkpoint.save(run, run.folder.last)
+        resume.save(run, run.folder.last)
         self._saved = run.rounds_done
         if self.keep_all:
-            checkpoint.save(run, self._path(run, run.rounds_done))
+            resume.save(run, self._path(run, run.rounds_done))
 
     def _keep_best(self, run: Run, value: float, mode: Mode) -> None:
         """Saves this round if it is among the best, and removes the one that no longer is."""
@@ -87,12 +87,31 @@ class Checkpoints(Callback):
             return
         before, self.best = self.best, {r: scores[r] for r in kept}
         if self.save_top_k > 1:
-            checkpoint.save(run, self._path(run, run.rounds_done))
+            resume.save(run, self._path(run, run.rounds_done))
         if kept[0] == run.rounds_done:
-            checkpoint.save(run, run.folder.best)
+            resume.save(run, run.folder.best)
         if run.fabric.is_global_zero and not self.keep_all:
             for dropped in before.keys() - self.best.keys():
                 self._path(run, dropped).unlink(missing_ok=True)
 
     def _path(self, run: Run, rounds: int) -> Path:
         return run.folder.checkpoints / f"round_{rounds}.ckpt"
+
+
+def monitored(run: Run, callback: str, name: str, metrics: Mapping[str, float]) -> float | None:
+    """Returns this round's value of a metric that a callback monitors; None if it was not measured.
+
+    Args:
+        run: The run.
+        callback: The callback, for the message.
+        name: The metric.
+        metrics: All metrics of the round.
+
+    Raises:
+        UserError: If everything has been measured once, and the metric was not among it.
+    """
+    every = [run.settings.eval_every, *(getattr(c, "every_n_rounds", 1) for c in run.callbacks)]
+    if name not in run.metrics and run.rounds_done >= min(max(every), run.max_rounds):
+        known = ", ".join(sorted(run.metrics))
+        raise UserError(f"trainer.callbacks: {callback}.monitor = {name}: no such metric; choose from {known}")
+    return metrics.get(name)

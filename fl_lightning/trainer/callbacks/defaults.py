@@ -22,17 +22,17 @@ OURS = {
     "WeightAveraging": "model.averaging: EMA",
     "EMAWeightAveraging": "model.averaging: EMA",
     "GradientAccumulationScheduler": "data.batch_size",
+    **dict.fromkeys(("ProgressBar", "TQDMProgressBar", "RichProgressBar"), "Progress"),
 }
-"""What takes the place of a callback of Lightning's; of its progress bars, Progress does."""
+"""What to use in place of a callback of Lightning's, by its name."""
 
 
 def with_defaults(callbacks: Sequence[Any], progress: bool) -> list[Callback]:
-    """The given callbacks and the default ones, in the order of their calls.
+    """Returns the given callbacks and the default ones, in the order of their calls.
 
     Args:
         callbacks: Ours, or Lightning's ``EarlyStopping``.
-        progress: Whether someone looks at the run: then it has the live progress, and a figure at its end; otherwise
-            it ends with one line.
+        progress: Whether to show live progress and draw a figure at the end; otherwise the run ends with one line.
 
     Raises:
         UserError: If a callback is another one of Lightning's, or none at all, or one of ours is there twice.
@@ -54,9 +54,7 @@ def _accepted(callback: Any) -> Callback:
     if isinstance(callback, Callback):
         return callback
     if isinstance(callback, theirs.EarlyStopping):
-        return EarlyStoppingAdapter(callback)
-    if isinstance(callback, theirs.ProgressBar):
-        raise UserError(f"trainer.callbacks: {name} is a callback of lightning.Trainer; use Progress")
+        return EarlyStoppingAdapter(callback, callback.state_dict())
     if isinstance(callback, theirs.Callback):
         remedy = f"use {OURS[name]}" if name in OURS else "write a subclass of fl_lightning.Callback"
         raise UserError(f"trainer.callbacks: {name} is a callback of lightning.Trainer; {remedy}")

@@ -8,6 +8,7 @@ import torch
 from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.trainer.states import TrainerFn
 
+from fl_lightning.trainer.callbacks.checkpoints import monitored
 from fl_lightning.trainer.run import Callback, Run
 
 
@@ -17,13 +18,16 @@ class EarlyStoppingAdapter(Callback):
     Args:
         inner: The callback; ``monitor`` is a metric of ours, such as ``server/test/loss``, and ``patience`` counts
             measurements.
+        state: State that it begins a run with.
     """
 
-    def __init__(self, inner: EarlyStopping) -> None:
+    def __init__(self, inner: EarlyStopping, state: Mapping[str, Any]) -> None:
         self.inner = inner
+        self.load_state_dict(state)
 
-    def on_round_logged(self, run: Run, metrics: Mapping[str, float]) -> None:
-        if run.monitored("EarlyStopping", self.inner.monitor, metrics) is None:
+    def on_round_end(self, run: Run) -> None:
+        metrics = run.round_metrics
+        if monitored(run, "EarlyStopping", self.inner.monitor, metrics) is None:
             return
         trainer = SimpleNamespace(
             state=SimpleNamespace(fn=TrainerFn.FITTING),
@@ -41,7 +45,7 @@ class EarlyStoppingAdapter(Callback):
         self.inner.setup(view, run.objective, "fit")
         self.inner.on_train_epoch_end(view, run.objective)
         self.inner.on_validation_end(view, run.objective)
-        run.should_stop = bool(run.fabric.broadcast(trainer.should_stop))
+        run.should_stop = trainer.should_stop
         if run.should_stop and self.inner.stopping_reason_message:
             run.fabric.print(f"stopped early: {self.inner.stopping_reason_message.partition(' Signaling')[0]}")
 

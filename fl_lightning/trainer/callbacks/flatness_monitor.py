@@ -6,12 +6,13 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
-from fl_lightning.core import Count, RoundContext, require, write_atomically
+from fl_lightning.core import PositiveInt, RoundContext, require, write_atomically
 from fl_lightning.engine import LocalResult
 from fl_lightning.flatness.plots import plot_density, plot_spectrum
 from fl_lightning.trainer.loggers import RunLogger
@@ -20,9 +21,11 @@ from fl_lightning.trainer.measurements import (
     Measurement,
     MeasurementContext,
     PseudoGradient,
+    check_measures,
     check_statistics,
     default_measures,
 )
+from fl_lightning.trainer.round import replay
 from fl_lightning.trainer.run import Callback, Run
 
 if TYPE_CHECKING:
@@ -51,7 +54,7 @@ class FlatnessMonitor(Callback):
 
     NULL: ClassVar[dict[str, list[str]]] = {"metrics": [type(measure).__name__ for measure in default_measures()]}
 
-    def __init__(self, every_n_rounds: Count = 10, metrics: list[Measure] | None = None) -> None:
+    def __init__(self, every_n_rounds: PositiveInt = 10, metrics: list[Measure] | None = None) -> None:
         require(metrics != [], "callbacks: FlatnessMonitor.metrics", metrics, "name some, or null for the default")
         self.every_n_rounds = every_n_rounds
         self.metrics = default_measures() if metrics is None else metrics
@@ -60,14 +63,16 @@ class FlatnessMonitor(Callback):
         self._previous: Tensor | None = None
         self.load_state_dict({})
 
+    def needs_round(self, t: int) -> bool:
+        return self._tracks or (t + 1) % self.every_n_rounds == 0
+
     def check(self, run: Run) -> None:
         check_statistics(run.objective)
-        for metric in self.metrics:
-            metric.check(run)
+        check_measures(self.metrics, run)
 
     def on_fit_start(self, run: Run) -> None:
         if not run.rounds_done:
-            self.load_state_dict({})  # the monitor may have seen another run
+            self.load_state_dict({})  # the monitor may have seen a run of another trainer
         self._previous = None if self._previous is None else self._previous.to(run.server.w)
         if not run.fabric.is_global_zero:
             return
@@ -80,7 +85,7 @@ class FlatnessMonitor(Callback):
 
     def on_round_start(self, run: Run, ctx: RoundContext, cohort: list[int]) -> None:
         started = time.perf_counter()
-        self._due = (ctx.t + 1) % self.every_n_rounds == 0 or ctx.t + 1 == ctx.rounds
+        self._due = (ctx.t + 1) % self.every_n_rounds == 0 or ctx.t + 1 == ctx.rounds or run.should_stop
         self._before, self._cohort = run.server.w, cohort
         self._mean = PseudoGradient(run) if self._tracks else None
         for measure in self._measures():
@@ -117,8 +122,12 @@ class FlatnessMonitor(Callback):
         if self._tracks:
             self._previous = mean
 
+    def on_last_round(self, run: Run) -> None:
+        if not self._due:
+            replay(run, self)
+
     def _measures(self) -> list[Measure]:
-        """The measures of this round; centralized training has no cohort."""
+        """Returns the measures of this round; centralized training has no cohort."""
         return [measure for measure in self.metrics if self._due and (self._cohort or not measure.local)]
 
     def _write(self, run: Run, measurements: Sequence[Measurement]) -> None:
@@ -144,7 +153,7 @@ class FlatnessMonitor(Callback):
 
 
 def scalars(measurements: Sequence[Measurement]) -> dict[str, float]:
-    """The logged metrics, by name."""
+    """Returns the logged metrics, by name."""
     numbers = [
         (m.metric, end, x)
         for m in measurements
@@ -154,10 +163,8 @@ def scalars(measurements: Sequence[Measurement]) -> dict[str, float]:
 
 
 def show(logger: RunLogger, measurements: Sequence[Measurement], round: int, label: str) -> None:
-    """Gives a logger the details of measurements: tables, distributions over clients, pictures of spectra."""
+    """Gives a logger the details of measurements: distributions over clients, and pictures of spectra."""
     for measurement in measurements:
-        for name, rows in tables(measurement).items():
-            logger.log_rows(name, rows, round)
         if clients := measurement.details.get("clients"):
             logger.log_clients(measurement.metric, list(clients.values()), round)
     for name, draw in figures(measurements, label).items():
@@ -165,30 +172,22 @@ def show(logger: RunLogger, measurements: Sequence[Measurement], round: int, lab
 
 
 def figures(measurements: Sequence[Measurement], label: str) -> dict[str, Callable[[], Figure]]:
-    """Functions that draw the spectrum and its density, if they were measured, by name.
+    """Returns functions that draw the measured spectra and densities, by name.
 
     Args:
         measurements: The measurements.
         label: The model's name.
     """
-    details = {name: value for measurement in measurements for name, value in measurement.details.items()}
     found: dict[str, Callable[[], Figure]] = {}
-    if "eigenvalues" in details:
-        found["spectrum"] = lambda: plot_spectrum({label: details["eigenvalues"]})
-    if "density" in details:
-        found["density"] = lambda: plot_density({label: (details["grid"], details["density"])})
+    for m in measurements:  # of another matrix than the Hessian the names begin with it
+        if "eigenvalues" in m.details:
+            found[m.name.replace("lambda_1", "spectrum")] = partial(plot_spectrum, {label: m.details["eigenvalues"]})
+        if "density" in m.details:
+            drawn = {label: (m.details["grid"], m.details["density"])}
+            found[m.name.replace("density_mean", "density")] = partial(plot_density, drawn)
     return found
 
 
-def tables(measurement: Measurement) -> dict[str, list[dict[str, float]]]:
-    """The details of a measurement, as rows by name."""
-    details = {k: v.items() if isinstance(v, Mapping) else enumerate(v) for k, v in measurement.details.items()}
-    return {
-        f"{measurement.metric}_{name}": [{"key": int(key), "value": value} for key, value in pairs]
-        for name, pairs in details.items()
-    }
-
-
 def read_measurements(path: Path) -> list[dict[str, Any]]:
-    """The lines of a ``flatness.jsonl``, without one that a crash has cut short."""
+    """Returns the lines of a ``flatness.jsonl``, without one that a crash has cut short."""
     return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]

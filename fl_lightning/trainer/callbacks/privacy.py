@@ -1,6 +1,6 @@
-"""What a run under differential privacy says of it."""
+"""The privacy budget of a run."""
 
-from fl_lightning.trainer.privacy import GaussianPrivacy
+from fl_lightning.trainer.aggregation.privacy import GaussianPrivacy
 from fl_lightning.trainer.run import Callback, Run
 
 

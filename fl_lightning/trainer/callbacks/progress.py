@@ -1,7 +1,7 @@
-"""What a person sees while a run goes on, and at its end."""
+"""The live progress of a run, and the summary at its end."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -9,40 +9,20 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as Bar
 from rich.table import Table
 
-from fl_lightning.core import NonNegative, Whole
-from fl_lightning.results.metrics import mode_of, read_metrics
-from fl_lightning.results.summary import Summary
+from fl_lightning.core import NonNegative, NonNegativeInt
+from fl_lightning.results.headline import SUMMARY
+from fl_lightning.results.metrics import best_of, read_metrics
+from fl_lightning.results.names import mode_of, shown, title
 from fl_lightning.results.verdict import flatness_verdict
 from fl_lightning.trainer.callbacks.flatness_monitor import FlatnessMonitor
-from fl_lightning.trainer.callbacks.results import FILE
 from fl_lightning.trainer.measurements import PROTOCOL
 from fl_lightning.trainer.run import Callback, Run
-
-COLUMNS = {
-    "server/test/acc": "test acc",
-    "server/test/miou": "test mIoU",
-    "server/test/loss": "test loss",
-    "client/train/loss": "train loss",
-    "flatness/lambda_max": "lambda_max",
-    "flatness/discrepancy": "discrepancy",
-}
-
-
-def titles(names: Iterable[str]) -> dict[str, str]:
-    """Titles of what is shown, by name: `COLUMNS`, and what else is evaluated on the test set.
-
-    Args:
-        names: Of metrics.
-    """
-    test = "server/test/"
-    further = {name: f"test {name.removeprefix(test)}" for name in names if name.startswith(test)}
-    return COLUMNS | {name: title for name, title in further.items() if name not in COLUMNS}
 
 
 class Ending(Callback):
     """Prints the run folder when a run ends, and how to continue one that breaks off.
 
-    It is all that is seen without the live progress.
+    It is the only output when the progress bar is off.
     """
 
     def on_exception(self, run: Run, error: BaseException) -> None:
@@ -60,18 +40,21 @@ class Progress(Callback):
         min_seconds: Least time between two plain lines.
     """
 
-    def __init__(self, rows: Whole = 8, min_seconds: NonNegative = 1.0) -> None:
+    def __init__(self, rows: NonNegativeInt = 8, min_seconds: NonNegative = 1.0) -> None:
         self.rows, self.min_seconds = rows, min_seconds
         self.console = Console()
         self._live: Live | None = None
-        self._recent: list[list[str]] = []
+        self._recent: list[Mapping[str, float]] = []
+        self._columns: list[str] = []
         self._last_line = 0.0
+
+    def needs_round(self, t: int) -> bool:
+        return False  # it shows the rounds that there are
 
     def on_fit_start(self, run: Run) -> None:
         if not run.fabric.is_global_zero:
             return
-        self._recent = []
-        self._columns = titles(f"server/test/{name}" for name in run.directions)
+        self._recent, self._columns = [], []
         data = run.data
         self.console.print(
             f"[bold]{type(run.objective).__name__}[/] on {type(data).__name__}: {data.num_clients} clients, "
@@ -93,14 +76,14 @@ class Progress(Callback):
         if not run.fabric.is_global_zero:
             return
         self._bar.update(self._task, completed=run.rounds_done)
-        row = [str(run.rounds_done), *(_number(metrics.get(name)) for name in self._columns)]
-        self._recent = [*self._recent, row][-self.rows :]
+        self._columns = shown(run.metrics)
+        self._recent = [*self._recent, {**metrics, "round": run.rounds_done}][-self.rows :]
         if self._live is not None:
             self._live.update(self._view())
-        elif self._bar.get_time() - self._last_line >= self.min_seconds or run.rounds_done == run.max_rounds:
+        elif self._bar.get_time() - self._last_line >= self.min_seconds or run.finished:
             self._last_line = self._bar.get_time()
-            known = [(title, run.metrics[name]) for name, title in self._columns.items() if name in run.metrics]
-            line = "  ".join([f"round {run.rounds_done}/{run.max_rounds}", *(f"{t} {_number(v)}" for t, v in known)])
+            known = [f"{title(name)} {_number(run.metrics[name])}" for name in self._columns]
+            line = "  ".join([f"round {run.rounds_done}/{run.max_rounds}", *known])
             self.console.print(line, highlight=False, soft_wrap=True)
 
     def on_exception(self, run: Run, error: BaseException) -> None:
@@ -115,22 +98,19 @@ class Progress(Callback):
         self._stop()
         columns = read_metrics(run.folder.metrics)
         table = Table(title="Summary", show_header=True)
-        for title in ("", "last", "best", "at round"):
-            table.add_column(title, justify="left" if not title else "right")
-        for name, title in self._columns.items():
-            if name in columns:
-                pick = max if mode_of(name, None, run.directions) == "max" else min
-                at, best = pick(columns[name], key=lambda pair: pair[1])
-                table.add_row(title, _number(columns[name][-1][1]), _number(best), str(at))
+        for head in ("", "last", "best", "at round"):
+            table.add_column(head, justify="right" if head else "left")
+        for name in shown(columns):
+            at, best = best_of(columns[name], mode_of(name, None, run.directions))
+            table.add_row(title(name), _number(columns[name][-1][1]), _number(best), str(at))
         self.console.print(table)
-        if (run.folder.path / FILE).exists():
-            found = Summary(**json.loads((run.folder.path / FILE).read_text()))
-            name, spread = (
-                self._columns.get(found.metric, found.metric),
-                f" ± {_number(found.std)}" if found.std else "",
+        if (run.folder.path / SUMMARY).exists():
+            found = json.loads((run.folder.path / SUMMARY).read_text())
+            spread = f" ± {_number(found['std'])}" if found["std"] else ""
+            mean = (
+                f"mean {title(found['metric'])} {_number(found['mean'])}{spread} of {found['evaluations']} evaluations"
             )
-            mean = f"mean {name} {_number(found.mean)}{spread} of {found.evaluations} evaluations"
-            self.console.print(f"last {found.last} rounds: {mean}", highlight=False)
+            self.console.print(f"last {found['last']} rounds: {mean}", highlight=False)
         seconds = sum(value for name in ("time/round_s", "time/flatness_s") for _, value in columns.get(name, ()))
         bits = run.metrics.get("comm/total_bits")
         wire = "" if bits is None else f", {bits / 8e6:,.1f} MB over the wire"
@@ -150,11 +130,11 @@ class Progress(Callback):
             self._live = None
 
     def _view(self) -> Group:
-        table = Table("round", *self._columns.values(), box=None)
+        table = Table("round", *map(title, self._columns), box=None)
         for column in table.columns:
             column.justify, column.min_width = "right", 10
         for row in self._recent:
-            table.add_row(*row)
+            table.add_row(f"{row['round']:.0f}", *(_number(row.get(name)) for name in self._columns))
         return Group(table, self._bar)
 
 

@@ -1,33 +1,37 @@
 """The statistics of a run."""
 
 import json
+import math
 from dataclasses import asdict
+from typing import Any
 
-from fl_lightning.core import Count, write_atomically
+from fl_lightning.core import write_atomically
+from fl_lightning.results.headline import SUMMARY
 from fl_lightning.results.summary import summarise
 from fl_lightning.trainer.run import Callback, Run
-
-FILE = "summary.json"
 
 
 class Results(Callback):
     """Writes ``summary.json`` when a run ends: an `fl_lightning.results.summary.Summary` of what the data evaluate.
 
-    Args:
-        last: Rounds at the end whose evaluations are averaged; the papers take 100 or 50. null: ``trainer.eval_last``
-            if that is set, else 100.
-        target: A value of the metric to be reached, such as an accuracy of 0.8; null: none.
+    Its mean is the headline: over ``trainer.eval_last`` rounds if that is set and at most half of the run, otherwise
+    over a tenth of the rounds, at most 100. What is not finite is null.
 
-    Raises:
-        UserError: If ``last`` is below 1.
+    Args:
+        target: A value of the metric to be reached, such as an accuracy of 0.8; null: none.
     """
 
-    def __init__(self, last: Count | None = None, target: float | None = None) -> None:
-        self.last, self.target = last, target
+    def __init__(self, target: float | None = None) -> None:
+        self.target = target
 
     def on_fit_end(self, run: Run) -> None:
         metric = f"server/test/{run.data.metric()[0]}"
         if run.fabric.is_global_zero and metric in run.metrics:  # a run may stop before its first evaluation
-            last = self.last or run.settings.last_rounds
-            found = asdict(summarise(run.folder.path, last, self.target, metric))
-            write_atomically(run.folder.path / FILE, json.dumps(found, indent=2) + "\n")
+            found = summarise(run.folder.path, None, self.target, metric, eval_last=run.settings.eval_last)
+            write_atomically(run.folder.path / SUMMARY, json.dumps(_plain(asdict(found)), indent=2) + "\n")
+
+
+def _plain(values: dict[str, Any]) -> dict[str, Any]:
+    """Returns values as JSON has them: it knows no NaN and no infinity."""
+    plain = {key: _plain(value) if isinstance(value, dict) else value for key, value in values.items()}
+    return {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in plain.items()}

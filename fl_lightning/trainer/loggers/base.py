@@ -22,19 +22,19 @@ Picture = Path | Callable[[], "Figure"]
 
 @dataclass(frozen=True)
 class About:
-    """What loggers sort runs by.
+    """Properties by which loggers sort runs.
 
     Attributes:
         job: The command that makes the run: fit or centralized.
         group: Common to the runs of a config with different seeds.
         tags: The algorithm and the data set.
-        last: Rounds at the end whose evaluations are averaged, as in ``summary.json``.
+        eval_last: ``trainer.eval_last`` of the run.
     """
 
     job: str
     group: str
     tags: Sequence[str]
-    last: int
+    eval_last: int
 
 
 class RunLogger(Checked, Logger, key="trainer.loggers: {}"):
@@ -72,9 +72,6 @@ class RunLogger(Checked, Logger, key="trainer.loggers: {}"):
 
     def log_partition(self, data: FederatedDataModule) -> None:
         """Logs how the samples are divided among the clients, when a run begins; rank 0 calls."""
-
-    def log_rows(self, name: str, rows: Sequence[Mapping[str, float]], round: int) -> None:
-        """Logs a table, such as a spectrum; rank 0 calls."""
 
     def log_clients(self, name: str, values: Sequence[float], round: int) -> None:
         """Logs the distribution of a number over clients; rank 0 calls."""

@@ -10,9 +10,8 @@ from typing import Any
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
 from fl_lightning.core import UserError, write_atomically, writing
+from fl_lightning.results.metrics import FILE, read_rows
 from fl_lightning.trainer.loggers.base import About, RunLogger
-
-FILE = "metrics.csv"
 
 
 class CSVLogger(RunLogger):
@@ -44,9 +43,8 @@ class CSVLogger(RunLogger):
         """Appends the row of round ``step``."""
         with writing(self.path):
             if new := [key for key in metrics if key not in self.columns]:
-                with self.path.open(newline="") as file:
-                    rows = list(csv.DictReader(file))
-                self._rewrite([*self.columns, *new], rows)
+                head, *rows = read_rows(self.path)
+                self._rewrite([*self.columns, *new], [dict(zip(head, row, strict=True)) for row in rows])
             with self.path.open("r+", newline="") as file:  # which must exist
                 file.seek(0, os.SEEK_END)
                 csv.DictWriter(file, self.columns).writerow({"round": step, **metrics})
@@ -65,7 +63,7 @@ class CSVLogger(RunLogger):
 
 
 def _rows(path: Path, columns: list[str], rounds: int) -> tuple[list[str], list[dict[str, Any]]]:
-    """Columns of a log, and its rows of the first rounds, of which each has one; later rows are left out.
+    """Returns the columns of a log, and its rows of the first rounds, of which each has one; later rows are left out.
 
     Args:
         path: The file. If it holds the word ``round`` alone, the rows are empty.
@@ -77,8 +75,7 @@ def _rows(path: Path, columns: list[str], rounds: int) -> tuple[list[str], list[
     """
     remedy = "put the run's own file back, or one that holds only the word round, to continue without its rows"
     try:
-        with path.open(newline="", encoding="utf-8") as file:
-            lines = list(csv.reader(file))
+        lines = read_rows(path)
     except (OSError, ValueError, csv.Error) as error:
         what = error.strerror if isinstance(error, OSError) else error
         raise UserError(f"{path}: cannot be read ({what}); {remedy}") from None
@@ -91,7 +88,7 @@ def _rows(path: Path, columns: list[str], rounds: int) -> tuple[list[str], list[
     for k, row in enumerate(rows[:rounds]):
         if len(row) != len(head) or row[at] != str(k + 1) or not all(map(_is_number, row)):
             raise UserError(f"{path}: line {k + 2} is not a row of numbers for round {k + 1}; {remedy}")
-    for row in rows[rounds:]:  # a crash may have cut the last one short
+    for row in rows[rounds:]:
         if len(row) == len(head) and row[at].isdecimal() and int(row[at]) <= rounds:
             raise UserError(f"{path}: has round {row[at]} twice; {remedy}")
     if len(rows) < rounds:

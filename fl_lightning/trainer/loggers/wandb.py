@@ -7,9 +7,8 @@ import os
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 from lightning.fabric.utilities.rank_zero import rank_zero_only
@@ -18,27 +17,24 @@ from lightning.pytorch.loggers import WandbLogger as LightningWandbLogger
 from fl_lightning.core import UserError, style
 from fl_lightning.core.frozen import FILE
 from fl_lightning.data import FederatedDataModule
-from fl_lightning.data.counts import class_counts, count_table, heat_map, histogram
+from fl_lightning.data.histogram import class_counts, heat_map, histogram
 from fl_lightning.results.configs import config_files
-from fl_lightning.results.metrics import mode_of, read_directions, read_metrics
+from fl_lightning.results.headline import SUFFIX, values
+from fl_lightning.results.metrics import average, best_of, read_run
+from fl_lightning.results.names import is_result, mode_of, read_directions
 from fl_lightning.trainer.loggers.base import About, Picture, RunLogger
 
-if TYPE_CHECKING:
-    from wandb.sdk.wandb_run import Run as WandbRun
-
 Mode = Literal["offline", "online", "disabled"]
-ROWS = 10_000
-"""Most rows of a W&B table; the partition of more clients is shown by histograms only."""
 
 
 class WandbLogger(LightningWandbLogger, RunLogger):
     """Lightning's ``WandbLogger`` in the run's folder, with the round as x-axis; a resumed run keeps its id.
 
     W&B gets every metric; the best value of each in the summary, ``.max`` of accuracy and mIoU, ``.min`` of losses and
-    lambda_max, beside the ``.last`` one; the papers' headline as ``server/test/acc_last100``, the mean over the last
-    100 rounds (or ``trainer.eval_last``), which is fit for a sweep's metric; the resolved config; the partition as
-    table, heat map and histograms; histograms over the clients; spectra, landscapes and curves as images, also those
-    of ``fl-lightning flatness`` and ``landscape``; config and checkpoints as artifacts.
+    lambda_max, beside the ``.last`` one; the headline as ``server/test/acc_headline``, fit for the metric of a sweep
+    (see `fl_lightning.results.headline`); the resolved config; the partition as heat map and histograms;
+    histograms over the clients; spectra, landscapes and curves as images, also those of ``fl-lightning flatness`` and
+    ``landscape``; config and checkpoints as artifacts.
 
     Args:
         project: W&B project; null: WANDB_PROJECT, else fl_lightning.
@@ -70,7 +66,7 @@ class WandbLogger(LightningWandbLogger, RunLogger):
         # an agent of a sweep on W&B waits for the run
         default = "online" if os.environ.get("WANDB_SWEEP_ID") else "offline"
         self.mode = mode or os.environ.get("WANDB_MODE") or default
-        self.run: WandbRun | None = None
+        self.run: Any = None  # a W&B run
         self._columns: dict[str, list[tuple[int, float]]] = {}
 
     @property
@@ -82,8 +78,7 @@ class WandbLogger(LightningWandbLogger, RunLogger):
     def start(self, run_dir: Path, state: Mapping[str, Any], round: int, about: About) -> None:
         self._open(run_dir, state, round, about)
         self._training = True
-        if (metrics := run_dir / "metrics.csv").exists():
-            self._columns = read_metrics(metrics)
+        self._columns = read_run(run_dir)
 
     @rank_zero_only
     def reopen(self, run_dir: Path, state: Mapping[str, Any], round: int, about: About) -> None:
@@ -140,30 +135,18 @@ class WandbLogger(LightningWandbLogger, RunLogger):
         self._pending = {}
         for name in metrics:
             if name.startswith("server/test/") and not name.endswith("/loss"):
-                recent = [value for at, value in self._columns[name] if at > step - self._about.last]
-                row[f"{name}_last{self._about.last}"] = sum(recent) / len(recent)
+                row[f"{name}{SUFFIX}"] = average(values(name, self._columns[name], step, self._about.eval_last))
         self.run.log(row)
 
     def log_partition(self, data: FederatedDataModule) -> None:
         if not self.run or self.mode == "disabled":
             return
-        import wandb
-
         counts = class_counts(data)
-        if len(counts) <= ROWS:
-            head, rows = count_table(counts)
-            self._pending["partition/clients"] = wandb.Table(columns=[*head], data=rows)
-            self.log_figure("partition/heat_map", lambda: heat_map(histogram(data)), 0)
+        self.log_figure("partition/heat_map", lambda: heat_map(histogram(data)), 0)
         self.log_clients("partition/samples", counts.sum(1).tolist(), 0)
         if data.task.by_class:
             self.log_clients("partition/classes", (counts > 0).sum(1).tolist(), 0)
         self._flush(0)
-
-    def log_rows(self, name: str, rows: Sequence[Mapping[str, float]], round: int) -> None:
-        if self.run and rows:
-            import wandb
-
-            self._pending[name] = wandb.Table(columns=[*rows[0]], data=[[*row.values()] for row in rows])
 
     def log_clients(self, name: str, values: Sequence[float], round: int) -> None:
         finite = [value for value in values if math.isfinite(value)]
@@ -181,7 +164,7 @@ class WandbLogger(LightningWandbLogger, RunLogger):
     def log_hyperparams(self, params: dict[str, Any], *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
         """Logs the resolved config."""
         if self.run:
-            self.run.config.update(params, allow_val_change=True)  # type: ignore[no-untyped-call]
+            self.run.config.update(params, allow_val_change=True)
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
@@ -204,25 +187,23 @@ class WandbLogger(LightningWandbLogger, RunLogger):
 
     def _define(self, name: str) -> None:
         """Tells W&B which value of a metric is the best, at its first appearance."""
-        if self.run and self.dir and name not in self._defined and _has_best(name):
+        if self.run and self.dir and name not in self._defined and is_result(name):
             self._defined.add(name)
             mode = mode_of(name, None, read_directions(self.dir))
             self.run.define_metric(name, step_metric="round", summary=f"{mode},last")
 
     def _summarise(self) -> None:
-        """Best and last value of each metric over the whole run: W&B's own start over when a run is resumed."""
-        assert self.run is not None and self.dir is not None
+        """Writes best and last value of each metric over the whole run: W&B's own start over when a run is resumed."""
+        assert self.dir is not None
         directions = read_directions(self.dir)
-        for name, values in self._columns.items():
-            finite = [value for _, value in values if math.isfinite(value)]
-            if _has_best(name) and finite:
+        for name, pairs in self._columns.items():
+            if is_result(name):
                 mode = mode_of(name, None, directions)
-                best = max(finite) if mode == "max" else min(finite)
-                self.run.summary[name] = {mode: best, "last": values[-1][1]}
+                self.run.summary[name] = {mode: best_of(pairs, mode)[1], "last": pairs[-1][1]}
 
     def _log_artifacts(self) -> None:
-        """Config and checkpoints, laid out as in the run folder."""
-        assert self.run is not None and self.dir is not None
+        """Logs config and checkpoints, laid out as in the run folder."""
+        assert self.dir is not None
         config = list(config_files(self.dir).values())
         self._log_artifact("config", "last", config)
         for alias in ("best", "last") if self.log_model else ():  # W&B's own alias is that of the latest
@@ -231,10 +212,10 @@ class WandbLogger(LightningWandbLogger, RunLogger):
                 self._log_artifact("model", alias, [*config, file, file.with_name(FILE)])
 
     def _log_artifact(self, kind: str, alias: str, files: Sequence[Path]) -> None:
-        """Files of the run folder that exist; W&B gets a name of its own for them, as later ones take their place."""
+        """Logs files of the run folder that exist, under second names, as later files take their place."""
         import wandb
 
-        assert self.run is not None and self.dir is not None
+        assert self.dir is not None
         made = wandb.Artifact(f"{kind}-{self.run.id}", kind)
         for file in filter(Path.exists, files):
             name = file.relative_to(self.dir)
@@ -244,26 +225,19 @@ class WandbLogger(LightningWandbLogger, RunLogger):
             self.run.log_artifact(made, aliases=[alias])
 
 
-def _has_best(name: str) -> bool:
-    """Whether a metric has a best value: those of evaluation, the training loss, and measures of flatness."""
-    measured = name.startswith("flatness/") and not name.endswith(("_residual", "_error"))
-    return measured or name.startswith("server/") or name == "client/train/loss"
-
-
 def _image(picture: Picture) -> Any:
     import wandb
-    from PIL import Image
 
     if isinstance(picture, Path):
         return wandb.Image(str(picture))
-    png = BytesIO()
     with style():
-        picture().savefig(png, format="png", dpi=200)
-    return wandb.Image(Image.open(png))
+        figure = picture()
+        figure.set_dpi(200)
+        return wandb.Image(figure)
 
 
 def _kept(file: Path, to: Path) -> Path:
-    """The file under a second name: checkpoints, which are replaced and never rewritten, without a copy if possible."""
+    """Returns a second name of a file; checkpoints, which are never rewritten, are not copied if possible."""
     to.parent.mkdir(parents=True, exist_ok=True)
     to.unlink(missing_ok=True)
     if file.suffix in (".ckpt", ".pt"):

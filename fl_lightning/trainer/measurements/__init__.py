@@ -1,4 +1,4 @@
-"""Measurements of flatness, which `FlatnessMonitor` and ``fl-lightning flatness`` take by name.
+"""Measures of flatness, which `FlatnessMonitor` and ``fl-lightning flatness`` take by name.
 
 The functions are in `fl_lightning.flatness`; these classes choose the model and the data. Every number is a
 `Measurement`, which carries its protocol.
@@ -13,12 +13,13 @@ from fl_lightning.trainer.measurements.base import (
     dry_round,
 )
 from fl_lightning.trainer.measurements.clients import ClientEvaluation
-from fl_lightning.trainer.measurements.hessian import (
+from fl_lightning.trainer.measurements.curvature import (
     ClientLambdaMax,
     HessianTrace,
     LambdaMax,
     SpectralDensity,
     Spectrum,
+    check_measures,
 )
 from fl_lightning.trainer.measurements.sharpness import LPF, AdaptiveSharpness, CohortLoss, Discrepancy, Sharpness
 from fl_lightning.trainer.measurements.updates import DeltaEpsilon, PseudoGradient, Updates
@@ -42,6 +43,7 @@ __all__ = [
     "SpectralDensity",
     "Spectrum",
     "Updates",
+    "check_measures",
     "check_statistics",
     "default_measures",
     "dry_round",
@@ -49,5 +51,5 @@ __all__ = [
 
 
 def default_measures() -> list[Measure]:
-    """The measures used if none are given."""
+    """Returns the measures that are used if none are given."""
     return [LambdaMax(), Discrepancy()]

@@ -14,10 +14,10 @@ from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.core import Checked, State, accumulator_dtype, ensure
 from fl_lightning.engine import LocalResult
 from fl_lightning.flatness import Batches, Progress
-from fl_lightning.trainer import collectives
 from fl_lightning.trainer.cohort import Cohort
 from fl_lightning.trainer.round import Round
 from fl_lightning.trainer.run import Run
+from fl_lightning.trainer.runtime import collectives
 
 Split = Literal["train", "test"]
 PROTOCOL = "loss without weight decay, eval mode, no augmentation, in the precision of the weights"
@@ -33,9 +33,9 @@ class Measurement:
         model: The weights it belongs to.
         data: The data.
         samples: Number of samples; 0 if it needs no data.
-        residual: Of an eigenvalue: ‖Hv - θv‖ / |θ|.
-        error: Of a random estimate: its standard error.
-        iterations: Number of Hessian-vector products, ascent steps, or draws.
+        residual: The relative residual ‖Hv - θv‖ / |θ| of an eigenvalue; None for other numbers.
+        error: The standard error of a random estimate; None for other numbers.
+        iterations: Number of products with the matrix, of ascent steps, or of draws.
         settings: Radius and the like.
         details: Further numbers: eigenvalues, or values of each client.
     """
@@ -57,7 +57,7 @@ class Measurement:
         return self.name if "/" in self.name else f"flatness/{self.name}"
 
     def protocol(self) -> str:
-        """Model, data and settings in one line."""
+        """Returns model, data and settings in one line."""
         on = f"{self.data} ({self.samples:,})" if self.samples else self.data
         settings = [f"{name} {value}" for name, value in self.settings.items()]
         return ", ".join(part for part in (self.model, on, *settings) if part)
@@ -75,7 +75,7 @@ class MeasurementContext:
         cohort: Ids of the round's clients.
         pseudo_gradient: Δ̃ of the round, ``(d,)``; None if no measure `tracks` it.
         previous: Δ̃ of the round before; None in the first.
-        progress: Called after each Hessian-vector product with the number so far and the maximum.
+        progress: Called after each product with a matrix, with the number so far and the maximum.
     """
 
     run: Run
@@ -89,11 +89,11 @@ class MeasurementContext:
 
     @classmethod
     def between_rounds(cls, run: Run, cohort: Sequence[int] = ()) -> MeasurementContext:
-        """The context of a run whose next round has not begun."""
+        """Returns the context of a run whose next round has not begun."""
         return cls(run, run.global_model, run.server.w, run.server.w, cohort)
 
     def train(self, samples: int | None, split: Split = "train") -> tuple[Batches, int, str]:
-        """Samples of a split.
+        """Returns samples of a split.
 
         Args:
             samples: Size of the stratified sample of the training data; None: all.
@@ -111,7 +111,7 @@ class MeasurementContext:
         return self._share(chosen), len(chosen), what if whole else f"{what}, stratified sample"
 
     def union(self, clients: Sequence[int]) -> tuple[Batches, int, str]:
-        """The data of some clients; returns as `train`."""
+        """Returns the data of some clients, as `train` does."""
         chosen = torch.cat([self.run.data.clients[k] for k in clients])
         many = f"{len(clients)} of {self.run.data.num_clients} clients"
         return self._share(chosen), len(chosen), f"training data of {many}"
@@ -121,7 +121,7 @@ class MeasurementContext:
         return partial(run.data.eval_batches, split, run.dtype, (run.fabric.global_rank, run.fabric.world_size))
 
     def loss(self, batches: Batches, w: Tensor | None = None) -> dict[str, Any]:
-        """The loss at given weights: the first arguments of the functions of `fl_lightning.flatness`.
+        """Returns the loss at given weights: the first arguments of the functions of `fl_lightning.flatness`.
 
         The net gets the statistics that the global model is evaluated with.
 
@@ -140,7 +140,7 @@ class MeasurementContext:
         }
 
     def total(self, sums: Tensor) -> list[float]:
-        """Sums ``(n,)`` of this process, added over the processes."""
+        """Returns the sums of values ``(n,)`` over the processes."""
         device = self.model.device
         total: list[float] = collectives.all_reduce_sum(
             self.run.fabric, sums.to(device, accumulator_dtype(device))
@@ -160,27 +160,27 @@ class Measure(Checked, key="measure: {}"):
     tracks = False
 
     def check(self, run: Run) -> None:
-        """Called before anything is measured: raises a `UserError` if the measure does not suit the run."""
+        """Raises a `UserError` if the measure does not suit the run; called before anything is measured."""
 
     def begin(self, run: Run, cohort: Sequence[int]) -> None:
-        """Called when a measured round begins, with the run's state before it."""
+        """Prepares for a measured round, when it begins, from the run's state before it."""
 
     def update(self, run: Run, result: LocalResult) -> None:
-        """Called on the process that trained a client, with its local result."""
+        """Takes a client's local result, on the process that trained the client."""
 
     def compute(self, context: MeasurementContext) -> list[Measurement]:
         """Returns the measurements, the same on every process; every process calls."""
         raise NotImplementedError
 
     def keep(self, run: Run) -> None:
-        """Called on rank 0 after `compute` in a measured round: writes to the run folder what is no measurement."""
+        """Writes further files of a measured round to the run folder; rank 0 calls it after `compute`."""
 
     def resume(self, run: Run) -> None:
-        """Called on rank 0 when a run begins: leaves out what `keep` wrote of rounds after ``run.rounds_done``."""
+        """Removes rounds after ``run.rounds_done`` from the files of `keep`; rank 0 calls it when a run begins."""
 
 
 def local_loss(run: Run, result: LocalResult, chosen: Tensor | None = None) -> dict[str, Any]:
-    """The loss at a local model: the first arguments of the functions of `fl_lightning.flatness`.
+    """Returns the loss at a local model: the first arguments of the functions of `fl_lightning.flatness`.
 
     Args:
         run: The run; its net holds the client's buffers.

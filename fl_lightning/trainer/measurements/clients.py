@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torchmetrics.classification import MulticlassAccuracy
 
-from fl_lightning.core import Count, UserError, ensure, numpy_generator, require, write_atomically, writing
-from fl_lightning.data.counts import class_counts
-from fl_lightning.data.minibatches import Batch
+from fl_lightning.core import PositiveInt, UserError, ensure, numpy_generator, require, write_atomically, writing
+from fl_lightning.data.histogram import class_counts
+from fl_lightning.data.samples import Batch
 from fl_lightning.engine import LocalResult
 from fl_lightning.results.clients import FILE, GLOBAL, LOCAL, statistics
-from fl_lightning.trainer import collectives
+from fl_lightning.trainer.cohort import Cohort
 from fl_lightning.trainer.measurements.base import Measure, Measurement, MeasurementContext, local_models
+from fl_lightning.trainer.round import Round
 from fl_lightning.trainer.run import Run
+from fl_lightning.trainer.runtime import collectives
 
 
 class Score(NamedTuple):
@@ -30,25 +32,6 @@ class Score(NamedTuple):
 Scores = Mapping[int, Score]
 
 
-class ClientData(Protocol):
-    """What each client's test data are.
-
-    Attributes:
-        what: In words.
-    """
-
-    what: str
-
-    def clients(self) -> list[int]:
-        """Clients that have test data."""
-
-    def score(self, client: int, w: Tensor) -> Score:
-        """Evaluates weights ``(d,)`` on this process alone, with the buffers that the net holds."""
-
-    def scores(self, clients: Sequence[int], w: Tensor) -> Scores:
-        """Evaluates weights ``(d,)`` for each client; every process calls."""
-
-
 class OwnSamples:
     """The test samples that the data say are a client's own; see ``client_test_indices`` of a data module."""
 
@@ -58,15 +41,15 @@ class OwnSamples:
         self.run = run
 
     def clients(self) -> list[int]:
-        """See `ClientData`."""
+        """Returns the clients that have test data."""
         return [k for k in range(self.run.data.num_clients) if len(self._indices(k))]
 
     def score(self, client: int, w: Tensor) -> Score:
-        """See `ClientData`."""
+        """Evaluates weights ``(d,)`` on this process alone, with the buffers that the net holds."""
         return Score(*self.run.evaluator.alone(_batches(self.run, self._indices(client)), w))
 
     def scores(self, clients: Sequence[int], w: Tensor) -> Scores:
-        """See `ClientData`."""
+        """Evaluates weights ``(d,)`` for each client; every process calls."""
         fabric = self.run.fabric
         mine = {k: self.score(k, w) for k in clients[fabric.global_rank :: fabric.world_size]}
         return dict(sorted(collectives.all_gather_dict(fabric, mine).items()))
@@ -92,17 +75,17 @@ class ByClasses:
         self.weights = counts / counts.sum(1, keepdim=True)  # (clients, classes)
 
     def clients(self) -> list[int]:
-        """See `ClientData`."""
+        """See `OwnSamples`."""
         return self.weights.isfinite().all(1).nonzero().flatten().tolist()
 
     def score(self, client: int, w: Tensor) -> Score:
-        """See `ClientData`."""
+        """See `OwnSamples`."""
         held = self.weights[client] > 0
         indices = held[self.run.data.y_test.cpu()].nonzero().flatten()
         return self._weighted([client], self.run.evaluator.by_class(_batches(self.run, indices), w))[client]
 
     def scores(self, clients: Sequence[int], w: Tensor) -> Scores:
-        """See `ClientData`."""
+        """See `OwnSamples`."""
         run, fabric = self.run, self.run.fabric
         batches = run.data.eval_batches("test", run.dtype, (fabric.global_rank, fabric.world_size))
         sums = collectives.all_reduce_sum(fabric, run.evaluator.by_class(batches, w))
@@ -115,8 +98,12 @@ class ByClasses:
         return {k: Score(*row) for k, row in zip(clients, rows.tolist(), strict=True)}
 
 
+ClientData = OwnSamples | ByClasses
+"""Each client's test data; ``what`` describes them in words."""
+
+
 def client_data(run: Run) -> ClientData:
-    """The clients' test data: their own samples if the data say whose they are, otherwise by classes.
+    """Returns the clients' test data: their own samples if the data say whose they are, otherwise by classes.
 
     Raises:
         UserError: If the data do not say, and what they evaluate is not accuracy.
@@ -134,13 +121,15 @@ def client_data(run: Run) -> ClientData:
 
 
 def _batches(run: Run, indices: Tensor) -> Iterator[Batch]:
-    """Batches of some test samples."""
+    """Returns batches of some test samples."""
     data = run.data
     return data.evaluation_batches(data.x_test, data.y_test, data.in_batches(indices), run.dtype)
 
 
 class ClientEvaluation(Measure):
     """Loss and metric of the global model on each client's own test data, and of local models after local training.
+
+    With a personal part (see `Part.client_model`) each client's own model takes the place of the global one.
 
     A client's test data are those samples of the test set that the data say are its own; if they do not say, the whole
     test set, with each class weighted by its share of the client's training samples. For accuracy that is exact:
@@ -157,7 +146,7 @@ class ClientEvaluation(Measure):
         clients: Number of clients, a seeded sample that is the same in every round; null: all that have test data.
     """
 
-    def __init__(self, local_models: bool = False, clients: Count | None = None) -> None:
+    def __init__(self, local_models: bool = False, clients: PositiveInt | None = None) -> None:
         self.local_models, self.clients = local_models, clients
         self._rows: list[list[object]] = []
         self._head: list[str] = []
@@ -177,16 +166,18 @@ class ClientEvaluation(Measure):
         run, data, of = context.run, context.run.data, client_data(context.run)
         clients = self._drawn(of.clients(), run.seed)
         run.load_statistics(context.model)
-        scores = of.scores(clients, context.model)
+        at_once = max(len(context.cohort), 1)
+        personal = run.objective.personal
+        scores = self._own(context, clients, of, at_once) if personal else of.scores(clients, context.model)
         local: Scores = {}
         if self.local_models:
-            local = self._local(run, clients, of, max(len(context.cohort), 1))
+            local = self._local(run, clients, of, at_once)
         metric = data.metric()[0]
         self._head = ["round", "client", "samples", metric, "loss", f"local_{metric}", "local_loss"]
         self._rows = [
             [run.rounds_done, k, int(data.client_sizes[k]), *scores[k], *local.get(k, ("", ""))] for k in clients
         ]
-        found = _measurements(run, GLOBAL, scores, "global model", of.what)
+        found = _measurements(run, GLOBAL, scores, "clients' own models" if personal else "global model", of.what)
         if local:
             found += _measurements(run, LOCAL, local, "local models of the next round", of.what)
             gap = sum(local[k].metric - scores[k].metric for k in local) / len(local)
@@ -217,6 +208,15 @@ class ClientEvaluation(Measure):
         draw = numpy_generator(seed, "client evaluation")
         return sorted(draw.choice(clients, self.clients, replace=False, shuffle=False).tolist())
 
+    def _own(self, context: MeasurementContext, clients: Sequence[int], of: ClientData, at_once: int) -> Scores:
+        """Evaluates each client's own model."""
+        run, mine = context.run, dict[int, Score]()
+        for at in range(0, len(clients), at_once):
+            cohort = Cohort.of(run, clients[at : at + at_once], run.next_round)
+            for job in next(Round(run, cohort).phases()).jobs():
+                mine[job.client] = of.score(job.client, run.objective.client_model(context.model, job.state))
+        return dict(sorted(collectives.all_gather_dict(run.fabric, mine).items()))
+
     def _local(self, run: Run, clients: Sequence[int], of: ClientData, at_once: int) -> Scores:
         mine: dict[int, Score] = {}
 
@@ -229,7 +229,7 @@ class ClientEvaluation(Measure):
 
 
 def _measurements(run: Run, place: str, scores: Scores, model: str, what: str) -> list[Measurement]:
-    """The statistics of scores over clients."""
+    """Returns the statistics of scores over clients."""
     name = run.data.metric()[0]
     samples = [int(run.data.client_sizes[k]) for k in scores]
     metrics, losses = ([score[i] for score in scores.values()] for i in (0, 1))

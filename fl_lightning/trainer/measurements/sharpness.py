@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor
 
-from fl_lightning.core import Count, Interval, NonNegative, Positive
+from fl_lightning.core import Interval, NonNegative, Positive, PositiveInt
 from fl_lightning.engine import LocalResult
 from fl_lightning.flatness import lpf, mean_loss, sharpness
 from fl_lightning.trainer.measurements.base import (
@@ -33,7 +33,7 @@ class LocalMean(Measure):
         self._sums += torch.tensor([result.ctx.n_k * value, result.ctx.n_k], dtype=torch.float64)
 
     def mean(self, context: MeasurementContext) -> tuple[float, int]:
-        """The mean over the clients of all processes, and their number of samples; NaN and 0 if there are none."""
+        """Returns the mean over all processes' clients, and their number of samples; NaN and 0 without clients."""
         weighted, m = context.total(self._sums)
         return weighted / m if m else float("nan"), int(m)
 
@@ -43,19 +43,23 @@ class Discrepancy(LocalMean):
 
     S is the sharpness of the aggregated model on the training data of all clients, S_i that of a local model on all of
     its client's data. Definition 1 sums over all clients: that is ``clients: all`` with ``samples: null``. The default
-    costs no training: its S_i are those of the round's cohort, while S stays that on the data of all clients. With a
-    small cohort it is another number, mostly several times smaller.
+    costs no training: the S_i are measured on the round's cohort only, and S on the data of all clients. With a small
+    cohort this is another number, mostly several times smaller.
 
     Args:
         rho: Radius of the sharpness.
         steps: Number of ascent steps.
         samples: Size of the stratified sample for S; null: all training data.
-        clients: cohort: the local models of the round. all: those of all clients, each trained from w^t for this
-            measure; the global model is then their average, and the names end in ``_all``.
+        clients: cohort: the local models of the round. all: the local models of all clients, each trained from w^t for
+            this measure; the global model is then their average, and the names end in ``_all``.
     """
 
     def __init__(
-        self, rho: Positive = 0.05, steps: Count = 1, samples: Count | None = 10_000, clients: Clients = "cohort"
+        self,
+        rho: Positive = 0.05,
+        steps: PositiveInt = 1,
+        samples: PositiveInt | None = 10_000,
+        clients: Clients = "cohort",
     ) -> None:
         self.rho, self.steps, self.samples, self.clients = rho, steps, samples, clients
 
@@ -105,9 +109,9 @@ class Discrepancy(LocalMean):
 
 
 class Sharpness(Measure):
-    """``sharpness_all`` and ``sharpness_cohort``: of the global model on all data and on the cohort's (FedGMT, Eq. 4).
+    """``sharpness_all`` and ``sharpness_cohort`` of the global model, on all data and on the cohort's (FedGMT, Eq. 4).
 
-    With ``eta`` ASAM's adaptive sharpness, ``adaptive_sharpness_...``.
+    With ``eta`` it measures ASAM's adaptive sharpness, and the names begin with ``adaptive_``.
 
     Args:
         data: all, cohort, or both.
@@ -121,8 +125,8 @@ class Sharpness(Measure):
         self,
         data: list[Clients] | None = None,
         rho: Positive = 0.05,
-        steps: Count = 1,
-        samples: Count | None = 10_000,
+        steps: PositiveInt = 1,
+        samples: PositiveInt | None = 10_000,
         eta: NonNegative | None = None,
     ) -> None:
         self.data: list[Clients] = ["all", "cohort"] if data is None else data
@@ -168,7 +172,7 @@ class LPF(Measure):
         sigma: Positive = 0.01,
         draws: Annotated[int, Interval("[2, inf)")] = 100,
         scale: Literal["none", "filter"] = "none",
-        samples: Count | None = 10_000,
+        samples: PositiveInt | None = 10_000,
     ) -> None:
         self.sigma, self.draws, self.scale, self.samples = sigma, draws, scale, samples
 

@@ -9,9 +9,9 @@ from torch import Tensor
 from fl_lightning.core import Positive, accumulator_dtype, require
 from fl_lightning.engine import LocalResult
 from fl_lightning.flatness import cosine, delta_epsilon
-from fl_lightning.trainer import collectives
 from fl_lightning.trainer.measurements.base import Measure, Measurement, MeasurementContext, dry_round
 from fl_lightning.trainer.run import Run
+from fl_lightning.trainer.runtime import collectives
 
 
 class PseudoGradient:
@@ -33,7 +33,7 @@ class PseudoGradient:
             self._sum, self._weight = self._sum + weight * (result.received.w - result.w), self._weight + weight
 
     def value(self) -> Tensor | None:
-        """Δ̃, ``(d,)``, the same on every process; None if there was no client."""
+        """Returns Δ̃, ``(d,)``, the same on every process; None if there was no client."""
         fabric, dtype = self.run.fabric, accumulator_dtype(self._sum.device)
         weight = float(collectives.all_reduce_sum(fabric, self._sum.new_tensor(self._weight, dtype=dtype)))
         return collectives.all_reduce_sum(fabric, self._sum) / weight if weight else None
@@ -112,7 +112,7 @@ class DeltaEpsilon(Measure):
     def __init__(self, rho: Positive | None = None) -> None:
         self.rho = rho
 
-    def begin(self, run: Run, cohort: Sequence[int]) -> None:
+    def check(self, run: Run) -> None:
         rho = getattr(run.objective, "rho", None)
         require(
             self.rho is not None or isinstance(rho, (int, float)),
@@ -120,6 +120,8 @@ class DeltaEpsilon(Measure):
             self.rho,
             f"{type(run.objective).__name__} has no rho of its own, give one",
         )
+
+    def begin(self, run: Run, cohort: Sequence[int]) -> None:
         mean = PseudoGradient(run)
         dry_round(run, cohort, mean.add, perturb=False)
         self._true = mean.value()

@@ -1,0 +1,112 @@
+"""The hooks that make a local objective a federated algorithm."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from torch import Tensor
+
+from fl_lightning.algorithms.parts.ascent import Ascent
+from fl_lightning.algorithms.parts.base import Gradient, Step
+from fl_lightning.algorithms.parts.server_optimizers import ServerUpdate
+from fl_lightning.core import ClientContext, Init, RoundContext, State, Upload, Uploads, Weighting
+
+
+class Hooks:
+    """What an algorithm declares, and its hooks; by default FedAvg.
+
+    A subclass of `LocalObjective` overrides only what its paper changes. Vectors have shape ``(..., d)``: ``(d,)`` for
+    one client, ``(clients, d)`` for several at once; hooks never change one in place. A client's hooks see what it
+    received (the names in ``down``) and its own state; the server's hooks see averages of the uploads (the names in
+    ``up``).
+
+    Attributes:
+        client_state: State that a client keeps, by name with its initial value (see `fl_lightning.core.state.Init`).
+        scratch_state: The same for state that lives during one round's local training and is never stored.
+        server_state: State that the server keeps in addition to ``w``.
+        down: Names of server state that is sent to a client; one of them is ``w``.
+        up: Names that a client uploads.
+        references: For each upload the value that clipping rules subtract first: the name of a value that is sent,
+            "zeros" for a vector ``(d,)``, or a number for a scalar ``(1,)``. An upload without one cannot be clipped,
+            so the algorithm cannot be trained under differential privacy.
+        adds_updates: Whether the server adds the clients' updates to ``w^t``; otherwise it takes their models as they
+            are. The two differ only where local training starts elsewhere (``relaxed_init``).
+        refers_to_received: Whether the local objective refers to the received model, and so needs a server.
+        needs_sgd: If the algorithm requires SGD, the reason, which completes the error message; otherwise empty.
+        needs_classes: Whether every sample must have one class.
+        uses_class_counts: Whether the client's hooks read ``ctx.class_counts``.
+        phases: Number of times that a round's cohort receives and uploads; ``ctx.phase`` counts them.
+        default_weighting: The weighting of the paper.
+        paper: The paper.
+        ascent: See `LocalObjective`.
+        server_update: See `LocalObjective`.
+    """
+
+    client_state: Mapping[str, Init] = {}
+    scratch_state: Mapping[str, Init] = {}
+    server_state: Mapping[str, Init] = {}
+    down: tuple[str, ...] = ("w",)
+    up: tuple[str, ...] = ("w",)
+    references: Mapping[str, str | float] = {"w": "w"}
+    adds_updates: bool = True
+    refers_to_received: ClassVar[bool] = False
+    needs_sgd: ClassVar[str] = ""
+    needs_classes: ClassVar[bool] = False
+    uses_class_counts: ClassVar[bool] = False
+    phases: ClassVar[int] = 1
+    default_weighting: Weighting = "samples"
+    paper: ClassVar[str] = ""
+
+    ascent: Ascent | None
+    server_update: ServerUpdate
+
+    # In the order of a round
+
+    def broadcast(self, server: State, ctx: RoundContext) -> State:
+        """Returns the state to send this round; clients receive its names in ``down``."""
+        return server
+
+    def local_start(self, client: State, received: State, ctx: ClientContext) -> tuple[Tensor, State]:
+        """Returns the weights where local training starts (``client.start`` in later hooks), and the client's state."""
+        return received.w, client
+
+    def teacher(self, client: State, received: State) -> Tensor | tuple[Tensor, ...] | None:
+        """Returns weights ``(d,)`` whose output on each minibatch is an argument of `losses`; several; or None."""
+        return None
+
+    def loss_constants(self, client: State, received: State, ctx: ClientContext) -> tuple[Tensor, ...]:
+        """Returns further arguments of `losses`, the same in all steps of a round, ``(..., any)``."""
+        return ()
+
+    def step_lr(self, client: State, ctx: ClientContext) -> float | Tensor:
+        """Returns the learning rate of one local step."""
+        return ctx.lr
+
+    def local_gradient(self, w: Tensor, grad: Gradient, client: State, received: State, ctx: ClientContext) -> Tensor:
+        """Returns the gradient at the ascent point, or at ``w`` if there is no ascent."""
+        return grad(w) if self.ascent is None else grad(w + self.ascent(w, grad, client, received, ctx))
+
+    def local_step(self, w: Tensor, grad: Gradient, client: State, received: State, ctx: ClientContext) -> Step:
+        """Returns the direction of one local step (descent goes against it), and the client's state after it."""
+        return self.local_gradient(w, grad, client, received, ctx), client
+
+    def local_end(self, w: Tensor, client: State, received: State, ctx: ClientContext) -> tuple[Upload, State]:
+        """Returns what a client uploads after its last step, which ended at ``w``, and its state."""
+        return {"w": w}, client
+
+    def server_step(self, server: State, sent: State, uploads: Uploads, ctx: RoundContext) -> State:
+        """Returns the server's next state, from averages of the uploads."""
+        return self.server_update(server, sent.w - uploads.weighted("w"), ctx)
+
+    def teachers(self, client: State, received: State) -> tuple[Tensor, ...]:
+        """Returns the weights of all teachers."""
+        teacher = self.teacher(client, received)
+        return (teacher,) if isinstance(teacher, Tensor) else teacher or ()
+
+    @property
+    def passes(self) -> tuple[int, int]:
+        """Numbers of forward and backward passes of a local step."""
+        backward = 1 if self.ascent is None else self.ascent.passes
+        has_teacher = type(self).teacher is not Hooks.teacher
+        return backward + has_teacher, backward

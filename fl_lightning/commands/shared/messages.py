@@ -1,0 +1,151 @@
+"""Explains errors of the command line in one line each: the key, the value, and the remedy."""
+
+import ast
+import difflib
+import inspect
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from fl_lightning.core import UserError
+from fl_lightning.core.errors import notes
+
+
+class ArgumentsError(Exception):
+    """The parser's own message, of many lines."""
+
+
+def find_user_error(error: BaseException | None) -> UserError | None:
+    """Returns the user error that an exception was raised from, if any."""
+    while error is not None and not isinstance(error, UserError):
+        error = error.__cause__
+    return error
+
+
+def explain(error: Exception, configs: Sequence[str] = ()) -> str | None:
+    """Returns one line for a mistake of the user, or None if the error is another.
+
+    The commonest mistakes have a message of their own; others have the parser's message with folded white space.
+
+    Args:
+        error: What was raised.
+        configs: Config files that were given.
+    """
+    if (mistake := find_user_error(error)) is not None:
+        return "; ".join([str(mistake), *notes(mistake)])
+    message = str(error)
+    # what jsonargparse raises while it builds the classes
+    if not isinstance(error, (ArgumentsError, UnicodeDecodeError)) and not message.startswith("Does not validate"):
+        return None
+    # of several classes, those that know the option count, and once
+    for name in {*re.findall(r'- Parser key "(\w+)":', message)}:
+        message = re.sub(rf"^ *- Option '{name}' is not accepted\n", "", message, flags=re.MULTILINE)
+    message = re.sub(r'( *- Parser key "\w+":\n.*\n)\1+', r"\1", message)
+    keys = re.findall(r'(?:Parser key "|Group \')([^"\']+)', message)
+    above = ".".join(keys)
+    nested = [".".join([*keys[:1], key]) for key in re.findall(r"NestedArg\(key='([^']+)'", message)]
+    path = max([above, *nested], key=lambda key: key.count("."))  # as it was given, or deeper within a value
+    if re.search("Problems parsing config|Unexpected config|codec can't decode", message):
+        what = _fold(message.replace("Problems parsing config:", ""))
+        remedy = "" if "; " in what else "; give YAML with model, data and trainer"
+        return f"config = {' or '.join(configs)}: {what}{remedy}"
+    if match := re.search(r"Problem with given class_path '([\w.]+)':\s+(.*)", message):
+        remedy = f"; check that Python can import '{match[1].rpartition('.')[0]}'" if "No module" in match[2] else ""
+        return f"{path or 'class_path'} = {match[1]}: {_fold(match[2])}{remedy}"
+    if match := re.search(r"import path string: *(.*)", message):
+        return _unknown_class(path, match[1], message[: match.start()].rpartition("Parser key")[2])
+    if match := re.search(r"(?:Option|accept option) '([^']+)'", message):
+        return _unknown_option(above, match[1], message)
+    if match := re.search(r"unrecognized arguments: -*([^\s=]+)[\s=]?(.*)", message):
+        return _unknown_option("", match[1], f"val='{match[2]}'")
+    if match := re.search(r"arguments are required: (.*)", message):
+        if "ckpt_path" in match[1].split(", "):
+            return "ckpt_path: missing; give a checkpoint, such as --ckpt_path runs/.../checkpoints/last.ckpt"
+        if not path and match[1] not in ("data, model", "data", "model"):
+            return f"{match[1]}: missing; see --help"
+        names = ", ".join(f"--{path}.{name}".replace("--.", "--") for name in match[1].split(", "))
+        return f"{names}: missing; give a value, --config (such as quickstart) or --ckpt_path (runs/...)"
+    if match := re.search(
+        r"Expected an? (?:<class '|typing\.)?(?!path)(.+?)(?:'>)?(?:\. Got value: (.*))?$", message, re.M
+    ):
+        value = match[2] or _first(r"Given value: (.*)", message)
+        own = re.findall(r"^ *- (?!Expected|a |Does not validate)(.+)", message, re.M)
+        if match[1] == "NoneType" and own:  # raised by the class itself
+            kind = re.search(r"subclass of (\w+)|is not iterable", own[-1])
+            if kind and "'init_args'" not in message:
+                value = _first(r"Given value: (?:NestedArg\(.*?val=)?(.*?)\)?$", message).strip("'")
+                return f"{path} = {value:.60}: no {kind[1] or 'class'}; give its class by name or dotted path"
+            named = path or not re.match(r"[\w.]+ = ", own[-1])
+            return f"{path or 'model, data or trainer'}: {_fold(own[-1])}" if named else _fold(own[-1])
+        remedy = f"; give [{value:.60}], or --{path}+={value:.60}" if match[1] == "list" else ""
+        return f"{path} = {value:.60}: expected {match[1]}{remedy}"
+    return _fold(message)
+
+
+def _fold(text: str, limit: int = 300) -> str:
+    """Folds white space, and cuts."""
+    text = " ".join(text.split())
+    return text if len(text) <= limit else f"{text[:limit]}…"
+
+
+def _unknown_option(path: str, name: str, message: str) -> str:
+    *above, leaf = f"{path}.{name}".strip(".").split(".")
+    value = _first(rf"'{re.escape(leaf)}': ([^,}}]+)", message) or _first(r"val='([^']*)'", message)
+    if nested := re.findall(r"NestedArg\(key='([^']+)'", message):  # from the command line; the outermost is the last
+        above = [*(above[:1] if "." in nested[-1] else above), *nested[-1].split(".")[:-1]]
+    elif (inner := _find(message, leaf)) is not None:  # from a file
+        above = [above[0], *inner]
+    inside, trainer = above[:1] in (["model"], ["data"], ["trainer"]), above == ["trainer"]
+    names = {p for c in _classes() if not trainer or c.__name__ == "FederatedTrainer" for p in _parameters(c)}
+    # the name of another class's setting is no slip of the pen
+    near = [] if leaf in names else difflib.get_close_matches(leaf, sorted(names), cutoff=0.7)
+    hint = f" (did you mean {' or '.join(near)}?)" if near else ""
+    top = "" if inside else "; settings stand under model, data and trainer"
+    first = 1 + (above[:1] == ["trainer"])  # the trainer is no choice of classes
+    chain = [f"--{'.'.join(above[:n])}.help=CLASS" for n in range(first, len(above) + 1) if inside]
+    shown = f"`fl-lightning fit {' '.join(chain) or '--help'}` shows them"
+    return f"{'.'.join([*above, leaf])}{f' = {value}' if value else ''}: no such setting{hint}{top}; {shown}"
+
+
+def _unknown_class(path: str, name: str, wanted: str) -> str:
+    bases = set(re.findall(r"fl_lightning(?:\.\w+)*\.([A-Z]\w*)", _first("Subtypes: (.*)", wanted)))
+    known = sorted(
+        c.__name__
+        for c in _classes()
+        if (bases & {base.__name__ for base in c.__mro__[1:]} if bases else getattr(c, "config_key", "") == path)
+    )
+    near = difflib.get_close_matches(name, known, cutoff=0.55)
+    choice = f"did you mean {', '.join(near)}?" if near else f"choose from {', '.join(known)}."
+    name = name or "''"
+    return f"{path} = {name}: no such class; {choice} A class of your own goes by its dotted path"
+
+
+def _find(message: str, name: str) -> list[str] | None:
+    """Returns the keys that lead to ``name`` in the outermost mapping that the parser shows."""
+    try:
+        trees: list[tuple[list[str], Any]] = [([], ast.literal_eval(re.findall(r"Given value: (.*)", message)[-1]))]
+    except (IndexError, SyntaxError, ValueError):
+        return None
+    for path, tree in trees:
+        if isinstance(tree, dict):
+            if name in tree:
+                return [key for key in path if key != "init_args"]
+            trees += [([*path, key], value) for key, value in tree.items()]
+    return None
+
+
+def _first(pattern: str, text: str) -> str:
+    match = re.search(pattern, text, re.M)
+    return match[1] if match else ""
+
+
+def _classes() -> list[type]:
+    """Returns every public class that a config can name."""
+    import fl_lightning
+
+    return [value for name in fl_lightning.__all__ if inspect.isclass(value := getattr(fl_lightning, name))]
+
+
+def _parameters(cls: type) -> set[str]:
+    makers = [vars(base).get("__init__") for base in cls.__mro__ if base.__module__.startswith("fl_lightning")]
+    return {name for make in makers if make for name in list(inspect.signature(make).parameters)[1:]}

@@ -1,0 +1,254 @@
+"""What a run takes on this machine: a few of its rounds are measured, and the others worked out."""
+
+import contextlib
+import copy
+import io
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from itertools import islice
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import lightning as L
+from torch import Tensor
+
+from fl_lightning.algorithms.base import LocalObjective
+from fl_lightning.core import State
+from fl_lightning.data import FederatedDataModule
+from fl_lightning.engine import ENGINES, LocalResult
+from fl_lightning.trainer.callbacks import Callback, FlatnessMonitor, Progress
+from fl_lightning.trainer.loggers import CSVLogger
+from fl_lightning.trainer.participation.faults import Attendance
+from fl_lightning.trainer.participation.samplers import draw
+from fl_lightning.trainer.run import Run
+from fl_lightning.trainer.runtime import collectives
+from fl_lightning.trainer.trainer import FederatedTrainer
+
+FEWEST, MOST, BUDGET = 4, 20, 5.0
+"""Fewest and most rounds with clients that are measured, and the seconds after which no further one begins."""
+
+Seconds = dict[str, tuple[int, float]]
+"""The work of a run by name: how often it is done, and the seconds of one time."""
+
+
+class Clock(Callback):
+    """Measures the parts of a run's rounds, and ends the run after some of them.
+
+    It is the first callback; behind each of the others follows a `Lap`.
+
+    Attributes:
+        seconds: Seconds by part, and by round from 1.
+        sizes: Numbers that a client receives and uploads in each phase.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))
+        self.sizes: dict[int, tuple[int, int]] = {}
+        self.rounds = self.trained = 0
+        self.began = self.last = time.perf_counter()
+
+    def lap(self, name: str | None = None) -> None:
+        """Ends a lap, whose seconds count for a part of the round, if it has a name."""
+        before, self.last = self.last, time.perf_counter()
+        if name is not None:
+            self.seconds[name][self.rounds] += self.last - before
+
+    def mean(self, name: str) -> float:
+        """Returns the mean seconds of a part over all rounds but the first."""
+        times = list(self.seconds[name].values()) or [0.0]
+        return fmean(times[1:] or times)
+
+    def on_round_start(self, run: Run, ctx: Any, cohort: list[int]) -> None:
+        """Counts the rounds."""
+        self.began = self.began if self.rounds else time.perf_counter()
+        self.rounds, self.trained = self.rounds + 1, self.trained + bool(cohort)
+
+    def on_local_end(self, run: Run, result: LocalResult) -> None:
+        """Counts what the client has received and uploads."""
+        received, uploaded = (sum(v.numel() for v in state.values()) for state in (result.received, result.upload))
+        self.sizes[result.ctx.phase] = received, uploaded
+        self.lap()
+
+    def on_round_end(self, run: Run) -> None:
+        """Reads the round's own clock, evaluates, and ends the run when enough is measured."""
+        self.seconds["rest"][self.rounds] = rest = run.metrics["time/orchestration_s"]
+        self.seconds["training"][self.rounds] = run.metrics["time/round_s"] - rest
+        late = time.perf_counter() - self.began > BUDGET
+        for split in ("val", "test") if run.data.val_fraction else ("test",):
+            if not late or len(self.seconds[split]) < 2:
+                self.lap()
+                run.log(run.evaluate(split))
+                self.lap(split)
+        run.should_stop = self.trained >= MOST or (self.trained >= FEWEST and late)
+        self.lap()
+
+    def on_round_logged(self, run: Run, metrics: Mapping[str, float]) -> None:
+        """Begins a lap."""
+        self.lap()
+
+
+class Lap(Callback):
+    """Stands behind another callback, and counts the seconds of its hooks.
+
+    Args:
+        clock: The clock.
+        name: Name of the other callback.
+    """
+
+    def __init__(self, clock: Clock, name: str) -> None:
+        self.clock, self.name = clock, name
+
+    def on_round_end(self, run: Run, *args: Any, **kwargs: Any) -> None:
+        """Ends the lap."""
+        self.clock.lap(self.name)
+
+    on_local_end = on_round_logged = on_round_end
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The first rounds of a run on one process of this machine.
+
+    Attributes:
+        run: The run after these rounds.
+        clock: What they took.
+        step: Seconds of a local step; of the batched engines, of a step of a block.
+        memory: Peak of this process's main memory, in bytes.
+    """
+
+    run: Run
+    clock: Clock
+    step: float
+    memory: int
+
+    def parts(
+        self, trainer: FederatedTrainer, steps: Sequence[Sequence[int]], world: int = 1, passes: float = 1.0
+    ) -> Seconds:
+        """Works out the parts of a run with the same data, network and kind of device.
+
+        Args:
+            trainer: Its trainer.
+            steps: Local steps of each client of some of its cohorts.
+            world: Its number of processes.
+            passes: Forward and backward passes of one of its steps, in those of a measured step.
+        """
+        clock, rounds, engine = self.clock, trainer.max_rounds, self.run.engine_name
+        busiest = fmean(makespan(cohort, world, engine, trainer.client_block) for cohort in steps)
+        evaluations = due(rounds, trainer.eval_every, trainer.eval_last)
+        first = sum(max(0.0, times[1] - clock.mean(name)) for name, times in clock.seconds.items())
+        return {
+            "first round, once more": (1, first),
+            "local training": (rounds, busiest * self.step * passes),
+            "orchestration, logs": (rounds, clock.mean("rest")),
+            **{
+                f"evaluation ({split})": (evaluations, clock.mean(split) / world)
+                for split in ("val", "test")
+                if split in clock.seconds
+            },
+            **{
+                (name := type(callback).__name__): (
+                    due(rounds, getattr(callback, "every_n_rounds", 1)),
+                    clock.mean(name) / (world if isinstance(callback, FlatnessMonitor) else 1),
+                )
+                for callback in trainer.callbacks
+            },
+        }
+
+
+def measure(
+    trainer: FederatedTrainer, model: LocalObjective, data: FederatedDataModule, threads: int | None = None
+) -> Measured:
+    """Trains the first rounds of a copy of a run, on one process and in a temporary folder.
+
+    Trainer and model stay as they are; the data are loaded.
+
+    Args:
+        trainer: The trainer.
+        model: The local objective.
+        data: The clients' data.
+        threads: CPU threads; None: the trainer's.
+    """
+    clock, trial = Clock(), copy.copy(trainer)
+    trial.callbacks = [clock]
+    for callback in (copy.deepcopy(c) for c in trainer.callbacks if not isinstance(c, Progress)):
+        if hasattr(callback, "every_n_rounds"):
+            callback.every_n_rounds = 1
+        trial.callbacks += [callback, Lap(clock, type(callback).__name__)]
+    trial.loggers, trial.threads, trial.max_time = [CSVLogger()], threads or trainer.threads, None
+    trial.eval_every, trial.eval_last = trainer.max_rounds, 1  # the clock evaluates
+    trial.fabric = L.Fabric(accelerator=trainer.fabric.device.type, devices=1, precision=trainer.precision)
+    with tempfile.TemporaryDirectory(prefix="fl_lightning_plan_") as folder, contextlib.redirect_stdout(io.StringIO()):
+        trial.default_root_dir = Path(folder)
+        run = trial.fit(copy.deepcopy(model), data)
+    rounds = islice(attendances(trainer, data), clock.rounds)
+    steps = [makespan([*first.steps.values()], 1, run.engine_name, trial.client_block) for first, *_ in rounds]
+    begin = 1 if any(steps[1:]) else 0  # the first round warms up
+    seconds = list(clock.seconds["training"].values())
+    return Measured(run, clock, sum(seconds[begin:]) / max(sum(steps[begin:]), 1), peak_memory())
+
+
+def attendances(trainer: FederatedTrainer, data: FederatedDataModule, phases: int = 1) -> Iterator[list[Attendance]]:
+    """Yields for each round of a run which clients answer in each of its phases."""
+    steps = cache(lambda k: data.batches_per_client(k, trainer.local_epochs, trainer.local_steps))
+    for t in range(trainer.max_rounds):
+        clients, found = draw(trainer.sampler, t, data.num_clients, trainer.seed), list[Attendance]()
+        for phase in range(phases):
+            asked = [steps(k) for k in clients]
+            found.append(trainer.faults.attendance(clients, asked, t, phase, trainer.seed))
+            clients = [*found[-1].steps]
+        yield found
+
+
+def row_bytes(model: LocalObjective, w: Tensor) -> int:
+    """Returns the bytes of the state that a client keeps between rounds.
+
+    Args:
+        model: The local objective.
+        w: Weights, ``(d,)``.
+    """
+    return sum(value.nbytes for value in State.initial(model.client_inits(), w, w).values())
+
+
+def due(rounds: int, every: int, last: int = 1) -> int:
+    """Returns how often something happens that is due every so many rounds and in each of the ``last``."""
+    last = min(last, rounds)
+    return (rounds - last) // every + last
+
+
+def makespan(steps: Sequence[int], world: int, engine: str = "sequential", block: int | None = None) -> int:
+    """Returns the local steps that the busiest process makes one after another.
+
+    Args:
+        steps: Steps of each client of the cohort.
+        world: Number of processes.
+        engine: The engine; the batched ones train clients of similar length in a block, until the longest is done.
+        block: Clients of a block; None: all.
+    """
+
+    def work(mine: list[int]) -> int:
+        if not ENGINES[engine].trains_several:
+            return sum(mine)
+        return sum(sorted(mine, reverse=True)[:: block or max(len(mine), 1)])  # the longest of each block
+
+    return max(work([steps[p] for p in part]) for part in collectives.assign(steps, world))
+
+
+def peak_memory() -> int:
+    """Returns the most main memory that this process has had, in bytes; 0 on systems other than Linux."""
+    status = Path("/proc/self/status")
+    lines = status.read_text().splitlines() if status.exists() else []
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")), 0)
+
+
+def _amount(value: float, **units: float) -> str:
+    name, size = next((unit for unit in units.items() if value >= unit[1]), [*units.items()][-1])
+    return f"{value / size:.3g} {name}"
+
+
+as_time: Callable[[float], str] = partial(_amount, h=3600.0, min=60.0, s=1.0, ms=1e-3)
+as_bytes: Callable[[float], str] = partial(_amount, GB=1e9, MB=1e6, kB=1e3)

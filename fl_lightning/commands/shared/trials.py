@@ -1,0 +1,90 @@
+"""Helpers of the commands that make many runs: building a trial, and the table of all trials."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from fl_lightning.commands.shared.cli import FederatedCLI
+from fl_lightning.commands.shared.messages import ArgumentsError, explain
+from fl_lightning.core import UserError
+from fl_lightning.results.metrics import average, deviation, read_run
+from fl_lightning.results.names import shown, title
+from fl_lightning.sweeps.trials import Built, Outcome, Trial, short
+from fl_lightning.trainer.callbacks.progress import Ending
+
+
+def build(trial: Trial, folder: Path) -> Built:
+    """Makes the run of a trial from its arguments; it prints nothing.
+
+    Raises:
+        UserError: If they are wrong.
+    """
+    own = [f"--trainer.default_root_dir={folder}", f"--trainer.name={trial.name}"]
+    try:
+        made = FederatedCLI(trial.command, *trial.args, *own, "--trainer.enable_progress_bar=false").build()
+    except (ArgumentsError, ValueError) as error:
+        if (line := explain(error)) is None:
+            raise
+        raise UserError(line) from None
+    made.trainer.callbacks = [callback for callback in made.trainer.callbacks if not isinstance(callback, Ending)]
+    return Built(made.trainer, made.model, made.data)
+
+
+def check(trial: Trial) -> None:
+    """Parses the arguments of a trial.
+
+    Raises:
+        ArgumentsError: If they are wrong.
+    """
+    FederatedCLI(trial.command, *trial.args)
+
+
+def show(outcomes: Sequence[Outcome]) -> None:
+    """Prints the last metrics of each trial, and over seeds mean and standard deviation.
+
+    Raises:
+        UserError: If a trial failed.
+    """
+    console = Console()
+    metrics = {o.trial.name: last_metrics(o.folder) for o in outcomes}
+    measured = dict.fromkeys(name for found in metrics.values() for name in found)
+    names = shown(measured)
+    keys = list(dict.fromkeys(key for o in outcomes for key in o.trial.settings))
+    table = Table(*(key.rpartition(".")[2] for key in keys), *map(title, names))
+    table.title = f"{len(outcomes)} runs"
+    for o in outcomes:
+        cells = [escape(short(o.trial.settings.get(key, ""))) for key in keys]
+        if o.error:
+            cells[-1] += " (broke off)"
+        found = metrics[o.trial.name]
+        table.add_row(*cells, *(f"{found[name]:.4f}" if name in found else "" for name in names))
+    whole = [metrics[o.trial.name] for o in outcomes if not o.error]
+    if len(whole) > 1 and keys == ["trainer.seed"]:
+        values = [[found[name] for found in whole if name in found] for name in names]
+        table.add_row("mean ± sd", *(f"{average(v):.4f} ± {deviation(v):.4f}" if len(v) > 1 else "" for v in values))
+    console.print(table)
+    for o in outcomes:
+        if o.folder is not None:
+            console.print(f"results: {o.folder}", soft_wrap=True, highlight=False)
+    complain(outcomes)
+
+
+def complain(outcomes: Sequence[Outcome]) -> None:
+    """Raises the error of the first trial that failed.
+
+    Raises:
+        UserError: If one did.
+    """
+    if failed := [o for o in outcomes if o.error]:
+        where = failed[0].folder or failed[0].trial.name
+        raise UserError(f"{len(failed)} of {len(outcomes)} runs broke off; {where}: {failed[0].error}")
+
+
+def last_metrics(folder: Path | None) -> dict[str, float]:
+    """Returns the last value of each metric of a run; none without a run folder."""
+    return {name: pairs[-1][1] for name, pairs in read_run(folder).items()}

@@ -1,0 +1,32 @@
+"""Samples of several tensors: nested dicts whose leaves are tensors."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+Inputs: TypeAlias = Any
+"""A tensor, or a dict of inputs: what a net's ``forward`` gets as its one argument."""
+
+
+def map_tensors(function: Callable[[Any], Any], x: Inputs) -> Inputs:
+    """Applies a function to a tensor, or to every tensor of a nested dict."""
+    return {name: map_tensors(function, v) for name, v in x.items()} if isinstance(x, Mapping) else function(x)
+
+
+def named_tensors(x: Inputs, name: str) -> dict[str, Any]:
+    """Returns the tensors of a nested dict by dotted path, such as ``x.image``; a single tensor is ``x``.
+
+    Args:
+        x: A tensor or nested dict.
+        name: First part of the paths.
+    """
+    if not isinstance(x, Mapping):
+        return {name: x}
+    return {path: v for key, each in x.items() for path, v in named_tensors(each, f"{name}.{key}").items()}
+
+
+def nested(tensors: Mapping[str, Any], name: str) -> Inputs:
+    """Returns the nested dict that `named_tensors` flattened; paths that do not start with ``name`` are ignored."""
+    if name in tensors:
+        return tensors[name]
+    below = [path.removeprefix(f"{name}.") for path in tensors if path.startswith(f"{name}.")]
+    return {key: nested(tensors, f"{name}.{key}") for key in dict.fromkeys(path.partition(".")[0] for path in below)}

@@ -1,0 +1,111 @@
+"""Counts of each client's samples by class, as a table and as a heat map."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fl_lightning.core import COLUMN, PAGE, style
+from fl_lightning.data.module import FederatedDataModule
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+LABELLED = 20
+"""Largest number of groups at which each has a tick."""
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """Samples by client and group of targets.
+
+    Attributes:
+        unit: Kind of the groups, such as "class".
+        names: Names of the groups.
+        counts: Numbers of samples, ``(num_clients, groups)``.
+    """
+
+    unit: str
+    names: list[str]
+    counts: NDArray[np.int64]
+
+
+def histogram(data: FederatedDataModule, most: int | None = None) -> Histogram:
+    """Counts the samples of each client by class, by tenths of a number, or by label.
+
+    A sample that a client holds twice counts twice.
+
+    Args:
+        data: The data module after setup.
+        most: Largest number of clients; the first ones count.
+    """
+    unit, names, groups = data.task.groups(data.y_train.cpu(), data.num_classes)
+    return Histogram(unit, names, _counts(data, groups.numpy(), len(names), most))
+
+
+def class_counts(data: FederatedDataModule) -> NDArray[np.int64]:
+    """Counts samples by client and class, ``(num_clients, num_classes)``, in a data module after setup.
+
+    A sample that a client holds twice counts twice. Samples without classes count as a single class.
+    """
+    return _counts(data, data.strata.cpu().numpy()[:, None], data.num_classes if data.task.by_class else 1)
+
+
+def _counts(
+    data: FederatedDataModule, groups: NDArray[np.int64], number: int, most: int | None = None
+) -> NDArray[np.int64]:
+    sizes = data.clients.sizes.numpy()[:most]
+    held = groups[data.clients.indices.numpy()[: sizes.sum()]]
+    cells = np.repeat(np.arange(len(sizes)), sizes)[:, None] * number + held
+    return np.bincount(cells[held >= 0], minlength=len(sizes) * number).reshape(-1, number)
+
+
+def count_table(counts: NDArray[np.int64]) -> tuple[list[str], list[list[int]]]:
+    """Returns head and rows of a table: client, its samples, and its samples of each class if there are several.
+
+    Args:
+        counts: By :func:`class_counts`.
+    """
+    by_class = counts if counts.shape[1] > 1 else counts[:, :0]
+    head = ["client", "samples", *map(str, range(by_class.shape[1]))]
+    return head, [[k, *row] for k, row in enumerate(np.column_stack([counts.sum(1), by_class]).tolist())]
+
+
+def heat_map(found: Histogram) -> Figure:
+    """Draws the samples of each client (x) and class, or other group, (y) as shades, white where there are none.
+
+    The shades only get darker, so they can be read in grey and by the colour-blind. The figure is as wide as a column
+    of a paper, with more than 60 clients as the page.
+
+    Args:
+        found: By :func:`histogram`.
+    """
+    from matplotlib import colormaps
+    from matplotlib.colors import ListedColormap
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    clients, classes = found.counts.shape
+    shades = ListedColormap(colormaps["Blues"](np.linspace(0.15, 1, 256)))  # a single sample differs from none
+    width = COLUMN if clients <= 60 else PAGE
+    height = float(np.clip(0.13 * classes, 1.0, 3.5)) + 0.6
+    with style():
+        figure = Figure(figsize=(width, height), layout="constrained")
+        axes: Any = figure.add_subplot(xlabel="client", ylabel=found.unit)
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+        if classes <= LABELLED:
+            axes.set_yticks(range(classes), found.names)
+        image = axes.imshow(
+            np.ma.masked_equal(found.counts.T, 0),
+            cmap=shades,
+            aspect="auto",
+            origin="lower",
+            interpolation="nearest",
+            vmin=0,
+        )
+        figure.colorbar(image, label="samples", pad=0.02)
+    return figure

@@ -1,0 +1,205 @@
+"""Samples in files or memory maps, which threads read when they are needed."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from typing import Any
+
+import numpy as np
+import torch
+
+from fl_lightning.core import ensure
+from fl_lightning.core.nested import Inputs, map_tensors, named_tensors
+from fl_lightning.data.validation import inputs, layout
+
+AHEAD = 256 * 2**20
+"""Bytes of samples, as stored, that are read ahead."""
+
+
+class Samples(ABC):
+    """Samples that are read one by one; ``load`` of a data module may return them instead of an array.
+
+    Attributes:
+        shape: Shape of an array of all samples, ``(N, ...)``.
+        dtype: Its dtype. With named fields, such as ``np.dtype([("image", "u1", (8, 8)), ("table", "f4", 5)])`` and
+            ``shape = (N,)``, a sample is a dict of arrays.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    @abstractmethod
+    def __getitem__(self, index: int) -> Any:
+        """Returns one sample. Several threads call it at the same time; it may raise a UserError."""
+
+
+class Records(Samples):
+    """Samples of several named arrays, memory maps or `Samples` each.
+
+    Args:
+        arrays: The arrays by name.
+
+    Raises:
+        UserError: If their lengths differ.
+    """
+
+    def __init__(self, arrays: Inputs) -> None:
+        self.arrays = map_tensors(lambda array: array if isinstance(array, Samples) else np.asanyarray(array), arrays)
+        lengths = {len(array) for array in named_tensors(arrays, "").values()}
+        ensure(
+            len(lengths) == 1, f"samples: arrays {list(arrays)} of {sorted(lengths)} rows; give all one row a sample"
+        )
+        self.shape = (lengths.pop(),)
+        self.dtype = record_dtype(self.arrays, axes=1)
+
+    def __getitem__(self, index: int) -> Any:
+        """See :class:`Samples`."""
+        return map_tensors(lambda array: array[index], self.arrays)
+
+
+def record_dtype(arrays: Inputs, axes: int = 0) -> np.dtype[Any]:
+    """Returns the dtype of a sample: of an array, or of named fields for a nested dict of arrays.
+
+    Args:
+        arrays: The arrays of one sample, or of all samples.
+        axes: Leading axes that do not belong to a sample.
+    """
+    if isinstance(arrays, Mapping):
+        return np.dtype([(name, record_dtype(array, axes)) for name, array in arrays.items()])
+    return np.dtype((arrays.dtype, tuple(arrays.shape[axes:])))
+
+
+class Stream:
+    """Samples of a data module that a pool of threads reads.
+
+    Args:
+        name: Name of the samples in errors.
+        source: The samples.
+        workers: Number of threads.
+
+    Attributes:
+        like: A tensor, or a nested dict of tensors, of the shapes and dtypes of all samples; it takes no memory.
+        ahead: Largest number of samples that are read ahead.
+    """
+
+    def __init__(self, name: str, source: Samples | np.memmap[Any, Any], workers: int) -> None:
+        self.name, self.source = name, source
+        one = inputs(name, np.zeros((1, *source.shape[1:]), source.dtype))
+        self.like = map_tensors(lambda v: v.expand(len(source), *v.shape[1:]), one)
+        size = sum(v.nbytes for v in named_tensors(one, name).values())
+        self.ahead = max(1, min(len(source), AHEAD // max(1, size)))
+        self._pool = ThreadPoolExecutor(workers, "samples")
+
+    def start(self, index: int) -> Future[Any]:
+        """Lets a thread read one sample."""
+        return self._pool.submit(self._read, index)
+
+    def read(self) -> Inputs:
+        """Returns all samples, ``(N, ...)``."""
+        rows = map_tensors(lambda v: torch.empty_like(v, memory_format=layout(v.ndim)), self.like)
+        with closing(Prefetcher(self, range(len(self.source)))) as prefetcher:
+            for at in range(0, len(self.source), self.ahead):
+                part = range(len(self.source))[at : at + self.ahead]
+                read = named_tensors(prefetcher.take(part), "")
+                for name, v in named_tensors(rows, "").items():
+                    v[at : at + len(part)] = read[name]
+        return rows
+
+    def _read(self, index: int) -> Any:
+        return _record(self.source[index], self.source.dtype)
+
+
+def _record(sample: Any, dtype: np.dtype[Any]) -> Any:
+    """Returns a sample as NumPy assigns it to a row of this dtype: an array, or tuples of arrays for named fields."""
+    if dtype.names is not None:
+        return tuple(_record(sample[name], dtype[name]) for name in dtype.names)
+    return np.array(sample) if isinstance(sample, np.memmap) else sample  # a memory map is read when it is copied
+
+
+class Prefetcher:
+    """Reads a bounded number of samples ahead, in the order of their use.
+
+    It needs no lock, since only the thread that takes samples changes its state. A sample that is used again while it
+    is in memory is not read again.
+
+    Args:
+        stream: The samples.
+        plan: Indices in the order of use, with repeats. Samples out of the plan are read when they are taken.
+        before: The previous prefetcher, which gets closed; samples that it has read and the plan soon needs are kept.
+    """
+
+    def __init__(self, stream: Stream, plan: Iterable[int], before: Prefetcher | None = None) -> None:
+        self._stream = stream
+        self._plan = deque(plan)
+        self._reads: dict[int, Future[Any]] = {}
+        self._uses = Counter[int]()  # planned and not yet taken; negative: taken before its turn
+        self._fill({} if before is None else before._reads)
+        if before is not None:
+            before.close()
+
+    def close(self) -> None:
+        """Stops reading."""
+        self._plan.clear()
+        for read in self._reads.values():
+            read.cancel()
+        self._reads = {}
+
+    def take(self, indices: Sequence[int]) -> Inputs:
+        """Returns samples by index, ``(n, ...)``, in host memory.
+
+        Raises:
+            UserError: If one of them is faulty.
+        """
+        stream, reads = self._stream, dict[int, Future[Any]]()
+        places: dict[int, list[int]] = {}
+        for place, i in enumerate(indices):
+            places.setdefault(i, []).append(place)
+        for i, its in places.items():
+            reads[i] = self._reads[i] if i in self._reads else stream.start(i)
+            self._uses[i] -= len(its)
+            if self._uses[i] <= 0:
+                self._reads.pop(i, None)
+        self._fill({})
+        rows = np.empty((len(indices), *stream.source.shape[1:]), stream.source.dtype)
+        try:
+            for i, its in places.items():
+                sample = reads.pop(i).result()
+                for place in its:
+                    rows[place] = sample
+        except BaseException:  # a faulty sample, or Ctrl-C: the others are not needed
+            for read in reads.values():
+                read.cancel()
+            self.close()
+            raise
+        return inputs(stream.name, rows, indices)
+
+    def _fill(self, done: dict[int, Future[Any]]) -> None:
+        """Starts to read the next samples, except those that are already read."""
+        while self._plan and len(self._reads) < self._stream.ahead:
+            i = self._plan.popleft()
+            self._uses[i] += 1
+            if self._uses[i] == 1:
+                self._reads[i] = done.pop(i) if i in done else self._stream.start(i)
+
+
+def stored_bytes(x: Inputs | Stream, indices: Sequence[int]) -> bytes:
+    """Returns the bytes of some samples, which are the same whether the samples are streamed or not.
+
+    Args:
+        x: All samples.
+        indices: Indices of some of them.
+    """
+    if isinstance(x, Stream):
+        with closing(Prefetcher(x, indices)) as prefetcher:
+            parts = [prefetcher.take(indices[at : at + x.ahead]) for at in range(0, len(indices), x.ahead)]
+    else:
+        parts = [map_tensors(lambda v: v[torch.as_tensor(indices, dtype=torch.int64, device=v.device)].cpu(), x)]
+    arrays = zip(*(named_tensors(part, "").values() for part in parts), strict=True)
+    return b"".join(v.contiguous().numpy().tobytes() for chunks in arrays for v in chunks)

@@ -1,0 +1,157 @@
+"""Converts samples and targets to checked tensors, and compares training and test data."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+
+from fl_lightning.core import UserError, ensure
+from fl_lightning.core.nested import Inputs, named_tensors
+
+LEAK = 0.01
+"""Largest share of the test samples that may occur in the training data without a warning."""
+CHANNELS = 4
+"""Largest number of channels: 4-dimensional uint8 arrays with more rows than that may be NHWC."""
+
+
+def inputs(name: str, array: Any, rows: Sequence[int] | None = None) -> Inputs:
+    """Converts samples to a tensor: images ``(N, C, H, W)`` or features ``(N, ...)``, in the memory format of `layout`.
+
+    uint8 arrays are images: ``(N, H, W)`` gets a channel, and ``(N, H, W, 1 or 3)`` becomes ``(N, C, H, W)`` if H
+    exceeds 4. Floats keep their dtype; int32 and int64 (tokens) become int64; booleans (masks) stay.
+
+    Args:
+        name: Name of the samples in errors.
+        array: The samples. A dict, or a NumPy array with named fields, becomes a dict of tensors.
+        rows: Row numbers of the samples for errors, ``(N,)``, if they are not 0 to N - 1.
+
+    Raises:
+        UserError: If the dtype is none of these, or a value is not finite.
+    """
+    if isinstance(array, np.ndarray) and array.dtype.names:
+        array = {field: array[field].copy() for field in array.dtype.names}  # fields may be unaligned
+    if isinstance(array, Mapping):
+        plain = len(array) > 0 and all(isinstance(key, str) and "." not in key for key in array)
+        ensure(plain, f"{name}: keys {list(array)}; name one array or more, without dots")
+        return {key: inputs(f"{name}.{key}", each, rows) for key, each in array.items()}
+    x = numeric(name, array)
+    if x.dtype == torch.uint8:
+        if x.ndim == 3:
+            x = x[:, None]
+        elif x.ndim == 4 and x.shape[-1] in (1, 3) and x.shape[1] > CHANNELS:
+            x = x.movedim(-1, 1)
+    elif x.is_floating_point():
+        x = finite(name, x, rows)
+    elif x.dtype in (torch.int32, torch.int64):
+        x = x.long()
+    else:
+        ensure(
+            x.dtype == torch.bool,
+            f"{name}: dtype {x.dtype} is not supported; use uint8 (images), float or int64 (tokens)",
+        )
+    return x.contiguous(memory_format=layout(x.ndim))
+
+
+def layout(ndim: int) -> torch.memory_format:
+    """Returns the memory format of samples: channels_last for images, with which convolutions are faster."""
+    return torch.channels_last if ndim == 4 else torch.contiguous_format
+
+
+def finite(name: str, x: Tensor, rows: Sequence[int] | None = None) -> Tensor:
+    """Returns floats unchanged.
+
+    Raises:
+        UserError: If a value is not finite.
+    """
+    if not x.isfinite().all():
+        row = int((~x.isfinite()).nonzero()[0, 0])
+        raise UserError(
+            f"{name}: row {row if rows is None else rows[row]} holds NaN or infinity; clean or drop such rows"
+        )
+    return x
+
+
+def numeric(name: str, array: Any) -> Tensor:
+    """Converts an array to a tensor on the CPU.
+
+    Raises:
+        UserError: If it holds no numbers.
+    """
+    try:
+        return array.detach().cpu() if isinstance(array, Tensor) else torch.from_numpy(np.ascontiguousarray(array))
+    except (TypeError, ValueError):
+        raise UserError(
+            f"{name}: {type(array).__name__} of {np.asarray(array).dtype} is not a numeric array; "
+            "give a numpy array or tensor"
+        ) from None
+
+
+def check_pairs(x_train: Inputs, y_train: Tensor, x_test: Inputs, y_test: Tensor) -> None:
+    """Checks that samples and targets, and training and test data, fit together.
+
+    Raises:
+        UserError: If counts, names, shapes or dtypes disagree.
+    """
+    for split, x, y in (("train", x_train, y_train), ("test", x_test, y_test)):
+        for name, array in named_tensors(x, f"x_{split}").items():
+            ensure(
+                len(array) == len(y),
+                f"{name}: {len(array)} samples, but y_{split} has {len(y)} labels; give one label per sample",
+            )
+        ensure(len(y) != 0, f"x_{split}: no samples; the {split} data must not be empty")
+    check_alike("x_train", x_train, "x_test", x_test)
+    check_alike("y_train", y_train, "y_test", y_test.to(y_train.dtype))
+
+
+def check_alike(name: str, x: Inputs, other: str, y: Inputs) -> None:
+    """Checks that two sets of samples have the same arrays, with the same shapes and dtypes.
+
+    Args:
+        name: Name of the first set in errors.
+        x: The first set.
+        other: Name of the second set.
+        y: The second set.
+
+    Raises:
+        UserError: If something differs.
+    """
+    a, b = named_tensors(x, name), named_tensors(y, other)
+    keys = [path.removeprefix(name) for path in a]
+    ensure(
+        {f"{other}{key}" for key in keys} == b.keys(), f"{other}: its arrays are not named as {name}'s; name both alike"
+    )
+    for key in keys:
+        old, new = a[f"{name}{key}"], b[f"{other}{key}"]
+        for what, was, found in (
+            ("shape", tuple(old.shape[1:]), tuple(new.shape[1:])),
+            ("dtype", old.dtype, new.dtype),
+        ):
+            ensure(
+                was == found,
+                f"{other}{key}: {what} {found} of a sample differs from {name}{key}'s {was}; prepare both alike",
+            )
+
+
+def count_leaks(x_train: Inputs, x_test: Inputs) -> int:
+    """Counts the test samples that are also training samples, by a hash of their values.
+
+    Published data sets have a few such twins; warns if there are more than `LEAK`.
+    """
+    seen, tested = set(_hashes(x_train)), list(_hashes(x_test))
+    leaked = sum(row in seen for row in tested)
+    if leaked > LEAK * len(tested):
+        rank_zero_warn(
+            f"x_test: {leaked} of {len(tested)} samples occur in x_train as well, value for value; "
+            "test accuracy will flatter, take them out of one of the two",
+            stacklevel=4,
+        )
+    return leaked
+
+
+def _hashes(x: Inputs) -> Iterator[int]:
+    # in the order of memory, which is that of NHWC
+    arrays = [(v.permute(0, 2, 3, 1) if v.ndim == 4 else v).numpy() for v in named_tensors(x, "x").values()]
+    return (hash(b"".join(row.tobytes() for row in rows)) for rows in zip(*arrays, strict=True))

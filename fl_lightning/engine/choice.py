@@ -1,0 +1,99 @@
+"""Engines by name, and the choice of the quickest."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
+
+import torch
+
+from fl_lightning.core import UserError
+from fl_lightning.engine.agreement import check, head
+from fl_lightning.engine.base import Engine, Job
+from fl_lightning.engine.batched import BatchedEngine
+from fl_lightning.engine.graphed import GraphedEngine
+from fl_lightning.engine.sequential import DebugEngine, SequentialEngine
+
+ENGINES: dict[str, type[Engine]] = {
+    engine.name: engine for engine in (SequentialEngine, BatchedEngine, GraphedEngine, DebugEngine)
+}
+"""All engines by name; a further one is a class, and its entry here."""
+NAMES = ("auto", *ENGINES)
+if TYPE_CHECKING:
+    EngineName: TypeAlias = str
+else:
+    EngineName = Literal[NAMES]
+
+
+class Choice(NamedTuple):
+    """An engine.
+
+    Attributes:
+        name: Its name.
+        reason: Why, in one line; "" if nothing was compared.
+        seconds: Of local training, in all rounds to come.
+    """
+
+    name: EngineName
+    reason: str
+    seconds: float
+
+
+SHORT = 2.0
+"""Seconds of a whole run below which no engine is measured."""
+HEAVY = 0.02
+"""Seconds of a local step on a CPU above which batching saves nothing: it saves the launching of operations."""
+
+
+def choose(make: Callable[[EngineName], Engine], jobs: Sequence[Job], rounds: int, compile: bool) -> Choice:
+    """Returns the engine with which a run takes the least time, measured on the first steps of a cohort.
+
+    Args:
+        make: Makes an engine by name.
+        jobs: One process's share of a cohort; nothing of the run changes.
+        rounds: Rounds to come, over which the one-time cost of an engine is spread.
+        compile: Whether the graphed engine compiles.
+    """
+    steps = sum(job.ctx.K for job in jobs)
+    sequential = make("sequential")
+    on_cpu = sequential.net.device.type == "cpu"
+    _seconds(sequential, jobs[:1], 1)
+    step = min(_seconds(sequential, jobs[:1], 2) / min(2, jobs[0].ctx.K) for _ in range(2))
+    totals: dict[EngineName, float] = {"sequential": step * steps * rounds}
+    if totals["sequential"] < SHORT and not compile:
+        return Choice("sequential", "", totals["sequential"])
+    if on_cpu and step > HEAVY:
+        reason = f"a local step takes {step * 1e3:.0f} ms: there is nothing to gain from batching on a CPU"
+        return Choice("sequential", reason, totals["sequential"])
+    measured = [f"sequential {step * steps * 1e3:.1f} ms a round"]
+    longest = max(job.ctx.K for job in jobs)
+    for name in [name for name, engine in ENGINES.items() if engine.trains_several]:
+        try:
+            engine = make(name)
+            first = _seconds(engine, jobs, longest)
+            check(engine, sequential, jobs)
+            round_s = min(_seconds(engine, jobs, longest) for _ in range(2))
+        except UserError as error:
+            measured.append(f"{name}: {error}")
+            continue
+        once = max(0.0, first - round_s)
+        totals[name] = once + round_s * rounds
+        measured.append(f"{name} {round_s * 1e3:.1f} and {once:.1f} s once")
+    best = min(totals, key=lambda name: totals[name])
+    return Choice(best, ", ".join(measured), totals[best])
+
+
+def seconds(engine: Engine, jobs: Sequence[Job]) -> float:
+    """Seconds that an engine takes to train these jobs, once it has warmed up."""
+    longest = max(job.ctx.K for job in jobs)
+    return min(_seconds(engine, jobs, longest) for _ in range(2))
+
+
+def _seconds(engine: Engine, jobs: Sequence[Job], steps: int) -> float:
+    """Returns the time of the first ``steps`` steps of each job."""
+    short = [head(job, steps) for job in jobs]
+    started = time.perf_counter()
+    for _ in engine.train(short):
+        pass
+    if engine.net.device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - started

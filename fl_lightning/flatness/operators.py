@@ -1,0 +1,260 @@
+"""Matrices of curvature of the data loss F at fixed weights, given by their products with vectors.
+
+Each is of all weights, or of those of a group of parameters: then it is the diagonal block of that group.
+
+| | matrix, ``(d, d)`` | |
+|---|---|---|
+| `hessian` | H = ∇²F(w) | by double backward (Pearlmutter 1994) |
+| `gauss_newton` | G = 1/n Σ_i J_iᵀ ∇²ℓ_i J_i | J_i = ∂z_i/∂w; ∇²ℓ_i of the loss with respect to the outputs z_i |
+| `fisher` | E = 1/n Σ_i g_i g_iᵀ | g_i, the gradient of the loss of sample i: the empirical Fisher matrix |
+
+All products are exact. H = G where the outputs are linear in the weights. G is positive semi-definite if the loss is
+convex in the outputs, and E always is. E is not the Fisher matrix of the model: that one draws the targets from the
+model's own predictions, and equals G for the cross-entropy (Kunstner et al., NeurIPS 2019).
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, Protocol, TypedDict
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import Unpack
+
+from fl_lightning.core import ensure
+from fl_lightning.flatness.convolution import ConstantInputs
+from fl_lightning.flatness.functional import (
+    Batches,
+    Loss,
+    LossAt,
+    Progress,
+    Reduce,
+    arithmetic,
+    batch_sizes,
+    measuring,
+    vjp,
+)
+
+KEEP_BYTES = 2**30
+"""By default an operator keeps the graphs of its batches up to this size: 1,600 images for `HsuCNN`."""
+
+Kind = Literal["hessian", "gauss_newton", "fisher"]
+
+Share = Callable[[Tensor, bool], Tensor]
+"""One batch's share of the product with v: ``share(v, retain)``; it can be called again after ``retain=True``."""
+
+Linearize = Callable[[Tensor, Tensor, Tensor, int], Share]
+"""A batch's share from its losses ``(n,)``, its outputs, the weights, and the number of samples of all batches."""
+
+
+class Matrix(Protocol):
+    """A symmetric matrix as the measures take it: an `Operator`, a tensor, or an operator of curvlinops."""
+
+    @property
+    def shape(self) -> Sequence[int]:
+        """``(d, d)``."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the vectors."""
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the vectors."""
+
+    def __matmul__(self, v: Any, /) -> Any:
+        """Returns the product with ``v``, ``(d,)``."""
+
+
+class Options(TypedDict, total=False):
+    """Keywords of all operators; :class:`Operator` and :class:`~fl_lightning.flatness.LossAt` describe them."""
+
+    parameters: Sequence[str] | None
+    keep_graph: bool | None
+    reduce: Reduce | None
+
+
+class Operator:
+    """A symmetric matrix of curvature; ``A @ v`` is its product with ``v``, ``(d,)`` or ``(d, k)``.
+
+    :func:`hessian`, :func:`gauss_newton` and :func:`fisher` make one. It is fixed to the weights at which it was made.
+
+    Args:
+        linearize: Returns the share of a batch.
+        model: The network, and so on as for :class:`~fl_lightning.flatness.LossAt`.
+        loss: Per-sample losses.
+        batches: The data.
+        at: Flat weights of the whole network; by default a copy of the model's own, taken now.
+        keep_graph: Keep the graphs of all batches in memory as long as the operator lives, so that a product needs no
+            forward pass. By default if there is a single batch, or if the graphs take at most ``KEEP_BYTES``, judged by
+            that of the first batch; each process decides for itself. Products are the same bit for bit.
+        **options: ``parameters`` and ``reduce`` of :class:`~fl_lightning.flatness.LossAt`; ``reduce`` is called once in
+            every product.
+
+    Attributes:
+        f: The loss at these weights.
+        shape: ``(d, d)``, d the number of weights of the group.
+        dtype: The model's dtype.
+        device: The model's device.
+
+    Raises:
+        UserError: If there is no sample, ``loss`` does not return one value per sample, or a pattern of ``parameters``
+            matches nothing.
+    """
+
+    def __init__(
+        self,
+        linearize: Linearize,
+        model: nn.Module,
+        loss: Loss,
+        batches: Batches,
+        at: Tensor | None = None,
+        *,
+        keep_graph: bool | None = None,
+        **options: Any,
+    ) -> None:
+        self.f, self._linearize = LossAt(model, loss, batches, at, **options), linearize
+        w = self.f.w
+        self.shape, self.dtype, self.device = (len(w), len(w)), w.dtype, w.device
+        sizes = batch_sizes(self.f.batches)
+        self._n = self.f.samples(sum(sizes))
+        self._kept: list[Share] = []
+        if sizes and keep_graph is not False:
+            saved: dict[int, int] = {}  # memory of the first graph, by address
+
+            def pack(tensor: Tensor) -> Tensor:
+                storage = tensor.untyped_storage()
+                saved[storage.data_ptr()] = storage.nbytes()
+                return tensor
+
+            with measuring(model):
+                rest = self._shares()
+                with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                    first = next(rest)
+                fits = len(sizes) == 1 or sum(saved.values()) * sum(sizes) <= KEEP_BYTES * sizes[0]
+                self._kept = [first, *rest] if keep_graph or fits else []
+
+    def _shares(self) -> Iterator[Share]:
+        for x, y in self.f.batches():
+            with ConstantInputs():
+                losses, outputs = self.f.scores(x, y)
+            yield self._linearize(losses, outputs, self.f.w, self._n)
+
+    def __matmul__(self, v: Tensor) -> Tensor:
+        """Returns the product with a vector ``(d,)``, or with the columns of a matrix ``(d, k)``, in the model's dtype.
+
+        Raises:
+            UserError: If ``v`` has another number of rows.
+        """
+        ensure(v.shape[:1] == self.shape[:1], f"v: {tuple(v.shape)} does not fit a matrix {self.shape}")
+        if v.ndim == 2:
+            return torch.stack([self @ column for column in v.T], dim=1)
+        total, v = torch.zeros_like(self.f.w), v.to(self.f.w)
+        with arithmetic(self.device) if self._kept else measuring(self.f.model):
+            for share in self._kept or self._shares():
+                total = total + share(v, bool(self._kept))
+        return self.f.total(total)
+
+    def agreed(self, stop: bool) -> bool:
+        """Returns True on every process if any of them votes to stop; rounding can split them."""
+        return bool(self.f.total(self.f.w.new_tensor(stop)) > 0)
+
+
+def hessian(
+    model: nn.Module, loss: Loss, batches: Batches, at: Tensor | None = None, **options: Unpack[Options]
+) -> Operator:
+    """Returns the Hessian H = ∇²F(w); arguments and errors as for :class:`Operator`.
+
+    Example:
+        >>> net, loss = nn.Linear(3, 2), nn.CrossEntropyLoss(reduction="none")
+        >>> H = hessian(net, loss, [(torch.randn(5, 3), torch.tensor([0, 1, 1, 0, 1]))], parameters=["weight"])
+        >>> H.shape, (H @ torch.ones(6)).shape
+        ((6, 6), torch.Size([6]))
+    """
+    return Operator(_hessian, model, loss, batches, at, **options)
+
+
+def gauss_newton(
+    model: nn.Module, loss: Loss, batches: Batches, at: Tensor | None = None, **options: Unpack[Options]
+) -> Operator:
+    """Returns the generalized Gauss-Newton matrix G (Schraudolph 2002); arguments and errors as for :class:`Operator`.
+
+    The outputs z_i are what the network returns, and the loss is a function of them.
+    """
+    return Operator(_gauss_newton, model, loss, batches, at, **options)
+
+
+def fisher(
+    model: nn.Module, loss: Loss, batches: Batches, at: Tensor | None = None, **options: Unpack[Options]
+) -> Operator:
+    """Returns the empirical Fisher matrix E; arguments and errors as for :class:`Operator`.
+
+    It is the mean of the outer products of the samples' gradients, at the targets of the data.
+    """
+    return Operator(_fisher, model, loss, batches, at, **options)
+
+
+OPERATORS: dict[Kind, Callable[..., Operator]] = {"hessian": hessian, "gauss_newton": gauss_newton, "fisher": fisher}
+
+
+def _hessian(losses: Tensor, outputs: Tensor, w: Tensor, n: int) -> Share:
+    slope = vjp(losses.sum() / n, w, create_graph=True)
+    return lambda v, retain: vjp(slope, w, v, retain_graph=retain)
+
+
+def _gauss_newton(losses: Tensor, outputs: Tensor, w: Tensor, n: int) -> Share:
+    slope = vjp(losses.sum() / n, outputs, create_graph=True)
+    return _between_jacobians(outputs, w, lambda u, retain: vjp(slope, outputs, u, retain_graph=retain))
+
+
+def _fisher(losses: Tensor, outputs: Tensor, w: Tensor, n: int) -> Share:
+    return _between_jacobians(losses, w, lambda u, retain: u / n)
+
+
+def _between_jacobians(z: Tensor, w: Tensor, middle: Share) -> Share:
+    """Returns v -> Jᵀ M J v with J = ∂z/∂w and M the ``middle``."""
+    u = torch.zeros_like(z, requires_grad=True)
+    pulled = vjp(z, w, u, create_graph=True)  # Jᵀu is linear in u: its transposed derivative is J
+    return lambda v, retain: vjp(z, w, middle(vjp(pulled, u, v, retain_graph=retain), retain), retain_graph=retain)
+
+
+class Products:
+    """A matrix as Krylov methods and probes use it: products that are counted, and random vectors that fit it.
+
+    Args:
+        a: The matrix.
+        draws: Generator of the random vectors.
+        most: Maximum number of products, for ``progress``.
+        progress: Called after each product.
+
+    Attributes:
+        like: An empty tensor of the dtype and device of the vectors.
+        d: Their length.
+        done: Number of products computed.
+        agreed: Makes one decision for all processes that share the products.
+
+    Raises:
+        UserError: If the matrix is not square.
+    """
+
+    def __init__(self, a: Matrix, draws: torch.Generator, most: int, progress: Progress | None) -> None:
+        shape = tuple(a.shape)
+        ensure(len(shape) == 2 and shape[0] == shape[1], f"matrix: its shape {shape} is not (d, d)")
+        self._a, self._draws, self._most, self._progress = a, draws, most, progress
+        self.like, self.d, self.done = torch.empty(0, dtype=a.dtype, device=a.device), shape[0], 0
+        self.agreed: Callable[[bool], bool] = getattr(a, "agreed", bool)
+
+    def __call__(self, v: Tensor) -> Tensor:
+        """Returns the product with ``v``, ``(d,)``."""
+        product: Tensor = self._a @ v
+        self.done += 1
+        if self._progress is not None:
+            self._progress(self.done, self._most)
+        return product
+
+    def normal(self) -> Tensor:
+        """Returns a normally distributed vector, ``(d,)``."""
+        return torch.randn(self.d, generator=self._draws, dtype=torch.float64).to(self.like)
+
+    def signs(self) -> Tensor:
+        """Returns a vector of random signs (Rademacher), ``(d,)``."""
+        return torch.randint(2, (self.d,), generator=self._draws).to(self.like).mul_(2).sub_(1)

@@ -1,0 +1,68 @@
+"""Reads YAML, but refuses a key that is given twice and aliases that unfold without end."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+DEPTH, SIZE = 50, 100_000
+"""Largest depth, and number of values with aliases unfolded."""
+LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+@dataclass
+class _Open:
+    """A mapping or sequence that is being read: its anchor, keys (of a mapping), children and values below it."""
+
+    anchor: str | None = None
+    keys: set[str] | None = None
+    children: int = 0
+    size: int = 1
+
+
+def load_yaml(text: str) -> Any:
+    """Returns the content of a YAML text of plain values.
+
+    Raises:
+        yaml.YAMLError: As `check_yaml`, or if the text is no YAML.
+    """
+    check_yaml(text)
+    return yaml.load(text, Loader=LOADER)
+
+
+def check_yaml(text: str) -> None:
+    """Checks a text before it is loaded, in one pass over it.
+
+    Raises:
+        yaml.YAMLError: With the line, if a mapping has a key twice, an alias stands within its own anchor, or the text
+            is nested deeper than `DEPTH` or unfolds to more than `SIZE` values.
+    """
+    stack, sizes = [_Open()], dict[str | None, int]()
+    for event in yaml.parse(text, Loader=LOADER):
+        line, key = f"line {event.start_mark.line + 1}", None
+        match event:
+            case yaml.MappingStartEvent() | yaml.SequenceStartEvent():
+                stack.append(_Open(event.anchor, set() if isinstance(event, yaml.MappingStartEvent) else None))
+                _ensure(len(stack) <= DEPTH, f"{line}: nested deeper than {DEPTH}")
+                continue
+            case yaml.MappingEndEvent() | yaml.SequenceEndEvent():
+                closed = stack.pop()
+                sizes[closed.anchor] = size = closed.size
+            case yaml.AliasEvent(anchor=anchor):
+                _ensure(all(anchor != above.anchor for above in stack), f"{line}: *{anchor} stands within itself")
+                size = sizes.get(anchor, 1)
+            case yaml.ScalarEvent():
+                size, key = 1, event.value
+            case _:
+                continue
+        within = stack[-1]
+        if within.keys is not None and within.children % 2 == 0 and key not in (None, "<<"):
+            _ensure(key not in within.keys, f"{line}: {key} is there twice; give it once")
+            within.keys.add(key)
+        within.children, within.size = within.children + 1, within.size + size
+        _ensure(within.size <= SIZE, f"{line}: unfolds to more than {SIZE:,} values")
+
+
+def _ensure(ok: bool, problem: str) -> None:
+    if not ok:
+        raise yaml.YAMLError(problem)

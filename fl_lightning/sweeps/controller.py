@@ -1,0 +1,147 @@
+"""The controller of a sweep: its trials, their outcomes, and the best settings."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from fl_lightning.core import require, write_atomically
+from fl_lightning.results.metrics import average, read_run, rounds_done, write_table
+from fl_lightning.sweeps.file import Objective, Sweep
+from fl_lightning.sweeps.hyperband import StopEarly
+from fl_lightning.sweeps.search import Settings
+from fl_lightning.sweeps.trials import Build, Outcome, Trial, name_of, newest_run, run_trials
+from fl_lightning.trainer.storage.run_folder import RunFolder
+
+BATCH = 4
+"""Fewest settings that bayes proposes at a time."""
+BATCHES = "batches.json"
+"""In the sweep's folder: how many settings bayes has proposed at each time, so that a sweep resumes with other jobs."""
+SEED = "trainer.seed"
+
+
+class Controller:
+    """Runs a sweep in its folder.
+
+    Args:
+        sweep: The sweep's file.
+        folder: The folder.
+        seeds: Values of trainer.seed; each setting runs with all of them, and their mean counts. A sweep that varies
+            trainer.seed itself takes 0 alone, and its own.
+        seed: Seed of the draws.
+
+    Raises:
+        UserError: If seeds are given twice.
+
+    Attributes:
+        objective: The metric that is optimised; by default the headline of the test accuracy.
+        trials: The trials proposed so far.
+        outcomes: The outcomes of those that have ended, by name.
+    """
+
+    def __init__(self, sweep: Sweep, folder: Path, seeds: Sequence[int], seed: int) -> None:
+        self.sweep, self.folder, self.seeds = sweep, folder, list(seeds)
+        varied = any(parameter.key == SEED for parameter in sweep.parameters)
+        require(not varied or self.seeds == [0], "seeds", self.seeds, f"the sweep varies {SEED} itself; leave it out")
+        self.objective = sweep.objective or Objective("server/test/acc_headline", maximize=True)
+        self.search = sweep.search(seed)
+        self.trials: list[Trial] = []
+        self.outcomes: dict[str, Outcome] = {}
+        self._settings: list[tuple[Settings, list[Trial]]] = []
+
+    def run(self, build: Build, jobs: int = 1, check: Callable[[Trial], object] | None = None) -> Iterator[Outcome]:
+        """Trains all trials, yields each when it has ended, and writes ``sweep.csv`` and ``best.yaml`` at the end.
+
+        A trial whose metric is not finite has failed.
+
+        Args:
+            build: Makes the run of a trial.
+            jobs: Number of processes.
+            check: Called with a trial of each setting before any is trained; it raises if its arguments are wrong.
+        """
+        early = None
+        if self.sweep.early is not None:
+            early = StopEarly(self.sweep.early, self.objective.column, self.objective.sign, self.folder)
+        bayes, file = self.sweep.method == "bayes", self.folder / BATCHES
+        before = json.loads(file.read_text()) if bayes and file.exists() else []
+        size = max(BATCH, -(-jobs // len(self.seeds))) if bayes else 10**6
+        batches: list[int] = []
+        while proposed := self.search.propose((*before[len(batches) :], size)[0]):
+            batches.append(len(proposed))
+            new = [(settings, [self._trial(settings, seed) for seed in self.seeds]) for settings in proposed]
+            if check is not None:
+                for _, of_one in new:
+                    check(of_one[0])
+            if len(batches) > len(before) and bayes:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                write_atomically(file, json.dumps(batches))
+            self._settings += new
+            trials = [trial for _, of_one in new for trial in of_one]
+            self.trials += trials
+            for found in run_trials(trials, self.folder, build, jobs, early=early):
+                value = self.objective.value(found.folder)
+                if found.error is None and value is not None and not math.isfinite(value):
+                    found = replace(found, error=f"{self.objective.name} = {value}: not finite")
+                self.outcomes[found.trial.name] = found
+                yield found
+                self.write()
+            for settings, of_one in new:
+                value = self.value(of_one)
+                self.search.observe(settings, None if value is None else self.objective.sign * value)
+            if self._target_reached():
+                break
+
+    def value(self, trials: Sequence[Trial]) -> float | None:
+        """Returns the mean metric of trials that differ in their seeds; None unless it is finite in all of them."""
+        ended = [self.outcomes.get(trial.name) for trial in trials]
+        values = [None if o is None or o.error else self.objective.value(o.folder) for o in ended]
+        found = average([math.nan if value is None else value for value in values])
+        return found if math.isfinite(found) else None
+
+    def best(self) -> tuple[Settings, list[Trial], float] | None:
+        """Returns the settings with the best mean over their seeds, their trials, and that mean."""
+        found = [(settings, of_one, self.value(of_one)) for settings, of_one in self._settings]
+        valued = [(settings, of_one, value) for settings, of_one, value in found if value is not None]
+        return min(valued, key=lambda item: self.objective.sign * item[2], default=None)
+
+    def state(self, trial: Trial) -> tuple[str, int, float | None]:
+        """Returns the state of a trial, its rounds done, and its metric so far."""
+        ended, folder = self.outcomes.get(trial.name), newest_run(trial, self.folder)
+        done, value = rounds_done(read_run(folder)), self.objective.value(folder)
+        if ended is None:
+            return ("running" if done else "waiting"), done, value
+        return ("failed" if ended.error else "finished"), done, value
+
+    def write(self) -> None:
+        """Writes ``sweep.csv``, and the config of the best settings as ``best.yaml``."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        keys = [*dict.fromkeys(key for trial in self.trials for key in trial.settings)]
+        rows = []
+        for trial in self.trials:
+            state, done, value = self.state(trial)
+            ended = self.outcomes.get(trial.name)
+            where = ended.folder if ended else newest_run(trial, self.folder)
+            error = ended.error if ended and ended.error else ""
+            settings = [trial.settings.get(key, "") for key in keys]
+            rows.append([trial.name, *settings, state, done, "" if value is None else value, where or "", error])
+        head = ["trial", *keys, "state", "rounds", self.objective.name, "folder", "error"]
+        write_table(self.folder / "sweep.csv", head, rows)
+        best = self.best()
+        config = self.outcomes[best[1][0].name].folder if best else None
+        if config is not None and (newest := RunFolder(config).newest_config).exists():
+            shutil.copyfile(newest, self.folder / "best.yaml")
+
+    def _trial(self, settings: Mapping[str, Any], seed: int) -> Trial:
+        shown = {**settings, SEED: settings.get(SEED, seed)}
+        args = (*self.sweep.args, *(f"--{key}={value}" for key, value in shown.items()))
+        return Trial(name_of(shown), args, self.sweep.command, shown)
+
+    def _target_reached(self) -> bool:
+        best = self.best()
+        target, sign = self.objective.target, self.objective.sign
+        return best is not None and target is not None and sign * best[2] <= sign * target

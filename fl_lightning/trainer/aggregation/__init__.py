@@ -1,0 +1,1 @@
+"""How a cohort's uploads are combined: the mean, robust rules, differential privacy."""

@@ -1,0 +1,245 @@
+"""Client-level differential privacy: clipped sums with Gaussian noise in place of the cohort's averages."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from copy import copy
+from dataclasses import replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from fl_lightning.algorithms.base import LocalObjective
+from fl_lightning.core import (
+    ClientContext,
+    NonNegative,
+    Positive,
+    Probability,
+    RoundContext,
+    State,
+    Uploads,
+    UserError,
+    accumulator_dtype,
+    ensure,
+    generator,
+    require,
+    to_device,
+)
+from fl_lightning.trainer.aggregation.accountant import Accountant, Method, cohorts
+from fl_lightning.trainer.aggregation.base import Aggregation, Plan, Received
+from fl_lightning.trainer.aggregation.rules import shortening
+from fl_lightning.trainer.participation.samplers import BernoulliSampler, CohortSampler
+
+KEY = "trainer.privacy"
+
+
+class PrivateUploads(Uploads):
+    """Averages over a fixed number of clients; the server learns nothing else about the cohort.
+
+    Args:
+        names: Uploaded names, and the names that are released in addition.
+        n: The divisor of the sums.
+        k_lr: Sum of the learning rates of a client's steps; null: the sum depends on the clients' data.
+        like: A tensor with the dtype and device of the uploads.
+    """
+
+    def __init__(self, names: Sequence[str], n: float, k_lr: float | None, like: Tensor) -> None:
+        super().__init__(names, "uniform", (), like)
+        self.n = self.samples = n
+        self._k_lr = None if k_lr is None else like.new_full((1,), k_lr)
+
+    def mean(self, name: str) -> Tensor:
+        if name != "k_lr":
+            return super().mean(name)
+        if self._k_lr is None:
+            raise UserError(
+                f"{KEY}: the server's step divides by the number of local steps, which depends on the clients' numbers "
+                "of samples; set trainer.local_steps, or choose another algorithm"
+            )
+        return self._k_lr
+
+
+class GaussianPrivacy(Aggregation, key="trainer.privacy"):
+    """The Gaussian mechanism: uploads clipped to a norm, their sum with noise, divided by a fixed number of clients.
+
+    The mechanism subtracts the reference of each upload (`LocalObjective.references`) and clips the joint norm of a
+    client's differences. A client that fails adds nothing. The sums are divided by the expected size of a cohort
+    (McMahan et al., ICLR 2018). ``docs/privacy.md`` says what is protected.
+
+    Args:
+        clip: C, the largest norm.
+        noise_multiplier: Standard deviation of the sum's noise, in units of C; null: the smallest one with which
+            ``max_rounds`` rounds stay within ``epsilon``.
+        epsilon: ε, the privacy budget. The run ends before the round that would exceed it; null: no limit.
+        delta: δ, the probability with which the ε guarantee may fail; at most 1/M for M clients.
+        accountant: RDP; or PLD, which is tighter and slower, and needs a BernoulliSampler.
+        per_tensor: Clip each parameter tensor to C, as the official code of DP-FedSAM does. The norm of an upload is
+            then at most sqrt(L) C for L tensors, and the accountant uses this bound.
+
+    Raises:
+        UserError: If a setting is out of range.
+    """
+
+    empty = True
+
+    def __init__(
+        self,
+        clip: Positive = 1.0,
+        noise_multiplier: NonNegative | None = None,
+        epsilon: Positive | None = None,
+        delta: Probability = 1e-5,
+        accountant: Method = "RDP",
+        per_tensor: bool = False,
+    ) -> None:
+        given = noise_multiplier is not None or epsilon is not None
+        require(given, f"{KEY}.noise_multiplier", None, "give it, or epsilon")
+        self.clip, self.noise_multiplier, self.epsilon, self.delta = clip, noise_multiplier, epsilon, delta
+        self.method: Method = accountant
+        self.per_tensor = per_tensor
+        self._plan: Plan
+        self._noiseless: Accountant
+
+    # Before the first round
+
+    def sampler(self, sampler: CohortSampler) -> CohortSampler:
+        """Returns the sampler of a run under privacy: it never redraws an empty Bernoulli cohort."""
+        return BernoulliSampler(sampler.p, redraw=False) if type(sampler) is BernoulliSampler else sampler
+
+    def bind(self, plan: Plan) -> GaussianPrivacy:
+        bound = copy(self)
+        bound._plan = plan
+        objective, drawn = plan.objective, cohorts(plan.sampler, plan.m)
+        name = type(objective).__name__
+        require(self.delta * plan.m <= 1, f"{KEY}.delta", self.delta, f"at most 1/M = 1/{plan.m}, for M clients")
+        ensure(
+            self.method == "RDP" or drawn["poisson"],
+            f"{KEY}.accountant = {self.method}: only of cohorts by BernoulliSampler; choose RDP for UniformSampler",
+        )
+        ensure(
+            objective.weighting == "uniform",
+            f"model.weighting = {objective.weighting}: under trainer.privacy all count alike; set it to uniform",
+        )
+        ensure(
+            not self.per_tensor or objective.wire[1] == ("w",),
+            f"{KEY}.per_tensor = true: for algorithms that upload the model alone; {name} uploads "
+            f"{', '.join(objective.wire[1])}; set it to false",
+        )
+        missing = [upload for upload in objective.wire[1] if upload not in objective.all_references]
+        ensure(
+            not missing,
+            f"{KEY}: {name} has no references for its upload {', '.join(missing)}, so that what it says of a client is "
+            "not bounded; choose another algorithm",
+        )
+        bound._noiseless = Accountant(
+            **drawn, noise=0.0, delta=self.delta, releases=objective.phases, method=self.method, rounds=plan.rounds
+        )
+        return bound
+
+    @cached_property
+    def accountant(self) -> Accountant:
+        """The accountant of the run's rounds."""
+        free, given = self._noiseless, self.noise_multiplier
+        noise = free.least_noise(self.epsilon or 0.0) if given is None else given / math.sqrt(self.pieces)
+        return replace(free, noise=noise)
+
+    def check_round(self) -> None:
+        first = self.accountant.epsilon(1)
+        ensure(
+            self.within_budget(1),
+            f"{KEY}.epsilon = {self.epsilon}: the first round takes {first:.4g}; raise noise_multiplier",
+        )
+
+    def within_budget(self, rounds: int) -> bool:
+        """Returns whether a number of rounds stays within the budget."""
+        return self.epsilon is None or self.accountant.epsilon(rounds) <= self.epsilon * (1 + 1e-6)
+
+    @property
+    def noise_multiplier_of_run(self) -> float:
+        """Standard deviation of the sum's noise in units of C, before a released count takes its share."""
+        return self.accountant.noise * math.sqrt(self.pieces)
+
+    @property
+    def identity(self) -> str:
+        names = ("clip", "noise_multiplier", "delta", "method", "per_tensor")
+        values = {name: getattr(self, name) for name in names}
+        values |= {"cohort": self._noiseless.size, "poisson": self._noiseless.poisson}
+        if self.noise_multiplier is None:
+            values |= {"epsilon": self.epsilon, "max_rounds": self._noiseless.rounds}
+        return f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in values.items())})"
+
+    # Methods that a phase of a round calls
+
+    def uploads(
+        self, objective: LocalObjective, accepted: Sequence[ClientContext], ctx: RoundContext, like: Tensor
+    ) -> Uploads:
+        steps = self._plan.local_steps
+        k_lr = None if steps is None else steps * objective.lr(ctx)
+        return PrivateUploads([*objective.wire[1], *self.released], self.accountant.size, k_lr, like)
+
+    def shapes(self, shapes: Mapping[str, list[int]], known: Mapping[str, Tensor]) -> dict[str, list[int]]:
+        return {name: list(value.shape) for name, value in known.items()} | dict(self.released)
+
+    def fill(self, uploads: Uploads, received: Received) -> None:
+        noise = generator(received.seed, "privacy", received.ctx.t, received.ctx.phase)
+        sums = self.sums(received)
+
+        def released(name: str, _: object) -> Tensor:
+            total, std = sums[name]
+            draw = torch.randn(total.shape, generator=noise, dtype=torch.float64)
+            total = total + std * to_device(draw, total.device, total.dtype)
+            if name in received.known:
+                total = total + received.known[name].to(total) * uploads.n
+            return torch.stack([total, total]).to(received.server.w)
+
+        uploads.change(released)
+
+    def metrics(self, uploads: Uploads, known: Mapping[str, Tensor], server: State) -> dict[str, float]:
+        """Returns ``privacy/snr``, the norm of the sum over the norm of its noise, from released values only."""
+        if not self.accountant.noise:
+            return {}
+        steps = [uploads.mean(name) - value for name, value in known.items()]
+        square = sum(float(step.to(accumulator_dtype(step.device)).square().sum()) for step in steps)
+        noise = sum(v.numel() for v in known.values()) * (self.noise_std(self.bound_of(server)) / uploads.n) ** 2
+        return {"privacy/snr": max(0.0, square / noise - 1) ** 0.5}
+
+    # The mechanism
+
+    released: Mapping[str, list[int]] = {}
+    """Shapes of the values that are released in addition to the uploads, by name."""
+
+    def bound_of(self, server: State) -> float:
+        """Returns the norm C of a phase that starts from this server's state."""
+        return self.clip
+
+    def noise_std(self, clip: float) -> float:
+        """Returns the standard deviation of the noise in each number of the uploads' sums."""
+        return self.noise_multiplier_of_run * clip
+
+    @property
+    def pieces(self) -> int:
+        """Number of pieces of an upload, each of which is clipped."""
+        return len(self._plan.objective.flat.numels) if self.per_tensor else 1
+
+    def sums(self, received: Received) -> dict[str, tuple[Tensor, float]]:
+        """Returns the sums of a phase without noise, each with the standard deviation of its noise."""
+        clip = self.bound_of(received.server)
+        sums, _ = self.clipped(received, clip)
+        return {name: (total, self.noise_std(clip)) for name, total in sums.items()}
+
+    def clipped(self, received: Received, clip: float) -> tuple[dict[str, Tensor], Tensor]:
+        """Returns the sums of the clipped uploads by name, and the clients' joint norms before clipping, ``(n,)``."""
+        sums = {name: torch.zeros_like(v, dtype=accumulator_dtype(v.device)) for name, v in received.known.items()}
+        device = received.server.w.device
+        norms = [torch.zeros(0, dtype=accumulator_dtype(device), device=device)]
+        for upload in received.arrived:
+            new = {name: upload[name].to(total) - received.known[name] for name, total in sums.items()}
+            norm = torch.stack([v.norm() for v in new.values()]).norm()
+            for name, v in new.items():
+                parts = torch.split(v, received.ctx.flat.numels) if self.per_tensor else (v,)
+                by = [part.norm() for part in parts] if self.per_tensor else [norm]
+                shorter = [part * shortening(x, torch.full_like(x, clip)) for part, x in zip(parts, by, strict=True)]
+                sums[name] += torch.cat(shorter)
+            norms.append(norm.view(1))
+        return sums, torch.cat(norms)

@@ -1,0 +1,117 @@
+"""The loop over rounds: of one run, and of several whose local training is one program."""
+
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from functools import partial
+from itertools import islice
+from typing import TypeAlias
+
+from fl_lightning.core import UserError
+from fl_lightning.engine import Job, LocalResult
+from fl_lightning.trainer.cohort import Cohort
+from fl_lightning.trainer.loggers import RunLogger
+from fl_lightning.trainer.round import Round
+from fl_lightning.trainer.run import Run
+from fl_lightning.trainer.runtime.console import unbroken_output
+from fl_lightning.trainer.runtime.signals import Interruption
+from fl_lightning.trainer.session import session
+
+Steps: TypeAlias = Generator[list[Job], Iterable[LocalResult], None]
+"""Gives the jobs of one phase after another, and takes their results."""
+
+
+def rounds(run: Run) -> Steps:
+    """Trains a run until it is finished; whoever iterates does the local training."""
+    with session(run):
+        while not run.finished:
+            with run.transaction():
+                cohort = Cohort.draw(run, run.rounds_done)
+                round_ = Round(run, cohort, partial(run.call, "on_local_end"))
+                run.call("on_round_start", run.round_context(cohort.t), cohort.clients)
+                for phase in round_.phases():
+                    phase.aggregate((yield phase.jobs()))
+                round_.apply()
+                close(run, round_.metrics(), round_.losses.tolist())
+
+
+def close(run: Run, metrics: Mapping[str, float], losses: Sequence[float] = ()) -> None:
+    """Ends a round: evaluates, calls the callbacks, and logs; one of the callbacks writes the checkpoint.
+
+    Args:
+        run: The run, which has taken over the result of the round.
+        metrics: Metrics of the training.
+        losses: Training loss of each client.
+    """
+    run.log(metrics)
+    evaluated = run.evaluates(run.rounds_done)
+    if evaluated:
+        _evaluate(run, losses)
+    run.call("on_round_end")
+    if run.stops():  # so this round is the last one
+        if not evaluated:
+            _evaluate(run, losses)
+        run.call("on_last_round")
+    logged = run.take_metrics()
+    for logger in run.loggers:
+        logger.log_metrics(metrics=logged, step=run.rounds_done)
+    run.call("on_round_logged", logged)
+
+
+def _evaluate(run: Run, losses: Sequence[float]) -> None:
+    for split in ("val", "test") if run.data.val_fraction else ("test",):
+        run.log(run.evaluate(split))
+    for logger in run.loggers if losses and run.fabric.is_global_zero else ():
+        if isinstance(logger, RunLogger):
+            logger.log_clients("client/train/loss", losses, run.rounds_done)
+
+
+def train(runs: Sequence[Run]) -> dict[Run, UserError]:
+    """Trains runs to their ends, all by the engine of the first one: the jobs of a phase are one program.
+
+    Returns:
+        The runs that broke off by an error of their own, and the error.
+    """
+    steps = {run: rounds(run) for run in runs}
+    jobs: dict[Run, list[Job]] = {}
+    broken: dict[Run, UserError] = {}
+
+    def advance(run: Run, results: Iterable[LocalResult] | None = None) -> None:
+        """Takes the results of a run's phase, and gets the jobs of its next one."""
+        jobs.pop(run, None)
+        try:
+            jobs[run] = next(steps[run]) if results is None else steps[run].send(results)
+        except StopIteration:
+            pass
+        except UserError as error:
+            broken[run] = error
+
+    with Interruption(), unbroken_output():
+        try:
+            for run in runs:
+                advance(run)
+            for error in broken.values():  # a run that cannot begin ends all
+                raise error
+            while jobs:
+                # resumed runs may have stopped in different rounds: those furthest behind go first
+                behind = min(run.rounds_done for run in jobs)
+                together = {run: len(of) for run, of in jobs.items() if run.rounds_done == behind}
+                results = iter(runs[0].engine.train([job for run in together for job in jobs[run]]))
+                if len(together) > 1:  # what breaks one run off leaves the results of the others
+                    results = iter(list(results))
+                for run, number in together.items():
+                    advance(run, islice(results, number))
+        except BaseException as error:
+            _break_off([steps[run] for run in runs], error)
+            raise
+    return broken
+
+
+def _break_off(steps: Sequence[Steps], error: BaseException) -> None:
+    """Ends all runs that go on by an error; raises the first other error that a run ends with, such as a full disk."""
+    others: list[BaseException] = []
+    for each in steps:
+        try:
+            each.throw(error)
+        except BaseException as shown:  # noqa: PERF203  each run ends by itself
+            others += [shown] * (shown is not error)
+    if others:
+        raise others[0] from None

@@ -1,0 +1,341 @@
+"""Measures of curvature: eigenvalues, trace and spectral density of the Hessian, Gauss-Newton or Fisher matrix."""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from statistics import mean
+from typing import Any, Literal
+
+import torch
+
+from fl_lightning import flatness
+from fl_lightning.core import Positive, PositiveInt, require
+from fl_lightning.engine import LocalResult
+from fl_lightning.flatness import OPERATORS, Interrupted, Kind, Operator
+from fl_lightning.flatness.functional import matching
+from fl_lightning.trainer.measurements.base import (
+    Measure,
+    Measurement,
+    MeasurementContext,
+    Split,
+    local_loss,
+)
+from fl_lightning.trainer.run import Run
+from fl_lightning.trainer.runtime import collectives
+
+Method = Literal["lanczos", "power"]
+
+
+class CurvatureMeasure(Measure):
+    """Base class of measures of a matrix of curvature.
+
+    The names of its numbers begin with the operator, unless it is the Hessian, and with the group of parameters, if
+    there is one: ``gauss_newton_lambda_max``, ``head_trace``, ``fisher_head_lambda_1``.
+
+    Args:
+        operator: hessian, gauss_newton (the generalized one), or fisher (the empirical one).
+        parameters: Names of the parameters whose block is measured, with ``*``, ``?`` and ``[...]`` as in a shell, such
+            as ``[head.*]``; null: all.
+    """
+
+    def __init__(self, operator: Kind = "hessian", parameters: list[str] | None = None) -> None:
+        self.operator, self.parameters = operator, parameters
+
+    @property
+    def prefix(self) -> str:
+        """What the names of its numbers begin with."""
+        words = ["" if self.operator == "hessian" else self.operator, *(self.parameters or [])]
+        name = re.sub("[^0-9A-Za-z]+", "_", "_".join(words)).strip("_")
+        return name and f"{name}_"
+
+    @property
+    def protocol(self) -> dict[str, Any]:
+        """The settings of a measurement that name its matrix."""
+        group = {} if self.parameters is None else {"parameters": " ".join(self.parameters)}
+        return {"operator": self.operator, **group}
+
+    def matrix(self, loss: Mapping[str, Any]) -> Operator:
+        """Returns the matrix of a loss, which `MeasurementContext.loss` and `local_loss` describe."""
+        return OPERATORS[self.operator](**loss, parameters=self.parameters)
+
+    def check(self, run: Run) -> None:
+        if self.parameters is not None:
+            matching(run.net.spec.names, self.parameters)
+
+
+def check_measures(measures: Sequence[Measure], run: Run) -> None:
+    """Checks that measures suit a run, and that the numbers of different matrices have different names.
+
+    Raises:
+        UserError: If a measure does not suit the run, or two matrices have one name.
+    """
+    matrices: dict[str, dict[str, Any]] = {}
+    for measure in measures:
+        measure.check(run)
+        if isinstance(measure, CurvatureMeasure):
+            other = matrices.setdefault(measure.prefix, measure.protocol)
+            same = "names differ by letters and digits only; measure one of the two, or write the pattern otherwise"
+            require(other == measure.protocol, "measure: parameters", f"{measure.parameters} beside {other}", same)
+
+
+class GlobalCurvature(CurvatureMeasure):
+    """Base class of measures of curvature at the global model.
+
+    Args:
+        samples: Size of the stratified sample of the training data; null: all.
+        split: train, or test for the whole test set, as in the program of FedGloSS.
+        **kwargs: As for `CurvatureMeasure`.
+    """
+
+    def __init__(self, samples: PositiveInt | None = 1000, split: Split = "train", **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.samples, self.split = samples, split
+
+    def estimate(self, matrix: Operator, **options: Any) -> Any:
+        """Calls the function of `fl_lightning.flatness` with seed and progress."""
+        raise NotImplementedError
+
+    def measurements(self, found: Any, **common: Any) -> list[Measurement]:
+        """Returns the measurements from the function's result.
+
+        Args:
+            found: The result, or a partial one after an interrupt.
+            **common: Data, number of samples, and settings.
+        """
+        raise NotImplementedError
+
+    def compute(self, context: MeasurementContext) -> list[Measurement]:
+        """Returns the measurements.
+
+        Raises:
+            Interrupted: On KeyboardInterrupt; ``partial`` holds the measurements from the partial result.
+        """
+        batches, n, what = context.train(self.samples, self.split)
+        common = {"data": what, "samples": n}
+        try:
+            matrix = self.matrix(context.loss(batches))
+            found = self.estimate(matrix, seed=context.run.seed, progress=context.progress)
+            return self.measurements(found, **common)
+        except Interrupted as stop:
+            raise Interrupted(self.measurements(stop.partial, **common)) from None
+
+
+class Spectrum(GlobalCurvature):
+    """``lambda_1`` to ``lambda_k`` of the Hessian, or another matrix, at the global model.
+
+    The first is logged, and ``lambda_ratio``: lambda_1 / lambda_5 (ECCV, Table 1), undefined if lambda_5 is zero up to
+    rounding. All eigenvalues go to ``flatness.jsonl``.
+
+    Args:
+        k: Number of eigenvalues.
+        samples: Size of the stratified sample of the training data; null: all.
+        method: lanczos, or the papers' power iteration (20 steps each, largest in magnitude).
+        iterations: Maximum number of products; null: as in `flatness.spectrum`.
+        tol: Relative residual to stop at (power: relative change); null: as in `flatness.spectrum`.
+        **kwargs: Data and matrix, as for `GlobalCurvature`.
+    """
+
+    def __init__(
+        self,
+        k: PositiveInt = 50,
+        samples: PositiveInt | None = 1000,
+        method: Method = "lanczos",
+        iterations: PositiveInt | None = None,
+        tol: Positive | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(samples, **kwargs)
+        self.k, self.method, self.iterations, self.tol = k, method, iterations, tol
+
+    def check(self, run: Run) -> None:
+        super().check(run)
+        d = run.net.spec.d
+        require(self.k <= d, f"measure: {type(self).__name__}.k", self.k, f"the net has {d} weights; give at most {d}")
+
+    def estimate(self, matrix: Operator, **options: Any) -> flatness.Spectrum:
+        """Returns the spectrum."""
+        return flatness.spectrum(
+            matrix, k=self.k, method=self.method, iterations=self.iterations, tol=self.tol, **options
+        )
+
+    def measurements(self, found: flatness.Spectrum, **common: Any) -> list[Measurement]:
+        """Returns ``lambda_1`` with all eigenvalues, and the ratio if there are five."""
+        values = found.values.tolist()
+        common |= {
+            "residual": float(found.residuals.max()),
+            "iterations": found.iterations,
+            "settings": {"method": self.method, "k": self.k, **self.protocol},
+        }
+        name = f"{self.prefix}lambda_1"
+        measured = [Measurement(name=name, value=values[0], details={"eigenvalues": values}, **common)]
+        if len(values) >= 5:
+            ratio = found.ratio(5)
+            if math.isnan(ratio):
+                common |= {"settings": {**common["settings"], "lambda_5": "zero up to rounding"}}
+            value = None if math.isnan(ratio) else ratio
+            measured.append(Measurement(name=f"{self.prefix}lambda_ratio", value=value, **common))
+        return measured
+
+
+class LambdaMax(Spectrum):
+    """``lambda_max``: the largest eigenvalue of the Hessian, or another matrix, at the global model.
+
+    Args:
+        samples: Size of the stratified sample of the training data; null: all.
+        method: lanczos, or the papers' power iteration (20 steps, largest in magnitude).
+        iterations: Maximum number of products; null: 110, with power 20.
+        tol: Relative residual to stop at (power: relative change); null: as in `flatness.lambda_max`.
+        **kwargs: Data and matrix, as for `GlobalCurvature`.
+    """
+
+    def __init__(
+        self,
+        samples: PositiveInt | None = 1000,
+        method: Method = "lanczos",
+        iterations: PositiveInt | None = None,
+        tol: Positive | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(1, samples, method, iterations, tol, **kwargs)
+
+    def measurements(self, found: flatness.Spectrum, **common: Any) -> list[Measurement]:
+        """Returns ``lambda_max`` with its residual."""
+        value, residual = float(found.values[0]), float(found.residuals[0])
+        common |= {"iterations": found.iterations, "settings": {"method": self.method, **self.protocol}}
+        return [Measurement(name=f"{self.prefix}lambda_max", value=value, residual=residual, **common)]
+
+
+class ClientLambdaMax(CurvatureMeasure):
+    """``client_lambda_max_local`` and ``_global`` of the local models, on their own data and on that of all clients.
+
+    They are lambda_1,l and lambda_1,g of FedGloSS's Table 1, and the curves of the ECCV paper's Figure 4. The mean over
+    the clients is logged; each client's value goes to ``flatness.jsonl``.
+
+    Args:
+        data: local, global, or both.
+        samples: Size of the stratified sample for "global"; null: all. "local" uses all of the client's data.
+        iterations: Maximum number of products.
+        tol: Relative residual to stop at; null: as in `flatness.lambda_max`.
+        **kwargs: The matrix, as for `CurvatureMeasure`.
+    """
+
+    local = True
+
+    def __init__(
+        self,
+        data: list[Literal["local", "global"]] | None = None,
+        samples: PositiveInt | None = 1000,
+        iterations: PositiveInt = 100,
+        tol: Positive | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        self.data: list[Literal["local", "global"]] = ["local"] if data is None else data
+        self.samples, self.iterations, self.tol = samples, iterations, tol
+
+    def begin(self, run: Run, cohort: Sequence[int]) -> None:
+        self._found: dict[str, dict[int, tuple[float, float, int]]] = {where: {} for where in self.data}
+
+    def update(self, run: Run, result: LocalResult) -> None:
+        for where, found in self._found.items():
+            own = where == "local"
+            chosen = run.data.clients[result.client] if own else run.data.sample_indices(self.samples, run.seed)
+            matrix = self.matrix(local_loss(run, result, chosen))
+            top = flatness.lambda_max(matrix, iterations=self.iterations, tol=self.tol, seed=run.seed)
+            found[result.client] = (top.value, top.residual, len(chosen))
+
+    def compute(self, context: MeasurementContext) -> list[Measurement]:
+        measurements = []
+        for where, mine in self._found.items():
+            found = dict(sorted(collectives.all_gather_dict(context.run.fabric, mine).items()))
+            if not found:  # no client has answered
+                continue
+            values, residuals, sizes = zip(*found.values(), strict=True)
+            own = where == "local"
+            measurements.append(
+                Measurement(
+                    name=f"{self.prefix}client_lambda_max_{where}",
+                    value=mean(values),
+                    model="local models",
+                    data=f"own data of {len(found)} clients" if own else "training data",
+                    samples=sum(sizes) if own else sizes[0],
+                    residual=max(residuals),
+                    settings={"mean over": len(found), **self.protocol},
+                    details={"clients": dict(zip(map(str, found), values, strict=True))},
+                )
+            )
+        return measurements
+
+
+class HessianTrace(GlobalCurvature):
+    """``trace`` of the Hessian, or another matrix, at the global model, with its standard error.
+
+    Args:
+        method: hutch++ (less variance), or hutchinson as in the papers.
+        probes: Number of products.
+        samples: Size of the stratified sample of the training data; null: all.
+        **kwargs: Data and matrix, as for `GlobalCurvature`.
+    """
+
+    def __init__(
+        self,
+        method: Literal["hutch++", "hutchinson"] = "hutch++",
+        probes: PositiveInt = 60,
+        samples: PositiveInt | None = 1000,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(samples, **kwargs)
+        self.method, self.probes = method, probes
+
+    def estimate(self, matrix: Operator, **options: Any) -> flatness.Estimate:
+        """Returns the trace."""
+        return flatness.trace(matrix, method=self.method, samples=self.probes, **options)
+
+    def measurements(self, found: flatness.Estimate, **common: Any) -> list[Measurement]:
+        """Returns ``trace`` with its standard error."""
+        settings = {"method": self.method, **self.protocol}
+        common |= {"error": found.error, "iterations": found.samples, "settings": settings}
+        return [Measurement(name=f"{self.prefix}trace", value=found.value, **common)]
+
+
+class SpectralDensity(GlobalCurvature):
+    """The density of the spectrum of the Hessian, or another matrix, at the global model.
+
+    It logs ``density_mean``, tr(H)/d, with its standard error. ``flatness.jsonl`` also holds the density, and the first
+    three moments, tr(H^p)/d, with their standard errors.
+
+    Args:
+        probes: Number of random vectors; the standard error needs two or more.
+        steps: Number of products with each, and before them to find the eigenvalues that stand apart.
+        samples: Size of the stratified sample of the training data; null: all.
+        **kwargs: Data and matrix, as for `GlobalCurvature`.
+    """
+
+    def __init__(
+        self, probes: PositiveInt = 5, steps: PositiveInt = 50, samples: PositiveInt | None = 1000, **kwargs: Any
+    ) -> None:
+        super().__init__(samples, **kwargs)
+        self.probes, self.steps = probes, steps
+
+    def estimate(self, matrix: Operator, **options: Any) -> flatness.Density:
+        """Returns the density."""
+        return flatness.density(matrix, probes=self.probes, steps=self.steps, **options)
+
+    def measurements(self, found: flatness.Density, **common: Any) -> list[Measurement]:
+        """Returns ``density_mean``, with the density smoothed by a hundredth of its range on 400 points."""
+        nodes = torch.cat([found.eigenvalues, found.nodes.flatten()])
+        low, high = float(nodes.min()), float(nodes.max())
+        sigma = max((high - low) / 100, 1e-12)
+        grid = torch.linspace(low - 3 * sigma, high + 3 * sigma, 400, dtype=torch.float64)
+        moments = {p: found.moment(p) for p in (1, 2, 3)}
+        details: dict[str, Any] = {"grid": grid.tolist(), "density": found(grid, sigma).tolist(), "sigma": [sigma]}
+        details |= {"moments": {p: m.value for p, m in moments.items()}}
+        if self.probes > 1:
+            details |= {"moment_errors": {p: m.error for p, m in moments.items()}}
+        common |= {
+            "error": moments[1].error if self.probes > 1 else None,
+            "iterations": found.products,
+            "settings": {"probes": self.probes, "steps": self.steps, **self.protocol},
+            "details": details,
+        }
+        return [Measurement(name=f"{self.prefix}density_mean", value=moments[1].value, **common)]

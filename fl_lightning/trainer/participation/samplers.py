@@ -1,0 +1,140 @@
+"""Samplers of cohorts: the same cohort on every process, a function of (seed, round)."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+from fl_lightning.core import Checked, Interval, PositiveInt, UserError, ensure, fits, numpy_generator
+
+
+class CohortSampler(Checked, key="trainer.sampler"):
+    """Base of the samplers; a subclass defines ``__call__``."""
+
+    def check(self, rounds: int, m: int) -> None:
+        """Checks that every cohort can be drawn, before anything is trained.
+
+        Args:
+            rounds: Rounds of the run.
+            m: Number of clients.
+
+        Raises:
+            UserError: If a round's cohort cannot be drawn.
+        """
+
+    def __call__(self, t: int, m: int, seed: int) -> list[int]:
+        """Returns the ids of the cohort of round ``t`` among ``m`` clients."""
+        raise TypeError(f"{type(self).__name__} must define __call__")
+
+
+def draw(sampler: CohortSampler, t: int, m: int, seed: int) -> list[int]:
+    """Returns the cohort of round ``t``, checked: a sampler may be the user's own.
+
+    Raises:
+        UserError: If an id occurs twice or is not the id of a client.
+    """
+    cohort = sampler(t, m, seed)
+    ensure(
+        len({*cohort}) == len(cohort) and all(fits(k, int) and 0 <= k < m for k in cohort),
+        f"trainer.sampler = {type(sampler).__name__}: gives {cohort!s:.60} in round {t}; give different ids from 0 to "
+        f"{m - 1}",
+    )
+    return [int(k) for k in cohort]
+
+
+class UniformSampler(CohortSampler):
+    """Exactly ``clients_per_round`` clients, without replacement.
+
+    Args:
+        clients_per_round: Size of the cohort, S.
+    """
+
+    def __init__(self, clients_per_round: PositiveInt = 10) -> None:
+        self.clients_per_round = clients_per_round
+
+    def check(self, rounds: int, m: int) -> None:
+        ensure(
+            self.clients_per_round <= m,
+            f"trainer.clients_per_round = {self.clients_per_round}, but there are only {m} clients: "
+            f"take at most {m}, or raise data.num_clients",
+        )
+
+    def __call__(self, t: int, m: int, seed: int) -> list[int]:
+        draw = numpy_generator(seed, "cohort", t).choice(m, self.clients_per_round, replace=False, shuffle=False)
+        return sorted(draw.tolist())
+
+
+class BernoulliSampler(CohortSampler):
+    """Each client with probability ``p``.
+
+    Args:
+        p: Probability of participation.
+        redraw: Draw an empty cohort again (FL-Simulator). Under ``trainer.privacy`` it is left empty in any case: no
+            epsilon is known of cohorts that are drawn again.
+    """
+
+    def __init__(self, p: Annotated[float, Interval("(0, 1]")] = 0.1, redraw: bool = True) -> None:
+        self.p, self.redraw = p, redraw
+
+    def check(self, rounds: int, m: int) -> None:
+        if self.p * m < 1e-3:
+            raise UserError(
+                f"trainer.sampler.p = {self.p}: with {m} clients almost all cohorts would be empty; raise it"
+            )
+
+    def __call__(self, t: int, m: int, seed: int) -> list[int]:
+        generator = numpy_generator(seed, "cohort", t)
+        while not (cohort := (generator.random(m) < self.p).nonzero()[0].tolist()) and self.redraw:
+            pass
+        return list(cohort)
+
+
+class ReplaySampler(CohortSampler):
+    """Replays a participation trace.
+
+    Args:
+        rounds: The cohorts, round by round; or a JSON file that holds such a list of lists.
+
+    Raises:
+        UserError: If the file is missing or of another format.
+    """
+
+    def __init__(self, rounds: list[list[int]] | str) -> None:
+        given = read_trace(rounds, "trainer.sampler.rounds") if isinstance(rounds, str) else rounds
+        self.rounds: Sequence[Sequence[int]] = given
+
+    def check(self, rounds: int, m: int) -> None:
+        ensure(
+            len(self.rounds) >= rounds,
+            f"trainer.sampler.rounds holds {len(self.rounds)} rounds, trainer.max_rounds = {rounds}: "
+            f"take {f'max_rounds {len(self.rounds)}, or ' if self.rounds else ''}a longer trace",
+        )
+        for t, cohort in enumerate(self.rounds):
+            ensure(
+                0 < len(cohort) == len(set(cohort)) and all(0 <= k < m for k in cohort),
+                f"trainer.sampler.rounds[{t}] = {list(cohort)}: give different ids from 0 to {m - 1}, at least one",
+            )
+
+    def __call__(self, t: int, m: int, seed: int) -> list[int]:
+        return list(self.rounds[t])
+
+
+def read_trace(path: str, key: str) -> list[list[int]]:
+    """Returns lists of clients by round from a JSON file.
+
+    Args:
+        path: The file.
+        key: The setting that names it, for the message.
+
+    Raises:
+        UserError: If it is missing or of another format.
+    """
+    try:
+        rounds: list[list[int]] = json.loads(Path(path).read_text())
+        if not all(type(k) is int for cohort in rounds for k in cohort):
+            raise ValueError("an id is a whole number")
+        return rounds
+    except FileNotFoundError:
+        raise UserError(f"{key} = {path}: no such file; give a JSON list of lists of ids") from None
+    except (ValueError, TypeError, OSError, RecursionError) as error:
+        raise UserError(f"{key} = {path}: not a JSON list of lists of ids ({error})") from None

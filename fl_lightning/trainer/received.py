@@ -1,0 +1,109 @@
+"""The uploads that arrive in a phase: which are accepted, their averages, and what their clients keep."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from fl_lightning.core import RoundContext, State, Upload, Uploads, accumulator_dtype, to_device
+from fl_lightning.engine import LocalResult
+from fl_lightning.trainer import divergence
+from fl_lightning.trainer.aggregation.base import Received
+from fl_lightning.trainer.cohort import Cohort
+from fl_lightning.trainer.run import Run
+from fl_lightning.trainer.runtime import collectives
+
+
+class Arrivals:
+    """The local results of a cohort, of which each process holds its share. Every process calls all methods.
+
+    Args:
+        run: The run.
+        cohort: The clients; there may be none.
+        results: Those of this process, in the order of its share.
+        like: A tensor of the dtype, on this process's device.
+
+    Attributes:
+        accepted: Whether each client's upload and state are finite, in cohort order.
+        losses: Training loss of each accepted client, ``(accepted,)``, on the CPU.
+        shapes: Shape of each uploaded name.
+    """
+
+    def __init__(self, run: Run, cohort: Cohort, results: Sequence[LocalResult], like: Tensor) -> None:
+        self.run, self.cohort, self.results, self.like = run, cohort, results, like
+        self.shapes = self._upload_shapes()
+        table = torch.zeros(2, len(cohort.clients), dtype=accumulator_dtype(like.device), device=like.device)
+        if results:  # is it finite, and its loss
+            mine = to_device(cohort.shares[run.fabric.global_rank], like.device)
+            columns = ([r.finite for r in results], [r.loss for r in results])
+            table[:, mine] = torch.stack([torch.stack(column).to(table.dtype) for column in columns])
+        if cohort.clients:
+            collectives.all_reduce_sum(run.fabric, table)
+        finite, losses = table.cpu().unbind()  # the only time that a round waits for local training
+        self.accepted = [bool(x) for x in finite.tolist()]
+        self.losses = losses[finite.bool()]
+
+    @property
+    def refused(self) -> list[int]:
+        """Ids of the clients whose upload or state is not finite."""
+        return [k for k, accepted in zip(self.cohort.clients, self.accepted, strict=True) if not accepted]
+
+    def average(self, server: State, known: Mapping[str, Tensor], ctx: RoundContext) -> Uploads:
+        """Returns the accepted uploads, combined by the run's rule.
+
+        Args:
+            server: The server's state.
+            known: Reference value of each upload, by name; the upload is expected to lie near it.
+            ctx: The phase's context.
+        """
+        run, contexts, rule = self.run, self.cohort.contexts, self.run.aggregation
+        accepted = [ctx for ctx, yes in zip(contexts, self.accepted, strict=True) if yes]
+        uploads = rule.uploads(run.objective, accepted, ctx, self.like)
+        here = [(contexts[i], upload) for i, upload in self._summed_here() if self.accepted[i]]
+        if not rule.by_rows or run.fabric.is_global_zero:
+            arrived, clients = [upload for _, upload in here], [ctx for ctx, _ in here]
+            rule.fill(uploads, Received(arrived, known, clients, server, ctx, run.seed, len(self.refused)))
+        shapes = rule.shapes(self.shapes, known)
+        collectives.reduce(run.fabric, uploads, shapes, self.like, run.settings.deterministic)
+        return uploads
+
+    def rows(self) -> dict[int, State]:
+        """Returns on rank 0 the accepted clients' new states, by id."""
+        if not self.cohort.clients:
+            return {}
+        names = {
+            name: self._gathered([r.state[name] for r in self.results], shape)
+            for name, shape in self.run.clients.shapes.items()
+        }
+        if not (names and self.run.fabric.is_global_zero):
+            return {}
+        each = enumerate(zip(self.cohort.clients, self.accepted, strict=True))
+        return {k: State({name: column[i] for name, column in names.items()}) for i, (k, yes) in each if yes}
+
+    def reasons(self) -> str:
+        """Returns a text that names a value that is not finite, for each of the first refused clients."""
+        flat = self.run.objective.flat
+        mine = {r.client: divergence.culprit({**r.state, **r.upload}, flat) for r in self.results if not r.finite}
+        found = sorted(collectives.all_gather_dict(self.run.fabric, mine).items())
+        return "; ".join([*(f"client {client}: {what}" for client, what in found[:3]), *["..."] * (len(found) > 3)])
+
+    def _summed_here(self) -> Iterator[tuple[int, Upload]]:
+        """Yields the uploads that this process sums, by position: on rank 0 all of them, or on each process its own."""
+        fabric, shares = self.run.fabric, self.cohort.shares
+        columns, positions = {n: [r.upload[n] for r in self.results] for n in self.shapes}, shares[fabric.global_rank]
+        if self.run.settings.deterministic or fabric.world_size == 1:
+            columns = {name: self._gathered(column, self.shapes[name]) for name, column in columns.items()}
+            positions = list(range(len(self.cohort.clients))) if fabric.is_global_zero else []
+        for i, position in enumerate(positions):
+            yield position, {name: column[i] for name, column in columns.items()}
+
+    def _gathered(self, rows: Sequence[Tensor], shape: Sequence[int]) -> list[Tensor]:
+        return collectives.gather(self.run.fabric, rows, self.cohort.shares, shape, self.like)
+
+    def _upload_shapes(self) -> dict[str, list[int]]:
+        """Returns the shapes; rank 0, which trains a client of every cohort, broadcasts them once a run."""
+        known, phase = self.run.upload_shapes, self.cohort.phase
+        if self.cohort.clients and phase not in known:
+            shapes = {name: list(v.shape) for name, v in self.results[0].upload.items()} if self.results else {}
+            known[phase] = self.run.fabric.broadcast(shapes)
+        return known.get(phase, {})

@@ -1,0 +1,155 @@
+"""Saves the checkpoints of a run, and restores a run from one."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import lightning
+import torch
+
+from fl_lightning.core import UserError, ensure, files
+from fl_lightning.core.frozen import constants, load_constants
+from fl_lightning.trainer.loggers import RunLogger
+from fl_lightning.trainer.participation import failures
+from fl_lightning.trainer.run import Run, by_key
+from fl_lightning.trainer.runtime.collectives import on_rank_zero
+from fl_lightning.trainer.storage import checkpoint
+from fl_lightning.trainer.storage.checkpoint import REMEDY
+from fl_lightning.trainer.storage.lock import check_unused
+from fl_lightning.trainer.storage.run_folder import RunFolder
+
+
+def save(run: Run, path: Path) -> None:
+    """Writes a checkpoint; rank 0 writes. The file is whole, whenever the process dies.
+
+    Args:
+        run: The run, between two rounds.
+        path: The file. Any but the run's last.ckpt stays valid when later ones are written.
+    """
+    if run.fabric.is_global_zero:
+        if run.frozen and run.saved_rounds < 0:  # once in a process: a file that is lost or damaged is whole again
+            files.save(run.folder.frozen, {name: value.cpu() for name, value in constants(run.objective.net).items()})
+        failures.write(run.folder.failures, run.state.failures)  # first: a resumed run writes it again
+        about = _about(run, pin=path != run.folder.last)
+        for logger in run.loggers:
+            if isinstance(logger, RunLogger):
+                logger.flush()  # a checkpoint never knows of more rounds than the log
+        checkpoint.save(path, run.state, about)
+        run.clients.saved()
+    run.saved_rounds = run.rounds_done
+
+
+def _about(run: Run, pin: bool) -> dict[str, Any]:
+    objective, buffers = run.objective, run.objective.net_buffers
+    values, net = objective.flat.split(run.global_model.cpu()), objective.net
+    names = {p: name for name, p in net.named_parameters()}  # the first one of each that layers share
+    trained = {name: values[names[p]] for name, p in net.named_parameters(remove_duplicate=False) if p.requires_grad}
+    if buffers is not None:
+        named = buffers.named(run.server.get("buffers", buffers.first))
+        trained |= {name: v for name, v in named.items() if name in net.state_dict()}
+    return {
+        # what LightningModule.load_from_checkpoint reads
+        "pytorch-lightning_version": lightning.__version__,
+        "hyper_parameters": dict(objective.hparams),
+        "state_dict": {f"net.{name}": value.clone() for name, value in trained.items()},
+        "frozen": run.frozen,
+        "kind": run.kind,
+        "identity": _identity(run),
+        "engine": run.engine_name,
+        "buffers": None if buffers is None else buffers.first,
+        "clients": run.clients.state_dict(pin=pin),
+        "elapsed": run.elapsed,
+        "callbacks": {key: x.state_dict() for key, x in by_key(run.callbacks).items()},
+        "loggers": {key: x.state_dict() for key, x in by_key(run.loggers).items() if isinstance(x, RunLogger)},
+    }
+
+
+def restore(run: Run, ckpt_path: str, resume: bool = True, clients: bool = True) -> None:
+    """Restores a run from a checkpoint.
+
+    Args:
+        run: A new run.
+        ckpt_path: The file, or "last" or "best" of the newest run of the same name.
+        resume: Whether the run continues in the checkpoint's folder; otherwise it is only looked at.
+        clients: Whether to restore the clients' state, too; the data must then be the same.
+
+    Raises:
+        UserError: If there is no such checkpoint, or it is of another model, and to be resumed, of other data, another
+            seed or another kind of training.
+    """
+    run.fabric.barrier()  # rank 0 may still be writing it
+    path = RunFolder.find_checkpoint(ckpt_path, run.settings.default_root_dir, run.name)
+    content, buffers, w0 = checkpoint.load(path), run.objective.net_buffers, run.server.w
+    if resume and content["kind"] != run.kind:
+        command = "fit" if run.kind == "centralized" else "centralized"
+        raise UserError(f"ckpt_path = {path}: of {content['kind']} training; continue it with `fl-lightning {command}`")
+    _check_identity(path, content["identity"], _identity(run) if clients else _model_identity(run))
+    frozen = {"model.net (its frozen parameters)": content["frozen"]}
+    if resume:
+        _check_identity(path, frozen, dict.fromkeys(frozen, run.frozen))
+    elif content["frozen"] != run.frozen:
+        rest = {
+            name: v for name, v in checkpoint.state_dict(path).items() if f"net.{name}" not in content["state_dict"]
+        }
+        load_constants(run.objective.net, rest, f"ckpt_path = {path}")
+    ensure(
+        not resume or content["round"] <= run.max_rounds,
+        f"trainer.max_rounds = {run.max_rounds}: {path} has done {content['round']}; take at least as many",
+    )
+    inside = resume or path.parent.name == RunFolder.CHECKPOINTS
+    folder = RunFolder.of_checkpoint(path) if inside else RunFolder(path.parent.parent)
+    _check_state(path, run, content, clients)
+    if resume:
+        on_rank_zero(run.fabric, lambda: check_unused(folder.path))  # else the rows may be newer than the checkpoint
+    if clients and run.fabric.is_global_zero:
+        run.clients.load_state_dict(content["clients"], folder.clients)
+    run.clients.w0 = content["clients"]["w0"].to(w0)
+    if buffers is not None:
+        buffers.first = content["buffers"].to(w0)
+    run.resume(path, content, checkpoint.state_of(content, w0), folder if inside else None)
+
+
+def _check_state(path: Path, run: Run, content: Mapping[str, Any], same_data: bool) -> None:
+    """Checks that the tensors fit the run."""
+    clients, kept = content["clients"], run.clients
+    ids = torch.cat([clients["ids"], *([clients["file"]["ids"]] if clients["file"] else [])])
+    shapes = {name: tuple(value.shape) for name, value in content["server"].items()}
+    rows = {name: (len(clients["ids"]), *shape) for name, shape in kept.shapes.items()} if len(clients["ids"]) else {}
+    for what, fits in (
+        ("server", shapes == {name: tuple(value.shape) for name, value in run.server.items()}),
+        ("clients.w0", clients["w0"].shape == kept.w0.shape),
+        ("clients.ids", len(torch.unique(ids)) == len(ids) and not (same_data and (ids >= run.data.num_clients).any())),
+        ("clients.rows", not same_data or {n: tuple(value.shape) for n, value in clients["rows"].items()} == rows),
+        ("buffers", (content["buffers"] is None) == (run.objective.net_buffers is None)),
+    ):
+        ensure(fits, f"ckpt_path = {path}: its {what} does not fit this run; {REMEDY}")
+
+
+def _identity(run: Run) -> dict[str, Any]:
+    """Returns what must be the same when a run is resumed, by config key."""
+    return {
+        **_model_identity(run),
+        "model (its client state)": sorted(run.clients.inits),
+        "trainer.seed": run.seed,
+        "trainer.precision": run.settings.precision,
+        "trainer.privacy": run.aggregation.identity,
+        "data": run.data.fingerprint(),
+    }
+
+
+def _model_identity(run: Run) -> dict[str, Any]:
+    flat = run.objective.flat
+    return {
+        "model": type(run.objective).__name__,
+        "model.net (its parameters)": [(n, list(s)) for n, s in zip(flat.names, flat.shapes, strict=True)],
+        "model (its server state)": sorted(run.objective.server_inits()),
+    }
+
+
+def _check_identity(path: Path, saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+    for key, value in here.items():
+        ensure(
+            saved.get(key) == value,
+            f"ckpt_path = {path}: made with {key} = {saved.get(key)!s:.60}, this run has {value!s:.60}; "
+            "resume with the run's own config.yaml",
+        )

@@ -1,0 +1,1 @@
+"""Processes, signals, precision, memory and the console of a run."""

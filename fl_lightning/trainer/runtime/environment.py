@@ -1,0 +1,98 @@
+"""Settings of the process during a run: threads, the C library's allocator, float32 products on an Nvidia GPU."""
+
+import ctypes
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import backends
+
+M_MXFAST, M_TRIM_THRESHOLD, M_MMAP_MAX = 1, -1, -4
+"""Parameters of glibc's mallopt(3)."""
+KEPT = {M_MMAP_MAX: 0, M_TRIM_THRESHOLD: 2**31 - 1, M_MXFAST: 0}
+"""Values during a run: nothing gets a mapping of its own, which would go back to the system when it is freed."""
+DEFAULT = {M_MMAP_MAX: 2**16, M_TRIM_THRESHOLD: 128 * 2**10, M_MXFAST: 16 * ctypes.sizeof(ctypes.c_size_t)}
+"""glibc's own values."""
+_depth = 0
+
+
+@contextmanager
+def keep_freed_memory(device: torch.device) -> Iterator[None]:
+    """Keeps freed memory for the next tensor, instead of returning it to the system, which would clear it page by page.
+
+    Training on a CPU frees and allocates the same megabytes in every step. Without M_MXFAST, small free blocks next to
+    a large one keep it from being reused. Only glibc has these parameters; elsewhere this does nothing.
+
+    Args:
+        device: Where the run trains; only the CPU needs it.
+    """
+    global _depth
+    mallopt = None
+    if device.type == "cpu" and sys.platform.startswith("linux"):
+        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        yield
+        return
+    _depth += 1
+    _set(mallopt, KEPT)
+    try:
+        yield
+    finally:
+        _depth -= 1
+        if not _depth:
+            _set(mallopt, DEFAULT)
+
+
+def _set(mallopt: Any, values: dict[int, int]) -> None:
+    for parameter, value in values.items():
+        mallopt(parameter, value)
+
+
+@contextmanager
+def float32_products(tf32: bool) -> Iterator[None]:
+    """Sets whether TF32 may be used in products and convolutions, and restores what was set before.
+
+    torch has two interfaces, and reading the older one is an error if a program has used the newer one, the attributes
+    ``fp32_precision``, which torch has from 2.9 on.
+
+    Args:
+        tf32: Whether the factors may be rounded to 10 bits of mantissa.
+    """
+    older: dict[str, Any] = {}
+    with suppress(RuntimeError):
+        older["matmul"] = torch.get_float32_matmul_precision()
+    with suppress(RuntimeError):
+        older["cudnn"] = backends.cudnn.allow_tf32
+    owners: list[Any] = [
+        backends.cuda.matmul,
+        backends.mkldnn.matmul if hasattr(backends.mkldnn, "matmul") else None,
+        getattr(backends.cudnn, "conv", None),
+        getattr(backends.cudnn, "rnn", None),
+    ]
+    newer = [(owner, owner.fp32_precision) for owner in owners if hasattr(owner, "fp32_precision")]
+    torch.set_float32_matmul_precision("high" if tf32 else "highest")
+    backends.cudnn.allow_tf32 = tf32
+    for owner, _ in newer[2:]:
+        owner.fp32_precision = "tf32" if tf32 else "ieee"
+    try:
+        yield
+    finally:
+        if "matmul" in older:
+            torch.set_float32_matmul_precision(older["matmul"])
+        if "cudnn" in older:
+            backends.cudnn.allow_tf32 = older["cudnn"]
+        for owner, value in newer:
+            owner.fp32_precision = value
+
+
+@contextmanager
+def cpu_threads(number: int | None) -> Iterator[None]:
+    """Sets torch's number of threads; None leaves it as it is."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

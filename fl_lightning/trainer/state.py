@@ -1,0 +1,75 @@
+"""The state of a run, which a round replaces."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fl_lightning.core import State, accumulator_dtype
+from fl_lightning.trainer.participation.failures import Failures, counted
+
+ROUNDS = 5
+"""Rounds whose norms are kept."""
+Norms = Sequence[Mapping[str, Tensor]]
+"""Norms of the server's vectors, after each of the last rounds."""
+
+
+def norms(server: State) -> dict[str, Tensor]:
+    """Returns the norm of each of the server's vectors ``(d,)``, as scalars on its device: nothing waits for them."""
+    vectors = {name: v for name, v in server.items() if v.shape == server.w.shape}
+    return {name: torch.linalg.vector_norm(v, dtype=accumulator_dtype(v.device)) for name, v in vectors.items()}
+
+
+@dataclass(frozen=True)
+class RunState:
+    """The state of a run between two rounds, without the clients' rows.
+
+    A round replaces it as a whole and changes nothing in place. So a reference is a snapshot, and a checkpoint holds
+    these fields under these names.
+
+    Attributes:
+        server: The server's state.
+        round: Number of rounds done.
+        total_bits: Bits sent and uploaded so far.
+        metrics: The latest value of every metric.
+        failures: How often each client was refused, dropped or late, by kind and id.
+        norms: Norms of the server's vectors after each of the last rounds.
+        training: What centralized training needs in addition to continue.
+    """
+
+    server: State
+    round: int = 0
+    total_bits: int = 0
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    failures: Failures = field(default_factory=dict)
+    norms: Norms = ()
+    training: Mapping[str, Any] = field(default_factory=dict)
+
+    def after_round(
+        self,
+        server: State,
+        bits: int = 0,
+        failed: Mapping[str, Sequence[int]] | None = None,
+        training: Mapping[str, Any] | None = None,
+    ) -> RunState:
+        """Returns the state after one more round.
+
+        Args:
+            server: The server's next state.
+            bits: Bits that went over the wire.
+            failed: Clients that were refused, dropped or late, by kind.
+            training: What centralized training needs in addition to continue.
+        """
+        return RunState(
+            server=server,
+            round=self.round + 1,
+            total_bits=self.total_bits + bits,
+            metrics=self.metrics,
+            failures=counted(self.failures, failed or {}),
+            norms=(*self.norms[1 - ROUNDS :], norms(server)),
+            training=training or {},
+        )

@@ -1,0 +1,1 @@
+"""The files of a run: folder, lock, checkpoints, clients' rows, provenance."""

@@ -1,0 +1,120 @@
+"""The file of a checkpoint: all that a run needs to continue as if it had never stopped."""
+
+from collections.abc import Mapping
+from numbers import Number
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fl_lightning.core import NonNegativeInt, State, UserError, ensure, files, fits, weights
+from fl_lightning.engine import EngineName
+from fl_lightning.trainer.settings import Kind
+from fl_lightning.trainer.state import RunState
+
+
+def save(path: Path, state: RunState, about: Mapping[str, Any]) -> None:
+    """Writes a checkpoint. The file is whole, whenever the process dies.
+
+    Args:
+        path: The file.
+        state: The run's state.
+        about: The other entries of `FORM`, and what ``LightningModule.load_from_checkpoint`` reads.
+    """
+    files.save(path, _on_cpu({**about, **vars(state), "server": dict(state.server)}))
+
+
+def _on_cpu(value: Any) -> Any:
+    """Returns the same with all tensors on the CPU."""
+    if isinstance(value, Tensor):
+        return value.cpu()
+    if type(value) is dict:
+        return {key: _on_cpu(item) for key, item in value.items()}
+    return type(value)(map(_on_cpu, value)) if type(value) in (list, tuple) else value
+
+
+def state_of(content: Mapping[str, Any], like: Tensor) -> RunState:
+    """Returns the run's state in a checkpoint.
+
+    Args:
+        content: The content of the checkpoint.
+        like: A tensor of the run's dtype, on its device.
+    """
+    fields = {name: content[name] for name in RunState.__dataclass_fields__}
+    return RunState(**{**fields, "server": State({name: value.to(like) for name, value in content["server"].items()})})
+
+
+def load(path: Path) -> dict[str, Any]:
+    """Reads a checkpoint onto the CPU.
+
+    Raises:
+        UserError: If the file is not a checkpoint of this package.
+    """
+    try:
+        content = files.load(path)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"ckpt_path = {path}: damaged, or not a checkpoint of fl_lightning ({error}); {REMEDY}"
+        ) from None
+    wrong = {name for name, right in FORM.items() if not _is(content, {name: right})}
+    ensure(
+        not wrong, f"ckpt_path = {path}: not a whole checkpoint of fl_lightning ({', '.join(sorted(wrong))}); {REMEDY}"
+    )
+    return dict(content)
+
+
+def state_dict(path: Path) -> dict[str, Tensor]:
+    """Returns the whole state_dict of a checkpoint's net, frozen parameters included, by name in the net.
+
+    Raises:
+        UserError: If the file is not a checkpoint of this package, or the frozen parameters are not next to it.
+    """
+    found = weights.with_constants(load(path), path, "ckpt_path")
+    return {name.removeprefix("net."): value for name, value in found.items()}
+
+
+def _is(value: Any, form: Any) -> bool:
+    """Returns whether a value has a form as in `FORM`."""
+    if isinstance(form, dict):
+        return isinstance(value, dict) and all(name in value and _is(value[name], of) for name, of in form.items())
+    return form(value) if isinstance(form, FunctionType) else fits(value, form)
+
+
+def _are_ids(value: Any) -> bool:
+    fit = isinstance(value, Tensor) and value.dtype == torch.int64 and value.ndim == 1
+    return fit and bool((value >= 0).all()) and len(torch.unique(value)) == len(value)
+
+
+Tensors = dict[str, Tensor]
+ROWS: dict[str, Any] = {"row_bytes": NonNegativeInt, "ids": _are_ids, "positions": _are_ids, "stamps": Tensor}
+FORM: dict[str, Any] = {
+    # the fields of RunState
+    "server": Tensors,
+    "round": NonNegativeInt,
+    "total_bits": NonNegativeInt,
+    "metrics": dict[str, Number],
+    "failures": dict[str, dict[NonNegativeInt, NonNegativeInt]],
+    "norms": tuple[Tensors, ...],
+    "training": dict,
+    # the clients' rows
+    "clients": {
+        "ids": _are_ids,
+        "rows": Tensors,
+        "w0": Tensor,
+        "file": lambda file: file is None or _is(file, ROWS),
+    },
+    # whose they are
+    "state_dict": Tensors,
+    "buffers": Tensor | None,
+    "frozen": str,
+    "kind": Kind,
+    "identity": dict,
+    "engine": EngineName,
+    "elapsed": float,
+    "callbacks": dict,
+    "loggers": dict,
+}
+"""What a checkpoint holds: by name an annotation, a function that checks a value, or a mapping of these."""
+REMEDY = "take an older one from a run's checkpoints folder, or start again"

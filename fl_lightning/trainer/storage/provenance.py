@@ -1,0 +1,184 @@
+"""Files of the run folder that say where a run comes from: ``provenance.json``, ``partition.json``."""
+
+import json
+import os
+import platform
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping
+from datetime import datetime, timezone
+from functools import cache
+from hashlib import sha256
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import fl_lightning
+from fl_lightning.core import UserError, write_atomically
+from fl_lightning.data import FederatedDataModule
+from fl_lightning.data.histogram import histogram
+from fl_lightning.results.names import DIRECTIONS, Mode, mode_of
+
+FILE, PARTITION = "provenance.json", "partition.json"
+PACKAGES = ("torch", "torchvision", "lightning", "torchmetrics", "numpy", "jsonargparse")
+MOST_CHANGES = 200_000
+"""Characters of uncommitted changes that are kept."""
+MOST_FILES = 50
+"""Files unknown to git that are named."""
+MOST_CLIENTS = 1000
+"""Clients whose classes are counted."""
+GIT_SECONDS = 5.0
+"""Longest time of one call of git."""
+SECRET = re.compile(r"(api|access|private)[-_]?key|token|secret|password|credential", re.IGNORECASE)
+"""The value of a command-line argument that contains one of these words is not kept."""
+
+
+def write(folder: Path, round: int, device: torch.device, processes: int, **execution: str | None) -> None:
+    """Adds the start of a run to its ``provenance.json``; only rank 0 calls this.
+
+    A start holds date, round, command line, versions and machine. If git knows the working folder or the package, the
+    start also holds its commit and uncommitted changes; changes that several starts share are kept once. Environment
+    variables, names of host and user, and values of options that look like secrets are not kept.
+
+    Args:
+        folder: The run folder, which exists.
+        round: Rounds done.
+        device: The device.
+        processes: Number of processes.
+        **execution: Engine, precision, and name of the config's file.
+
+    Raises:
+        UserError: If the file of a resumed run is not readable.
+    """
+    path = folder / FILE
+    starts: list[dict[str, Any]] = []
+    changes: dict[str, str] = {}
+    if path.exists():
+        try:
+            kept = json.loads(path.read_text(encoding="utf-8"))
+            starts, changes = kept["starts"], kept["changes"]
+        except (ValueError, KeyError, TypeError):
+            raise UserError(f"{path}: not readable; restore it, or remove it to go on without") from None
+    code: dict[str, dict[str, Any] | None] = {}
+    for place, found in (("working folder", _code(Path.cwd())), ("package", package())):
+        code[place] = found and {key: value for key, value in found.items() if key != "diff"}
+        if found and found["changes"]:
+            changes[found["changes"]] = found["diff"]
+    starts.append(
+        {
+            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "round": round,
+            "command": command_line(),
+            "versions": versions(),
+            "machine": {**_machine(device), "processes": processes},
+            **execution,
+            "code": code,
+        }
+    )
+    write_atomically(path, json.dumps({"starts": starts, "changes": changes}, indent=1) + "\n")
+
+
+@cache
+def package() -> dict[str, Any] | None:
+    """Returns the code of this package as the first run of the process found it: later changes are not imported."""
+    file = Path(fl_lightning.__file__)
+    known = _git(file.parent, "ls-files", file.name)  # an environment may lie in the clone of something else
+    return _code(file.parent) if known else None
+
+
+def write_partition(folder: Path, data: FederatedDataModule) -> None:
+    """Writes ``partition.json``: samples by client and class, of the first `MOST_CLIENTS` clients.
+
+    Only rank 0 calls this. A class that a client has no sample of is left out. Data without classes are counted by the
+    groups of `histogram`, and the file names these groups.
+
+    Args:
+        folder: The run folder, which exists.
+        data: The data, after setup.
+    """
+    found = histogram(data, MOST_CLIENTS)
+    counts = [{int(group): int(row[group]) for group in row.nonzero()[0]} for row in found.counts]
+    groups = {} if data.task.by_class else {"unit": found.unit, "names": found.names}
+    text = json.dumps({"clients": data.num_clients, "classes": len(found.names), "counts": counts, **groups})
+    write_atomically(folder / PARTITION, text + "\n")
+
+
+def write_directions(folder: Path, directions: Mapping[str, Mode]) -> None:
+    """Writes ``directions.json`` for the metrics whose names do not say their direction; only rank 0 calls this.
+
+    Args:
+        folder: The run folder, which exists.
+        directions: Whether large or small values are good, by the metric's name.
+    """
+    unnamed = {name: mode for name, mode in directions.items() if mode != mode_of(f"server/test/{name}")}
+    if unnamed:
+        write_atomically(folder / DIRECTIONS, json.dumps(unnamed) + "\n")
+
+
+def command_line() -> str:
+    """Returns the command of this process as typed into a shell, with the program's name only, and without secrets."""
+    program, kept, hidden = Path(sys.argv[0]), list[str](), False
+    for arg in sys.argv[1:]:
+        name, equals, _ = arg.partition("=")
+        secret = bool(SECRET.search(arg))
+        kept.append("***" if hidden else f"{name}=***" if secret and equals else arg)
+        hidden = secret and not equals and arg.startswith("-")
+    name = f"python -m {program.parent.name}" if program.name == "__main__.py" else program.name
+    return f"{name} {shlex.join(kept)}".strip()
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions of Python, of this package and of the packages that its numbers depend on."""
+    cuda = {"cuda": torch.version.cuda} if torch.version.cuda else {}
+    ours = {"python": platform.python_version(), "fl_lightning": fl_lightning.__version__}
+    return {**ours, **{package: version(package) for package in PACKAGES}, **cuda}
+
+
+def _machine(device: torch.device) -> dict[str, Any]:
+    """Returns processor, device and threads; nothing that names the host."""
+    return {
+        "system": f"{platform.system()} {platform.machine()}",
+        "cpu": _cpu(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+    }
+
+
+def _cpu() -> str:
+    try:
+        named = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        named = None
+    return named[1] if named else platform.processor() or platform.machine()
+
+
+def _code(folder: Path) -> dict[str, Any] | None:
+    """Returns commit, difference to it, and files that git does not know; None outside a clone with a commit."""
+    commit = _git(folder, "rev-parse", "HEAD").strip()
+    if not commit:
+        return None
+    names = _git(folder, "ls-files", "--others", "--exclude-standard", "--directory").splitlines()
+    diff = _git(folder, "diff", "HEAD", "--no-ext-diff", "--no-textconv", "--no-color")
+    if len(diff) > MOST_CHANGES:
+        diff = f"{diff[:MOST_CHANGES]}\n... cut after {MOST_CHANGES:,} characters\n"
+    more = [f"... and {len(names) - MOST_FILES:,} more"] if len(names) > MOST_FILES else []
+    changes = sha256(diff.encode()).hexdigest()[:12] if diff else None
+    return {"commit": commit, "diff": diff, "unknown_files": names[:MOST_FILES] + more, "changes": changes}
+
+
+def _git(folder: Path, *args: str) -> str:
+    """Returns the output of git in a folder; nothing if it fails or takes too long."""
+    command, quiet = ["git", "-C", str(folder), *args], {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
+    try:
+        done = subprocess.run(
+            command, capture_output=True, stdin=subprocess.DEVNULL, env=quiet, text=True, errors="replace",
+            timeout=GIT_SECONDS,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""

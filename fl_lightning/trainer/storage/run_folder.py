@@ -1,0 +1,146 @@
+"""The folder of a run, and the paths of its files."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fl_lightning.core import UserError, ensure, write_atomically
+from fl_lightning.core.frozen import FILE
+from fl_lightning.results.configs import changes, config_files, read_config
+
+
+class RunFolder:
+    """Paths of a run's files.
+
+    Args:
+        path: The folder.
+    """
+
+    CHECKPOINTS = "checkpoints"
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / "config.yaml"
+        """The config of the first start; `newest_config` is that of the last one."""
+        self.metrics = path / "metrics.csv"
+        self.clients = path / "clients"
+        """Clients' state beyond the memory budget."""
+        self.failures = path / "clients.csv"
+        """Clients that were refused, dropped or late."""
+        self.checkpoints = path / self.CHECKPOINTS
+        self.last = self.checkpoints / "last.ckpt"
+        self.best = self.checkpoints / "best.ckpt"
+        self.frozen = self.checkpoints / FILE
+        """The net's frozen parameters, which all checkpoints share."""
+
+    @property
+    def newest_config(self) -> Path:
+        """The config of the run as it is now; that of the first start, if there is none."""
+        return [self.config, *config_files(self.path).values()][-1]
+
+    @property
+    def name(self) -> str:
+        """The experiment's name, which runs of one config share."""
+        return self.path.resolve().parent.name
+
+    @property
+    def label(self) -> str:
+        """Name and version, as figures show them: ``FedGloSS-Digits/version_0``."""
+        return f"{self.name}/{self.path.resolve().name}"
+
+    @classmethod
+    def create(cls, root: Path, name: str) -> RunFolder:
+        """Creates ``root/name/version_k`` with the first free k; several runs may start at once.
+
+        Raises:
+            UserError: If the folder cannot be written.
+        """
+        for k in count():
+            try:
+                (path := root / name / f"version_{k}").mkdir(parents=True)
+            except FileExistsError:
+                if not (root / name).is_dir():
+                    raise UserError(
+                        f"trainer.default_root_dir = {root}: {root / name} is not a folder; choose another"
+                    ) from None
+                continue
+            except OSError as error:
+                raise UserError(
+                    f"trainer.default_root_dir = {root}: cannot be written ({error.strerror}); choose another folder"
+                ) from None
+            return cls(path)
+        raise AssertionError("unreachable")
+
+    def write_config(self, config: Mapping[str, Any], rounds_done: int) -> str | None:
+        """Writes a run's config; that of a resumed run to a file of its own, and only if it differs.
+
+        Args:
+            config: The config.
+            rounds_done: Rounds done. Configs of later rounds, which are trained once more, are removed.
+
+        Returns:
+            What has changed, as a line to print.
+
+        Raises:
+            UserError: If it cannot be written, or the one before is not readable.
+        """
+        files = config_files(self.path)
+        before = next((read_config(path) for round, path in reversed(files.items()) if round < rounds_done), None)
+        path = self.path / f"config_round_{rounds_done}.yaml" if rounds_done else self.config
+        if before != config:
+            write_atomically(path, yaml.safe_dump(dict(config), sort_keys=False))
+        for round, later in files.items():
+            if round > rounds_done or (round == rounds_done and before == config):
+                later.unlink()
+        if before is None or before == config:
+            return None
+        return f"settings changed after round {rounds_done}, see {path.name}: {'; '.join(changes(before, config))}"
+
+    def remove(self, root: Path) -> None:
+        """Removes the folder with all in it, and those above it up to ``root`` that are empty then."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        for above in self.path.parents:
+            if above == root or not above.is_relative_to(root):
+                break
+            with suppress(OSError):
+                above.rmdir()
+
+    @classmethod
+    def of_checkpoint(cls, path: Path) -> RunFolder:
+        """Returns the run folder of a checkpoint.
+
+        Raises:
+            UserError: If the file does not lie in the checkpoints folder of a run.
+        """
+        ensure(
+            path.parent.name == cls.CHECKPOINTS,
+            f"ckpt_path = {path}: not in the checkpoints folder of a run, so there is no run to continue; to start "
+            "from its weights, give it as model.init_weights",
+        )
+        return cls(path.parent.parent)
+
+    @staticmethod
+    def find_checkpoint(ckpt_path: str, root: Path, name: str) -> Path:
+        """Returns the checkpoint file of a ``ckpt_path``: a path, or "last" or "best" of the newest run of this name.
+
+        Raises:
+            UserError: If there is none.
+        """
+        if ckpt_path not in ("last", "best"):
+            ensure(
+                Path(ckpt_path).is_file(),
+                f"ckpt_path = {ckpt_path}: no such file; give a checkpoint file, 'last' or 'best'",
+            )
+            return Path(ckpt_path)
+        found = list((root / name).glob(f"version_*/{RunFolder.CHECKPOINTS}/{ckpt_path}.ckpt"))
+        if not found:
+            remedy = "start without --ckpt_path" if ckpt_path == "last" else "set monitor of the callback Checkpoints"
+            raise UserError(f"ckpt_path = {ckpt_path}: no such checkpoint under {root / name}; {remedy}")
+        return max(found, key=lambda path: path.stat().st_mtime_ns)

@@ -1,0 +1,39 @@
+"""Torch's global generators, seeded for a while."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from fl_lightning.core import generator, seeded
+
+
+def draws(draw: Callable[[], torch.Tensor], device: str) -> list[torch.Tensor]:
+    """Numbers of a generator before, within and after `seeded`."""
+    first = draw()
+    with seeded(torch.device(device), 3, "net", 1):
+        within = draw()
+    return [first, within, draw()]
+
+
+def test_seeded_is_keyed_and_leaves_no_trace() -> None:
+    torch.manual_seed(0)
+    first, within, after = draws(lambda: torch.rand(4), "cpu")
+    torch.manual_seed(0)
+    assert torch.equal(torch.stack([first, after]), torch.rand(2, 4))
+    assert torch.equal(within, torch.rand(4, generator=generator(3, "net", 1)))
+
+
+def test_apples_generator_is_seeded_and_not_that_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another generator plays MPS's, which is there on a Mac only."""
+    apples = torch.Generator().manual_seed(0)
+    for name, method in (("get_rng_state", "get_state"), ("set_rng_state", "set_state"), ("manual_seed",) * 2):
+        monkeypatch.setattr(torch.mps, name, getattr(apples, method))
+    host = torch.get_rng_state()
+    first, within, after = draws(lambda: torch.rand(4, generator=apples), "mps")
+    expected = torch.rand(8, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(torch.cat([first, after]), expected)
+    assert torch.equal(within, torch.rand(4, generator=generator(3, "net", 1)))
+    assert torch.equal(torch.get_rng_state(), host)

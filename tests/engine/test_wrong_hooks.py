@@ -1,0 +1,304 @@
+"""Hooks with mistakes are refused in one line on batched and graphed, or give there what they give on sequential."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from fl_lightning import SGD, FedAvg, LocalObjective, UserError
+from fl_lightning.core import State
+from tests.engine.test_engines import Small, assert_close, train
+
+
+class Mixer(LocalObjective):
+    """With state ``h`` of a client, its last displacement."""
+
+    client_state = {"h": "zeros"}
+
+    def local_end(self, w: Tensor, client: State, received: State, ctx: Any) -> Any:
+        return {"w": w}, client.replace(h=w - client.start)
+
+
+class NormOfAll(LocalObjective):
+    up, references, server_state = ("w", "far"), {"w": "w", "far": 0.0}, {"far": 0.0}  # type: ignore[assignment]
+
+    def local_end(self, w: Tensor, client: State, received: State, ctx: Any) -> Any:
+        return {"w": w, "far": (w - client.start).norm().reshape(1)}, client
+
+
+class NoShape(NormOfAll):
+    def local_end(self, w: Tensor, client: State, received: State, ctx: Any) -> Any:
+        return {"w": w, "far": (w - client.start).norm()}, client
+
+
+class MeanOfEnds(LocalObjective):
+    def local_end(self, w: Tensor, client: State, received: State, ctx: Any) -> Any:
+        return {"w": w - 0.1 * (w - client.start).mean(0)}, client
+
+
+class MeanOfState(Mixer):
+    def local_end(self, w: Tensor, client: State, received: State, ctx: Any) -> Any:
+        return {"w": w}, client.replace(h=client.h + (w - client.start) / (w - client.start).abs().max())
+
+
+class WrongState(Mixer):
+    def local_end(self, w: Tensor, client: State, received: State, ctx: Any) -> Any:
+        return {"w": w}, client.replace(h=w.mean(-1, keepdim=True))
+
+
+class Stepping(LocalObjective):
+    """Changes the gradient by `of`."""
+
+    def of(self, g: Tensor, w: Tensor, ctx: Any) -> Tensor:
+        raise NotImplementedError
+
+    def local_step(self, w: Tensor, grad: Any, client: State, received: State, ctx: Any) -> Any:
+        return self.of(grad(w), w, ctx), client
+
+
+class NormalizedByAll(Stepping):
+    def of(self, g: Tensor, w: Tensor, ctx: Any) -> Tensor:
+        return g / (g.norm() + 1e-12)
+
+
+class NoKeepdim(Stepping):
+    def of(self, g: Tensor, w: Tensor, ctx: Any) -> Tensor:
+        return g / (g.norm(dim=-1) + 1e-12)
+
+
+class Centered(Stepping):
+    def of(self, g: Tensor, w: Tensor, ctx: Any) -> Tensor:
+        return g - g.mean(0)
+
+
+class SlightlyCentered(Stepping):
+    """A few percent of the update."""
+
+    def of(self, g: Tensor, w: Tensor, ctx: Any) -> Tensor:
+        return g * (1 + 0.02 * torch.tanh(g.mean() / g.std()))
+
+
+class Summed(Stepping):
+    def of(self, g: Tensor, w: Tensor, ctx: Any) -> Tensor:
+        return g.cumsum(0)
+
+
+class TopOfAll(Stepping):
+    def of(self, g: Tensor, w: Tensor, ctx: Any) -> Tensor:
+        return torch.where(g.abs() >= g.abs().flatten().topk(20).values[-1], g, 0)
+
+
+class FirstOnly(Stepping):
+    def of(self, g: Tensor, w: Tensor, ctx: Any) -> Tensor:
+        return g + w[0]
+
+
+class BranchInStep(Stepping):
+    def of(self, g: Tensor, w: Tensor, ctx: Any) -> Tensor:
+        return g if g.sum() > 0 else -g
+
+
+class ItemInStep(Stepping):
+    def of(self, g: Tensor, w: Tensor, ctx: Any) -> Tensor:
+        return g * (1 + 0.1 * g[..., 0].abs().max().item())
+
+
+class BranchInEnd(Mixer):
+    def local_end(self, w: Tensor, client: State, received: State, ctx: Any) -> Any:
+        return {"w": w if bool((w - client.start).sum() > 1e6) else client.start}, client
+
+
+class InPlace(Stepping):
+    def of(self, g: Tensor, w: Tensor, ctx: Any) -> Tensor:
+        w.mul_(0.9)
+        return g
+
+
+class InPlaceGradient(Stepping):
+    def of(self, g: Tensor, w: Tensor, ctx: Any) -> Tensor:
+        return g.mul_(0.5)
+
+
+class OnSelf(Stepping):
+    def of(self, g: Tensor, w: Tensor, ctx: Any) -> Tensor:
+        last = self.__dict__.get("last", torch.zeros(w.shape[-1], dtype=w.dtype))
+        self.__dict__["last"] = w
+        return g + 0.1 * (w - last)
+
+
+class MixedStart(Mixer):
+    def local_start(self, client: State, received: State, ctx: Any) -> Any:
+        return received.w + client.h / (1 + client.h.norm()), client
+
+
+class MixedConstants(LocalObjective):
+    def loss_constants(self, client: State, received: State, ctx: Any) -> Any:
+        return ((received.w[..., :1] * 0 + ctx.n_k) / torch.as_tensor(ctx.n_k).sum(),)
+
+    def losses(self, logits: Tensor, target: Tensor, *teacher: Tensor) -> Tensor:
+        return super().losses(logits, target) * teacher[0]
+
+
+class MixedTeacher(Mixer):
+    def teacher(self, client: State, received: State) -> Tensor:
+        return received.w + client.h / client.h.norm().clamp(min=1e-9)
+
+    def losses(self, logits: Tensor, target: Tensor, *teacher: Tensor) -> Tensor:
+        return super().losses(logits, target) + (logits - teacher[0]).pow(2).mean(-1)
+
+
+class MixedRate(LocalObjective):
+    def step_lr(self, client: State, ctx: Any) -> Any:
+        return ctx.lr * ctx.n_k / torch.as_tensor(ctx.n_k).sum()
+
+
+class MixingSGD(SGD):
+    def step(self, w: Tensor, direction: Any, memory: State, lr: Any, ctx: Any) -> Any:
+        return w - lr * direction / direction.norm(), memory
+
+
+class Forgetful(SGD):
+    """Returns another state than it declares."""
+
+    def step(self, w: Tensor, direction: Any, memory: State, lr: Any, ctx: Any) -> Any:
+        return w - lr * direction, State({"other": w})
+
+
+class RandomSGD(SGD):
+    def step(self, w: Tensor, direction: Any, memory: State, lr: Any, ctx: Any) -> Any:
+        return w - lr * direction * torch.rand(()), memory
+
+
+class RandomStart(LocalObjective):
+    def local_start(self, client: State, received: State, ctx: Any) -> Any:
+        return received.w + 0.01 * torch.randn_like(received.w), client
+
+
+class RandomStep(Stepping):
+    def of(self, g: Tensor, w: Tensor, ctx: Any) -> Tensor:
+        return g + 0.01 * torch.randn_like(g)
+
+
+class RandomRate(LocalObjective):
+    def step_lr(self, client: State, ctx: Any) -> Any:
+        return ctx.lr * torch.rand(1)
+
+
+class RandomEnd(LocalObjective):
+    def local_end(self, w: Tensor, client: State, received: State, ctx: Any) -> Any:
+        return {"w": w + 0.01 * torch.randn_like(w)}, client
+
+
+class RandomConstants(Mixer):
+    def loss_constants(self, client: State, received: State, ctx: Any) -> Any:
+        return (torch.rand_like(client.h[..., :1]),)
+
+    def losses(self, logits: Tensor, target: Tensor, *teacher: Tensor) -> Tensor:
+        return super().losses(logits, target) * teacher[0]
+
+
+class RandomTeacher(MixedTeacher):
+    def teacher(self, client: State, received: State) -> Tensor:
+        return received.w + torch.randn_like(received.w)
+
+
+class RandomLosses(LocalObjective):
+    def losses(self, logits: Tensor, target: Tensor, *teacher: Tensor) -> Tensor:
+        return super().losses(logits, target) * torch.rand(())
+
+
+class NumPyEnd(LocalObjective):
+    def local_end(self, w: Tensor, client: State, received: State, ctx: Any) -> Any:
+        return {"w": w + float(np.random.default_rng().normal())}, client
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "mixing optimizer": MixingSGD,
+    "forgetful optimizer": Forgetful,
+    "random optimizer": RandomSGD,
+}
+GLOBAL = (RandomStart, RandomStep, RandomRate, RandomEnd, RandomConstants, RandomTeacher)
+WRONG: dict[str, Any] = {
+    **{name: lambda kind=kind: FedAvg(net=Small(), optimizer=kind(0.1)) for name, kind in OPTIMIZERS.items()},
+    **{
+        kind.__name__: lambda kind=kind: kind(net=Small(), optimizer=SGD(0.1))
+        for kind in (
+            NormOfAll, NoShape, MeanOfEnds, MeanOfState, WrongState, NormalizedByAll, NoKeepdim, Centered,
+            SlightlyCentered, Summed, TopOfAll, FirstOnly, BranchInStep, ItemInStep, BranchInEnd, InPlace,
+            InPlaceGradient, OnSelf, MixedStart, MixedConstants, MixedTeacher, MixedRate, *GLOBAL, RandomLosses,
+            NumPyEnd,
+        )
+    },
+}  # fmt: skip
+ELSEWHERE = {
+    "forgetful optimizer": "model.optimizer = Forgetful: step must return the state that it declares, []",
+    "WrongState": "state 'h': a hook returns shape (1,); return its declared shape (307,)",
+}
+SAME = ("InPlaceGradient",)
+"""Those that give the same on all engines."""
+
+
+@pytest.mark.parametrize("engine", ["batched", "graphed"])
+@pytest.mark.parametrize("wrong", WRONG)
+def test_wrong_hook(wrong: str, engine: str, tmp_path: Path) -> None:
+    if wrong in SAME:
+        runs = [train(tmp_path, WRONG[wrong](), name, max_rounds=2) for name in (engine, "sequential")]
+        assert_close(*runs)
+        return
+    with pytest.raises(UserError) as error:
+        train(tmp_path, WRONG[wrong](), engine, max_rounds=1)
+    message, kind = str(error.value), type(WRONG[wrong]()).__name__
+    assert "\n" not in message
+    if wrong in ELSEWHERE:
+        assert message == ELSEWHERE[wrong]
+        return
+    assert message.startswith(f"trainer.engine = {engine}: ") and kind in message and "sequential" in message
+    if wrong in [each.__name__ for each in GLOBAL]:
+        assert "draws from torch's global generator" in message
+
+
+class Undeclared(Stepping):
+    """Puts a vector into the client's state that it does not declare."""
+
+    def local_step(self, w: Tensor, grad: Any, client: State, received: State, ctx: Any) -> Any:
+        return grad(w) - (0 * client.extra if "extra" in client else 0), client | {"extra": w}
+
+    def local_end(self, w: Tensor, client: State, received: State, ctx: Any) -> Any:
+        return {"w": w + 0 * client.extra}, client
+
+
+class Taller(SGD):
+    def step(self, w: Tensor, direction: Any, memory: State, lr: Any, ctx: Any) -> Any:
+        return (w - lr * direction).unsqueeze(0), memory
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lambda: WrongState(net=Small()), "state 'h': a hook returns shape (1,); return its declared shape (307,)"),
+        (
+            lambda: FedAvg(net=Small(), optimizer=Taller(0.1)),
+            "model.optimizer = Taller: weights of shape (307,) have shape (1, 307) after a step; the direction and the "
+            "step must keep it",
+        ),
+        (lambda: Undeclared(net=Small()), "no state 'extra' here; there are: start"),
+    ],
+    ids=["state", "weights", "undeclared"],
+)
+def test_sequential_refuses_other_shapes_and_names(wrong: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises((UserError, AttributeError)) as error:
+        train(tmp_path, wrong(), "sequential", max_rounds=1)
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize("name", ["batched", "graphed"])
+def test_check_trains_no_clients_beside_its_own(name: str, tmp_path: Path) -> None:
+    """Once a cohort of five has been trained, the check of four clients is not padded to its width, in float64."""
+    run = train(tmp_path, FedAvg(net=Small(), optimizer=SGD(0.1)), name, max_rounds=1, clients_per_round=5)
+    assert run.engine._widest == 5  # type: ignore[attr-defined]
+    assert run.engine.without_autocast()._widest == 2  # type: ignore[attr-defined]

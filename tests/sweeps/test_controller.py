@@ -1,0 +1,123 @@
+"""The controller of a sweep: what it proposes, what counts as failed, and what is the best."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from fl_lightning.results import metrics
+from fl_lightning.sweeps.controller import Controller
+from fl_lightning.sweeps.file import Sweep
+from fl_lightning.sweeps.hyperband import Hyperband, StopEarly
+from fl_lightning.sweeps.trials import Built, Trial
+from fl_lightning.trainer.run import Callback, Run
+from tests.sweeps.test_trials import build
+
+
+def controller(folder: Path, rhos: Sequence[float], **changes: Any) -> Controller:
+    file = folder / "mine.yaml"
+    text = {
+        "method": "grid",
+        "metric": {"name": "server/test/loss", "goal": "minimize"},
+        "parameters": {"model.rho": {"values": list(rhos)}},
+        "command": ["fit", "${args}"],
+    }
+    file.write_text(yaml.safe_dump({**text, **changes}))
+    return Controller(Sweep.read(file), folder / "out", [0], 0)
+
+
+class Spoil(Callback):
+    def on_round_end(self, run: Run) -> None:
+        run.log({"server/test/loss": math.nan})
+
+
+def diverging(trial: Trial, folder: Path) -> Built:
+    """The loss on the test set of one trial is NaN, though its weights are finite."""
+    spoiled = trial.settings["model.rho"] == 0.2
+    return build(trial, folder, engine="sequential", callbacks=[Spoil()] if spoiled else [])
+
+
+def test_a_trial_whose_metric_is_not_finite_has_failed(tmp_path: Path) -> None:
+    sweep = controller(tmp_path, [0.2, 0.1])
+    outcomes = {found.trial.settings["model.rho"]: found.error for found in sweep.run(diverging)}
+    assert outcomes == {0.1: None, 0.2: "server/test/loss = nan: not finite"}
+    best = sweep.best()
+    assert best is not None and best[0] == {"model.rho": 0.1}
+    states = {trial.settings["model.rho"]: sweep.state(trial)[0] for trial in sweep.trials}
+    assert states == {0.1: "finished", 0.2: "failed"}
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 9), (9, 1)])
+def test_bayes_follows_the_jobs_and_resumes_with_others(before: int, after: int, tmp_path: Path) -> None:
+    """As many settings at a time as there are processes, at least 4; a sweep that goes on proposes what it did."""
+    pytest.importorskip("optuna")
+    uniform: dict[str, Any] = {
+        "method": "bayes", "run_cap": 20, "parameters": {"model.rho": {"min": 0.0, "max": 1.0}},
+    }  # fmt: skip
+
+    def names(jobs: int, batches: int) -> list[list[str]]:
+        """The trials proposed at a time; they finish without being trained."""
+        sweep, found = controller(tmp_path, [], **uniform), list[list[str]]()
+        (tmp_path / "out").mkdir(exist_ok=True)
+        propose = sweep.search.propose
+
+        def proposed(n: int) -> list[dict[str, Any]]:
+            settings = propose(n) if len(found) < batches else []
+            for trial in (sweep._trial(each, 0) for each in settings):
+                folder = tmp_path / "out" / trial.name / "version_0"
+                folder.mkdir(parents=True, exist_ok=True)
+                (folder / "summary.json").write_text("{}")
+                (folder / "metrics.csv").write_text(f"round,server/test/loss\n1,{trial.settings['model.rho']}\n")
+            found.append([sweep._trial(each, 0).name for each in settings])
+            return settings
+
+        sweep.search.propose = proposed  # type: ignore[method-assign]
+        list(sweep.run(build, jobs))
+        return [batch for batch in found if batch]
+
+    first = names(before, 2)
+    assert [len(batch) for batch in first] == [max(before, 4)] * 2
+    again = names(after, 10)
+    assert again[:2] == first and len(again[2]) == min(max(after, 4), 20 - 2 * max(before, 4))
+    assert sum(map(len, again)) == 20
+
+
+def test_early_termination_reads_a_file_once_a_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is not finite ends a trial, and a run folder that somebody removes does no harm."""
+    files = [tmp_path / f"t{k}" / "version_0" / "metrics.csv" for k in range(3)]
+    for file, value in zip(files, (0.5, 0.4, 0.1), strict=True):
+        file.parent.mkdir(parents=True)
+        file.write_text(f"round,a\n1,{value}\n")
+    read: list[Path] = []
+    monkeypatch.setattr(metrics, "read_metrics", lambda path, of=metrics.read_metrics: read.append(path) or of(path))
+    early = StopEarly(Hyperband(min_iter=2, eta=2), "a", 1, tmp_path)
+
+    class Of:
+        """The attributes of a run that the rule looks at; its file lacks the round."""
+
+        def __init__(self, k: int, value: float) -> None:
+            self.should_stop, self.round_metrics = False, {"a": value}
+            self.folder = type("Folder", (), {"metrics": files[k]})
+
+    def stops(k: int, value: float) -> bool:
+        run: Any = Of(k, value)
+        early.on_round_end(run)
+        return bool(run.should_stop)
+
+    def write(k: int, line: str) -> None:
+        with files[k].open("a") as file:
+            file.write(line)
+
+    assert not stops(0, 0.5) and len(read) == 3
+    write(0, "2,0.5\n")
+    assert not stops(1, 0.4) and len(read) == 4
+    write(1, "2,0.4\n")
+    assert stops(2, float("nan")) and len(read) == 5
+    assert stops(2, float("nan")) and len(read) == 5
+    files[0].unlink()
+    assert not stops(0, 0.3) and not stops(1, 0.3) and len(read) == 5
