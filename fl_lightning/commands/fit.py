@@ -41,7 +41,7 @@ def run(
         asked.append(Trial(f"{name}/{name_of(settings)}", (*args, *given), "fit", settings))
         trials.check(asked[-1])
     root = Path(made.trainer.default_root_dir)
-    trials.show(list(run_trials(asked, root, trials.build, resume=ckpt_path == "last")))
+    trials.show(list(run_trials(asked, root, trials.build, resume=ckpt_path == "last", check=trials.check)))
 
 
 def _grid(seeds: str | None, values: list[str]) -> dict[str, list[Any]]:

@@ -1,6 +1,5 @@
 """``fl-lightning reproduce``: the cells of a paper's table as runs, and our numbers beside the paper's."""
 
-import json
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +10,7 @@ from fl_lightning.commands.shared.arguments import seeds_of
 from fl_lightning.commands.shared.cli import FederatedCLI
 from fl_lightning.commands.shared.estimate import Planned, show
 from fl_lightning.commands.shared.new_files import make_folder
-from fl_lightning.commands.shared.trials import build
+from fl_lightning.commands.shared.trials import build, check
 from fl_lightning.core import ensure
 from fl_lightning.sweeps import reproduction_table
 from fl_lightning.sweeps.fraction import scaled_rounds
@@ -19,9 +18,6 @@ from fl_lightning.sweeps.reproduction import Task, line, mark, select, tasks
 from fl_lightning.sweeps.trials import outcome, run_trials
 
 SUMMARY = "Reproduce cells of a paper's table: make their runs, and print our numbers beside the paper's."
-
-FILE = "settings.json"
-"""In the folder of the runs: the settings that all of them share."""
 
 
 def run(
@@ -61,7 +57,6 @@ def run(
     ensure(bool(asked), f"table = {table}: none of these cells can be reproduced; see docs/experiments.md")
     share = "" if rounds == 1 else f"_{rounds:g}"
     folder = Path(out or f"runs/reproduce/{paper}_{table.replace('/', '_')}{share}")
-    _check(folder, rounds, settings)
     planned = _plan(asked, rounds, seeds_of(seeds), settings)
     trials = [trial for each in planned for trial in each.trials]
     if dry_run:
@@ -72,10 +67,9 @@ def run(
     if dry_run:
         return
     make_folder(folder)
-    (folder / FILE).write_text(json.dumps({"rounds": rounds, "settings": settings}) + "\n", encoding="utf-8")
     outcomes = {}
     of = {trial.name: each.task for each in planned for trial in each.trials}
-    for found in run_trials(trials, folder, build, jobs):
+    for found in run_trials(trials, folder, build, jobs, check=check):
         outcomes[found.trial.name] = found
         if found.folder is not None:
             mark(found.folder, of[found.trial.name], rounds)
@@ -105,16 +99,6 @@ def _plan(found: Sequence[Task], fraction: float, seeds: Sequence[int], more: Se
             ensure(value == expected, f"trainer.{key} = {value}: the table sets it; give {option}")
         planned.append(Planned(task, trials, made))
     return planned
-
-
-def _check(folder: Path, rounds: float, settings: Sequence[str]) -> None:
-    """Checks that the runs of a folder have the same settings."""
-    if (file := folder / FILE).is_file():
-        there = json.loads(file.read_text(encoding="utf-8"))
-        ensure(
-            there == {"rounds": rounds, "settings": list(settings)},
-            f"out = {folder}: its runs have --rounds {there['rounds']:g} {shlex.join(there['settings'])}; give another",
-        )
 
 
 def _names(listed: str | None) -> list[str]:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,8 @@ from fl_lightning.results.metrics import average, read_run, rounds_done, write_t
 from fl_lightning.sweeps.file import Objective, Sweep
 from fl_lightning.sweeps.hyperband import StopEarly
 from fl_lightning.sweeps.search import Settings
-from fl_lightning.sweeps.trials import Build, Outcome, Trial, name_of, newest_run, run_trials
+from fl_lightning.sweeps.trials import Build, Check, Outcome, Trial, made, name_of, newest_run, run_trials
+from fl_lightning.trainer.storage.lock import RunLock
 from fl_lightning.trainer.storage.run_folder import RunFolder
 
 BATCH = 4
@@ -54,47 +58,75 @@ class Controller:
         self.outcomes: dict[str, Outcome] = {}
         self._settings: list[tuple[Settings, list[Trial]]] = []
 
-    def run(self, build: Build, jobs: int = 1, check: Callable[[Trial], object] | None = None) -> Iterator[Outcome]:
-        """Trains all trials, yields each when it has ended, and writes ``sweep.csv`` and ``best.yaml`` at the end.
+    def run(self, build: Build, jobs: int = 1, check: Check | None = None) -> Iterator[Outcome]:
+        """Trains all trials, yields each when it has ended, and writes ``sweep.csv`` and ``best.yaml`` after each.
 
-        A trial whose metric is not finite has failed.
+        Settings that are drawn again are one trial. A trial whose metric is not finite has failed. The sweep ends when
+        the metric has reached its target.
 
         Args:
             build: Makes the run of a trial.
             jobs: Number of processes.
-            check: Called with a trial of each setting before any is trained; it raises if its arguments are wrong.
+            check: Returns the config of a trial; see `run_trials`. It is called with a trial of each setting before any
+                is trained.
+
+        Raises:
+            UserError: If another process runs this sweep by bayes, or a run in the folder has other settings.
         """
-        early = None
-        if self.sweep.early is not None:
-            early = StopEarly(self.sweep.early, self.objective.column, self.objective.sign, self.folder)
-        bayes, file = self.sweep.method == "bayes", self.folder / BATCHES
-        before = json.loads(file.read_text()) if bayes and file.exists() else []
-        size = max(BATCH, -(-jobs // len(self.seeds))) if bayes else 10**6
-        batches: list[int] = []
-        while proposed := self.search.propose((*before[len(batches) :], size)[0]):
-            batches.append(len(proposed))
-            new = [(settings, [self._trial(settings, seed) for seed in self.seeds]) for settings in proposed]
-            if check is not None:
-                for _, of_one in new:
-                    check(of_one[0])
-            if len(batches) > len(before) and bayes:
-                self.folder.mkdir(parents=True, exist_ok=True)
-                write_atomically(file, json.dumps(batches))
-            self._settings += new
-            trials = [trial for _, of_one in new for trial in of_one]
-            self.trials += trials
-            for found in run_trials(trials, self.folder, build, jobs, early=early):
-                value = self.objective.value(found.folder)
-                if found.error is None and value is not None and not math.isfinite(value):
-                    found = replace(found, error=f"{self.objective.name} = {value}: not finite")
-                self.outcomes[found.trial.name] = found
-                yield found
-                self.write()
-            for settings, of_one in new:
-                value = self.value(of_one)
-                self.search.observe(settings, None if value is None else self.objective.sign * value)
-            if self._target_reached():
-                break
+        with ExitStack() as stack:
+            if self.sweep.method == "bayes":  # what it proposes depends on all that it has seen
+                stack.callback(RunLock(made(self.folder)).release)
+            for proposed in self._proposals(jobs):
+                new = [(settings, [self._trial(settings, seed) for seed in self.seeds]) for settings in proposed]
+                if check is not None:
+                    for _, of_one in new:
+                        check(of_one[0])
+                known = {trial.name for trial in self.trials}
+                self._settings += [(settings, of_one) for settings, of_one in new if of_one[0].name not in known]
+                every = {trial.name: trial for trial in (*self.trials, *(t for _, of_one in new for t in of_one))}
+                self.trials = list(every.values())
+                trials = [trial for name, trial in every.items() if name not in known]
+                early = self._early()
+                ended = stack.enter_context(
+                    closing(run_trials(trials, self.folder, build, jobs, early=early, check=check))
+                )
+                for found in ended:
+                    yield self._record(found)
+                    self.write()
+                    if self._target_reached():
+                        return
+                for settings, of_one in new:
+                    value = self.value(of_one)
+                    self.search.observe(settings, None if value is None else self.objective.sign * value)
+
+    def _proposals(self, jobs: int) -> Iterator[list[Settings]]:
+        """Yields the settings to try; those of bayes in batches of the sizes that the sweep's folder remembers."""
+        if self.sweep.method != "bayes":
+            yield self.search.propose(sys.maxsize)
+            return
+        file = self.folder / BATCHES
+        sizes = json.loads(file.read_text()) if file.exists() else []
+        for k in count():
+            proposed = self.search.propose((*sizes[k:], max(BATCH, -(-jobs // len(self.seeds))))[0])
+            if not proposed:
+                return
+            if k == len(sizes):
+                sizes.append(len(proposed))
+                write_atomically(file, json.dumps(sizes))
+            yield proposed
+
+    def _early(self) -> StopEarly | None:
+        if self.sweep.early is None:
+            return None
+        folders = [self.folder / trial.name for trial in self.trials]
+        return StopEarly(self.sweep.early, self.objective.column, self.objective.sign, folders)
+
+    def _record(self, found: Outcome) -> Outcome:
+        value = self.objective.value(found.folder)
+        if found.error is None and value is not None and not math.isfinite(value):
+            found = replace(found, error=f"{self.objective.name} = {value}: not finite")
+        self.outcomes[found.trial.name] = found
+        return found
 
     def value(self, trials: Sequence[Trial]) -> float | None:
         """Returns the mean metric of trials that differ in their seeds; None unless it is finite in all of them."""

@@ -102,11 +102,11 @@ class StopEarly(Callback):
         rule: The rule.
         metric: The metric, a column of ``metrics.csv``.
         sign: 1 if smaller is better, -1 if larger is.
-        folder: The folder of all trials.
+        folders: The folders of all trials.
     """
 
-    def __init__(self, rule: Hyperband, metric: str, sign: int, folder: Path) -> None:
-        self.rule, self.metric, self.sign, self.folder = rule, metric, sign, folder
+    def __init__(self, rule: Hyperband, metric: str, sign: int, folders: Sequence[Path]) -> None:
+        self.rule, self.metric, self.sign, self.folders = rule, metric, sign, folders
         self._read: dict[Path, tuple[tuple[int, int], list[float]]] = {}
 
     def on_round_end(self, run: Run) -> None:
@@ -115,7 +115,7 @@ class StopEarly(Callback):
         here = run.folder.metrics  # which lacks this round
         own = [*self._history(here), self._loss(run.round_metrics[self.metric])]
         if self.rule.brackets(len(own)):
-            paths = sorted(self.folder.glob(f"*/version_*/{FILE}"))
+            paths = sorted(path for folder in self.folders for path in folder.glob(f"version_*/{FILE}"))
             run.should_stop |= self.rule.stops(own, [own if path == here else self._history(path) for path in paths])
 
     def _history(self, path: Path) -> list[float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from statistics import NormalDist
@@ -28,6 +28,8 @@ NUMBERS = {
 QUANTIZED = ("uniform", "log_uniform", "log_uniform_values", "normal", "log_normal", "beta")
 DEFAULTS = {"mu": 0.0, "sigma": 1.0, "a": 1.0, "b": 1.0, "q": 1.0}
 LISTS = {"constant": ("value",), "categorical": ("values",), "categorical_w_probabilities": ("values", "probabilities")}
+LARGEST = 100_000
+"""Settings of the largest grid."""
 GRID = ("constant", "categorical", "int_uniform", "q_uniform")
 
 
@@ -85,11 +87,11 @@ class Parameter:
         for name in ("sigma", "a", "b", "q"):
             require(options.get(name, 1) > 0, f"{where}.{name}", options.get(name), "more than 0")
 
-    def grid(self) -> list[Any]:
+    def grid(self) -> Sequence[Any]:
         """Returns all values, in order.
 
         Raises:
-            UserError: If they are infinitely many.
+            UserError: If they are infinitely many, or too many.
         """
         require(
             self.distribution in GRID,
@@ -103,8 +105,10 @@ class Parameter:
             case "categorical":
                 return list(self.options["values"])
             case "int_uniform":
-                return list(range(self.options["min"], self.options["max"] + 1))
+                return range(self.options["min"], self.options["max"] + 1)
             case _:
+                steps = (self.options["max"] - self.options["min"]) / self.options["q"]
+                require(steps <= LARGEST, f"parameters.{self.key}.q", self.options["q"], "too small for a grid")
                 return list(np.arange(self.options["min"], self.options["max"], self.options["q"]).tolist())
 
     @property

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice, product
 from typing import Any
 
-from fl_lightning.core import UserError, numpy_generator
-from fl_lightning.sweeps.parameters import Parameter
+from fl_lightning.core import UserError, ensure, numpy_generator
+from fl_lightning.sweeps.parameters import LARGEST, Parameter
 
 Settings = dict[str, Any]
 """A value for each parameter, by key."""
@@ -39,9 +39,14 @@ def grid(parameters: Sequence[Parameter], count: int | None) -> Search:
     Args:
         parameters: The parameters.
         count: At most so many; None: all.
+
+    Raises:
+        UserError: If there are more than `LARGEST`.
     """
     ordered = sorted(parameters, key=lambda parameter: parameter.key)
     values = [parameter.grid() for parameter in ordered]
+    size = math.prod(map(len, values))
+    ensure(size <= LARGEST, f"parameters: a grid of {size:,} settings; give at most {LARGEST:,}, or method: random")
     found = [dict(zip([p.key for p in ordered], chosen, strict=True)) for chosen in product(*values)]
     return Search(found[:count], f"grid of {len(found)}")
 

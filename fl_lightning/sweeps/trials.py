@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
+import hashlib
 import re
 import shutil
-import signal
-import sys
-import threading
+import time
+import traceback
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.core import UserError
+from fl_lightning.core import UserError, ensure
 from fl_lightning.data import FederatedDataModule
+from fl_lightning.results.configs import differences, read_config
 from fl_lightning.results.headline import SUMMARY
+from fl_lightning.results.metrics import read_run, rounds_done
 from fl_lightning.sweeps.hyperband import StopEarly
+from fl_lightning.sweeps.workers import Here, Workers
 from fl_lightning.trainer import parallel_runs
+from fl_lightning.trainer.storage.lock import InUse, RunLock, check_unused
 from fl_lightning.trainer.storage.run_folder import RunFolder
 from fl_lightning.trainer.trainer import FederatedTrainer
 
@@ -29,6 +32,14 @@ WIDTH = 32
 """Largest number of trials that are trained as one program."""
 FAILED = "failed.txt"
 """In a run folder: why its trial failed."""
+LOG = "processes.log"
+"""In the folder of all trials: what several processes print."""
+STARTS = 3
+"""A trial whose process is killed so many times after the same round is not started again."""
+POLL_S = 1.0
+"""Seconds between two looks at trials that another process trains."""
+LONGEST = 150
+"""Letters of a trial's name."""
 ONE_PROGRAM = re.compile(r"--(trainer\.seed|model\.(?!net\.)[\w.]+)=-?[\d.]+(e[+-]?\d+)?")
 """Arguments in which trials of one program may differ."""
 
@@ -82,6 +93,8 @@ class Built:
 
 Build = Callable[[Trial, Path], Built]
 """Makes the run of a trial, in a folder."""
+Check = Callable[[Trial], Mapping[str, Any]]
+"""Returns the resolved config of a trial; raises UserError if its arguments are wrong."""
 
 
 def run_trials(
@@ -91,11 +104,13 @@ def run_trials(
     jobs: int = 1,
     resume: bool = True,
     early: StopEarly | None = None,
+    check: Check | None = None,
 ) -> Iterator[Outcome]:
     """Trains trials, and yields each when it has ended.
 
     Those that differ in numbers alone are trained as one program where a measured round of it is faster than their
-    rounds one after another.
+    rounds one after another. A trial that another process trains, on this machine or on one with the same file system,
+    is left to it, and its outcome is awaited. A trial whose process is killed is started again.
 
     Args:
         trials: The trials, with different names.
@@ -104,27 +119,46 @@ def run_trials(
         jobs: Number of processes.
         resume: Whether finished trials are kept and interrupted ones go on; else each gets a new run folder.
         early: Ends trials early.
+        check: Returns the resolved config of a trial, by which a run in its folder is known to be the same trial; None:
+            names suffice.
+
+    Raises:
+        UserError: If a run in the folder has other settings than its trial, or two trials have one name.
     """
+    twice = [name for name, times in Counter(trial.name for trial in trials).items() if times > 1]
+    ensure(not twice, f"{', '.join(twice)}: two trials have this name; give them different ones")
     todo = []
     for trial in trials:
+        if resume and check is not None:
+            _check_same(trial, folder, check)
         found = outcome(trial, folder) if resume else None
         if found is None:
             todo.append(trial)
         else:
             yield found
-    groups = _groups(todo, -(-len(todo) // jobs) if jobs > 1 else WIDTH)
+    groups = deque(_groups(todo, -(-len(todo) // jobs) if jobs > 1 else WIDTH))
     train = partial(_train, folder, build, resume, early)
-    if jobs == 1 or len(groups) <= 1:
-        for group in groups:
-            yield from train(group)
-        return
-    context = multiprocessing.get_context("spawn")
-    log = folder / "processes.log"
-    folder.mkdir(parents=True, exist_ok=True)
-    with context.Pool(min(jobs, len(groups)), _start_process, (str(log),), maxtasksperchild=None) as pool:
-        # leaving the block terminates the processes, which save what is done
-        for found_all in pool.imap_unordered(train, groups):
-            yield from found_all
+    starts: Counter[tuple[str, int]] = Counter()
+    several = jobs > 1 and len(groups) > 1
+    with Workers(jobs, train, made(folder) / LOG) if several else Here(train) as place:
+        for group, ended in place.train(groups):
+            yield from ended or ()
+            names = {found.trial.name for found in ended or ()}
+            left = [trial for trial in group if trial.name not in names]
+            if ended is not None:  # they are no program, or another process trains them
+                if len(group) > 1:
+                    groups.extendleft([trial] for trial in reversed(left))
+                else:
+                    groups.extend([trial] for trial in left)
+                continue
+            for trial in left:  # the process was killed, perhaps for the memory that they took together
+                start = (trial.name, rounds_done(read_run(newest_run(trial, folder))))
+                starts[start] += 1
+                if starts[start] < STARTS:
+                    groups.append([trial])
+                else:
+                    error = f"its process was killed {STARTS} times after round {start[1]}; has it memory enough?"
+                    yield Outcome(trial, newest_run(trial, folder), error)
 
 
 def outcome(trial: Trial, folder: Path) -> Outcome | None:
@@ -137,14 +171,21 @@ def outcome(trial: Trial, folder: Path) -> Outcome | None:
 
 def newest_run(trial: Trial, folder: Path) -> Path | None:
     """Returns the newest run folder of a trial."""
-    found = [path for path in (folder / trial.name).glob("version_*") if path.is_dir()]
-    return max(found, key=lambda path: int(path.name.removeprefix("version_")), default=None)
+    found = {path.name.removeprefix("version_"): path for path in (folder / trial.name).glob("version_*")}
+    return max((path for k, path in found.items() if k.isdecimal()), key=lambda path: int(path.name[8:]), default=None)
 
 
 def name_of(settings: Mapping[str, Any]) -> str:
-    """Returns a name for a trial that tries settings, such as ``rho_0.1_seed_0``."""
-    named = "_".join(f"{key.rpartition('.')[2]}_{short(value, 12)}" for key, value in settings.items())
-    return "".join(c if c.isalnum() or c in "._-+=" else "-" for c in named)
+    """Returns a name for a trial that tries settings, such as ``rho_0.1_seed_0``; no two settings have the same.
+
+    Settings that the name does not spell out, such as a path, give it eight digits of their hash.
+    """
+    spelled = {key: short(value) if isinstance(value, Mapping) else str(value) for key, value in settings.items()}
+    named = "_".join(f"{key.rpartition('.')[2]}_{value}" for key, value in spelled.items())
+    name = "".join(c if c.isalnum() or c in "._-+=" else "-" for c in named)[:LONGEST]
+    if all(re.fullmatch(r"[A-Za-z0-9.+-]+", str(value)) for value in settings.values()) and name == named:
+        return name
+    return f"{name}_{hashlib.sha256(repr(sorted(settings.items())).encode()).hexdigest()[:8]}"
 
 
 def short(value: Any, digits: int = 6) -> str:
@@ -153,6 +194,19 @@ def short(value: Any, digits: int = 6) -> str:
         options = [f"{key}_{short(option, digits)}" for key, option in (value.get("init_args") or {}).items()]
         return "_".join([str(value["class_path"]).rpartition(".")[2], *options])
     return f"{value:.{digits}g}" if isinstance(value, float) else str(value)
+
+
+def made(folder: Path) -> Path:
+    """Returns a folder, which is created if it is not there.
+
+    Raises:
+        UserError: If it cannot be created.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be created ({error.strerror}); choose another folder") from None
+    return folder
 
 
 def _groups(trials: Sequence[Trial], width: int) -> list[list[Trial]]:
@@ -165,29 +219,54 @@ def _groups(trials: Sequence[Trial], width: int) -> list[list[Trial]]:
     return [group[i : i + width] for group in alike.values() for i in range(0, len(group), width)]
 
 
+def _check_same(trial: Trial, folder: Path, check: Check) -> None:
+    """Checks that the newest run of a trial, if it has one, has the settings of the trial."""
+    newest = newest_run(trial, folder)
+    if newest is not None and (path := RunFolder(newest).newest_config).is_file():
+        found = differences(read_config(path), check(trial))
+        ensure(not found, f"{newest} was trained with {', '.join(found)}; put that back, or take another folder")
+
+
 def _train(folder: Path, build: Build, resume: bool, early: StopEarly | None, trials: Sequence[Trial]) -> list[Outcome]:
-    """Trains a group, as one program if that is faster."""
-    if len(trials) > 1:
-        try:
-            together = _together(folder, build, resume, early, trials)
-        except UserError:
-            together = None  # they cannot be one program; a mistake in a trial is its own
-        if together is not None:
-            return together
-    return [_alone(folder, build, resume, early, trial) for trial in trials]
+    """Trains a trial, or a group as one program; returns the outcomes of those that have ended.
+
+    Those are missing that another process trains, and the others of a group that is no faster as one program.
+    """
+    with ExitStack() as locks:
+        ended, free = [], []
+        for trial in trials:
+            try:
+                locks.callback(RunLock(made(folder / trial.name)).release)
+            except InUse:
+                continue
+            if resume and (found := outcome(trial, folder)) is not None:  # another process has finished it
+                ended.append(found)
+            else:
+                free.append(trial)
+        if len(trials) == 1 and not ended and not free:
+            time.sleep(POLL_S)
+        train = _together if len(free) > 1 else _alone
+        return ended + (train(folder, build, resume, early, free) if free else [])
 
 
 def _together(
     folder: Path, build: Build, resume: bool, early: StopEarly | None, trials: Sequence[Trial]
-) -> list[Outcome] | None:
-    made = [_build(folder, build, early, trial) for trial in trials]
-    first = made[0]
-    with first.trainer.environment():
-        paths = [_checkpoint(folder, trial, resume) for trial in trials]
-        runs = parallel_runs.start([m.trainer for m in made], [m.model for m in made], first.data, paths)
-        if not parallel_runs.pays(runs):
-            return None
-        broken = parallel_runs.train(runs)
+) -> list[Outcome]:
+    """Trains trials as one program; returns nothing if that is not faster or not possible."""
+    try:
+        built = [_build(folder, build, early, trial) for trial in trials]
+        first = built[0]
+        with first.trainer.environment():
+            paths = [_checkpoint(folder, trial, resume) for trial in trials]
+            runs = parallel_runs.start([b.trainer for b in built], [b.model for b in built], first.data, paths)
+            if not parallel_runs.pays(runs):
+                return []
+            broken = parallel_runs.train(runs)
+    except UserError:
+        return []  # they cannot be one program; a mistake in a trial is its own
+    except Exception:  # such as one for lack of memory
+        traceback.print_exc()
+        return []
     found = []
     for trial, run in zip(trials, runs, strict=True):
         error = broken.get(run)
@@ -195,33 +274,42 @@ def _together(
     return found
 
 
-def _alone(folder: Path, build: Build, resume: bool, early: StopEarly | None, trial: Trial) -> Outcome:
+def _alone(folder: Path, build: Build, resume: bool, early: StopEarly | None, trials: Sequence[Trial]) -> list[Outcome]:
+    (trial,) = trials
     before = newest_run(trial, folder)
     try:
-        made = _build(folder, build, early, trial)
-        train = made.trainer.fit if trial.command == "fit" else made.trainer.centralized
-        run = train(made.model, made.data, _checkpoint(folder, trial, resume))
+        built = _build(folder, build, early, trial)
+        train = built.trainer.fit if trial.command == "fit" else built.trainer.centralized
+        run = train(built.model, built.data, _checkpoint(folder, trial, resume))
     except UserError as error:
         after = newest_run(trial, folder)
-        return _failed(trial, after if after != before else None, error)
-    return Outcome(trial, run.folder.path)
+        return [_failed(trial, after if after != before else None, error)]
+    except Exception as error:  # not remembered: it may lie in the machine, or in code that will be mended
+        traceback.print_exc()
+        return [Outcome(trial, newest_run(trial, folder), " ".join(f"{type(error).__name__}: {error}".split()))]
+    return [Outcome(trial, run.folder.path)]
 
 
 def _build(folder: Path, build: Build, early: StopEarly | None, trial: Trial) -> Built:
-    made = build(trial, folder)
+    built = build(trial, folder)
     if early is not None:
-        made.trainer.callbacks.append(early)
-    return made
+        built.trainer.callbacks.append(early)
+    return built
 
 
 def _checkpoint(folder: Path, trial: Trial, resume: bool) -> str | None:
-    """Returns the checkpoint from which a trial goes on; a run folder without a checkpoint is removed."""
+    """Returns the checkpoint from which a trial goes on; a run folder without a checkpoint is removed.
+
+    Raises:
+        UserError: If a run that is no trial uses the folder.
+    """
     newest = newest_run(trial, folder) if resume else None
     if newest is None:
         return None
     last = RunFolder(newest).last
     if last.exists():
         return str(last)
+    check_unused(newest)
     shutil.rmtree(newest)
     return None
 
@@ -230,18 +318,3 @@ def _failed(trial: Trial, folder: Path | None, error: UserError) -> Outcome:
     if folder is not None:
         (folder / FAILED).write_text(f"{error}\n", encoding="utf-8")
     return Outcome(trial, folder, str(error))
-
-
-def _start_process(log: str) -> None:
-    """Prepares a worker: it gets no signals of the terminal, ends with its parent, and prints to a file."""
-    os.setpgrp()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    sys.stdout = sys.stderr = Path(log).open("a", buffering=1, encoding="utf-8")  # noqa: SIM115  for good
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def follow() -> None:
-        wait([parent.sentinel])
-        os.kill(os.getpid(), signal.SIGINT)
-
-    threading.Thread(target=follow, daemon=True).start()

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from fl_lightning.core import UserError
 from fl_lightning.results import metrics
 from fl_lightning.sweeps.controller import Controller
 from fl_lightning.sweeps.file import Sweep
 from fl_lightning.sweeps.hyperband import Hyperband, StopEarly
 from fl_lightning.sweeps.trials import Built, Trial
 from fl_lightning.trainer.run import Callback, Run
+from fl_lightning.trainer.storage.lock import RunLock
 from tests.sweeps.test_trials import build
 
 
@@ -50,6 +53,41 @@ def test_a_trial_whose_metric_is_not_finite_has_failed(tmp_path: Path) -> None:
     assert best is not None and best[0] == {"model.rho": 0.1}
     states = {trial.settings["model.rho"]: sweep.state(trial)[0] for trial in sweep.trials}
     assert states == {0.1: "finished", 0.2: "failed"}
+
+
+def test_settings_that_are_drawn_again_are_one_trial(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"method": "random", "run_cap": 6}
+    sweep = controller(tmp_path, [0.1, 0.2], **options)
+    found = [outcome.trial.settings["model.rho"] for outcome in sweep.run(build)]
+    assert sorted(found) == [0.1, 0.2]
+    assert len((tmp_path / "out" / "sweep.csv").read_text().splitlines()) == 3
+
+
+def test_a_target_ends_a_grid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fl_lightning.trainer.parallel_runs.pays", lambda runs: False)
+    metric = {"name": "server/test/acc", "goal": "maximize", "target": 0.01}
+    for _ in range(2):
+        sweep = controller(tmp_path, [0.1, 0.2, 0.3], metric=metric)
+        assert len(list(sweep.run(partial(build, engine="sequential")))) == 1
+        assert [sweep.state(trial)[0] for trial in sweep.trials] == ["finished", "waiting", "waiting"]
+
+
+@pytest.mark.parametrize(
+    "entry", [{"min": 0, "max": 10**9}, {"distribution": "q_uniform", "min": 0, "max": 1, "q": 1e-9}]
+)
+def test_a_grid_without_end_is_refused_at_once(entry: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"grid"):
+        controller(tmp_path, [], parameters={"model.rho": entry})
+
+
+def test_a_second_sweep_by_bayes_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("optuna")
+    sweep = controller(tmp_path, [0.1], method="bayes", run_cap=1)
+    (tmp_path / "out").mkdir()
+    lock = RunLock(tmp_path / "out")
+    with pytest.raises(UserError, match=r"used by another run \(process \d+\)"):
+        next(sweep.run(build))
+    lock.release()
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 9), (9, 1)])
@@ -95,7 +133,7 @@ def test_early_termination_reads_a_file_once_a_change(tmp_path: Path, monkeypatc
         file.write_text(f"round,a\n1,{value}\n")
     read: list[Path] = []
     monkeypatch.setattr(metrics, "read_metrics", lambda path, of=metrics.read_metrics: read.append(path) or of(path))
-    early = StopEarly(Hyperband(min_iter=2, eta=2), "a", 1, tmp_path)
+    early = StopEarly(Hyperband(min_iter=2, eta=2), "a", 1, [tmp_path / f"t{k}" for k in range(3)])
 
     class Of:
         """The attributes of a run that the rule looks at; its file lacks the round."""

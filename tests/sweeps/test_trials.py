@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import signal
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -10,11 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from fl_lightning import SGD, Digits, DigitsMLP, FederatedTrainer, FedSAM
+from fl_lightning import SGD, Checkpoints, Digits, DigitsMLP, FederatedTrainer, FedSAM, UserError
 from fl_lightning.sweeps import trials
 from fl_lightning.sweeps.hyperband import Hyperband, StopEarly
-from fl_lightning.sweeps.trials import Built, Trial, newest_run, run_trials
+from fl_lightning.sweeps.trials import Built, Trial, name_of, newest_run, run_trials
 from fl_lightning.trainer.run import Callback, Run
+from fl_lightning.trainer.storage.lock import RunLock
 from tests.runs import assert_same, metrics, state
 
 ROUNDS = 6
@@ -104,7 +108,7 @@ def test_trials_are_one_program_only_if_they_differ_in_numbers() -> None:
 def test_those_that_end_early_leave_the_others_to_the_bit(engine: str, tmp_path: Path) -> None:
     """Three brackets; of three trials one goes on. The others are compared with the same program without a rule."""
     asked = [trial(rho) for rho in (0.01, 0.5, 0.9)]
-    early = StopEarly(Hyperband(min_iter=2), "server/test/acc", -1, tmp_path / "early")
+    early = StopEarly(Hyperband(min_iter=2), "server/test/acc", -1, [tmp_path / "early" / of.name for of in asked])
 
     make = partial(build, engine=engine)
 
@@ -121,11 +125,134 @@ def test_those_that_end_early_leave_the_others_to_the_bit(engine: str, tmp_path:
     assert_same(*(state(run_folder(tmp_path / name, finished)) for name in ("early", "whole")))
 
 
+def test_names_of_different_settings_differ() -> None:
+    path = "model.init_weights"
+    same = [
+        {path: "a/b"},
+        {path: "a-b"},
+        {path: "a_b"},
+        {path: "x" * 300},
+        {path: "x" * 301},
+        {path: 0.1},
+        {path: 0.1 + 1e-16},
+    ]
+    same += [{"x": "1_y_2", "y": "3"}, {"x": "1", "y": "2_y_3"}, {path: {"class_path": "SGD", "init_args": {"lr": 1}}}]
+    names = [name_of(settings) for settings in same]
+    assert len({*names}) == len(same) and max(map(len, names)) < 200
+    assert name_of({"model.rho": 0.1, "trainer.seed": 0}) == "rho_0.1_seed_0"
+
+
+def test_foreign_folders_do_no_harm(tmp_path: Path) -> None:
+    list(run_trials([trial(0.1)], tmp_path, build))
+    for name in ("version_0_backup", "version_", "version_x"):
+        (tmp_path / trial(0.1).name / name).mkdir()
+    assert run_folder(tmp_path, trial(0.1)).name == "version_0"
+    assert [o.error for o in run_trials([trial(0.1)], tmp_path, build)] == [None]
+
+
+def test_a_run_that_somebody_else_trains_stays(tmp_path: Path) -> None:
+    """It has no checkpoint yet; a process holds its lock."""
+    mine = tmp_path / trial(0.1).name / "version_0"
+    mine.mkdir(parents=True)
+    (mine / "metrics.csv").write_text("round\n1\n")
+    lock = RunLock(mine)
+    (found,) = run_trials([trial(0.1)], tmp_path, build)
+    assert "used by another run" in str(found.error) and (mine / "metrics.csv").exists()
+    lock.release()
+    (found,) = run_trials([trial(0.1)], tmp_path, build)
+    assert found.error is None and found.folder == mine
+
+
+def test_a_trial_that_another_process_trains_is_awaited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trials, "POLL_S", 0.01)
+    held = tmp_path / trial(0.1).name
+    held.mkdir()
+    lock = RunLock(held)
+    found = []
+    for o in run_trials([trial(0.1), Trial("other", trial(0.2).args, "fit")], tmp_path, build):
+        found.append(o.trial.name)
+        lock.release()
+    assert found == ["other", trial(0.1).name]
+
+
+def test_other_settings_are_refused(tmp_path: Path) -> None:
+    list(run_trials([trial(0.1)], tmp_path, build))
+    config = run_folder(tmp_path, trial(0.1)) / "config.yaml"
+    config.write_text("trainer: {max_rounds: 6, threads: 1}\n")
+    same = [*run_trials([trial(0.1)], tmp_path, build, check=lambda _: {"trainer": {"max_rounds": 6, "threads": 2}})]
+    assert same[0].error is None
+    with pytest.raises(UserError, match=r"version_0 was trained with trainer.max_rounds = 6 \(here: 7\)"):
+        next(run_trials([trial(0.1)], tmp_path, build, check=lambda _: {"trainer": {"max_rounds": 7, "threads": 1}}))
+
+
+class Crash(Callback):
+    def on_round_end(self, run: Run) -> None:
+        raise RuntimeError("a mistake\nof the user")
+
+
+def test_an_unexpected_error_is_that_of_its_trial_alone(tmp_path: Path) -> None:
+    def crashing(of: Trial, folder: Path) -> Built:
+        return build(of, folder, engine="sequential", callbacks=[Crash()] if of == trial(0.1) else [])
+
+    first, second = run_trials([trial(0.1), trial(0.2)], tmp_path, crashing)
+    assert (first.error, second.error) == ("RuntimeError: a mistake of the user", None)
+    assert [o.error for o in run_trials([trial(0.1)], tmp_path, build)] == [None], "it is tried again"
+
+
+class Kill(Callback):
+    """Kills its process at a round, as often as the file's number says."""
+
+    def __init__(self, file: Path, round: int) -> None:
+        self.file, self.round = file, round
+
+    def on_round_logged(self, run: Run, metrics: Mapping[str, float]) -> None:
+        if run.rounds_done == self.round and (left := int(self.file.read_text())):
+            self.file.write_text(str(left - 1))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def build_killed(of: Trial, folder: Path) -> Built:
+    """Its process is killed once, in the run with rho 0.1; at every start in that with rho 0.3."""
+    callbacks: list[Callback] = [Checkpoints(every_n_rounds=2)]
+    for rho, times, round in ((0.1, 1, 5), (0.3, 99, 1)):
+        file = folder.parent / f"kills_{rho}"
+        if of == trial(rho):
+            if not file.exists():
+                file.write_text(str(times))
+            callbacks.append(Kill(file, round))
+    return build(of, folder, engine="sequential", callbacks=callbacks)
+
+
 @pytest.mark.slow
-def test_several_processes(tmp_path: Path) -> None:
-    asked = [trial(0.05), trial(0.1)]
-    found = list(run_trials(asked, tmp_path / "two", build, jobs=2))
-    assert sorted(o.trial.name for o in found) == sorted(t.name for t in asked)
-    list(run_trials(asked, tmp_path / "one", build, jobs=1))
-    for of in asked:
-        assert metrics(run_folder(tmp_path / "two", of)).keys() == metrics(run_folder(tmp_path / "one", of)).keys()
+def test_a_killed_process_is_replaced(tmp_path: Path) -> None:
+    asked = [trial(0.1), trial(0.2), trial(0.3), trial(0.4)]
+    found = {o.trial.name: o.error for o in run_trials(asked, tmp_path / "two", build_killed, jobs=2)}
+    assert found.pop(trial(0.3).name) == "its process was killed 3 times after round 1; has it memory enough?"
+    assert found == dict.fromkeys([trial(0.1).name, trial(0.2).name, trial(0.4).name])
+    assert (tmp_path / "kills_0.1").read_text() == "0"
+    list(run_trials([*asked[:2], asked[3]], tmp_path / "one", partial(build, engine="sequential")))
+    for name in found:
+        runs = [tmp_path / place / name / "version_0" for place in ("one", "two")]
+        one, two = map(metrics, runs)
+        timed = {key for key in one if key.startswith("time/")}
+        assert {key: one[key] for key in one.keys() - timed} == {key: two[key] for key in two.keys() - timed}
+        assert_same(*map(state, runs))
+
+
+def sweep_in_a_process(folder: Path, seen: Any) -> None:
+    asked = [trial(rho) for rho in (0.1, 0.2, 0.3)]
+    seen.put([(o.trial.name, o.error) for o in run_trials(asked, folder, partial(build, engine="sequential"))])
+
+
+@pytest.mark.slow
+def test_two_processes_share_the_trials_of_a_folder(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    seen = context.Queue()
+    both = [context.Process(target=sweep_in_a_process, args=(tmp_path, seen)) for _ in range(2)]
+    for process in both:
+        process.start()
+    found = [sorted(seen.get()) for _ in both]
+    assert found[0] == found[1] == [(trial(rho).name, None) for rho in (0.1, 0.2, 0.3)]
+    assert sorted(path.name for path in tmp_path.glob("*/version_*")) == ["version_0"] * 3
+    for process in both:
+        process.join()

@@ -213,12 +213,16 @@ class FederatedCLI(LightningCLI):
         super().instantiate_classes()
         made: Namespace = self.config_init
         if "trainer" in self.needs:
-            # with values of None, no defaults left out, checked by the parser before; by position, since jsonargparse
-            # 4.50 has other names for these
-            text = self.parser.dump(self.config, "yaml", False, False, True)
             made.trainer = self.trainer
-            made.trainer.config = {key: value for key, value in yaml.safe_load(text).items() if key in PARTS}
+            made.trainer.config = self.resolved()
         return made
+
+    def resolved(self) -> dict[str, Any]:
+        """Returns the config of the run with every default, as its run folder has it."""
+        # with values of None, no defaults left out, checked by the parser before; by position, since jsonargparse
+        # 4.50 has other names for these
+        text = self.parser.dump(self.config, "yaml", False, False, True)
+        return {key: value for key, value in yaml.safe_load(text).items() if key in PARTS}
 
     def make(self, *args: str) -> Namespace:
         """Parses other arguments, and builds what they describe.

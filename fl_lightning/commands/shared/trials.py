@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -35,13 +36,13 @@ def build(trial: Trial, folder: Path) -> Built:
     return Built(made.trainer, made.model, made.data)
 
 
-def check(trial: Trial) -> None:
-    """Parses the arguments of a trial.
+def check(trial: Trial) -> dict[str, Any]:
+    """Parses the arguments of a trial, and returns its resolved config.
 
     Raises:
         ArgumentsError: If they are wrong.
     """
-    FederatedCLI(trial.command, *trial.args)
+    return FederatedCLI(trial.command, *trial.args).resolved()
 
 
 def show(outcomes: Sequence[Outcome]) -> None:

@@ -15,6 +15,10 @@ UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 """Errors of file systems without locks."""
 
 
+class InUse(UserError):
+    """Another run uses the folder."""
+
+
 class RunLock:
     """A lock on ``run.lock`` in a run folder; it ends with the process, however that ends. The file stays.
 
@@ -25,7 +29,8 @@ class RunLock:
         folder: The run folder.
 
     Raises:
-        UserError: If another run holds the lock, or the folder cannot be written.
+        InUse: If another run holds the lock.
+        UserError: If the folder cannot be written.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -46,7 +51,7 @@ class RunLock:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             holder = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
-            raise UserError(f"{folder}: used by another run (process {holder}); wait for its end, or end it") from None
+            raise InUse(f"{folder}: used by another run (process {holder}); wait for its end, or end it") from None
         except OSError as error:
             if error.errno not in UNSUPPORTED:
                 raise
