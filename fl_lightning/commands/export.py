@@ -1,12 +1,14 @@
 """``fl-lightning export``, and the net of a run from Python."""
 
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from fl_lightning.commands.shared.new_files import make_folder
-from fl_lightning.core import ensure
+from fl_lightning.core import ensure, write_atomically
+from fl_lightning.core.files import UNMARKED, fault
 from fl_lightning.trainer.storage import checkpoint
 from fl_lightning.trainer.storage.run_folder import RunFolder
 
@@ -24,11 +26,17 @@ def run(ckpt: str, out: str, /) -> None:
 
     Args:
         ckpt: The checkpoint, in its run folder.
-        out: The file.
+        out: The file; no checkpoint.
     """
+    target = Path(out)
+    ensure(not target.is_dir() and target.name != "", f"out = {out}: a folder; give the path of a file")
+    ensure(
+        not target.is_file() or fault(target) == UNMARKED,
+        f"out = {out}: a checkpoint or another file of a run; give the path of a new file",
+    )
     net = load_net(ckpt)
-    make_folder(Path(out).parent)
-    torch.save(net.state_dict(), out)
+    make_folder(target.parent)
+    write_atomically(target, partial(torch.save, net.state_dict()))
     print(f"{type(net).__name__}, {sum(p.numel() for p in net.parameters()):,} weights: {out}")
 
 

@@ -192,6 +192,19 @@ def test_export(done: Path, tmp_path: Path) -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
+def test_export_never_replaces_a_checkpoint(done: Path, tmp_path: Path) -> None:
+    last_ckpt = done / "checkpoints" / "last.ckpt"
+    before = last_ckpt.read_bytes()
+    for out, line in ((last_ckpt, "a checkpoint"), (done, "a folder"), (Path("/proc/x/net.pt"), "cannot create")):
+        with pytest.raises(SystemExit, match=rf"error: out = .*: {line}"):
+            cli("export", str(last_ckpt), str(out))
+    assert last_ckpt.read_bytes() == before
+    net = tmp_path / "net.pt"
+    for _ in range(2):
+        cli("export", str(last_ckpt), str(net))
+    assert not list(tmp_path.glob("net.tmp"))
+
+
 NORMED = """
 from torch import nn
 

@@ -26,10 +26,11 @@ from fl_lightning.core import files
 from fl_lightning.results.compare import compare
 from fl_lightning.results.configs import config_files
 from fl_lightning.trainer.callbacks.progress import Progress
+from fl_lightning.trainer.loggers.csv import CSVLogger
 from fl_lightning.trainer.run import Run
 from fl_lightning.trainer.storage import checkpoint
 from fl_lightning.trainer.storage.client_store import ClientStore
-from tests.runs import DIGITS, assert_same, cli, forked, kill, last, metrics, newest, process, run, state
+from tests.runs import DIGITS, FORKS, assert_same, cli, forked, kill, last, metrics, newest, process, run, state
 
 ROUNDS = 6
 ON_DISK = ["--trainer.client_memory=0"]
@@ -100,6 +101,41 @@ def test_every_flipped_bit_is_found(name: str, flips: int, folder: Path) -> None
     path.write_bytes(whole[: places[5]] + b"??" + whole[places[5] + 2 :])
     line = complaint(folder)
     assert "damaged" in line and path.name in line
+
+
+@pytest.mark.parametrize("flips", [100, pytest.param(1000, marks=pytest.mark.slow)])
+def test_every_flipped_bit_of_the_log_is_found(flips: int, folder: Path) -> None:
+    path, draw, state = folder / "metrics.csv", random.Random(4), last(folder)["loggers"]["CSVLogger"]
+    whole = path.read_bytes()
+    CSVLogger().check(folder, state, ROUNDS)
+    for place in draw.choices(range(len(whole)), k=flips):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << draw.randrange(8)]) + whole[place + 1 :])
+        with pytest.raises(UserError, match=r"metrics.csv: .*put the run's own file back") as error:
+            CSVLogger().check(folder, state, ROUNDS)
+        assert "\n" not in str(error.value)
+    path.write_bytes(whole.replace(b"1", b"2"))
+    assert "metrics.csv" in complaint(folder)
+
+
+@pytest.mark.skipif(not FORKS, reason="the process that is killed has this one's patch")
+def test_a_kill_between_two_checkpoints_loses_no_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write, written = files.save, []
+
+    def save(path: Path, content: Any) -> None:
+        write(path, content)
+        written.append(path)
+        if len(written) == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    args = [*DIGITS, f"--trainer.default_root_dir={tmp_path}", f"--trainer.max_rounds={ROUNDS}"]
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "save", save)
+        with forked("fit", "--model=FedAvg", *args, *KEEPS, cwd=tmp_path) as child:
+            child.communicate(timeout=120)
+    ckpt = newest(tmp_path) / "checkpoints" / "last.ckpt"
+    cli("fit", "--model=FedAvg", *args, f"--ckpt_path={ckpt}")
+    found = {path.name for path in ckpt.parent.glob("round_*.ckpt")}
+    assert found == {"round_2.ckpt", "round_4.ckpt", "round_6.ckpt"}
 
 
 def change(folder: Path, edit: Callable[[dict[str, Any]], Any]) -> None:

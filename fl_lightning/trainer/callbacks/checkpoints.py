@@ -72,10 +72,10 @@ class Checkpoints(Callback):
     def _save(self, run: Run) -> None:
         if run.rounds_done == self._saved:
             return
+        if self.keep_all:  # before last.ckpt: a run that continues from that one does not save this round again
+            resume.save(run, self._path(run, run.rounds_done))
         resume.save(run, run.folder.last)
         self._saved = run.rounds_done
-        if self.keep_all:
-            resume.save(run, self._path(run, run.rounds_done))
 
     def _keep_best(self, run: Run, value: float, mode: Mode) -> None:
         """Saves this round if it is among the best, and removes the one that no longer is."""

@@ -3,9 +3,10 @@
 import csv
 import io
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
@@ -19,6 +20,7 @@ class CSVLogger(RunLogger):
 
     def __init__(self) -> None:
         self.columns: list[str] = ["round"]
+        self.checksum = 0
 
     @property
     def path(self) -> Path:
@@ -27,27 +29,30 @@ class CSVLogger(RunLogger):
         return self.dir / FILE
 
     def check(self, run_dir: Path, state: Mapping[str, Any], round: int) -> None:
-        _rows(run_dir / FILE, state.get("columns", []), round)
+        _rows(run_dir / FILE, state, round)
 
     @rank_zero_only
     def start(self, run_dir: Path, state: Mapping[str, Any], round: int, about: About) -> None:
         super().start(run_dir, state, round, about)
-        columns, rows = _rows(run_dir / FILE, state.get("columns", []), round) if round else (["round"], [])
+        columns, rows = _rows(run_dir / FILE, state, round) if round else (["round"], [])
         self._rewrite(columns, rows)
+        self.checksum = _checksum(rows)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"columns": self.columns}
+        return {"columns": self.columns, "checksum": self.checksum}
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Appends the row of round ``step``."""
+        new_row = {name: str(value) for name, value in {"round": step, **metrics}.items()}
         with writing(self.path):
             if new := [key for key in metrics if key not in self.columns]:
                 head, *rows = read_rows(self.path)
                 self._rewrite([*self.columns, *new], [dict(zip(head, row, strict=True)) for row in rows])
             with self.path.open("r+", newline="") as file:  # which must exist
                 file.seek(0, os.SEEK_END)
-                csv.DictWriter(file, self.columns).writerow({"round": step, **metrics})
+                csv.DictWriter(file, self.columns).writerow(new_row)
+        self.checksum = _checksum([new_row], self.checksum)
 
     def flush(self) -> None:
         with writing(self.path), self.path.open("r+b") as file:
@@ -62,17 +67,25 @@ class CSVLogger(RunLogger):
         self.columns = columns
 
 
-def _rows(path: Path, columns: list[str], rounds: int) -> tuple[list[str], list[dict[str, Any]]]:
+def _checksum(rows: Iterable[Mapping[str, str]], before: int = 0) -> int:
+    """Returns the CRC-32 of the numbers in rows, in any order of the columns, after that of the rows before."""
+    for row in rows:
+        before = crc32("".join(f"{name}={row[name]}\n" for name in sorted(row) if row[name]).encode(), before)
+    return before
+
+
+def _rows(path: Path, state: Mapping[str, Any], rounds: int) -> tuple[list[str], list[dict[str, str]]]:
     """Returns the columns of a log, and its rows of the first rounds, of which each has one; later rows are left out.
 
     Args:
         path: The file. If it holds the word ``round`` alone, the rows are empty.
-        columns: Columns that it must have.
+        state: The logger's state in the checkpoint: the columns that it must have, and the checksum of the rows.
         rounds: Number of rounds.
 
     Raises:
-        UserError: If it is missing, or a column or row is missing, doubled or no numbers.
+        UserError: If it is missing, or a column or row is missing, doubled, no numbers, or not as it was written.
     """
+    columns = state.get("columns", [])
     remedy = "put the run's own file back, or one that holds only the word round, to continue without its rows"
     try:
         lines = read_rows(path)
@@ -80,7 +93,7 @@ def _rows(path: Path, columns: list[str], rounds: int) -> tuple[list[str], list[
         what = error.strerror if isinstance(error, OSError) else error
         raise UserError(f"{path}: cannot be read ({what}); {remedy}") from None
     if lines == [["round"]]:
-        return columns or ["round"], [{"round": k + 1} for k in range(rounds)]
+        return columns or ["round"], [{"round": str(k + 1)} for k in range(rounds)]
     head, rows = lines[0] if lines else [], lines[1:]
     if absent := [name for name in dict.fromkeys(["round", *columns]) if head.count(name) != 1]:
         raise UserError(f"{path}: has not one column {absent[0]}; {remedy}")
@@ -93,7 +106,10 @@ def _rows(path: Path, columns: list[str], rounds: int) -> tuple[list[str], list[
             raise UserError(f"{path}: has round {row[at]} twice; {remedy}")
     if len(rows) < rounds:
         raise UserError(f"{path}: ends at round {len(rows)}, the checkpoint at {rounds}; {remedy}")
-    return head, [dict(zip(head, row, strict=True)) for row in rows[:rounds]]
+    found = [dict(zip(head, row, strict=True)) for row in rows[:rounds]]
+    if _checksum(found) != state.get("checksum", _checksum(found)):
+        raise UserError(f"{path}: its rows are not those that the run has written; {remedy}")
+    return head, found
 
 
 def _is_number(cell: str) -> bool:
