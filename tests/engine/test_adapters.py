@@ -144,7 +144,7 @@ def test_an_adapter_is_no_classifier() -> None:
 
 @pytest.mark.slow
 def test_lora_compiled(tmp_path: Path) -> None:
-    options = {"arrays": tokens(), "clients_per_round": 2, "local_steps": 3}
+    options = {"arrays": tokens(), "clients_per_round": 2, "local_steps": 1}
     runs = [
         train(tmp_path, FedAvg(net=lora()), engine, compile=compiled, **options)
         for engine, compiled in (("sequential", False), ("graphed", True))
