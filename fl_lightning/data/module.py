@@ -228,8 +228,7 @@ class FederatedDataModule(SampleStore, ABC):
         if self.batch_size is None:
             order = indices.repeat(epochs)
         else:
-            orders = [indices[torch.randperm(n, generator=generator)[:used]] for _ in range(epochs)]
-            order = torch.cat(orders) if epochs > 1 else orders[0]
+            order = torch.cat([indices[torch.randperm(n, generator=generator)[:used]] for _ in range(epochs)])
         sizes = (sizes * epochs)[:count]
         draws = {} if self.augment is None else self.augment.draw(sizes, generator)
         return Minibatches(self, order[: sum(sizes)], sizes, draws, dtype)

@@ -229,7 +229,7 @@ def test_rescaled_is_resize_pad_and_crop(scale: float) -> None:
 def test_area_takes_parts_of_the_image() -> None:
     augment = ScaledCrop((8, 12), (0.2, 3.0), kind="area", flip=False)
     drawn = augment.draw([400], torch.Generator().manual_seed(0))
-    top, left, height, width = augment._parts(16, 24, drawn)
+    (top, left), (height, width) = (v.T for v in augment._parts(16, 24, drawn))
     assert (top >= 0).all() and (left >= 0).all() and (top + height <= 16).all() and (left + width <= 24).all()
     whole = (height == 16) & (width == 21)  # the central part of aspect 4/3
     assert 0 < whole.sum() < 400 and (left[whole] == 1).float().mean() > 0.9
