@@ -20,7 +20,9 @@ from fl_lightning.core import (
     require,
     to_device,
 )
-from fl_lightning.data.metrics import IGNORED
+
+IGNORED = 255
+"""Class of pixels that do not count."""
 
 
 class Augment(Checked, key="data.augment"):

@@ -1,6 +1,6 @@
 """Data sets of PyTorch, with the client of each sample."""
 
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Mapping, Sequence, Sized
 from typing import Any, cast
 
 import numpy as np
@@ -8,9 +8,8 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from fl_lightning.core import UserError, ensure
-from fl_lightning.core.nested import map_tensors
 from fl_lightning.data.module import FederatedDataModule
-from fl_lightning.data.streaming import Samples, record_dtype
+from fl_lightning.data.streaming import IndexedSamples
 
 
 class FromDataset(FederatedDataModule):
@@ -52,42 +51,6 @@ class FromDataset(FederatedDataModule):
     def load(self) -> tuple[Any, Any, Any, Any]:
         """See :class:`FederatedDataModule`."""
         return *_read("train", self.train), *_read("test", self.test)
-
-
-class IndexedSamples(Samples):
-    """Samples that a function returns by index, all of the shape and dtype of the first.
-
-    Args:
-        name: Name of the samples in errors.
-        count: Number of samples.
-        read: Returns a sample: an array, a tensor, a PIL image, or a nested dict of these.
-        first: The first sample.
-
-    Raises:
-        UserError: If (on reading) a sample differs in shape or dtype from the first.
-    """
-
-    def __init__(self, name: str, count: int, read: Callable[[int], Any], first: Any) -> None:
-        self.name, self.read = name, read
-        self.shape, self.dtype = (count,), record_dtype(map_tensors(_array, first))
-
-    def __getitem__(self, index: int) -> Any:
-        """See :class:`Samples`."""
-        given = self.read(index)
-        sample, file = map_tensors(_array, given), getattr(given, "filename", "")
-        found = record_dtype(sample)
-        ensure(
-            found == self.dtype,
-            f"{self.name}: sample {index}{f' ({file})' if file else ''} is {found.base} {found.shape}, the first is "
-            f"{self.dtype.base} {self.dtype.shape}; make all alike, images by a transform or map that resizes",
-        )
-        return sample
-
-
-def _array(x: Any) -> NDArray[Any]:
-    """Converts a value to an array; the channels of a PIL image come first."""
-    array = np.asarray(x)
-    return array.transpose(2, 0, 1) if hasattr(x, "getbands") and array.ndim == 3 else array
 
 
 def _read(name: str, dataset: Any) -> tuple[IndexedSamples, NDArray[Any]]:

@@ -193,7 +193,8 @@ class FederatedDataModule(SampleStore, ABC):
     @property
     def strata(self) -> Tensor:
         """Class of each training sample, ``(N,)``; zeros if they have none."""
-        return self.task.strata(self.y_train)
+        y = self.y_train
+        return y if self.task.by_class else y.new_zeros(len(y), dtype=torch.int64)
 
     # Training
 

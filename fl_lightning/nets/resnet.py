@@ -1,4 +1,4 @@
-"""Residual networks without batch statistics."""
+"""Residual networks, among them MobileNetV2, without batch statistics."""
 
 from collections.abc import Callable
 from functools import partial
@@ -6,7 +6,7 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from fl_lightning.core import Checked, Size, require
+from fl_lightning.core import Checked, Size, require, weights
 
 Norm = Callable[[int], nn.Module]
 """Returns a normalization layer for a number of channels."""
@@ -38,18 +38,25 @@ def _cifar_stem() -> nn.Conv2d:
     return stem
 
 
-class _TorchvisionResNet(Checked, nn.Module, key="model.net"):
-    """A ResNet of torchvision, as ``net``."""
+class _TorchvisionNet(Checked, nn.Module, key="model.net"):
+    """A net of torchvision, as ``net``."""
 
-    def __init__(self, blocks: list[int], num_classes: Size, norm: Norm) -> None:
-        from torchvision.models.resnet import BasicBlock, ResNet
-
+    def __init__(self, net: nn.Module) -> None:
         super().__init__()
-        self.net = ResNet(BasicBlock, blocks, num_classes, norm_layer=norm)
+        self.net = net
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns logits ``(N, num_classes)`` of images ``(N, 3, H, W)``."""
         return self.net(x)
+
+
+class _TorchvisionResNet(_TorchvisionNet):
+    """A ResNet of torchvision."""
+
+    def __init__(self, blocks: list[int], num_classes: Size, norm: Norm) -> None:
+        from torchvision.models.resnet import BasicBlock, ResNet
+
+        super().__init__(ResNet(BasicBlock, blocks, num_classes, norm_layer=norm))
 
 
 class ResNet18GN(_TorchvisionResNet):
@@ -107,6 +114,34 @@ class ResNet8GN(_TorchvisionResNet):
     def __init__(self, num_classes: Size = 100, groups: int = 2) -> None:
         super().__init__([1, 1, 1, 1], num_classes, group_norm(groups, 64))
         self.net.layer4, self.net.fc = nn.Identity(), nn.Linear(256, num_classes)
+
+
+class MobileNetV2GN(_TorchvisionNet):
+    """torchvision's MobileNetV2 (Sandler et al. 2018) with GroupNorm instead of BatchNorm, no dropout: for Landmarks.
+
+    4,821,740 weights with 2,028 classes. The origin of the GroupNorms in the papers' pre-trained network is unknown.
+
+    Args:
+        num_classes: Number of classes.
+        groups: Groups of every GroupNorm; must divide 8. Google's trainer for Landmarks uses 8, its model class 2; the
+            papers' number is unknown.
+        pretrained: Initial weights: ``torchvision`` for its ImageNet weights (downloaded once), or a file with such a
+            state_dict. Convolutions, scales and shifts load; the classifier loads if it has as many classes; the
+            statistics of BatchNorm do not.
+
+    Raises:
+        UserError: If groups does not divide 8, or the pre-trained weights do not fit.
+    """
+
+    def __init__(self, num_classes: Size = 2028, groups: int = 8, pretrained: str | None = None) -> None:
+        from torchvision.models import MobileNet_V2_Weights, mobilenet_v2
+
+        super().__init__(mobilenet_v2(num_classes=num_classes, norm_layer=group_norm(groups, 8), dropout=0.0))
+        if pretrained is not None:
+            key = "model.net.pretrained"
+            ours = pretrained == "torchvision"
+            found = MobileNet_V2_Weights.IMAGENET1K_V1.get_state_dict() if ours else weights.read(pretrained, key)
+            weights.load(self.net, found, key, head="classifier.")
 
 
 class PreActResNet18GN(Checked, nn.Module, key="model.net"):
