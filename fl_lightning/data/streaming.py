@@ -136,7 +136,7 @@ class Stream:
 
     def start(self, index: int) -> Future[Any]:
         """Lets a thread read one sample."""
-        return self._pool.submit(self._read, index)
+        return self._pool.submit(lambda: _record(self.source[index], self.source.dtype))
 
     def read(self) -> Inputs:
         """Returns all samples, ``(N, ...)``."""
@@ -148,9 +148,6 @@ class Stream:
                 for name, v in named_tensors(rows, "").items():
                     v[at : at + len(part)] = read[name]
         return rows
-
-    def _read(self, index: int) -> Any:
-        return _record(self.source[index], self.source.dtype)
 
 
 def _record(sample: Any, dtype: np.dtype[Any]) -> Any:

@@ -50,16 +50,14 @@ class _TorchvisionNet(Checked, nn.Module, key="model.net"):
         return self.net(x)
 
 
-class _TorchvisionResNet(_TorchvisionNet):
-    """A ResNet of torchvision."""
+def _resnet(blocks: list[int], num_classes: int, norm: Norm) -> nn.Module:
+    """Returns torchvision's ResNet of basic blocks."""
+    from torchvision.models.resnet import BasicBlock, ResNet
 
-    def __init__(self, blocks: list[int], num_classes: Size, norm: Norm) -> None:
-        from torchvision.models.resnet import BasicBlock, ResNet
-
-        super().__init__(ResNet(BasicBlock, blocks, num_classes, norm_layer=norm))
+    return ResNet(BasicBlock, blocks, num_classes, norm_layer=norm)
 
 
-class ResNet18GN(_TorchvisionResNet):
+class ResNet18GN(_TorchvisionNet):
     """torchvision's ResNet-18 (He et al. 2016) with GroupNorm instead of BatchNorm.
 
     11,173,962 weights with 10 classes and the CIFAR stem; 11,181,642 with the ImageNet stem (FedSMOO, FedLESAM), and
@@ -75,12 +73,12 @@ class ResNet18GN(_TorchvisionResNet):
     """
 
     def __init__(self, num_classes: Size = 10, groups: int = 2, stem: Literal["cifar", "imagenet"] = "cifar") -> None:
-        super().__init__([2, 2, 2, 2], num_classes, group_norm(groups, 64))
+        super().__init__(_resnet([2, 2, 2, 2], num_classes, group_norm(groups, 64)))
         if stem == "cifar":
             self.net.conv1, self.net.maxpool = _cifar_stem(), nn.Identity()
 
 
-class ResNet18NoNorm(_TorchvisionResNet):
+class ResNet18NoNorm(_TorchvisionNet):
     """ResNet-18 with the CIFAR stem and no normalization, as in FedGF (App. D.6, CIFAR-100).
 
     11,210,532 weights with 100 classes. Convolutions without bias, PyTorch's default initialization.
@@ -90,14 +88,14 @@ class ResNet18NoNorm(_TorchvisionResNet):
     """
 
     def __init__(self, num_classes: Size = 100) -> None:
-        super().__init__([2, 2, 2, 2], num_classes, nn.Identity)
+        super().__init__(_resnet([2, 2, 2, 2], num_classes, nn.Identity))
         self.net.conv1, self.net.maxpool = _cifar_stem(), nn.Identity()
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 module.reset_parameters()
 
 
-class ResNet8GN(_TorchvisionResNet):
+class ResNet8GN(_TorchvisionNet):
     """FedGMT's small ResNet for CIFAR-100: torchvision's first three stages, of one block each.
 
     ImageNet stem; 64, 128 and 256 channels, strides 1, 2, 2; torchvision's initialization. 1,258,404 weights with 100
@@ -112,7 +110,7 @@ class ResNet8GN(_TorchvisionResNet):
     """
 
     def __init__(self, num_classes: Size = 100, groups: int = 2) -> None:
-        super().__init__([1, 1, 1, 1], num_classes, group_norm(groups, 64))
+        super().__init__(_resnet([1, 1, 1, 1], num_classes, group_norm(groups, 64)))
         self.net.layer4, self.net.fc = nn.Identity(), nn.Linear(256, num_classes)
 
 
