@@ -259,20 +259,27 @@ class ScaledCrop(Augment):
 
 def _resampled(x: Tensor, corner: Tensor, extent: Tensor, size: tuple[int, ...]) -> Tensor:
     """Crops ``(n, 4, H, W)`` resized to one size; pixels outside are black and do not count."""
-    grids, nearest, inside = [], [], []
-    for start, length, out, full in zip(corner.T, extent.T, size, x.shape[-2:], strict=True):
-        at = (
-            start[:, None] + (torch.arange(out, device=x.device) + 0.5) * (length / out)[:, None]
-        )  # (n, out), in pixels
-        grids.append((2 * at / full - 1).float())
-        nearest.append(at.floor().long().clamp(0, full - 1))
-        inside.append((at >= 0) & (at < full))
-    n, (rows, columns) = len(x), size
-    grid = torch.stack(
-        [grids[1][:, None, :].expand(n, rows, columns), grids[0][:, :, None].expand(n, rows, columns)], -1
-    )
+    (rows, row, in_height), (columns, column, in_width) = map(_places, corner.T, extent.T, size, x.shape[-2:])
+    shape = len(x), *size
+    grid = torch.stack([columns[:, None, :].expand(shape), rows[:, :, None].expand(shape)], -1)
     rgb = F.grid_sample(x[:, :3].float(), grid, "bilinear", padding_mode="border", align_corners=False).round()
-    image = torch.arange(n, device=x.device)[:, None, None]
-    label = x[image, 3, nearest[0][:, :, None], nearest[1][:, None, :]][:, None]
-    seen = (inside[0][:, :, None] & inside[1][:, None, :])[:, None]
+    image = torch.arange(len(x), device=x.device)[:, None, None]
+    label = x[image, 3, row[:, :, None], column[:, None, :]][:, None]
+    seen = (in_height[:, :, None] & in_width[:, None, :])[:, None]
     return torch.cat([(rgb * seen).to(torch.uint8), torch.where(seen, label, IGNORED)], 1)
+
+
+def _places(start: Tensor, length: Tensor, out: int, full: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the places of a crop's pixels along one axis of the image, ``(n, out)`` each.
+
+    Args:
+        start: First pixel of each crop, ``(n,)``.
+        length: Its length in pixels, ``(n,)``.
+        out: Number of pixels after resizing.
+        full: Number of pixels of the image.
+
+    Returns:
+        Their coordinates from -1 to 1, for ``grid_sample``; the nearest pixels; and whether they are in the image.
+    """
+    at = start[:, None] + (torch.arange(out, device=start.device) + 0.5) * (length / out)[:, None]  # in pixels
+    return (2 * at / full - 1).float(), at.floor().long().clamp(0, full - 1), (at >= 0) & (at < full)

@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_lightning.core import ensure, require
-from fl_lightning.data.files import corrupt_file_error, find_files
+from fl_lightning.core import UserError, ensure, require
+from fl_lightning.data.files import corrupt_file, find_files
 
 HOME = "https://github.com/hendrycks/robustness"
 CORRUPTIONS = (
@@ -53,9 +53,9 @@ def corrupted_cifar(
     )
     images = {name: _array(path) for name, path in zip(corruptions, files, strict=True)}
     for path, array in zip(files, images.values(), strict=True):
-        if array.shape != (len(labels), 32, 32, 3) or array.dtype != np.uint8:
-            problem = f"{array.dtype} {array.shape} instead of uint8 {(len(labels), 32, 32, 3)}"
-            raise corrupt_file_error("folder", path, problem, HOME)
+        problem = f"{array.dtype} {array.shape} instead of uint8 {(len(labels), 32, 32, 3)}"
+        fits = array.shape == (len(labels), 32, 32, 3) and array.dtype == np.uint8
+        ensure(fits, corrupt_file("folder", path, problem, HOME))
     return ((name, s, np.array(array[n * (s - 1) : n * s])) for name, array in images.items() for s in severities)
 
 
@@ -63,5 +63,5 @@ def _array(path: Path) -> NDArray[np.uint8]:
     try:
         array: NDArray[np.uint8] = np.load(path, mmap_mode="r")
     except (OSError, ValueError, EOFError) as error:
-        raise corrupt_file_error("folder", path, error, HOME) from None
+        raise UserError(corrupt_file("folder", path, error, HOME)) from None
     return array

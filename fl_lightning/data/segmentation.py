@@ -15,7 +15,7 @@ from torchmetrics.classification import MulticlassConfusionMatrix
 
 from fl_lightning.core import Divisor, PositiveInt, UserError, enlarged, ensure
 from fl_lightning.data.augment import IGNORED, Augment, ScaledCrop
-from fl_lightning.data.files import corrupt_file_error, find_files, read_image, read_json
+from fl_lightning.data.files import corrupt_file, find_files, read_image, read_json
 from fl_lightning.data.module import FederatedDataModule
 from fl_lightning.data.partition import Given
 from fl_lightning.data.samples import Batch
@@ -274,8 +274,7 @@ def _listed(folder: Path) -> dict[str, list[tuple[str, str]]]:
     users: dict[str, list[tuple[str, str]]] = {}
     for path in sorted(folder.glob("*.json"), key=number):
         users |= read_json(path, _pairs, LISTS)
-    if not users:
-        raise corrupt_file_error("data.data_dir", folder, "no lists (*.json)", LISTS)
+    ensure(bool(users), corrupt_file("data.data_dir", folder, "no lists (*.json)", LISTS))
     return users
 
 

@@ -73,7 +73,6 @@ def plot_surface(
                 else:
                     axes = figure.add_subplot(*place)
                     drawn = draw_contour(axes, surface, scale.clip(surface.loss[name]), scale)
-                    draw_models(axes, surface)
                 if kind == "contour" or len(panels) // columns == rows - 1:
                     axes.set(xlabel=labels[0], ylabel=labels[1])
                 axes.set_title(wrapped(label if len(sets) == 1 else f"{label}, {name}", side))
@@ -116,7 +115,6 @@ def plot_plane(
             axes = figure.add_subplot(rows, columns, i, title=name, xlabel=labels[0], ylabel=labels[1])
             scale = Scale.of([grid])
             drawn = draw_contour(axes, surface, scale.clip(grid), scale)
-            draw_models(axes, surface)
             scale.bar(figure, drawn, [axes], label)
             panels.append(axes)
         label_outer(panels, columns)
@@ -335,7 +333,7 @@ def aspect(surface: Surface) -> float:
 
 
 def draw_contour(axes: Axes, surface: Surface, z: Array, scale: Scale) -> Any:
-    """Draws filled contours with lines, labelled unless paths would cross them; returns what a bar is made from."""
+    """Draws filled contours and models, and lines labelled unless paths would cross them; returns what a bar needs."""
     drawn = axes.contourf(surface.x, surface.y, z, levels=scale.fill, norm=scale.norm, cmap=COLORMAP)
     drawn.set_edgecolor("face")  # or viewers show seams between the levels
     levels = scale.lines[(scale.lines > np.nanmin(z)) & (scale.lines < np.nanmax(z))]
@@ -347,6 +345,7 @@ def draw_contour(axes: Axes, surface: Surface, z: Array, scale: Scale) -> Any:
             axes.clabel(lines, fmt="%g", fontsize=7, inline_spacing=2)
     axes.set_box_aspect(aspect(surface))
     axes.locator_params(nbins=5, steps=[1, 2, 5, 10])
+    draw_models(axes, surface)
     return drawn
 
 

@@ -86,14 +86,11 @@ class FLSAMDirichlet(Partition):
         rng = replay(seed)
         rng.shuffle(kept)
         step = int(GROUP / num_clients * len(kept))
+        groups = math.ceil(num_clients / GROUP)
         lists: list[Indices] = []
-        for first in range(0, num_clients, GROUP):
-            width = min(GROUP, num_clients - first)
-            start = first // GROUP * step
-            stop = start + step if first + GROUP < num_clients else len(kept)
-            chunk = kept[start:stop]
+        for group, chunk in enumerate(np.split(kept, step * np.arange(1, groups))):  # the last one has the remainder
             pools = [chunk[labels[chunk] == c] for c in range(num_classes)]
-            lists += self._divide(pools, width, rng)
+            lists += self._divide(pools, min(GROUP, num_clients - group * GROUP), rng)
         return np.array_split(np.concatenate(lists), num_clients)
 
     def _long_tail(self, labels: Indices, num_classes: int, rng: np.random.RandomState) -> Indices:
