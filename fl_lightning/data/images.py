@@ -274,8 +274,8 @@ class Landmarks(FederatedDataModule):
         """See :class:`FederatedDataModule`."""
         files = find_files("data.data_dir", self.data_dir, ("federated_train.csv", "test.csv"), LANDMARKS)
         train, test = (
-            _landmarks(files[0], ("user_id", "image_id", "class")),
-            _landmarks(files[1], ("image_id", "class")),
+            _landmark_rows(files[0], ("user_id", "image_id", "class")),
+            _landmark_rows(files[1], ("image_id", "class")),
         )
         if self._by_user:
             self.partition = Natural([row["user_id"] for row in train])
@@ -296,7 +296,7 @@ class Landmarks(FederatedDataModule):
         return image_files(paths, self.image_size, "data.images")
 
 
-def _landmarks(path: Path, columns: tuple[str, ...]) -> list[dict[str, str]]:
+def _landmark_rows(path: Path, columns: tuple[str, ...]) -> list[dict[str, str]]:
     def valid(row: dict[str, str]) -> bool:
         return all(row.get(name) for name in columns) and row["class"].isdecimal()
 
