@@ -100,6 +100,7 @@ class Segmentation(FederatedDataModule):
         size: Height and width of the images.
         classes: Class of each label id.
         eval_size: Height and width to which images, but not label maps, are resized for evaluation; null: as they are.
+        num_clients: Number of clients; null: as many as are listed.
         augment: null, or ScaledCrop.
         eval_batch_size: Images per batch in evaluation.
         mean: As for FederatedDataModule.
@@ -124,6 +125,7 @@ class Segmentation(FederatedDataModule):
         size: tuple[int, int],
         classes: dict[int, int],
         eval_size: tuple[int, int] | None = None,
+        num_clients: PositiveInt | None = None,
         augment: Augment | None = None,
         eval_batch_size: PositiveInt = 1,
         mean: list[float] | None = None,
@@ -136,6 +138,7 @@ class Segmentation(FederatedDataModule):
             f"data.augment = {type(augment).__name__}: ignores label maps; use ScaledCrop or null",
         )
         super().__init__(
+            num_clients=1 if num_clients is None else num_clients,
             augment=augment,
             eval_batch_size=eval_batch_size,
             mean=[0.5] if mean is None else mean,
@@ -146,6 +149,7 @@ class Segmentation(FederatedDataModule):
         self.data_dir, self.layout = data_dir, (train, test, images, maps)
         self.size, self.class_of, self.eval_size = size, classes, eval_size
         self.classes = max(classes.values()) + 1
+        self._as_listed = num_clients is None
         self._parts: dict[str, Tensor] = {}
 
     def load(self) -> tuple[Any, Any, Any, Any]:
@@ -153,7 +157,9 @@ class Segmentation(FederatedDataModule):
         origin = f"{LISTS} and {self.home}"
         *lists, self.images, self.maps = find_files("data.data_dir", self.data_dir, self.layout, origin)
         train, test = (_listed(folder) for folder in lists)
-        self.partition, self.num_clients = Given.consecutive(map(len, train.values())), len(train)
+        self.partition = Given.consecutive(map(len, train.values()))
+        if self._as_listed:
+            self.num_clients = len(train)
         users = [user for user, pairs in test.items() for _ in pairs]
         if len(test) > 1:
             self._parts = {TESTED.get(user, user): torch.tensor([other == user for other in users]) for user in test}
