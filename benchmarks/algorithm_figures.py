@@ -20,7 +20,7 @@ from fl_lightning.core.figures import COLORS, DASHES, PAGE, style
 from fl_lightning.core.flat import FlatSpec
 from fl_lightning.core.rng import generator
 from fl_lightning.flatness import random_plane, surface
-from fl_lightning.flatness.drawing import Scale, draw_contour
+from fl_lightning.flatness.plots import Scale, draw_contour
 from fl_lightning.results.metrics import read_metrics
 
 ROUNDS, EVERY, POINTS = 200, 4, 25

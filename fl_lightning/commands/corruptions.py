@@ -2,14 +2,12 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-import numpy as np
 import torch
 
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.commands.shared.landscapes import number_of, save_figures
 from fl_lightning.commands.shared.new_files import make_folder
-from fl_lightning.core import ensure
-from fl_lightning.data.corruptions import CORRUPTIONS, SEVERITIES, CorruptedCIFAR
+from fl_lightning.data.corruptions import CORRUPTIONS, SEVERITIES, corrupted_cifar
 from fl_lightning.data.module import FederatedDataModule
 from fl_lightning.data.samples import Batch
 from fl_lightning.results.corruptions import CLEAN, Accuracy, means, plot_corruptions
@@ -38,17 +36,13 @@ def evaluate_corruptions(
         dtype: Floating dtype of the images.
 
     Raises:
-        UserError: As `CorruptedCIFAR`, or if the labels are not those of the test set.
+        UserError: As `corrupted_cifar`.
     """
-    files, y = CorruptedCIFAR(folder, corruptions, severities), data.y_test.cpu().numpy()
-    ensure(
-        np.array_equal(files.labels, y),
-        f"folder = '{folder}': its {len(files.labels)} labels are not the {len(y)} of data's test set; "
-        "CIFAR-10-C goes with CIFAR10, CIFAR-100-C with CIFAR100",
-    )
+    y = data.y_test.cpu().numpy()
+    files = corrupted_cifar(folder, y, corruptions, severities)
     yield Accuracy(CLEAN, 0, accuracy(data.eval_batches("test", dtype)))
-    for corruption, severity, images, labels in files:
-        yield Accuracy(corruption, severity, accuracy(data.batches_of(corruption, images, labels, dtype)))
+    for corruption, severity, images in files:
+        yield Accuracy(corruption, severity, accuracy(data.batches_of(corruption, images, y, dtype)))
 
 
 def run(

@@ -1,11 +1,9 @@
 """Data sets, their partition among clients, and batches."""
 
-from fl_lightning.data.arrays import Arrays, Digits
+from fl_lightning.data.arrays import Arrays, Digits, FromDataset
 from fl_lightning.data.augment import Augment, ScaledCrop
-from fl_lightning.data.dataset import FromDataset
 from fl_lightning.data.huggingface import HuggingFace
-from fl_lightning.data.images import CIFAR10, CIFAR100, CINIC10, ImageFolder, TorchvisionData
-from fl_lightning.data.landmarks import Landmarks
+from fl_lightning.data.images import CIFAR10, CIFAR100, CINIC10, ImageFolder, Landmarks, TorchvisionData
 from fl_lightning.data.leaf import FEMNIST, LEAF, Shakespeare
 from fl_lightning.data.module import FederatedDataModule
 from fl_lightning.data.partition import (

@@ -1,17 +1,21 @@
-"""Data from Python, from .npz or .npy files, and scikit-learn's digits."""
+"""Data from Python: arrays and data sets of PyTorch; .npz and .npy files; scikit-learn's digits."""
 
 import zipfile
+from collections.abc import Mapping, Sequence, Sized
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch.utils.data import Dataset
 
 from fl_lightning.core import Divisor, PositiveInt, UserError, ensure, numpy_generator
 from fl_lightning.core.nested import named_tensors, nested
 from fl_lightning.data.module import FederatedDataModule
 from fl_lightning.data.partition import Given
 from fl_lightning.data.partition.base import stratified
+from fl_lightning.data.streaming import IndexedSamples
 from fl_lightning.data.validation import check_alike, inputs
 
 KEYS = ("x_train", "y_train", "x_test", "y_test")
@@ -104,6 +108,61 @@ def _read(path: Path, mode: Any) -> tuple[dict[str, Any], str]:
         kind, them = ("has no readable .npy files", "them") if path.is_dir() else ("is not a readable .npz file", "it")
         again = f"write {them} again with np.{'save' if path.is_dir() else 'savez'}"
         raise UserError(f"data.path = '{path}' {kind} ({error}); {again}") from None
+
+
+class FromDataset(FederatedDataModule):
+    """Map-style torch data sets of pairs ``(x, label)``; x is an array, a tensor, a PIL image, or a dict of these.
+
+    Threads read the samples once, or with ``stream`` whenever they are needed. The labels come from the attribute
+    ``targets`` if there is one; otherwise every sample is read for its label.
+
+    Args:
+        train: The training data.
+        test: The test data.
+        clients: Client of each training sample, numbers or names, which sets the partition and the number of
+            clients. Null: samples are divided by ``partition``.
+        test_clients: With clients, the client of each test sample: a client's own part of the test set.
+        **kwargs: As for FederatedDataModule.
+
+    Raises:
+        UserError: If there are not as many clients as samples, or test clients alone, or (on loading or reading)
+            samples are not pairs, or differ in shape or dtype.
+    """
+
+    def __init__(
+        self,
+        train: Dataset[Any],
+        test: Dataset[Any],
+        clients: Sequence[int | str] | None = None,
+        test_clients: Sequence[int | str] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        ensure(test_clients is None or clients is not None, "clients: missing; test_clients are among them")
+        for name, users, samples in (("clients", clients, train), ("test_clients", test_clients, test)):
+            n = len(cast(Sized, samples))
+            ensure(users is None or len(users) == n, f"{name}: {len(users or ())} for {n} samples; give one per sample")
+        super().__init__(**kwargs)
+        self.train, self.test = train, test
+        if clients is not None:
+            self.set_clients(clients, test_clients)
+
+    def load(self) -> tuple[Any, Any, Any, Any]:
+        """See :class:`FederatedDataModule`."""
+        return *_pairs("train", self.train), *_pairs("test", self.test)
+
+
+def _pairs(name: str, dataset: Any) -> tuple[IndexedSamples, NDArray[Any]]:
+    """Returns the inputs and the labels of a data set of pairs."""
+    ensure(len(dataset) != 0, f"{name}: no samples; the {name} data must not be empty")
+    first = dataset[0]
+    if isinstance(first, Mapping):  # as in Hugging Face's data sets
+        raise UserError(
+            f"{name}: samples are dicts with keys {', '.join(map(str, first))}, not pairs (x, label); "
+            "use HuggingFace, or wrap the data set"
+        )
+    known = getattr(dataset, "targets", None)
+    labels = [dataset[i][1] for i in range(len(dataset))] if known is None else known
+    return IndexedSamples(name, len(dataset), lambda i: dataset[i][0], first[0]), np.asarray(labels)
 
 
 class Digits(FederatedDataModule):

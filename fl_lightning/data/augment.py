@@ -20,7 +20,9 @@ from fl_lightning.core import (
     require,
     to_device,
 )
-from fl_lightning.data.metrics import IGNORED
+
+IGNORED = 255
+"""Class of pixels that do not count."""
 
 
 class Augment(Checked, key="data.augment"):
@@ -106,14 +108,10 @@ class Augment(Checked, key="data.augment"):
         Raises:
             UserError: If the images are smaller than crop, cutout or window.
         """
-        for key, pixels in (("crop", self.crop), ("cutout", self.cutout)):
+        for key, pixels in (("crop", self.crop), ("cutout", self.cutout), ("window", self.window or 0)):
             fits = pixels <= min(shape[1:])
             require(fits, f"data.augment.{key}", pixels, f"larger than the images, {shape}; use a smaller one")
-        if not self.window:
-            return shape
-        fits = self.window <= min(shape[1:])
-        require(fits, "data.augment.window", self.window, f"larger than the images, {shape}; use a smaller one")
-        return shape[0], self.window, self.window
+        return (shape[0], self.window, self.window) if self.window else shape
 
     def center_crop(self, x: Tensor) -> Tensor:
         """Returns the part of raw images ``(N, C, H, W)`` that evaluation uses."""
@@ -216,17 +214,15 @@ class ScaledCrop(Augment):
 
     def __call__(self, x: Tensor, draws: dict[str, Tensor]) -> Tensor:
         """Augments ``(N, 4, H, W)`` uint8, whose last channel is the class."""
-        top, left, height, width = (to_device(v, x.device) for v in self._parts(x.shape[-2], x.shape[-1], draws))
-        x = _resampled(x, top, left, height, width, self.size)
-        if self.flip:
-            x = torch.where(to_device(draws["flip"], x.device)[:, None, None, None], x.flip(-1), x)
+        corner, extent = (to_device(v, x.device) for v in self._parts(x.shape[-2], x.shape[-1], draws))
+        x = super().__call__(_resampled(x, corner, extent, self.size), draws)
         if self.jitter:
             rates = 1 + self.jitter * (2 * to_device(draws["colour"], x.device) - 1)
             x = torch.cat([self._jittered(x[:, :3].float(), rates), x[:, 3:]], 1)
         return x.contiguous(memory_format=torch.channels_last)
 
-    def _parts(self, height: int, width: int, draws: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Returns top, left, height and width of each image's crop, in its pixels, ``(n,)`` each."""
+    def _parts(self, height: int, width: int, draws: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Returns the upper left corner and the size of each image's crop, in its pixels, ``(n, 2)`` each."""
         low, high = self.scale
         full, out = torch.tensor([height, width]).double(), torch.tensor(self.size).double()
         u = draws["scale"].double()
@@ -250,7 +246,7 @@ class ScaledCrop(Augment):
             extent = torch.where(found, extent, narrow)
             place = (draws["place"] * (full - extent + 1)).floor()
             corner = torch.where(found, place, (full - extent).div(2, rounding_mode="floor"))
-        return corner[:, 0], corner[:, 1], extent[:, 0], extent[:, 1]
+        return corner, extent
 
     def _jittered(self, x: Tensor, rates: Tensor) -> Tensor:
         """Jitters colours ``(n, 3, H, W)`` from 0 to 255, rounded down after each of the three steps."""
@@ -261,22 +257,29 @@ class ScaledCrop(Augment):
         return (mean + (x - mean) * saturation).clamp(0, 255).to(torch.uint8)
 
 
-def _resampled(x: Tensor, top: Tensor, left: Tensor, height: Tensor, width: Tensor, size: tuple[int, ...]) -> Tensor:
+def _resampled(x: Tensor, corner: Tensor, extent: Tensor, size: tuple[int, ...]) -> Tensor:
     """Crops ``(n, 4, H, W)`` resized to one size; pixels outside are black and do not count."""
-    grids, nearest, inside = [], [], []
-    for start, extent, out, full in zip((top, left), (height, width), size, x.shape[-2:], strict=True):
-        at = (
-            start[:, None] + (torch.arange(out, device=x.device) + 0.5) * (extent / out)[:, None]
-        )  # (n, out), in pixels
-        grids.append((2 * at / full - 1).float())
-        nearest.append(at.floor().long().clamp(0, full - 1))
-        inside.append((at >= 0) & (at < full))
-    n, (rows, columns) = len(x), size
-    grid = torch.stack(
-        [grids[1][:, None, :].expand(n, rows, columns), grids[0][:, :, None].expand(n, rows, columns)], -1
-    )
+    (rows, row, in_height), (columns, column, in_width) = map(_places, corner.T, extent.T, size, x.shape[-2:])
+    shape = len(x), *size
+    grid = torch.stack([columns[:, None, :].expand(shape), rows[:, :, None].expand(shape)], -1)
     rgb = F.grid_sample(x[:, :3].float(), grid, "bilinear", padding_mode="border", align_corners=False).round()
-    image = torch.arange(n, device=x.device)[:, None, None]
-    label = x[image, 3, nearest[0][:, :, None], nearest[1][:, None, :]][:, None]
-    seen = (inside[0][:, :, None] & inside[1][:, None, :])[:, None]
+    image = torch.arange(len(x), device=x.device)[:, None, None]
+    label = x[image, 3, row[:, :, None], column[:, None, :]][:, None]
+    seen = (in_height[:, :, None] & in_width[:, None, :])[:, None]
     return torch.cat([(rgb * seen).to(torch.uint8), torch.where(seen, label, IGNORED)], 1)
+
+
+def _places(start: Tensor, length: Tensor, out: int, full: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the places of a crop's pixels along one axis of the image, ``(n, out)`` each.
+
+    Args:
+        start: First pixel of each crop, ``(n,)``.
+        length: Its length in pixels, ``(n,)``.
+        out: Number of pixels after resizing.
+        full: Number of pixels of the image.
+
+    Returns:
+        Their coordinates from -1 to 1, for ``grid_sample``; the nearest pixels; and whether they are in the image.
+    """
+    at = start[:, None] + (torch.arange(out, device=start.device) + 0.5) * (length / out)[:, None]  # in pixels
+    return (2 * at / full - 1).float(), at.floor().long().clamp(0, full - 1), (at >= 0) & (at < full)

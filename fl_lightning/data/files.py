@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_lightning.core import UserError, require
+from fl_lightning.core import UserError, ensure, require
 
 
 def find_files(key: str, folder: str | Path, layout: Sequence[str], home: str) -> list[Path]:
@@ -31,9 +31,9 @@ def find_files(key: str, folder: str | Path, layout: Sequence[str], home: str) -
     return [Path(folder, name) for name in layout]
 
 
-def corrupt_file_error(key: str, path: str | Path, what: object, home: str) -> UserError:
-    """Returns the error for a file that is not as published."""
-    return UserError(f"{key} = '{path}': {' '.join(str(what).split())}; get it again from {home}")
+def corrupt_file(key: str, path: str | Path, what: object, home: str) -> str:
+    """Returns the message of the error for a file that is not as published."""
+    return f"{key} = '{path}': {' '.join(str(what).split())}; get it again from {home}"
 
 
 class Inert:
@@ -76,10 +76,9 @@ def read_rows(path: Path, reader: Any, valid: Callable[[Any], bool], expected: s
         with path.open(newline="", encoding="utf-8") as file:
             rows = [(lines.line_num, row) for lines in [reader(file)] for row in lines]
     except (UnicodeDecodeError, csv.Error) as error:
-        raise corrupt_file_error("data.data_dir", path, error, home) from None
+        raise UserError(corrupt_file("data.data_dir", path, error, home)) from None
     bad = next((f"line {number} is not {expected}" for number, row in rows if not valid(row)), None)
-    if bad or not rows:
-        raise corrupt_file_error("data.data_dir", path, bad or "no rows", home)
+    ensure(bool(rows) and bad is None, corrupt_file("data.data_dir", path, bad or "no rows", home))
     return [row for _, row in rows]
 
 
@@ -97,9 +96,9 @@ def read_json(path: Path, convert: Callable[[Any], Any], home: str) -> Any:
     try:
         return convert(json.loads(path.read_text(encoding="utf-8")))
     except KeyError as error:
-        raise corrupt_file_error("data.data_dir", path, f"has no {error}", home) from None
+        raise UserError(corrupt_file("data.data_dir", path, f"has no {error}", home)) from None
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise corrupt_file_error("data.data_dir", path, error, home) from None
+        raise UserError(corrupt_file("data.data_dir", path, error, home)) from None
 
 
 def read_image(

@@ -43,7 +43,11 @@ def histogram(data: FederatedDataModule, most: int | None = None) -> Histogram:
         most: Largest number of clients; the first ones count.
     """
     unit, names, groups = data.task.groups(data.y_train.cpu(), data.num_classes)
-    return Histogram(unit, names, _counts(data, groups.numpy(), len(names), most))
+    sizes = data.clients.sizes.numpy()[:most]
+    held = groups.numpy()[data.clients.indices.numpy()[: sizes.sum()]]
+    cells = np.repeat(np.arange(len(sizes)), sizes)[:, None] * len(names) + held
+    counts = np.bincount(cells[held >= 0], minlength=len(sizes) * len(names))
+    return Histogram(unit, names, counts.reshape(-1, len(names)))
 
 
 def class_counts(data: FederatedDataModule) -> NDArray[np.int64]:
@@ -51,16 +55,7 @@ def class_counts(data: FederatedDataModule) -> NDArray[np.int64]:
 
     A sample that a client holds twice counts twice. Samples without classes count as a single class.
     """
-    return _counts(data, data.strata.cpu().numpy()[:, None], data.num_classes if data.task.by_class else 1)
-
-
-def _counts(
-    data: FederatedDataModule, groups: NDArray[np.int64], number: int, most: int | None = None
-) -> NDArray[np.int64]:
-    sizes = data.clients.sizes.numpy()[:most]
-    held = groups[data.clients.indices.numpy()[: sizes.sum()]]
-    cells = np.repeat(np.arange(len(sizes)), sizes)[:, None] * number + held
-    return np.bincount(cells[held >= 0], minlength=len(sizes) * number).reshape(-1, number)
+    return histogram(data).counts if data.task.by_class else data.clients.sizes.numpy()[:, None]
 
 
 def count_table(counts: NDArray[np.int64]) -> tuple[list[str], list[list[int]]]:
@@ -86,7 +81,6 @@ def heat_map(found: Histogram) -> Figure:
     from matplotlib import colormaps
     from matplotlib.colors import ListedColormap
     from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
 
     clients, classes = found.counts.shape
     shades = ListedColormap(colormaps["Blues"](np.linspace(0.15, 1, 256)))  # a single sample differs from none
@@ -95,8 +89,7 @@ def heat_map(found: Histogram) -> Figure:
     with style():
         figure = Figure(figsize=(width, height), layout="constrained")
         axes: Any = figure.add_subplot(xlabel="client", ylabel=found.unit)
-        for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+        axes.locator_params(nbins=10, integer=True, steps=[1, 2, 5, 10])
         if classes <= LABELLED:
             axes.set_yticks(range(classes), found.names)
         image = axes.imshow(

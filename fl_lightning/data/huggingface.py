@@ -1,7 +1,5 @@
 """Data sets of Hugging Face's ``datasets``."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -11,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fl_lightning.core import Fraction, Size, UserError, ensure, numpy_generator, require
-from fl_lightning.data.dataset import IndexedSamples
 from fl_lightning.data.module import FederatedDataModule
 from fl_lightning.data.partition import Natural
 from fl_lightning.data.partition.base import stratified
+from fl_lightning.data.streaming import IndexedSamples
 from fl_lightning.data.text import basic_english, numbered, vocabulary
 
 KINDS = {".parquet": "parquet", ".csv": "csv", ".json": "json", ".jsonl": "json"}
@@ -229,12 +227,11 @@ def _array(part: Any, column: str, key: str) -> NDArray[Any]:
 
 
 def _places(column: str, labels: Iterable[Any], classes: Sequence[str]) -> NDArray[np.int64]:
-    """Converts text to positions in a list of classes, ``(N,)``."""
-    place = {label: number for number, label in enumerate(classes)}
+    """Converts text to positions in a sorted list of classes, ``(N,)``."""
     texts = [str(label) for label in labels]
-    unknown = next((text for text in texts if text not in place), None)
+    unknown = min({*texts} - {*classes}, default=None)
     require(unknown is None, "data.target", column, f"'{unknown}' occurs in the test data only; leave it out there")
-    return np.array([place[text] for text in texts])
+    return np.searchsorted(classes, texts)
 
 
 def _hot(column: str, rows: Sequence[Sequence[int]], classes: int) -> NDArray[np.float32]:

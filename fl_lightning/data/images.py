@@ -1,18 +1,19 @@
-"""Image data sets: torchvision's, and folders of image files."""
+"""Image data sets: torchvision's, folders of image files, and Landmarks-User-160k."""
 
+import csv
 import difflib
 import inspect
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
 
-from fl_lightning.core import Size, UserError, ensure
-from fl_lightning.data.files import find_files, read_image
+from fl_lightning.core import PositiveInt, Size, UserError, ensure
+from fl_lightning.data.files import find_files, read_image, read_rows
 from fl_lightning.data.module import FederatedDataModule
-from fl_lightning.data.streaming import Samples
+from fl_lightning.data.partition import Natural, Partition
+from fl_lightning.data.streaming import IndexedSamples
 
 NORMALISATION = {
     "CIFAR10": ([0.4914, 0.4822, 0.4465], [0.2470, 0.2434, 0.2616]),
@@ -21,10 +22,12 @@ NORMALISATION = {
 }
 """Mean and standard deviation of each channel, as in the fedgloss and FL-SAM repositories (CINIC-10: FL-SAM only)."""
 
-
 CIFAR = "https://www.cs.toronto.edu/~kriz/cifar.html"
 LAYOUT = {"CIFAR10": f"cifar-10-batches-py, from {CIFAR}", "CIFAR100": f"cifar-100-python, from {CIFAR}"}
 """Expected content of ``data_dir``, and its home page."""
+
+LANDMARKS = "https://github.com/google-research/google-research/tree/master/federated_vision_datasets"
+PHOTOS = "https://github.com/cvdfoundation/google-landmark"
 
 
 class TorchvisionData(FederatedDataModule):
@@ -141,28 +144,19 @@ def _arrays(dataset: Any) -> tuple[Any, Any]:
     return np.stack([image for image, _ in pairs]), np.array([label for _, label in pairs])
 
 
-class ImageFiles(Samples):
-    """Image files, read as RGB.
+def image_files(paths: Sequence[str | Path], size: int, key: str) -> IndexedSamples:
+    """Returns image files as samples, read as RGB, ``(H, W, 3)``.
 
     Args:
         paths: The files.
         size: Height and width, in pixels, that every image is resized to (bilinear).
         key: Config key of their folder.
+
+    Raises:
+        UserError: If (on reading) a file is not an image.
     """
-
-    dtype = np.dtype(np.uint8)
-
-    def __init__(self, paths: list[str], size: int, key: str = "data.root") -> None:
-        self.paths, self.size, self.key = paths, size, key
-        self.shape = (len(paths), size, size, 3)
-
-    def __getitem__(self, index: int) -> NDArray[np.uint8]:
-        """Returns one image, ``(H, W, 3)``.
-
-        Raises:
-            UserError: If the file is not an image.
-        """
-        return read_image(self.paths[index], self.key, (self.size, self.size))
+    like = np.empty((size, size, 3), np.uint8)
+    return IndexedSamples(key, len(paths), lambda i: read_image(paths[i], key, (size, size)), like)
 
 
 class ImageFolder(FederatedDataModule):
@@ -179,31 +173,36 @@ class ImageFolder(FederatedDataModule):
         UserError: If a folder is missing or empty, a file is not an image, or classes differ (on loading or reading).
     """
 
+    training: tuple[str, ...] = ("train",)
+    """Folders of the training images."""
+
     def __init__(self, root: str, image_size: Size, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.root, self.image_size = root, image_size
 
     def load(self) -> tuple[Any, Any, Any, Any]:
         """See :class:`FederatedDataModule`."""
-        x_train, y_train, classes = self._part("train")
-        x_test, y_test, test_classes = self._part("test")
-        odd = f"class '{min({*classes} ^ {*test_classes}, default='')}' is not in both train and test"
-        ensure(classes == test_classes, f"root: {odd} of '{self.root}'; name classes alike")
-        return x_train, y_train, x_test, y_test
+        *train, test = [self._part(name) for name in (*self.training, "test")]
+        classes = train[0].classes
+        odd = f"class '{min({*classes} ^ {*test.classes}, default='')}' is not in both train and test"
+        ensure(classes == test.classes, f"root: {odd} of '{self.root}'; name classes alike")
+        return *self._samples(train), *self._samples([test])
 
-    def _part(self, part: str) -> tuple[ImageFiles, torch.Tensor, list[str]]:
+    def _samples(self, parts: Sequence[Any]) -> tuple[IndexedSamples, list[int]]:
+        paths = [path for part in parts for path, _ in part.samples]
+        return image_files(paths, self.image_size, "data.root"), [label for part in parts for label in part.targets]
+
+    def _part(self, part: str) -> Any:
         from torchvision.datasets import ImageFolder as Files
 
         folder = Path(self.root, part)
         try:
-            files = Files(str(folder))
+            return Files(str(folder))
         except FileNotFoundError:
             raise UserError(
                 f"root: no images of each class under '{folder}'; expected {self.root}/train/<class>/*.png "
                 f"and {self.root}/test/<class>/*.png"
             ) from None
-        paths = [path for path, _ in files.samples]
-        return ImageFiles(paths, self.image_size), torch.tensor(files.targets), files.classes
 
 
 class CINIC10(ImageFolder):
@@ -222,16 +221,83 @@ class CINIC10(ImageFolder):
 
     def __init__(self, root: str = "data/cinic-10", valid: bool = False, **kwargs: Any) -> None:
         super().__init__(root, 32, **kwargs)
-        self.valid = valid
+        self.training = ("train", "valid") if valid else ("train",)
         self.published = (180_000 if valid else 90_000, 90_000)
         _normalise(self, "CINIC10")
 
     def load(self) -> tuple[Any, Any, Any, Any]:
         """See :class:`FederatedDataModule`."""
-        parts = ("train", "valid", "test") if self.valid else ("train", "test")
-        find_files("data.root", self.root, parts, "https://github.com/BayesWatch/cinic-10")
-        x, y, x_test, y_test = super().load()
-        if self.valid:
-            more, labels, _ = self._part("valid")
-            x, y = ImageFiles(x.paths + more.paths, 32), torch.cat([y, labels])
-        return x, y, x_test, y_test
+        find_files("data.root", self.root, (*self.training, "test"), "https://github.com/BayesWatch/cinic-10")
+        return super().load()
+
+
+class Landmarks(FederatedDataModule):
+    """Landmarks-User-160k (Hsu et al. 2020): 164,172 photographs of 2,028 landmarks by 1,262 users; 19,526 to test.
+
+    ``federated_train.csv`` (``user_id,image_id,class``) and ``test.csv`` (``image_id,class``) name the images, which
+    belong to the training part of Google Landmarks v2: ``<image_id>.jpg``, or as published ``a/b/c/<image_id>.jpg``, by
+    the first three letters. Each user is a client. The small variant gld23k has the same format, with 233 clients.
+
+    Args:
+        data_dir: Folder with the two CSV files.
+        images: Folder with the photographs; null: ``images`` in data_dir.
+        image_size: Height and width, in pixels, that every image is resized to (bilinear). The papers do not
+            give theirs; Google's own example has 224.
+        num_clients: Number of clients.
+        partition: Partition that replaces the division by users; null makes each user a client.
+        stream: Read photographs when they are needed: in memory they take 28 GB at 224 pixels.
+        **kwargs: As for FederatedDataModule.
+
+    Raises:
+        UserError: If a file is missing or corrupt (on loading or reading).
+    """
+
+    published = (164_172, 19_526)
+
+    def __init__(
+        self,
+        data_dir: str = "data/landmarks",
+        images: str | None = None,
+        image_size: Size = 224,
+        num_clients: PositiveInt = 1262,
+        partition: Partition | None = None,
+        stream: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(num_clients=num_clients, partition=partition, stream=stream, **kwargs)
+        self.data_dir = data_dir
+        self.images = Path(data_dir, "images") if images is None else Path(images)
+        self.image_size = image_size
+        self._by_user = partition is None
+
+    def load(self) -> tuple[Any, Any, Any, Any]:
+        """See :class:`FederatedDataModule`."""
+        files = find_files("data.data_dir", self.data_dir, ("federated_train.csv", "test.csv"), LANDMARKS)
+        train, test = (
+            _landmark_rows(files[0], ("user_id", "image_id", "class")),
+            _landmark_rows(files[1], ("image_id", "class")),
+        )
+        if self._by_user:
+            self.partition = Natural([row["user_id"] for row in train])
+        y_train, y_test = (np.array([int(row["class"]) for row in rows]) for rows in (train, test))
+        return self._photographs(train), y_train, self._photographs(test), y_test
+
+    def _photographs(self, rows: list[dict[str, str]]) -> IndexedSamples:
+        names = [row["image_id"] for row in rows]
+        nested = [Path(*name[:3], f"{name}.jpg") for name in names]
+        layout = nested if (self.images / nested[0]).is_file() else [Path(f"{name}.jpg") for name in names]
+        paths = [self.images / name for name in layout]
+        if missing := [path for path in paths if not path.is_file()]:
+            raise UserError(
+                f"data.images = '{self.images}': {len(missing)} of {len(paths)} photographs are missing, such as "
+                f"'{missing[0].relative_to(self.images)}'; expected there <image_id>.jpg or a/b/c/<image_id>.jpg, from "
+                f"{PHOTOS}"
+            )
+        return image_files(paths, self.image_size, "data.images")
+
+
+def _landmark_rows(path: Path, columns: tuple[str, ...]) -> list[dict[str, str]]:
+    def valid(row: dict[str, str]) -> bool:
+        return all(row.get(name) for name in columns) and row["class"].isdecimal()
+
+    return read_rows(path, csv.DictReader, valid, ", ".join(columns), LANDMARKS)

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_lightning.data.files import corrupt_file_error, find_files, read_json
+from fl_lightning.core import ensure
+from fl_lightning.data.files import corrupt_file, find_files, read_json
 from fl_lightning.data.module import FederatedDataModule
 from fl_lightning.data.partition import Partition
 
@@ -48,7 +49,7 @@ class LEAF(FederatedDataModule):
             y: Labels, as in the file.
 
         Raises:
-            ValueError: If they are not in the format of this data set.
+            UserError: If they are not in the format of this data set.
         """
 
     def load(self) -> tuple[Any, Any, Any, Any]:
@@ -62,8 +63,8 @@ class LEAF(FederatedDataModule):
     def _part(self, folder: Path) -> tuple[list[str], NDArray[Any], NDArray[np.int64]]:
         """Returns each sample's user, the samples and the labels of a folder's files, in the order of their names."""
         found = [part for path in sorted(folder.glob("*.json")) for part in read_json(path, self._users, HOME)]
-        if not any(len(y) for _, _, y in found):
-            raise corrupt_file_error("data.data_dir", folder, "no JSON file with samples", HOME)
+        some = any(len(y) for _, _, y in found)
+        ensure(some, corrupt_file("data.data_dir", folder, "no JSON file with samples", HOME))
         users = [user for user, _, y in found for _ in range(len(y))]
         return users, np.concatenate([x for _, x, _ in found]), np.concatenate([y for *_, y in found])
 
@@ -72,8 +73,7 @@ class LEAF(FederatedDataModule):
         data = {user: content["user_data"][user] for user in content["users"]}
         found = [(user, *self.read(its["x"], its["y"])) for user, its in data.items() if its["x"] or its["y"]]
         for user, x, y in found:
-            if len(x) != len(y):
-                raise ValueError(f"user {user} has {len(x)} samples and {len(y)} labels")
+            ensure(len(x) == len(y), f"user {user} has {len(x)} samples and {len(y)} labels")
         return found
 
 
@@ -93,10 +93,11 @@ class FEMNIST(LEAF):
     def read(self, x: Any, y: Any) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
         """See :class:`LEAF`."""
         images, labels = np.asarray(x, np.float32), np.asarray(y)
-        if images.shape != (len(x), 784):
-            raise ValueError(f"a sample is not 784 numbers, but of shape {images.shape[1:]}")
-        if labels.ndim != 1 or labels.dtype.kind not in "iu" or not ((labels >= 0) & (labels < self.classes)).all():
-            raise ValueError(f"a label is not one of 0 to {self.classes - 1}")
+        ensure(images.shape == (len(x), 784), f"a sample is not 784 numbers, but of shape {images.shape[1:]}")
+        ensure(
+            labels.ndim == 1 and labels.dtype.kind in "iu" and bool(((labels >= 0) & (labels < self.classes)).all()),
+            f"a label is not one of 0 to {self.classes - 1}",
+        )
         return images.reshape(-1, 1, 28, 28), labels.astype(np.int64)
 
 
@@ -117,11 +118,9 @@ class Shakespeare(LEAF):
 
     def read(self, x: Any, y: Any) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """See :class:`LEAF`."""
-        wrong = next((text for text in x if len(text) != LENGTH), None)
-        if wrong is not None:
-            raise ValueError(f"a sample has {len(wrong)} characters, not {LENGTH}")
-        if any(len(text) != 1 for text in y):
-            raise ValueError("a label is not one character")
+        wrong = next((len(text) for text in x if len(text) != LENGTH), None)
+        ensure(wrong is None, f"a sample has {wrong} characters, not {LENGTH}")
+        ensure(all(len(text) == 1 for text in y), "a label is not one character")
         return _numbers(x).reshape(-1, LENGTH), _numbers(y)
 
 

@@ -193,7 +193,8 @@ class FederatedDataModule(SampleStore, ABC):
     @property
     def strata(self) -> Tensor:
         """Class of each training sample, ``(N,)``; zeros if they have none."""
-        return self.task.strata(self.y_train)
+        y = self.y_train
+        return y if self.task.by_class else y.new_zeros(len(y), dtype=torch.int64)
 
     # Training
 
@@ -228,8 +229,7 @@ class FederatedDataModule(SampleStore, ABC):
         if self.batch_size is None:
             order = indices.repeat(epochs)
         else:
-            orders = [indices[torch.randperm(n, generator=generator)[:used]] for _ in range(epochs)]
-            order = torch.cat(orders) if epochs > 1 else orders[0]
+            order = torch.cat([indices[torch.randperm(n, generator=generator)[:used]] for _ in range(epochs)])
         sizes = (sizes * epochs)[:count]
         draws = {} if self.augment is None else self.augment.draw(sizes, generator)
         return Minibatches(self, order[: sum(sizes)], sizes, draws, dtype)

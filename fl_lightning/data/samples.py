@@ -174,8 +174,8 @@ class SampleStore(Checked, L.LightningDataModule, ABC, key="data"):
         here = to_device(indices, self.device)
         raw = self._gather(self.x_train, indices if self.stream else here, self._prefetcher)
         augment = self.augment if draws else None
-        x, y = self.pair(raw if augment is None else augment(raw, draws), self.y_train[here], evaluation=False)
-        x, y = self._scaled(x, dtype), _target(y, dtype)
+        raw = raw if augment is None else augment(raw, draws)
+        x, y = self._prepared(raw, self.y_train[here], dtype, evaluation=False)
         return (x, y) if augment is None else augment.finalize(x, y, draws, self.num_classes)
 
     def in_batches(self, indices: Tensor) -> Sequence[Tensor]:
@@ -199,8 +199,7 @@ class SampleStore(Checked, L.LightningDataModule, ABC, key="data"):
                 raw = self._gather(x, indices.cpu() if self.stream else indices, prefetcher)
                 if self.augment is not None:
                     raw = self.augment.center_crop(raw)
-                samples, targets = self.pair(raw, y[indices], evaluation=True)
-                yield self._scaled(samples, dtype), _target(targets, dtype)
+                yield self._prepared(raw, y[indices], dtype, evaluation=True)
 
     def batches_of(self, name: str, x: Any, y: Any, dtype: torch.dtype = torch.float32) -> Iterator[Batch]:
         """Returns batches of further samples, prepared like those of the test set.
@@ -258,11 +257,12 @@ class SampleStore(Checked, L.LightningDataModule, ABC, key="data"):
         rows = (prefetcher or Prefetcher(x, ())).take(indices.tolist()) if isinstance(x, Stream) else x
         return map_tensors(gathered, rows)
 
-    def _scaled(self, x: Inputs, dtype: torch.dtype) -> Inputs:
-        """Converts raw samples to inputs of the net; floats may be changed in place."""
-        return map_tensors(lambda v: self._scaled_tensor(v, dtype), x)
+    def _prepared(self, raw: Inputs, y: Tensor, dtype: torch.dtype, evaluation: bool) -> Batch:
+        """Converts raw samples and their labels to inputs of the net and targets; floats may be changed in place."""
+        x, y = self.pair(raw, y, evaluation)
+        return map_tensors(lambda v: self._scaled(v, dtype), x), y.to(dtype) if y.is_floating_point() else y
 
-    def _scaled_tensor(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+    def _scaled(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         if x.dtype in (torch.int64, torch.bool):  # tokens, masks
             return x
         out = x.to(dtype)
@@ -282,10 +282,6 @@ class SampleStore(Checked, L.LightningDataModule, ABC, key="data"):
 def like(x: Inputs | Stream) -> Inputs:
     """Returns stored samples, or for a `Stream` tensors of their shapes and dtypes."""
     return x.like if isinstance(x, Stream) else x
-
-
-def _target(y: Tensor, dtype: torch.dtype) -> Tensor:
-    return y.to(dtype) if y.is_floating_point() else y
 
 
 @cache  # on a GPU each new tensor would be a copy from the host

@@ -1,6 +1,7 @@
 """Images with label maps, divided among clients as in FedDrive: Cityscapes and IDDA."""
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,15 +11,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 from torchmetrics import Metric
+from torchmetrics.classification import MulticlassConfusionMatrix
 
-from fl_lightning.core import Divisor, PositiveInt, UserError, ensure
-from fl_lightning.data.augment import Augment, ScaledCrop
-from fl_lightning.data.files import corrupt_file_error, find_files, read_image, read_json
-from fl_lightning.data.metrics import IGNORED, MeanIoU
+from fl_lightning.core import Divisor, PositiveInt, UserError, enlarged, ensure
+from fl_lightning.data.augment import IGNORED, Augment, ScaledCrop
+from fl_lightning.data.files import corrupt_file, find_files, read_image, read_json
 from fl_lightning.data.module import FederatedDataModule
 from fl_lightning.data.partition import Given
 from fl_lightning.data.samples import Batch
-from fl_lightning.data.streaming import Samples
+from fl_lightning.data.streaming import IndexedSamples
 
 LISTS = "https://github.com/Erosinho13/FedDrive"
 CITYSCAPES = {
@@ -32,40 +33,55 @@ IDDA16 = {
 """FedDrive's 16 classes of IDDA, which are among those of Cityscapes, by the label ids of its files."""
 IDDA23 = {label: label - 1 for label in range(1, 24)}
 """All classes of IDDA."""
+TESTED = {"test_user_same_domain": "seen", "test_user_diff_domain": "unseen"}
+"""Names of the parts of IDDA's test set, by their users in FedDrive's lists."""
 
 
-class LabelledImages(Samples):
-    """Files of images and their label maps; a sample is red, green, blue and class of each pixel, ``(4, H, W)``.
+class MeanIoU(MulticlassConfusionMatrix):
+    """Intersection over union of all pixels that count, averaged over the classes that occur (as in FedDrive)."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__(num_classes, ignore_index=IGNORED, validate_args=False)
+
+    def update(self, preds: Tensor, target: Tensor) -> None:
+        """Adds logits ``(n, C, h, w)``, enlarged if necessary, and label maps ``(n, H, W)``."""
+        super().update(enlarged(preds, target).argmax(1), target)
+
+    def compute(self) -> Tensor:
+        """Returns the mean, a scalar."""
+        counts: Tensor = super().compute().double()
+        true, found = counts.sum(1), counts.sum(0)
+        return (counts.diag() / (true + found - counts.diag()))[true > 0].mean()
+
+
+def labelled_images(
+    images: Sequence[Path], maps: Sequence[Path], size: tuple[int, int], classes: dict[int, int]
+) -> IndexedSamples:
+    """Returns files of images and label maps as samples: red, green, blue and class of each pixel, ``(4, H, W)``.
 
     Args:
         images: The images.
         maps: Their label maps, with one channel.
         size: Height and width to which both are resized: bicubic for images, nearest pixel for maps.
         classes: Class of each label id; other ids do not count.
+
+    Raises:
+        UserError: If (on reading) a file is not an image, or not a label map.
     """
+    class_of = np.full(256, IGNORED, np.uint8)
+    class_of[list(classes)] = list(classes.values())
 
-    dtype = np.dtype(np.uint8)
-
-    def __init__(self, images: list[Path], maps: list[Path], size: tuple[int, int], classes: dict[int, int]) -> None:
-        self.images, self.maps, self.size = images, maps, size
-        self.shape = (len(images), 4, *size)
-        self._class = np.full(256, IGNORED, np.uint8)
-        self._class[list(classes)] = list(classes.values())
-
-    def __getitem__(self, index: int) -> NDArray[np.uint8]:
-        """Returns one sample, ``(4, H, W)``.
-
-        Raises:
-            UserError: If a file is not an image, or not a label map.
-        """
-        image = read_image(self.images[index], "data.data_dir", self.size, "BICUBIC")
-        labels = read_image(self.maps[index], "data.data_dir", self.size, "NEAREST", mode=None)
+    def read(index: int) -> NDArray[np.uint8]:
+        image = read_image(images[index], "data.data_dir", size, "BICUBIC")
+        labels = read_image(maps[index], "data.data_dir", size, "NEAREST", mode=None)
         ensure(
             labels.dtype == np.uint8 and labels.ndim == 2,
-            f"data.data_dir = '{self.maps[index]}': {labels.dtype} {labels.shape} instead of one label a pixel, "
-            f"uint8 {self.size}; replace it",
+            f"data.data_dir = '{maps[index]}': {labels.dtype} {labels.shape} instead of one label a pixel, "
+            f"uint8 {size}; replace it",
         )
-        return np.stack([*image.transpose(2, 0, 1), self._class[labels]])
+        return np.stack([*image.transpose(2, 0, 1), class_of[labels]])
+
+    return IndexedSamples("data.data_dir", len(images), read, np.empty((4, *size), np.uint8))
 
 
 class Segmentation(FederatedDataModule):
@@ -145,11 +161,12 @@ class Segmentation(FederatedDataModule):
         if self._as_listed:
             self.num_clients = len(train)
         users = [user for user, pairs in test.items() for _ in pairs]
-        self._parts = {user: torch.tensor([other == user for other in users]) for user in test} if len(test) > 1 else {}
+        if len(test) > 1:
+            self._parts = {TESTED.get(user, user): torch.tensor([other == user for other in users]) for user in test}
         (x, y), (x_test, y_test) = (self._labelled(users) for users in (train, test))
         return x, y, x_test, y_test
 
-    def _labelled(self, users: dict[str, list[tuple[str, str]]]) -> tuple[LabelledImages, NDArray[np.int64]]:
+    def _labelled(self, users: dict[str, list[tuple[str, str]]]) -> tuple[IndexedSamples, NDArray[np.int64]]:
         """Returns the images of all users, with label 0 for each: here pixels have classes, not images."""
         pairs = [pair for pairs in users.values() for pair in pairs]
         images, maps = [self.images / image for image, _ in pairs], [self.maps / labels for _, labels in pairs]
@@ -159,7 +176,7 @@ class Segmentation(FederatedDataModule):
                     f"data.data_dir: {len(missing)} of {len(paths)} listed files are missing, such as '{missing[0]}'; "
                     f"the folder '{root.name}' comes from {self.home}"
                 )
-        return LabelledImages(images, maps, self.size, self.class_of), np.zeros(len(pairs), np.int64)
+        return labelled_images(images, maps, self.size, self.class_of), np.zeros(len(pairs), np.int64)
 
     def stored_shape(self) -> tuple[int, ...]:
         """See :class:`FederatedDataModule`."""
@@ -178,7 +195,7 @@ class Segmentation(FederatedDataModule):
         return "miou", MeanIoU(self.num_classes)
 
     def test_parts(self) -> dict[str, Tensor]:
-        """Returns the images of each test user if there are several."""
+        """Returns the images of each test user if there are several; those of IDDA are "seen" and "unseen"."""
         return self._parts
 
 
@@ -230,7 +247,6 @@ class IDDA(Segmentation):
     """
 
     home = "https://idda-dataset.github.io/home/"
-    NAMES = {"test_user_same_domain": "seen", "test_user_diff_domain": "unseen"}
 
     def __init__(
         self,
@@ -253,10 +269,6 @@ class IDDA(Segmentation):
             **kwargs,
         )
 
-    def test_parts(self) -> dict[str, Tensor]:
-        """See :class:`Segmentation`; "seen" and "unseen"."""
-        return {self.NAMES.get(user, user): members for user, members in self._parts.items()}
-
 
 def _listed(folder: Path) -> dict[str, list[tuple[str, str]]]:
     """Returns image and label map of each sample by user, from a folder's lists in the order of their numbers."""
@@ -268,8 +280,7 @@ def _listed(folder: Path) -> dict[str, list[tuple[str, str]]]:
     users: dict[str, list[tuple[str, str]]] = {}
     for path in sorted(folder.glob("*.json"), key=number):
         users |= read_json(path, _pairs, LISTS)
-    if not users:
-        raise corrupt_file_error("data.data_dir", folder, "no lists (*.json)", LISTS)
+    ensure(bool(users), corrupt_file("data.data_dir", folder, "no lists (*.json)", LISTS))
     return users
 
 

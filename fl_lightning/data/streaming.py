@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from fl_lightning.core import ensure
 from fl_lightning.core.nested import Inputs, map_tensors, named_tensors
@@ -64,6 +65,42 @@ class Records(Samples):
         return map_tensors(lambda array: array[index], self.arrays)
 
 
+class IndexedSamples(Samples):
+    """Samples that a function returns by index, all of the shape and dtype of the first.
+
+    Args:
+        name: Name of the samples in errors.
+        count: Number of samples.
+        read: Returns a sample: an array, a tensor, a PIL image, or a nested dict of these.
+        first: The first sample.
+
+    Raises:
+        UserError: If (on reading) a sample differs in shape or dtype from the first.
+    """
+
+    def __init__(self, name: str, count: int, read: Callable[[int], Any], first: Any) -> None:
+        self.name, self.read = name, read
+        self.shape, self.dtype = (count,), record_dtype(map_tensors(_array, first))
+
+    def __getitem__(self, index: int) -> Any:
+        """See :class:`Samples`."""
+        given = self.read(index)
+        sample, file = map_tensors(_array, given), getattr(given, "filename", "")
+        found = record_dtype(sample)
+        ensure(
+            found == self.dtype,
+            f"{self.name}: sample {index}{f' ({file})' if file else ''} is {found.base} {found.shape}, the first is "
+            f"{self.dtype.base} {self.dtype.shape}; make all alike, images by a transform or map that resizes",
+        )
+        return sample
+
+
+def _array(x: Any) -> NDArray[Any]:
+    """Converts a value to an array; the channels of a PIL image come first."""
+    array = np.asarray(x)
+    return array.transpose(2, 0, 1) if hasattr(x, "getbands") and array.ndim == 3 else array
+
+
 def record_dtype(arrays: Inputs, axes: int = 0) -> np.dtype[Any]:
     """Returns the dtype of a sample: of an array, or of named fields for a nested dict of arrays.
 
@@ -99,7 +136,7 @@ class Stream:
 
     def start(self, index: int) -> Future[Any]:
         """Lets a thread read one sample."""
-        return self._pool.submit(self._read, index)
+        return self._pool.submit(lambda: _record(self.source[index], self.source.dtype))
 
     def read(self) -> Inputs:
         """Returns all samples, ``(N, ...)``."""
@@ -111,9 +148,6 @@ class Stream:
                 for name, v in named_tensors(rows, "").items():
                     v[at : at + len(part)] = read[name]
         return rows
-
-    def _read(self, index: int) -> Any:
-        return _record(self.source[index], self.source.dtype)
 
 
 def _record(sample: Any, dtype: np.dtype[Any]) -> Any:

@@ -61,10 +61,6 @@ class Task(ABC):
         """Returns whether outputs have the shape that targets need."""
         return outputs.shape == target.shape
 
-    def strata(self, y: Tensor) -> Tensor:
-        """Returns the class of each sample, ``(N,)``; zeros where samples have none."""
-        return y.new_zeros(len(y), dtype=torch.int64)
-
     @abstractmethod
     def groups(self, y: Tensor, outputs: int) -> tuple[str, list[str], Tensor]:
         """Returns the groups by which a partition is counted, for this number of outputs.
@@ -115,10 +111,6 @@ class Classification(Task):
     def fit(self, outputs: Tensor, target: Tensor, number: int) -> bool:
         """See :class:`Task`."""
         return outputs.ndim == target.ndim + 1 and len(outputs) == len(target) and outputs.shape[1] >= number
-
-    def strata(self, y: Tensor) -> Tensor:
-        """See :class:`Task`."""
-        return y
 
     def groups(self, y: Tensor, outputs: int) -> tuple[str, list[str], Tensor]:
         """Returns the classes."""

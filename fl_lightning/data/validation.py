@@ -118,16 +118,12 @@ def check_alike(name: str, x: Inputs, other: str, y: Inputs) -> None:
     Raises:
         UserError: If something differs.
     """
-    a, b = named_tensors(x, name), named_tensors(y, other)
-    keys = [path.removeprefix(name) for path in a]
-    ensure(
-        {f"{other}{key}" for key in keys} == b.keys(), f"{other}: its arrays are not named as {name}'s; name both alike"
-    )
-    for key in keys:
-        old, new = a[f"{name}{key}"], b[f"{other}{key}"]
+    a, b = named_tensors(x, ""), named_tensors(y, "")
+    ensure(a.keys() == b.keys(), f"{other}: its arrays are not named as {name}'s; name both alike")
+    for key, old in a.items():
         for what, was, found in (
-            ("shape", tuple(old.shape[1:]), tuple(new.shape[1:])),
-            ("dtype", old.dtype, new.dtype),
+            ("shape", tuple(old.shape[1:]), tuple(b[key].shape[1:])),
+            ("dtype", old.dtype, b[key].dtype),
         ):
             ensure(
                 was == found,

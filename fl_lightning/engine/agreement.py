@@ -57,7 +57,8 @@ def check(engine: Engine, sequential: Engine, jobs: Sequence[Job]) -> None:
 
 def head(job: Job, steps: int) -> Job:
     """Returns a job with its first few steps."""
-    return replace(job, minibatches=job.minibatches.head(steps), ctx=replace(job.ctx, K=min(steps, job.ctx.K)))
+    K = min(steps, len(job.minibatches))
+    return replace(job, minibatches=job.minibatches.take(range(K)), ctx=replace(job.ctx, K=K))
 
 
 def unlike(jobs: Sequence[Job]) -> list[Job]:

@@ -1,38 +1,36 @@
 """The largest eigenvalues of a symmetric matrix A given by its products, such as the Hessian of a loss."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Generic, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from fl_lightning.core import ensure, generator
 from fl_lightning.flatness.functional import Progress, arithmetic
-from fl_lightning.flatness.krylov import Lanczos, Power
+from fl_lightning.flatness.krylov import Lanczos
 from fl_lightning.flatness.operators import Matrix, Products
-
-T = TypeVar("T")
 
 Method = Literal["lanczos", "power"]
 
 
-class Interrupted(KeyboardInterrupt, Generic[T]):
+class Interrupted(KeyboardInterrupt):
     """A measurement was interrupted from the keyboard and holds its partial result.
 
     Attributes:
         partial: The result of the products computed so far.
     """
 
-    def __init__(self, partial: T) -> None:
+    def __init__(self, partial: Any) -> None:
         super().__init__()
         self.partial = partial
 
 
 @contextmanager
-def interruptible(partial: Callable[[], T], enough: Callable[[], bool]) -> Iterator[None]:
+def interruptible(partial: Callable[[], Any], enough: Callable[[], bool]) -> Iterator[None]:
     """Turns a KeyboardInterrupt into :class:`Interrupted` with the partial result, if there is enough for one."""
     try:
         yield
@@ -206,7 +204,7 @@ def _lanczos(product: Products, k: int, steps: int, tol: float, basis: int, vect
     def found(with_vectors: bool = False) -> Spectrum:
         values, residuals = (x[-k:].flip(0) for x in (lanczos.values, lanczos.residuals))
         vectors = lanczos.vectors() if with_vectors else None
-        return Spectrum(values, _relative(residuals, values), product.done, converged, vectors, product.like.dtype)
+        return _spectrum(product, values, residuals, converged, vectors)
 
     with interruptible(found, lambda: len(lanczos.values) > 0):
         while product.done < steps and not converged and not lanczos.failed:
@@ -216,22 +214,45 @@ def _lanczos(product: Products, k: int, steps: int, tol: float, basis: int, vect
 
 
 def _power(product: Products, k: int, steps: int, tol: float, vectors: bool) -> Spectrum:
-    power = Power(product, product.normal, steps, tol, product.agreed)
+    """Deflated power iteration, as in the papers (FedGloSS, arXiv 2412.03752, App. D.3, and its program).
+
+    The eigenvalues largest in magnitude, one after another: v <- Hv / ‖Hv‖ until the change of θ = vᵀHv is at most
+    ``tol`` |θ|, then H <- H - θ v vᵀ. The first start is random, each further one is the eigenvector before.
+    """
+    pairs: list[Eigenpair] = []  # in the order in which they are found; their residuals are absolute
 
     def found(with_vectors: bool = False) -> Spectrum:
-        pairs = sorted(power.pairs, key=lambda pair: -pair.value)
-        values, residuals = (
-            torch.tensor(x, dtype=torch.float64) for x in zip(*((p.value, p.residual) for p in pairs), strict=True)
-        )
-        converged = len(pairs) == k and all(p.converged for p in pairs)
-        vectors = torch.stack([p.vector for p in pairs]) if with_vectors else None
-        return Spectrum(values, _relative(residuals, values), product.done, converged, vectors, product.like.dtype)
+        ordered = sorted(pairs, key=lambda pair: -pair.value)
+        values = torch.tensor([pair.value for pair in ordered], dtype=torch.float64)
+        residuals = torch.tensor([pair.residual for pair in ordered], dtype=torch.float64)
+        vectors = torch.stack([pair.vector for pair in ordered]) if with_vectors else None
+        converged = len(pairs) == k and all(pair.converged for pair in pairs)
+        return _spectrum(product, values, residuals, converged, vectors)
 
-    with interruptible(found, lambda: bool(power.pairs)):
-        while len(power.pairs) < k:
-            power.next()
+    with interruptible(found, lambda: bool(pairs)):
+        while len(pairs) < k:
+            pairs.append(_next_pair(product, pairs, steps, tol))
     return found(vectors)
 
 
-def _relative(residuals: Tensor, values: Tensor) -> Tensor:
-    return torch.where(residuals == 0, 0.0, residuals / values.abs())
+def _next_pair(product: Products, pairs: Sequence[Eigenpair], steps: int, tol: float) -> Eigenpair:
+    v, theta = pairs[-1].vector if pairs else product.normal(), 0.0
+    v = v / v.norm()
+    for step in range(1, steps + 1):
+        last, av = theta, product(v)
+        deflated = av
+        for pair in pairs:
+            deflated = deflated - pair.value * (pair.vector @ v) * pair.vector
+        theta = (v @ deflated).item()
+        converged = product.agreed(abs(theta - last) <= tol * abs(last))
+        if converged or step == steps or math.isnan(theta):
+            break
+        v = deflated / deflated.norm()
+    return Eigenpair(theta, (av - theta * v).norm().item(), product.done, converged, v)
+
+
+def _spectrum(
+    product: Products, values: Tensor, residuals: Tensor, converged: bool, vectors: Tensor | None
+) -> Spectrum:
+    relative = torch.where(residuals == 0, 0.0, residuals / values.abs())
+    return Spectrum(values, relative, product.done, converged, vectors, product.like.dtype)

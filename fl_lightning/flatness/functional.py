@@ -127,7 +127,7 @@ class LossAt:
         Raises:
             UserError: If there is none.
         """
-        return _some(mine if self.reduce is None else int(self.reduce(torch.tensor(mine, device=self.w.device))))
+        return _some(int(self.total(torch.tensor(mine, device=self.w.device))))
 
 
 def mean_loss(

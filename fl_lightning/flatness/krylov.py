@@ -1,11 +1,10 @@
-"""Eigenvalues of a symmetric matrix A given by its products: Lanczos, and the papers' power iteration.
+"""Lanczos for the eigenvalues of a symmetric matrix A given by its products.
 
 Vectors keep the dtype and the device of the random ones; the small projected matrix is float64 on the CPU.
 """
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -137,60 +136,6 @@ class Lanczos:
         self._t.zero_()
         self._t.diagonal()[:kept] = self.values[-kept:]
         self._n = kept
-
-
-class Pair(NamedTuple):
-    """θ, ‖Av - θv‖, whether the iteration met its tolerance, and v, ``(d,)``."""
-
-    value: float
-    residual: float
-    converged: bool
-    vector: Tensor
-
-
-class Power:
-    """Deflated power iteration, as in the papers (FedGloSS, arXiv 2412.03752, App. D.3, and its program).
-
-    The eigenvalues largest in magnitude, one after another: v <- Hv / ‖Hv‖ until the change of θ = vᵀHv is at most
-    ``tol`` |θ|, then H <- H - θ v vᵀ. The first start is random, each further one is the eigenvector before.
-
-    Args:
-        matvec: The matrix.
-        random: Returns a random vector ``(d,)`` at each call.
-        steps: Maximum number of products for each eigenvalue.
-        tol: As above.
-        agreed: Makes one decision for all processes that share the products.
-
-    Attributes:
-        pairs: The pairs found so far, in that order.
-    """
-
-    def __init__(
-        self,
-        matvec: Matvec,
-        random: Callable[[], Tensor],
-        steps: int,
-        tol: float,
-        agreed: Callable[[bool], bool] = bool,
-    ) -> None:
-        self.matvec, self.random, self.steps, self.tol, self.agreed = matvec, random, steps, tol, agreed
-        self.pairs: list[Pair] = []
-
-    def next(self) -> None:
-        """Finds the next eigenvalue."""
-        v, theta = self.pairs[-1].vector if self.pairs else self.random(), 0.0
-        v = v / v.norm()
-        for step in range(1, self.steps + 1):
-            last, av = theta, self.matvec(v)
-            deflated = av
-            for pair in self.pairs:
-                deflated = deflated - pair.value * (pair.vector @ v) * pair.vector
-            theta = (v @ deflated).item()
-            converged = self.agreed(abs(theta - last) <= self.tol * abs(last))
-            if converged or step == self.steps or math.isnan(theta):
-                break
-            v = deflated / deflated.norm()
-        self.pairs.append(Pair(theta, (av - theta * v).norm().item(), converged, v))
 
 
 def _orthogonalised(r: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:

@@ -254,10 +254,6 @@ def _plain(value: Any) -> Any:
         value = vars(value)
     if isinstance(value, Mapping):
         return {key: _plain(v) for key, v in value.items()}
-    if isinstance(value, np.ndarray):
-        value = value.tolist()
-    if isinstance(value, list):
-        return [_plain(v) for v in value]
-    if isinstance(value, float) and not np.isfinite(value):
-        return None
+    if isinstance(value, np.ndarray | float):
+        return np.where(np.isfinite(value), value, None).tolist()  # type: ignore[call-overload]  # an array of objects
     return value

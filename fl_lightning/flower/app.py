@@ -1,10 +1,11 @@
 """Flower's ClientApp and ServerApp. This is the only module that imports flwr."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections import UserDict
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import flwr.app
 import torch
@@ -13,15 +14,12 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 from torch import Tensor
 
-from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.core import UserError, require
-from fl_lightning.data import FederatedDataModule
+from fl_lightning.core import UserError, ensure, require
 from fl_lightning.flower import server
 from fl_lightning.flower.messages import Message
-from fl_lightning.flower.node import Folder, Kept, Node
+from fl_lightning.flower.node import Folder, Node
 from fl_lightning.trainer.run import Run
 from fl_lightning.trainer.runtime.signals import check_interruption
-from fl_lightning.trainer.trainer import FederatedTrainer
 
 FAILED = 2
 """Flower's code for an exception in a ClientApp."""
@@ -29,32 +27,26 @@ QUERY = 120.0
 """Seconds that a node has to report its number: Flower may list a node for a while after it has gone."""
 
 
-class Made(Protocol):
-    """The objects that a config describes."""
-
-    trainer: FederatedTrainer
-    model: LocalObjective
-    data: FederatedDataModule
-
-
-def client_app(build: Callable[[], Made]) -> ClientApp:
+def client_app(build: Callable[[], Any]) -> ClientApp:
     """Returns the app of the nodes.
 
     A node's number is the ``partition-id`` of its node config. The node keeps its clients' states in its context, or in
     files if the node config names a ``state-folder``.
 
     Args:
-        build: Builds the objects that the config describes; called once in a process.
+        build: Builds the objects that the config describes, ``trainer``, ``model`` and ``data``; called once in a
+            process.
     """
 
     @cache
     def run() -> Run:
         made = build()
-        return made.trainer.load(made.model, made.data, None)
+        loaded: Run = made.trainer.load(made.model, made.data, None)
+        return loaded
 
     def number(message: flwr.app.Message, context: Context) -> flwr.app.Message:
-        values = {"number": int(context.node_config.get("partition-id", 0))}
-        return flwr.app.Message(RecordDict({"node": ConfigRecord(values)}), reply_to=message)
+        node = ConfigRecord({"number": int(context.node_config.get("partition-id", 0))})
+        return flwr.app.Message(RecordDict({"node": node}), reply_to=message)
 
     def train(message: flwr.app.Message, context: Context) -> flwr.app.Message:
         config = context.node_config
@@ -73,14 +65,14 @@ def client_app(build: Callable[[], Made]) -> ClientApp:
     return app
 
 
-def server_app(build: Callable[[], Made]) -> ServerApp:
+def server_app(build: Callable[[], Any]) -> ServerApp:
     """Returns the app of the server.
 
     Its run config has ``nodes``, the number of nodes (0: one for each client); ``ckpt-path`` ("": a new run); and
     ``wait``, the seconds that the server waits for a node to connect, and for a reply.
 
     Args:
-        build: Builds the objects that the config describes.
+        build: As for `client_app`.
     """
 
     def main(grid: Grid, context: Context) -> None:
@@ -134,15 +126,15 @@ class GridSend:
             if wanted <= ids.keys():
                 return ids
             missing = ", ".join(map(str, sorted(wanted - ids.keys())))
-            if time.monotonic() > end:
-                raise UserError(
-                    f"nodes {missing}: not connected after {self.wait:g} s; start them, each with its partition-id, "
-                    "then continue with ckpt-path = last"
-                )
+            ensure(
+                time.monotonic() <= end,
+                f"nodes {missing}: not connected after {self.wait:g} s; start them, each with its partition-id, "
+                "then continue with ckpt-path = last",
+            )
             time.sleep(1)
 
 
-class Records(Kept):
+class Records(UserDict[str, Mapping[str, Tensor]]):
     """States in the records of a node's context.
 
     Args:
@@ -150,22 +142,13 @@ class Records(Kept):
     """
 
     def __init__(self, records: RecordDict) -> None:
-        self.records = records
+        self.data: Any = records
 
     def __getitem__(self, key: str) -> Mapping[str, Tensor]:
-        return tensors(self.records[key])
+        return tensors(self.data[key])
 
     def __setitem__(self, key: str, state: Mapping[str, Tensor]) -> None:
-        self.records[key] = array_record(state)
-
-    def __delitem__(self, key: str) -> None:
-        del self.records[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.records)
-
-    def __len__(self) -> int:
-        return len(self.records)
+        self.data[key] = array_record(state)
 
 
 def packed(message: Message) -> RecordDict:

@@ -7,7 +7,7 @@ from zlib import crc32
 
 from torch import Tensor
 
-from fl_lightning.core import ClientContext, FlatSpec
+from fl_lightning.core import ClientContext
 
 Value: TypeAlias = bool | int | float | str
 
@@ -32,16 +32,6 @@ Send: TypeAlias = Callable[[Mapping[int, Message]], Mapping[int, Message]]
 
 CONTEXT = tuple(field.name for field in fields(ClientContext) if field.name not in ("flat", "class_counts", "draws"))
 """Attributes of a client's context that go over the wire."""
-
-
-def context(values: Mapping[str, Value], flat: FlatSpec) -> ClientContext:
-    """Returns the context that a client trains in.
-
-    Args:
-        values: Values that include those of `CONTEXT`.
-        flat: Layout of the weight vector.
-    """
-    return ClientContext(flat=flat, **{name: values[name] for name in CONTEXT})  # type: ignore[arg-type]
 
 
 def checksum(*tensors: Tensor) -> int:

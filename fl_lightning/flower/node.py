@@ -6,10 +6,9 @@ from pathlib import Path
 
 from torch import Tensor
 
-from fl_lightning.core import State, ensure, files
-from fl_lightning.core.errors import UserError
+from fl_lightning.core import ClientContext, State, UserError, ensure, files
 from fl_lightning.engine import Job
-from fl_lightning.flower.messages import Message, Value, checksum, context, version_of
+from fl_lightning.flower.messages import CONTEXT, Message, Value, checksum, version_of
 from fl_lightning.trainer.run import Run
 
 Kept = MutableMapping[str, Mapping[str, Tensor]]
@@ -43,7 +42,11 @@ class Node:
             UserError: If node and server differ, or a state is missing. The transport adds the node's number.
         """
         about, run = message.values["round"], self.run
-        self._check(message)
+        same = about["w0"] == self._w0 and about["frozen"] == run.frozen
+        ensure(
+            same and message.tensors["down"].keys() == {*run.objective.wire[0]},
+            "makes another model than the server; give both the same config, init_weights and versions of torch",
+        )
         received = State({name: value.to(run.server.w) for name, value in message.tensors["down"].items()})
         uploads: dict[str, Mapping[str, Tensor]] = {}
         replies: dict[str, Mapping[str, Value]] = {}
@@ -62,7 +65,7 @@ class Node:
         self, client: int, received: State, values: Mapping[str, Value], kept: Kept
     ) -> tuple[dict[str, Tensor], dict[str, Value]]:
         run = self.run
-        ctx = context(values, run.objective.flat)
+        ctx = ClientContext(flat=run.objective.flat, **{name: values[name] for name in CONTEXT})  # type: ignore[arg-type]
         here = int(run.data.client_sizes[client])
         ensure(
             ctx.n_k == here,
@@ -91,14 +94,6 @@ class Node:
             "own config",
         )
         return State({name: value.to(self.run.server.w) for name, value in state.items()})
-
-    def _check(self, message: Message) -> None:
-        down, about = self.run.objective.wire[0], message.values["round"]
-        same = about["w0"] == self._w0 and about["frozen"] == self.run.frozen
-        ensure(
-            same and message.tensors["down"].keys() == {*down},
-            "makes another model than the server; give both the same config, init_weights and versions of torch",
-        )
 
 
 def _stored(client: int, state: State, keep: set[str], kept: Kept) -> str:

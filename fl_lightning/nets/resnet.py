@@ -1,4 +1,4 @@
-"""Residual networks without batch statistics."""
+"""Residual networks, among them MobileNetV2, without batch statistics."""
 
 from collections.abc import Callable
 from functools import partial
@@ -6,7 +6,7 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from fl_lightning.core import Checked, Size, require
+from fl_lightning.core import Checked, Size, require, weights
 
 Norm = Callable[[int], nn.Module]
 """Returns a normalization layer for a number of channels."""
@@ -38,21 +38,26 @@ def _cifar_stem() -> nn.Conv2d:
     return stem
 
 
-class _TorchvisionResNet(Checked, nn.Module, key="model.net"):
-    """A ResNet of torchvision, as ``net``."""
+class _TorchvisionNet(Checked, nn.Module, key="model.net"):
+    """A net of torchvision, as ``net``."""
 
-    def __init__(self, blocks: list[int], num_classes: Size, norm: Norm) -> None:
-        from torchvision.models.resnet import BasicBlock, ResNet
-
+    def __init__(self, net: nn.Module) -> None:
         super().__init__()
-        self.net = ResNet(BasicBlock, blocks, num_classes, norm_layer=norm)
+        self.net = net
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns logits ``(N, num_classes)`` of images ``(N, 3, H, W)``."""
         return self.net(x)
 
 
-class ResNet18GN(_TorchvisionResNet):
+def _resnet(blocks: list[int], num_classes: int, norm: Norm) -> nn.Module:
+    """Returns torchvision's ResNet of basic blocks."""
+    from torchvision.models.resnet import BasicBlock, ResNet
+
+    return ResNet(BasicBlock, blocks, num_classes, norm_layer=norm)
+
+
+class ResNet18GN(_TorchvisionNet):
     """torchvision's ResNet-18 (He et al. 2016) with GroupNorm instead of BatchNorm.
 
     11,173,962 weights with 10 classes and the CIFAR stem; 11,181,642 with the ImageNet stem (FedSMOO, FedLESAM), and
@@ -68,12 +73,12 @@ class ResNet18GN(_TorchvisionResNet):
     """
 
     def __init__(self, num_classes: Size = 10, groups: int = 2, stem: Literal["cifar", "imagenet"] = "cifar") -> None:
-        super().__init__([2, 2, 2, 2], num_classes, group_norm(groups, 64))
+        super().__init__(_resnet([2, 2, 2, 2], num_classes, group_norm(groups, 64)))
         if stem == "cifar":
             self.net.conv1, self.net.maxpool = _cifar_stem(), nn.Identity()
 
 
-class ResNet18NoNorm(_TorchvisionResNet):
+class ResNet18NoNorm(_TorchvisionNet):
     """ResNet-18 with the CIFAR stem and no normalization, as in FedGF (App. D.6, CIFAR-100).
 
     11,210,532 weights with 100 classes. Convolutions without bias, PyTorch's default initialization.
@@ -83,14 +88,14 @@ class ResNet18NoNorm(_TorchvisionResNet):
     """
 
     def __init__(self, num_classes: Size = 100) -> None:
-        super().__init__([2, 2, 2, 2], num_classes, nn.Identity)
+        super().__init__(_resnet([2, 2, 2, 2], num_classes, nn.Identity))
         self.net.conv1, self.net.maxpool = _cifar_stem(), nn.Identity()
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 module.reset_parameters()
 
 
-class ResNet8GN(_TorchvisionResNet):
+class ResNet8GN(_TorchvisionNet):
     """FedGMT's small ResNet for CIFAR-100: torchvision's first three stages, of one block each.
 
     ImageNet stem; 64, 128 and 256 channels, strides 1, 2, 2; torchvision's initialization. 1,258,404 weights with 100
@@ -105,8 +110,36 @@ class ResNet8GN(_TorchvisionResNet):
     """
 
     def __init__(self, num_classes: Size = 100, groups: int = 2) -> None:
-        super().__init__([1, 1, 1, 1], num_classes, group_norm(groups, 64))
+        super().__init__(_resnet([1, 1, 1, 1], num_classes, group_norm(groups, 64)))
         self.net.layer4, self.net.fc = nn.Identity(), nn.Linear(256, num_classes)
+
+
+class MobileNetV2GN(_TorchvisionNet):
+    """torchvision's MobileNetV2 (Sandler et al. 2018) with GroupNorm instead of BatchNorm, no dropout: for Landmarks.
+
+    4,821,740 weights with 2,028 classes. The origin of the GroupNorms in the papers' pre-trained network is unknown.
+
+    Args:
+        num_classes: Number of classes.
+        groups: Groups of every GroupNorm; must divide 8. Google's trainer for Landmarks uses 8, its model class 2; the
+            papers' number is unknown.
+        pretrained: Initial weights: ``torchvision`` for its ImageNet weights (downloaded once), or a file with such a
+            state_dict. Convolutions, scales and shifts load; the classifier loads if it has as many classes; the
+            statistics of BatchNorm do not.
+
+    Raises:
+        UserError: If groups does not divide 8, or the pre-trained weights do not fit.
+    """
+
+    def __init__(self, num_classes: Size = 2028, groups: int = 8, pretrained: str | None = None) -> None:
+        from torchvision.models import MobileNet_V2_Weights, mobilenet_v2
+
+        super().__init__(mobilenet_v2(num_classes=num_classes, norm_layer=group_norm(groups, 8), dropout=0.0))
+        if pretrained is not None:
+            key = "model.net.pretrained"
+            ours = pretrained == "torchvision"
+            found = MobileNet_V2_Weights.IMAGENET1K_V1.get_state_dict() if ours else weights.read(pretrained, key)
+            weights.load(self.net, found, key, head="classifier.")
 
 
 class PreActResNet18GN(Checked, nn.Module, key="model.net"):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fl_lightning import SGD, Arrays, Checkpoints, FedAvg, FederatedTrainer, UserError
 from fl_lightning.commands.corruptions import evaluate_corruptions, run
 from fl_lightning.core.rng import numpy_generator
-from fl_lightning.data.corruptions import CORRUPTIONS, CorruptedCIFAR
+from fl_lightning.data.corruptions import CORRUPTIONS, corrupted_cifar
 from fl_lightning.data.samples import Batch
 from fl_lightning.results.corruptions import means, plot_corruptions, read
 from tests.runs import cli
@@ -47,11 +47,10 @@ def test_official_names() -> None:
 
 
 def test_severities_are_blocks_of_rows(tmp_path: Path) -> None:
-    seen = list(CorruptedCIFAR(str(written(tmp_path))))
-    assert [(name, s) for name, s, *_ in seen] == [(name, s) for name in CORRUPTIONS for s in range(1, 6)]
-    for c, s, x, y in seen:
+    seen = list(corrupted_cifar(str(written(tmp_path)), Y))
+    assert [(name, s) for name, s, _ in seen] == [(name, s) for name in CORRUPTIONS for s in range(1, 6)]
+    for c, s, x in seen:
         assert x.shape == (N, 32, 32, 3) and (x == 10 * CORRUPTIONS.index(c) + s).all()
-        np.testing.assert_array_equal(y, Y)
 
 
 def test_accuracy_of_a_known_predictor(tmp_path: Path) -> None:
@@ -79,29 +78,29 @@ def test_what_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         UserError, match=rf"'gaussian_noise.npy' is missing; expected there [^\n]*labels.npy, from {home}$"
     ):
-        CorruptedCIFAR(str(tmp_path))
+        corrupted_cifar(str(tmp_path), Y)
     with pytest.raises(UserError, match="corruptions = fogg: choose from gaussian_noise"):
-        CorruptedCIFAR(str(tmp_path), ["fogg"])
+        corrupted_cifar(str(tmp_path), Y, ["fogg"])
     with pytest.raises(UserError, match="severities = 6: choose from 1, 2, 3, 4, 5"):
-        CorruptedCIFAR(str(tmp_path), ["fog"], [6])
+        corrupted_cifar(str(tmp_path), Y, ["fog"], [6])
     folder = written(tmp_path / "c", ("fog",))
     np.save(folder / "labels.npy", np.repeat(Y, 5))
-    with pytest.raises(UserError, match=r"labels.npy': labels \(60,\) are not those of a test set five times"):
-        CorruptedCIFAR(str(folder), ["fog"])
+    with pytest.raises(UserError, match="its 60 labels are not the 12 of data's test set, five times; CIFAR"):
+        corrupted_cifar(str(folder), Y, ["fog"])
     written(folder, ("fog",))
     data = Arrays(cifar(tmp_path), num_clients=2)
     data.setup()
     data.y_test = data.y_test.flip(0)
     with pytest.raises(
-        UserError, match="its 12 labels are not the 12 of data's test set; CIFAR-10-C goes with CIFAR10"
+        UserError, match="its 60 labels are not the 12 of data's test set, five times; CIFAR-10-C goes with CIFAR10"
     ):
         list(evaluate_corruptions(lambda batches: 0.0, data, str(folder), ["fog"]))
     np.save(folder / "fog.npy", np.zeros((N, 32, 32, 3)))
     with pytest.raises(UserError, match=r"fog.npy': float64 \(12, 32, 32, 3\) instead of uint8 \(60, 32, 32, 3\); get"):
-        CorruptedCIFAR(str(folder), ["fog"])
+        corrupted_cifar(str(folder), Y, ["fog"])
     (folder / "fog.npy").write_bytes(b"rubbish")
     with pytest.raises(UserError, match=rf"^folder = '[^\n]*fog.npy': [^\n]*; get it again from {home}$"):
-        CorruptedCIFAR(str(folder), ["fog"])
+        corrupted_cifar(str(folder), Y, ["fog"])
 
 
 def batch_norm_net() -> nn.Module:

@@ -25,8 +25,7 @@ from fl_lightning import (
     UserError,
 )  # fmt: skip
 from fl_lightning.core.rng import generator, numpy_generator
-from fl_lightning.data.metrics import MeanIoU
-from fl_lightning.data.segmentation import CITYSCAPES, IDDA16
+from fl_lightning.data.segmentation import CITYSCAPES, IDDA16, MeanIoU
 from fl_lightning.trainer.run import Run
 from tests.engine.test_engines import assert_close
 from tests.generated import lists, scene
@@ -229,7 +228,7 @@ def test_rescaled_is_resize_pad_and_crop(scale: float) -> None:
 def test_area_takes_parts_of_the_image() -> None:
     augment = ScaledCrop((8, 12), (0.2, 3.0), kind="area", flip=False)
     drawn = augment.draw([400], torch.Generator().manual_seed(0))
-    top, left, height, width = augment._parts(16, 24, drawn)
+    (top, left), (height, width) = (v.T for v in augment._parts(16, 24, drawn))
     assert (top >= 0).all() and (left >= 0).all() and (top + height <= 16).all() and (left + width <= 24).all()
     whole = (height == 16) & (width == 21)  # the central part of aspect 4/3
     assert 0 < whole.sum() < 400 and (left[whole] == 1).float().mean() > 0.9
@@ -270,7 +269,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
         Cityscapes(str(tmp_path)).setup()
     data = cityscapes(tmp_path)
     data.setup()
-    path = Path(str(data.x_train.source.maps[3]))  # type: ignore[union-attr]
+    path = tmp_path / "gtFine/train/ulm/ulm_000003_000019_gtFine_labelIds.png"
     Image.fromarray(IMAGES[3]).save(path)
     with pytest.raises(UserError, match=r"labelIds.png': uint8 [^\n]*, 3\) instead of one label a pixel"):
         list(data.eval_batches([3]))

@@ -218,11 +218,14 @@ def test_what_is_broken_off_reads_no_more(how, monkeypatch):
 def test_a_broken_image_is_told_in_one_line(engine, pictures, tmp_path):
     data = ImageFolder(str(pictures), 8, stream=True, workers=2, **SETTINGS)
     data.setup()
-    path = tmp_path / "rubbish.png"
+    path = sorted(pictures.glob("train/*/*.png"))[int(data.clients[0][0])]
+    whole = path.read_bytes()
     path.write_bytes(b"rubbish")
-    data.x_train.source.paths[int(data.clients[0][0])] = str(path)
-    with pytest.raises(UserError, match=rf"^data.root = '{path}' is not a readable image [^\n]*; replace it$"):
-        fit(data, tmp_path, engine, seed=1)
+    try:
+        with pytest.raises(UserError, match=rf"^data.root = '{path}' is not a readable image [^\n]*; replace it$"):
+            fit(data, tmp_path, engine, seed=1)
+    finally:
+        path.write_bytes(whole)
     fit(ImageFolder(str(pictures), 8, stream=True, **SETTINGS), tmp_path, engine)  # nothing is left in the way
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from typing_extensions import Self
 
-from fl_lightning.core import UserError, require
+from fl_lightning.core import UserError, ensure, require
 from fl_lightning.data.files import read_cifar
 from fl_lightning.data.partition.base import Indices, Partition, check, cut
 
@@ -117,11 +117,11 @@ class FromFile(Partition):
         check(parts, len(labels), num_clients, f"'{self.path}'", self.replacement)
         for user, part in zip(users, parts, strict=True):
             for at, (_, label) in zip(part, rows[user], strict=True):
-                if label is not None and label != labels[at]:
-                    raise UserError(
-                        f"'{self.path}': client {user} has sample {at} as class {label}, but in the data it"
-                        f" is class {labels[at]}; use the split made for this data set"
-                    )
+                ensure(
+                    label is None or label == labels[at],
+                    f"'{self.path}': client {user} has sample {at} as class {label}, but in the data it"
+                    f" is class {labels[at]}; use the split made for this data set",
+                )
         return parts
 
     def _read(self, index: Callable[[str, int], int]) -> dict[str, list[tuple[int, int | None]]]:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_lightning.core import Interval, Positive, PositiveInt, UserError, numpy_generator, require
+from fl_lightning.core import Interval, Positive, PositiveInt, UserError, ensure, numpy_generator, require
 from fl_lightning.data.partition.base import Indices, Partition, members, replay
 
 Floats = NDArray[np.float64]
@@ -42,12 +42,12 @@ class FLSAMPath(Partition):
     def split(self, labels: Indices, num_clients: int, num_classes: int, seed: int) -> Sequence[Indices]:
         """See :meth:`Partition.__call__`."""
         each, over = divmod(self.shards * num_clients, num_classes)
-        if over:
-            fit = num_classes // math.gcd(num_classes, num_clients)
-            raise UserError(
-                f"data.partition.shards = {self.shards}: {num_clients} clients need {self.shards * num_clients} shards,"
-                f" which {num_classes} classes cannot give equally; use a multiple of {fit}, or other clients"
-            )
+        fit = num_classes // math.gcd(num_classes, num_clients)
+        ensure(
+            over == 0,
+            f"data.partition.shards = {self.shards}: {num_clients} clients need {self.shards * num_clients} shards,"
+            f" which {num_classes} classes cannot give equally; use a multiple of {fit}, or other clients",
+        )
         rng = numpy_generator(seed, "partition")
         order = rng.permutation(np.repeat(np.arange(num_classes), each)).reshape(num_clients, self.shards)
         piles = [np.array_split(pool, each) for pool in members(labels, num_classes)]
@@ -86,14 +86,11 @@ class FLSAMDirichlet(Partition):
         rng = replay(seed)
         rng.shuffle(kept)
         step = int(GROUP / num_clients * len(kept))
+        groups = math.ceil(num_clients / GROUP)
         lists: list[Indices] = []
-        for first in range(0, num_clients, GROUP):
-            width = min(GROUP, num_clients - first)
-            start = first // GROUP * step
-            stop = start + step if first + GROUP < num_clients else len(kept)
-            chunk = kept[start:stop]
+        for group, chunk in enumerate(np.split(kept, step * np.arange(1, groups))):  # the last one has the remainder
             pools = [chunk[labels[chunk] == c] for c in range(num_classes)]
-            lists += self._divide(pools, width, rng)
+            lists += self._divide(pools, min(GROUP, num_clients - group * GROUP), rng)
         return np.array_split(np.concatenate(lists), num_clients)
 
     def _long_tail(self, labels: Indices, num_classes: int, rng: np.random.RandomState) -> Indices:
