@@ -21,7 +21,7 @@ from fl_lightning.core import UserError
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.results.headline import SUMMARY
 from fl_lightning.sweeps.hyperband import StopEarly
-from fl_lightning.trainer import parallel_runs
+from fl_lightning.trainer import loop, parallel_runs
 from fl_lightning.trainer.storage.run_folder import RunFolder
 from fl_lightning.trainer.trainer import FederatedTrainer
 
@@ -187,7 +187,7 @@ def _together(
         runs = parallel_runs.start([m.trainer for m in made], [m.model for m in made], first.data, paths)
         if not parallel_runs.pays(runs):
             return None
-        broken = parallel_runs.train(runs)
+        broken = loop.train(runs)
     found = []
     for trial, run in zip(trials, runs, strict=True):
         error = broken.get(run)

@@ -237,8 +237,7 @@ class Run:
     @property
     def elapsed(self) -> float:
         """Seconds that the run has taken, those before it was resumed included."""
-        before: float = self.restored.get("elapsed", 0.0)
-        return before + time.monotonic() - self._opened
+        return float(self.restored.get("elapsed", 0.0)) + time.monotonic() - self._opened
 
     @property
     def config(self) -> dict[str, Any]:
@@ -286,9 +285,8 @@ class Run:
 
     def make_engine(self, name: EngineName) -> Engine:
         """Returns an engine for this run's objective."""
-        settings = self.settings
-        engine = ENGINES[name]
-        return engine(self.objective, self.net, self.fabric.autocast, settings.client_block, settings.compile)
+        block, compile = self.settings.client_block, self.settings.compile
+        return ENGINES[name](self.objective, self.net, self.fabric.autocast, block, compile)
 
     # Metrics and hooks
 
@@ -297,11 +295,6 @@ class Run:
         metrics = {name: float(value) for name, value in metrics.items()}
         self.round_metrics.update(metrics)
         self.state = replace(self.state, metrics={**self.metrics, **metrics})
-
-    def take_metrics(self) -> dict[str, float]:
-        """Returns the metrics of the round that ends; what is logged from now on belongs to the next one."""
-        taken, self.round_metrics = self.round_metrics, {}
-        return taken
 
     def call(self, hook: str, *arguments: Any) -> None:
         """Calls a hook of every callback."""
