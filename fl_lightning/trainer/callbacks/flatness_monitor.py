@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
-from fl_lightning.core import PositiveInt, RoundContext, require, write_atomically
+from fl_lightning.core import PositiveInt, RoundContext, require
 from fl_lightning.engine import LocalResult
 from fl_lightning.flatness.plots import plot_density, plot_spectrum
 from fl_lightning.trainer.loggers import RunLogger
@@ -25,6 +25,7 @@ from fl_lightning.trainer.measurements import (
     check_statistics,
     default_measures,
 )
+from fl_lightning.trainer.measurements.base import drop_later_rounds
 from fl_lightning.trainer.round import replay
 from fl_lightning.trainer.run import Callback, Run
 
@@ -78,10 +79,7 @@ class FlatnessMonitor(Callback):
             return
         for metric in self.metrics:
             metric.resume(run)
-        path = run.folder.path / FILE
-        if path.exists():
-            lines = [line for line in read_measurements(path) if line["round"] <= run.rounds_done]
-            write_atomically(path, "".join(json.dumps(line) + "\n" for line in lines))
+        drop_later_rounds(run.folder.path / FILE, run.rounds_done, lambda line: int(json.loads(line)["round"]))
 
     def on_round_start(self, run: Run, ctx: RoundContext, cohort: list[int]) -> None:
         started = time.perf_counter()

@@ -18,7 +18,6 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 
 from fl_lightning.core import Uploads, UserError
 
-K = TypeVar("K")
 V = TypeVar("V")
 _store: Store | None = None
 
@@ -197,12 +196,13 @@ def gather(
     return cohort
 
 
-def all_gather_dict(fabric: Fabric, mine: Mapping[K, V]) -> dict[K, V]:
-    """Merges what the processes know of different clients, on each process; pickled on the way."""
-    everyone: list[Mapping[K, V]] = [mine] * fabric.world_size
+def all_gather_dict(fabric: Fabric, mine: Mapping[int, V]) -> dict[int, V]:
+    """Merges what the processes know of different clients, sorted by client, on each process; pickled on the way."""
+    everyone: list[Mapping[int, V]] = [mine] * fabric.world_size
     if fabric.world_size > 1:
         dist.all_gather_object(everyone, mine)
-    return {key: value for part in everyone for key, value in part.items()}
+    merged = {client: value for part in everyone for client, value in part.items()}
+    return dict(sorted(merged.items()))
 
 
 def gather_states(state: Tensor, group: Any = None) -> list[Tensor]:
