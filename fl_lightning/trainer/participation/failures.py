@@ -2,6 +2,7 @@
 
 import csv
 import io
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -20,14 +21,8 @@ def counted(before: Failures, failed: Mapping[str, Sequence[int]]) -> Failures:
         before: The counts.
         failed: Clients that failed in the round, by kind.
     """
-    after = dict(before)
-    for kind, clients in failed.items():
-        if clients:
-            known = dict(before.get(kind, {}))
-            for client in clients:  # in two phases of a round, two failures
-                known[client] = known.get(client, 0) + 1
-            after[kind] = known
-    return after
+    new = {kind: Counter(clients) for kind, clients in failed.items() if clients}  # in two phases, two failures
+    return {**before, **{kind: dict(Counter(before.get(kind, {})) + counts) for kind, counts in new.items()}}
 
 
 def new_lines(before: Failures, t: int, refused: Sequence[int]) -> list[str]:

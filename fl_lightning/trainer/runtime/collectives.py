@@ -151,28 +151,30 @@ def assign(steps: Sequence[int], processes: int) -> list[list[int]]:
     return [sorted(positions) for positions in mine]
 
 
-def scatter(fabric: Fabric, rows: Tensor | None, parts: list[list[int]], shape: Sequence[int], like: Tensor) -> Tensor:
+def scatter(
+    fabric: Fabric, rows: Sequence[Tensor], parts: list[list[int]], shape: Sequence[int], like: Tensor
+) -> list[Tensor]:
     """Sends the rows of a cohort from rank 0 to the processes that train the clients.
 
     Args:
         fabric: The processes.
-        rows: On rank 0 one row for each position of the cohort, ``(cohort, *shape)``.
+        rows: On rank 0 one row, ``shape``, for each position of the cohort.
         parts: Positions by rank.
         shape: Shape of a row.
         like: A tensor of the dtype, on this process's device.
 
     Returns:
-        This process's rows, ``(its positions, *shape)``.
+        This process's rows, each of ``shape``.
     """
     if fabric.world_size == 1:
-        assert rows is not None
-        return rows
+        return list(rows)
     most, sent = max(map(len, parts)), None
-    if rows is not None:
-        sent = [torch.cat([rows[part], rows.new_zeros(most - len(part), *shape)]) for part in parts]
+    if fabric.is_global_zero:
+        filler = like.new_zeros(shape)
+        sent = [torch.stack([*(rows[i] for i in part), *[filler] * (most - len(part))]) for part in parts]
     mine = like.new_empty(most, *shape)
     dist.scatter(mine, sent, src=0)
-    return mine[: len(parts[fabric.global_rank])]
+    return list(mine[: len(parts[fabric.global_rank])])
 
 
 def gather(
@@ -223,13 +225,6 @@ def all_reduce_sum(fabric: Fabric, mine: Tensor) -> Tensor:
     if fabric.world_size > 1:
         dist.all_reduce(mine)
     return mine
-
-
-def total(fabric: Fabric, mine: int) -> int:
-    """Returns the sum of a whole number over all processes."""
-    if fabric.world_size == 1:
-        return mine
-    return int(all_reduce_sum(fabric, torch.tensor(mine, device=fabric.device)))
 
 
 def reduce(
