@@ -22,6 +22,7 @@ from fl_lightning.engine import ENGINES, Engine, EngineName, LocalResult
 from fl_lightning.results.names import Mode
 from fl_lightning.trainer.aggregation.base import Aggregation, Mean, Plan
 from fl_lightning.trainer.evaluation import Evaluator, Split
+from fl_lightning.trainer.loggers import RunLogger
 from fl_lightning.trainer.runtime.signals import check_interruption
 from fl_lightning.trainer.settings import Kind, Settings
 from fl_lightning.trainer.setup import set_up
@@ -244,6 +245,12 @@ class Run:
         """The resolved config with the engine's name; empty without the command line."""
         config = self.settings.config
         return config and {**config, "trainer": {**config["trainer"], "engine": self.engine_name}}
+
+    @property
+    def run_loggers(self) -> dict[RunLogger, dict[str, Any]]:
+        """The loggers that survive a resumption, each with its state in the checkpoint, which is empty in a new run."""
+        states = self.restored.get("loggers", {})
+        return {x: states.get(key, {}) for key, x in by_key(self.loggers).items() if isinstance(x, RunLogger)}
 
     @property
     def how_to_continue(self) -> str:

@@ -6,12 +6,10 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from fl_lightning.core import UserError
 from fl_lightning.core.errors import add_note
 from fl_lightning.core.files import disk_error
-from fl_lightning.trainer.loggers import RunLogger
 from fl_lightning.trainer.run import Run, by_key
 from fl_lightning.trainer.runtime.collectives import on_rank_zero
 from fl_lightning.trainer.storage import provenance
@@ -70,7 +68,7 @@ def _prepare_folder(run: Run, lock: ExitStack) -> None:
         if run.checkpoint is None:
             run.enter(RunFolder.create(run.settings.default_root_dir, run.name))
         lock.enter_context(locked(run.folder.path))
-        for logger, state in _logger_states(run) if run.rounds_done else ():
+        for logger, state in run.run_loggers.items() if run.rounds_done else ():
             logger.check(run.folder.path, state, run.rounds_done)
         if run.config and (said := run.folder.write_config(run.config, run.rounds_done)):
             run.fabric.print(said)
@@ -89,19 +87,14 @@ def _prepare_folder(run: Run, lock: ExitStack) -> None:
 
 
 def _start_loggers(run: Run) -> None:
-    about, states = run.settings.about(run.objective, run.data, run.kind), dict(_logger_states(run))
+    about = run.settings.about(run.objective, run.data, run.kind)
+    for own, state in run.run_loggers.items():
+        own.start(run.folder.path, state, run.rounds_done, about)
+        if run.fabric.is_global_zero and not run.rounds_done:
+            own.log_partition(run.data)
     for logger in run.loggers:
-        if isinstance(logger, RunLogger):
-            logger.start(run.folder.path, states[logger], run.rounds_done, about)
-            if run.fabric.is_global_zero and not run.rounds_done:
-                logger.log_partition(run.data)
         with suppress(NotImplementedError):  # Fabric's own CSVLogger logs none
             logger.log_hyperparams(run.config)
-
-
-def _logger_states(run: Run) -> list[tuple[RunLogger, dict[str, Any]]]:
-    states, loggers = run.restored.get("loggers", {}), by_key(run.loggers).items()
-    return [(logger, states.get(key, {})) for key, logger in loggers if isinstance(logger, RunLogger)]
 
 
 def _end(run: Run) -> None:

@@ -1,8 +1,5 @@
 """The set-up of a run: the same data, net and initial weights on every process."""
 
-from collections.abc import Mapping
-
-from lightning.fabric import Fabric
 from torch import Tensor
 
 from fl_lightning.algorithms.base import LocalObjective
@@ -28,17 +25,12 @@ def set_up(settings: Settings, objective: LocalObjective, data: FederatedDataMod
     data.to(fabric.device)
     objective.to(device=fabric.device, dtype=settings.dtype)
     net = FlatNet(objective.net)
-    frozen = digest(_shared(fabric, constants(objective.net)))
+    frozen = constants(objective.net)
     # through the CPU: what is broadcast keeps the device of rank 0
+    for value in frozen.values() if fabric.world_size > 1 else ():
+        value.copy_(fabric.broadcast(value.cpu()))
     w0 = fabric.broadcast(net.w.cpu()).to(fabric.device, copy=True)
     if objective.net_buffers is not None:
         objective.net_buffers.take(objective.net)
         objective.net_buffers.first = fabric.broadcast(objective.net_buffers.first.cpu()).to(w0)
-    return net, w0, frozen
-
-
-def _shared(fabric: Fabric, values: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Returns the same tensors with the values of rank 0."""
-    for value in values.values() if fabric.world_size > 1 else ():
-        value.copy_(fabric.broadcast(value.cpu()))
-    return values
+    return net, w0, digest(frozen)

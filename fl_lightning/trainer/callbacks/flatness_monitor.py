@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from lightning.fabric.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 
 from fl_lightning.core import PositiveInt, RoundContext, require
@@ -128,18 +129,16 @@ class FlatnessMonitor(Callback):
         """Returns the measures of this round; centralized training has no cohort."""
         return [measure for measure in self.metrics if self._due and (self._cohort or not measure.local)]
 
+    @rank_zero_only
     def _write(self, run: Run, measurements: Sequence[Measurement]) -> None:
-        if not run.fabric.is_global_zero:
-            return
         for measure in self._measures():
             measure.keep(run)
         with (run.folder.path / FILE).open("a") as file:
             for measurement in measurements:
                 file.write(json.dumps({"round": run.rounds_done, "seed": run.seed, **asdict(measurement)}) + "\n")
         label = f"{run.folder.label}, round {run.rounds_done}"
-        for logger in run.loggers:
-            if isinstance(logger, RunLogger):
-                show(logger, measurements, run.rounds_done, label)
+        for logger in run.run_loggers:
+            show(logger, measurements, run.rounds_done, label)
 
     def state_dict(self) -> dict[str, Any]:
         elapsed = time.perf_counter() - self._started

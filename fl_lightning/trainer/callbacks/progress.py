@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 
+from lightning.fabric.utilities.rank_zero import rank_zero_only
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -51,9 +52,8 @@ class Progress(Callback):
     def needs_round(self, t: int) -> bool:
         return False  # it shows the rounds that there are
 
+    @rank_zero_only
     def on_fit_start(self, run: Run) -> None:
-        if not run.fabric.is_global_zero:
-            return
         self._recent, self._columns = [], []
         data = run.data
         self.console.print(
@@ -72,9 +72,8 @@ class Progress(Callback):
             self._live = Live(self._view(), console=self.console, refresh_per_second=8)
             self._live.start()
 
+    @rank_zero_only
     def on_round_logged(self, run: Run, metrics: Mapping[str, float]) -> None:
-        if not run.fabric.is_global_zero:
-            return
         self._bar.update(self._task, completed=run.rounds_done)
         self._columns = shown(run.metrics)
         self._recent = [*self._recent, {**metrics, "round": run.rounds_done}][-self.rows :]
@@ -86,15 +85,14 @@ class Progress(Callback):
             line = "  ".join([f"round {run.rounds_done}/{run.max_rounds}", *known])
             self.console.print(line, highlight=False, soft_wrap=True)
 
+    @rank_zero_only
     def on_exception(self, run: Run, error: BaseException) -> None:
-        if run.fabric.is_global_zero:
-            self._stop()
-            self.console.print(f"stopped after round {run.rounds_done}", highlight=False)
+        self._stop()
+        self.console.print(f"stopped after round {run.rounds_done}", highlight=False)
         _print_how_to_continue(run)
 
+    @rank_zero_only
     def on_fit_end(self, run: Run) -> None:
-        if not run.fabric.is_global_zero:
-            return
         self._stop()
         columns = read_metrics(run.folder.metrics)
         table = Table(title="Summary", show_header=True)
