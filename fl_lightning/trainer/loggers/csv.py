@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
-from fl_lightning.core import UserError, write_atomically, writing
+from fl_lightning.core import UserError, ensure, write_atomically, writing
 from fl_lightning.results.metrics import FILE, read_rows
 from fl_lightning.trainer.loggers.base import About, RunLogger
 
@@ -86,13 +86,12 @@ def _rows(path: Path, columns: list[str], rounds: int) -> tuple[list[str], list[
         raise UserError(f"{path}: has not one column {absent[0]}; {remedy}")
     at = head.index("round")
     for k, row in enumerate(rows[:rounds]):
-        if len(row) != len(head) or row[at] != str(k + 1) or not all(map(_is_number, row)):
-            raise UserError(f"{path}: line {k + 2} is not a row of numbers for round {k + 1}; {remedy}")
+        fit = len(row) == len(head) and row[at] == str(k + 1) and all(map(_is_number, row))
+        ensure(fit, f"{path}: line {k + 2} is not a row of numbers for round {k + 1}; {remedy}")
     for row in rows[rounds:]:
         if len(row) == len(head) and row[at].isdecimal() and int(row[at]) <= rounds:
             raise UserError(f"{path}: has round {row[at]} twice; {remedy}")
-    if len(rows) < rounds:
-        raise UserError(f"{path}: ends at round {len(rows)}, the checkpoint at {rounds}; {remedy}")
+    ensure(len(rows) >= rounds, f"{path}: ends at round {len(rows)}, the checkpoint at {rounds}; {remedy}")
     return head, [dict(zip(head, row, strict=True)) for row in rows[:rounds]]
 
 

@@ -140,7 +140,6 @@ class RunFolder:
             )
             return Path(ckpt_path)
         found = list((root / name).glob(f"version_*/{RunFolder.CHECKPOINTS}/{ckpt_path}.ckpt"))
-        if not found:
-            remedy = "start without --ckpt_path" if ckpt_path == "last" else "set monitor of the callback Checkpoints"
-            raise UserError(f"ckpt_path = {ckpt_path}: no such checkpoint under {root / name}; {remedy}")
+        remedy = "start without --ckpt_path" if ckpt_path == "last" else "set monitor of the callback Checkpoints"
+        ensure(found != [], f"ckpt_path = {ckpt_path}: no such checkpoint under {root / name}; {remedy}")
         return max(found, key=lambda path: path.stat().st_mtime_ns)
