@@ -88,7 +88,6 @@ class WandbLogger(LightningWandbLogger, RunLogger):
         RunLogger.start(self, run_dir, state, round, about)
         self._about, self._round, self._training = about, round, False
         self._pending: dict[str, Any] = {}
-        self._columns: dict[str, list[tuple[int, float]]] = {}
         self._defined: set[str] = set()
         self._directions = read_directions(run_dir)
         import wandb
