@@ -49,9 +49,6 @@ class Progress(Callback):
         self._columns: list[str] = []
         self._last_line = 0.0
 
-    def needs_round(self, t: int) -> bool:
-        return False  # it shows the rounds that there are
-
     @rank_zero_only
     def on_fit_start(self, run: Run) -> None:
         self._recent, self._columns = [], []
