@@ -15,16 +15,16 @@ from fl_lightning.trainer.loggers.base import About, RunLogger
 
 
 class CSVLogger(RunLogger):
-    """``metrics.csv`` in the run folder: a row a round, a column a metric, empty where nothing was measured."""
+    """``metrics.csv`` in the run folder: a row a round, a column a metric, empty where nothing was measured.
+
+    Attributes:
+        path: The file, once the logger has started.
+    """
+
+    path: Path
 
     def __init__(self) -> None:
         self.columns: list[str] = ["round"]
-
-    @property
-    def path(self) -> Path:
-        """The file."""
-        assert self.dir is not None, "start the logger first"
-        return self.dir / FILE
 
     def check(self, run_dir: Path, state: Mapping[str, Any], round: int) -> None:
         _rows(run_dir / FILE, state.get("columns", []), round)
@@ -32,6 +32,7 @@ class CSVLogger(RunLogger):
     @rank_zero_only
     def start(self, run_dir: Path, state: Mapping[str, Any], round: int, about: About) -> None:
         super().start(run_dir, state, round, about)
+        self.path = run_dir / FILE
         columns, rows = _rows(run_dir / FILE, state.get("columns", []), round) if round else (["round"], [])
         self._rewrite(columns, rows)
 

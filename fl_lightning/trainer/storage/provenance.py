@@ -74,7 +74,14 @@ def write(folder: Path, round: int, device: torch.device, processes: int, **exec
             "round": round,
             "command": command_line(),
             "versions": versions(),
-            "machine": {**_machine(device), "processes": processes},
+            "machine": {  # nothing that names the host
+                "system": f"{platform.system()} {platform.machine()}",
+                "cpu": _cpu(),
+                "cores": os.cpu_count(),
+                "threads": torch.get_num_threads(),
+                "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+                "processes": processes,
+            },
             **execution,
             "code": code,
         }
@@ -136,17 +143,6 @@ def versions() -> dict[str, str]:
     cuda = {"cuda": torch.version.cuda} if torch.version.cuda else {}
     ours = {"python": platform.python_version(), "fl_lightning": fl_lightning.__version__}
     return {**ours, **{package: version(package) for package in PACKAGES}, **cuda}
-
-
-def _machine(device: torch.device) -> dict[str, Any]:
-    """Returns processor, device and threads; nothing that names the host."""
-    return {
-        "system": f"{platform.system()} {platform.machine()}",
-        "cpu": _cpu(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-    }
 
 
 def _cpu() -> str:

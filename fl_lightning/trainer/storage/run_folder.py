@@ -63,19 +63,17 @@ class RunFolder:
             UserError: If the folder cannot be written.
         """
         for k in count():
+            path = root / name / f"version_{k}"
             try:
-                (path := root / name / f"version_{k}").mkdir(parents=True)
+                path.mkdir(parents=True)
+                return cls(path)
             except FileExistsError:
-                if not (root / name).is_dir():
-                    raise UserError(
-                        f"trainer.default_root_dir = {root}: {root / name} is not a folder; choose another"
-                    ) from None
-                continue
+                other = root / name
+                ensure(other.is_dir(), f"trainer.default_root_dir = {root}: {other} is not a folder; choose another")
             except OSError as error:
                 raise UserError(
                     f"trainer.default_root_dir = {root}: cannot be written ({error.strerror}); choose another folder"
                 ) from None
-            return cls(path)
         raise AssertionError("unreachable")
 
     def write_config(self, config: Mapping[str, Any], rounds_done: int) -> str | None:
