@@ -116,7 +116,7 @@ class Round:
             **{f"client/{kind}": len(clients) for kind, clients in self.failed.items()},
             **({"client/diverged": skipped} if run.settings.on_divergence == "continue" else {}),
             "client/lr": run.objective.lr(run.round_context(cohort.t)),
-            "comm/total_bits": run.total_bits,
+            "comm/total_bits": run.state.total_bits,
             "comm/transmissions": run.metrics.get("comm/transmissions", 0.0) + models,
             "time/round_s": seconds,
             "time/orchestration_s": seconds - self.training_s,

@@ -203,11 +203,6 @@ class Run:
         return self.state.round
 
     @property
-    def total_bits(self) -> int:
-        """Bits sent and uploaded so far."""
-        return self.state.total_bits
-
-    @property
     def metrics(self) -> Mapping[str, float]:
         """The latest value of every metric."""
         return self.state.metrics

@@ -8,7 +8,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
-from rich.table import Table
+from rich.table import Column, Table
 
 from fl_lightning.core import NonNegative, NonNegativeInt
 from fl_lightning.results.headline import SUMMARY
@@ -92,9 +92,7 @@ class Progress(Callback):
     def on_fit_end(self, run: Run) -> None:
         self._stop()
         columns = read_metrics(run.folder.metrics)
-        table = Table(title="Summary", show_header=True)
-        for head in ("", "last", "best", "at round"):
-            table.add_column(head, justify="right" if head else "left")
+        table = Table("", *(Column(head, justify="right") for head in ("last", "best", "at round")), title="Summary")
         for name in shown(columns):
             at, best = best_of(columns[name], mode_of(name, None, run.directions))
             table.add_row(title(name), _number(columns[name][-1][1]), _number(best), str(at))
@@ -122,12 +120,10 @@ class Progress(Callback):
     def _stop(self) -> None:
         if self._live is not None:
             self._live.stop()
-            self._live = None
 
     def _view(self) -> Group:
-        table = Table("round", *map(title, self._columns), box=None)
-        for column in table.columns:
-            column.justify, column.min_width = "right", 10
+        heads = ["round", *map(title, self._columns)]
+        table = Table(*(Column(head, justify="right", min_width=10) for head in heads), box=None)
         for row in self._recent:
             table.add_row(f"{row['round']:.0f}", *(_number(row.get(name)) for name in self._columns))
         return Group(table, self._bar)

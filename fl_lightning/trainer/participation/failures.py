@@ -37,13 +37,9 @@ def new_lines(before: Failures, t: int, refused: Sequence[int]) -> list[str]:
     new = sorted(set(refused) - known.keys())
     if not new or len(known) >= LINES:
         return []
-    return [f"round {t + 1}: not finite and left out: {named(new)} (each is named once; counts are in clients.csv)"]
-
-
-def named(clients: Sequence[int]) -> str:
-    """Returns ``client 3`` or ``clients 3, 5, 8``; of many clients it names the first."""
-    more = f" and {len(clients) - LINES} more" if len(clients) > LINES else ""
-    return f"client{'s' if len(clients) > 1 else ''} {', '.join(map(str, clients[:LINES]))}{more}"
+    more = f" and {len(new) - LINES} more" if len(new) > LINES else ""
+    named = f"client{'s' if len(new) > 1 else ''} {', '.join(map(str, new[:LINES]))}{more}"
+    return [f"round {t + 1}: not finite and left out: {named} (each is named once; counts are in clients.csv)"]
 
 
 def write(path: Path, failures: Failures) -> None:
