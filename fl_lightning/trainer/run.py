@@ -15,7 +15,8 @@ from torch import Tensor
 from typing_extensions import Self
 
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.core import Checked, ClientContext, RoundContext, State, generator
+from fl_lightning.core import Checked, ClientContext, FlatNet, RoundContext, State, generator
+from fl_lightning.core.frozen import constants, digest
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.data.minibatches import Minibatches
 from fl_lightning.engine import ENGINES, Engine, EngineName, LocalResult
@@ -25,7 +26,6 @@ from fl_lightning.trainer.evaluation import Evaluator, Split
 from fl_lightning.trainer.loggers import RunLogger
 from fl_lightning.trainer.runtime.signals import check_interruption
 from fl_lightning.trainer.settings import Kind, Settings
-from fl_lightning.trainer.setup import set_up
 from fl_lightning.trainer.state import RunState
 from fl_lightning.trainer.storage.client_store import ClientStore
 from fl_lightning.trainer.storage.run_folder import RunFolder
@@ -170,7 +170,23 @@ class Run:
         self.max_rounds, self.dtype = settings.max_rounds, settings.dtype
         self.name = settings.run_name(objective, data, kind)
 
-        self.net, w0, self.frozen = set_up(settings, objective, data)
+        settings.launch()
+        if self.fabric.local_rank == 0:
+            data.prepare_data()
+        self.fabric.barrier()
+        data.setup("fit")
+        data.to(self.fabric.device)
+        objective.to(device=self.fabric.device, dtype=self.dtype)
+        self.net, frozen = FlatNet(objective.net), constants(objective.net)
+        # every process gets the values of rank 0, through the CPU: what is broadcast keeps the device of rank 0
+        for value in frozen.values() if self.fabric.world_size > 1 else ():
+            value.copy_(self.fabric.broadcast(value.cpu()))
+        self.frozen = digest(frozen)
+        w0 = self.fabric.broadcast(self.net.w.cpu()).to(self.fabric.device, copy=True)
+        if objective.net_buffers is not None:
+            objective.net_buffers.take(objective.net)
+            objective.net_buffers.first = self.fabric.broadcast(objective.net_buffers.first.cpu()).to(w0)
+
         self.evaluator = Evaluator(self.fabric, objective, data, self.net, self.dtype, self.seed)
         self.engine_name: EngineName = settings.engine
         self.engine = self.make_engine("sequential")

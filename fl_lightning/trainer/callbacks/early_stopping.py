@@ -29,7 +29,7 @@ class EarlyStoppingAdapter(Callback):
         metrics = run.round_metrics
         if monitored(run, "EarlyStopping", self.inner.monitor, metrics) is None:
             return
-        trainer = SimpleNamespace(
+        trainer: Any = SimpleNamespace(
             state=SimpleNamespace(fn=TrainerFn.FITTING),
             sanity_checking=False,
             fast_dev_run=False,
@@ -41,10 +41,9 @@ class EarlyStoppingAdapter(Callback):
             world_size=run.fabric.world_size,
             global_rank=run.fabric.global_rank,
         )
-        view: Any = trainer
-        self.inner.setup(view, run.objective, "fit")
-        self.inner.on_train_epoch_end(view, run.objective)
-        self.inner.on_validation_end(view, run.objective)
+        self.inner.setup(trainer, run.objective, "fit")
+        self.inner.on_train_epoch_end(trainer, run.objective)
+        self.inner.on_validation_end(trainer, run.objective)
         run.should_stop = trainer.should_stop
         if run.should_stop and self.inner.stopping_reason_message:
             run.fabric.print(f"stopped early: {self.inner.stopping_reason_message.partition(' Signaling')[0]}")
