@@ -45,13 +45,12 @@ class Progress(Callback):
         self.rows, self.min_seconds = rows, min_seconds
         self.console = Console()
         self._live: Live | None = None
-        self._recent: list[Mapping[str, float]] = []
-        self._columns: list[str] = []
-        self._last_line = 0.0
 
     @rank_zero_only
     def on_fit_start(self, run: Run) -> None:
-        self._recent, self._columns = [], []
+        self._recent: list[Mapping[str, float]] = []
+        self._columns: list[str] = []
+        self._last_line = 0.0
         data = run.data
         self.console.print(
             f"[bold]{type(run.objective).__name__}[/] on {type(data).__name__}: {data.num_clients} clients, "

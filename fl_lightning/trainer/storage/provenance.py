@@ -55,19 +55,14 @@ def write(folder: Path, round: int, device: torch.device, processes: int, **exec
         UserError: If the file of a resumed run is not readable.
     """
     path = folder / FILE
-    starts: list[dict[str, Any]] = []
-    changes: dict[str, str] = {}
-    if path.exists():
-        try:
-            kept = json.loads(path.read_text(encoding="utf-8"))
-            starts, changes = kept["starts"], kept["changes"]
-        except (ValueError, KeyError, TypeError):
-            raise UserError(f"{path}: not readable; restore it, or remove it to go on without") from None
-    code: dict[str, dict[str, Any] | None] = {}
-    for place, found in (("working folder", _code(Path.cwd())), ("package", package())):
-        code[place] = found and {key: value for key, value in found.items() if key != "diff"}
-        if found and found["changes"]:
-            changes[found["changes"]] = found["diff"]
+    try:
+        kept = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"starts": [], "changes": {}}
+        starts, changes = kept["starts"], kept["changes"]
+    except (ValueError, KeyError, TypeError):
+        raise UserError(f"{path}: not readable; restore it, or remove it to go on without") from None
+    found = {"working folder": _code(Path.cwd()), "package": package()}
+    changes |= {code["changes"]: code["diff"] for code in found.values() if code and code["changes"]}
+    code = {place: code and {key: v for key, v in code.items() if key != "diff"} for place, code in found.items()}
     starts.append(
         {
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
