@@ -1,6 +1,7 @@
 """The live progress of a run, and the summary at its end."""
 
 import json
+from collections import deque
 from collections.abc import Mapping
 
 from lightning.fabric.utilities.rank_zero import rank_zero_only
@@ -48,7 +49,7 @@ class Progress(Callback):
 
     @rank_zero_only
     def on_fit_start(self, run: Run) -> None:
-        self._recent: list[Mapping[str, float]] = []
+        self._recent: deque[Mapping[str, float]] = deque(maxlen=self.rows)
         self._columns: list[str] = []
         self._last_line = 0.0
         data = run.data
@@ -72,7 +73,7 @@ class Progress(Callback):
     def on_round_logged(self, run: Run, metrics: Mapping[str, float]) -> None:
         self._bar.update(self._task, completed=run.rounds_done)
         self._columns = shown(run.metrics)
-        self._recent = [*self._recent, {**metrics, "round": run.rounds_done}][-self.rows :]
+        self._recent.append({**metrics, "round": run.rounds_done})
         if self._live is not None:
             self._live.update(self._view())
         elif self._bar.get_time() - self._last_line >= self.min_seconds or run.finished:
