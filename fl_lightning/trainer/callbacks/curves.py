@@ -9,7 +9,7 @@ from fl_lightning.trainer.run import Callback, Run
 
 
 class Curves(Callback):
-    """Draws ``curves.png`` and ``curves.pdf`` of the run when it ends: accuracy, loss and flatness by round.
+    """Draws ``curves.png`` and ``curves.pdf`` when the run ends: accuracy, loss and flatness by round.
 
     If each client was evaluated, ``clients.png`` and ``clients.pdf`` show the last evaluation.
     """

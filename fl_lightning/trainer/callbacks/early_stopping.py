@@ -1,4 +1,4 @@
-"""Lightning's ``EarlyStopping``, as it is."""
+"""An adapter that calls Lightning's ``EarlyStopping`` unchanged."""
 
 from collections.abc import Mapping
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ class EarlyStoppingAdapter(Callback):
     Args:
         inner: The callback; ``monitor`` is a metric of ours, such as ``server/test/loss``, and ``patience`` counts
             measurements.
-        state: State that it begins a run with.
+        state: The state with which the callback begins a run.
     """
 
     def __init__(self, inner: EarlyStopping, state: Mapping[str, Any]) -> None:

@@ -40,18 +40,19 @@ FILE = "flatness.jsonl"
 class FlatnessMonitor(Callback):
     """Logs measures of flatness as ``flatness/<name>``: by default lambda_max of the Hessian and FedGF's discrepancy.
 
-    The relative residual of an eigenvalue is logged as ``_residual``, the standard error of a random estimate as
-    ``_error``. Each number goes to ``flatness.jsonl`` with its protocol. Loss without weight decay, eval mode, no
-    augmentation; the seeded samples are the same in every round. Processes share the samples evenly.
+    The relative residual of an eigenvalue is logged with the ending ``_residual``, the standard error of a random
+    estimate with ``_error``. Each number goes to ``flatness.jsonl`` with its protocol. The loss has no weight decay,
+    the net is in eval mode, and no sample is augmented; the seeded samples are the same in every round, and the
+    processes share them evenly.
 
     Args:
         every_n_rounds: Rounds between two measurements; the last round is always measured.
-        metrics: The measures; null: LambdaMax and Discrepancy, on 1,000 and 10,000 training images, to which
-            ``+=`` adds.
+        metrics: The measures. null: LambdaMax on 1,000 training images, and Discrepancy on 10,000; ``+=`` adds measures
+            to these two.
 
     Attributes:
-        NULL: What null stands for, as in a config.
-        protocol: Protocols of the last measured numbers.
+        NULL: The values that null stands for, as a config gives them.
+        protocol: Protocols of the numbers that were measured last.
     """
 
     NULL: ClassVar[dict[str, list[str]]] = {"metrics": [type(measure).__name__ for measure in default_measures()]}
@@ -89,7 +90,7 @@ class FlatnessMonitor(Callback):
         self._seconds = time.perf_counter() - started
 
     def on_local_end(self, run: Run, result: LocalResult) -> None:
-        # the server's step is made of the local models of the last phase
+        # only the local models of the last phase enter the server's step
         if result.finite and result.ctx.phase == run.objective.phases - 1:
             started = time.perf_counter()
             if self._mean is not None:
@@ -123,7 +124,7 @@ class FlatnessMonitor(Callback):
             replay(run, self)
 
     def _measures(self) -> list[Measure]:
-        """Returns the measures of this round; centralized training has no cohort."""
+        """Returns the measures that are due; without a cohort (centralized training) those that need none."""
         return [measure for measure in self.metrics if self._due and (self._cohort or not measure.local)]
 
     @rank_zero_only
@@ -173,7 +174,7 @@ def figures(measurements: Sequence[Measurement], label: str) -> dict[str, Callab
         label: The model's name.
     """
     found: dict[str, Callable[[], Figure]] = {}
-    for m in measurements:  # of another matrix than the Hessian the names begin with it
+    for m in measurements:  # the names begin with the matrix, unless it is the Hessian
         if "eigenvalues" in m.details:
             found[m.name.replace("lambda_1", "spectrum")] = partial(plot_spectrum, {label: m.details["eigenvalues"]})
         if "density" in m.details:

@@ -38,8 +38,8 @@ class Progress(Callback):
     """A live table of the last rounds with a bar, and a summary at the end; plain lines where there is no terminal.
 
     Args:
-        rows: Rounds shown at a time.
-        min_seconds: Least time between two plain lines.
+        rows: Number of rounds that the table shows.
+        min_seconds: Least time between two plain lines, in seconds.
     """
 
     def __init__(self, rows: NonNegativeInt = 8, min_seconds: NonNegative = 1.0) -> None:
