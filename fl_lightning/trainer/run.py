@@ -346,22 +346,18 @@ class Run:
         try:
             yield
         except BaseException:
-            self._restore()
+            state, callbacks = self.before
+            self.round_metrics = {}
+            if self.saved_rounds > state.round:
+                self.clients.commit()
+            else:
+                self.state = state
+                self.clients.rollback()
+                for callback, its in zip(self.callbacks, callbacks, strict=True):
+                    if its:
+                        callback.load_state_dict(its)
             raise
         self.clients.commit()
-
-    def _restore(self) -> None:
-        """Returns to the state before the round; after a checkpoint of the new state, the run stays there."""
-        state, callbacks = self.before
-        self.round_metrics = {}
-        if self.saved_rounds > state.round:
-            self.clients.commit()
-            return
-        self.state = state
-        self.clients.rollback()
-        for callback, its in zip(self.callbacks, callbacks, strict=True):
-            if its:
-                callback.load_state_dict(its)
 
     @contextmanager
     def as_before(self) -> Iterator[None]:

@@ -42,7 +42,10 @@ def session(run: Run) -> Iterator[None]:
             run.call("on_fit_start")
             run.stops()  # before the first round, too
             yield
-            _end(run)
+            run.net.move_to(run.global_model.clone())  # from now on it holds the global model
+            run.load_statistics(run.global_model)
+            run.call("on_fit_end")
+            _close(run, "success")
         except BaseException as error:
             if (shown := _fail(run, error)) is not error:
                 raise shown from None
@@ -95,14 +98,6 @@ def _start_loggers(run: Run) -> None:
     for logger in run.loggers:
         with suppress(NotImplementedError):  # Fabric's own CSVLogger logs none
             logger.log_hyperparams(run.config)
-
-
-def _end(run: Run) -> None:
-    """Ends the run: the net holds the global model."""
-    run.net.move_to(run.global_model.clone())
-    run.load_statistics(run.global_model)
-    run.call("on_fit_end")
-    _close(run, "success")
 
 
 def _fail(run: Run, error: BaseException) -> BaseException:

@@ -74,11 +74,10 @@ class FlatnessMonitor(Callback):
         if not run.rounds_done:
             self.load_state_dict({})  # the monitor may have seen a run of another trainer
         self._previous = None if self._previous is None else self._previous.to(run.server.w)
-        if not run.fabric.is_global_zero:
-            return
-        for metric in self.metrics:
-            metric.resume(run)
-        drop_later_rounds(run.folder.path / FILE, run.rounds_done, lambda line: int(json.loads(line)["round"]))
+        if run.fabric.is_global_zero:
+            for metric in self.metrics:
+                metric.resume(run)
+            drop_later_rounds(run.folder.path / FILE, run.rounds_done, lambda line: int(json.loads(line)["round"]))
 
     def on_round_start(self, run: Run, ctx: RoundContext, cohort: list[int]) -> None:
         started = time.perf_counter()

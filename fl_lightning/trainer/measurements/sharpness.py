@@ -5,7 +5,6 @@ from functools import partial
 from typing import Annotated, Any, Literal
 
 import torch
-from torch import Tensor
 
 from fl_lightning.core import Interval, NonNegative, Positive, PositiveInt, accumulator_dtype
 from fl_lightning.engine import LocalResult
@@ -68,9 +67,8 @@ class Discrepancy(LocalMean):
 
     def begin(self, run: Run, cohort: Sequence[int]) -> None:
         super().begin(run, cohort)
-        self._after: Tensor | None = None
-        if self.clients == "all" and cohort:
-            self._after = dry_round(run, range(run.data.num_clients), partial(self._add, run)).w
+        everyone, all_train = range(run.data.num_clients), self.clients == "all" and len(cohort) > 0
+        self._after = dry_round(run, everyone, partial(self._add, run)).w if all_train else None
 
     def update(self, run: Run, result: LocalResult) -> None:
         if self.clients == "cohort":
