@@ -228,8 +228,7 @@ class Phase:
         for kind in self.cohort.faults.kinds:
             of.failed[kind] += getattr(attendance, kind)
         sent = self.run.objective.bits(self.sent, up=False)
-        uploaded = torch.tensor(self.uploaded_bits, device=self.run.fabric.device)
-        of.bits += sent * attendance.receivers + int(collectives.all_reduce_sum(self.run.fabric, uploaded))
+        of.bits += sent * attendance.receivers + collectives.total(self.run.fabric, self.uploaded_bits)
         of.steps += sum(attendance.steps.values())
 
     def _take(self, result: LocalResult) -> LocalResult:

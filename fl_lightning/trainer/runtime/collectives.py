@@ -227,6 +227,13 @@ def all_reduce_sum(fabric: Fabric, mine: Tensor) -> Tensor:
     return mine
 
 
+def total(fabric: Fabric, mine: int) -> int:
+    """Returns the sum of a whole number over all processes."""
+    if fabric.world_size == 1:
+        return mine  # no wait for a GPU
+    return int(all_reduce_sum(fabric, torch.tensor(mine, device=fabric.device)))
+
+
 def reduce(
     fabric: Fabric, uploads: Uploads, shapes: Mapping[str, Sequence[int]], like: Tensor, deterministic: bool
 ) -> None:
