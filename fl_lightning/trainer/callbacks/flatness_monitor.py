@@ -148,12 +148,12 @@ class FlatnessMonitor(Callback):
 
 def scalars(measurements: Sequence[Measurement]) -> dict[str, float]:
     """Returns the logged metrics, by name."""
-    numbers = [
-        (m.metric, end, x)
+    return {
+        f"{m.metric}{end}": x
         for m in measurements
         for end, x in (("", m.value), ("_residual", m.residual), ("_error", m.error))
-    ]
-    return {f"{name}{end}": x for name, end, x in numbers if x is not None}
+        if x is not None
+    }
 
 
 def show(logger: RunLogger, measurements: Sequence[Measurement], round: int, label: str) -> None:
