@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.core import Checked, State, ensure, write_atomically
+from fl_lightning.core import Checked, State, UserError, ensure, write_atomically
 from fl_lightning.engine import LocalResult
 from fl_lightning.flatness import Batches, Progress
 from fl_lightning.trainer.cohort import Cohort
@@ -182,11 +182,14 @@ def drop_later_rounds(path: Path, rounds: int, round_of: Callable[[str], int], h
         head: Number of first lines that always stay.
 
     Raises:
-        ValueError: If `round_of` raises it.
+        UserError: If the file is damaged.
     """
     if path.exists():
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-        kept = [line for line in lines[head:] if line.endswith("\n") and round_of(line) <= rounds]
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+            kept = [line for line in lines[head:] if line.endswith("\n") and round_of(line) <= rounds]
+        except (ValueError, KeyError, TypeError):
+            raise UserError(f"{path}: a line has no round; restore the file, or remove it") from None
         write_atomically(path, "".join([*lines[:head], *kept]))
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torchmetrics.classification import MulticlassAccuracy
 
-from fl_lightning.core import PositiveInt, UserError, ensure, numpy_generator, require, writing
+from fl_lightning.core import PositiveInt, ensure, numpy_generator, require, writing
 from fl_lightning.data.histogram import class_counts
 from fl_lightning.data.samples import Batch
 from fl_lightning.engine import LocalResult
@@ -188,11 +188,7 @@ class ClientEvaluation(Measure):
             writer.writerows(self._rows if file.tell() else [self._head, *self._rows])
 
     def resume(self, run: Run) -> None:
-        path = run.folder.path / FILE
-        try:
-            drop_later_rounds(path, run.rounds_done, lambda row: int(row.partition(",")[0]), head=1)
-        except ValueError:
-            raise UserError(f"{path}: not a table of clients; restore the file, or remove it") from None
+        drop_later_rounds(run.folder.path / FILE, run.rounds_done, lambda row: int(row.partition(",")[0]), head=1)
 
 
 def _own(context: MeasurementContext, clients: Sequence[int], of: ClientData, at_once: int) -> Scores:
