@@ -37,7 +37,7 @@ from fl_lightning import (
 )
 from fl_lightning.core import figures
 from fl_lightning.results.metrics import read_metrics
-from fl_lightning.trainer import parallel_runs
+from fl_lightning.trainer import loop, parallel_runs
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 CSV, FIGURE, PAGE = DOCS / "robustness.csv", DOCS / "robustness.png", DOCS / "robust.md"
@@ -82,7 +82,7 @@ def accuracies(settings: Sequence[Setting], seed: int) -> list[float]:
             )  # fmt: skip
         with trainers[0].environment():
             runs = parallel_runs.start(trainers, models, data, [None] * len(trainers))
-            broken = parallel_runs.train(runs)
+            broken = loop.train(runs)
         values = [read_metrics(run.folder.metrics).get("server/test/acc", []) for run in runs]
     return [
         0.1 if run in broken else statistics.mean(value for _, value in found)

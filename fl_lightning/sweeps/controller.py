@@ -19,7 +19,7 @@ from fl_lightning.sweeps.file import Objective, Sweep
 from fl_lightning.sweeps.hyperband import StopEarly
 from fl_lightning.sweeps.search import Settings
 from fl_lightning.sweeps.trials import Build, Check, Outcome, Trial, made, name_of, newest_run, run_trials
-from fl_lightning.trainer.storage.lock import RunLock
+from fl_lightning.trainer.storage.lock import locked
 from fl_lightning.trainer.storage.run_folder import RunFolder
 
 BATCH = 4
@@ -75,7 +75,7 @@ class Controller:
         """
         with ExitStack() as stack:
             if self.sweep.method == "bayes":  # what it proposes depends on all that it has seen
-                stack.callback(RunLock(made(self.folder)).release)
+                stack.enter_context(locked(made(self.folder)))
             for proposed in self._proposals(jobs):
                 new = [(settings, [self._trial(settings, seed) for seed in self.seeds]) for settings in proposed]
                 if check is not None:

@@ -23,8 +23,8 @@ from fl_lightning.results.headline import SUMMARY
 from fl_lightning.results.metrics import read_run, rounds_done
 from fl_lightning.sweeps.hyperband import StopEarly
 from fl_lightning.sweeps.workers import Here, Workers
-from fl_lightning.trainer import parallel_runs
-from fl_lightning.trainer.storage.lock import InUse, RunLock, check_unused
+from fl_lightning.trainer import loop, parallel_runs
+from fl_lightning.trainer.storage.lock import InUse, check_unused, locked
 from fl_lightning.trainer.storage.run_folder import RunFolder
 from fl_lightning.trainer.trainer import FederatedTrainer
 
@@ -236,7 +236,7 @@ def _train(folder: Path, build: Build, resume: bool, early: StopEarly | None, tr
         ended, free = [], []
         for trial in trials:
             try:
-                locks.callback(RunLock(made(folder / trial.name)).release)
+                locks.enter_context(locked(made(folder / trial.name)))
             except InUse:
                 continue
             if resume and (found := outcome(trial, folder)) is not None:  # another process has finished it
@@ -261,7 +261,7 @@ def _together(
             runs = parallel_runs.start([b.trainer for b in built], [b.model for b in built], first.data, paths)
             if not parallel_runs.pays(runs):
                 return []
-            broken = parallel_runs.train(runs)
+            broken = loop.train(runs)
     except UserError:
         return []  # they cannot be one program; a mistake in a trial is its own
     except Exception:  # such as one for lack of memory

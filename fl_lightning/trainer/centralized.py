@@ -52,7 +52,6 @@ class Epochs(L.Callback):
 
     def __init__(self, run: Run, memory: InMemory) -> None:
         self.run, self.memory, self.epoch = run, memory, ExitStack()
-        self._started = 0.0
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         """Starts a round without a cohort."""

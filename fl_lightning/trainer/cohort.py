@@ -75,10 +75,6 @@ class Cohort:
         """Returns the clients of this cohort that also answer in the next phase."""
         return self.of(run, self.clients, self.t, self.faults, self.phase + 1)
 
-    def nobody(self, run: Run) -> Cohort:
-        """Returns the same phase without clients."""
-        return self.of(run, [], self.t, self.faults, self.phase)
-
     def arrived(self, result: LocalResult, seed: int) -> LocalResult:
         """Returns a local result with the upload as it arrives.
 

@@ -18,11 +18,8 @@ def choose_engine(runs: Sequence[Run]) -> None:
     Raises:
         UserError: If the engine cannot run this objective.
     """
-    run, fabric = runs[0], runs[0].fabric
-    chosen: EngineName = run.settings.engine
-    if chosen == "auto":
-        chosen = run.restored.get("engine", "auto")
-    made = None
+    run, fabric, given = runs[0], runs[0].fabric, runs[0].settings.engine
+    chosen: EngineName = run.restored.get("engine", "auto") if given == "auto" else given
     if chosen == "auto" and run.finished:
         chosen = "sequential"
     if chosen == "auto":
@@ -33,11 +30,9 @@ def choose_engine(runs: Sequence[Run]) -> None:
         chosen, reason = fabric.broadcast((chosen, reason))
         if reason:
             fabric.print(f"engine: {chosen} ({reason})")
-    else:
-        made = run.make_engine(chosen)
-        if run.settings.engine != "auto" and made.trains_several and not run.finished:
-            engine.check(made, run.engine, _sample(runs))
-    made = made or run.make_engine(chosen)
+    made = run.make_engine(chosen)
+    if given != "auto" and made.trains_several and not run.finished:
+        engine.check(made, run.engine, _sample(runs))
     for each in runs:
         each.engine_name, each.engine = chosen, made
 

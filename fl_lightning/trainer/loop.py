@@ -8,7 +8,7 @@ from typing import TypeAlias
 from fl_lightning.core import UserError
 from fl_lightning.engine import Job, LocalResult
 from fl_lightning.trainer.cohort import Cohort
-from fl_lightning.trainer.loggers import RunLogger
+from fl_lightning.trainer.engine_choice import choose_engine
 from fl_lightning.trainer.round import Round
 from fl_lightning.trainer.run import Run
 from fl_lightning.trainer.runtime.console import unbroken_output
@@ -50,7 +50,7 @@ def close(run: Run, metrics: Mapping[str, float], losses: Sequence[float] = ()) 
         if not evaluated:
             _evaluate(run, losses)
         run.call("on_last_round")
-    logged = run.take_metrics()
+    logged, run.round_metrics = run.round_metrics, {}  # what is logged from now on belongs to the next round
     for logger in run.loggers:
         logger.log_metrics(metrics=logged, step=run.rounds_done)
     run.call("on_round_logged", logged)
@@ -59,17 +59,20 @@ def close(run: Run, metrics: Mapping[str, float], losses: Sequence[float] = ()) 
 def _evaluate(run: Run, losses: Sequence[float]) -> None:
     for split in ("val", "test") if run.data.val_fraction else ("test",):
         run.log(run.evaluate(split))
-    for logger in run.loggers if losses and run.fabric.is_global_zero else ():
-        if isinstance(logger, RunLogger):
-            logger.log_clients("client/train/loss", losses, run.rounds_done)
+    for logger in run.run_loggers if losses and run.fabric.is_global_zero else ():
+        logger.log_clients("client/train/loss", losses, run.rounds_done)
 
 
 def train(runs: Sequence[Run]) -> dict[Run, UserError]:
-    """Trains runs to their ends, all by the engine of the first one: the jobs of a phase are one program.
+    """Chooses the engine of runs, and trains them to their ends: the jobs of a phase of all runs are one program.
 
     Returns:
         The runs that broke off by an error of their own, and the error.
+
+    Raises:
+        UserError: If the engine cannot run the objective, or one of the runs cannot begin.
     """
+    choose_engine(runs)
     steps = {run: rounds(run) for run in runs}
     jobs: dict[Run, list[Job]] = {}
     broken: dict[Run, UserError] = {}

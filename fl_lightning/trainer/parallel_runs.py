@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from operator import attrgetter
 
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.core import UserError, ensure
+from fl_lightning.core import ensure
 from fl_lightning.data import FederatedDataModule
-from fl_lightning.trainer import loop
 from fl_lightning.trainer.callbacks.progress import Progress
 from fl_lightning.trainer.checks import check_fit
-from fl_lightning.trainer.engine_choice import choose_engine, seconds_left
+from fl_lightning.trainer.engine_choice import seconds_left
+from fl_lightning.trainer.loop import train
 from fl_lightning.trainer.run import Run
 from fl_lightning.trainer.trainer import FederatedTrainer
 
@@ -119,9 +119,3 @@ def differing(models: Sequence[LocalObjective]) -> list[str]:
             )
             names.append(path)
     return names
-
-
-def train(runs: Sequence[Run]) -> dict[Run, UserError]:
-    """Trains runs of `start` to their ends; returns those that broke off, and why."""
-    choose_engine(runs)
-    return loop.train(runs)

@@ -84,8 +84,8 @@ class Arrivals:
         """Returns a text that names a value that is not finite, for each of the first refused clients."""
         flat = self.run.objective.flat
         mine = {r.client: divergence.culprit({**r.state, **r.upload}, flat) for r in self.results if not r.finite}
-        found = sorted(collectives.all_gather_dict(self.run.fabric, mine).items())
-        return "; ".join([*(f"client {client}: {what}" for client, what in found[:3]), *["..."] * (len(found) > 3)])
+        found = [f"client {k}: {what}" for k, what in collectives.all_gather_dict(self.run.fabric, mine).items()]
+        return "; ".join([*found[:3], *["..."] * (len(found) > 3)])
 
     def _summed_here(self) -> Iterator[tuple[int, Upload]]:
         """Yields the uploads that this process sums, by position: on rank 0 all of them, or on each process its own."""

@@ -9,7 +9,6 @@ import torch
 
 from fl_lightning.core import UserError, ensure, files
 from fl_lightning.core.frozen import constants, load_constants
-from fl_lightning.trainer.loggers import RunLogger
 from fl_lightning.trainer.participation import failures
 from fl_lightning.trainer.run import Run, by_key
 from fl_lightning.trainer.runtime.collectives import on_rank_zero
@@ -31,9 +30,8 @@ def save(run: Run, path: Path) -> None:
             files.save(run.folder.frozen, {name: value.cpu() for name, value in constants(run.objective.net).items()})
         failures.write(run.folder.failures, run.state.failures)  # first: a resumed run writes it again
         about = _about(run, pin=path != run.folder.last)
-        for logger in run.loggers:
-            if isinstance(logger, RunLogger):
-                logger.flush()  # a checkpoint never knows of more rounds than the log
+        for logger in run.run_loggers:
+            logger.flush()  # a checkpoint never knows of more rounds than the log
         checkpoint.save(path, run.state, about)
         run.clients.saved()
     run.saved_rounds = run.rounds_done
@@ -60,7 +58,7 @@ def _about(run: Run, pin: bool) -> dict[str, Any]:
         "clients": run.clients.state_dict(pin=pin),
         "elapsed": run.elapsed,
         "callbacks": {key: x.state_dict() for key, x in by_key(run.callbacks).items()},
-        "loggers": {key: x.state_dict() for key, x in by_key(run.loggers).items() if isinstance(x, RunLogger)},
+        "loggers": {key: x.state_dict() for key, x in by_key([*run.run_loggers]).items()},
     }
 
 

@@ -75,11 +75,12 @@ class Round:
         return self
 
     def phases(self) -> Iterator[Phase]:
-        """Yields the phases, one after another: a phase starts from the server's state that the one before has left."""
+        """Yields the phases, until one diverges: each starts from the server's state that the one before has left."""
         cohort = self.cohort
         for number in range(self.run.objective.phases):
-            if number:
-                cohort = cohort.nobody(self.run) if self.diverged else cohort.next_phase(self.run)
+            if self.diverged:
+                return
+            cohort = cohort.next_phase(self.run) if number else cohort
             yield Phase(self, cohort)
 
     def leave(self, why: DivergenceError | None = None) -> None:
@@ -115,7 +116,7 @@ class Round:
             **{f"client/{kind}": len(clients) for kind, clients in self.failed.items()},
             **({"client/diverged": skipped} if run.settings.on_divergence == "continue" else {}),
             "client/lr": run.objective.lr(run.round_context(cohort.t)),
-            "comm/total_bits": run.total_bits,
+            "comm/total_bits": run.state.total_bits,
             "comm/transmissions": run.metrics.get("comm/transmissions", 0.0) + models,
             "time/round_s": seconds,
             "time/orchestration_s": seconds - self.training_s,
@@ -153,20 +154,14 @@ class Phase:
         run, cohort, fabric, like = self.run, self.cohort, self.run.fabric, self.sent.w
         mine = cohort.shares[fabric.global_rank]
         scratch, rows = run.objective.scratch_inits(), self.round.rows
-        if fabric.world_size == 1:
-            states = [run.clients.get(k, like, scratch, rows.get(k)) for k in cohort.clients]
-        else:
-            kept = []
-            if fabric.is_global_zero:
-                kept = [run.clients.get(k, like, {}, rows.get(k)) for k in cohort.clients]
-            columns = {
-                name: collectives.scatter(
-                    fabric, torch.stack([k[name] for k in kept]) if kept else None, cohort.shares, shape, like
-                )
-                for name, shape in run.clients.shapes.items()
-            }
-            fresh = State.initial(scratch, run.clients.w0, like)
-            states = [State({**{n: c[i] for n, c in columns.items()}, **fresh}) for i in range(len(mine))]
+        known = cohort.clients if fabric.is_global_zero else []
+        kept = [run.clients.get(k, like, {}, rows.get(k)) for k in known]
+        columns = {
+            name: collectives.scatter(fabric, [row[name] for row in kept], cohort.shares, shape, like)
+            for name, shape in run.clients.shapes.items()
+        }
+        fresh = State.initial(scratch, run.clients.w0, like)
+        states = [State({**{n: c[i] for n, c in columns.items()}, **fresh}) for i in range(len(mine))]
         jobs = [
             Job(
                 cohort.clients[p],

@@ -15,16 +15,17 @@ from torch import Tensor
 from typing_extensions import Self
 
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.core import Checked, ClientContext, RoundContext, State, generator
+from fl_lightning.core import Checked, ClientContext, FlatNet, RoundContext, State, generator
+from fl_lightning.core.frozen import constants, digest
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.data.minibatches import Minibatches
 from fl_lightning.engine import ENGINES, Engine, EngineName, LocalResult
 from fl_lightning.results.names import Mode
 from fl_lightning.trainer.aggregation.base import Aggregation, Mean, Plan
 from fl_lightning.trainer.evaluation import Evaluator, Split
+from fl_lightning.trainer.loggers import RunLogger
 from fl_lightning.trainer.runtime.signals import check_interruption
 from fl_lightning.trainer.settings import Kind, Settings
-from fl_lightning.trainer.setup import set_up
 from fl_lightning.trainer.state import RunState
 from fl_lightning.trainer.storage.client_store import ClientStore
 from fl_lightning.trainer.storage.run_folder import RunFolder
@@ -55,14 +56,6 @@ class Callback(Checked, key="trainer.callbacks: {}"):
         vars(self).clear()
         self._made = made
         type(self).__init__(self, *args, **kwargs)
-
-    def needs_round(self, t: int) -> bool:
-        """Returns whether the callback needs round ``t``, from 0: its local models, or the run at its end.
-
-        By default it needs every round if it overrides a hook that a round calls, otherwise none. Rounds that nobody
-        needs may run as one program; the last round of a run is never among them.
-        """
-        return any(getattr(type(self), hook) is not getattr(Callback, hook) for hook in ROUND_HOOKS)
 
     def check(self, run: Run) -> None:
         """Called before the run has a folder: raises a `UserError` if the callback does not suit the run."""
@@ -106,10 +99,6 @@ class Callback(Checked, key="trainer.callbacks: {}"):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores what `state_dict` returned; not called if that was empty."""
-
-
-ROUND_HOOKS = ("on_round_start", "on_local_end", "on_round_end", "on_round_logged")
-"""Hooks that are called in every round."""
 
 
 def by_key(objects: Sequence[T]) -> dict[str, T]:
@@ -181,7 +170,23 @@ class Run:
         self.max_rounds, self.dtype = settings.max_rounds, settings.dtype
         self.name = settings.run_name(objective, data, kind)
 
-        self.net, w0, self.frozen = set_up(settings, objective, data)
+        settings.launch()
+        if self.fabric.local_rank == 0:
+            data.prepare_data()
+        self.fabric.barrier()
+        data.setup("fit")
+        data.to(self.fabric.device)
+        objective.to(device=self.fabric.device, dtype=self.dtype)
+        self.net, frozen = FlatNet(objective.net), constants(objective.net)
+        # every process gets the values of rank 0, through the CPU: what is broadcast keeps the device of rank 0
+        for value in frozen.values() if self.fabric.world_size > 1 else ():
+            value.copy_(self.fabric.broadcast(value.cpu()))
+        self.frozen = digest(frozen)
+        w0 = self.fabric.broadcast(self.net.w.cpu()).to(self.fabric.device, copy=True)
+        if objective.net_buffers is not None:
+            objective.net_buffers.take(objective.net)
+            objective.net_buffers.first = self.fabric.broadcast(objective.net_buffers.first.cpu()).to(w0)
+
         self.evaluator = Evaluator(self.fabric, objective, data, self.net, self.dtype, self.seed)
         self.engine_name: EngineName = settings.engine
         self.engine = self.make_engine("sequential")
@@ -214,11 +219,6 @@ class Run:
         return self.state.round
 
     @property
-    def total_bits(self) -> int:
-        """Bits sent and uploaded so far."""
-        return self.state.total_bits
-
-    @property
     def metrics(self) -> Mapping[str, float]:
         """The latest value of every metric."""
         return self.state.metrics
@@ -237,14 +237,19 @@ class Run:
     @property
     def elapsed(self) -> float:
         """Seconds that the run has taken, those before it was resumed included."""
-        before: float = self.restored.get("elapsed", 0.0)
-        return before + time.monotonic() - self._opened
+        return float(self.restored.get("elapsed", 0.0)) + time.monotonic() - self._opened
 
     @property
     def config(self) -> dict[str, Any]:
         """The resolved config with the engine's name; empty without the command line."""
         config = self.settings.config
         return config and {**config, "trainer": {**config["trainer"], "engine": self.engine_name}}
+
+    @property
+    def run_loggers(self) -> dict[RunLogger, dict[str, Any]]:
+        """The loggers that survive a resumption, each with its state in the checkpoint, which is empty in a new run."""
+        states = self.restored.get("loggers", {})
+        return {x: states.get(key, {}) for key, x in by_key(self.loggers).items() if isinstance(x, RunLogger)}
 
     @property
     def how_to_continue(self) -> str:
@@ -286,9 +291,8 @@ class Run:
 
     def make_engine(self, name: EngineName) -> Engine:
         """Returns an engine for this run's objective."""
-        settings = self.settings
-        engine = ENGINES[name]
-        return engine(self.objective, self.net, self.fabric.autocast, settings.client_block, settings.compile)
+        block, compile = self.settings.client_block, self.settings.compile
+        return ENGINES[name](self.objective, self.net, self.fabric.autocast, block, compile)
 
     # Metrics and hooks
 
@@ -298,21 +302,12 @@ class Run:
         self.round_metrics.update(metrics)
         self.state = replace(self.state, metrics={**self.metrics, **metrics})
 
-    def take_metrics(self) -> dict[str, float]:
-        """Returns the metrics of the round that ends; what is logged from now on belongs to the next one."""
-        taken, self.round_metrics = self.round_metrics, {}
-        return taken
-
     def call(self, hook: str, *arguments: Any) -> None:
         """Calls a hook of every callback."""
         started = time.perf_counter()
         for callback in self.callbacks:
             getattr(callback, hook)(self, *arguments)
         self.callback_s += time.perf_counter() - started
-
-    def needs_round(self, t: int) -> bool:
-        """Returns whether round ``t``, from 0, is evaluated, is the last one, or a callback needs it."""
-        return self.evaluates(t + 1) or t + 1 >= self.max_rounds or any(c.needs_round(t) for c in self.callbacks)
 
     # Evaluation
 
@@ -351,22 +346,18 @@ class Run:
         try:
             yield
         except BaseException:
-            self._restore()
+            state, callbacks = self.before
+            self.round_metrics = {}
+            if self.saved_rounds > state.round:
+                self.clients.commit()
+            else:
+                self.state = state
+                self.clients.rollback()
+                for callback, its in zip(self.callbacks, callbacks, strict=True):
+                    if its:
+                        callback.load_state_dict(its)
             raise
         self.clients.commit()
-
-    def _restore(self) -> None:
-        """Returns to the state before the round; after a checkpoint of the new state, the run stays there."""
-        state, callbacks = self.before
-        self.round_metrics = {}
-        if self.saved_rounds > state.round:
-            self.clients.commit()
-            return
-        self.state = state
-        self.clients.rollback()
-        for callback, its in zip(self.callbacks, callbacks, strict=True):
-            if its:
-                callback.load_state_dict(its)
 
     @contextmanager
     def as_before(self) -> Iterator[None]:

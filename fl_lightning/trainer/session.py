@@ -3,161 +3,127 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from fl_lightning.core import UserError
 from fl_lightning.core.errors import add_note
 from fl_lightning.core.files import disk_error
-from fl_lightning.trainer.loggers import RunLogger
 from fl_lightning.trainer.run import Run, by_key
 from fl_lightning.trainer.runtime.collectives import on_rank_zero
 from fl_lightning.trainer.storage import provenance
-from fl_lightning.trainer.storage.lock import RunLock
+from fl_lightning.trainer.storage.lock import locked
 from fl_lightning.trainer.storage.run_folder import RunFolder
 
 
 @contextmanager
 def session(run: Run) -> Iterator[None]:
-    """Opens a run, and closes it, whether it ends or breaks off."""
-    opened = Session(run)
-    opened.open()
-    try:
-        run.call("on_fit_start")
-        run.stops()  # before the first round, too
-        yield
-        opened.end()
-    except BaseException as error:
-        if (shown := opened.fail(error)) is not error:
-            raise shown from None
-        raise
+    """Opens a run, and closes it, whether it ends or breaks off. Every process calls.
 
+    Opening creates the folder, or takes that of the checkpoint, locks it, restores callbacks and starts loggers.
 
-class Session:
-    """Opens a run, and ends it; every process does.
-
-    Args:
-        run: The run.
+    Raises:
+        UserError: If the run cannot be opened; a new folder is then removed.
     """
-
-    def __init__(self, run: Run) -> None:
-        self.run = run
-        self._lock: RunLock | None = None
-
-    def open(self) -> None:
-        """Creates the folder, or opens that of the checkpoint; restores callbacks and starts loggers.
-
-        Raises:
-            UserError: If it cannot be opened; a new folder is then removed.
-        """
+    with ExitStack() as lock:
         try:
-            self._restore_callbacks()
-            self._prepare_folder()
-            self._start_loggers()
+            _restore_callbacks(run)
+            _prepare_folder(run, lock)
+            _start_loggers(run)
         except BaseException:
-            self._give_up()
+            with suppress(Exception):
+                _close(run, "failed")
+            lock.close()
+            if run.checkpoint is None and run.fabric.is_global_zero and hasattr(run, "folder"):
+                run.folder.remove(run.settings.default_root_dir)
+            raise
+        try:
+            run.call("on_fit_start")
+            run.stops()  # before the first round, too
+            yield
+            run.net.move_to(run.global_model.clone())  # from now on it holds the global model
+            run.load_statistics(run.global_model)
+            run.call("on_fit_end")
+            _close(run, "success")
+        except BaseException as error:
+            if (shown := _fail(run, error)) is not error:
+                raise shown from None
             raise
 
-    def end(self) -> None:
-        """Ends the run: the net holds the global model."""
-        run = self.run
-        run.net.move_to(run.global_model.clone())
-        run.load_statistics(run.global_model)
-        run.call("on_fit_end")
-        self._close("success")
 
-    def fail(self, error: BaseException) -> BaseException:
-        """Ends the run by an error, after its last whole round, and returns the error to raise.
-
-        All callbacks are called; the callback that saves the run comes first. Errors of callbacks become notes of the
-        returned error.
-        """
-        found: list[BaseException] = []
-        steps = [partial(callback.on_exception, self.run, error) for callback in reversed(self.run.callbacks)]
-        for step in (*steps, partial(self._close, "failed")):
+def _restore_callbacks(run: Run) -> None:
+    states = run.restored.get("callbacks", {})
+    for key, callback in by_key(run.callbacks).items():
+        if states.get(key):
             try:
-                step()
-            except BaseException as another:  # noqa: PERF203  the others' turn comes all the same
-                found.append(another)
-        if not isinstance(error, Exception) and found and isinstance(found[0], UserError):
-            return found[0]  # the run was interrupted, and could not be saved
-        if isinstance(error, OSError):
-            error = disk_error(error, self.run.folder.path) or error
-        for one in found:
-            add_note(error, f"{type(one).__name__}: {one}")
-        return error
+                callback.load_state_dict(states[key])
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                raise UserError(
+                    f"ckpt_path = {run.checkpoint}: its state of {key} is not one ({error!r}); take another"
+                ) from None
 
-    def _restore_callbacks(self) -> None:
-        run = self.run
-        states = run.restored.get("callbacks", {})
-        for key, callback in by_key(run.callbacks).items():
-            if states.get(key):
-                try:
-                    callback.load_state_dict(states[key])
-                except (KeyError, TypeError, ValueError, AttributeError) as error:
-                    raise UserError(
-                        f"ckpt_path = {run.checkpoint}: its state of {key} is not one ({error!r}); take another"
-                    ) from None
 
-    def _prepare_folder(self) -> None:
-        """Creates or checks the folder, locks it, and writes config and provenance, all on rank 0."""
-        run = self.run
+def _prepare_folder(run: Run, lock: ExitStack) -> None:
+    """Creates or checks the folder, locks it, and writes config and provenance, all on rank 0."""
 
-        def prepare() -> str:
-            if run.checkpoint is None:
-                run.enter(RunFolder.create(run.settings.default_root_dir, run.name))
-            self._lock = RunLock(run.folder.path)
-            for logger, state in self._logger_states() if run.rounds_done else ():
-                logger.check(run.folder.path, state, run.rounds_done)
-            if run.config and (said := run.folder.write_config(run.config, run.rounds_done)):
-                run.fabric.print(said)
-            provenance.write(
-                run.folder.path, run.rounds_done, run.fabric.device, run.fabric.world_size,
-                engine=None if run.kind == "centralized" else run.engine_name,
-                precision=run.settings.precision,
-                config=run.folder.newest_config.name if run.config else None,
-            )  # fmt: skip
-            provenance.write_directions(run.folder.path, run.directions)
-            if run.checkpoint is None:
-                provenance.write_partition(run.folder.path, run.data)
-            return str(run.folder.path)
+    def prepare() -> str:
+        if run.checkpoint is None:
+            run.enter(RunFolder.create(run.settings.default_root_dir, run.name))
+        lock.enter_context(locked(run.folder.path))
+        for logger, state in run.run_loggers.items() if run.rounds_done else ():
+            logger.check(run.folder.path, state, run.rounds_done)
+        if run.config and (said := run.folder.write_config(run.config, run.rounds_done)):
+            run.fabric.print(said)
+        provenance.write(
+            run.folder.path, run.rounds_done, run.fabric.device, run.fabric.world_size,
+            engine=None if run.kind == "centralized" else run.engine_name,
+            precision=run.settings.precision,
+            config=run.folder.newest_config.name if run.config else None,
+        )  # fmt: skip
+        provenance.write_directions(run.folder.path, run.directions)
+        if run.checkpoint is None:
+            provenance.write_partition(run.folder.path, run.data)
+        return str(run.folder.path)
 
-        run.enter(RunFolder(Path(on_rank_zero(run.fabric, prepare))))
+    run.enter(RunFolder(Path(on_rank_zero(run.fabric, prepare))))
 
-    def _start_loggers(self) -> None:
-        run = self.run
-        about, rank0 = run.settings.about(run.objective, run.data, run.kind), run.fabric.is_global_zero
-        states = dict(self._logger_states())
-        for logger in run.loggers:
-            if isinstance(logger, RunLogger):
-                logger.start(run.folder.path, states[logger], run.rounds_done, about)
-                if rank0 and not run.rounds_done:
-                    logger.log_partition(run.data)
-            with suppress(NotImplementedError):  # Fabric's own CSVLogger logs none
-                logger.log_hyperparams(run.config)
 
-    def _logger_states(self) -> list[tuple[RunLogger, dict[str, Any]]]:
-        states, loggers = self.run.restored.get("loggers", {}), by_key(self.run.loggers).items()
-        return [(logger, states.get(key, {})) for key, logger in loggers if isinstance(logger, RunLogger)]
+def _start_loggers(run: Run) -> None:
+    about = run.settings.about(run.objective, run.data, run.kind)
+    for own, state in run.run_loggers.items():
+        own.start(run.folder.path, state, run.rounds_done, about)
+        if run.fabric.is_global_zero and not run.rounds_done:
+            own.log_partition(run.data)
+    for logger in run.loggers:
+        with suppress(NotImplementedError):  # Fabric's own CSVLogger logs none
+            logger.log_hyperparams(run.config)
 
-    def _give_up(self) -> None:
-        """Closes a run that could not be opened, and removes its new folder."""
-        run = self.run
-        with suppress(Exception):
-            self._close("failed")
-        if run.checkpoint is None and run.fabric.is_global_zero and hasattr(run, "folder"):
-            run.folder.remove(run.settings.default_root_dir)
 
-    def _close(self, status: str) -> None:
-        run = self.run
-        run.data.read_ahead(())
-        run.clients.close()
+def _fail(run: Run, error: BaseException) -> BaseException:
+    """Ends the run by an error, after its last whole round, and returns the error to raise.
+
+    All callbacks are called; the callback that saves the run comes first. Errors of callbacks become notes of the
+    returned error.
+    """
+    found: list[BaseException] = []
+    steps = [partial(callback.on_exception, run, error) for callback in reversed(run.callbacks)]
+    for step in (*steps, partial(_close, run, "failed")):
         try:
-            for logger in run.loggers:
-                logger.finalize(status)
-        finally:
-            if self._lock is not None:
-                self._lock.release()
-                self._lock = None
+            step()
+        except BaseException as another:  # noqa: PERF203  the others' turn comes all the same
+            found.append(another)
+    if not isinstance(error, Exception) and found and isinstance(found[0], UserError):
+        return found[0]  # the run was interrupted, and could not be saved
+    if isinstance(error, OSError):
+        error = disk_error(error, run.folder.path) or error
+    for one in found:
+        add_note(error, f"{type(one).__name__}: {one}")
+    return error
+
+
+def _close(run: Run, status: str) -> None:
+    run.data.read_ahead(())
+    run.clients.close()
+    for logger in run.loggers:
+        logger.finalize(status)

@@ -15,7 +15,6 @@ from fl_lightning.trainer.callbacks import Callback, with_defaults
 from fl_lightning.trainer.callbacks.privacy import PrivacyMonitor
 from fl_lightning.trainer.centralized import check_centralized, train_centrally
 from fl_lightning.trainer.checks import check_aggregation, check_fit
-from fl_lightning.trainer.engine_choice import choose_engine
 from fl_lightning.trainer.loggers import CSVLogger, RunLogger
 from fl_lightning.trainer.loop import train
 from fl_lightning.trainer.run import Run
@@ -74,7 +73,6 @@ class FederatedTrainer(Settings):
         with self.environment():
             run = self.start(model, datamodule, ckpt_path)
             check_fit(run)
-            choose_engine([run])
             for error in train([run]).values():
                 raise error
         return run

@@ -172,7 +172,7 @@ def test_engines_agree(part: Part, algorithm: Any, tmp_path: Path) -> None:
     assert isinstance(part, Slot) == torch.equal(first.server.w, plain.server.w)
     for other in others:
         same(first, other, 1e-10)
-        assert other.total_bits == first.total_bits
+        assert other.state.total_bits == first.state.total_bits
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -182,7 +182,7 @@ def test_parts_without_effect_are_fedavg(parts: list[Part], engine: str, tmp_pat
     plain, _ = fit(tmp_path / "plain", made(FedDyn), engine, precision="32-true")
     found, _ = fit(tmp_path / "parts", made(FedDyn, parts=parts), engine, precision="32-true")
     same(found, plain)
-    assert found.total_bits == plain.total_bits
+    assert found.state.total_bits == plain.state.total_bits
 
 
 def test_compression(tmp_path: Path) -> None:
@@ -195,9 +195,9 @@ def test_compression(tmp_path: Path) -> None:
             assert int((sent != received).sum()) == k
             error = record.client[t - 1][client].error if t and client in record.client[t - 1] else 0
             torch.testing.assert_close(sent + result.state.error, result.w + error, rtol=0, atol=1e-15)
-    assert found.total_bits == 3 * 3 * (64 * D + k * (64 + 10))
-    assert found.metrics["comm/total_bits"] == found.total_bits
-    units = found.total_bits / (3 * 64 * D)
+    assert found.state.total_bits == 3 * 3 * (64 * D + k * (64 + 10))
+    assert found.metrics["comm/total_bits"] == found.state.total_bits
+    units = found.state.total_bits / (3 * 64 * D)
     assert found.metrics["comm/transmissions"] == pytest.approx(units, abs=1e-12)
 
 
@@ -218,7 +218,7 @@ def test_personal_parameters(tmp_path: Path) -> None:
         sizes = torch.tensor([r.ctx.n_k for r in clients.values()], dtype=torch.float64)
         mean = sizes / sizes.sum() @ torch.stack([r.w for r in clients.values()])
         torch.testing.assert_close(record.server[t + 1].w[:-90], mean[:-90], rtol=0, atol=1e-12)
-    assert found.total_bits == 3 * 3 * 2 * 64 * (D - 90)
+    assert found.state.total_bits == 3 * 3 * 2 * 64 * (D - 90)
     table = read_clients(found.folder.path)
     assert table is not None
     data = found.data
@@ -248,14 +248,14 @@ def test_all_parameters_personal_is_training_alone(tmp_path: Path) -> None:
         return trainer.fit(made(**more), users)
 
     together = trained(arrays, parts=[Personal([""])])
-    assert torch.equal(together.server.w, together.clients.w0) and together.total_bits == 0
+    assert torch.equal(together.server.w, together.clients.w0) and together.state.total_bits == 0
     for k, each in enumerate(arrays):
         torch.testing.assert_close(together.clients.rows()[k].own, trained([each]).server.w, rtol=0, atol=1e-12)
 
 
 def test_smaller_broadcast(tmp_path: Path) -> None:
     found, record = fit(tmp_path, made(parts=[Rounded()]))
-    assert found.total_bits == 3 * 3 * (16 + 64) * D
+    assert found.state.total_bits == 3 * 3 * (16 + 64) * D
     for server, clients in zip(record.server[:-1], record.local, strict=True):
         for result in clients.values():
             assert torch.equal(result.received.w, server.w.bfloat16().double())
@@ -265,14 +265,14 @@ def test_smaller_broadcast(tmp_path: Path) -> None:
 def test_bits_may_depend_on_values(tmp_path: Path) -> None:
     found, record = fit(tmp_path, made(parts=[Lossless()]))
     up = [int((result.upload["w"] > 0).sum()) for clients in record.local for result in clients.values()]
-    assert len({*up}) > 1 and found.total_bits == 9 * 64 * D + 80 * sum(up)
+    assert len({*up}) > 1 and found.state.total_bits == 9 * 64 * D + 80 * sum(up)
 
 
 def test_scratch_and_uploads_of_a_part(tmp_path: Path) -> None:
     found, record = fit(tmp_path, made(parts=[Slot()]))
     moved = [(result.w - record.server[2].w).abs().sum() for result in record.local[2].values()]
     torch.testing.assert_close(found.server.moved[0], torch.stack(moved).mean(), rtol=0, atol=1e-10)
-    assert found.total_bits == 9 * 64 * (2 * D + 1) and not found.clients.shapes
+    assert found.state.total_bits == 9 * 64 * (2 * D + 1) and not found.clients.shapes
 
 
 # The command line

@@ -18,7 +18,7 @@ from fl_lightning.sweeps.file import Sweep
 from fl_lightning.sweeps.hyperband import Hyperband, StopEarly
 from fl_lightning.sweeps.trials import Built, Trial
 from fl_lightning.trainer.run import Callback, Run
-from fl_lightning.trainer.storage.lock import RunLock
+from fl_lightning.trainer.storage.lock import locked
 from tests.sweeps.test_trials import build
 
 
@@ -84,10 +84,8 @@ def test_a_second_sweep_by_bayes_is_refused(tmp_path: Path) -> None:
     pytest.importorskip("optuna")
     sweep = controller(tmp_path, [0.1], method="bayes", run_cap=1)
     (tmp_path / "out").mkdir()
-    lock = RunLock(tmp_path / "out")
-    with pytest.raises(UserError, match=r"used by another run \(process \d+\)"):
+    with locked(tmp_path / "out"), pytest.raises(UserError, match=r"used by another run \(process \d+\)"):
         next(sweep.run(build))
-    lock.release()
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 9), (9, 1)])

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Mapping
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from fl_lightning.sweeps import trials
 from fl_lightning.sweeps.hyperband import Hyperband, StopEarly
 from fl_lightning.sweeps.trials import Built, Trial, name_of, newest_run, run_trials
 from fl_lightning.trainer.run import Callback, Run
-from fl_lightning.trainer.storage.lock import RunLock
+from fl_lightning.trainer.storage.lock import locked
 from tests.runs import assert_same, metrics, state
 
 ROUNDS = 6
@@ -155,10 +156,9 @@ def test_a_run_that_somebody_else_trains_stays(tmp_path: Path) -> None:
     mine = tmp_path / trial(0.1).name / "version_0"
     mine.mkdir(parents=True)
     (mine / "metrics.csv").write_text("round\n1\n")
-    lock = RunLock(mine)
-    (found,) = run_trials([trial(0.1)], tmp_path, build)
+    with locked(mine):
+        (found,) = run_trials([trial(0.1)], tmp_path, build)
     assert "used by another run" in str(found.error) and (mine / "metrics.csv").exists()
-    lock.release()
     (found,) = run_trials([trial(0.1)], tmp_path, build)
     assert found.error is None and found.folder == mine
 
@@ -167,11 +167,12 @@ def test_a_trial_that_another_process_trains_is_awaited(tmp_path: Path, monkeypa
     monkeypatch.setattr(trials, "POLL_S", 0.01)
     held = tmp_path / trial(0.1).name
     held.mkdir()
-    lock = RunLock(held)
     found = []
-    for o in run_trials([trial(0.1), Trial("other", trial(0.2).args, "fit")], tmp_path, build):
-        found.append(o.trial.name)
-        lock.release()
+    with ExitStack() as lock:
+        lock.enter_context(locked(held))
+        for o in run_trials([trial(0.1), Trial("other", trial(0.2).args, "fit")], tmp_path, build):
+            found.append(o.trial.name)
+            lock.close()
     assert found == ["other", trial(0.1).name]
 
 

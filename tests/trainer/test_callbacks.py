@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import lightning.pytorch.callbacks as theirs
 import pytest
 import torch
+from rich.console import Console
+from rich.table import Table
 
 from fl_lightning import (
     SGD,
@@ -19,6 +22,7 @@ from fl_lightning import (
     FedAvg,
     FederatedTrainer,
     FedSAM,
+    Progress,
     UserError,
 )
 from fl_lightning.core import files
@@ -117,6 +121,15 @@ def test_max_time_counts_over_resumptions(tmp_path: Path) -> None:
 def test_a_run_without_progress_ends_with_one_line(tmp_path: Path, capsys: Any) -> None:
     run = fit(tmp_path, rounds=1)
     assert capsys.readouterr().out == f"results: {run.folder.path}\n"
+
+
+@pytest.mark.parametrize("rows", [0, 2, 8])
+def test_the_live_table_shows_the_last_rounds(rows: int, tmp_path: Path) -> None:
+    progress = Progress(rows=rows)
+    progress.console = Console(file=io.StringIO(), force_terminal=True)
+    fit(tmp_path, progress, rounds=3)
+    table = progress._view().renderables[0]
+    assert isinstance(table, Table) and table.row_count == min(rows, 3)
 
 
 class Scores(Callback):

@@ -320,9 +320,17 @@ def test_a_resumed_run_has_the_rows_of_a_whole_one(tmp_path: Path) -> None:
         file.write("3,0,1,0.5,0.5,0.5,0.5\n3,1,1,0.")
     run("fit", *args, "--trainer.max_rounds=3", "--ckpt_path=last", root=tmp_path / "part")
     assert (part / FILE).read_text() == (whole / FILE).read_text() and metrics(part) == metrics(whole)
-    (part / FILE).write_text("round,client\nnonsense\n")
-    with pytest.raises(SystemExit, match=rf"^error: {part / FILE}: not a table of clients; [^\n]*$"):
-        run("fit", *args, "--trainer.max_rounds=4", "--ckpt_path=last", root=tmp_path / "part")
+    rows, lines = (part / FILE).read_text(), (part / "flatness.jsonl").read_text()
+    for name, damaged in (
+        (FILE, "round,client\nnonsense\n"),
+        ("flatness.jsonl", lines[20:]),
+        ("flatness.jsonl", "[]\n"),
+    ):
+        (part / FILE).write_text(rows)
+        (part / "flatness.jsonl").write_text(lines)
+        (part / name).write_text(damaged)
+        with pytest.raises(SystemExit, match=rf"^error: {part / name}: a line has no round; restore [^\n]*$"):
+            run("fit", *args, "--trainer.max_rounds=4", "--ckpt_path=last", root=tmp_path / "part")
 
 
 def test_a_checkpoint_has_the_numbers_of_the_monitor(tmp_path: Path) -> None:

@@ -307,6 +307,23 @@ def test_budget_ends_the_run(golden: Golden, capsys: Any) -> None:
     assert run.rounds_done == 5 and run.metrics["privacy/epsilon"] == pytest.approx(limit, rel=1e-4)
 
 
+def test_a_round_that_diverges_in_its_first_phase_is_left_out(golden: Golden) -> None:
+    """Its second phase, which would release noise, is left out, too."""
+
+    class Once(NaiveFedGloSS):
+        diverged = False
+
+        def server_step(self, server: State, sent: State, uploads: Uploads, ctx: RoundContext) -> State:
+            after = super().server_step(server, sent, uploads, ctx)
+            now = ctx.t == 2 and not self.diverged
+            self.diverged |= now
+            return after.replace(delta=after.delta * math.nan) if now else after
+
+    run, record = fit(golden, Once, on_divergence="continue")
+    assert run.metrics["client/diverged"] == 1
+    assert_same(record.server[3], record.server[2])
+
+
 @pytest.mark.parametrize("privacy", [GaussianPrivacy(0.5, 1.0, delta=0.1), AdaptivePrivacy(0.5, 1.0, delta=0.1)])
 def test_resumed_run_is_the_same(privacy: GaussianPrivacy, golden: Golden, tmp_path: Path) -> None:
     """Noise, clip and epsilon; and with other noise it is refused, as epsilon would be wrong."""

@@ -22,10 +22,9 @@ from fl_lightning.commands.shared.new_files import make_folder
 from fl_lightning.core import ensure
 from fl_lightning.flatness import Batches, Values
 from fl_lightning.results.metrics import write_table
-from fl_lightning.trainer.loggers import RunLogger
 from fl_lightning.trainer.measurements import PROTOCOL, MeasurementContext
 from fl_lightning.trainer.measurements.base import Split
-from fl_lightning.trainer.run import Run, by_key
+from fl_lightning.trainer.run import Run
 from fl_lightning.trainer.runtime import collectives
 from fl_lightning.trainer.storage import checkpoint
 from fl_lightning.trainer.storage.run_folder import RunFolder
@@ -105,22 +104,17 @@ def save_figures(run: Run, folder: Path, drawn: Mapping[str, Callable[[], Figure
     from fl_lightning.core.figures import save_figure
 
     of_run = run.checkpoint is not None and run.checkpoint.parent.name == RunFolder.CHECKPOINTS
-    states = run.restored.get("loggers", {})
-    loggers = [
-        (logger, states.get(key, {}))
-        for key, logger in by_key(run.loggers).items()
-        if isinstance(logger, RunLogger) and of_run and run.fabric.is_global_zero
-    ]
+    loggers = run.run_loggers if of_run and run.fabric.is_global_zero else {}
     about = run.settings.about(run.objective, run.data, run.restored.get("kind", run.kind))
-    for logger, state in loggers:
+    for logger, state in loggers.items():
         logger.reopen(run.folder.path, state, run.rounds_done, about)
     try:
         for name, draw in drawn.items():
             _, png = save_figure(draw(), folder / f"{name}{number}")
-            for logger, _ in loggers:
+            for logger in loggers:
                 logger.log_figure(f"{section}{name}{number}", png, run.rounds_done)
     finally:
-        for logger, _ in loggers:
+        for logger in loggers:
             logger.finalize("success")
 
 

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import logging
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal
 
 from fl_lightning.core import UserError
 from fl_lightning.trainer.participation.samplers import BernoulliSampler, CohortSampler, UniformSampler
+from fl_lightning.trainer.runtime.console import quiet
 
 Method = Literal["RDP", "PLD"]
 LEAST_NOISE = 0.05
 """Smallest noise multiplier of the search."""
+WARNINGS = "absl"
+"""Logger of the warnings about single Rényi orders that do not converge; the minimum leaves them out."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Accountant:
             UserError: If no noise suffices.
         """
         dp = _dp_accounting()
-        with _quiet():
+        with quiet(WARNINGS):
             try:
                 found = dp.calibrate_dp_mechanism(
                     lambda: _fresh(self.method, self.poisson),
@@ -104,7 +104,7 @@ class Accountant:
 @lru_cache(maxsize=32)
 def _divergences(event: Any, poisson: bool) -> tuple[Any, Any]:
     """Returns the orders, and the Rényi divergences of one round."""
-    with _quiet():
+    with quiet(WARNINGS):
         accountant = _fresh("RDP", poisson).compose(event)
     return accountant.orders, accountant.rdp
 
@@ -148,14 +148,3 @@ def _dp_accounting() -> Any:
     except ImportError:
         raise UserError("trainer.privacy: needs dp-accounting; pip install 'fl-lightning[privacy]'") from None
     return dp_accounting
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Hides warnings about single Rényi orders that do not converge; the minimum leaves them out."""
-    log = logging.getLogger("absl")
-    before, log.level = log.level, logging.ERROR
-    try:
-        yield
-    finally:
-        log.level = before

@@ -18,15 +18,16 @@ class Checkpoints(Callback):
         every_n_rounds: Rounds between two checkpoints; the last round is always saved.
         keep_all: Also keep each one as ``checkpoints/round_<n>.ckpt``.
         monitor: Metric whose best round is kept as ``checkpoints/best.ckpt``, such as ``server/test/acc``; null: none.
-        mode: Whether the largest (max) or the smallest (min) value is the best; null: as the metric itself says, or its
-            name: accuracy is to be large, a loss small.
-        save_top_k: Number of best rounds that are kept; from 2 on each as ``checkpoints/round_<n>.ckpt``, too.
+        mode: Whether the largest (max) or the smallest (min) value is the best; null: the metric or its name decides,
+            as an accuracy should be large and a loss small.
+        save_top_k: Number of best rounds that are kept. From 2 on, each is also kept as ``checkpoints/round_<n>.ckpt``.
 
     Attributes:
-        best: Value of the monitored metric by round, of those kept, best first.
+        best: Value of the monitored metric in each kept round, by round; the best round comes first.
 
     Raises:
-        UserError: If a setting is out of range, or (in a run) neither metric nor name shows which value is the best.
+        UserError: If a setting is out of range; or, in a run, if neither the metric nor its name says which value is
+            the best.
     """
 
     def __init__(
@@ -41,9 +42,6 @@ class Checkpoints(Callback):
         self.monitor, self.mode, self.save_top_k = monitor, mode, save_top_k
         self.best: dict[int, float] = {}
         self._saved = -1
-
-    def needs_round(self, t: int) -> bool:
-        return self.monitor is not None or (t + 1) % self.every_n_rounds == 0
 
     def check(self, run: Run) -> None:
         if self.monitor is not None:
@@ -78,7 +76,7 @@ class Checkpoints(Callback):
         self._saved = run.rounds_done
 
     def _keep_best(self, run: Run, value: float, mode: Mode) -> None:
-        """Saves this round if it is among the best, and removes the one that no longer is."""
+        """Saves this round if it is among the best, and removes the round that no longer is."""
         sign = -1 if mode == "max" else 1
         scores = {**self.best, run.rounds_done: value}
         ranked = sorted((r for r in scores if not math.isnan(scores[r])), key=lambda r: (sign * scores[r], r))
@@ -108,7 +106,7 @@ def monitored(run: Run, callback: str, name: str, metrics: Mapping[str, float]) 
         metrics: All metrics of the round.
 
     Raises:
-        UserError: If everything has been measured once, and the metric was not among it.
+        UserError: If every metric has been measured once, and this one is not among them.
     """
     every = [run.settings.eval_every, *(getattr(c, "every_n_rounds", 1) for c in run.callbacks)]
     if name not in run.metrics and run.rounds_done >= min(max(every), run.max_rounds):

@@ -24,18 +24,19 @@ OURS = {
     "GradientAccumulationScheduler": "data.batch_size",
     **dict.fromkeys(("ProgressBar", "TQDMProgressBar", "RichProgressBar"), "Progress"),
 }
-"""What to use in place of a callback of Lightning's, by its name."""
+"""What replaces a callback of Lightning, by the name of that callback."""
 
 
 def with_defaults(callbacks: Sequence[Any], progress: bool) -> list[Callback]:
     """Returns the given callbacks and the default ones, in the order of their calls.
 
     Args:
-        callbacks: Ours, or Lightning's ``EarlyStopping``.
+        callbacks: Callbacks of this package, or Lightning's ``EarlyStopping``.
         progress: Whether to show live progress and draw a figure at the end; otherwise the run ends with one line.
 
     Raises:
-        UserError: If a callback is another one of Lightning's, or none at all, or one of ours is there twice.
+        UserError: If an object is another callback of Lightning or no callback at all, or if a default callback is
+            given twice.
     """
     found = [_accepted(callback) for callback in callbacks]
     for once in (Checkpoints, Curves, Progress, Results):
@@ -44,7 +45,7 @@ def with_defaults(callbacks: Sequence[Any], progress: bool) -> list[Callback]:
     for default in (Results, Checkpoints, *((Curves, Progress) if progress else (Ending,))):
         if not any(isinstance(callback, default) for callback in found):
             found.append(default())
-    # measurements come first; Progress shows the figure's folder; a checkpoint is written when the others have run
+    # measurements come first; Progress shows what Results has written; Checkpoints saves when the others have run
     order = (Curves, Results, Progress, Ending, EarlyStoppingAdapter, Checkpoints)
     return sorted(found, key=lambda c: next((i + 1 for i, kind in enumerate(order) if isinstance(c, kind)), 0))
 

@@ -1,4 +1,4 @@
-"""Lightning's ``EarlyStopping``, as it is."""
+"""An adapter that calls Lightning's ``EarlyStopping`` unchanged."""
 
 from collections.abc import Mapping
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ class EarlyStoppingAdapter(Callback):
     Args:
         inner: The callback; ``monitor`` is a metric of ours, such as ``server/test/loss``, and ``patience`` counts
             measurements.
-        state: State that it begins a run with.
+        state: The state with which the callback begins a run.
     """
 
     def __init__(self, inner: EarlyStopping, state: Mapping[str, Any]) -> None:
@@ -29,7 +29,7 @@ class EarlyStoppingAdapter(Callback):
         metrics = run.round_metrics
         if monitored(run, "EarlyStopping", self.inner.monitor, metrics) is None:
             return
-        trainer = SimpleNamespace(
+        trainer: Any = SimpleNamespace(
             state=SimpleNamespace(fn=TrainerFn.FITTING),
             sanity_checking=False,
             fast_dev_run=False,
@@ -41,10 +41,9 @@ class EarlyStoppingAdapter(Callback):
             world_size=run.fabric.world_size,
             global_rank=run.fabric.global_rank,
         )
-        view: Any = trainer
-        self.inner.setup(view, run.objective, "fit")
-        self.inner.on_train_epoch_end(view, run.objective)
-        self.inner.on_validation_end(view, run.objective)
+        self.inner.setup(trainer, run.objective, "fit")
+        self.inner.on_train_epoch_end(trainer, run.objective)
+        self.inner.on_validation_end(trainer, run.objective)
         run.should_stop = trainer.should_stop
         if run.should_stop and self.inner.stopping_reason_message:
             run.fabric.print(f"stopped early: {self.inner.stopping_reason_message.partition(' Signaling')[0]}")

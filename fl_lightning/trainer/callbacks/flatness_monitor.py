@@ -10,9 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from lightning.fabric.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 
-from fl_lightning.core import PositiveInt, RoundContext, require, write_atomically
+from fl_lightning.core import PositiveInt, RoundContext, require
 from fl_lightning.engine import LocalResult
 from fl_lightning.flatness.plots import plot_density, plot_spectrum
 from fl_lightning.trainer.loggers import RunLogger
@@ -25,6 +26,7 @@ from fl_lightning.trainer.measurements import (
     check_statistics,
     default_measures,
 )
+from fl_lightning.trainer.measurements.base import drop_later_rounds
 from fl_lightning.trainer.round import replay
 from fl_lightning.trainer.run import Callback, Run
 
@@ -38,18 +40,19 @@ FILE = "flatness.jsonl"
 class FlatnessMonitor(Callback):
     """Logs measures of flatness as ``flatness/<name>``: by default lambda_max of the Hessian and FedGF's discrepancy.
 
-    The relative residual of an eigenvalue is logged as ``_residual``, the standard error of a random estimate as
-    ``_error``. Each number goes to ``flatness.jsonl`` with its protocol. Loss without weight decay, eval mode, no
-    augmentation; the seeded samples are the same in every round. Processes share the samples evenly.
+    The relative residual of an eigenvalue is logged with the ending ``_residual``, the standard error of a random
+    estimate with ``_error``. Each number goes to ``flatness.jsonl`` with its protocol. The loss has no weight decay,
+    the net is in eval mode, and no sample is augmented; the seeded samples are the same in every round, and the
+    processes share them evenly.
 
     Args:
         every_n_rounds: Rounds between two measurements; the last round is always measured.
-        metrics: The measures; null: LambdaMax and Discrepancy, on 1,000 and 10,000 training images, to which
-            ``+=`` adds.
+        metrics: The measures. null: LambdaMax on 1,000 training images, and Discrepancy on 10,000; ``+=`` adds measures
+            to these two.
 
     Attributes:
-        NULL: What null stands for, as in a config.
-        protocol: Protocols of the last measured numbers.
+        NULL: The values that null stands for, as a config gives them.
+        protocol: Protocols of the numbers that were measured last.
     """
 
     NULL: ClassVar[dict[str, list[str]]] = {"metrics": [type(measure).__name__ for measure in default_measures()]}
@@ -63,9 +66,6 @@ class FlatnessMonitor(Callback):
         self._previous: Tensor | None = None
         self.load_state_dict({})
 
-    def needs_round(self, t: int) -> bool:
-        return self._tracks or (t + 1) % self.every_n_rounds == 0
-
     def check(self, run: Run) -> None:
         check_statistics(run.objective)
         check_measures(self.metrics, run)
@@ -74,14 +74,10 @@ class FlatnessMonitor(Callback):
         if not run.rounds_done:
             self.load_state_dict({})  # the monitor may have seen a run of another trainer
         self._previous = None if self._previous is None else self._previous.to(run.server.w)
-        if not run.fabric.is_global_zero:
-            return
-        for metric in self.metrics:
-            metric.resume(run)
-        path = run.folder.path / FILE
-        if path.exists():
-            lines = [line for line in read_measurements(path) if line["round"] <= run.rounds_done]
-            write_atomically(path, "".join(json.dumps(line) + "\n" for line in lines))
+        if run.fabric.is_global_zero:
+            for metric in self.metrics:
+                metric.resume(run)
+            drop_later_rounds(run.folder.path / FILE, run.rounds_done, lambda line: int(json.loads(line)["round"]))
 
     def on_round_start(self, run: Run, ctx: RoundContext, cohort: list[int]) -> None:
         started = time.perf_counter()
@@ -93,7 +89,7 @@ class FlatnessMonitor(Callback):
         self._seconds = time.perf_counter() - started
 
     def on_local_end(self, run: Run, result: LocalResult) -> None:
-        # the server's step is made of the local models of the last phase
+        # only the local models of the last phase enter the server's step
         if result.finite and result.ctx.phase == run.objective.phases - 1:
             started = time.perf_counter()
             if self._mean is not None:
@@ -127,21 +123,19 @@ class FlatnessMonitor(Callback):
             replay(run, self)
 
     def _measures(self) -> list[Measure]:
-        """Returns the measures of this round; centralized training has no cohort."""
+        """Returns the measures that are due; without a cohort (centralized training) those that need none."""
         return [measure for measure in self.metrics if self._due and (self._cohort or not measure.local)]
 
+    @rank_zero_only
     def _write(self, run: Run, measurements: Sequence[Measurement]) -> None:
-        if not run.fabric.is_global_zero:
-            return
         for measure in self._measures():
             measure.keep(run)
         with (run.folder.path / FILE).open("a") as file:
             for measurement in measurements:
                 file.write(json.dumps({"round": run.rounds_done, "seed": run.seed, **asdict(measurement)}) + "\n")
         label = f"{run.folder.label}, round {run.rounds_done}"
-        for logger in run.loggers:
-            if isinstance(logger, RunLogger):
-                show(logger, measurements, run.rounds_done, label)
+        for logger in run.run_loggers:
+            show(logger, measurements, run.rounds_done, label)
 
     def state_dict(self) -> dict[str, Any]:
         elapsed = time.perf_counter() - self._started
@@ -154,12 +148,12 @@ class FlatnessMonitor(Callback):
 
 def scalars(measurements: Sequence[Measurement]) -> dict[str, float]:
     """Returns the logged metrics, by name."""
-    numbers = [
-        (m.metric, end, x)
+    return {
+        f"{m.metric}{end}": x
         for m in measurements
         for end, x in (("", m.value), ("_residual", m.residual), ("_error", m.error))
-    ]
-    return {f"{name}{end}": x for name, end, x in numbers if x is not None}
+        if x is not None
+    }
 
 
 def show(logger: RunLogger, measurements: Sequence[Measurement], round: int, label: str) -> None:
@@ -179,7 +173,7 @@ def figures(measurements: Sequence[Measurement], label: str) -> dict[str, Callab
         label: The model's name.
     """
     found: dict[str, Callable[[], Figure]] = {}
-    for m in measurements:  # of another matrix than the Hessian the names begin with it
+    for m in measurements:  # the names begin with the matrix, unless it is the Hessian
         if "eigenvalues" in m.details:
             found[m.name.replace("lambda_1", "spectrum")] = partial(plot_spectrum, {label: m.details["eigenvalues"]})
         if "density" in m.details:

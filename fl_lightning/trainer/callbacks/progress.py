@@ -1,13 +1,15 @@
 """The live progress of a run, and the summary at its end."""
 
 import json
+from collections import deque
 from collections.abc import Mapping
 
+from lightning.fabric.utilities.rank_zero import rank_zero_only
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
-from rich.table import Table
+from rich.table import Column, Table
 
 from fl_lightning.core import NonNegative, NonNegativeInt
 from fl_lightning.results.headline import SUMMARY
@@ -36,25 +38,20 @@ class Progress(Callback):
     """A live table of the last rounds with a bar, and a summary at the end; plain lines where there is no terminal.
 
     Args:
-        rows: Rounds shown at a time.
-        min_seconds: Least time between two plain lines.
+        rows: Number of rounds that the table shows.
+        min_seconds: Least time between two plain lines, in seconds.
     """
 
     def __init__(self, rows: NonNegativeInt = 8, min_seconds: NonNegative = 1.0) -> None:
         self.rows, self.min_seconds = rows, min_seconds
         self.console = Console()
         self._live: Live | None = None
-        self._recent: list[Mapping[str, float]] = []
+
+    @rank_zero_only
+    def on_fit_start(self, run: Run) -> None:
+        self._recent: deque[Mapping[str, float]] = deque(maxlen=self.rows)
         self._columns: list[str] = []
         self._last_line = 0.0
-
-    def needs_round(self, t: int) -> bool:
-        return False  # it shows the rounds that there are
-
-    def on_fit_start(self, run: Run) -> None:
-        if not run.fabric.is_global_zero:
-            return
-        self._recent, self._columns = [], []
         data = run.data
         self.console.print(
             f"[bold]{type(run.objective).__name__}[/] on {type(data).__name__}: {data.num_clients} clients, "
@@ -72,12 +69,11 @@ class Progress(Callback):
             self._live = Live(self._view(), console=self.console, refresh_per_second=8)
             self._live.start()
 
+    @rank_zero_only
     def on_round_logged(self, run: Run, metrics: Mapping[str, float]) -> None:
-        if not run.fabric.is_global_zero:
-            return
         self._bar.update(self._task, completed=run.rounds_done)
         self._columns = shown(run.metrics)
-        self._recent = [*self._recent, {**metrics, "round": run.rounds_done}][-self.rows :]
+        self._recent.append({**metrics, "round": run.rounds_done})
         if self._live is not None:
             self._live.update(self._view())
         elif self._bar.get_time() - self._last_line >= self.min_seconds or run.finished:
@@ -86,20 +82,17 @@ class Progress(Callback):
             line = "  ".join([f"round {run.rounds_done}/{run.max_rounds}", *known])
             self.console.print(line, highlight=False, soft_wrap=True)
 
+    @rank_zero_only
     def on_exception(self, run: Run, error: BaseException) -> None:
-        if run.fabric.is_global_zero:
-            self._stop()
-            self.console.print(f"stopped after round {run.rounds_done}", highlight=False)
+        self._stop()
+        self.console.print(f"stopped after round {run.rounds_done}", highlight=False)
         _print_how_to_continue(run)
 
+    @rank_zero_only
     def on_fit_end(self, run: Run) -> None:
-        if not run.fabric.is_global_zero:
-            return
         self._stop()
         columns = read_metrics(run.folder.metrics)
-        table = Table(title="Summary", show_header=True)
-        for head in ("", "last", "best", "at round"):
-            table.add_column(head, justify="right" if head else "left")
+        table = Table("", *(Column(head, justify="right") for head in ("last", "best", "at round")), title="Summary")
         for name in shown(columns):
             at, best = best_of(columns[name], mode_of(name, None, run.directions))
             table.add_row(title(name), _number(columns[name][-1][1]), _number(best), str(at))
@@ -127,12 +120,10 @@ class Progress(Callback):
     def _stop(self) -> None:
         if self._live is not None:
             self._live.stop()
-            self._live = None
 
     def _view(self) -> Group:
-        table = Table("round", *map(title, self._columns), box=None)
-        for column in table.columns:
-            column.justify, column.min_width = "right", 10
+        heads = ["round", *map(title, self._columns)]
+        table = Table(*(Column(head, justify="right", min_width=10) for head in heads), box=None)
         for row in self._recent:
             table.add_row(f"{row['round']:.0f}", *(_number(row.get(name)) for name in self._columns))
         return Group(table, self._bar)

@@ -12,13 +12,13 @@ from fl_lightning.trainer.run import Callback, Run
 
 
 class Results(Callback):
-    """Writes ``summary.json`` when a run ends: an `fl_lightning.results.summary.Summary` of what the data evaluate.
+    """Writes ``summary.json`` when a run ends: an `fl_lightning.results.summary.Summary` of the data's metric.
 
-    Its mean is the headline: over ``trainer.eval_last`` rounds if that is set and at most half of the run, otherwise
-    over a tenth of the rounds, at most 100. What is not finite is null.
+    Its mean is the headline. It is taken over the last ``trainer.eval_last`` rounds if that is set and at most half of
+    the run, otherwise over the last tenth of the rounds, at most 100. A value that is not finite becomes null.
 
     Args:
-        target: A value of the metric to be reached, such as an accuracy of 0.8; null: none.
+        target: Value that the metric should reach, such as an accuracy of 0.8; null: none.
     """
 
     def __init__(self, target: float | None = None) -> None:
@@ -32,6 +32,6 @@ class Results(Callback):
 
 
 def _plain(values: dict[str, Any]) -> dict[str, Any]:
-    """Returns values as JSON has them: it knows no NaN and no infinity."""
+    """Returns the values with None for NaN and infinity, which JSON does not have."""
     plain = {key: _plain(value) if isinstance(value, dict) else value for key, value in values.items()}
     return {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in plain.items()}

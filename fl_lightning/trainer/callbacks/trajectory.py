@@ -12,7 +12,7 @@ class Trajectory(Callback):
 
     Attributes:
         server: The server's state, at first and after each round; ``server[t].w`` is the global model, ``(d,)``.
-        evaluated: The model that evaluation uses (of SWA the average), likewise.
+        evaluated: The model that is evaluated (with SWA the average), at first and after each round, ``(d,)`` each.
         local: After each round, the local results by client, in cohort order; ``local[t][k].w`` is ``(d,)``.
         client: After each round, all clients' stored states by id.
     """

@@ -10,23 +10,23 @@ from zlib import crc32
 
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
-from fl_lightning.core import UserError, write_atomically, writing
+from fl_lightning.core import UserError, ensure, write_atomically, writing
 from fl_lightning.results.metrics import FILE, read_rows
 from fl_lightning.trainer.loggers.base import About, RunLogger
 
 
 class CSVLogger(RunLogger):
-    """``metrics.csv`` in the run folder: a row a round, a column a metric, empty where nothing was measured."""
+    """``metrics.csv`` in the run folder: a row a round, a column a metric, empty where nothing was measured.
+
+    Attributes:
+        path: The file, once the logger has started.
+    """
+
+    path: Path
 
     def __init__(self) -> None:
         self.columns: list[str] = ["round"]
         self.checksum = 0
-
-    @property
-    def path(self) -> Path:
-        """The file."""
-        assert self.dir is not None, "start the logger first"
-        return self.dir / FILE
 
     def check(self, run_dir: Path, state: Mapping[str, Any], round: int) -> None:
         _rows(run_dir / FILE, state, round)
@@ -34,7 +34,8 @@ class CSVLogger(RunLogger):
     @rank_zero_only
     def start(self, run_dir: Path, state: Mapping[str, Any], round: int, about: About) -> None:
         super().start(run_dir, state, round, about)
-        columns, rows = _rows(run_dir / FILE, state, round) if round else (["round"], [])
+        self.path = run_dir / FILE
+        columns, rows = _rows(self.path, state, round) if round else (["round"], [])
         self._rewrite(columns, rows)
         self.checksum = _checksum(rows)
 
@@ -99,16 +100,15 @@ def _rows(path: Path, state: Mapping[str, Any], rounds: int) -> tuple[list[str],
         raise UserError(f"{path}: has not one column {absent[0]}; {remedy}")
     at = head.index("round")
     for k, row in enumerate(rows[:rounds]):
-        if len(row) != len(head) or row[at] != str(k + 1) or not all(map(_is_number, row)):
-            raise UserError(f"{path}: line {k + 2} is not a row of numbers for round {k + 1}; {remedy}")
+        fit = len(row) == len(head) and row[at] == str(k + 1) and all(map(_is_number, row))
+        ensure(fit, f"{path}: line {k + 2} is not a row of numbers for round {k + 1}; {remedy}")
     for row in rows[rounds:]:
         if len(row) == len(head) and row[at].isdecimal() and int(row[at]) <= rounds:
             raise UserError(f"{path}: has round {row[at]} twice; {remedy}")
-    if len(rows) < rounds:
-        raise UserError(f"{path}: ends at round {len(rows)}, the checkpoint at {rounds}; {remedy}")
+    ensure(len(rows) >= rounds, f"{path}: ends at round {len(rows)}, the checkpoint at {rounds}; {remedy}")
     found = [dict(zip(head, row, strict=True)) for row in rows[:rounds]]
-    if _checksum(found) != state.get("checksum", _checksum(found)):
-        raise UserError(f"{path}: its rows are not those that the run has written; {remedy}")
+    same = _checksum(found) == state.get("checksum", _checksum(found))
+    ensure(same, f"{path}: its rows are not those that the run has written; {remedy}")
     return head, found
 
 

@@ -67,7 +67,6 @@ class WandbLogger(LightningWandbLogger, RunLogger):
         default = "online" if os.environ.get("WANDB_SWEEP_ID") else "offline"
         self.mode = mode or os.environ.get("WANDB_MODE") or default
         self.run: Any = None  # a W&B run
-        self._columns: dict[str, list[tuple[int, float]]] = {}
 
     @property
     def experiment(self) -> Any:
@@ -89,8 +88,8 @@ class WandbLogger(LightningWandbLogger, RunLogger):
         RunLogger.start(self, run_dir, state, round, about)
         self._about, self._round, self._training = about, round, False
         self._pending: dict[str, Any] = {}
-        self._columns = {}
         self._defined: set[str] = set()
+        self._directions = read_directions(run_dir)
         import wandb
 
         tags = [tag for tag in os.environ.get("WANDB_TAGS", "").split(",") if tag]
@@ -123,23 +122,23 @@ class WandbLogger(LightningWandbLogger, RunLogger):
     # What is logged
 
     @rank_zero_only
-    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:  # type: ignore[override]
         """Logs the metrics of round ``step``, and what was logged since the last round."""
-        if not self.run or step is None:
-            return
         self._round = step
-        for name in metrics:
-            self._define(name)
-            self._columns.setdefault(name, []).append((step, metrics[name]))
         row = {"round": step, **self._pending, **metrics}
         self._pending = {}
-        for name in metrics:
+        for name, value in metrics.items():
+            if name not in self._defined and is_result(name):  # W&B keeps the best value of it, too
+                self._defined.add(name)
+                mode = mode_of(name, None, self._directions)
+                self.run.define_metric(name, step_metric="round", summary=f"{mode},last")
+            self._columns.setdefault(name, []).append((step, value))
             if name.startswith("server/test/") and not name.endswith("/loss"):
                 row[f"{name}{SUFFIX}"] = average(values(name, self._columns[name], step, self._about.eval_last))
         self.run.log(row)
 
     def log_partition(self, data: FederatedDataModule) -> None:
-        if not self.run or self.mode == "disabled":
+        if self.mode == "disabled":
             return
         counts = class_counts(data)
         self.log_figure("partition/heat_map", lambda: heat_map(histogram(data)), 0)
@@ -163,8 +162,7 @@ class WandbLogger(LightningWandbLogger, RunLogger):
     @rank_zero_only
     def log_hyperparams(self, params: dict[str, Any], *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
         """Logs the resolved config."""
-        if self.run:
-            self.run.config.update(params, allow_val_change=True)
+        self.run.config.update(params, allow_val_change=True)
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
@@ -173,7 +171,10 @@ class WandbLogger(LightningWandbLogger, RunLogger):
             return
         self._flush(self._round)
         if self._training:
-            self._summarise()
+            for name, pairs in self._columns.items():  # of the whole run: W&B's own start over when a run is resumed
+                if is_result(name):
+                    mode = mode_of(name, None, self._directions)
+                    self.run.summary[name] = {mode: best_of(pairs, mode)[1], "last": pairs[-1][1]}
             if self.mode != "disabled":
                 self._log_artifacts()
         self.run.finish(exit_code=0 if status == "success" else 1)
@@ -181,25 +182,9 @@ class WandbLogger(LightningWandbLogger, RunLogger):
 
     def _flush(self, round: int) -> None:
         """Logs what is pending in a row of its own."""
-        if self.run and self._pending:
+        if self._pending:
             self.run.log({"round": round, **self._pending})
             self._pending = {}
-
-    def _define(self, name: str) -> None:
-        """Tells W&B which value of a metric is the best, at its first appearance."""
-        if self.run and self.dir and name not in self._defined and is_result(name):
-            self._defined.add(name)
-            mode = mode_of(name, None, read_directions(self.dir))
-            self.run.define_metric(name, step_metric="round", summary=f"{mode},last")
-
-    def _summarise(self) -> None:
-        """Writes best and last value of each metric over the whole run: W&B's own start over when a run is resumed."""
-        assert self.dir is not None
-        directions = read_directions(self.dir)
-        for name, pairs in self._columns.items():
-            if is_result(name):
-                mode = mode_of(name, None, directions)
-                self.run.summary[name] = {mode: best_of(pairs, mode)[1], "last": pairs[-1][1]}
 
     def _log_artifacts(self) -> None:
         """Logs config and checkpoints, laid out as in the run folder."""

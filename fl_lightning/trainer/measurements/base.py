@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.core import Checked, State, accumulator_dtype, ensure
+from fl_lightning.core import Checked, State, UserError, ensure, write_atomically
 from fl_lightning.engine import LocalResult
 from fl_lightning.flatness import Batches, Progress
 from fl_lightning.trainer.cohort import Cohort
@@ -139,14 +140,6 @@ class MeasurementContext:
             "reduce": partial(collectives.all_reduce_sum, self.run.fabric),
         }
 
-    def total(self, sums: Tensor) -> list[float]:
-        """Returns the sums of values ``(n,)`` over the processes."""
-        device = self.model.device
-        total: list[float] = collectives.all_reduce_sum(
-            self.run.fabric, sums.to(device, accumulator_dtype(device))
-        ).tolist()
-        return total
-
 
 class Measure(Checked, key="measure: {}"):
     """Base class of measures: `update` sees every local model of a round, and `compute` returns the measurements.
@@ -177,6 +170,27 @@ class Measure(Checked, key="measure: {}"):
 
     def resume(self, run: Run) -> None:
         """Removes rounds after ``run.rounds_done`` from the files of `keep`; rank 0 calls it when a run begins."""
+
+
+def drop_later_rounds(path: Path, rounds: int, round_of: Callable[[str], int], head: int = 0) -> None:
+    """Removes later rounds, and a line that a crash has cut short, from a file that a run has written line by line.
+
+    Args:
+        path: The file; it may be missing.
+        rounds: Rounds done.
+        round_of: Returns the round of a line.
+        head: Number of first lines that always stay.
+
+    Raises:
+        UserError: If the file is damaged.
+    """
+    if path.exists():
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+            kept = [line for line in lines[head:] if line.endswith("\n") and round_of(line) <= rounds]
+        except (ValueError, KeyError, TypeError):
+            raise UserError(f"{path}: a line has no round; restore the file, or remove it") from None
+        write_atomically(path, "".join([*lines[:head], *kept]))
 
 
 def local_loss(run: Run, result: LocalResult, chosen: Tensor | None = None) -> dict[str, Any]:

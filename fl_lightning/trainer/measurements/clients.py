@@ -4,59 +4,57 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torchmetrics.classification import MulticlassAccuracy
 
-from fl_lightning.core import PositiveInt, UserError, ensure, numpy_generator, require, write_atomically, writing
+from fl_lightning.core import PositiveInt, ensure, numpy_generator, require, writing
 from fl_lightning.data.histogram import class_counts
 from fl_lightning.data.samples import Batch
 from fl_lightning.engine import LocalResult
 from fl_lightning.results.clients import FILE, GLOBAL, LOCAL, statistics
 from fl_lightning.trainer.cohort import Cohort
-from fl_lightning.trainer.measurements.base import Measure, Measurement, MeasurementContext, local_models
+from fl_lightning.trainer.measurements.base import (
+    Measure,
+    Measurement,
+    MeasurementContext,
+    drop_later_rounds,
+    local_models,
+)
 from fl_lightning.trainer.round import Round
 from fl_lightning.trainer.run import Run
 from fl_lightning.trainer.runtime import collectives
 
-
-class Score(NamedTuple):
-    """The data's metric and the mean loss on a client's test data."""
-
-    metric: float
-    loss: float
-
-
+Score = tuple[float, float]
+"""The data's metric and the mean loss on a client's test data."""
 Scores = Mapping[int, Score]
 
 
 class OwnSamples:
-    """The test samples that the data say are a client's own; see ``client_test_indices`` of a data module."""
+    """The test samples that the data say are a client's own; see ``client_test_indices`` of a data module.
+
+    Attributes:
+        clients: The clients that have test data.
+    """
 
     what = "own test data"
 
     def __init__(self, run: Run) -> None:
-        self.run = run
-
-    def clients(self) -> list[int]:
-        """Returns the clients that have test data."""
-        return [k for k in range(self.run.data.num_clients) if len(self._indices(k))]
+        self.run, data = run, run.data
+        found = {k: data.client_test_indices(k) for k in range(data.num_clients)}
+        self.indices = {k: own for k, own in found.items() if own is not None and len(own)}
+        self.clients = list(self.indices)
 
     def score(self, client: int, w: Tensor) -> Score:
         """Evaluates weights ``(d,)`` on this process alone, with the buffers that the net holds."""
-        return Score(*self.run.evaluator.alone(_batches(self.run, self._indices(client)), w))
+        return self.run.evaluator.alone(_batches(self.run, self.indices[client]), w)
 
     def scores(self, clients: Sequence[int], w: Tensor) -> Scores:
         """Evaluates weights ``(d,)`` for each client; every process calls."""
         fabric = self.run.fabric
         mine = {k: self.score(k, w) for k in clients[fabric.global_rank :: fabric.world_size]}
-        return dict(sorted(collectives.all_gather_dict(fabric, mine).items()))
-
-    def _indices(self, client: int) -> Tensor:
-        found = self.run.data.client_test_indices(client)
-        return torch.empty(0, dtype=torch.int64) if found is None else found
+        return collectives.all_gather_dict(fabric, mine)
 
 
 class ByClasses:
@@ -64,6 +62,10 @@ class ByClasses:
 
     That is the expectation over test sets that are drawn with the client's distribution of classes, without a draw: the
     sum over classes of share times accuracy. A class without test samples has no weight.
+
+    Attributes:
+        clients: As for `OwnSamples`.
+        weights: Weight of each class, ``(all clients, classes)``.
     """
 
     what = "test data weighted by the client's classes"
@@ -72,11 +74,8 @@ class ByClasses:
         self.run, data = run, run.data
         tested = torch.bincount(data.y_test, minlength=data.num_classes).cpu() > 0
         counts = torch.from_numpy(class_counts(data)).double() * tested
-        self.weights = counts / counts.sum(1, keepdim=True)  # (clients, classes)
-
-    def clients(self) -> list[int]:
-        """See `OwnSamples`."""
-        return self.weights.isfinite().all(1).nonzero().flatten().tolist()
+        self.weights = counts / counts.sum(1, keepdim=True)
+        self.clients: list[int] = self.weights.isfinite().all(1).nonzero().flatten().tolist()
 
     def score(self, client: int, w: Tensor) -> Score:
         """See `OwnSamples`."""
@@ -95,7 +94,7 @@ class ByClasses:
         correct, losses, samples = sums.cpu().double()
         means = torch.stack([correct, losses]) / samples.clamp(min=1)
         rows = self.weights[torch.as_tensor(clients)] @ means.T
-        return {k: Score(*row) for k, row in zip(clients, rows.tolist(), strict=True)}
+        return {k: (metric, loss) for k, (metric, loss) in zip(clients, rows.tolist(), strict=True)}
 
 
 ClientData = OwnSamples | ByClasses
@@ -152,26 +151,23 @@ class ClientEvaluation(Measure):
         self._head: list[str] = []
 
     def check(self, run: Run) -> None:
-        name, tested = type(self).__name__, len(client_data(run).clients())
+        name, tested = type(self).__name__, len(client_data(run).clients)
         ensure(tested > 0, f"data = {type(run.data).__name__}: no client has test data; leave {name} out")
-        fits, most = (
-            self.clients is None or self.clients <= tested,
-            f"{tested} clients have test data; give at most that",
-        )
-        require(fits, f"measure: {name}.clients", self.clients, most)
+        most = f"{tested} clients have test data; give at most that"
+        require(self.clients is None or self.clients <= tested, f"measure: {name}.clients", self.clients, most)
         alone = "centralized training has no local models; set it to false"
         require(not self.local_models or run.kind == "federated", f"measure: {name}.local_models", "true", alone)
 
     def compute(self, context: MeasurementContext) -> list[Measurement]:
         run, data, of = context.run, context.run.data, client_data(context.run)
-        clients = self._drawn(of.clients(), run.seed)
+        clients, personal = of.clients, run.objective.personal
+        if self.clients is not None:
+            draw = numpy_generator(run.seed, "client evaluation")
+            clients = sorted(draw.choice(clients, self.clients, replace=False, shuffle=False).tolist())
         run.load_statistics(context.model)
         at_once = max(len(context.cohort), 1)
-        personal = run.objective.personal
-        scores = self._own(context, clients, of, at_once) if personal else of.scores(clients, context.model)
-        local: Scores = {}
-        if self.local_models:
-            local = self._local(run, clients, of, at_once)
+        scores = _own(context, clients, of, at_once) if personal else of.scores(clients, context.model)
+        local = _local(run, clients, of, at_once) if self.local_models else {}
         metric = data.metric()[0]
         self._head = ["round", "client", "samples", metric, "loss", f"local_{metric}", "local_loss"]
         self._rows = [
@@ -180,7 +176,7 @@ class ClientEvaluation(Measure):
         found = _measurements(run, GLOBAL, scores, "clients' own models" if personal else "global model", of.what)
         if local:
             found += _measurements(run, LOCAL, local, "local models of the next round", of.what)
-            gap = sum(local[k].metric - scores[k].metric for k in local) / len(local)
+            gap = sum(local[k][0] - scores[k][0] for k in local) / len(local)
             what = f"{of.what}, {len(local)} clients"
             found.append(Measurement(name=f"{LOCAL}/{metric}_gap", value=gap, model="local minus global", data=what))
         return found
@@ -192,40 +188,29 @@ class ClientEvaluation(Measure):
             writer.writerows(self._rows if file.tell() else [self._head, *self._rows])
 
     def resume(self, run: Run) -> None:
-        path = run.folder.path / FILE
-        if not path.exists():
-            return
-        head, *rows = path.read_text(encoding="utf-8").splitlines(keepends=True)
-        try:  # a crash may have cut the last one short
-            kept = [row for row in rows if row.endswith("\n") and int(row.partition(",")[0]) <= run.rounds_done]
-        except ValueError:
-            raise UserError(f"{path}: not a table of clients; restore the file, or remove it") from None
-        write_atomically(path, "".join([head, *kept]))
+        drop_later_rounds(run.folder.path / FILE, run.rounds_done, lambda row: int(row.partition(",")[0]), head=1)
 
-    def _drawn(self, clients: list[int], seed: int) -> list[int]:
-        if self.clients is None:
-            return clients
-        draw = numpy_generator(seed, "client evaluation")
-        return sorted(draw.choice(clients, self.clients, replace=False, shuffle=False).tolist())
 
-    def _own(self, context: MeasurementContext, clients: Sequence[int], of: ClientData, at_once: int) -> Scores:
-        """Evaluates each client's own model."""
-        run, mine = context.run, dict[int, Score]()
-        for at in range(0, len(clients), at_once):
-            cohort = Cohort.of(run, clients[at : at + at_once], run.next_round)
-            for job in next(Round(run, cohort).phases()).jobs():
-                mine[job.client] = of.score(job.client, run.objective.client_model(context.model, job.state))
-        return dict(sorted(collectives.all_gather_dict(run.fabric, mine).items()))
+def _own(context: MeasurementContext, clients: Sequence[int], of: ClientData, at_once: int) -> Scores:
+    """Evaluates each client's own model."""
+    run, mine = context.run, dict[int, Score]()
+    for at in range(0, len(clients), at_once):
+        cohort = Cohort.of(run, clients[at : at + at_once], run.next_round)
+        for job in next(Round(run, cohort).phases()).jobs():
+            mine[job.client] = of.score(job.client, run.objective.client_model(context.model, job.state))
+    return collectives.all_gather_dict(run.fabric, mine)
 
-    def _local(self, run: Run, clients: Sequence[int], of: ClientData, at_once: int) -> Scores:
-        mine: dict[int, Score] = {}
 
-        def add(result: LocalResult) -> None:
-            if result.finite:
-                mine[result.client] = of.score(result.client, result.w)
+def _local(run: Run, clients: Sequence[int], of: ClientData, at_once: int) -> Scores:
+    """Evaluates each client's local model."""
+    mine: dict[int, Score] = {}
 
-        local_models(run, clients, add, at_once)
-        return dict(sorted(collectives.all_gather_dict(run.fabric, mine).items()))
+    def add(result: LocalResult) -> None:
+        if result.finite:
+            mine[result.client] = of.score(result.client, result.w)
+
+    local_models(run, clients, add, at_once)
+    return collectives.all_gather_dict(run.fabric, mine)
 
 
 def _measurements(run: Run, place: str, scores: Scores, model: str, what: str) -> list[Measurement]:

@@ -51,8 +51,7 @@ class CurvatureMeasure(Measure):
     @property
     def protocol(self) -> dict[str, Any]:
         """The settings of a measurement that name its matrix."""
-        group = {} if self.parameters is None else {"parameters": " ".join(self.parameters)}
-        return {"operator": self.operator, **group}
+        return {"operator": self.operator} | ({"parameters": " ".join(self.parameters)} if self.parameters else {})
 
     def matrix(self, loss: Mapping[str, Any]) -> Operator:
         """Returns the matrix of a loss, which `MeasurementContext.loss` and `local_loss` describe."""
@@ -247,7 +246,7 @@ class ClientLambdaMax(CurvatureMeasure):
     def compute(self, context: MeasurementContext) -> list[Measurement]:
         measurements = []
         for where, mine in self._found.items():
-            found = dict(sorted(collectives.all_gather_dict(context.run.fabric, mine).items()))
+            found = collectives.all_gather_dict(context.run.fabric, mine)
             if not found:  # no client has answered
                 continue
             values, residuals, sizes = zip(*found.values(), strict=True)

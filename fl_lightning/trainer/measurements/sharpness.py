@@ -5,9 +5,8 @@ from functools import partial
 from typing import Annotated, Any, Literal
 
 import torch
-from torch import Tensor
 
-from fl_lightning.core import Interval, NonNegative, Positive, PositiveInt
+from fl_lightning.core import Interval, NonNegative, Positive, PositiveInt, accumulator_dtype
 from fl_lightning.engine import LocalResult
 from fl_lightning.flatness import lpf, mean_loss, sharpness
 from fl_lightning.trainer.measurements.base import (
@@ -18,6 +17,7 @@ from fl_lightning.trainer.measurements.base import (
     local_loss,
 )
 from fl_lightning.trainer.run import Run
+from fl_lightning.trainer.runtime import collectives
 
 Clients = Literal["cohort", "all"]
 
@@ -34,7 +34,9 @@ class LocalMean(Measure):
 
     def mean(self, context: MeasurementContext) -> tuple[float, int]:
         """Returns the mean over all processes' clients, and their number of samples; NaN and 0 without clients."""
-        weighted, m = context.total(self._sums)
+        device = context.model.device
+        sums = self._sums.to(device, accumulator_dtype(device))
+        weighted, m = collectives.all_reduce_sum(context.run.fabric, sums).tolist()
         return weighted / m if m else float("nan"), int(m)
 
 
@@ -65,9 +67,8 @@ class Discrepancy(LocalMean):
 
     def begin(self, run: Run, cohort: Sequence[int]) -> None:
         super().begin(run, cohort)
-        self._after: Tensor | None = None
-        if self.clients == "all" and cohort:
-            self._after = dry_round(run, range(run.data.num_clients), partial(self._add, run)).w
+        everyone, all_train = range(run.data.num_clients), self.clients == "all" and len(cohort) > 0
+        self._after = dry_round(run, everyone, partial(self._add, run)).w if all_train else None
 
     def update(self, run: Run, result: LocalResult) -> None:
         if self.clients == "cohort":

@@ -74,7 +74,7 @@ class Updates(Measure):
         found = collectives.all_gather_dict(context.run.fabric, mine)
         values = {"norm_w": float(context.after.norm())}
         if found:
-            received, before, after = (list(column) for column in zip(*(found[k] for k in sorted(found)), strict=True))
+            received, before, after = zip(*found.values(), strict=True)
             values |= {
                 "drift": mean(received),
                 "distance": mean(after),

@@ -2,6 +2,7 @@
 
 import csv
 import io
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -20,14 +21,8 @@ def counted(before: Failures, failed: Mapping[str, Sequence[int]]) -> Failures:
         before: The counts.
         failed: Clients that failed in the round, by kind.
     """
-    after = dict(before)
-    for kind, clients in failed.items():
-        if clients:
-            known = dict(before.get(kind, {}))
-            for client in clients:  # in two phases of a round, two failures
-                known[client] = known.get(client, 0) + 1
-            after[kind] = known
-    return after
+    new = {kind: Counter(clients) for kind, clients in failed.items() if clients}  # in two phases, two failures
+    return {**before, **{kind: dict(Counter(before.get(kind, {})) + counts) for kind, counts in new.items()}}
 
 
 def new_lines(before: Failures, t: int, refused: Sequence[int]) -> list[str]:
@@ -42,13 +37,9 @@ def new_lines(before: Failures, t: int, refused: Sequence[int]) -> list[str]:
     new = sorted(set(refused) - known.keys())
     if not new or len(known) >= LINES:
         return []
-    return [f"round {t + 1}: not finite and left out: {named(new)} (each is named once; counts are in clients.csv)"]
-
-
-def named(clients: Sequence[int]) -> str:
-    """Returns ``client 3`` or ``clients 3, 5, 8``; of many clients it names the first."""
-    more = f" and {len(clients) - LINES} more" if len(clients) > LINES else ""
-    return f"client{'s' if len(clients) > 1 else ''} {', '.join(map(str, clients[:LINES]))}{more}"
+    more = f" and {len(new) - LINES} more" if len(new) > LINES else ""
+    named = f"client{'s' if len(new) > 1 else ''} {', '.join(map(str, new[:LINES]))}{more}"
+    return [f"round {t + 1}: not finite and left out: {named} (each is named once; counts are in clients.csv)"]
 
 
 def write(path: Path, failures: Failures) -> None:

@@ -219,8 +219,6 @@ class Faults(Checked, key="trainer.faults"):
             seed: Seed of the run.
         """
         asked = dict(zip(clients, steps, strict=True))
-        if not self.kinds:
-            return Attendance(asked, len(asked))
         there = [k for k in asked if phase or self._is_there(k, t, seed)]
         found = Attendance({}, len(there), [k for k in asked if k not in set(there)])
         for k in there:

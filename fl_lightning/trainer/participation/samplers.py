@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
-from fl_lightning.core import Checked, Interval, PositiveInt, UserError, ensure, fits, numpy_generator
+from fl_lightning.core import Checked, Interval, PositiveInt, UserError, ensure, fits, numpy_generator, require
 
 
 class CohortSampler(Checked, key="trainer.sampler"):
@@ -77,10 +77,8 @@ class BernoulliSampler(CohortSampler):
         self.p, self.redraw = p, redraw
 
     def check(self, rounds: int, m: int) -> None:
-        if self.p * m < 1e-3:
-            raise UserError(
-                f"trainer.sampler.p = {self.p}: with {m} clients almost all cohorts would be empty; raise it"
-            )
+        few = f"with {m} clients almost all cohorts would be empty; raise it"
+        require(self.p * m >= 1e-3, "trainer.sampler.p", self.p, few)
 
     def __call__(self, t: int, m: int, seed: int) -> list[int]:
         generator = numpy_generator(seed, "cohort", t)

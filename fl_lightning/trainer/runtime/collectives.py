@@ -18,7 +18,6 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 
 from fl_lightning.core import Uploads, UserError
 
-K = TypeVar("K")
 V = TypeVar("V")
 _store: Store | None = None
 
@@ -152,28 +151,30 @@ def assign(steps: Sequence[int], processes: int) -> list[list[int]]:
     return [sorted(positions) for positions in mine]
 
 
-def scatter(fabric: Fabric, rows: Tensor | None, parts: list[list[int]], shape: Sequence[int], like: Tensor) -> Tensor:
+def scatter(
+    fabric: Fabric, rows: Sequence[Tensor], parts: list[list[int]], shape: Sequence[int], like: Tensor
+) -> list[Tensor]:
     """Sends the rows of a cohort from rank 0 to the processes that train the clients.
 
     Args:
         fabric: The processes.
-        rows: On rank 0 one row for each position of the cohort, ``(cohort, *shape)``.
+        rows: On rank 0 one row, ``shape``, for each position of the cohort.
         parts: Positions by rank.
         shape: Shape of a row.
         like: A tensor of the dtype, on this process's device.
 
     Returns:
-        This process's rows, ``(its positions, *shape)``.
+        This process's rows, each of ``shape``.
     """
     if fabric.world_size == 1:
-        assert rows is not None
-        return rows
+        return list(rows)
     most, sent = max(map(len, parts)), None
-    if rows is not None:
-        sent = [torch.cat([rows[part], rows.new_zeros(most - len(part), *shape)]) for part in parts]
+    if fabric.is_global_zero:
+        filler = like.new_zeros(shape)
+        sent = [torch.stack([*(rows[i] for i in part), *[filler] * (most - len(part))]) for part in parts]
     mine = like.new_empty(most, *shape)
     dist.scatter(mine, sent, src=0)
-    return mine[: len(parts[fabric.global_rank])]
+    return list(mine[: len(parts[fabric.global_rank])])
 
 
 def gather(
@@ -197,12 +198,13 @@ def gather(
     return cohort
 
 
-def all_gather_dict(fabric: Fabric, mine: Mapping[K, V]) -> dict[K, V]:
-    """Merges what the processes know of different clients, on each process; pickled on the way."""
-    everyone: list[Mapping[K, V]] = [mine] * fabric.world_size
+def all_gather_dict(fabric: Fabric, mine: Mapping[int, V]) -> dict[int, V]:
+    """Merges what the processes know of different clients, sorted by client, on each process; pickled on the way."""
+    everyone: list[Mapping[int, V]] = [mine] * fabric.world_size
     if fabric.world_size > 1:
         dist.all_gather_object(everyone, mine)
-    return {key: value for part in everyone for key, value in part.items()}
+    merged = {client: value for part in everyone for client, value in part.items()}
+    return dict(sorted(merged.items()))
 
 
 def gather_states(state: Tensor, group: Any = None) -> list[Tensor]:
@@ -228,7 +230,7 @@ def all_reduce_sum(fabric: Fabric, mine: Tensor) -> Tensor:
 def total(fabric: Fabric, mine: int) -> int:
     """Returns the sum of a whole number over all processes."""
     if fabric.world_size == 1:
-        return mine
+        return mine  # no wait for a GPU
     return int(all_reduce_sum(fabric, torch.tensor(mine, device=fabric.device)))
 
 

@@ -12,9 +12,13 @@ LOGGERS = ("lightning.pytorch", "lightning.fabric")
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
-    """Hides Lightning's warnings and all its messages below ERROR; this package handles what they are about."""
-    loggers = [logging.getLogger(name) for name in LOGGERS]
+def quiet(*names: str) -> Iterator[None]:
+    """Hides Lightning's warnings, and messages below ERROR; this package handles what they are about.
+
+    Args:
+        *names: Names of the loggers whose messages are hidden; by default those of Lightning.
+    """
+    loggers = [logging.getLogger(name) for name in names or LOGGERS]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.ERROR)

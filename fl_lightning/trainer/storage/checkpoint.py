@@ -7,6 +7,7 @@ from types import FunctionType
 from typing import Any
 
 import torch
+from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
 
 from fl_lightning.core import NonNegativeInt, State, UserError, ensure, files, fits, weights
@@ -23,16 +24,7 @@ def save(path: Path, state: RunState, about: Mapping[str, Any]) -> None:
         state: The run's state.
         about: The other entries of `FORM`, and what ``LightningModule.load_from_checkpoint`` reads.
     """
-    files.save(path, _on_cpu({**about, **vars(state), "server": dict(state.server)}))
-
-
-def _on_cpu(value: Any) -> Any:
-    """Returns the same with all tensors on the CPU."""
-    if isinstance(value, Tensor):
-        return value.cpu()
-    if type(value) is dict:
-        return {key: _on_cpu(item) for key, item in value.items()}
-    return type(value)(map(_on_cpu, value)) if type(value) in (list, tuple) else value
+    files.save(path, move_data_to_device({**about, **vars(state), "server": dict(state.server)}, "cpu"))
 
 
 def state_of(content: Mapping[str, Any], like: Tensor) -> RunState:

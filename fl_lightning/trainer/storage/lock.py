@@ -4,6 +4,8 @@ import errno
 import os
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from fl_lightning.core import UserError, writing
@@ -19,8 +21,9 @@ class InUse(UserError):
     """Another run uses the folder."""
 
 
-class RunLock:
-    """A lock on ``run.lock`` in a run folder; it ends with the process, however that ends. The file stays.
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Locks a run folder by its ``run.lock``; the lock ends with the process, however that ends. The file stays.
 
     It works between nodes if the network file system passes locks on (NFS does by default, Lustre if mounted with
     flock). Where a file system has none, a warning says so; Windows has none.
@@ -32,38 +35,32 @@ class RunLock:
         InUse: If another run holds the lock.
         UserError: If the folder cannot be written.
     """
-
-    def __init__(self, folder: Path) -> None:
-        self._fd: int | None = None
-        if sys.platform == "win32":
-            return
-        path = folder / "run.lock"
+    if sys.platform == "win32":
+        yield
+        return
+    path = folder / "run.lock"
+    with writing(path):
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    try:
         with writing(path):
-            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-            try:
-                self._lock(self._fd, folder)
-            except BaseException:
-                self.release()
-                raise
+            _lock(fd, folder)
+        yield
+    finally:
+        os.close(fd)
 
-    def _lock(self, fd: int, folder: Path) -> None:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
-            raise InUse(f"{folder}: used by another run (process {holder}); wait for its end, or end it") from None
-        except OSError as error:
-            if error.errno not in UNSUPPORTED:
-                raise
-            warnings.warn(f"{folder}: its file system has no locks; let one run at a time use it", stacklevel=4)
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
 
-    def release(self) -> None:
-        """Releases the lock."""
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
+def _lock(fd: int, folder: Path) -> None:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
+        raise InUse(f"{folder}: used by another run (process {holder}); wait for its end, or end it") from None
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:
+            raise
+        warnings.warn(f"{folder}: its file system has no locks; let one run at a time use it", stacklevel=2)
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
 
 
 def check_unused(folder: Path) -> None:
@@ -73,4 +70,5 @@ def check_unused(folder: Path) -> None:
         UserError: If one does.
     """
     if (folder / "run.lock").exists():
-        RunLock(folder).release()
+        with locked(folder):
+            pass

@@ -55,26 +55,28 @@ def write(folder: Path, round: int, device: torch.device, processes: int, **exec
         UserError: If the file of a resumed run is not readable.
     """
     path = folder / FILE
-    starts: list[dict[str, Any]] = []
-    changes: dict[str, str] = {}
-    if path.exists():
-        try:
-            kept = json.loads(path.read_text(encoding="utf-8"))
-            starts, changes = kept["starts"], kept["changes"]
-        except (ValueError, KeyError, TypeError):
-            raise UserError(f"{path}: not readable; restore it, or remove it to go on without") from None
-    code: dict[str, dict[str, Any] | None] = {}
-    for place, found in (("working folder", _code(Path.cwd())), ("package", package())):
-        code[place] = found and {key: value for key, value in found.items() if key != "diff"}
-        if found and found["changes"]:
-            changes[found["changes"]] = found["diff"]
+    try:
+        kept = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"starts": [], "changes": {}}
+        starts, changes = kept["starts"], kept["changes"]
+    except (ValueError, KeyError, TypeError):
+        raise UserError(f"{path}: not readable; restore it, or remove it to go on without") from None
+    found = {"working folder": _code(Path.cwd()), "package": package()}
+    changes |= {code["changes"]: code["diff"] for code in found.values() if code and code["changes"]}
+    code = {place: code and {key: v for key, v in code.items() if key != "diff"} for place, code in found.items()}
     starts.append(
         {
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "round": round,
             "command": command_line(),
             "versions": versions(),
-            "machine": {**_machine(device), "processes": processes},
+            "machine": {  # nothing that names the host
+                "system": f"{platform.system()} {platform.machine()}",
+                "cpu": _cpu(),
+                "cores": os.cpu_count(),
+                "threads": torch.get_num_threads(),
+                "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+                "processes": processes,
+            },
             **execution,
             "code": code,
         }
@@ -136,17 +138,6 @@ def versions() -> dict[str, str]:
     cuda = {"cuda": torch.version.cuda} if torch.version.cuda else {}
     ours = {"python": platform.python_version(), "fl_lightning": fl_lightning.__version__}
     return {**ours, **{package: version(package) for package in PACKAGES}, **cuda}
-
-
-def _machine(device: torch.device) -> dict[str, Any]:
-    """Returns processor, device and threads; nothing that names the host."""
-    return {
-        "system": f"{platform.system()} {platform.machine()}",
-        "cpu": _cpu(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-    }
 
 
 def _cpu() -> str:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fl_lightning.core import State, UserError
+from fl_lightning.core import State, UserError, ensure
 from fl_lightning.core.files import CHUNK, load, restore_removed, save
 
 CHECKSUM = STAMP = 8
@@ -98,10 +98,14 @@ class RowFile:
             self._transfer(os.preadv, first, content.reshape(-1).data)
         headers = content[:, :HEADER].copy().view(np.int64).tolist()
         for position, (checksum, stamp), row in zip(count(first), headers, content, strict=False):
-            if checksum != crc32(row[CHECKSUM:].data):
-                raise UserError(f"{self.path}: damaged, row {position} has another checksum; {REMEDY}")
-            if stamp != self.stamps[position]:
-                raise UserError(f"{self.path}: changed, row {position} is not that of the run or checkpoint; {REMEDY}")
+            ensure(
+                checksum == crc32(row[CHECKSUM:].data),
+                f"{self.path}: damaged, row {position} has another checksum; {REMEDY}",
+            )
+            ensure(
+                stamp == self.stamps[position],
+                f"{self.path}: changed, row {position} is not that of the run or checkpoint; {REMEDY}",
+            )
         return rows
 
     def _transfer(self, call: Callable[[int, list[memoryview], int], int], position: int, content: memoryview) -> None:
@@ -168,15 +172,17 @@ class RowFile:
     def load(self, state: Mapping[str, Any]) -> dict[int, int]:
         """Checks that the rows of `state` are in the file, every bit of them; returns their positions by client."""
         positions, stamps = state["positions"].numpy(), state["stamps"].numpy()
+        n, row_bytes = len(positions), state["row_bytes"]
+        ensure(
+            len(state["ids"]) == n == len(stamps),
+            f"{self.path}: the checkpoint has not one row for each client; {REMEDY}",
+        )
+        there = self.path.exists()
+        ensure(there or not n, f"{self.path}: missing, and the checkpoint keeps {n} clients there; {REMEDY}")
+        ensure(row_bytes == self.size, f"{self.path}: has rows of {row_bytes} bytes, this run {self.size}; {REMEDY}")
+        size = self.path.stat().st_size if there else 0
         need = int(positions.max(initial=-1) + 1) * self.size
-        if not len(state["ids"]) == len(positions) == len(stamps):
-            raise UserError(f"{self.path}: the checkpoint has not one row for each client; {REMEDY}")
-        if len(positions) and not self.path.exists():
-            raise UserError(f"{self.path}: missing, and the checkpoint keeps {len(positions)} clients there; {REMEDY}")
-        if state["row_bytes"] != self.size:
-            raise UserError(f"{self.path}: has rows of {state['row_bytes']} bytes, this run {self.size}; {REMEDY}")
-        if len(positions) and (size := self.path.stat().st_size) < need:
-            raise UserError(f"{self.path}: cut short, {size} bytes of at least {need}; {REMEDY}")
+        ensure(size >= need, f"{self.path}: cut short, {size} bytes of at least {need}; {REMEDY}")
         np.asarray(self.stamps)[positions] = stamps
         for run in _runs(np.sort(positions), max(1, CHUNK // self.size)):
             self._read(int(run[0]), len(run))

@@ -63,19 +63,17 @@ class RunFolder:
             UserError: If the folder cannot be written.
         """
         for k in count():
+            path = root / name / f"version_{k}"
             try:
-                (path := root / name / f"version_{k}").mkdir(parents=True)
+                path.mkdir(parents=True)
+                return cls(path)
             except FileExistsError:
-                if not (root / name).is_dir():
-                    raise UserError(
-                        f"trainer.default_root_dir = {root}: {root / name} is not a folder; choose another"
-                    ) from None
-                continue
+                other = root / name
+                ensure(other.is_dir(), f"trainer.default_root_dir = {root}: {other} is not a folder; choose another")
             except OSError as error:
                 raise UserError(
                     f"trainer.default_root_dir = {root}: cannot be written ({error.strerror}); choose another folder"
                 ) from None
-            return cls(path)
         raise AssertionError("unreachable")
 
     def write_config(self, config: Mapping[str, Any], rounds_done: int) -> str | None:
@@ -140,7 +138,6 @@ class RunFolder:
             )
             return Path(ckpt_path)
         found = list((root / name).glob(f"version_*/{RunFolder.CHECKPOINTS}/{ckpt_path}.ckpt"))
-        if not found:
-            remedy = "start without --ckpt_path" if ckpt_path == "last" else "set monitor of the callback Checkpoints"
-            raise UserError(f"ckpt_path = {ckpt_path}: no such checkpoint under {root / name}; {remedy}")
+        remedy = "start without --ckpt_path" if ckpt_path == "last" else "set monitor of the callback Checkpoints"
+        ensure(found != [], f"ckpt_path = {ckpt_path}: no such checkpoint under {root / name}; {remedy}")
         return max(found, key=lambda path: path.stat().st_mtime_ns)
