@@ -57,6 +57,14 @@ class Callback(Checked, key="trainer.callbacks: {}"):
         self._made = made
         type(self).__init__(self, *args, **kwargs)
 
+    def needs_round(self, t: int) -> bool:
+        """Returns whether the callback needs round ``t``, from 0: its local models, or the run at its end.
+
+        By default it needs every round if it overrides a hook that a round calls, otherwise none. Rounds that nobody
+        needs may run as one program; the last round of a run is never among them.
+        """
+        return any(getattr(type(self), hook) is not getattr(Callback, hook) for hook in ROUND_HOOKS)
+
     def check(self, run: Run) -> None:
         """Called before the run has a folder: raises a `UserError` if the callback does not suit the run."""
 
@@ -99,6 +107,10 @@ class Callback(Checked, key="trainer.callbacks: {}"):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores what `state_dict` returned; not called if that was empty."""
+
+
+ROUND_HOOKS = ("on_round_start", "on_local_end", "on_round_end", "on_round_logged")
+"""Hooks that are called in every round."""
 
 
 def by_key(objects: Sequence[T]) -> dict[str, T]:
@@ -308,6 +320,10 @@ class Run:
         for callback in self.callbacks:
             getattr(callback, hook)(self, *arguments)
         self.callback_s += time.perf_counter() - started
+
+    def needs_round(self, t: int) -> bool:
+        """Returns whether round ``t``, from 0, is evaluated, is the last one, or a callback needs it."""
+        return self.evaluates(t + 1) or t + 1 >= self.max_rounds or any(c.needs_round(t) for c in self.callbacks)
 
     # Evaluation
 

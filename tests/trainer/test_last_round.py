@@ -243,6 +243,32 @@ def test_a_second_run_of_a_trainer_is_as_the_first(tmp_path: Path) -> None:
     assert twice.fit(model(lr=1e-6), data(), "last").rounds_done == 5
 
 
+@pytest.mark.parametrize(
+    ("callback", "rounds"),
+    [
+        (FlatnessMonitor(3, metrics=[LambdaMax()]), [2, 5]),
+        (FlatnessMonitor(3, metrics=[Updates()]), [0, 1, 2, 3, 4, 5]),  # it tracks the pseudo-gradient
+        (Checkpoints(2), [1, 3, 5]),
+        (Checkpoints(2, monitor="server/test/acc"), [0, 1, 2, 3, 4, 5]),
+        (Results(), []),
+        (Curves(), []),
+        (Progress(), []),
+        (Trajectory(), [0, 1, 2, 3, 4, 5]),
+        (Mine(), [0, 1, 2, 3, 4, 5]),
+        (type("Quiet", (Callback,), {"on_fit_end": lambda self, run: None})(), []),
+    ],
+)
+def test_the_rounds_that_a_callback_needs(callback: Callback, rounds: list[int]) -> None:
+    assert [t for t in range(6) if callback.needs_round(t)] == rounds
+
+
+def test_the_rounds_that_a_run_needs(tmp_path: Path) -> None:
+    """Those of its callbacks, those that are evaluated, and the last one."""
+    quiet = trainer(tmp_path, FlatnessMonitor(4, metrics=[LambdaMax()]), Checkpoints(100), max_rounds=13, eval_last=2)
+    run = quiet.start(model(), data())
+    assert [t for t in range(13) if run.needs_round(t)] == [3, 4, 7, 9, 11, 12]
+
+
 def test_a_run_whose_end_fails_is_closed(tmp_path: Path) -> None:
     """In parallel runs as alone: its lock is released, its callbacks hear of the error, and so do the other runs."""
 

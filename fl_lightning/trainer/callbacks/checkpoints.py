@@ -43,6 +43,9 @@ class Checkpoints(Callback):
         self.best: dict[int, float] = {}
         self._saved = -1
 
+    def needs_round(self, t: int) -> bool:
+        return self.monitor is not None or (t + 1) % self.every_n_rounds == 0
+
     def check(self, run: Run) -> None:
         if self.monitor is not None:
             mode_of(self.monitor, self.mode, run.directions)

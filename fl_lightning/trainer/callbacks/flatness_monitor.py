@@ -66,6 +66,9 @@ class FlatnessMonitor(Callback):
         self._previous: Tensor | None = None
         self.load_state_dict({})
 
+    def needs_round(self, t: int) -> bool:
+        return self._tracks or (t + 1) % self.every_n_rounds == 0
+
     def check(self, run: Run) -> None:
         check_statistics(run.objective)
         check_measures(self.metrics, run)

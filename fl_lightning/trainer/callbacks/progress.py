@@ -47,6 +47,9 @@ class Progress(Callback):
         self.console = Console()
         self._live: Live | None = None
 
+    def needs_round(self, t: int) -> bool:
+        return False  # it shows the rounds that there are
+
     @rank_zero_only
     def on_fit_start(self, run: Run) -> None:
         self._recent: deque[Mapping[str, float]] = deque(maxlen=self.rows)
