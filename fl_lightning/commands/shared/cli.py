@@ -19,7 +19,7 @@ import fl_lightning
 import fl_lightning.algorithms  # a class goes by its bare name once it is imported
 import fl_lightning.nets
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.commands.shared.arguments import PARTS, kept, model_of_configs, prepare, split, whole_numbers
+from fl_lightning.commands.shared.arguments import PARTS, joined, kept, model_of_configs, prepare, split, whole_numbers
 from fl_lightning.commands.shared.messages import ArgumentsError, find_user_error
 from fl_lightning.commands.shared.resume_check import check_last
 from fl_lightning.core import ensure, generator, require
@@ -105,9 +105,9 @@ class FederatedCLI(LightningCLI):
     def __init__(self, command: str, *args: str) -> None:
         module = import_module(f"fl_lightning.commands.{command}")
         self.command, self.function, self.summary = command, module.run, module.SUMMARY
-        self.args = args
+        self.args = own = joined(args)
         self.parameters = inspect.signature(module.run).parameters
-        options = {arg.partition("=")[0] for arg in args}
+        options = {arg.partition("=")[0] for arg in own}
         places = [
             name for name, p in self.parameters.items() if p.kind is p.POSITIONAL_ONLY and name not in (*PARTS, "cli")
         ]
@@ -116,7 +116,7 @@ class FederatedCLI(LightningCLI):
             ensure(f"--{name}" not in options, f"--{name}: no option; give it by its place: {usage}")
         self.settings: list[str] = []
         if self._rest is not None:
-            args, self.settings = split(args)
+            own, self.settings = split(own)
         self.needs = PARTS if "cli" in self.parameters else tuple(part for part in PARTS if part in self.parameters)
         super().__init__(
             trainer_class=FederatedTrainer,  # type: ignore[arg-type]
@@ -124,7 +124,7 @@ class FederatedCLI(LightningCLI):
             auto_configure_optimizers=False,
             load_from_checkpoint_support=False,
             run=False,
-            args=prepare(list(args)) if self.needs else list(args),
+            args=prepare(own) if self.needs else own,
         )
 
     @property
@@ -229,7 +229,7 @@ class FederatedCLI(LightningCLI):
         Raises:
             UserError: As `build`.
         """
-        self.parse_arguments(self.parser, prepare(list(args)))
+        self.parse_arguments(self.parser, prepare(args))
         self.instantiate_classes()
         return self.build()
 
@@ -254,7 +254,7 @@ class FederatedCLI(LightningCLI):
     @rank_zero_only
     def _say_what_is_kept(self, now: Mapping[str, Any]) -> None:
         """Prints which settings an algorithm keeps from the config's algorithm that it replaces."""
-        before = model_of_configs(prepare(list(self.args)))
+        before = model_of_configs(prepare(self.args))
         if names := kept(before, now):
             (old, new) = (model["class_path"].rpartition(".")[2] for model in (before, now))
             print(
