@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-from rich.console import Console
 
 from fl_lightning.commands.compare import left_out
 from fl_lightning.commands.shared.new_files import make_folder
@@ -60,11 +59,10 @@ def run(
     write_curves({group.name: group.metrics for group in groups}, folder)
     for _, name, figure in (entry for of in figures.values() for entry in of):
         save_figure(figure, folder / name)
-    console = Console()
     for line in left_out(groups):
-        console.print(line, soft_wrap=True, highlight=False)
-    console.print(f"report: {page} ({page.stat().st_size / 1e6:.1f} MB)", soft_wrap=True, highlight=False)
-    console.print(f"tables and figures: {folder}", soft_wrap=True, highlight=False)
+        print(line)
+    print(f"report: {page} ({page.stat().st_size / 1e6:.1f} MB)")
+    print(f"tables and figures: {folder}")
 
 
 def draw(runs: Runs, shown: Sequence[Column]) -> dict[str, list[tuple[str, str, Figure]]]:

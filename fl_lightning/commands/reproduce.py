@@ -5,12 +5,11 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-
 from fl_lightning.commands.shared.arguments import seeds_of
 from fl_lightning.commands.shared.cli import FederatedCLI
 from fl_lightning.commands.shared.estimate import Planned, show
 from fl_lightning.commands.shared.new_files import make_folder
+from fl_lightning.commands.shared.output import show_table
 from fl_lightning.commands.shared.trials import build
 from fl_lightning.core import ensure
 from fl_lightning.sweeps import reproduction_table
@@ -54,10 +53,9 @@ def run(
         dry_run: Show the runs and what they take, and make none.
         out: Folder of the runs and of table.csv, table.tex and table.md; null: one in runs/reproduce.
     """
-    console = Console()
     asked, reasons = tasks(select(paper, table, _names(rows), _names(columns)))
     for reason in reasons:
-        console.print(f"not reproduced: {reason}", soft_wrap=True, highlight=False, markup=False)
+        print(f"not reproduced: {reason}")
     ensure(bool(asked), f"table = {table}: none of these cells can be reproduced; see docs/experiments.md")
     share = "" if rounds == 1 else f"_{rounds:g}"
     folder = Path(out or f"runs/reproduce/{paper}_{table.replace('/', '_')}{share}")
@@ -68,7 +66,7 @@ def run(
         for trial in trials:
             print(shlex.join(["fl-lightning", trial.command, *trial.args]))
     if todo := [each for each in planned if None in [outcome(trial, folder) for trial in each.trials]]:
-        show(todo, jobs, console)
+        show(todo, jobs)
     if dry_run:
         return
     make_folder(folder)
@@ -79,16 +77,15 @@ def run(
         outcomes[found.trial.name] = found
         if found.folder is not None:
             mark(found.folder, of[found.trial.name], rounds)
-        text = f"{len(outcomes)} of {len(trials)}: {found.trial.name}: {found.error or 'finished'}"
-        console.print(text, soft_wrap=True, highlight=False, markup=False)
+        print(f"{len(outcomes)} of {len(trials)}: {found.trial.name}: {found.error or 'finished'}")
     lines = [
         line(cell, [outcomes[trial.name] for trial in each.trials], rounds)
         for each in planned
         for cell in each.task.cells
     ]
     reproduction_table.write(lines, rounds, folder)
-    console.print(reproduction_table.table(lines, rounds))
-    console.print(f"results: {folder}", soft_wrap=True, highlight=False)
+    show_table(reproduction_table.table(lines, rounds))
+    print(f"results: {folder}")
 
 
 def _plan(found: Sequence[Task], fraction: float, seeds: Sequence[int], more: Sequence[str]) -> list[Planned]:

@@ -1,7 +1,5 @@
 """The registry of metrics: the title, unit and direction of each name."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Mapping

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from jsonargparse import Namespace
-from rich.console import Console
 from rich.table import Table
 
+from fl_lightning.commands.shared.output import show_table
 from fl_lightning.commands.shared.prediction import Measured, as_bytes, as_time, measure, row_bytes
 from fl_lightning.sweeps.reproduction import Task, column
 from fl_lightning.sweeps.trials import Trial
@@ -67,13 +67,12 @@ class Planned:
         return int(min(room, row_bytes(model, model.flat.vector(model.net)) * self.made.data.num_clients))
 
 
-def show(planned: Sequence[Planned], jobs: int, console: Console) -> None:
+def show(planned: Sequence[Planned], jobs: int) -> None:
     """Prints what the runs take on this machine.
 
     Args:
         planned: The runs.
         jobs: How many of them run at the same time.
-        console: Where to print.
     """
     measured: dict[tuple[str, str], tuple[Planned, Measured]] = {}
     shown = Table("row", "column", "runs", "rounds", "each", "together", title="estimate for this machine")
@@ -81,14 +80,14 @@ def show(planned: Sequence[Planned], jobs: int, console: Console) -> None:
     for each in planned:
         cell = each.task.cells[0]
         if (kind := (cell.dataset, cell.model)) not in measured:
-            console.print(f"measuring a few rounds: {', '.join(kind)}", highlight=False)
+            print(f"measuring a few rounds: {', '.join(kind)}")
             measured[kind] = each, each.measure()
         one, runs = each.seconds(*measured[kind]), len(each.trials)
         seconds += [one] * runs
         memory = max(memory, measured[kind][1].memory + each.rows)
         rounds = f"{each.made.trainer.max_rounds:,}"
         shown.add_row(cell.algorithm, column(cell), str(runs), rounds, as_time(one), as_time(one * runs))
-    console.print(shown)
+    show_table(shown)
     together, at_once = max(max(seconds), sum(seconds) / jobs), min(jobs, len(seconds))
     text = f"{len(seconds)} runs, about {as_time(together)} with --jobs {jobs}"
-    console.print(f"{text}; about {as_bytes(memory * at_once)} of memory", highlight=False, soft_wrap=True)
+    print(f"{text}; about {as_bytes(memory * at_once)} of memory")
