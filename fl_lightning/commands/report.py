@@ -77,9 +77,8 @@ def draw(runs: Runs, shown: Sequence[Column]) -> dict[str, list[tuple[str, str, 
     """
     from fl_lightning.flatness.plots import plot_density, plot_spectrum
     from fl_lightning.results.clients import plot_clients, with_values
-    from fl_lightning.results.curves import draw_curves, drawn, read
+    from fl_lightning.results.curves import draw_curves, drawn, plot_tradeoff, read
     from fl_lightning.results.report.files import densities, partitions, spectra
-    from fl_lightning.results.tradeoff import plot_tradeoff
 
     groups, files = [group for group, _ in runs], [run for _, of in runs for run in of]
     metrics = read({group.name: group.metrics for group in groups})

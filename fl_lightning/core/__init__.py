@@ -13,6 +13,7 @@ from fl_lightning.core.figures import (
     STYLE,
     line_style,
     log_levels,
+    new_figure,
     place_legend,
     save_figure,
     scale_axis,

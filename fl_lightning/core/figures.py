@@ -7,7 +7,8 @@ difference between lines.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
@@ -54,6 +55,15 @@ def style() -> Any:
     import matplotlib
 
     return matplotlib.rc_context(STYLE)
+
+
+@contextmanager
+def new_figure(width: float, height: float) -> Iterator[Figure]:
+    """Makes a figure, which is drawn in the context of `style`; sizes are in inches."""
+    from matplotlib.figure import Figure
+
+    with style():
+        yield Figure(figsize=(width, height), layout="constrained")
 
 
 def log_levels(low: float, high: float) -> list[float]:

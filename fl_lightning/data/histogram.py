@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_lightning.core import COLUMN, PAGE, style
+from fl_lightning.core import COLUMN, PAGE, new_figure
 from fl_lightning.data.module import FederatedDataModule
 
 if TYPE_CHECKING:
@@ -85,15 +85,13 @@ def heat_map(found: Histogram) -> Figure:
     """
     from matplotlib import colormaps
     from matplotlib.colors import ListedColormap
-    from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
     clients, classes = found.counts.shape
     shades = ListedColormap(colormaps["Blues"](np.linspace(0.15, 1, 256)))  # a single sample differs from none
     width = COLUMN if clients <= 60 else PAGE
     height = float(np.clip(0.13 * classes, 1.0, 3.5)) + 0.6
-    with style():
-        figure = Figure(figsize=(width, height), layout="constrained")
+    with new_figure(width, height) as figure:
         axes: Any = figure.add_subplot(xlabel="client", ylabel=found.unit)
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from fl_lightning.core import COLUMN, MARKERS, PAGE, UserError, line_style, place_legend, scale_axis, style
+from fl_lightning.core import COLUMN, MARKERS, PAGE, UserError, line_style, new_figure, place_legend, scale_axis
 from fl_lightning.results.metrics import read_rows
 from fl_lightning.results.names import Mode, label, mode_of, read_directions
 
@@ -158,12 +158,9 @@ def plot_clients(groups: Mapping[str, Sequence[ClientTable]], column: str = "") 
         groups: The last evaluations of one or more runs with different seeds, by label; a label may have none.
         column: The value; by default the metric of the global model.
     """
-    from matplotlib.figure import Figure
-
     first = next(table for tables in groups.values() for table in tables)
     sizes = len({size for tables in groups.values() for table in tables for size in table.samples.tolist()}) > 1
-    with style():
-        figure = Figure(figsize=(PAGE if sizes else COLUMN, 2.5), layout="constrained")
+    with new_figure(PAGE if sizes else COLUMN, 2.5) as figure:
         ordered = figure.add_subplot(1, 1 + sizes, 1, xlabel="% of clients, worst first (shaded: worst 10 %)")
         ordered.set_ylabel(f"{label(f'server/test/{first.metric}')} of a client")
         ordered.axvspan(0, 10, color="0.9", zorder=0)

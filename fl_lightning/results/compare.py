@@ -1,9 +1,11 @@
-"""Comparison of runs: those of one config with different seeds are a group."""
+"""Comparison of runs: they are found below folders, and those of one config with different seeds are a group."""
 
 import math
+import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from statistics import fmean
 
@@ -11,7 +13,6 @@ from fl_lightning.core import UserError, ensure
 from fl_lightning.results.configs import config_files, read_config, run_key
 from fl_lightning.results.metrics import FILE
 from fl_lightning.results.names import Mode, is_of_clients
-from fl_lightning.results.search import find_runs
 from fl_lightning.results.summary import Summary, summarise
 
 Seeds = tuple[int, int] | None
@@ -117,6 +118,32 @@ def compare(
     return groups
 
 
+def find_runs(folders: Sequence[str | Path]) -> list[Path]:
+    """Returns the run folders among and below the given ones, each once.
+
+    A run is a folder with a ``metrics.csv`` of at least one round; nothing is searched below it.
+
+    Args:
+        folders: Run folders, or folders above them.
+
+    Returns:
+        Absolute paths; those below one folder in the order of their names, numbers by value.
+
+    Raises:
+        UserError: If a folder does not exist, or holds no run.
+    """
+    found: dict[Path, None] = {}
+    for given in folders:
+        path = Path(given).resolve()
+        ensure(path.is_dir(), f"runs = {given}: no such folder; give the folders of runs, or a folder above them")
+        below = sorted(
+            _below(path), key=lambda folder: [_number(part) for part in re.split(r"(\d+(?:\.\d+)?)", str(folder))]
+        )
+        ensure(bool(below), f"runs = {given}: no run there, that is no {FILE} with a round; give another folder")
+        found |= dict.fromkeys(below)
+    return list(found)
+
+
 def of_run(groups: Iterable[Group], run: str | Path) -> Group:
     """Returns the group of a run, or of the runs below a folder.
 
@@ -155,3 +182,16 @@ def _names(folders: Sequence[Path]) -> list[str]:
         ends = ["/".join(parts[-n:]) for n in range(2 if parts[-1].startswith("version_") else 1, len(parts))]
         names.append(next((e for e in ends if sum(f"/{p}".endswith(f"/{e}") for p in paths) == 1), path))
     return names
+
+
+def _below(root: Path) -> Iterator[Path]:
+    for folder, names, files in os.walk(root):
+        if FILE in files:
+            names.clear()
+            with (Path(folder) / FILE).open("rb") as file:
+                if len(list(islice(file, 2))) == 2:
+                    yield Path(folder)
+
+
+def _number(part: str) -> float | str:
+    return float(part) if part[:1].isdigit() else part

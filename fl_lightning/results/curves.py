@@ -1,4 +1,4 @@
-"""Curves of runs by round: accuracy, loss and flatness, as mean and band over seeds."""
+"""Figures of compared runs: metrics by round, as mean and band over seeds, and flatness against accuracy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,18 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from fl_lightning.core import COLUMN, PAGE, line_style, place_legend, require, save_figure, scale_axis, style
+from fl_lightning.core import (
+    COLUMN,
+    MARKERS,
+    PAGE,
+    line_style,
+    new_figure,
+    place_legend,
+    require,
+    save_figure,
+    scale_axis,
+)
+from fl_lightning.results.compare import Group
 from fl_lightning.results.metrics import Band, Columns, Pairs, average, band, read_metrics, write_table
 from fl_lightning.results.names import MAIN, is_flatness, is_result, label
 
@@ -102,13 +113,10 @@ def draw_curves(groups: Mapping[str, Sequence[Columns]], names: Sequence[str] | 
         groups: The metrics of each run, by group; see `read`.
         names: The metrics; None: those of `MAIN` that were measured.
     """
-    from matplotlib.figure import Figure
-
     names = [name for name in drawn(groups) if name in MAIN] if names is None else names
     wide = 2 if len(names) > 1 else 1
     rows = max(-(-len(names) // wide), 1)
-    with style():
-        figure = Figure(figsize=(PAGE if wide > 1 else COLUMN, 1.9 * rows + 0.4), layout="constrained")
+    with new_figure(PAGE if wide > 1 else COLUMN, 1.9 * rows + 0.4) as figure:
         for i, name in enumerate(names):
             axes = figure.add_subplot(rows, wide, i + 1, ylabel=label(name))
             _panel(axes, name, groups)
@@ -137,3 +145,26 @@ def _panel(axes: Axes, name: str, groups: Mapping[str, Sequence[Columns]]) -> No
     axes.grid(alpha=0.3)
     if is_flatness(name):
         scale_axis(axes.yaxis, ends)  # a band that reaches 0 has no place on a logarithmic axis
+
+
+def plot_tradeoff(groups: Sequence[Group], measure: str) -> Figure:
+    """Draws a point for each run: the headline of its metric against that of a measure of its flatness.
+
+    Args:
+        groups: The runs.
+        measure: The measure, such as ``lambda_max``.
+    """
+    metric = groups[0].runs[0].metric
+    with new_figure(COLUMN, 2.5) as figure:
+        name = f"flatness/{measure}"
+        axes = figure.add_subplot(xlabel=f"{label(name)} (smaller is flatter)", ylabel=label(metric))
+        for i, group in enumerate(groups):
+            runs = [run for run in group.runs if measure in run.flatness]
+            x, y = [run.flatness[measure] for run in runs], [run.mean for run in runs]
+            if not runs:
+                continue
+            look = {**line_style(i), "linestyle": "none", "marker": MARKERS[i % len(MARKERS)], "gid": f"run-{i}"}
+            axes.plot(x, y, label=group.name, clip_on=False, **look)
+        axes.grid(alpha=0.3)
+        place_legend(figure)
+    return figure
