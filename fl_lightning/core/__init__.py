@@ -1,6 +1,5 @@
 """What every package uses: flat vectors, named state, contexts, random streams, errors."""
 
-from fl_lightning.core.draws import Draws
 from fl_lightning.core.errors import DivergenceError, UserError, ensure, require
 from fl_lightning.core.figures import (
     COLORMAP,
@@ -41,4 +40,4 @@ from fl_lightning.core.options import (
     fits,
 )
 from fl_lightning.core.rng import generator, global_generator, numpy_generator, seeded
-from fl_lightning.core.state import ClientContext, Init, RoundContext, State, Upload, Uploads, Weighting
+from fl_lightning.core.state import ClientContext, Draws, Init, RoundContext, State, Upload, Uploads, Weighting

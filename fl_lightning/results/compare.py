@@ -12,7 +12,7 @@ from statistics import fmean
 from fl_lightning.core import UserError, ensure
 from fl_lightning.results.configs import config_files, read_config, run_key
 from fl_lightning.results.metrics import FILE
-from fl_lightning.results.names import Mode, is_of_clients
+from fl_lightning.results.names import Mode
 from fl_lightning.results.summary import Summary, summarise
 
 Seeds = tuple[int, int] | None
@@ -57,10 +57,8 @@ class Group:
     def _found(self, name: str) -> list[float]:
         if name.startswith("flatness/"):
             found = [run.flatness.get(name.removeprefix("flatness/")) for run in self.runs]
-        elif is_of_clients(name):
-            found = [run.clients.get(name) for run in self.runs]
         else:
-            found = [getattr(run, name) for run in self.runs]
+            found = [{**vars(run), **run.clients}.get(name) for run in self.runs]
         return [value for value in found if value is not None]
 
 
@@ -89,28 +87,25 @@ def compare(
             reference has a finite value.
     """
     named = {Path(run).resolve() for run in runs}
-    members: dict[str, list[tuple[Seeds, Path]]] = {}
+    members: dict[str, dict[Seeds, Path]] = {}
     left_out: dict[str, list[Path]] = {}
     for folder in find_runs(runs):
         key, seed = _identity(folder)
         metric = metric or summarise(folder, last, mode=mode).metric  # the same of all
-        group = members.setdefault(key, [])
-        twin = next((other for other in group if other[0] == seed), None)
-        if twin is not None:
-            clash = f"runs = {folder}: the same config and seed as {twin[1]}; leave one of them out"
-            ensure(not {folder, twin[1]} <= named, clash)
-            replaced = (seed, folder) if twin[1] in named else twin
-            left_out.setdefault(key, []).append(replaced[1])
-            if replaced is not twin:
+        group = members.setdefault(key, {})
+        if twin := group.get(seed):
+            clash = f"runs = {folder}: the same config and seed as {twin}; leave one of them out"
+            ensure(not {folder, twin} <= named, clash)
+            left_out.setdefault(key, []).append(folder if twin in named else twin)
+            if twin in named:
                 continue
-            group.remove(twin)
-        group.append((seed, folder))
-    names = _names([group[0][1] for group in members.values()])
+            del group[seed]  # the later one comes last
+        group[seed] = folder
+    names = _names([next(iter(group.values())) for group in members.values()])
     groups = []
     for name, (key, group) in zip(names, members.items(), strict=True):
-        seeds, folders = map(list, zip(*group, strict=True))
-        found = [summarise(folder, last, target, metric, mode) for folder in folders]
-        groups.append(Group(name, folders, seeds, found, left_out.get(key, [])))
+        found = [summarise(folder, last, target, metric, mode) for folder in group.values()]
+        groups.append(Group(name, [*group.values()], [*group], found, left_out.get(key, [])))
     if reference is not None and target is None:
         reached = of_run(groups, reference).values("mean")
         ensure(bool(reached), f"reference = {reference}: its {metric} is not finite; give a target")

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from fl_lightning.core import (
     COLUMN,
@@ -21,7 +21,7 @@ from fl_lightning.core import (
     scale_axis,
 )
 from fl_lightning.results.compare import Group
-from fl_lightning.results.metrics import Band, Columns, Pairs, average, band, read_metrics, write_table
+from fl_lightning.results.metrics import Columns, Pairs, average, deviation, read_metrics, write_table
 from fl_lightning.results.names import MAIN, is_flatness, is_result, label
 
 if TYPE_CHECKING:
@@ -31,6 +31,20 @@ if TYPE_CHECKING:
 POINTS = 100
 """Parts of a run; the mean of each is drawn."""
 Runs = Path | Sequence[Path]
+
+
+class Band(NamedTuple):
+    """A metric over the runs of a group, at the rounds in which all of them measured it.
+
+    Attributes:
+        rounds: The rounds, ascending; mean rounds where parts of a run were averaged.
+        mean: Mean over the runs.
+        sd: Sample standard deviation over the runs; 0 of a single one.
+    """
+
+    rounds: list[float]
+    mean: list[float]
+    sd: list[float]
 
 
 def read(runs: Mapping[str, Runs]) -> dict[str, list[Columns]]:
@@ -57,7 +71,11 @@ def curve(runs: Sequence[Columns], name: str) -> Band | None:
     """
     having = [dict(run[name]) for run in runs if run.get(name)]
     common = sorted(set(having[0]).intersection(*having[1:])) if having else []
-    return band([_means([(at, run[at]) for at in common]) for run in having]) if common else None
+    if not common:
+        return None
+    means = [_means([(at, run[at]) for at in common]) for run in having]
+    by_round = [[value for _, value in points] for points in zip(*means, strict=True)]
+    return Band([at for at, _ in means[0]], [average(of) for of in by_round], [deviation(of) or 0.0 for of in by_round])
 
 
 def _means(values: Pairs) -> list[tuple[float, float]]:

@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 
-from fl_lightning.core import ensure, require
 from fl_lightning.results.configs import config_files, read_config
 from fl_lightning.results.metrics import Pairs, average, read_run, rounds_done
 
@@ -62,13 +61,12 @@ def values(metric: str, pairs: Pairs, rounds: int, eval_last: int, last: int | N
     return recent if recent or last else [pairs[-1][1]]
 
 
-def headline(run: Path, metric: str, last: int | None = None, at: float | None = None) -> float | None:
+def headline(run: Path, metric: str, at: float | None = None) -> float | None:
     """Returns our number for a metric of a run.
 
     Args:
         run: The run folder.
         metric: Name of the metric.
-        last: Rounds at the end that count; None: as `values` says.
         at: A round: the number is that of the first evaluation from there on, or of the last one.
 
     Returns:
@@ -78,16 +76,10 @@ def headline(run: Path, metric: str, last: int | None = None, at: float | None =
     Raises:
         UserError: If a file of the run is damaged.
     """
-    require(last is None or last >= 1, "last", last, "at least 1 round")
     columns = read_run(run)
     pairs = columns.get(metric)
     if not pairs:
         return None
     if at is not None:
         return next((value for t, value in pairs if t >= round(at)), pairs[-1][1])
-    rounds = rounds_done(columns)
-    counted = values(metric, pairs, rounds, eval_last_of(run), last)
-    ensure(
-        bool(counted), f"last = {last}: no {metric} in the last {last} of {rounds} rounds of {run}; take more rounds"
-    )
-    return average(counted)
+    return average(values(metric, pairs, rounds_done(columns), eval_last_of(run)))

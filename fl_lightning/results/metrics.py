@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any, NamedTuple
+from typing import Any
 
 from fl_lightning.core import UserError
 from fl_lightning.results.names import Mode
@@ -16,20 +16,6 @@ Pairs = Sequence[tuple[float, float]]
 """Values by round."""
 Columns = Mapping[str, Pairs]
 """Values by metric and round."""
-
-
-class Band(NamedTuple):
-    """A metric over the runs of a group, at the rounds in which all of them measured it.
-
-    Attributes:
-        rounds: The rounds, ascending; mean rounds where parts of a run were averaged.
-        mean: Mean over the runs.
-        sd: Sample standard deviation over the runs; 0 of a single one.
-    """
-
-    rounds: list[float]
-    mean: list[float]
-    sd: list[float]
 
 
 def read_rows(path: Path) -> list[list[str]]:
@@ -109,18 +95,6 @@ def best_of(pairs: Pairs, mode: Mode) -> tuple[float, float]:
     sign = 1 if mode == "max" else -1
     finite = [(at, value) for at, value in pairs if math.isfinite(value)]
     return max(finite, key=lambda pair: (sign * pair[1], -pair[0]), default=(pairs[0][0], math.nan))
-
-
-def band(runs: Sequence[Pairs]) -> Band:
-    """Returns mean and deviation of a metric over runs, by round.
-
-    Args:
-        runs: The metric of each run, at least one.
-    """
-    values = [dict(run) for run in runs]
-    rounds = sorted(set(values[0]).intersection(*values[1:]))
-    columns = [[run[at] for run in values] for at in rounds]
-    return Band(rounds, [average(c) for c in columns], [deviation(c) or 0.0 for c in columns])
 
 
 def write_table(path: Path, head: Iterable[Any], rows: Iterable[Iterable[Any]]) -> None:
