@@ -112,13 +112,12 @@ class FederatedCLI(LightningCLI):
         module = import_module(f"fl_lightning.commands.{command}")
         self.command, self.function, self.summary = command, module.run, module.SUMMARY
         self.args = own = joined(args)
-        self.parameters = inspect.signature(module.run).parameters
+        self.parameters = inspect.signature(module.run, eval_str=True).parameters
+        places = [name for name, p in self.parameters.items() if p.kind is p.POSITIONAL_ONLY]
+        self.places = [name for name in places if name not in (*PARTS, "cli")]
         options = {arg.partition("=")[0] for arg in own}
-        places = [
-            name for name, p in self.parameters.items() if p.kind is p.POSITIONAL_ONLY and name not in (*PARTS, "cli")
-        ]
-        for name in places:
-            usage = " ".join(["fl-lightning", command, *map(str.upper, places)])
+        for name in self.places:
+            usage = " ".join(["fl-lightning", command, *map(str.upper, self.places)])
             ensure(f"--{name}" not in options, f"--{name}: no option; give it by its place: {usage}")
         self.settings: list[str] = []
         if self._rest is not None:
@@ -167,19 +166,16 @@ class FederatedCLI(LightningCLI):
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Adds the subcommand's own arguments."""
         texts = {param.arg_name: param.description for param in parse(inspect.getdoc(self.function) or "").params}
-        options: set[str | int] = {"cli", *PARTS, *filter(None, [self._rest])}
-        for name, parameter in self.parameters.items():
-            if parameter.kind is parameter.POSITIONAL_ONLY and name not in options:
-                nargs = "+" if parameter.annotation in (list[str], "list[str]") else None
-                parser.add_argument(name, metavar=name.upper(), type=str, nargs=nargs, help=texts.get(name))
-                options.add(name)
-            elif parameter.annotation is bool:  # --json, or --json true
-                flag, given = f"--{name.replace('_', '-')}", parameter.default
-                parser.add_argument(flag, type=bool, nargs="?", const=True, default=given, help=texts.get(name))
-                options.add(name)
+        for name in self.places:
+            nargs = "+" if self.parameters[name].annotation == list[str] else None
+            parser.add_argument(name, metavar=name.upper(), type=str, nargs=nargs, help=texts.get(name))
+        flags = {name: p.default for name, p in self.parameters.items() if p.annotation is bool}
+        for name, default in flags.items():  # --json, or --json true
+            flag, text = f"--{name.replace('_', '-')}", texts.get(name)
+            parser.add_argument(flag, type=bool, nargs="?", const=True, default=default, help=text)
         if self._rest is not None:
             parser.epilog = texts.get(f"*{self._rest}")
-        parser.add_function_arguments(self.function, skip=options)
+        parser.add_function_arguments(self.function, skip={*PARTS, "cli", *self.places, *flags})
         null = getattr(import_module(self.function.__module__), "NULL", {})
         parser.set_defaults({name: [{"class_path": each} for each in null[name]] for name in null})
 

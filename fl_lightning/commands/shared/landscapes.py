@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.commands.shared.new_files import make_folder
-from fl_lightning.core import ensure
+from fl_lightning.core import ensure, save_figure
 from fl_lightning.flatness import Batches, Values
 from fl_lightning.results.metrics import write_table
 from fl_lightning.trainer.loggers import RunLogger
@@ -102,8 +101,6 @@ def save_figures(run: Run, folder: Path, drawn: Mapping[str, Callable[[], Figure
         number: What the names of the files end in, see `number_of`.
         section: What the names begin with in the loggers.
     """
-    from fl_lightning.core.figures import save_figure
-
     of_run = run.checkpoint is not None and run.checkpoint.parent.name == RunFolder.CHECKPOINTS
     states = run.restored.get("loggers", {})
     loggers = [
@@ -124,12 +121,19 @@ def save_figures(run: Run, folder: Path, drawn: Mapping[str, Callable[[], Figure
             logger.finalize("success")
 
 
-def weights_of(run: Run, ckpt_path: str) -> tuple[Path, Tensor]:
-    """Returns the path of another checkpoint, and its global model, ``(d,)``.
+def models_of(run: Run, others: Sequence[str]) -> dict[str, Tensor]:
+    """Returns the global models ``(d,)`` of a loaded run and of other checkpoints, by the names of `labels_of`.
 
     Raises:
         UserError: If there is no such checkpoint, or it is of another net.
     """
+    assert run.checkpoint is not None
+    found = [(run.checkpoint, run.global_model), *(_weights_of(run, other) for other in others)]
+    paths, weights = zip(*found, strict=True)
+    return dict(zip(labels_of(paths), weights, strict=True))
+
+
+def _weights_of(run: Run, ckpt_path: str) -> tuple[Path, Tensor]:
     path = RunFolder.find_checkpoint(ckpt_path, run.settings.default_root_dir, run.name)
     flat, content = run.objective.flat, checkpoint.load(path)
     saved = content["state_dict"]
@@ -155,47 +159,37 @@ def check_no_buffers(model: LocalObjective) -> None:
     )
 
 
-@dataclass
 class Landscape:
     """Models and data of a landscape, and the files it writes.
 
-    Attributes:
+    Args:
         run: A loaded run.
         folder: Folder for the files.
-        models: Flat weights by label; the checkpoint's first.
+        models: Flat weights ``(d,)`` by label; the checkpoint's first.
+        splits: The data.
+        samples: Size of the stratified sample of the training data; None: all.
+        step: Reports progress.
+
+    Attributes:
         sets: This process's share of each data set, by name.
         about: The protocol.
-        step: Reports progress.
     """
 
-    run: Run
-    folder: Path
-    models: dict[str, Tensor]
-    sets: dict[str, Batches]
-    about: dict[str, Any]
-    step: Step
-
-    @classmethod
-    @contextmanager
-    def of(
-        cls, run: Run, folder: Path, models: dict[str, Tensor], splits: Sequence[Split], samples: int | None
-    ) -> Iterator[Landscape]:
-        """Makes a landscape with a progress bar; prints its protocol at the end.
-
-        Args:
-            run: A loaded run.
-            folder: Folder for the files.
-            models: Flat weights by label.
-            splits: The data.
-            samples: Size of the stratified sample of the training data; None: all.
-        """
+    def __init__(
+        self,
+        run: Run,
+        folder: Path,
+        models: dict[str, Tensor],
+        splits: Sequence[Split],
+        samples: int | None,
+        step: Step,
+    ) -> None:
+        self.run, self.folder, self.models, self.step = run, folder, models, step
         context = MeasurementContext.between_rounds(run)
         shares = {str(split): context.train(samples, split) for split in splits}
-        about: dict[str, Any] = {name: f"{what}, {n:,} samples" for name, (_, n, what) in shares.items()}
-        about |= {"seed": run.seed, "round": run.rounds_done}
-        with progress_bar(run.fabric) as step:
-            yield cls(run, folder, models, {name: batches for name, (batches, _, _) in shares.items()}, about, step)
-        run.fabric.print(f"measured with: {PROTOCOL}; {', '.join(f'{k} {v}' for k, v in about.items())}")
+        self.sets: dict[str, Batches] = {name: batches for name, (batches, _, _) in shares.items()}
+        self.about: dict[str, Any] = {name: f"{what}, {n:,} samples" for name, (_, n, what) in shares.items()}
+        self.about |= {"seed": run.seed, "round": run.rounds_done}
 
     def options(self, label: str, **protocol: Any) -> dict[str, Any]:
         """Returns the common arguments of the functions of `fl_lightning.flatness.landscape`."""
@@ -217,7 +211,7 @@ class Landscape:
         return found
 
     def save(self, name: str, results: Mapping[str, Values], **figures: Callable[[], Figure]) -> None:
-        """Writes results and figures under names that are free, and gives the run's loggers the figures.
+        """Writes results and figures under free names, gives the figures to the run's loggers, and prints the protocol.
 
         Args:
             name: The files' name, without number.
@@ -235,6 +229,7 @@ class Landscape:
             write_table(self.folder / f"{name}{number}.csv", rows[0], [row.values() for row in rows])
             save_figures(self.run, self.folder, figures, number, "landscape/")
             self.run.fabric.print(f"results: {self.folder / name}{number}.json, .csv, and figures as .pdf and .png")
+        self.run.fabric.print(f"measured with: {PROTOCOL}; {', '.join(f'{k} {v}' for k, v in self.about.items())}")
         if missing := sum(result.missing for result in results.values()):
             self.run.fabric.print(f"interrupted: {missing:,} points are missing")
             raise KeyboardInterrupt
