@@ -1,22 +1,18 @@
 """``fl-lightning report``."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from fl_lightning.commands.compare import left_out
 from fl_lightning.commands.shared.new_files import make_folder
+from fl_lightning.core import Figure, save_figure
 from fl_lightning.results.compare import compare, of_run
 from fl_lightning.results.names import title
 from fl_lightning.results.report.tables import Runs
 from fl_lightning.results.table import Column, columns, write
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 SUMMARY = "Write a report of runs: one HTML page that opens offline, with its tables and figures beside it."
 
@@ -43,7 +39,6 @@ def run(
         out: A folder for report.html, the tables and the figures; or the page's own name, such as mine.html, with the
             folder mine/ beside it for the others.
     """
-    from fl_lightning.core import save_figure
     from fl_lightning.results.curves import write_curves
     from fl_lightning.results.report import read_group, write_report
     from fl_lightning.trainer.measurements import PROTOCOL

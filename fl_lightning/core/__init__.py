@@ -10,6 +10,8 @@ from fl_lightning.core.figures import (
     PAGE,
     SPAN,
     STYLE,
+    Axes,
+    Figure,
     line_style,
     log_levels,
     new_figure,

@@ -1,18 +1,13 @@
 """Counts of each client's samples by class, as a table and as a heat map."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_lightning.core import COLUMN, PAGE, new_figure
+from fl_lightning.core import COLUMN, PAGE, Figure, new_figure
 from fl_lightning.data.module import FederatedDataModule
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 LABELLED = 20
 """Largest number of groups at which each has a tick."""

@@ -1,23 +1,27 @@
 """Per-client performance: the evaluation of each client, its statistics over clients, and its figure."""
 
-from __future__ import annotations
-
 import csv
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from fl_lightning.core import COLUMN, MARKERS, PAGE, UserError, line_style, new_figure, place_legend, scale_axis
+from fl_lightning.core import (
+    COLUMN,
+    MARKERS,
+    PAGE,
+    Axes,
+    Figure,
+    UserError,
+    line_style,
+    new_figure,
+    place_legend,
+    scale_axis,
+)
 from fl_lightning.results.metrics import read_rows
 from fl_lightning.results.names import Mode, label, mode_of, read_directions
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 FILE = "client_evaluation.csv"
 """In the run folder: a row for each measured round and client."""

@@ -1,18 +1,13 @@
 """Accuracy by corruption and severity: table, means and figure."""
 
-from __future__ import annotations
-
 import csv
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from fl_lightning.core import COLORS, COLUMN, DASHES, PAGE, new_figure
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from fl_lightning.core import COLORS, COLUMN, DASHES, PAGE, Figure, new_figure
 
 CLEAN = "clean"
 HATCHES = ("", "////", "....", "xxxx", "\\\\\\\\", "++++", "oooo")

@@ -1,18 +1,18 @@
 """Figures of compared runs: metrics by round, as mean and band over seeds, and flatness against accuracy."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from fl_lightning.core import (
     COLUMN,
     MARKERS,
     PAGE,
+    Axes,
+    Figure,
     line_style,
     new_figure,
     place_legend,
@@ -23,10 +23,6 @@ from fl_lightning.core import (
 from fl_lightning.results.compare import Group
 from fl_lightning.results.metrics import Columns, Pairs, average, deviation, read_metrics, write_table
 from fl_lightning.results.names import MAIN, is_flatness, is_result, label
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 POINTS = 100
 """Parts of a run; the mean of each is drawn."""

@@ -1,7 +1,5 @@
 """Labels, folders, a progress bar, figures and landscapes for the commands on checkpoints."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -9,7 +7,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from lightning.fabric import Fabric
@@ -18,7 +16,7 @@ from torch import Tensor
 
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.commands.shared.new_files import make_folder
-from fl_lightning.core import ensure, save_figure
+from fl_lightning.core import Figure, ensure, save_figure
 from fl_lightning.flatness import Batches, Values
 from fl_lightning.results.metrics import write_table
 from fl_lightning.trainer.loggers import RunLogger
@@ -28,9 +26,6 @@ from fl_lightning.trainer.run import Run, by_key
 from fl_lightning.trainer.runtime import collectives
 from fl_lightning.trainer.storage import checkpoint
 from fl_lightning.trainer.storage.run_folder import RunFolder
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 V = TypeVar("V", bound=Values)
 Step = Callable[[int, int, str], None]

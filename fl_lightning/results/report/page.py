@@ -1,7 +1,5 @@
 """The page: figures and tables of compared runs, put into the template."""
 
-from __future__ import annotations
-
 import base64
 import re
 from collections.abc import Mapping, Sequence
@@ -9,17 +7,14 @@ from datetime import datetime
 from io import StringIO
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from markupsafe import Markup, escape
 
 from fl_lightning import __version__
-from fl_lightning.core import COLORS, style
+from fl_lightning.core import COLORS, Figure, style
 from fl_lightning.results.report.tables import Runs, comparison, differences, environments, measurements, papers
 from fl_lightning.results.table import Column
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 ZOOM = 1.5
 """Largest size of a drawing on the page, relative to its size on paper."""
