@@ -58,8 +58,8 @@ class Planned:
         """Estimates the seconds of a run.
 
         Args:
-            like: What was measured, of the same data set and network.
-            measured: What it took.
+            like: The task that was measured, which has the same data set and network.
+            measured: Its measurement.
         """
         trainer, model, m = self.made.trainer, self.made.model, self.made.data.num_clients
         central = self.task.recipe.command == "centralized"

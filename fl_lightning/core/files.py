@@ -17,7 +17,7 @@ MARK = b"fl_lightning"
 UNMARKED, WRONG = "no checksum at its end", "its checksum is wrong"
 CHUNK = 2**20
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
-"""Errors that are those of a disk, whichever file they concern."""
+"""Numbers of the errors of a full or failing disk, which may name any file."""
 
 
 @contextmanager

@@ -64,7 +64,7 @@ class State(Mapping[str, Tensor]):
         return State({name: getattr(self, name) for name in names})
 
     def finite(self) -> Tensor:
-        """Returns whether every value is finite, a scalar: a GPU need not be waited for before it is asked."""
+        """Returns whether every value is finite, as a tensor: the host waits for a GPU only when it reads it."""
         each = [is_finite(v) for v in self._values.values()]
         return torch.stack(each).all() if each else torch.tensor(True)
 
@@ -164,7 +164,7 @@ class ClientContext(RoundContext):
     Attributes:
         lr: Learning rate of this round's local steps.
         K: Number of local steps.
-        K_missed: Number of further steps that a client was asked for and has no time for: it is late.
+        K_missed: Number of further steps that were asked of a client that is late; it has no time for them.
         k_lr: Sum of the learning rates of the K steps.
         n_k: Number of samples.
         n_mean: Mean number of samples of all M clients.
@@ -211,7 +211,7 @@ class ClientContext(RoundContext):
 
 
 class Uploads:
-    """Averages of a cohort's uploads, the only thing of them that the server sees; also of ``k_lr`` of the contexts.
+    """Averages of a cohort's uploads, which are all that the server sees of them, and of ``k_lr`` of the contexts.
 
     Args:
         names: Uploaded names.

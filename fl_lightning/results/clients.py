@@ -26,7 +26,7 @@ from fl_lightning.results.names import Mode, label, mode_of, read_directions
 FILE = "client_evaluation.csv"
 """In the run folder: a row for each measured round and client."""
 GLOBAL, LOCAL = "server/clients", "client/test"
-"""Where metrics of the global model on the clients' test data are logged, and where those of the local models."""
+"""Sections of metrics.csv with the performance of the global model on the clients' test data, and of local models."""
 SHARES = np.linspace(0, 1, 201)
 """Shares of the clients at which sorted values are averaged over seeds."""
 BINS = 8
@@ -44,8 +44,8 @@ class ClientTable:
         metric: Name of the data's metric, such as acc.
         mode: Whether large or small values of the metric are good.
         samples: Training samples of each client, ``(n,)``.
-        columns: By name (``acc``, ``loss``, ``local_acc``, ``local_loss``) a value of each client, ``(n,)``; NaN where
-            there is none.
+        columns: A value of each client, ``(n,)``, by name (``acc``, ``loss``, ``local_acc``, ``local_loss``); NaN for
+            a client without one.
     """
 
     round: int

@@ -16,7 +16,7 @@ from fl_lightning.results.names import Mode
 from fl_lightning.results.summary import Summary, summarise
 
 Seeds = tuple[int, int] | None
-"""The seeds of a run, (trainer.seed, data.seed); None of a run without ``config.yaml``."""
+"""The seeds of a run, (trainer.seed, data.seed); None for a run without ``config.yaml``."""
 
 
 @dataclass(frozen=True)

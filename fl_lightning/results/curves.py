@@ -25,7 +25,7 @@ from fl_lightning.results.metrics import Columns, Pairs, average, deviation, rea
 from fl_lightning.results.names import MAIN, is_flatness, is_result, label
 
 POINTS = 100
-"""Parts of a run; the mean of each is drawn."""
+"""Number of parts of a long run; the mean over each part is drawn."""
 Runs = Path | Sequence[Path]
 
 
@@ -56,7 +56,7 @@ def read(runs: Mapping[str, Runs]) -> dict[str, list[Columns]]:
 def curve(runs: Sequence[Columns], name: str) -> Band | None:
     """Returns mean and deviation of a metric over the runs of a group, in the rounds that all of them have.
 
-    Of a long run, the means over hundredths of its rounds are taken first.
+    For a long run, the means over hundredths of its rounds are taken first.
 
     Args:
         runs: The metrics of each run; those without this one are left out.
@@ -104,8 +104,8 @@ def write_curves(runs: Mapping[str, Runs], out: Path) -> None:
 def plot_curves(runs: Mapping[str, Runs], names: Sequence[str] | None = None) -> Figure:
     """Draws metrics of one or more groups of runs by round, one colour a group: as wide as a page, one as a column.
 
-    The band is the mean ± the standard deviation over the seeds. Of a long run the means over hundredths of its rounds
-    are drawn, of a single one with a thin line through the single values.
+    The band is the mean ± the standard deviation over the seeds. For a long run, the means over hundredths of its
+    rounds are drawn; if it is the only one of its group, a thin line joins its single values.
 
     Args:
         runs: ``metrics.csv`` of a run, or of several with different seeds, by label.
@@ -121,7 +121,7 @@ def plot_curves(runs: Mapping[str, Runs], names: Sequence[str] | None = None) ->
 
 
 def draw_curves(groups: Mapping[str, Sequence[Columns]], names: Sequence[str] | None = None) -> Figure:
-    """Draws what `plot_curves` does.
+    """Draws metrics that are read already, as `plot_curves` does.
 
     Args:
         groups: The metrics of each run, by group; see `read`.

@@ -20,7 +20,7 @@ class Known(NamedTuple):
     Attributes:
         name: Its name; ``{}`` stands for what the data evaluate, such as acc.
         title: Its title in tables and figures.
-        unit: Its unit; empty if it is that of what the data evaluate.
+        unit: Its unit; empty if it has the unit of what the data evaluate.
         key: Key of its column in ``compare.csv``; empty if it has no column of its own.
     """
 
@@ -31,7 +31,7 @@ class Known(NamedTuple):
 
 
 EVALUATED = {"acc": ("accuracy", "fraction"), "miou": ("mIoU", "fraction"), "loss": ("loss", "loss")}
-"""What data evaluate: by the last part of a metric's name, its title and unit."""
+"""Title and unit of what data evaluate, by the last part of the metric's name."""
 METRICS = (
     Known("server/test/{}", "test {}"),
     Known("server/val/{}", "validation {}"),

@@ -92,9 +92,9 @@ def save_figures(run: Run, folder: Path, drawn: Mapping[str, Callable[[], Figure
     Args:
         run: A loaded run.
         folder: Folder for the files.
-        drawn: Draw the figures, by name.
-        number: What the names of the files end in, see `number_of`.
-        section: What the names begin with in the loggers.
+        drawn: Functions that draw the figures, by name.
+        number: Ending of the names of the files, see `number_of`.
+        section: Beginning of the names in the loggers.
     """
     of_run = run.checkpoint is not None and run.checkpoint.parent.name == RunFolder.CHECKPOINTS
     states = run.restored.get("loggers", {})
@@ -211,7 +211,7 @@ class Landscape:
         Args:
             name: The files' name, without number.
             results: The results by label.
-            **figures: Draw the figures, by the files' names.
+            **figures: Functions that draw the figures, by the files' names.
 
         Raises:
             KeyboardInterrupt: If a result is incomplete because of one.
