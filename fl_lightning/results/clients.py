@@ -1,6 +1,5 @@
 """Per-client performance: the evaluation of each client, its statistics over clients, and its figure."""
 
-import csv
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,13 +13,13 @@ from fl_lightning.core import (
     PAGE,
     Axes,
     Figure,
-    UserError,
+    ensure,
     line_style,
     new_figure,
     place_legend,
     scale_axis,
 )
-from fl_lightning.results.metrics import read_rows
+from fl_lightning.results.metrics import read_numbers
 from fl_lightning.results.names import Mode, label, mode_of, read_directions
 
 FILE = "client_evaluation.csv"
@@ -129,22 +128,17 @@ def read_clients(folder: Path) -> ClientTable | None:
     path = folder / FILE
     if not path.is_file():
         return None
-    try:
-        head, *rows = read_rows(path) or [[]]
-        first, names = head[:3], head[3:]
-        if first != ["round", "client", "samples"] or not names:
-            raise ValueError("the columns do not begin with round, client, samples")
-        last = max(int(row[0]) for row in rows)
-        clients: dict[int, dict[str, float]] = {}
-        for row in rows:
-            if int(row[0]) == last:
-                cells = zip(head[2:], row[2:], strict=True)
-                clients.setdefault(int(row[1]), {}).update({name: float(cell) for name, cell in cells if cell})
-    except (ValueError, csv.Error) as error:
-        raise UserError(f"{path}: not a table of clients ({error}); restore the file, or remove it") from None
+    head, rows = read_numbers(path, "clients", "round", "client", "samples")
+    names = [name for name in head if name not in ("round", "client", "samples")]
+    ensure(bool(rows and names), f"{path}: not a table of clients (without values); restore the file, or remove it")
+    last = max(row["round"] for row in rows)
+    clients: dict[float, dict[str, float]] = {}
+    for row in rows:
+        if row["round"] == last:
+            clients.setdefault(row["client"], {}).update(row)
     columns = {name: np.array([clients[k].get(name, np.nan) for k in sorted(clients)]) for name in ("samples", *names)}
     mode = mode_of(f"{GLOBAL}/{names[0]}", None, read_directions(folder))
-    return ClientTable(last, names[0], mode, columns.pop("samples"), columns)
+    return ClientTable(int(last), names[0], mode, columns.pop("samples"), columns)
 
 
 def with_values(tables: Sequence[ClientTable], column: str) -> list[ClientTable]:

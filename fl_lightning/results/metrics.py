@@ -35,6 +35,36 @@ def read_rows(path: Path) -> list[list[str]]:
     return [row for row in csv.reader(lines, strict=True) if row]
 
 
+def read_numbers(path: Path, what: str, *whole: str) -> tuple[list[str], list[dict[str, float]]]:
+    """Returns the head of a table of numbers that a run writes, and its rows by column, without empty cells.
+
+    Args:
+        path: The CSV file.
+        what: What the table holds, for the error message.
+        *whole: Columns that it must have; every row has a whole number in them.
+
+    Raises:
+        UserError: If the file is no such table.
+    """
+    line, found = 1, list[dict[str, float]]()
+    try:
+        head, *rows = read_rows(path) or [[]]
+        for name in whole:
+            if name not in head:
+                raise ValueError(f"no column named {name}")
+        for line, row in enumerate(rows, 2):  # noqa: B007  the message names it
+            if len(row) != len(head):
+                raise ValueError(f"{len(row)} cells, not {len(head)}")
+            cells = [(name, cell) for name, cell in zip(head, row, strict=True) if cell or name in whole]
+            found.append({name: int(cell) if name in whole else float(cell) for name, cell in cells})
+    except (ValueError, csv.Error) as error:
+        where = "" if line == 1 else f"line {line}: "
+        raise UserError(
+            f"{path}: not a table of {what} ({where}{error}); restore the file, or leave its run out"
+        ) from None
+    return head, found
+
+
 def read_metrics(path: Path) -> dict[str, list[tuple[int, float]]]:
     """Returns the columns of a ``metrics.csv`` as (round, value) pairs, without empty cells.
 
@@ -42,22 +72,10 @@ def read_metrics(path: Path) -> dict[str, list[tuple[int, float]]]:
         UserError: If the file is no table of numbers by round.
     """
     columns: dict[str, list[tuple[int, float]]] = {}
-    line = 1
-    try:
-        head, *rows = read_rows(path) or [[]]
-        place = head.index("round") if "round" in head else None
-        if place is None:
-            raise ValueError("no column named round")
-        for line, row in enumerate(rows, 2):  # noqa: B007  the message names it
-            if len(row) != len(head):
-                raise ValueError(f"{len(row)} cells, not {len(head)}")
-            at = int(row[place])
-            for key, cell in zip(head, row, strict=True):
-                if cell and key != "round":
-                    columns.setdefault(key, []).append((at, float(cell)))
-    except (ValueError, csv.Error) as error:
-        what = error if line == 1 else f"line {line}: {error}"
-        raise UserError(f"{path}: not a table of metrics ({what}); restore the file, or leave its run out") from None
+    for row in read_numbers(path, "metrics", "round")[1]:
+        at = int(row.pop("round"))
+        for name, value in row.items():
+            columns.setdefault(name, []).append((at, value))
     return columns
 
 
