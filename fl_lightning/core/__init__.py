@@ -21,7 +21,7 @@ from fl_lightning.core.figures import (
     style,
     wrapped,
 )
-from fl_lightning.core.files import write_atomically, writing
+from fl_lightning.core.files import parse_json, read_json, write_atomically, writing
 from fl_lightning.core.flat import EPS, FlatNet, FlatSpec, accumulator_dtype, is_finite, norm, to_device, to_radius
 from fl_lightning.core.forward import Autocast, eval_mode, forward_at, unchanged, variance_needed
 from fl_lightning.core.losses import enlarged, kl_to_teacher, not_true

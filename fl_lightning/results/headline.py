@@ -1,8 +1,8 @@
 """The headline of a run: the number of a metric that summary, W&B, compare, report, reproduce and sweep show."""
 
-import json
 from pathlib import Path
 
+from fl_lightning.core import read_json
 from fl_lightning.results.configs import config_files, read_config
 from fl_lightning.results.metrics import Pairs, average, read_run, rounds_done
 
@@ -31,14 +31,13 @@ def eval_last_of(folder: Path) -> int:
     """Returns ``trainer.eval_last`` of a run from its config; of a run from Python, the window of its ``summary.json``.
 
     Raises:
-        UserError: If the config is not readable.
+        UserError: If the file is not readable.
     """
     if configs := list(config_files(folder).values()):
         trainer = read_config(configs[-1]).get("trainer")
         value = trainer.get("eval_last") if isinstance(trainer, dict) else None
     else:
-        path = folder / SUMMARY
-        value = json.loads(path.read_text()).get("last") if path.is_file() else None
+        value = read_json(folder / SUMMARY).get("last")
     return value if isinstance(value, int) else 1
 
 

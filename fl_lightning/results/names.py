@@ -1,12 +1,11 @@
 """The registry of metrics: the title, unit and direction of each name."""
 
-import json
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from fl_lightning.core import ensure, require
+from fl_lightning.core import ensure, read_json, require
 
 Mode = Literal["max", "min"]
 """Whether the largest or the smallest value of a metric is the best."""
@@ -127,10 +126,7 @@ def read_directions(folder: Path) -> dict[str, Mode]:
         UserError: If the file is damaged.
     """
     path = folder / DIRECTIONS
-    try:
-        found = json.loads(path.read_text()) if path.is_file() else {}
-    except ValueError:
-        found = {"": None}
+    found = read_json(path)
     fits = isinstance(found, dict) and all(mode in ("max", "min") for mode in found.values())
     ensure(fits, f"{path}: not the directions of metrics; restore the file, or leave its run out")
     return dict(found)

@@ -108,6 +108,9 @@ def test_one_headline_for_a_run(tmp_path: Path) -> None:
     assert headline(folder, acc) == pytest.approx(0.195) and headline(folder, lam) == 1.0
     (folder / "summary.json").write_text('{"last": 4}')
     assert headline(folder, acc) == pytest.approx(0.185) == summarise(folder).mean
+    (folder / "summary.json").write_text('{"last"')
+    with pytest.raises(UserError, match=r"summary.json: not readable \([^\n]*\); restore or remove it$"):
+        headline(folder, acc)
     (folder / "config.yaml").write_text("trainer: {eval_last: 10}")
     assert headline(folder, acc) == pytest.approx(0.155) == summarise(folder).mean
     assert summarise(folder, last=20).mean == pytest.approx(0.105)

@@ -37,7 +37,6 @@ def write_new(folder: str, files: Mapping[str, str]) -> None:
         UserError: If the folder has one of them already, or cannot be written to; nothing is written then.
     """
     target = Path(folder)
-    ensure(not target.exists() or target.is_dir(), f"folder = {folder}: not a folder; choose another")
     for name in files:
         ensure(not (target / name).exists(), f"folder = {folder}: has a {name} already; choose another folder")
     make_folder(folder, "folder")
