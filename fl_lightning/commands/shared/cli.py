@@ -119,9 +119,9 @@ class FederatedCLI(LightningCLI):
         for name in self.places:
             usage = " ".join(["fl-lightning", command, *map(str.upper, self.places)])
             ensure(f"--{name}" not in options, f"--{name}: no option; give it by its place: {usage}")
-        self.settings: list[str] = []
-        if self._rest is not None:
-            own, self.settings = split(own)
+        # the parameter for the settings of the subcommand's runs, *settings
+        self.rest = next((name for name, p in self.parameters.items() if p.kind is p.VAR_POSITIONAL), None)
+        own, self.settings = split(own) if self.rest else (own, list[str]())
         self.needs = PARTS if "cli" in self.parameters else tuple(part for part in PARTS if part in self.parameters)
         super().__init__(
             trainer_class=FederatedTrainer,  # type: ignore[arg-type]
@@ -131,11 +131,6 @@ class FederatedCLI(LightningCLI):
             run=False,
             args=prepare(own) if self.needs else own,
         )
-
-    @property
-    def _rest(self) -> str | None:
-        """Name of the subcommand's parameter for the settings of its runs, ``*settings``, if it has one."""
-        return next((name for name, p in self.parameters.items() if p.kind is p.VAR_POSITIONAL), None)
 
     def init_parser(self, **kwargs: Any) -> Parser:
         """Makes an empty parser."""
@@ -173,8 +168,8 @@ class FederatedCLI(LightningCLI):
         for name, default in flags.items():  # --json, or --json true
             flag, text = f"--{name.replace('_', '-')}", texts.get(name)
             parser.add_argument(flag, type=bool, nargs="?", const=True, default=default, help=text)
-        if self._rest is not None:
-            parser.epilog = texts.get(f"*{self._rest}")
+        if self.rest is not None:
+            parser.epilog = texts.get(f"*{self.rest}")
         parser.add_function_arguments(self.function, skip={*PARTS, "cli", *self.places, *flags})
         null = getattr(import_module(self.function.__module__), "NULL", {})
         parser.set_defaults({name: [{"class_path": each} for each in null[name]] for name in null})
@@ -192,7 +187,6 @@ class FederatedCLI(LightningCLI):
 
     def instantiate_classes(self) -> None:
         """Builds nothing: `build` does, once or for several runs."""
-        del self.config["seed_everything"]  # LightningCLI has read it
 
     def instantiate_trainer(self, **kwargs: Any) -> Any:
         """Builds the trainer, if the subcommand needs one."""
@@ -212,6 +206,7 @@ class FederatedCLI(LightningCLI):
             require(hasattr(given, "seed"), "trainer", given, "give a mapping of settings")
             require(given.seed >= 0, "trainer.seed", given.seed, "give a whole number of 0 or more")
             torch.manual_seed(generator(given.seed, "initial weights").initial_seed())
+        self.config.pop("seed_everything", None)  # LightningCLI has read it
         super().instantiate_classes()
         made: Namespace = self.config_init
         if "trainer" in self.needs:
@@ -232,13 +227,12 @@ class FederatedCLI(LightningCLI):
             UserError: As `build`.
         """
         self.parse_arguments(self.parser, prepare(args))
-        self.instantiate_classes()
         return self.build()
 
     def run(self) -> None:
         """Runs the subcommand."""
         made = self.config if "cli" in self.parameters else self.build()
-        given = {name: self if name == "cli" else made[name] for name in self.parameters if name != self._rest}
+        given = {name: self if name == "cli" else made[name] for name in self.parameters if name != self.rest}
         if self.command == "fit":
             self._say_what_is_kept(made.model.as_dict())
         positional = [given.pop(name) for name, p in self.parameters.items() if p.kind is p.POSITIONAL_ONLY]
