@@ -9,6 +9,7 @@ from rich.table import Table
 from fl_lightning.commands.shared.new_files import make_folder
 from fl_lightning.commands.shared.output import show_table
 from fl_lightning.results.compare import Group, compare, of_run
+from fl_lightning.results.curves import write_curves
 from fl_lightning.results.table import TABLES, Column, Markup, cell, columns, write
 
 SUMMARY = "Compare finished runs: statistics over seeds as table, CSV and LaTeX, and their curves."
@@ -43,8 +44,6 @@ def run(
     for line in left_out(groups):
         print(line)
     if out is not None:
-        from fl_lightning.results.curves import write_curves
-
         folder = make_folder(out)
         write(groups, shown, folder)
         write_curves({group.name: group.metrics for group in groups}, folder)

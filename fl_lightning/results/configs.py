@@ -121,12 +121,13 @@ def run_key(folder: Path) -> str:
 
     Settings that only extend a run do not count there.
 
+    Args:
+        folder: The run folder, with a config.
+
     Raises:
-        UserError: If a config is missing or not readable.
+        UserError: If a config is not readable.
     """
     configs = {round: read_config(path) for round, path in config_files(folder).items()}
-    if not configs:
-        raise UserError(f"{folder}: no config.yaml")
     keys = {round: group_key(config, LENGTH) for round, config in configs.items()}
     if len(set(keys.values())) == 1:
         return group_key(list(configs.values())[-1])

@@ -47,7 +47,7 @@ def write_report(
     Args:
         runs: The groups of runs, with the files of each run.
         shown: The columns of the table.
-        page: The file.
+        page: The file; its folder exists.
         protocol: What all measurements of flatness have in common.
         figures: The figures by section and title; those of landscapes are taken from the run folders.
     """
@@ -80,7 +80,6 @@ def write_report(
         "colors": [COLORS[i % len(COLORS)] for i in range(len(groups))],
         "sections": sections,
     }
-    page.parent.mkdir(parents=True, exist_ok=True)
     page.write_text(_template().render(context), encoding="utf-8")
 
 
