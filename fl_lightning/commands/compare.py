@@ -1,15 +1,15 @@
 """``fl-lightning compare``."""
 
-import sys
 from collections.abc import Sequence
 from typing import Literal
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from fl_lightning.commands.shared.new_files import make_folder
+from fl_lightning.commands.shared.output import show_table
 from fl_lightning.results.compare import Group, compare, of_run
+from fl_lightning.results.curves import write_curves
 from fl_lightning.results.table import TABLES, Column, Markup, cell, columns, write
 
 SUMMARY = "Compare finished runs: statistics over seeds as table, CSV and LaTeX, and their curves."
@@ -38,19 +38,16 @@ def run(
     """
     groups = compare(runs, target, last, metric, reference, mode)
     shown = columns(groups, None if reference is None else of_run(groups, reference))
-    console = Console(width=None if sys.stdout.isatty() else 160)
     for name, title in {**TABLES, "results": groups[0].runs[0].metric}.items():
         if of := [column for column in shown if column.table == name]:
-            console.print(_table(groups, of, title))
+            show_table(_table(groups, of, title))
     for line in left_out(groups):
-        console.print(line, soft_wrap=True, highlight=False)
+        print(line)
     if out is not None:
-        from fl_lightning.results.curves import write_curves
-
         folder = make_folder(out)
         write(groups, shown, folder)
         write_curves({group.name: group.metrics for group in groups}, folder)
-        console.print(f"results: {out}", soft_wrap=True, highlight=False)
+        print(f"results: {out}")
 
 
 def left_out(groups: Sequence[Group]) -> list[str]:

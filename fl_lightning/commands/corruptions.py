@@ -32,7 +32,7 @@ def evaluate_corruptions(
         data: CIFAR, set up: images are prepared as its test set, whose labels the files must have.
         folder: Folder of the files.
         corruptions: Names of the corruptions.
-        severities: Severities, of 1 to 5.
+        severities: Severities, from 1 to 5.
         dtype: Floating dtype of the images.
 
     Raises:

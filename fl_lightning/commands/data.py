@@ -1,13 +1,11 @@
 """``fl-lightning data``: the partition of the samples among the clients, as table, CSV file and heat map."""
 
-from __future__ import annotations
-
-import sys
-
 import numpy as np
 from numpy.typing import NDArray
+from rich.table import Table
 
 from fl_lightning.commands.shared.new_files import make_folder
+from fl_lightning.commands.shared.output import show_table
 from fl_lightning.core import save_figure
 from fl_lightning.data.histogram import class_counts, count_table, heat_map, histogram
 from fl_lightning.data.module import FederatedDataModule
@@ -40,10 +38,6 @@ def run(data: FederatedDataModule, out: str | None = None) -> None:
 
 
 def _print(data: FederatedDataModule, counts: NDArray[np.int64]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(width=None if sys.stdout.isatty() else 160)
     by_class, clients = data.task.by_class, len(counts)
     classes = counts.shape[1] if by_class else 0
     sizes, held_out = counts.sum(1), len(data.val_indices)
@@ -57,7 +51,7 @@ def _print(data: FederatedDataModule, counts: NDArray[np.int64]) -> None:
         (held_out, f"held out for validation: {held_out:,} samples"),
     ):  # fmt: skip
         if n:
-            console.print(line, highlight=False, soft_wrap=True)
+            print(line)
 
     table = Table("", "min", "mean", "max")
     for of_classes, name, values, form in (
@@ -70,7 +64,7 @@ def _print(data: FederatedDataModule, counts: NDArray[np.int64]) -> None:
         if of_classes and not by_class:
             continue
         table.add_row(name, *(f"{v:{form}}".removesuffix(".0") for v in (values.min(), values.mean(), values.max())))
-    console.print(table)
+    show_table(table)
 
     more = [f"{classes - COLUMNS:,} more"] if classes > COLUMNS else []
     table = Table("client", "samples", *map(str, range(min(classes, COLUMNS))), *more)
@@ -82,4 +76,4 @@ def _print(data: FederatedDataModule, counts: NDArray[np.int64]) -> None:
         rows[ROWS - 2 : -1] = [("…",)]
     for name, *row in (*rows, ("all", *numbers.sum(0))):
         table.add_row(name, *(f"{n:,}" if n else "" for n in row))
-    console.print(table)
+    show_table(table)

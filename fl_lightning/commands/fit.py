@@ -6,8 +6,7 @@ from typing import Any
 
 from fl_lightning.commands.shared import trials
 from fl_lightning.commands.shared.arguments import seeds_of, without
-from fl_lightning.commands.shared.cli import FederatedCLI
-from fl_lightning.commands.shared.resume_check import check_last
+from fl_lightning.commands.shared.cli import FederatedCLI, check_last
 from fl_lightning.core import require
 from fl_lightning.sweeps.trials import Trial, name_of, run_trials
 
@@ -28,7 +27,7 @@ def run(
     made = cli.build()
     grid = _grid(seeds, values or [])
     if not grid:
-        check_last(made.trainer, made.model, made.data, ckpt_path)
+        check_last(made, ckpt_path)
         made.trainer.fit(made.model, made.data, ckpt_path)
         return
     require(ckpt_path in (None, "last"), "ckpt_path", ckpt_path, "several runs continue with last")

@@ -6,7 +6,6 @@ from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
 from fl_lightning.algorithms.base import LocalObjective
@@ -18,6 +17,7 @@ from fl_lightning.commands.shared.landscapes import (
     progress_bar,
     save_figures,
 )
+from fl_lightning.commands.shared.output import show_table
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.engine import LocalResult
 from fl_lightning.results.metrics import write_table
@@ -154,7 +154,6 @@ def _show(path: Path, run: Run, measurements: Sequence[Measurement]) -> None:
         value, mark = "undefined" if m.value is None else f"{m.value:.4g}", "*" if RETRAINED in m.model else ""
         table.add_row(f"{m.name}{mark}", value, spread, m.protocol().replace(f" {RETRAINED}", "*"))
     table.caption = f"* {RETRAINED}" if any(RETRAINED in m.model for m in measurements) else None
-    console = Console()
-    console.print(table)
-    console.print(f"measured with: {PROTOCOL}; seed {run.seed}", highlight=False, soft_wrap=True)
-    console.print(f"results: {path}", highlight=False, soft_wrap=True)
+    show_table(table)
+    print(f"measured with: {PROTOCOL}; seed {run.seed}")
+    print(f"results: {path}")

@@ -6,7 +6,7 @@ import numpy as np
 
 from fl_lightning import flatness
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.commands.shared.landscapes import Landscape, check_no_buffers, labels_of, output_folder, weights_of
+from fl_lightning.commands.shared.landscapes import Landscape, check_no_buffers, models_of, output_folder, progress_bar
 from fl_lightning.core import require
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.flatness.plots import plot_interpolation
@@ -47,13 +47,12 @@ def run(
     require(points >= 3, "points", points, "3 or more")
     check_no_buffers(model)
     loaded = trainer.load(model, data, a)
-    path, other = weights_of(loaded, b)
-    assert loaded.checkpoint is not None
-    one, zero = labels_of([loaded.checkpoint, path])
-    with Landscape.of(loaded, output_folder(loaded, out, "interpolate"), {}, splits, samples) as landscape:
+    models, folder = models_of(loaded, [b]), output_folder(loaded, out, "interpolate")
+    (one, w_a), (zero, w_b) = models.items()
+    with progress_bar(loaded.fabric) as step:
+        landscape = Landscape(loaded, folder, models, splits, samples, step)
         options = landscape.options("line", a=one, b=zero)
-        gammas = np.linspace(-1, 2, points)
-        found = flatness.interpolate(a=loaded.global_model, b=other, gammas=gammas, **options)
+        found = flatness.interpolate(a=w_a, b=w_b, gammas=np.linspace(-1, 2, points), **options)
         loaded.fabric.print("barrier: " + ", ".join(f"{name} {found.barrier(name):.4g}" for name in found.loss))
         landscape.save(
             "interpolate", {"line": found}, interpolate=lambda: plot_interpolation({"line": found}, (zero, one))

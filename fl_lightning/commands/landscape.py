@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fl_lightning.algorithms import FedAvg, FedGMT, FedSAM
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.commands.shared.landscapes import Landscape, check_no_buffers, labels_of, output_folder, weights_of
+from fl_lightning.commands.shared.landscapes import Landscape, check_no_buffers, models_of, output_folder, progress_bar
 from fl_lightning.core import State, require
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.engine import SequentialEngine
@@ -78,11 +78,9 @@ def run(
     loaded = trainer.load(model, data, ckpt_path, clients=kind == "trajectory" or bool(clients))
     for k in clients:
         require(0 <= k < data.num_clients, "clients", k, f"from 0 to {data.num_clients - 1}")
-    assert loaded.checkpoint is not None
-    found = [(loaded.checkpoint, loaded.global_model), *(weights_of(loaded, other) for other in compare)]
-    paths, weights = zip(*found, strict=True)
-    models = dict(zip(labels_of(paths), weights, strict=True))
-    with Landscape.of(loaded, output_folder(loaded, out, "landscape"), models, splits, samples) as landscape:
+    models, folder = models_of(loaded, compare), output_folder(loaded, out, "landscape")
+    with progress_bar(loaded.fabric) as step:
+        landscape = Landscape(loaded, folder, models, splits, samples, step)
         loaded.fabric.print(f"{kind} of {', '.join(models)} on {', '.join(landscape.sets)}", flush=True)
         match kind:
             case "surface":

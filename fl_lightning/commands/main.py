@@ -9,7 +9,6 @@ import re
 import signal
 import sys
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 
 from fl_lightning import __version__
@@ -41,6 +40,7 @@ def main(args: Sequence[str] | None = None) -> None:
     sys.path.insert(0, os.getcwd())
     interruption = None
     try:
+        from fl_lightning.commands.shared.arguments import joined
         from fl_lightning.commands.shared.cli import FederatedCLI
         from fl_lightning.commands.shared.messages import ArgumentsError, explain, find_user_error
         from fl_lightning.trainer.runtime.signals import Interruption
@@ -50,8 +50,7 @@ def main(args: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:
         sys.exit(128 + ((interruption and interruption.received) or signal.SIGINT))
     except (ArgumentsError, ValueError) as error:
-        flags = [(*arg.partition("=")[::2], after) for arg, after in pairwise([*given, ""])]
-        configs = [value or after for flag, value, after in flags if flag in ("-c", "--config")]
+        configs = [arg.removeprefix("--config=") for arg in joined(given) if arg.startswith("--config=")]
         if (line := explain(error, configs)) is None:
             raise
         from fl_lightning.trainer.runtime.collectives import reports

@@ -5,11 +5,11 @@ from dataclasses import asdict, dataclass
 from json import dumps
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.commands.shared.cli import FederatedCLI
+from fl_lightning.commands.shared.output import show_table
 from fl_lightning.commands.shared.prediction import Seconds, as_bytes, as_time, attendances, measure, row_bytes
 from fl_lightning.core import require
 from fl_lightning.data import FederatedDataModule
@@ -50,7 +50,7 @@ class Plan:
         for name, (times, each) in self.parts.items():
             if times * each >= self.seconds / 1000:
                 table.add_row(name, f"{times:,}", as_time(each), as_time(times * each))
-        Console().print(table)
+        show_table(table)
         on_device = f", {as_bytes(self.device_memory)} on its device" if self.device_memory else ""
         print(f"engine: {self.engine}; {self.measured} rounds measured")
         print(f"memory: {as_bytes(self.memory)}{on_device} (first of {self.processes} processes)")

@@ -1,23 +1,25 @@
 """``fl-lightning report``."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
-from rich.console import Console
 
 from fl_lightning.commands.compare import left_out
 from fl_lightning.commands.shared.new_files import make_folder
+from fl_lightning.core import Figure, save_figure
+from fl_lightning.data.histogram import Histogram, heat_map
+from fl_lightning.flatness.plots import plot_density, plot_spectrum
+from fl_lightning.results.clients import plot_clients, with_values
 from fl_lightning.results.compare import compare, of_run
+from fl_lightning.results.curves import draw_curves, drawn, plot_tradeoff, read, write_curves
 from fl_lightning.results.names import title
+from fl_lightning.results.report.files import densities, partitions, read_group, spectra
+from fl_lightning.results.report.page import write_report
 from fl_lightning.results.report.tables import Runs
 from fl_lightning.results.table import Column, columns, write
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from fl_lightning.trainer.measurements import PROTOCOL
 
 SUMMARY = "Write a report of runs: one HTML page that opens offline, with its tables and figures beside it."
 
@@ -44,11 +46,6 @@ def run(
         out: A folder for report.html, the tables and the figures; or the page's own name, such as mine.html, with the
             folder mine/ beside it for the others.
     """
-    from fl_lightning.core import save_figure
-    from fl_lightning.results.curves import write_curves
-    from fl_lightning.results.report import read_group, write_report
-    from fl_lightning.trainer.measurements import PROTOCOL
-
     groups = compare(runs, target, last, metric, reference, mode)
     shown = columns(groups, None if reference is None else of_run(groups, reference))
     files = [(group, read_group(group)) for group in groups]
@@ -60,11 +57,10 @@ def run(
     write_curves({group.name: group.metrics for group in groups}, folder)
     for _, name, figure in (entry for of in figures.values() for entry in of):
         save_figure(figure, folder / name)
-    console = Console()
     for line in left_out(groups):
-        console.print(line, soft_wrap=True, highlight=False)
-    console.print(f"report: {page} ({page.stat().st_size / 1e6:.1f} MB)", soft_wrap=True, highlight=False)
-    console.print(f"tables and figures: {folder}", soft_wrap=True, highlight=False)
+        print(line)
+    print(f"report: {page} ({page.stat().st_size / 1e6:.1f} MB)")
+    print(f"tables and figures: {folder}")
 
 
 def draw(runs: Runs, shown: Sequence[Column]) -> dict[str, list[tuple[str, str, Figure]]]:
@@ -77,12 +73,6 @@ def draw(runs: Runs, shown: Sequence[Column]) -> dict[str, list[tuple[str, str, 
     Returns:
         The title, the name of the file and the figure of each, by section of the page.
     """
-    from fl_lightning.flatness.plots import plot_density, plot_spectrum
-    from fl_lightning.results.clients import plot_clients, with_values
-    from fl_lightning.results.curves import draw_curves, drawn, read
-    from fl_lightning.results.report.files import densities, partitions, spectra
-    from fl_lightning.results.tradeoff import plot_tradeoff
-
     groups, files = [group for group, _ in runs], [run for _, of in runs for run in of]
     metrics = read({group.name: group.metrics for group in groups})
     clients = {group.name: [run.clients for run in of if run.clients is not None] for group, of in runs}
@@ -115,8 +105,6 @@ def draw(runs: Runs, shown: Sequence[Column]) -> dict[str, list[tuple[str, str, 
 
 
 def _partition(found: Mapping[str, Any]) -> Figure:
-    from fl_lightning.data.histogram import Histogram, heat_map
-
     counts = np.array([[row.get(str(c), 0) for c in range(found["classes"])] for row in found["counts"]])
     return heat_map(
         Histogram(found.get("unit", "class"), found.get("names", [*map(str, range(counts.shape[1]))]), counts)

@@ -1,23 +1,81 @@
 """``fl-lightning reproduce``: the cells of a paper's table as runs, and our numbers beside the paper's."""
 
+import copy
 import shlex
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 
-from rich.console import Console
+from jsonargparse import Namespace
+from rich.table import Table
 
 from fl_lightning.commands.shared.arguments import seeds_of
 from fl_lightning.commands.shared.cli import FederatedCLI
-from fl_lightning.commands.shared.estimate import Planned, show
 from fl_lightning.commands.shared.new_files import make_folder
+from fl_lightning.commands.shared.output import show_table
+from fl_lightning.commands.shared.prediction import Measured, as_bytes, as_time, measure, row_bytes
 from fl_lightning.commands.shared.trials import build, check
 from fl_lightning.core import ensure
 from fl_lightning.sweeps import reproduction_table
 from fl_lightning.sweeps.fraction import scaled_rounds
-from fl_lightning.sweeps.reproduction import Task, line, mark, select, tasks
-from fl_lightning.sweeps.trials import outcome, run_trials
+from fl_lightning.sweeps.reproduction import Task, column, line, mark, select, tasks
+from fl_lightning.sweeps.trials import Trial, outcome, run_trials
+from fl_lightning.trainer.participation.samplers import UniformSampler
 
 SUMMARY = "Reproduce cells of a paper's table: make their runs, and print our numbers beside the paper's."
+
+STEPS = 2
+"""Local steps of a client in the rounds that are measured for the estimate."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A task with its runs.
+
+    Attributes:
+        task: The cells.
+        trials: The runs, one for each seed.
+        made: Trainer, model and data of the first of them.
+    """
+
+    task: Task
+    trials: list[Trial]
+    made: Namespace
+
+    def measure(self) -> Measured:
+        """Measures a few rounds of a few local steps; the data are loaded."""
+        trainer = copy.copy(self.made.trainer)
+        trainer.local_steps = STEPS
+        if self.task.recipe.command == "centralized":
+            trainer.sampler = UniformSampler(self.made.data.num_clients)
+        return measure(trainer, self.made.model, self.made.data)
+
+    def seconds(self, like: "Planned", measured: Measured) -> float:
+        """Estimates the seconds of a run.
+
+        Args:
+            like: The task that was measured, which has the same data set and network.
+            measured: Its measurement.
+        """
+        trainer, model, m = self.made.trainer, self.made.model, self.made.data.num_clients
+        central = self.task.recipe.command == "centralized"
+        cohort = m if central else len(trainer.sampler(0, m, trainer.seed))
+        # the samples are the same, only divided otherwise
+        data, fixed = like.made.data, trainer.local_steps
+        steps = fixed or fmean(
+            data.batches_per_client(k, trainer.local_epochs, None) * data.num_clients / m
+            for k in range(data.num_clients)
+        )
+        one, other = (x.phases * sum(x.passes) for x in (model, like.made.model))
+        parts = measured.parts(trainer, [[1] * cohort], passes=steps * one / other)
+        return sum(times * each for times, each in parts.values())
+
+    @property
+    def rows(self) -> int:
+        """Bytes of the clients' state in memory, at most."""
+        model, room = self.made.model, self.made.trainer.client_memory * 2**30
+        return int(min(room, row_bytes(model, model.flat.vector(model.net)) * self.made.data.num_clients))
 
 
 def run(
@@ -50,10 +108,9 @@ def run(
         dry_run: Show the runs and what they take, and make none.
         out: Folder of the runs and of table.csv, table.tex and table.md; null: one in runs/reproduce.
     """
-    console = Console()
     asked, reasons = tasks(select(paper, table, _names(rows), _names(columns)))
     for reason in reasons:
-        console.print(f"not reproduced: {reason}", soft_wrap=True, highlight=False, markup=False)
+        print(f"not reproduced: {reason}")
     ensure(bool(asked), f"table = {table}: none of these cells can be reproduced; see docs/experiments.md")
     share = "" if rounds == 1 else f"_{rounds:g}"
     folder = Path(out or f"runs/reproduce/{paper}_{table.replace('/', '_')}{share}")
@@ -63,7 +120,7 @@ def run(
         for trial in trials:
             print(shlex.join(["fl-lightning", trial.command, *trial.args]))
     if todo := [each for each in planned if None in [outcome(trial, folder) for trial in each.trials]]:
-        show(todo, jobs, console)
+        _show_estimate(todo, jobs)
     if dry_run:
         return
     make_folder(folder)
@@ -73,16 +130,41 @@ def run(
         outcomes[found.trial.name] = found
         if found.folder is not None:
             mark(found.folder, of[found.trial.name], rounds)
-        text = f"{len(outcomes)} of {len(trials)}: {found.trial.name}: {found.error or 'finished'}"
-        console.print(text, soft_wrap=True, highlight=False, markup=False)
+        print(f"{len(outcomes)} of {len(trials)}: {found.trial.name}: {found.error or 'finished'}")
     lines = [
         line(cell, [outcomes[trial.name] for trial in each.trials], rounds)
         for each in planned
         for cell in each.task.cells
     ]
     reproduction_table.write(lines, rounds, folder)
-    console.print(reproduction_table.table(lines, rounds))
-    console.print(f"results: {folder}", soft_wrap=True, highlight=False)
+    show_table(reproduction_table.table(lines, rounds))
+    print(f"results: {folder}")
+
+
+def _show_estimate(planned: Sequence[Planned], jobs: int) -> None:
+    """Prints what the runs take on this machine.
+
+    Args:
+        planned: The runs.
+        jobs: How many of them run at the same time.
+    """
+    measured: dict[tuple[str, str], tuple[Planned, Measured]] = {}
+    shown = Table("row", "column", "runs", "rounds", "each", "together", title="estimate for this machine")
+    seconds, memory = list[float](), 0
+    for each in planned:
+        cell = each.task.cells[0]
+        if (kind := (cell.dataset, cell.model)) not in measured:
+            print(f"measuring a few rounds: {', '.join(kind)}")
+            measured[kind] = each, each.measure()
+        one, runs = each.seconds(*measured[kind]), len(each.trials)
+        seconds += [one] * runs
+        memory = max(memory, measured[kind][1].memory + each.rows)
+        rounds = f"{each.made.trainer.max_rounds:,}"
+        shown.add_row(cell.algorithm, column(cell), str(runs), rounds, as_time(one), as_time(one * runs))
+    show_table(shown)
+    together, at_once = max(max(seconds), sum(seconds) / jobs), min(jobs, len(seconds))
+    text = f"{len(seconds)} runs, about {as_time(together)} with --jobs {jobs}"
+    print(f"{text}; about {as_bytes(memory * at_once)} of memory")
 
 
 def _plan(found: Sequence[Task], fraction: float, seeds: Sequence[int], more: Sequence[str]) -> list[Planned]:

@@ -42,9 +42,7 @@ def run(file: str, /, jobs: int = 1, seeds: str = "0", seed: int = 0, out: str =
     controller = Controller(sweep, Path(out) / sweep.name, listed, seed)
 
     console = Console(width=None if sys.stdout.isatty() else 160)
-    console.print(
-        f"sweep {sweep.name}: {controller.search.about}; folder: {controller.folder}", soft_wrap=True, highlight=False
-    )
+    print(f"sweep {sweep.name}: {controller.search.about}; folder: {controller.folder}")
     live = Live(get_renderable=lambda: _table(controller, SHOWN), console=console, refresh_per_second=1, transient=True)
     with live if console.is_terminal else nullcontext():
         for found in controller.run(trials.build, jobs, trials.check):
@@ -59,9 +57,9 @@ def run(file: str, /, jobs: int = 1, seeds: str = "0", seed: int = 0, out: str =
         settings, of_one, value = best
         named = ", ".join(f"{key} = {chosen}" for key, chosen in settings.items())
         mean = f"mean of {len(of_one)} seeds " if len(of_one) > 1 else ""
-        console.print(f"best: {named}; {controller.objective.name} {mean}{value:.4g}", highlight=False, soft_wrap=True)
-        console.print(f"its config: {controller.folder / 'best.yaml'}", highlight=False, soft_wrap=True)
-    console.print(f"results: {controller.folder / 'sweep.csv'}", highlight=False, soft_wrap=True)
+        print(f"best: {named}; {controller.objective.name} {mean}{value:.4g}")
+        print(f"its config: {controller.folder / 'best.yaml'}")
+    print(f"results: {controller.folder / 'sweep.csv'}")
     ended = list(controller.outcomes.values())
     trials.complain(ended)
     for o in ended[:1] if best is None else ():

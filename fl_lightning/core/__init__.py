@@ -1,6 +1,5 @@
 """What every package uses: flat vectors, named state, contexts, random streams, errors."""
 
-from fl_lightning.core.draws import Draws
 from fl_lightning.core.errors import DivergenceError, UserError, ensure, require
 from fl_lightning.core.figures import (
     COLORMAP,
@@ -11,15 +10,18 @@ from fl_lightning.core.figures import (
     PAGE,
     SPAN,
     STYLE,
+    Axes,
+    Figure,
     line_style,
     log_levels,
+    new_figure,
     place_legend,
     save_figure,
     scale_axis,
     style,
     wrapped,
 )
-from fl_lightning.core.files import write_atomically, writing
+from fl_lightning.core.files import parse_json, read_json, write_atomically, writing
 from fl_lightning.core.flat import EPS, FlatNet, FlatSpec, accumulator_dtype, is_finite, norm, to_device, to_radius
 from fl_lightning.core.forward import Autocast, eval_mode, forward_at, unchanged, variance_needed
 from fl_lightning.core.losses import enlarged, kl_to_teacher, not_true
@@ -40,4 +42,4 @@ from fl_lightning.core.options import (
     fits,
 )
 from fl_lightning.core.rng import generator, global_generator, numpy_generator, seeded
-from fl_lightning.core.state import ClientContext, Init, RoundContext, State, Upload, Uploads, Weighting
+from fl_lightning.core.state import ClientContext, Draws, Init, RoundContext, State, Upload, Uploads, Weighting

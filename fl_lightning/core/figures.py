@@ -4,17 +4,19 @@ Figures are as wide as one or two columns of a paper, no text is below 7 pt at t
 difference between lines.
 """
 
-from __future__ import annotations
-
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes as Axes
     from matplotlib.axis import Axis
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure as Figure
+else:
+    Axes = Axis = Figure = Any  # the import of matplotlib takes long; the first figure needs it
 
 COLUMN, PAGE = 3.25, 6.75
 """Width of one column and of two, in inches."""
@@ -54,6 +56,15 @@ def style() -> Any:
     import matplotlib
 
     return matplotlib.rc_context(STYLE)
+
+
+@contextmanager
+def new_figure(width: float, height: float) -> Iterator[Figure]:
+    """Makes a figure, which is drawn in the context of `style`; sizes are in inches."""
+    import matplotlib.figure
+
+    with style():
+        yield matplotlib.figure.Figure(figsize=(width, height), layout="constrained")
 
 
 def log_levels(low: float, high: float) -> list[float]:

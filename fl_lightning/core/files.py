@@ -1,6 +1,7 @@
 """Files that are written completely or not at all, with a checksum of every byte on request."""
 
 import errno
+import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -17,7 +18,7 @@ MARK = b"fl_lightning"
 UNMARKED, WRONG = "no checksum at its end", "its checksum is wrong"
 CHUNK = 2**20
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
-"""Errors that are those of a disk, whichever file they concern."""
+"""Numbers of the errors of a full or failing disk, which may name any file."""
 
 
 @contextmanager
@@ -112,6 +113,23 @@ def load(path: Path) -> Any:
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         raise ValueError(f"not readable: {type(error).__name__}") from None
+
+
+def read_json(path: Path) -> Any:
+    """Returns the content of a JSON file; an empty dict if there is no such file.
+
+    Raises:
+        UserError: If it is not readable.
+    """
+    return parse_json(path.read_text(encoding="utf-8"), path) if path.is_file() else {}
+
+
+def parse_json(text: str, path: Path) -> Any:
+    """Returns the content of a JSON text from a file; errors as for `read_json`."""
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise UserError(f"{path}: not readable ({error}); restore or remove it") from None
 
 
 def fault(path: Path) -> str | None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning.core.errors import ensure
-from fl_lightning.core.forward import train_mode
+from fl_lightning.core.forward import modes_kept
 
 FILE = "frozen.pt"
 """File with the constants of a run's net, next to its checkpoints, once for all of them."""
@@ -24,7 +24,9 @@ def moving_buffers(net: nn.Module) -> list[str]:
     names = [name for name, _ in net.named_buffers()]
     if all(p.requires_grad for p in net.parameters()):
         return names
-    with train_mode(net):
+    with modes_kept(net):
+        if not net.training:  # in a net in train mode, modules in eval mode stay there
+            net.train()
         return [name for name in names if _moves(net.get_submodule(name.rpartition(".")[0]))]
 
 

@@ -37,7 +37,7 @@ def not_true(logits: Tensor, target: Tensor) -> Tensor:
 
 
 class PixelCrossEntropy(Checked, nn.Module, key="model.loss"):
-    """Cross-entropy for segmentation: of each image the mean over its pixels.
+    """Cross-entropy for segmentation: the mean over the pixels of each image.
 
     If the net returns a tuple (in training), the losses of all outputs are added. Outputs smaller than the label map
     are enlarged to it (bilinear).

@@ -74,8 +74,8 @@ class Checked:
     """Base of the classes that a config names: each constructor checks its arguments against their annotations.
 
     A float is finite, an int is no bool and no float, a `Literal` is one of its values, an `Interval` holds the number,
-    and anything else is an instance of its class. Ints pass for floats, numbers of NumPy for both, paths for text. Of
-    constructors outside this package only options with a `Literal` or an `Interval` are checked: a plain float may be
+    and anything else is an instance of its class. Ints pass for floats, numbers of NumPy for both, paths for text. In
+    constructors outside this package, only options with a `Literal` or an `Interval` are checked: a plain float may be
     infinite there, and a class may be one of an earlier cell of a notebook.
 
     Attributes:

@@ -43,7 +43,8 @@ def numpy_generator(seed: int, purpose: str, *keys: int) -> np.random.Generator:
 def global_generator(device: torch.device) -> Any:
     """Returns torch's global generator of a device, from which a net draws by itself.
 
-    That of Apple's MPS, which torch does not give out, has only ``get_state``, ``set_state`` and ``manual_seed``.
+    torch does not give out the one of Apple's MPS; what stands for it has only ``get_state``, ``set_state`` and
+    ``manual_seed``.
     """
     if device.type == "mps":
         return SimpleNamespace(
@@ -58,7 +59,8 @@ def global_generator(device: torch.device) -> Any:
 def seeded(device: torch.device, seed: int, purpose: str, *keys: int) -> Iterator[None]:
     """Puts torch's global generator of a device into the state of :func:`generator`, and restores it on exit.
 
-    It is for what a network draws itself, such as dropout. ``torch.manual_seed`` would do, but takes 0.7 ms.
+    It serves random numbers that a network draws itself, such as those of dropout. ``torch.manual_seed`` would do, but
+    takes 0.7 ms.
     """
     state = int(_sequence(seed, purpose, keys).generate_state(1, np.uint64)[0])
     mine = global_generator(device)

@@ -1,4 +1,4 @@
-"""The arguments of an algorithm's hooks: named vectors, the context of a round, and averages of the uploads."""
+"""The arguments of an algorithm's hooks: named vectors, random numbers, contexts, and averages of the uploads."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from fl_lightning.core.draws import Draws
 from fl_lightning.core.errors import UserError
 from fl_lightning.core.flat import FlatSpec, is_finite, to_device
+from fl_lightning.core.rng import generator
 
 Weighting: TypeAlias = Literal["samples", "uniform"]
 
@@ -64,7 +64,7 @@ class State(Mapping[str, Tensor]):
         return State({name: getattr(self, name) for name in names})
 
     def finite(self) -> Tensor:
-        """Returns whether every value is finite, a scalar: a GPU need not be waited for before it is asked."""
+        """Returns whether every value is finite, as a tensor: the host waits for a GPU only when it reads it."""
         each = [is_finite(v) for v in self._values.values()]
         return torch.stack(each).all() if each else torch.tensor(True)
 
@@ -99,6 +99,45 @@ class State(Mapping[str, Tensor]):
         return cls({name: value(name, init) for name, init in inits.items()})
 
 
+class Draws:
+    """Random numbers of one client's hooks, or of several clients' at once.
+
+    Each client has a stream of its own for each moment of its local training: before the first step, in each step, and
+    after the last. So what a hook draws does not depend on the engine, the number of processes or an interruption.
+
+    Args:
+        keys: Seed, round, phase and id of each client.
+        device: Device of the numbers; they are drawn on the CPU.
+        together: Whether a draw returns a row for each client, ``(clients, k)``; otherwise ``(k,)``.
+        refused: Why nothing can be drawn now, as an error message.
+    """
+
+    START, END, STEPS = 0, 1, 2
+
+    def __init__(
+        self, keys: Sequence[tuple[int, ...]], device: torch.device, together: bool, refused: str = ""
+    ) -> None:
+        self.keys, self.device, self.together, self.refused = keys, device, together, refused
+        self._moment, self._generators = self.START, list[torch.Generator]()
+
+    def move_to(self, moment: int) -> None:
+        """Goes to a moment: START, END, or STEPS plus the number of the step, from 0."""
+        self._moment, self._generators = moment, []
+
+    def next_step(self) -> None:
+        """Goes to the next step; from START to the first."""
+        self.move_to(max(self._moment + 1, self.STEPS))
+
+    def __call__(self, function: Callable[[torch.Generator], Tensor]) -> Tensor:
+        """Returns what a function draws from the stream of each client; see `ClientContext.draw`."""
+        if self.refused:
+            raise UserError(self.refused)
+        if not self._generators:
+            self._generators = [generator(seed, "hooks", *key, self._moment) for seed, *key in self.keys]
+        drawn = [function(each) for each in self._generators]
+        return (torch.stack(drawn) if self.together else drawn[0]).to(self.device)
+
+
 @dataclass(frozen=True)
 class RoundContext:
     """The context of a round.
@@ -125,7 +164,7 @@ class ClientContext(RoundContext):
     Attributes:
         lr: Learning rate of this round's local steps.
         K: Number of local steps.
-        K_missed: Number of further steps that a client was asked for and has no time for: it is late.
+        K_missed: Number of further steps that were asked of a client that is late; it has no time for them.
         k_lr: Sum of the learning rates of the K steps.
         n_k: Number of samples.
         n_mean: Mean number of samples of all M clients.
@@ -172,7 +211,7 @@ class ClientContext(RoundContext):
 
 
 class Uploads:
-    """Averages of a cohort's uploads, the only thing of them that the server sees; also of ``k_lr`` of the contexts.
+    """Averages of a cohort's uploads, which are all that the server sees of them, and of ``k_lr`` of the contexts.
 
     Args:
         names: Uploaded names.

@@ -100,7 +100,7 @@ def initialize(net: nn.Module, source: str | Mapping[str, Any]) -> None:
 
 
 def named(source: str | Mapping[str, Any], key: str, names: Collection[str]) -> dict[str, Tensor]:
-    """Returns a state_dict, or that of a file, by the names of a net; of a checkpoint or objective without "net.".
+    """Returns the entries of a state_dict, or of one in a file, by the names of a net: a prefix "net." is removed.
 
     Args:
         source: A file or state_dict, as for `initialize`.

@@ -1,18 +1,13 @@
 """Counts of each client's samples by class, as a table and as a heat map."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_lightning.core import COLUMN, PAGE, style
+from fl_lightning.core import COLUMN, PAGE, Figure, new_figure
 from fl_lightning.data.module import FederatedDataModule
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 LABELLED = 20
 """Largest number of groups at which each has a tick."""
@@ -80,14 +75,12 @@ def heat_map(found: Histogram) -> Figure:
     """
     from matplotlib import colormaps
     from matplotlib.colors import ListedColormap
-    from matplotlib.figure import Figure
 
     clients, classes = found.counts.shape
     shades = ListedColormap(colormaps["Blues"](np.linspace(0.15, 1, 256)))  # a single sample differs from none
     width = COLUMN if clients <= 60 else PAGE
     height = float(np.clip(0.13 * classes, 1.0, 3.5)) + 0.6
-    with style():
-        figure = Figure(figsize=(width, height), layout="constrained")
+    with new_figure(width, height) as figure:
         axes: Any = figure.add_subplot(xlabel="client", ylabel=found.unit)
         axes.locator_params(nbins=10, integer=True, steps=[1, 2, 5, 10])
         if classes <= LABELLED:

@@ -1,28 +1,31 @@
 """Per-client performance: the evaluation of each client, its statistics over clients, and its figure."""
 
-from __future__ import annotations
-
-import csv
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from fl_lightning.core import COLUMN, MARKERS, PAGE, UserError, line_style, place_legend, scale_axis, style
-from fl_lightning.results.metrics import read_rows
+from fl_lightning.core import (
+    COLUMN,
+    MARKERS,
+    PAGE,
+    Axes,
+    Figure,
+    ensure,
+    line_style,
+    new_figure,
+    place_legend,
+    scale_axis,
+)
+from fl_lightning.results.metrics import read_numbers
 from fl_lightning.results.names import Mode, label, mode_of, read_directions
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 FILE = "client_evaluation.csv"
 """In the run folder: a row for each measured round and client."""
 GLOBAL, LOCAL = "server/clients", "client/test"
-"""Where metrics of the global model on the clients' test data are logged, and where those of the local models."""
+"""Sections of metrics.csv with the performance of the global model on the clients' test data, and of local models."""
 SHARES = np.linspace(0, 1, 201)
 """Shares of the clients at which sorted values are averaged over seeds."""
 BINS = 8
@@ -40,8 +43,8 @@ class ClientTable:
         metric: Name of the data's metric, such as acc.
         mode: Whether large or small values of the metric are good.
         samples: Training samples of each client, ``(n,)``.
-        columns: By name (``acc``, ``loss``, ``local_acc``, ``local_loss``) a value of each client, ``(n,)``; NaN where
-            there is none.
+        columns: A value of each client, ``(n,)``, by name (``acc``, ``loss``, ``local_acc``, ``local_loss``); NaN for
+            a client without one.
     """
 
     round: int
@@ -125,22 +128,17 @@ def read_clients(folder: Path) -> ClientTable | None:
     path = folder / FILE
     if not path.is_file():
         return None
-    try:
-        head, *rows = read_rows(path) or [[]]
-        first, names = head[:3], head[3:]
-        if first != ["round", "client", "samples"] or not names:
-            raise ValueError("the columns do not begin with round, client, samples")
-        last = max(int(row[0]) for row in rows)
-        clients: dict[int, dict[str, float]] = {}
-        for row in rows:
-            if int(row[0]) == last:
-                cells = zip(head[2:], row[2:], strict=True)
-                clients.setdefault(int(row[1]), {}).update({name: float(cell) for name, cell in cells if cell})
-    except (ValueError, csv.Error) as error:
-        raise UserError(f"{path}: not a table of clients ({error}); restore the file, or remove it") from None
+    head, rows = read_numbers(path, "clients", "round", "client", "samples")
+    names = [name for name in head if name not in ("round", "client", "samples")]
+    ensure(bool(rows and names), f"{path}: not a table of clients (without values); restore the file, or remove it")
+    last = max(row["round"] for row in rows)
+    clients: dict[float, dict[str, float]] = {}
+    for row in rows:
+        if row["round"] == last:
+            clients.setdefault(row["client"], {}).update(row)
     columns = {name: np.array([clients[k].get(name, np.nan) for k in sorted(clients)]) for name in ("samples", *names)}
     mode = mode_of(f"{GLOBAL}/{names[0]}", None, read_directions(folder))
-    return ClientTable(last, names[0], mode, columns.pop("samples"), columns)
+    return ClientTable(int(last), names[0], mode, columns.pop("samples"), columns)
 
 
 def with_values(tables: Sequence[ClientTable], column: str) -> list[ClientTable]:
@@ -158,12 +156,9 @@ def plot_clients(groups: Mapping[str, Sequence[ClientTable]], column: str = "") 
         groups: The last evaluations of one or more runs with different seeds, by label; a label may have none.
         column: The value; by default the metric of the global model.
     """
-    from matplotlib.figure import Figure
-
     first = next(table for tables in groups.values() for table in tables)
     sizes = len({size for tables in groups.values() for table in tables for size in table.samples.tolist()}) > 1
-    with style():
-        figure = Figure(figsize=(PAGE if sizes else COLUMN, 2.5), layout="constrained")
+    with new_figure(PAGE if sizes else COLUMN, 2.5) as figure:
         ordered = figure.add_subplot(1, 1 + sizes, 1, xlabel="% of clients, worst first (shaded: worst 10 %)")
         ordered.set_ylabel(f"{label(f'server/test/{first.metric}')} of a client")
         ordered.axvspan(0, 10, color="0.9", zorder=0)

@@ -1,21 +1,22 @@
-"""Comparison of runs: those of one config with different seeds are a group."""
+"""Comparison of runs: they are found below folders, and those of one config with different seeds are a group."""
 
 import math
+import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from statistics import fmean
 
 from fl_lightning.core import UserError, ensure
 from fl_lightning.results.configs import config_files, read_config, run_key
 from fl_lightning.results.metrics import FILE
-from fl_lightning.results.names import Mode, is_of_clients
-from fl_lightning.results.search import find_runs
+from fl_lightning.results.names import Mode
 from fl_lightning.results.summary import Summary, summarise
 
 Seeds = tuple[int, int] | None
-"""The seeds of a run, (trainer.seed, data.seed); None of a run without ``config.yaml``."""
+"""The seeds of a run, (trainer.seed, data.seed); None for a run without ``config.yaml``."""
 
 
 @dataclass(frozen=True)
@@ -56,10 +57,8 @@ class Group:
     def _found(self, name: str) -> list[float]:
         if name.startswith("flatness/"):
             found = [run.flatness.get(name.removeprefix("flatness/")) for run in self.runs]
-        elif is_of_clients(name):
-            found = [run.clients.get(name) for run in self.runs]
         else:
-            found = [getattr(run, name) for run in self.runs]
+            found = [{**vars(run), **run.clients}.get(name) for run in self.runs]
         return [value for value in found if value is not None]
 
 
@@ -88,33 +87,56 @@ def compare(
             reference has a finite value.
     """
     named = {Path(run).resolve() for run in runs}
-    members: dict[str, list[tuple[Seeds, Path]]] = {}
+    members: dict[str, dict[Seeds, Path]] = {}
     left_out: dict[str, list[Path]] = {}
     for folder in find_runs(runs):
         key, seed = _identity(folder)
         metric = metric or summarise(folder, last, mode=mode).metric  # the same of all
-        group = members.setdefault(key, [])
-        twin = next((other for other in group if other[0] == seed), None)
-        if twin is not None:
-            clash = f"runs = {folder}: the same config and seed as {twin[1]}; leave one of them out"
-            ensure(not {folder, twin[1]} <= named, clash)
-            replaced = (seed, folder) if twin[1] in named else twin
-            left_out.setdefault(key, []).append(replaced[1])
-            if replaced is not twin:
+        group = members.setdefault(key, {})
+        if twin := group.get(seed):
+            clash = f"runs = {folder}: the same config and seed as {twin}; leave one of them out"
+            ensure(not {folder, twin} <= named, clash)
+            left_out.setdefault(key, []).append(folder if twin in named else twin)
+            if twin in named:
                 continue
-            group.remove(twin)
-        group.append((seed, folder))
-    names = _names([group[0][1] for group in members.values()])
+            del group[seed]  # the later one comes last
+        group[seed] = folder
+    names = _names([next(iter(group.values())) for group in members.values()])
     groups = []
     for name, (key, group) in zip(names, members.items(), strict=True):
-        seeds, folders = map(list, zip(*group, strict=True))
-        found = [summarise(folder, last, target, metric, mode) for folder in folders]
-        groups.append(Group(name, folders, seeds, found, left_out.get(key, [])))
+        found = [summarise(folder, last, target, metric, mode) for folder in group.values()]
+        groups.append(Group(name, [*group.values()], [*group], found, left_out.get(key, [])))
     if reference is not None and target is None:
         reached = of_run(groups, reference).values("mean")
         ensure(bool(reached), f"reference = {reference}: its {metric} is not finite; give a target")
         return compare(runs, fmean(reached), last, metric, mode=mode)
     return groups
+
+
+def find_runs(folders: Sequence[str | Path]) -> list[Path]:
+    """Returns the run folders among and below the given ones, each once.
+
+    A run is a folder with a ``metrics.csv`` of at least one round; nothing is searched below it.
+
+    Args:
+        folders: Run folders, or folders above them.
+
+    Returns:
+        Absolute paths; those below one folder in the order of their names, numbers by value.
+
+    Raises:
+        UserError: If a folder does not exist, or holds no run.
+    """
+    found: dict[Path, None] = {}
+    for given in folders:
+        path = Path(given).resolve()
+        ensure(path.is_dir(), f"runs = {given}: no such folder; give the folders of runs, or a folder above them")
+        below = sorted(
+            _below(path), key=lambda folder: [_number(part) for part in re.split(r"(\d+(?:\.\d+)?)", str(folder))]
+        )
+        ensure(bool(below), f"runs = {given}: no run there, that is no {FILE} with a round; give another folder")
+        found |= dict.fromkeys(below)
+    return list(found)
 
 
 def of_run(groups: Iterable[Group], run: str | Path) -> Group:
@@ -139,7 +161,7 @@ def _identity(folder: Path) -> tuple[str, Seeds]:
     try:
         config = read_config(list(config_files(folder).values())[-1])
         return run_key(folder), (config["trainer"]["seed"], config["data"]["init_args"]["seed"])
-    except (IndexError, AttributeError, KeyError, TypeError) as error:
+    except (AttributeError, KeyError, TypeError) as error:
         what = f"{type(error).__name__}: {error}"
         raise UserError(f"{path}: not a run's config ({what:.120}); restore the file, or leave its run out") from None
 
@@ -155,3 +177,16 @@ def _names(folders: Sequence[Path]) -> list[str]:
         ends = ["/".join(parts[-n:]) for n in range(2 if parts[-1].startswith("version_") else 1, len(parts))]
         names.append(next((e for e in ends if sum(f"/{p}".endswith(f"/{e}") for p in paths) == 1), path))
     return names
+
+
+def _below(root: Path) -> Iterator[Path]:
+    for folder, names, files in os.walk(root):
+        if FILE in files:
+            names.clear()
+            with (Path(folder) / FILE).open("rb") as file:
+                if len(list(islice(file, 2))) == 2:
+                    yield Path(folder)
+
+
+def _number(part: str) -> float | str:
+    return float(part) if part[:1].isdigit() else part

@@ -62,8 +62,8 @@ def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
 def differences(saved: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
     """Returns the settings in which two resolved configs differ, as ``key = saved value (here: value)``.
 
-    Keys are written as on the command line, without init_args. Of parts of different classes only these are named.
-    Settings that only one config has, and those of the trainer that change no result, do not count.
+    Keys are written as on the command line, without init_args. Where a part has different classes, only these are
+    named. Settings that only one config has, and those of the trainer that change no result, do not count.
 
     Args:
         saved: A run's config.
@@ -83,8 +83,8 @@ def is_execution(key: str) -> bool:
 def flatten(config: Mapping[str, Any]) -> dict[str, str]:
     """Returns the settings of a config as text, by key as on the command line, without init_args.
 
-    A part of a class is its name under the key of the part, and its settings below. A list is its entries under its
-    key, and below the settings of those that are parts, by their places.
+    For a part with a class, the name of the class stands under the key of the part, and its settings stand below it.
+    For a list, its entries stand under its key, and the settings of entries with a class stand below it, by place.
     """
     found: dict[str, str] = {}
     for key, value in config.items():
@@ -121,12 +121,13 @@ def run_key(folder: Path) -> str:
 
     Settings that only extend a run do not count there.
 
+    Args:
+        folder: The run folder, with a config.
+
     Raises:
-        UserError: If a config is missing or not readable.
+        UserError: If a config is not readable.
     """
     configs = {round: read_config(path) for round, path in config_files(folder).items()}
-    if not configs:
-        raise UserError(f"{folder}: no config.yaml")
     keys = {round: group_key(config, LENGTH) for round, config in configs.items()}
     if len(set(keys.values())) == 1:
         return group_key(list(configs.values())[-1])

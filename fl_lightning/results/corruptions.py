@@ -1,18 +1,13 @@
 """Accuracy by corruption and severity: table, means and figure."""
 
-from __future__ import annotations
-
 import csv
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from fl_lightning.core import COLORS, COLUMN, DASHES, PAGE, style
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from fl_lightning.core import COLORS, COLUMN, DASHES, PAGE, Figure, new_figure
 
 CLEAN = "clean"
 HATCHES = ("", "////", "....", "xxxx", "\\\\\\\\", "++++", "oooo")
@@ -56,14 +51,11 @@ def plot_corruptions(runs: Mapping[str, Sequence[Accuracy] | Path]) -> Figure:
     Args:
         runs: Rows, or the file that contains them, of each run by its label.
     """
-    from matplotlib.figure import Figure
-
     tables = {label: read(rows) if isinstance(rows, Path) else rows for label, rows in runs.items()}
     corrupted = [row for rows in tables.values() for row in rows if row.severity]
     names, highest = list(dict.fromkeys(row.corruption for row in corrupted)), max(row.severity for row in corrupted)
     width = 0.8 / len(tables)
-    with style():
-        figure = Figure(figsize=(COLUMN if len(names) * len(tables) <= 8 else PAGE, 4.2), layout="constrained")
+    with new_figure(COLUMN if len(names) * len(tables) <= 8 else PAGE, 4.2) as figure:
         for place, (title, least) in enumerate(((f"severity {highest}", highest), ("mean over severities", 1))):
             axes = figure.add_subplot(2, 1, place + 1, title=title, ylabel="test accuracy (%)", ylim=(0, 100))
             for i, (label, rows) in enumerate(tables.items()):

@@ -1,25 +1,46 @@
-"""Curves of runs by round: accuracy, loss and flatness, as mean and band over seeds."""
-
-from __future__ import annotations
+"""Figures of compared runs: metrics by round, as mean and band over seeds, and flatness against accuracy."""
 
 import math
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
-from fl_lightning.core import COLUMN, PAGE, line_style, place_legend, require, save_figure, scale_axis, style
-from fl_lightning.results.metrics import Band, Columns, Pairs, average, band, read_metrics, write_table
+from fl_lightning.core import (
+    COLUMN,
+    MARKERS,
+    PAGE,
+    Axes,
+    Figure,
+    line_style,
+    new_figure,
+    place_legend,
+    require,
+    save_figure,
+    scale_axis,
+)
+from fl_lightning.results.compare import Group
+from fl_lightning.results.metrics import Columns, Pairs, average, deviation, read_metrics, write_table
 from fl_lightning.results.names import MAIN, is_flatness, is_result, label
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
 POINTS = 100
-"""Parts of a run; the mean of each is drawn."""
+"""Number of parts of a long run; the mean over each part is drawn."""
 Runs = Path | Sequence[Path]
+
+
+class Band(NamedTuple):
+    """A metric over the runs of a group, at the rounds in which all of them measured it.
+
+    Attributes:
+        rounds: The rounds, ascending; mean rounds where parts of a run were averaged.
+        mean: Mean over the runs.
+        sd: Sample standard deviation over the runs; 0 of a single one.
+    """
+
+    rounds: list[float]
+    mean: list[float]
+    sd: list[float]
 
 
 def read(runs: Mapping[str, Runs]) -> dict[str, list[Columns]]:
@@ -35,7 +56,7 @@ def read(runs: Mapping[str, Runs]) -> dict[str, list[Columns]]:
 def curve(runs: Sequence[Columns], name: str) -> Band | None:
     """Returns mean and deviation of a metric over the runs of a group, in the rounds that all of them have.
 
-    Of a long run, the means over hundredths of its rounds are taken first.
+    For a long run, the means over hundredths of its rounds are taken first.
 
     Args:
         runs: The metrics of each run; those without this one are left out.
@@ -46,7 +67,11 @@ def curve(runs: Sequence[Columns], name: str) -> Band | None:
     """
     having = [dict(run[name]) for run in runs if run.get(name)]
     common = sorted(set(having[0]).intersection(*having[1:])) if having else []
-    return band([_means([(at, run[at]) for at in common]) for run in having]) if common else None
+    if not common:
+        return None
+    means = [_means([(at, run[at]) for at in common]) for run in having]
+    by_round = [[value for _, value in points] for points in zip(*means, strict=True)]
+    return Band([at for at, _ in means[0]], [average(of) for of in by_round], [deviation(of) or 0.0 for of in by_round])
 
 
 def _means(values: Pairs) -> list[tuple[float, float]]:
@@ -79,8 +104,8 @@ def write_curves(runs: Mapping[str, Runs], out: Path) -> None:
 def plot_curves(runs: Mapping[str, Runs], names: Sequence[str] | None = None) -> Figure:
     """Draws metrics of one or more groups of runs by round, one colour a group: as wide as a page, one as a column.
 
-    The band is the mean ± the standard deviation over the seeds. Of a long run the means over hundredths of its rounds
-    are drawn, of a single one with a thin line through the single values.
+    The band is the mean ± the standard deviation over the seeds. For a long run, the means over hundredths of its
+    rounds are drawn; if it is the only one of its group, a thin line joins its single values.
 
     Args:
         runs: ``metrics.csv`` of a run, or of several with different seeds, by label.
@@ -96,19 +121,16 @@ def plot_curves(runs: Mapping[str, Runs], names: Sequence[str] | None = None) ->
 
 
 def draw_curves(groups: Mapping[str, Sequence[Columns]], names: Sequence[str] | None = None) -> Figure:
-    """Draws what `plot_curves` does.
+    """Draws metrics that are read already, as `plot_curves` does.
 
     Args:
         groups: The metrics of each run, by group; see `read`.
         names: The metrics; None: those of `MAIN` that were measured.
     """
-    from matplotlib.figure import Figure
-
     names = [name for name in drawn(groups) if name in MAIN] if names is None else names
     wide = 2 if len(names) > 1 else 1
     rows = max(-(-len(names) // wide), 1)
-    with style():
-        figure = Figure(figsize=(PAGE if wide > 1 else COLUMN, 1.9 * rows + 0.4), layout="constrained")
+    with new_figure(PAGE if wide > 1 else COLUMN, 1.9 * rows + 0.4) as figure:
         for i, name in enumerate(names):
             axes = figure.add_subplot(rows, wide, i + 1, ylabel=label(name))
             _panel(axes, name, groups)
@@ -137,3 +159,26 @@ def _panel(axes: Axes, name: str, groups: Mapping[str, Sequence[Columns]]) -> No
     axes.grid(alpha=0.3)
     if is_flatness(name):
         scale_axis(axes.yaxis, ends)  # a band that reaches 0 has no place on a logarithmic axis
+
+
+def plot_tradeoff(groups: Sequence[Group], measure: str) -> Figure:
+    """Draws a point for each run: the headline of its metric against that of a measure of its flatness.
+
+    Args:
+        groups: The runs.
+        measure: The measure, such as ``lambda_max``.
+    """
+    metric = groups[0].runs[0].metric
+    with new_figure(COLUMN, 2.5) as figure:
+        name = f"flatness/{measure}"
+        axes = figure.add_subplot(xlabel=f"{label(name)} (smaller is flatter)", ylabel=label(metric))
+        for i, group in enumerate(groups):
+            runs = [run for run in group.runs if measure in run.flatness]
+            x, y = [run.flatness[measure] for run in runs], [run.mean for run in runs]
+            if not runs:
+                continue
+            look = {**line_style(i), "linestyle": "none", "marker": MARKERS[i % len(MARKERS)], "gid": f"run-{i}"}
+            axes.plot(x, y, label=group.name, clip_on=False, **look)
+        axes.grid(alpha=0.3)
+        place_legend(figure)
+    return figure

@@ -1,9 +1,8 @@
 """The headline of a run: the number of a metric that summary, W&B, compare, report, reproduce and sweep show."""
 
-import json
 from pathlib import Path
 
-from fl_lightning.core import ensure, require
+from fl_lightning.core import read_json
 from fl_lightning.results.configs import config_files, read_config
 from fl_lightning.results.metrics import Pairs, average, read_run, rounds_done
 
@@ -32,14 +31,13 @@ def eval_last_of(folder: Path) -> int:
     """Returns ``trainer.eval_last`` of a run from its config; of a run from Python, the window of its ``summary.json``.
 
     Raises:
-        UserError: If the config is not readable.
+        UserError: If the file is not readable.
     """
     if configs := list(config_files(folder).values()):
         trainer = read_config(configs[-1]).get("trainer")
         value = trainer.get("eval_last") if isinstance(trainer, dict) else None
     else:
-        path = folder / SUMMARY
-        value = json.loads(path.read_text()).get("last") if path.is_file() else None
+        value = read_json(folder / SUMMARY).get("last")
     return value if isinstance(value, int) else 1
 
 
@@ -62,13 +60,12 @@ def values(metric: str, pairs: Pairs, rounds: int, eval_last: int, last: int | N
     return recent if recent or last else [pairs[-1][1]]
 
 
-def headline(run: Path, metric: str, last: int | None = None, at: float | None = None) -> float | None:
+def headline(run: Path, metric: str, at: float | None = None) -> float | None:
     """Returns our number for a metric of a run.
 
     Args:
         run: The run folder.
         metric: Name of the metric.
-        last: Rounds at the end that count; None: as `values` says.
         at: A round: the number is that of the first evaluation from there on, or of the last one.
 
     Returns:
@@ -78,16 +75,10 @@ def headline(run: Path, metric: str, last: int | None = None, at: float | None =
     Raises:
         UserError: If a file of the run is damaged.
     """
-    require(last is None or last >= 1, "last", last, "at least 1 round")
     columns = read_run(run)
     pairs = columns.get(metric)
     if not pairs:
         return None
     if at is not None:
         return next((value for t, value in pairs if t >= round(at)), pairs[-1][1])
-    rounds = rounds_done(columns)
-    counted = values(metric, pairs, rounds, eval_last_of(run), last)
-    ensure(
-        bool(counted), f"last = {last}: no {metric} in the last {last} of {rounds} rounds of {run}; take more rounds"
-    )
-    return average(counted)
+    return average(values(metric, pairs, rounds_done(columns), eval_last_of(run)))

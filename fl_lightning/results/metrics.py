@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any, NamedTuple
+from typing import Any
 
 from fl_lightning.core import UserError
 from fl_lightning.results.names import Mode
@@ -16,20 +16,6 @@ Pairs = Sequence[tuple[float, float]]
 """Values by round."""
 Columns = Mapping[str, Pairs]
 """Values by metric and round."""
-
-
-class Band(NamedTuple):
-    """A metric over the runs of a group, at the rounds in which all of them measured it.
-
-    Attributes:
-        rounds: The rounds, ascending; mean rounds where parts of a run were averaged.
-        mean: Mean over the runs.
-        sd: Sample standard deviation over the runs; 0 of a single one.
-    """
-
-    rounds: list[float]
-    mean: list[float]
-    sd: list[float]
 
 
 def read_rows(path: Path) -> list[list[str]]:
@@ -49,6 +35,36 @@ def read_rows(path: Path) -> list[list[str]]:
     return [row for row in csv.reader(lines, strict=True) if row]
 
 
+def read_numbers(path: Path, what: str, *whole: str) -> tuple[list[str], list[dict[str, float]]]:
+    """Returns the head of a table of numbers that a run writes, and its rows by column, without empty cells.
+
+    Args:
+        path: The CSV file.
+        what: What the table holds, for the error message.
+        *whole: Columns that it must have; every row has a whole number in them.
+
+    Raises:
+        UserError: If the file is no such table.
+    """
+    line, found = 1, list[dict[str, float]]()
+    try:
+        head, *rows = read_rows(path) or [[]]
+        for name in whole:
+            if name not in head:
+                raise ValueError(f"no column named {name}")
+        for line, row in enumerate(rows, 2):  # noqa: B007  the message names it
+            if len(row) != len(head):
+                raise ValueError(f"{len(row)} cells, not {len(head)}")
+            cells = [(name, cell) for name, cell in zip(head, row, strict=True) if cell or name in whole]
+            found.append({name: int(cell) if name in whole else float(cell) for name, cell in cells})
+    except (ValueError, csv.Error) as error:
+        where = "" if line == 1 else f"line {line}: "
+        raise UserError(
+            f"{path}: not a table of {what} ({where}{error}); restore the file, or leave its run out"
+        ) from None
+    return head, found
+
+
 def read_metrics(path: Path) -> dict[str, list[tuple[int, float]]]:
     """Returns the columns of a ``metrics.csv`` as (round, value) pairs, without empty cells.
 
@@ -56,22 +72,10 @@ def read_metrics(path: Path) -> dict[str, list[tuple[int, float]]]:
         UserError: If the file is no table of numbers by round.
     """
     columns: dict[str, list[tuple[int, float]]] = {}
-    line = 1
-    try:
-        head, *rows = read_rows(path) or [[]]
-        place = head.index("round") if "round" in head else None
-        if place is None:
-            raise ValueError("no column named round")
-        for line, row in enumerate(rows, 2):  # noqa: B007  the message names it
-            if len(row) != len(head):
-                raise ValueError(f"{len(row)} cells, not {len(head)}")
-            at = int(row[place])
-            for key, cell in zip(head, row, strict=True):
-                if cell and key != "round":
-                    columns.setdefault(key, []).append((at, float(cell)))
-    except (ValueError, csv.Error) as error:
-        what = error if line == 1 else f"line {line}: {error}"
-        raise UserError(f"{path}: not a table of metrics ({what}); restore the file, or leave its run out") from None
+    for row in read_numbers(path, "metrics", "round")[1]:
+        at = int(row.pop("round"))
+        for name, value in row.items():
+            columns.setdefault(name, []).append((at, value))
     return columns
 
 
@@ -109,18 +113,6 @@ def best_of(pairs: Pairs, mode: Mode) -> tuple[float, float]:
     sign = 1 if mode == "max" else -1
     finite = [(at, value) for at, value in pairs if math.isfinite(value)]
     return max(finite, key=lambda pair: (sign * pair[1], -pair[0]), default=(pairs[0][0], math.nan))
-
-
-def band(runs: Sequence[Pairs]) -> Band:
-    """Returns mean and deviation of a metric over runs, by round.
-
-    Args:
-        runs: The metric of each run, at least one.
-    """
-    values = [dict(run) for run in runs]
-    rounds = sorted(set(values[0]).intersection(*values[1:]))
-    columns = [[run[at] for run in values] for at in rounds]
-    return Band(rounds, [average(c) for c in columns], [deviation(c) or 0.0 for c in columns])
 
 
 def write_table(path: Path, head: Iterable[Any], rows: Iterable[Iterable[Any]]) -> None:

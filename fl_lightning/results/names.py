@@ -1,14 +1,11 @@
 """The registry of metrics: the title, unit and direction of each name."""
 
-from __future__ import annotations
-
-import json
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from fl_lightning.core import ensure, require
+from fl_lightning.core import ensure, read_json, require
 
 Mode = Literal["max", "min"]
 """Whether the largest or the smallest value of a metric is the best."""
@@ -22,7 +19,7 @@ class Known(NamedTuple):
     Attributes:
         name: Its name; ``{}`` stands for what the data evaluate, such as acc.
         title: Its title in tables and figures.
-        unit: Its unit; empty if it is that of what the data evaluate.
+        unit: Its unit; empty if it has the unit of what the data evaluate.
         key: Key of its column in ``compare.csv``; empty if it has no column of its own.
     """
 
@@ -33,7 +30,7 @@ class Known(NamedTuple):
 
 
 EVALUATED = {"acc": ("accuracy", "fraction"), "miou": ("mIoU", "fraction"), "loss": ("loss", "loss")}
-"""What data evaluate: by the last part of a metric's name, its title and unit."""
+"""Title and unit of what data evaluate, by the last part of the metric's name."""
 METRICS = (
     Known("server/test/{}", "test {}"),
     Known("server/val/{}", "validation {}"),
@@ -129,10 +126,7 @@ def read_directions(folder: Path) -> dict[str, Mode]:
         UserError: If the file is damaged.
     """
     path = folder / DIRECTIONS
-    try:
-        found = json.loads(path.read_text()) if path.is_file() else {}
-    except ValueError:
-        found = {"": None}
+    found = read_json(path)
     fits = isinstance(found, dict) and all(mode in ("max", "min") for mode in found.values())
     ensure(fits, f"{path}: not the directions of metrics; restore the file, or leave its run out")
     return dict(found)

@@ -161,10 +161,10 @@ def beside(cell: Cell, runs: Sequence[Path], fraction: float = 1.0, errors: Sequ
         errors: Why other runs broke off.
     """
     numbers = {run: our_number(run, cell.metric, fraction) for run in runs}
-    values = tuple(x for x in numbers.values() if x is not None and math.isfinite(x))
-    missing = [f"{run}: {cell.metric} is {'not measured' if x is None else x}" for run, x in numbers.items()]
-    left_out = [text for text, x in zip(missing, numbers.values(), strict=True) if x is None or not math.isfinite(x)]
-    return Line(cell, values, tuple(runs), (*errors, *left_out))
+    finite = {run: x for run, x in numbers.items() if x is not None and math.isfinite(x)}
+    others = [(run, "not measured" if x is None else x) for run, x in numbers.items() if run not in finite]
+    left_out = [f"{run}: {cell.metric} is {what}" for run, what in others]
+    return Line(cell, tuple(finite.values()), tuple(runs), (*errors, *left_out))
 
 
 @cache

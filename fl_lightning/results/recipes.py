@@ -21,10 +21,10 @@ class Row:
     """A row of a paper's tables over some of its files.
 
     Attributes:
-        names: What the tables call it; with a ``+`` in front, an addition to another row.
+        names: Its names in the tables; with a ``+`` in front, an addition to another row.
         over: Patterns of the files' names.
         settings: Settings over the file, as on the command line.
-        source: Where they are from.
+        source: Where the settings come from.
     """
 
     names: tuple[str, ...]

@@ -156,8 +156,7 @@ def cell(group: Group, column: Column, groups: Sequence[Group] = (), markup: Mar
 
 
 def write(groups: Sequence[Group], shown: Sequence[Column], out: Path) -> None:
-    """Writes ``compare.csv`` (full precision) and ``compare.tex`` (needs booktabs)."""
-    out.mkdir(parents=True, exist_ok=True)
+    """Writes ``compare.csv`` (full precision) and ``compare.tex`` (needs booktabs) into a folder, which exists."""
     rows = [row(group, shown) for group in groups]
     write_table(out / "compare.csv", rows[0], [r.values() for r in rows])
     (out / "compare.tex").write_text(latex(groups, shown), encoding="utf-8")

@@ -1,7 +1,5 @@
 """The controller of a sweep: its trials, their outcomes, and the best settings."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

@@ -51,7 +51,6 @@ def table(lines: Sequence[Line], fraction: float) -> Table:
 
 def write(lines: Sequence[Line], fraction: float, out: Path) -> None:
     """Writes ``table.csv`` (all digits), ``table.tex`` (needs booktabs) and ``table.md``."""
-    out.mkdir(parents=True, exist_ok=True)
     heads = (*COLUMNS, "fraction", "seeds", "ours", "ours_std", "value", "std", "difference", "folders", "errors")
     rows = [
         [

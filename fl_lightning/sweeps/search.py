@@ -1,7 +1,5 @@
 """The settings that a sweep tries next: a whole grid, random draws, or settings that Optuna proposes."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice, product

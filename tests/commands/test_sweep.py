@@ -134,6 +134,9 @@ def test_arguments_are_prepared() -> None:
     assert prepare(["--values", "a=1,2", "--model.x=None", "--values=b=3"]) == [
         "--model.x=null", '--values=["a=1,2", "b=3"]',
     ]  # fmt: skip
+    assert prepare(["--model.x", "None", "--trainer.tf32", "--data.seed", "-1", "--model.help", "FedSAM"]) == [
+        "--model.x=null", "--trainer.tf32=true", "--data.seed=-1", "--model.help=FedSAM",
+    ]  # fmt: skip
     assert prepare(["--trainer.name=1.0", "--model={rho: 1}"]) == ["--trainer.name=1.0", "--model={rho: 1}"]
 
 

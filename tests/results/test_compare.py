@@ -11,10 +11,9 @@ import pytest
 
 from fl_lightning import UserError
 from fl_lightning.core import COLORS, COLUMN, PAGE
-from fl_lightning.results.compare import compare
+from fl_lightning.results.compare import compare, find_runs
 from fl_lightning.results.curves import curve, plot_curves, read
 from fl_lightning.results.names import mode_of
-from fl_lightning.results.search import find_runs
 from fl_lightning.results.summary import summarise
 from fl_lightning.results.table import Markup, cell, columns, latex
 from tests.results.folders import configured, write

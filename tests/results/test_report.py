@@ -18,8 +18,7 @@ from matplotlib.figure import Figure
 
 from fl_lightning.commands.report import draw
 from fl_lightning.results.compare import compare
-from fl_lightning.results.report import read_group
-from fl_lightning.results.report.files import spectra
+from fl_lightning.results.report.files import read_group, spectra
 from fl_lightning.results.report.tables import Runs
 from fl_lightning.results.table import Column, cell, columns
 from tests.results.folders import configured

@@ -4,7 +4,7 @@ import ast
 import json
 import re
 from collections.abc import Mapping, Sequence
-from itertools import islice, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,36 +14,51 @@ from fl_lightning.commands.shared.configs import find_config
 from fl_lightning.core import require
 from fl_lightning.trainer.storage.run_folder import RunFolder
 
-CONFIG_FLAGS = ("-c", "--config")
 PARTS = ("trainer", "model", "data")
 """Parts of a config."""
+SETTINGS = (*PARTS, "config")
+"""First parts of the names of a run's settings."""
 
 
-def prepare(args: list[str]) -> list[str]:
+def joined(args: Sequence[str]) -> list[str]:
+    """Writes the options of a run as ``--name=value``.
+
+    A setting without a value is true: so W&B's agent writes it for ``${args_no_boolean_flags}``.
+    """
+    found, coming = list[str](), iter(pairwise([*args, "--"]))
+    for given, after in coming:
+        arg = re.sub("^-c(?==|$)", "--config", given)
+        if _option(arg) in (*SETTINGS, "ckpt_path", "seeds", "values") and "=" not in arg:
+            if not after.startswith("--"):
+                next(coming)
+                arg = f"{arg}={after}"
+            elif "." in arg and not arg.endswith(".help"):
+                arg = f"{arg}=true"
+        found.append(arg)
+    return found
+
+
+def prepare(args: Sequence[str]) -> list[str]:
     """Makes arguments readable for the parser.
 
-    The config of a checkpoint's run is added, names of configs become paths, and Python's values become YAML.
+    The config of a checkpoint's run is added, names of configs become paths, Python's values become YAML, and the
+    values of ``--values``, which is given several times, become one list.
     """
-    return gathered(_config_files(_values(_config_of_run(args))), "values")
+    args = _with_config_of_run(joined(args))
+    values = [arg.removeprefix("--values=") for arg in args if _option(arg) == "values"]
+    readable = [_readable(arg) for arg in without(args, "values")]
+    return [*readable, f"--values={json.dumps(values)}"] if values else readable
 
 
 def without(args: Sequence[str], *names: str) -> list[str]:
-    """Returns the arguments without some options and their values."""
-    flags = [f"--{name}" for name in names]
-    pairs = zip(["", *args], args, strict=False)
-    return [arg for before, arg in pairs if arg.partition("=")[0] not in flags and before not in flags]
+    """Returns arguments, which are `joined`, without some options."""
+    return [arg for arg in args if arg.partition("=")[0].removeprefix("--") not in names]
 
 
-def split(args: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
-    """Returns a subcommand's own arguments, and those that are settings of a run: ``--config``, ``--data.path``, ..."""
-    own, settings, coming = list[str](), list[str](), iter(args)
-    for arg in coming:
-        flag, assigned, _ = arg.partition("=")
-        if flag.startswith("-") and flag.strip("-+").partition(".")[0] in (*PARTS, "c", "config"):
-            settings += [arg] if assigned else [arg, *islice(coming, 1)]
-        else:
-            own.append(arg)
-    return tuple(own), settings
+def split(args: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Returns a subcommand's own arguments, and those that are settings of a run; they are `joined`."""
+    settings = [arg for arg in args if _option(arg) in SETTINGS]
+    return [arg for arg in args if _option(arg) not in SETTINGS], settings
 
 
 def seeds_of(listed: str) -> list[int]:
@@ -58,25 +73,16 @@ def seeds_of(listed: str) -> list[int]:
     return [int(text) for text in found]
 
 
-def gathered(args: list[str], name: str) -> list[str]:
-    """Gathers the values of an option that is given several times into one list."""
-    flag = f"--{name}"
-    pairs = list(pairwise([*args, ""]))
-    values = [arg.partition("=")[2] or after for arg, after in pairs if arg.partition("=")[0] == flag]
-    return [*without(args, name), f"{flag}={json.dumps(values)}"] if values else args
-
-
 def model_of_configs(args: Sequence[str]) -> dict[str, Any]:
     """Returns class_path and init_args of the last config's model.
 
     Args:
-        args: The arguments, with paths of configs.
+        args: The arguments, by `prepare`.
     """
     path, settings = "", dict[str, Any]()
-    for arg, value in zip(args, [*args[1:], ""], strict=True):
-        flag, assigned, text = arg.partition("=")
-        if flag in CONFIG_FLAGS:
-            found = yaml.safe_load(Path(text if assigned else value).read_text(encoding="utf-8"))
+    for arg in args:
+        if _option(arg) == "config":
+            found = yaml.safe_load(Path(arg.removeprefix("--config=")).read_text(encoding="utf-8"))
             model = found.get("model") if isinstance(found, dict) else None
             if isinstance(model, dict) and "class_path" in model:
                 own = model.get("init_args") or {}
@@ -114,42 +120,30 @@ def whole_numbers(args: list[str], message: str) -> list[str]:
     return [re.sub(rf"=({found[1]})\.0+$", r"=\1", arg) for arg in args] if found else args
 
 
-def _config_of_run(args: list[str]) -> list[str]:
+def _option(arg: str) -> str:
+    """Returns the first part of an option's name, such as trainer of ``--trainer.seed=1``; "" for a value."""
+    match = re.match(r"--?(\w+)", arg)
+    return match[1] if match else ""
+
+
+def _with_config_of_run(args: list[str]) -> list[str]:
     """Adds the config of the run if a checkpoint is named and no config."""
-    if {*CONFIG_FLAGS, "-h", "--help"} & {arg.partition("=")[0] for arg in args}:
+    if {"config", "h", "help"} & {*map(_option, args)}:
         return args
-    for before, arg, after in zip(["", *args], args, [*args[1:], ""], strict=False):
+    for before, arg in pairwise(["", *args]):
         name, _, value = arg.partition("=")
         positional = not arg.startswith("-") and ("=" in before or not before.startswith("-"))
-        path = Path((value or after) if name == "--ckpt_path" else arg if positional else "")
+        path = Path(value if name == "--ckpt_path" else arg if positional else "")
         if path.suffix == ".ckpt" and (config := RunFolder(path.parent.parent).newest_config).is_file():
-            return ["--config", str(config), *args]
+            return [f"--config={config}", *args]
     return args
 
 
-def _config_files(args: list[str]) -> list[str]:
-    found = []
-    for before, arg in zip(["", *args], args, strict=False):
-        name, equals, value = arg.partition("=")
-        if before in CONFIG_FLAGS:
-            arg = str(find_config(arg))
-        elif equals and name in CONFIG_FLAGS:
-            arg = f"{name}={find_config(value)}"
-        found.append(arg)
-    return found
-
-
-def _values(args: list[str]) -> list[str]:
-    found = []
-    for arg, after in pairwise([*args, "--"]):
-        name, equals, value = arg.partition("=")
-        setting = name.startswith(tuple(f"--{part}" for part in PARTS)) and not name.endswith(".help")
-        if setting and equals:
-            arg = f"{name}={_yaml(value)}"
-        elif setting and "." in name and after.startswith("--"):  # a flag, as ${args_no_boolean_flags} has them
-            arg = f"{name}=true"
-        found.append(arg)
-    return found
+def _readable(arg: str) -> str:
+    name, equals, value = arg.partition("=")
+    if equals and name == "--config":
+        return f"{name}={find_config(value)}"
+    return f"{name}={_yaml(value)}" if equals and _option(arg) in PARTS else arg
 
 
 def _yaml(value: str) -> str:

@@ -19,13 +19,19 @@ import fl_lightning
 import fl_lightning.algorithms  # a class goes by its bare name once it is imported
 import fl_lightning.nets
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.commands.shared.arguments import PARTS, kept, model_of_configs, prepare, split, whole_numbers
+from fl_lightning.commands.shared.arguments import PARTS, joined, kept, model_of_configs, prepare, split, whole_numbers
 from fl_lightning.commands.shared.messages import ArgumentsError, find_user_error
-from fl_lightning.commands.shared.resume_check import check_last
-from fl_lightning.core import ensure, generator, require
+from fl_lightning.core import UserError, ensure, generator, require
 from fl_lightning.data import FederatedDataModule
+from fl_lightning.results.configs import differences, read_config
 from fl_lightning.results.yaml_text import check_yaml
+from fl_lightning.trainer.settings import Kind
+from fl_lightning.trainer.storage import checkpoint
+from fl_lightning.trainer.storage.run_folder import RunFolder
 from fl_lightning.trainer.trainer import FederatedTrainer
+
+OTHER_RUN = re.compile(r"(model|data|model\.ascent|model\.net(\..*)?|(.*\.)?(rho|seed)) = ")
+"""Settings in which a resumed run must agree; a change of others, such as the number of rounds, is only shown."""
 
 
 def _load(text: str) -> Any:
@@ -105,18 +111,17 @@ class FederatedCLI(LightningCLI):
     def __init__(self, command: str, *args: str) -> None:
         module = import_module(f"fl_lightning.commands.{command}")
         self.command, self.function, self.summary = command, module.run, module.SUMMARY
-        self.args = args
-        self.parameters = inspect.signature(module.run).parameters
-        options = {arg.partition("=")[0] for arg in args}
-        places = [
-            name for name, p in self.parameters.items() if p.kind is p.POSITIONAL_ONLY and name not in (*PARTS, "cli")
-        ]
-        for name in places:
-            usage = " ".join(["fl-lightning", command, *map(str.upper, places)])
+        self.args = own = joined(args)
+        self.parameters = inspect.signature(module.run, eval_str=True).parameters
+        places = [name for name, p in self.parameters.items() if p.kind is p.POSITIONAL_ONLY]
+        self.places = [name for name in places if name not in (*PARTS, "cli")]
+        options = {arg.partition("=")[0] for arg in own}
+        for name in self.places:
+            usage = " ".join(["fl-lightning", command, *map(str.upper, self.places)])
             ensure(f"--{name}" not in options, f"--{name}: no option; give it by its place: {usage}")
-        self.settings: list[str] = []
-        if self._rest is not None:
-            args, self.settings = split(args)
+        # the parameter for the settings of the subcommand's runs, *settings
+        self.rest = next((name for name, p in self.parameters.items() if p.kind is p.VAR_POSITIONAL), None)
+        own, self.settings = split(own) if self.rest else (own, list[str]())
         self.needs = PARTS if "cli" in self.parameters else tuple(part for part in PARTS if part in self.parameters)
         super().__init__(
             trainer_class=FederatedTrainer,  # type: ignore[arg-type]
@@ -124,13 +129,8 @@ class FederatedCLI(LightningCLI):
             auto_configure_optimizers=False,
             load_from_checkpoint_support=False,
             run=False,
-            args=prepare(list(args)) if self.needs else list(args),
+            args=prepare(own) if self.needs else own,
         )
-
-    @property
-    def _rest(self) -> str | None:
-        """Name of the subcommand's parameter for the settings of its runs, ``*settings``, if it has one."""
-        return next((name for name, p in self.parameters.items() if p.kind is p.VAR_POSITIONAL), None)
 
     def init_parser(self, **kwargs: Any) -> Parser:
         """Makes an empty parser."""
@@ -161,19 +161,16 @@ class FederatedCLI(LightningCLI):
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Adds the subcommand's own arguments."""
         texts = {param.arg_name: param.description for param in parse(inspect.getdoc(self.function) or "").params}
-        options: set[str | int] = {"cli", *PARTS, *filter(None, [self._rest])}
-        for name, parameter in self.parameters.items():
-            if parameter.kind is parameter.POSITIONAL_ONLY and name not in options:
-                nargs = "+" if parameter.annotation in (list[str], "list[str]") else None
-                parser.add_argument(name, metavar=name.upper(), type=str, nargs=nargs, help=texts.get(name))
-                options.add(name)
-            elif parameter.annotation is bool:  # --json, or --json true
-                flag, given = f"--{name.replace('_', '-')}", parameter.default
-                parser.add_argument(flag, type=bool, nargs="?", const=True, default=given, help=texts.get(name))
-                options.add(name)
-        if self._rest is not None:
-            parser.epilog = texts.get(f"*{self._rest}")
-        parser.add_function_arguments(self.function, skip=options)
+        for name in self.places:
+            nargs = "+" if self.parameters[name].annotation == list[str] else None
+            parser.add_argument(name, metavar=name.upper(), type=str, nargs=nargs, help=texts.get(name))
+        flags = {name: p.default for name, p in self.parameters.items() if p.annotation is bool}
+        for name, default in flags.items():  # --json, or --json true
+            flag, text = f"--{name.replace('_', '-')}", texts.get(name)
+            parser.add_argument(flag, type=bool, nargs="?", const=True, default=default, help=text)
+        if self.rest is not None:
+            parser.epilog = texts.get(f"*{self.rest}")
+        parser.add_function_arguments(self.function, skip={*PARTS, "cli", *self.places, *flags})
         null = getattr(import_module(self.function.__module__), "NULL", {})
         parser.set_defaults({name: [{"class_path": each} for each in null[name]] for name in null})
 
@@ -190,7 +187,6 @@ class FederatedCLI(LightningCLI):
 
     def instantiate_classes(self) -> None:
         """Builds nothing: `build` does, once or for several runs."""
-        del self.config["seed_everything"]  # LightningCLI has read it
 
     def instantiate_trainer(self, **kwargs: Any) -> Any:
         """Builds the trainer, if the subcommand needs one."""
@@ -210,6 +206,7 @@ class FederatedCLI(LightningCLI):
             require(hasattr(given, "seed"), "trainer", given, "give a mapping of settings")
             require(given.seed >= 0, "trainer.seed", given.seed, "give a whole number of 0 or more")
             torch.manual_seed(generator(given.seed, "initial weights").initial_seed())
+        self.config.pop("seed_everything", None)  # LightningCLI has read it
         super().instantiate_classes()
         made: Namespace = self.config_init
         if "trainer" in self.needs:
@@ -233,35 +230,57 @@ class FederatedCLI(LightningCLI):
         Raises:
             UserError: As `build`.
         """
-        self.parse_arguments(self.parser, prepare(list(args)))
-        self.instantiate_classes()
+        self.parse_arguments(self.parser, prepare(args))
         return self.build()
 
     def run(self) -> None:
         """Runs the subcommand."""
         made = self.config if "cli" in self.parameters else self.build()
-        given = {name: self if name == "cli" else made[name] for name in self.parameters if name != self._rest}
+        given = {name: self if name == "cli" else made[name] for name in self.parameters if name != self.rest}
         if self.command == "fit":
             self._say_what_is_kept(made.model.as_dict())
         positional = [given.pop(name) for name, p in self.parameters.items() if p.kind is p.POSITIONAL_ONLY]
         with made.trainer.environment() if "trainer" in self.parameters else nullcontext():
             if "trainer" in self.parameters:
-                check_last(
-                    made.trainer,
-                    made.model,
-                    made.data,
-                    made.get("ckpt_path"),
-                    "centralized" if self.command == "centralized" else "federated",
-                )
+                kind: Kind = "centralized" if self.command == "centralized" else "federated"
+                check_last(made, made.get("ckpt_path"), kind)
             self.function(*positional, *self.settings, **given)
 
     @rank_zero_only
     def _say_what_is_kept(self, now: Mapping[str, Any]) -> None:
         """Prints which settings an algorithm keeps from the config's algorithm that it replaces."""
-        before = model_of_configs(prepare(list(self.args)))
+        before = model_of_configs(prepare(self.args))
         if names := kept(before, now):
             (old, new) = (model["class_path"].rpartition(".")[2] for model in (before, now))
             print(
                 f"model = {new}: keeps {', '.join(names)} of the config's {old}; --print_config shows them, "
                 "--model.NAME replaces one"
             )
+
+
+def check_last(made: Namespace, ckpt_path: str | None, kind: Kind = "federated") -> None:
+    """Prints the run that ``last`` names, its round, and the settings in which this config differs from that run's.
+
+    Args:
+        made: Trainer, with its resolved config, model and data.
+        ckpt_path: As given; only "last" and "best" are checked.
+        kind: Federated or centralized training.
+
+    Raises:
+        UserError: If there is no such run, or it is one of another seed, rho or net.
+    """
+    if ckpt_path not in ("last", "best"):
+        return
+    trainer: FederatedTrainer = made.trainer
+    path = RunFolder.find_checkpoint(ckpt_path, trainer.default_root_dir, trainer.run_name(made.model, made.data, kind))
+    run = RunFolder.of_checkpoint(path)
+    if not run.config.is_file():
+        return  # it was started from Python
+    found = differences(read_config(run.newest_config), trainer.config)
+    if other := [line for line in found if OTHER_RUN.match(line)]:
+        raise UserError(
+            f"ckpt_path = {ckpt_path}: the newest run, {run.path}, has {', '.join(other)}; name the run that you mean: "
+            f"--ckpt_path {path}"
+        )
+    differing = f"; settings that differ: {', '.join(found)}" if found else ""
+    trainer.fabric.print(f"{ckpt_path}: {run.path}, round {checkpoint.load(path)['round']}{differing}")

@@ -1,16 +1,13 @@
 """Labels, folders, a progress bar, figures and landscapes for the commands on checkpoints."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from lightning.fabric import Fabric
@@ -19,7 +16,7 @@ from torch import Tensor
 
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.commands.shared.new_files import make_folder
-from fl_lightning.core import ensure
+from fl_lightning.core import Figure, ensure, save_figure
 from fl_lightning.flatness import Batches, Values
 from fl_lightning.results.metrics import write_table
 from fl_lightning.trainer.measurements import PROTOCOL, MeasurementContext
@@ -28,9 +25,6 @@ from fl_lightning.trainer.run import Run
 from fl_lightning.trainer.runtime import collectives
 from fl_lightning.trainer.storage import checkpoint
 from fl_lightning.trainer.storage.run_folder import RunFolder
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 V = TypeVar("V", bound=Values)
 Step = Callable[[int, int, str], None]
@@ -97,12 +91,10 @@ def save_figures(run: Run, folder: Path, drawn: Mapping[str, Callable[[], Figure
     Args:
         run: A loaded run.
         folder: Folder for the files.
-        drawn: Draw the figures, by name.
-        number: What the names of the files end in, see `number_of`.
-        section: What the names begin with in the loggers.
+        drawn: Functions that draw the figures, by name.
+        number: Ending of the names of the files, see `number_of`.
+        section: Beginning of the names in the loggers.
     """
-    from fl_lightning.core.figures import save_figure
-
     of_run = run.checkpoint is not None and run.checkpoint.parent.name == RunFolder.CHECKPOINTS
     loggers = run.run_loggers if of_run and run.fabric.is_global_zero else {}
     about = run.settings.about(run.objective, run.data, run.restored.get("kind", run.kind))
@@ -118,12 +110,19 @@ def save_figures(run: Run, folder: Path, drawn: Mapping[str, Callable[[], Figure
             logger.finalize("success")
 
 
-def weights_of(run: Run, ckpt_path: str) -> tuple[Path, Tensor]:
-    """Returns the path of another checkpoint, and its global model, ``(d,)``.
+def models_of(run: Run, others: Sequence[str]) -> dict[str, Tensor]:
+    """Returns the global models ``(d,)`` of a loaded run and of other checkpoints, by the names of `labels_of`.
 
     Raises:
         UserError: If there is no such checkpoint, or it is of another net.
     """
+    assert run.checkpoint is not None
+    found = [(run.checkpoint, run.global_model), *(_weights_of(run, other) for other in others)]
+    paths, weights = zip(*found, strict=True)
+    return dict(zip(labels_of(paths), weights, strict=True))
+
+
+def _weights_of(run: Run, ckpt_path: str) -> tuple[Path, Tensor]:
     path = RunFolder.find_checkpoint(ckpt_path, run.settings.default_root_dir, run.name)
     flat, content = run.objective.flat, checkpoint.load(path)
     saved = content["state_dict"]
@@ -149,47 +148,37 @@ def check_no_buffers(model: LocalObjective) -> None:
     )
 
 
-@dataclass
 class Landscape:
     """Models and data of a landscape, and the files it writes.
 
-    Attributes:
+    Args:
         run: A loaded run.
         folder: Folder for the files.
-        models: Flat weights by label; the checkpoint's first.
+        models: Flat weights ``(d,)`` by label; the checkpoint's first.
+        splits: The data.
+        samples: Size of the stratified sample of the training data; None: all.
+        step: Reports progress.
+
+    Attributes:
         sets: This process's share of each data set, by name.
         about: The protocol.
-        step: Reports progress.
     """
 
-    run: Run
-    folder: Path
-    models: dict[str, Tensor]
-    sets: dict[str, Batches]
-    about: dict[str, Any]
-    step: Step
-
-    @classmethod
-    @contextmanager
-    def of(
-        cls, run: Run, folder: Path, models: dict[str, Tensor], splits: Sequence[Split], samples: int | None
-    ) -> Iterator[Landscape]:
-        """Makes a landscape with a progress bar; prints its protocol at the end.
-
-        Args:
-            run: A loaded run.
-            folder: Folder for the files.
-            models: Flat weights by label.
-            splits: The data.
-            samples: Size of the stratified sample of the training data; None: all.
-        """
+    def __init__(
+        self,
+        run: Run,
+        folder: Path,
+        models: dict[str, Tensor],
+        splits: Sequence[Split],
+        samples: int | None,
+        step: Step,
+    ) -> None:
+        self.run, self.folder, self.models, self.step = run, folder, models, step
         context = MeasurementContext.between_rounds(run)
         shares = {str(split): context.train(samples, split) for split in splits}
-        about: dict[str, Any] = {name: f"{what}, {n:,} samples" for name, (_, n, what) in shares.items()}
-        about |= {"seed": run.seed, "round": run.rounds_done}
-        with progress_bar(run.fabric) as step:
-            yield cls(run, folder, models, {name: batches for name, (batches, _, _) in shares.items()}, about, step)
-        run.fabric.print(f"measured with: {PROTOCOL}; {', '.join(f'{k} {v}' for k, v in about.items())}")
+        self.sets: dict[str, Batches] = {name: batches for name, (batches, _, _) in shares.items()}
+        self.about: dict[str, Any] = {name: f"{what}, {n:,} samples" for name, (_, n, what) in shares.items()}
+        self.about |= {"seed": run.seed, "round": run.rounds_done}
 
     def options(self, label: str, **protocol: Any) -> dict[str, Any]:
         """Returns the common arguments of the functions of `fl_lightning.flatness.landscape`."""
@@ -211,12 +200,12 @@ class Landscape:
         return found
 
     def save(self, name: str, results: Mapping[str, Values], **figures: Callable[[], Figure]) -> None:
-        """Writes results and figures under names that are free, and gives the run's loggers the figures.
+        """Writes results and figures under free names, gives the figures to the run's loggers, and prints the protocol.
 
         Args:
             name: The files' name, without number.
             results: The results by label.
-            **figures: Draw the figures, by the files' names.
+            **figures: Functions that draw the figures, by the files' names.
 
         Raises:
             KeyboardInterrupt: If a result is incomplete because of one.
@@ -229,6 +218,7 @@ class Landscape:
             write_table(self.folder / f"{name}{number}.csv", rows[0], [row.values() for row in rows])
             save_figures(self.run, self.folder, figures, number, "landscape/")
             self.run.fabric.print(f"results: {self.folder / name}{number}.json, .csv, and figures as .pdf and .png")
+        self.run.fabric.print(f"measured with: {PROTOCOL}; {', '.join(f'{k} {v}' for k, v in self.about.items())}")
         if missing := sum(result.missing for result in results.values()):
             self.run.fabric.print(f"interrupted: {missing:,} points are missing")
             raise KeyboardInterrupt

@@ -37,7 +37,7 @@ def explain(error: Exception, configs: Sequence[str] = ()) -> str | None:
     # what jsonargparse raises while it builds the classes
     if not isinstance(error, (ArgumentsError, UnicodeDecodeError)) and not message.startswith("Does not validate"):
         return None
-    # of several classes, those that know the option count, and once
+    # where several classes are tried, only those that know the option count, and each of them once
     for name in {*re.findall(r'- Parser key "(\w+)":', message)}:
         message = re.sub(rf"^ *- Option '{name}' is not accepted\n", "", message, flags=re.MULTILINE)
     message = re.sub(r'( *- Parser key "\w+":\n.*\n)\1+', r"\1", message)

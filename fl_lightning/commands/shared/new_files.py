@@ -36,11 +36,9 @@ def write_new(folder: str, files: Mapping[str, str]) -> None:
     Raises:
         UserError: If the folder has one of them already, or cannot be written to; nothing is written then.
     """
-    target = Path(folder)
-    ensure(not target.exists() or target.is_dir(), f"folder = {folder}: not a folder; choose another")
+    target = make_folder(folder, "folder")
     for name in files:
         ensure(not (target / name).exists(), f"folder = {folder}: has a {name} already; choose another folder")
-    make_folder(folder, "folder")
     for name, text in files.items():
         write_atomically(target / name, text)
         print(target / name)

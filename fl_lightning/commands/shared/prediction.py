@@ -1,4 +1,4 @@
-"""What a run takes on this machine: a few of its rounds are measured, and the others worked out."""
+"""Time and memory of a run on this machine: a few of its rounds are measured, and the others estimated from them."""
 
 import contextlib
 import copy
@@ -53,7 +53,7 @@ class Clock(Callback):
         self.began = self.last = time.perf_counter()
 
     def lap(self, name: str | None = None) -> None:
-        """Ends a lap, whose seconds count for a part of the round, if it has a name."""
+        """Ends a lap; if it has a name, its seconds count for this part of the round."""
         before, self.last = self.last, time.perf_counter()
         if name is not None:
             self.seconds[name][self.rounds] += self.last - before
@@ -116,7 +116,7 @@ class Measured:
 
     Attributes:
         run: The run after these rounds.
-        clock: What they took.
+        clock: The seconds that they took.
         step: Seconds of a local step; of the batched engines, of a step of a block.
         memory: Peak of this process's main memory, in bytes.
     """
@@ -135,7 +135,7 @@ class Measured:
             trainer: Its trainer.
             steps: Local steps of each client of some of its cohorts.
             world: Its number of processes.
-            passes: Forward and backward passes of one of its steps, in those of a measured step.
+            passes: Forward and backward passes of one of its steps, as a multiple of those of a measured step.
         """
         clock, rounds, engine = self.clock, trainer.max_rounds, self.run.engine_name
         busiest = fmean(makespan(cohort, world, engine, trainer.client_block) for cohort in steps)

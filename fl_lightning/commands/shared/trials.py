@@ -1,17 +1,15 @@
 """Helpers of the commands that make many runs: building a trial, and the table of all trials."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from fl_lightning.commands.shared.cli import FederatedCLI
 from fl_lightning.commands.shared.messages import ArgumentsError, explain
+from fl_lightning.commands.shared.output import show_table
 from fl_lightning.core import UserError
 from fl_lightning.results.metrics import average, deviation, read_run
 from fl_lightning.results.names import shown, title
@@ -51,7 +49,6 @@ def show(outcomes: Sequence[Outcome]) -> None:
     Raises:
         UserError: If a trial failed.
     """
-    console = Console()
     metrics = {o.trial.name: last_metrics(o.folder) for o in outcomes}
     measured = dict.fromkeys(name for found in metrics.values() for name in found)
     names = shown(measured)
@@ -68,10 +65,10 @@ def show(outcomes: Sequence[Outcome]) -> None:
     if len(whole) > 1 and keys == ["trainer.seed"]:
         values = [[found[name] for found in whole if name in found] for name in names]
         table.add_row("mean ± sd", *(f"{average(v):.4f} ± {deviation(v):.4f}" if len(v) > 1 else "" for v in values))
-    console.print(table)
+    show_table(table)
     for o in outcomes:
         if o.folder is not None:
-            console.print(f"results: {o.folder}", soft_wrap=True, highlight=False)
+            print(f"results: {o.folder}")
     complain(outcomes)
 
 

@@ -3,13 +3,12 @@
 Files that others may have written are taken as they are; one that is not readable is an error.
 """
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fl_lightning.core import UserError
+from fl_lightning.core import parse_json, read_json
 from fl_lightning.results.clients import ClientTable, read_clients
 from fl_lightning.results.compare import Group, Seeds
 from fl_lightning.results.configs import config_files, flatten, read_config
@@ -92,14 +91,14 @@ def _details(runs: Sequence[RunFiles], key: str) -> Iterator[tuple[str, Json]]:
 def _read(group: Group, folder: Path, seeds: Seeds) -> RunFiles:
     seed = f", seed {seeds[0]}" if seeds else f", {folder.name}"
     configs = config_files(folder)
-    cells = _load(folder / "reproduction.json")
+    cells = read_json(folder / "reproduction.json")
     return RunFiles(
         label=group.name + (seed if len(group.runs) > 1 else ""),
         folder=folder,
         settings=flatten(read_config([*configs.values()][-1])) if configs else {},
         config="\n".join(_text_of(path, round) for round, path in configs.items()),
-        provenance=_load(folder / "provenance.json"),
-        partition=_load(folder / "partition.json"),
+        provenance=read_json(folder / "provenance.json"),
+        partition=read_json(folder / "partition.json"),
         clients=read_clients(folder),
         measurements=[*_monitored(folder / "flatness.jsonl"), *_measured(folder)],
         pictures=_below(folder, "png", "landscape", "interpolate"),
@@ -116,14 +115,14 @@ def _monitored(path: Path) -> list[Json]:
     if not path.is_file():
         return []
     lines = [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
-    last = {found["name"]: found for found in (_parse(line, path) for line in lines)}
+    last = {found["name"]: found for found in (parse_json(line, path) for line in lines)}
     return [{**found, "where": f"during the run, after round {found['round']}"} for found in last.values()]
 
 
 def _measured(folder: Path) -> list[Json]:
     measured = []
     for path in _below(folder, "json", "flatness"):
-        found = _load(path)
+        found = read_json(path)
         where = f"{path.relative_to(folder)}, after round {found.get('round')}"
         measured += [{**measurement, "where": where} for measurement in found.get("measurements", ())]
     return measured
@@ -132,14 +131,3 @@ def _measured(folder: Path) -> list[Json]:
 def _below(folder: Path, suffix: str, *names: str) -> list[Path]:
     """Returns the files with a suffix in subfolders of the run folder whose names begin so."""
     return sorted(path for name in names for path in folder.glob(f"{name}*/**/*.{suffix}"))
-
-
-def _load(path: Path) -> Any:
-    return _parse(path.read_text(encoding="utf-8"), path) if path.is_file() else {}
-
-
-def _parse(text: str, path: Path) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise UserError(f"{path}: not readable ({error}); restore or remove it") from None

@@ -1,22 +1,23 @@
 """The page: figures and tables of compared runs, put into the template."""
 
-from __future__ import annotations
-
+import base64
+import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from io import StringIO
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from markupsafe import Markup, escape
 
 from fl_lightning import __version__
-from fl_lightning.core import COLORS
-from fl_lightning.results.report.figures import element
+from fl_lightning.core import COLORS, Figure, style
 from fl_lightning.results.report.tables import Runs, comparison, differences, environments, measurements, papers
 from fl_lightning.results.table import Column
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
+ZOOM = 1.5
+"""Largest size of a drawing on the page, relative to its size on paper."""
 TEMPLATE = "report.html.j2"
 CONTENTS = {
     "table": "Comparison",
@@ -46,7 +47,7 @@ def write_report(
     Args:
         runs: The groups of runs, with the files of each run.
         shown: The columns of the table.
-        page: The file.
+        page: The file; its folder exists.
         protocol: What all measurements of flatness have in common.
         figures: The figures by section and title; those of landscapes are taken from the run folders.
     """
@@ -56,7 +57,7 @@ def write_report(
     }
     number, found = count(), papers(runs)
     sections = {
-        section: {title: element(figure, title, next(number)) for title, figure in of.items()}
+        section: {title: _element(figure, title, next(number)) for title, figure in of.items()}
         for section, of in {**figures, "landscapes": pictures}.items()
     }
     context = {
@@ -79,8 +80,31 @@ def write_report(
         "colors": [COLORS[i % len(COLORS)] for i in range(len(groups))],
         "sections": sections,
     }
-    page.parent.mkdir(parents=True, exist_ok=True)
     page.write_text(_template().render(context), encoding="utf-8")
+
+
+def _element(figure: Figure | Path, title: str, number: int) -> Markup:
+    """Returns the element that shows a figure.
+
+    Args:
+        figure: A drawing, or the PNG file of a picture.
+        title: What it shows, for readers who do not see it.
+        number: Its number on the page, so that no two drawings share an id.
+    """
+    if isinstance(figure, Path):
+        data = base64.b64encode(figure.read_bytes()).decode()
+        return Markup(f'<img alt="{escape(title)}" src="data:image/png;base64,{data}">')
+    text = StringIO()
+    with style():
+        figure.savefig(text, format="svg", metadata={"Date": None})
+    drawing = text.getvalue().partition("<svg")[2].partition(">")[2]
+    drawing = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", drawing, flags=re.DOTALL)
+    drawing = re.sub(r'\bid="(run-\d+)"', r'class="\1"', drawing)  # the lines of a run, which its button hides
+    drawing = re.sub(r'\b(id="|href="#|url\(#)', rf"\g<1>f{number}-", drawing)
+    width, height = 72 * figure.get_size_inches()
+    most = f"max-width: {ZOOM * width / 72:.3g}in"
+    head = f'<svg role="img" aria-label="{escape(title)}" viewBox="0 0 {width:g} {height:g}" style="{most}">'
+    return Markup(head + drawing)
 
 
 def _title(runs: Runs) -> str:
