@@ -63,7 +63,8 @@ class Callback(Checked, key="trainer.callbacks: {}"):
         By default it needs every round if it overrides a hook that a round calls, otherwise none. Rounds that nobody
         needs may run as one program; the last round of a run is never among them.
         """
-        return any(getattr(type(self), hook) is not getattr(Callback, hook) for hook in ROUND_HOOKS)
+        hooks = ("on_round_start", "on_local_end", "on_round_end", "on_round_logged")
+        return any(getattr(type(self), hook) is not getattr(Callback, hook) for hook in hooks)
 
     def check(self, run: Run) -> None:
         """Called before the run has a folder: raises a `UserError` if the callback does not suit the run."""
@@ -107,10 +108,6 @@ class Callback(Checked, key="trainer.callbacks: {}"):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores what `state_dict` returned; not called if that was empty."""
-
-
-ROUND_HOOKS = ("on_round_start", "on_local_end", "on_round_end", "on_round_logged")
-"""Hooks that are called in every round."""
 
 
 def by_key(objects: Sequence[T]) -> dict[str, T]:
@@ -198,7 +195,6 @@ class Run:
         if objective.net_buffers is not None:
             objective.net_buffers.take(objective.net)
             objective.net_buffers.first = self.fabric.broadcast(objective.net_buffers.first.cpu()).to(w0)
-
         self.evaluator = Evaluator(self.fabric, objective, data, self.net, self.dtype, self.seed)
         self.engine_name: EngineName = settings.engine
         self.engine = self.make_engine("sequential")
