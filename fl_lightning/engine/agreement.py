@@ -10,12 +10,15 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.core import State, UserError, accumulator_dtype
 from fl_lightning.engine.base import Engine, Job, LocalResult
 
 T = TypeVar("T")
-CLIENTS, STEPS = 4, 2
-"""How many clients the check trains at most, and for how many steps."""
+Expected = dict[str, tuple[Tensor, float]]
+"""What leaves a local training, by name: the value, and the largest tolerated distance from it."""
+CLIENTS = 4
+"""How many clients the check trains at most."""
 ROUNDING, TOLERANCE = 1e-13, 1e-6
 """In float64: relative change of the weights whose effect is taken for rounding's, and tolerated share of a change."""
 COARSE_ROUNDING, COARSE_TOLERANCE = 1e-6, 0.1
@@ -30,13 +33,18 @@ VALUES = {
 
 
 def check(engine: Engine, sequential: Engine, jobs: Sequence[Job]) -> None:
-    """Compares two steps of a few unlike clients, and all that leaves their training, with the sequential engine's.
+    """Compares three steps of a few unlike clients, and all that leaves their training, with the sequential engine's.
+
+    The steps are the first, the second and the last one. The engine takes them twice: in the phase of the jobs, and in
+    the last phase of the last round, where counters of steps stand as at the end of a local training. So the check sees
+    hooks that change once in the run, as after a warm-up; it cannot see what a hook does only in rounds in between, or
+    what a local optimizer does only from its fourth step on.
 
     Both engines train in float64 and without autocast, where they agree to rounding, so that the comparison holds at
     any learning rate. Where rounding is amplified (the sign of a gradient that is zero, a kink of ReLU), more is
     tolerated: ten times what a change of the weights by rounding makes. A net or a device that cannot run in float64 is
     compared in the run's precision. Hooks may not look at values of tensors, and must give the same when they are
-    repeated. The check cannot see what a hook does only in later rounds, or from the third step on.
+    repeated.
 
     It holds the results of these clients twice in float64, and those of no others.
 
@@ -61,10 +69,34 @@ def head(job: Job, steps: int) -> Job:
 
 
 def unlike(jobs: Sequence[Job]) -> list[Job]:
-    """Returns a few jobs of two steps, one of them of one step, with as different sizes as there are."""
-    order = sorted(range(len(jobs)), key=lambda i: (len(jobs[i].minibatches), jobs[i].ctx.n_k))
-    chosen = {order[round(i * (len(order) - 1) / (CLIENTS - 1))] for i in range(CLIENTS)}
-    return [head(jobs[i], STEPS if i != order[0] or len(jobs) == 1 else 1) for i in sorted(chosen)]
+    """Returns a few jobs with as different sizes as there are, and of each the first, the second and the last step.
+
+    Of the smallest job it is the last step alone, so that the others take steps that this one does not.
+    """
+    order = sorted(jobs, key=lambda job: (len(job.minibatches), job.ctx.n_k))
+    chosen = [order[i] for i in sorted({round(i * (len(order) - 1) / (CLIENTS - 1)) for i in range(CLIENTS)})]
+    last = [len(job.minibatches) - 1 for job in chosen]
+    steps = [sorted({0, min(1, n), n}) for n in last]
+    if len(chosen) > 1:
+        steps[0] = last[:1]
+    return [*map(excerpt, chosen, steps)]
+
+
+def excerpt(job: Job, steps: Sequence[int]) -> Job:
+    """Returns a job with some of its steps; its client misses the others, as one that is late."""
+    ctx = replace(job.ctx, K=len(steps), K_missed=job.ctx.K_missed + job.ctx.K - len(steps))
+    return replace(job, minibatches=job.minibatches.take(steps), ctx=ctx)
+
+
+def at_the_end(job: Job, objective: LocalObjective) -> Job:
+    """Returns a job in the last phase of the last round; its counters of steps have counted those that it misses.
+
+    Counters are the scalars that live for a round.
+    """
+    counters = [name for name, init in objective.scratch_inits().items() if isinstance(init, int | float)]
+    state = job.state | {name: job.state[name] + job.ctx.K_missed for name in counters}
+    ctx = replace(job.ctx, t=job.ctx.rounds - 1, phase=objective.phases - 1)
+    return replace(job, state=state, ctx=ctx)
 
 
 class _NotPrecise(Exception):
@@ -87,14 +119,20 @@ def _compare(engine: Engine, sequential: Engine, jobs: Sequence[Job], precise: b
             if precise:
                 raise _NotPrecise from error
             raise
-        expected = [_expected(engine, sequential, job, rounding, tolerance) for job in jobs]
-        try:
-            found = [*_watched(engine).train(jobs)]
-        except UserError:
-            raise
-        except Exception as error:  # what runs for one client fails for several
-            reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-            raise _refused(engine, f"cannot be batched ({reason:.100}); use sequential") from None
+        watched = _watched(engine)
+        for now in (jobs, [at_the_end(job, engine.objective) for job in jobs]):
+            expected = [_expected(engine, sequential, job, rounding, tolerance) for job in now]
+            _compare_with(expected, watched, now)
+
+
+def _compare_with(expected: Sequence[Expected], engine: Engine, jobs: Sequence[Job]) -> None:
+    try:
+        found = [*engine.train(jobs)]
+    except UserError:
+        raise
+    except Exception as error:  # what runs for one client fails for several
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise _refused(engine, f"cannot be batched ({reason:.100}); use sequential") from None
     for one, result in zip(expected, found, strict=True):
         several = _leaving(result)
         for what, (value, limit) in one.items():
@@ -106,16 +144,14 @@ def _compare(engine: Engine, sequential: Engine, jobs: Sequence[Job], precise: b
                 )
 
 
-def _expected(
-    engine: Engine, sequential: Engine, job: Job, rounding: float, tolerance: float
-) -> dict[str, tuple[Tensor, float]]:
+def _expected(engine: Engine, sequential: Engine, job: Job, rounding: float, tolerance: float) -> Expected:
     """Returns the sequential engine's values of one client, each with the largest tolerated distance from it.
 
     Raises:
         UserError: If a repetition gives other values.
     """
     one, nearby, again = (next(iter(sequential.train([each]))) for each in (job, _moved(job, rounding), job))
-    expected = dict[str, tuple[Tensor, float]]()
+    expected: Expected = {}
     if not one.finite:
         return expected
     known = [*job.received.values(), *job.state.values()]

@@ -121,14 +121,19 @@ class BatchedEngine(Engine):
             if not any(sign in str(error) for sign in self.SIGNS):
                 raise
             names = type(self.objective).__name__, type(self.objective.net).__name__
+            reason, remedy = f"{str(error).splitlines()[0]:.100}", "use sequential"
+            if "random operation" in reason:
+                reason = "net or loss draws random numbers from torch's global generator"
+                remedy = (
+                    f"draw those of a loss in loss_constants, by ctx.randn_like(v) or ctx.draw(function), or {remedy}"
+                )
             raise UserError(
-                f"trainer.engine = {self.name}: {names[0]} with {names[1]} cannot be batched "
-                f"({str(error).splitlines()[0]:.100}); use sequential"
+                f"trainer.engine = {self.name}: {names[0]} with {names[1]} cannot be batched ({reason}); {remedy}"
             ) from None
         ensure(
             all(map(torch.equal, before, self._global_states())),
             f"trainer.engine = {self.name}: a hook of {type(self.objective).__name__} draws from torch's global "
-            "generator; draw from ctx, as by ctx.randn_like(w), or use sequential",
+            "generator; draw by ctx.randn_like(v) or ctx.draw(function), or use sequential",
         )
         return results
 

@@ -212,6 +212,38 @@ class RandomLosses(LocalObjective):
         return super().losses(logits, target) * torch.rand(())
 
 
+class FromRoundTwo(Stepping):
+    def of(self, g: Tensor, w: Tensor, ctx: Any) -> Tensor:
+        return g - g.mean(0) if ctx.t >= 1 else g
+
+
+class InPhaseTwo(Stepping):
+    phases = 2
+
+    def of(self, g: Tensor, w: Tensor, ctx: Any) -> Tensor:
+        return g - g.mean(0) if ctx.phase == 1 else g
+
+
+class FromStepThree(LocalObjective):
+    """Mixes what it keeps for two steps."""
+
+    scratch_state = {"last": "zeros", "before": "zeros"}
+
+    def local_step(self, w: Tensor, grad: Any, client: State, received: State, ctx: Any) -> Any:
+        g = grad(w)
+        return g + client.before.mean(0), client.replace(last=g, before=client.last)
+
+
+class FromStepFour(LocalObjective):
+    """Of five."""
+
+    scratch_state = {"step": 0.0}
+
+    def local_step(self, w: Tensor, grad: Any, client: State, received: State, ctx: Any) -> Any:
+        g = grad(w)
+        return torch.where(client.step >= 3, g - g.mean(0), g), client.replace(step=client.step + 1)
+
+
 class NumPyEnd(LocalObjective):
     def local_end(self, w: Tensor, client: State, received: State, ctx: Any) -> Any:
         return {"w": w + float(np.random.default_rng().normal())}, client
@@ -231,7 +263,7 @@ WRONG: dict[str, Any] = {
             NormOfAll, NoShape, MeanOfEnds, MeanOfState, WrongState, NormalizedByAll, NoKeepdim, Centered,
             SlightlyCentered, Summed, TopOfAll, FirstOnly, BranchInStep, ItemInStep, BranchInEnd, InPlace,
             InPlaceGradient, OnSelf, MixedStart, MixedConstants, MixedTeacher, MixedRate, *GLOBAL, RandomLosses,
-            NumPyEnd,
+            NumPyEnd, FromRoundTwo, InPhaseTwo, FromStepThree, FromStepFour,
         )
     },
 }  # fmt: skip
@@ -251,7 +283,7 @@ def test_wrong_hook(wrong: str, engine: str, tmp_path: Path) -> None:
         assert_close(*runs)
         return
     with pytest.raises(UserError) as error:
-        train(tmp_path, WRONG[wrong](), engine, max_rounds=1)
+        train(tmp_path, WRONG[wrong](), engine, max_rounds=2)
     message, kind = str(error.value), type(WRONG[wrong]()).__name__
     assert "\n" not in message
     if wrong in ELSEWHERE:
@@ -259,7 +291,9 @@ def test_wrong_hook(wrong: str, engine: str, tmp_path: Path) -> None:
         return
     assert message.startswith(f"trainer.engine = {engine}: ") and kind in message and "sequential" in message
     if wrong in [each.__name__ for each in GLOBAL]:
-        assert "draws from torch's global generator" in message
+        assert "draws from torch's global generator; draw by ctx.randn_like(v) or ctx.draw(function)" in message
+    if wrong == "RandomLosses":
+        assert "draw those of a loss in loss_constants, by ctx.randn_like(v) or ctx.draw(function)" in message
 
 
 class Undeclared(Stepping):
