@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.algorithms.module import Losses
+from fl_lightning.algorithms.parts.base import pair_of, value_of
 from fl_lightning.algorithms.parts.local_optimizer import Take
 from fl_lightning.core import Autocast, ClientContext, Draws, FlatNet, State, Upload, UserError
 from fl_lightning.data.minibatches import Minibatches
@@ -195,6 +196,10 @@ class Engine:
         if not optimizer.keeps_state:
             state = state | State.initial(optimizer.named_state, like, like)
         start, client = objective.begin_local(state, received, ctx)
+        if not optimizer.keeps_state and start is not received.w:
+            first = start.expand_as(like)
+            initial = State.initial(optimizer.named_state, first, first)
+            client |= {name: value for name, value in initial.items() if client.get(name) is state[name]}
         teachers, constants = objective.teachers(client, received), objective.loss_constants(client, received, ctx)
         fixed = Fixed(received, start, teachers, constants, ctx, optimizer.begin(objective.flat, start))
         return Carry(start.expand_as(like), _kept(client, state), like.new_zeros(like.shape[:-1])), fixed
@@ -221,8 +226,8 @@ class Engine:
         if ctx.draws is not None:
             ctx.draws.next_step()
         client = carry.state | {"start": fixed.start}
-        lr = objective.step_lr(client, ctx)
-        direction, client = objective.local_step(carry.w, grad, client, received, ctx)
+        lr = value_of(objective.step_lr, client, ctx)
+        direction, client = pair_of(objective.local_step, carry.w, grad, client, received, ctx)
         w, client = fixed.take(carry.w, direction, client, lr, ctx)
         if not losses:
             raise UserError(

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fl_lightning import SGD, FedAvg, LocalObjective, UserError
+from fl_lightning import SGD, FedAvg, LocalObjective, LocalOptimizer, UserError
 from fl_lightning.core import State
 from tests.engine.test_engines import Small, assert_close, train
 
@@ -304,6 +304,45 @@ class Undeclared(Stepping):
 
     def local_end(self, w: Tensor, client: State, received: State, ctx: Any) -> Any:
         return {"w": w + 0 * client.extra}, client
+
+
+class NoReturn(LocalObjective):
+    def local_step(self, w: Tensor, grad: Any, client: State, received: State, ctx: Any) -> Any:
+        grad(w)
+
+
+class OneReturn(LocalObjective):
+    def local_step(self, w: Tensor, grad: Any, client: State, received: State, ctx: Any) -> Any:
+        return grad(w)
+
+
+class NoServer(LocalObjective):
+    def server_step(self, server: State, sent: State, uploads: Any, ctx: Any) -> Any:
+        super().server_step(server, sent, uploads, ctx)
+
+
+class NoStep(LocalOptimizer):
+    def step(self, w: Tensor, direction: Any, memory: State, lr: Any, ctx: Any) -> Any: ...
+
+
+NONE = "return two values, as the docstring of this hook in the base class says"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lambda: NoReturn(net=Small()), f"NoReturn.local_step returns None; {NONE}"),
+        (lambda: OneReturn(net=Small()), f"OneReturn.local_step returns a Tensor; {NONE}"),
+        (lambda: NoServer(net=Small()), f"NoServer.server_step returns None; {NONE.replace('two values', 'a value')}"),
+        (lambda: FedAvg(net=Small(), optimizer=NoStep()), f"NoStep.step returns None; {NONE}"),
+    ],
+    ids=["nothing", "one", "server", "optimizer"],
+)
+@pytest.mark.parametrize("engine", ["sequential", "batched", "graphed"])
+def test_hooks_that_return_nothing(wrong: Any, message: str, engine: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError) as error:
+        train(tmp_path, wrong(), engine, max_rounds=1)
+    assert str(error.value) == message
 
 
 class Taller(SGD):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ParamSpec, TypeVar
 
 from torch import Tensor
 
@@ -15,6 +16,9 @@ Direction = Tensor | tuple[Tensor, Tensor]
 """Direction of a local step: a vector ``(..., d)``, or two that are added, of which only the first is clipped."""
 Step = tuple[Direction, State]
 """A direction, and the client's state after the step."""
+P = ParamSpec("P")
+A = TypeVar("A")
+B = TypeVar("B")
 
 
 class Part(Checked, key="model.parts"):
@@ -93,6 +97,35 @@ class Part(Checked, key="model.parts"):
     def client_model(self, w: Tensor, client: State) -> Tensor:
         """Returns the weights ``(d,)`` of a client's own model, given the global ones and the client's state."""
         return w
+
+
+def value_of(hook: Callable[P, A], *args: P.args, **kwargs: P.kwargs) -> A:
+    """Returns what a hook returns.
+
+    Raises:
+        UserError: If it returns None.
+    """
+    found = hook(*args, **kwargs)
+    if found is None:
+        raise _returns(hook, "None", "a value")
+    return found
+
+
+def pair_of(hook: Callable[P, tuple[A, B]], *args: P.args, **kwargs: P.kwargs) -> tuple[A, B]:
+    """Returns the two values that a hook returns.
+
+    Raises:
+        UserError: If it does not return two.
+    """
+    found = hook(*args, **kwargs)
+    if not isinstance(found, (tuple, list)) or len(found) != 2:
+        raise _returns(hook, "None" if found is None else f"a {type(found).__name__}", "two values")
+    return found
+
+
+def _returns(hook: Any, what: str, wanted: str) -> UserError:
+    name = f"{type(hook.__self__).__name__}.{hook.__name__}"
+    return UserError(f"{name} returns {what}; return {wanted}, as the docstring of this hook in the base class says")
 
 
 def check_owners(what: str, declared: Iterable[tuple[str, Iterable[str]]]) -> None:
