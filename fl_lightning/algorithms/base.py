@@ -123,8 +123,7 @@ class LocalObjective(Hooks, SupervisedModule):
         """Checks that each name has one owner, once subclasses have declared their own."""
         super().constructed(arguments)
         name = type(self).__name__
-        owners: list[tuple[str, Hooks | Part]] = [(f"model = {name}", self)]
-        owners += [(part.label, part) for part in self.all_parts]
+        owners = [(f"{owner.config_key} = {type(owner).__name__}", owner) for owner in self._owners]
         local = [(label, [*owner.client_state, *owner.scratch_state]) for label, owner in owners]
         optimizer = f"model.optimizer = {type(self.optimizer).__name__}", self.optimizer.named_state
         check_owners("client state", [("local training", ["start"]), *local, optimizer])

@@ -55,10 +55,6 @@ class Minibatches:
                     yield map_tensors(itemgetter(slice(start, end)), x), y[start:end]
                 at += n
 
-    def head(self, steps: int) -> Minibatches:
-        """Returns the first steps alone."""
-        return self.take(range(min(steps, len(self))))
-
     def take(self, steps: Sequence[int]) -> Minibatches:
         """Returns some of the steps, in the given order."""
         parts = torch.split(torch.arange(len(self.indices)), self.sizes)

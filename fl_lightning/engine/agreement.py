@@ -1,10 +1,10 @@
 """The check that an engine gives what the sequential one gives."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ContextDecorator, ExitStack, contextmanager
 from copy import copy
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +14,6 @@ from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.core import State, UserError, accumulator_dtype
 from fl_lightning.engine.base import Engine, Job, LocalResult
 
-T = TypeVar("T")
 Expected = dict[str, tuple[Tensor, float]]
 """What leaves a local training, by name: the value, and the largest tolerated distance from it."""
 CLIENTS = 4
@@ -61,11 +60,6 @@ def check(engine: Engine, sequential: Engine, jobs: Sequence[Job]) -> None:
         _compare(engine, sequential, jobs, precise=accumulator_dtype(sequential.net.device) == torch.float64)
     except _NotPrecise:
         _compare(engine, sequential, jobs, precise=False)
-
-
-def head(job: Job, steps: int) -> Job:
-    """Returns a job with its first few steps."""
-    return replace(job, minibatches=job.minibatches.head(steps), ctx=replace(job.ctx, K=min(steps, job.ctx.K)))
 
 
 def unlike(jobs: Sequence[Job]) -> list[Job]:
@@ -221,7 +215,7 @@ def _float64(engine: Engine) -> Iterator[None]:
         engine.net.move_to(w)
 
 
-class _NoValues(TorchFunctionMode):
+class _NoValues(ContextDecorator, TorchFunctionMode):
     """Refuses Python code that depends on values of tensors."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -233,14 +227,6 @@ class _NoValues(TorchFunctionMode):
 def _watched(engine: Engine) -> Engine:
     """Returns an engine whose hooks may not look at values."""
     watched: Any = copy(engine)
-
-    def watch(function: Callable[..., T]) -> Callable[..., T]:
-        def call(*args: Any) -> T:
-            with _NoValues():
-                return function(*args)
-
-        return call
-
     for name in ("begin", "step", "finish"):
-        setattr(watched, name, watch(getattr(watched, name)))
+        setattr(watched, name, _NoValues()(getattr(watched, name)))
     return watched  # type: ignore[no-any-return]

@@ -28,8 +28,7 @@ from fl_lightning.core import (
 )
 from fl_lightning.data.minibatches import Block, blocks
 from fl_lightning.engine.base import COLUMNS, Carry, Engine, Fixed, Job, LocalResult
-
-Tensors = dict[str, Tensor]
+from fl_lightning.engine.record import Tensors
 
 
 class BatchedEngine(Engine):
@@ -149,8 +148,7 @@ class BatchedEngine(Engine):
         settings = {
             n: to_device([[job.settings[n]] for job in rows], like.device, like.dtype) for n in rows[0].settings
         }
-        received, clients = _together([job.received for job in jobs]), [job.minibatches for job in jobs]
-        received = State({name: v if v.ndim == 1 else _widened(v, width) for name, v in received.items()})
+        received, clients = _together([job.received for job in rows]), [job.minibatches for job in jobs]
         state = State({name: torch.stack([job.state[name] for job in rows]) for name in jobs[0].state})
         batch = clients[0].source.batch_size or 1 << (max(max(each.sizes) for each in clients) - 1).bit_length()
         self.train_mode()
@@ -222,25 +220,20 @@ class BatchedEngine(Engine):
         loss = carry.loss + torch.where(active[:, 0], new.loss, 0)
         return Carry(torch.where(active, new.w, carry.w), state, loss)
 
+    def _output(self, v: Tensor, x: Tensor) -> Any:
+        """Returns the net's output at the weights ``v`` on one client's minibatch."""
+        with self.objective.observed():
+            return functional_call(self.objective.net, self.net.spec.split(v), (x,))
+
     def _loss(self, losses: Losses | None, v: Tensor, x: Tensor, y: Tensor, weight: Tensor, *teacher: Tensor) -> Tensor:
-        objective = self.objective
-        with objective.observed():
-            output = functional_call(objective.net, self.net.spec.split(v), (x,))
-        return objective.batch_loss(output, y, *teacher, weight=weight, losses=losses)
+        return self.objective.batch_loss(self._output(v, x), y, *teacher, weight=weight, losses=losses)
 
     @torch.no_grad()
-    def _teach(self, teacher: Tensor, x: Tensor) -> Tensor:
+    def _teach(self, teacher: Tensor, x: Tensor) -> Any:
         """Returns a teacher's output on every client's minibatch, in eval mode."""
-        net, spec = self.objective.net, self.net.spec
-
-        def forward(v: Tensor, x: Tensor) -> Tensor:
-            logits: Tensor = functional_call(net, spec.split(v), (x,))
-            return logits
-
         shared = teacher.ndim == 1  # the same for all
-        with eval_mode(net), self.autocast(), self.objective.observed():
-            out: Tensor = vmap(forward, in_dims=(None if shared else 0, 0))(teacher, x)
-        return out
+        with eval_mode(self.objective.net), self.autocast():
+            return vmap(self._output, in_dims=(None if shared else 0, 0))(teacher, x)
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
@@ -253,7 +246,3 @@ def _together(received: Sequence[State]) -> State:
     if all(other is first for other in received):
         return first
     return State({name: torch.stack([state[name] for state in received]) for name in first})
-
-
-def _widened(v: Tensor, width: int) -> Tensor:
-    return torch.cat([v, v[:1].expand(width - len(v), -1)]) if len(v) < width else v

@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,16 +10,8 @@ from torch import Tensor
 from fl_lightning.core import ClientContext, Draws, State, accumulator_dtype, to_device
 from fl_lightning.data.minibatches import Block
 from fl_lightning.engine.base import COLUMNS, Carry, Fixed
-from fl_lightning.engine.batched import BatchedEngine, Tensors
-from fl_lightning.engine.record import (
-    Compiled,
-    CudaGraph,
-    Loop,
-    RecordedRound,
-    Records,
-    plain_settings,
-    trace,
-)
+from fl_lightning.engine.batched import BatchedEngine
+from fl_lightning.engine.record import Compiled, CudaGraph, Loop, RecordedRound, Records, Tensors, plain_settings, trace
 
 REFUSED = (
     "trainer.engine = graphed: a hook draws random numbers in a local step, which the record would repeat; draw them "
@@ -50,7 +41,8 @@ class GraphedEngine(BatchedEngine):
         return Records()
 
     def _steps(self, carry: Carry, block: Block, fixed: Fixed, settings: Tensors) -> Carry:
-        n, plain = len(block.y), self._settings()
+        n, objective = len(block.y), self.objective
+        plain = plain_settings(objective, objective.ascent, objective.optimizer, objective.loss)
         unroll = n if self.compile and n <= self.UNROLLED else 1
         inputs: Tensors = {
             **_prefixed("received", fixed.received),
@@ -88,10 +80,6 @@ class GraphedEngine(BatchedEngine):
             take = self.objective.optimizer.begin(self.objective.flat, start)
             fixed = Fixed(received, start, teachers, constants, ctx, take)
             return list(_tensors(super()._steps(_carry(named), block, fixed, settings)).values())
-
-    def _settings(self) -> tuple[Any, ...]:
-        objective = self.objective
-        return plain_settings(objective, objective.ascent, objective.optimizer, objective.loss)
 
 
 def _prefixed(prefix: str, values: Mapping[str, Tensor]) -> Tensors:

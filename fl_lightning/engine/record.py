@@ -67,7 +67,6 @@ for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
     setattr(RecordedRound, f"__r{_name}__", _arithmetic(getattr(operator, _name), swapped=True))
 
 
-Trace = tuple[RecordedRound, GraphModule]
 Make = Callable[[Tensors, ClientContext], tuple[RecordedRound, T]]
 
 
@@ -78,8 +77,6 @@ class Records:
     """Maximum number of records; the oldest is dropped first."""
 
     def __init__(self) -> None:
-        self.made = 0
-        """Number of records made so far."""
         self._records: dict[Any, tuple[RecordedRound, Any]] = {}
 
     def find(self, named: Tensors, ctx: ClientContext, settings: tuple[Any, ...], make: Make[T]) -> T:
@@ -91,7 +88,6 @@ class Records:
             if len(self._records) >= self.KEPT:
                 del self._records[next(iter(self._records))]
             self._records[key] = found = make(named, ctx)
-            self.made += 1
         record: T = found[1]
         return record
 
@@ -102,7 +98,9 @@ def plain_settings(*parts: object) -> tuple[Any, ...]:
     return tuple(v for part in parts if part is not None for v in vars(part).values() if isinstance(v, plain))
 
 
-def trace(function: Callable[[Tensors, ClientContext], Sequence[Tensor]], named: Tensors, ctx: ClientContext) -> Trace:
+def trace(
+    function: Callable[[Tensors, ClientContext], Sequence[Tensor]], named: Tensors, ctx: ClientContext
+) -> tuple[RecordedRound, GraphModule]:
     """Returns the operations of a function of named tensors; the round and ``ctx.<attribute>`` are inputs as well.
 
     Args:

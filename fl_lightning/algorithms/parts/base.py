@@ -46,11 +46,6 @@ class Part(Checked, key="model.parts"):
     up: tuple[str, ...] = ()
     references: Mapping[str, str | float] = {}
 
-    @property
-    def label(self) -> str:
-        """The part as a setting, for error messages."""
-        return f"{self.config_key} = {type(self).__name__}"
-
     def bind(self, flat: FlatSpec) -> Part:
         """Returns the part for one objective: itself, or a copy that depends on the layout of the weights."""
         return self
