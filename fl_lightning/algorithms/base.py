@@ -132,7 +132,7 @@ class LocalObjective(Hooks, SupervisedModule):
         check_owners("the name", [(f"{label}.down", owner.down) for label, owner in owners])
         ensure("w" in self.down, f"{name}.down = {self.down}: lacks 'w', the model that clients start from; add it")
 
-    # The hooks with those of the parts: what engines and the trainer call
+    # What engines and the trainer call: the hooks of the algorithm, then those of its parts
 
     @property
     def all_parts(self) -> list[Part]:

@@ -19,7 +19,7 @@ Expected = dict[str, tuple[Tensor, float]]
 CLIENTS = 4
 """How many clients the check trains at most."""
 ROUNDING, TOLERANCE = 1e-13, 1e-6
-"""In float64: relative change of the weights whose effect is taken for rounding's, and tolerated share of a change."""
+"""In float64: relative change of the weights that stands for rounding, and tolerated share of a change."""
 COARSE_ROUNDING, COARSE_TOLERANCE = 1e-6, 0.1
 """The same in the precision of the run."""
 
@@ -45,7 +45,7 @@ def check(engine: Engine, sequential: Engine, jobs: Sequence[Job]) -> None:
     compared in the run's precision. Hooks may not look at values of tensors, and must give the same when they are
     repeated.
 
-    It holds the results of these clients twice in float64, and those of no others.
+    In memory the check holds the results of these clients twice, in float64, and no others.
 
     Args:
         engine: The engine; the check changes neither it nor its objective.
@@ -120,6 +120,7 @@ def _compare(engine: Engine, sequential: Engine, jobs: Sequence[Job], precise: b
 
 
 def _compare_with(expected: Sequence[Expected], engine: Engine, jobs: Sequence[Job]) -> None:
+    """Compares what an engine gives for some jobs with what the sequential engine gives for each."""
     try:
         found = [*engine.train(jobs)]
     except UserError:
@@ -168,7 +169,7 @@ def _refused(engine: Engine, why: str) -> UserError:
 
 
 def _leaving(result: LocalResult) -> dict[str, Tensor]:
-    """Returns all that leaves a local training."""
+    """Returns all that leaves a local training, by its name in messages."""
     uploads = {f"upload '{name}'": value for name, value in result.upload.items()}
     state = {f"state '{name}'": value for name, value in result.state.items()}
     return {"the weights": result.w, **uploads, **state, "the loss": result.loss}

@@ -53,7 +53,7 @@ class LocalResult:
         upload: Its upload, by name.
         state: The state that it keeps.
         loss: Mean over the steps of the local objective at the first point where a step evaluates its gradient, a
-            scalar tensor: the unperturbed weights, or the ascent point where the ascent takes no gradient of it.
+            scalar tensor. That point is the weights; if the ascent needs no gradient, it is the ascent point.
         ctx: Its context.
         finite: Whether all that it uploads and keeps is finite, a scalar tensor.
         buffers: The net's buffers after the last step, ``(b,)``, if it has any.
@@ -111,7 +111,7 @@ Evaluation = Callable[[Tensor, Losses | None], tuple[Tensor, Tensor]]
 
 
 def changed(objective: LocalObjective, settings: Mapping[str, float | Tensor]) -> LocalObjective:
-    """Returns an objective that shares everything with another one but some settings, by name as in `Job`."""
+    """Returns a copy of an objective with other settings, by name as in `Job`; the copy shares everything else."""
     copies: dict[str, Any] = {"": copy(objective)}
 
     def copied(path: str) -> Any:
@@ -119,7 +119,7 @@ def changed(objective: LocalObjective, settings: Mapping[str, float | Tensor]) -
             above, _, name = path.rpartition(".")
             owner = copied(above)
             copies[path] = copy(getattr(owner, name))
-            object.__setattr__(owner, name, copies[path])  # a module's own way would change what both share
+            object.__setattr__(owner, name, copies[path])  # that of nn.Module would change a dict which both share
         return copies[path]
 
     for name, value in settings.items():
@@ -150,8 +150,8 @@ def _kept(client: State, before: State) -> State:
 class Engine:
     """Runs local training. All engines run the same hooks and give the same numbers, up to rounding.
 
-    The hooks of a local training are called here only: `begin`, `step` for each minibatch, `finish`. An engine provides
-    the minibatches, the gradients, and where clients are trained together, the mask.
+    This class alone calls the hooks of a local training: in `begin`, in `step` for each minibatch, and in `finish`. A
+    subclass provides the minibatches and the gradients; if it trains several clients at once, also the mask.
 
     Args:
         objective: The local objective, on its device and in its precision.
@@ -258,12 +258,12 @@ class Engine:
         return replace(job.ctx, class_counts=counts.to(job.received.w))
 
     def draws(self, jobs: Sequence[Job]) -> Draws:
-        """Returns the random numbers of some clients' hooks."""
+        """Returns the source of the random numbers that the hooks of some clients draw."""
         keys = [(job.seed, job.ctx.t, job.ctx.phase, job.client) for job in jobs]
         return Draws(keys, jobs[0].received.w.device, self.trains_several)
 
     def train_mode(self) -> None:
-        """Puts a net in eval mode into train mode; in a net in train mode, submodules in eval mode stay there."""
+        """Puts a net that is in eval mode into train mode; of another net, submodules may stay in eval mode."""
         if not self.objective.net.training:
             self.objective.net.train()
 

@@ -69,8 +69,8 @@ class BatchedEngine(Engine):
         )
         ensure(
             objective.net_buffers is None,
-            f"trainer.engine = {self.name}: {type(objective.net).__name__} has buffers, which hold those of one "
-            "client; use sequential",
+            f"trainer.engine = {self.name}: {type(objective.net).__name__} has buffers, which can hold the values of "
+            "one client only; use sequential",
         )
         objective.optimizer.check_batched(f"trainer.engine = {self.name}")
         self._widest = 2  # a convolution of a single group rounds differently
@@ -107,8 +107,8 @@ class BatchedEngine(Engine):
         if self.net.device.type == "cuda":
             torch.cuda.empty_cache()
         warnings.warn(
-            f"out of memory with {clients} clients at once: {self.width} from now on; trainer.client_block: "
-            f"{self.width} begins with that",
+            f"out of memory with {clients} clients at once: {self.width} from now on; to begin with that, set "
+            f"trainer.client_block: {self.width}",
             stacklevel=2,
         )
 

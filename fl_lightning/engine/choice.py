@@ -25,12 +25,12 @@ else:
 
 
 class Choice(NamedTuple):
-    """An engine.
+    """An engine that has been chosen.
 
     Attributes:
         name: Its name.
-        reason: Why, in one line; "" if nothing was compared.
-        seconds: Of local training, in all rounds to come.
+        reason: Why it was chosen, in one line; "" if nothing was compared.
+        seconds: The seconds that it needs for local training in all rounds to come.
     """
 
     name: EngineName
@@ -41,7 +41,7 @@ class Choice(NamedTuple):
 SHORT = 2.0
 """Seconds of a whole run below which no engine is measured."""
 HEAVY = 0.02
-"""Seconds of a local step on a CPU above which batching saves nothing: it saves the launching of operations."""
+"""Seconds of a local step on a CPU above which batching is not tried: it only saves the time to launch operations."""
 
 
 def choose(make: Callable[[EngineName], Engine], jobs: Sequence[Job], rounds: int, compile: bool) -> Choice:

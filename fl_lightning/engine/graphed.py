@@ -33,7 +33,7 @@ class GraphedEngine(BatchedEngine):
     name = "graphed"
 
     UNROLLED = 8
-    """Most local steps that are compiled into one graph."""
+    """Maximum number of local steps that are compiled into one graph."""
 
     @cached_property
     def records(self) -> Records:
@@ -71,7 +71,7 @@ class GraphedEngine(BatchedEngine):
         return recorded, CudaGraph(replay) if named["w"].is_cuda else Loop(replay)
 
     def _recorded(self, named: Tensors, ctx: ClientContext) -> list[Tensor]:
-        """A few steps, from named tensors to those of them that a step changes, in the same order."""
+        """Takes a few steps with named tensors; returns those that a step changes, in the same order."""
         received, settings = State(_below("received", named)), _below("settings", named)
         teachers, constants = (tuple(_below(name, named).values()) for name in ("teacher", "constant"))
         start, block = named.get("start", received.w), Block.of(named)

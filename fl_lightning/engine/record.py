@@ -27,7 +27,7 @@ class RecordedRound:
 
     Args:
         t: The round.
-        tensor: The same as an input of the record.
+        tensor: The same number as an input of the record.
     """
 
     def __init__(self, t: int, tensor: Tensor) -> None:
@@ -157,7 +157,8 @@ class Loop:
     """Calls a function of tensors once a step.
 
     Args:
-        function: A function of tensors that steps change, others, and those of one step, to new values of the first.
+        function: One step: it maps the tensors that steps change, those that stay the same, and those of this step to
+            the new values of the first, like the body of ``jax.lax.scan``.
     """
 
     def __init__(self, function: Replay) -> None:
@@ -172,7 +173,7 @@ class Loop:
             steps: Those of each step, ``(steps, ...)``.
 
         Returns:
-            The first tensors after the last step.
+            The tensors that steps change, after the last step.
         """
         for now in zip(*steps, strict=True):
             carried = self.function(*carried, *fixed, *now)
@@ -200,8 +201,9 @@ class Captured(NamedTuple):
 class CudaGraph:
     """`Loop` on a GPU: one step is one CUDA graph, and one launch.
 
-    The graph updates the first tensors in place, and reads its step from a buffer of all of them, at a counter that it
-    increments. So nothing is copied from step to step. More steps than ever before are captured again.
+    The graph updates the tensors that steps change in place. Buffers hold the tensors of all steps; the graph reads
+    those of its step at a counter that it increments. So nothing is copied between two steps. If a call has more steps
+    than the buffers hold, a new graph is captured.
 
     Args:
         function: As for `Loop`; it neither synchronises nor looks at values.

@@ -10,8 +10,8 @@ from torch import Tensor
 from fl_lightning.core import Checked, ClientContext, FlatSpec, Init, RoundContext, State, Upload, Uploads, UserError
 
 Gradient = Callable[..., Tensor]
-"""Gradient of the local objective on this step's minibatch: a point ``(..., d)`` to a gradient ``(..., d)``. A second
-argument, losses per sample as `LocalObjective.losses`, replaces those of the objective."""
+"""The gradient of the local objective on this step's minibatch, as a function of a point ``(..., d)``. A second
+argument, losses per sample with the arguments of `LocalObjective.losses`, replaces those of the objective."""
 Direction = Tensor | tuple[Tensor, Tensor]
 """Direction of a local step: a vector ``(..., d)``, or two that are added, of which only the first is clipped."""
 Step = tuple[Direction, State]
@@ -36,7 +36,7 @@ class Part(Checked, key="model.parts"):
         server_state: The same for the server.
         down: Names that are sent to a client, in addition to the algorithm's.
         up: Names that a client uploads, in addition to the algorithm's.
-        references: Values that the server knows of these uploads in advance, as for `LocalObjective`.
+        references: For each of these uploads the value that clipping rules subtract first, as for `LocalObjective`.
     """
 
     client_state: Mapping[str, Init] = {}
@@ -72,7 +72,7 @@ class Part(Checked, key="model.parts"):
         return upload, client
 
     def bits(self, bits: Mapping[str, int], values: Mapping[str, Tensor], up: bool) -> Mapping[str, int]:
-        """Returns the bits that each value takes on its way, by name: the length of its encoding.
+        """Returns the bits that each value takes on the wire, by name: the length of its encoding.
 
         Args:
             bits: The bits without this part: by default those of all numbers of the value.
@@ -113,8 +113,9 @@ def pair_of(hook: Callable[P, tuple[A, B]], *args: P.args, **kwargs: P.kwargs) -
         UserError: If it does not return two.
     """
     found = hook(*args, **kwargs)
-    if not isinstance(found, (tuple, list)) or len(found) != 2:
-        raise _returns(hook, "None" if found is None else f"a {type(found).__name__}", "two values")
+    given: Any = found  # that of a user's class may be anything
+    if not isinstance(given, tuple | list) or len(given) != 2:
+        raise _returns(hook, "None" if given is None else f"a {type(given).__name__}", "two values")
     return found
 
 

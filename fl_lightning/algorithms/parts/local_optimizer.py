@@ -36,7 +36,7 @@ class LocalOptimizer(Checked, ABC, key="model.optimizer"):
     Attributes:
         state: Initial values of its state by name (see `fl_lightning.core.state.Init`). If it starts from them in every
             round, ``"w0"`` and ``"w"`` are the weights where local training starts.
-        momentum: Factor of the momentum buffer of SGD.
+        momentum: Factor of the momentum buffer, for optimizers that have one, such as SGD.
         supports_batching: Whether a step takes the vectors of several clients, ``(clients, d)``.
     """
 
@@ -60,7 +60,7 @@ class LocalOptimizer(Checked, ABC, key="model.optimizer"):
         return self.lr * self.lr_decay**t * (self.schedule(t, rounds) if self.schedule else 1.0)
 
     def clipped(self, direction: Direction) -> Tensor:
-        """Returns the direction as one vector ``(..., d)``, with what may be clipped at most ``clip`` long."""
+        """Returns the direction as one vector ``(..., d)``; its part that may be clipped is at most ``clip`` long."""
         u, unclipped = direction if isinstance(direction, tuple) else (direction, None)
         if self.clip is not None:
             u = u * (self.clip / (norm(u) + 1e-6)).clamp(max=1.0)  # torch's clip_grad_norm_
