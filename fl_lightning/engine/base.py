@@ -157,8 +157,13 @@ class Engine:
         objective: The local objective, on its device and in its precision.
         net: The flat view of the objective's net; training leaves it at other weights.
         autocast: Context for forward passes.
-        width: Clients that are trained at once, for engines that train several; null: all of a cohort.
-        compile: Whether the graphed engine compiles.
+        width: Clients that are trained at once, for engines that train several; null: all of a cohort. If they do not
+            fit into memory, it is halved.
+        compile: Whether the graphed engine compiles the record to machine code, with all steps of a round if they are
+            few.
+
+    Raises:
+        UserError: If the engine cannot run this objective.
 
     Attributes:
         name: Its name in ``trainer.engine``.
@@ -178,6 +183,14 @@ class Engine:
     ) -> None:
         self.objective, self.net, self.autocast = objective, net, autocast
         self.width, self.compile = width, compile
+        self.check_objective()
+
+    def check_objective(self) -> None:
+        """Checks that the engine can run its objective.
+
+        Raises:
+            UserError: If it cannot.
+        """
 
     def train(self, jobs: Sequence[Job]) -> Iterator[LocalResult]:
         """Trains each client; yields the results one by one, in the order of ``jobs``."""

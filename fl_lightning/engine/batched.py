@@ -14,9 +14,7 @@ from torch.func import functional_call, grad_and_value, vmap
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.algorithms.module import Losses
 from fl_lightning.core import (
-    Autocast,
     ClientContext,
-    FlatNet,
     State,
     Upload,
     UserError,
@@ -34,16 +32,8 @@ from fl_lightning.engine.record import Tensors
 class BatchedEngine(Engine):
     """Blocks of clients in one batched program; clients with fewer steps, or smaller minibatches, are masked.
 
-    Args:
-        objective: As for `Engine`.
-        net: As for `Engine`.
-        autocast: As for `Engine`.
-        width: Clients of a block; null: all jobs at once. A block that does not fit into memory is halved.
-
-    Raises:
-        UserError: If the objective defines a ``training_step``, whose mean would include padding, or the net has
-            buffers; or, in training, if the net cannot be batched: it draws random numbers, or its Python code depends
-            on values.
+    It refuses objectives that define a ``training_step``, whose mean would include padding, and nets with buffers; in
+    training also nets that draw random numbers, or whose Python code depends on values of tensors.
     """
 
     name = "batched"
@@ -53,15 +43,11 @@ class BatchedEngine(Engine):
 
     trains_several = True
 
-    def __init__(
-        self,
-        objective: LocalObjective,
-        net: FlatNet,
-        autocast: Autocast,
-        width: int | None = None,
-        compile: bool = False,
-    ) -> None:
-        super().__init__(objective, net, autocast, width, compile)
+    _widest = 2  # most clients so far; at least two, since a convolution of a single group rounds differently
+
+    def check_objective(self) -> None:
+        """See `Engine.check_objective`."""
+        objective = self.objective
         ensure(
             type(objective).training_step is LocalObjective.training_step,
             f"trainer.engine = {self.name}: {type(objective).__name__} defines training_step; define `losses`, one "
@@ -73,7 +59,6 @@ class BatchedEngine(Engine):
             "one client only; use sequential",
         )
         objective.optimizer.check_batched(f"trainer.engine = {self.name}")
-        self._widest = 2  # a convolution of a single group rounds differently
 
     def train(self, jobs: Sequence[Job]) -> Iterator[LocalResult]:
         # clients with about as many steps share a block, so that there is little padding

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -11,7 +11,17 @@ from fl_lightning.core import ClientContext, Draws, State, accumulator_dtype, to
 from fl_lightning.data.minibatches import Block
 from fl_lightning.engine.base import COLUMNS, Carry, Fixed
 from fl_lightning.engine.batched import BatchedEngine
-from fl_lightning.engine.record import Compiled, CudaGraph, Loop, RecordedRound, Records, Tensors, plain_settings, trace
+from fl_lightning.engine.record import (
+    Compiled,
+    CudaGraph,
+    RecordedRound,
+    Records,
+    Replay,
+    Tensors,
+    loop,
+    plain_settings,
+    trace,
+)
 
 REFUSED = (
     "trainer.engine = graphed: a hook draws random numbers in a local step, which the record would repeat; draw them "
@@ -20,15 +30,7 @@ REFUSED = (
 
 
 class GraphedEngine(BatchedEngine):
-    """The batched engine with its local step recorded once and replayed, without Python, autograd or vmap.
-
-    Args:
-        objective: As for `Engine`.
-        net: As for `Engine`.
-        autocast: As for `Engine`.
-        width: As for `BatchedEngine`.
-        compile: Compile the record to machine code, with all steps of a round if they are few.
-    """
+    """The batched engine with its local step recorded once and replayed, without Python, autograd or vmap."""
 
     name = "graphed"
 
@@ -65,10 +67,10 @@ class GraphedEngine(BatchedEngine):
         end = _carry(dict(zip(carried, values, strict=True)))
         return replace(end, loss=carry.loss + end.loss)
 
-    def _record(self, named: Tensors, ctx: ClientContext) -> tuple[RecordedRound, Loop | CudaGraph]:
+    def _record(self, named: Tensors, ctx: ClientContext) -> tuple[RecordedRound, Replay]:
         recorded, graph = trace(self._recorded, named, ctx)
         replay = Compiled(graph) if self.compile else graph
-        return recorded, CudaGraph(replay) if named["w"].is_cuda else Loop(replay)
+        return recorded, CudaGraph(replay) if named["w"].is_cuda else partial(loop, replay)
 
     def _recorded(self, named: Tensors, ctx: ClientContext) -> list[Tensor]:
         """Takes a few steps with named tensors; returns those that a step changes, in the same order."""

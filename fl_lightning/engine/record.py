@@ -153,31 +153,22 @@ class Compiled:
             raise
 
 
-class Loop:
-    """Calls a function of tensors once a step.
+def loop(function: Replay, carried: Values, fixed: Values, steps: Values) -> Values:
+    """Takes all steps.
 
     Args:
         function: One step: it maps the tensors that steps change, those that stay the same, and those of this step to
             the new values of the first, like the body of ``jax.lax.scan``.
+        carried: Tensors that steps change.
+        fixed: Tensors that stay the same.
+        steps: Those of each step, ``(steps, ...)``.
+
+    Returns:
+        The tensors that steps change, after the last step.
     """
-
-    def __init__(self, function: Replay) -> None:
-        self.function = function
-
-    def __call__(self, carried: Values, fixed: Values, steps: Values) -> Values:
-        """Takes all steps.
-
-        Args:
-            carried: Tensors that steps change.
-            fixed: Tensors that stay the same.
-            steps: Those of each step, ``(steps, ...)``.
-
-        Returns:
-            The tensors that steps change, after the last step.
-        """
-        for now in zip(*steps, strict=True):
-            carried = self.function(*carried, *fixed, *now)
-        return carried
+    for now in zip(*steps, strict=True):
+        carried = function(*carried, *fixed, *now)
+    return carried
 
 
 class Captured(NamedTuple):
@@ -199,14 +190,14 @@ class Captured(NamedTuple):
 
 
 class CudaGraph:
-    """`Loop` on a GPU: one step is one CUDA graph, and one launch.
+    """`loop` on a GPU: one step is one CUDA graph, and one launch.
 
     The graph updates the tensors that steps change in place. Buffers hold the tensors of all steps; the graph reads
     those of its step at a counter that it increments. So nothing is copied between two steps. If a call has more steps
     than the buffers hold, a new graph is captured.
 
     Args:
-        function: As for `Loop`; it neither synchronises nor looks at values.
+        function: As for `loop`; it neither synchronises nor looks at values.
     """
 
     WARM_UP = 3
@@ -216,7 +207,7 @@ class CudaGraph:
         self._captured: Captured | None = None
 
     def __call__(self, carried: Values, fixed: Values, steps: Values) -> Values:
-        """See `Loop`."""
+        """See `loop`."""
         n = len(steps[0])
         if self._captured is None or len(self._captured.steps[0]) < n:
             self._captured = None  # its memory is free for the next
