@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import gc
 import importlib
+import json
 import logging
 import multiprocessing
 import os
@@ -93,6 +94,11 @@ def assert_same(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) ->
     assert a.keys() == b.keys()
     for name in a:
         assert torch.equal(a[name], b[name]), f"{name} differs by {(a[name] - b[name]).abs().max()}"
+
+
+def measurements(path: Path) -> list[dict[str, Any]]:
+    """The lines of a ``flatness.jsonl``, without one that a crash has cut short."""
+    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
 def metrics(folder: Path) -> dict[str, list[tuple[int, float]]]:

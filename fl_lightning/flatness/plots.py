@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -20,6 +20,8 @@ from fl_lightning.core import (
     MARKERS,
     PAGE,
     SPAN,
+    Axes,
+    Figure,
     line_style,
     log_levels,
     place_legend,
@@ -29,11 +31,6 @@ from fl_lightning.core import (
     wrapped,
 )
 from fl_lightning.flatness.values import Array, Interpolation, Perturbation, Surface
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.colors import Normalize
-    from matplotlib.figure import Figure
 
 
 def plot_surface(
@@ -240,7 +237,7 @@ class Scale:
         cut: Whether values exceed the scale.
     """
 
-    norm: Normalize
+    norm: Any
     fill: Array
     lines: Array
     log: bool

@@ -35,11 +35,10 @@ from fl_lightning import (
 )
 from fl_lightning.engine import LocalResult
 from fl_lightning.results.clients import FILE, read_clients
-from fl_lightning.trainer.callbacks.flatness_monitor import read_measurements
 from fl_lightning.trainer.measurements import MeasurementContext
 from fl_lightning.trainer.measurements.clients import ByClasses, client_data
 from fl_lightning.trainer.run import Run
-from tests.runs import DIGITS, cli, metrics, run
+from tests.runs import DIGITS, cli, measurements, metrics, run
 
 
 def fit(folder: Path, model: LocalObjective, data: FederatedDataModule, *callbacks: Callback, **options: Any) -> Run:
@@ -263,7 +262,7 @@ def test_a_local_model_that_is_not_finite_is_left_out(tmp_path: Path) -> None:
     first = table(again.folder.path)[:6]
     assert [row["local_acc"] == "" for row in first] == small and 0 < sum(small) < 6
     known = [float(row["local_acc"]) for row in first if row["local_acc"]]
-    assert read_measurements(again.folder.path / "flatness.jsonl")[6]["value"] == pytest.approx(np.mean(known))
+    assert measurements(again.folder.path / "flatness.jsonl")[6]["value"] == pytest.approx(np.mean(known))
 
 
 # Options, resumption, commands

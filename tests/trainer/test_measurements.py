@@ -54,11 +54,11 @@ from fl_lightning import (
 from fl_lightning.core.flat import FlatSpec
 from fl_lightning.flatness import Interrupted, cosine, delta_epsilon, gradient, lpf, mean_loss, sharpness
 from fl_lightning.flatness.sharpness import filter_scale
-from fl_lightning.trainer.callbacks.flatness_monitor import read_measurements, scalars
+from fl_lightning.trainer.callbacks.flatness_monitor import scalars
 from fl_lightning.trainer.measurements import MeasurementContext, dry_round
 from fl_lightning.trainer.run import Run
 from tests.flatness.test_flatness import CE, Quadratic, cnn, data, output, symmetric
-from tests.runs import cli, ended, group, last, metrics, newest, run, state
+from tests.runs import cli, ended, group, last, measurements, metrics, newest, run, state
 
 # Closed forms
 
@@ -196,7 +196,7 @@ def test_nothing_that_is_measured_changes_the_run(algorithm: type[LocalObjective
     watched = fit(tmp_path, algorithm(net(), ascent=SAM(0.05), optimizer=SGD(lr=0.1)), FlatnessMonitor(1, ALL))
     a, b = (state(t.folder.path) for t in (plain, watched))
     assert all(torch.equal(b[name], value) for name, value in a.items())
-    lines = read_measurements(watched.folder.path / "flatness.jsonl")
+    lines = measurements(watched.folder.path / "flatness.jsonl")
     names = {line["name"] for line in lines}
     assert names >= {
         "lambda_max", "lambda_1", "lambda_ratio", "trace", "density_mean",
@@ -230,7 +230,7 @@ def test_updates(tmp_path: Path) -> None:
 
     measures = [Updates(rho=0.3), DeltaEpsilon(rho=0.1), CohortLoss()]
     lines = fit(tmp_path, FedAvg(net(), optimizer=SGD(lr=0.1)), FlatnessMonitor(1, measures), Keep()).folder.path
-    read = {(line["round"], line["name"]): line["value"] for line in read_measurements(lines / "flatness.jsonl")}
+    read = {(line["round"], line["name"]): line["value"] for line in measurements(lines / "flatness.jsonl")}
     steps = []
     for t, (before, local, after) in enumerate(models, 1):
         ws = [w for w, _ in local.values()]
@@ -307,7 +307,7 @@ def test_an_interruption_in_any_hook_gives_the_same_numbers(hook: str, tmp_path:
         glosses(tmp_path / "broken", tracking(), Stop(hook))
     broken = glosses(tmp_path / "broken", tracking(), ckpt_path="last").folder.path
     assert last(newest(tmp_path / "broken"))["round"] == 5 and newest(tmp_path / "broken") == broken
-    assert read_measurements(broken / "flatness.jsonl") == read_measurements(whole / "flatness.jsonl")
+    assert measurements(broken / "flatness.jsonl") == measurements(whole / "flatness.jsonl")
     assert metrics(broken) == metrics(whole)
     assert (broken / "client_evaluation.csv").read_text() == (whole / "client_evaluation.csv").read_text()
 
@@ -329,7 +329,7 @@ def test_measures_of_operators_and_groups(tmp_path: Path) -> None:
         ClientLambdaMax(operator="fisher", iterations=3),
     ]
     done = fit(tmp_path, FedAvg(net(), optimizer=SGD(lr=0.1)), FlatnessMonitor(1, measures), max_rounds=1)
-    read = {line["name"]: line for line in read_measurements(done.folder.path / "flatness.jsonl")}
+    read = {line["name"]: line for line in measurements(done.folder.path / "flatness.jsonl")}
     assert set(read) == {
         "lambda_max", "gauss_newton_lambda_max", "fisher_bias_lambda_max", "bias_lambda_1", "gauss_newton_lambda_1",
         "fisher_trace", "gauss_newton_bias_density_mean", "fisher_client_lambda_max_local",
@@ -369,7 +369,7 @@ def test_matrices_of_one_name_and_groups_of_nothing_are_refused(tmp_path: Path) 
 def test_density_says_its_error(tmp_path: Path) -> None:
     measures: list[Measure] = [SpectralDensity(samples=50, steps=5)]
     done = fit(tmp_path, FedAvg(net()), FlatnessMonitor(1, measures), max_rounds=1)
-    (line,) = read_measurements(done.folder.path / "flatness.jsonl")
+    (line,) = measurements(done.folder.path / "flatness.jsonl")
     assert line["error"] == done.metrics["flatness/density_mean_error"] == line["details"]["moment_errors"]["1"] > 0
     assert line["settings"] == {"probes": 5, "steps": 5, "operator": "hessian"} and line["iterations"] == 30
     (alone,) = SpectralDensity(1, 5, 50).compute(MeasurementContext.between_rounds(done))
@@ -388,13 +388,13 @@ def test_two_monitors_keep_their_own_state(tmp_path: Path) -> None:
     kept = [state["pseudo_gradient"] is not None for key, state in states.items() if key.startswith("FlatnessMonitor")]
     assert kept == [True, False, True]
     broken = glosses(tmp_path / "broken", *monitors(), ckpt_path="last").folder.path
-    assert read_measurements(broken / "flatness.jsonl") == read_measurements(whole / "flatness.jsonl")
+    assert measurements(broken / "flatness.jsonl") == measurements(whole / "flatness.jsonl")
     assert metrics(broken) == metrics(whole)
 
 
 def test_a_monitor_forgets_another_run(tmp_path: Path) -> None:
     monitor = tracking()
-    first, second = (read_measurements(glosses(tmp_path, monitor).folder.path / "flatness.jsonl") for _ in range(2))
+    first, second = (measurements(glosses(tmp_path, monitor).folder.path / "flatness.jsonl") for _ in range(2))
     assert first == second
 
 
@@ -471,7 +471,7 @@ def test_flatness_says_what_the_monitor_does(runs: dict[str, Path], tmp_path: Pa
     cli("flatness", "--ckpt_path", ckpt(runs["a"]), *args)
     made = json.loads((tmp_path / "flatness.json").read_text())
     read = {r["name"]: r["value"] for r in made["measurements"]}
-    lines = read_measurements(runs["watched"] / "flatness.jsonl")
+    lines = measurements(runs["watched"] / "flatness.jsonl")
     watched = {(line["round"], line["name"]): line["value"] for line in lines}
     assert made["round"] == 2 and made["seed"] == 0 and "weight decay" in made["protocol"]
     assert read["lambda_max"] == pytest.approx(watched[2, "lambda_max"], rel=1e-5)

@@ -7,13 +7,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 
-from fl_lightning.core import PositiveInt, RoundContext, require
+from fl_lightning.core import Figure, PositiveInt, RoundContext, require
 from fl_lightning.engine import LocalResult
 from fl_lightning.flatness.plots import plot_density, plot_spectrum
 from fl_lightning.trainer.loggers import RunLogger
@@ -29,9 +28,6 @@ from fl_lightning.trainer.measurements import (
 from fl_lightning.trainer.measurements.base import drop_later_rounds
 from fl_lightning.trainer.round import replay
 from fl_lightning.trainer.run import Callback, Run
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 FILE = "flatness.jsonl"
 """All measurements of a run with their protocols, one per line, in the run folder."""
@@ -183,8 +179,3 @@ def figures(measurements: Sequence[Measurement], label: str) -> dict[str, Callab
             drawn = {label: (m.details["grid"], m.details["density"])}
             found[m.name.replace("density_mean", "density")] = partial(plot_density, drawn)
     return found
-
-
-def read_measurements(path: Path) -> list[dict[str, Any]]:
-    """Returns the lines of a ``flatness.jsonl``, without one that a crash has cut short."""
-    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]

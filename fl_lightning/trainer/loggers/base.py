@@ -5,18 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning.fabric.loggers.logger import Logger
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
-from fl_lightning.core import Checked
+from fl_lightning.core import Checked, Figure
 from fl_lightning.data import FederatedDataModule
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-Picture = Path | Callable[[], "Figure"]
+Picture = Path | Callable[[], Figure]
 """A file, or a function that draws: loggers without pictures do not call it."""
 
 
