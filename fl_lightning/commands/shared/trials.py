@@ -1,12 +1,14 @@
 """Helpers of the commands that make many runs: building a trial, and the table of all trials."""
 
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from rich.markup import escape
 from rich.table import Table
 
+from fl_lightning.commands.shared.arguments import prepare
 from fl_lightning.commands.shared.cli import FederatedCLI
 from fl_lightning.commands.shared.messages import ArgumentsError, explain
 from fl_lightning.commands.shared.output import show_table
@@ -25,7 +27,7 @@ def build(trial: Trial, folder: Path) -> Built:
     """
     own = [f"--trainer.default_root_dir={folder}", f"--trainer.name={trial.name}"]
     try:
-        made = FederatedCLI(trial.command, *trial.args, *own, "--trainer.enable_progress_bar=false").build()
+        made = _cli(trial.command).make(*trial.args, *own, "--trainer.enable_progress_bar=false")
     except (ArgumentsError, ValueError) as error:
         if (line := explain(error)) is None:
             raise
@@ -40,7 +42,20 @@ def check(trial: Trial) -> dict[str, Any]:
     Raises:
         ArgumentsError: If they are wrong.
     """
-    return FederatedCLI(trial.command, *trial.args).resolved()
+    return _config(trial.command, trial.args)
+
+
+@cache
+def _config(command: str, args: tuple[str, ...]) -> dict[str, Any]:
+    cli = _cli(command)
+    cli.parse_arguments(cli.parser, prepare(args))
+    return cli.resolved()
+
+
+@cache
+def _cli(command: str) -> FederatedCLI:
+    """Returns a parser of a subcommand, whose construction takes longer than to parse the arguments of a trial."""
+    return FederatedCLI(command, "--config", "quickstart")
 
 
 def show(outcomes: Sequence[Outcome]) -> None:

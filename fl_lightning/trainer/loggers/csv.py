@@ -26,7 +26,8 @@ class CSVLogger(RunLogger):
 
     def __init__(self) -> None:
         self.columns: list[str] = ["round"]
-        self.checksum = 0
+        self.checksums: dict[int, int] = {}
+        """Of the rows up to the last round, and up to the one before: a round that breaks off is taken back."""
 
     def check(self, run_dir: Path, state: Mapping[str, Any], round: int) -> None:
         _rows(run_dir / FILE, state, round)
@@ -37,10 +38,10 @@ class CSVLogger(RunLogger):
         self.path = run_dir / FILE
         columns, rows = _rows(self.path, state, round) if round else (["round"], [])
         self._rewrite(columns, rows)
-        self.checksum = _checksum(rows)
+        self.checksums = {round: _checksum(rows)}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"columns": self.columns, "checksum": self.checksum}
+        return {"columns": self.columns, "checksums": self.checksums}
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
@@ -53,7 +54,8 @@ class CSVLogger(RunLogger):
             with self.path.open("r+", newline="") as file:  # which must exist
                 file.seek(0, os.SEEK_END)
                 csv.DictWriter(file, self.columns).writerow(new_row)
-        self.checksum = _checksum([new_row], self.checksum)
+        *_, (last, checksum) = self.checksums.items()
+        self.checksums = {last: checksum, last + 1: _checksum([new_row], checksum)}
 
     def flush(self) -> None:
         with writing(self.path), self.path.open("r+b") as file:
@@ -107,8 +109,10 @@ def _rows(path: Path, state: Mapping[str, Any], rounds: int) -> tuple[list[str],
             raise UserError(f"{path}: has round {row[at]} twice; {remedy}")
     ensure(len(rows) >= rounds, f"{path}: ends at round {len(rows)}, the checkpoint at {rounds}; {remedy}")
     found = [dict(zip(head, row, strict=True)) for row in rows[:rounds]]
-    same = _checksum(found) == state.get("checksum", _checksum(found))
-    ensure(same, f"{path}: its rows are not those that the run has written; {remedy}")
+    ensure(
+        state.get("checksums", {}).get(rounds) == _checksum(found),
+        f"{path}: its rows are not those that the run has written; {remedy}",
+    )
     return head, found
 
 
