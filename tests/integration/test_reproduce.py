@@ -52,7 +52,7 @@ def test_runs_and_their_table(
     before = {path: path.stat().st_mtime_ns for path in Path("mine").glob("*/*/*/*/metrics.csv")}
     cli(*TABLE, "--rounds=0.0002", "--out=mine", *DIGITS)  # nothing is run twice
     assert len(before) == 2 and before == {path: path.stat().st_mtime_ns for path in before}
-    with pytest.raises(SystemExit, match=r"^error: mine/.*version_0 was trained with trainer.max_rounds = 2 \(here: 3\)"):
+    with pytest.raises(SystemExit, match=r"^error: mine/.*was trained with trainer.max_rounds = 2 \(here: 3\)"):
         cli(*TABLE, "--rounds=0.0003", "--out=mine", *DIGITS)
 
 
