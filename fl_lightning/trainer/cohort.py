@@ -40,12 +40,12 @@ class Cohort:
     @classmethod
     def draw(cls, run: Run, t: int) -> Cohort:
         """Returns the cohort of round ``t``, a function of (seed, t)."""
-        return cls.of(run, draw(run.settings.sampler, t, run.data.num_clients, run.seed), t, run.settings.faults)
+        return cls.of(run, draw(run.settings.sampler, t, run.data.num_clients, run.cohort_seed), t, run.settings.faults)
 
     @classmethod
     def drawn(cls, run: Run, t: int) -> Cohort:
         """Returns all clients drawn for round ``t``, as if none failed; if nobody is drawn, the first client."""
-        return cls.of(run, draw(run.settings.sampler, t, run.data.num_clients, run.seed) or [0], t)
+        return cls.of(run, draw(run.settings.sampler, t, run.data.num_clients, run.cohort_seed) or [0], t)
 
     @classmethod
     def of(cls, run: Run, clients: Sequence[int], t: int, faults: Faults = NO_FAULTS, phase: int = 0) -> Cohort:

@@ -188,6 +188,8 @@ class Run:
         steps = settings.local_steps if settings.faults.stragglers is None else None
         plan = Plan(objective, settings.sampler, data.num_clients, settings.max_rounds, steps)
         self.aggregation: Aggregation = settings.aggregation.bind(plan) if kind == "federated" else Mean()
+        if self.aggregation.noise_key is not None:  # every process draws the cohorts
+            self.aggregation.noise_key = self.fabric.broadcast(self.aggregation.noise_key)
         self.mean_samples = float(data.client_sizes.double().mean())
         self.upload_shapes: dict[int, dict[str, list[int]]] = {}
 
@@ -228,6 +230,11 @@ class Run:
         """Weights ``(d,)`` that evaluation, flatness and export use: the average under SWA, otherwise the server's."""
         averaging = self.objective.averaging
         return self.server.w if averaging is None else averaging.model(self.server)
+
+    @property
+    def cohort_seed(self) -> int:
+        """Seed of the cohorts: the run's, or a secret one under privacy."""
+        return self.aggregation.cohort_seed(self.seed)
 
     @property
     def next_round(self) -> int:
