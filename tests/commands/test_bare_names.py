@@ -1,4 +1,4 @@
-"""Classes go by their bare names on the command line, in YAML and in sweeps, also in a process that has done nothing."""
+"""Classes go by their bare names on the command line, in YAML and in sweeps, in a new process too."""
 
 from __future__ import annotations
 

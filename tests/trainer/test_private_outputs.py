@@ -81,7 +81,8 @@ def of_parts() -> Iterator[Row]:
     for name, options in PARTS.items():
         try:
             more = [[n for n in now if n not in before] for now, before in zip(state(**options), plain, strict=True)]
-            key = listed(dict.fromkeys([*more[0], *more[1]])) or "-", f"of the clients {listed(more[2])}" if more[2] else "-"
+            noised, clients = listed(dict.fromkeys([*more[0], *more[1]])), listed(more[2])
+            key = noised or "-", f"of the clients {clients}" if clients else "-"
         except UserError:
             key = "-", "refused"
         groups.setdefault(key, []).append(name)
@@ -105,11 +106,11 @@ def everything(root: Path, number: int) -> Path:
     test = (np.random.default_rng(9).normal(size=(20, 4)), np.arange(20) % 3)
     measures = [fl.LambdaMax(samples=20, iterations=2), fl.Discrepancy(samples=20), fl.Updates(),
                 fl.ClientEvaluation(local_models=True), fl.CohortLoss()]  # fmt: skip
+    faults = fl.Faults(0.2, 0.2, stragglers=fl.Stragglers(5.0, "lost"), corrupt=fl.Corrupt(0.5, "nan", each_round=True))
     torch.manual_seed(0)
     trainer = FederatedTrainer(
         max_rounds=8, local_steps=6, sampler=fl.BernoulliSampler(0.6), accelerator="cpu", engine="sequential",
-        faults=fl.Faults(0.2, 0.2, stragglers=fl.Stragglers(deadline=5.0, late="lost"), corrupt=fl.Corrupt(0.5, "nan", each_round=True)),
-        on_divergence="continue", privacy=AdaptivePrivacy(noise_multiplier=1.0, delta=0.1, noise_seed=1),
+        faults=faults, on_divergence="continue", privacy=AdaptivePrivacy(noise_multiplier=1.0, delta=0.1, noise_seed=1),
         callbacks=[fl.FlatnessMonitor(1, measures)], enable_progress_bar=False, default_root_dir=str(root),
     )  # fmt: skip
     data = fl.Arrays(client_arrays=clients, test=test, batch_size=5, val_fraction=0.25)
@@ -123,7 +124,7 @@ def everything(root: Path, number: int) -> Path:
 
     with (
         mock.patch.object(AdaptivePrivacy, "sums", noise_alone),
-        mock.patch.object(AdaptivePrivacy, "cohort_seed", lambda self, seed: number),
+        mock.patch.object(AdaptivePrivacy, "cohort_seed", return_value=number),
     ):
         return trainer.fit(fl.SCAFFOLD(nn.Linear(4, 3), weighting="uniform"), data).folder.path
 
