@@ -232,11 +232,6 @@ class Run:
         return self.server.w if averaging is None else averaging.model(self.server)
 
     @property
-    def cohort_seed(self) -> int:
-        """Seed of the cohorts: the run's, or a secret one under privacy."""
-        return self.aggregation.cohort_seed(self.seed)
-
-    @property
     def next_round(self) -> int:
         """The round to come, from 0; after the last one, the last one."""
         return min(self.rounds_done, self.max_rounds - 1)

@@ -185,7 +185,7 @@ def measure(
     with tempfile.TemporaryDirectory(prefix="fl_lightning_plan_") as folder, contextlib.redirect_stdout(io.StringIO()):
         trial.default_root_dir = Path(folder)
         run = trial.fit(copy.deepcopy(model), data)
-    rounds = islice(attendances(trainer, data, run.cohort_seed), clock.rounds)
+    rounds = islice(attendances(trainer, data, run.aggregation.cohort_seed(run.seed)), clock.rounds)
     steps = [makespan([*first.steps.values()], 1, run.engine_name, trial.client_block) for first, *_ in rounds]
     begin = 1 if any(steps[1:]) else 0  # the first round warms up
     seconds = list(clock.seconds["training"].values())
