@@ -79,7 +79,8 @@ def plan(
     cpu, world = trainer.fabric.device.type == "cpu", devices * nodes
     share = None if devices == 1 else max(1, (os.cpu_count() or 1) // devices)  # as Fabric divides the threads
     measured = measure(trainer, model, data, trainer.threads or share)
-    run, rounds = measured.run, list(attendances(trainer, data, model.phases))
+    run = measured.run
+    rounds = list(attendances(trainer, data, run.aggregation.cohort_seed(run.seed), model.phases))
     parts = measured.parts(trainer, [[*first.steps.values()] for first, *_ in rounds], world)
     numbers = [
         sum(phase.receivers * sent + len(phase.steps) * uploaded

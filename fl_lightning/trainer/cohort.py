@@ -39,13 +39,13 @@ class Cohort:
 
     @classmethod
     def draw(cls, run: Run, t: int) -> Cohort:
-        """Returns the cohort of round ``t``, a function of (seed, t)."""
-        return cls.of(run, draw(run.settings.sampler, t, run.data.num_clients, run.seed), t, run.settings.faults)
+        """Returns the cohort of round ``t``, a function of (seed, t), or of a secret under privacy."""
+        return cls.of(run, _drawn(run, t), t, run.settings.faults)
 
     @classmethod
     def drawn(cls, run: Run, t: int) -> Cohort:
         """Returns all clients drawn for round ``t``, as if none failed; if nobody is drawn, the first client."""
-        return cls.of(run, draw(run.settings.sampler, t, run.data.num_clients, run.seed) or [0], t)
+        return cls.of(run, _drawn(run, t) or [0], t)
 
     @classmethod
     def of(cls, run: Run, clients: Sequence[int], t: int, faults: Faults = NO_FAULTS, phase: int = 0) -> Cohort:
@@ -86,3 +86,7 @@ class Cohort:
             return result
         upload = self.faults.corrupt(result.upload, result.received, result.client, result.ctx, seed)
         return replace(result, upload=upload, finite=result.finite & State(upload).finite())
+
+
+def _drawn(run: Run, t: int) -> list[int]:
+    return draw(run.settings.sampler, t, run.data.num_clients, run.aggregation.cohort_seed(run.seed))

@@ -9,6 +9,7 @@ import torch
 
 from fl_lightning.core import UserError, ensure, files
 from fl_lightning.core.frozen import constants, load_constants
+from fl_lightning.trainer.aggregation.noise import NoiseKey
 from fl_lightning.trainer.participation import failures
 from fl_lightning.trainer.run import Run, by_key
 from fl_lightning.trainer.runtime.collectives import on_rank_zero
@@ -16,6 +17,7 @@ from fl_lightning.trainer.storage import checkpoint
 from fl_lightning.trainer.storage.checkpoint import REMEDY
 from fl_lightning.trainer.storage.lock import check_unused
 from fl_lightning.trainer.storage.run_folder import RunFolder
+from fl_lightning.trainer.unchanged import digest
 
 
 def save(run: Run, path: Path) -> None:
@@ -39,6 +41,7 @@ def save(run: Run, path: Path) -> None:
 
 def _about(run: Run, pin: bool) -> dict[str, Any]:
     objective, buffers = run.objective, run.objective.net_buffers
+    key = run.aggregation.noise_key
     values, net = objective.flat.split(run.global_model.cpu()), objective.net
     names = {p: name for name, p in net.named_parameters()}  # the first one of each that layers share
     trained = {name: values[names[p]] for name, p in net.named_parameters(remove_duplicate=False) if p.requires_grad}
@@ -54,6 +57,7 @@ def _about(run: Run, pin: bool) -> dict[str, Any]:
         "kind": run.kind,
         "identity": _identity(run),
         "engine": run.engine_name,
+        "noise": None if key is None else {"key": key.secret.hex(), "settings": digest(run, run.engine_name)},
         "buffers": None if buffers is None else buffers.first,
         "clients": run.clients.state_dict(pin=pin),
         "elapsed": run.elapsed,
@@ -104,7 +108,20 @@ def restore(run: Run, ckpt_path: str, resume: bool = True, clients: bool = True)
     run.clients.w0 = content["clients"]["w0"].to(w0)
     if buffers is not None:
         buffers.first = content["buffers"].to(w0)
+    _take_noise_key(run, path, content, resume)
     run.resume(path, content, checkpoint.state_of(content, w0), folder if inside else None)
+
+
+def _take_noise_key(run: Run, path: Path, content: Mapping[str, Any], resume: bool) -> None:
+    """Takes over the key of the noise where no other sum can get the noise of a round; else the run's is a new one."""
+    rule, noise, last = run.aggregation, content["noise"], RunFolder(path.parent.parent).last
+    if rule.noise_key is None or noise is None or getattr(rule, "noise_seed", None) is not None:
+        return
+    engine = content["engine"] if run.settings.engine == "auto" else run.settings.engine
+    if not resume or (path.resolve() == last.resolve() and noise["settings"] == digest(run, engine)):
+        rule.noise_key = NoiseKey(bytes.fromhex(noise["key"]))
+    else:
+        run.fabric.print(f"privacy: new noise and cohorts from round {content['round'] + 1} on")
 
 
 def _check_state(path: Path, run: Run, content: Mapping[str, Any], same_data: bool) -> None:

@@ -178,7 +178,6 @@ class Run:
         self.fabric, self.seed = settings.fabric, settings.seed
         self.max_rounds, self.dtype = settings.max_rounds, settings.dtype
         self.name = settings.run_name(objective, data, kind)
-
         settings.launch()
         if self.fabric.local_rank == 0:
             data.prepare_data()
@@ -201,9 +200,10 @@ class Run:
         steps = settings.local_steps if settings.faults.stragglers is None else None
         plan = Plan(objective, settings.sampler, data.num_clients, settings.max_rounds, steps)
         self.aggregation: Aggregation = settings.aggregation.bind(plan) if kind == "federated" else Mean()
+        if self.aggregation.noise_key is not None:  # every process draws the cohorts
+            self.aggregation.noise_key = self.fabric.broadcast(self.aggregation.noise_key)
         self.mean_samples = float(data.client_sizes.double().mean())
         self.upload_shapes: dict[int, dict[str, list[int]]] = {}
-
         inits = {**objective.server_inits(), **self.aggregation.server_state}
         self.state = RunState(State({"w": w0, **State.initial(inits, w0, w0)}))
         self.clients = ClientStore(objective.client_inits(), w0, settings.client_memory)

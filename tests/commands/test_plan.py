@@ -66,7 +66,10 @@ def test_bits_are_those_that_fit_logs(algorithm: type[LocalObjective], precision
 KINDS: dict[str, dict[str, Any]] = {
     "faults": {"faults": Faults(drop_before=0.2, drop_after=0.2, stragglers=Stragglers(4.0, "lost")), "local_steps": 5},
     "aggregation": {"aggregation": MultiKrum(), "clients_per_round": 5},
-    "privacy": {"privacy": GaussianPrivacy(noise_multiplier=0.5, delta=0.1), "sampler": BernoulliSampler(0.5)},
+    "privacy": {
+        "privacy": GaussianPrivacy(noise_multiplier=0.5, delta=0.1, noise_seed=0),
+        "sampler": BernoulliSampler(0.5),
+    },
     "on_divergence": {"faults": Faults(corrupt=Corrupt(1.0)), "on_divergence": "continue"},
     "hardly anybody": {"sampler": BernoulliSampler(0.1), "max_rounds": 60},
 }

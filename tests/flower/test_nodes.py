@@ -14,7 +14,9 @@ import pytest
 import torch
 
 from fl_lightning import DigitsMLP, UserError
+from fl_lightning.core import generator
 from fl_lightning.flower.messages import Message, row_of, version_in, version_of
+from fl_lightning.trainer.aggregation.noise import NoiseKey
 from tests.flower.nodes import Nodes, build, trained
 from tests.runs import DIGITS, FORKS, assert_same, cli, last, metrics, newest, run, state
 
@@ -95,6 +97,48 @@ NAMES = {
     "client": {"t", "rounds", "m", "phase", "lr", "K", "K_missed", "k_lr", "n_k", "n_mean", "seed", "version", "keep"},
     "reply": {"loss", "finite", "version"},
 }
+
+
+PRIVATE = [
+    "--model=FedAvg",
+    "--model.weighting=uniform",
+    "--trainer.max_rounds=2",
+    "--trainer.precision=64-true",
+    "--trainer.privacy=GaussianPrivacy",
+    "--trainer.privacy.delta=1e-3",
+    "--trainer.privacy.noise_multiplier=1",
+]
+
+
+@pytest.mark.parametrize("hole", [False, True], ids=["as it is", "with a hole"])
+def test_messages_hold_no_seed_of_the_noise(hole: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From no integer of its messages a node makes the noise of a release; it does if the run's seed is the key.
+
+    A release on the grid minus its own noise is the sum, whose norm is at most that of three clients.
+    """
+    if hole:
+        monkeypatch.setattr(NoiseKey, "fresh", classmethod(lambda cls: cls.of_seed(987654321)))
+    nodes = Nodes(tmp_path, *PRIVATE, "--trainer.seed=987654321")
+    run = nodes.fit()
+    key, sent, integers = run.aggregation.noise_key, dict[int, torch.Tensor](), set[int]()
+    assert key is not None
+    for message, _ in nodes.log:
+        values = [value for of in message.values.values() for value in of.values()]
+        integers |= {value for value in values if type(value) is int}
+        assert not any(key.secret.hex()[:8] in str(value) for value in values)
+        for of in message.values.values():
+            if "t" in of:
+                sent[int(of["t"])] = message.tensors["down"]["w"]
+    released = (sent[1] - sent[0]) * 3
+
+    def rest(noise: torch.Tensor) -> float:
+        return float((released - noise).norm())
+
+    size = len(released)
+    guesses = [NoiseKey.of_seed(i).normal(size, "noise", 0, 0, "w") for i in integers]
+    guesses += [torch.randn(size, generator=generator(i, "privacy", 0, 0), dtype=torch.float64) for i in integers]
+    assert rest(key.normal(size, "noise", 0, 0, "w")) <= 3 < size**0.5 / 2
+    assert (min(map(rest, guesses)) <= 3) == hole
 
 
 # Failures

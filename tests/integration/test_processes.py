@@ -325,3 +325,28 @@ def test_who_tells(env: dict[str, str], start: str | None, monkeypatch: pytest.M
     with pytest.raises(SystemExit) as exit:
         cli("fit", "--model=FedAvgg", *DIGITS)
     assert exit.value.code == 1 if start is None else str(exit.value.code).startswith(start)
+
+
+PRIVATE = [
+    "--model=FedAvg",
+    "--model.weighting=uniform",
+    "--trainer.sampler=BernoulliSampler",
+    "--trainer.sampler.p=0.5",
+    "--trainer.privacy=AdaptivePrivacy",
+    "--trainer.privacy.noise_multiplier=1",
+    "--trainer.privacy.delta=0.1",
+    "--trainer.max_rounds=4",
+]
+
+
+@pytest.mark.slow
+def test_private_run_on_two_processes(tmp_path: Path) -> None:
+    """The process that aggregates draws the noise, and all draw the same cohorts, also those of a secret key."""
+    one = run("fit", *PRIVATE, "--trainer.privacy.noise_seed=3", root=tmp_path / "one")
+    for name, seed in (("same", ["--trainer.privacy.noise_seed=3"]), ("secret", [])):
+        args = [*DIGITS, *PRIVATE, *seed, f"--trainer.default_root_dir={tmp_path / name}"]
+        with process(SCRIPT, "fit", *args, "--trainer.devices=2", "--trainer.strategy=ddp", cwd=tmp_path) as child:
+            _, err = child.communicate(timeout=300)
+        assert child.returncode == 0, err
+    assert_same(state(newest(tmp_path / "same")), state(one))
+    assert not torch.equal(state(newest(tmp_path / "secret"))["server.w"], state(one)["server.w"])

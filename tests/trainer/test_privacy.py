@@ -269,7 +269,8 @@ def test_run_without_noise_is_the_plain_one(make: Any, golden: Golden) -> None:
 
 def test_bernoulli_cohorts_may_be_empty_and_are_released_all_the_same(golden: Golden, capsys: Any) -> None:
     """The model moves by noise alone then; epsilon is that of Poisson sampling, logged in every round."""
-    run, record = fit(golden, sampler=BernoulliSampler(0.25), max_rounds=12)
+    privacy = GaussianPrivacy(0.5, noise_multiplier=1.0, delta=0.1, noise_seed=0)
+    run, record = fit(golden, privacy=privacy, sampler=BernoulliSampler(0.25), max_rounds=12)
     sizes = [len(local) for local in record.local]
     assert 0 in sizes and max(sizes) >= 2
     moves = [(b.w - a.w) for a, b in zip(record.server[:-1], record.server[1:], strict=True)]
@@ -324,7 +325,10 @@ def test_a_round_that_diverges_in_its_first_phase_is_left_out(golden: Golden) ->
     assert_same(record.server[3], record.server[2])
 
 
-@pytest.mark.parametrize("privacy", [GaussianPrivacy(0.5, 1.0, delta=0.1), AdaptivePrivacy(0.5, 1.0, delta=0.1)])
+@pytest.mark.parametrize(
+    "privacy",
+    [GaussianPrivacy(0.5, 1.0, delta=0.1, noise_seed=1), AdaptivePrivacy(0.5, 1.0, delta=0.1, noise_seed=1)],
+)
 def test_resumed_run_is_the_same(privacy: GaussianPrivacy, golden: Golden, tmp_path: Path) -> None:
     """Noise, clip and epsilon; and with other noise it is refused, as epsilon would be wrong."""
     sampler = BernoulliSampler(0.4)
@@ -407,7 +411,8 @@ def test_noisy_variances_of_batch_norm_stay_above_zero(golden: Golden) -> None:
 def test_clients_that_fail_add_nothing(golden: Golden) -> None:
     """If all uploads are lost or refused, noise is released, and the divisor stays."""
     lost = [Faults(available=[[]]), Faults(corrupt=Corrupt(1.0, "nan"))]
-    runs = [fit(golden, faults=faults, max_rounds=2)[1] for faults in lost]
+    privacy = GaussianPrivacy(0.5, noise_multiplier=1.0, delta=0.1, noise_seed=3)
+    runs = [fit(golden, privacy=privacy, faults=faults, max_rounds=2)[1] for faults in lost]
     for record in runs:
         for before, after in zip(record.server[:-1], record.server[1:], strict=True):
             assert float((after.w - before.w).std()) == pytest.approx(0.5 / 2, rel=0.1)
@@ -415,7 +420,9 @@ def test_clients_that_fail_add_nothing(golden: Golden) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"privacy": GaussianPrivacy(0.5, 1.0, delta=0.1)}, {"aggregation": NormClipping(0.1)}], ids=list
+    "options",
+    [{"privacy": GaussianPrivacy(0.5, 1.0, delta=0.1, noise_seed=2)}, {"aggregation": NormClipping(0.1)}],
+    ids=list,
 )
 def test_parallel_runs_are_those_alone(options: dict[str, Any], tmp_path: Path) -> None:
     def trainers(root: Path) -> list[FederatedTrainer]:

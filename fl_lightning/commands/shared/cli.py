@@ -18,6 +18,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 import fl_lightning
 import fl_lightning.algorithms  # a class goes by its bare name once it is imported
 import fl_lightning.nets
+import fl_lightning.trainer.aggregation.adaptive_privacy
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.algorithms.parts.base import Part
 from fl_lightning.commands.shared.arguments import PARTS, joined, kept, model_of_configs, prepare, split, whole_numbers

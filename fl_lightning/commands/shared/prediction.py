@@ -185,18 +185,20 @@ def measure(
     with tempfile.TemporaryDirectory(prefix="fl_lightning_plan_") as folder, contextlib.redirect_stdout(io.StringIO()):
         trial.default_root_dir = Path(folder)
         run = trial.fit(copy.deepcopy(model), data)
-    rounds = islice(attendances(trainer, data), clock.rounds)
+    rounds = islice(attendances(trainer, data, run.aggregation.cohort_seed(run.seed)), clock.rounds)
     steps = [makespan([*first.steps.values()], 1, run.engine_name, trial.client_block) for first, *_ in rounds]
     begin = 1 if any(steps[1:]) else 0  # the first round warms up
     seconds = list(clock.seconds["training"].values())
     return Measured(run, clock, sum(seconds[begin:]) / max(sum(steps[begin:]), 1), peak_memory())
 
 
-def attendances(trainer: FederatedTrainer, data: FederatedDataModule, phases: int = 1) -> Iterator[list[Attendance]]:
-    """Yields for each round of a run which clients answer in each of its phases."""
+def attendances(
+    trainer: FederatedTrainer, data: FederatedDataModule, seed: int, phases: int = 1
+) -> Iterator[list[Attendance]]:
+    """Yields for each round of a run, whose cohorts have this seed, which clients answer in each of its phases."""
     steps = cache(lambda k: data.batches_per_client(k, trainer.local_epochs, trainer.local_steps))
     for t in range(trainer.max_rounds):
-        clients, found = draw(trainer.sampler, t, data.num_clients, trainer.seed), list[Attendance]()
+        clients, found = draw(trainer.sampler, t, data.num_clients, seed), list[Attendance]()
         for phase in range(phases):
             asked = [steps(k) for k in clients]
             found.append(trainer.faults.attendance(clients, asked, t, phase, trainer.seed))

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
-from fl_lightning.core import Init, NonNegative, Positive, Probability, State, Uploads, require
+from fl_lightning.core import Init, Interval, NonNegativeInt, Positive, Probability, State, Uploads, require
 from fl_lightning.trainer.aggregation.accountant import Method
 from fl_lightning.trainer.aggregation.base import Received
-from fl_lightning.trainer.aggregation.privacy import KEY, GaussianPrivacy
+from fl_lightning.trainer.aggregation.privacy import KEY, LARGEST, SMALLEST, GaussianPrivacy, Noise, Norm
 
 
 class AdaptivePrivacy(GaussianPrivacy):
@@ -30,22 +31,24 @@ class AdaptivePrivacy(GaussianPrivacy):
         clip_lr: Learning rate of C.
         count_noise: Standard deviation of the noise in the number of these clients; null: a twentieth of a cohort, but
             at least ``noise_multiplier``.
+        noise_seed: As for `GaussianPrivacy`.
     """
 
     released = {"privacy_below": [1]}
 
     def __init__(
         self,
-        clip: Positive = 0.1,
-        noise_multiplier: NonNegative | None = None,
+        clip: Norm = 0.1,
+        noise_multiplier: Noise | None = None,
         epsilon: Positive | None = None,
         delta: Probability = 1e-5,
         accountant: Method = "RDP",
         quantile: Probability = 0.5,
-        clip_lr: NonNegative = 0.2,
-        count_noise: NonNegative | None = None,
+        clip_lr: Annotated[float, Interval("[0, 10]")] = 0.2,
+        count_noise: Noise | None = None,
+        noise_seed: NonNegativeInt | None = None,
     ) -> None:
-        super().__init__(clip, noise_multiplier, epsilon, delta, accountant)
+        super().__init__(clip, noise_multiplier, epsilon, delta, accountant, noise_seed=noise_seed)
         self.quantile, self.clip_lr, self.count_noise = quantile, clip_lr, count_noise
         self.server_state: Mapping[str, Init] = {"privacy_clip": clip}
 
@@ -86,7 +89,8 @@ class AdaptivePrivacy(GaussianPrivacy):
 
     def phase_end(self, server: State, uploads: Uploads) -> State:
         share = uploads.mean("privacy_below") + 0.5
-        return server.replace(privacy_clip=server.privacy_clip * torch.exp(-self.clip_lr * (share - self.quantile)))
+        clip = server.privacy_clip * torch.exp(-self.clip_lr * (share - self.quantile))
+        return server.replace(privacy_clip=clip.clamp(SMALLEST, LARGEST))
 
     def metrics(self, uploads: Uploads, known: Mapping[str, Tensor], server: State) -> dict[str, float]:
         return {**super().metrics(uploads, known, server), "privacy/clip": self.bound_of(server)}

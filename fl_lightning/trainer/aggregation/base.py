@@ -20,6 +20,7 @@ from fl_lightning.core import (
     accumulator_dtype,
     to_device,
 )
+from fl_lightning.trainer.aggregation.noise import NoiseKey
 from fl_lightning.trainer.participation.samplers import CohortSampler
 
 BLOCK = 1 << 20
@@ -101,11 +102,13 @@ class Aggregation(Checked, key="trainer.aggregation"):
         by_rows: Whether one process must see all uploads of a cohort.
         empty: Whether the rule gives a result for a cohort without clients.
         server_state: State that the server keeps for the rule: initial values by name.
+        noise_key: Key of the rule's noise in one run; None: it draws none.
     """
 
     by_rows = True
     empty = False
     server_state: Mapping[str, Init] = {}
+    noise_key: NoiseKey | None = None
 
     @property
     def identity(self) -> str | None:
@@ -155,6 +158,10 @@ class Aggregation(Checked, key="trainer.aggregation"):
             weights: Weights of the clients, ``(n,)``; see `weigh`.
         """
         raise TypeError(f"{type(self).__name__} must define __call__")
+
+    def cohort_seed(self, seed: int) -> int:
+        """Returns the seed of the cohorts, in place of the run's."""
+        return seed
 
     # Methods that a phase of a round calls
 

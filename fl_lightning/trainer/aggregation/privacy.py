@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import cached_property
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -14,7 +15,8 @@ from torch import Tensor
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.core import (
     ClientContext,
-    NonNegative,
+    Interval,
+    NonNegativeInt,
     Positive,
     Probability,
     RoundContext,
@@ -23,16 +25,22 @@ from fl_lightning.core import (
     UserError,
     accumulator_dtype,
     ensure,
-    generator,
     require,
     to_device,
 )
 from fl_lightning.trainer.aggregation.accountant import Accountant, Method, cohorts
 from fl_lightning.trainer.aggregation.base import Aggregation, Plan, Received
+from fl_lightning.trainer.aggregation.noise import NoiseKey, cut, grid, rounded
 from fl_lightning.trainer.aggregation.rules import shortening
 from fl_lightning.trainer.participation.samplers import BernoulliSampler, CohortSampler
 
 KEY = "trainer.privacy"
+SMALLEST, LARGEST = 1e-12, 1e12
+"""Bounds of the clipping norm."""
+Norm = Annotated[float, Interval("[1e-12, 1e12]")]
+LEAST = 1e-6
+"""Smallest noise multiplier; with less noise no epsilon can be computed."""
+Noise = Annotated[float, Interval("[0, 1e6]")]
 
 
 class PrivateUploads(Uploads):
@@ -66,7 +74,8 @@ class GaussianPrivacy(Aggregation, key="trainer.privacy"):
 
     The mechanism subtracts the reference of each upload (`LocalObjective.references`) and clips the joint norm of a
     client's differences. A client that fails adds nothing. The sums are divided by the expected size of a cohort
-    (McMahan et al., ICLR 2018). ``docs/privacy.md`` says what is protected.
+    (McMahan et al., ICLR 2018). A secret key, which only the run's checkpoints hold, determines noise and cohorts.
+    ``docs/privacy.md`` says what is protected.
 
     Args:
         clip: C, the largest norm.
@@ -77,6 +86,8 @@ class GaussianPrivacy(Aggregation, key="trainer.privacy"):
         accountant: RDP; or PLD, which is tighter and slower, and needs a BernoulliSampler.
         per_tensor: Clip each parameter tensor to C, as the official code of DP-FedSAM does. The norm of an upload is
             then at most sqrt(L) C for L tensors, and the accountant uses this bound.
+        noise_seed: For tests and repeats: determines noise and cohorts, which then protect nobody; null: a new secret
+            key in every run.
 
     Raises:
         UserError: If a setting is out of range.
@@ -86,18 +97,22 @@ class GaussianPrivacy(Aggregation, key="trainer.privacy"):
 
     def __init__(
         self,
-        clip: Positive = 1.0,
-        noise_multiplier: NonNegative | None = None,
+        clip: Norm = 1.0,
+        noise_multiplier: Noise | None = None,
         epsilon: Positive | None = None,
         delta: Probability = 1e-5,
         accountant: Method = "RDP",
         per_tensor: bool = False,
+        noise_seed: NonNegativeInt | None = None,
     ) -> None:
         given = noise_multiplier is not None or epsilon is not None
         require(given, f"{KEY}.noise_multiplier", None, "give it, or epsilon")
+        some = not noise_multiplier or noise_multiplier >= LEAST
+        require(some, f"{KEY}.noise_multiplier", noise_multiplier, f"give a number of at least {LEAST}, or 0")
         self.clip, self.noise_multiplier, self.epsilon, self.delta = clip, noise_multiplier, epsilon, delta
         self.method: Method = accountant
-        self.per_tensor = per_tensor
+        self.per_tensor, self.noise_seed = per_tensor, noise_seed
+        self.noise_key = None if noise_seed is None else NoiseKey.of_seed(noise_seed)
         self._plan: Plan
         self._noiseless: Accountant
 
@@ -109,7 +124,7 @@ class GaussianPrivacy(Aggregation, key="trainer.privacy"):
 
     def bind(self, plan: Plan) -> GaussianPrivacy:
         bound = copy(self)
-        bound._plan = plan
+        bound._plan, bound.noise_key = plan, self.noise_key or NoiseKey.fresh()
         objective, drawn = plan.objective, cohorts(plan.sampler, plan.m)
         name = type(objective).__name__
         require(self.delta * plan.m <= 1, f"{KEY}.delta", self.delta, f"at most 1/M = 1/{plan.m}, for M clients")
@@ -125,6 +140,12 @@ class GaussianPrivacy(Aggregation, key="trainer.privacy"):
             not self.per_tensor or objective.wire[1] == ("w",),
             f"{KEY}.per_tensor = true: for algorithms that upload the model alone; {name} uploads "
             f"{', '.join(objective.wire[1])}; set it to false",
+        )
+        buffers = objective.net_buffers
+        ensure(
+            buffers is None or buffers.policy != "reset",
+            f"model.buffers = reset: under {KEY} statistics would be estimated on the clients' data without noise; "
+            "set it to average or local",
         )
         missing = [upload for upload in objective.wire[1] if upload not in objective.all_references]
         ensure(
@@ -169,6 +190,11 @@ class GaussianPrivacy(Aggregation, key="trainer.privacy"):
             values |= {"epsilon": self.epsilon, "max_rounds": self._noiseless.rounds}
         return f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in values.items())})"
 
+    def cohort_seed(self, seed: int) -> int:
+        """Returns a secret seed, because epsilon counts on secret cohorts; without noise that of the run."""
+        key = self.noise_key
+        return seed if key is None or self.noise_multiplier == 0 else key.integer("cohorts")
+
     # Methods that a phase of a round calls
 
     def uploads(
@@ -182,13 +208,14 @@ class GaussianPrivacy(Aggregation, key="trainer.privacy"):
         return {name: list(value.shape) for name, value in known.items()} | dict(self.released)
 
     def fill(self, uploads: Uploads, received: Received) -> None:
-        noise = generator(received.seed, "privacy", received.ctx.t, received.ctx.phase)
-        sums = self.sums(received)
+        key, ctx, sums = self.noise_key, received.ctx, self.sums(received)
+        assert key is not None
 
         def released(name: str, _: object) -> Tensor:
             total, std = sums[name]
-            draw = torch.randn(total.shape, generator=noise, dtype=torch.float64)
-            total = total + std * to_device(draw, total.device, total.dtype)
+            if std:
+                draw = key.normal(total.numel(), "noise", ctx.t, ctx.phase, name).view(total.shape)
+                total = total + to_device(rounded(std * draw, grid(std)), total.device, total.dtype)
             if name in received.known:
                 total = total + received.known[name].to(total) * uploads.n
             return torch.stack([total, total]).to(received.server.w)
@@ -231,7 +258,7 @@ class GaussianPrivacy(Aggregation, key="trainer.privacy"):
     def clipped(self, received: Received, clip: float) -> tuple[dict[str, Tensor], Tensor]:
         """Returns the sums of the clipped uploads by name, and the clients' joint norms before clipping, ``(n,)``."""
         sums = {name: torch.zeros_like(v, dtype=accumulator_dtype(v.device)) for name, v in received.known.items()}
-        device = received.server.w.device
+        std, device = self.noise_std(clip), received.server.w.device
         norms = [torch.zeros(0, dtype=accumulator_dtype(device), device=device)]
         for upload in received.arrived:
             new = {name: upload[name].to(total) - received.known[name] for name, total in sums.items()}
@@ -240,6 +267,6 @@ class GaussianPrivacy(Aggregation, key="trainer.privacy"):
                 parts = torch.split(v, received.ctx.flat.numels) if self.per_tensor else (v,)
                 by = [part.norm() for part in parts] if self.per_tensor else [norm]
                 shorter = [part * shortening(x, torch.full_like(x, clip)) for part, x in zip(parts, by, strict=True)]
-                sums[name] += torch.cat(shorter)
+                sums[name] += cut(torch.cat(shorter), grid(std)) if std else torch.cat(shorter)
             norms.append(norm.view(1))
         return sums, torch.cat(norms)

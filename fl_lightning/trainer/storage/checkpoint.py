@@ -1,5 +1,6 @@
 """The file of a checkpoint: all that a run needs to continue as if it had never stopped."""
 
+import re
 from collections.abc import Mapping
 from numbers import Number
 from pathlib import Path
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from fl_lightning.core import NonNegativeInt, State, UserError, ensure, files, fits, weights
 from fl_lightning.engine import EngineName
+from fl_lightning.trainer.aggregation.noise import BYTES
 from fl_lightning.trainer.settings import Kind
 from fl_lightning.trainer.state import RunState
 
@@ -79,6 +81,10 @@ def _are_ids(value: Any) -> bool:
     return fit and bool((value >= 0).all()) and len(torch.unique(value)) == len(value)
 
 
+def _is_key(value: Any) -> bool:
+    return isinstance(value, str) and re.fullmatch(f"[0-9a-f]{{{2 * BYTES}}}", value) is not None
+
+
 Tensors = dict[str, Tensor]
 ROWS: dict[str, Any] = {"row_bytes": NonNegativeInt, "ids": _are_ids, "positions": _are_ids, "stamps": Tensor}
 FORM: dict[str, Any] = {
@@ -104,6 +110,7 @@ FORM: dict[str, Any] = {
     "kind": Kind,
     "identity": dict,
     "engine": EngineName,
+    "noise": lambda noise: noise is None or _is(noise, {"key": _is_key, "settings": str}),
     "elapsed": float,
     "callbacks": dict,
     "loggers": dict,

@@ -1,0 +1,189 @@
+"""What leaves a private run, noised or not: the table of docs/privacy.md, made from the code.
+
+A metric is private if it is the same in two runs whose releases are equal and whose clients, data and cohorts differ.
+``python -m tests.trainer.test_private_outputs`` writes the table into the page.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from torch import nn
+
+import fl_lightning as fl
+from fl_lightning import AdaptivePrivacy, FedAvg, FederatedTrainer, UserError, algorithms
+from fl_lightning.algorithms.parts.base import Part
+from fl_lightning.algorithms.parts.local_optimizer import LocalOptimizer
+from fl_lightning.flower.messages import CONTEXT
+from fl_lightning.results.metrics import read_metrics
+from fl_lightning.trainer.aggregation.base import Plan
+from tests.runs import run
+
+PAGE = Path(__file__).parents[2] / "docs/privacy.md"
+TABLE = re.compile(r"(?<=<!-- what leaves -->\n).*?(?=<!-- /what leaves -->)", re.DOTALL)
+HEADS = ("of", "protected: noised, or a function of noised sums and public data", "not private")
+Row = tuple[str, str, str]
+
+
+def listed(names: Any, sign: str = "`") -> str:
+    return ", ".join(f"{sign}{name}{sign}" for name in names)
+
+
+# Algorithms and parts
+
+
+def state(**options: Any) -> tuple[tuple[str, ...], list[str], list[str]]:
+    """Names of what an algorithm uploads, and of what its server and its clients keep; refused: an error."""
+    make = options.pop("make", FedAvg)
+    objective = make(options.pop("net", nn.Linear(4, 4)), weighting="uniform", **options)
+    AdaptivePrivacy(noise_multiplier=1.0, delta=0.01).bind(Plan(objective, fl.UniformSampler(2), 20, 10, 3))
+    return objective.wire[1], sorted(objective.server_inits()), sorted(objective.client_inits())
+
+
+def of_algorithms() -> Iterator[Row]:
+    """Algorithms that publish the same stand in one row; those that are refused in the last one."""
+    groups: dict[Any, list[str]] = {}
+    for name in sorted(algorithms.__all__, key=str.lower):
+        try:
+            up, server, clients = state(make=getattr(algorithms, name))
+            key = listed(up) + (f"; of the server {listed(server)}" if server else ""), listed(clients) or "-"
+        except UserError:
+            key = "-", "refused"
+        groups.setdefault(key, []).append(name)
+    for (noised, exact), names in sorted(groups.items(), key=lambda item: item[0][1] == "refused"):
+        yield listed(names, ""), noised, exact if exact in "-refused" else f"of the clients {exact}"
+
+
+PARTS: dict[str, dict[str, Any]] = {
+    **{kind.__name__: {"optimizer": kind(state="keep")} for kind in (fl.AdamW, fl.Lion, fl.Muon)},
+    "SGD": {"optimizer": fl.SGD(momentum=0.9, state="keep")},
+    "TorchOptimizer": {"optimizer": fl.TorchOptimizer("Adam")},
+    **{kind.__name__: {"ascent": kind()} for kind in (fl.SAM, fl.ASAM, fl.LESAM)},
+    **{kind.__name__: {"server_update": kind()} for kind in
+       (fl.ServerUpdate, fl.ServerMomentum, fl.ServerAdam, fl.ServerAdagrad, fl.ServerYogi)},
+    **{kind.__name__: {"averaging": kind()} for kind in (fl.SWA, fl.EMA, fl.LastTwo)},
+    "`relaxed_init`": {"relaxed_init": 0.1},
+    **{f"`buffers: {policy}`": {"buffers": policy, "net": nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))}
+       for policy in ("average", "local", "reset")},
+}  # fmt: skip
+
+
+def of_parts() -> Iterator[Row]:
+    """What each part adds; optimizers keep their state."""
+    plain, groups = state(), dict[Any, list[str]]()
+    for name, options in PARTS.items():
+        try:
+            more = [[n for n in now if n not in before] for now, before in zip(state(**options), plain, strict=True)]
+            noised, clients = listed(dict.fromkeys([*more[0], *more[1]])), listed(more[2])
+            key = noised or "-", f"of the clients {clients}" if clients else "-"
+        except UserError:
+            key = "-", "refused"
+        groups.setdefault(key, []).append(name)
+    for (noised, exact), names in groups.items():
+        yield listed(names, ""), noised, exact
+
+
+def test_every_part_is_in_the_table() -> None:
+    kinds = {name for name in fl.__all__ if isinstance(getattr(fl, name), type)}
+    parts = {name for name in kinds if issubclass(getattr(fl, name), Part | LocalOptimizer)}
+    assert parts - {*PARTS} == {"Part", "Ascent", "Averaging", "LocalOptimizer"}
+
+
+# Metrics
+
+
+def everything(root: Path, number: int) -> Path:
+    """The folder of a private run that measures whatever it can; only its clients, data and cohorts have the number."""
+    rng, sizes = np.random.default_rng(number), [12, 15, 18, 21, 24, 27]
+    clients = [(rng.normal(number, 1, (n, 4)), rng.integers(0, 3, n)) for n in (sizes if number else sizes[::-1])]
+    test = (np.random.default_rng(9).normal(size=(20, 4)), np.arange(20) % 3)
+    measures = [fl.LambdaMax(samples=20, iterations=2), fl.Discrepancy(samples=20), fl.Updates(),
+                fl.ClientEvaluation(local_models=True), fl.CohortLoss()]  # fmt: skip
+    faults = fl.Faults(0.2, 0.2, stragglers=fl.Stragglers(5.0, "lost"), corrupt=fl.Corrupt(0.5, "nan", each_round=True))
+    torch.manual_seed(0)
+    trainer = FederatedTrainer(
+        max_rounds=8, local_steps=6, sampler=fl.BernoulliSampler(0.6), accelerator="cpu", engine="sequential",
+        faults=faults, on_divergence="continue", privacy=AdaptivePrivacy(noise_multiplier=1.0, delta=0.1, noise_seed=1),
+        callbacks=[fl.FlatnessMonitor(1, measures)], enable_progress_bar=False, default_root_dir=str(root),
+    )  # fmt: skip
+    data = fl.Arrays(client_arrays=clients, test=test, batch_size=5, val_fraction=0.25)
+    data.test_clients = np.arange(20) % 6
+
+    def noise_alone(self: AdaptivePrivacy, received: Any) -> Any:
+        clip = self.bound_of(received.server)
+        sums = {name: (torch.zeros_like(v, dtype=torch.float64), self.noise_std(clip))
+                for name, v in received.known.items()}  # fmt: skip
+        return sums | {"privacy_below": (torch.zeros(1, dtype=torch.float64), self.count_std)}
+
+    with (
+        mock.patch.object(AdaptivePrivacy, "sums", noise_alone),
+        mock.patch.object(AdaptivePrivacy, "cohort_seed", return_value=number),
+    ):
+        return trainer.fit(fl.SCAFFOLD(nn.Linear(4, 3), weighting="uniform"), data).folder.path
+
+
+def of_metrics(root: Path) -> Iterator[Row]:
+    columns = [read_metrics(everything(root, number) / "metrics.csv") for number in (0, 1)]
+    assert columns[0].keys() == columns[1].keys()
+    same = {name: columns[0][name] == columns[1][name] and not name.startswith("time/") for name in columns[0]}
+    groups: dict[str, set[bool]] = {}
+    for name, equal in same.items():
+        groups.setdefault(group(name), set()).add(equal)
+    private = sorted(name for name, found in groups.items() if found == {True})
+    yield "metrics", listed(private), listed(sorted(groups.keys() - {*private}))
+
+
+def group(name: str) -> str:
+    """Metrics of one measurement are private if all of them are."""
+    first, *rest = name.split("/")
+    return name if first in ("client", "comm", "privacy") and len(rest) == 1 else "/".join([first, *rest[:-1], "..."])
+
+
+# Files and messages
+
+
+def of_files(root: Path) -> Iterator[Row]:
+    """All of the run folder counts as not private."""
+    folder = run(
+        "fit", "--model.weighting=uniform", "--trainer.privacy=GaussianPrivacy", "--trainer.privacy.delta=0.1",
+        "--trainer.privacy.noise_multiplier=1", "--trainer.client_memory=0", "--trainer.faults=Faults",
+        "--trainer.faults.drop_before=0.5", "--model.optimizer.state=keep", "--model.optimizer.momentum=0.9",
+        "--trainer.callbacks=[Trajectory, {class_path: Checkpoints, init_args: {keep_all: true}}, "
+        "{class_path: FlatnessMonitor, init_args: {metrics: [ClientEvaluation, {class_path: Spectrum, init_args: "
+        "{k: 1, samples: 20}}]}}, Curves, Results]",
+        root=root,
+    )  # fmt: skip
+    names = {re.sub(r"\d+", "*", str(file.relative_to(folder))) for file in folder.rglob("*") if file.is_file()}
+    yield "files of the run folder", "-", listed(sorted(names))
+
+
+def of_others() -> Iterator[Row]:
+    about = [name for name in CONTEXT if name not in ("t", "rounds", "phase", "lr")]
+    yield "`fl-lightning export`", "weights and buffers", "-"
+    yield "messages to Flower's nodes", "what the server sends", f"to the node of a client: `seed`, {listed(about)}"
+    yield "W&B", "the protected metrics", "the other metrics, histograms over clients, partition"
+    yield "printed lines", "-", "progress, clients that were refused"
+
+
+def table() -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        rows = [HEADS, ("---",) * 3, *of_algorithms(), *of_parts(), *of_metrics(Path(folder) / "a")]
+        rows += [*of_files(Path(folder) / "b"), *of_others()]
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def test_page_has_the_table() -> None:
+    assert TABLE.findall(PAGE.read_text()) == [table()], "run `python -m tests.trainer.test_private_outputs`"
+
+
+if __name__ == "__main__":
+    made = table()
+    PAGE.write_text(TABLE.sub(lambda _: made, PAGE.read_text()))
+    print(made)
