@@ -247,6 +247,11 @@ class Run:
         return config and {**config, "trainer": {**config["trainer"], "engine": self.engine_name}}
 
     @property
+    def failure_kinds(self) -> tuple[str, ...]:
+        """Names of what is counted by client, in addition to refused uploads."""
+        return self.settings.faults.kinds
+
+    @property
     def how_to_continue(self) -> str:
         """The shell command that resumes the run."""
         command = "fit" if self.kind == "federated" else "centralized"

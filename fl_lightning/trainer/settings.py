@@ -131,9 +131,10 @@ class Settings(Checked, key="trainer"):
         self.dtype = torch.float64 if precision == "64-true" else torch.float32
         self.config: dict[str, Any] = {}
         try:
-            self.fabric = L.Fabric(
-                accelerator=accelerator, strategy=strategy, devices=devices, num_nodes=num_nodes, precision=precision
-            )
+            with quiet():  # else it warns wherever there is an srun
+                self.fabric = L.Fabric(
+                    accelerator=accelerator, strategy=strategy, devices=devices, num_nodes=num_nodes, precision=precision
+                )
         except (ImportError, RuntimeError, TypeError, ValueError) as error:
             raise UserError(
                 f"trainer.accelerator = {accelerator}, devices = {devices}, strategy = {strategy}, precision = "
