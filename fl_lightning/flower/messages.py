@@ -27,7 +27,6 @@ class Message:
     values: Mapping[str, Mapping[str, Value]]
 
 
-
 class NodeLost(UserError):
     """A node is not there, or does not reply."""
 

@@ -74,9 +74,7 @@ class Unreliable(OneProcess):
         return None if self.failure == "silent" else reply
 
 
-def fit(
-    grid: OneProcess, root: Path, *args: str, nodes: int = 2, ckpt_path: str = "", min_replies: int = 0
-) -> None:
+def fit(grid: OneProcess, root: Path, *args: str, nodes: int = 2, ckpt_path: str = "", min_replies: int = 0) -> None:
     config = {"nodes": nodes, "ckpt-path": ckpt_path, "wait": 1, "min-replies": min_replies}
     app.server_app(partial(build, root, *args))(grid, flwr.Context(1, 0, {}, flwr.RecordDict(), config))
 
@@ -300,7 +298,7 @@ def test_run_goes_on_without_a_killed_and_a_hanging_node(tmp_path: Path) -> None
         assert len(dropped) == 3 and dropped[0] == 0 and dropped[2] == 2, said + network.logs()
         assert re.search(r"round [23]: node.*; until it replies again, its clients are dropped", said)
         folder = network.app("app2", 3, *model, "--trainer.max_rounds=4")
-        said, _ = network.run(folder, "wait=5", 'ckpt-path="last"').communicate(timeout=600)
+        said, _ = network.run(folder, "wait=60", 'ckpt-path="last"').communicate(timeout=600)
         os.killpg(nodes[2], signal.SIGCONT)
     assert network.rounds() == 3
     assert "Traceback" not in said

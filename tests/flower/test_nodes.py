@@ -247,9 +247,7 @@ ALL = ["--trainer.clients_per_round=6"]
 
 
 @pytest.mark.parametrize("model", ["FedSMOO", pytest.param("SCAFFOLD", marks=pytest.mark.slow)])
-def test_clients_of_a_lost_node_are_dropped(
-    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_clients_of_a_lost_node_are_dropped(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The run is that of the trainer in which they are not available; they go on from the states that they had."""
     available = [[*range(6)], [0, 2, 4], [0, 2, 4], [*range(6)]]
     faults = ["--trainer.faults=Faults", f"--trainer.faults.available={available}"]
@@ -283,7 +281,11 @@ def test_node_lost_in_a_phase(lost: tuple[int, ...], tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("error", "least", "line"),
     [
-        (NodeLost("gone"), None, "node 1: gone; start it again, then continue with ckpt-path = last, or allow it by .*"),
+        (
+            NodeLost("gone"),
+            None,
+            "node 1: gone; start it again, then continue with ckpt-path = last, or allow it by .*",
+        ),
         (None, None, "node 1: no reply; start it again, .*"),
         (UserError("a state is lost"), None, "node 1: a state is lost"),
         (NodeLost("gone"), 4, r"node 1: gone \(3 clients have replied, min-replies is 4\); start it again, .*"),

@@ -21,7 +21,7 @@ import fl_lightning.nets
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.commands.shared.arguments import PARTS, kept, model_of_configs, prepare, split, whole_numbers
 from fl_lightning.commands.shared.messages import ArgumentsError, find_user_error
-from fl_lightning.commands.shared.resume_check import check_last
+from fl_lightning.commands.shared.resume_check import to_continue
 from fl_lightning.core import ensure, generator, require
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.results.yaml_text import check_yaml
@@ -246,13 +246,11 @@ class FederatedCLI(LightningCLI):
         positional = [given.pop(name) for name, p in self.parameters.items() if p.kind is p.POSITIONAL_ONLY]
         with made.trainer.environment() if "trainer" in self.parameters else nullcontext():
             if "trainer" in self.parameters:
-                check_last(
-                    made.trainer,
-                    made.model,
-                    made.data,
-                    made.get("ckpt_path"),
-                    "centralized" if self.command == "centralized" else "federated",
-                )
+                asked, kind = made.get("ckpt_path"), "centralized" if self.command == "centralized" else "federated"
+                require(kind == "centralized" or asked != "auto", "ckpt_path", asked, "give a checkpoint, last or best")
+                found = to_continue(made.trainer, made.model, made.data, asked, kind)
+                if "ckpt_path" in given:
+                    given["ckpt_path"] = found
             self.function(*positional, *self.settings, **given)
 
     @rank_zero_only

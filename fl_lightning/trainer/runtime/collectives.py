@@ -14,6 +14,7 @@ import torch.distributed as dist
 from lightning.fabric import Fabric
 from torch import Tensor
 from torch.distributed import TCPStore as Store  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
 from torchmetrics.utilities.distributed import gather_all_tensors
 
 from fl_lightning.core import Uploads, UserError
@@ -21,6 +22,20 @@ from fl_lightning.core import Uploads, UserError
 K = TypeVar("K")
 V = TypeVar("V")
 _store: Store | None = None
+
+
+def join_again(fabric: Fabric) -> None:
+    """Joins the group of processes if torchrun has started them again; otherwise Fabric does.
+
+    torchrun's store still has the addresses of the processes before, which torch would take for those of the new ones.
+    """
+    restarts, processes = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), fabric.world_size
+    if restarts == "0" or processes == 1:
+        return
+    store, rank, _ = next(rendezvous("env://", fabric.global_rank, processes))
+    backend = "nccl" if fabric.device.type == "cuda" else "gloo"
+    fresh = dist.PrefixStore(f"restart {restarts} of {processes}", store)
+    dist.init_process_group(backend, store=fresh, rank=rank, world_size=processes)
 
 
 def connect(fabric: Fabric) -> None:
