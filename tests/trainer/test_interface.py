@@ -20,12 +20,12 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="its interfaces 
 
 
 @pytest.fixture
-def variables(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
+def variables(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """The environment, in which none of the variables is set."""
     for name in interface.VARIABLES:
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
-    yield os.environ  # type: ignore[misc]
+    return os.environ  # type: ignore[return-value]
 
 
 def machine(monkeypatch: pytest.MonkeyPatch, mine: str, **known: str) -> None:
@@ -89,7 +89,7 @@ def two_machines() -> Iterator[list[str]]:
 @pytest.mark.slow
 def test_two_machines(two_machines: list[str], tmp_path: Path) -> None:
     """They find the interface, give the bits of one process, and print each line once."""
-    node = "--nnodes=2 --nproc_per_node=1 --master_addr=10.9.0.1 --master_port=29511 --node_rank".split()
+    node = ["--nnodes=2", "--nproc_per_node=1", "--master_addr=10.9.0.1", "--master_port=29511", "--node_rank"]
     args = ["-m", "fl_lightning", "fit", "--model=SCAFFOLD", *DIGITS, "--trainer.strategy=ddp"]
     with ExitStack() as stack:
         children = []
