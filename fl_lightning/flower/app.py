@@ -95,7 +95,7 @@ def server_app(build: Callable[[], Any]) -> ServerApp:
 class Ended(UserError):
     """The error of a run; Flower prints the traceback that it finds here, which is none."""
 
-    __traceback__ = property(lambda self: None, lambda self, value: None)  # type: ignore[assignment]
+    __traceback__ = property(lambda self: None, lambda self, value: None)
 
 
 class GridSend:

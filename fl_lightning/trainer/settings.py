@@ -164,8 +164,8 @@ class Settings(Checked, key="trainer"):
     def launch(self) -> None:
         """Starts the processes, at the first call."""
         if not self._launched:
-            if self._nodes > 1:
-                environment: Any = getattr(self.fabric.strategy, "cluster_environment", None)
+            environment = getattr(self.fabric.strategy, "cluster_environment", None)
+            if self._nodes > 1 and environment is not None:
                 interface.choose(environment.main_address)
             # the processes wait for each other in C++, where Python sees no signal
             with quiet(), default_actions(), collectives.lost_process(self.fabric):

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
 from torch import Tensor
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed import TCPStore as Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 from torchmetrics.utilities.distributed import gather_all_tensors
@@ -34,7 +35,7 @@ def join_again(fabric: Fabric) -> None:
         return
     store, rank, _ = next(rendezvous("env://", fabric.global_rank, processes))
     backend = "nccl" if fabric.device.type == "cuda" else "gloo"
-    fresh = dist.PrefixStore(f"restart {restarts} of {processes}", store)
+    fresh = PrefixStore(f"restart {restarts} of {processes}", store)
     dist.init_process_group(backend, store=fresh, rank=rank, world_size=processes)
 
 
