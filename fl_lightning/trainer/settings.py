@@ -167,8 +167,10 @@ class Settings(Checked, key="trainer"):
             environment = getattr(self.fabric.strategy, "cluster_environment", None)
             if self._nodes > 1 and environment is not None:
                 interface.choose(environment.main_address)
+            names = ", ".join(("MASTER_ADDR", *interface.VARIABLES))
+            unreached = f"does not reach the others; see their messages, and check {names}"
             # the processes wait for each other in C++, where Python sees no signal
-            with quiet(), default_actions(), collectives.lost_process(self.fabric):
+            with quiet(), default_actions(), collectives.lost_process(self.fabric, unreached):
                 collectives.join_again(self.fabric)
                 self.fabric.launch()
             self._launched = True

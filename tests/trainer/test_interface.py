@@ -86,18 +86,33 @@ def two_machines() -> Iterator[list[str]]:
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
 
-@pytest.mark.slow
-def test_two_machines(two_machines: list[str], tmp_path: Path) -> None:
-    """They find the interface, give the bits of one process, and print each line once."""
+def on_two(machines: list[str], root: Path, code: int = 0, **first: str) -> list[tuple[str, str]]:
+    """What a run on two machines says; ``first`` is the environment of the first."""
     node = ["--nnodes=2", "--nproc_per_node=1", "--master_addr=10.9.0.1", "--master_port=29511", "--node_rank"]
     args = ["-m", "fl_lightning", "fit", "--model=SCAFFOLD", *DIGITS, "--trainer.strategy=ddp"]
     with ExitStack() as stack:
         children = []
-        for rank, name in enumerate(two_machines):
-            (folder := tmp_path / name).mkdir()
+        for rank, name in enumerate(machines):
+            (folder := root / name).mkdir()
             command = ["ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run", *node, str(rank)]
-            children.append(stack.enter_context(process(*command, *args, cwd=folder)))
-        said = ended(children)
+            env = {} if rank else first
+            children.append(stack.enter_context(process(*command, *args, cwd=folder, env=env)))
+        return ended(children, code)
+
+
+@pytest.mark.slow
+def test_two_machines(two_machines: list[str], tmp_path: Path) -> None:
+    """They find the interface, give the bits of one process, and print each line once."""
+    said = on_two(two_machines, tmp_path)
     assert [text.count("results: ") for text, _ in said] == [1, 0]
     there = state(newest(tmp_path / two_machines[0] / "runs"))
     assert_same(there, state(run("fit", root=tmp_path / "one", model="SCAFFOLD")))
+
+
+@pytest.mark.slow
+def test_a_wrong_interface_ends_both_machines(two_machines: list[str], tmp_path: Path) -> None:
+    """In a line of each, and without waiting for each other."""
+    said = on_two(two_machines, tmp_path, 1, **dict.fromkeys(interface.VARIABLES, "none0"))
+    for number, (_, text) in enumerate(said):
+        lines = [line for line in text.splitlines() if line.startswith("error")]
+        assert len(lines) == 1 and f"process {number} does not reach the others; see their messages, and" in lines[0]

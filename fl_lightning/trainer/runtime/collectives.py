@@ -98,8 +98,16 @@ def _alive(store: Store) -> bool:
 
 
 @contextmanager
-def lost_process(fabric: Fabric) -> Iterator[None]:
+def lost_process(
+    fabric: Fabric,
+    what: str = "has lost another one, which has failed or was killed; see its own message, and continue from the last "
+    "checkpoint by --ckpt_path last",
+) -> Iterator[None]:
     """Turns the communication error of a process whose peer has gone into one line.
+
+    Args:
+        fabric: The processes.
+        what: What the line says of this process.
 
     Raises:
         UserError: If another process has ended.
@@ -110,10 +118,7 @@ def lost_process(fabric: Fabric) -> Iterator[None]:
         lost = isinstance(error, dist.DistError) or "gloo" in str(error).lower() or "Connection" in str(error)
         if fabric.world_size == 1 or isinstance(error, UserError) or not lost:
             raise
-        raise UserError(
-            f"process {fabric.global_rank} has lost another one, which has failed or was killed; see its own message, "
-            "and continue from the last checkpoint by --ckpt_path last"
-        ) from error
+        raise UserError(f"process {fabric.global_rank} {what}") from error
 
 
 def on_rank_zero(fabric: Fabric, function: Callable[[], V]) -> V:
