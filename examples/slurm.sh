@@ -1,24 +1,28 @@
 #!/bin/bash
 # A federated run on two nodes of four GPUs, which continues until it is done:
-#   sbatch examples/slurm.sh experiment/fedgloss/cifar10_alpha0.05 [settings]
+#   sbatch [options] examples/slurm.sh experiment/fedgloss/cifar10_alpha0.05 [settings]
 #SBATCH --job-name=fl-lightning
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=4
 #SBATCH --gpus-per-node=4
 #SBATCH --cpus-per-task=4
 #SBATCH --time=12:00:00
-#SBATCH --signal=TERM@300
+#SBATCH --signal=USR1@300
+#SBATCH --requeue
 #SBATCH --open-mode=append
 set -u
 config=$1
 shift
-name=$(basename "$config" .yaml)
-last=$(ls -t runs/"$name"/version_*/checkpoints/last.ckpt 2>/dev/null | head -n 1)
-
-srun fl-lightning fit --config "$config" --trainer.name "$name" \
+srun fl-lightning fit --config "$config" --trainer.name "$(basename "$config" .yaml)" "$@" \
     --trainer.num_nodes "$SLURM_NNODES" --trainer.devices "$SLURM_NTASKS_PER_NODE" --trainer.strategy ddp \
-    "$@" ${last:+--ckpt_path "$last"}
+    --trainer.default_root_dir runs --ckpt_path auto
 code=$?
-# 130: it was interrupted, here by the signal before the time limit, and has saved its last whole round
-if [ $code -eq 130 ]; then sbatch examples/slurm.sh "$config" "$@"; fi
+# 128 + SIGUSR1: the time limit is near, and the run is saved. The job starts again if it has trained since its start,
+# when SLURM wrote this script to its spool folder
+if [ $code -eq 138 ] && [ -n "$(find runs -name last.ckpt -newer "$0" -print -quit)" ]; then
+    scontrol requeue "$SLURM_JOB_ID"
+    sleep 60 # SLURM ends the script
+fi
+# 128 + SIGTERM: scancel, or a preemption with a grace time, at whose end SLURM starts the job again if it still runs
+if [ $code -eq 143 ]; then sleep 600; fi
 exit $code

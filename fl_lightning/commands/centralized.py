@@ -16,6 +16,7 @@ def run(
         trainer: The trainer.
         model: A local objective without federated state.
         data: The data.
-        ckpt_path: A checkpoint to continue in its own run folder; "last" or "best" for the newest run of this name.
+        ckpt_path: A checkpoint to continue in its own run folder; "last" or "best" for the newest run of this name; or
+            "auto" for the newest one with these settings, and for a new run if there is none.
     """
     trainer.centralized(model, data, ckpt_path)

@@ -6,7 +6,8 @@ from typing import Any
 
 from fl_lightning.commands.shared import trials
 from fl_lightning.commands.shared.arguments import seeds_of, without
-from fl_lightning.commands.shared.cli import FederatedCLI, check_last
+from fl_lightning.commands.shared.cli import FederatedCLI
+from fl_lightning.commands.shared.resume_check import to_continue
 from fl_lightning.core import require
 from fl_lightning.sweeps.trials import Trial, name_of, run_trials
 
@@ -20,15 +21,17 @@ def run(
 
     Args:
         cli: Builds the runs.
-        ckpt_path: A checkpoint to continue in its own run folder; or "last" for the newest run of this name.
+        ckpt_path: A checkpoint to continue in its own run folder; "last" for the newest run of this name; or "auto" for
+            the newest one with these settings, and for a new run if there is none.
         seeds: Values of trainer.seed, such as 0,1,2: a run for each, in a folder of its own.
         values: Values of another setting, such as model.rho=0.02,0.05; several times, a grid of them.
     """
     made = cli.build()
     grid = _grid(seeds, values or [])
     if not grid:
-        check_last(made, ckpt_path)
-        made.trainer.fit(made.model, made.data, ckpt_path)
+        with made.trainer.environment():
+            ckpt_path = to_continue(made.trainer, made.model, made.data, ckpt_path)
+            made.trainer.fit(made.model, made.data, ckpt_path)
         return
     require(ckpt_path in (None, "last"), "ckpt_path", ckpt_path, "several runs continue with last")
     name = made.trainer.run_name(made.model, made.data)

@@ -3,6 +3,7 @@
 import time
 from collections import UserDict
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,15 +15,15 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 from torch import Tensor
 
-from fl_lightning.core import UserError, ensure, require
+from fl_lightning.core import UserError, require
 from fl_lightning.flower import server
-from fl_lightning.flower.messages import Message
+from fl_lightning.flower.messages import Message, NodeLost
 from fl_lightning.flower.node import Folder, Node
 from fl_lightning.trainer.run import Run
 from fl_lightning.trainer.runtime.signals import check_interruption
 
 FAILED = 2
-"""Flower's code for an exception in a ClientApp."""
+"""Flower's code for an exception in a ClientApp. Those of nodes and processes that are gone are others."""
 QUERY = 120.0
 """Seconds that a node has to report its number: Flower may list a node for a while after it has gone."""
 
@@ -68,8 +69,9 @@ def client_app(build: Callable[[], Any]) -> ClientApp:
 def server_app(build: Callable[[], Any]) -> ServerApp:
     """Returns the app of the server.
 
-    Its run config has ``nodes``, the number of nodes (0: one for each client); ``ckpt-path`` ("": a new run); and
-    ``wait``, the seconds that the server waits for a node to connect, and for a reply.
+    Its run config has ``nodes``, the number of nodes (0: one for each client); ``ckpt-path`` ("": a new run);
+    ``wait``, the seconds that the server waits for a node to connect, and for a reply; and ``min-replies``, the number
+    of clients that must reply (0: all).
 
     Args:
         build: As for `client_app`.
@@ -79,11 +81,21 @@ def server_app(build: Callable[[], Any]) -> ServerApp:
         config = context.run_config
         made, send = build(), GridSend(grid, float(config["wait"]))
         nodes, ckpt_path = int(config["nodes"]) or None, str(config["ckpt-path"]) or None
-        server.fit(send, nodes, made.trainer, made.model, made.data, ckpt_path)
+        least = int(config["min-replies"]) or None
+        try:
+            server.fit(send, nodes, made.trainer, made.model, made.data, ckpt_path, least)
+        except UserError as error:
+            raise Ended(str(error)) from None
 
     app = ServerApp()
     app.main()(main)
     return app
+
+
+class Ended(UserError):
+    """The error of a run; Flower prints the traceback that it finds here, which is none."""
+
+    __traceback__ = property(lambda self: None, lambda self, value: None)
 
 
 class GridSend:
@@ -91,23 +103,31 @@ class GridSend:
 
     Args:
         grid: Flower's grid.
-        wait: Seconds to wait for a node to connect, and for a reply.
+        wait: Seconds to wait for a node to connect, and for a reply. A node that has not connected in this time is
+            waited for again only when it is there.
     """
 
     def __init__(self, grid: Grid, wait: float) -> None:
         require(wait > 0, "wait", wait, "give seconds")
         self.grid, self.wait = grid, wait
         self._numbers: dict[int, int] = {}
+        self._gone: set[int] = set()
 
-    def __call__(self, messages: Mapping[int, Message]) -> dict[int, Message]:
+    def __call__(self, messages: Mapping[int, Message]) -> dict[int, Message | UserError]:
         ids = self._ids({*messages})
-        sent = [flwr.app.Message(packed(m), ids[node], "train") for node, m in messages.items()]
-        replies = {}
-        for reply in self.grid.send_and_receive(sent, timeout=self.wait):
-            node = self._numbers[reply.metadata.src_node_id]
-            if reply.has_error():
-                raise UserError(f"node {node}: {reply.error.reason}")
-            replies[node] = unpacked(reply.content)
+        sent = {node: flwr.app.Message(packed(m), ids[node], "train") for node, m in messages.items() if node in ids}
+        replies: dict[int, Message | UserError] = dict.fromkeys(messages, NodeLost("not connected"))
+        replies |= dict.fromkeys(sent, NodeLost(f"no reply after {self.wait:g} s"))
+        received = self.grid.send_and_receive([*sent.values()], timeout=self.wait) if sent else ()
+        # the reply for a node that has gone is the superlink's
+        nodes = {message.metadata.message_id: node for node, message in sent.items()}
+        for reply in received:
+            node = nodes[reply.metadata.reply_to_message_id]
+            if reply.has_content():
+                replies[node] = unpacked(reply.content)
+            else:
+                reason = " ".join(reply.error.reason.split())
+                replies[node] = (UserError if reply.error.code == FAILED else NodeLost)(reason)
         return replies
 
     def _ids(self, wanted: set[int]) -> dict[int, int]:
@@ -123,14 +143,10 @@ class GridSend:
                         number = int(reply.content.config_records["node"]["number"])
                         self._numbers[reply.metadata.src_node_id] = number
             ids = {number: node for node, number in self._numbers.items() if node in connected}
-            if wanted <= ids.keys():
+            missing = wanted - ids.keys()
+            if missing <= self._gone or time.monotonic() > end:
+                self._gone = (self._gone - ids.keys()) | missing
                 return ids
-            missing = ", ".join(map(str, sorted(wanted - ids.keys())))
-            ensure(
-                time.monotonic() <= end,
-                f"nodes {missing}: not connected after {self.wait:g} s; start them, each with its partition-id, "
-                "then continue with ckpt-path = last",
-            )
             time.sleep(1)
 
 
@@ -169,5 +185,9 @@ def array_record(values: Mapping[str, Tensor]) -> ArrayRecord:
 
 
 def tensors(record: ArrayRecord) -> dict[str, Tensor]:
-    """Returns the tensors of Flower's record."""
-    return {name: torch.from_numpy(array.numpy()) for name, array in record.items()}
+    """Returns the tensors of Flower's record; bytes of another machine that are no tensor are left out."""
+    found = {}
+    for name, array in record.items():
+        with suppress(Exception):
+            found[name] = torch.from_numpy(array.numpy())
+    return found

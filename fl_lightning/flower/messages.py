@@ -7,7 +7,7 @@ from zlib import crc32
 
 from torch import Tensor
 
-from fl_lightning.core import ClientContext
+from fl_lightning.core import ClientContext, UserError
 
 Value: TypeAlias = bool | int | float | str
 
@@ -27,8 +27,12 @@ class Message:
     values: Mapping[str, Mapping[str, Value]]
 
 
-Send: TypeAlias = Callable[[Mapping[int, Message]], Mapping[int, Message]]
-"""Carries messages to nodes (by their numbers, from 0) and returns their replies; raises a `UserError` on failure."""
+class NodeLost(UserError):
+    """A node is not there, or does not reply."""
+
+
+Send: TypeAlias = Callable[[Mapping[int, Message]], Mapping[int, Message | UserError]]
+"""Carries messages to nodes (by their numbers, from 0) and returns their replies, or why a node has none."""
 
 CONTEXT = tuple(field.name for field in fields(ClientContext) if field.name not in ("flat", "class_counts", "draws"))
 """Attributes of a client's context that go over the wire."""

@@ -1,7 +1,9 @@
 """The server's end: a run whose clients train on nodes."""
 
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,10 +13,11 @@ import torch
 from torch import Tensor
 
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.core import Init, State, UserError, ensure, require
+from fl_lightning.core import Init, State, Upload, UserError, ensure, require, seeded
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.engine import ENGINES, Engine, EngineName, Job, LocalResult
-from fl_lightning.flower.messages import CONTEXT, Message, Send, Value, checksum, row_of, version_in
+from fl_lightning.flower.messages import CONTEXT, Message, NodeLost, Send, Value, checksum, row_of, version_in
+from fl_lightning.trainer.participation.failures import LINES
 from fl_lightning.trainer.run import Callback, Run
 from fl_lightning.trainer.storage.client_store import ClientStore
 from fl_lightning.trainer.trainer import FederatedTrainer
@@ -30,6 +33,7 @@ def fit(
     model: LocalObjective,
     datamodule: FederatedDataModule,
     ckpt_path: str | None = None,
+    min_replies: int | None = None,
 ) -> Run:
     """Runs ``trainer.fit`` with clients that train on nodes; the weights are equal to the bit.
 
@@ -40,18 +44,21 @@ def fit(
         model: The local objective.
         datamodule: The data; the server uses only the number of each client's samples.
         ckpt_path: As for ``trainer.fit``.
+        min_replies: Clients that must reply in a phase, or all of a smaller cohort; the others count as dropped. None:
+            every client must reply.
 
     Returns:
         The run.
 
     Raises:
-        UserError: As ``trainer.fit``; or if an option does not fit, a node does not answer, or a node has lost a
-            state. The last complete round is saved.
+        UserError: As ``trainer.fit``; or if an option does not fit, or too few clients reply: their node does not
+            answer, or has lost a state. The last complete round is saved.
     """
     check(trainer, datamodule)
     if trainer.engine == "auto":
         trainer.engine = "sequential"
-    trainer.make_run = partial(RemoteRun, send, nodes)
+    require(min_replies is None or min_replies >= 1, "min_replies", min_replies, "give a number of clients from 1 on")
+    trainer.make_run = partial(RemoteRun, send, nodes, min_replies)
     return trainer.fit(model, datamodule, ckpt_path)
 
 
@@ -96,18 +103,24 @@ class RemoteRun(Run):
     Args:
         send: Carries messages to nodes.
         nodes: Number of nodes; None: one for each client.
+        min_replies: As for `fit`.
         *args: Arguments of `Run`.
 
     Raises:
         UserError: As `Run`; or if there are more nodes than clients.
     """
 
-    def __init__(self, send: Send, nodes: int | None, *args: Any) -> None:
-        self.send = send
+    def __init__(self, send: Send, nodes: int | None, min_replies: int | None, *args: Any) -> None:
+        self.send, self.min_replies = send, min_replies
         super().__init__(*args)
         check_nodes(nodes, self.data)
         self.nodes = self.data.num_clients if nodes is None else nodes
         self.clients: Versions = Versions(self.objective, self.server.w)
+
+    @property
+    def failure_kinds(self) -> tuple[str, ...]:
+        kinds = super().failure_kinds
+        return kinds if self.min_replies is None else tuple(dict.fromkeys([*kinds, "dropped"]))
 
     @property
     def how_to_continue(self) -> str:
@@ -171,17 +184,42 @@ class RemoteEngine(Engine):
     def __init__(self, run: RemoteRun) -> None:
         super().__init__(run.objective, run.net, run.fabric.autocast)
         self.run = run
+        self._lost: set[int] = set()
+        self._refused: set[int] = set()
+        self._empty: dict[int, Upload] = {}
 
     def train(self, jobs: Sequence[Job]) -> Iterator[LocalResult]:
         by_node: dict[int, list[Job]] = defaultdict(list)
         for job in jobs:
             by_node[job.client % self.run.nodes].append(job)
         asked = {node: self._message(its) for node, its in by_node.items()}
-        replies = self.run.send(asked) if asked else {}
+        replies: dict[int, Message | UserError] = dict.fromkeys(asked, NodeLost("no reply"))
+        replies |= self.run.send(asked) if asked else {}
+        here = {node: reply for node, reply in replies.items() if isinstance(reply, Message)}
+        failed = {node: reply for node, reply in replies.items() if isinstance(reply, UserError)}
+        self._check(jobs, sum(len(by_node[node]) for node in here), failed)
         for job in jobs:
-            node = job.client % self.run.nodes
-            ensure(node in replies, f"node {node}: no reply; start it, then continue with ckpt_path = last")
-            yield self._result(job, replies[node])
+            if (node := job.client % self.run.nodes) in here:
+                yield self._result(job, here[node])
+
+    def _check(self, jobs: Sequence[Job], replies: int, failed: Mapping[int, UserError]) -> None:
+        """Checks that enough clients have replied, and prints which nodes are lost, or are there again, since then.
+
+        Raises:
+            UserError: If they have not.
+        """
+        least = len(jobs) if self.run.min_replies is None else min(self.run.min_replies, len(jobs))
+        if replies < least:
+            lost = all(isinstance(error, NodeLost) for error in failed.values())
+            remedy = "; start it again, then continue with ckpt-path = last, or allow it by min-replies" if lost else ""
+            few = "" if least == len(jobs) else f" ({replies} clients have replied, min-replies is {least})"
+            raise UserError(f"{_named(failed)}{few}{remedy}")
+        asked, t = {job.client % self.run.nodes for job in jobs}, self.run.rounds_done
+        if new := {node: error for node, error in failed.items() if node not in self._lost}:
+            self.run.fabric.print(f"round {t + 1}: {_named(new)}; until it replies again, its clients are dropped")
+        if again := sorted(self._lost & (asked - failed.keys())):
+            self.run.fabric.print(f"round {t + 1}: {_numbered(again)}: replies again")
+        self._lost = (self._lost - asked) | failed.keys()
 
     def _message(self, jobs: Sequence[Job]) -> Message:
         run, received = self.run, {name: value.cpu() for name, value in jobs[0].received.items()}
@@ -198,19 +236,75 @@ class RemoteEngine(Engine):
         return Message({"down": received}, {"round": about, **clients})
 
     def _result(self, job: Job, reply: Message) -> LocalResult:
-        names, like = self.objective.wire[1], job.received.w
+        """Returns what a client has replied; where it is not an upload of this run, NaN, which the server refuses."""
+        like, empty = job.received.w, self._upload_without_steps(job)
+        loss, state, upload = like.new_tensor(torch.nan), State({}), dict[str, Tensor]()
+        if self.run.clients.inits:
+            state = State({KEPT: like.new_full((3,), torch.nan)})
         try:
             values, arrived = reply.values[f"client.{job.client}"], reply.tensors[f"up.{job.client}"]
-            upload = {name: arrived[name].to(like) for name in names}
-            loss, finite = like.new_tensor(float(values["loss"])), State(upload).finite()
-            # a state that is not finite stays on its node; NaN makes the server refuse it like any other
-            row = row_of(str(values["version"]), like) if self.run.clients.inits else None
-            state = State({} if row is None else {KEPT: row if values["finite"] else row * torch.nan})
-        except (KeyError, ValueError) as error:
-            raise UserError(
-                f"client {job.client}: the reply of its node lacks {error}; the node needs the same version of "
-                "fl_lightning and the same config"
-            ) from None
+            upload = {name: _checked(name, arrived[name], wanted).to(like) for name, wanted in empty.items()}
+            loss = like.new_tensor(float(values["loss"]))
+            # a state that is not finite stays on its node
+            if self.run.clients.inits and values["finite"]:
+                state = State({KEPT: row_of(_version(values["version"]), like)})
+        except (KeyError, TypeError, ValueError) as error:
+            upload = {name: torch.full_like(wanted, torch.nan) for name, wanted in empty.items()}
+            if job.client not in self._refused and len(self._refused) < LINES:
+                what = f"its reply lacks {error}" if isinstance(error, KeyError) else str(error)
+                self.run.fabric.print(
+                    f"client {job.client}: {what}; refused (do server and node have the same fl_lightning and config?)"
+                )
+                self._refused.add(job.client)
         # the local model is not on the wire, and nothing on the server reads it
-        w = upload.get("w", job.received.w)
-        return LocalResult(job.client, job.received, w, upload, state, loss, job.ctx, finite & state.finite())
+        w, finite = upload.get("w", like), State(upload).finite() & state.finite()
+        return LocalResult(job.client, job.received, w, upload, state, loss, job.ctx, finite)
+
+    def _upload_without_steps(self, job: Job) -> Upload:
+        """Returns the upload of a new client that takes no step: names, shapes and dtypes of every client's."""
+        if job.ctx.phase not in self._empty:
+            run, objective, w = self.run, self.objective, job.received.w
+            state = State.initial({**objective.client_inits(), **objective.scratch_inits()}, run.clients.w0, w)
+            counts = w.new_ones(run.data.num_classes) if objective.uses_class_counts else None
+            ctx = replace(job.ctx, class_counts=counts, draws=self.draws([job]))
+            with seeded(self.net.device, job.seed, "net", ctx.t, ctx.phase, job.client):
+                upload, _ = self.finish(*self.begin(state, job.received, ctx, w))
+            self._empty[ctx.phase] = {name: upload[name] for name in objective.wire[1]}
+        return self._empty[job.ctx.phase]
+
+
+def _checked(name: str, value: Tensor, wanted: Tensor) -> Tensor:
+    """Returns an uploaded tensor of the shape, dtype and layout of another one.
+
+    Raises:
+        ValueError: If it has others.
+    """
+    found, right = ((tuple(x.shape), x.dtype, x.layout) for x in (value, wanted))
+    if found != right:
+        shown = [" ".join([*map(str, each[: 2 + (found[2] != right[2])])]) for each in (found, right)]
+        raise ValueError(f"its upload {name} is {shown[0]}, not {shown[1]}".replace("torch.", ""))
+    return value
+
+
+def _version(value: object) -> str:
+    """Returns the version of a client's state in a reply.
+
+    Raises:
+        ValueError: If it is none.
+    """
+    if not re.fullmatch("[0-9a-f]{8}", str(value)):
+        raise ValueError(f"its version {value!s:.20} is not one of a state")
+    return str(value)
+
+
+def _named(failed: Mapping[int, UserError]) -> str:
+    """Returns which nodes have failed, and why."""
+    by_reason: dict[str, list[int]] = defaultdict(list)
+    for node, error in sorted(failed.items()):
+        by_reason[str(error)].append(node)
+    return "; ".join(f"{_numbered(nodes)}: {reason}" for reason, nodes in by_reason.items())
+
+
+def _numbered(nodes: Sequence[int]) -> str:
+    more = f" and {len(nodes) - LINES} more" if len(nodes) > LINES else ""
+    return f"node{'s' if len(nodes) > 1 else ''} {', '.join(map(str, nodes[:LINES]))}{more}"

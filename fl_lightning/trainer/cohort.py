@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from fl_lightning.core import ClientContext, State
@@ -74,6 +74,20 @@ class Cohort:
     def next_phase(self, run: Run) -> Cohort:
         """Returns the clients of this cohort that also answer in the next phase."""
         return self.of(run, self.clients, self.t, self.faults, self.phase + 1)
+
+    def only(self, arrived: Collection[int]) -> Cohort:
+        """Returns the cohort of one process after all but some of its clients have dropped out."""
+        here = {k: ctx for k, ctx in zip(self.clients, self.contexts, strict=True) if k in arrived}
+        dropped = [k for k in self.clients if k not in here]
+        attendance = replace(
+            self.attendance,
+            steps={k: self.attendance.steps[k] for k in here},
+            dropped=[*self.attendance.dropped, *dropped],
+            late=[k for k in self.attendance.late if k not in dropped],
+        )
+        return replace(
+            self, clients=[*here], contexts=[*here.values()], shares=[[*range(len(here))]], attendance=attendance
+        )
 
     def arrived(self, result: LocalResult, seed: int) -> LocalResult:
         """Returns a local result with the upload as it arrives.

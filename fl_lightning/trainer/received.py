@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from fl_lightning.core import RoundContext, State, Upload, Uploads, accumulator_dtype, to_device
+from fl_lightning.core import RoundContext, State, Upload, Uploads, UserError, accumulator_dtype, to_device
 from fl_lightning.engine import LocalResult
 from fl_lightning.trainer import divergence
 from fl_lightning.trainer.aggregation.base import Received
@@ -27,11 +27,22 @@ class Arrivals:
         accepted: Whether each client's upload and state are finite, in cohort order.
         losses: Training loss of each accepted client, ``(accepted,)``, on the CPU.
         shapes: Shape of each uploaded name.
+
+    Raises:
+        UserError: If a client of this process uploads another shape than the others.
     """
 
     def __init__(self, run: Run, cohort: Cohort, results: Sequence[LocalResult], like: Tensor) -> None:
         self.run, self.cohort, self.results, self.like = run, cohort, results, like
         self.shapes = self._upload_shapes()
+        for result in results:
+            found = {name: list(result.upload[name].shape) for name in self.shapes}
+            if found != self.shapes:  # a shorter one would be repeated in the sum
+                name = next(name for name in found if found[name] != self.shapes[name])
+                raise UserError(
+                    f"model = {type(run.objective).__name__}: client {result.client} uploads {name} of shape "
+                    f"{found[name]}, the first client {self.shapes[name]}; return the same shape for every client"
+                )
         table = torch.zeros(2, len(cohort.clients), dtype=accumulator_dtype(like.device), device=like.device)
         if results:  # is it finite, and its loss
             mine = to_device(cohort.shares[run.fabric.global_rank], like.device)

@@ -33,7 +33,7 @@ class Round:
         server: The server's state after the phases so far.
         rows: On rank 0 the clients' new states, by id.
         losses: Training loss of each client whose upload was accepted, ``(clients,)``.
-        failed: Clients whose upload was not finite ("refused"); with faults also "dropped" and "late".
+        failed: Clients whose upload was not finite ("refused"), and those of the run's other kinds of failure.
         diverged: Why the round has no finite result, if the run goes on nonetheless.
         aggregated: Metrics of the rule that combines the uploads, of the last phase.
         bits: Bits that went over the wire.
@@ -51,7 +51,7 @@ class Round:
         self.run, self.cohort, self.on_result, self.perturb = run, cohort, on_result, perturb
         self.server, self.rows = run.server, dict[int, State]()
         self.losses = torch.zeros(0)
-        self.failed: dict[str, list[int]] = {"refused": [], **{kind: [] for kind in cohort.faults.kinds}}
+        self.failed: dict[str, list[int]] = {"refused": [], **{kind: [] for kind in run.failure_kinds}}
         self.diverged: DivergenceError | None = None
         self.aggregated: dict[str, float] = {}
         self.bits = self.steps = 0
@@ -81,7 +81,8 @@ class Round:
             if self.diverged:
                 return
             cohort = cohort.next_phase(self.run) if number else cohort
-            yield Phase(self, cohort)
+            yield (phase := Phase(self, cohort))
+            cohort = phase.cohort
 
     def leave(self, why: DivergenceError | None = None) -> None:
         """Leaves server and clients as they were before the round.
@@ -130,7 +131,7 @@ class Phase:
 
     Args:
         of: The round.
-        cohort: The clients whose uploads arrive in this phase.
+        cohort: The clients whose uploads are to arrive in this phase.
 
     Attributes:
         ctx: The phase's context.
@@ -181,12 +182,15 @@ class Phase:
         """Takes the local results one by one, and makes the server's step.
 
         Args:
-            results: Those of `jobs`, in their order. Each is taken while the net holds that client's buffers.
+            results: Those of `jobs`, in their order. Each is taken while the net holds that client's buffers. A client
+                on another machine that has no result is dropped.
 
         Raises:
             UserError: If training diverges.
         """
         taken = [self._take(result) for result in self._clocked(results)]
+        if len(taken) < len(self.cohort.shares[self.run.fabric.global_rank]):
+            self.cohort = self.cohort.only([result.client for result in taken])
         arrivals = Arrivals(self.run, self.cohort, taken, self.sent.w)
         self._count(arrivals.refused)
         try:
@@ -225,7 +229,7 @@ class Phase:
         """Counts which clients failed, and the bits on the wire."""
         of, attendance = self.round, self.cohort.attendance
         of.failed["refused"] += refused
-        for kind in self.cohort.faults.kinds:
+        for kind in self.run.failure_kinds:
             of.failed[kind] += getattr(attendance, kind)
         sent = self.run.objective.bits(self.sent, up=False)
         of.bits += sent * attendance.receivers + collectives.total(self.run.fabric, self.uploaded_bits)

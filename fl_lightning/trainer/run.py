@@ -153,7 +153,7 @@ class Run:
         should_stop: Ends the run; a callback may set it.
         checkpoint: The checkpoint that the run was restored from.
         restored: Content of that checkpoint, without the clients' rows, which would lie in memory twice.
-        folder: The run's folder, from the start on; of a restored run, that of the checkpoint.
+        folder: The run's folder; of a restored run, that of the checkpoint.
         callback_s: Seconds spent in callbacks.
         saved_rounds: Rounds done when a checkpoint was last written.
 
@@ -260,14 +260,17 @@ class Run:
         return {x: states.get(key, {}) for key, x in by_key(self.loggers).items() if isinstance(x, RunLogger)}
 
     @property
+    def failure_kinds(self) -> tuple[str, ...]:
+        """Names of what is counted by client, in addition to refused uploads."""
+        return self.settings.faults.kinds
+
+    @property
     def how_to_continue(self) -> str:
         """The shell command that resumes the run."""
         command = "fit" if self.kind == "federated" else "centralized"
         newest = self.folder.newest_config
         config = f" --config {newest}" if newest.exists() else ""
         return f"fl-lightning {command}{config} --ckpt_path {self.folder.last}"
-
-    # The end
 
     @property
     def finished(self) -> bool:
@@ -321,8 +324,6 @@ class Run:
         """Returns whether round ``t``, from 0, is evaluated, is the last one, or a callback needs it."""
         return self.evaluates(t + 1) or t + 1 >= self.max_rounds or any(c.needs_round(t) for c in self.callbacks)
 
-    # Evaluation
-
     @cached_property
     def directions(self) -> dict[str, Mode]:
         """Whether large or small values of what is evaluated are good, by the metric's name, the data's first."""
@@ -344,8 +345,6 @@ class Run:
     def load_statistics(self, w: Tensor) -> None:
         """Loads the buffers that weights ``w``, ``(d,)``, are evaluated with into the net; every process must call."""
         self.evaluator.load_statistics(w, self.server.get("buffers"))
-
-    # A round
 
     @contextmanager
     def transaction(self) -> Iterator[None]:

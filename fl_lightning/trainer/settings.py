@@ -1,6 +1,7 @@
 """The settings of a trainer, checked, and the devices that they name."""
 
 import atexit
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,7 +9,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import lightning as L
 import torch
 
 from fl_lightning.core import Checked, Interval, NonNegativeInt, PositiveInt, Size, Threads, UserError, ensure, require
@@ -19,9 +19,10 @@ from fl_lightning.trainer.aggregation.privacy import GaussianPrivacy
 from fl_lightning.trainer.loggers import About
 from fl_lightning.trainer.participation.faults import NO_FAULTS, Faults
 from fl_lightning.trainer.participation.samplers import CohortSampler, UniformSampler
-from fl_lightning.trainer.runtime import collectives
-from fl_lightning.trainer.runtime.console import quiet
+from fl_lightning.trainer.runtime import collectives, interface
+from fl_lightning.trainer.runtime.console import Fabric, quiet
 from fl_lightning.trainer.runtime.environment import cpu_threads, float32_products, keep_freed_memory
+from fl_lightning.trainer.runtime.signals import default_actions
 
 Kind = Literal["federated", "centralized"]
 """Kinds of training."""
@@ -48,8 +49,8 @@ class Settings(Checked, key="trainer"):
         accelerator: As in ``lightning.Fabric``: auto, cpu, gpu, ...
         strategy: As in ``lightning.Fabric``; with several devices "ddp" launches the processes. The model is not
             wrapped: each process trains its share of the cohort.
-        devices: Number of devices (processes) per node.
-        num_nodes: Number of nodes.
+        devices: Number of devices (processes) per node; under torchrun the number that it has started.
+        num_nodes: Number of nodes; under torchrun that of its nodes.
         precision: 32-true, 64-true, or bf16-mixed (float32 weights and state, bfloat16 forward passes).
         tf32: Let an Nvidia GPU round the factors of float32 products to 10 bits of mantissa, which is much faster.
         threads: CPU threads of each process during a run; null: torch's own number. Small nets run best with 1.
@@ -130,9 +131,12 @@ class Settings(Checked, key="trainer"):
         self.threads, self.tf32, self.precision = threads, tf32, precision
         self.dtype = torch.float64 if precision == "64-true" else torch.float32
         self.config: dict[str, Any] = {}
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            devices = int(os.environ["LOCAL_WORLD_SIZE"])
+            num_nodes = int(os.environ["WORLD_SIZE"]) // devices
         try:
             with quiet():  # on a cluster's login node Lightning advises to use srun
-                self.fabric = L.Fabric(
+                self.fabric = Fabric(
                     accelerator=accelerator,
                     strategy=strategy,
                     devices=devices,
@@ -144,7 +148,7 @@ class Settings(Checked, key="trainer"):
                 f"trainer.accelerator = {accelerator}, devices = {devices}, strategy = {strategy}, precision = "
                 f"{precision}: {' '.join(str(error).split())} (accelerator cpu, devices 1, strategy auto always work)"
             ) from None
-        self._launched = False
+        self._launched, self._nodes = False, num_nodes
 
     def run_name(self, model: object, data: object, kind: Kind = "federated") -> str:
         """Returns the folder of this experiment's runs: ``name``, by default model and data."""
@@ -160,7 +164,14 @@ class Settings(Checked, key="trainer"):
     def launch(self) -> None:
         """Starts the processes, at the first call."""
         if not self._launched:
-            with quiet():
+            environment = getattr(self.fabric.strategy, "cluster_environment", None)
+            if self._nodes > 1 and environment is not None:
+                interface.choose(environment.main_address)
+            names = ", ".join(("MASTER_ADDR", *interface.VARIABLES))
+            unreached = f"does not reach the others; see their messages, and check {names}"
+            # the processes wait for each other in C++, where Python sees no signal
+            with quiet(), default_actions(), collectives.lost_process(self.fabric, unreached):
+                collectives.join_again(self.fabric)
                 self.fabric.launch()
             self._launched = True
             collectives.connect(self.fabric)

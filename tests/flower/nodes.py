@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from fl_lightning.commands.shared.cli import FederatedCLI
+from fl_lightning.core import UserError
 from fl_lightning.flower import server
 from fl_lightning.flower.messages import Message, version_in
 from fl_lightning.flower.node import Folder, Kept, Node
@@ -64,15 +65,15 @@ class Nodes:
         self.kept: list[Kept] = [Folder(root / f"node{p}") if stored else {} for p in range(number)]
         self.log: list[tuple[Message, Message]] = []
 
-    def __call__(self, messages: Mapping[int, Message]) -> dict[int, Message]:
-        replies = {p: self.nodes[p].answer(message, self.kept[p]) for p, message in messages.items()}
+    def __call__(self, messages: Mapping[int, Message]) -> dict[int, Message | UserError]:
+        replies: dict[int, Any] = {p: self.nodes[p].answer(message, self.kept[p]) for p, message in messages.items()}
         self.log += [(message, replies[p]) for p, message in messages.items()]
         return replies
 
-    def fit(self, ckpt_path: str | None = None, *args: str) -> Run:
+    def fit(self, ckpt_path: str | None = None, *args: str, min_replies: int | None = None) -> Run:
         """The server's run."""
         made = build(self.root, *self.args, *args)
-        return server.fit(self, self.number, made.trainer, made.model, made.data, ckpt_path)
+        return server.fit(self, self.number, made.trainer, made.model, made.data, ckpt_path, min_replies)
 
     def states(self, run: Run) -> dict[int, dict[str, torch.Tensor]]:
         """The clients' states that count for the server, by client."""

@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import re
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 
 from fl_lightning import DigitsMLP, UserError
 from fl_lightning.core import generator
-from fl_lightning.flower.messages import Message, row_of, version_in, version_of
+from fl_lightning.flower.messages import Message, NodeLost, row_of, version_in, version_of
 from fl_lightning.trainer.aggregation.noise import NoiseKey
 from tests.flower.nodes import Nodes, build, trained
 from tests.runs import DIGITS, FORKS, assert_same, cli, last, metrics, newest, run, state
@@ -152,7 +152,7 @@ class Failing(Nodes):
 
     at = 4
 
-    def __call__(self, messages: Mapping[int, Message]) -> dict[int, Message]:
+    def __call__(self, messages: Mapping[int, Message]) -> dict[int, Message | UserError]:
         replies, self.at = super().__call__(messages), self.at - 1
         if not self.at:
             self.fail()
@@ -217,6 +217,140 @@ def test_round_that_fails_in_a_phase_is_done_again(at: int, tmp_path: Path) -> N
     with pytest.raises(UserError, match="network"):
         nodes.fit()
     assert_same(nodes.fit("last").server, trained(tmp_path / "trainer", *args).server)
+
+
+class Strange(Nodes):
+    """Node 1 changes each of its uploads, and its clients' versions."""
+
+    change: Callable[[torch.Tensor], torch.Tensor | None]
+    version: str | None = None
+
+    def __call__(self, messages: Mapping[int, Message]) -> dict[int, Message | UserError]:
+        replies = super().__call__(messages)
+        if isinstance(reply := replies.get(1), Message):
+            changed = {k: {name: self.change(v) for name, v in upload.items()} for k, upload in reply.tensors.items()}
+            tensors = {k: {n: v for n, v in upload.items() if v is not None} for k, upload in changed.items()}
+            versions = {} if self.version is None else {"version": self.version}
+            replies[1] = Message(tensors, {k: {**v, **versions} for k, v in reply.values.items()})
+        return replies
+
+
+OTHERS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor | None], str]] = {
+    "one number": (lambda w: torch.full((1,), 5.0), r"its upload w is \(1,\) float32, not \(610,\) float32"),
+    "scalar": (lambda w: torch.tensor(5.0), r"\(\) float32"),
+    "column": (lambda w: w[:, None], r"\(610, 1\)"),
+    "longer": (lambda w: torch.cat([w, w]), r"\(1220,\)"),
+    "empty": (lambda w: w[:0], r"\(0,\)"),
+    "complex": (lambda w: w.to(torch.complex64), r"\(610,\) complex64, not \(610,\) float32"),
+    "double": (torch.Tensor.double, "float64"),
+    "int": (torch.Tensor.long, "int64"),
+    "bool": (lambda w: w > 0, "bool"),
+    "sparse": (torch.Tensor.to_sparse, "float32 sparse_coo, not .* float32 strided"),
+    "missing": (lambda w: None, "its reply lacks 'w'"),
+}
+
+
+@pytest.mark.parametrize("model", ["FedAvg", pytest.param("SCAFFOLD", marks=pytest.mark.slow)])
+def test_upload_of_another_form_counts_as_not_finite(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run is that of uploads of NaN, and a line names what is wrong."""
+    args = [f"--model={model}", "--trainer.clients_per_round=6"]
+
+    def run(name: str, change: Callable[[torch.Tensor], torch.Tensor | None], version: str | None = None) -> Any:
+        nodes = Strange(tmp_path / name, *args)
+        nodes.change, nodes.version = change, version
+        return nodes.fit()
+
+    expected = run("nan", lambda w: w * torch.nan)
+    assert expected.metrics["client/refused"] == 3
+    capsys.readouterr()
+    for name, (change, line) in OTHERS.items():
+        found, said = run(name, change), capsys.readouterr().out
+        assert_same(found.server, expected.server)
+        assert metrics(found.folder.path) == metrics(expected.folder.path)
+        assert re.findall(f"^client 1: .*{line}.*; refused", said, re.M) and said.count("client 1: ") == 1
+    if model == "SCAFFOLD":
+        assert_same(run("version", lambda w: w, "7" * 9).server, expected.server)
+
+
+class Lost(Nodes):
+    """Node 1 is lost in some exchanges, from 1: it trains, and its reply does not arrive."""
+
+    lost: tuple[int, ...] = ()
+    error: UserError | None = NodeLost("gone")
+
+    def __call__(self, messages: Mapping[int, Message]) -> dict[int, Message | UserError]:
+        replies, self.exchange = super().__call__(messages), getattr(self, "exchange", 0) + 1
+        if self.exchange in self.lost and replies.pop(1, None) is not None and self.error is not None:
+            replies[1] = self.error
+        return replies
+
+
+ALL = ["--trainer.clients_per_round=6"]
+
+
+@pytest.mark.parametrize("model", ["FedSMOO", pytest.param("SCAFFOLD", marks=pytest.mark.slow)])
+def test_clients_of_a_lost_node_are_dropped(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The run is that of the trainer in which they are not available; they go on from the states that they had."""
+    available = [[*range(6)], [0, 2, 4], [0, 2, 4], [*range(6)]]
+    faults = ["--trainer.faults=Faults", f"--trainer.faults.available={available}"]
+    expected = trained(tmp_path / "trainer", f"--model={model}", *ALL, ROUNDS, *faults)
+    nodes = Lost(tmp_path, f"--model={model}", *ALL, ROUNDS)
+    nodes.lost = (2, 3)
+    capsys.readouterr()
+    run = nodes.fit(min_replies=3)
+    assert_same(run.server, expected.server)
+    assert run.state.failures == expected.state.failures == {"dropped": {1: 2, 3: 2, 5: 2}}
+    assert [n for _, n in metrics(run.folder.path)["client/dropped"]] == [0, 3, 3, 0]
+    for client, row in expected.clients.rows().items():
+        assert_same(nodes.states(run)[client], row)
+    said = [line for line in capsys.readouterr().out.splitlines() if " node " in line]
+    assert said == [
+        "round 2: node 1: gone; until it replies again, its clients are dropped",
+        "round 4: node 1: replies again",
+    ]
+
+
+@pytest.mark.parametrize("lost", [(3,), (4,)], ids=["first phase", "second phase"])
+def test_node_lost_in_a_phase(lost: tuple[int, ...], tmp_path: Path) -> None:
+    """A client lost in the first phase of a round takes no part in the second; the run goes on."""
+    nodes = Lost(tmp_path, "--model=NaiveFedGloSS", *ALL, "--trainer.max_rounds=3")
+    nodes.lost = lost
+    run = nodes.fit(min_replies=1)
+    assert [n for _, n in metrics(run.folder.path)["client/dropped"]] == [0, 3, 0]
+    assert len(nodes.log) == (12 if lost == (4,) else 11)
+
+
+@pytest.mark.parametrize(
+    ("error", "least", "line"),
+    [
+        (
+            NodeLost("gone"),
+            None,
+            "node 1: gone; start it again, then continue with ckpt-path = last, or allow it by .*",
+        ),
+        (None, None, "node 1: no reply; start it again, .*"),
+        (UserError("a state is lost"), None, "node 1: a state is lost"),
+        (NodeLost("gone"), 4, r"node 1: gone \(3 clients have replied, min-replies is 4\); start it again, .*"),
+    ],
+)
+def test_too_few_replies_end_the_run(error: UserError | None, least: int | None, line: str, tmp_path: Path) -> None:
+    """In one line; the last whole round is saved, and the run goes on from it to the same bits."""
+    nodes = Lost(tmp_path, "--model=SCAFFOLD", *ALL, ROUNDS)
+    nodes.lost, nodes.error = (3,), error
+    with pytest.raises(UserError, match=f"^{line}$"):
+        nodes.fit(min_replies=least)
+    assert last(newest(tmp_path))["round"] == 2
+    run = nodes.fit("last", min_replies=least)
+    assert_same(run.server, trained(tmp_path / "trainer", "--model=SCAFFOLD", *ALL, ROUNDS).server)
+
+
+def test_small_cohort_needs_all_of_its_clients(tmp_path: Path) -> None:
+    run = Nodes(tmp_path, "--model=FedAvg").fit(min_replies=100)
+    assert run.metrics["client/dropped"] == 0
+    with pytest.raises(UserError, match=r"^min_replies = 0: "):
+        Nodes(tmp_path, "--model=FedAvg").fit(min_replies=0)
 
 
 def test_node_that_differs_is_refused(tmp_path: Path) -> None:

@@ -129,23 +129,35 @@ def test_page_holds_the_batch_script() -> None:
     assert f"```bash\n{SCRIPT.read_text()}```" in (ROOT / "docs" / "guides" / "cluster.md").read_text()
 
 
-def test_batch_script_goes_on_after_its_time_limit(tmp_path: Path) -> None:
-    """With an ``srun`` and an ``sbatch`` that note their arguments; the first ends as an interrupted run does."""
-    for program, code in (("srun", 130), ("sbatch", 0)):
-        (tmp_path / program).write_text(f'#!/bin/sh\necho "{program} $@" >> calls\nexit {code}\n')
+@pytest.mark.parametrize(
+    ("code", "trained", "calls"),
+    [
+        (0, True, []),
+        (1, True, []),
+        (138, True, ["scontrol requeue 7", "sleep 60"]),
+        (138, False, []),
+        (143, True, ["sleep 600"]),
+    ],
+)
+def test_batch_script_starts_again_when_the_time_limit_is_near(
+    code: int, trained: bool, calls: list[str], tmp_path: Path
+) -> None:
+    """With programs that note their arguments; test_slurm.py runs it on a real SLURM."""
+    for program in ("srun", "scontrol", "sleep"):
+        ending = f"[ {trained:d} = 1 ] && touch -d '1 hour' $LAST; exit {code}" if program == "srun" else ""
+        (tmp_path / program).write_text(f'#!/bin/sh\necho "{program} $@" >> calls\n{ending}\n')
         (tmp_path / program).chmod(0o755)
-    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
-    env = {**os.environ, "PATH": path, "SLURM_NNODES": "2", "SLURM_NTASKS_PER_NODE": "4"}
-    last = tmp_path / "runs" / "mine" / "version_0" / "checkpoints" / "last.ckpt"
-    for _ in range(2):
-        done = subprocess.run(["bash", str(SCRIPT), "configs/mine.yaml", "--model.rho=0.1"], cwd=tmp_path, env=env)
-        assert done.returncode == 130
-        last.parent.mkdir(parents=True, exist_ok=True)
-        last.touch()
-    run, again, resumed, _ = (tmp_path / "calls").read_text().splitlines()
-    assert run.startswith("srun fl-lightning fit --config configs/mine.yaml --trainer.name mine --trainer.num_nodes 2")
-    assert run.endswith("--model.rho=0.1") and resumed == f"{run} --ckpt_path {last.relative_to(tmp_path)}"
-    assert again == "sbatch examples/slurm.sh configs/mine.yaml --model.rho=0.1"
+    last = tmp_path / "runs/mine/version_0/checkpoints/last.ckpt"
+    last.parent.mkdir(parents=True)
+    last.touch()
+    os.utime(last, (0, 0))
+    env = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "LAST": str(last)}
+    env |= {"SLURM_NNODES": "2", "SLURM_NTASKS_PER_NODE": "4", "SLURM_JOB_ID": "7"}
+    done = subprocess.run(["bash", str(SCRIPT), "configs/mine.yaml", "--model.rho=0.1"], cwd=tmp_path, env=env)
+    run, *found = (tmp_path / "calls").read_text().splitlines()
+    assert done.returncode == code and found == calls
+    assert run.startswith("srun fl-lightning fit --config configs/mine.yaml --trainer.name mine --model.rho=0.1 ")
+    assert run.endswith("--trainer.devices 4 --trainer.strategy ddp --trainer.default_root_dir runs --ckpt_path auto")
 
 
 # Every command and every block of code, page by page

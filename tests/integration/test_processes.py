@@ -136,6 +136,15 @@ class Killed(Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+class KilledOnce(Killed):
+    """Kills it, and not the process that takes its place."""
+
+    def on_local_end(self, run, result):
+        if result.ctx.t == 2 and run.fabric.global_rank == self.rank and not os.path.exists("killed"):
+            open("killed", "w").close()
+            super().on_local_end(run, result)
+
+
 class Mistaken(Callback):
     """The user's mistake, met in the first round by one process or by all."""
 
@@ -256,6 +265,31 @@ def test_launchers(folder: Path, launcher: list[str]) -> None:
     with process(*launcher, *args, cwd=folder) as child:
         assert_quiet(ended([child]))
     assert_same(state(newest(folder / "many")), state(run("fit", root=folder / "one", model="SCAFFOLD")))
+
+
+@pytest.mark.slow
+def test_torchrun_goes_on_after_a_kill(folder: Path) -> None:
+    """By itself, as often as it may; started again by hand with three processes in place of two, too."""
+    root = f"--trainer.default_root_dir={folder / 'many'}"
+    args = ["-m", "fl_lightning", "fit", "--model=SCAFFOLD", *DIGITS, "--trainer.max_rounds=4", root]
+    args += ["--trainer.callbacks+=many.KilledOnce", "--trainer.callbacks.rank=1", "--ckpt_path=auto"]
+
+    def torchrun(number: int, restarts: int, code: int = 0) -> str:
+        many = ["--standalone", f"--nproc_per_node={number}", f"--max-restarts={restarts}"]
+        with process(sys.executable, "-m", "torch.distributed.run", *many, *args, cwd=folder) as child:
+            (said,) = ended([child], code)
+        return str(said)
+
+    said = torchrun(2, 1)
+    assert said.count("auto: no run of this config") == said.count("version_0, round 2") == 1
+    one = state(run("fit", "--trainer.max_rounds=4", root=folder / "one", model="SCAFFOLD"))
+    assert_same(state(newest(folder / "many")), one)
+    (folder / "killed").unlink()
+    args[args.index(root)] = f"--trainer.default_root_dir={folder / 'more'}"
+    torchrun(2, 0, 1)
+    assert "version_0, round 2" in torchrun(3, 0)
+    assert_same(state(newest(folder / "more")), one)
+    assert len([*folder.glob("m*/*/version_*")]) == 2
 
 
 @pytest.mark.parametrize("rank", [0, 1])

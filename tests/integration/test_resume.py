@@ -222,6 +222,28 @@ def test_longer_run_goes_on(tmp_path: Path) -> None:
     assert metrics(longer) == before
 
 
+def test_auto_continues_the_run_of_the_same_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Not a newer one of the same name; a run of another config begins anew, and a finished one is left as it is."""
+
+    def auto(*args: str) -> str:
+        run("fit", *args, "--ckpt_path=auto", root=tmp_path)
+        (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("auto: ")]
+        return line
+
+    more = ["--trainer.callbacks+=Checkpoints", "--trainer.callbacks.every_n_rounds=2"]
+    folder = tmp_path / "FedAvg-Digits"
+    assert auto(*more) == f"auto: no run of this config in {folder}; a new one begins"
+    assert auto("--model.optimizer.lr=0.5").endswith("a new one begins")
+    assert auto("--trainer.max_rounds=4").endswith("a new one begins")
+    before = (folder / "version_0/checkpoints/last.ckpt").read_bytes()
+    assert auto(*more) == auto("--trainer.threads=2") == f"auto: {folder}/version_0, round 2"
+    assert (folder / "version_0/checkpoints/last.ckpt").read_bytes() == before
+    assert auto("--model.optimizer.lr=0.5") == f"auto: {folder}/version_1, round 2"
+    assert {path.name for path in folder.iterdir()} == {"version_0", "version_1", "version_2"}
+    with pytest.raises(SystemExit, match="error: ckpt_path = auto: give a checkpoint, last or best"):
+        run("test", "--ckpt_path=auto", root=tmp_path)
+
+
 def test_other_data_are_refused(tmp_path: Path) -> None:
     done = fit(tmp_path, "FedAvg", max_rounds=1)
     x = torch.zeros(12, 1, 8, 8)

@@ -281,6 +281,23 @@ def test_a_refused_client(golden: Golden, capsys: pytest.CaptureFixture[str]) ->
     assert said == [f"round 1: not finite and left out: client {wrong} (each is named once; counts are in clients.csv)"]
 
 
+class Uneven(SCAFFOLD):
+    """The second upload is a single number, which a sum would add to every weight."""
+
+    uploads = 0
+
+    def local_end(self, w: Tensor, client: State, received: State, ctx: ClientContext) -> Any:
+        upload, client = super().local_end(w, client, received, ctx)
+        self.uploads += 1
+        return {**upload, "delta_c": upload["delta_c"][: 1 if self.uploads == 2 else None]}, client
+
+
+def test_upload_of_another_shape_is_one_line(golden: Golden) -> None:
+    line = r"^model = Uneven: client 1 uploads delta_c of shape \[1\], the first client \[1220\]; return the same"
+    with pytest.raises(UserError, match=line):
+        golden.run(Uneven(golden.net(), optimizer=WD), **EVERYBODY)
+
+
 # Divergence
 
 

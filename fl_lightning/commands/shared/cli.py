@@ -23,17 +23,12 @@ from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.algorithms.parts.base import Part
 from fl_lightning.commands.shared.arguments import PARTS, joined, kept, model_of_configs, prepare, split, whole_numbers
 from fl_lightning.commands.shared.messages import ArgumentsError, find_user_error
-from fl_lightning.core import UserError, ensure, generator, require
+from fl_lightning.commands.shared.resume_check import to_continue
+from fl_lightning.core import ensure, generator, require
 from fl_lightning.data import FederatedDataModule
-from fl_lightning.results.configs import differences, read_config
 from fl_lightning.results.yaml_text import check_yaml
 from fl_lightning.trainer.settings import Kind
-from fl_lightning.trainer.storage import checkpoint
-from fl_lightning.trainer.storage.run_folder import RunFolder
 from fl_lightning.trainer.trainer import FederatedTrainer
-
-OTHER_RUN = re.compile(r"(model|data|model\.ascent|model\.net(\..*)?|(.*\.)?(rho|seed)) = ")
-"""Settings in which a resumed run must agree; a change of others, such as the number of rounds, is only shown."""
 
 
 def _load(text: str) -> Any:
@@ -98,6 +93,10 @@ def _own_classes(match: re.Match[str]) -> str:
         own.append("or a dotted path" if own else "by a dotted path")
     indent = 24 * " "
     return ",\n" + fill(f"classes: {', '.join(own)})", 80, initial_indent=indent, subsequent_indent=indent)
+
+
+KINDS: Mapping[str, Kind] = {"centralized": "centralized"}
+"""The subcommands that do not train a federation."""
 
 
 class FederatedCLI(LightningCLI):
@@ -246,8 +245,11 @@ class FederatedCLI(LightningCLI):
         positional = [given.pop(name) for name, p in self.parameters.items() if p.kind is p.POSITIONAL_ONLY]
         with made.trainer.environment() if "trainer" in self.parameters else nullcontext():
             if "trainer" in self.parameters:
-                kind: Kind = "centralized" if self.command == "centralized" else "federated"
-                check_last(made, made.get("ckpt_path"), kind)
+                asked, kind = made.get("ckpt_path"), KINDS.get(self.command, "federated")
+                require(kind == "centralized" or asked != "auto", "ckpt_path", asked, "give a checkpoint, last or best")
+                found = to_continue(made.trainer, made.model, made.data, asked, kind)
+                if "ckpt_path" in given:
+                    given["ckpt_path"] = found
             self.function(*positional, *self.settings, **given)
 
     @rank_zero_only
@@ -260,31 +262,3 @@ class FederatedCLI(LightningCLI):
                 f"model = {new}: keeps {', '.join(names)} of the config's {old}; --print_config shows them, "
                 "--model.NAME replaces one"
             )
-
-
-def check_last(made: Namespace, ckpt_path: str | None, kind: Kind = "federated") -> None:
-    """Prints the run that ``last`` names, its round, and the settings in which this config differs from that run's.
-
-    Args:
-        made: Trainer, with its resolved config, model and data.
-        ckpt_path: As given; only "last" and "best" are checked.
-        kind: Federated or centralized training.
-
-    Raises:
-        UserError: If there is no such run, or it is one of another seed, rho or net.
-    """
-    if ckpt_path not in ("last", "best"):
-        return
-    trainer: FederatedTrainer = made.trainer
-    path = RunFolder.find_checkpoint(ckpt_path, trainer.default_root_dir, trainer.run_name(made.model, made.data, kind))
-    run = RunFolder.of_checkpoint(path)
-    if not run.config.is_file():
-        return  # it was started from Python
-    found = differences(read_config(run.newest_config), trainer.config)
-    if other := [line for line in found if OTHER_RUN.match(line)]:
-        raise UserError(
-            f"ckpt_path = {ckpt_path}: the newest run, {run.path}, has {', '.join(other)}; name the run that you mean: "
-            f"--ckpt_path {path}"
-        )
-    differing = f"; settings that differ: {', '.join(found)}" if found else ""
-    trainer.fabric.print(f"{ckpt_path}: {run.path}, round {checkpoint.load(path)['round']}{differing}")

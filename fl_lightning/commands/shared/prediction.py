@@ -14,7 +14,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import lightning as L
 from torch import Tensor
 
 from fl_lightning.algorithms.base import LocalObjective
@@ -27,6 +26,7 @@ from fl_lightning.trainer.participation.faults import Attendance
 from fl_lightning.trainer.participation.samplers import draw
 from fl_lightning.trainer.run import Run
 from fl_lightning.trainer.runtime import collectives
+from fl_lightning.trainer.runtime.console import Fabric
 from fl_lightning.trainer.trainer import FederatedTrainer
 
 FEWEST, MOST, BUDGET = 4, 20, 5.0
@@ -181,7 +181,7 @@ def measure(
         trial.callbacks += [callback, Lap(clock, type(callback).__name__)]
     trial.loggers, trial.threads, trial.max_time = [CSVLogger()], threads or trainer.threads, None
     trial.eval_every, trial.eval_last = trainer.max_rounds, 1  # the clock evaluates
-    trial.fabric = L.Fabric(accelerator=trainer.fabric.device.type, devices=1, precision=trainer.precision)
+    trial.fabric = Fabric(accelerator=trainer.fabric.device.type, devices=1, precision=trainer.precision)
     with tempfile.TemporaryDirectory(prefix="fl_lightning_plan_") as folder, contextlib.redirect_stdout(io.StringIO()):
         trial.default_root_dir = Path(folder)
         run = trial.fit(copy.deepcopy(model), data)

@@ -13,13 +13,29 @@ import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
 from torch import Tensor
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed import TCPStore as Store  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
 from torchmetrics.utilities.distributed import gather_all_tensors
 
 from fl_lightning.core import Uploads, UserError
 
 V = TypeVar("V")
 _store: Store | None = None
+
+
+def join_again(fabric: Fabric) -> None:
+    """Joins the group of processes if torchrun has started them again; otherwise Fabric does.
+
+    torchrun's store still has the addresses of the processes before, which torch would take for those of the new ones.
+    """
+    restarts, processes = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), fabric.world_size
+    if restarts == "0" or processes == 1:
+        return
+    store, rank, _ = next(rendezvous("env://", fabric.global_rank, processes))
+    backend = "nccl" if fabric.device.type == "cuda" else "gloo"
+    fresh = PrefixStore(f"restart {restarts} of {processes}", store)
+    dist.init_process_group(backend, store=fresh, rank=rank, world_size=processes)
 
 
 def connect(fabric: Fabric) -> None:
@@ -81,8 +97,16 @@ def _alive(store: Store) -> bool:
 
 
 @contextmanager
-def lost_process(fabric: Fabric) -> Iterator[None]:
+def lost_process(
+    fabric: Fabric,
+    what: str = "has lost another one, which has failed or was killed; see its own message, and continue from the last "
+    "checkpoint by --ckpt_path last",
+) -> Iterator[None]:
     """Turns the communication error of a process whose peer has gone into one line.
+
+    Args:
+        fabric: The processes.
+        what: What the line says of this process.
 
     Raises:
         UserError: If another process has ended.
@@ -93,10 +117,7 @@ def lost_process(fabric: Fabric) -> Iterator[None]:
         lost = isinstance(error, dist.DistError) or "gloo" in str(error).lower() or "Connection" in str(error)
         if fabric.world_size == 1 or isinstance(error, UserError) or not lost:
             raise
-        raise UserError(
-            f"process {fabric.global_rank} has lost another one, which has failed or was killed; see its own message, "
-            "and continue from the last checkpoint by --ckpt_path last"
-        ) from error
+        raise UserError(f"process {fabric.global_rank} {what}") from error
 
 
 def on_rank_zero(fabric: Fabric, function: Callable[[], V]) -> V:

@@ -8,6 +8,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
 from typing import Any
 
+import lightning as L
+
+
+class Fabric(L.Fabric):
+    """Lightning's Fabric; it prints once in a run, and not once on each node."""
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        if self.is_global_zero:
+            print(*args, **kwargs)
+
+
 LOGGERS = ("lightning.pytorch", "lightning.fabric")
 
 

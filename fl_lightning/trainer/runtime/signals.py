@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -48,10 +50,28 @@ class Interruption:
         if self._before:
             _active = None
 
+    @property
+    def handled(self) -> dict[int, Any]:
+        """Its handlers, by signal."""
+        return dict.fromkeys(self._before, self._receive)
+
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if self.received is None:
             self.received = number
             raise KeyboardInterrupt
+
+
+@contextmanager
+def default_actions() -> Iterator[None]:
+    """Within it, a signal that an `Interruption` would receive ends the process at once."""
+    mine = {} if _active is None or threading.current_thread() is not threading.main_thread() else _active.handled
+    for number in mine:
+        signal.signal(number, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        for number, handler in mine.items():
+            signal.signal(number, handler)
 
 
 def check_interruption() -> None:
