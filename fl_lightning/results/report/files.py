@@ -3,12 +3,16 @@
 Files that others may have written are taken as they are; one that is not readable is an error.
 """
 
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from fl_lightning.core import parse_json, read_json
+from fl_lightning.core.secrets import hidden_text, hidden_words
 from fl_lightning.results.clients import ClientTable, read_clients
 from fl_lightning.results.compare import Group, Seeds
 from fl_lightning.results.configs import config_files, flatten, read_config
@@ -97,7 +101,7 @@ def _read(group: Group, folder: Path, seeds: Seeds) -> RunFiles:
         folder=folder,
         settings=flatten(read_config([*configs.values()][-1])) if configs else {},
         config="\n".join(_text_of(path, round) for round, path in configs.items()),
-        provenance=read_json(folder / "provenance.json"),
+        provenance=_provenance(folder / "provenance.json"),
         partition=read_json(folder / "partition.json"),
         clients=read_clients(folder),
         measurements=[*_monitored(folder / "flatness.jsonl"), *_measured(folder)],
@@ -107,7 +111,18 @@ def _read(group: Group, folder: Path, seeds: Seeds) -> RunFiles:
 
 
 def _text_of(config: Path, round: int) -> str:
-    return (f"# after round {round}\n" if round else "") + config.read_text(encoding="utf-8")
+    text: str = yaml.safe_dump(read_config(config), sort_keys=False)
+    return (f"# after round {round}\n" if round else "") + text
+
+
+def _provenance(path: Path) -> Json:
+    """Returns the content of ``provenance.json`` without the secrets that earlier versions have kept."""
+    found = read_json(path)
+    for start in found.get("starts", ()):
+        words = shlex.split(start["command"])
+        if (kept := hidden_words(words)) != words:
+            start["command"] = shlex.join(kept)
+    return {**found, "changes": {key: hidden_text(text) for key, text in found.get("changes", {}).items()}}
 
 
 def _monitored(path: Path) -> list[Json]:
