@@ -16,7 +16,7 @@ from fl_lightning.algorithms.module import SupervisedModule
 from fl_lightning.algorithms.parts.adaptive import AdamW, Lion  # noqa: F401  # in a config they go by bare name
 from fl_lightning.algorithms.parts.ascent import Ascent
 from fl_lightning.algorithms.parts.averaging import Averaging
-from fl_lightning.algorithms.parts.base import Part, check_owners
+from fl_lightning.algorithms.parts.base import Part, check_owners, pair_of, value_of
 from fl_lightning.algorithms.parts.buffers import Buffers, Policy
 from fl_lightning.algorithms.parts.local_optimizer import LocalOptimizer
 from fl_lightning.algorithms.parts.muon import Muon  # noqa: F401
@@ -117,14 +117,13 @@ class LocalObjective(Hooks, SupervisedModule):
         for part in parts or ():
             name, slot = type(part).__name__, part.config_key
             ensure(slot == Part.config_key, f"{Part.config_key} = {name}: not in this list; set {slot} to it")
-        self.parts = [part.bind(self.flat) for part in parts or ()]
+        self.parts = [value_of(part.bind, self.flat) for part in parts or ()]
 
     def constructed(self, arguments: BoundArguments) -> None:
         """Checks that each name has one owner, once subclasses have declared their own."""
         super().constructed(arguments)
         name = type(self).__name__
-        owners: list[tuple[str, Hooks | Part]] = [(f"model = {name}", self)]
-        owners += [(part.label, part) for part in self.all_parts]
+        owners = [(f"{owner.config_key} = {type(owner).__name__}", owner) for owner in self._owners]
         local = [(label, [*owner.client_state, *owner.scratch_state]) for label, owner in owners]
         optimizer = f"model.optimizer = {type(self.optimizer).__name__}", self.optimizer.named_state
         check_owners("client state", [("local training", ["start"]), *local, optimizer])
@@ -133,7 +132,7 @@ class LocalObjective(Hooks, SupervisedModule):
         check_owners("the name", [(f"{label}.down", owner.down) for label, owner in owners])
         ensure("w" in self.down, f"{name}.down = {self.down}: lacks 'w', the model that clients start from; add it")
 
-    # The hooks with those of the parts: what engines and the trainer call
+    # What engines and the trainer call: the hooks of the algorithm, then those of its parts
 
     @property
     def all_parts(self) -> list[Part]:
@@ -184,14 +183,14 @@ class LocalObjective(Hooks, SupervisedModule):
         """Returns the learning rate of a round's local steps."""
         lr = self.optimizer.lr_at(ctx.t, ctx.rounds)
         for part in self.all_parts:
-            lr = part.local_lr(lr, ctx)
+            lr = value_of(part.local_lr, lr, ctx)
         return lr
 
     def begin_phase(self, server: State, ctx: RoundContext) -> State:
         """Returns what the clients receive in a phase."""
-        sent = self.broadcast(server, ctx)
+        sent = value_of(self.broadcast, server, ctx)
         for part in self.all_parts:
-            sent = part.broadcast(sent, ctx)
+            sent = value_of(part.broadcast, sent, ctx)
         return sent.only(self.wire[0])
 
     def bits(self, values: Mapping[str, Tensor], up: bool) -> int:
@@ -203,14 +202,14 @@ class LocalObjective(Hooks, SupervisedModule):
         """
         bits: Mapping[str, int] = {name: 8 * value.nbytes for name, value in values.items()}
         for part in self.all_parts:
-            bits = part.bits(bits, values, up)
+            bits = value_of(part.bits, bits, values, up)
         return sum(bits.values())
 
     def begin_local(self, client: State, received: State, ctx: ClientContext) -> tuple[Tensor, State]:
         """Returns the weights where local training starts, and the client's state, with these weights as ``start``."""
-        w, client = self.local_start(client, received, ctx)
+        w, client = pair_of(self.local_start, client, received, ctx)
         for part in self.all_parts:
-            w, client = part.local_start(w, client, received, ctx)
+            w, client = pair_of(part.local_start, w, client, received, ctx)
         return w, client | {"start": w}
 
     def finish_local(self, w: Tensor, client: State, received: State, ctx: ClientContext) -> tuple[Upload, State]:
@@ -219,13 +218,13 @@ class LocalObjective(Hooks, SupervisedModule):
         Raises:
             UserError: If `local_end`, of the algorithm or of a part, uploads other names than declared.
         """
-        upload, client = self.local_end(w, client, received, ctx)
+        upload, client = pair_of(self.local_end, w, client, received, ctx)
         ensure(
             set(upload) == set(self.up),
             f"{type(self).__name__}.local_end uploads {sorted(upload)}, but declares up = {self.up}",
         )
         for part in self.all_parts:
-            upload, client = part.local_end(w, upload, client, received, ctx)
+            upload, client = pair_of(part.local_end, w, upload, client, received, ctx)
         ensure(
             set(upload) == set(self.wire[1]),
             f"the parts of {type(self).__name__} upload {sorted(upload)}, but declare up = {self.wire[1]}",
@@ -234,15 +233,15 @@ class LocalObjective(Hooks, SupervisedModule):
 
     def finish_phase(self, server: State, sent: State, uploads: Uploads, ctx: RoundContext) -> State:
         """Returns the server's state after a phase."""
-        server = self.server_step(server, sent, uploads, ctx)
+        server = value_of(self.server_step, server, sent, uploads, ctx)
         for part in self.all_parts:
-            server = part.phase_end(server, uploads)
+            server = value_of(part.phase_end, server, uploads)
         return server
 
     def finish_round(self, server: State, before: State, ctx: RoundContext) -> State:
         """Returns the server's state after a round that began with the state ``before``."""
         for part in self.all_parts:
-            server = part.round_end(server, before, ctx)
+            server = value_of(part.round_end, server, before, ctx)
         return server
 
     @property
@@ -258,7 +257,7 @@ class LocalObjective(Hooks, SupervisedModule):
             client: The client's state between rounds.
         """
         for part in self.all_parts:
-            w = part.client_model(w, client)
+            w = value_of(part.client_model, w, client)
         return w
 
     # Centralized training under lightning.Trainer

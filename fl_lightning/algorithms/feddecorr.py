@@ -16,8 +16,8 @@ EPS = 1e-8
 class FedDecorr(LocalObjective):
     """FedAvg with the squared correlations of the features, over each minibatch, in the local objective.
 
-    Features are what the last linear layer sees: see `fl_lightning.algorithms.features.with_features`. The diagonal is
-    left out: it is constant, but for a feature that is almost dead.
+    Features are the input of the last linear layer: see `fl_lightning.algorithms.features.with_features`. The diagonal
+    is left out: it is constant, except for a feature that is almost dead.
 
     Args:
         net: The network.

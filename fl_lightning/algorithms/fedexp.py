@@ -9,7 +9,7 @@ from fl_lightning.algorithms.parts.averaging import Averaging, LastTwo
 from fl_lightning.core import ClientContext, NonNegative, RoundContext, State, Upload, Uploads, Weighting, norm
 
 TINY = 1e-30
-"""Least denominator of the step, so that it is 1 if nothing moved and eps is 0."""
+"""Least denominator of the step size, which is then 1 if nothing has moved and eps is 0."""
 
 
 class FedExP(LocalObjective):

@@ -17,7 +17,7 @@ class FedSWA(LocalObjective):
 
     Args:
         net: The network.
-        rho: Fraction of the learning rate at which a further step would be; 1: constant.
+        rho: Learning rate that a step after the last one would have, as a fraction of the first; 1: constant.
         alpha: Factor of the server's step along the mean update.
         **kwargs: As for `LocalObjective`.
     """

@@ -20,7 +20,7 @@ from fl_lightning.core import (
 )
 
 TINY = 1e-30
-"""Least denominator of a cosine, so that of a zero vector it is 0."""
+"""Least denominator of a cosine, so that the cosine of a zero vector is 0."""
 
 
 class FedWMSAM(SCAFFOLD):

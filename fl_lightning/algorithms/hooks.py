@@ -14,7 +14,7 @@ from fl_lightning.core import ClientContext, Init, RoundContext, State, Upload, 
 
 
 class Hooks:
-    """What an algorithm declares, and its hooks; by default FedAvg.
+    """The declarations and the hooks of an algorithm; by default FedAvg.
 
     A subclass of `LocalObjective` overrides only what its paper changes. Vectors have shape ``(..., d)``: ``(d,)`` for
     one client, ``(clients, d)`` for several at once; hooks never change one in place. A client's hooks see what it
@@ -23,7 +23,7 @@ class Hooks:
 
     Attributes:
         client_state: State that a client keeps, by name with its initial value (see `fl_lightning.core.state.Init`).
-        scratch_state: The same for state that lives during one round's local training and is never stored.
+        scratch_state: The same for state that lives during one local training and is never stored.
         server_state: State that the server keeps in addition to ``w``.
         down: Names of server state that is sent to a client; one of them is ``w``.
         up: Names that a client uploads.

@@ -26,7 +26,7 @@ class CentralizedOptimizer(torch.optim.Optimizer):
         flat: Layout of its weights.
         optimizer: The local optimizer.
         local_step: The algorithm's local step.
-        scratch: Initial values of the state that it keeps between steps.
+        scratch: Initial values of the state that the local step keeps between steps.
         context: Returns the context of a step for a learning rate.
         accumulated: Returns the number of batches whose gradients a step accumulates.
     """

@@ -1,4 +1,4 @@
-"""What is evaluated with the loss: the metric of the data, and metrics of torchmetrics."""
+"""The metrics that are evaluated beside the loss: that of the data, and further ones of torchmetrics."""
 
 import inspect
 import re
@@ -21,7 +21,7 @@ Metrics = list[Given] | dict[str, Given]
 
 
 def named(metrics: Metrics | None) -> dict[str, Given]:
-    """Returns metrics by name: that of their class, unless they have one.
+    """Returns metrics by name; one that has no name gets that of its class.
 
     Raises:
         UserError: If a name occurs twice or cannot be part of a metric's name, or a class does not exist.
@@ -106,7 +106,7 @@ class Scores(nn.Module):
 
 
 def _number(name: str, metric: Metric) -> float:
-    try:  # a RuntimeError is one of the processes, if not of the machine
+    try:  # a RuntimeError comes from the processes' communication, or from the machine
         value = metric.compute()
     except (ValueError, IndexError, TypeError) as error:
         raise _misfit(name, error) from None

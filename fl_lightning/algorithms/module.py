@@ -28,8 +28,8 @@ class SupervisedModule(Checked, L.LightningModule, key="model"):
     ``test/<name>`` the metric of the data module (``metric() -> (name, metric)``); without one, accuracy as ``acc``;
     and the other ``metrics``.
 
-    ``hparams`` are those arguments of the constructor that are numbers, strings or None, so
-    ``load_from_checkpoint(path, net=net)`` needs the net, and those parts that shall not be the default ones.
+    ``hparams`` are those arguments of the constructor that are numbers, strings or None. The net, and parts other than
+    the default ones, are arguments of ``load_from_checkpoint(path, net=net)``.
 
     Args:
         net: The network: a batch to logits.
@@ -41,7 +41,7 @@ class SupervisedModule(Checked, L.LightningModule, key="model"):
             classes or labels.
 
     Attributes:
-        uses_features: Whether `losses` takes ``(output, features)`` in place of the net's output, of teachers too.
+        uses_features: Whether `losses` takes pairs ``(output, features)`` in place of the outputs of net and teachers.
     """
 
     uses_features: ClassVar[bool] = False
@@ -56,7 +56,7 @@ class SupervisedModule(Checked, L.LightningModule, key="model"):
         is_mean = "a minibatch's loss is the mean of its samples' losses; give mean or none"
         require(reduction in ("none", "mean"), "model.loss.reduction", reduction, is_mean)
         if isinstance(self.loss, nn.CrossEntropyLoss | nn.NLLLoss):
-            own = "torch divides by the weight of a minibatch, here it is its number of samples; use a loss of your own"
+            own = "torch would divide by the sum of the weights, not by the number of samples; use a loss of your own"
             require(self.loss.weight is None, "model.loss.weight", "classes have weights", own)
             require(self.loss.ignore_index < 0, "model.loss.ignore_index", self.loss.ignore_index, own)
         if reduction != "none" or elementwise.applies_to(self.loss):

@@ -12,14 +12,14 @@ from fl_lightning.core import ClientContext, NonNegative, Positive, State, Uploa
 class MOON(LocalObjective):
     """Features are pulled towards the received model's, and away from those of the client's last local model.
 
-    Features are what the last linear layer sees: see `fl_lightning.algorithms.features.with_features`.
+    Features are the input of the last linear layer: see `fl_lightning.algorithms.features.with_features`.
 
     Args:
         net: The network.
         mu: Weight of the contrastive term.
         tau: Its temperature.
-        unseen: What stands for the last local model at a client's first part: the received model, so that there is no
-            term; or the initial model (the official code).
+        unseen: The model that stands for the last local one when a client takes part for the first time: the received
+            model, so that there is no term; or the initial model (the official code).
         **kwargs: As for `LocalObjective`.
     """
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origi
 
 import numpy as np
 
-from fl_lightning.core.errors import require
+from fl_lightning.core.errors import ensure, require
 
 
 @dataclass(frozen=True, repr=False)
@@ -66,6 +66,8 @@ Divisor = Annotated[float, Interval("[1e-12, inf)")]
 Threads = Annotated[int, Interval("[1, 1024]")]
 UNIONS = (Union, UnionType)
 LISTS = (list, tuple, Sequence)
+RAN = "_constructors"
+"""Attribute of an object under construction: the constructors that have been called."""
 LATER = "checked later"
 """As an annotation: the class checks this itself, with a better message."""
 
@@ -173,8 +175,18 @@ def _checking(init: Callable[..., None]) -> Callable[..., None]:
     @wraps(init)
     def checked_init(self: Checked, *args: Any, **kwargs: Any) -> None:
         check_arguments(init, self.config_key.format(type(self).__name__), self, *args, **kwargs)
-        init(self, *args, **kwargs)
+        vars(self).setdefault(RAN, set()).add(checked_init)
+        incomplete = (
+            f"{type(self).__name__}: its constructor must call super().__init__() first, with the other arguments"
+        )
+        try:
+            init(self, *args, **kwargs)
+        except AttributeError as error:
+            ensure("before Module.__init__" not in str(error), incomplete)
+            raise
         if type(self).__init__ is checked_init:
+            constructors = [c.__init__ for c in type(self).__mro__ if issubclass(c, Checked) and "__init__" in vars(c)]
+            ensure(constructors[-1] in vars(self).pop(RAN), incomplete)
             bound = _signature(init)[0].bind(self, *args, **kwargs)
             bound.apply_defaults()
             self.constructed(bound)

@@ -184,11 +184,13 @@ class ClientContext(RoundContext):
     def draw(self, function: Callable[[torch.Generator], Tensor]) -> Tensor:
         """Draws random numbers for each client from a stream of its own: the only source of randomness in hooks.
 
-        The numbers are the same on every engine, with any number of processes, and after a resume.
+        The numbers are the same on every engine, with any number of processes, and after a resume. Numbers from torch's
+        global generator would depend on the engine: the sequential engine seeds that for each client, since the net may
+        draw from it, and the batched engines refuse a hook that does.
 
         Args:
             function: A function of a generator, on the CPU, to a tensor ``(k,)``, such as
-                ``lambda g: torch.randperm(d, generator=g)``.
+                ``lambda g: torch.randperm(d, generator=g)``; for one number ``lambda g: torch.rand(1, generator=g)``.
 
         Returns:
             The numbers, ``(..., k)``.

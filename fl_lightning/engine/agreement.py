@@ -1,23 +1,25 @@
 """The check that an engine gives what the sequential one gives."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ContextDecorator, ExitStack, contextmanager
 from copy import copy
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.core import State, UserError, accumulator_dtype
 from fl_lightning.engine.base import Engine, Job, LocalResult
 
-T = TypeVar("T")
-CLIENTS, STEPS = 4, 2
-"""How many clients the check trains at most, and for how many steps."""
+Expected = dict[str, tuple[Tensor, float]]
+"""What leaves a local training, by name: the value, and the largest tolerated distance from it."""
+CLIENTS = 4
+"""How many clients the check trains at most."""
 ROUNDING, TOLERANCE = 1e-13, 1e-6
-"""In float64: relative change of the weights whose effect is taken for rounding's, and tolerated share of a change."""
+"""In float64: relative change of the weights that stands for rounding, and tolerated share of a change."""
 COARSE_ROUNDING, COARSE_TOLERANCE = 1e-6, 0.1
 """The same in the precision of the run."""
 
@@ -30,15 +32,20 @@ VALUES = {
 
 
 def check(engine: Engine, sequential: Engine, jobs: Sequence[Job]) -> None:
-    """Compares two steps of a few unlike clients, and all that leaves their training, with the sequential engine's.
+    """Compares three steps of a few unlike clients, and all that leaves their training, with the sequential engine's.
+
+    The steps are the first, the second and the last one. The engine takes them twice: in the phase of the jobs, and in
+    the last phase of the last round, where counters of steps stand as at the end of a local training. So the check sees
+    hooks that change once in the run, as after a warm-up; it cannot see what a hook does only in rounds in between, or
+    what a local optimizer does only from its fourth step on.
 
     Both engines train in float64 and without autocast, where they agree to rounding, so that the comparison holds at
     any learning rate. Where rounding is amplified (the sign of a gradient that is zero, a kink of ReLU), more is
     tolerated: ten times what a change of the weights by rounding makes. A net or a device that cannot run in float64 is
     compared in the run's precision. Hooks may not look at values of tensors, and must give the same when they are
-    repeated. The check cannot see what a hook does only in later rounds, or from the third step on.
+    repeated.
 
-    It holds the results of these clients twice in float64, and those of no others.
+    In memory the check holds the results of these clients twice, in float64, and no others.
 
     Args:
         engine: The engine; the check changes neither it nor its objective.
@@ -55,17 +62,35 @@ def check(engine: Engine, sequential: Engine, jobs: Sequence[Job]) -> None:
         _compare(engine, sequential, jobs, precise=False)
 
 
-def head(job: Job, steps: int) -> Job:
-    """Returns a job with its first few steps."""
-    K = min(steps, len(job.minibatches))
-    return replace(job, minibatches=job.minibatches.take(range(K)), ctx=replace(job.ctx, K=K))
-
-
 def unlike(jobs: Sequence[Job]) -> list[Job]:
-    """Returns a few jobs of two steps, one of them of one step, with as different sizes as there are."""
-    order = sorted(range(len(jobs)), key=lambda i: (len(jobs[i].minibatches), jobs[i].ctx.n_k))
-    chosen = {order[round(i * (len(order) - 1) / (CLIENTS - 1))] for i in range(CLIENTS)}
-    return [head(jobs[i], STEPS if i != order[0] or len(jobs) == 1 else 1) for i in sorted(chosen)]
+    """Returns a few jobs with as different sizes as there are, and of each the first, the second and the last step.
+
+    Of the smallest job it is the last step alone, so that the others take steps that this one does not.
+    """
+    order = sorted(jobs, key=lambda job: (len(job.minibatches), job.ctx.n_k))
+    chosen = [order[i] for i in sorted({round(i * (len(order) - 1) / (CLIENTS - 1)) for i in range(CLIENTS)})]
+    last = [len(job.minibatches) - 1 for job in chosen]
+    steps = [sorted({0, min(1, n), n}) for n in last]
+    if len(chosen) > 1:
+        steps[0] = last[:1]
+    return [*map(excerpt, chosen, steps)]
+
+
+def excerpt(job: Job, steps: Sequence[int]) -> Job:
+    """Returns a job with some of its steps; its client misses the others, as one that is late."""
+    ctx = replace(job.ctx, K=len(steps), K_missed=job.ctx.K_missed + job.ctx.K - len(steps))
+    return replace(job, minibatches=job.minibatches.take(steps), ctx=ctx)
+
+
+def at_the_end(job: Job, objective: LocalObjective) -> Job:
+    """Returns a job in the last phase of the last round; its counters of steps have counted those that it misses.
+
+    Counters are the scalars that live for a round.
+    """
+    counters = [name for name, init in objective.scratch_inits().items() if isinstance(init, int | float)]
+    state = job.state | {name: job.state[name] + job.ctx.K_missed for name in counters}
+    ctx = replace(job.ctx, t=job.ctx.rounds - 1, phase=objective.phases - 1)
+    return replace(job, state=state, ctx=ctx)
 
 
 class _NotPrecise(Exception):
@@ -88,14 +113,21 @@ def _compare(engine: Engine, sequential: Engine, jobs: Sequence[Job], precise: b
             if precise:
                 raise _NotPrecise from error
             raise
-        expected = [_expected(engine, sequential, job, rounding, tolerance) for job in jobs]
-        try:
-            found = [*_watched(engine).train(jobs)]
-        except UserError:
-            raise
-        except Exception as error:  # what runs for one client fails for several
-            reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-            raise _refused(engine, f"cannot be batched ({reason:.100}); use sequential") from None
+        watched = _watched(engine)
+        for now in (jobs, [at_the_end(job, engine.objective) for job in jobs]):
+            expected = [_expected(engine, sequential, job, rounding, tolerance) for job in now]
+            _compare_with(expected, watched, now)
+
+
+def _compare_with(expected: Sequence[Expected], engine: Engine, jobs: Sequence[Job]) -> None:
+    """Compares what an engine gives for some jobs with what the sequential engine gives for each."""
+    try:
+        found = [*engine.train(jobs)]
+    except UserError:
+        raise
+    except Exception as error:  # what runs for one client fails for several
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise _refused(engine, f"cannot be batched ({reason:.100}); use sequential") from None
     for one, result in zip(expected, found, strict=True):
         several = _leaving(result)
         for what, (value, limit) in one.items():
@@ -107,16 +139,14 @@ def _compare(engine: Engine, sequential: Engine, jobs: Sequence[Job], precise: b
                 )
 
 
-def _expected(
-    engine: Engine, sequential: Engine, job: Job, rounding: float, tolerance: float
-) -> dict[str, tuple[Tensor, float]]:
+def _expected(engine: Engine, sequential: Engine, job: Job, rounding: float, tolerance: float) -> Expected:
     """Returns the sequential engine's values of one client, each with the largest tolerated distance from it.
 
     Raises:
         UserError: If a repetition gives other values.
     """
     one, nearby, again = (next(iter(sequential.train([each]))) for each in (job, _moved(job, rounding), job))
-    expected = dict[str, tuple[Tensor, float]]()
+    expected: Expected = {}
     if not one.finite:
         return expected
     known = [*job.received.values(), *job.state.values()]
@@ -139,7 +169,7 @@ def _refused(engine: Engine, why: str) -> UserError:
 
 
 def _leaving(result: LocalResult) -> dict[str, Tensor]:
-    """Returns all that leaves a local training."""
+    """Returns all that leaves a local training, by its name in messages."""
     uploads = {f"upload '{name}'": value for name, value in result.upload.items()}
     state = {f"state '{name}'": value for name, value in result.state.items()}
     return {"the weights": result.w, **uploads, **state, "the loss": result.loss}
@@ -186,7 +216,7 @@ def _float64(engine: Engine) -> Iterator[None]:
         engine.net.move_to(w)
 
 
-class _NoValues(TorchFunctionMode):
+class _NoValues(ContextDecorator, TorchFunctionMode):
     """Refuses Python code that depends on values of tensors."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -198,14 +228,6 @@ class _NoValues(TorchFunctionMode):
 def _watched(engine: Engine) -> Engine:
     """Returns an engine whose hooks may not look at values."""
     watched: Any = copy(engine)
-
-    def watch(function: Callable[..., T]) -> Callable[..., T]:
-        def call(*args: Any) -> T:
-            with _NoValues():
-                return function(*args)
-
-        return call
-
     for name in ("begin", "step", "finish"):
-        setattr(watched, name, watch(getattr(watched, name)))
+        setattr(watched, name, _NoValues()(getattr(watched, name)))
     return watched  # type: ignore[no-any-return]

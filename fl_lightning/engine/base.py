@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.algorithms.module import Losses
+from fl_lightning.algorithms.parts.base import pair_of, value_of
 from fl_lightning.algorithms.parts.local_optimizer import Take
 from fl_lightning.core import Autocast, ClientContext, Draws, FlatNet, State, Upload, UserError
 from fl_lightning.data.minibatches import Minibatches
@@ -52,7 +53,7 @@ class LocalResult:
         upload: Its upload, by name.
         state: The state that it keeps.
         loss: Mean over the steps of the local objective at the first point where a step evaluates its gradient, a
-            scalar tensor: the unperturbed weights, or the ascent point where the ascent takes no gradient of it.
+            scalar tensor. That point is the weights; if the ascent needs no gradient, it is the ascent point.
         ctx: Its context.
         finite: Whether all that it uploads and keeps is finite, a scalar tensor.
         buffers: The net's buffers after the last step, ``(b,)``, if it has any.
@@ -110,7 +111,7 @@ Evaluation = Callable[[Tensor, Losses | None], tuple[Tensor, Tensor]]
 
 
 def changed(objective: LocalObjective, settings: Mapping[str, float | Tensor]) -> LocalObjective:
-    """Returns an objective that shares everything with another one but some settings, by name as in `Job`."""
+    """Returns a copy of an objective with other settings, by name as in `Job`; the copy shares everything else."""
     copies: dict[str, Any] = {"": copy(objective)}
 
     def copied(path: str) -> Any:
@@ -118,7 +119,7 @@ def changed(objective: LocalObjective, settings: Mapping[str, float | Tensor]) -
             above, _, name = path.rpartition(".")
             owner = copied(above)
             copies[path] = copy(getattr(owner, name))
-            object.__setattr__(owner, name, copies[path])  # a module's own way would change what both share
+            object.__setattr__(owner, name, copies[path])  # that of nn.Module would change a dict which both share
         return copies[path]
 
     for name, value in settings.items():
@@ -149,15 +150,20 @@ def _kept(client: State, before: State) -> State:
 class Engine:
     """Runs local training. All engines run the same hooks and give the same numbers, up to rounding.
 
-    The hooks of a local training are called here only: `begin`, `step` for each minibatch, `finish`. An engine provides
-    the minibatches, the gradients, and where clients are trained together, the mask.
+    This class alone calls the hooks of a local training: in `begin`, in `step` for each minibatch, and in `finish`. A
+    subclass provides the minibatches and the gradients; if it trains several clients at once, also the mask.
 
     Args:
         objective: The local objective, on its device and in its precision.
         net: The flat view of the objective's net; training leaves it at other weights.
         autocast: Context for forward passes.
-        width: Clients that are trained at once, for engines that train several; null: all of a cohort.
-        compile: Whether the graphed engine compiles.
+        width: Clients that are trained at once, for engines that train several; null: all of a cohort. If they do not
+            fit into memory, it is halved.
+        compile: Whether the graphed engine compiles the record to machine code, with all steps of a round if they are
+            few.
+
+    Raises:
+        UserError: If the engine cannot run this objective.
 
     Attributes:
         name: Its name in ``trainer.engine``.
@@ -177,6 +183,14 @@ class Engine:
     ) -> None:
         self.objective, self.net, self.autocast = objective, net, autocast
         self.width, self.compile = width, compile
+        self.check_objective()
+
+    def check_objective(self) -> None:
+        """Checks that the engine can run its objective.
+
+        Raises:
+            UserError: If it cannot.
+        """
 
     def train(self, jobs: Sequence[Job]) -> Iterator[LocalResult]:
         """Trains each client; yields the results one by one, in the order of ``jobs``."""
@@ -195,6 +209,10 @@ class Engine:
         if not optimizer.keeps_state:
             state = state | State.initial(optimizer.named_state, like, like)
         start, client = objective.begin_local(state, received, ctx)
+        if not optimizer.keeps_state and start is not received.w:
+            first = start.expand_as(like)
+            initial = State.initial(optimizer.named_state, first, first)
+            client |= {name: value for name, value in initial.items() if client.get(name) is state[name]}
         teachers, constants = objective.teachers(client, received), objective.loss_constants(client, received, ctx)
         fixed = Fixed(received, start, teachers, constants, ctx, optimizer.begin(objective.flat, start))
         return Carry(start.expand_as(like), _kept(client, state), like.new_zeros(like.shape[:-1])), fixed
@@ -221,8 +239,8 @@ class Engine:
         if ctx.draws is not None:
             ctx.draws.next_step()
         client = carry.state | {"start": fixed.start}
-        lr = objective.step_lr(client, ctx)
-        direction, client = objective.local_step(carry.w, grad, client, received, ctx)
+        lr = value_of(objective.step_lr, client, ctx)
+        direction, client = pair_of(objective.local_step, carry.w, grad, client, received, ctx)
         w, client = fixed.take(carry.w, direction, client, lr, ctx)
         if not losses:
             raise UserError(
@@ -253,12 +271,12 @@ class Engine:
         return replace(job.ctx, class_counts=counts.to(job.received.w))
 
     def draws(self, jobs: Sequence[Job]) -> Draws:
-        """Returns the random numbers of some clients' hooks."""
+        """Returns the source of the random numbers that the hooks of some clients draw."""
         keys = [(job.seed, job.ctx.t, job.ctx.phase, job.client) for job in jobs]
         return Draws(keys, jobs[0].received.w.device, self.trains_several)
 
     def train_mode(self) -> None:
-        """Puts a net in eval mode into train mode; in a net in train mode, submodules in eval mode stay there."""
+        """Puts a net that is in eval mode into train mode; of another net, submodules may stay in eval mode."""
         if not self.objective.net.training:
             self.objective.net.train()
 

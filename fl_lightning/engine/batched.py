@@ -14,9 +14,7 @@ from torch.func import functional_call, grad_and_value, vmap
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.algorithms.module import Losses
 from fl_lightning.core import (
-    Autocast,
     ClientContext,
-    FlatNet,
     State,
     Upload,
     UserError,
@@ -28,23 +26,14 @@ from fl_lightning.core import (
 )
 from fl_lightning.data.minibatches import Block, blocks
 from fl_lightning.engine.base import COLUMNS, Carry, Engine, Fixed, Job, LocalResult
-
-Tensors = dict[str, Tensor]
+from fl_lightning.engine.record import Tensors
 
 
 class BatchedEngine(Engine):
     """Blocks of clients in one batched program; clients with fewer steps, or smaller minibatches, are masked.
 
-    Args:
-        objective: As for `Engine`.
-        net: As for `Engine`.
-        autocast: As for `Engine`.
-        width: Clients of a block; null: all jobs at once. A block that does not fit into memory is halved.
-
-    Raises:
-        UserError: If the objective defines a ``training_step``, whose mean would include padding, or the net has
-            buffers; or, in training, if the net cannot be batched: it draws random numbers, or its Python code depends
-            on values.
+    It refuses objectives that define a ``training_step``, whose mean would include padding, and nets with buffers; in
+    training also nets that draw random numbers, or whose Python code depends on values of tensors.
     """
 
     name = "batched"
@@ -54,15 +43,11 @@ class BatchedEngine(Engine):
 
     trains_several = True
 
-    def __init__(
-        self,
-        objective: LocalObjective,
-        net: FlatNet,
-        autocast: Autocast,
-        width: int | None = None,
-        compile: bool = False,
-    ) -> None:
-        super().__init__(objective, net, autocast, width, compile)
+    _widest = 2  # most clients so far; at least two, since a convolution of a single group rounds differently
+
+    def check_objective(self) -> None:
+        """See `Engine.check_objective`."""
+        objective = self.objective
         ensure(
             type(objective).training_step is LocalObjective.training_step,
             f"trainer.engine = {self.name}: {type(objective).__name__} defines training_step; define `losses`, one "
@@ -70,11 +55,10 @@ class BatchedEngine(Engine):
         )
         ensure(
             objective.net_buffers is None,
-            f"trainer.engine = {self.name}: {type(objective.net).__name__} has buffers, which hold those of one "
-            "client; use sequential",
+            f"trainer.engine = {self.name}: {type(objective.net).__name__} has buffers, which can hold the values of "
+            "one client only; use sequential",
         )
         objective.optimizer.check_batched(f"trainer.engine = {self.name}")
-        self._widest = 2  # a convolution of a single group rounds differently
 
     def train(self, jobs: Sequence[Job]) -> Iterator[LocalResult]:
         # clients with about as many steps share a block, so that there is little padding
@@ -108,8 +92,8 @@ class BatchedEngine(Engine):
         if self.net.device.type == "cuda":
             torch.cuda.empty_cache()
         warnings.warn(
-            f"out of memory with {clients} clients at once: {self.width} from now on; trainer.client_block: "
-            f"{self.width} begins with that",
+            f"out of memory with {clients} clients at once: {self.width} from now on; to begin with that, set "
+            f"trainer.client_block: {self.width}",
             stacklevel=2,
         )
 
@@ -121,14 +105,19 @@ class BatchedEngine(Engine):
             if not any(sign in str(error) for sign in self.SIGNS):
                 raise
             names = type(self.objective).__name__, type(self.objective.net).__name__
+            reason, remedy = f"{str(error).splitlines()[0]:.100}", "use sequential"
+            if "random operation" in reason:
+                reason = "net or loss draws random numbers from torch's global generator"
+                remedy = (
+                    f"draw those of a loss in loss_constants, by ctx.randn_like(v) or ctx.draw(function), or {remedy}"
+                )
             raise UserError(
-                f"trainer.engine = {self.name}: {names[0]} with {names[1]} cannot be batched "
-                f"({str(error).splitlines()[0]:.100}); use sequential"
+                f"trainer.engine = {self.name}: {names[0]} with {names[1]} cannot be batched ({reason}); {remedy}"
             ) from None
         ensure(
             all(map(torch.equal, before, self._global_states())),
             f"trainer.engine = {self.name}: a hook of {type(self.objective).__name__} draws from torch's global "
-            "generator; draw from ctx, as by ctx.randn_like(w), or use sequential",
+            "generator; draw by ctx.randn_like(v) or ctx.draw(function), or use sequential",
         )
         return results
 
@@ -144,8 +133,7 @@ class BatchedEngine(Engine):
         settings = {
             n: to_device([[job.settings[n]] for job in rows], like.device, like.dtype) for n in rows[0].settings
         }
-        received, clients = _together([job.received for job in jobs]), [job.minibatches for job in jobs]
-        received = State({name: v if v.ndim == 1 else _widened(v, width) for name, v in received.items()})
+        received, clients = _together([job.received for job in rows]), [job.minibatches for job in jobs]
         state = State({name: torch.stack([job.state[name] for job in rows]) for name in jobs[0].state})
         batch = clients[0].source.batch_size or 1 << (max(max(each.sizes) for each in clients) - 1).bit_length()
         self.train_mode()
@@ -217,25 +205,20 @@ class BatchedEngine(Engine):
         loss = carry.loss + torch.where(active[:, 0], new.loss, 0)
         return Carry(torch.where(active, new.w, carry.w), state, loss)
 
+    def _output(self, v: Tensor, x: Tensor) -> Any:
+        """Returns the net's output at the weights ``v`` on one client's minibatch."""
+        with self.objective.observed():
+            return functional_call(self.objective.net, self.net.spec.split(v), (x,))
+
     def _loss(self, losses: Losses | None, v: Tensor, x: Tensor, y: Tensor, weight: Tensor, *teacher: Tensor) -> Tensor:
-        objective = self.objective
-        with objective.observed():
-            output = functional_call(objective.net, self.net.spec.split(v), (x,))
-        return objective.batch_loss(output, y, *teacher, weight=weight, losses=losses)
+        return self.objective.batch_loss(self._output(v, x), y, *teacher, weight=weight, losses=losses)
 
     @torch.no_grad()
-    def _teach(self, teacher: Tensor, x: Tensor) -> Tensor:
+    def _teach(self, teacher: Tensor, x: Tensor) -> Any:
         """Returns a teacher's output on every client's minibatch, in eval mode."""
-        net, spec = self.objective.net, self.net.spec
-
-        def forward(v: Tensor, x: Tensor) -> Tensor:
-            logits: Tensor = functional_call(net, spec.split(v), (x,))
-            return logits
-
         shared = teacher.ndim == 1  # the same for all
-        with eval_mode(net), self.autocast(), self.objective.observed():
-            out: Tensor = vmap(forward, in_dims=(None if shared else 0, 0))(teacher, x)
-        return out
+        with eval_mode(self.objective.net), self.autocast():
+            return vmap(self._output, in_dims=(None if shared else 0, 0))(teacher, x)
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
@@ -248,7 +231,3 @@ def _together(received: Sequence[State]) -> State:
     if all(other is first for other in received):
         return first
     return State({name: torch.stack([state[name] for state in received]) for name in first})
-
-
-def _widened(v: Tensor, width: int) -> Tensor:
-    return torch.cat([v, v[:1].expand(width - len(v), -1)]) if len(v) < width else v

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 import torch
 
 from fl_lightning.core import UserError
-from fl_lightning.engine.agreement import check, head
+from fl_lightning.engine.agreement import check, excerpt
 from fl_lightning.engine.base import Engine, Job
 from fl_lightning.engine.batched import BatchedEngine
 from fl_lightning.engine.graphed import GraphedEngine
@@ -25,12 +25,12 @@ else:
 
 
 class Choice(NamedTuple):
-    """An engine.
+    """An engine that has been chosen.
 
     Attributes:
         name: Its name.
-        reason: Why, in one line; "" if nothing was compared.
-        seconds: Of local training, in all rounds to come.
+        reason: Why it was chosen, in one line; "" if nothing was compared.
+        seconds: The seconds that it needs for local training in all rounds to come.
     """
 
     name: EngineName
@@ -41,7 +41,7 @@ class Choice(NamedTuple):
 SHORT = 2.0
 """Seconds of a whole run below which no engine is measured."""
 HEAVY = 0.02
-"""Seconds of a local step on a CPU above which batching saves nothing: it saves the launching of operations."""
+"""Seconds of a local step on a CPU above which batching is not tried: it only saves the time to launch operations."""
 
 
 def choose(make: Callable[[EngineName], Engine], jobs: Sequence[Job], rounds: int, compile: bool) -> Choice:
@@ -71,7 +71,7 @@ def choose(make: Callable[[EngineName], Engine], jobs: Sequence[Job], rounds: in
             engine = make(name)
             first = _seconds(engine, jobs, longest)
             check(engine, sequential, jobs)
-            round_s = min(_seconds(engine, jobs, longest) for _ in range(2))
+            round_s = seconds(engine, jobs)
         except UserError as error:
             measured.append(f"{name}: {error}")
             continue
@@ -90,7 +90,7 @@ def seconds(engine: Engine, jobs: Sequence[Job]) -> float:
 
 def _seconds(engine: Engine, jobs: Sequence[Job], steps: int) -> float:
     """Returns the time of the first ``steps`` steps of each job."""
-    short = [head(job, steps) for job in jobs]
+    short = [excerpt(job, range(min(steps, len(job.minibatches)))) for job in jobs]
     started = time.perf_counter()
     for _ in engine.train(short):
         pass

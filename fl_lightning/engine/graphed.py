@@ -2,8 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
-from typing import Any
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -11,13 +10,15 @@ from torch import Tensor
 from fl_lightning.core import ClientContext, Draws, State, accumulator_dtype, to_device
 from fl_lightning.data.minibatches import Block
 from fl_lightning.engine.base import COLUMNS, Carry, Fixed
-from fl_lightning.engine.batched import BatchedEngine, Tensors
+from fl_lightning.engine.batched import BatchedEngine
 from fl_lightning.engine.record import (
     Compiled,
     CudaGraph,
-    Loop,
     RecordedRound,
     Records,
+    Replay,
+    Tensors,
+    loop,
     plain_settings,
     trace,
 )
@@ -29,20 +30,12 @@ REFUSED = (
 
 
 class GraphedEngine(BatchedEngine):
-    """The batched engine with its local step recorded once and replayed, without Python, autograd or vmap.
-
-    Args:
-        objective: As for `Engine`.
-        net: As for `Engine`.
-        autocast: As for `Engine`.
-        width: As for `BatchedEngine`.
-        compile: Compile the record to machine code, with all steps of a round if they are few.
-    """
+    """The batched engine with its local step recorded once and replayed, without Python, autograd or vmap."""
 
     name = "graphed"
 
     UNROLLED = 8
-    """Most local steps that are compiled into one graph."""
+    """Maximum number of local steps that are compiled into one graph."""
 
     @cached_property
     def records(self) -> Records:
@@ -50,7 +43,8 @@ class GraphedEngine(BatchedEngine):
         return Records()
 
     def _steps(self, carry: Carry, block: Block, fixed: Fixed, settings: Tensors) -> Carry:
-        n, plain = len(block.y), self._settings()
+        n, objective = len(block.y), self.objective
+        plain = plain_settings(objective, objective.ascent, objective.optimizer, objective.loss)
         unroll = n if self.compile and n <= self.UNROLLED else 1
         inputs: Tensors = {
             **_prefixed("received", fixed.received),
@@ -73,13 +67,13 @@ class GraphedEngine(BatchedEngine):
         end = _carry(dict(zip(carried, values, strict=True)))
         return replace(end, loss=carry.loss + end.loss)
 
-    def _record(self, named: Tensors, ctx: ClientContext) -> tuple[RecordedRound, Loop | CudaGraph]:
+    def _record(self, named: Tensors, ctx: ClientContext) -> tuple[RecordedRound, Replay]:
         recorded, graph = trace(self._recorded, named, ctx)
         replay = Compiled(graph) if self.compile else graph
-        return recorded, CudaGraph(replay) if named["w"].is_cuda else Loop(replay)
+        return recorded, CudaGraph(replay) if named["w"].is_cuda else partial(loop, replay)
 
     def _recorded(self, named: Tensors, ctx: ClientContext) -> list[Tensor]:
-        """A few steps, from named tensors to those of them that a step changes, in the same order."""
+        """Takes a few steps with named tensors; returns those that a step changes, in the same order."""
         received, settings = State(_below("received", named)), _below("settings", named)
         teachers, constants = (tuple(_below(name, named).values()) for name in ("teacher", "constant"))
         start, block = named.get("start", received.w), Block.of(named)
@@ -88,10 +82,6 @@ class GraphedEngine(BatchedEngine):
             take = self.objective.optimizer.begin(self.objective.flat, start)
             fixed = Fixed(received, start, teachers, constants, ctx, take)
             return list(_tensors(super()._steps(_carry(named), block, fixed, settings)).values())
-
-    def _settings(self) -> tuple[Any, ...]:
-        objective = self.objective
-        return plain_settings(objective, objective.ascent, objective.optimizer, objective.loss)
 
 
 def _prefixed(prefix: str, values: Mapping[str, Tensor]) -> Tensors:

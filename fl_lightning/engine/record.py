@@ -27,7 +27,7 @@ class RecordedRound:
 
     Args:
         t: The round.
-        tensor: The same as an input of the record.
+        tensor: The same number as an input of the record.
     """
 
     def __init__(self, t: int, tensor: Tensor) -> None:
@@ -67,7 +67,6 @@ for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
     setattr(RecordedRound, f"__r{_name}__", _arithmetic(getattr(operator, _name), swapped=True))
 
 
-Trace = tuple[RecordedRound, GraphModule]
 Make = Callable[[Tensors, ClientContext], tuple[RecordedRound, T]]
 
 
@@ -78,8 +77,6 @@ class Records:
     """Maximum number of records; the oldest is dropped first."""
 
     def __init__(self) -> None:
-        self.made = 0
-        """Number of records made so far."""
         self._records: dict[Any, tuple[RecordedRound, Any]] = {}
 
     def find(self, named: Tensors, ctx: ClientContext, settings: tuple[Any, ...], make: Make[T]) -> T:
@@ -91,7 +88,6 @@ class Records:
             if len(self._records) >= self.KEPT:
                 del self._records[next(iter(self._records))]
             self._records[key] = found = make(named, ctx)
-            self.made += 1
         record: T = found[1]
         return record
 
@@ -102,7 +98,9 @@ def plain_settings(*parts: object) -> tuple[Any, ...]:
     return tuple(v for part in parts if part is not None for v in vars(part).values() if isinstance(v, plain))
 
 
-def trace(function: Callable[[Tensors, ClientContext], Sequence[Tensor]], named: Tensors, ctx: ClientContext) -> Trace:
+def trace(
+    function: Callable[[Tensors, ClientContext], Sequence[Tensor]], named: Tensors, ctx: ClientContext
+) -> tuple[RecordedRound, GraphModule]:
     """Returns the operations of a function of named tensors; the round and ``ctx.<attribute>`` are inputs as well.
 
     Args:
@@ -155,30 +153,22 @@ class Compiled:
             raise
 
 
-class Loop:
-    """Calls a function of tensors once a step.
+def loop(function: Replay, carried: Values, fixed: Values, steps: Values) -> Values:
+    """Takes all steps.
 
     Args:
-        function: A function of tensors that steps change, others, and those of one step, to new values of the first.
+        function: One step: it maps the tensors that steps change, those that stay the same, and those of this step to
+            the new values of the first, like the body of ``jax.lax.scan``.
+        carried: Tensors that steps change.
+        fixed: Tensors that stay the same.
+        steps: Those of each step, ``(steps, ...)``.
+
+    Returns:
+        The tensors that steps change, after the last step.
     """
-
-    def __init__(self, function: Replay) -> None:
-        self.function = function
-
-    def __call__(self, carried: Values, fixed: Values, steps: Values) -> Values:
-        """Takes all steps.
-
-        Args:
-            carried: Tensors that steps change.
-            fixed: Tensors that stay the same.
-            steps: Those of each step, ``(steps, ...)``.
-
-        Returns:
-            The first tensors after the last step.
-        """
-        for now in zip(*steps, strict=True):
-            carried = self.function(*carried, *fixed, *now)
-        return carried
+    for now in zip(*steps, strict=True):
+        carried = function(*carried, *fixed, *now)
+    return carried
 
 
 class Captured(NamedTuple):
@@ -200,13 +190,14 @@ class Captured(NamedTuple):
 
 
 class CudaGraph:
-    """`Loop` on a GPU: one step is one CUDA graph, and one launch.
+    """`loop` on a GPU: one step is one CUDA graph, and one launch.
 
-    The graph updates the first tensors in place, and reads its step from a buffer of all of them, at a counter that it
-    increments. So nothing is copied from step to step. More steps than ever before are captured again.
+    The graph updates the tensors that steps change in place. Buffers hold the tensors of all steps; the graph reads
+    those of its step at a counter that it increments. So nothing is copied between two steps. If a call has more steps
+    than the buffers hold, a new graph is captured.
 
     Args:
-        function: As for `Loop`; it neither synchronises nor looks at values.
+        function: As for `loop`; it neither synchronises nor looks at values.
     """
 
     WARM_UP = 3
@@ -216,7 +207,7 @@ class CudaGraph:
         self._captured: Captured | None = None
 
     def __call__(self, carried: Values, fixed: Values, steps: Values) -> Values:
-        """See `Loop`."""
+        """See `loop`."""
         n = len(steps[0])
         if self._captured is None or len(self._captured.steps[0]) < n:
             self._captured = None  # its memory is free for the next

@@ -46,7 +46,7 @@ class SequentialEngine(Engine):
     def _evaluation(self, batch: tuple[Tensor, Tensor], fixed: Fixed, job: Job, number: int) -> Evaluation:
         """Returns the function of a point that evaluates gradient and loss on one minibatch.
 
-        Running statistics change in its first call only. A teacher normalizes by the batch, as the net in training.
+        Running statistics change in its first call only. Teachers normalize by the batch, as the net does in training.
         """
         objective, first = self.objective, True
         net, keeps = objective.net, objective.net_buffers is not None
@@ -73,7 +73,7 @@ class SequentialEngine(Engine):
         return evaluate
 
     def _check(self, what: str, value: Tensor, job: Job, step: int) -> None:
-        """For `DebugEngine`."""
+        """Does nothing; `DebugEngine` checks a value here."""
 
 
 ALONE = (
@@ -83,7 +83,7 @@ ALONE = (
 
 
 class DebugEngine(SequentialEngine):
-    """The sequential engine with an error at the first value that is not finite, which names client, round and step."""
+    """The sequential engine, which stops at the first value that is not finite, and names round, client and step."""
 
     name = "debug"
 

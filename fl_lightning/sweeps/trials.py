@@ -8,7 +8,7 @@ import shutil
 import time
 import traceback
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -105,7 +105,7 @@ def run_trials(
     resume: bool = True,
     early: StopEarly | None = None,
     check: Check | None = None,
-) -> Iterator[Outcome]:
+) -> Generator[Outcome, None, None]:
     """Trains trials, and yields each when it has ended.
 
     Those that differ in numbers alone are trained as one program where a measured round of it is faster than their

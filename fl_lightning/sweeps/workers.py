@@ -57,7 +57,7 @@ class Workers(Here[Group, Result]):
         super().__init__(function)
         self.jobs, self.log = jobs, log
         self._idle: list[_Worker] = []
-        self._busy: dict[Connection, tuple[_Worker, Group]] = {}
+        self._busy: dict[_Worker, Group] = {}
 
     def train(self, groups: deque[Group]) -> Iterator[tuple[Group, Result | None]]:
         """Yields each group with its result as it ends, or with None if its process was killed."""
@@ -67,20 +67,19 @@ class Workers(Here[Group, Result]):
                 group = groups.popleft()
                 with suppress(OSError):  # it was killed while it was idle: it answers with the end of its pipe
                     worker.pipe.send(group)
-                self._busy[worker.pipe] = worker, group
-            for pipe in wait(list(self._busy)):
-                worker, group = self._busy.pop(pipe)  # type: ignore[index]
+                self._busy[worker] = group
+            ready = wait([worker.pipe for worker in self._busy])
+            for worker in [worker for worker in self._busy if worker.pipe in ready]:
+                group, result = self._busy.pop(worker), None
                 try:
                     result = worker.pipe.recv()
+                    self._idle.append(worker)
                 except (EOFError, OSError):
                     worker.end()
-                    result = None
-                else:
-                    self._idle.append(worker)
                 yield group, result
 
     def __exit__(self, *_: object) -> None:
-        workers = [*self._idle, *(worker for worker, _ in self._busy.values())]
+        workers = [*self._idle, *self._busy]
         for worker in workers:
             worker.process.terminate()
         for worker in workers:

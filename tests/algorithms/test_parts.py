@@ -24,9 +24,11 @@ from fl_lightning import (
     FedAvg,
     FedDyn,
     FederatedTrainer,
+    FedProx,
     FedSAM,
     FlatnessMonitor,
     LocalObjective,
+    LocalOptimizer,
     ServerMomentum,
     Trajectory,
     UserError,
@@ -379,6 +381,120 @@ def test_each_name_has_one_owner(make: Any, what: str, owners: tuple[str, str]) 
 def test_refused(make: Any, message: str) -> None:
     with pytest.raises(UserError, match=f"^{message}"):
         make()
+
+
+HOOKS = {
+    "bind": "a value",
+    "broadcast": "a value",
+    "local_lr": "a value",
+    "local_start": "two values",
+    "local_end": "two values",
+    "bits": "a value",
+    "phase_end": "a value",
+    "round_end": "a value",
+    "client_model": "a value",
+}
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_a_hook_without_a_return(hook: str, tmp_path: Path) -> None:
+    def nothing(self: Part, *args: Any) -> None: ...
+
+    nothing.__name__ = hook
+    part = type("Empty", (Part,), {hook: nothing})()
+    with pytest.raises(UserError) as error:
+        fit(tmp_path, made(parts=[part]), callbacks=[FlatnessMonitor(3, [ClientEvaluation()])])
+    values = HOOKS[hook]
+    assert (
+        str(error.value)
+        == f"Empty.{hook} returns None; return {values}, as the docstring of this hook in the base class says"
+    )
+
+
+class NoBase(LocalObjective):
+    def __init__(self, net: Any, mu: float = 0.1) -> None:
+        self.mu = mu
+
+
+class NetFirst(LocalObjective):
+    def __init__(self, net: Any, **kwargs: Any) -> None:
+        self.net = net
+        super().__init__(net, **kwargs)
+
+
+class BareOptimizer(SGD):
+    def __init__(self, mu: float = 0.1) -> None:
+        self.mu = mu
+
+
+class BareAscent(SAM):
+    def __init__(self, mu: float = 0.1) -> None:
+        self.mu = mu
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda: NoBase(net()), "NoBase"),
+        (lambda: NetFirst(net()), "NetFirst"),
+        (BareOptimizer, "BareOptimizer"),
+        (BareAscent, "BareAscent"),
+    ],
+)
+def test_a_constructor_without_that_of_its_base_class(make: Any, name: str) -> None:
+    with pytest.raises(UserError) as error:
+        make()
+    assert str(error.value) == f"{name}: its constructor must call super().__init__() first, with the other arguments"
+
+
+class Anchored(LocalOptimizer):
+    """Gradient descent with a pull towards what it remembers."""
+
+    state = {"anchor": "w0", "received": "w"}
+
+    def step(self, w: Tensor, direction: Any, memory: State, lr: Any, ctx: ClientContext) -> tuple[Tensor, State]:
+        return w - lr * (direction + 0.1 * (w - memory.anchor)), memory
+
+
+class Far(FedProx):
+    """Uploads the distance of the optimizer's memory from where local training starts."""
+
+    up, references, server_state = ("w", "far"), {}, {"far": 0.0}  # type: ignore[assignment]
+
+    def local_end(self, w: Tensor, client: State, received: State, ctx: ClientContext) -> tuple[Upload, State]:
+        remembered = torch.cat([client[f"Anchored.{name}"] - client.start for name in ("anchor", "received")], -1)
+        return {"w": w, "far": remembered.norm(dim=-1, keepdim=True)}, client
+
+    def server_step(self, server: State, sent: State, uploads: Any, ctx: RoundContext) -> State:
+        return super().server_step(server, sent, uploads, ctx).replace(far=uploads.mean("far"))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_optimizer_remembers_where_local_training_starts(engine: str, tmp_path: Path) -> None:
+    """Its pull is then that of FedProx."""
+    options = {"relaxed_init": 0.3, "net": net()}
+    found, record = fit(tmp_path / "a", Far(mu=0.0, optimizer=Anchored(0.1), **options), engine)  # type: ignore[arg-type]
+    assert torch.equal(found.server.far, torch.zeros(1, dtype=torch.float64))
+    options = {"relaxed_init": 0.3, "net": net()}
+    plain, _ = fit(tmp_path / "b", FedProx(mu=0.1, optimizer=SGD(0.1), **options), engine)  # type: ignore[arg-type]
+    torch.testing.assert_close(found.server.w, plain.server.w, rtol=0, atol=1e-12)
+    assert any(not torch.equal(r.state.w_last, record.server[2].w) for r in record.local[2].values())
+
+
+class Warm(FedAvg):
+    """Starts the optimizer's memory itself."""
+
+    def local_start(self, client: State, received: State, ctx: ClientContext) -> tuple[Tensor, State]:
+        return received.w + 1, client.replace(**{"Anchored.anchor": received.w})
+
+    def local_end(self, w: Tensor, client: State, received: State, ctx: ClientContext) -> tuple[Upload, State]:
+        assert torch.equal(client["Anchored.anchor"], received.w.expand_as(w))
+        assert torch.equal(client["Anchored.received"], (received.w + 1).expand_as(w))
+        return {"w": w}, client
+
+
+def test_an_algorithm_may_start_the_memory_of_an_optimizer(tmp_path: Path) -> None:
+    fit(tmp_path, Warm(net=net(), optimizer=Anchored(0.1)))
 
 
 def test_a_part_uploads_what_it_declares(tmp_path: Path) -> None:

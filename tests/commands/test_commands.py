@@ -83,6 +83,15 @@ def test_help_of_a_class_is_short(capsys: pytest.CaptureFixture[str]) -> None:
     assert "DigitsMLP" in shown and "or a dotted path" in " ".join(shown.split()) and "--model.sigma_ref" in shown
 
 
+def test_help_lists_the_classes_of_a_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    """Those of ascent, averaging and server update are parts, too, but not in the list of further parts."""
+    with pytest.raises(SystemExit):
+        cli("fit", "--model.help=FedAvg")
+    shown = " ".join(capsys.readouterr().out.split())
+    for name, classes in {"ascent": "Ascent, SAM, ASAM, LESAM", "parts": "by a dotted path"}.items():
+        assert shown.rpartition(f"--model.{name} {name.upper()}")[2].partition("classes: ")[2].startswith(classes)
+
+
 # A config in another folder than the module that it names
 
 MODULE = """

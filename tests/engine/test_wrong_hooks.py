@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fl_lightning import SGD, FedAvg, LocalObjective, UserError
+from fl_lightning import SGD, FedAvg, LocalObjective, LocalOptimizer, UserError
 from fl_lightning.core import State
 from tests.engine.test_engines import Small, assert_close, train
 
@@ -212,6 +212,38 @@ class RandomLosses(LocalObjective):
         return super().losses(logits, target) * torch.rand(())
 
 
+class FromRoundTwo(Stepping):
+    def of(self, g: Tensor, w: Tensor, ctx: Any) -> Tensor:
+        return g - g.mean(0) if ctx.t >= 1 else g
+
+
+class InPhaseTwo(Stepping):
+    phases = 2
+
+    def of(self, g: Tensor, w: Tensor, ctx: Any) -> Tensor:
+        return g - g.mean(0) if ctx.phase == 1 else g
+
+
+class FromStepThree(LocalObjective):
+    """Mixes what it keeps for two steps."""
+
+    scratch_state = {"last": "zeros", "before": "zeros"}
+
+    def local_step(self, w: Tensor, grad: Any, client: State, received: State, ctx: Any) -> Any:
+        g = grad(w)
+        return g + client.before.mean(0), client.replace(last=g, before=client.last)
+
+
+class FromStepFour(LocalObjective):
+    """Of five."""
+
+    scratch_state = {"step": 0.0}
+
+    def local_step(self, w: Tensor, grad: Any, client: State, received: State, ctx: Any) -> Any:
+        g = grad(w)
+        return torch.where(client.step >= 3, g - g.mean(0), g), client.replace(step=client.step + 1)
+
+
 class NumPyEnd(LocalObjective):
     def local_end(self, w: Tensor, client: State, received: State, ctx: Any) -> Any:
         return {"w": w + float(np.random.default_rng().normal())}, client
@@ -231,7 +263,7 @@ WRONG: dict[str, Any] = {
             NormOfAll, NoShape, MeanOfEnds, MeanOfState, WrongState, NormalizedByAll, NoKeepdim, Centered,
             SlightlyCentered, Summed, TopOfAll, FirstOnly, BranchInStep, ItemInStep, BranchInEnd, InPlace,
             InPlaceGradient, OnSelf, MixedStart, MixedConstants, MixedTeacher, MixedRate, *GLOBAL, RandomLosses,
-            NumPyEnd,
+            NumPyEnd, FromRoundTwo, InPhaseTwo, FromStepThree, FromStepFour,
         )
     },
 }  # fmt: skip
@@ -251,7 +283,7 @@ def test_wrong_hook(wrong: str, engine: str, tmp_path: Path) -> None:
         assert_close(*runs)
         return
     with pytest.raises(UserError) as error:
-        train(tmp_path, WRONG[wrong](), engine, max_rounds=1)
+        train(tmp_path, WRONG[wrong](), engine, max_rounds=2)
     message, kind = str(error.value), type(WRONG[wrong]()).__name__
     assert "\n" not in message
     if wrong in ELSEWHERE:
@@ -259,7 +291,9 @@ def test_wrong_hook(wrong: str, engine: str, tmp_path: Path) -> None:
         return
     assert message.startswith(f"trainer.engine = {engine}: ") and kind in message and "sequential" in message
     if wrong in [each.__name__ for each in GLOBAL]:
-        assert "draws from torch's global generator" in message
+        assert "draws from torch's global generator; draw by ctx.randn_like(v) or ctx.draw(function)" in message
+    if wrong == "RandomLosses":
+        assert "draw those of a loss in loss_constants, by ctx.randn_like(v) or ctx.draw(function)" in message
 
 
 class Undeclared(Stepping):
@@ -270,6 +304,45 @@ class Undeclared(Stepping):
 
     def local_end(self, w: Tensor, client: State, received: State, ctx: Any) -> Any:
         return {"w": w + 0 * client.extra}, client
+
+
+class NoReturn(LocalObjective):
+    def local_step(self, w: Tensor, grad: Any, client: State, received: State, ctx: Any) -> Any:
+        grad(w)
+
+
+class OneReturn(LocalObjective):
+    def local_step(self, w: Tensor, grad: Any, client: State, received: State, ctx: Any) -> Any:
+        return grad(w)
+
+
+class NoServer(LocalObjective):
+    def server_step(self, server: State, sent: State, uploads: Any, ctx: Any) -> Any:
+        super().server_step(server, sent, uploads, ctx)
+
+
+class NoStep(LocalOptimizer):
+    def step(self, w: Tensor, direction: Any, memory: State, lr: Any, ctx: Any) -> Any: ...
+
+
+NONE = "return two values, as the docstring of this hook in the base class says"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lambda: NoReturn(net=Small()), f"NoReturn.local_step returns None; {NONE}"),
+        (lambda: OneReturn(net=Small()), f"OneReturn.local_step returns a Tensor; {NONE}"),
+        (lambda: NoServer(net=Small()), f"NoServer.server_step returns None; {NONE.replace('two values', 'a value')}"),
+        (lambda: FedAvg(net=Small(), optimizer=NoStep()), f"NoStep.step returns None; {NONE}"),
+    ],
+    ids=["nothing", "one", "server", "optimizer"],
+)
+@pytest.mark.parametrize("engine", ["sequential", "batched", "graphed"])
+def test_hooks_that_return_nothing(wrong: Any, message: str, engine: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError) as error:
+        train(tmp_path, wrong(), engine, max_rounds=1)
+    assert str(error.value) == message
 
 
 class Taller(SGD):

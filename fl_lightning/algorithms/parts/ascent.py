@@ -85,8 +85,8 @@ class ASAM(SAM):
 class LESAM(Ascent):
     """FedLESAM's ascent: against the last global update, without a gradient, the same for all steps of a round.
 
-    ``rho * (w_old - w^t) / ||w_old - w^t||`` with ``w^t`` the received model; there is no ascent at a client's first
-    part.
+    ``rho * (w_old - w^t) / ||w_old - w^t||`` with ``w^t`` the received model. When a client takes part for the first
+    time, there is no ascent.
 
     Args:
         rho: Radius of the ascent.

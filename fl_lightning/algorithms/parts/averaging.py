@@ -39,7 +39,7 @@ class EMA(Averaging):
 
 
 class LastTwo(Averaging):
-    """Mean of the last two global models, ``(w^t + w^(t-1)) / 2`` (FedExP); at first the only trained model alone."""
+    """Mean of the last two global models, ``(w^t + w^(t-1)) / 2`` (FedExP); after one round, the only trained model."""
 
     server_state: Mapping[str, Init] = {"w_before": "w0", "trained": 0.0}
 

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ParamSpec, TypeVar
 
 from torch import Tensor
 
 from fl_lightning.core import Checked, ClientContext, FlatSpec, Init, RoundContext, State, Upload, Uploads, UserError
 
 Gradient = Callable[..., Tensor]
-"""Gradient of the local objective on this step's minibatch: a point ``(..., d)`` to a gradient ``(..., d)``. A second
-argument, losses per sample as `LocalObjective.losses`, replaces those of the objective."""
+"""The gradient of the local objective on this step's minibatch, as a function of a point ``(..., d)``. A second
+argument, losses per sample with the arguments of `LocalObjective.losses`, replaces those of the objective."""
 Direction = Tensor | tuple[Tensor, Tensor]
 """Direction of a local step: a vector ``(..., d)``, or two that are added, of which only the first is clipped."""
 Step = tuple[Direction, State]
 """A direction, and the client's state after the step."""
+P = ParamSpec("P")
+A = TypeVar("A")
+B = TypeVar("B")
 
 
 class Part(Checked, key="model.parts"):
@@ -32,7 +36,7 @@ class Part(Checked, key="model.parts"):
         server_state: The same for the server.
         down: Names that are sent to a client, in addition to the algorithm's.
         up: Names that a client uploads, in addition to the algorithm's.
-        references: Values that the server knows of these uploads in advance, as for `LocalObjective`.
+        references: For each of these uploads the value that clipping rules subtract first, as for `LocalObjective`.
     """
 
     client_state: Mapping[str, Init] = {}
@@ -41,11 +45,6 @@ class Part(Checked, key="model.parts"):
     down: tuple[str, ...] = ()
     up: tuple[str, ...] = ()
     references: Mapping[str, str | float] = {}
-
-    @property
-    def label(self) -> str:
-        """The part as a setting, for error messages."""
-        return f"{self.config_key} = {type(self).__name__}"
 
     def bind(self, flat: FlatSpec) -> Part:
         """Returns the part for one objective: itself, or a copy that depends on the layout of the weights."""
@@ -73,7 +72,7 @@ class Part(Checked, key="model.parts"):
         return upload, client
 
     def bits(self, bits: Mapping[str, int], values: Mapping[str, Tensor], up: bool) -> Mapping[str, int]:
-        """Returns the bits that each value takes on its way, by name: the length of its encoding.
+        """Returns the bits that each value takes on the wire, by name: the length of its encoding.
 
         Args:
             bits: The bits without this part: by default those of all numbers of the value.
@@ -93,6 +92,36 @@ class Part(Checked, key="model.parts"):
     def client_model(self, w: Tensor, client: State) -> Tensor:
         """Returns the weights ``(d,)`` of a client's own model, given the global ones and the client's state."""
         return w
+
+
+def value_of(hook: Callable[P, A], *args: P.args, **kwargs: P.kwargs) -> A:
+    """Returns what a hook returns.
+
+    Raises:
+        UserError: If it returns None.
+    """
+    found = hook(*args, **kwargs)
+    if found is None:
+        raise _returns(hook, "None", "a value")
+    return found
+
+
+def pair_of(hook: Callable[P, tuple[A, B]], *args: P.args, **kwargs: P.kwargs) -> tuple[A, B]:
+    """Returns the two values that a hook returns.
+
+    Raises:
+        UserError: If it does not return two.
+    """
+    found = hook(*args, **kwargs)
+    given: Any = found  # that of a user's class may be anything
+    if not isinstance(given, tuple | list) or len(given) != 2:
+        raise _returns(hook, "None" if given is None else f"a {type(given).__name__}", "two values")
+    return found
+
+
+def _returns(hook: Any, what: str, wanted: str) -> UserError:
+    name = f"{type(hook.__self__).__name__}.{hook.__name__}"
+    return UserError(f"{name} returns {what}; return {wanted}, as the docstring of this hook in the base class says")
 
 
 def check_owners(what: str, declared: Iterable[tuple[str, Iterable[str]]]) -> None:

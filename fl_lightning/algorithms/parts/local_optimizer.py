@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
-from fl_lightning.algorithms.parts.base import Direction
+from fl_lightning.algorithms.parts.base import Direction, pair_of
 from fl_lightning.algorithms.parts.schedules import Schedule
 from fl_lightning.core import Checked, ClientContext, FlatSpec, Init, Positive, State, UserError, norm
 
@@ -34,8 +34,9 @@ class LocalOptimizer(Checked, ABC, key="model.optimizer"):
         state: Whether each client and round starts from the initial state (reset), or from the client's last (keep).
 
     Attributes:
-        state: Initial values of its state by name (see `fl_lightning.core.state.Init`).
-        momentum: Factor of the momentum buffer of SGD.
+        state: Initial values of its state by name (see `fl_lightning.core.state.Init`). If it starts from them in every
+            round, ``"w0"`` and ``"w"`` are the weights where local training starts.
+        momentum: Factor of the momentum buffer, for optimizers that have one, such as SGD.
         supports_batching: Whether a step takes the vectors of several clients, ``(clients, d)``.
     """
 
@@ -59,7 +60,7 @@ class LocalOptimizer(Checked, ABC, key="model.optimizer"):
         return self.lr * self.lr_decay**t * (self.schedule(t, rounds) if self.schedule else 1.0)
 
     def clipped(self, direction: Direction) -> Tensor:
-        """Returns the direction as one vector ``(..., d)``, with what may be clipped at most ``clip`` long."""
+        """Returns the direction as one vector ``(..., d)``; its part that may be clipped is at most ``clip`` long."""
         u, unclipped = direction if isinstance(direction, tuple) else (direction, None)
         if self.clip is not None:
             u = u * (self.clip / (norm(u) + 1e-6)).clamp(max=1.0)  # torch's clip_grad_norm_
@@ -128,8 +129,8 @@ class LocalOptimizer(Checked, ABC, key="model.optimizer"):
             UserError: If `step` returns no state, or another one than declared.
         """
         name = type(self).__name__
-        memory: Any  # a step of a user's may return anything
-        w, memory = self.step(w, direction, State({own: client[f"{name}.{own}"] for own in self.state}), lr, ctx)
+        memory: Any = State({own: client[f"{name}.{own}"] for own in self.state})
+        w, memory = pair_of(self.step, w, direction, memory, lr, ctx)  # the memory of a user's may be anything
         if not isinstance(memory, State) or memory.keys() != self.state.keys():
             raise UserError(f"model.optimizer = {name}: step must return the state that it declares, {[*self.state]}")
         return w, client | {f"{name}.{own}": value for own, value in memory.items()} if memory else client

@@ -19,6 +19,7 @@ import fl_lightning
 import fl_lightning.algorithms  # a class goes by its bare name once it is imported
 import fl_lightning.nets
 from fl_lightning.algorithms.base import LocalObjective
+from fl_lightning.algorithms.parts.base import Part
 from fl_lightning.commands.shared.arguments import PARTS, joined, kept, model_of_configs, prepare, split, whole_numbers
 from fl_lightning.commands.shared.messages import ArgumentsError, find_user_error
 from fl_lightning.core import UserError, ensure, generator, require
@@ -80,7 +81,7 @@ class Parser(LightningArgumentParser):
         raise find_user_error(ex) or ArgumentsError(message)
 
     def format_help(self, *args: Any, **kwargs: Any) -> str:
-        """Returns the help; of an open type, such as ``torch.nn.Module``, it lists only this package's subclasses."""
+        """Returns the help; of subclasses it lists only this package's, and of parts those without another setting."""
         text: str = super().format_help(*args, **kwargs)
         text = re.sub(r"Annotated\[([^,]+),\s+([^\]]+)\]", r"\1 \2", text)
         return re.sub(r",\s+known\s+subclasses:([^)]*)\)", _own_classes, text)
@@ -90,7 +91,9 @@ def _own_classes(match: re.Match[str]) -> str:
     paths = "".join(match[1].split()).split(",")
     named = [path.removeprefix("fl_lightning.") for path in paths if path.startswith("fl_lightning.")]
     own = [name for name in named if name in fl_lightning.__all__]
-    if len(named) < len(paths):  # algorithms are modules, too
+    if "Part" in own:  # other parts have a setting of their own
+        own = [name for name in own if name != "Part" and getattr(fl_lightning, name).config_key == Part.config_key]
+    if len(named) < len(paths) or not own:  # algorithms are modules, too
         own = [name for name in own if not issubclass(getattr(fl_lightning, name), LocalObjective)]
         own.append("or a dotted path" if own else "by a dotted path")
     indent = 24 * " "
