@@ -113,12 +113,12 @@ def test_rounds_after_the_checkpoint_are_logged_once(tmp_path: Path) -> None:
     """A run that died hard has rows after its last checkpoint, the last of them cut short."""
     whole = fit(tmp_path / "whole", "FedDyn")
     with pytest.raises(KeyboardInterrupt):
-        fit(tmp_path / "broken", "FedDyn", Stop(5, KeyboardInterrupt))
+        fit(tmp_path / "broken", "FedDyn", Stop(2, KeyboardInterrupt))
     broken = newest(tmp_path / "broken")
-    early = tmp_path / "early"
+    early = (broken / LAST).read_bytes()
     with pytest.raises(KeyboardInterrupt):
-        fit(early, "FedDyn", Stop(2, KeyboardInterrupt))
-    (broken / LAST).write_bytes((newest(early) / LAST).read_bytes())
+        fit(tmp_path / "broken", "FedDyn", Stop(5, KeyboardInterrupt), ckpt_path="last")
+    (broken / LAST).write_bytes(early)
     log = broken / "metrics.csv"
     log.write_text(log.read_text()[:-30])
     fit(tmp_path / "broken", "FedDyn", ckpt_path="last")

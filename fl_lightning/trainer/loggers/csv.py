@@ -26,7 +26,8 @@ class CSVLogger(RunLogger):
 
     def __init__(self) -> None:
         self.columns: list[str] = ["round"]
-        self.checksum = 0
+        self.checksums = {0: 0}
+        """Of the rows up to a round: the last one, and the one before, to which an error takes the run back."""
 
     def check(self, run_dir: Path, state: Mapping[str, Any], round: int) -> None:
         _rows(run_dir / FILE, state, round)
@@ -37,13 +38,13 @@ class CSVLogger(RunLogger):
         self.path = run_dir / FILE
         columns, rows = _rows(self.path, state, round) if round else (["round"], [])
         self._rewrite(columns, rows)
-        self.checksum = _checksum(rows)
+        self.checksums = {round: _checksum(rows)}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"columns": self.columns, "checksum": self.checksum}
+        return {"columns": self.columns, "checksums": self.checksums}
 
     @rank_zero_only
-    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:  # type: ignore[override]
         """Appends the row of round ``step``."""
         new_row = {name: str(value) for name, value in {"round": step, **metrics}.items()}
         with writing(self.path):
@@ -53,7 +54,8 @@ class CSVLogger(RunLogger):
             with self.path.open("r+", newline="") as file:  # which must exist
                 file.seek(0, os.SEEK_END)
                 csv.DictWriter(file, self.columns).writerow(new_row)
-        self.checksum = _checksum([new_row], self.checksum)
+        before = self.checksums.get(step - 1, 0)
+        self.checksums = {step - 1: before, step: _checksum([new_row], before)}
 
     def flush(self) -> None:
         with writing(self.path), self.path.open("r+b") as file:
@@ -107,8 +109,8 @@ def _rows(path: Path, state: Mapping[str, Any], rounds: int) -> tuple[list[str],
             raise UserError(f"{path}: has round {row[at]} twice; {remedy}")
     ensure(len(rows) >= rounds, f"{path}: ends at round {len(rows)}, the checkpoint at {rounds}; {remedy}")
     found = [dict(zip(head, row, strict=True)) for row in rows[:rounds]]
-    same = _checksum(found) == state.get("checksum", _checksum(found))
-    ensure(same, f"{path}: its rows are not those that the run has written; {remedy}")
+    written = state.get("checksums", {}).get(rounds)
+    ensure(written in (None, _checksum(found)), f"{path}: its rows are not those that the run has written; {remedy}")
     return head, found
 
 
