@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache, wraps
 from numbers import Integral, Real
 from types import NoneType, UnionType
-from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints, is_typeddict
 
 import numpy as np
 
@@ -142,6 +142,10 @@ def fits(value: Any, hint: Any) -> bool:
     kind, args = get_origin(hint) or hint, get_args(hint)
     if kind is dict and isinstance(value, Mapping) and args:
         return all(fits(key, args[0]) and fits(item, args[1]) for key, item in value.items())
+    if is_typeddict(kind):
+        forms = get_type_hints(kind, include_extras=True)
+        missing = kind.__required_keys__ - set(value) if isinstance(value, Mapping) else {"all"}
+        return not missing and all(fits(value[name], forms[name]) for name in forms if name in value)
     if kind in PLAIN:
         return PLAIN[kind][1](value)
     if kind is Annotated:

@@ -119,14 +119,19 @@ def best_of(pairs: Pairs, mode: Mode) -> tuple[float, float]:
 
 
 def write_table(path: Path, head: Iterable[Any], rows: Iterable[Iterable[Any]]) -> None:
-    """Writes a table as CSV; text that a spreadsheet would take for a formula gets a quote before it.
+    """Writes a table as CSV; see `table_text`.
 
     Raises:
         UserError: If the file cannot be written.
     """
+    write_atomically(path, table_text(head, rows))
+
+
+def table_text(head: Iterable[Any], rows: Iterable[Iterable[Any]]) -> str:
+    """Returns a table as CSV; text that a spreadsheet would take for a formula gets a quote before it."""
     text = StringIO()
     csv.writer(text).writerows([[_plain(cell) for cell in row] for row in (head, *rows)])
-    write_atomically(path, text.getvalue())
+    return text.getvalue()
 
 
 def _plain(cell: Any) -> Any:
