@@ -46,7 +46,8 @@ def run(
         print(line)
     if out is not None:
         files = {**table_files(groups, shown), **curve_files({group.name: group.metrics for group in groups})}
-        write_together(make_folder(out), files)
+        folder = make_folder(out)
+        write_together({folder / name: content for name, content in files.items()})
         print(f"results: {out}")
 
 

@@ -58,8 +58,7 @@ def run(
         for _, name, figure in (entry for of in figures.values() for entry in of):
             beside |= figure_files(figure, name)
     make_folder(folder)
-    write_together(page.parent, {page.name: text})
-    write_together(folder, beside)
+    write_together({page: text, **{folder / name: content for name, content in beside.items()}})
     for line in left_out(groups):
         print(line)
     print(f"report: {page} ({page.stat().st_size / 1e6:.1f} MB)")

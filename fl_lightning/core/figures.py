@@ -186,7 +186,7 @@ def save_figure(figure: Figure, path: str | Path) -> list[Path]:
         UserError: If its numbers cannot be drawn, or a file cannot be written.
     """
     path = Path(path)
-    files = figure_files(figure, path.name)
+    files = {path.parent / name: content for name, content in figure_files(figure, path.name).items()}
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_together(path.parent, files)
-    return [path.parent / name for name in files]
+    write_together(files)
+    return [*files]

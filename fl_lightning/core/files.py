@@ -88,20 +88,19 @@ def write_atomically(path: Path, content: str | bytes | Callable[[Any], object],
                 os.close(folder)
 
 
-def write_together(folder: Path, files: Mapping[str, str | bytes]) -> None:
-    """Writes files into a folder; none of them if a folder has the name of one.
+def write_together(files: Mapping[Path, str | bytes]) -> None:
+    """Writes files; none of them if a folder has the name of one.
 
     Args:
-        folder: The folder, which exists.
-        files: Their contents by name.
+        files: Their contents by path.
 
     Raises:
         UserError: If one cannot be written.
     """
-    for name in files:
-        ensure(not (folder / name).is_dir(), f"{folder / name}: cannot be written over a folder; choose another one")
-    for name, content in files.items():
-        write_atomically(folder / name, content)
+    for path in files:
+        ensure(not path.is_dir(), f"{path}: cannot be written over a folder; choose another one")
+    for path, content in files.items():
+        write_atomically(path, content)
 
 
 def save(path: Path, content: Any) -> None:

@@ -3,6 +3,7 @@
 import ast
 import difflib
 import inspect
+import os
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -33,6 +34,9 @@ def explain(error: Exception, configs: Sequence[str] = ()) -> str | None:
     """
     if (mistake := find_user_error(error)) is not None:
         return "; ".join([str(mistake), *notes(mistake)])
+    if isinstance(error, OSError):
+        named = error.filename is not None
+        return f"{os.fsdecode(error.filename)!r}: {error.strerror}; check this file or folder" if named else None
     message = str(error)
     # what jsonargparse raises while it builds the classes
     if not isinstance(error, (ArgumentsError, UnicodeDecodeError)) and not message.startswith("Does not validate"):
