@@ -42,6 +42,7 @@ from fl_lightning.core.options import (
     Size,
     Threads,
     UnitInterval,
+    WeightDecay,
     fits,
 )
 from fl_lightning.core.rng import generator, global_generator, numpy_generator, seeded

@@ -63,6 +63,8 @@ NonNegativeInt = Annotated[int, Interval("[0, inf)")]
 Size = Annotated[int, Interval("[1, 1e6]")]
 """A number of units of a net, or of pixels: what is larger is a slip, and would fill the memory."""
 Divisor = Annotated[float, Interval("[1e-12, inf)")]
+WeightDecay = Annotated[float, Interval("[0, 1e30]")]
+"""What is larger overflows in float32, before training can diverge."""
 Threads = Annotated[int, Interval("[1, 1024]")]
 UNIONS = (Union, UnionType)
 LISTS = (list, tuple, Sequence)

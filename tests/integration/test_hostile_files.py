@@ -132,6 +132,9 @@ def test_a_folder_where_a_file_should_be(command: str, name: str, good: Path, tm
             "fit --config quickstart --data.partition=FLSAMPath --data.partition.shards=99999",
             "data.partition.shards = 99999: ",
         ),
+        ("fit --config quickstart --model.optimizer.weight_decay=1e308", "weight_decay = 1e+308: give a finite number"),
+        ("fit --config quickstart --trainer.aggregation=Aggregation", "trainer.aggregation = Aggregation: give a rule"),
+        ("fit --config /proc/self/mem", "check this file or folder"),
         ("reproduce fedsam 1 --dry-run --jobs 0", "jobs = 0: at least 1"),
     ],
 )

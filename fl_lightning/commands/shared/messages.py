@@ -35,8 +35,8 @@ def explain(error: Exception, configs: Sequence[str] = ()) -> str | None:
     if (mistake := find_user_error(error)) is not None:
         return "; ".join([str(mistake), *notes(mistake)])
     if isinstance(error, OSError):
-        named = error.filename is not None
-        return f"{os.fsdecode(error.filename)!r}: {error.strerror}; check this file or folder" if named else None
+        named = "a file" if error.filename is None else repr(os.fsdecode(error.filename))
+        return f"{named}: {error.strerror or error}; check this file or folder"
     message = str(error)
     # what jsonargparse raises while it builds the classes
     if not isinstance(error, (ArgumentsError, UnicodeDecodeError)) and not message.startswith("Does not validate"):
