@@ -8,9 +8,10 @@ from rich.table import Table
 
 from fl_lightning.commands.shared.new_files import make_folder
 from fl_lightning.commands.shared.output import show_table
+from fl_lightning.core import write_together
 from fl_lightning.results.compare import Group, compare, of_run
-from fl_lightning.results.curves import write_curves
-from fl_lightning.results.table import TABLES, Column, Markup, cell, columns, write
+from fl_lightning.results.curves import curve_files
+from fl_lightning.results.table import TABLES, Column, Markup, cell, columns, table_files
 
 SUMMARY = "Compare finished runs: statistics over seeds as table, CSV and LaTeX, and their curves."
 
@@ -44,9 +45,9 @@ def run(
     for line in left_out(groups):
         print(line)
     if out is not None:
+        files = {**table_files(groups, shown), **curve_files({group.name: group.metrics for group in groups})}
         folder = make_folder(out)
-        write(groups, shown, folder)
-        write_curves({group.name: group.metrics for group in groups}, folder)
+        write_together({folder / name: content for name, content in files.items()})
         print(f"results: {out}")
 
 

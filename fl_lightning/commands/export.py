@@ -16,7 +16,7 @@ SUMMARY = "Write the net of a checkpoint, weights and running statistics, as a s
 
 HERE = (
     "--trainer.accelerator=cpu", "--trainer.devices=1", "--trainer.num_nodes=1", "--trainer.strategy=auto",
-    "--model.init_weights=null",
+    "--model.init_weights=null", "--trainer.loggers=null",
 )  # fmt: skip
 """Settings for looking at the net of a run, in place of the run's."""
 

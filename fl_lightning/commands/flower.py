@@ -11,7 +11,10 @@ import yaml
 
 from fl_lightning.commands.shared.cli import FederatedCLI
 from fl_lightning.commands.shared.new_files import write_new
+from fl_lightning.core import ensure
+from fl_lightning.core.secrets import LEFT_OUT
 from fl_lightning.flower import server
+from fl_lightning.results.configs import flatten
 
 if TYPE_CHECKING:
     from flwr.clientapp import ClientApp
@@ -38,6 +41,8 @@ def run(cli: FederatedCLI, folder: str, /, nodes: int | None = None) -> None:
         made.data.setup()  # only now some data know how many clients they have
     server.check_nodes(nodes, made.data)
     config, engine = made.trainer.config, made.trainer.engine
+    secrets = [key for key, value in flatten(config).items() if LEFT_OUT.search(value)]
+    ensure(not secrets, f"{', '.join(secrets)}: every node would get this secret; leave it out, give it by environment")
     config["trainer"]["engine"] = "sequential" if engine == "auto" else engine
     name = re.sub(r"[^a-z0-9]+", "-", Path(folder).resolve().name.lower()).strip("-") or "app"
     files = {"config.yaml": yaml.safe_dump(config, sort_keys=False)}

@@ -49,7 +49,7 @@ def main(args: Sequence[str] | None = None) -> None:
             FederatedCLI(*given).run()
     except KeyboardInterrupt:
         sys.exit(128 + ((interruption and interruption.received) or signal.SIGINT))
-    except (ArgumentsError, ValueError) as error:
+    except (ArgumentsError, ValueError, OSError) as error:
         configs = [arg.removeprefix("--config=") for arg in joined(given) if arg.startswith("--config=")]
         if (line := explain(error, configs)) is None:
             raise

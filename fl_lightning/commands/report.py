@@ -8,17 +8,17 @@ import numpy as np
 
 from fl_lightning.commands.compare import left_out
 from fl_lightning.commands.shared.new_files import make_folder
-from fl_lightning.core import Figure, save_figure
+from fl_lightning.core import Figure, drawing, figure_files, write_together
 from fl_lightning.data.histogram import Histogram, heat_map
 from fl_lightning.flatness.plots import plot_density, plot_spectrum
 from fl_lightning.results.clients import plot_clients, with_values
 from fl_lightning.results.compare import compare, of_run
-from fl_lightning.results.curves import draw_curves, drawn, plot_tradeoff, read, write_curves
+from fl_lightning.results.curves import curve_files, draw_curves, drawn, plot_tradeoff, read
 from fl_lightning.results.names import title
 from fl_lightning.results.report.files import densities, partitions, read_group, spectra
-from fl_lightning.results.report.page import write_report
+from fl_lightning.results.report.page import report_page
 from fl_lightning.results.report.tables import Runs
-from fl_lightning.results.table import Column, columns, write
+from fl_lightning.results.table import Column, columns, table_files
 from fl_lightning.trainer.measurements import PROTOCOL
 
 SUMMARY = "Write a report of runs: one HTML page that opens offline, with its tables and figures beside it."
@@ -50,13 +50,15 @@ def run(
     shown = columns(groups, None if reference is None else of_run(groups, reference))
     files = [(group, read_group(group)) for group in groups]
     page = Path(out) if out.endswith(".html") else Path(out) / "report.html"
-    folder = make_folder(page.with_suffix("") if out.endswith(".html") else page.parent)
-    figures = draw(files, shown)
-    write_report(files, shown, page, PROTOCOL, {section: {t: f for t, _, f in of} for section, of in figures.items()})
-    write(groups, shown, folder)
-    write_curves({group.name: group.metrics for group in groups}, folder)
-    for _, name, figure in (entry for of in figures.values() for entry in of):
-        save_figure(figure, folder / name)
+    folder = page.with_suffix("") if out.endswith(".html") else page.parent
+    with drawing():
+        figures = draw(files, shown)
+        text = report_page(files, shown, PROTOCOL, {at: {t: f for t, _, f in of} for at, of in figures.items()})
+        beside = {**table_files(groups, shown), **curve_files({group.name: group.metrics for group in groups})}
+        for _, name, figure in (entry for of in figures.values() for entry in of):
+            beside |= figure_files(figure, name)
+    make_folder(folder)
+    write_together({page: text, **{folder / name: content for name, content in beside.items()}})
     for line in left_out(groups):
         print(line)
     print(f"report: {page} ({page.stat().st_size / 1e6:.1f} MB)")

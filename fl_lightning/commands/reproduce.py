@@ -16,7 +16,7 @@ from fl_lightning.commands.shared.new_files import make_folder
 from fl_lightning.commands.shared.output import show_table
 from fl_lightning.commands.shared.prediction import Measured, as_bytes, as_time, measure, row_bytes
 from fl_lightning.commands.shared.trials import build, check
-from fl_lightning.core import ensure
+from fl_lightning.core import ensure, require
 from fl_lightning.sweeps import reproduction_table
 from fl_lightning.sweeps.fraction import scaled_rounds
 from fl_lightning.sweeps.reproduction import Task, column, line, mark, select, tasks
@@ -108,6 +108,7 @@ def run(
         dry_run: Show the runs and what they take, and make none.
         out: Folder of the runs and of table.csv, table.tex and table.md; null: one in runs/reproduce.
     """
+    require(jobs >= 1, "jobs", jobs, "at least 1")
     asked, reasons = tasks(select(paper, table, _names(rows), _names(columns)))
     for reason in reasons:
         print(f"not reproduced: {reason}")

@@ -12,16 +12,19 @@ from fl_lightning.core.figures import (
     STYLE,
     Axes,
     Figure,
+    drawing,
+    figure_files,
     line_style,
     log_levels,
     new_figure,
     place_legend,
+    render,
     save_figure,
     scale_axis,
     style,
     wrapped,
 )
-from fl_lightning.core.files import parse_json, read_json, write_atomically, writing
+from fl_lightning.core.files import read_json, write_atomically, write_together, writing
 from fl_lightning.core.flat import EPS, FlatNet, FlatSpec, accumulator_dtype, is_finite, norm, to_device, to_radius
 from fl_lightning.core.forward import Autocast, eval_mode, forward_at, unchanged, variance_needed
 from fl_lightning.core.losses import enlarged, kl_to_teacher, not_true
@@ -39,6 +42,7 @@ from fl_lightning.core.options import (
     Size,
     Threads,
     UnitInterval,
+    WeightDecay,
     fits,
 )
 from fl_lightning.core.rng import generator, global_generator, numpy_generator, seeded

@@ -5,11 +5,16 @@ difference between lines.
 """
 
 import math
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from io import BytesIO
 from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
+
+from fl_lightning.core.errors import UserError
+from fl_lightning.core.files import write_together
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes as Axes
@@ -125,6 +130,48 @@ def place_legend(figure: Figure, title: str | None = None, least: int = 2) -> No
     )
 
 
+@contextmanager
+def drawing() -> Iterator[None]:
+    """Turns what matplotlib raises for numbers beyond its range into one line.
+
+    Raises:
+        UserError: If they cannot be drawn.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # of overflow, before it gives up
+            yield
+    except (ValueError, OverflowError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"figure: cannot be drawn ({error}); leave out the runs with numbers such as 1e308") from error
+
+
+def render(figure: Figure, **files: dict[str, Any]) -> list[bytes]:
+    """Returns a figure as files.
+
+    Args:
+        figure: The figure.
+        **files: Metadata of each file by its format; None for the default.
+
+    Raises:
+        UserError: If its numbers are beyond what can be drawn.
+    """
+    found = []
+    for form, metadata in files.items():
+        buffer = BytesIO()
+        with style(), drawing():
+            figure.savefig(buffer, format=form, dpi=300, metadata=metadata)
+        found.append(buffer.getvalue())
+    return found
+
+
+def figure_files(figure: Figure, name: str) -> dict[str, bytes]:
+    """Returns a figure as PDF (vectors) and PNG (300 dpi), by the files' names."""
+    pdf, png = render(figure, pdf={"CreationDate": None}, png={})
+    return {f"{name}.pdf": pdf, f"{name}.png": png}
+
+
 def save_figure(figure: Figure, path: str | Path) -> list[Path]:
     """Writes a figure as PDF (vectors) and PNG (300 dpi).
 
@@ -134,11 +181,12 @@ def save_figure(figure: Figure, path: str | Path) -> list[Path]:
 
     Returns:
         The two files.
+
+    Raises:
+        UserError: If its numbers cannot be drawn, or a file cannot be written.
     """
     path = Path(path)
+    files = {path.parent / name: content for name, content in figure_files(figure, path.name).items()}
     path.parent.mkdir(parents=True, exist_ok=True)
-    files = [path.with_name(f"{path.name}.{suffix}") for suffix in ("pdf", "png")]
-    with style():
-        for file, metadata in zip(files, ({"CreationDate": None}, None), strict=True):
-            figure.savefig(file, dpi=300, metadata=metadata)
-    return files
+    write_together(files)
+    return [*files]

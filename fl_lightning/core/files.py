@@ -3,7 +3,7 @@
 import errno
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -11,7 +11,7 @@ from zlib import crc32
 
 import torch
 
-from fl_lightning.core.errors import UserError
+from fl_lightning.core.errors import UserError, ensure
 
 MARK = b"fl_lightning"
 """Precedes the checksum, a CRC-32 of all bytes before both, at the end of a file."""
@@ -44,10 +44,7 @@ def disk_error(error: OSError, folder: Path) -> UserError | None:
 
 
 def _unwritten(path: Path, error: OSError) -> UserError:
-    return UserError(
-        f"{path}: cannot be written ({error.strerror}); check the disk and the folder, then continue from the last "
-        "checkpoint by --ckpt_path last"
-    )
+    return UserError(f"{path}: cannot be written ({error.strerror}); check the disk and the folder")
 
 
 def write_atomically(path: Path, content: str | bytes | Callable[[Any], object], checksum: bool = False) -> None:
@@ -91,6 +88,21 @@ def write_atomically(path: Path, content: str | bytes | Callable[[Any], object],
                 os.close(folder)
 
 
+def write_together(files: Mapping[Path, str | bytes]) -> None:
+    """Writes files; none of them if a folder has the name of one.
+
+    Args:
+        files: Their contents by path.
+
+    Raises:
+        UserError: If one cannot be written.
+    """
+    for path in files:
+        ensure(not path.is_dir(), f"{path}: cannot be written over a folder; choose another one")
+    for path, content in files.items():
+        write_atomically(path, content)
+
+
 def save(path: Path, content: Any) -> None:
     """Writes tensors and plain values with a checksum; ``torch.load`` reads the file, too.
 
@@ -121,14 +133,9 @@ def read_json(path: Path) -> Any:
     Raises:
         UserError: If it is not readable.
     """
-    return parse_json(path.read_text(encoding="utf-8"), path) if path.is_file() else {}
-
-
-def parse_json(text: str, path: Path) -> Any:
-    """Returns the content of a JSON text from a file; errors as for `read_json`."""
     try:
-        return json.loads(text)
-    except ValueError as error:
+        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: not readable ({error}); restore or remove it") from None
 
 

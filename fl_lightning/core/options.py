@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache, wraps
 from numbers import Integral, Real
 from types import NoneType, UnionType
-from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints, is_typeddict
 
 import numpy as np
 
@@ -63,6 +63,8 @@ NonNegativeInt = Annotated[int, Interval("[0, inf)")]
 Size = Annotated[int, Interval("[1, 1e6]")]
 """A number of units of a net, or of pixels: what is larger is a slip, and would fill the memory."""
 Divisor = Annotated[float, Interval("[1e-12, inf)")]
+WeightDecay = Annotated[float, Interval("[0, 1e30]")]
+"""What is larger overflows in float32, before training can diverge."""
 Threads = Annotated[int, Interval("[1, 1024]")]
 UNIONS = (Union, UnionType)
 LISTS = (list, tuple, Sequence)
@@ -142,6 +144,10 @@ def fits(value: Any, hint: Any) -> bool:
     kind, args = get_origin(hint) or hint, get_args(hint)
     if kind is dict and isinstance(value, Mapping) and args:
         return all(fits(key, args[0]) and fits(item, args[1]) for key, item in value.items())
+    if is_typeddict(kind):
+        forms = get_type_hints(kind, include_extras=True)
+        missing = kind.__required_keys__ - set(value) if isinstance(value, Mapping) else {"all"}
+        return not missing and all(fits(value[name], forms[name]) for name in forms if name in value)
     if kind in PLAIN:
         return PLAIN[kind][1](value)
     if kind is Annotated:

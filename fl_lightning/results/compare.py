@@ -160,7 +160,9 @@ def _identity(folder: Path) -> tuple[str, Seeds]:
         return str(folder), None  # it was started from Python
     try:
         config = read_config(list(config_files(folder).values())[-1])
-        return run_key(folder), (config["trainer"]["seed"], config["data"]["init_args"]["seed"])
+        seeds = config["trainer"]["seed"], config["data"]["init_args"]["seed"]
+        hash(seeds)
+        return run_key(folder), seeds
     except (AttributeError, KeyError, TypeError) as error:
         what = f"{type(error).__name__}: {error}"
         raise UserError(f"{path}: not a run's config ({what:.120}); restore the file, or leave its run out") from None

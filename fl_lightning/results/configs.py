@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from fl_lightning.core import UserError
+from fl_lightning.core.secrets import hidden
 from fl_lightning.results.yaml_text import load_yaml
 
 EXECUTION = (
@@ -37,7 +38,7 @@ def config_files(folder: Path) -> dict[int, Path]:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Returns the content of a config file of a run.
+    """Returns the content of a config file of a run, without secrets, which earlier versions have kept.
 
     Raises:
         UserError: If it is not readable.
@@ -49,7 +50,7 @@ def read_config(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: not readable ({what:.120}); put the run's own file back") from None
     if not isinstance(found, dict):
         raise UserError(f"{path}: no mapping of settings; put the run's own file back")
-    return found
+    return dict(hidden(found))
 
 
 def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
@@ -107,7 +108,8 @@ def group_key(config: Mapping[str, Any], without: Sequence[str] = ()) -> str:
         config: A resolved config.
         without: Further settings of the trainer that may differ.
     """
-    parts = {name: dict(config[name]) for name in ("model", "data", "trainer") if isinstance(config.get(name), dict)}
+    whole = hidden(config)
+    parts = {name: dict(whole[name]) for name in ("model", "data", "trainer") if isinstance(whole.get(name), dict)}
     for part in parts.values():
         if part.get("init_args"):
             part["init_args"] = {key: value for key, value in part["init_args"].items() if key != "seed"}

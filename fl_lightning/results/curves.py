@@ -13,15 +13,15 @@ from fl_lightning.core import (
     PAGE,
     Axes,
     Figure,
+    figure_files,
     line_style,
     new_figure,
     place_legend,
     require,
-    save_figure,
     scale_axis,
 )
 from fl_lightning.results.compare import Group
-from fl_lightning.results.metrics import Columns, Pairs, average, deviation, read_metrics, write_table
+from fl_lightning.results.metrics import Columns, Pairs, average, deviation, read_metrics, table_text
 from fl_lightning.results.names import MAIN, is_flatness, is_result, label
 
 POINTS = 100
@@ -87,8 +87,8 @@ def drawn(groups: Mapping[str, Sequence[Columns]]) -> list[str]:
     return list(dict.fromkeys([*(name for name in MAIN if name in having), *having]))
 
 
-def write_curves(runs: Mapping[str, Runs], out: Path) -> None:
-    """Writes ``curves.csv``, with the number of seeds and mean and deviation over them, ``curves.png`` and ``.pdf``."""
+def curve_files(runs: Mapping[str, Runs]) -> dict[str, str | bytes]:
+    """Returns ``curves.csv``, with means, deviations and number of seeds, ``curves.png`` and ``.pdf``, by name."""
     groups = read(runs)
     bands = [(text, name, curve(group, name), group) for text, group in groups.items() for name in drawn(groups)]
     rows = (
@@ -97,8 +97,8 @@ def write_curves(runs: Mapping[str, Runs], out: Path) -> None:
         if found is not None
         for point in zip(*found, strict=True)
     )
-    write_table(out / "curves.csv", ["run", "metric", "round", "mean", "sd", "seeds"], rows)
-    save_figure(draw_curves(groups), out / "curves")
+    table = table_text(["run", "metric", "round", "mean", "sd", "seeds"], rows)
+    return {"curves.csv": table, **figure_files(draw_curves(groups), "curves")}
 
 
 def plot_curves(runs: Mapping[str, Runs], names: Sequence[str] | None = None) -> Figure:

@@ -37,7 +37,8 @@ def eval_last_of(folder: Path) -> int:
         trainer = read_config(configs[-1]).get("trainer")
         value = trainer.get("eval_last") if isinstance(trainer, dict) else None
     else:
-        value = read_json(folder / SUMMARY).get("last")
+        found = read_json(folder / SUMMARY)
+        value = found.get("last") if isinstance(found, dict) else None
     return value if isinstance(value, int) else 1
 
 

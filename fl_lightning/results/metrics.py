@@ -2,12 +2,14 @@
 
 import csv
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
+from io import StringIO
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from fl_lightning.core import UserError
+from fl_lightning.core import UserError, write_atomically
 from fl_lightning.results.names import Mode
 
 FILE = "metrics.csv"
@@ -16,6 +18,7 @@ Pairs = Sequence[tuple[float, float]]
 """Values by round."""
 Columns = Mapping[str, Pairs]
 """Values by metric and round."""
+NUMBER = re.compile(r"[-+]?([\d.]+(e[-+]?\d+)?|inf|nan)", re.IGNORECASE)
 
 
 def read_rows(path: Path) -> list[list[str]]:
@@ -116,9 +119,24 @@ def best_of(pairs: Pairs, mode: Mode) -> tuple[float, float]:
 
 
 def write_table(path: Path, head: Iterable[Any], rows: Iterable[Iterable[Any]]) -> None:
-    """Writes a table as CSV."""
-    with path.open("w", newline="") as file:
-        csv.writer(file).writerows([head, *rows])
+    """Writes a table as CSV; see `table_text`.
+
+    Raises:
+        UserError: If the file cannot be written.
+    """
+    write_atomically(path, table_text(head, rows))
+
+
+def table_text(head: Iterable[Any], rows: Iterable[Iterable[Any]]) -> str:
+    """Returns a table as CSV; text that a spreadsheet would take for a formula gets a quote before it."""
+    text = StringIO()
+    csv.writer(text).writerows([[_plain(cell) for cell in row] for row in (head, *rows)])
+    return text.getvalue()
+
+
+def _plain(cell: Any) -> Any:
+    formula = isinstance(cell, str) and cell[:1] in ("=", "+", "-", "@", "\t", "\r") and not NUMBER.fullmatch(cell)
+    return f"'{cell}" if formula else cell
 
 
 def markdown(lines: Iterable[Iterable[str]]) -> str:

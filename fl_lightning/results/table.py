@@ -3,11 +3,10 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import fmean
 
 from fl_lightning.results.compare import Group
-from fl_lightning.results.metrics import deviation, write_table
+from fl_lightning.results.metrics import deviation, table_text
 from fl_lightning.results.names import METRICS, Mode, is_of_clients, known, mode_of, read_directions
 
 TABLES = {"results": "results", "clients": "per-client performance", "costs": "cost"}
@@ -155,11 +154,10 @@ def cell(group: Group, column: Column, groups: Sequence[Group] = (), markup: Mar
     return text if len(values) == expected else f"{text} ({len(values)} of {expected})"  # the others never did
 
 
-def write(groups: Sequence[Group], shown: Sequence[Column], out: Path) -> None:
-    """Writes ``compare.csv`` (full precision) and ``compare.tex`` (needs booktabs) into a folder, which exists."""
+def table_files(groups: Sequence[Group], shown: Sequence[Column]) -> dict[str, str]:
+    """Returns ``compare.csv`` (full precision) and ``compare.tex`` (needs booktabs), by name."""
     rows = [row(group, shown) for group in groups]
-    write_table(out / "compare.csv", rows[0], [r.values() for r in rows])
-    (out / "compare.tex").write_text(latex(groups, shown), encoding="utf-8")
+    return {"compare.csv": table_text(rows[0], [r.values() for r in rows]), "compare.tex": latex(groups, shown)}
 
 
 def row(group: Group, shown: Sequence[Column]) -> Mapping[str, str | float | None]:

@@ -16,7 +16,7 @@ from fl_lightning.results.headline import SUFFIX, headline
 from fl_lightning.results.metrics import best_of, read_run
 from fl_lightning.results.yaml_text import load_yaml
 from fl_lightning.sweeps.hyperband import Hyperband
-from fl_lightning.sweeps.parameters import Parameter, flatten
+from fl_lightning.sweeps.parameters import LARGEST, Parameter, flatten
 from fl_lightning.sweeps.search import Bayes, Search, draws, grid
 
 KEYS = ("method", "metric", "parameters", "early_terminate", "run_cap", "command")
@@ -128,7 +128,8 @@ class Sweep:
             require(key in (*KEYS, *LABELS), str(key), given[key], remedy)
         method, cap = given.get("method"), given.get("run_cap")
         require(method in ("grid", "random", "bayes"), "method", method, "choose from grid, random, bayes")
-        require(cap is None or (type(cap) is int and cap >= 1), "run_cap", cap, "an integer of at least 1")
+        fits = cap is None or (type(cap) is int and 1 <= cap <= LARGEST)
+        require(fits, "run_cap", cap, f"an integer from 1 to {LARGEST:,}")
         ensure(
             cap is not None or method == "grid",
             f"run_cap: missing; {method} has no end, give the number of settings to try",
@@ -143,8 +144,8 @@ class Sweep:
         parameters = tuple(Parameter.of(key, entry) for key, entry in entries.items())
         for parameter in parameters if method == "grid" else ():
             parameter.grid()
-        name = str(given.get("name") or path.stem)
-        require(bool(re.fullmatch(r"[^/\\]+", name)) and name not in (".", ".."), "name", name, "without slashes")
+        name, remedy = str(given.get("name") or path.stem), "at most 150 letters in one line, without slashes"
+        require(bool(re.fullmatch(r"[^/\\\0\n]{1,150}", name)) and name not in (".", ".."), "name", repr(name), remedy)
         return cls(name, method, parameters, objective, early, cap, command, args)
 
     def search(self, seed: int) -> Search:

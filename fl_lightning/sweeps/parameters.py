@@ -105,7 +105,10 @@ class Parameter:
             case "categorical":
                 return list(self.options["values"])
             case "int_uniform":
-                return range(self.options["min"], self.options["max"] + 1)
+                low, high = self.options["min"], self.options["max"]
+                remedy = f"a grid takes at most {LARGEST:,} values"
+                require(high - low < LARGEST, f"parameters.{self.key}", f"{low} to {high}", remedy)
+                return range(low, high + 1)
             case _:
                 steps = (self.options["max"] - self.options["min"]) / self.options["q"]
                 require(steps <= LARGEST, f"parameters.{self.key}.q", self.options["q"], "too small for a grid")

@@ -13,6 +13,7 @@ from fl_lightning import UserError
 from fl_lightning.core import COLORS, COLUMN, PAGE
 from fl_lightning.results.compare import compare, find_runs
 from fl_lightning.results.curves import curve, plot_curves, read
+from fl_lightning.results.metrics import write_table
 from fl_lightning.results.names import mode_of
 from fl_lightning.results.summary import summarise
 from fl_lightning.results.table import Markup, cell, columns, latex
@@ -233,3 +234,12 @@ def test_compare_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert (where / "curves.pdf").read_bytes().startswith(b"%PDF")
     with pytest.raises(SystemExit, match=r"^error: runs = nowhere: no such folder; give [^\n]*$"):
         cli("compare", "nowhere")
+
+
+def test_no_cell_is_a_formula(tmp_path: Path) -> None:
+    """Names that a spreadsheet would calculate get a quote before them; numbers, also as text, do not."""
+    write_table(
+        tmp_path / "a.csv", ["=head"], [["=cmd|calc"], ["+1+1"], ["@x"], ["-a"], ["-0.5"], [-0.5], ["-1e-3"], ["b"]]
+    )
+    cells = (tmp_path / "a.csv").read_bytes().decode().split("\r\n")
+    assert cells == ["'=head", "'=cmd|calc", "'+1+1", "'@x", "'-a", "-0.5", "-0.5", "-1e-3", "b", ""]

@@ -12,13 +12,14 @@ import pytest
 from fl_lightning import UserError
 from fl_lightning.commands.shared.prediction import due
 from fl_lightning.results.compare import compare
-from fl_lightning.results.curves import plot_curves, write_curves
+from fl_lightning.results.curves import curve_files, plot_curves
 from fl_lightning.results.headline import headline, last_rounds
 from fl_lightning.results.metrics import read_metrics
 from fl_lightning.results.names import Mode
 from fl_lightning.results.summary import summarise
 from fl_lightning.results.table import Markup, cell, columns, latex, row
 from fl_lightning.trainer.loggers import CSVLogger
+from fl_lightning.trainer.loggers.base import About
 from tests.results.folders import configured, write
 from tests.runs import metrics, run
 
@@ -138,8 +139,7 @@ def test_what_is_not_finite_neither_raises_nor_wins(worst: float, mode: Mode, tm
     assert [cell(group, lambda_max, groups, Markup(best="<{}>")) for group in groups] == ["2 (1 of 2)", "<3>"]
     assert cell(compare([broken])[0], mean) == "nan"
     assert "nan" not in latex(groups, shown) and row(groups[0], shown)["finite"] == 1
-    (tmp_path / "out").mkdir()
-    write_curves({group.name: group.metrics for group in groups}, tmp_path / "out")
+    assert curve_files({group.name: group.metrics for group in groups})
     with pytest.raises(UserError, match=r"^reference = .*broken: its server/test/acc is not finite; give a target$"):
         compare([broken], reference=broken)
 

@@ -102,9 +102,11 @@ def test_outside_of_a_clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert written(tmp_path)["starts"][1]["code"] == {"working folder": None, "package": None}
 
 
-def test_no_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_secrets(clone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_VARIABLE", "out of the environment")
     args = ["fit", "--x.api_key=s3cret", "--token", "s3cret", "--y={'access_key': 's3cret'}", "--monkey=1", "a b"]
+    monkeypatch.setattr(provenance, "package", lambda: None)  # this file may have changes, too
+    (clone / "mine.py").write_text('wandb.login(key="s3cret")\n')
     monkeypatch.setattr(sys, "argv", ["/home/me/bin/fl-lightning", *args])
     command = written(tmp_path)["starts"][0]["command"]
     assert command == "fl-lightning fit '--x.api_key=***' --token '***' '--y=***' --monkey=1 'a b'"

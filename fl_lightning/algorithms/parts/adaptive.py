@@ -8,7 +8,7 @@ from torch import Tensor
 from fl_lightning.algorithms.parts.base import Direction
 from fl_lightning.algorithms.parts.local_optimizer import Keep, LocalOptimizer
 from fl_lightning.algorithms.parts.schedules import Schedule
-from fl_lightning.core import ClientContext, Fraction, NonNegative, Positive, State
+from fl_lightning.core import ClientContext, Fraction, Positive, State, WeightDecay
 
 
 class AdamW(LocalOptimizer):
@@ -37,7 +37,7 @@ class AdamW(LocalOptimizer):
         beta1: Fraction = 0.9,
         beta2: Fraction = 0.999,
         eps: Positive = 1e-8,
-        weight_decay: NonNegative = 0.01,
+        weight_decay: WeightDecay = 0.01,
         clip: Positive | None = None,
         lr_decay: Positive = 1.0,
         schedule: Schedule | None = None,
@@ -96,7 +96,7 @@ class Lion(LocalOptimizer):
         lr: Positive = 0.0001,
         beta1: Fraction = 0.9,
         beta2: Fraction = 0.99,
-        weight_decay: NonNegative = 0.0,
+        weight_decay: WeightDecay = 0.0,
         clip: Positive | None = None,
         lr_decay: Positive = 1.0,
         schedule: Schedule | None = None,

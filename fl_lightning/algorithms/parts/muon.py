@@ -7,7 +7,7 @@ from fl_lightning.algorithms.parts.adaptive import AdamW
 from fl_lightning.algorithms.parts.base import Direction
 from fl_lightning.algorithms.parts.local_optimizer import Keep
 from fl_lightning.algorithms.parts.schedules import Schedule
-from fl_lightning.core import ClientContext, Fraction, NonNegative, Positive, PositiveInt, State
+from fl_lightning.core import ClientContext, Fraction, Positive, PositiveInt, State, WeightDecay
 
 
 class Muon(AdamW):
@@ -42,7 +42,7 @@ class Muon(AdamW):
         momentum: Fraction = 0.95,
         nesterov: bool = True,
         ns_steps: PositiveInt = 5,
-        weight_decay: NonNegative = 0.01,
+        weight_decay: WeightDecay = 0.01,
         lr_others: Positive = 0.05,
         beta1: Fraction = 0.9,
         beta2: Fraction = 0.95,

@@ -8,7 +8,7 @@ from torch import Tensor
 from fl_lightning.algorithms.parts.base import Direction
 from fl_lightning.algorithms.parts.local_optimizer import Keep, LocalOptimizer
 from fl_lightning.algorithms.parts.schedules import Schedule
-from fl_lightning.core import ClientContext, Fraction, Init, NonNegative, Positive, State
+from fl_lightning.core import ClientContext, Fraction, Init, Positive, State, WeightDecay
 
 
 class SGD(LocalOptimizer):
@@ -33,7 +33,7 @@ class SGD(LocalOptimizer):
         self,
         lr: Positive = 0.1,
         momentum: Fraction = 0.0,
-        weight_decay: NonNegative = 0.0,
+        weight_decay: WeightDecay = 0.0,
         clip: Positive | None = None,
         lr_decay: Positive = 1.0,
         schedule: Schedule | None = None,

@@ -25,7 +25,9 @@ from fl_lightning.commands.shared.arguments import PARTS, joined, kept, model_of
 from fl_lightning.commands.shared.messages import ArgumentsError, find_user_error
 from fl_lightning.commands.shared.resume_check import to_continue
 from fl_lightning.core import ensure, generator, require
+from fl_lightning.core.secrets import LEFT_OUT, hidden
 from fl_lightning.data import FederatedDataModule
+from fl_lightning.results.configs import flatten
 from fl_lightning.results.yaml_text import check_yaml
 from fl_lightning.trainer.settings import Kind
 from fl_lightning.trainer.trainer import FederatedTrainer
@@ -202,7 +204,7 @@ class FederatedCLI(LightningCLI):
             ``trainer``, which has the resolved config, ``model``, ``data``, and the subcommand's own arguments.
 
         Raises:
-            UserError: If a setting is out of range.
+            UserError: If a setting is out of range, or a secret is missing.
         """
         if "trainer" in self.needs:
             given = self.config.trainer
@@ -210,19 +212,28 @@ class FederatedCLI(LightningCLI):
             require(given.seed >= 0, "trainer.seed", given.seed, "give a whole number of 0 or more")
             torch.manual_seed(generator(given.seed, "initial weights").initial_seed())
         self.config.pop("seed_everything", None)  # LightningCLI has read it
+        config = self.resolved()
         super().instantiate_classes()
         made: Namespace = self.config_init
         if "trainer" in self.needs:
             made.trainer = self.trainer
-            made.trainer.config = self.resolved()
+            made.trainer.config = config
         return made
 
     def resolved(self) -> dict[str, Any]:
-        """Returns the config of the run with every default, as its run folder has it."""
+        """Returns the config of the run with every default and without secrets, as its run folder has it.
+
+        Raises:
+            UserError: If a secret is missing, since the config is that of a run folder.
+        """
         # with values of None, no defaults left out, checked by the parser before; by position, since jsonargparse
         # 4.50 has other names for these
         text = self.parser.dump(self.config, "yaml", False, False, True)
-        return {key: value for key, value in yaml.safe_load(text).items() if key in PARTS}
+        config = {key: value for key, value in yaml.safe_load(text).items() if key in PARTS}
+        for key, value in flatten(config).items():
+            remedy = "a run folder keeps no secrets; give this one again, as an argument or in another --config"
+            require(not LEFT_OUT.search(value), key, value, remedy)
+        return dict(hidden(config))
 
     def make(self, *args: str) -> Namespace:
         """Parses other arguments, and builds what they describe.

@@ -3,6 +3,7 @@
 import ast
 import difflib
 import inspect
+import os
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -33,6 +34,9 @@ def explain(error: Exception, configs: Sequence[str] = ()) -> str | None:
     """
     if (mistake := find_user_error(error)) is not None:
         return "; ".join([str(mistake), *notes(mistake)])
+    if isinstance(error, OSError):
+        named = "a file" if error.filename is None else repr(os.fsdecode(error.filename))
+        return f"{named}: {error.strerror or error}; check this file or folder"
     message = str(error)
     # what jsonargparse raises while it builds the classes
     if not isinstance(error, (ArgumentsError, UnicodeDecodeError)) and not message.startswith("Does not validate"):
@@ -68,7 +72,7 @@ def explain(error: Exception, configs: Sequence[str] = ()) -> str | None:
     if match := re.search(
         r"Expected an? (?:<class '|typing\.)?(?!path)(.+?)(?:'>)?(?:\. Got value: (.*))?$", message, re.M
     ):
-        value = match[2] or _first(r"Given value: (.*)", message)
+        value = str(match[2] or _first(r"Given value: (.*)", message))
         own = re.findall(r"^ *- (?!Expected|a |Does not validate)(.+)", message, re.M)
         if match[1] == "NoneType" and own:  # raised by the class itself
             kind = re.search(r"subclass of (\w+)|is not iterable", own[-1])

@@ -41,6 +41,10 @@ class FLSAMPath(Partition):
 
     def split(self, labels: Indices, num_clients: int, num_classes: int, seed: int) -> Sequence[Indices]:
         """See :meth:`Partition.__call__`."""
+        require(
+            self.shards * num_clients <= len(labels),
+            "data.partition.shards", self.shards, f"{num_clients} clients and {len(labels)} samples; give fewer",
+        )  # fmt: skip
         each, over = divmod(self.shards * num_clients, num_classes)
         fit = num_classes // math.gcd(num_classes, num_clients)
         ensure(

@@ -3,15 +3,28 @@
 Files that others may have written are taken as they are; one that is not readable is an error.
 """
 
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fl_lightning.core import parse_json, read_json
+import yaml
+
+from fl_lightning.core import ensure
+from fl_lightning.core.secrets import hidden_text, hidden_words
 from fl_lightning.results.clients import ClientTable, read_clients
 from fl_lightning.results.compare import Group, Seeds
 from fl_lightning.results.configs import config_files, flatten, read_config
+from fl_lightning.results.report.forms import (
+    Measured,
+    Monitored,
+    Partition,
+    Provenance,
+    Reproduced,
+    parse_form,
+    read_form,
+)
 
 Json = dict[str, Any]
 
@@ -80,7 +93,7 @@ def _details(runs: Sequence[RunFiles], key: str) -> Iterator[tuple[str, Json]]:
     The label is the run, the matrix unless it is the Hessian of all weights, and data and place if they are not the
     same in all measurements.
     """
-    found = [(run, measured) for run in runs for measured in run.measurements if key in measured["details"]]
+    found = [(run, measured) for run in runs for measured in run.measurements if measured["details"].get(key)]
     differing = [name for name in ("data", "where") if len({measured[name] for _, measured in found}) > 1]
     for run, measured in found:
         matrix = [measured["settings"].get(name) for name in ("operator", "parameters")]
@@ -91,40 +104,61 @@ def _details(runs: Sequence[RunFiles], key: str) -> Iterator[tuple[str, Json]]:
 def _read(group: Group, folder: Path, seeds: Seeds) -> RunFiles:
     seed = f", seed {seeds[0]}" if seeds else f", {folder.name}"
     configs = config_files(folder)
-    cells = read_json(folder / "reproduction.json")
+    cells = read_form(folder / "reproduction.json", list[Reproduced] | Reproduced, [])
     return RunFiles(
         label=group.name + (seed if len(group.runs) > 1 else ""),
         folder=folder,
         settings=flatten(read_config([*configs.values()][-1])) if configs else {},
         config="\n".join(_text_of(path, round) for round, path in configs.items()),
-        provenance=read_json(folder / "provenance.json"),
-        partition=read_json(folder / "partition.json"),
+        provenance=_provenance(folder / "provenance.json"),
+        partition=_partition(folder / "partition.json"),
         clients=read_clients(folder),
         measurements=[*_monitored(folder / "flatness.jsonl"), *_measured(folder)],
         pictures=_below(folder, "png", "landscape", "interpolate"),
-        cells=cells if isinstance(cells, list) else [cells] if cells else [],
+        cells=cells if isinstance(cells, list) else [cells],
     )
 
 
 def _text_of(config: Path, round: int) -> str:
-    return (f"# after round {round}\n" if round else "") + config.read_text(encoding="utf-8")
+    text: str = yaml.safe_dump(read_config(config), sort_keys=False)
+    return (f"# after round {round}\n" if round else "") + text
+
+
+def _provenance(path: Path) -> Json:
+    """Returns the content of ``provenance.json`` without the secrets that earlier versions have kept."""
+    found: Json = read_form(path, Provenance, {"starts": [], "changes": {}})
+    for start in found["starts"]:
+        try:
+            words = shlex.split(start["command"])
+        except ValueError:  # no command that a run writes
+            words = start["command"].split()
+        if (kept := hidden_words(words)) != words:
+            start["command"] = shlex.join(kept)
+    return {**found, "changes": {key: hidden_text(text) for key, text in found["changes"].items()}}
+
+
+def _partition(path: Path) -> Json:
+    found: Json = read_form(path, Partition, {})
+    named = len(found.get("names", range(found.get("classes", 0)))) == found.get("classes", 0)
+    ensure(found == {} or (found["counts"] and named), f"{path}: not what a run writes there; restore or remove it")
+    return found
 
 
 def _monitored(path: Path) -> list[Json]:
     """Returns the last line of each measure; a crash may have cut the very last one short."""
     if not path.is_file():
         return []
-    lines = [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
-    last = {found["name"]: found for found in (parse_json(line, path) for line in lines)}
+    lines = [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+    last = {found["name"]: found for found in (parse_form(line, path, Monitored) for line in lines)}
     return [{**found, "where": f"during the run, after round {found['round']}"} for found in last.values()]
 
 
 def _measured(folder: Path) -> list[Json]:
     measured = []
     for path in _below(folder, "json", "flatness"):
-        found = read_json(path)
-        where = f"{path.relative_to(folder)}, after round {found.get('round')}"
-        measured += [{**measurement, "where": where} for measurement in found.get("measurements", ())]
+        found = read_form(path, Measured)
+        where = f"{path.relative_to(folder)}, after round {found['round']}"
+        measured += [{**measurement, "where": where} for measurement in found["measurements"]]
     return measured
 
 

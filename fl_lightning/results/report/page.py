@@ -4,7 +4,6 @@ import base64
 import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from io import StringIO
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 from markupsafe import Markup, escape
 
 from fl_lightning import __version__
-from fl_lightning.core import COLORS, Figure, style
+from fl_lightning.core import COLORS, Figure, render
 from fl_lightning.results.report.tables import Runs, comparison, differences, environments, measurements, papers
 from fl_lightning.results.table import Column
 
@@ -35,19 +34,12 @@ CONTENTS = {
 """The sections by their ids."""
 
 
-def write_report(
-    runs: Runs,
-    shown: Sequence[Column],
-    page: Path,
-    protocol: str,
-    figures: Mapping[str, Mapping[str, Figure]],
-) -> None:
-    """Writes the report of compared runs: one HTML file that refers to nothing outside of it.
+def report_page(runs: Runs, shown: Sequence[Column], protocol: str, figures: Mapping[str, Mapping[str, Figure]]) -> str:
+    """Returns the report of compared runs: one HTML page that refers to nothing outside of it.
 
     Args:
         runs: The groups of runs, with the files of each run.
         shown: The columns of the table.
-        page: The file; its folder exists.
         protocol: What all measurements of flatness have in common.
         figures: The figures by section and title; those of landscapes are taken from the run folders.
     """
@@ -74,13 +66,13 @@ def write_report(
         "measurements": measurements(runs),
         "protocol": protocol,
         "environments": environments(files),
-        "changes": {key: text for run in files for key, text in run.provenance.get("changes", {}).items()},
+        "changes": {key: text for run in files for key, text in run.provenance["changes"].items()},
         "evaluations": sorted({run.evaluations for group in groups for run in group.runs}),
         "contents": [(id, name) for id, name in CONTENTS.items() if sections.get(id, found if id == "papers" else 1)],
         "colors": [COLORS[i % len(COLORS)] for i in range(len(groups))],
         "sections": sections,
     }
-    page.write_text(_template().render(context), encoding="utf-8")
+    return str(_template().render(context))
 
 
 def _element(figure: Figure | Path, title: str, number: int) -> Markup:
@@ -94,10 +86,8 @@ def _element(figure: Figure | Path, title: str, number: int) -> Markup:
     if isinstance(figure, Path):
         data = base64.b64encode(figure.read_bytes()).decode()
         return Markup(f'<img alt="{escape(title)}" src="data:image/png;base64,{data}">')
-    text = StringIO()
-    with style():
-        figure.savefig(text, format="svg", metadata={"Date": None})
-    drawing = text.getvalue().partition("<svg")[2].partition(">")[2]
+    (svg,) = render(figure, svg={"Date": None})
+    drawing = svg.decode().partition("<svg")[2].partition(">")[2]
     drawing = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", drawing, flags=re.DOTALL)
     drawing = re.sub(r'\bid="(run-\d+)"', r'class="\1"', drawing)  # the lines of a run, which its button hides
     drawing = re.sub(r'\b(id="|href="#|url\(#)', rf"\g<1>f{number}-", drawing)

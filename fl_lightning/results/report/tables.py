@@ -54,7 +54,7 @@ def environments(files: Sequence[RunFiles]) -> list[tuple[Json, list[Json]]]:
     """Returns code, versions and machine of the runs, and the starts (run, date, round, command) that share them."""
     found: dict[str, tuple[Json, list[Json]]] = {}
     for run in files:
-        for start in run.provenance.get("starts", ()):
+        for start in run.provenance["starts"]:
             what = {key: start[key] for key in ("code", "versions", "machine", "engine", "precision")}
             _, starts = found.setdefault(json.dumps(what, sort_keys=True), (what, []))
             starts.append({"run": run.label, **{key: start[key] for key in ("date", "round", "command")}})

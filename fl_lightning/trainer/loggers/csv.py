@@ -44,7 +44,7 @@ class CSVLogger(RunLogger):
         return {"columns": self.columns, "checksums": self.checksums}
 
     @rank_zero_only
-    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:  # type: ignore[override]
         """Appends the row of round ``step``."""
         new_row = {name: str(value) for name, value in {"round": step, **metrics}.items()}
         with writing(self.path):

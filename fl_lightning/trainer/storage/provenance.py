@@ -19,6 +19,7 @@ import torch
 
 import fl_lightning
 from fl_lightning.core import UserError, write_atomically
+from fl_lightning.core.secrets import hidden_text, hidden_words
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.data.histogram import histogram
 from fl_lightning.results.names import DIRECTIONS, Mode, mode_of
@@ -33,8 +34,6 @@ MOST_CLIENTS = 1000
 """Clients whose classes are counted."""
 GIT_SECONDS = 5.0
 """Longest time of one call of git."""
-SECRET = re.compile(r"(api|access|private)[-_]?key|token|secret|password|credential", re.IGNORECASE)
-"""The value of a command-line argument that contains one of these words is not kept."""
 
 
 def write(folder: Path, round: int, device: torch.device, processes: int, **execution: str | None) -> None:
@@ -42,7 +41,7 @@ def write(folder: Path, round: int, device: torch.device, processes: int, **exec
 
     A start holds date, round, command line, versions and machine. If git knows the working folder or the package, the
     start also holds its commit and uncommitted changes; changes that several starts share are kept once. Environment
-    variables, names of host and user, and values of options that look like secrets are not kept.
+    variables, names of host and user, and what looks like a secret are not kept.
 
     Args:
         folder: The run folder, which exists.
@@ -61,7 +60,7 @@ def write(folder: Path, round: int, device: torch.device, processes: int, **exec
     except (ValueError, KeyError, TypeError):
         raise UserError(f"{path}: not readable; restore it, or remove it to go on without") from None
     found = {"working folder": _code(Path.cwd()), "package": package()}
-    changes |= {code["changes"]: code["diff"] for code in found.values() if code and code["changes"]}
+    changes |= {code["changes"]: hidden_text(code["diff"]) for code in found.values() if code and code["changes"]}
     code = {place: code and {key: v for key, v in code.items() if key != "diff"} for place, code in found.items()}
     starts.append(
         {
@@ -123,14 +122,9 @@ def write_directions(folder: Path, directions: Mapping[str, Mode]) -> None:
 
 def command_line() -> str:
     """Returns the command of this process as typed into a shell, with the program's name only, and without secrets."""
-    program, kept, hidden = Path(sys.argv[0]), list[str](), False
-    for arg in sys.argv[1:]:
-        name, equals, _ = arg.partition("=")
-        secret = bool(SECRET.search(arg))
-        kept.append("***" if hidden else f"{name}=***" if secret and equals else arg)
-        hidden = secret and not equals and arg.startswith("-")
+    program = Path(sys.argv[0])
     name = f"python -m {program.parent.name}" if program.name == "__main__.py" else program.name
-    return f"{name} {shlex.join(kept)}".strip()
+    return f"{name} {shlex.join(hidden_words(sys.argv[1:]))}".strip()
 
 
 def versions() -> dict[str, str]:

@@ -1,0 +1,81 @@
+"""Keys, tokens and passwords in configs, command lines and diffs: what looks like one is hidden."""
+
+import re
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+HIDDEN = "***"
+"""Stands for a secret."""
+LEFT_OUT = re.compile(r"(?<![^/:,\s])\*{3}(?![^@,])")
+"""Finds where one stood."""
+NAME = re.compile(
+    r"passw|passphrase|secret|credential|bearer|authori[sz]ation|^key$|(?<![a-z])(o?auth|pass|pwd)$"
+    r"|(api|access|account|auth|client|private|service|session|signing|ssh|hf|hub|wandb|comet|neptune)[-_ ]?key"
+    r"|(?<!bos_)(?<!cls_)(?<!eos_)(?<!mask_)(?<!pad_)(?<!sep_)(?<!unk_)token$",
+    re.IGNORECASE,
+)
+"""Is found in the name of a secret; the special tokens of a vocabulary are none."""
+VALUE = re.compile(
+    r"\b(?:hf_|gh[opsu]_|github_pat_|glpat-|sk-|xox[abp]-|wandb_v1_|AKIA)[\w-]{12,}|\beyJ[\w-]+\.[\w-]+\.[\w-]*"
+    r"|(?i:bearer\s+)\S+|-----BEGIN[^-]* PRIVATE KEY-----"
+)
+"""A key that its form gives away, whatever its name."""
+RANDOM = re.compile(r"(-[\w.+-]+=)?(?=\D*\d)(?=[^A-Za-z]*[A-Za-z])[A-Za-z0-9+]{20,}={0,2}")
+"""A word of a command line whose value seems to be drawn at random."""
+ADDRESS = re.compile(r"(https?://|[\w+.-]+://[^/\s:@'\"]*:)[^/\s'\"]+@")
+"""The user of an address, or the password behind its user."""
+NAMED = re.compile(r"([\w.-]+)[\"']?\s*[:=]\s*[\"']?(?!null\b|None\b|\*\*\*|[\"'\s]|$)")
+"""A name before its value within a text."""
+LISTED = re.compile(r"([\w.-]+)[\"']?[\s:=,]+(?!\*\*\*)\S")
+"""The same, also where both are entries of a list."""
+LITERAL = re.compile(r"""([\w.-]+)(["']?\s*[:=]\s*)(["'])[^"'\n]+\3""")
+VARIABLE = re.compile(r"^(\W*(?:export\s+)?)([A-Z][A-Z0-9_]*)(=)\S+", re.MULTILINE)
+
+
+def hidden(value: Any, secret: bool = False) -> Any:
+    """Returns plain values, such as a config, without the secrets among them.
+
+    Args:
+        value: Mappings, lists, text, numbers.
+        secret: Whether the value has the name of a secret.
+    """
+    if isinstance(value, Mapping):
+        return {key: hidden(v, key != "class_path" and (secret or is_secret(key))) for key, v in value.items()}
+    if isinstance(value, list):
+        return [hidden(v, secret) for v in value]
+    if isinstance(value, str):
+        whole = secret or VALUE.search(value) or any(map(is_secret, NAMED.findall(value)))
+        return HIDDEN if value and whole else ADDRESS.sub(rf"\1{HIDDEN}@", value)
+    return HIDDEN if secret and type(value) in (int, float) else value
+
+
+def hidden_words(words: Sequence[str]) -> list[str]:
+    """Returns the words of a command line without secrets; of a mapping or list that has one, nothing is left."""
+    found = []
+    for before, word in pairwise(["", *words]):
+        name, equals, _ = word.partition("=") if word[:1] == "-" else ("", "", "")
+        if (before[:1] == "-" and "=" not in before and is_secret(before)) or RANDOM.fullmatch(word):
+            kept = HIDDEN
+        else:
+            kept = HIDDEN if any(map(is_secret, LISTED.findall(word))) else hidden(word)
+        found.append(f"{name}={HIDDEN}" if kept == HIDDEN and equals else kept)
+    return found
+
+
+def hidden_text(text: str) -> str:
+    """Returns source code or its diff without keys, passwords in addresses, and literals with a secret's name."""
+
+    def without(match: re.Match[str]) -> str:
+        name, between, quote = match.group(1, 2, 3)
+        return f"{name}{between}{quote}{HIDDEN}{quote}" if is_secret(name) else match[0]
+
+    def unset(match: re.Match[str]) -> str:
+        return f"{match[1]}{match[2]}={HIDDEN}" if is_secret(match[2]) else match[0]
+
+    return VALUE.sub(HIDDEN, VARIABLE.sub(unset, LITERAL.sub(without, ADDRESS.sub(rf"\1{HIDDEN}@", text))))
+
+
+def is_secret(name: object) -> bool:
+    """Returns whether a name, or a part of a dotted one, is that of a secret."""
+    return any(NAME.search(part.strip("-+")) for part in str(name).split("."))

@@ -1,0 +1,137 @@
+"""The forms of the JSON files in a run folder, as far as the page shows them."""
+
+import json
+from numbers import Real
+from pathlib import Path
+from typing import Annotated, Any, TypedDict
+
+from fl_lightning.core import Interval, NonNegative, UserError, ensure, fits
+
+Number = Real | None
+"""NaN and infinity included."""
+
+
+class Code(TypedDict):
+    """Code of the working folder or the package."""
+
+    commit: str
+    changes: str | None
+    unknown_files: list[str]
+
+
+class Machine(TypedDict):
+    """The machine of a start."""
+
+    system: str
+    cpu: str
+    cores: int | None
+    threads: int
+    device: str
+    processes: int
+
+
+class Start(TypedDict):
+    """A start of a run."""
+
+    date: str
+    round: int
+    command: str
+    versions: dict[str, str]
+    machine: Machine
+    engine: str | None
+    precision: str
+    code: dict[str, Code | None]
+
+
+class Provenance(TypedDict):
+    """``provenance.json``."""
+
+    starts: list[Start]
+    changes: dict[str, str]
+
+
+class _Partition(TypedDict):
+    clients: int
+    classes: Annotated[int, Interval("[1, 1e5]")]
+    counts: list[dict[str, Annotated[int, Interval("[0, 1e15]")]]]
+
+
+class Partition(_Partition, total=False):
+    """``partition.json``."""
+
+    unit: str
+    names: list[str]
+
+
+class Details(TypedDict, total=False):
+    """Further numbers of a measurement."""
+
+    eigenvalues: list[float]
+    grid: list[float]
+    density: list[float]
+
+
+class Measurement(TypedDict):
+    """A measurement of flatness."""
+
+    name: str
+    value: Number
+    error: Number
+    residual: Number
+    model: str
+    data: str
+    samples: int
+    settings: dict[str, Any]
+    details: Details
+
+
+class Monitored(Measurement):
+    """A line of ``flatness.jsonl``."""
+
+    round: int
+
+
+class Measured(TypedDict):
+    """A file of the command ``flatness``."""
+
+    round: int
+    measurements: list[Measurement]
+
+
+class Reproduced(TypedDict, total=False):
+    """A paper's cell that a run reproduces."""
+
+    paper: str
+    table: str
+    dataset: str
+    model: str
+    heterogeneity: str
+    participation: str
+    epochs: str
+    algorithm: str
+    metric: str
+    fraction: NonNegative
+
+
+def read_form(path: Path, form: Any, empty: Any = None) -> Any:
+    """Returns the content of a JSON file that has a form; ``empty`` if there is no such file.
+
+    Args:
+        path: The file.
+        form: Its annotation.
+        empty: An empty content.
+
+    Raises:
+        UserError: If it is not readable, or has another form.
+    """
+    return parse_form(path.read_bytes(), path, form) if path.is_file() else empty
+
+
+def parse_form(text: bytes, path: Path, form: Any) -> Any:
+    """Returns the content of a JSON text from a file; errors as for `read_form`."""
+    try:
+        found = json.loads(text.decode())
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: not readable ({error}); restore or remove it") from None
+    ensure(fits(found, form), f"{path}: not what a run writes there; restore or remove it")
+    return found

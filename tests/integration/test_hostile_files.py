@@ -1,0 +1,160 @@
+"""Hostile run folders, outputs that cannot be written, numbers like 1e308: one line, and nothing half-written."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.runs import cli, run
+
+START = {
+    "date": "2026-01-02", "round": 0, "command": "fit", "versions": {}, "engine": None, "precision": "32-true",
+    "code": {},
+    "machine": {"system": "L", "cpu": "C", "cores": 1, "threads": 1, "device": "cpu", "processes": 1},
+}  # fmt: skip
+MEASURED = {"name": "x", "round": 1, "value": 1.0, "error": None, "residual": None, "model": "m", "data": "d"} | {
+    "samples": 1, "settings": {}, "details": {},
+}  # fmt: skip
+FLAT = "round,server/test/acc\n"
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run("fit", root=tmp_path_factory.mktemp("good"))
+
+
+def line_of(*args: str) -> str:
+    """The one line that a command ends with."""
+    with pytest.raises(SystemExit) as exit:
+        cli(*args)
+    text = str(exit.value.code)
+    assert text.startswith("error: ") and "\n" not in text
+    return text
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        *(("provenance.json", text) for text in ("[]", '"x"', "null", "{}", "[" * 100_000, '{"starts": [{}]}')),
+        ("provenance.json", json.dumps({"starts": [{**START, "machine": 5}], "changes": {}})),
+        ("provenance.json", json.dumps({"starts": [START], "changes": {"a": 5}})),
+        *(("partition.json", text) for text in ("5", '{"clients": "x"}')),
+        ("partition.json", '{"clients": 5, "classes": 10, "counts": []}'),
+        ("partition.json", '{"clients": 5, "classes": 1000000000, "counts": [{}]}'),
+        ("partition.json", '{"clients": 5, "classes": 2, "counts": [{"0": "x"}]}'),
+        ("partition.json", '{"clients": 5, "classes": 2, "counts": [{"0": 1}], "names": ["a"]}'),
+        *(("flatness.jsonl", text) for text in ("[]\n", '{"name": 5}\n', "[" * 100_000 + "\n", "\x00\n")),
+        ("flatness.jsonl", json.dumps({**MEASURED, "value": "a"}) + "\n"),
+        ("flatness.jsonl", json.dumps({**MEASURED, "details": {"eigenvalues": ["a"]}}) + "\n"),
+        ("flatness.jsonl", json.dumps({**MEASURED, "details": {"grid": [1, 2], "density": [1]}}) + "\n"),
+        *(
+            ("flatness/flatness.json", text)
+            for text in ("[]", '{"measurements": 5}', '{"round": 1, "measurements": [{}]}')
+        ),
+        *(
+            ("reproduction.json", text)
+            for text in ("5", "[[]]", '{"paper": ["x"]}', '{"fraction": "x"}', '{"paper": "x"}')
+        ),
+        ("client_evaluation.csv", "client,acc\n1,x\n"),
+        ("directions.json", "[]"),
+        ("metrics.csv", FLAT + "1,1e308\n2,-1e308\n"),
+        ("metrics.csv", FLAT + "1,x\n"),
+        ("config.yaml", "trainer: {seed: [1]}\ndata: {init_args: {seed: {}}}\nmodel: 1\n"),
+        ("config.yaml", "a: " + "[" * 3000),
+        ("landscape/a.png/b", ""),
+        ("config_round_1.yaml/b", ""),
+    ],
+)
+def test_report_refuses_a_hostile_run_folder(
+    file: str, content: str, good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "r/version_0"
+    shutil.copytree(good, folder)
+    (folder / file).parent.mkdir(exist_ok=True, parents=True)
+    (folder / file).write_text(content)
+    monkeypatch.chdir(tmp_path)
+    line_of("report", "r", "--out", "report")
+    assert not Path("report").exists()
+
+
+@pytest.mark.parametrize("file", ["metrics.csv", "summary.json"])
+def test_compare_of_other_files(file: str, good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A link to nothing, and statistics of another form in a run from Python."""
+    folder = tmp_path / "r"
+    shutil.copytree(good, folder)
+    monkeypatch.chdir(tmp_path)
+    if file == "metrics.csv":
+        (folder / file).unlink()
+        (folder / file).symlink_to("nothing")
+        assert "check this file or folder" in line_of("compare", "r")
+    else:
+        (folder / "config.yaml").unlink()
+        (folder / file).write_text("[]")
+        cli("compare", "r")
+
+
+@pytest.mark.parametrize("out", ["/proc/x", "file", "file/x", "x" * 300])
+@pytest.mark.parametrize("command", ["compare", "report", "export", "init", "sweep"])
+def test_outputs_that_cannot_be_written(
+    command: str, out: str, good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("file").write_text("x")
+    Path("sweep.yaml").write_text(json.dumps({
+        "method": "grid", "parameters": {"trainer.seed": {"values": [0]}},
+        "command": ["fl-lightning", "fit", "--config", "quickstart", "${args}"],
+    }))  # fmt: skip
+    ckpt = str(good / "checkpoints/last.ckpt")
+    args = {
+        "compare": [str(good), "--out", out], "report": [str(good), "--out", out], "export": [ckpt, f"{out}/x.pt"],
+        "init": [out], "sweep": ["sweep.yaml", "--out", out],
+    }  # fmt: skip
+    line_of(command, *args[command])
+    assert Path("file").read_text() == "x" and {path.name for path in Path.cwd().iterdir()} == {"file", "sweep.yaml"}
+
+
+@pytest.mark.parametrize(
+    ("command", "name"), [("compare", "compare.tex"), ("report", "curves.pdf"), ("report", "report.html")]
+)
+def test_a_folder_where_a_file_should_be(command: str, name: str, good: Path, tmp_path: Path) -> None:
+    (tmp_path / "out" / name).mkdir(parents=True)
+    assert "cannot be written over a folder" in line_of(command, str(good), "--out", str(tmp_path / "out"))
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [name]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (
+            "fit --config quickstart --data.partition=FLSAMPath --data.partition.shards=99999",
+            "data.partition.shards = 99999: ",
+        ),
+        ("fit --config quickstart --model.optimizer.weight_decay=1e308", "weight_decay = 1e+308: give a finite number"),
+        ("fit --config quickstart --trainer.aggregation=Aggregation", "trainer.aggregation = Aggregation: give a rule"),
+        ("fit --config /proc/self/mem", "check this file or folder"),
+        ("reproduce fedsam 1 --dry-run --jobs 0", "jobs = 0: at least 1"),
+    ],
+)
+def test_runaways_are_refused_first(args: str, message: str) -> None:
+    assert message in line_of(*args.split())
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        {"name": "a\0b"}, {"name": "x" * 300}, {"run_cap": 10**9},
+        {"parameters": {"trainer.seed": {"distribution": "int_uniform", "min": 0, "max": 10**30}}},
+    ],
+)  # fmt: skip
+def test_sweeps_without_bounds(entries: dict[str, object], tmp_path: Path) -> None:
+    sweep = {
+        "method": "grid",
+        "parameters": {"trainer.seed": {"values": [0]}},
+        "command": ["fit", "${args}"],
+        **entries,
+    }
+    (tmp_path / "sweep.yaml").write_text(json.dumps(sweep))
+    line_of("sweep", str(tmp_path / "sweep.yaml"))
