@@ -72,15 +72,15 @@ def explain(error: Exception, configs: Sequence[str] = ()) -> str | None:
     if match := re.search(
         r"Expected an? (?:<class '|typing\.)?(?!path)(.+?)(?:'>)?(?:\. Got value: (.*))?$", message, re.M
     ):
-        value = str(match[2] or _first(r"Given value: (.*)", message))
+        value = match[2] or _first(r"Given value: (.*)", message)
         own = re.findall(r"^ *- (?!Expected|a |Does not validate)(.+)", message, re.M)
         if match[1] == "NoneType" and own:  # raised by the class itself
             kind = re.search(r"subclass of (\w+)|is not iterable", own[-1])
             if kind and "'init_args'" not in message:
                 value = _first(r"Given value: (?:NestedArg\(.*?val=)?(.*?)\)?$", message).strip("'")
                 return f"{path} = {value:.60}: no {kind[1] or 'class'}; give its class by name or dotted path"
-            named = path or not re.match(r"[\w.]+ = ", own[-1])
-            return f"{path or 'model, data or trainer'}: {_fold(own[-1])}" if named else _fold(own[-1])
+            known = bool(path) or not re.match(r"[\w.]+ = ", own[-1])
+            return f"{path or 'model, data or trainer'}: {_fold(own[-1])}" if known else _fold(own[-1])
         remedy = f"; give [{value:.60}], or --{path}+={value:.60}" if match[1] == "list" else ""
         return f"{path} = {value:.60}: expected {match[1]}{remedy}"
     return _fold(message)
