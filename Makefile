@@ -1,8 +1,8 @@
 # `make` alone lists the targets. Everything is installed into .venv with plain pip, nothing outside this folder changes.
 
 # The first interpreter that really runs, is new enough and can make a virtual environment (`make PYTHON=... venv` overrides).
-PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3.10 python3 python; do \
-	$$p -c 'import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 10))' >/dev/null 2>&1 && echo $$p && break; done)
+PYTHON ?= $(shell for p in python3.14 python3.13 python3.12 python3.11 python3 python; do \
+	$$p -c 'import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $$p && break; done)
 VENV ?= .venv
 JOBS ?= 2
 
@@ -14,22 +14,34 @@ TEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 WANDB_MODE=offline FL_ROUNDS=10 FL_P
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help venv dev demo test test-slow test-all soak lint types format docs bench gpu clean
+.PHONY: help venv lock dev demo test test-slow test-all soak lint types format docs bench gpu clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  \033[1mmake %-10s\033[0m %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
-venv: $(VENV)/.installed ## Make .venv with the package in it
+venv: $(VENV)/.installed ## Make .venv with the package in it; with LOCKED=1 exactly the versions of requirements.txt
 dev: $(VENV)/.installed-dev ## The same with all that tests, checks and documentation need
+
+lock: ## Renew requirements.txt: pinned versions with their hashes, for all systems and Pythons
+	@command -v uv >/dev/null || { echo "needs uv, see https://docs.astral.sh/uv" >&2; exit 1; }
+	printf 'hatchling>=1.27\neditables\n' | uv pip compile pyproject.toml - --universal --python-version 3.11 --upgrade \
+		--generate-hashes --no-emit-index-url --no-annotate --no-header --quiet --output-file requirements.txt
 
 $(BIN)/pip:
 	@python="$(PYTHON)"; \
-	if [ -z "$$python" ]; then echo "no Python >= 3.10 with venv found; try: make PYTHON=/path/to/python3" >&2; exit 1; fi; \
+	if [ -z "$$python" ]; then echo "no Python >= 3.11 with venv found; try: make PYTHON=/path/to/python3" >&2; exit 1; fi; \
 	echo "$$python -m venv $(VENV)"; "$$python" -m venv $(VENV)
 
+ifdef LOCKED
+$(VENV)/.installed: pyproject.toml requirements.txt | $(BIN)/pip
+	$(RUN) pip install --require-hashes -r requirements.txt
+	$(RUN) pip install --no-deps --no-build-isolation -e .
+	@touch $@
+else
 $(VENV)/.installed: pyproject.toml | $(BIN)/pip
 	$(RUN) pip install -e .
 	@touch $@
+endif
 
 $(VENV)/.installed-dev: pyproject.toml | $(BIN)/pip
 	$(RUN) pip install -e '.[dev]'

@@ -1,7 +1,5 @@
 """The hooks that make a local objective a federated algorithm."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import ClassVar
 

@@ -36,13 +36,3 @@ def require(ok: bool, key: str, value: object, remedy: str) -> None:
         UserError: If it is not.
     """
     ensure(ok, f"{key} = {value}: {remedy}")
-
-
-def add_note(error: BaseException, note: str) -> None:
-    """Adds a line to an exception, as ``BaseException.add_note`` does from Python 3.11 on."""
-    error.__notes__ = [*notes(error), note]  # type: ignore[attr-defined]
-
-
-def notes(error: BaseException) -> list[str]:
-    """Returns the lines that were added to an exception."""
-    return list(getattr(error, "__notes__", ()))

@@ -1,13 +1,12 @@
 """The samples of each client, as indices into the training data."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from typing_extensions import Self
 
 from fl_lightning.core import numpy_generator, require
 from fl_lightning.data.partition import Partition

@@ -5,13 +5,12 @@ from abc import ABC
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from functools import cache
-from typing import Any
+from typing import Any, Self
 
 import lightning as L
 import numpy as np
 import torch
 from torch import Tensor
-from typing_extensions import Self
 
 from fl_lightning.core import Checked, Divisor, PositiveInt, Threads, require, to_device
 from fl_lightning.core.nested import Inputs, map_tensors, named_tensors

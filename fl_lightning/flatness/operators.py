@@ -14,11 +14,10 @@ model's own predictions, and equals G for the cross-entropy (Kunstner et al., Ne
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, Protocol, TypedDict
+from typing import Any, Literal, Protocol, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
-from typing_extensions import Unpack
 
 from fl_lightning.core import ensure
 from fl_lightning.flatness.convolution import ConstantInputs

@@ -1,7 +1,5 @@
 """Trials: runs with settings of their own. Finished ones are kept, interrupted ones go on where they were."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 import shutil

@@ -114,7 +114,7 @@ def _break_off(steps: Sequence[Steps], error: BaseException) -> None:
     for each in steps:
         try:
             each.throw(error)
-        except BaseException as shown:  # noqa: PERF203  each run ends by itself
+        except BaseException as shown:
             others += [shown] * (shown is not error)
     if others:
         raise others[0] from None

@@ -8,11 +8,10 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from lightning.fabric.loggers.logger import Logger
 from torch import Tensor
-from typing_extensions import Self
 
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.core import Checked, ClientContext, FlatNet, RoundContext, State, generator

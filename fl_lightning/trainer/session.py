@@ -1,14 +1,11 @@
 """A run on disk, from its start to its end: folder, lock, loggers and callbacks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
 from fl_lightning.core import UserError
-from fl_lightning.core.errors import add_note
 from fl_lightning.core.files import disk_error
 from fl_lightning.trainer.run import Run, by_key
 from fl_lightning.trainer.runtime.collectives import on_rank_zero
@@ -111,14 +108,14 @@ def _fail(run: Run, error: BaseException) -> BaseException:
     for step in (*steps, partial(_close, run, "failed")):
         try:
             step()
-        except BaseException as another:  # noqa: PERF203  the others' turn comes all the same
+        except BaseException as another:
             found.append(another)
     if not isinstance(error, Exception) and found and isinstance(found[0], UserError):
         return found[0]  # the run was interrupted, and could not be saved
     if isinstance(error, OSError):
         error = disk_error(error, run.folder.path) or error
     for one in found:
-        add_note(error, f"{type(one).__name__}: {one}")
+        error.add_note(f"{type(one).__name__}: {one}")
     return error
 
 

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from fl_lightning.core import UserError
-from fl_lightning.core.errors import notes
 
 
 class ArgumentsError(Exception):
@@ -33,10 +32,10 @@ def explain(error: Exception, configs: Sequence[str] = ()) -> str | None:
         configs: Config files that were given.
     """
     if (mistake := find_user_error(error)) is not None:
-        return "; ".join([str(mistake), *notes(mistake)])
+        return "; ".join([str(mistake), *getattr(mistake, "__notes__", ())])
     if isinstance(error, OSError):
-        named = "a file" if error.filename is None else repr(os.fsdecode(error.filename))
-        return f"{named}: {error.strerror or error}; check this file or folder"
+        file = "a file" if error.filename is None else repr(os.fsdecode(error.filename))
+        return f"{file}: {error.strerror or error}; check this file or folder"
     message = str(error)
     # what jsonargparse raises while it builds the classes
     if not isinstance(error, (ArgumentsError, UnicodeDecodeError)) and not message.startswith("Does not validate"):

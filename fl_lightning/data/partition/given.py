@@ -6,10 +6,9 @@ import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
-from typing_extensions import Self
 
 from fl_lightning.core import UserError, ensure, require
 from fl_lightning.data.files import read_cifar

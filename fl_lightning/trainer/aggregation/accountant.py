@@ -1,7 +1,5 @@
 """The privacy budget that rounds with Gaussian noise spend, computed by the package dp-accounting."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 from functools import lru_cache

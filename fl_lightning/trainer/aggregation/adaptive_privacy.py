@@ -1,7 +1,5 @@
 """Differential privacy whose clipping norm follows a quantile of the uploads' norms."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Annotated

@@ -1,7 +1,5 @@
 """The base class of loggers that write to the run folder and survive a resumption."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Weights & Biases."""
 
-from __future__ import annotations
-
 import math
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The evaluation of each client: the global model, and local models, on the client's own test data."""
 
-from __future__ import annotations
-
 import csv
 from collections.abc import Iterator, Mapping, Sequence
 

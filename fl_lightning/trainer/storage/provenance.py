@@ -8,7 +8,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Mapping
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from functools import cache
 from hashlib import sha256
 from importlib.metadata import version
@@ -64,7 +64,7 @@ def write(folder: Path, round: int, device: torch.device, processes: int, **exec
     code = {place: code and {key: v for key, v in code.items() if key != "diff"} for place, code in found.items()}
     starts.append(
         {
-            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "round": round,
             "command": command_line(),
             "versions": versions(),
