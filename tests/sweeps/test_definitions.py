@@ -158,7 +158,7 @@ def test_a_file_as_wandb_takes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         ({"command": ["fl-lightning", "fit"]}, r"command = .*no \$\{args\}"),
         ({"command": ["fl-lightning", "${args}"]}, "command = .*neither fit nor centralized"),
         ({"command": ["fit", "${args}", "${args_json_file}"]}, r"command = \$\{args_json_file\}: choose from"),
-        ({"name": "a/b"}, "name = a/b: without slashes"),
+        ({"name": "a/b"}, "name = 'a/b': at most 150 letters in one line, without slashes"),
     ],
 )
 def test_what_does_not_run_here_is_refused_by_name(changes: dict[str, Any], line: str, tmp_path: Path) -> None:
