@@ -32,6 +32,8 @@ FAILED = "failed.txt"
 """In a run folder: why its trial failed."""
 LOG = "processes.log"
 """In the folder of all trials: what several processes print."""
+LOCK = ".lock"
+"""In the folder of a trial, hidden from `*` in a shell: held by the process that trains the trial."""
 STARTS = 3
 """A trial whose process is killed so many times after the same round is not started again."""
 POLL_S = 1.0
@@ -234,7 +236,7 @@ def _train(folder: Path, build: Build, resume: bool, early: StopEarly | None, tr
         ended, free = [], []
         for trial in trials:
             try:
-                locks.enter_context(locked(made(folder / trial.name)))
+                locks.enter_context(locked(made(folder / trial.name), LOCK))
             except InUse:
                 continue
             if resume and (found := outcome(trial, folder)) is not None:  # another process has finished it

@@ -110,7 +110,9 @@ def test_neither_copies_nor_waits_in_a_step(engine: str, tmp_path: Path) -> None
     )
     assert steps.events == base.events
     more_launches = steps.launches - base.launches
-    assert engine != "graphed" or more_launches == {"graph": 4}  # of two rounds: two steps more in each
+    assert engine != "graphed" or more_launches == {
+        "graph": 6
+    }  # two steps more in each round, and one more in each of two checks
     assert not more(clients, base, "wait") - Counter({"engine/agreement.py": NEVER})  # once a client
     assert more(evaluated, base, "wait") == {"algorithms/metrics.py": 1, "trainer/evaluation.py": 1}
 

@@ -169,7 +169,7 @@ def test_a_trial_that_another_process_trains_is_awaited(tmp_path: Path, monkeypa
     held.mkdir()
     found = []
     with ExitStack() as lock:
-        lock.enter_context(locked(held))
+        lock.enter_context(locked(held, trials.LOCK))
         for o in run_trials([trial(0.1), Trial("other", trial(0.2).args, "fit")], tmp_path, build):
             found.append(o.trial.name)
             lock.close()

@@ -13,6 +13,8 @@ from fl_lightning.core import UserError, writing
 if sys.platform != "win32":
     import fcntl
 
+LOCK = "run.lock"
+"""In a run folder: held by the process of the run."""
 UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 """Errors of file systems without locks."""
 
@@ -22,14 +24,15 @@ class InUse(UserError):
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Locks a run folder by its ``run.lock``; the lock ends with the process, however that ends. The file stays.
+def locked(folder: Path, name: str = LOCK) -> Iterator[None]:
+    """Locks a folder by a file in it. The lock ends with the process, however that ends; the file stays.
 
     It works between nodes if the network file system passes locks on (NFS does by default, Lustre if mounted with
     flock). Where a file system has none, a warning says so; Windows has none.
 
     Args:
-        folder: The run folder.
+        folder: The folder.
+        name: Name of the file.
 
     Raises:
         InUse: If another run holds the lock.
@@ -38,7 +41,7 @@ def locked(folder: Path) -> Iterator[None]:
     if sys.platform == "win32":
         yield
         return
-    path = folder / "run.lock"
+    path = folder / name
     with writing(path):
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     try:
@@ -69,6 +72,6 @@ def check_unused(folder: Path) -> None:
     Raises:
         UserError: If one does.
     """
-    if (folder / "run.lock").exists():
+    if (folder / LOCK).exists():
         with locked(folder):
             pass
