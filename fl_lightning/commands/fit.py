@@ -1,6 +1,5 @@
 """``fl-lightning fit``: one run, or a grid of them."""
 
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +8,7 @@ from fl_lightning.commands.shared.arguments import seeds_of, without
 from fl_lightning.commands.shared.cli import FederatedCLI
 from fl_lightning.commands.shared.resume_check import to_continue
 from fl_lightning.core import require
+from fl_lightning.sweeps.search import combinations
 from fl_lightning.sweeps.trials import Trial, name_of, run_trials
 
 SUMMARY = "Train for trainer.max_rounds rounds."
@@ -37,8 +37,7 @@ def run(
     name = made.trainer.run_name(made.model, made.data)
     args = without(cli.args, "seeds", "values", "ckpt_path", "trainer.name", "trainer.default_root_dir")
     asked = []
-    for chosen in product(*grid.values()):
-        settings = dict(zip(grid, chosen, strict=True))
+    for settings in combinations(grid):
         given = (f"--{key}={value}" for key, value in settings.items())
         asked.append(Trial(f"{name}/{name_of(settings)}", (*args, *given), "fit", settings))
         trials.check(asked[-1])

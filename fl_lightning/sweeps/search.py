@@ -42,11 +42,19 @@ def grid(parameters: Sequence[Parameter], count: int | None) -> Search:
         UserError: If there are more than `LARGEST`.
     """
     ordered = sorted(parameters, key=lambda parameter: parameter.key)
-    values = [parameter.grid() for parameter in ordered]
-    size = math.prod(map(len, values))
-    ensure(size <= LARGEST, f"parameters: a grid of {size:,} settings; give at most {LARGEST:,}, or method: random")
-    found = [dict(zip([p.key for p in ordered], chosen, strict=True)) for chosen in product(*values)]
+    found = combinations({parameter.key: parameter.grid() for parameter in ordered})
     return Search(found[:count], f"grid of {len(found)}")
+
+
+def combinations(values: Mapping[str, Sequence[Any]]) -> list[Settings]:
+    """Returns all combinations of the values of each key, those of the last key changing first.
+
+    Raises:
+        UserError: If there are more than `LARGEST`.
+    """
+    size = math.prod(map(len, values.values()))
+    ensure(size <= LARGEST, f"values: a grid of {size:,} settings; give at most {LARGEST:,}, or a sweep of method random")
+    return [dict(zip(values, chosen, strict=True)) for chosen in product(*values.values())]
 
 
 def draws(parameters: Sequence[Parameter], count: int, seed: int) -> Search:

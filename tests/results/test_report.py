@@ -100,7 +100,7 @@ def folder(tmp_path: Path) -> Path:
     found += [measurement("density_mean", 0.1, details={"grid": [0, 1], "density": [1.0, 0.0], "sigma": [1]})]
     for name, content in (
         ("flatness/flatness.json", {"round": 6, "measurements": found}),
-        ("reproduction.json", {**CELL, "algorithm": "FedAvg", "metric": "acc", "fraction": 0.01}),
+        ("reproduction.json", [{**CELL, "algorithm": "FedAvg", "metric": "acc", "fraction": 0.01}]),
     ):
         (one / name).parent.mkdir(exist_ok=True)
         (one / name).write_text(json.dumps(content))
@@ -109,7 +109,7 @@ def folder(tmp_path: Path) -> Path:
         figure = Figure(figsize=(1, 1))
         figure.add_subplot().plot([1, 2])
         figure.savefig(one / kind / f"{kind}.png")
-    (two / "reproduction.json").write_text(json.dumps({**CELL, "algorithm": "FedSAM", "metric": "acc"}))
+    (two / "reproduction.json").write_text(json.dumps([{**CELL, "algorithm": "FedSAM", "metric": "acc"}]))
     return root
 
 

@@ -104,7 +104,6 @@ def _details(runs: Sequence[RunFiles], key: str) -> Iterator[tuple[str, Json]]:
 def _read(group: Group, folder: Path, seeds: Seeds) -> RunFiles:
     seed = f", seed {seeds[0]}" if seeds else f", {folder.name}"
     configs = config_files(folder)
-    cells = read_form(folder / "reproduction.json", list[Reproduced] | Reproduced, [])
     return RunFiles(
         label=group.name + (seed if len(group.runs) > 1 else ""),
         folder=folder,
@@ -115,7 +114,7 @@ def _read(group: Group, folder: Path, seeds: Seeds) -> RunFiles:
         clients=read_clients(folder),
         measurements=[*_monitored(folder / "flatness.jsonl"), *_measured(folder)],
         pictures=_below(folder, "png", "landscape", "interpolate"),
-        cells=cells if isinstance(cells, list) else [cells],
+        cells=read_form(folder / "reproduction.json", list[Reproduced], []),
     )
 
 
