@@ -54,12 +54,16 @@ class Group:
         """Returns the number of runs that have a statistic, finite or not."""
         return len(self._found(name))
 
-    def _found(self, name: str) -> list[float]:
+    @staticmethod
+    def value(run: Summary, name: str) -> float | None:
+        """Returns a statistic of a run by its name as in `values`; None if the run has not measured it."""
         if name.startswith("flatness/"):
-            found = [run.flatness.get(name.removeprefix("flatness/")) for run in self.runs]
-        else:
-            found = [{**vars(run), **run.clients}.get(name) for run in self.runs]
-        return [value for value in found if value is not None]
+            return run.flatness.get(name.removeprefix("flatness/"))
+        found: float | None = {**vars(run), **run.clients}.get(name)
+        return found
+
+    def _found(self, name: str) -> list[float]:
+        return [value for run in self.runs if (value := self.value(run, name)) is not None]
 
 
 def compare(

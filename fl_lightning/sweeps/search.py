@@ -53,7 +53,9 @@ def combinations(values: Mapping[str, Sequence[Any]]) -> list[Settings]:
         UserError: If there are more than `LARGEST`.
     """
     size = math.prod(map(len, values.values()))
-    ensure(size <= LARGEST, f"values: a grid of {size:,} settings; give at most {LARGEST:,}, or a sweep of method random")
+    ensure(
+        size <= LARGEST, f"values: a grid of {size:,} settings; give at most {LARGEST:,}, or a sweep of method random"
+    )
     return [dict(zip(values, chosen, strict=True)) for chosen in product(*values.values())]
 
 

@@ -57,6 +57,7 @@ class Round:
         self.bits = self.steps = 0
         self.training_s = 0.0
         self._started, self._callback_s = time.perf_counter(), run.callback_s
+        self._cpu_started = time.process_time()
 
     def train(self, engine: Engine) -> Round:
         """Runs all phases.
@@ -108,6 +109,7 @@ class Round:
         if run.fabric.device.type == "cuda":
             torch.cuda.synchronize()
         seconds = time.perf_counter() - self._started - (run.callback_s - self._callback_s)
+        cpu_seconds = time.process_time() - self._cpu_started
         models = self.bits / (max(cohort.asked, 1) * 8 * run.server.w.nbytes)
         loss = {"client/train/loss": float(self.losses.mean())} if len(self.losses) else {}
         skipped = run.metrics.get("client/diverged", 0) + (self.diverged is not None)
@@ -117,9 +119,12 @@ class Round:
             **{f"client/{kind}": len(clients) for kind, clients in self.failed.items()},
             **({"client/diverged": skipped} if run.settings.on_divergence == "continue" else {}),
             "client/lr": run.objective.lr(run.round_context(cohort.t)),
+            "client/steps": run.metrics.get("client/steps", 0) + self.steps,
+            "client/passes": run.metrics.get("client/passes", 0) + self.steps * sum(run.objective.passes),
             "comm/total_bits": run.state.total_bits,
             "comm/transmissions": run.metrics.get("comm/transmissions", 0.0) + models,
             "time/round_s": seconds,
+            "time/cpu_s": cpu_seconds,
             "time/orchestration_s": seconds - self.training_s,
             "time/clients_per_s": len(cohort.clients) / seconds,
             "time/steps_per_s": self.steps / seconds,

@@ -51,6 +51,7 @@ def test_a_row_a_round(logged: Path) -> None:
     every, evaluated, measured = [1, 2, 3, 4, 5], [2, 4, 5], [3, 5]
     assert rounds == {
         **dict.fromkeys(("client/train/loss", "client/refused", "client/lr"), every),
+        **dict.fromkeys(("client/steps", "client/passes", "time/cpu_s"), every),
         **dict.fromkeys(("comm/total_bits", "comm/transmissions"), every),
         **dict.fromkeys(("time/round_s", "time/orchestration_s", "time/clients_per_s", "time/steps_per_s"), every),
         **dict.fromkeys(("server/test/acc", "server/test/loss", "server/val/acc", "server/val/loss"), evaluated),
@@ -68,6 +69,9 @@ def test_a_row_a_round(logged: Path) -> None:
     for rate, count in (("time/clients_per_s", COHORT), ("time/steps_per_s", COHORT * STEPS)):
         per_round = [a * b for (_, a), (_, b) in zip(columns[rate], columns["time/round_s"], strict=True)]
         assert per_round == pytest.approx([count] * 5)
+    steps = [COHORT * STEPS * t for t in every]
+    assert [value for _, value in columns["client/steps"]] == steps
+    assert [value for _, value in columns["client/passes"]] == [2 * value for value in steps]
 
 
 @pytest.mark.parametrize(

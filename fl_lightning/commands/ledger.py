@@ -1,0 +1,121 @@
+"""``fl-lightning ledger``: finished runs as rows of a ledger, rows trained again, and the ledger as a page."""
+
+import json
+import random
+from collections.abc import Sequence
+from hashlib import sha256
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from fl_lightning.commands.shared.new_files import make_folder
+from fl_lightning.commands.shared.trials import build
+from fl_lightning.core import UserError, ensure, files, read_json, require, write_atomically
+from fl_lightning.results import ledger
+from fl_lightning.results.compare import find_runs
+from fl_lightning.results.headline import SUMMARY as ENDED
+from fl_lightning.results.ledger_page import page
+from fl_lightning.sweeps.trials import Trial, run_trials
+from fl_lightning.trainer.storage.run_folder import RunFolder
+
+SUMMARY = "Keep finished runs as rows of a ledger; train rows again and compare their bits; write the ledger's page."
+ACTIONS = ("add", "check", "page")
+COMMANDS = {"federated": "fit", "centralized": "centralized"}
+
+
+def run(
+    action: str,
+    folders: list[str],
+    /,
+    *settings: str,
+    into: str = "ledger",
+    count: int = 1,
+    tolerance: float = 0.02,
+    out: str | None = None,
+) -> None:
+    """Adds runs to a ledger, trains some of its rows again, or writes its page.
+
+    A row is a run folder without its checkpoints: config, evaluations, measurements, and row.json, which says whose
+    bits they are. compare and report read rows as they read runs.
+
+    Args:
+        action: add, check or page.
+        folders: For add: run folders, or folders above them. Else: rows, or folders above them.
+        *settings: For check: settings of this machine, such as --data.path FILE.
+        into: For add: the folder of the ledger.
+        count: For check: number of rows, drawn at random.
+        tolerance: For check: on another kind of processor, or with another torch, the final evaluation of a row may be
+            so far away.
+        out: For page: the file; null: the page is printed.
+    """
+    require(action in ACTIONS, "action", action, f"choose from {', '.join(ACTIONS)}")
+    if action == "add":
+        for given in folders:
+            for folder in find_runs([given]):
+                print(f"added: {_add(folder, Path(given).resolve(), Path(into))}")
+        return
+    found = [row for given in folders for row in ledger.rows(Path(given))]
+    if action == "check":
+        require(count >= 1, "count", count, "at least 1")
+        _check(random.sample(found, min(count, len(found))), settings, tolerance)
+    else:
+        text = page(found)
+        print(text) if out is None else write_atomically(Path(out), text)
+
+
+def _add(run: Path, given: Path, into: Path) -> Path:
+    """Writes the row of a run, and returns its folder."""
+    ensure((run / ENDED).is_file(), f"{run}: the run has not ended; let it end first")
+    parts = [part for part in run.relative_to(given).parts if not part.startswith("version_")]
+    row = into.joinpath(*parts or [RunFolder(run).name])
+    about = _about(run)
+    before = read_json(row / ledger.FILE)
+    same = not before or before.get("weights") == about["weights"]
+    ensure(same, f"{row}: a row with other weights; remove it, or give another folder by --into")
+    for name, text in ledger.row_files(run, about).items():
+        if name == ledger.FILE and before:
+            text = json.dumps({**json.loads(text), "checks": before["checks"]}, indent=1) + "\n"
+        write_atomically(make_folder((row / name).parent, "into") / name.rpartition("/")[2], text)
+    return row
+
+
+def _about(run: Path) -> dict[str, Any]:
+    """Returns what the last checkpoint of a run knows of it."""
+    path = RunFolder(run).last
+    try:
+        content = files.load(path)
+        identity, server = content["identity"], content["server"]
+        digest = sha256()
+        for name in sorted(server):
+            digest.update(name.encode() + server[name].contiguous().view(torch.uint8).numpy().tobytes())
+        return {
+            "kind": content["kind"],
+            "method": identity["model"],
+            "data": identity["data"],
+            "rounds": content["round"],
+            "weights": digest.hexdigest()[:16],
+        }
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"{path}: no checkpoint of a whole run ({error}); a row needs its run's last one") from None
+
+
+def _check(rows: Sequence[Path], settings: Sequence[str], tolerance: float) -> None:
+    """Trains rows again, prints how far they are apart, and writes that into each row."""
+    by_name = {row.as_posix().strip("/.").replace("/", "_"): row for row in rows}
+    wrong = 0
+    with TemporaryDirectory() as place:
+        trials = [
+            Trial(name, (f"--config={row / 'config.yaml'}", *settings), COMMANDS[read_json(row / ledger.FILE)["kind"]])
+            for name, row in by_name.items()
+        ]
+        for found in run_trials(trials, Path(place), build, resume=False):
+            row = by_name[found.trial.name]
+            ensure(found.error is None and found.folder is not None, f"{row}: {found.error}")
+            again = ledger.compare_run(row, found.folder, _about(found.folder))
+            good = again.same or (not again.alike and again.final <= tolerance)
+            wrong += not good
+            print(f"{row}: {again.text()}{'' if good else ': WRONG'}")
+            ledger.note(row, again)
+    ensure(not wrong, f"{wrong} of {len(rows)} rows are not met; see the lines above")

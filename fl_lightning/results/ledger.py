@@ -1,0 +1,177 @@
+"""Rows of the ledger: run folders without their checkpoints, which anybody can train again and compare to the bit."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fl_lightning.core import ensure, read_json, write_atomically
+from fl_lightning.results.configs import EXECUTION, config_files, group_id, read_config
+from fl_lightning.results.metrics import FILE as METRICS
+from fl_lightning.results.metrics import Pairs, read_metrics, read_rows, table_text
+
+FILE = "row.json"
+"""In a row: whose run it is, and what `compare_run` found when somebody trained it again."""
+SUMMED = ("time/round_s", "time/cpu_s")
+"""Metrics whose values since the row before are summed when rows are left out."""
+
+
+def rows(folder: Path) -> list[Path]:
+    """Returns the rows below a folder, in the order of their paths.
+
+    Raises:
+        UserError: If there is none.
+    """
+    found = sorted(path.parent for path in folder.glob(f"**/{FILE}"))
+    ensure(bool(found), f"{folder}: no row of a ledger there; add one by fl-lightning ledger add")
+    return found
+
+
+def row_files(run: Path, about: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the texts of a row, by file name.
+
+    Args:
+        run: The folder of a run.
+        about: What the checkpoint knows of it, such as a hash of its weights.
+
+    Raises:
+        UserError: If a file of the run is missing or damaged.
+    """
+    configs = config_files(run)
+    ensure(len(configs) == 1, f"{run}: has {len(configs)} configs; a row is a run of one config, without changes")
+    config, starts = portable(read_config(configs[0])), _starts(run / "provenance.json")
+    engines = {start["engine"] for start in starts}
+    ensure(len(engines) == 1, f"{run}: trained by {len(engines)} engines; a row is a run of one engine")
+    config["trainer"]["engine"] = engines.pop()  # where it was auto
+    seeds = {"seed": config["trainer"]["seed"], "data_seed": config["data"]["init_args"]["seed"]}
+    text = {
+        "settings": group_id(config),
+        **seeds,
+        **about,
+        "starts": starts,
+        "checks": [],
+    }
+    measured = {str(path.relative_to(run)): path.read_text() for path in run.glob("flatness*/*.json")}
+    return {
+        "config.yaml": yaml.safe_dump(config, sort_keys=False),
+        METRICS: thinned(run / METRICS),
+        FILE: json.dumps(text, indent=1) + "\n",
+        **measured,
+    }
+
+
+def portable(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a config without what belongs to one machine: names, folders and loggers of the run, paths of files."""
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: moved(each) for key, each in value.items()}
+        if isinstance(value, list):
+            return list(map(moved, value))
+        return Path(value).name if isinstance(value, str) and Path(value).is_absolute() else value
+
+    kept = ("engine", "client_block", "compile", "accelerator", "devices", "threads", "client_memory", "callbacks")
+    left_out = set(EXECUTION) - set(kept)
+    trainer = {key: value for key, value in config["trainer"].items() if key not in left_out}
+    return dict(moved({**config, "trainer": trainer}))
+
+
+def thinned(path: Path) -> str:
+    """Returns ``metrics.csv`` with the rounds alone in which something was evaluated or measured, and the last one."""
+    head, *lines = read_rows(path)
+    looked = [i for i, name in enumerate(head) if name.startswith(("server/", "flatness/"))]
+    sums = {i: 0.0 for i, name in enumerate(head) if name in SUMMED}
+    kept = []
+    for line in lines:
+        sums = {i: total + float(line[i] or 0) for i, total in sums.items()}
+        if line is lines[-1] or any(line[i] for i in looked):
+            kept.append([str(sums.get(i, cell)) for i, cell in enumerate(line)])
+            sums = dict.fromkeys(sums, 0.0)
+    return table_text(head, kept)
+
+
+@dataclass(frozen=True)
+class Again:
+    """A row trained again, beside the row.
+
+    Attributes:
+        start: What the bits of the new run depend on.
+        apart: The metrics that differ, but for times, and their largest relative differences.
+        same: Whether weights and metrics are equal to the bit.
+        alike: Whether processor, torch and engine are those of the row.
+        final: Absolute difference of the last evaluation.
+    """
+
+    start: Mapping[str, Any]
+    apart: Mapping[str, float]
+    same: bool
+    alike: bool
+    final: float
+
+    def text(self) -> str:
+        """Returns the comparison in a line."""
+        if self.same:
+            return "equal to the bit"
+        far = ", ".join(f"{name} {value:.1e}" for name, value in self.apart.items()) or "its weights"
+        place = "" if self.alike else f"on {self.start['cpu']}, torch {self.start['torch']}, which is not the row's: "
+        return f"{place}the last evaluation is {self.final:.4f} away; relative differences: {far}"
+
+
+def compare_run(row: Path, run: Path, about: Mapping[str, Any]) -> Again:
+    """Compares a run of a row's config with the row.
+
+    Args:
+        row: The row.
+        run: The folder of the run.
+        about: What its checkpoint knows of it, as for `row_files`.
+
+    Raises:
+        UserError: If its data are others.
+    """
+    kept = read_json(row / FILE)
+    ensure(kept["data"] == about["data"], f"{row}: was trained on other data; give its data by --data...")
+    before, here = read_metrics(row / METRICS), read_metrics(run / METRICS)
+    apart = {name: _apart(pairs, dict(here.get(name, ()))) for name, pairs in before.items() if name[:5] != "time/"}
+    (start,) = _starts(run / "provenance.json")
+    alike = all(each[key] == start[key] for each in kept["starts"] for key in ("cpu", "device", "torch", "engine"))
+    evaluated = next(name for name in before if name.startswith("server/test/") and not name.endswith("/loss"))
+    final = abs(before[evaluated][-1][1] - here[evaluated][-1][1])
+    far = {name: value for name, value in apart.items() if value}
+    return Again(start, far, not far and kept["weights"] == about["weights"], alike, final)
+
+
+def note(row: Path, again: Again) -> None:
+    """Writes into a row what a run of its config has found."""
+    kept = read_json(row / FILE)
+    found = {**again.start, "same": again.same, "final": again.final}
+    write_atomically(row / FILE, json.dumps({**kept, "checks": [*kept["checks"], found]}, indent=1) + "\n")
+
+
+def _apart(before: Pairs, here: Mapping[float, float]) -> float:
+    """Returns the largest relative difference of values by round; infinite, if one is missing or not finite."""
+    found = 0.0
+    for at, value in before:
+        other = here.get(at, math.inf)
+        if value != other and not (math.isnan(value) and math.isnan(other)):
+            finite = math.isfinite(value - other)
+            found = max(found, abs(value - other) / max(abs(value), abs(other)) if finite else math.inf)
+    return found
+
+
+def _starts(path: Path) -> list[dict[str, Any]]:
+    """Returns of each start what its bits depend on; nothing of a run that does not say."""
+    starts = (read_json(path) or {}).get("starts", [])
+    return [
+        {
+            **{key: start.get(key) for key in ("round", "date", "engine", "precision")},
+            **{key: start["machine"].get(key) for key in ("cpu", "device", "threads", "processes")},
+            "torch": start["versions"]["torch"],
+            "commit": (start["code"]["package"] or {}).get("commit"),
+            "changed": bool((start["code"]["package"] or {}).get("changes")),
+        }
+        for start in starts
+    ]

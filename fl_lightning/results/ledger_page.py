@@ -1,0 +1,67 @@
+"""The page of a ledger: a table of means over seeds, differences to a reference on the same seeds, and its rows."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import yaml
+
+from fl_lightning.core import read_json
+from fl_lightning.results.compare import Group, compare
+from fl_lightning.results.ledger import FILE
+from fl_lightning.results.metrics import markdown
+from fl_lightning.results.paired import difference
+from fl_lightning.results.table import Markup, cell, columns
+
+ABOUT = "about.yaml"
+"""In the folder of a ledger: title, text, and the reference's folder."""
+
+
+def page(rows: Sequence[Path]) -> str:
+    """Returns the page of rows, as Markdown.
+
+    Args:
+        rows: The rows; ``about.yaml`` of the nearest folder above the first one gives title, text and reference.
+
+    Raises:
+        UserError: If a row is damaged.
+    """
+    about = _about(rows[0])
+    groups = compare(rows)
+    shown = [column for column in columns(groups) if column.table != "costs" and column.key not in ("std_rounds",)]
+    reference = next((group for group in groups if group.name == about.get("reference")), groups[0])
+    kept = {group.name: [read_json(row / FILE) for row in group.folders] for group in groups}
+    paired = [column for column in shown if column.key in ("mean", "lambda_max")]
+    bold = Markup(best="**{}**")
+    head = ["method", "seeds", "checked", *(c.head for c in shown), *(f"{c.title} − {reference.name}" for c in paired)]
+    lines = [
+        [
+            group.name,
+            str(len(group.runs)),
+            str(sum(any(check["same"] for check in row["checks"]) for row in kept[group.name])),
+            *(cell(group, column, groups, bold) for column in shown),
+            *(_difference(group, reference, column.of, column.form) for column in paired),
+        ]
+        for group in groups
+    ]
+    first = kept[groups[0].name][0]["starts"][0]
+    commits = sorted({start["commit"][:7] for of in kept.values() for row in of for start in row["starts"]})
+    made = f"Commits {', '.join(commits)}; {first['cpu']}, torch {first['torch']}, {first['precision']}."
+    checked = (
+        "*Checked* counts the rows that another process has trained again to the bit. Differences are means over the "
+        "common seeds, with 95 % intervals by Student's t."
+    )
+    return "\n\n".join([f"# {about['title']}", about["text"], markdown([head, *lines]), checked, made, ""])
+
+
+def _difference(group: Group, reference: Group, name: str, form: str) -> str:
+    found = None if group is reference else difference(group, reference, name)
+    if found is None or math.isnan(found.mean):
+        return ""
+    return found.text(f"+{form}")
+
+
+def _about(row: Path) -> dict[str, str]:
+    found = next((folder / ABOUT for folder in row.parents if (folder / ABOUT).is_file()), None)
+    text = {} if found is None else yaml.safe_load(found.read_text(encoding="utf-8"))
+    return {"title": "Ledger", "text": "", **text}

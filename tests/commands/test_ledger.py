@@ -1,0 +1,107 @@
+"""A ledger: runs become rows, rows are trained again and compared to the bit, and a page is made of them."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.runs import DIGITS, cli
+
+MEASURE = "--trainer.callbacks+={class_path: FlatnessMonitor, init_args: {every_n_rounds: 4, metrics: [LambdaMax]}}"
+
+
+@pytest.fixture(scope="module")
+def ledger(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The rows of two methods with two seeds each, of six rounds."""
+    root = tmp_path_factory.mktemp("ledger")
+    args = [*DIGITS, "--trainer.max_rounds=6", "--trainer.eval_every=3", "--seeds=0,1", MEASURE]
+    for model in ("FedAvg", "FedSAM"):
+        cli("fit", f"--model={model}", *args, f"--trainer.default_root_dir={root / 'runs'}", f"--trainer.name={model}")
+    cli("ledger", "add", str(root / "runs"), f"--into={root / 'rows'}")
+    (root / "rows" / "about.yaml").write_text(
+        yaml.safe_dump({"title": "Small", "text": "Digits.", "reference": "FedAvg"})
+    )
+    return root
+
+
+def row(ledger: Path) -> Path:
+    return ledger / "rows" / "FedSAM" / "seed_1"
+
+
+def run(ledger: Path) -> Path:
+    return ledger / "runs" / "FedSAM" / "seed_1" / "version_0"
+
+
+def test_a_row_is_a_run_without_checkpoints_and_without_its_machine(ledger: Path) -> None:
+    kept = {path.relative_to(ledger / "rows").as_posix() for path in (ledger / "rows").rglob("*") if path.is_file()}
+    names = ("config.yaml", "metrics.csv", "row.json")
+    assert kept == {"about.yaml"} | {f"{m}/seed_{s}/{n}" for m in ("FedAvg", "FedSAM") for s in (0, 1) for n in names}
+    assert not [path for path in kept if str(ledger) in (ledger / "rows" / path).read_text()]
+    about = json.loads((row(ledger) / "row.json").read_text())
+    assert (about["method"], about["rounds"], about["seed"], about["checks"]) == ("FedSAM", 6, 1, [])
+    assert about["starts"][0]["engine"] == "sequential"
+
+
+def test_times_of_left_out_rounds_are_summed(ledger: Path) -> None:
+    before, after = (list(csv.DictReader((folder / "metrics.csv").open())) for folder in (run(ledger), row(ledger)))
+    assert [line["round"] for line in after] == ["3", "4", "6"]
+    for name in ("time/round_s", "time/cpu_s"):
+        assert math.isclose(sum(float(line[name]) for line in before), sum(float(line[name]) for line in after))
+    whole = {line["round"]: line for line in before}
+    for line in after:
+        same = whole[line["round"]]
+        assert {k: v for k, v in line.items() if k[:5] != "time/"} == {
+            k: v for k, v in same.items() if k[:5] != "time/"
+        }
+
+
+def test_a_row_trained_again_is_equal_to_the_bit(ledger: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cli("ledger", "check", str(row(ledger)))
+    assert f"{row(ledger)}: equal to the bit" in capsys.readouterr().out
+    (check,) = json.loads((row(ledger) / "row.json").read_text())["checks"]
+    assert check["same"] and check["final"] == 0 and check["engine"] == "sequential"
+    cli("ledger", "add", str(ledger / "runs"), f"--into={ledger / 'rows'}")  # added again, the check stays
+    assert json.loads((row(ledger) / "row.json").read_text())["checks"] == [check]
+    cli("ledger", "page", str(ledger / "rows"))
+    page = capsys.readouterr().out
+    assert "# Small" in page and "| FedSAM | 2 | 1 |" in page and "− FedAvg" in page
+
+
+def test_a_row_with_another_bit_is_wrong(ledger: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    changed = ledger / "rows" / "FedAvg" / "seed_0"
+    text = (changed / "metrics.csv").read_text()
+    lines = list(csv.DictReader(text.splitlines()))
+    loss = lines[-1]["server/test/loss"]
+    (changed / "metrics.csv").write_text(text.replace(loss, str(math.nextafter(float(loss), 9))))
+    with pytest.raises(SystemExit, match="1 of 1 rows are not met"):
+        cli("ledger", "check", str(changed))
+    assert "server/test/loss" in capsys.readouterr().out
+    about = json.loads((changed / "row.json").read_text())
+    assert not about["checks"][-1]["same"]
+    # the same difference counts as another processor's
+    about["starts"][0]["cpu"] = "another"
+    (changed / "row.json").write_text(json.dumps(about))
+    cli("ledger", "check", str(changed))
+    assert "which is not the row's" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("args", "line"),
+    [
+        (["melt", "runs"], "action = melt: choose from add, check, page"),
+        (["check", "runs"], "no row of a ledger there"),
+        (["check", "rows", "--count=0"], "count = 0: at least 1"),
+        (["check", "rows/FedSAM/seed_1", "--data.batch_size=31"], "not met"),
+        (["check", "rows/FedSAM/seed_1", "--data.num_clients=5"], "trained on other data"),
+        (["add", "rows"], "the run has not ended"),
+    ],
+)
+def test_mistakes_are_a_line(ledger: Path, monkeypatch: pytest.MonkeyPatch, args: list[str], line: str) -> None:
+    monkeypatch.chdir(ledger)
+    with pytest.raises(SystemExit, match=line):
+        cli("ledger", *args)
