@@ -517,6 +517,23 @@ def test_drift_corrected_methods_are_exact(tmp_path: Path, algorithm: Any, optio
     close(fixed_point(tmp_path, quadratic(algorithm, **options), schedule), optimum, atol=1e-9)
 
 
+@pytest.mark.parametrize(("algorithm", "options", "slot"), [(SCAFFOLD, {}, "c"), (FedDyn, {"beta": 1.0}, "lam")])
+def test_an_error_of_the_server_slot_shifts_the_fixed_point(
+    tmp_path: Path, algorithm: Any, options: Any, slot: str
+) -> None:
+    """If the server's slot is off the mean of the clients' by e, as after a robust rule, then grad F ends at -e."""
+    e = torch.tensor([0.1, -0.2], dtype=torch.float64)
+
+    class Off(algorithm):
+        def server_step(self, server: State, sent: State, uploads: Any, ctx: Any) -> State:
+            after = super().server_step(server, sent, uploads, ctx)
+            return after.replace(**{slot: after[slot] + e}) if ctx.t == 3 else after  # type: ignore[no-any-return]
+
+    w = fixed_point(tmp_path, quadratic(Off, **options), [[0, 1]] * 60)
+    gradient = (torch.from_numpy(H[:, None]) * (w - torch.from_numpy(B))).mean(0)
+    close(gradient, -e, atol=1e-6)
+
+
 @pytest.mark.parametrize(("algorithm", "exact"), [(SCAFFOLD, True), (FedDyn, True), (FedAvg, False)])
 def test_eight_clients_of_unequal_work(tmp_path: Path, algorithm: Any, exact: bool) -> None:
     """f_i = h_i/2 ||w - b_i||^2, K_i from 3 to 8, half of the clients a round: the optimum, but for FedAvg."""

@@ -37,7 +37,7 @@ from fl_lightning import (
     UserError,
     algorithms,
 )
-from fl_lightning.core import ClientContext, DivergenceError, State
+from fl_lightning.core import ClientContext, DivergenceError, State, to_radius
 from fl_lightning.trainer import parallel_runs
 from fl_lightning.trainer.participation.samplers import CohortSampler
 from fl_lightning.trainer.run import Run
@@ -112,6 +112,18 @@ def test_server_slot_stays_the_mean_of_all_clients(golden: Golden, algorithm: An
         mean = sum((c[slot] for c in clients.values()), torch.zeros_like(server.w)) / 4
         torch.testing.assert_close(server[slot], mean, rtol=0, atol=1e-12)
     assert float(fit.server[slot].norm()) > 1e-3
+    assert all(fit.state.failures[kind] for kind in ("dropped", "late", "refused"))
+
+
+def test_perturbation_of_fedsmoo_is_that_of_the_accepted_clients(golden: Golden) -> None:
+    """s is the direction of their mean of mu_i - s_hat_i, of length rho, under all faults at once; or it stays."""
+    slow, wrong = Stragglers(deadline=3, sigma=1.0), Corrupt(share=0.25, each_round=True)
+    faults = Faults(0.1, 0.15, stragglers=slow, corrupt=wrong)
+    fit, record = golden.run(FedSMOO(golden.net(), optimizer=WD), faults=faults, seed=1, **EVERYBODY)
+    for t, results in enumerate(record.local):
+        accepted = [r.upload["s"] for k, r in results.items() if k not in wrong.clients(t, 4, 1)]
+        expected = to_radius(torch.stack(accepted).mean(0), 0.1) if accepted else record.server[t].s
+        torch.testing.assert_close(record.server[t + 1].s, expected, rtol=0, atol=1e-12)
     assert all(fit.state.failures[kind] for kind in ("dropped", "late", "refused"))
 
 
