@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from scipy.optimize import brentq
+from scipy.special import ndtr
 from torch import nn
 
 from fl_lightning import (
@@ -215,6 +217,53 @@ def test_epsilon_of_loss_distributions(options: dict[str, Any], rounds: int, rdp
     assert accountant.epsilon(rounds) == pytest.approx(pld, abs=6e-4)
     spent = [accountant.epsilon(t) for t in range(0, rounds + 1, rounds // 10)]
     assert spent == sorted(spent) and spent[0] == 0
+
+
+def integrated(loss: Any, normal: Any, rounds: int, delta: float) -> tuple[float, float]:
+    """Epsilon by our own integration, rounded down and up; nothing of dp-accounting.
+
+    The losses of one round go to a grid, rounded down or up, the FFT composes the rounds, and epsilon solves
+    ``E max(0, 1 - exp(epsilon - loss)) = delta``.
+
+    Args:
+        loss: Increasing privacy loss of what is released.
+        normal: Its distribution under one of two neighbours, as weights and means of unit normal numbers.
+    """
+    x = np.linspace(-12, 12, 2_000_001)
+    mass = np.diff(sum(weight * ndtr(x - mean) for weight, mean in normal))
+    step, half, found = 0.03 / rounds, 15.0, []
+    for rounded in (np.floor(loss(x[:-1]) / step), np.ceil(loss(x[1:]) / step)):
+        size = 2 ** math.ceil(math.log2(2 * half / step))
+        one = np.bincount(rounded.astype(int) % size, mass, size)
+        every = np.fft.irfft(np.fft.rfft(one) ** rounds, size).clip(0)
+        losses = step * ((np.arange(size) + size // 2) % size - size // 2)
+
+        def excess(e: float, losses: Any = losses, every: Any = every) -> float:
+            above = losses > e
+            return float((every[above] * -np.expm1(e - losses[above])).sum()) - delta
+
+        found.append(brentq(excess, 0, half, xtol=1e-6))
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize(("options", "rounds", "rdp", "pld"), [case for case in EPSILONS if case[0]["size"] < 100])
+def test_epsilon_by_integration(options: dict[str, Any], rounds: int, rdp: float, pld: float | None) -> None:
+    """PLD is what we get, and RDP is above; so is the bound for a replaced client, of an upload C in place of -C."""
+    q, z = options["size"] / options["m"], options["noise"]
+
+    def ratio(x: Any, mean: float) -> Any:
+        """Log of a release's density with the client, whose upload moves it by ``mean``, over that without."""
+        return np.logaddexp(np.log1p(-q), np.log(q) + x * mean - mean**2 / 2)
+
+    there = [(1 - q, 0.0), (q, 1 / z)]
+    if pld is None:
+        low, _ = integrated(lambda x: ratio(x, 1 / z) - ratio(x, -1 / z), there, rounds, options["delta"])
+        assert 1 < low < rdp
+    else:
+        removed = integrated(lambda x: ratio(x, 1 / z), there, rounds, options["delta"])
+        added = integrated(lambda x: -ratio(-x, 1 / z), [(1.0, 0.0)], rounds, options["delta"])
+        low, high = (max(pair) for pair in zip(removed, added, strict=True))
+        assert low < pld < high < rdp and high - low < 0.07
 
 
 def test_epsilon_of_one_release_by_hand() -> None:
