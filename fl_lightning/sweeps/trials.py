@@ -7,7 +7,7 @@ import time
 import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from fl_lightning.results.configs import differences, read_config
 from fl_lightning.results.headline import SUMMARY
 from fl_lightning.results.metrics import read_run, rounds_done
 from fl_lightning.sweeps.hyperband import StopEarly
-from fl_lightning.sweeps.workers import Here, Workers
+from fl_lightning.sweeps.workers import train_here, train_in_processes
 from fl_lightning.trainer import loop, parallel_runs
 from fl_lightning.trainer.storage.lock import InUse, check_unused, locked
 from fl_lightning.trainer.storage.run_folder import RunFolder
@@ -140,8 +140,9 @@ def run_trials(
     train = partial(_train, folder, build, resume, early)
     starts: Counter[tuple[str, int]] = Counter()
     several = jobs > 1 and len(groups) > 1
-    with Workers(jobs, train, made(folder) / LOG) if several else Here(train) as place:
-        for group, ended in place.train(groups):
+    place = train_in_processes(train, groups, jobs, made(folder) / LOG) if several else train_here(train, groups)
+    with closing(place):
+        for group, ended in place:
             yield from ended or ()
             names = {found.trial.name for found in ended or ()}
             left = [trial for trial in group if trial.name not in names]

@@ -1,85 +1,70 @@
 """Where groups of trials are trained: in this process, or in several that may be killed."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 Group = TypeVar("Group")
 Result = TypeVar("Result")
 
 
-class Here(Generic[Group, Result]):
-    """Trains groups in this process, one after another.
+def train_here(
+    function: Callable[[Group], Result], groups: deque[Group]
+) -> Generator[tuple[Group, Result | None], None, None]:
+    """Trains groups in this process, one after another; yields each with its result.
 
     Args:
         function: Trains a group, and returns what is known of it then.
+        groups: The groups; those that are appended meanwhile follow.
     """
-
-    def __init__(self, function: Callable[[Group], Result]) -> None:
-        self.function = function
-
-    def __enter__(self) -> Here[Group, Result]:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Does nothing."""
-
-    def train(self, groups: deque[Group]) -> Iterator[tuple[Group, Result | None]]:
-        """Yields each group with its result; groups that are appended meanwhile follow."""
-        while groups:
-            group = groups.popleft()
-            yield group, self.function(group)
+    while groups:
+        group = groups.popleft()
+        yield group, function(group)
 
 
-class Workers(Here[Group, Result]):
-    """Trains groups in several processes. One that is killed is replaced, and the others do not notice.
+def train_in_processes(
+    function: Callable[[Group], Result], groups: deque[Group], jobs: int, log: Path
+) -> Generator[tuple[Group, Result | None], None, None]:
+    """Trains groups in several processes; yields each as it ends, with its result, or None if its process was killed.
 
-    At the end of its context, or if this process ends in any way, the processes that still train save what is done, and
-    end. What they print goes to a file.
+    A process that is killed is replaced, and the others do not notice. When this generator is closed, or if the calling
+    process ends in any way, those that still train save what is done, and end. What they print goes to a file.
 
     Args:
+        function: As for `train_here`; it is pickled.
+        groups: As for `train_here`.
         jobs: Number of processes.
-        function: Trains a group; it is pickled.
         log: The file.
     """
-
-    def __init__(self, jobs: int, function: Callable[[Group], Result], log: Path) -> None:
-        super().__init__(function)
-        self.jobs, self.log = jobs, log
-        self._idle: list[_Worker] = []
-        self._busy: dict[_Worker, Group] = {}
-
-    def train(self, groups: deque[Group]) -> Iterator[tuple[Group, Result | None]]:
-        """Yields each group with its result as it ends, or with None if its process was killed."""
-        while groups or self._busy:
-            while groups and len(self._busy) < self.jobs:
-                worker = self._idle.pop() if self._idle else _Worker(self.function, self.log)
+    idle: list[_Worker] = []
+    busy: dict[_Worker, Group] = {}
+    try:
+        while groups or busy:
+            while groups and len(busy) < jobs:
+                worker = idle.pop() if idle else _Worker(function, log)
                 group = groups.popleft()
                 with suppress(OSError):  # it was killed while it was idle: it answers with the end of its pipe
                     worker.pipe.send(group)
-                self._busy[worker] = group
-            ready = wait([worker.pipe for worker in self._busy])
-            for worker in [worker for worker in self._busy if worker.pipe in ready]:
-                group, result = self._busy.pop(worker), None
+                busy[worker] = group
+            ready = wait([worker.pipe for worker in busy])
+            for worker in [worker for worker in busy if worker.pipe in ready]:
+                group, result = busy.pop(worker), None
                 try:
                     result = worker.pipe.recv()
-                    self._idle.append(worker)
+                    idle.append(worker)
                 except (EOFError, OSError):
                     worker.end()
                 yield group, result
-
-    def __exit__(self, *_: object) -> None:
-        workers = [*self._idle, *self._busy]
+    finally:
+        workers = [*idle, *busy]
         for worker in workers:
             worker.process.terminate()
         for worker in workers:
