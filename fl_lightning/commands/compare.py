@@ -6,9 +6,8 @@ from typing import Literal
 from rich.markup import escape
 from rich.table import Table
 
-from fl_lightning.commands.shared.new_files import make_folder
 from fl_lightning.commands.shared.output import show_table
-from fl_lightning.core import write_together
+from fl_lightning.core import make_folder, write_together
 from fl_lightning.results.compare import Group, compare, of_run
 from fl_lightning.results.curves import curve_files
 from fl_lightning.results.table import TABLES, Column, Markup, cell, columns, table_files

@@ -6,7 +6,7 @@ import torch
 
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.commands.shared.landscapes import number_of, save_figures
-from fl_lightning.commands.shared.new_files import make_folder
+from fl_lightning.core import make_folder
 from fl_lightning.data.corruptions import CORRUPTIONS, SEVERITIES, corrupted_cifar
 from fl_lightning.data.module import FederatedDataModule
 from fl_lightning.data.samples import Batch

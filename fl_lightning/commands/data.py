@@ -4,9 +4,8 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.table import Table
 
-from fl_lightning.commands.shared.new_files import make_folder
 from fl_lightning.commands.shared.output import show_table
-from fl_lightning.core import save_figure
+from fl_lightning.core import make_folder, save_figure
 from fl_lightning.data.histogram import class_counts, count_table, heat_map, histogram
 from fl_lightning.data.module import FederatedDataModule
 from fl_lightning.results.metrics import write_table

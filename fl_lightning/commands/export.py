@@ -6,8 +6,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from fl_lightning.commands.shared.new_files import make_folder
-from fl_lightning.core import ensure, write_atomically
+from fl_lightning.core import ensure, make_folder, write_atomically
 from fl_lightning.core.files import UNMARKED, fault
 from fl_lightning.trainer.storage import checkpoint
 from fl_lightning.trainer.storage.run_folder import RunFolder

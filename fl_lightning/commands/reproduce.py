@@ -12,11 +12,10 @@ from rich.table import Table
 
 from fl_lightning.commands.shared.arguments import seeds_of
 from fl_lightning.commands.shared.cli import FederatedCLI
-from fl_lightning.commands.shared.new_files import make_folder
 from fl_lightning.commands.shared.output import show_table
 from fl_lightning.commands.shared.prediction import Measured, as_bytes, as_time, measure, row_bytes
 from fl_lightning.commands.shared.trials import build, check
-from fl_lightning.core import ensure, require
+from fl_lightning.core import ensure, make_folder, require
 from fl_lightning.sweeps import reproduction_table
 from fl_lightning.sweeps.fraction import scaled_rounds
 from fl_lightning.sweeps.reproduction import Task, column, line, mark, select, tasks

@@ -88,6 +88,24 @@ def write_atomically(path: Path, content: str | bytes | Callable[[Any], object],
                 os.close(folder)
 
 
+def make_folder(path: str | Path, key: str = "out") -> Path:
+    """Creates a folder, if it is not there, and returns it.
+
+    Args:
+        path: The folder.
+        key: The setting that names another one.
+
+    Raises:
+        UserError: If it cannot be created.
+    """
+    folder = Path(path)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{key} = {path}: cannot create this folder ({error.strerror}); choose another one") from None
+    return folder
+
+
 def write_together(files: Mapping[Path, str | bytes]) -> None:
     """Writes files; none of them if a folder has the name of one.
 

@@ -11,12 +11,12 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from fl_lightning.core import require, write_atomically
+from fl_lightning.core import make_folder, require, write_atomically
 from fl_lightning.results.metrics import average, read_run, rounds_done, write_table
 from fl_lightning.sweeps.file import Objective, Sweep
 from fl_lightning.sweeps.hyperband import StopEarly
 from fl_lightning.sweeps.search import Settings
-from fl_lightning.sweeps.trials import Build, Check, Outcome, Trial, made, name_of, newest_run, run_trials
+from fl_lightning.sweeps.trials import Build, Check, Outcome, Trial, name_of, newest_run, run_trials
 from fl_lightning.trainer.storage.lock import locked
 from fl_lightning.trainer.storage.run_folder import RunFolder
 
@@ -73,7 +73,7 @@ class Controller:
         """
         with ExitStack() as stack:
             if self.sweep.method == "bayes":  # what it proposes depends on all that it has seen
-                stack.enter_context(locked(made(self.folder)))
+                stack.enter_context(locked(make_folder(self.folder)))
             for proposed in self._proposals(jobs):
                 new = [(settings, [self._trial(settings, seed) for seed in self.seeds]) for settings in proposed]
                 if check is not None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.core import UserError, ensure
+from fl_lightning.core import UserError, ensure, make_folder
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.results.configs import differences, read_config
 from fl_lightning.results.headline import SUMMARY
@@ -140,7 +140,11 @@ def run_trials(
     train = partial(_train, folder, build, resume, early)
     starts: Counter[tuple[str, int]] = Counter()
     several = jobs > 1 and len(groups) > 1
-    place = train_in_processes(train, groups, jobs, made(folder) / LOG) if several else train_here(train, groups)
+    place = (
+        train_in_processes(train, groups, jobs, make_folder(folder, "folder") / LOG)
+        if several
+        else train_here(train, groups)
+    )
     with closing(place):
         for group, ended in place:
             yield from ended or ()
@@ -197,19 +201,6 @@ def short(value: Any, digits: int = 6) -> str:
     return f"{value:.{digits}g}" if isinstance(value, float) else str(value)
 
 
-def made(folder: Path) -> Path:
-    """Returns a folder, which is created if it is not there.
-
-    Raises:
-        UserError: If it cannot be created.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{folder}: cannot be created ({error.strerror}); choose another folder") from None
-    return folder
-
-
 def _groups(trials: Sequence[Trial], width: int) -> list[list[Trial]]:
     """Returns the trials in groups that may be one program each."""
     alike: dict[tuple[str, ...], list[Trial]] = {}
@@ -237,7 +228,7 @@ def _train(folder: Path, build: Build, resume: bool, early: StopEarly | None, tr
         ended, free = [], []
         for trial in trials:
             try:
-                locks.enter_context(locked(made(folder / trial.name), LOCK))
+                locks.enter_context(locked(make_folder(folder / trial.name, "folder"), LOCK))
             except InUse:
                 continue
             if resume and (found := outcome(trial, folder)) is not None:  # another process has finished it

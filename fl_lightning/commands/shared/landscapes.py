@@ -15,8 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.commands.shared.new_files import make_folder
-from fl_lightning.core import Figure, ensure, save_figure
+from fl_lightning.core import Figure, ensure, make_folder, save_figure
 from fl_lightning.flatness import Batches, Values
 from fl_lightning.results.metrics import write_table
 from fl_lightning.trainer.measurements import PROTOCOL, MeasurementContext

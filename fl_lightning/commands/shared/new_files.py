@@ -1,29 +1,8 @@
-"""Folders and files that a command writes for its user."""
+"""Files that a command writes for its user into a new folder."""
 
 from collections.abc import Mapping
-from pathlib import Path
 
-from fl_lightning.core import UserError, ensure, write_atomically
-
-
-def make_folder(path: str | Path, argument: str = "out") -> Path:
-    """Creates a folder, if it is not there, and returns it.
-
-    Args:
-        path: The folder.
-        argument: The argument that names another one.
-
-    Raises:
-        UserError: If it cannot be created.
-    """
-    folder = Path(path)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(
-            f"{argument} = {path}: cannot create this folder ({error.strerror}); choose another one"
-        ) from None
-    return folder
+from fl_lightning.core import ensure, make_folder, write_atomically
 
 
 def write_new(folder: str, files: Mapping[str, str]) -> None:
