@@ -54,7 +54,7 @@ class Controller:
         self.search = sweep.search(seed)
         self.trials: list[Trial] = []
         self.outcomes: dict[str, Outcome] = {}
-        self._settings: list[tuple[Settings, list[Trial]]] = []
+        self._settings: dict[str, tuple[Settings, list[Trial]]] = {}
 
     def run(self, build: Build, jobs: int = 1, check: Check | None = None) -> Iterator[Outcome]:
         """Trains all trials, yields each when it has ended, and writes ``sweep.csv`` and ``best.yaml`` after each.
@@ -75,25 +75,23 @@ class Controller:
             if self.sweep.method == "bayes":  # what it proposes depends on all that it has seen
                 stack.enter_context(locked(make_folder(self.folder)))
             for proposed in self._proposals(jobs):
-                new = [(settings, [self._trial(settings, seed) for seed in self.seeds]) for settings in proposed]
-                if check is not None:
-                    for _, of_one in new:
+                asked = [(settings, [self._trial(settings, seed) for seed in self.seeds]) for settings in proposed]
+                known = len(self.trials)
+                for settings, of_one in asked:
+                    if check is not None:
                         check(of_one[0])
-                known = {trial.name for trial in self.trials}
-                self._settings += [(settings, of_one) for settings, of_one in new if of_one[0].name not in known]
-                every = {trial.name: trial for trial in (*self.trials, *(t for _, of_one in new for t in of_one))}
-                self.trials = list(every.values())
-                trials = [trial for name, trial in every.items() if name not in known]
+                    if of_one[0].name not in self._settings:
+                        self._settings[of_one[0].name] = settings, of_one
+                        self.trials += of_one
                 early = self._early()
-                ended = stack.enter_context(
-                    closing(run_trials(trials, self.folder, build, jobs, early=early, check=check))
-                )
+                ended = run_trials(self.trials[known:], self.folder, build, jobs, early=early, check=check)
+                stack.enter_context(closing(ended))
                 for found in ended:
                     yield self._record(found)
                     self.write()
                     if self._target_reached():
                         return
-                for settings, of_one in new:
+                for settings, of_one in asked:
                     value = self.value(of_one)
                     self.search.observe(settings, None if value is None else self.objective.sign * value)
 
@@ -135,7 +133,7 @@ class Controller:
 
     def best(self) -> tuple[Settings, list[Trial], float] | None:
         """Returns the settings with the best mean over their seeds, their trials, and that mean."""
-        found = [(settings, of_one, self.value(of_one)) for settings, of_one in self._settings]
+        found = [(settings, of_one, self.value(of_one)) for settings, of_one in self._settings.values()]
         valued = [(settings, of_one, value) for settings, of_one, value in found if value is not None]
         return min(valued, key=lambda item: self.objective.sign * item[2], default=None)
 
@@ -149,7 +147,6 @@ class Controller:
 
     def write(self) -> None:
         """Writes ``sweep.csv``, and the config of the best settings as ``best.yaml``."""
-        self.folder.mkdir(parents=True, exist_ok=True)
         keys = [*dict.fromkeys(key for trial in self.trials for key in trial.settings)]
         rows = []
         for trial in self.trials:
