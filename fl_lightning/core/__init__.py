@@ -24,7 +24,7 @@ from fl_lightning.core.figures import (
     style,
     wrapped,
 )
-from fl_lightning.core.files import make_folder, read_json, write_atomically, write_together, writing
+from fl_lightning.core.files import make_folder, parse_json, read_json, write_atomically, write_together, writing
 from fl_lightning.core.flat import EPS, FlatNet, FlatSpec, accumulator_dtype, is_finite, norm, to_device, to_radius
 from fl_lightning.core.forward import Autocast, eval_mode, forward_at, unchanged, variance_needed
 from fl_lightning.core.losses import enlarged, kl_to_teacher, not_true

@@ -12,6 +12,7 @@ from zlib import crc32
 import torch
 
 from fl_lightning.core.errors import UserError, ensure
+from fl_lightning.core.options import fits
 
 MARK = b"fl_lightning"
 """Precedes the checksum, a CRC-32 of all bytes before both, at the end of a file."""
@@ -145,16 +146,28 @@ def load(path: Path) -> Any:
         raise ValueError(f"not readable: {type(error).__name__}") from None
 
 
-def read_json(path: Path) -> Any:
-    """Returns the content of a JSON file; an empty dict if there is no such file.
+def read_json(path: Path, form: Any, empty: Any = None) -> Any:
+    """Returns the content of a JSON file of a run; ``empty`` if there is no such file.
+
+    Args:
+        path: The file.
+        form: The annotation that its content must fit, see `fl_lightning.core.options.fits`.
+        empty: An empty content.
 
     Raises:
-        UserError: If it is not readable.
+        UserError: If it is not readable, or has another form.
     """
+    return parse_json(path.read_bytes(), path, form) if path.is_file() else empty
+
+
+def parse_json(text: bytes, path: Path, form: Any) -> Any:
+    """Returns the content of a JSON text from a file; errors as for `read_json`."""
     try:
-        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        found = json.loads(text.decode())
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: not readable ({error}); restore or remove it") from None
+    ensure(fits(found, form), f"{path}: not what a run writes there; restore or remove it")
+    return found
 
 
 def fault(path: Path) -> str | None:

@@ -37,8 +37,7 @@ def eval_last_of(folder: Path) -> int:
         trainer = read_config(configs[-1]).get("trainer")
         value = trainer.get("eval_last") if isinstance(trainer, dict) else None
     else:
-        found = read_json(folder / SUMMARY)
-        value = found.get("last") if isinstance(found, dict) else None
+        value = read_json(folder / SUMMARY, dict, {}).get("last")
     return value if isinstance(value, int) else 1
 
 

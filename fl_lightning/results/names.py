@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from fl_lightning.core import ensure, read_json, require
+from fl_lightning.core import read_json, require
 
 Mode = Literal["max", "min"]
 """Whether the largest or the smallest value of a metric is the best."""
@@ -125,11 +125,8 @@ def read_directions(folder: Path) -> dict[str, Mode]:
     Raises:
         UserError: If the file is damaged.
     """
-    path = folder / DIRECTIONS
-    found = read_json(path)
-    fits = isinstance(found, dict) and all(mode in ("max", "min") for mode in found.values())
-    ensure(fits, f"{path}: not the directions of metrics; restore the file, or leave its run out")
-    return dict(found)
+    found: dict[str, Mode] = read_json(folder / DIRECTIONS, dict[str, Mode], {})
+    return found
 
 
 def is_flatness(metric: str) -> bool:

@@ -11,7 +11,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from fl_lightning.core import make_folder, require, write_atomically
+from fl_lightning.core import PositiveInt, make_folder, read_json, require, write_atomically
 from fl_lightning.results.metrics import average, read_run, rounds_done, write_table
 from fl_lightning.sweeps.file import Objective, Sweep
 from fl_lightning.sweeps.hyperband import StopEarly
@@ -101,7 +101,7 @@ class Controller:
             yield self.search.propose(sys.maxsize)
             return
         file = self.folder / BATCHES
-        sizes = json.loads(file.read_text()) if file.exists() else []
+        sizes: list[int] = read_json(file, list[PositiveInt], [])
         for k in count():
             proposed = self.search.propose((*sizes[k:], max(BATCH, -(-jobs // len(self.seeds))))[0])
             if not proposed:

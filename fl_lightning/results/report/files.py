@@ -11,20 +11,12 @@ from typing import Any
 
 import yaml
 
-from fl_lightning.core import ensure
+from fl_lightning.core import ensure, parse_json, read_json
 from fl_lightning.core.secrets import hidden_text, hidden_words
 from fl_lightning.results.clients import ClientTable, read_clients
 from fl_lightning.results.compare import Group, Seeds
 from fl_lightning.results.configs import config_files, flatten, read_config
-from fl_lightning.results.report.forms import (
-    Measured,
-    Monitored,
-    Partition,
-    Provenance,
-    Reproduced,
-    parse_form,
-    read_form,
-)
+from fl_lightning.results.report.forms import Measured, Monitored, Partition, Provenance, Reproduced
 
 Json = dict[str, Any]
 
@@ -114,7 +106,7 @@ def _read(group: Group, folder: Path, seeds: Seeds) -> RunFiles:
         clients=read_clients(folder),
         measurements=[*_monitored(folder / "flatness.jsonl"), *_measured(folder)],
         pictures=_below(folder, "png", "landscape", "interpolate"),
-        cells=read_form(folder / "reproduction.json", list[Reproduced], []),
+        cells=read_json(folder / "reproduction.json", list[Reproduced], []),
     )
 
 
@@ -125,7 +117,7 @@ def _text_of(config: Path, round: int) -> str:
 
 def _provenance(path: Path) -> Json:
     """Returns the content of ``provenance.json`` without the secrets that earlier versions have kept."""
-    found: Json = read_form(path, Provenance, {"starts": [], "changes": {}})
+    found: Json = read_json(path, Provenance, {"starts": [], "changes": {}})
     for start in found["starts"]:
         try:
             words = shlex.split(start["command"])
@@ -137,7 +129,7 @@ def _provenance(path: Path) -> Json:
 
 
 def _partition(path: Path) -> Json:
-    found: Json = read_form(path, Partition, {})
+    found: Json = read_json(path, Partition, {})
     named = len(found.get("names", range(found.get("classes", 0)))) == found.get("classes", 0)
     ensure(found == {} or (found["counts"] and named), f"{path}: not what a run writes there; restore or remove it")
     return found
@@ -148,14 +140,14 @@ def _monitored(path: Path) -> list[Json]:
     if not path.is_file():
         return []
     lines = [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
-    last = {found["name"]: found for found in (parse_form(line, path, Monitored) for line in lines)}
+    last = {found["name"]: found for found in (parse_json(line, path, Monitored) for line in lines)}
     return [{**found, "where": f"during the run, after round {found['round']}"} for found in last.values()]
 
 
 def _measured(folder: Path) -> list[Json]:
     measured = []
     for path in _below(folder, "json", "flatness"):
-        found = read_form(path, Measured)
+        found = read_json(path, Measured)
         where = f"{path.relative_to(folder)}, after round {found['round']}"
         measured += [{**measurement, "where": where} for measurement in found["measurements"]]
     return measured

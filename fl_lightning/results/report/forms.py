@@ -1,11 +1,9 @@
 """The forms of the JSON files in a run folder, as far as the page shows them."""
 
-import json
 from numbers import Real
-from pathlib import Path
 from typing import Annotated, Any, TypedDict
 
-from fl_lightning.core import Interval, NonNegative, UserError, ensure, fits
+from fl_lightning.core import Interval, NonNegative
 
 Number = Real | None
 """NaN and infinity included."""
@@ -111,27 +109,3 @@ class Reproduced(TypedDict, total=False):
     algorithm: str
     metric: str
     fraction: NonNegative
-
-
-def read_form(path: Path, form: Any, empty: Any = None) -> Any:
-    """Returns the content of a JSON file that has a form; ``empty`` if there is no such file.
-
-    Args:
-        path: The file.
-        form: Its annotation.
-        empty: An empty content.
-
-    Raises:
-        UserError: If it is not readable, or has another form.
-    """
-    return parse_form(path.read_bytes(), path, form) if path.is_file() else empty
-
-
-def parse_form(text: bytes, path: Path, form: Any) -> Any:
-    """Returns the content of a JSON text from a file; errors as for `read_form`."""
-    try:
-        found = json.loads(text.decode())
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: not readable ({error}); restore or remove it") from None
-    ensure(fits(found, form), f"{path}: not what a run writes there; restore or remove it")
-    return found

@@ -1,6 +1,5 @@
 """The live progress of a run, and the summary at its end."""
 
-import json
 from collections import deque
 from collections.abc import Mapping
 
@@ -11,7 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as Bar
 from rich.table import Column, Table
 
-from fl_lightning.core import NonNegative, NonNegativeInt
+from fl_lightning.core import NonNegative, NonNegativeInt, read_json
 from fl_lightning.results.headline import SUMMARY
 from fl_lightning.results.metrics import best_of, read_metrics
 from fl_lightning.results.names import mode_of, shown, title
@@ -100,8 +99,7 @@ class Progress(Callback):
             at, best = best_of(columns[name], mode_of(name, None, run.directions))
             table.add_row(title(name), _number(columns[name][-1][1]), _number(best), str(at))
         self.console.print(table)
-        if (run.folder.path / SUMMARY).exists():
-            found = json.loads((run.folder.path / SUMMARY).read_text())
+        if found := read_json(run.folder.path / SUMMARY, dict):
             spread = f" ± {_number(found['std'])}" if found["std"] else ""
             mean = (
                 f"mean {title(found['metric'])} {_number(found['mean'])}{spread} of {found['evaluations']} evaluations"
