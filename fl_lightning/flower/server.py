@@ -17,7 +17,7 @@ from fl_lightning.core import Init, State, Upload, UserError, ensure, require, s
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.engine import ENGINES, Engine, EngineName, Job, LocalResult
 from fl_lightning.flower.messages import CONTEXT, Message, NodeLost, Send, Value, checksum, row_of, version_in
-from fl_lightning.trainer.participation.failures import LINES
+from fl_lightning.trainer.participation.failures import LINES, listed
 from fl_lightning.trainer.run import Callback, Run
 from fl_lightning.trainer.storage.client_store import ClientStore
 from fl_lightning.trainer.trainer import FederatedTrainer
@@ -218,7 +218,7 @@ class RemoteEngine(Engine):
         if new := {node: error for node, error in failed.items() if node not in self._lost}:
             self.run.fabric.print(f"round {t + 1}: {_named(new)}; until it replies again, its clients are dropped")
         if again := sorted(self._lost & (asked - failed.keys())):
-            self.run.fabric.print(f"round {t + 1}: {_numbered(again)}: replies again")
+            self.run.fabric.print(f"round {t + 1}: {listed('node', again)}: replies again")
         self._lost = (self._lost - asked) | failed.keys()
 
     def _message(self, jobs: Sequence[Job]) -> Message:
@@ -302,9 +302,4 @@ def _named(failed: Mapping[int, UserError]) -> str:
     by_reason: dict[str, list[int]] = defaultdict(list)
     for node, error in sorted(failed.items()):
         by_reason[str(error)].append(node)
-    return "; ".join(f"{_numbered(nodes)}: {reason}" for reason, nodes in by_reason.items())
-
-
-def _numbered(nodes: Sequence[int]) -> str:
-    more = f" and {len(nodes) - LINES} more" if len(nodes) > LINES else ""
-    return f"node{'s' if len(nodes) > 1 else ''} {', '.join(map(str, nodes[:LINES]))}{more}"
+    return "; ".join(f"{listed('node', nodes)}: {reason}" for reason, nodes in by_reason.items())

@@ -1,12 +1,10 @@
 """Failures of clients: how often each was refused, dropped or late, and the lines that say so."""
 
-import csv
-import io
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from fl_lightning.core import write_atomically
+from fl_lightning.results.metrics import write_table
 
 Failures = Mapping[str, Mapping[int, int]]
 """How often each client failed, by kind (refused, dropped, late) and id."""
@@ -37,17 +35,19 @@ def new_lines(before: Failures, t: int, refused: Sequence[int]) -> list[str]:
     new = sorted(set(refused) - known.keys())
     if not new or len(known) >= LINES:
         return []
-    more = f" and {len(new) - LINES} more" if len(new) > LINES else ""
-    named = f"client{'s' if len(new) > 1 else ''} {', '.join(map(str, new[:LINES]))}{more}"
-    return [f"round {t + 1}: not finite and left out: {named} (each is named once; counts are in clients.csv)"]
+    named = f"{listed('client', new)} (each is named once; counts are in clients.csv)"
+    return [f"round {t + 1}: not finite and left out: {named}"]
+
+
+def listed(what: str, ids: Sequence[int]) -> str:
+    """Returns a text such as "clients 1, 2", which names at most `LINES` of them."""
+    more = f" and {len(ids) - LINES} more" if len(ids) > LINES else ""
+    return f"{what}{'s' if len(ids) > 1 else ''} {', '.join(map(str, ids[:LINES]))}{more}"
 
 
 def write(path: Path, failures: Failures) -> None:
     """Writes the table of all clients that failed, if there are any."""
-    clients = sorted({client for counts in failures.values() for client in counts})
-    if not clients:
-        return
-    kinds, text = ("dropped", "late", "refused"), io.StringIO()
-    rows = ([k, *(failures.get(kind, {}).get(k, 0) for kind in kinds)] for k in clients)
-    csv.writer(text).writerows([["client", *kinds], *rows])
-    write_atomically(path, text.getvalue())
+    kinds = ("dropped", "late", "refused")
+    if clients := sorted({client for counts in failures.values() for client in counts}):
+        rows = ([k, *(failures.get(kind, {}).get(k, 0) for kind in kinds)] for k in clients)
+        write_table(path, ["client", *kinds], rows)
