@@ -29,7 +29,6 @@ from fl_lightning.core.secrets import LEFT_OUT, hidden
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.results.configs import flatten
 from fl_lightning.results.yaml_text import check_yaml
-from fl_lightning.trainer.settings import Kind
 from fl_lightning.trainer.trainer import FederatedTrainer
 
 
@@ -95,10 +94,6 @@ def _own_classes(match: re.Match[str]) -> str:
         own.append("or a dotted path" if own else "by a dotted path")
     indent = 24 * " "
     return ",\n" + fill(f"classes: {', '.join(own)})", 80, initial_indent=indent, subsequent_indent=indent)
-
-
-KINDS: Mapping[str, Kind] = {"centralized": "centralized"}
-"""The subcommands that do not train a federation."""
 
 
 class FederatedCLI(LightningCLI):
@@ -256,9 +251,11 @@ class FederatedCLI(LightningCLI):
         positional = [given.pop(name) for name, p in self.parameters.items() if p.kind is p.POSITIONAL_ONLY]
         with made.trainer.environment() if "trainer" in self.parameters else nullcontext():
             if "trainer" in self.parameters:
-                asked, kind = made.get("ckpt_path"), KINDS.get(self.command, "federated")
-                require(kind == "centralized" or asked != "auto", "ckpt_path", asked, "give a checkpoint, last or best")
-                found = to_continue(made.trainer, made.model, made.data, asked, kind)
+                asked, central = made.get("ckpt_path"), self.command == "centralized"
+                require(central or asked != "auto", "ckpt_path", asked, "give a checkpoint, last or best")
+                found = to_continue(
+                    made.trainer, made.model, made.data, asked, "centralized" if central else "federated"
+                )
                 if "ckpt_path" in given:
                     given["ckpt_path"] = found
             self.function(*positional, *self.settings, **given)

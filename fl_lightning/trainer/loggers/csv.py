@@ -63,9 +63,7 @@ class CSVLogger(RunLogger):
 
     def _rewrite(self, columns: list[str], rows: list[dict[str, Any]]) -> None:
         text = io.StringIO()
-        writer = csv.DictWriter(text, columns)
-        writer.writeheader()
-        writer.writerows(rows)
+        csv.writer(text).writerows([columns, *([row.get(name, "") for name in columns] for row in rows)])
         write_atomically(self.path, text.getvalue())
         self.columns = columns
 
