@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
 from textwrap import fill
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from fl_lightning.core.errors import UserError
 from fl_lightning.core.files import write_together
@@ -64,12 +64,14 @@ def style() -> Any:
 
 
 @contextmanager
-def new_figure(width: float, height: float) -> Iterator[Figure]:
-    """Makes a figure, which is drawn in the context of `style`; sizes are in inches."""
+def new_figure(
+    width: float, height: float, layout: Literal["constrained", "compressed"] = "constrained"
+) -> Iterator[Figure]:
+    """Makes a figure, which is drawn in the context of `style`; sizes are in inches, the layout is matplotlib's."""
     import matplotlib.figure
 
     with style():
-        yield matplotlib.figure.Figure(figsize=(width, height), layout="constrained")
+        yield matplotlib.figure.Figure(figsize=(width, height), layout=layout)
 
 
 def log_levels(low: float, high: float) -> list[float]:

@@ -7,6 +7,7 @@ difference. Each function returns a ``matplotlib`` figure; `fl_lightning.core.fi
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -24,10 +25,10 @@ from fl_lightning.core import (
     Figure,
     line_style,
     log_levels,
+    new_figure,
     place_legend,
     require,
     scale_axis,
-    style,
     wrapped,
 )
 from fl_lightning.flatness.values import Array, Interpolation, Perturbation, Surface
@@ -58,8 +59,7 @@ def plot_surface(
     columns = len(surfaces) if len(sets) > 1 else min(len(surfaces), 4)
     rows = len(sets) if len(sets) > 1 else -(-len(surfaces) // columns)
     side = panel_side(columns, bars=1)
-    with style():
-        figure = new_figure(rows, columns, side, bottom=0.3)
+    with new_panels(rows, columns, side, bottom=0.3) as figure:
         panels: list[Axes] = []
         for name in sets:
             for label, surface in surfaces.items():
@@ -104,9 +104,8 @@ def plot_plane(
         grids["sum"] = (surface.normalized_sum(), "sum of scaled losses")
     columns = min(len(grids), 2)
     rows = -(-len(grids) // columns)
-    with style():
-        side = panel_side(columns, bars=columns) * min(aspect(surface), 1.0)
-        figure = new_figure(rows, columns, side, bottom=0.6)
+    side = panel_side(columns, bars=columns) * min(aspect(surface), 1.0)
+    with new_panels(rows, columns, side, bottom=0.6) as figure:
         panels: list[Axes] = []
         for i, (name, (grid, label)) in enumerate(grids.items(), start=1):
             axes = figure.add_subplot(rows, columns, i, title=name, xlabel=labels[0], ylabel=labels[1])
@@ -128,8 +127,7 @@ def plot_interpolation(results: Mapping[str, Interpolation], ends: tuple[str, st
     """
     lines = [(label, name) for label, r in results.items() for name in r.loss]
     with_accuracy = any(np.isfinite(r.accuracy[name]).any() for r in results.values() for name in r.accuracy)
-    with style():
-        figure = new_figure(1, 2 if with_accuracy else 1)
+    with new_panels(1, 2 if with_accuracy else 1) as figure:
         loss = figure.add_subplot(1, 2 if with_accuracy else 1, 1, ylabel="loss")
         accuracy = figure.add_subplot(1, 2, 2, ylabel="accuracy (%)") if with_accuracy else None
         for look, (label, name) in zip(line_styles(), lines, strict=False):
@@ -155,8 +153,7 @@ def plot_perturbation(results: Mapping[str, Perturbation]) -> Figure:
         results: The curves by the model's name.
     """
     lines = [(label, name) for label, r in results.items() for name in r.loss]
-    with style():
-        figure = new_figure(1, 2)
+    with new_panels(1, 2) as figure:
         steepest = figure.add_subplot(1, 2, 1, title="along the gradient", xlabel="$r$ (weight units)", ylabel="loss")
         k = len(next(iter(next(iter(results.values())).loss.values()))) - 1
         random = figure.add_subplot(1, 2, 2, title=f"{k} random directions", xlabel="$r$ (filter norms)")
@@ -185,8 +182,7 @@ def plot_spectrum(eigenvalues: Mapping[str, ArrayLike]) -> Figure:
 
     spectra = {label: np.sort(np.asarray(values, dtype=np.float64))[::-1] for label, values in eigenvalues.items()}
     most = max(map(len, spectra.values()))
-    with style():
-        figure = new_figure(1, 1)
+    with new_panels(1, 1) as figure:
         title = wrapped(next(iter(spectra)), 2.6) if len(spectra) == 1 else ""
         axes = figure.add_subplot(title=title, xlabel="index $i$", ylabel="eigenvalue $\\lambda_i$")
         for look, (label, values) in zip(line_styles(), spectra.items(), strict=False):
@@ -210,8 +206,7 @@ def plot_density(densities: Mapping[str, tuple[ArrayLike, ArrayLike]]) -> Figure
     Args:
         densities: By the model's name the eigenvalues ``(n,)`` and the density there ``(n,)``.
     """
-    with style():
-        figure = new_figure(1, 1)
+    with new_panels(1, 1) as figure:
         title = wrapped(next(iter(densities)), 2.6) if len(densities) == 1 else ""
         axes = figure.add_subplot(title=title, xlabel="eigenvalue $\\lambda$", ylabel="density", yscale="log")
         top = max(float(np.max(np.asarray(density))) for _, density in densities.values())
@@ -285,8 +280,8 @@ class Scale:
         bar.ax.yaxis.set_minor_locator(NullLocator())
 
 
-def new_figure(rows: int, columns: int, side: float = 1.9, bottom: float = 0.55) -> Figure:
-    """Returns a figure as wide as one column of a paper, or two.
+def new_panels(rows: int, columns: int, side: float = 1.9, bottom: float = 0.55) -> AbstractContextManager[Figure]:
+    """Makes a figure as wide as one column of a paper, or two; see `fl_lightning.core.figures.new_figure`.
 
     Args:
         rows: Rows of panels.
@@ -294,10 +289,7 @@ def new_figure(rows: int, columns: int, side: float = 1.9, bottom: float = 0.55)
         side: Height of a panel, in inches.
         bottom: Height of what is below the panels, in inches.
     """
-    from matplotlib.figure import Figure
-
-    width = COLUMN if columns == 1 else PAGE
-    return Figure(figsize=(width, rows * (side + 0.3) + bottom), layout="compressed")
+    return new_figure(COLUMN if columns == 1 else PAGE, rows * (side + 0.3) + bottom, "compressed")
 
 
 def panel_side(columns: int, bars: int) -> float:
