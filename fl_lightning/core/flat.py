@@ -89,6 +89,10 @@ class FlatSpec:
         lead = vector.shape[:-1]
         return {n: p.view(*lead, *s) for n, p, s in zip(self.names, parts, self.shapes, strict=True)}
 
+    def not_finite(self, vector: Tensor) -> str:
+        """Returns the first parameter in which a vector ``(d,)`` has a value that is not finite."""
+        return next(name for name, part in self.split(vector).items() if not bool(part.isfinite().all()))
+
     def mask(self, part_of_name: str, device: torch.device) -> Tensor:
         """Returns a mask ``(d,)`` of the weights of parameters whose name contains ``part_of_name``; it is cached."""
         key = (part_of_name, device)

@@ -89,13 +89,8 @@ class DebugEngine(SequentialEngine):
 
     def _check(self, what: str, value: Tensor, job: Job, step: int) -> None:
         if not bool(is_finite(value)):
+            where = "" if value.numel() == 1 else f" (first in {self.objective.flat.not_finite(value)})"
             raise DivergenceError(
                 f"round {job.ctx.t + 1}, client {job.client}, local step {step + 1} of {job.ctx.K}: {what} is not "
-                f"finite{self._culprit(what, value)}; lower model.optimizer.lr or set model.optimizer.clip"
+                f"finite{where}; lower model.optimizer.lr or set model.optimizer.clip"
             )
-
-    def _culprit(self, what: str, value: Tensor) -> str:
-        if value.numel() == 1:
-            return ""
-        parts = self.objective.flat.split(value)
-        return f" (first in {next(name for name, v in parts.items() if not bool(torch.isfinite(v).all()))})"

@@ -45,9 +45,7 @@ def culprit(values: Mapping[str, Tensor], flat: FlatSpec) -> str:
         flat: Layout of the tensors that have d numbers.
     """
     name = next(name for name, v in values.items() if not bool(is_finite(v)))
-    if values[name].shape != (flat.d,):
-        return name
-    return f"{name}, first in {next(n for n, v in flat.split(values[name]).items() if not bool(v.isfinite().all()))}"
+    return f"{name}, first in {flat.not_finite(values[name])}" if values[name].shape == (flat.d,) else name
 
 
 def growth(history: Norms) -> str:
