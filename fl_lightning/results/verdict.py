@@ -1,12 +1,8 @@
 """In words: did a run end in a flatter minimum than it was in before?"""
 
 import math
-from collections.abc import Sequence
 
 from fl_lightning.results.metrics import Columns
-
-Pairs = Sequence[tuple[int, float]]
-"""Values by round."""
 
 LAMBDA, LOSS = "flatness/lambda_max", "client/train/loss"
 
