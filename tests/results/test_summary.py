@@ -102,6 +102,13 @@ def test_rounds_of_the_headline(rounds: int, eval_last: int, last: int) -> None:
     assert last_rounds(rounds, last) == last  # summary.json of a run from Python stands for its setting
 
 
+def test_directions_of_another_form_are_one_line(tmp_path: Path) -> None:
+    folder = write(tmp_path / "run", {1: 0.5}, rounds=1)
+    (folder / "directions.json").write_text('{"acc": "up"}')
+    with pytest.raises(UserError, match=r"directions.json: not what a run writes there; restore or remove it$"):
+        summarise(folder)
+
+
 def test_one_headline_for_a_run(tmp_path: Path) -> None:
     """The window of the config, without one of the summary, else of the run's length; at a round; of flatness."""
     folder = write(tmp_path / "run", {t: t / 100 for t in range(1, 21)}, rounds=20, lambdas={10: 9.0, 20: 1.0})

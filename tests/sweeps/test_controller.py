@@ -88,6 +88,16 @@ def test_a_second_sweep_by_bayes_is_refused(tmp_path: Path) -> None:
         next(sweep.run(build))
 
 
+@pytest.mark.parametrize(("text", "what"), [("[4", "not readable"), ("{}", "not what a run writes there")])
+def test_damaged_sizes_of_batches_are_one_line(text: str, what: str, tmp_path: Path) -> None:
+    pytest.importorskip("optuna")
+    sweep = controller(tmp_path, [0.1], method="bayes", run_cap=1)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "batches.json").write_text(text)
+    with pytest.raises(UserError, match=rf"batches\.json: {what}[^\n]*; restore or remove it$"):
+        next(sweep.run(build))
+
+
 @pytest.mark.parametrize(("before", "after"), [(1, 9), (9, 1)])
 def test_bayes_follows_the_jobs_and_resumes_with_others(before: int, after: int, tmp_path: Path) -> None:
     """As many settings at a time as there are processes, at least 4; a sweep that goes on proposes what it did."""
