@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 
-from fl_lightning.commands.shared.new_files import make_folder
 from fl_lightning.commands.shared.trials import build
-from fl_lightning.core import UserError, ensure, files, read_json, require, write_atomically
+from fl_lightning.core import UserError, ensure, files, make_folder, require, write_atomically
 from fl_lightning.results import ledger
 from fl_lightning.results.compare import find_runs
 from fl_lightning.results.headline import SUMMARY as ENDED
@@ -71,7 +70,7 @@ def _add(run: Path, given: Path, into: Path) -> Path:
     parts = [part for part in run.relative_to(given).parts if not part.startswith("version_")]
     row = into.joinpath(*parts or [RunFolder(run).name])
     about = _about(run)
-    before = read_json(row / ledger.FILE)
+    before = ledger.about(row) if row.exists() else {}
     same = not before or before.get("weights") == about["weights"]
     ensure(same, f"{row}: a row with other weights; remove it, or give another folder by --into")
     for name, text in ledger.row_files(run, about).items():
@@ -107,12 +106,13 @@ def _check(rows: Sequence[Path], settings: Sequence[str], tolerance: float) -> N
     wrong = 0
     with TemporaryDirectory() as place:
         trials = [
-            Trial(name, (f"--config={row / 'config.yaml'}", *settings), COMMANDS[read_json(row / ledger.FILE)["kind"]])
+            Trial(name, (f"--config={row / 'config.yaml'}", *settings), COMMANDS[ledger.about(row)["kind"]])
             for name, row in by_name.items()
         ]
         for found in run_trials(trials, Path(place), build, resume=False):
             row = by_name[found.trial.name]
-            ensure(found.error is None and found.folder is not None, f"{row}: {found.error}")
+            if found.error is not None or found.folder is None:
+                raise UserError(f"{row}: {found.error}")
             again = ledger.compare_run(row, found.folder, _about(found.folder))
             good = again.same or (not again.alike and again.final <= tolerance)
             wrong += not good

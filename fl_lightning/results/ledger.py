@@ -31,12 +31,22 @@ def rows(folder: Path) -> list[Path]:
     return found
 
 
-def row_files(run: Path, about: Mapping[str, Any]) -> dict[str, str]:
+def about(row: Path) -> dict[str, Any]:
+    """Returns the content of a row's ``row.json``.
+
+    Raises:
+        UserError: If it is not readable.
+    """
+    found: dict[str, Any] = read_json(row / FILE, dict[str, Any])
+    return found
+
+
+def row_files(run: Path, ran: Mapping[str, Any]) -> dict[str, str]:
     """Returns the texts of a row, by file name.
 
     Args:
         run: The folder of a run.
-        about: What the checkpoint knows of it, such as a hash of its weights.
+        ran: What the checkpoint knows of it, such as a hash of its weights.
 
     Raises:
         UserError: If a file of the run is missing or damaged.
@@ -51,7 +61,7 @@ def row_files(run: Path, about: Mapping[str, Any]) -> dict[str, str]:
     text = {
         "settings": group_id(config),
         **seeds,
-        **about,
+        **ran,
         "starts": starts,
         "checks": [],
     }
@@ -121,19 +131,19 @@ class Again:
         return f"{place}the last evaluation is {self.final:.4f} away; relative differences: {far}"
 
 
-def compare_run(row: Path, run: Path, about: Mapping[str, Any]) -> Again:
+def compare_run(row: Path, run: Path, ran: Mapping[str, Any]) -> Again:
     """Compares a run of a row's config with the row.
 
     Args:
         row: The row.
         run: The folder of the run.
-        about: What its checkpoint knows of it, as for `row_files`.
+        ran: What its checkpoint knows of it, as for `row_files`.
 
     Raises:
         UserError: If its data are others.
     """
-    kept = read_json(row / FILE)
-    ensure(kept["data"] == about["data"], f"{row}: was trained on other data; give its data by --data...")
+    kept = about(row)
+    ensure(kept["data"] == ran["data"], f"{row}: was trained on other data; give its data by --data...")
     before, here = read_metrics(row / METRICS), read_metrics(run / METRICS)
     apart = {name: _apart(pairs, dict(here.get(name, ()))) for name, pairs in before.items() if name[:5] != "time/"}
     (start,) = _starts(run / "provenance.json")
@@ -141,12 +151,12 @@ def compare_run(row: Path, run: Path, about: Mapping[str, Any]) -> Again:
     evaluated = next(name for name in before if name.startswith("server/test/") and not name.endswith("/loss"))
     final = abs(before[evaluated][-1][1] - here[evaluated][-1][1])
     far = {name: value for name, value in apart.items() if value}
-    return Again(start, far, not far and kept["weights"] == about["weights"], alike, final)
+    return Again(start, far, not far and kept["weights"] == ran["weights"], alike, final)
 
 
 def note(row: Path, again: Again) -> None:
     """Writes into a row what a run of its config has found."""
-    kept = read_json(row / FILE)
+    kept = about(row)
     found = {**again.start, "same": again.same, "final": again.final}
     write_atomically(row / FILE, json.dumps({**kept, "checks": [*kept["checks"], found]}, indent=1) + "\n")
 
@@ -164,7 +174,7 @@ def _apart(before: Pairs, here: Mapping[float, float]) -> float:
 
 def _starts(path: Path) -> list[dict[str, Any]]:
     """Returns of each start what its bits depend on; nothing of a run that does not say."""
-    starts = (read_json(path) or {}).get("starts", [])
+    starts = read_json(path, dict[str, Any], {}).get("starts", [])
     return [
         {
             **{key: start.get(key) for key in ("round", "date", "engine", "precision")},

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import yaml
 
-from fl_lightning.core import read_json
+from fl_lightning.results import ledger
 from fl_lightning.results.compare import Group, compare
-from fl_lightning.results.ledger import FILE
 from fl_lightning.results.metrics import markdown
 from fl_lightning.results.paired import difference
 from fl_lightning.results.table import Markup, cell, columns
@@ -30,7 +29,7 @@ def page(rows: Sequence[Path]) -> str:
     groups = compare(rows)
     shown = [column for column in columns(groups) if column.table != "costs" and column.key not in ("std_rounds",)]
     reference = next((group for group in groups if group.name == about.get("reference")), groups[0])
-    kept = {group.name: [read_json(row / FILE) for row in group.folders] for group in groups}
+    kept = {group.name: [ledger.about(row) for row in group.folders] for group in groups}
     paired = [column for column in shown if column.key in ("mean", "lambda_max")]
     bold = Markup(best="**{}**")
     head = ["method", "seeds", "checked", *(c.head for c in shown), *(f"{c.title} − {reference.name}" for c in paired)]
