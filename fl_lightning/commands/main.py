@@ -35,7 +35,7 @@ def main(args: Sequence[str] | None = None) -> None:
         return
     if given[0] not in COMMANDS:
         value = "missing" if given[0].startswith("-") else given[0]
-        sys.exit(f"error: subcommand = {value}: choose from {', '.join(COMMANDS)}, or see --help")
+        sys.exit(f"error: subcommand = {_visible(value)}: choose from {', '.join(COMMANDS)}, or see --help")
     # classes in files of the working folder can be named; absolute, since a config is read from within its own folder
     sys.path.insert(0, os.getcwd())
     interruption = None
@@ -59,11 +59,16 @@ def main(args: Sequence[str] | None = None) -> None:
         mistake = find_user_error(error)
         if not first:
             sys.exit(1 if mistake is None else mistake.exit_code)
-        text = f"error{f' (process {rank})' if rank else ''}: {line}"
+        text = f"error{f' (process {rank})' if rank else ''}: {_visible(line)}"
         if mistake is None or mistake.exit_code == 1:
             sys.exit(text)
         print(text, file=sys.stderr)
         sys.exit(mistake.exit_code)
+
+
+def _visible(line: str) -> str:
+    """Returns a line with newlines, a terminal's codes and broken characters, as in the name of a file, as escapes."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
 
 
 def _complete() -> list[str]:

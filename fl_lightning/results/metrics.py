@@ -60,7 +60,9 @@ def read_numbers(path: Path, what: str, *whole: str) -> tuple[list[str], list[di
                 raise ValueError(f"{len(row)} cells, not {len(head)}")
             cells = [(name, cell) for name, cell in zip(head, row, strict=True) if cell or name in whole]
             found.append({name: int(cell) if name in whole else float(cell) for name, cell in cells})
-    except (ValueError, csv.Error) as error:
+            for name in whole:
+                float(found[-1][name])  # a whole number of 400 digits is none to calculate with
+    except (ValueError, OverflowError, csv.Error) as error:
         where = "" if line == 1 else f"line {line}: "
         raise UserError(
             f"{path}: not a table of {what} ({where}{error}); restore the file, or leave its run out"

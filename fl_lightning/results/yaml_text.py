@@ -1,5 +1,6 @@
 """Reads YAML, but refuses a key that is given twice and aliases that unfold without end."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,6 +9,10 @@ import yaml
 DEPTH, SIZE = 50, 100_000
 """Largest depth, and number of values with aliases unfolded."""
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+class NoValueError(yaml.YAMLError):
+    """A text is YAML, but one of its values cannot be made."""
 
 
 @dataclass
@@ -20,23 +25,27 @@ class _Open:
     size: int = 1
 
 
-def load_yaml(text: str) -> Any:
+def load_yaml(text: str, load: Callable[[str], Any] | None = None) -> Any:
     """Returns the content of a YAML text of plain values.
 
-    Raises:
-        yaml.YAMLError: As `check_yaml`, or if the text is no YAML.
-    """
-    check_yaml(text)
-    return yaml.load(text, Loader=LOADER)
-
-
-def check_yaml(text: str) -> None:
-    """Checks a text before it is loaded, in one pass over it.
+    Args:
+        text: The text.
+        load: Loads it once it is checked; None: PyYAML's loader of plain values.
 
     Raises:
         yaml.YAMLError: With the line, if a mapping has a key twice, an alias stands within its own anchor, or the text
-            is nested deeper than `DEPTH` or unfolds to more than `SIZE` values.
+            is nested deeper than `DEPTH` or unfolds to more than `SIZE` values; or if it is no YAML.
     """
+    try:
+        _check(text)
+        return yaml.load(text, Loader=LOADER) if load is None else load(text)
+    # PyYAML's own for 2026-99-99, !!bool x, !!timestamp x, 5,000 digits, half of a character
+    except (AttributeError, KeyError, ValueError) as error:
+        raise NoValueError(f"no value of YAML ({type(error).__name__}: {error})") from None
+
+
+def _check(text: str) -> None:
+    """Checks a text before it is loaded, in one pass over it."""
     stack, sizes = [_Open()], dict[str | None, int]()
     for event in yaml.parse(text, Loader=LOADER):
         line, key = f"line {event.start_mark.line + 1}", None

@@ -58,7 +58,7 @@ class Parameter:
         require(isinstance(given, Mapping), where, given, "give a mapping, such as {values: [0.05, 0.1]}")
         kind = given.get("distribution") or _default_distribution(given)
         known = {**NUMBERS, **{f"q_{name}": (*NUMBERS[name], "q") for name in QUANTIZED}, **LISTS}
-        require(kind in known, where, dict(given), "give value, values, min and max, or a distribution of W&B's")
+        require(str(kind) in known, where, dict(given), "give value, values, min and max, or a distribution of W&B's")
         names = known[kind]
         if extra := given.keys() - {"distribution", *names}:
             ensure(False, f"{where}.{min(extra)} = {given[min(extra)]}: {kind} has {', '.join(names)}")

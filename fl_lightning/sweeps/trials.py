@@ -196,7 +196,8 @@ def name_of(settings: Mapping[str, Any]) -> str:
 def short(value: Any, digits: int = 6) -> str:
     """Returns a setting in a few letters; a class as its name and options."""
     if isinstance(value, Mapping) and "class_path" in value:
-        options = [f"{key}_{short(option, digits)}" for key, option in (value.get("init_args") or {}).items()]
+        own = value.get("init_args") or {}
+        options = [f"{key}_{short(own[key], digits)}" for key in own] if isinstance(own, Mapping) else [str(own)]
         return "_".join([str(value["class_path"]).rpartition(".")[2], *options])
     return f"{value:.{digits}g}" if isinstance(value, float) else str(value)
 

@@ -143,6 +143,7 @@ def test_lists_name_the_key() -> None:
         ("x: {a: 1, a: 2}", "line 1: a is there twice"),
         ("a: &a [*a]", r"line 1: \*a stands within itself"),
         ("[" * 3000 + "]" * 3000, "line 1: nested deeper than 50"),
+        *((text, "Error: ") for text in ("2026-99-99", "!!bool x", "!!timestamp x", "!!int x", "9" * 5000, "\udcff")),
         ("a: &a [1, 1]\n" + "\n".join(f"{b}: &{b} [*{a}{f', *{a}' * 9}]" for a, b in pairwise("abcdefg")), "unfolds"),
     ],
 )  # fmt: skip

@@ -62,6 +62,7 @@ def line_of(*args: str) -> str:
         ("directions.json", "[]"),
         ("metrics.csv", FLAT + "1,1e308\n2,-1e308\n"),
         ("metrics.csv", FLAT + "1,x\n"),
+        ("metrics.csv", FLAT + "1" + "0" * 400 + ",0.5\n"),
         ("config.yaml", "trainer: {seed: [1]}\ndata: {init_args: {seed: {}}}\nmodel: 1\n"),
         ("config.yaml", "a: " + "[" * 3000),
         ("landscape/a.png/b", ""),
@@ -140,6 +141,20 @@ def test_a_folder_where_a_file_should_be(command: str, name: str, good: Path, tm
 )
 def test_runaways_are_refused_first(args: str, message: str) -> None:
     assert message in line_of(*args.split())
+
+
+@pytest.mark.parametrize("command", ["compare", "fit", "sweep", "test"])
+def test_names_that_write_on_the_terminal(command: str) -> None:
+    """Newlines and a terminal's codes are shown as escapes, a byte that is no text, too."""
+    arg = "a\nb\x1b[31m\udcff"
+    assert "a\\nb\\x1b[31m\\udcff" in line_of(command, *(["--config"] if command in ("fit", "test") else []), arg)
+    assert "a\\nb" in line_of(arg)
+
+
+@pytest.mark.parametrize("value", ["!!timestamp x", "!!bool x", "!!int x", "9" * 5000, "\udcff"])
+def test_values_that_yaml_cannot_make(value: str) -> None:
+    line = line_of("fit", "--config=quickstart", f"--trainer.max_rounds={value}")
+    assert line.startswith(f"error: trainer.max_rounds = {value[:60].encode('unicode_escape').decode()}: no value of YAML")
 
 
 @pytest.mark.parametrize(

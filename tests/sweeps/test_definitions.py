@@ -146,6 +146,7 @@ def test_a_file_as_wandb_takes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         ({"parameters": {"a": {"values": [1], "q": 2}}}, "parameters.a.q = 2: categorical has values"),
         ({"parameters": {"a": {"distribution": "log_uniform_values", "min": 0, "max": 1}}}, "a.min = 0: .*positive"),
         ({"parameters": {"a": {"distribution": "cauchy"}}}, "parameters.a = .*distribution of W&B's"),
+        ({"parameters": {"a": {"distribution": ["uniform"]}}}, "parameters.a = .*distribution of W&B's"),
         ({"metric": {"goal": "maximize"}}, "metric.name: missing"),
         ({"metric": {"name": "m", "goal": "max"}}, "metric.goal = max: choose from"),
         ({"early_terminate": {"type": "hyperband", "min_iter": 3}}, "metric: missing; early_terminate"),

@@ -138,6 +138,7 @@ def test_names_of_different_settings_differ() -> None:
         {path: 0.1 + 1e-16},
     ]
     same += [{"x": "1_y_2", "y": "3"}, {"x": "1", "y": "2_y_3"}, {path: {"class_path": "SGD", "init_args": {"lr": 1}}}]
+    same += [{path: {"class_path": "SGD", "init_args": [1]}}]
     names = [name_of(settings) for settings in same]
     assert len({*names}) == len(same) and max(map(len, names)) < 200
     assert name_of({"model.rho": 0.1, "trainer.seed": 0}) == "rho_0.1_seed_0"

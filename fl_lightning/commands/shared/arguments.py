@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from jsonargparse import get_loader  # type: ignore[attr-defined]
 
 from fl_lightning.commands.shared.configs import find_config
-from fl_lightning.core import require
+from fl_lightning.core import UserError, require
+from fl_lightning.results.yaml_text import NoValueError, load_yaml
 from fl_lightning.trainer.storage.run_folder import RunFolder
 
 PARTS = ("trainer", "model", "data")
@@ -143,7 +145,15 @@ def _readable(arg: str) -> str:
     name, equals, value = arg.partition("=")
     if equals and name == "--config":
         return f"{name}={find_config(value)}"
-    return f"{name}={_yaml(value)}" if equals and _option(arg) in PARTS else arg
+    if not equals or _option(arg) not in PARTS:
+        return arg
+    try:
+        load_yaml(value, get_loader("yaml"))
+    except NoValueError as error:
+        raise UserError(f"{name[2:]} = {value:.60}: {error}; give another one") from None
+    except yaml.YAMLError:
+        pass  # the parser takes it as text
+    return f"{name}={_yaml(value)}"
 
 
 def _yaml(value: str) -> str:

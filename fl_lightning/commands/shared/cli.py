@@ -28,15 +28,14 @@ from fl_lightning.core import ensure, generator, require
 from fl_lightning.core.secrets import LEFT_OUT, hidden
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.results.configs import flatten
-from fl_lightning.results.yaml_text import check_yaml
+from fl_lightning.results.yaml_text import load_yaml
 from fl_lightning.trainer.trainer import FederatedTrainer
 
 
 def _load(text: str) -> Any:
-    check_yaml(text)
     if text == "None":  # jsonargparse loads a nested null a second time, after it has made it text
         return None
-    value = get_loader("yaml")(text)
+    value = load_yaml(text, get_loader("yaml"))
     # an argument, of one line, holds no comment: --trainer.name '#1' is a name
     cut = "\n" not in text and " #" in f" {text}" and not isinstance(value, (list, dict))
     return text if cut and text.lstrip()[0] not in "'\"" else value
