@@ -44,7 +44,7 @@ def run(
     Raises:
         UserError: If a checkpoint is of another net.
     """
-    require(points >= 3, "points", points, "3 or more")
+    require(3 <= points <= 1_000_000, "points", points, "3 to 1,000,000")
     check_no_buffers(model)
     loaded = trainer.load(model, data, a)
     models, folder = models_of(loaded, [b]), output_folder(loaded, out, "interpolate")

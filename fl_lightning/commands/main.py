@@ -9,6 +9,7 @@ import re
 import signal
 import sys
 from collections.abc import Sequence
+from io import TextIOWrapper
 from pathlib import Path
 
 from fl_lightning import __version__
@@ -36,6 +37,8 @@ def main(args: Sequence[str] | None = None) -> None:
     if given[0] not in COMMANDS:
         value = "missing" if given[0].startswith("-") else given[0]
         sys.exit(f"error: subcommand = {_visible(value)}: choose from {', '.join(COMMANDS)}, or see --help")
+    if isinstance(sys.stdout, TextIOWrapper):  # a name may have letters that the terminal does not, or be no text
+        sys.stdout.reconfigure(errors="backslashreplace")
     # classes in files of the working folder can be named; absolute, since a config is read from within its own folder
     sys.path.insert(0, os.getcwd())
     interruption = None

@@ -16,6 +16,8 @@ from fl_lightning.data import FederatedDataModule
 from fl_lightning.trainer.trainer import FederatedTrainer
 
 SUMMARY = "Predict hours, memory and bits of a fit, from a few rounds that are measured here."
+MOST = 1_000_000
+"""Rounds of a run that a plan goes through."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,7 @@ def plan(
     """
     require(devices >= 1, "devices", devices, "at least 1")
     require(nodes >= 1, "nodes", nodes, "at least 1")
+    require(trainer.max_rounds <= MOST, "trainer.max_rounds", trainer.max_rounds, f"at most {MOST:,} to go through")
     cpu, world = trainer.fabric.device.type == "cpu", devices * nodes
     share = None if devices == 1 else max(1, (os.cpu_count() or 1) // devices)  # as Fabric divides the threads
     measured = measure(trainer, model, data, trainer.threads or share)

@@ -45,7 +45,8 @@ def read_config(path: Path) -> dict[str, Any]:
     """
     try:
         found = load_yaml(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
+        json.dumps(found, sort_keys=True, default=str)  # keys that are no text, as those of `group_key` are
+    except (OSError, ValueError, TypeError, yaml.YAMLError, RecursionError) as error:
         what = " ".join(f"{type(error).__name__}: {error}".split())
         raise UserError(f"{path}: not readable ({what:.120}); put the run's own file back") from None
     if not isinstance(found, dict):

@@ -9,11 +9,12 @@ import torch
 
 from fl_lightning.core import UserError, ensure, files
 from fl_lightning.core.frozen import constants, load_constants
+from fl_lightning.results.configs import flatten
 from fl_lightning.trainer.aggregation.noise import NoiseKey
 from fl_lightning.trainer.participation import failures
 from fl_lightning.trainer.run import Run, by_key
 from fl_lightning.trainer.runtime.collectives import on_rank_zero
-from fl_lightning.trainer.storage import checkpoint
+from fl_lightning.trainer.storage import checkpoint, records
 from fl_lightning.trainer.storage.checkpoint import REMEDY
 from fl_lightning.trainer.storage.lock import check_unused
 from fl_lightning.trainer.storage.run_folder import RunFolder
@@ -56,11 +57,13 @@ def _about(run: Run, pin: bool) -> dict[str, Any]:
         "frozen": run.frozen,
         "kind": run.kind,
         "identity": _identity(run),
+        "config": flatten(run.config),
         "engine": run.engine_name,
         "noise": None if key is None else {"key": key.secret.hex(), "settings": digest(run, run.engine_name)},
         "buffers": None if buffers is None else buffers.first,
         "clients": run.clients.state_dict(pin=pin),
         "elapsed": run.elapsed,
+        "records": records.checksums(run.folder.path, run.rounds_done),
         "callbacks": {key: x.state_dict() for key, x in by_key(run.callbacks).items()},
         "loggers": {key: x.state_dict() for key, x in by_key([*run.run_loggers]).items()},
     }

@@ -9,7 +9,7 @@ from fl_lightning.core import UserError
 from fl_lightning.core.files import disk_error
 from fl_lightning.trainer.run import Run, by_key
 from fl_lightning.trainer.runtime.collectives import on_rank_zero
-from fl_lightning.trainer.storage import provenance
+from fl_lightning.trainer.storage import provenance, records
 from fl_lightning.trainer.storage.lock import locked
 from fl_lightning.trainer.storage.run_folder import RunFolder
 
@@ -70,7 +70,9 @@ def _prepare_folder(run: Run, lock: ExitStack) -> None:
         lock.enter_context(locked(run.folder.path))
         for logger, state in run.run_loggers.items() if run.rounds_done else ():
             logger.check(run.folder.path, state, run.rounds_done)
-        if run.config and (said := run.folder.write_config(run.config, run.rounds_done)):
+        records.check(run.folder.path, run.rounds_done, run.restored.get("records", {}))
+        before = run.restored.get("config", {})
+        if run.config and (said := run.folder.write_config(run.config, run.rounds_done, before)):
             run.fabric.print(said)
         provenance.write(
             run.folder.path, run.rounds_done, run.fabric.device, run.fabric.world_size,

@@ -215,6 +215,7 @@ def test_command_takes_devices_of_the_config(tmp_path: Path, capsys: pytest.Capt
     ("arg", "says"),
     [
         ("--devices=0", "devices = 0: at least 1"),
+        ("--trainer.max_rounds=1000000000000", "trainer.max_rounds = 1000000000000: at most 1,000,000 to go through"),
         ("--devices=two", "devices = two: expected int"),
         ("--trainer.devices=auto", "trainer.devices = auto: give their number by --devices"),
     ],

@@ -65,6 +65,8 @@ def line_of(*args: str) -> str:
         ("metrics.csv", FLAT + "1" + "0" * 400 + ",0.5\n"),
         ("config.yaml", "trainer: {seed: [1]}\ndata: {init_args: {seed: {}}}\nmodel: 1\n"),
         ("config.yaml", "a: " + "[" * 3000),
+        ("config.yaml", "a: 2026-99-99"),
+        *(("config.yaml", text) for text in ("trainer: {1: x, a: y}", "5: x\nnull: y")),
         ("landscape/a.png/b", ""),
         ("config_round_1.yaml/b", ""),
     ],
@@ -79,6 +81,21 @@ def test_report_refuses_a_hostile_run_folder(
     monkeypatch.chdir(tmp_path)
     line_of("report", "r", "--out", "report")
     assert not Path("report").exists()
+
+
+def test_a_damaged_config_is_said_when_it_is_resumed(
+    good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its checkpoint knows the settings: a bit of the file that has flipped does not change them in silence."""
+    folder = tmp_path / "r/version_0"
+    shutil.copytree(good, folder)
+    monkeypatch.chdir(tmp_path)
+    text = (folder / "config.yaml").read_text()
+    assert text.count("    batch_size: 32\n") == 1
+    (folder / "config.yaml").write_text(text.replace("    batch_size: 32\n", "    batch_size: 36\n"))
+    cli("fit", f"--ckpt_path={folder / 'checkpoints/last.ckpt'}", "--trainer.max_rounds=3")
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("settings changed after round 2")]
+    assert len(said) == 1 and "data.batch_size: 32 -> 36" in said[0]
 
 
 @pytest.mark.parametrize("file", ["metrics.csv", "summary.json"])
@@ -154,7 +171,9 @@ def test_names_that_write_on_the_terminal(command: str) -> None:
 @pytest.mark.parametrize("value", ["!!timestamp x", "!!bool x", "!!int x", "9" * 5000, "\udcff"])
 def test_values_that_yaml_cannot_make(value: str) -> None:
     line = line_of("fit", "--config=quickstart", f"--trainer.max_rounds={value}")
-    assert line.startswith(f"error: trainer.max_rounds = {value[:60].encode('unicode_escape').decode()}: no value of YAML")
+    assert line.startswith(
+        f"error: trainer.max_rounds = {value[:60].encode('unicode_escape').decode()}: no value of YAML"
+    )
 
 
 @pytest.mark.parametrize(

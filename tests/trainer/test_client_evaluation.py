@@ -324,11 +324,15 @@ def test_a_resumed_run_has_the_rows_of_a_whole_one(tmp_path: Path) -> None:
         (FILE, "round,client\nnonsense\n"),
         ("flatness.jsonl", lines[20:]),
         ("flatness.jsonl", "[]\n"),
+        (FILE, rows[:-2] + chr(ord(rows[-2]) ^ 1) + "\n"),  # a digit
+        ("flatness.jsonl", lines.replace('"value": ', '"value": 1', 1)),
     ):
         (part / FILE).write_text(rows)
         (part / "flatness.jsonl").write_text(lines)
         (part / name).write_text(damaged)
-        with pytest.raises(SystemExit, match=rf"^error: {part / name}: a line has no round; restore [^\n]*$"):
+        with pytest.raises(
+            SystemExit, match=rf"^error: {part / name}: a line is not as the run has written it; restore [^\n]*$"
+        ):
             run("fit", *args, "--trainer.max_rounds=4", "--ckpt_path=last", root=tmp_path / "part")
 
 

@@ -109,9 +109,11 @@ FORM: dict[str, Any] = {
     "frozen": str,
     "kind": Kind,
     "identity": dict,
+    "config": dict[str, str],
     "engine": EngineName,
     "noise": lambda noise: noise is None or _is(noise, {"key": _is_key, "settings": str}),
     "elapsed": float,
+    "records": dict[str, int],
     "callbacks": dict,
     "loggers": dict,
 }

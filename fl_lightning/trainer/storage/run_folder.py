@@ -13,7 +13,7 @@ import yaml
 
 from fl_lightning.core import UserError, ensure, write_atomically
 from fl_lightning.core.frozen import FILE
-from fl_lightning.results.configs import changes, config_files, read_config
+from fl_lightning.results.configs import changes, config_files, flatten
 
 
 class RunFolder:
@@ -76,28 +76,28 @@ class RunFolder:
                 ) from None
         raise AssertionError("unreachable")
 
-    def write_config(self, config: Mapping[str, Any], rounds_done: int) -> str | None:
+    def write_config(self, config: Mapping[str, Any], rounds_done: int, before: Mapping[str, str]) -> str | None:
         """Writes a run's config; that of a resumed run to a file of its own, and only if it differs.
 
         Args:
             config: The config.
             rounds_done: Rounds done. Configs of later rounds, which are trained once more, are removed.
+            before: The checkpoint's settings, flattened: a file may be damaged. Empty: there are none.
 
         Returns:
             What has changed, as a line to print.
 
         Raises:
-            UserError: If it cannot be written, or the one before is not readable.
+            UserError: If it cannot be written.
         """
-        files = config_files(self.path)
-        before = next((read_config(path) for round, path in reversed(files.items()) if round < rounds_done), None)
+        files, now = config_files(self.path), flatten(config)
         path = self.path / f"config_round_{rounds_done}.yaml" if rounds_done else self.config
-        if before != config:
+        if before != now:
             write_atomically(path, yaml.safe_dump(dict(config), sort_keys=False))
         for round, later in files.items():
-            if round > rounds_done or (round == rounds_done and before == config):
+            if round > rounds_done or (round == rounds_done and before == now):
                 later.unlink()
-        if before is None or before == config:
+        if not before or before == now:
             return None
         return f"settings changed after round {rounds_done}, see {path.name}: {'; '.join(changes(before, config))}"
 
