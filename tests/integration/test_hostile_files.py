@@ -56,7 +56,7 @@ def line_of(*args: str) -> str:
         ),
         *(
             ("reproduction.json", text)
-            for text in ("5", "[[]]", '[{"paper": ["x"]}]', '[{"fraction": "x"}]', '{"paper": "x"}')
+            for text in ("5", "[[]]", '{"a": {}}', '[{"paper": ["x"]}]', '[{"fraction": "x"}]', '{"paper": "x"}')
         ),
         ("client_evaluation.csv", "client,acc\n1,x\n"),
         ("directions.json", "[]"),

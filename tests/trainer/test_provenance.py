@@ -116,11 +116,15 @@ def test_no_secrets(clone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert provenance.command_line() == "python -m fl_lightning fit"
 
 
-def test_an_unreadable_file_is_not_overwritten(tmp_path: Path) -> None:
-    (tmp_path / "provenance.json").write_text("{cut")
+@pytest.mark.parametrize(
+    "text", ["{cut", "[" * 100_000, '{"starts": null, "changes": {}}', '{"starts": "x", "changes": {}}',
+             '{"starts": [5], "changes": {}}', '{"starts": [], "changes": "x"}'],
+)  # fmt: skip
+def test_an_unreadable_file_is_not_overwritten(text: str, tmp_path: Path) -> None:
+    (tmp_path / "provenance.json").write_text(text)
     with pytest.raises(UserError, match=r"provenance\.json: not readable; restore it, or remove it to go on without$"):
         written(tmp_path)
-    assert (tmp_path / "provenance.json").read_text() == "{cut"
+    assert (tmp_path / "provenance.json").read_text() == text
 
 
 def test_partitions_are_bounded(tmp_path: Path) -> None:

@@ -96,10 +96,13 @@ class Measured(TypedDict):
     measurements: list[Measurement]
 
 
-class Reproduced(TypedDict, total=False):
+class _Reproduced(TypedDict):
+    paper: str
+
+
+class Reproduced(_Reproduced, total=False):
     """A paper's cell that a run reproduces."""
 
-    paper: str
     table: str
     dataset: str
     model: str

@@ -29,7 +29,7 @@ def papers(runs: Runs) -> list[tuple[str, float, Line]]:
     """Returns the name of our runs, the share of the paper's rounds that they have, and both numbers."""
     rows = []
     for group, files in runs:
-        cells = {tuple(sorted(found.items())): found for run in files for found in run.cells}
+        cells = {json.dumps(found, sort_keys=True): found for run in files for found in run.cells}
         for found in cells.values():
             (paper, *_) = find(**{key: found[key] for key in COLUMNS if key in found})
             fraction = float(found.get("fraction", 1))

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 import fl_lightning
-from fl_lightning.core import UserError, write_atomically
+from fl_lightning.core import UserError, fits, write_atomically
 from fl_lightning.core.secrets import hidden_text, hidden_words
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.data.histogram import histogram
@@ -57,7 +57,9 @@ def write(folder: Path, round: int, device: torch.device, processes: int, **exec
     try:
         kept = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"starts": [], "changes": {}}
         starts, changes = kept["starts"], kept["changes"]
-    except (ValueError, KeyError, TypeError):
+        if not (fits(starts, list[dict]) and fits(changes, dict[str, str])):
+            raise ValueError
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise UserError(f"{path}: not readable; restore it, or remove it to go on without") from None
     found = {"working folder": _code(Path.cwd()), "package": package()}
     changes |= {code["changes"]: hidden_text(code["diff"]) for code in found.values() if code and code["changes"]}
