@@ -11,7 +11,7 @@ DEPTH, SIZE = 50, 100_000
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
-class NoValueError(yaml.YAMLError):
+class NoValueError(yaml.YAMLError):  # type: ignore[misc]
     """A text is YAML, but one of its values cannot be made."""
 
 
