@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from jsonargparse import get_loader  # type: ignore[attr-defined]
+from jsonargparse import get_loader
 
 from fl_lightning.commands.shared.configs import find_config
 from fl_lightning.core import UserError, require

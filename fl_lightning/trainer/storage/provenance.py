@@ -57,7 +57,7 @@ def write(folder: Path, round: int, device: torch.device, processes: int, **exec
     try:
         kept = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"starts": [], "changes": {}}
         starts, changes = kept["starts"], kept["changes"]
-        if not (fits(starts, list[dict]) and fits(changes, dict[str, str])):
+        if not (fits(starts, list[dict[str, Any]]) and fits(changes, dict[str, str])):
             raise ValueError
     except (ValueError, KeyError, TypeError, RecursionError):
         raise UserError(f"{path}: not readable; restore it, or remove it to go on without") from None
