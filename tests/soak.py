@@ -2,7 +2,7 @@
 
 First, one long run with faults shows that memory stays flat.
 
-Run ``make soak``, or ``python -m tests.soak --forked 450 --real 50``. With 500 kills and no loss, a loss of more than
+Run ``make soak``, or ``python -m tests.soak --forked 400 --real 40``. With 500 kills and no loss, a loss of more than
 0.6 % of kills is refuted at 95 % (the rule of three, 3 / 500). Most kills hit forks of this process, which start in
 milliseconds, so that they fall into rounds and saves rather than imports; the real ones show that forks differ in
 nothing.
@@ -11,6 +11,8 @@ nothing.
 from __future__ import annotations
 
 import argparse
+import csv
+import os
 import random
 import resource
 import shutil
@@ -19,10 +21,12 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from contextlib import ExitStack, redirect_stderr
+from contextlib import ExitStack, redirect_stderr, suppress
 from dataclasses import dataclass, field
 from io import StringIO
 from pathlib import Path
+
+import yaml
 
 from fl_lightning import (
     SGD,
@@ -70,6 +74,13 @@ OPTIONS: dict[str, list[str]] = {
         "--trainer.faults.corrupt.share=0.1", "--trainer.faults.corrupt.kind=sign_flip",
         "--trainer.faults.corrupt.each_round=true", "--trainer.callbacks+=Checkpoints",
         "--trainer.callbacks.every_n_rounds=1",
+    ],
+    "private clients that are lost and broken": [
+        "--trainer.privacy=GaussianPrivacy", "--trainer.privacy.clip=1", "--trainer.privacy.noise_multiplier=1",
+        "--trainer.privacy.noise_seed=1", "--trainer.sampler=BernoulliSampler", "--trainer.sampler.p=0.5",
+        "--trainer.on_divergence=continue", "--trainer.faults=Faults", "--trainer.faults.drop_before=0.1",
+        "--trainer.faults.corrupt=Corrupt", "--trainer.faults.corrupt.share=0.1", "--trainer.callbacks+=Checkpoints",
+        "--trainer.callbacks.every_n_rounds=2",
     ],
 }  # fmt: skip
 """Options of the runs, by name; new options of the trainer that keep state belong here."""
@@ -137,6 +148,50 @@ class Soak:
             self.losses.append(f"{kind}, {name}, {model}: {error!r:.300}")
         shutil.rmtree(root)
 
+    def sweep(self, kills: int) -> None:
+        """Kills workers of sweeps, and now and then the sweep itself, until so many have hit, sweep after sweep."""
+        settings = OPTIONS["private clients that are lost and broken"]
+        file = self.folder / "sweep.yaml"
+        text = {
+            "program": "fl-lightning", "method": "grid", "metric": {"name": "server/test/acc"},
+            "parameters": {"model": {"values": MODELS}, "trainer.seed": {"values": [0, 1]}},
+            "command": ["fl-lightning", "fit", *DIGITS, f"--trainer.max_rounds={10 * ROUNDS}", *settings, "${args}"],
+        }  # fmt: skip
+        file.write_text(yaml.safe_dump(text))
+        whole, number = self._swept(file, self.folder / "whole sweep", 0), 0
+        while self.kills["sweeps"] < kills:
+            found = self._swept(file, self.folder / f"sweeps {number}", kills)
+            for name, folder in found.items():
+                try:
+                    assert_same(state(folder), state(whole[name]))
+                    assert metrics(folder) == metrics(whole[name])
+                    assert incidents(folder) == incidents(whole[name])
+                except (AssertionError, ValueError, OSError) as error:
+                    self.losses.append(f"sweeps, {name}: {error!r:.300}")
+            if found.keys() != whole.keys():
+                self.losses.append(f"sweeps: {found.keys()} have ended, not {whole.keys()}")
+            self.runs["sweeps"] += len(found)
+            number += 1
+
+    def _swept(self, file: Path, root: Path, kills: int) -> dict[str, Path]:
+        """The run folder of each trial of a sweep by two workers, which is started until all have finished."""
+        while True:
+            with forked("sweep", str(file), "--jobs=2", f"--out={root}", cwd=self.folder) as child:
+                while child.poll() is None and self.kills["sweeps"] < kills:
+                    time.sleep(self.draw.uniform(0, 20))
+                    victims = [*workers(child.pid), *workers(child.pid), child.pid]
+                    with suppress(ProcessLookupError):
+                        os.kill(self.draw.choice(victims), signal.SIGKILL)
+                        self.kills["sweeps"] += 1
+                said = child.communicate(timeout=600)
+            if child.returncode == 0:
+                break
+            if child.returncode not in (-signal.SIGKILL, 1):  # 1: a trial's worker was killed too often
+                self.losses.append(f"sweeps: exit {child.returncode}, {said}")
+                break
+        with (root / file.stem / "sweep.csv").open(newline="") as table:
+            return {row["model"] + row["trainer.seed"]: Path(row["folder"]) for row in csv.DictReader(table)}
+
     def _unbroken(self, kind: str, args: list[str]) -> tuple[Path, float]:
         """The run of the same kind that is not killed, and its seconds; sums by process differ in rounding."""
         key = ("two" if kind == "two processes" else "one", *args)
@@ -199,6 +254,17 @@ def long_run(folder: Path, rounds: int) -> list[float]:
     return memory.mib
 
 
+def workers(pid: int) -> list[int]:
+    """The processes that train for a sweep."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == pid and b"spawn_main" in (path / "cmdline").read_bytes():
+                found.append(int(path.name))
+    return found
+
+
 def incidents(folder: Path) -> str:
     """The table of what befell the clients; empty without faults."""
     path = folder / "clients.csv"
@@ -208,7 +274,14 @@ def incidents(folder: Path) -> str:
 def main() -> None:
     """Kills, prints the counts, and exits with 1 if anything was lost."""
     parser = argparse.ArgumentParser(description=__doc__)
-    for kind, kills in (("forked", 450), ("real", 40), ("two-processes", 10), ("rounds", 10000), ("seed", 0)):
+    for kind, kills in (
+        ("forked", 400),
+        ("real", 40),
+        ("two-processes", 10),
+        ("sweeps", 50),
+        ("rounds", 10000),
+        ("seed", 0),
+    ):
         parser.add_argument(f"--{kind}", type=int, default=kills)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -221,6 +294,8 @@ def main() -> None:
         for kind, kills in (("forked", given.forked), ("real", given.real), ("two processes", given.two_processes)):
             soak.kill(kind, kills)
             print(f"{kind}: {soak.kills[kind]} kills, {soak.runs[kind]} runs ended", flush=True)
+        soak.sweep(given.sweeps)
+        print(f"sweeps: {soak.kills['sweeps']} kills, {soak.runs['sweeps']} runs ended", flush=True)
     for loss in soak.losses:
         print(f"LOST: {loss}")
     total = sum(soak.kills.values())
