@@ -59,7 +59,7 @@ test-slow: dev ## Run what `make test` leaves out: the slow tests and the notebo
 
 test-all: test test-slow ## Run everything
 
-soak: dev ## Kill runs 500 times, and compare what they end with (an hour)
+soak: dev ## Kill runs and sweeps 500 times, and compare what they end with (an hour)
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 WANDB_MODE=offline $(RUN) tests.soak
 
 lint: dev ## Check style and formatting
