@@ -1,0 +1,102 @@
+"""Tunes every method of a study alike, trains its rows, and adds them to the ledger; started again, it goes on.
+
+``python benchmarks/study.py digits --out runs/studies`` reads benchmarks/studies/digits.yaml and fills ledger/digits.
+Each method draws its settings at random, as often as the others, and is judged on held-out training data. A row is one
+run of its own; draws may be trained as one program.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import shlex
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fl_lightning.commands.main import main as fl_lightning
+from fl_lightning.results.metrics import write_table
+
+ROOT = Path(__file__).resolve().parents[1]
+Study = dict[str, Any]
+
+
+def words(*texts: str) -> list[str]:
+    return [word for text in texts for word in shlex.split(text)]
+
+
+def tune(study: Study, name: str, folder: Path) -> dict[str, str]:
+    """The best draw of a method, as settings; all draws lie in the folder."""
+    args, *ranges = study["methods"][name]
+    parameters = {}
+    for each in ranges:
+        given = dict(study["ranges"][each])
+        log = {} if "values" in given else {"distribution": "log_uniform_values"}
+        parameters[given.pop("key")] = {**log, **given}
+    text = {
+        "program": "fl-lightning",
+        "method": "random",
+        "run_cap": study["draws"],
+        "metric": {"name": "server/val/acc", "goal": "maximize"},
+        "parameters": parameters,
+        "command": ["fl-lightning", "fit", *words(study["fit"], args, study["tuning"]), "${args}"],
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / f"{name}.yaml"
+    file.write_text(yaml.safe_dump(text, sort_keys=False))
+    fl_lightning(["sweep", str(file), "--out", str(folder)])
+    with (folder / name / "sweep.csv").open(newline="") as table:
+        draws = list(csv.DictReader(table))
+    tried = [draw for draw in draws if draw["state"] == "finished"]
+    best = max(tried, key=lambda draw: float(draw["server/val/acc"]))
+    return {key: best[key] for key in parameters}
+
+
+def train(study: Study, name: str, best: dict[str, str], folder: Path) -> None:
+    """The rows of a method: each column and seed, without held-out data."""
+    args = words(study["fit"], study["methods"][name][0], study["rows"])
+    settings = [f"--{key}={value}" for key, value in best.items()]
+    for column, more in study["columns"].items():
+        for seed in study["seeds"]:
+            run = f"{column.replace(' ', '_')}/{name}/seed_{seed}"
+            if list((folder / run).glob("version_*/summary.json")):
+                continue
+            place = [f"--trainer.default_root_dir={folder}", f"--trainer.name={run}"]
+            seeds = [f"--trainer.seed={seed}", f"--data.seed={seed}"]
+            fl_lightning(["fit", *args, *settings, *words(more), *seeds, *place, "--ckpt_path=auto"])
+
+
+def tuning(study: Study, folder: Path, ledger: Path) -> None:
+    """All draws so far, as ``tuning.csv``."""
+    rows = []
+    for name in study["methods"]:
+        path = folder / name / "sweep.csv"
+        if path.is_file():
+            with path.open(newline="") as table:
+                for draw in csv.DictReader(table):
+                    own = [f"{key}={value}" for key, value in draw.items() if key.startswith("model.")]
+                    rows.append([name, draw["state"], draw["server/val/acc"], " ".join(own)])
+    write_table(ledger / "tuning.csv", ["method", "state", "server/val/acc", "settings"], rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("study")
+    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "studies", help="folder of the runs")
+    parser.add_argument("--methods", help="some of the methods, with commas between")
+    given = parser.parse_args()
+    study = yaml.safe_load((ROOT / "benchmarks" / "studies" / f"{given.study}.yaml").read_text())
+    out, ledger = given.out.resolve() / given.study, ROOT / "ledger" / given.study
+    ledger.mkdir(parents=True, exist_ok=True)
+    about = {key: study[key] for key in ("title", "text", "reference")}
+    (ledger / "about.yaml").write_text(yaml.safe_dump(about, sort_keys=False, width=1000))
+    for name in given.methods.split(",") if given.methods else study["methods"]:
+        best = tune(study, name, out / "tuning")
+        train(study, name, best, out / "rows")
+        tuning(study, out / "tuning", ledger)
+        fl_lightning(["ledger", "add", str(out / "rows"), "--into", str(ledger)])
+
+
+if __name__ == "__main__":
+    main()
