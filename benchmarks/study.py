@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import math
 import shlex
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import yaml
 
 from fl_lightning.commands.main import main as fl_lightning
+from fl_lightning.results.headline import headline
 from fl_lightning.results.metrics import write_table
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -31,9 +33,9 @@ def tune(study: Study, name: str, folder: Path) -> dict[str, str]:
     args, *ranges = study["methods"][name]
     parameters = {}
     for each in ranges:
-        given = dict(study["ranges"][each])
+        given = {key: value for key, value in study["ranges"][each].items() if key != "key"}
         log = {} if "values" in given else {"distribution": "log_uniform_values"}
-        parameters[given.pop("key")] = {**log, **given}
+        parameters[study["ranges"][each]["key"]] = {**log, **given}
     text = {
         "program": "fl-lightning",
         "method": "random",
@@ -49,8 +51,13 @@ def tune(study: Study, name: str, folder: Path) -> dict[str, str]:
     with (folder / name / "sweep.csv").open(newline="") as table:
         draws = list(csv.DictReader(table))
     tried = [draw for draw in draws if draw["state"] == "finished"]
-    best = max(tried, key=lambda draw: float(draw["server/val/acc"]))
+    best = max(tried, key=lambda draw: (float(draw["server/val/acc"]), -loss(draw)))  # equal accuracies are common
     return {key: best[key] for key in parameters}
+
+
+def loss(draw: dict[str, str]) -> float:
+    """The held-out loss of a draw."""
+    return headline(Path(draw["folder"]), "server/val/loss") or math.inf
 
 
 def train(study: Study, name: str, best: dict[str, str], folder: Path) -> None:
