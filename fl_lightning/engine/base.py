@@ -206,12 +206,13 @@ class Engine:
             like: A tensor of the shape of the weights, ``(..., d)``.
         """
         objective, optimizer = self.objective, self.objective.optimizer
-        if not optimizer.keeps_state:
-            state = state | State.initial(optimizer.named_state, like, like)
+        fresh = {} if optimizer.keeps_state else optimizer.named_state
+        if fresh:
+            state = state | State.initial(fresh, like, like)
         start, client = objective.begin_local(state, received, ctx)
-        if not optimizer.keeps_state and start is not received.w:
+        if fresh and start is not received.w:
             first = start.expand_as(like)
-            initial = State.initial(optimizer.named_state, first, first)
+            initial = State.initial(fresh, first, first)
             client |= {name: value for name, value in initial.items() if client.get(name) is state[name]}
         teachers, constants = objective.teachers(client, received), objective.loss_constants(client, received, ctx)
         fixed = Fixed(received, start, teachers, constants, ctx, optimizer.begin(objective.flat, start))

@@ -101,6 +101,11 @@ def differing(models: Sequence[LocalObjective]) -> list[str]:
         len({(*model.flat.names, *model.flat.shapes) for model in models}) <= 1,
         f"model.net: {remedy}",
     )
+    further = [
+        [(type(part), {n: v for n, v in vars(part).items() if isinstance(v, Plain | list)}) for part in model.parts]
+        for model in models
+    ]
+    ensure(all(parts == further[0] for parts in further), f"model.parts: {remedy}")
     for part in PARTS:
         owners = [getattr(model, part) if part else model for model in models]
         ensure(

@@ -199,7 +199,7 @@ def test_nothing_that_is_measured_changes_the_run(algorithm: type[LocalObjective
     lines = measurements(watched.folder.path / "flatness.jsonl")
     names = {line["name"] for line in lines}
     assert names >= {
-        "lambda_max", "lambda_1", "lambda_ratio", "trace", "density_mean",
+        "lambda_max", "lambda_max_2", "lambda_1", "lambda_ratio", "trace", "density_mean",
         "client_lambda_max_local", "client_lambda_max_global", "discrepancy", "discrepancy_all",
         "sharpness_all", "sharpness_cohort", "adaptive_sharpness_all", "lpf", "lpf_filter", "loss_drop_cohort",
         "loss_gap", "norm_w", "drift", "distance", "divergence_next", "delta_epsilon", "pseudo_gradient_cosine",

@@ -24,6 +24,7 @@ from fl_lightning import (
 )
 from fl_lightning.trainer import parallel_runs
 from fl_lightning.trainer.run import Run
+from tests.algorithms.test_parts import Personal, TopK
 from tests.runs import DIGITS, assert_same, cli, forked, last, metrics, newest, state
 
 ROUNDS = 4
@@ -102,6 +103,15 @@ def test_number_that_decides_is_told(tmp_path: Path) -> None:
     models = [FedGMT(DigitsMLP(hidden=8), optimizer=SGD(weight_decay=decay)) for decay in (0.0, 0.1)]
     with pytest.raises(UserError, match=r"cannot be batched .* use sequential"):
         parallel_runs.fit(trainers, models, data())
+
+
+def test_parts_that_differ_are_told(tmp_path: Path) -> None:
+    """They hold no number that one program takes from each run; equal ones are no hindrance."""
+    trainers = [run(tmp_path, seed, "batched") for seed in (0, 1)]
+    with pytest.raises(UserError, match=r"model.parts: parallel runs must have the same; start them one by one"):
+        parallel_runs.fit(trainers, [model(0, parts=[TopK(rate)]) for rate in (0.1, 0.2)], data())
+    parallel_runs.fit(trainers, [model(seed, parts=[TopK(), Personal(["3"])]) for seed in (0, 1)], data())
+    assert [trainer.run.rounds_done for trainer in trainers] == [ROUNDS, ROUNDS]
 
 
 def test_one_diverges_the_others_go_on(tmp_path: Path) -> None:

@@ -129,8 +129,9 @@ class LocalOptimizer(Checked, ABC, key="model.optimizer"):
             UserError: If `step` returns no state, or another one than declared.
         """
         name = type(self).__name__
-        memory: Any = State({own: client[f"{name}.{own}"] for own in self.state})
+        names = {own: f"{name}.{own}" for own in self.state}
+        memory: Any = State({own: client[of] for own, of in names.items()})
         w, memory = pair_of(self.step, w, direction, memory, lr, ctx)  # the memory of a user's may be anything
-        if not isinstance(memory, State) or memory.keys() != self.state.keys():
-            raise UserError(f"model.optimizer = {name}: step must return the state that it declares, {[*self.state]}")
-        return w, client | {f"{name}.{own}": value for own, value in memory.items()} if memory else client
+        if not isinstance(memory, State) or set(memory) != names.keys():
+            raise UserError(f"model.optimizer = {name}: step must return the state that it declares, {[*names]}")
+        return w, client | {of: memory[own] for own, of in names.items()} if names else client

@@ -118,7 +118,7 @@ def _unknown_class(path: str, name: str, wanted: str) -> str:
         if (bases & {base.__name__ for base in c.__mro__[1:]} if bases else getattr(c, "config_key", "") == path)
     )
     near = difflib.get_close_matches(name, known, cutoff=0.55)
-    choice = f"did you mean {', '.join(near)}?" if near else f"choose from {', '.join(known)}."
+    choice = f"did you mean {', '.join(near)}?" if near else f"choose from {', '.join(known or sorted(bases))}."
     name = name or "''"
     return f"{path} = {name}: no such class; {choice} A class of your own goes by its dotted path"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -37,9 +37,9 @@ class FlatnessMonitor(Callback):
     """Logs measures of flatness as ``flatness/<name>``: by default lambda_max of the Hessian and FedGF's discrepancy.
 
     The relative residual of an eigenvalue is logged with the ending ``_residual``, the standard error of a random
-    estimate with ``_error``. Each number goes to ``flatness.jsonl`` with its protocol. The loss has no weight decay,
-    the net is in eval mode, and no sample is augmented; the seeded samples are the same in every round, and the
-    processes share them evenly.
+    estimate with ``_error``, and the second number of one name, as of LambdaMax on other data, with ``_2``. Each goes to
+    ``flatness.jsonl`` with its protocol. The loss has no weight decay, the net is in eval mode, and no sample is
+    augmented; the seeded samples are the same in every round, and the processes share them evenly.
 
     Args:
         every_n_rounds: Rounds between two measurements; the last round is always measured.
@@ -104,7 +104,7 @@ class FlatnessMonitor(Callback):
             context = MeasurementContext(
                 run, run.global_model, self._before, run.server.w, self._cohort, mean, self._previous
             )
-            found = [measurement for measure in self._measures() for measurement in measure.compute(context)]
+            found = numbered([m for measure in self._measures() for m in measure.compute(context)])
             self._write(run, found)
             names: dict[str, list[str]] = {}
             for m in found:
@@ -143,6 +143,13 @@ class FlatnessMonitor(Callback):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._previous, self._total = state.get("pseudo_gradient"), state.get("total", 0.0)
         self._started = time.perf_counter() - state.get("elapsed", 0.0)
+
+
+def numbered(measurements: Sequence[Measurement]) -> list[Measurement]:
+    """Returns the measurements; the second one of a name, as of LambdaMax on other data, has the ending ``_2``."""
+    names = [m.name for m in measurements]
+    times = [names[: i + 1].count(name) for i, name in enumerate(names)]
+    return [m if k == 1 else replace(m, name=f"{m.name}_{k}") for m, k in zip(measurements, times, strict=True)]
 
 
 def scalars(measurements: Sequence[Measurement]) -> dict[str, float]:
