@@ -37,7 +37,7 @@ class FlatnessMonitor(Callback):
     """Logs measures of flatness as ``flatness/<name>``: by default lambda_max of the Hessian and FedGF's discrepancy.
 
     The relative residual of an eigenvalue is logged with the ending ``_residual``, the standard error of a random
-    estimate with ``_error``, and the second number of one name, as of LambdaMax on other data, with ``_2``. Each goes to
+    estimate with ``_error``, and the second number of one name, as of LambdaMax on other data, with ``_2``. Each is in
     ``flatness.jsonl`` with its protocol. The loss has no weight decay, the net is in eval mode, and no sample is
     augmented; the seeded samples are the same in every round, and the processes share them evenly.
 
