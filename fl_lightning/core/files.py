@@ -102,8 +102,9 @@ def make_folder(path: str | Path, key: str = "out") -> Path:
     folder = Path(path)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{key} = {path}: cannot create this folder ({error.strerror}); choose another one") from None
+    except (OSError, RecursionError) as error:  # Path.mkdir calls itself for each folder above
+        why = getattr(error, "strerror", "too many levels")
+        raise UserError(f"{key} = {path}: cannot create this folder ({why}); choose another one") from None
     return folder
 
 

@@ -14,6 +14,7 @@ from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import torch
 
@@ -51,16 +52,18 @@ def write(folder: Path, round: int, device: torch.device, processes: int, **exec
         **execution: Engine, precision, and name of the config's file.
 
     Raises:
-        UserError: If the file of a resumed run is not readable.
+        UserError: If the file of a resumed run is damaged.
     """
     path = folder / FILE
     try:
-        kept = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"starts": [], "changes": {}}
+        kept = json.loads(path.read_text(encoding="utf-8")) if path.exists() else _signed([], {})
         starts, changes = kept["starts"], kept["changes"]
-        if not (fits(starts, list[dict[str, Any]]) and fits(changes, dict[str, str])):
+        if kept != _signed(starts, changes) or not (
+            fits(starts, list[dict[str, Any]]) and fits(changes, dict[str, str])
+        ):
             raise ValueError
     except (ValueError, KeyError, TypeError, RecursionError):
-        raise UserError(f"{path}: not readable; restore it, or remove it to go on without") from None
+        raise UserError(f"{path}: not as the run has written it; restore it, or remove it to go on without") from None
     found = {"working folder": _code(Path.cwd()), "package": package()}
     changes |= {code["changes"]: hidden_text(code["diff"]) for code in found.values() if code and code["changes"]}
     code = {place: code and {key: v for key, v in code.items() if key != "diff"} for place, code in found.items()}
@@ -82,7 +85,13 @@ def write(folder: Path, round: int, device: torch.device, processes: int, **exec
             "code": code,
         }
     )
-    write_atomically(path, json.dumps({"starts": starts, "changes": changes}, indent=1) + "\n")
+    write_atomically(path, json.dumps(_signed(starts, changes), indent=1) + "\n")
+
+
+def _signed(starts: Any, changes: Any) -> dict[str, Any]:
+    """Returns the content of ``provenance.json``, with its checksum: damage of the disk is found on resume."""
+    content = {"starts": starts, "changes": changes}
+    return {**content, "crc32": crc32(json.dumps(content).encode())}
 
 
 @cache
