@@ -123,9 +123,7 @@ def test_no_secrets(clone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 )  # fmt: skip
 def test_an_unreadable_file_is_not_overwritten(text: str, tmp_path: Path) -> None:
     (tmp_path / "provenance.json").write_text(text)
-    with pytest.raises(
-        UserError, match=r"provenance\.json: not as .* written it; restore it, or remove it to go on without$"
-    ):
+    with pytest.raises(UserError, match=r"provenance\.json: not as .*; restore it, or remove it to go on without$"):
         written(tmp_path)
     assert (tmp_path / "provenance.json").read_text() == text
 
