@@ -176,6 +176,7 @@ NOT_RUN = {
         "sbatch": "the same",
         "wandb": "it needs an account or a server",
         "corruptions": "tests/commands/test_corruptions.py has its files",
+        "ledger/cifar10": "hours",
         "$W1": "hours on a GPU",
         "--trainer.accelerator gpu": "the same",
     },
