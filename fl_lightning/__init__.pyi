@@ -94,6 +94,7 @@ from .nets import LEAFLSTM as LEAFLSTM
 from .nets import BiSeNetV2 as BiSeNetV2
 from .nets import DigitsCNN as DigitsCNN
 from .nets import DigitsMLP as DigitsMLP
+from .nets import FashionCNN as FashionCNN
 from .nets import FastText as FastText
 from .nets import Frozen as Frozen
 from .nets import FullyConnected as FullyConnected

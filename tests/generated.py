@@ -45,6 +45,17 @@ def pickled(path: Path, **entries: object) -> list[str]:
     return [path.name, hashlib.md5(file.getvalue()).hexdigest()]
 
 
+def fashion_mnist(folder: Path, samples: int) -> None:
+    """Random images in the IDX files that torchvision reads from ``folder``."""
+    draw, raw = numpy_generator(0, "images"), folder / "FashionMNIST" / "raw"
+    raw.mkdir(parents=True)
+    for part in ("train", "t10k"):
+        images = draw.integers(256, size=(samples, 28, 28), dtype=np.uint8).tobytes()
+        labels = (np.arange(samples) % 10).astype(np.uint8).tobytes()
+        (raw / f"{part}-images-idx3-ubyte").write_bytes(struct.pack(">IIII", 2051, samples, 28, 28) + images)
+        (raw / f"{part}-labels-idx1-ubyte").write_bytes(struct.pack(">II", 2049, samples) + labels)
+
+
 def _rows(images: NDArray[np.uint8]) -> NDArray[np.uint8]:
     return images.transpose(0, 3, 1, 2).reshape(len(images), -1)
 

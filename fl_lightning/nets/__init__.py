@@ -2,7 +2,7 @@
 
 from fl_lightning.nets.adapters import Frozen, LoRA
 from fl_lightning.nets.bisenet import BiSeNetV2
-from fl_lightning.nets.cnn import FLSAMCNN, LEAFCNN, DigitsCNN, DigitsMLP, FullyConnected, HsuCNN
+from fl_lightning.nets.cnn import FLSAMCNN, LEAFCNN, DigitsCNN, DigitsMLP, FashionCNN, FullyConnected, HsuCNN
 from fl_lightning.nets.resnet import MobileNetV2GN, PreActResNet18GN, ResNet8GN, ResNet18GN, ResNet18NoNorm
 from fl_lightning.nets.text import LEAFLSTM, FastText, TextTransformer
 from fl_lightning.nets.vit import ViTCIFAR
@@ -14,6 +14,7 @@ __all__ = [
     "BiSeNetV2",
     "DigitsCNN",
     "DigitsMLP",
+    "FashionCNN",
     "FastText",
     "Frozen",
     "FullyConnected",

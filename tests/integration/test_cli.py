@@ -16,6 +16,7 @@ from PIL import Image
 from fl_lightning import algorithms
 from fl_lightning.commands.shared.arguments import kept, model_of_configs
 from fl_lightning.commands.shared.cli import FederatedCLI
+from tests import generated
 from tests.runs import DIGITS, assert_same, cli, forked, last, metrics, newest, run, state
 
 FOLDER = Path(__file__).parents[2] / "configs"
@@ -244,6 +245,9 @@ def test_config_of_the_repository(config: Path, images: Path, tmp_path: Path) ->
     data = yaml.safe_load(config.read_text()).get("data", {})
     noise = ["--data=Arrays", f"--data.path={images}", "--data.partition=IID"]
     small = ["--trainer.local_steps=1", "--trainer.clients_per_round=2", *QUIET]
+    if data.get("init_args", {}).get("name") == "FashionMNIST":
+        generated.fashion_mnist(tmp_path / "data", 400)
+        noise = [f"--data.data_dir={tmp_path / 'data'}"]
     instead = [] if "Digits" in str(data) else [*noise, *small]
     cli("fit", f"--config={config}", *instead, "--trainer.max_rounds=2", f"--trainer.default_root_dir={tmp_path}")
     assert last(newest(tmp_path))["round"] == 2

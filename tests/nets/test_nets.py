@@ -20,6 +20,7 @@ from fl_lightning.nets import (
     BiSeNetV2,
     DigitsCNN,
     DigitsMLP,
+    FashionCNN,
     FastText,
     FullyConnected,
     HsuCNN,
@@ -35,6 +36,7 @@ from fl_lightning.nets import (
 COUNTS = [  # of the specification, but for the nets marked
     (DigitsMLP, (1, 8, 8), 10, 4_810),
     (DigitsCNN, (1, 8, 8), 10, 1_898),
+    (FashionCNN, (1, 28, 28), 10, 16 * 26 + 32 * (16 * 25 + 1) + 10 * 513),  # ours
     (FullyConnected, (1, 28, 28), 10, 784 * 200 + 200 + 200 * 200 + 200 + 200 * 10 + 10),
     (lambda: FullyConnected(12, (), 3), (12,), 3, 12 * 3 + 3),
     (HsuCNN, (3, 32, 32), 10, 797_962),
