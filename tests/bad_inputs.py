@@ -59,6 +59,7 @@ BY_HAND = r"""
 --trainer.local_epochs=100000000 -> trainer.local_epochs = 100000000: give a whole number from 1 to 10,000
 --trainer.devices=100000 --trainer.strategy=ddp -> trainer.devices = 100000: give a whole number from -1 to 1,024
 --trainer.accelerator=quantum -> trainer.accelerator = quantum
+--trainer.seed=? -> trainer.seed = ?: no value of YAML
 --trainer.faults=x -> trainer.faults = x: no such class; choose from Faults.
 --trainer.max_time=5 -> trainer.max_time = 5: give DD:HH:MM:SS
 --trainer.engine=fast -> trainer.engine = fast

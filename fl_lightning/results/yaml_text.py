@@ -39,8 +39,8 @@ def load_yaml(text: str, load: Callable[[str], Any] | None = None) -> Any:
     try:
         _check(text)
         return yaml.load(text, Loader=LOADER) if load is None else load(text)
-    # PyYAML's own for 2026-99-99, !!bool x, !!timestamp x, 5,000 digits, half of a character
-    except (AttributeError, KeyError, ValueError) as error:
+    # those of PyYAML for 2026-99-99, !!bool x, 5,000 digits, half of a character; of jsonargparse for "?"
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise NoValueError(f"no value of YAML ({type(error).__name__}: {error})") from None
 
 
