@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -32,16 +32,20 @@ class Entry(NamedTuple):
         name: Class name.
         page: Its page in docs/algorithms, named after its module.
         cells: Its cells of the table after the name, in the order of `HEADS`.
+        models: Numbers of vectors of the size of a model that a client receives and uploads in a phase.
+        passes: Numbers of forward and backward passes of a local step.
     """
 
     name: str
     page: str
     cells: list[str]
+    models: tuple[int, int]
+    passes: tuple[int, int]
 
     @classmethod
-    def of(cls, algorithm: type[LocalObjective]) -> Entry:
-        """Describes a class by an instance with default arguments, whose client takes no step."""
-        it = algorithm(net=nn.Linear(1, 1))
+    def of(cls, algorithm: type[LocalObjective], **parts: Any) -> Entry:
+        """Describes a class by an instance with default arguments and these parts, whose client takes no step."""
+        it = algorithm(net=nn.Linear(1, 1), **parts)
         w = it.flat.vector(it.net)
         ctx = ClientContext(t=0, rounds=1, m=1, flat=it.flat, lr=1.0, K=1, k_lr=1.0)
         server = State({"w": w, **State.initial(it.server_inits(), w, w)})
@@ -51,7 +55,8 @@ class Entry(NamedTuple):
         groups = (client, it.client_inits()), (server, it.server_inits()), (sent, it.wire[0]), (upload, it.wire[1])
         lists = [sizes(values, names, it.flat.d) for values, names in groups]
         cells = [it.paper, *lists, str(it.phases), "/".join(map(str, it.passes)), it.weighting]
-        return cls(algorithm.__name__, algorithm.__module__.rpartition(".")[2] + ".md", cells)
+        down, up = (sum(values[name].numel() == it.flat.d for name in names) for values, names in groups[2:])
+        return cls(algorithm.__name__, algorithm.__module__.rpartition(".")[2] + ".md", cells, (down, up), it.passes)
 
 
 def sizes(values: Mapping[str, Tensor], names: Iterable[str], d: int) -> str:

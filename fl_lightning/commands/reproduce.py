@@ -2,7 +2,7 @@
 
 import copy
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -16,10 +16,11 @@ from fl_lightning.commands.shared.output import show_table
 from fl_lightning.commands.shared.prediction import Measured, as_bytes, as_time, measure, row_bytes
 from fl_lightning.commands.shared.trials import build, check
 from fl_lightning.core import ensure, make_folder, require
+from fl_lightning.results.metrics import read_run, rounds_done
 from fl_lightning.sweeps import reproduction_table
 from fl_lightning.sweeps.fraction import scaled_rounds
-from fl_lightning.sweeps.reproduction import Task, column, line, mark, select, tasks
-from fl_lightning.sweeps.trials import Trial, outcome, run_trials
+from fl_lightning.sweeps.reproduction import Task, column, declared, line, mark, select, tasks, why_not
+from fl_lightning.sweeps.trials import Trial, newest_run, outcome, run_trials
 from fl_lightning.trainer.participation.samplers import UniformSampler
 
 SUMMARY = "Reproduce cells of a paper's table: make their runs, and print our numbers beside the paper's."
@@ -28,7 +29,7 @@ STEPS = 2
 """Local steps of a client in the rounds that are measured for the estimate."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Planned:
     """A task with its runs.
 
@@ -108,62 +109,70 @@ def run(
         out: Folder of the runs and of table.csv, table.tex and table.md; null: one in runs/reproduce.
     """
     require(jobs >= 1, "jobs", jobs, "at least 1")
-    asked, reasons = tasks(select(paper, table, _names(rows), _names(columns)))
-    for reason in reasons:
+    cells = select(paper, table, _names(rows), _names(columns))
+    asked, reasons = tasks(cells)
+    answers = [why_not(cell) or "known" for cell in cells]
+    for cell, answer in zip(cells, answers, strict=True) if dry_run else ():
+        print(", ".join(filter(None, (column(cell), cell.algorithm, f"{cell.metric}: {answer}"))))
+    for reason in () if dry_run else reasons:
         print(f"not reproduced: {reason}")
-    ensure(bool(asked), f"table = {table}: none of these cells can be reproduced; see docs/experiments.md")
+    print(f"known: {answers.count('known')} of {len(cells)} cells")
+    ensure("known" in answers, f"table = {table}: none of these cells can be reproduced; see docs/experiments.md")
     share = "" if rounds == 1 else f"_{rounds:g}"
     folder = Path(out or f"runs/reproduce/{paper}_{table.replace('/', '_')}{share}")
-    planned = _plan(asked, rounds, seeds_of(seeds), settings)
+    planned = _plan(asked, rounds, seeds_of(seeds), settings) if asked else []
     trials = [trial for each in planned for trial in each.trials]
     if dry_run:
         for trial in trials:
             print(shlex.join(["fl-lightning", trial.command, *trial.args]))
-    if todo := [each for each in planned if None in [outcome(trial, folder) for trial in each.trials]]:
+    unfinished = {each: [trial for trial in each.trials if outcome(trial, folder) is None] for each in planned}
+    if todo := {each: [newest_run(trial, folder) for trial in found] for each, found in unfinished.items() if found}:
         _show_estimate(todo, jobs)
     if dry_run:
         return
     make_folder(folder)
-    outcomes = {}
+    outcomes, given = {}, shlex.join(settings)
     of = {trial.name: each.task for each in planned for trial in each.trials}
     for found in run_trials(trials, folder, build, jobs, check=check):
         outcomes[found.trial.name] = found
         if found.folder is not None:
-            mark(found.folder, of[found.trial.name], rounds)
+            mark(found.folder, of[found.trial.name], rounds, given)
         print(f"{len(outcomes)} of {len(trials)}: {found.trial.name}: {found.error or 'finished'}")
-    lines = [
-        line(cell, [outcomes[trial.name] for trial in each.trials], rounds)
+    lines = [line(cell, []) for cell in cells if declared(cell) is not None]
+    lines += [
+        line(cell, [outcomes[trial.name] for trial in each.trials], rounds, given)
         for each in planned
         for cell in each.task.cells
     ]
-    reproduction_table.write(lines, rounds, folder)
-    show_table(reproduction_table.table(lines, rounds))
+    reproduction_table.write(lines, folder)
+    show_table(reproduction_table.table(lines))
     print(f"results: {folder}")
 
 
-def _show_estimate(planned: Sequence[Planned], jobs: int) -> None:
+def _show_estimate(planned: Mapping[Planned, Sequence[Path | None]], jobs: int) -> None:
     """Prints what the runs take on this machine.
 
     Args:
-        planned: The runs.
+        planned: For each task, the folders of its runs that have not ended; None for those that have not begun.
         jobs: How many of them run at the same time.
     """
     measured: dict[tuple[str, str], tuple[Planned, Measured]] = {}
     shown = Table("row", "column", "runs", "rounds", "each", "together", title="estimate for this machine")
     seconds, memory = list[float](), 0
-    for each in planned:
+    for each, folders in planned.items():
         cell = each.task.cells[0]
         if (kind := (cell.dataset, cell.model)) not in measured:
             print(f"measuring a few rounds: {', '.join(kind)}")
             measured[kind] = each, each.measure()
-        one, runs = each.seconds(*measured[kind]), len(each.trials)
-        seconds += [one] * runs
+        one, whole = each.seconds(*measured[kind]), each.made.trainer.max_rounds
+        left = [one * (1 - rounds_done(read_run(folder)) / whole) for folder in folders]
+        seconds += left
         memory = max(memory, measured[kind][1].memory + each.rows)
         rounds = f"{each.made.trainer.max_rounds:,}"
-        shown.add_row(cell.algorithm, column(cell), str(runs), rounds, as_time(one), as_time(one * runs))
+        shown.add_row(cell.algorithm, column(cell), str(len(left)), rounds, as_time(one), as_time(sum(left)))
     show_table(shown)
     together, at_once = max(max(seconds), sum(seconds) / jobs), min(jobs, len(seconds))
-    text = f"{len(seconds)} runs, about {as_time(together)} with --jobs {jobs}"
+    text = f"{len(seconds)} run{'s'[: len(seconds) - 1]}, about {as_time(together)} with --jobs {jobs}"
     print(f"{text}; about {as_bytes(memory * at_once)} of memory")
 
 

@@ -9,9 +9,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from fl_lightning.core import UserError, ensure
-from fl_lightning.results.headline import headline
+from fl_lightning.core import UserError, ensure, read_json
+from fl_lightning.results.headline import SUMMARY, headline
+from fl_lightning.results.measurements import last_measurements
 from fl_lightning.results.metrics import average, deviation, read_run, rounds_done
+from fl_lightning.results.summary import summarise
 
 PAPERS = {
     "fedsam": "Caldarola et al., ECCV 2022: FedSAM, FedASAM, SWA",
@@ -28,6 +30,30 @@ EVALUATED = {
     "miou_unseen": "server/test_unseen/miou",
 }
 """Metrics that a run evaluates, which the papers print in per cent; ``acc@5000`` and ``acc@50%`` are of one round."""
+TARGETS = {
+    "rounds": "target_round",
+    "rounds_to_fedavg": "target_round",
+    "cost": "target_bits",
+    "transmissions_100": "target_transmissions",
+}
+"""Numbers up to the first evaluation that is as good as a target, by their names in a `Summary`."""
+_ALL_CLIENTS = "{class_path: ClientLambdaMax, init_args: {data: [local, global], clients: all}}"
+MEASURED = {
+    "lambda_max": ("lambda_max", "LambdaMax"),
+    "lambda_ratio": ("lambda_ratio", "{class_path: Spectrum, init_args: {method: power}}"),
+    "trace": ("trace", "HessianTrace"),
+    "lpf": ("lpf_filter", "{class_path: LPF, init_args: {scale: filter}}"),
+    "discrepancy": ("discrepancy_all", "{class_path: Discrepancy, init_args: {clients: all, samples: null}}"),
+    "divergence": ("divergence_next", "Updates"),
+    "lambda_local": ("client_lambda_max_local_all", _ALL_CLIENTS),
+    "lambda_global": ("client_lambda_max_global_all", _ALL_CLIENTS),
+}
+"""Measures that are taken at the end of a run: the name that is logged, and the measure as a config gives it."""
+CLASSES = {
+    "airplane": "0", "bird": "2", "cat": "3", "frog": "6",
+    "bear": "3", "possum": "64", "sea": "71", "skyscraper": "76", "snail": "77",
+}  # fmt: skip
+"""Numbers of the classes, of CIFAR-10 and of CIFAR-100, that FedGloSS's Table 1 names."""
 
 
 @dataclass(frozen=True)
@@ -44,12 +70,13 @@ class Cell:
         epochs: Local epochs E.
         algorithm: Algorithm and its additions, such as ``FedASAM+SWA``.
         metric: What the number is: ``acc`` in percent, ``acc@5000`` after 5,000 rounds, ``acc@50%`` after half of them;
-            ``miou``, also of ``seen`` and ``unseen`` domains; ``lambda_max``, ``trace``, ``lpf``, ``discrepancy``,
-            ``divergence``; ``lambda_local@cat`` and ``lambda_global@cat`` of a local model whose client has images of
-            cats alone; ``rounds@74`` (rounds to 74 %), likewise ``seconds@74`` and ``minutes@41``; ``rounds_to_fedavg``
-            (to FedAvg's final accuracy); ``cost`` (communication over FedAvg's); ``models_per_client`` (down and up),
-            also ``_down`` and ``_up`` alone, ``transmissions_100`` (hundreds of models), ``seconds_per_round``;
-            ``communication_per_round`` and ``computation_per_step``, over FedAvg's.
+            ``miou``, also of ``seen`` and ``unseen`` domains; ``lambda_max``, ``lambda_ratio`` (lambda_1 / lambda_5),
+            ``trace``, ``lpf``, ``discrepancy``, ``divergence``; ``lambda_local@cat`` and ``lambda_global@cat`` of a
+            local model whose client has images of cats alone; ``rounds@74`` (rounds to 74 %), likewise ``seconds@74``,
+            ``minutes@41``, and ``cost@74`` (communication over FedAvg's up to the same accuracy); to FedAvg's final
+            accuracy: ``rounds_to_fedavg``, ``cost`` (communication over that of all of FedAvg's rounds), and
+            ``transmissions_100`` (hundreds of models); ``models_per_client`` (down and up), also ``_down`` and ``_up``
+            alone; ``seconds_per_round``; ``communication_per_round`` and ``computation_per_step``, over FedAvg's.
         value: The number; None if there is none, and `note` says why.
         std: Its standard deviation, if known.
         note: Doubts; begins with "lost" (in the text at hand), "uncertain", "not converged", "not reached" or
@@ -110,13 +137,44 @@ def our_number(run: Path, metric: str, fraction: float = 1.0) -> float | None:
         fraction: The fraction of the paper's rounds that the run has.
     """
     name, _, at = metric.partition("@")
+    if name in TARGETS:
+        return _to_target(run, name, at)
+    if name in MEASURED:
+        logged = MEASURED[name][0]
+        return _of_client(run, logged, at) if at else headline(run, f"flatness/{logged}")
     if name not in EVALUATED:
-        return headline(run, f"flatness/{metric}")
+        return None
     due = None
     if at:
         due = rounds_done(read_run(run)) * float(at[:-1]) / 100 if at.endswith("%") else float(at) * fraction
     found = headline(run, EVALUATED[name], at=due)
     return None if found is None else 100 * found
+
+
+def beside_fedavg(metric: str) -> bool:
+    """Returns whether a number needs FedAvg's runs: its final accuracy is the target, or its communication the unit."""
+    return metric.partition("@")[0] in TARGETS and not metric.startswith("rounds@")
+
+
+def _to_target(run: Path, name: str, at: str) -> float | None:
+    """Returns a number up to a target accuracy in per cent, or up to FedAvg's; infinity if it is never reached."""
+    # the runs of a column are in one folder, see `fl_lightning.sweeps.reproduction.Task`
+    fedavg = [path.parent for path in sorted((run / "../../../FedAvg").glob(f"seed_*/version_*/{SUMMARY}"))]
+    target = float(at) / 100 if at else average([summarise(each).mean for each in fedavg])
+    if math.isnan(target):
+        return None
+    found = getattr(summarise(run, target=target), TARGETS[name])
+    whole = [summarise(each, target=target) for each in fedavg]
+    bits = [(each.target_bits if at else each.bits) or math.nan for each in whole]
+    return math.inf if found is None else found / {"cost": average(bits), "transmissions_100": 100}.get(name, 1)
+
+
+def _of_client(run: Path, name: str, images: str) -> float | None:
+    """Returns a measure of the first client that has images of one class alone; ``airplane2`` is of the second."""
+    counts = read_json(run / "partition.json", dict[str, Any], {}).get("counts", ())
+    alone = [str(client) for client, classes in enumerate(counts) if [*classes] == [CLASSES[images.rstrip("2")]]]
+    measured, place = last_measurements(run).get(name), images.endswith("2")
+    return measured["details"]["clients"].get(alone[place]) if measured and len(alone) > place else None
 
 
 @dataclass(frozen=True)
@@ -126,14 +184,18 @@ class Line:
     Attributes:
         cell: The paper's number.
         values: Our number of each run in which it is finite, in the paper's unit.
-        folders: The run folders.
+        folders: The run folders; none if the number is declared by the algorithm, and needs no run.
         errors: Why runs do not count.
+        fraction: The fraction of the paper's rounds that the runs have.
+        settings: Settings of the runs that are not the paper's, as on the command line.
     """
 
     cell: Cell
     values: tuple[float, ...]
-    folders: tuple[Path, ...]
-    errors: tuple[str, ...]
+    folders: tuple[Path, ...] = ()
+    errors: tuple[str, ...] = ()
+    fraction: float = 1.0
+    settings: str = ""
 
     @property
     def mean(self) -> float | None:
@@ -151,7 +213,9 @@ class Line:
         return None if self.mean is None or self.cell.value is None else self.mean - self.cell.value
 
 
-def beside(cell: Cell, runs: Sequence[Path], fraction: float = 1.0, errors: Sequence[str] = ()) -> Line:
+def beside(
+    cell: Cell, runs: Sequence[Path], fraction: float = 1.0, errors: Sequence[str] = (), settings: str = ""
+) -> Line:
     """Returns our runs beside a cell of a paper.
 
     Args:
@@ -159,12 +223,14 @@ def beside(cell: Cell, runs: Sequence[Path], fraction: float = 1.0, errors: Sequ
         runs: Folders of finished runs.
         fraction: The fraction of the paper's rounds that they have.
         errors: Why other runs broke off.
+        settings: Settings of the runs that are not the paper's.
     """
     numbers = {run: our_number(run, cell.metric, fraction) for run in runs}
     finite = {run: x for run, x in numbers.items() if x is not None and math.isfinite(x)}
-    others = [(run, "not measured" if x is None else x) for run, x in numbers.items() if run not in finite]
-    left_out = [f"{run}: {cell.metric} is {what}" for run, what in others]
-    return Line(cell, tuple(finite.values()), tuple(runs), (*errors, *left_out))
+    words = {None: "not measured"} | ({math.inf: "not reached"} if cell.metric.partition("@")[0] in TARGETS else {})
+    others = [(run, words.get(x, x)) for run, x in numbers.items()]
+    left_out = [f"{run}: {cell.metric} is {what}" for run, what in others if run not in finite]
+    return Line(cell, tuple(finite.values()), tuple(runs), (*errors, *left_out), fraction, settings)
 
 
 @cache

@@ -7,16 +7,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fl_lightning import algorithms
+from fl_lightning.algorithms.catalogue import Entry
+from fl_lightning.algorithms.parts.ascent import SAM
 from fl_lightning.core import UserError, ensure
-from fl_lightning.results.papers import COLUMNS, EVALUATED, Cell, Line, beside, find
+from fl_lightning.results.papers import (
+    COLUMNS,
+    EVALUATED,
+    MEASURED,
+    TARGETS,
+    Cell,
+    Line,
+    beside,
+    beside_fedavg,
+    find,
+)
 from fl_lightning.results.recipes import Recipe, recipe
 from fl_lightning.sweeps.fraction import scaled, scaled_rounds
 from fl_lightning.sweeps.trials import Outcome, Trial
 
-MEASURED = {"lambda_max": "LambdaMax", "trace": "HessianTrace", "lpf": "LPF", "discrepancy": "Discrepancy"}
-"""Measures of flatness that are taken at the end of a run, and their classes."""
 FILE = "reproduction.json"
-"""In a run folder: the cells that the run reproduces, by their columns, and the fraction of the rounds."""
+"""In a run folder: the cells that the run reproduces, by their columns, the fraction of the rounds, and settings."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +65,8 @@ class Task:
             more: Further arguments, which win.
         """
         fewer = scaled(config, fraction)
-        measures = [MEASURED[cell.metric] for cell in self.cells if cell.metric in MEASURED]
+        names = (cell.metric.partition("@")[0] for cell in self.cells)
+        measures = dict.fromkeys(MEASURED[name][1] for name in names if name in MEASURED)
         rounds = scaled_rounds(config, fraction)
         settings = f"every_n_rounds: {rounds}, metrics: [{', '.join(measures)}]"
         args = [*self.whole, *(f"--{key}={number:.17g}" for key, number in fewer.items())]
@@ -98,23 +110,31 @@ def select(paper: str, table: str, rows: Sequence[str] = (), columns: Sequence[s
 
 
 def tasks(cells: Sequence[Cell]) -> tuple[list[Task], list[str]]:
-    """Returns the runs of cells, and one line for each reason why others cannot be reproduced."""
+    """Returns the runs of cells, and one line for each reason why others cannot be reproduced.
+
+    FedAvg's runs are among them where another row is measured by FedAvg.
+    """
     by_run: dict[tuple[str, ...], list[Cell]] = {}
     reasons: dict[str, list[str]] = {}
     for cell in cells:
-        if reason := _why_not(cell):
+        if reason := why_not(cell):
             reasons.setdefault(reason, []).append(cell.algorithm)
-        else:
-            key = tuple(getattr(cell, name) for name in COLUMNS if name != "metric")
-            by_run.setdefault(key, []).append(cell)
+        elif declared(cell) is None:
+            by_run.setdefault((*_place(cell).values(), cell.algorithm), []).append(cell)
+    for (*place, _), group in [*by_run.items()]:
+        if any(beside_fedavg(cell.metric) for cell in group) and (*place, "FedAvg") not in by_run:
+            by_run[(*place, "FedAvg")] = find(**_place(group[0]), algorithm="FedAvg", metric="acc")[:1]
     found = [Task(tuple(group), recipe(group[0])) for group in by_run.values()]
     return found, [f"{reason} ({', '.join(dict.fromkeys(names))})" for reason, names in reasons.items()]
 
 
-def _why_not(cell: Cell) -> str | None:
+def why_not(cell: Cell) -> str | None:
     """Returns why a cell cannot be reproduced; None if it can."""
-    name, _, at = cell.metric.partition("@")
-    if name not in EVALUATED and (name not in MEASURED or at):
+    if declared(cell) is not None:
+        return None
+    if cell.metric.startswith(("seconds", "minutes")):
+        return f"{cell.metric}: a time of the paper's machine; time/round_s in a run's metrics.csv is that of yours"
+    if cell.metric.partition("@")[0] not in (*EVALUATED, *TARGETS, *MEASURED):
         return f"{cell.metric}: not among the numbers that a run gives here"
     try:
         recipe(cell)
@@ -123,22 +143,46 @@ def _why_not(cell: Cell) -> str | None:
     return None
 
 
-def line(cell: Cell, outcomes: Sequence[Outcome], fraction: float) -> Line:
+def declared(cell: Cell) -> float | None:
+    """Returns the number of a cell that an algorithm declares, as `fl-lightning list` shows it; None if it does not.
+
+    A backward pass costs as much as two forward passes, as in FedGMT's Table 1.
+    """
+    if cell.dataset:
+        return None
+    name, _, ascent = cell.algorithm.partition("+")
+    entry = Entry.of(getattr(algorithms, name), **({"ascent": SAM(1.0)} if ascent else {}))
+    (down, up), (forward, backward) = entry.models, entry.passes
+    found = {
+        "models_per_client": down + up,
+        "models_per_client_down": down,
+        "models_per_client_up": up,
+        "communication_per_round": (down + up) / 2,
+        "computation_per_step": (forward + 2 * backward) / 3,
+    }
+    return found.get(cell.metric)
+
+
+def line(cell: Cell, outcomes: Sequence[Outcome], fraction: float = 1.0, settings: str = "") -> Line:
     """Returns the line of a cell from the runs of its task.
 
     Args:
         cell: The cell.
         outcomes: The outcomes of the runs.
         fraction: The fraction of the rounds that they have.
+        settings: Their settings that are not the paper's, as on the command line.
     """
+    if (number := declared(cell)) is not None:
+        return Line(cell, (number,))
     broken = [outcome.error for outcome in outcomes if outcome.error is not None]
     done = [outcome.folder for outcome in outcomes if outcome.folder is not None and outcome.error is None]
-    return beside(cell, done, fraction, broken)
+    return beside(cell, done, fraction, broken, settings)
 
 
-def mark(folder: Path, task: Task, fraction: float) -> None:
-    """Writes the keys of the task's cells and the fraction of the rounds into a run folder, for reports."""
-    found = [{**{name: getattr(cell, name) for name in COLUMNS}, "fraction": fraction} for cell in task.cells]
+def mark(folder: Path, task: Task, fraction: float, settings: str = "") -> None:
+    """Writes the keys of the task's cells, and how its runs differ from the paper's, into a run folder, for reports."""
+    how = {"fraction": fraction, "settings": settings}
+    found = [{**{name: getattr(cell, name) for name in COLUMNS}, **how} for cell in task.cells]
     (folder / FILE).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
 
 
@@ -146,6 +190,11 @@ def column(cell: Cell) -> str:
     """Returns the column of a cell: data, cohort and local epochs."""
     epochs = f"E={cell.epochs}" if cell.epochs else ""
     return ", ".join(filter(None, (cell.dataset, cell.model, cell.heterogeneity, cell.participation, epochs)))
+
+
+def _place(cell: Cell) -> dict[str, str]:
+    """Returns what the cells of all rows and metrics of a column have in common."""
+    return {name: getattr(cell, name) for name in COLUMNS if name not in ("table", "algorithm", "metric")}
 
 
 def _properties(cell: Cell) -> tuple[str, ...]:

@@ -7,19 +7,28 @@ from pathlib import Path
 from rich.markup import escape
 from rich.table import Table
 
+from fl_lightning.results.measurements import last_measurements, protocol
 from fl_lightning.results.metrics import markdown, write_table
-from fl_lightning.results.papers import COLUMNS, Line
+from fl_lightning.results.papers import COLUMNS, MEASURED, Line
 from fl_lightning.results.table import tex
 from fl_lightning.sweeps.reproduction import column
 
 HEADS = ("", "ours", "paper", "difference", "seeds")
 
 
-def title(lines: Sequence[Line], fraction: float) -> str:
-    """Returns the table's title, which carries the fraction of the rounds."""
-    cell = lines[0].cell
-    rounds = "all rounds" if fraction == 1 else f"{100 * fraction:.4g} % of the rounds"
-    return f"{cell.paper}, Table {cell.table}: {rounds}"
+def title(lines: Sequence[Line]) -> str:
+    """Returns the table's title, with the fraction of the rounds and the settings that are not the paper's."""
+    first = lines[0]
+    rounds = "all rounds" if first.fraction == 1 else f"{100 * first.fraction:.4g} % of the rounds"
+    return ", with ".join(filter(None, (f"{first.cell.paper}, Table {first.cell.table}: {rounds}", first.settings)))
+
+
+def protocols(lines: Sequence[Line]) -> list[str]:
+    """Returns how each of our numbers on flatness was measured, in one line."""
+    names = [(line.cell.metric.partition("@")[0], line.folders) for line in lines]
+    runs = [(name, last_measurements(run)) for name, folders in names if name in MEASURED for run in folders]
+    found = [(name, measured.get(MEASURED[name][0])) for name, measured in runs]
+    return list(dict.fromkeys(f"{name}: {protocol(measured)}" for name, measured in found if measured))
 
 
 def texts(line: Line) -> list[str]:
@@ -33,12 +42,15 @@ def texts(line: Line) -> list[str]:
     name = cell.algorithm if cell.metric == "acc" else f"{cell.algorithm}, {cell.metric}"
     difference = "" if line.difference is None else f"{line.difference:+.{digits}f}"
     seeds = f"{len(line.values)} of {n}" if (n := len(line.values) + len(line.errors)) > len(line.values) else str(n)
-    return [name, ours or "broke off", cell.printed or cell.note.partition(";")[0], difference, seeds]
+    if line.values and not line.folders:
+        seeds = "declared"
+    missing = "not reached" if any(error.endswith("not reached") for error in line.errors) else "broke off"
+    return [name, ours or missing, cell.printed or cell.note.partition(";")[0], difference, seeds]
 
 
-def table(lines: Sequence[Line], fraction: float) -> Table:
+def table(lines: Sequence[Line]) -> Table:
     """Returns the table for the terminal, a section for each column of the paper's."""
-    found = Table(title=title(lines, fraction))
+    found = Table(title=escape(title(lines)), caption=escape("\n".join(protocols(lines))))
     for i, head in enumerate(HEADS):
         found.add_column(head, justify="right" if i else "left")
     for name, group in _sections(lines):
@@ -49,39 +61,57 @@ def table(lines: Sequence[Line], fraction: float) -> Table:
     return found
 
 
-def write(lines: Sequence[Line], fraction: float, out: Path) -> None:
+def write(lines: Sequence[Line], out: Path) -> None:
     """Writes ``table.csv`` (all digits), ``table.tex`` (needs booktabs) and ``table.md``."""
-    heads = (*COLUMNS, "fraction", "seeds", "ours", "ours_std", "value", "std", "difference", "folders", "errors")
+    heads = (
+        *COLUMNS,
+        "fraction",
+        "settings",
+        "seeds",
+        "ours",
+        "ours_std",
+        "value",
+        "std",
+        "difference",
+        "folders",
+        "errors",
+    )
     rows = [
         [
-            *(getattr(line.cell, name) for name in COLUMNS), fraction, len(line.values), line.mean, line.std,
-            line.cell.value, line.cell.std, line.difference, " ".join(map(str, line.folders)), "; ".join(line.errors),
+            *(getattr(line.cell, name) for name in COLUMNS), line.fraction, line.settings, len(line.values), line.mean,
+            line.std, line.cell.value, line.cell.std, line.difference, " ".join(map(str, line.folders)),
+            "; ".join(line.errors),
         ]
         for line in lines
     ]  # fmt: skip
     write_table(out / "table.csv", heads, rows)
-    (out / "table.tex").write_text(latex(lines, fraction), encoding="utf-8")
+    (out / "table.tex").write_text(latex(lines), encoding="utf-8")
+    said = "".join(f"\n- {text}" for text in protocols(lines))
     body = [[name, *texts(line)] for name, group in _sections(lines) for line in group]
     text = markdown([["column", "row", *HEADS[1:]], *body])
-    (out / "table.md").write_text(f"**{title(lines, fraction)}**\n\n{text}", encoding="utf-8")
+    (out / "table.md").write_text(f"**{title(lines)}**\n\n{text}{said}\n", encoding="utf-8")
 
 
-def latex(lines: Sequence[Line], fraction: float) -> str:
+def latex(lines: Sequence[Line]) -> str:
     """Returns the table for a paper, by booktabs."""
 
     def across(text: str) -> str:
         return rf"\multicolumn{{{len(HEADS)}}}{{l}}{{{tex(text)}}} \\"
 
-    body = [rf"\begin{{tabular}}{{l{'r' * (len(HEADS) - 1)}}}", r"\toprule", across(title(lines, fraction))]
+    body = [rf"\begin{{tabular}}{{l{'r' * (len(HEADS) - 1)}}}", r"\toprule", across(title(lines))]
     body += [r"\midrule", " & ".join(HEADS) + r" \\"]
     for name, group in _sections(lines):
         body += [r"\midrule", across(name)]
         body += [" & ".join(map(tex, texts(line))) + r" \\" for line in group]
-    return "\n".join([*body, r"\bottomrule", r"\end{tabular}", ""])
+    said = [r"\midrule", *map(across, found)] if (found := protocols(lines)) else []
+    return "\n".join([*body, *said, r"\bottomrule", r"\end{tabular}", ""])
 
 
 def _sections(lines: Sequence[Line]) -> list[tuple[str, list[Line]]]:
     """Returns the lines of each column, in the order of the paper."""
-    names = list(dict.fromkeys(column(line.cell) for line in lines))
-    ordered = sorted(lines, key=lambda line: names.index(column(line.cell)))
-    return [(name, list(group)) for name, group in groupby(ordered, key=lambda line: column(line.cell))]
+
+    def place(line: Line) -> str:
+        return ", with ".join(filter(None, (column(line.cell), line.settings)))
+
+    names = list(dict.fromkeys(map(place, lines)))
+    return [(name, list(group)) for name, group in groupby(sorted(lines, key=lambda x: names.index(place(x))), place)]

@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from fl_lightning.results.compare import compare
+from fl_lightning.results.report.files import read_group
+from fl_lightning.results.report.tables import papers
 from tests.runs import cli
 
 DIGITS = [
@@ -29,7 +32,21 @@ def test_dry_run_shows_the_runs_and_what_they_take(
     assert len(lines) == 4 and all("--trainer.max_rounds=4 " in line for line in lines)
     assert [re.findall(r"seed=(\d)", line) for line in lines] == [["0"], ["1"]] * 2
     assert re.search(r"4 runs, about [\d.]+ \w+ with --jobs 1; about [\d.]+ [MG]B of memory", shown)
+    assert "CIFAR10, HsuCNN, alpha=0, 5/100, E=1, FedSAM, acc: known\nknown: 2 of 2 cells\n" in shown
     assert list(tmp_path.iterdir()) == []
+    cli("reproduce", "fedgmt", "2", "--rows=FedGMT", "--columns=AGNews,Path(2)", "--rounds=0.004", "--dry-run", *DIGITS)
+    shown = capsys.readouterr().out
+    assert "FedGMT, minutes@82: minutes@82: a time of the paper's machine" in shown and "known: 2 of 3 cells" in shown
+
+
+def test_declared_numbers_need_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    cli("reproduce", "fedgf", "3", "--rows=FedGF", "--out=mine")
+    assert "declared" in capsys.readouterr().out and [path.suffix for path in sorted(Path("mine").iterdir())] == [
+        ".csv", ".md", ".tex"
+    ]  # fmt: skip
 
 
 def test_runs_and_their_table(
@@ -49,6 +66,10 @@ def test_runs_and_their_table(
         folder = Path(row["folders"])
         assert json.loads((folder / "summary.json").read_text())["final"] == pytest.approx(float(row["ours"]) / 100)
         assert json.loads((folder / "reproduction.json").read_text())[0]["algorithm"] == row["algorithm"]
+    shown = {line.cell.algorithm: line for _, line in papers([(of, read_group(of)) for of in compare(["mine"])])}
+    assert [(shown[row["algorithm"]].mean, shown[row["algorithm"]].settings) for row in rows] == [
+        (float(row["ours"]), row["settings"].removeprefix("'")) for row in rows
+    ]  # the report has the same numbers
     before = {path: path.stat().st_mtime_ns for path in Path("mine").glob("*/*/*/*/metrics.csv")}
     cli(*TABLE, "--rounds=0.0002", "--out=mine", *DIGITS)  # nothing is run twice
     assert len(before) == 2 and before == {path: path.stat().st_mtime_ns for path in before}
@@ -62,8 +83,10 @@ def test_runs_and_their_table(
     [
         (["9", "--rows=FedGloSS+SAM", "--columns=CIFAR10", "--seeds=0,1"], {"acc": "84.8", "lambda_max": "2.8"}),
         (["6", "--rows=SAM", "--columns=CIFAR10,centralized", "--rounds=0.01"], {"acc": "87.1"}),
+        (["1", "--rows=FedSAM", "--columns=lambda_global@airplane2,CIFAR10"], {"lambda_global@airplane2": "30.6"}),
+        (["10", "--rows=FedAvg", "--columns=cost,CIFAR10,HsuCNN,alpha=0"], {"cost": "1"}),
     ],
-    ids=["flatness", "centralized"],
+    ids=["flatness", "centralized", "clients", "target"],
 )
 def test_flatness_and_centralized_cells(
     table: list[str], expected: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -16,7 +16,7 @@ from fl_lightning.core.errors import UserError
 from fl_lightning.results.papers import COLUMNS, PAPERS, Cell, find
 
 NUMBERS = {
-    ("fedsam", "1"): 4, ("fedsam", "2"): 7 * 6 * 3, ("fedsam", "3"): 3 * 4 * 3 + 2 * 3 * 3 * 4,
+    ("fedsam", "1"): 4 * 2, ("fedsam", "2"): 7 * 6 * 3, ("fedsam", "3"): 3 * 4 * 3 + 2 * 3 * 3 * 4,
     ("fedsam", "4"): 2 * 6 * 3 * 3, ("fedsam", "5"): 16, ("fedsam", "6"): 2 * 13 * 8, ("fedsam", "7"): 10,
     ("fedsam", "8"): 9 * 6 + 21,
     ("fedsmoo", "1"): 2 * 8 * 8, ("fedsmoo", "2"): 12, ("fedsmoo", "3"): 16, ("fedsmoo", "6"): 2 * 8 * 8,

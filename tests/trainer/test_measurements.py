@@ -177,6 +177,7 @@ ALL: list[Measure] = [
     HessianTrace(probes=6, samples=50),
     SpectralDensity(probes=2, steps=4, samples=50),
     ClientLambdaMax(data=["local", "global"], samples=50, iterations=3),
+    ClientLambdaMax(samples=50, iterations=3, clients="all"),
     Discrepancy(samples=200),
     Discrepancy(clients="all", steps=2, samples=None),
     Sharpness(samples=100),
@@ -200,7 +201,8 @@ def test_nothing_that_is_measured_changes_the_run(algorithm: type[LocalObjective
     names = {line["name"] for line in lines}
     assert names >= {
         "lambda_max", "lambda_max_2", "lambda_1", "lambda_ratio", "trace", "density_mean",
-        "client_lambda_max_local", "client_lambda_max_global", "discrepancy", "discrepancy_all",
+        "client_lambda_max_local", "client_lambda_max_global", "client_lambda_max_local_all",
+        "discrepancy", "discrepancy_all",
         "sharpness_all", "sharpness_cohort", "adaptive_sharpness_all", "lpf", "lpf_filter", "loss_drop_cohort",
         "loss_gap", "norm_w", "drift", "distance", "divergence_next", "delta_epsilon", "pseudo_gradient_cosine",
     }  # fmt: skip
@@ -258,9 +260,14 @@ def test_updates(tmp_path: Path) -> None:
 
 
 def test_all_clients_in_the_cohort(tmp_path: Path) -> None:
-    """With full participation the two discrepancies are the same number."""
-    monitor = FlatnessMonitor(1, [Discrepancy(samples=None), Discrepancy(samples=None, clients="all")])
-    found = fit(tmp_path, FedAvg(net(), optimizer=SGD(lr=0.1)), monitor, clients_per_round=6, max_rounds=2).metrics
+    """With full participation the measures of the cohort and of all clients are the same numbers."""
+    both: list[Measure] = [Discrepancy(samples=None), ClientLambdaMax(samples=50, data=["local", "global"])]
+    both += [Discrepancy(samples=None, clients="all"), ClientLambdaMax(["local", "global"], 50, clients="all")]
+    objective, options = FedAvg(net(), optimizer=SGD(lr=0.1)), {"clients_per_round": 6, "max_rounds": 2}
+    found = fit(tmp_path, objective, FlatnessMonitor(1, both), **options).metrics
+    for where in ("local", "global"):
+        name = f"flatness/client_lambda_max_{where}"
+        assert found[f"{name}_all"] == pytest.approx(found[name], rel=1e-9)
     assert found["flatness/discrepancy_all"] == pytest.approx(found["flatness/discrepancy"], rel=1e-9)
     assert found["flatness/sharpness_local_all"] == pytest.approx(found["flatness/sharpness_local"], rel=1e-12)
 

@@ -11,12 +11,13 @@ from typing import Any
 
 import yaml
 
-from fl_lightning.core import ensure, parse_json, read_json
+from fl_lightning.core import ensure, read_json
 from fl_lightning.core.secrets import hidden_text, hidden_words
 from fl_lightning.results.clients import ClientTable, read_clients
 from fl_lightning.results.compare import Group, Seeds
 from fl_lightning.results.configs import config_files, flatten, read_config
-from fl_lightning.results.report.forms import Measured, Monitored, Partition, Provenance, Reproduced
+from fl_lightning.results.measurements import last_measurements
+from fl_lightning.results.report.forms import Measured, Partition, Provenance, Reproduced
 
 Json = dict[str, Any]
 
@@ -104,7 +105,7 @@ def _read(group: Group, folder: Path, seeds: Seeds) -> RunFiles:
         provenance=_provenance(folder / "provenance.json"),
         partition=_partition(folder / "partition.json"),
         clients=read_clients(folder),
-        measurements=[*_monitored(folder / "flatness.jsonl"), *_measured(folder)],
+        measurements=[*_monitored(folder), *_measured(folder)],
         pictures=_below(folder, "png", "landscape", "interpolate"),
         cells=read_json(folder / "reproduction.json", list[Reproduced], []),
     )
@@ -135,13 +136,9 @@ def _partition(path: Path) -> Json:
     return found
 
 
-def _monitored(path: Path) -> list[Json]:
-    """Returns the last line of each measure; a crash may have cut the very last one short."""
-    if not path.is_file():
-        return []
-    lines = [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
-    last = {found["name"]: found for found in (parse_json(line, path, Monitored) for line in lines)}
-    return [{**found, "where": f"during the run, after round {found['round']}"} for found in last.values()]
+def _monitored(folder: Path) -> list[Json]:
+    last = last_measurements(folder).values()
+    return [{**found, "where": f"during the run, after round {found['round']}"} for found in last]
 
 
 def _measured(folder: Path) -> list[Json]:

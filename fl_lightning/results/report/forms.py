@@ -1,12 +1,9 @@
 """The forms of the JSON files in a run folder, as far as the page shows them."""
 
-from numbers import Real
-from typing import Annotated, Any, TypedDict
+from typing import Annotated, TypedDict
 
 from fl_lightning.core import Interval, NonNegative
-
-Number = Real | None
-"""NaN and infinity included."""
+from fl_lightning.results.measurements import Measurement
 
 
 class Code(TypedDict):
@@ -61,34 +58,6 @@ class Partition(_Partition, total=False):
     names: list[str]
 
 
-class Details(TypedDict, total=False):
-    """Further numbers of a measurement."""
-
-    eigenvalues: list[float]
-    grid: list[float]
-    density: list[float]
-
-
-class Measurement(TypedDict):
-    """A measurement of flatness."""
-
-    name: str
-    value: Number
-    error: Number
-    residual: Number
-    model: str
-    data: str
-    samples: int
-    settings: dict[str, Any]
-    details: Details
-
-
-class Monitored(Measurement):
-    """A line of ``flatness.jsonl``."""
-
-    round: int
-
-
 class Measured(TypedDict):
     """A file of the command ``flatness``."""
 
@@ -112,3 +81,4 @@ class Reproduced(_Reproduced, total=False):
     algorithm: str
     metric: str
     fraction: NonNegative
+    settings: str

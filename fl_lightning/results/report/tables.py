@@ -25,15 +25,15 @@ def comparison(groups: Sequence[Group], shown: Sequence[Column]) -> list[tuple[s
     return found
 
 
-def papers(runs: Runs) -> list[tuple[str, float, Line]]:
-    """Returns the name of our runs, the share of the paper's rounds that they have, and both numbers."""
+def papers(runs: Runs) -> list[tuple[str, Line]]:
+    """Returns the name of our runs, and both numbers."""
     rows = []
     for group, files in runs:
         cells = {json.dumps(found, sort_keys=True): found for run in files for found in run.cells}
         for found in cells.values():
             (paper, *_) = find(**{key: found[key] for key in COLUMNS if key in found})
-            fraction = float(found.get("fraction", 1))
-            rows.append((group.name, fraction, beside(paper, group.folders, fraction)))
+            how = float(found.get("fraction", 1)), (), found.get("settings", "")
+            rows.append((group.name, beside(paper, group.folders, *how)))
     return rows
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from fl_lightning.core import Figure, PositiveInt, RoundContext, require
 from fl_lightning.engine import LocalResult
 from fl_lightning.flatness.plots import plot_density, plot_spectrum
+from fl_lightning.results.measurements import FILE
 from fl_lightning.trainer.loggers import RunLogger
 from fl_lightning.trainer.measurements import (
     Measure,
@@ -28,9 +29,6 @@ from fl_lightning.trainer.measurements import (
 from fl_lightning.trainer.measurements.base import drop_later_rounds
 from fl_lightning.trainer.round import replay
 from fl_lightning.trainer.run import Callback, Run
-
-FILE = "flatness.jsonl"
-"""All measurements of a run with their protocols, one per line, in the run folder."""
 
 
 class FlatnessMonitor(Callback):

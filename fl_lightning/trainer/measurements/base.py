@@ -15,12 +15,14 @@ from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.core import Checked, State, UserError, ensure, write_atomically
 from fl_lightning.engine import LocalResult
 from fl_lightning.flatness import Batches, Progress
+from fl_lightning.results.measurements import protocol
 from fl_lightning.trainer.cohort import Cohort
 from fl_lightning.trainer.round import Round
 from fl_lightning.trainer.run import Run
 from fl_lightning.trainer.runtime import collectives
 
 Split = Literal["train", "test"]
+Clients = Literal["cohort", "all"]
 PROTOCOL = "loss without weight decay, eval mode, no augmentation, in the precision of the weights"
 
 
@@ -59,9 +61,7 @@ class Measurement:
 
     def protocol(self) -> str:
         """Returns model, data and settings in one line."""
-        on = f"{self.data} ({self.samples:,})" if self.samples else self.data
-        settings = [f"{name} {value}" for name, value in self.settings.items()]
-        return ", ".join(part for part in (self.model, on, *settings) if part)
+        return protocol(vars(self))
 
 
 @dataclass(frozen=True)

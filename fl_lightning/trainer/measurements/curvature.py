@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from statistics import mean
 from typing import Any, Literal
 
@@ -14,11 +15,13 @@ from fl_lightning.engine import LocalResult
 from fl_lightning.flatness import OPERATORS, Interrupted, Kind, Operator
 from fl_lightning.flatness.functional import matching
 from fl_lightning.trainer.measurements.base import (
+    Clients,
     Measure,
     Measurement,
     MeasurementContext,
     Split,
     local_loss,
+    local_models,
 )
 from fl_lightning.trainer.run import Run
 from fl_lightning.trainer.runtime import collectives
@@ -215,6 +218,8 @@ class ClientLambdaMax(CurvatureMeasure):
         samples: Size of the stratified sample for "global"; null: all. "local" uses all of the client's data.
         iterations: Maximum number of products.
         tol: Relative residual to stop at; null: as in `flatness.lambda_max`.
+        clients: cohort: the local models of the round. all: those of all clients, each trained from w^t for this
+            measure; the names then end in ``_all``.
         **kwargs: The matrix, as for `CurvatureMeasure`.
     """
 
@@ -226,17 +231,24 @@ class ClientLambdaMax(CurvatureMeasure):
         samples: PositiveInt | None = 1000,
         iterations: PositiveInt = 100,
         tol: Positive | None = None,
+        clients: Clients = "cohort",
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
         self.data: list[Literal["local", "global"]] = ["local"] if data is None else data
-        self.samples, self.iterations, self.tol = samples, iterations, tol
+        self.samples, self.iterations, self.tol, self.clients = samples, iterations, tol, clients
 
     def begin(self, run: Run, cohort: Sequence[int]) -> None:
         self._found: dict[str, dict[int, tuple[float, float, int]]] = {where: {} for where in self.data}
+        if self.clients == "all" and cohort:
+            local_models(run, range(run.data.num_clients), partial(self._add, run), len(cohort))
 
     def update(self, run: Run, result: LocalResult) -> None:
-        for where, found in self._found.items():
+        if self.clients == "cohort":
+            self._add(run, result)
+
+    def _add(self, run: Run, result: LocalResult) -> None:
+        for where, found in self._found.items() if result.finite else ():
             own = where == "local"
             chosen = run.data.clients[result.client] if own else run.data.sample_indices(self.samples, run.seed)
             matrix = self.matrix(local_loss(run, result, chosen))
@@ -253,7 +265,7 @@ class ClientLambdaMax(CurvatureMeasure):
             own = where == "local"
             measurements.append(
                 Measurement(
-                    name=f"{self.prefix}client_lambda_max_{where}",
+                    name=f"{self.prefix}client_lambda_max_{where}{'' if self.clients == 'cohort' else '_all'}",
                     value=mean(values),
                     model="local models",
                     data=f"own data of {len(found)} clients" if own else "training data",

@@ -10,6 +10,7 @@ from fl_lightning.core import Interval, NonNegative, Positive, PositiveInt, accu
 from fl_lightning.engine import LocalResult
 from fl_lightning.flatness import lpf, mean_loss, sharpness
 from fl_lightning.trainer.measurements.base import (
+    Clients,
     Measure,
     Measurement,
     MeasurementContext,
@@ -18,8 +19,6 @@ from fl_lightning.trainer.measurements.base import (
 )
 from fl_lightning.trainer.run import Run
 from fl_lightning.trainer.runtime import collectives
-
-Clients = Literal["cohort", "all"]
 
 
 class LocalMean(Measure):
