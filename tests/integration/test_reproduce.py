@@ -84,7 +84,7 @@ def test_runs_and_their_table(
         (["9", "--rows=FedGloSS+SAM", "--columns=CIFAR10", "--seeds=0,1"], {"acc": "84.8", "lambda_max": "2.8"}),
         (["6", "--rows=SAM", "--columns=CIFAR10,centralized", "--rounds=0.01"], {"acc": "87.1"}),
         (["1", "--rows=FedSAM", "--columns=lambda_global@airplane2,CIFAR10"], {"lambda_global@airplane2": "30.6"}),
-        (["10", "--rows=FedAvg", "--columns=cost,CIFAR10,HsuCNN,alpha=0"], {"cost": "1"}),
+        (["10", "--rows=FedAvg", "--columns=cost,CIFAR10,HsuCNN,alpha=0"], {"cost": "1.0"}),
     ],
     ids=["flatness", "centralized", "clients", "target"],
 )
