@@ -41,6 +41,7 @@ def run(
     points: int | None = None,
     span: float = 1.0,
     directions: int = 10,
+    same_directions: bool = False,
     out: str | None = None,
 ) -> None:
     """Measures the loss around a checkpoint; writes it as CSV and JSON, and figures as PDF and PNG.
@@ -52,8 +53,8 @@ def run(
         model: The local objective.
         data: The data.
         ckpt_path: The checkpoint, or "last".
-        kind: "surface": over two random directions, the same for all models, filter-normalised. "plane": through
-            three checkpoints, two of them in ``compare``. "perturbation": against the length of a perturbation.
+        kind: "surface": over two random directions, filter-normalised. "plane": through three checkpoints, two of them
+            in ``compare``. "perturbation": against the length of a perturbation.
             "trajectory": local training of a client from the checkpoint, by its own algorithm (FedGMT also without
             its dual), FedAvg and FedSAM, in the plane through the start and the ends of the first two.
         compare: Further checkpoints with the same net.
@@ -64,6 +65,9 @@ def run(
         points: Number of points along each axis; by default 51 for a surface, else 21.
         span: A surface reaches from -span to span, curves to span.
         directions: Number of random directions of a perturbation.
+        same_directions: For a surface: all models take the directions of the checkpoint, as FedGloSS's appendix D.2
+            says. By default the random numbers are the same, and their lengths those of each model's own filters
+            (Li et al. 2018).
         out: Folder for the files; by default ``landscape`` in the run folder.
 
     Raises:
@@ -84,7 +88,7 @@ def run(
         loaded.fabric.print(f"{kind} of {', '.join(models)} on {', '.join(landscape.sets)}", flush=True)
         match kind:
             case "surface":
-                _surface(landscape, clients, points or 51, span)
+                _surface(landscape, clients, points or 51, span, same_directions)
             case "plane":
                 _plane(landscape, points or 21)
             case "perturbation":
@@ -93,8 +97,8 @@ def run(
                 _trajectory(landscape, clients[0], points or 21)
 
 
-def _surface(landscape: Landscape, clients: Sequence[int], points: int, span: float) -> None:
-    """Measures over two random directions, the same for all models before they are normalised."""
+def _surface(landscape: Landscape, clients: Sequence[int], points: int, span: float, same: bool) -> None:
+    """Measures over two random directions, normalised by the filters of each model, or the same for all."""
     run = landscape.run
     if clients:  # their data, and their models after a dry round
         local: dict[int, Tensor] = {}
@@ -104,12 +108,14 @@ def _surface(landscape: Landscape, clients: Sequence[int], points: int, span: fl
             landscape.models[f"client {k}"] = everyone[k].to(run.server.w)
             landscape.sets[f"data of client {k}"] = MeasurementContext.between_rounds(run).union([k])[0]
     axis, spec = np.linspace(-span, span, points), run.objective.flat
+    (first, checkpoint), *_ = landscape.models.items()
+    about = f"random, normalised by the filters of {first if same else 'each model'}"
     found = landscape.each(
         lambda label, w: surface(
             at=w,
-            directions=random_plane(spec, w, run.seed),
+            directions=random_plane(spec, checkpoint if same else w, run.seed),
             x=axis,
-            **landscape.options(label, directions="random, filter-normalised"),
+            **landscape.options(label, directions=about),
         )
     )
     landscape.save("surface", found, surface=lambda: plot_surface(found), surface_3d=lambda: plot_surface(found, "3d"))

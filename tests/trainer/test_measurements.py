@@ -51,8 +51,19 @@ from fl_lightning import (
     UserError,
     flatness,
 )
+from fl_lightning.commands import landscape
 from fl_lightning.core.flat import FlatSpec
-from fl_lightning.flatness import Interrupted, cosine, delta_epsilon, gradient, lpf, mean_loss, sharpness
+from fl_lightning.flatness import (
+    Interrupted,
+    cosine,
+    delta_epsilon,
+    gradient,
+    lpf,
+    mean_loss,
+    random_plane,
+    sharpness,
+    surface,
+)
 from fl_lightning.flatness.sharpness import filter_scale
 from fl_lightning.trainer.callbacks.flatness_monitor import scalars
 from fl_lightning.trainer.measurements import MeasurementContext, dry_round
@@ -154,7 +165,7 @@ def fit(
 
 def net() -> nn.Module:
     torch.manual_seed(0)
-    return DigitsMLP(hidden=8)
+    return DigitsMLP(8)
 
 
 @pytest.mark.parametrize("algorithm", [SCAFFOLD, FedSMOO, FedGF, FedGloSS, NaiveFedGloSS])
@@ -547,6 +558,29 @@ def test_landscape(args: list[str], files: tuple[str, ...], runs: dict[str, Path
     assert all(result["missing"] == 0 and result["protocol"]["seed"] == 0 for result in made.values())
     with (tmp_path / f"{files[0]}.csv").open(newline="") as file:
         assert all(float(row["loss"]) > 0 for row in csv.DictReader(file))
+
+
+@pytest.mark.parametrize("same", [False, True])
+def test_directions_of_a_surface(
+    same: bool, runs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Normalised by each model's filters; as an option by those of the first model, the same for all."""
+    drawn, at = list[Tensor](), list[Tensor]()
+
+    def recorded(**given: Any) -> Any:
+        drawn.append(given["directions"])
+        at.append(given["at"])
+        return surface(**given)
+
+    monkeypatch.setattr(landscape, "surface", recorded)
+    args = ["--ckpt_path", ckpt(runs["a"]), f"--compare=[{ckpt(runs['b'])}]", "--points=2", f"--out={tmp_path}"]
+    cli("landscape", *args, *(["--same-directions"] if same else []))
+    spec = FlatSpec(DigitsMLP(8))
+    assert [torch.equal(d, random_plane(spec, at[0], 0)) for d in drawn] == [True, same]
+    assert torch.equal(drawn[1], random_plane(spec, at[0] if same else at[1], 0))
+    first, *_ = made = json.loads((tmp_path / "surface.json").read_text())
+    of = first if same else "each model"
+    assert {made[name]["protocol"]["directions"] for name in made} == {f"random, normalised by the filters of {of}"}
 
 
 def test_plane_and_line_through_checkpoints(runs: dict[str, Path], tmp_path: Path) -> None:
