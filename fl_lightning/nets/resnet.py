@@ -4,9 +4,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Literal
 
-from torch import Tensor, nn
+from torch import Tensor, hub, nn
 
-from fl_lightning.core import Checked, Size, require, weights
+from fl_lightning.core import Checked, Size, UserError, require, weights
 
 Norm = Callable[[int], nn.Module]
 """Returns a normalization layer for a number of channels."""
@@ -128,7 +128,7 @@ class MobileNetV2GN(_TorchvisionNet):
             statistics of BatchNorm do not.
 
     Raises:
-        UserError: If groups does not divide 8, or the pre-trained weights do not fit.
+        UserError: If groups does not divide 8, or the pre-trained weights do not fit or cannot be downloaded.
     """
 
     def __init__(self, num_classes: Size = 2028, groups: int = 8, pretrained: str | None = None) -> None:
@@ -137,8 +137,14 @@ class MobileNetV2GN(_TorchvisionNet):
         super().__init__(mobilenet_v2(num_classes=num_classes, norm_layer=group_norm(groups, 8), dropout=0.0))
         if pretrained is not None:
             key = "model.net.pretrained"
-            ours = pretrained == "torchvision"
-            found = MobileNet_V2_Weights.IMAGENET1K_V1.get_state_dict() if ours else weights.read(pretrained, key)
+            source = MobileNet_V2_Weights.IMAGENET1K_V1
+            try:
+                found = source.get_state_dict() if pretrained == "torchvision" else weights.read(pretrained, key)
+            except OSError as error:
+                raise UserError(
+                    f"{key} = torchvision: {source.url} cannot be downloaded ({error}); put the file into"
+                    f" {hub.get_dir()}/checkpoints, or give its path"
+                ) from None
             weights.load(self.net, found, key, head="classifier.")
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 from typing import Any, NamedTuple
+from urllib.error import URLError
 
 import pytest
 import torch
@@ -342,6 +343,20 @@ def test_mobilenet_takes_weights_of_batchnorm(tmp_path: Any) -> None:
     path.write_bytes(b"nonsense")
     with pytest.raises(UserError, match=r"mobilenet.pth: not readable"):
         MobileNetV2GN(pretrained=str(path))
+
+
+def test_weights_that_cannot_be_downloaded_are_one_line(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+
+    def offline(*_: Any, **__: Any) -> None:
+        raise URLError("no network")
+
+    monkeypatch.setattr("torch.hub.urlopen", offline)
+    said = (
+        r"pretrained = torchvision: https://.*mobilenet_v2.*\.pth cannot be downloaded \(.*no network.*\); put the file"
+    )
+    with pytest.raises(UserError, match=rf"{said} into {tmp_path}/hub/checkpoints, or give its path$"):
+        MobileNetV2GN(pretrained="torchvision")
 
 
 def test_initial_weights_of_a_net_with_a_part_called_net() -> None:
