@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import fl_lightning as fl
+from fl_lightning.algorithms.catalogue import entries
 from tests.conftest import GOLDEN, Golden
 from tests.integration import boxes, further_boxes
 from tests.integration.boxes import Models, Problem, Setting, asam, fedopt, momentum, sam
@@ -345,6 +346,12 @@ def test_box(golden: Golden, case: str, setting: str) -> None:
     s, (box, make) = SETTINGS[setting], CASES[case]
     record = run(golden, make, s)
     assert_same([server.w for server in record.server], box(problem(golden, s)))
+
+
+def test_every_algorithm_has_a_box() -> None:
+    made = {type(make(net=torch.nn.Linear(2, 2))).__name__ for _, make in CASES.values()}
+    elsewhere = {"STildeAM"}  # tests/trainer/test_centralized.py
+    assert {entry.name for entry in entries()} - made == elsewhere
 
 
 @pytest.mark.sampled(2)
