@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from fl_lightning.commands.shared.trials import build
-from fl_lightning.core import UserError, ensure, files, make_folder, require, write_atomically
+from fl_lightning.core import UserError, ensure, files, make_folder, require, write_atomically, write_together
+from fl_lightning.core.figures import render
 from fl_lightning.results import ledger
 from fl_lightning.results.compare import find_runs
 from fl_lightning.results.headline import SUMMARY as ENDED
@@ -47,7 +48,7 @@ def run(
         count: For check: number of rows, drawn at random.
         tolerance: For check: on another kind of processor, or with another torch, the final evaluation of a row may be
             so far away.
-        out: For page: the file; null: the page is printed.
+        out: For page: the file, beside which its figure lies; null: the page is printed.
     """
     require(action in ACTIONS, "action", action, f"choose from {', '.join(ACTIONS)}")
     if action == "add":
@@ -60,8 +61,15 @@ def run(
         require(count >= 1, "count", count, "at least 1")
         _check(random.sample(found, min(count, len(found))), settings, tolerance)
     else:
-        text = page(found)
-        print(text) if out is None else write_atomically(Path(out), text)
+        text, figure = page(found)
+        if out is None:
+            print(text)
+        else:
+            path = Path(out)
+            name = f"{path.stem}.png"
+            written = {path: f"{text}\n![Curves of the runs, or a point for each run]({name})\n"}
+            make_folder(path.parent)
+            write_together({**written, path.parent / name: render(figure, png={})[0]})
 
 
 def _add(run: Path, given: Path, into: Path) -> Path:

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import yaml
 
+from fl_lightning.core import Figure
 from fl_lightning.results import ledger
 from fl_lightning.results.compare import Group, compare
+from fl_lightning.results.curves import plot_curves, plot_tradeoff
 from fl_lightning.results.metrics import markdown
 from fl_lightning.results.paired import difference
 from fl_lightning.results.table import Markup, cell, columns
@@ -16,8 +18,12 @@ ABOUT = "about.yaml"
 """In the folder of a ledger: title, text, and the reference's folder."""
 
 
-def page(rows: Sequence[Path]) -> str:
-    """Returns the page of rows, as Markdown.
+FEW = 4
+"""Groups whose curves can be told apart."""
+
+
+def page(rows: Sequence[Path]) -> tuple[str, Figure]:
+    """Returns the page of rows, as Markdown, and its figure: curves, or of many methods accuracy against lambda_max.
 
     Args:
         rows: The rows; ``about.yaml`` of the nearest folder above the first one gives title, text and reference.
@@ -50,7 +56,9 @@ def page(rows: Sequence[Path]) -> str:
         "*Checked* counts the rows that another process has trained again to the bit. Differences are means over the "
         "common seeds, with 95 % intervals by Student's t."
     )
-    return "\n\n".join([f"# {about['title']}", about["text"], markdown([head, *lines]), checked, made, ""])
+    text = "\n\n".join([f"# {about['title']}", about["text"], markdown([head, *lines]), checked, made, ""])
+    runs = {group.name: group.metrics for group in groups}
+    return text, plot_curves(runs) if len(groups) <= FEW else plot_tradeoff(groups, "lambda_max")
 
 
 def _difference(group: Group, reference: Group, name: str, form: str) -> str:

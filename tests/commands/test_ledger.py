@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from PIL import Image
 
 from tests.runs import DIGITS, cli
 
@@ -60,7 +61,9 @@ def test_times_of_left_out_rounds_are_summed(ledger: Path) -> None:
         }
 
 
-def test_a_row_trained_again_is_equal_to_the_bit(ledger: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_row_trained_again_is_equal_to_the_bit(
+    ledger: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     cli("ledger", "check", str(row(ledger)))
     assert f"{row(ledger)}: equal to the bit" in capsys.readouterr().out
     (check,) = json.loads((row(ledger) / "row.json").read_text())["checks"]
@@ -70,6 +73,10 @@ def test_a_row_trained_again_is_equal_to_the_bit(ledger: Path, capsys: pytest.Ca
     cli("ledger", "page", str(ledger / "rows"))
     page = capsys.readouterr().out
     assert "# Small" in page and "| FedSAM | 2 | 1 |" in page and "− FedAvg" in page
+    cli("ledger", "page", str(ledger / "rows"), "--out", str(tmp_path / "pages" / "small.md"))
+    assert "![" in (tmp_path / "pages" / "small.md").read_text()
+    with Image.open(tmp_path / "pages" / "small.png") as image:
+        image.load()
 
 
 def test_a_row_with_another_bit_is_wrong(ledger: Path, capsys: pytest.CaptureFixture[str]) -> None:
