@@ -82,14 +82,15 @@ def test_every_table_has_runs_or_a_reason() -> None:
 
 def test_number_of_cells_that_are_known() -> None:
     cells = find()
-    assert sum(why_not(cell) is None for cell in cells) == 1954
+    assert sum(why_not(cell) is None for cell in cells) == 1951
     unknown = {cell.metric.partition("@")[0] for cell in cells if why_not(cell) and not cell.table.startswith("FL-S")}
     assert unknown == {
         "seconds",
         "seconds_per_round",
         "minutes",
-        "transmissions_100",
-    }  # the last of an unnamed data set
+        "transmissions_100",  # of an unnamed data set
+        "acc",  # SWA 100 of ECCV's Table 7, which the paper does not explain
+    }
 
 
 def test_declared_numbers_are_the_papers() -> None:
