@@ -1,4 +1,4 @@
-"""What the papers claim beside the rows of a ledger: ``python benchmarks/claims.py digits`` writes docs/ledger/claims.md.
+"""What the papers claim, beside the rows of a ledger: ``python benchmarks/claims.py digits``.
 
 ``benchmarks/claims.yaml`` holds the claims; each compares a method with another one over the same seeds. A claim is
 seen if the 95 % interval of the paired differences lies on its side of 0.
