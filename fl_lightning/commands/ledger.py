@@ -67,7 +67,7 @@ def run(
         else:
             path = Path(out)
             name = f"{path.stem}.png"
-            written = {path: f"{text}\n![Curves of the runs, or a point for each run]({name})\n"}
+            written = {path: f"{text}\n\n![Curves of the runs, or a point for each run]({name})\n"}
             make_folder(path.parent)
             write_together({**written, path.parent / name: render(figure, png={})[0]})
 

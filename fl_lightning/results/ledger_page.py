@@ -56,7 +56,7 @@ def page(rows: Sequence[Path]) -> tuple[str, Figure]:
         "*Checked* counts the rows that another process has trained again to the bit. Differences are means over the "
         "common seeds, with 95 % intervals by Student's t."
     )
-    text = "\n\n".join([f"# {about['title']}", about["text"], markdown([head, *lines]), checked, made, ""])
+    text = "\n\n".join([f"# {about['title']}", about["text"], markdown([head, *lines]).strip(), checked, made])
     runs = {group.name: group.metrics for group in groups}
     return text, plot_curves(runs) if len(groups) <= FEW else plot_tradeoff(groups, "lambda_max")
 

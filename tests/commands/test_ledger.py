@@ -11,8 +11,11 @@ import pytest
 import yaml
 from PIL import Image
 
+from fl_lightning.results.ledger import rows
+from fl_lightning.results.ledger_page import page
 from tests.runs import DIGITS, cli
 
+LEDGER, DOCS = (Path(__file__).parents[2] / name for name in ("ledger", "docs"))
 MEASURE = "--trainer.callbacks+={class_path: FlatnessMonitor, init_args: {every_n_rounds: 4, metrics: [LambdaMax]}}"
 
 
@@ -112,3 +115,10 @@ def test_mistakes_are_a_line(ledger: Path, monkeypatch: pytest.MonkeyPatch, args
     monkeypatch.chdir(ledger)
     with pytest.raises(SystemExit, match=line):
         cli("ledger", *args)
+
+
+@pytest.mark.parametrize("name", [path.stem for path in (DOCS / "ledger").glob("*.md") if path.stem != "claims"])
+def test_pages_of_the_docs_are_those_of_the_ledger(name: str) -> None:
+    study, _, column = name.partition("_")
+    text, _ = page(rows(LEDGER / study / column))
+    assert (DOCS / "ledger" / f"{name}.md").read_text().startswith(text)
