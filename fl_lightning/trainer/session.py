@@ -9,6 +9,7 @@ from fl_lightning.core import UserError
 from fl_lightning.core.files import disk_error
 from fl_lightning.trainer.run import Run, by_key
 from fl_lightning.trainer.runtime.collectives import on_rank_zero
+from fl_lightning.trainer.runtime.signals import undisturbed
 from fl_lightning.trainer.storage import provenance, records
 from fl_lightning.trainer.storage.lock import locked
 from fl_lightning.trainer.storage.run_folder import RunFolder
@@ -107,11 +108,12 @@ def _fail(run: Run, error: BaseException) -> BaseException:
     """
     found: list[BaseException] = []
     steps = [partial(callback.on_exception, run, error) for callback in reversed(run.callbacks)]
-    for step in (*steps, partial(_close, run, "failed")):
-        try:
-            step()
-        except BaseException as another:
-            found.append(another)
+    with undisturbed():  # torchrun, for one, sends a signal to the processes that have lost another one
+        for step in (*steps, partial(_close, run, "failed")):
+            try:
+                step()
+            except BaseException as another:
+                found.append(another)
     if not isinstance(error, Exception) and found and isinstance(found[0], UserError):
         return found[0]  # the run was interrupted, and could not be saved
     if isinstance(error, OSError):

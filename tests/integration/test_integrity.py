@@ -409,6 +409,23 @@ def test_an_error_in_on_exception_prevents_no_saving(tmp_path: Path) -> None:
 # Signals
 
 
+def test_a_signal_does_not_disturb_the_saving_after_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torchrun sends it to the processes that have lost another one."""
+    write = files.save
+
+    def save(path: Path, content: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        write(path, content)
+
+    def fail(run: Run) -> None:
+        monkeypatch.setattr(files, "save", save)
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError) as error:
+        train(tmp_path, Act(3, fail))
+    assert not hasattr(error.value, "__notes__") and last(newest(tmp_path))["round"] == 3
+
+
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize("gap", [0, pytest.param(0.01, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])

@@ -24,11 +24,13 @@ class Interruption:
 
     Attributes:
         received: Number of the first signal.
+        holding: Whether a signal is noted only; see `undisturbed`.
     """
 
     def __init__(self, ends_process: bool = False) -> None:
         self.ends_process = ends_process
         self.received: int | None = None
+        self.holding = False
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Interruption:
@@ -58,7 +60,20 @@ class Interruption:
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if self.received is None:
             self.received = number
-            raise KeyboardInterrupt
+            if not self.holding:
+                raise KeyboardInterrupt
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Within it no signal breaks anything off: a run that ends by an error is saved before the process ends."""
+    if _active is not None:
+        _active.holding = True
+    try:
+        yield
+    finally:
+        if _active is not None:
+            _active.holding = False
 
 
 @contextmanager
