@@ -19,11 +19,11 @@ ABOUT = "about.yaml"
 
 
 FEW = 4
-"""Groups whose curves can be told apart."""
+"""Most groups whose curves are drawn; of more, a reader cannot tell one from another."""
 
 
 def page(rows: Sequence[Path]) -> tuple[str, Figure]:
-    """Returns the page of rows, as Markdown, and its figure: curves, or of many methods accuracy against lambda_max.
+    """Returns the page of rows, as Markdown, and its figure: curves, or accuracy against lambda_max of many methods.
 
     Args:
         rows: The rows; ``about.yaml`` of the nearest folder above the first one gives title, text and reference.

@@ -11,6 +11,7 @@ import pytest
 import yaml
 from PIL import Image
 
+from benchmarks import claims
 from fl_lightning.results.ledger import rows
 from fl_lightning.results.ledger_page import page
 from tests.runs import DIGITS, cli
@@ -122,3 +123,7 @@ def test_pages_of_the_docs_are_those_of_the_ledger(name: str) -> None:
     study, _, column = name.partition("_")
     text, _ = page(rows(LEDGER / study / column))
     assert (DOCS / "ledger" / f"{name}.md").read_text().startswith(text)
+
+
+def test_page_of_claims_is_that_of_the_ledger() -> None:
+    assert claims.page("digits") == (DOCS / "ledger" / "claims.md").read_text()
