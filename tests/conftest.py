@@ -17,18 +17,29 @@ import pytest
 import torch
 from hypothesis import settings
 from lightning.fabric.utilities import registry
+from sklearn import datasets
 from torch import nn
 from torch._subclasses import fake_tensor
+from torch.fx.experimental import proxy_tensor
 
 from fl_lightning import Arrays, FederatedTrainer, LocalObjective, ReplaySampler, Trajectory
 from fl_lightning.trainer.run import Run
+from fl_lightning.trainer.storage import provenance
 
 torch.set_num_threads(1)
 settings.register_profile("same every time", derandomize=True)  # --hypothesis-profile=default draws other cases
 settings.load_profile("same every time")
 registry.entry_points = cache(registry.entry_points)  # Fabric reads all packages' for each trainer that is made
+datasets.load_digits = cache(datasets.load_digits)  # a text file of 1,797 lines
+os.fsync = lambda descriptor: None  # tests kill processes, not machines: what a process has written stays
+_git, ROOT = provenance._git, Path(__file__).parents[1]
+_git_here = cache(_git)
+provenance._git = lambda folder, *args: (_git_here if folder == ROOT else _git)(
+    folder, *args
+)  # once: nobody commits now
 # torch keeps the stack, which is deep here, for each operation of a record
 fake_tensor.traceback = SimpleNamespace(extract_stack=list, format_list=traceback.format_list)
+proxy_tensor.set_meta = lambda proxy, value: proxy  # and what each value looks like, which nothing here reads
 CACHE = tempfile.TemporaryDirectory()
 os.environ["HF_DATASETS_CACHE"] = CACHE.name  # not in the home of who runs the tests
 GOLDEN = Path(__file__).parent / "golden"

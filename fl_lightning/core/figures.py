@@ -164,6 +164,7 @@ def render(figure: Figure, **files: dict[str, Any]) -> list[bytes]:
         buffer = BytesIO()
         with style(), drawing():
             figure.savefig(buffer, format=form, dpi=300, metadata=metadata)
+        figure.set_layout_engine("none")  # all files have the layout of the first
         found.append(buffer.getvalue())
     return found
 

@@ -84,8 +84,11 @@ def measurement(name: str, value: float, **more: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
+    return run_folders(tmp_path / "runs")
+
+
+def run_folders(root: Path) -> Path:
     """Two configs, one with two seeds, and everything that a run folder may hold."""
-    root = tmp_path / "runs"
     one = configured(root / "FedAvg" / "version_0", {3: 0.5, 6: 0.5}, lambdas={3: 90.0, 6: 2.0})
     configured(root / "FedAvg" / "version_1", {3: 0.5, 6: 0.75}, seed=1, lambdas={3: 50.0, 6: 3.0})
     two = configured(root / "a <b> & c" / "version_0", {3: 0.8, 6: 0.9}, lr=0.2)
@@ -135,12 +138,17 @@ def test_each_spectrum_of_a_run_has_its_own_line(folder: Path) -> None:
     assert [label.rpartition(", ")[2] for label in spectra(runs)] == [*["training data"] * 3, "test set"]
 
 
-@pytest.fixture
-def page(folder: Path, tmp_path: Path) -> Path:
-    (tmp_path / "out").mkdir()
-    out = tmp_path / "out" / "report.html"
-    cli("report", str(folder), "--target=0.6", "--last=1", f"--out={out.parent}")
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The report of the folder that `reported` names."""
+    out = tmp_path_factory.mktemp("report") / "out" / "report.html"
+    out.parent.mkdir()
+    cli("report", str(run_folders(reported(out))), "--target=0.6", "--last=1", f"--out={out.parent}")
     return out
+
+
+def reported(page: Path) -> Path:
+    return page.parents[1] / "runs"
 
 
 def test_valid_and_without_an_outside_address(page: Path) -> None:
@@ -158,9 +166,9 @@ def test_valid_and_without_an_outside_address(page: Path) -> None:
     assert len(text) < 1.5e6
 
 
-def test_numbers_are_those_of_the_tables(page: Path, folder: Path) -> None:
+def test_numbers_are_those_of_the_tables(page: Path) -> None:
     found = Page(page.read_text())
-    runs, shown = files(folder)
+    runs, shown = files(reported(page))
     with (page.parent / "curves.csv").open(newline="") as file:
         rows = {
             (row["run"], row["metric"], *(float(row[key]) for key in ("round", "mean"))) for row in csv.DictReader(file)
@@ -187,11 +195,11 @@ def test_numbers_are_those_of_the_tables(page: Path, folder: Path) -> None:
         assert {k: v for table in tables for k, v in table.items() if k not in ("run", "seeds")} == written
 
 
-def test_everything_a_run_folder_holds(page: Path, folder: Path) -> None:
+def test_everything_a_run_folder_holds(page: Path) -> None:
     text = page.read_text()
     found = Page(text)
     named = [value for name, value in found.attributes if name in ("aria-label", "alt")]
-    drawn = [title for title, *_ in chain.from_iterable(draw(*files(folder)).values())]
+    drawn = [title for title, *_ in chain.from_iterable(draw(*files(reported(page))).values())]
     pictures = [f"FedAvg, seed 0 · {kind}/{kind}.png" for kind in ("interpolate", "landscape")]
     assert {*drawn, *pictures} <= {*named} and {"Global model", "Local models", "test accuracy"} <= {*drawn}
     assert text.count("<figure>") == len(drawn) + len(pictures)

@@ -138,6 +138,7 @@ def command_line() -> str:
     return f"{name} {shlex.join(hidden_words(sys.argv[1:]))}".strip()
 
 
+@cache
 def versions() -> dict[str, str]:
     """Returns the versions of Python, of this package and of the packages that its numbers depend on."""
     cuda = {"cuda": torch.version.cuda} if torch.version.cuda else {}
