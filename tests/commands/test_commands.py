@@ -16,6 +16,7 @@ import torch
 import fl_lightning
 from fl_lightning import DigitsMLP, UserError
 from fl_lightning.commands.main import COMMANDS
+from fl_lightning.commands.shared.cli import FederatedCLI
 from tests.runs import DIGITS, assert_same, cli, forked, last, metrics, newest, run
 
 IMPORTED = """
@@ -247,3 +248,23 @@ def test_statistics_leave_with_the_net(policy: str, tmp_path: Path, monkeypatch:
 def test_no_net_where_there_is_no_run(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no run folder with a config\.yaml"):
         fl_lightning.load_net(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ([], False),
+        (["--same-directions"], True),
+        (["--same_directions"], True),
+        (["--same-directions=true"], True),
+        (["--same_directions=true"], True),
+        (["--same_directions", "true"], True),
+        (["--same_directions=false"], False),
+        (["--same-directions", "false"], False),
+    ],
+)
+def test_spellings_of_a_boolean_option(given: list[str], expected: bool) -> None:
+    parsed = FederatedCLI(
+        "landscape", "--model=FedAvg", "--model.net=DigitsMLP", "--data=Digits", "--ckpt_path=x", *given
+    )
+    assert parsed.config.same_directions is expected

@@ -164,9 +164,9 @@ class FederatedCLI(LightningCLI):
             nargs = "+" if self.parameters[name].annotation == list[str] else None
             parser.add_argument(name, metavar=name.upper(), type=str, nargs=nargs, help=texts.get(name))
         flags = {name: p.default for name, p in self.parameters.items() if p.annotation is bool}
-        for name, default in flags.items():  # --json, or --json true
-            flag, text = f"--{name.replace('_', '-')}", texts.get(name)
-            parser.add_argument(flag, type=bool, nargs="?", const=True, default=default, help=text)
+        for name, default in flags.items():  # --dry-run, --dry_run, or one of them with true or false
+            spelled, text = dict.fromkeys((f"--{name.replace('_', '-')}", f"--{name}")), texts.get(name)
+            parser.add_argument(*spelled, type=bool, nargs="?", const=True, default=default, help=text)
         if self.rest is not None:
             parser.epilog = texts.get(f"*{self.rest}")
         parser.add_function_arguments(self.function, skip={*PARTS, "cli", *self.places, *flags})
