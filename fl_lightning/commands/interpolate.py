@@ -23,6 +23,7 @@ def run(
     a: str,
     b: str,
     /,
+    labels: Sequence[str] = (),
     splits: Sequence[Split] = ("train", "test"),
     samples: int | None = 10_000,
     points: int = 61,
@@ -36,6 +37,7 @@ def run(
         data: The data.
         a: The checkpoint at γ = 1.
         b: The checkpoint at γ = 0.
+        labels: Names of the two in the figure; by default those of their runs.
         splits: Data: train (of all clients, a stratified sample) and test.
         samples: Number of training images; null: all.
         points: Number of values of γ from -1 to 2.
@@ -47,7 +49,7 @@ def run(
     require(3 <= points <= 1_000_000, "points", points, "3 to 1,000,000")
     check_no_buffers(model)
     loaded = trainer.load(model, data, a)
-    models, folder = models_of(loaded, [b]), output_folder(loaded, out, "interpolate")
+    models, folder = models_of(loaded, [b], labels), output_folder(loaded, out, "interpolate")
     (one, w_a), (zero, w_b) = models.items()
     with progress_bar(loaded.fabric) as step:
         landscape = Landscape(loaded, folder, models, splits, samples, step)

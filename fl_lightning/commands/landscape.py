@@ -35,6 +35,7 @@ def run(
     ckpt_path: str,
     kind: Literal["surface", "plane", "perturbation", "trajectory"] = "surface",
     compare: Sequence[str] = (),
+    labels: Sequence[str] = (),
     splits: Sequence[Split] = ("train",),
     clients: Sequence[int] = (),
     samples: int | None = 1000,
@@ -58,6 +59,7 @@ def run(
             "trajectory": local training of a client from the checkpoint, by its own algorithm (FedGMT also without
             its dual), FedAvg and FedSAM, in the plane through the start and the ends of the first two.
         compare: Further checkpoints with the same net.
+        labels: Names of the checkpoints in the figures; by default those of their runs.
         splits: Data: train (of all clients, a stratified sample) and test.
         clients: For a surface: also the local models of these clients, and their data, for all models. For a
             trajectory: the client.
@@ -82,7 +84,7 @@ def run(
     loaded = trainer.load(model, data, ckpt_path, clients=kind == "trajectory" or bool(clients))
     for k in clients:
         require(0 <= k < data.num_clients, "clients", k, f"from 0 to {data.num_clients - 1}")
-    models, folder = models_of(loaded, compare), output_folder(loaded, out, "landscape")
+    models, folder = models_of(loaded, compare, labels), output_folder(loaded, out, "landscape")
     with progress_bar(loaded.fabric) as step:
         landscape = Landscape(loaded, folder, models, splits, samples, step)
         loaded.fabric.print(f"{kind} of {', '.join(models)} on {', '.join(landscape.sets)}", flush=True)

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.core import Figure, ensure, make_folder, save_figure
+from fl_lightning.core import Figure, ensure, make_folder, require, save_figure
 from fl_lightning.flatness import Batches, Values
 from fl_lightning.results.metrics import write_table
 from fl_lightning.trainer.measurements import PROTOCOL, MeasurementContext
@@ -109,16 +109,23 @@ def save_figures(run: Run, folder: Path, drawn: Mapping[str, Callable[[], Figure
             logger.finalize("success")
 
 
-def models_of(run: Run, others: Sequence[str]) -> dict[str, Tensor]:
-    """Returns the global models ``(d,)`` of a loaded run and of other checkpoints, by the names of `labels_of`.
+def models_of(run: Run, others: Sequence[str], labels: Sequence[str] = ()) -> dict[str, Tensor]:
+    """Returns the global models ``(d,)`` of a loaded run and of other checkpoints, by label.
+
+    Args:
+        run: The run.
+        others: The checkpoints.
+        labels: A name for each model; by default those of `labels_of`.
 
     Raises:
-        UserError: If there is no such checkpoint, or it is of another net.
+        UserError: If there is no such checkpoint, it is of another net, or there is not one label for each model.
     """
+    n = len(others) + 1
+    require(not labels or len(set(labels)) == len(labels) == n, "labels", list(labels), f"give {n} different names")
     assert run.checkpoint is not None
     found = [(run.checkpoint, run.global_model), *(_weights_of(run, other) for other in others)]
     paths, weights = zip(*found, strict=True)
-    return dict(zip(labels_of(paths), weights, strict=True))
+    return dict(zip(labels or labels_of(paths), weights, strict=True))
 
 
 def _weights_of(run: Run, ckpt_path: str) -> tuple[Path, Tensor]:
