@@ -10,7 +10,7 @@ from statistics import fmean
 from jsonargparse import Namespace
 from rich.table import Table
 
-from fl_lightning.commands.shared.arguments import seeds_of
+from fl_lightning.commands.shared.arguments import prepare, seeds_of
 from fl_lightning.commands.shared.cli import FederatedCLI
 from fl_lightning.commands.shared.output import show_table
 from fl_lightning.commands.shared.prediction import Measured, as_bytes, as_time, measure, row_bytes
@@ -181,7 +181,8 @@ def _plan(found: Sequence[Task], fraction: float, seeds: Sequence[int], more: Se
     cli = FederatedCLI("fit", *found[0].whole)
     planned = []
     for task in found:
-        config = cli.make(*task.whole).trainer.config
+        cli.parse_arguments(cli.parser, prepare(task.whole))  # building may need what the user's settings replace
+        config = cli.resolved()
         trials = task.trials(config, fraction, seeds, more)
         made = cli.make(*trials[0].args)
         fixed = {"max_rounds": scaled_rounds(config, fraction), "seed": seeds[0]}
