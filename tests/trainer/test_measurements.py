@@ -619,6 +619,7 @@ def test_fedgmt_has_a_fourth_path(tmp_path: Path) -> None:
         (["flatness", "--ckpt_path=nowhere.ckpt", "--config=CONFIG"], "nowhere.ckpt: no such file"),
         (["landscape", "--ckpt_path=CKPT", "--kind=plane"], "compare = []: a plane goes through two checkpoints more"),
         (["landscape", "--ckpt_path=CKPT", "--clients=[77]"], "clients = 77: from 0 to 5"),
+        (["landscape", "--ckpt_path=CKPT", "--labels=[a,b]"], "labels = ['a', 'b']: give a name for each model, none"),
         (["landscape", "--ckpt_path=CKPT", "--points=1"], "points = 1: 2 to 10,000"),
         (["landscape", "--ckpt_path=CKPT", "--points=99999999999"], "points = 99999999999: 2 to 10,000"),
         (["interpolate", "CKPT", "CKPT", "--model.net.hidden=9"], "made with model.net"),

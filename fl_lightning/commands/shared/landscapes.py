@@ -120,8 +120,8 @@ def models_of(run: Run, others: Sequence[str], labels: Sequence[str] = ()) -> di
     Raises:
         UserError: If there is no such checkpoint, it is of another net, or there is not one label for each model.
     """
-    n = len(others) + 1
-    require(not labels or len(set(labels)) == len(labels) == n, "labels", list(labels), f"give {n} different names")
+    named = len(set(labels)) == len(labels) == len(others) + 1
+    require(not labels or named, "labels", list(labels), "give a name for each model, none twice")
     assert run.checkpoint is not None
     found = [(run.checkpoint, run.global_model), *(_weights_of(run, other) for other in others)]
     paths, weights = zip(*found, strict=True)
