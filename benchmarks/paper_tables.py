@@ -1,7 +1,8 @@
-"""The tables of docs/experiments.md: the papers' numbers, and how their cells are run.
+"""The tables of docs/experiments.md: the papers' numbers, how their cells are run, and the papers' figures.
 
 ``python benchmarks/paper_tables.py docs/experiments.md`` renews every block of a page between
-``<!-- papers: fedsam 2 -->`` (``files: fedsam``, ``rows: fedsam``) and its end, ``<!-- /papers -->``;
+``<!-- papers: fedsam 2 -->`` (``files: fedsam``, ``rows: fedsam``, ``figures: fedsam``) and its end,
+``<!-- /papers -->``;
 ``python benchmarks/paper_tables.py papers fedsam 2`` prints one.
 """
 
@@ -11,10 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fl_lightning.results.metrics import markdown
+from fl_lightning.results.paper_figures import figures
 from fl_lightning.results.papers import find
 from fl_lightning.results.recipes import CODE, columns, rows
 
-BLOCK = re.compile(r"<!-- (papers|files|rows): (\S+)(?: (\S+))? -->\n(.*?)<!-- /\1 -->", re.DOTALL)
+BLOCK = re.compile(r"<!-- (papers|files|rows|figures): (\S+)(?: (\S+))? -->\n(.*?)<!-- /\1 -->", re.DOTALL)
 """A generated block: its kind, paper, table and text."""
 
 WIDEST = 8
@@ -73,7 +75,16 @@ def settings(paper: str) -> str:
     return markdown(lines)
 
 
-KINDS: dict[str, Callable[..., str]] = {"papers": papers, "files": files, "rows": settings}
+def drawings(paper: str) -> str:
+    """Returns the figures of a paper: what they show and how they are drawn, or why not."""
+    lines = [["figure", "shows", "drawing", "tables of its runs", "taken where our notes leave it open"]]
+    for each in figures(paper):
+        tables = ", ".join(dict.fromkeys(runs.table for runs in each.runs))
+        lines.append([each.number, each.shows or f"not known: {each.reason}", each.draws, tables, each.taken])
+    return markdown(lines)
+
+
+KINDS: dict[str, Callable[..., str]] = {"papers": papers, "files": files, "rows": settings, "figures": drawings}
 
 
 def renew(page: str) -> str:

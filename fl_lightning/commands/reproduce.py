@@ -1,6 +1,7 @@
-"""``fl-lightning reproduce``: the cells of a paper's table as runs, and our numbers beside the paper's."""
+"""``fl-lightning reproduce``: a paper's table as runs, with our numbers beside the paper's; or a figure, drawn."""
 
 import copy
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,20 +14,44 @@ from rich.table import Table
 from fl_lightning.commands.shared.arguments import prepare, seeds_of
 from fl_lightning.commands.shared.cli import FederatedCLI
 from fl_lightning.commands.shared.output import show_table
+from fl_lightning.commands.shared.paper_figures import draw
 from fl_lightning.commands.shared.prediction import Measured, as_bytes, as_time, measure, row_bytes
-from fl_lightning.commands.shared.trials import build, check
+from fl_lightning.commands.shared.trials import build, check, complain
 from fl_lightning.core import ensure, make_folder, require
 from fl_lightning.results.metrics import read_run, rounds_done
+from fl_lightning.results.paper_figures import PaperFigure, figure
 from fl_lightning.sweeps import reproduction_table
 from fl_lightning.sweeps.fraction import scaled_rounds
-from fl_lightning.sweeps.reproduction import Task, column, declared, line, mark, select, tasks, why_not
-from fl_lightning.sweeps.trials import Trial, newest_run, outcome, run_trials
+from fl_lightning.sweeps.reproduction import (
+    Task,
+    column,
+    declared,
+    figure_tasks,
+    line,
+    mark,
+    names,
+    select,
+    tasks,
+    why_not,
+)
+from fl_lightning.sweeps.trials import Outcome, Trial, newest_run, outcome, run_trials
 from fl_lightning.trainer.participation.samplers import UniformSampler
 
-SUMMARY = "Reproduce cells of a paper's table: make their runs, and print our numbers beside the paper's."
+SUMMARY = "Reproduce a paper's table or figure: make its runs, print our numbers beside the paper's, or draw it."
 
 STEPS = 2
 """Local steps of a client in the rounds that are measured for the estimate."""
+
+
+@dataclass(frozen=True)
+class _How:
+    """How the runs are made, as the arguments of `run` say; ``fraction`` is that of the rounds."""
+
+    settings: Sequence[str]
+    seeds: Sequence[int]
+    fraction: float
+    jobs: int
+    dry_run: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,14 +115,15 @@ def run(
     jobs: int = 1,
     dry_run: bool = False,
     out: str | None = None,
+    points: int | None = None,
 ) -> None:
-    """Makes the runs of a table's cells, and a table of their numbers beside the paper's.
+    """Makes the runs of a table's cells, and a table of their numbers beside the paper's; or a figure and its runs.
 
     Started again, it makes the runs that are missing, and continues those that were interrupted.
 
     Args:
         paper: The paper: fedsam, fedsmoo, fedgf, fedgloss or fedgmt.
-        table: The number of its table.
+        table: The number of its table, or its figure, such as fig7.
         *settings: Settings of a run, such as --data.data_dir DIR or --config FILE: they go to all runs, and win.
         rows: Algorithms as the table names them, such as FedAvg,FedGloSS+SAM; null: all.
         columns: Data set, network, heterogeneity, participation, epochs or metric, such as CIFAR10,alpha=0,alpha=0.05;
@@ -106,10 +132,19 @@ def run(
         rounds: Fraction of the paper's rounds.
         jobs: Runs at the same time.
         dry_run: Show the runs and what they take, and make none.
-        out: Folder of the runs and of table.csv, table.tex and table.md; null: one in runs/reproduce.
+        out: Folder of the runs and of table.csv, table.tex and table.md, or of the figure; null: one in runs/reproduce.
+        points: Points along each axis of a figure's loss landscape; null: the paper's, or those of ``landscape``.
     """
     require(jobs >= 1, "jobs", jobs, "at least 1")
-    cells = select(paper, table, _names(rows), _names(columns))
+    require(points is None or 3 <= points <= 10_000, "points", points, "3 to 10,000")
+    how = _How(settings, seeds_of(seeds), rounds, jobs, dry_run)
+    share = "" if rounds == 1 else f"_{rounds:g}"
+    if number := re.fullmatch(r"fig(?:ure)?[. _]*(\d+)", table, re.IGNORECASE):
+        ensure(not rows and not columns, f"table = {table}: a figure has rows and columns of its own; leave them out")
+        drawn = figure(paper, number[1])
+        _figure(drawn, Path(out or f"runs/reproduce/{drawn.folder}{share}"), how, points)
+        return
+    cells = select(paper, table, names(rows), names(columns))
     asked, reasons = tasks(cells)
     answers = [why_not(cell) or "known" for cell in cells]
     for cell, answer in zip(cells, answers, strict=True) if dry_run else ():
@@ -118,35 +153,53 @@ def run(
         print(f"not reproduced: {reason}")
     print(f"known: {answers.count('known')} of {len(cells)} cells")
     ensure("known" in answers, f"table = {table}: none of these cells can be reproduced; see docs/experiments.md")
-    share = "" if rounds == 1 else f"_{rounds:g}"
     folder = Path(out or f"runs/reproduce/{paper}_{table.replace('/', '_')}{share}")
-    planned = _plan(asked, rounds, seeds_of(seeds), settings) if asked else []
-    trials = [trial for each in planned for trial in each.trials]
+    made = _make(asked, folder, how)
     if dry_run:
+        return
+    given = shlex.join(settings)
+    lines = [line(cell, []) for cell in cells if declared(cell) is not None]
+    lines += [line(cell, outcomes, rounds, given) for task, outcomes in made.items() for cell in task.cells]
+    reproduction_table.write(lines, make_folder(folder))
+    show_table(reproduction_table.table(lines))
+    print(f"results: {folder}")
+
+
+def _figure(drawn: PaperFigure, folder: Path, how: _How, points: int | None) -> None:
+    """Makes the runs of a figure, and draws it."""
+    print(f"{drawn.paper}, Figure {drawn.number}: {drawn.shows} ({drawn.draws})")
+    if drawn.taken:
+        print(f"our notes on the paper do not say this; taken are: {drawn.taken}")
+    made = _make(figure_tasks(drawn), folder, how)
+    if how.dry_run:
+        return
+    complain([outcome for outcomes in made.values() for outcome in outcomes])
+    runs = {task: [each.folder for each in of if each.folder is not None] for task, of in made.items()}
+    for path in draw(drawn, runs, folder / f"figure_{drawn.number}", points):
+        print(f"drawn: {path}")
+
+
+def _make(asked: Sequence[Task], folder: Path, how: _How) -> dict[Task, list[Outcome]]:
+    """Makes the runs of tasks that are missing, after an estimate; a dry run shows them and makes none."""
+    planned = _plan(asked, how.fraction, how.seeds, how.settings) if asked else []
+    trials = [trial for each in planned for trial in each.trials]
+    if how.dry_run:
         for trial in trials:
             print(shlex.join(["fl-lightning", trial.command, *trial.args]))
     unfinished = {each: [trial for trial in each.trials if outcome(trial, folder) is None] for each in planned}
     if todo := {each: [newest_run(trial, folder) for trial in found] for each, found in unfinished.items() if found}:
-        _show_estimate(todo, jobs)
-    if dry_run:
-        return
+        _show_estimate(todo, how.jobs)
+    if how.dry_run:
+        return {}
     make_folder(folder)
-    outcomes, given = {}, shlex.join(settings)
+    outcomes, given = dict[str, Outcome](), shlex.join(how.settings)
     of = {trial.name: each.task for each in planned for trial in each.trials}
-    for found in run_trials(trials, folder, build, jobs, check=check):
+    for found in run_trials(trials, folder, build, how.jobs, check=check):
         outcomes[found.trial.name] = found
         if found.folder is not None:
-            mark(found.folder, of[found.trial.name], rounds, given)
+            mark(found.folder, of[found.trial.name], how.fraction, given)
         print(f"{len(outcomes)} of {len(trials)}: {found.trial.name}: {found.error or 'finished'}")
-    lines = [line(cell, []) for cell in cells if declared(cell) is not None]
-    lines += [
-        line(cell, [outcomes[trial.name] for trial in each.trials], rounds, given)
-        for each in planned
-        for cell in each.task.cells
-    ]
-    reproduction_table.write(lines, folder)
-    show_table(reproduction_table.table(lines))
-    print(f"results: {folder}")
+    return {each.task: [outcomes[trial.name] for trial in each.trials] for each in planned}
 
 
 def _show_estimate(planned: Mapping[Planned, Sequence[Path | None]], jobs: int) -> None:
@@ -191,7 +244,3 @@ def _plan(found: Sequence[Task], fraction: float, seeds: Sequence[int], more: Se
             ensure(value == expected, f"trainer.{key} = {value}: the table sets it; give {option}")
         planned.append(Planned(task, trials, made))
     return planned
-
-
-def _names(listed: str | None) -> list[str]:
-    return [name.strip() for name in listed.split(",")] if listed else []

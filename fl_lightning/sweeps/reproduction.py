@@ -1,9 +1,10 @@
-"""Reproduction of a paper's table: the chosen cells, the runs that they need, and our numbers."""
+"""Reproduction of a paper's table or figure: the chosen cells, the runs that they need, and our numbers."""
 
 import json
 import re
+import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from fl_lightning import algorithms
 from fl_lightning.algorithms.catalogue import Entry
 from fl_lightning.algorithms.parts.ascent import SAM
 from fl_lightning.core import UserError, ensure
+from fl_lightning.results.paper_figures import PaperFigure
 from fl_lightning.results.papers import (
     COLUMNS,
     EVALUATED,
@@ -37,10 +39,18 @@ class Task:
     Attributes:
         cells: The cells.
         recipe: How they are run.
+        settings: Settings over the recipe.
+        measure: Measures besides those of the cells, by comma.
+        times: How often all of them are taken in a run.
+        setting: Name and value of the setting that this task tries, if any.
     """
 
     cells: tuple[Cell, ...]
     recipe: Recipe
+    settings: tuple[str, ...] = ()
+    measure: str = ""
+    times: int = 1
+    setting: tuple[str, float] | None = None
 
     @property
     def name(self) -> str:
@@ -51,7 +61,7 @@ class Task:
     @property
     def whole(self) -> tuple[str, ...]:
         """Arguments of a run with all of its rounds."""
-        return ("--config", self.recipe.config, *self.recipe.row, *self.recipe.column)
+        return ("--config", self.recipe.config, *self.recipe.row, *self.recipe.column, *self.settings)
 
     def trials(
         self, config: Mapping[str, Any], fraction: float, seeds: Sequence[int], more: Sequence[str]
@@ -65,10 +75,11 @@ class Task:
             more: Further arguments, which win.
         """
         fewer = scaled(config, fraction)
-        names = (cell.metric.partition("@")[0] for cell in self.cells)
-        measures = dict.fromkeys(MEASURED[name][1] for name in names if name in MEASURED)
-        rounds = scaled_rounds(config, fraction)
-        settings = f"every_n_rounds: {rounds}, metrics: [{', '.join(measures)}]"
+        metrics = (cell.metric.partition("@")[0] for cell in self.cells)
+        measures = dict.fromkeys(MEASURED[name][1] for name in metrics if name in MEASURED)
+        measures |= {self.measure: None} if self.measure else {}
+        every = max(1, scaled_rounds(config, fraction) // self.times)
+        settings = f"every_n_rounds: {every}, metrics: [{', '.join(measures)}]"
         args = [*self.whole, *(f"--{key}={number:.17g}" for key, number in fewer.items())]
         if measures:
             args.append(f"--trainer.callbacks+={{class_path: FlatnessMonitor, init_args: {{{settings}}}}}")
@@ -128,6 +139,30 @@ def tasks(cells: Sequence[Cell]) -> tuple[list[Task], list[str]]:
     return found, [f"{reason} ({', '.join(dict.fromkeys(names))})" for reason, names in reasons.items()]
 
 
+def figure_tasks(figure: PaperFigure) -> list[Task]:
+    """Returns the runs of a figure; those that its tables need as well are the same, unless they measure more."""
+    found = []
+    for runs in figure.runs:
+        for task in tasks(select(figure.paper, runs.table, names(runs.rows), names(runs.columns)))[0]:
+            more = replace(task, settings=tuple(shlex.split(runs.settings)), measure=figure.measure, times=figure.times)
+            tried = [(name, value) for name, values in runs.vary.items() for value in values]
+            found += [_varied(more, name, value) for name, value in tried] if tried else [more]
+    return found
+
+
+def _varied(task: Task, name: str, value: float) -> Task:
+    """Returns a task with another value of a setting of the model, or of ``epochs``."""
+    cell = task.cells[0]
+    algorithm = f"{cell.algorithm} {name}={value:g}"
+    cell = replace(cell, epochs=f"{value:g}") if name == "epochs" else replace(cell, algorithm=algorithm)
+    return replace(task, cells=(cell,), recipe=recipe(cell), setting=(name, value))
+
+
+def names(listed: str | None) -> list[str]:
+    """Returns names that are listed by comma."""
+    return [name.strip() for name in listed.split(",")] if listed else []
+
+
 def why_not(cell: Cell) -> str | None:
     """Returns why a cell cannot be reproduced; None if it can."""
     if declared(cell) is not None:
@@ -180,7 +215,12 @@ def line(cell: Cell, outcomes: Sequence[Outcome], fraction: float = 1.0, setting
 
 
 def mark(folder: Path, task: Task, fraction: float, settings: str = "") -> None:
-    """Writes the keys of the task's cells, and how its runs differ from the paper's, into a run folder, for reports."""
+    """Writes the keys of the task's cells, and how its runs differ from the paper's, into a run folder, for reports.
+
+    Runs of a figure with a setting that no cell has are no cell's.
+    """
+    if task.setting or task.settings:
+        return
     how = {"fraction": fraction, "settings": settings}
     found = [{**{name: getattr(cell, name) for name in COLUMNS}, **how} for cell in task.cells]
     (folder / FILE).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")

@@ -225,7 +225,8 @@ def shortened(args: list[str]) -> list[str]:
         return [command, short_sweep(args[1]), *args[2:]]
     if command == "reproduce":
         folder = f"--out=reproduced/{len([*Path().glob('reproduced/*')])}"
-        return [*args, *SHORT[command], folder, *([] if "--rows" in args else ["--rows=FedAvg"])]
+        fewer = ["--points=3"] if args[2].startswith("fig") else [] if "--rows" in args else ["--rows=FedAvg"]
+        return [*args, *SHORT[command], folder, *fewer]
     if command not in SHORT or any("help" in arg or arg == "--print_config" for arg in args):
         return args
     return [*args, *SHORT[command], *COMMON, "--trainer.threads=1", "--trainer.enable_progress_bar=false"]

@@ -20,9 +20,10 @@ from benchmarks import paper_tables
 from benchmarks.paper_tables import BLOCK
 from fl_lightning.commands.shared.cli import FederatedCLI
 from fl_lightning.core.errors import UserError
+from fl_lightning.results.paper_figures import figure
 from fl_lightning.results.papers import PAPERS, Cell, find
 from fl_lightning.results.recipes import CODE, columns, recipe, rows
-from fl_lightning.sweeps.reproduction import select, tasks
+from fl_lightning.sweeps.reproduction import figure_tasks, select, tasks
 from tests import generated
 from tests.runs import cli, last, metrics, newest
 
@@ -310,11 +311,11 @@ def test_every_cell_is_made(paper: str, parsed: FederatedCLI) -> None:
     assert len(made) > 50
 
 
-def test_page_holds_numbers_files_and_rows() -> None:
+def test_page_holds_numbers_files_rows_and_figures() -> None:
     page = PAGE.read_text()
     blocks = {(kind, *(name for name in of if name)) for kind, *of, _ in BLOCK.findall(page)}
     tables = {("papers", cell.paper, cell.table) for cell in find()}
-    assert blocks == tables | {(kind, paper) for kind in ("files", "rows") for paper in PAPERS}
+    assert blocks == tables | {(kind, paper) for kind in ("files", "rows", "figures") for paper in PAPERS}
     renew = "python benchmarks/paper_tables.py docs/experiments.md"
     assert page == paper_tables.renew(page), f"docs/experiments.md is out of date; `{renew}` renews it"
 
@@ -332,11 +333,14 @@ def test_code_of_the_page(
     blocks = re.findall(r"```sh\n(.*?)```", page, re.DOTALL)
     lines = [shlex.split(line, comments=True) for block in blocks for line in block.replace("\\\n", "").splitlines()]
     fits = [words for words in lines if words[1] == "fit"]
-    assert len(fits) == 3 and len(lines) == 8
+    assert len(fits) == 3 and len(lines) == 10
     made = [parsed.make(*words[2:]) for words in fits]
     assert type(made[0].model).__name__ == "FedASAM"
     for words in lines:
         if words[1] == "reproduce":
             asked = FederatedCLI(*words[1:]).config
+            if asked.table.startswith("fig"):
+                assert figure_tasks(figure(asked.paper, asked.table.removeprefix("fig"))), words
+                continue
             named = [listed.split(",") if listed else [] for listed in (asked.rows, asked.columns)]
             assert tasks(select(asked.paper, asked.table, *named))[0], words

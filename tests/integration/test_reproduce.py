@@ -7,11 +7,20 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
+from torchvision.models import _api
 
+from fl_lightning import CIFAR10, CIFAR100
+from fl_lightning.commands import landscape
+from fl_lightning.data.corruptions import CORRUPTIONS
 from fl_lightning.results.compare import compare
+from fl_lightning.results.paper_figures import figures
+from fl_lightning.results.papers import PAPERS
 from fl_lightning.results.report.files import read_group
 from fl_lightning.results.report.tables import papers
+from tests import generated
 from tests.runs import cli
 
 DIGITS = [
@@ -107,6 +116,7 @@ def test_flatness_and_centralized_cells(
         (["--trainer.seed=7"], "trainer.seed = 7: the table sets it; give --seeds"),
         (["--seeds=0,0"], "seeds = 0,0: give different numbers, such as 0,1,2"),
         (["--rounds=2"], "rounds = 2.0: a fraction of the paper's rounds"),
+        (["--points=2"], "points = 2: 3 to 10,000"),
         (["--data.num_client=7"], "data.num_client = 7: no such setting"),
     ],
 )
@@ -117,3 +127,146 @@ def test_settings_that_do_not_fit(
     with pytest.raises(SystemExit, match=f"^error: {re.escape(message)}"):
         cli(*TABLE, *DIGITS, *more)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_dry_run_builds_with_the_users_settings_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The net of the paper is built nowhere, whose weights would be downloaded."""
+
+    def offline(*_: object, **__: object) -> None:
+        raise OSError("no network")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(_api, "load_state_dict_from_url", offline)
+    more = ["--data.num_clients=100", "--rounds=0.002", "--dry-run"]
+    cli("reproduce", "fedgloss", "4", "--rows=FedAvg", *more, *DIGITS)
+    assert re.search(r"1 run, about", capsys.readouterr().out)
+    with pytest.raises(SystemExit, match=r"^error: model\.net\.pretrained = torchvision: .* cannot be downloaded"):
+        cli("reproduce", "fedgloss", "4", "--rows=FedAvg", *more)
+
+
+# Figures
+
+SMALL = ["--rounds=0.0005", *DIGITS, "--model.net.hidden=8"]
+
+
+def pictures(folder: str) -> list[str]:
+    """The pictures of a figure; each has lines of more than one colour, and fits a page's width at 300 dpi."""
+    found = sorted(Path(folder).glob("figure_*/**/*.png"))
+    for path in found:
+        with Image.open(path) as image:
+            colours = image.convert("RGB").getcolors(1 << 24)
+            assert image.width <= 6.75 * 300 and colours is not None and len(colours) > 50
+        assert path.with_suffix(".pdf").is_file()
+    return [str(path.relative_to(folder)) for path in found]
+
+
+def test_dry_run_of_a_figure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    cli("reproduce", "fedgloss", "fig9", "--seeds=0,1", "--dry-run", *SMALL)
+    shown = capsys.readouterr().out
+    assert shown.startswith("fedgloss, Figure 9: training and test loss on the line through two global models (Eq. 8)")
+    assert "our notes on the paper do not say this; taken are: the two models and the columns\n" in shown
+    lines = [line for line in shown.splitlines() if line.startswith("fl-lightning fit")]
+    assert len(lines) == 8 and "8 runs, about" in shown and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [(p, f.number) for p in PAPERS for f in figures(p)][::4], ids=" ".join)
+def test_dry_run_of_many_figures(
+    number: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paper, figure = number
+    monkeypatch.chdir(tmp_path)
+    (wanted,) = (each for each in figures(paper) if each.number == figure)
+    arguments = ["reproduce", paper, f"figure_{figure}", "--dry-run", *SMALL]
+    if wanted.reason:
+        with pytest.raises(SystemExit, match=re.escape(wanted.reason)):
+            cli(*arguments)
+    else:
+        cli(*arguments)
+        assert re.search(r"\d+ runs?, about", capsys.readouterr().out)
+
+
+def test_curves_of_a_figure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    cli("reproduce", "fedgf", "fig7", "--out=mine", *SMALL)
+    assert pictures("mine") == ["figure_7/curves.png"] and "drawn: mine/figure_7/curves.png" in capsys.readouterr().out
+    assert len([*Path("mine").glob("*/FedGF/seed_0/version_0/summary.json")]) == 3
+    with pytest.raises(SystemExit, match=r"^error: table = fig7: a figure has rows and columns"):
+        cli("reproduce", "fedgf", "fig7", "--rows=FedGF")
+
+
+def test_landscape_of_a_figure_in_the_same_directions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+    surface = landscape.surface
+
+    def recorded(*args: object, directions: object, **options: object) -> object:
+        asked.append(directions)
+        return surface(*args, directions=directions, **options)  # type: ignore[arg-type]
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(landscape, "surface", recorded)
+    cli("reproduce", "fedsam", "fig1", "--points=5", "--out=mine", *SMALL)
+    assert pictures("mine") == ["figure_1/surface.png", "figure_1/surface_3d.png"]
+    (first, second) = asked
+    assert all((a == b).all() for a, b in zip(first, second, strict=True))  # type: ignore[call-overload]
+    assert list(json.loads(Path("mine/figure_1/surface.json").read_text())) == ["alpha=0", "alpha=1000"]
+
+
+def test_spectrum_of_a_figure_is_of_the_tables_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    cli("reproduce", "fedsam", "1", *SMALL)
+    before = {path: path.stat().st_mtime_ns for path in Path("runs/reproduce").rglob("metrics.csv")}
+    cli("reproduce", "fedsam", "fig5", *SMALL)
+    assert len(before) == 4 and before == {
+        path: path.stat().st_mtime_ns for path in Path("runs/reproduce").rglob("metrics.csv")
+    }  # nothing is trained twice
+    assert pictures("runs/reproduce/fedsam_1_0.0005") == ["figure_5/spectrum.png"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("paper", "number", "drawn"),
+    [
+        ("fedsam", "2", ["plane"]),
+        ("fedsam", "3", ["clients"]),
+        ("fedsam", "4", ["clients"]),
+        ("fedgf", "1", ["bars"]),
+        ("fedgf", "5", ["perturbation"]),
+        ("fedgloss", "9", ["CIFAR10/interpolate", "CIFAR100/interpolate"]),
+        ("fedgloss", "19", ["lines"]),
+        ("fedgmt", "4", ["cost"]),
+        ("fedgmt", "6", ["trajectory"]),
+    ],
+)
+def test_every_drawing(
+    paper: str, number: str, drawn: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    points = "--points=5"
+    cli("reproduce", paper, f"fig{number}", "--out=mine", points, *SMALL, "--rounds=0.001")
+    assert pictures("mine") == [f"figure_{number}/{name}.png" for name in drawn]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*not the .* of the published data set:UserWarning")
+def test_drawing_of_corruptions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each data set has its own files, beside the data."""
+    monkeypatch.chdir(tmp_path)
+    generated.everything(tmp_path / "data", monkeypatch)
+    for name, data in (("CIFAR-10-C", CIFAR10()), ("CIFAR-100-C", CIFAR100())):
+        data.setup()
+        folder = tmp_path / "data" / name
+        folder.mkdir(exist_ok=True)
+        np.save(folder / "labels.npy", np.tile(data.y_test.numpy(), 5).astype(np.uint8))
+        for corruption in CORRUPTIONS:
+            np.save(folder / f"{corruption}.npy", np.zeros((5 * len(data.y_test), 32, 32, 3), np.uint8))
+    few = ["--trainer.local_steps=1", "--trainer.clients_per_round=2", "--trainer.eval_every=9", *DIGITS[-3:]]
+    cli("reproduce", "fedsam", "fig6", "--out=mine", "--rounds=0.0001", *few)
+    assert pictures("mine") == ["figure_6/CIFAR10/corruptions.png", "figure_6/CIFAR100/corruptions.png"]

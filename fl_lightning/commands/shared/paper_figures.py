@@ -1,0 +1,216 @@
+"""The drawings of the papers' figures, from the runs that `fl-lightning reproduce` has made."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from fl_lightning.commands.shared.cli import FederatedCLI
+from fl_lightning.core import Figure, ensure, parse_json, save_figure
+from fl_lightning.flatness.plots import plot_spectrum
+from fl_lightning.results.clients import FILE as CLIENTS
+from fl_lightning.results.configs import read_config
+from fl_lightning.results.corruptions import plot_corruptions
+from fl_lightning.results.curves import draw_curves, read
+from fl_lightning.results.measurements import FILE as MEASUREMENTS
+from fl_lightning.results.measurements import Monitored, last_measurements
+from fl_lightning.results.metrics import FILE, average, read_metrics, read_numbers, write_table
+from fl_lightning.results.names import label as named
+from fl_lightning.results.numbers import plot_bars, plot_by_client, plot_lines
+from fl_lightning.results.paper_figures import PaperFigure
+from fl_lightning.results.papers import EVALUATED, MEASURED, our_number
+from fl_lightning.results.summary import summarise
+from fl_lightning.sweeps.fraction import value
+from fl_lightning.sweeps.reproduction import Task, column
+from fl_lightning.trainer.storage.run_folder import RunFolder
+
+Made = Mapping[Task, Sequence[Path]]
+"""The run folders of each task, one for each seed."""
+LANDSCAPES = ("surface", "plane", "perturbation", "trajectory")
+SPENT = ("client/passes", "comm/total_bits")
+"""Metrics that count from the start of a run."""
+
+
+def draw(figure: PaperFigure, made: Made, folder: Path, points: int | None) -> list[Path]:
+    """Draws a figure: one picture, or where it has several rows and several columns, one for each column.
+
+    Landscapes, spectra and numbers of clients are those of the first seed.
+
+    Args:
+        figure: The figure.
+        made: Its runs, at least one a task.
+        folder: Folder of the pictures and of their numbers.
+        points: Points along each axis of a landscape; None: as the figure or the command has it.
+
+    Returns:
+        The pictures.
+
+    Raises:
+        UserError: If a run has not measured what is drawn.
+    """
+    before = _pictures(folder)
+    whole = {"bars": _bars, "lines": _lines}
+    if figure.draws in whole:
+        save_figure(whole[figure.draws](figure, made, folder), folder / figure.draws)
+    else:
+        for title, of in panels(made).items():
+            place = folder / title.replace("/", "of").replace(", ", "_")
+            if figure.draws in (*LANDSCAPES, "line"):
+                _landscape(figure, {label: runs[0] for label, runs in of.items()}, place, points)
+            else:
+                save_figure(DRAWN[figure.draws](figure, of), place / figure.draws)
+    return sorted(path for path, written in _pictures(folder).items() if before.get(path) != written)
+
+
+def _pictures(folder: Path) -> dict[Path, int]:
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*.png")}
+
+
+def panels(made: Made) -> dict[str, dict[str, Sequence[Path]]]:
+    """Returns the runs by the title of their picture and by their label.
+
+    Where rows and columns differ, a picture is that of a column, and its labels are the rows.
+    """
+    places, rows = differing([column(task.cells[0]) for task in made]), [task.cells[0].algorithm for task in made]
+    if len({*rows}) == 1 and any(places):
+        places, rows = [""] * len(rows), places
+    found: dict[str, dict[str, Sequence[Path]]] = {}
+    for place, row, runs in zip(places, rows, made.values(), strict=True):
+        found.setdefault(place, {})[row] = runs
+    return found
+
+
+def differing(texts: Sequence[str]) -> list[str]:
+    """Returns the parts of texts, which are separated by commas, that not all of the texts have."""
+    parts = [text.split(", ") for text in texts]
+    common = set(parts[0]).intersection(*parts[1:])
+    return [", ".join(part for part in of if part not in common) for of in parts]
+
+
+def _landscape(figure: PaperFigure, runs: Mapping[str, Path], out: Path, points: int | None) -> None:
+    """Runs ``landscape`` or ``interpolate`` on the checkpoints, with the paper's options."""
+    first, *others = [str(RunFolder(run).last) for run in runs.values()]
+    options = {"out": out, "labels": json.dumps([*runs]), **figure.options, **({"points": points} if points else {})}
+    given = [f"--{name}={_text(option)}" for name, option in options.items()]
+    if figure.draws == "line":
+        FederatedCLI("interpolate", first, others[0], *given).run()
+    else:
+        given += [f"--ckpt_path={first}", f"--compare={json.dumps(others)}", f"--kind={figure.draws}"]
+        FederatedCLI("landscape", *given).run()
+
+
+def _text(option: object) -> str:
+    return str(option).lower() if isinstance(option, bool) else str(option)
+
+
+def _title(figure: PaperFigure) -> str:
+    if figure.value in EVALUATED:
+        return f"{named(EVALUATED[figure.value])} (%)"
+    return named(f"flatness/{MEASURED[figure.value][0] if figure.value in MEASURED else figure.value}")
+
+
+def _numbers(figure: PaperFigure, made: Made, folder: Path) -> dict[Task, list[float]]:
+    """Returns the figure's number of each run, and writes all of them as ``numbers.csv``."""
+    found = {
+        task: [n for run in runs if (n := our_number(run, figure.value)) is not None] for task, runs in made.items()
+    }
+    for task, numbers in found.items():
+        ensure(bool(numbers), f"{made[task][0]}: {figure.value} is not measured; take another --out")
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = ((column(task.cells[0]), task.cells[0].algorithm, n) for task, of in found.items() for n in of)
+    write_table(folder / "numbers.csv", ("column", "row", figure.value), rows)
+    return found
+
+
+def _bars(figure: PaperFigure, made: Made, folder: Path) -> Figure:
+    """Draws bars of rows and columns; the fewer of the two are the colours."""
+    numbers = _numbers(figure, made, folder)
+    places, rows = differing([column(task.cells[0]) for task in made]), [task.cells[0].algorithm for task in made]
+    if len({*places}) < len({*rows}):
+        places, rows = rows, places
+    bars: dict[str, dict[str, list[float]]] = {}
+    for place, row, values in zip(places, rows, numbers.values(), strict=True):
+        bars.setdefault(row, {})[place] = values
+    return plot_bars(bars, _title(figure))
+
+
+def _lines(figure: PaperFigure, made: Made, folder: Path) -> Figure:
+    """Draws a panel for each setting that is tried."""
+    numbers = _numbers(figure, made, folder)
+    found: dict[str, dict[str, list[tuple[float, list[float]]]]] = {}
+    for (task, values), place in zip(numbers.items(), _places(made), strict=True):
+        assert task.setting is not None
+        name, at = task.setting
+        found.setdefault(name.rpartition(".")[2].replace("_", " "), {}).setdefault(place, []).append((at, values))
+    return plot_lines(found, _title(figure))
+
+
+def _places(made: Made) -> list[str]:
+    """Returns what distinguishes the tasks besides the setting that they try."""
+    places = [", ".join((task.cells[0].algorithm.partition(" ")[0], column(task.cells[0]))) for task in made]
+    tried = [f"E={task.cells[0].epochs}" for task in made if task.setting and task.setting[0] == "epochs"]
+    return [", ".join(part for part in text.split(", ") if part not in tried) for text in differing(places)]
+
+
+def _curves(figure: PaperFigure, runs: Mapping[str, Sequence[Path]]) -> Figure:
+    groups = read({label: [run / FILE for run in of] for label, of in runs.items()})
+    for label, of in groups.items():
+        for name in figure.metrics:
+            ensure(any(name in run for run in of), f"{runs[label][0]}: {name} is not measured; take another --out")
+    return draw_curves(groups, figure.metrics)
+
+
+def _spectrum(figure: PaperFigure, runs: Mapping[str, Sequence[Path]]) -> Figure:
+    measured = {label: last_measurements(of[0]).values() for label, of in runs.items()}
+    found = {label: [m for m in of if m["details"].get("eigenvalues")] for label, of in measured.items()}
+    for label, of in found.items():
+        ensure(bool(of), f"{runs[label][0]}: no eigenvalues are measured; take another --out")
+    return plot_spectrum({label: of[0]["details"]["eigenvalues"] for label, of in found.items()})
+
+
+def _clients(figure: PaperFigure, runs: Mapping[str, Sequence[Path]]) -> Figure:
+    found = {label: _by_client(of[0], figure.value) for label, of in runs.items()}
+    return plot_by_client(found, "accuracy" if figure.value == "accuracy" else _title(figure))
+
+
+def _by_client(run: Path, name: str) -> dict[int, list[tuple[float, float]]]:
+    """Returns rounds and values of each client: its accuracy, or a measure of the local models."""
+    found: dict[int, list[tuple[float, float]]] = {}
+    if name == "accuracy":
+        _, rows = read_numbers(run / CLIENTS, "clients", "round", "client")
+        for row in rows:
+            found.setdefault(int(row["client"]), []).append((row["round"], row["acc"]))
+        return found
+    for line in (run / MEASUREMENTS).read_bytes().splitlines():
+        measured = parse_json(line, run / MEASUREMENTS, Monitored)
+        if measured["name"] == name:
+            for client, number in measured["details"]["clients"].items():
+                found.setdefault(int(client), []).append((measured["round"], number))
+    return found
+
+
+def _cost(figure: PaperFigure, runs: Mapping[str, Sequence[Path]]) -> Figure:
+    """Draws what clients have sent and received against their passes, until FedAvg's headline or the end."""
+    target, lines = average([summarise(run).mean for run in runs["FedAvg"]]), {}
+    for label, (run, *_) in runs.items():
+        found, reached = read_metrics(run / FILE), summarise(run, target=target).target_round
+        passes, bits = ([y for at, y in found[name] if not reached or at <= reached] for name in SPENT)
+        lines[label if reached else f"{label} (not reached)"] = [(0, [0.0]), (passes[-1], [bits[-1] / 8e9])]
+    return plot_lines({"forward and backward passes of all clients": lines}, "communication (GB)")
+
+
+def _corruptions(figure: PaperFigure, runs: Mapping[str, Sequence[Path]]) -> Figure:
+    found = {}
+    for label, (run, *_) in runs.items():
+        config = read_config(RunFolder(run).newest_config)
+        kind, data = value(config, "data.class_path").rpartition(".")[2], value(config, "data.data_dir")
+        files = Path(data or "data") / f"{kind.replace('CIFAR', 'CIFAR-')}-C"
+        if not (out := run / "corruptions" / "corruptions.csv").is_file():
+            given = (f"--folder={files}", f"--ckpt_path={RunFolder(run).last}", f"--out={out.parent}")
+            FederatedCLI("corruptions", *given).run()
+        found[label] = out
+    return plot_corruptions(found)
+
+
+DRAWN: dict[str, Callable[[PaperFigure, Mapping[str, Sequence[Path]]], Figure]] = {
+    "curves": _curves, "spectrum": _spectrum, "clients": _clients, "cost": _cost, "corruptions": _corruptions,
+}  # fmt: skip

@@ -1,0 +1,110 @@
+"""Figures of single numbers of runs: bars by name, and lines against another number."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from fl_lightning.core import (
+    COLORS,
+    COLUMN,
+    MARKERS,
+    PAGE,
+    Figure,
+    line_style,
+    new_figure,
+    place_legend,
+    scale_axis,
+    wrapped,
+)
+from fl_lightning.results.corruptions import HATCHES
+from fl_lightning.results.metrics import average, deviation
+
+
+def plot_bars(numbers: Mapping[str, Mapping[str, Sequence[float]]], name: str) -> Figure:
+    """Draws numbers as groups of bars, mean ± standard deviation over seeds; logarithmic over a wide range.
+
+    Args:
+        numbers: The values of the seeds, by the bar's label and by the group's; a bar may be missing.
+        name: What the numbers are.
+    """
+    places = list(dict.fromkeys(place for of in numbers.values() for place in of))
+    width = 0.8 / len(numbers)
+    with new_figure(COLUMN if len(numbers) * len(places) <= 12 else PAGE, 2.4) as figure:
+        axes = figure.add_subplot(ylabel=name)
+        for i, (label, of) in enumerate(numbers.items()):
+            at = [places.index(place) + (i - (len(numbers) - 1) / 2) * width for place in of]
+            heights, errors = [average(v) for v in of.values()], [deviation(v) or 0.0 for v in of.values()]
+            look: dict[str, Any] = {"color": COLORS[i % len(COLORS)], "hatch": HATCHES[i % len(HATCHES)]}
+            axes.bar(
+                at,
+                heights,
+                width,
+                yerr=errors,
+                label=label,
+                linewidth=0.4,
+                error_kw={"linewidth": 0.6},
+                edgecolor="white",
+                **look,
+            )
+        turned = len(places) > 4
+        axes.set_xticks(range(len(places)), places, rotation=45 * turned, ha="right" if turned else "center")
+        axes.grid(axis="y", alpha=0.3)
+        scale_axis(axes.yaxis, [average(v) for of in numbers.values() for v in of.values()])
+        place_legend(figure)
+    return figure
+
+
+def plot_lines(panels: Mapping[str, Mapping[str, Sequence[tuple[float, Sequence[float]]]]], name: str) -> Figure:
+    """Draws numbers against another one, mean ± standard deviation over seeds, in panels; logarithmic if x is wide.
+
+    Args:
+        panels: The points of each line, as the number on the x-axis and the values of the seeds there, by the name of
+            the x-axis and by label.
+        name: What the numbers are.
+    """
+    columns = min(len(panels), 2)
+    rows = -(-len(panels) // columns)
+    with new_figure(COLUMN if columns == 1 else PAGE, 1.9 * rows + 0.4) as figure:
+        for place, (across, lines) in enumerate(panels.items()):
+            axes = figure.add_subplot(rows, columns, place + 1, xlabel=wrapped(across, 2.6))
+            axes.set_ylabel("" if place % columns else name)
+            for i, (label, points) in enumerate(lines.items()):
+                x, y = [at for at, _ in points], [average(values) for _, values in points]
+                spread = [deviation(values) or 0.0 for _, values in points]
+                look = {**line_style(i), "marker": MARKERS[i % len(MARKERS)]}
+                axes.errorbar(x, y, spread if any(spread) else None, label=label, elinewidth=0.6, capsize=2, **look)
+            scale_axis(axes.xaxis, [at for points in lines.values() for at, _ in points])
+            tried, *others = (tuple(at for at, _ in points) for points in lines.values())
+            if all(other == tried for other in others):
+                axes.set_xticks(tried, [f"{at:g}" for at in tried])
+            axes.grid(alpha=0.3)
+        place_legend(figure)
+    return figure
+
+
+def plot_by_client(panels: Mapping[str, Mapping[int, Sequence[tuple[float, float]]]], name: str) -> Figure:
+    """Draws a number of each client by round, a faint point each, and the mean over the clients of a round as a line.
+
+    Args:
+        panels: The rounds and values of each client, by the panel's title.
+        name: What the numbers are.
+    """
+    columns = min(len(panels), 2)
+    rows = -(-len(panels) // columns)
+    with new_figure(COLUMN if columns == 1 else PAGE, 2.1 * rows + 0.3) as figure:
+        values = [value for clients in panels.values() for points in clients.values() for _, value in points]
+        first = None
+        for place, (title, clients) in enumerate(panels.items()):
+            axes = first = figure.add_subplot(rows, columns, place + 1, title=title, sharey=first)
+            x, y = np.array([point for points in clients.values() for point in points]).T
+            rounds = np.unique(x)
+            axes.plot(x, y, ".", color=COLORS[4], markersize=3, markeredgewidth=0, alpha=0.5, label="a client")
+            axes.plot(rounds, [y[x == at].mean() for at in rounds], color=COLORS[0], label="mean of the clients")
+            axes.set_ylabel("" if place % columns else name)
+            axes.locator_params(axis="x", integer=True)
+            axes.set_xlabel("round" if place + columns >= len(panels) else "")
+            axes.grid(alpha=0.3)
+            scale_axis(axes.yaxis, values)
+        place_legend(figure)
+    return figure
