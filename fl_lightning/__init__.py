@@ -4,21 +4,11 @@ Every class that a config or a script needs can be imported from here. ``__init_
 on first use, so ``import fl_lightning`` is quick.
 """
 
-import ast
-from importlib import import_module
-from pathlib import Path
+from fl_lightning.core.lazy import lazy
 
 __version__ = "0.2.0"
 
-_LINES = ast.parse(Path(__file__).with_suffix(".pyi").read_text()).body
-_ROOM_OF = {name.name: f".{line.module}" for line in _LINES if isinstance(line, ast.ImportFrom) for name in line.names}
-__all__ = [*_ROOM_OF]
-
-
-def __getattr__(name: str) -> object:
-    if name in _ROOM_OF:
-        return getattr(import_module(_ROOM_OF[name], __name__), name)
-    raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+__getattr__, __all__ = lazy(__name__, __file__)
 
 
 def __dir__() -> list[str]:

@@ -107,7 +107,6 @@ from .nets import ResNet18GN as ResNet18GN
 from .nets import ResNet18NoNorm as ResNet18NoNorm
 from .nets import TextTransformer as TextTransformer
 from .nets import ViTCIFAR as ViTCIFAR
-from .trainer import FederatedTrainer as FederatedTrainer
 from .trainer.aggregation.adaptive_privacy import AdaptivePrivacy as AdaptivePrivacy
 from .trainer.aggregation.base import Aggregation as Aggregation
 from .trainer.aggregation.privacy import GaussianPrivacy as GaussianPrivacy
@@ -145,6 +144,7 @@ from .trainer.participation.faults import Stragglers as Stragglers
 from .trainer.participation.samplers import BernoulliSampler as BernoulliSampler
 from .trainer.participation.samplers import ReplaySampler as ReplaySampler
 from .trainer.participation.samplers import UniformSampler as UniformSampler
+from .trainer.trainer import FederatedTrainer as FederatedTrainer
 
 __version__: str
 __all__: list[str]

@@ -20,11 +20,11 @@ from fl_lightning.commands.shared.landscapes import (
 from fl_lightning.commands.shared.output import show_table
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.engine import LocalResult
+from fl_lightning.results.measurements import PROTOCOL
 from fl_lightning.results.metrics import write_table
 from fl_lightning.trainer.callbacks.flatness_monitor import FlatnessMonitor, figures
 from fl_lightning.trainer.cohort import Cohort
 from fl_lightning.trainer.measurements import (
-    PROTOCOL,
     Measure,
     Measurement,
     MeasurementContext,

@@ -8,16 +8,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch
-
-from fl_lightning.commands.shared.trials import build
 from fl_lightning.core import UserError, ensure, files, make_folder, require, write_atomically, write_together
 from fl_lightning.core.figures import render
 from fl_lightning.results import ledger
 from fl_lightning.results.compare import find_runs
 from fl_lightning.results.headline import SUMMARY as ENDED
 from fl_lightning.results.ledger_page import page
-from fl_lightning.sweeps.trials import Trial, run_trials
 from fl_lightning.trainer.storage.run_folder import RunFolder
 
 SUMMARY = "Keep finished runs as rows of a ledger; train rows again and compare their bits; write the ledger's page."
@@ -94,6 +90,8 @@ def _about(run: Path) -> dict[str, Any]:
     try:
         content = files.load(path)
         identity, server = content["identity"], content["server"]
+        import torch  # takes seconds; a page needs none
+
         digest = sha256()
         for name in sorted(server):
             digest.update(name.encode() + server[name].contiguous().view(torch.uint8).numpy().tobytes())
@@ -110,6 +108,9 @@ def _about(run: Path) -> dict[str, Any]:
 
 def _check(rows: Sequence[Path], settings: Sequence[str], tolerance: float) -> None:
     """Trains rows again, prints how far they are apart, and writes that into each row."""
+    from fl_lightning.commands.shared.trials import build
+    from fl_lightning.sweeps.trials import Trial, run_trials
+
     by_name = {row.as_posix().strip("/.").replace("/", "_"): row for row in rows}
     wrong = 0
     with TemporaryDirectory() as place:

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any, BinaryIO
 from zlib import crc32
 
-import torch
-
 from fl_lightning.core.errors import UserError, ensure
 from fl_lightning.core.options import fits
 
 MARK = b"fl_lightning"
 """Precedes the checksum, a CRC-32 of all bytes before both, at the end of a file."""
 UNMARKED, WRONG = "no checksum at its end", "its checksum is wrong"
+FROZEN = "frozen.pt"
+"""File with the constants of a run's net, next to its checkpoints, once for all of them."""
 CHUNK = 2**20
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 """Numbers of the errors of a full or failing disk, which may name any file."""
@@ -129,6 +129,8 @@ def save(path: Path, content: Any) -> None:
     Raises:
         UserError: If it cannot be written.
     """
+    import torch  # takes seconds; most commands read text only
+
     write_atomically(path, lambda file: torch.save(content, file), checksum=True)
 
 
@@ -139,6 +141,8 @@ def load(path: Path) -> Any:
         ValueError: If the file is damaged; the text says how.
         OSError: If it cannot be read.
     """
+    import torch
+
     if found := fault(path):
         raise ValueError(found)
     try:

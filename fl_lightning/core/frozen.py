@@ -9,8 +9,6 @@ from torch import Tensor, nn
 from fl_lightning.core.errors import ensure
 from fl_lightning.core.forward import modes_kept
 
-FILE = "frozen.pt"
-"""File with the constants of a run's net, next to its checkpoints, once for all of them."""
 CHUNK = 2**20
 """Numbers that are hashed at once."""
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning.core.errors import UserError, ensure
-from fl_lightning.core.files import WRONG, fault
-from fl_lightning.core.frozen import FILE, digest
+from fl_lightning.core.files import FROZEN, WRONG, fault
+from fl_lightning.core.frozen import digest
 
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 """Suffixes of the names of BatchNorm's buffers."""
@@ -50,13 +50,13 @@ def with_constants(content: Mapping[str, Any], path: Path, key: str) -> dict[str
     """
     if not content.get("frozen"):
         return dict(content["state_dict"])
-    file = path.parent / FILE
-    ensure(file.is_file(), f"{key} = {path}: its frozen parameters, {FILE}, are not next to it; copy both")
+    file = path.parent / FROZEN
+    ensure(file.is_file(), f"{key} = {path}: its frozen parameters, {FROZEN}, are not next to it; copy both")
     constants = read(str(file), key)
     fits = isinstance(constants, Mapping) and all(isinstance(value, Tensor) for value in constants.values())
     ensure(
         fits and digest(constants) == content["frozen"],
-        f"{key} = {path}: {FILE} next to it holds the frozen parameters of another net; copy both",
+        f"{key} = {path}: {FROZEN} next to it holds the frozen parameters of another net; copy both",
     )
     return {**content["state_dict"], **{f"net.{name}": value for name, value in constants.items()}}
 

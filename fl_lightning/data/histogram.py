@@ -1,13 +1,17 @@
 """Counts of each client's samples by class, as a table and as a heat map."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fl_lightning.core import COLUMN, PAGE, Figure, new_figure
-from fl_lightning.data.module import FederatedDataModule
+
+if TYPE_CHECKING:  # a report draws heat maps without torch
+    from fl_lightning.data.module import FederatedDataModule
 
 LABELLED = 20
 """Largest number of groups at which each has a tick."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -31,7 +31,9 @@ from fl_lightning.core import (
     scale_axis,
     wrapped,
 )
-from fl_lightning.flatness.values import Array, Interpolation, Perturbation, Surface
+
+if TYPE_CHECKING:  # a report draws spectra without torch
+    from fl_lightning.flatness.values import Array, Interpolation, Perturbation, Surface
 
 
 def plot_surface(
@@ -166,7 +168,8 @@ def plot_perturbation(results: Mapping[str, Perturbation]) -> Figure:
             steepest.plot(r.radii, r.along_gradient(name), label=text, **look)
             random.plot(r.radii, mean, **look)
             random.fill_between(r.radii, mean - spread, mean + spread, color=look["color"], alpha=0.2, linewidth=0)
-        for axes, drawn in ((steepest, Perturbation.along_gradient), (random, Perturbation.mean)):
+        kind = type(next(iter(results.values())))
+        for axes, drawn in ((steepest, kind.along_gradient), (random, kind.mean)):
             scale_axis(axes.yaxis, np.concatenate([drawn(r, name) for r in results.values() for name in r.loss]))
         place_legend(figure, least=1)
     return figure

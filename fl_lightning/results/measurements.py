@@ -9,6 +9,7 @@ from fl_lightning.core import parse_json
 
 FILE = "flatness.jsonl"
 """In the run folder: a line for each measurement."""
+PROTOCOL = "loss without weight decay, eval mode, no augmentation, in the precision of the weights"
 Number = Real | None
 """NaN and infinity included."""
 

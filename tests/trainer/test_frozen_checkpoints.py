@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from fl_lightning import Digits, DigitsMLP, FedAvg, FedDyn, FederatedTrainer, Frozen, UserError, load_net
-from fl_lightning.core.frozen import FILE, constants, digest
+from fl_lightning.core.files import FROZEN as FILE
+from fl_lightning.core.frozen import constants, digest
 from fl_lightning.trainer import parallel_runs
 from fl_lightning.trainer.storage import checkpoint
 from tests.runs import DIGITS, assert_same, cli, ended, group, last, metrics, newest, run, state

@@ -64,7 +64,7 @@ from fl_lightning.flatness import (
     sharpness,
     surface,
 )
-from fl_lightning.flatness.sharpness import filter_scale
+from fl_lightning.flatness.neighbourhood import filter_scale
 from fl_lightning.trainer.callbacks.flatness_monitor import scalars
 from fl_lightning.trainer.measurements import MeasurementContext, dry_round
 from fl_lightning.trainer.run import Run

@@ -17,8 +17,9 @@ from torch import Tensor
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.core import Figure, ensure, make_folder, require, save_figure
 from fl_lightning.flatness import Batches, Values
+from fl_lightning.results.measurements import PROTOCOL
 from fl_lightning.results.metrics import write_table
-from fl_lightning.trainer.measurements import PROTOCOL, MeasurementContext
+from fl_lightning.trainer.measurements import MeasurementContext
 from fl_lightning.trainer.measurements.base import Split
 from fl_lightning.trainer.run import Run
 from fl_lightning.trainer.runtime import collectives

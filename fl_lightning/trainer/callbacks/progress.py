@@ -12,11 +12,11 @@ from rich.table import Column, Table
 
 from fl_lightning.core import NonNegative, NonNegativeInt, read_json
 from fl_lightning.results.headline import SUMMARY
+from fl_lightning.results.measurements import PROTOCOL
 from fl_lightning.results.metrics import best_of, read_metrics
 from fl_lightning.results.names import mode_of, shown, title
 from fl_lightning.results.verdict import flatness_verdict
 from fl_lightning.trainer.callbacks.flatness_monitor import FlatnessMonitor
-from fl_lightning.trainer.measurements import PROTOCOL
 from fl_lightning.trainer.run import Callback, Run
 
 

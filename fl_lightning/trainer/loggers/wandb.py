@@ -13,7 +13,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.loggers import WandbLogger as LightningWandbLogger
 
 from fl_lightning.core import UserError, style
-from fl_lightning.core.frozen import FILE
+from fl_lightning.core.files import FROZEN
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.data.histogram import class_counts, heat_map, histogram
 from fl_lightning.results.configs import config_files
@@ -192,7 +192,7 @@ class WandbLogger(LightningWandbLogger, RunLogger):
         for alias in ("best", "last") if self.log_model else ():  # W&B's own alias is that of the latest
             file = self.dir / "checkpoints" / f"{alias}.ckpt"
             if file.exists():
-                self._log_artifact("model", alias, [*config, file, file.with_name(FILE)])
+                self._log_artifact("model", alias, [*config, file, file.with_name(FROZEN)])
 
     def _log_artifact(self, kind: str, alias: str, files: Sequence[Path]) -> None:
         """Logs files of the run folder that exist, under second names, as later files take their place."""

@@ -5,7 +5,6 @@ The functions are in `fl_lightning.flatness`; these classes choose the model and
 """
 
 from fl_lightning.trainer.measurements.base import (
-    PROTOCOL,
     Measure,
     Measurement,
     MeasurementContext,
@@ -26,7 +25,6 @@ from fl_lightning.trainer.measurements.updates import DeltaEpsilon, PseudoGradie
 
 __all__ = [
     "LPF",
-    "PROTOCOL",
     "AdaptiveSharpness",
     "ClientEvaluation",
     "ClientLambdaMax",

@@ -23,7 +23,6 @@ from fl_lightning.trainer.runtime import collectives
 
 Split = Literal["train", "test"]
 Clients = Literal["cohort", "all"]
-PROTOCOL = "loss without weight decay, eval mode, no augmentation, in the precision of the weights"
 
 
 @dataclass(frozen=True, kw_only=True)

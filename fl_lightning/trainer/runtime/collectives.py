@@ -19,6 +19,7 @@ from torch.distributed.rendezvous import rendezvous
 from torchmetrics.utilities.distributed import gather_all_tensors
 
 from fl_lightning.core import Uploads, UserError
+from fl_lightning.trainer.runtime import ranks
 
 V = TypeVar("V")
 _store: Store | None = None
@@ -68,9 +69,7 @@ def reports(seconds: float = 10.0) -> tuple[int, bool]:
         seconds: How long to wait for the first process.
     """
     if _store is None:
-        known = [os.environ[name] for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK") if name in os.environ]
-        local = [os.environ[name] for name in ("LOCAL_RANK", "SLURM_LOCALID") if name in os.environ]
-        return int((known or ["0"])[0]), (local or known or ["0"])[0] == "0"
+        return ranks.reports()
     rank, store = dist.get_rank() if dist.is_initialized() else 0, _store
     try:
         if rank == 0:

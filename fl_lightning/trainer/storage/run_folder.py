@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from fl_lightning.core import UserError, ensure, write_atomically
-from fl_lightning.core.frozen import FILE
+from fl_lightning.core.files import FROZEN
 from fl_lightning.results.configs import changes, config_files, flatten
 
 
@@ -37,7 +37,7 @@ class RunFolder:
         self.checkpoints = path / self.CHECKPOINTS
         self.last = self.checkpoints / "last.ckpt"
         self.best = self.checkpoints / "best.ckpt"
-        self.frozen = self.checkpoints / FILE
+        self.frozen = self.checkpoints / FROZEN
         """The net's frozen parameters, which all checkpoints share."""
 
     @property

@@ -1,0 +1,25 @@
+"""Packages whose names are imported on first use."""
+
+import ast
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+
+
+def lazy(package: str, file: str) -> tuple[Callable[[str], object], list[str]]:
+    """Returns ``__getattr__`` and ``__all__`` of a package: the names that its ``__init__.pyi`` imports.
+
+    Args:
+        package: The package's ``__name__``.
+        file: Its ``__file__``.
+    """
+    lines = ast.parse(Path(file).with_suffix(".pyi").read_text(encoding="utf-8")).body
+    imports = [line for line in lines if isinstance(line, ast.ImportFrom)]
+    module_of = {name.name: f".{line.module}" for line in imports for name in line.names}
+
+    def load(name: str) -> object:
+        if name in module_of:
+            return getattr(import_module(module_of[name], package), name)
+        raise AttributeError(f"module '{package}' has no attribute '{name}'")
+
+    return load, [*module_of]

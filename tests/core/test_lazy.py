@@ -1,0 +1,18 @@
+"""Packages whose names are imported on first use."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+
+@pytest.mark.parametrize("name", ["fl_lightning", "fl_lightning.core", "fl_lightning.data", "fl_lightning.flatness"])
+def test_every_name_is_there_and_none_is_a_module(name: str) -> None:
+    """A module of the same name would take its place once it is imported."""
+    package = import_module(name)
+    assert package.__all__ and all(getattr(package, each) is not None for each in package.__all__)
+    assert not {*package.__all__} & {path.stem for path in Path(str(package.__file__)).parent.iterdir()}
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        getattr(package, "nothing")  # noqa: B009
