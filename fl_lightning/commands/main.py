@@ -1,6 +1,7 @@
 """The command line: ``fl-lightning fit | centralized | test | flatness | landscape | plan | compare | ...``.
 
-Importing torch and Lightning takes seconds, so ``--help``, ``--version`` and a wrong subcommand do without.
+Importing torch and Lightning takes seconds. A command that neither trains nor builds a net does without. So do help,
+completion, and wrong names of configs, classes and settings, which `fl_lightning.commands.shared.index` knows.
 """
 
 import argparse
@@ -9,10 +10,16 @@ import re
 import signal
 import sys
 from collections.abc import Sequence
+from importlib import import_module
+from inspect import signature
 from io import TextIOWrapper
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fl_lightning import __version__
+
+if TYPE_CHECKING:
+    from fl_lightning.commands.shared.parser import Command
 
 _FILES = {path.stem: path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parent.glob("*.py"))}
 COMMANDS = {name: match[1] for name, text in _FILES.items() if (match := re.search(r'^SUMMARY = "(.+)"$', text, re.M))}
@@ -27,7 +34,7 @@ def main(args: Sequence[str] | None = None) -> None:
     """
     given = list(sys.argv[1:] if args is None else args)
     if "_ARGCOMPLETE" in os.environ:
-        given = _complete()
+        _complete()
     if given in ([], ["-h"], ["--help"]):
         _help().print_help()
         sys.exit(0 if given else 2)
@@ -37,28 +44,39 @@ def main(args: Sequence[str] | None = None) -> None:
     if given[0] not in COMMANDS:
         value = "missing" if given[0].startswith("-") else given[0]
         sys.exit(f"error: subcommand = {_visible(value)}: choose from {', '.join(COMMANDS)}, or see --help")
+    if given[1:] in (["-h"], ["--help"]):
+        from fl_lightning.commands.shared.index import help_of
+
+        print(help_of(given[0]), end="")
+        sys.exit(0)
     if isinstance(sys.stdout, TextIOWrapper):  # a name may have letters that the terminal does not, or be no text
         sys.stdout.reconfigure(errors="backslashreplace")
     # classes in files of the working folder can be named; absolute, since a config is read from within its own folder
     sys.path.insert(0, os.getcwd())
     interruption = None
     try:
+        from fl_lightning.commands.shared import early
         from fl_lightning.commands.shared.arguments import joined
-        from fl_lightning.commands.shared.cli import FederatedCLI
         from fl_lightning.commands.shared.messages import ArgumentsError, explain, find_user_error
         from fl_lightning.trainer.runtime.signals import Interruption
 
         with (interruption := Interruption(ends_process=True)):
-            FederatedCLI(*given).run()
+            if "torch" not in sys.modules:
+                early.check(*given)
+            command_of(*given).run()
     except KeyboardInterrupt:
         sys.exit(128 + ((interruption and interruption.received) or signal.SIGINT))
     except (ArgumentsError, ValueError, OSError) as error:
         configs = [arg.removeprefix("--config=") for arg in joined(given) if arg.startswith("--config=")]
         if (line := explain(error, configs)) is None:
             raise
-        from fl_lightning.trainer.runtime.collectives import reports
+        from fl_lightning.trainer.runtime import ranks
 
-        rank, first = reports()
+        rank, first = ranks.reports()
+        if "torch" in sys.modules:  # the processes may be connected
+            from fl_lightning.trainer.runtime.collectives import reports
+
+            rank, first = reports()
         mistake = find_user_error(error)
         if not first:
             sys.exit(1 if mistake is None else mistake.exit_code)
@@ -69,27 +87,38 @@ def main(args: Sequence[str] | None = None) -> None:
         sys.exit(mistake.exit_code)
 
 
+def command_of(command: str, *args: str) -> "Command":
+    """Returns a subcommand with its arguments, as FederatedCLI if it reads a config.
+
+    Args:
+        command: Its name.
+        args: Its arguments.
+    """
+    from fl_lightning.commands.shared.arguments import PARTS
+    from fl_lightning.commands.shared.parser import Command
+
+    if {"cli", *PARTS} & {*signature(import_module(f"fl_lightning.commands.{command}").run).parameters}:
+        from fl_lightning.commands.shared.cli import FederatedCLI
+
+        return FederatedCLI(command, *args)
+    return Command(command, *args)
+
+
 def _visible(line: str) -> str:
     """Returns a line with newlines, a terminal's codes and broken characters, as in the name of a file, as escapes."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
 
 
-def _complete() -> list[str]:
-    """Completes the name of a subcommand for argcomplete.
-
-    Returns:
-        The name, if it is complete: its own parser completes what follows.
-    """
+def _complete() -> None:
+    """Answers argcomplete, and ends the process."""
     import argcomplete
 
     words = os.environ["COMP_LINE"][: int(os.environ["COMP_POINT"])].split(" ")[1:]
-    if len(words) < 2 or words[0] not in COMMANDS:
-        argcomplete.autocomplete(_help())  # ends the process
-    os.environ["_ARGCOMPLETE"] = "2"  # number of words before the parser's
-    return words[:1]
+    argcomplete.autocomplete(_help(words))
 
 
-def _help() -> argparse.ArgumentParser:
+def _help(words: Sequence[str] = ()) -> argparse.ArgumentParser:
+    """Returns a parser of the subcommands; of the first of some words, if others follow, it has the options."""
     parser = argparse.ArgumentParser(
         "fl-lightning",
         description="Federated learning with flat minima.",
@@ -98,5 +127,9 @@ def _help() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="store_true", help="Show the version.")
     commands = parser.add_subparsers(title="subcommands", metavar="{" + ",".join(COMMANDS) + "}")
     for name, summary in COMMANDS.items():
-        commands.add_parser(name, help=f"{summary} See {name} --help.")
+        parser_of_one = commands.add_parser(name, help=f"{summary} See {name} --help.", conflict_handler="resolve")
+        if words[1:] and words[0] == name:
+            from fl_lightning.commands.shared.completion import add_options
+
+            add_options(parser_of_one, name, words[1:])
     return parser

@@ -31,11 +31,37 @@ print(json.dumps([name for name in ("torch", "lightning", "jsonargparse") if nam
 """
 
 
-@pytest.mark.parametrize("args", [["--help"], ["--version"], ["fitt"], ["--trainer.seed=1"], []])
-def test_nothing_heavy_is_imported(args: list[str]) -> None:
+def imported(*args: str, cwd: Path) -> list[str]:
     command = [sys.executable, "-c", IMPORTED, json.dumps(["fl-lightning", *args])]
-    out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    assert json.loads(out.splitlines()[-1]) == []
+    out = subprocess.run(command, check=True, capture_output=True, text=True, cwd=cwd).stdout
+    return list(json.loads(out.splitlines()[-1]))
+
+
+@pytest.mark.parametrize("args", ["--help", "--version", "fitt", "--trainer.seed=1", "", "fit --help"])
+def test_nothing_heavy_is_imported(args: str, tmp_path: Path) -> None:
+    assert imported(*args.split(), cwd=tmp_path) == []
+
+
+LIGHT = [
+    "list",
+    "configs",
+    "init folder",
+    "compare ROW",
+    "compare nothing",
+    "report ROW",
+    "ledger page ROW",
+    "fit --model FedSAN",
+    "fit --config quickstat",
+    "fit --config quickstart --trainer.max_round 3",
+    "fit --config quickstart --model.roh 3",
+    "plan --config quickstart --model.ascent SAMM",
+]
+
+
+@pytest.mark.parametrize("args", LIGHT)
+def test_neither_torch_nor_lightning_is_imported(args: str, tmp_path: Path) -> None:
+    row = Path(fl_lightning.__file__).parents[1] / "ledger/digits/alpha_100/FedGMT/seed_0"
+    assert imported(*args.replace("ROW", str(row)).split(), cwd=tmp_path) == ["jsonargparse"]
 
 
 def test_a_file_is_a_subcommand() -> None:
@@ -56,15 +82,29 @@ def import_without_resource() -> None:
     ("line", "offers"),
     [
         ("fl-lightning re", ["report", "reproduce"]),
-        pytest.param("fl-lightning report --tar", ["--target"], marks=pytest.mark.slow),
-        pytest.param("fl-lightning fit --trainer.max_r", ["--trainer.max_rounds"], marks=pytest.mark.slow),
+        ("fl-lightning report --tar", ["--target"]),
+        ("fl-lightning fit --trainer.max_r", ["--trainer.max_rounds"]),
+        ("fl-lightning fit --config quicks", ["quickstart"]),
+        ("fl-lightning fit --model FedGlo", ["FedGloSS"]),
+        ("fl-lightning fit --model=FedGlo", ["--model=FedGloSS"]),
+        ("fl-lightning fit --model FedSAM --model.rh", ["--model.rho"]),
+        ("fl-lightning fit --config quickstart --model.optimizer.lr_", ["--model.optimizer.lr_decay"]),
+        ("fl-lightning fit --model.ascent ", ["ASAM", "LESAM", "SAM"]),
+        ("fl-lightning fit --model.net DigitsM", ["DigitsMLP"]),
+        ("fl-lightning fit --trainer.callbacks+=Fla", ["--trainer.callbacks+=FlatnessMonitor"]),
+        ("fl-lightning fit --trainer.precision b", ["bf16-mixed"]),
+        ("fl-lightning compare fl_light", ["fl_lightnings/"]),
     ],
 )
-def test_completion(line: str, offers: list[str]) -> None:
-    """As bash asks for it: the line in the environment, the answer in file 8."""
+def test_completion(line: str, offers: list[str], tmp_path: Path) -> None:
+    """As bash asks for it: the line in the environment, the answer in file 8; neither torch nor Lightning is there."""
+    for name in ("torch", "lightning"):
+        (tmp_path / f"{name}.py").write_text("raise ImportError")
+    (tmp_path / "fl_lightnings").mkdir()
     asked = {"COMP_LINE": line, "COMP_POINT": str(len(line)), "_ARGCOMPLETE": "1", "_ARGCOMPLETE_IFS": " "}
     shell = 'exec 9>/dev/null; "$0" -m fl_lightning 8>&1 >/dev/null'
-    done = subprocess.run(["bash", "-c", shell, sys.executable], env=os.environ | asked, capture_output=True, text=True)
+    command = ["bash", "-c", shell, sys.executable]
+    done = subprocess.run(command, env=os.environ | asked, capture_output=True, text=True, cwd=tmp_path)
     assert done.stdout.split() == offers
 
 

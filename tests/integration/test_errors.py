@@ -16,8 +16,10 @@ import torch
 import yaml
 
 import fl_lightning
-from fl_lightning import DigitsMLP
+from fl_lightning import DigitsMLP, UserError
 from fl_lightning.commands.main import COMMANDS
+from fl_lightning.commands.shared import early
+from fl_lightning.commands.shared.messages import ArgumentsError, explain
 from tests.bad_inputs import COMPARED, bad_inputs, write_bad_files
 from tests.runs import DIGITS, cli, last, newest, process, run
 
@@ -46,6 +48,14 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def early_line(*args: str) -> str | None:
+    try:
+        early.check(*args)
+    except (UserError, ArgumentsError) as error:
+        return f"error: {explain(error)}"
+    return None
+
+
 @pytest.fixture
 def complaint(
     files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -63,6 +73,8 @@ def complaint(
         assert len(message.splitlines()) == 1
         assert capsys.readouterr().err == ""
         assert {path: path.stat().st_mtime_ns for path in root.rglob("*")} == before
+        # what a fresh process refuses before its imports, it refuses in the same words
+        assert early_line(args[0], f"--trainer.default_root_dir={root}", *args[1:]) in (None, message)
         return message
 
     return complaint

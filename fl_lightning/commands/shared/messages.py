@@ -2,12 +2,12 @@
 
 import ast
 import difflib
-import inspect
 import os
 import re
 from collections.abc import Sequence
 from typing import Any
 
+from fl_lightning.commands.shared.index import fitting_classes, setting_names
 from fl_lightning.core import UserError
 
 
@@ -99,7 +99,7 @@ def _unknown_option(path: str, name: str, message: str) -> str:
     elif (inner := _find(message, leaf)) is not None:  # from a file
         above = [above[0], *inner]
     inside, trainer = above[:1] in (["model"], ["data"], ["trainer"]), above == ["trainer"]
-    names = {p for c in _classes() if not trainer or c.__name__ == "FederatedTrainer" for p in _parameters(c)}
+    names = setting_names("FederatedTrainer") if trainer else setting_names()
     # the name of another class's setting is no slip of the pen
     near = [] if leaf in names else difflib.get_close_matches(leaf, sorted(names), cutoff=0.7)
     hint = f" (did you mean {' or '.join(near)}?)" if near else ""
@@ -112,11 +112,7 @@ def _unknown_option(path: str, name: str, message: str) -> str:
 
 def _unknown_class(path: str, name: str, wanted: str) -> str:
     bases = set(re.findall(r"fl_lightning(?:\.\w+)*\.([A-Z]\w*)", _first("Subtypes: (.*)", wanted)))
-    known = sorted(
-        c.__name__
-        for c in _classes()
-        if (bases & {base.__name__ for base in c.__mro__[1:]} if bases else getattr(c, "config_key", "") == path)
-    )
+    known = fitting_classes(path, bases)
     near = difflib.get_close_matches(name, known, cutoff=0.55)
     choice = f"did you mean {', '.join(near)}?" if near else f"choose from {', '.join(known or sorted(bases))}."
     name = name or "''"
@@ -140,15 +136,3 @@ def _find(message: str, name: str) -> list[str] | None:
 def _first(pattern: str, text: str) -> str:
     match = re.search(pattern, text, re.M)
     return match[1] if match else ""
-
-
-def _classes() -> list[type]:
-    """Returns every public class that a config can name."""
-    import fl_lightning
-
-    return [value for name in fl_lightning.__all__ if inspect.isclass(value := getattr(fl_lightning, name))]
-
-
-def _parameters(cls: type) -> set[str]:
-    makers = [vars(base).get("__init__") for base in cls.__mro__ if base.__module__.startswith("fl_lightning")]
-    return {name for make in makers if make for name in list(inspect.signature(make).parameters)[1:]}
