@@ -1,6 +1,7 @@
 """``fl-lightning plan``: a few rounds of a run, measured here on one process, and arithmetic."""
 
 import os
+import sys
 from dataclasses import asdict, dataclass
 from json import dumps
 
@@ -10,7 +11,15 @@ from rich.table import Table
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.commands.shared.cli import FederatedCLI
 from fl_lightning.commands.shared.output import show_table
-from fl_lightning.commands.shared.prediction import Seconds, as_bytes, as_time, attendances, measure, row_bytes
+from fl_lightning.commands.shared.prediction import (
+    Seconds,
+    as_bytes,
+    as_time,
+    attendances,
+    data_or_like,
+    measure,
+    row_bytes,
+)
 from fl_lightning.core import require
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.trainer.trainer import FederatedTrainer
@@ -123,5 +132,8 @@ def run(cli: FederatedCLI, devices: int | None = None, nodes: int | None = None,
         require(number.lstrip("-").isdecimal(), f"trainer.{key}", number, f"give their number by --{option}")
         numbers.append(int(number))
     made = cli.make(*cli.args, "--trainer.devices=1", "--trainer.num_nodes=1", "--trainer.strategy=auto")
-    found = plan(made.trainer, made.model, made.data, *numbers)
+    data, missing = data_or_like(made.data)
+    if missing:
+        print(f"on random samples of the same shape: {missing}", file=sys.stderr)
+    found = plan(made.trainer, made.model, data, *numbers)
     print(dumps(asdict(found))) if json else found.show()

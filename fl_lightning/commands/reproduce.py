@@ -3,7 +3,7 @@
 import copy
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -15,7 +15,7 @@ from fl_lightning.commands.shared.arguments import prepare, seeds_of
 from fl_lightning.commands.shared.cli import FederatedCLI
 from fl_lightning.commands.shared.output import show_table
 from fl_lightning.commands.shared.paper_figures import draw
-from fl_lightning.commands.shared.prediction import Measured, as_bytes, as_time, measure, row_bytes
+from fl_lightning.commands.shared.prediction import Measured, as_bytes, as_time, data_or_like, measure, row_bytes
 from fl_lightning.commands.shared.trials import build, check, complain
 from fl_lightning.core import ensure, make_folder, require
 from fl_lightning.results.metrics import read_run, rounds_done
@@ -137,7 +137,7 @@ def run(
     """
     require(jobs >= 1, "jobs", jobs, "at least 1")
     require(points is None or 3 <= points <= 10_000, "points", points, "3 to 10,000")
-    how = _How(settings, seeds_of(seeds), rounds, jobs, dry_run)
+    how, paper = _How(settings, seeds_of(seeds), rounds, jobs, dry_run), paper.casefold()
     share = "" if rounds == 1 else f"_{rounds:g}"
     if number := re.fullmatch(r"fig(?:ure)?[. _]*(\d+)", table, re.IGNORECASE):
         ensure(not rows and not columns, f"table = {table}: a figure has rows and columns of its own; leave them out")
@@ -181,14 +181,15 @@ def _figure(drawn: PaperFigure, folder: Path, how: _How, points: int | None) -> 
 
 def _make(asked: Sequence[Task], folder: Path, how: _How) -> dict[Task, list[Outcome]]:
     """Makes the runs of tasks that are missing, after an estimate; a dry run shows them and makes none."""
-    planned = _plan(asked, how.fraction, how.seeds, how.settings) if asked else []
+    planned = []
+    for each in _plan(asked, how.fraction, how.seeds, how.settings) if asked else ():
+        planned.append(each)
+        for trial in each.trials if how.dry_run else ():
+            print(shlex.join(["fl-lightning", trial.command, *trial.args]), flush=True)
     trials = [trial for each in planned for trial in each.trials]
-    if how.dry_run:
-        for trial in trials:
-            print(shlex.join(["fl-lightning", trial.command, *trial.args]))
     unfinished = {each: [trial for trial in each.trials if outcome(trial, folder) is None] for each in planned}
     if todo := {each: [newest_run(trial, folder) for trial in found] for each, found in unfinished.items() if found}:
-        _show_estimate(todo, how.jobs)
+        _show_estimate(todo, how)
     if how.dry_run:
         return {}
     make_folder(folder)
@@ -202,12 +203,12 @@ def _make(asked: Sequence[Task], folder: Path, how: _How) -> dict[Task, list[Out
     return {each.task: [outcomes[trial.name] for trial in each.trials] for each in planned}
 
 
-def _show_estimate(planned: Mapping[Planned, Sequence[Path | None]], jobs: int) -> None:
-    """Prints what the runs take on this machine.
+def _show_estimate(planned: Mapping[Planned, Sequence[Path | None]], how: _How) -> None:
+    """Prints what the runs take on this machine; a dry run does not need the data.
 
     Args:
         planned: For each task, the folders of its runs that have not ended; None for those that have not begun.
-        jobs: How many of them run at the same time.
+        how: How they are made.
     """
     measured: dict[tuple[str, str], tuple[Planned, Measured]] = {}
     shown = Table("row", "column", "runs", "rounds", "each", "together", title="estimate for this machine")
@@ -215,7 +216,10 @@ def _show_estimate(planned: Mapping[Planned, Sequence[Path | None]], jobs: int) 
     for each, folders in planned.items():
         cell = each.task.cells[0]
         if (kind := (cell.dataset, cell.model)) not in measured:
-            print(f"measuring a few rounds: {', '.join(kind)}")
+            if how.dry_run:
+                each.made.data, missing = data_or_like(each.made.data)
+                print("" if missing is None else f"measured on random samples of the same shape: {missing}\n", end="")
+            print(f"measuring a few rounds: {', '.join(kind)}", flush=True)
             measured[kind] = each, each.measure()
         one, whole = each.seconds(*measured[kind]), each.made.trainer.max_rounds
         left = [one * (1 - rounds_done(read_run(folder)) / whole) for folder in folders]
@@ -224,15 +228,14 @@ def _show_estimate(planned: Mapping[Planned, Sequence[Path | None]], jobs: int) 
         rounds = f"{each.made.trainer.max_rounds:,}"
         shown.add_row(cell.algorithm, column(cell), str(len(left)), rounds, as_time(one), as_time(sum(left)))
     show_table(shown)
-    together, at_once = max(max(seconds), sum(seconds) / jobs), min(jobs, len(seconds))
-    text = f"{len(seconds)} run{'s'[: len(seconds) - 1]}, about {as_time(together)} with --jobs {jobs}"
+    together, at_once = max(max(seconds), sum(seconds) / how.jobs), min(how.jobs, len(seconds))
+    text = f"{len(seconds)} run{'s'[: len(seconds) - 1]}, about {as_time(together)} with --jobs {how.jobs}"
     print(f"{text}; about {as_bytes(memory * at_once)} of memory")
 
 
-def _plan(found: Sequence[Task], fraction: float, seeds: Sequence[int], more: Sequence[str]) -> list[Planned]:
+def _plan(found: Sequence[Task], fraction: float, seeds: Sequence[int], more: Sequence[str]) -> Iterator[Planned]:
     """Builds a run of each task, so that nothing starts with a setting that does not fit."""
     cli = FederatedCLI("fit", *found[0].whole)
-    planned = []
     for task in found:
         cli.parse_arguments(cli.parser, prepare(task.whole))  # building may need what the user's settings replace
         config = cli.resolved()
@@ -242,5 +245,4 @@ def _plan(found: Sequence[Task], fraction: float, seeds: Sequence[int], more: Se
         for (key, expected), option in zip(fixed.items(), ("--rounds", "--seeds"), strict=True):
             value = getattr(made.trainer, key)
             ensure(value == expected, f"trainer.{key} = {value}: the table sets it; give {option}")
-        planned.append(Planned(task, trials, made))
-    return planned
+        yield Planned(task, trials, made)

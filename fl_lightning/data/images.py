@@ -13,6 +13,7 @@ from fl_lightning.core import PositiveInt, Size, UserError, ensure
 from fl_lightning.data.files import find_files, read_image, read_rows
 from fl_lightning.data.module import FederatedDataModule
 from fl_lightning.data.partition import Natural, Partition
+from fl_lightning.data.published import Published
 from fl_lightning.data.streaming import IndexedSamples
 
 NORMALISATION = {
@@ -25,6 +26,13 @@ NORMALISATION = {
 CIFAR = "https://www.cs.toronto.edu/~kriz/cifar.html"
 LAYOUT = {"CIFAR10": f"cifar-10-batches-py, from {CIFAR}", "CIFAR100": f"cifar-100-python, from {CIFAR}"}
 """Expected content of ``data_dir``, and its home page."""
+
+PUBLISHED = {
+    "CIFAR10": Published(50_000, 10_000, (32, 32, 3), classes=10),
+    "CIFAR100": Published(50_000, 10_000, (32, 32, 3), classes=100),
+    "FashionMNIST": Published(60_000, 10_000, (28, 28), classes=10),
+    "MNIST": Published(60_000, 10_000, (28, 28), classes=10),
+}
 
 LANDMARKS = "https://github.com/google-research/google-research/tree/master/federated_vision_datasets"
 PHOTOS = "https://github.com/cvdfoundation/google-landmark"
@@ -57,6 +65,7 @@ class TorchvisionData(FederatedDataModule):
         self.dataset = name  # `name` is an attribute of Lightning's
         self.data_dir, self.download = data_dir, download
         self.dataset_kwargs = dataset_kwargs or {}
+        self.published = PUBLISHED.get(name)
         _normalise(self, name)
 
     def prepare_data(self) -> None:
@@ -222,7 +231,7 @@ class CINIC10(ImageFolder):
     def __init__(self, root: str = "data/cinic-10", valid: bool = False, **kwargs: Any) -> None:
         super().__init__(root, 32, **kwargs)
         self.training = ("train", "valid") if valid else ("train",)
-        self.published = (180_000 if valid else 90_000, 90_000)
+        self.published = Published(180_000 if valid else 90_000, 90_000, (32, 32, 3), classes=10)
         _normalise(self, "CINIC10")
 
     def load(self) -> tuple[Any, Any, Any, Any]:
@@ -252,8 +261,6 @@ class Landmarks(FederatedDataModule):
         UserError: If a file is missing or corrupt (on loading or reading).
     """
 
-    published = (164_172, 19_526)
-
     def __init__(
         self,
         data_dir: str = "data/landmarks",
@@ -268,6 +275,7 @@ class Landmarks(FederatedDataModule):
         self.data_dir = data_dir
         self.images = Path(data_dir, "images") if images is None else Path(images)
         self.image_size = image_size
+        self.published = Published(164_172, 19_526, (image_size, image_size, 3), classes=2028)
         self._by_user = partition is None
 
     def load(self) -> tuple[Any, Any, Any, Any]:

@@ -30,6 +30,7 @@ from fl_lightning.data.clients import ClientIndices, divide
 from fl_lightning.data.minibatches import Batches, BatchLoader, EpochSampler, Minibatches
 from fl_lightning.data.partition import IID, Natural, Partition
 from fl_lightning.data.partition.base import stratified
+from fl_lightning.data.published import Published
 from fl_lightning.data.samples import Batch, SampleStore, like
 from fl_lightning.data.streaming import Stream, stored_bytes
 from fl_lightning.data.tasks import TaskName
@@ -83,8 +84,8 @@ class FederatedDataModule(SampleStore, ABC):
         UserError: If a value is out of range, or (in setup) if the data are faulty or cannot be divided.
     """
 
-    published: tuple[int, int] | None = None
-    """Numbers of training and test samples of a published data set; setup warns of others."""
+    published: Published | None = None
+    """Numbers and shape of a published data set; setup warns of other numbers."""
     classes: int | None = None
     """Number of classes, whether or not all occur, where the data set says it; null: the largest training label + 1."""
     test_clients: NDArray[np.int64] | None = None
@@ -160,14 +161,14 @@ class FederatedDataModule(SampleStore, ABC):
             return
         self.store(*self.load())
         sizes = len(self.y_train), len(self.y_test)
-        if self.published is not None and sizes != self.published:
+        if (known := self.published) is not None and sizes != (known.train, known.test):
             rank_zero_warn(
                 f"{type(self).__name__}: {sizes[0]} training and {sizes[1]} test samples, not the "
-                f"{self.published[0]} and {self.published[1]} of the published data set; results do not compare",
+                f"{known.train} and {known.test} of the published data set; results do not compare",
                 stacklevel=4,
             )
-        known = self.classes if self.task.by_class else None
-        self.num_classes = known or self.task.outputs(self.y_train)
+        classes = self.classes if self.task.by_class else None
+        self.num_classes = classes or self.task.outputs(self.y_train)
         label, row, top = int(self.y_test.max()), int(self.y_test.argmax()), self.num_classes - 1
         ensure(
             not self.task.by_class or label <= top,

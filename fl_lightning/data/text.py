@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from fl_lightning.core import Size
 from fl_lightning.data.files import find_files, read_rows
 from fl_lightning.data.module import FederatedDataModule
+from fl_lightning.data.published import Published
 
 HOME = "http://groups.di.unipi.it/~gulli/AG_corpus_of_news_articles.html (as CSV files by Zhang et al. 2015)"
 UNKNOWN = "<unk>"
@@ -65,13 +66,13 @@ class AGNews(FederatedDataModule):
         UserError: If a file is missing or corrupt (on loading), or max_length is not positive.
     """
 
-    published = (120_000, 7_600)
     vocabulary: dict[str, int]
 
     def __init__(self, data_dir: str = "data/ag_news", max_length: Size = 200, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.data_dir = data_dir
         self.max_length = max_length
+        self.published = Published(120_000, 7_600, (max_length,), classes=4, tokens=98_635)
 
     def load(self) -> tuple[Any, Any, Any, Any]:
         """See :class:`FederatedDataModule`."""

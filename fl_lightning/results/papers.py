@@ -106,7 +106,7 @@ def find(**where: str) -> list[Cell]:
     """Returns the cells with these values, such as ``find(paper="fedsam", table="2", dataset="CIFAR10")``.
 
     Args:
-        where: Values by column, one of `COLUMNS`.
+        where: Values by column, one of `COLUMNS`; case does not matter.
 
     Returns:
         At least one cell, in the order of the papers' tables.
@@ -121,10 +121,11 @@ def find(**where: str) -> list[Cell]:
             f"papers: {column} is no column; choose from {', '.join(COLUMNS)}",
         )
         have = list(dict.fromkeys(getattr(cell, column) for cell in found))
-        found = [cell for cell in found if getattr(cell, column) == value]
+        found = [cell for cell in found if getattr(cell, column).casefold() == value.casefold()]
         if not found:
-            close = difflib.get_close_matches(value, have) or have
-            raise UserError(f"papers: {column} = {value}: no such cell; choose from {', '.join(filter(None, close))}")
+            near = difflib.get_close_matches(value, have)
+            choice = ", ".join(filter(None, dict.fromkeys([*near, *have])))
+            raise UserError(f"{column} = {value}: not in the papers' tables; choose from {choice}")
     return found
 
 

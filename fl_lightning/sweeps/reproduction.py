@@ -93,7 +93,7 @@ def select(paper: str, table: str, rows: Sequence[str] = (), columns: Sequence[s
     """Returns cells of a table.
 
     Args:
-        paper: A key of `fl_lightning.results.papers.PAPERS`.
+        paper: A key of `fl_lightning.results.papers.PAPERS`; case does not matter, nor in rows and columns.
         table: Its number; "5" also means the table that is "5/10" there.
         rows: Algorithms; none: all.
         columns: Data set, network, heterogeneity, participation, epochs (``E=1``) or metric of the columns; of one kind
@@ -105,16 +105,17 @@ def select(paper: str, table: str, rows: Sequence[str] = (), columns: Sequence[s
     tables = dict.fromkeys(cell.table for cell in find(paper=paper))
     cells = find(paper=paper, table=next((name for name in tables if table in (name, *name.split("/"))), table))
     names = list(dict.fromkeys(cell.algorithm for cell in cells))
+    known, asked = {name.casefold() for name in names}, {row.casefold() for row in rows}
     for row in rows:
-        ensure(row in names, f"rows = {row}: not in table {table}; choose from {', '.join(names)}")
-    cells = [cell for cell in cells if not rows or cell.algorithm in rows]
-    kinds = [list(dict.fromkeys(kind)) for kind in zip(*map(_properties, cells), strict=True)]
+        ensure(row.casefold() in known, f"rows = {row}: not in table {table}; choose from {', '.join(names)}")
+    cells = [cell for cell in cells if not rows or cell.algorithm.casefold() in asked]
+    kinds = [{name.casefold(): name for name in kind} for kind in zip(*map(_properties, cells), strict=True)]
     wanted: dict[int, list[str]] = {}
     for term in columns:
-        kind = next((i for i, of in enumerate(kinds) if term in of), None)
-        choice = ", ".join(name for of in kinds if len(of) > 1 for name in of if name)
-        ensure(kind is not None, f"columns = {term}: no column of these rows in table {table}; choose from {choice}")
-        wanted.setdefault(kind or 0, []).append(term)
+        at = next((i for i, of in enumerate(kinds) if term.casefold() in of), -1)
+        choice = ", ".join(name for of in kinds if len(of) > 1 for name in of.values() if name)
+        ensure(at >= 0, f"columns = {term}: no column of these rows in table {table}; choose from {choice}")
+        wanted.setdefault(at, []).append(kinds[at][term.casefold()])
     found = [c for c in cells if all(_properties(c)[i] in terms for i, terms in wanted.items())]
     ensure(bool(found), f"columns = {','.join(columns)}: no cell of table {table} is all of that; name fewer")
     return found

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 
@@ -23,6 +24,7 @@ from fl_lightning import (
     FederatedTrainer,
     FlatnessMonitor,
     GaussianPrivacy,
+    ImageFolder,
     LambdaMax,
     MultiKrum,
     NaiveFedGloSS,
@@ -30,8 +32,10 @@ from fl_lightning import (
 )
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.commands.plan import plan
-from fl_lightning.commands.shared.prediction import due, makespan
+from fl_lightning.commands.shared.prediction import data_or_like, due, makespan
 from fl_lightning.core.errors import UserError
+from fl_lightning.data import images
+from fl_lightning.data.published import Published
 from tests.runs import DIGITS, cli, forked, metrics, newest
 
 
@@ -224,3 +228,39 @@ def test_mistake_is_one_line(arg: str, says: str) -> None:
     with pytest.raises(SystemExit) as exit:
         cli("plan", "--model=FedAvg", *DIGITS, arg)
     assert exit.value.code == f"error: {says}"
+
+
+def test_missing_files_are_not_needed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A published data set is replaced by random samples of its numbers and shape, and the plan says so."""
+    monkeypatch.setitem(images.PUBLISHED, "CIFAR10", Published(400, 100, (32, 32, 3), classes=10))
+    lines = ["--data.partition=FromFile", f"--data.partition.path={tmp_path / 'no.json'}", "--data.download=true"]
+    small = [
+        "--trainer.max_rounds=5",
+        "--trainer.clients_per_round=2",
+        "--trainer.accelerator=cpu",
+        "--model.net.hidden=[4]",
+    ]
+    model = ["--model=FedAvg", "--model.net=FullyConnected", "--model.net.in_features=3072"]
+    cli("plan", *model, "--data=CIFAR10", f"--data.data_dir={tmp_path}", *lines, *small)
+    said = capsys.readouterr()
+    assert "5 rounds" in said.out and not list(tmp_path.iterdir())
+    assert said.err.startswith(
+        f"on random samples of the same shape: data.data_dir = {tmp_path}: CIFAR10 cannot be read"
+    )
+    own = Digits(num_clients=4)
+    data, reason = data_or_like(own)
+    assert reason is None and data.y_train.shape == (1437,) and not hasattr(own, "clients")
+    with pytest.raises(UserError, match="no images of each class"):
+        data_or_like(ImageFolder(str(tmp_path), image_size=8))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_random_samples_have_the_published_form(stream: bool) -> None:
+    known = Published(30, 20, (4, 4, 3), classes=10)
+    x, y, x_test, y_test = known.random(stream)
+    assert (len(x), len(x_test), {*y}, {*y_test}) == (30, 20, {*range(10)}, {*range(10)})
+    assert all(np.asarray(of[0]).shape == (4, 4, 3) and of[0].dtype == np.uint8 for of in (x, x_test))
+    tokens = Published(30, 20, (7,), classes=4, tokens=50).random(stream)[0]
+    assert np.asarray(tokens[0]).shape == (7,) and 2 < max(np.asarray(tokens[i]).max() for i in range(30)) < 50

@@ -142,7 +142,7 @@ def test_numbers_that_two_tables_print_agree() -> None:
 
 
 def test_lookup_tells_what_there_is() -> None:
-    with pytest.raises(UserError, match=r"^papers: algorithm = FedSMO: no such cell; choose from FedSMOO"):
+    with pytest.raises(UserError, match=r"^algorithm = FedSMO: not in the papers' tables; choose from FedSMOO"):
         find(paper="fedsmoo", algorithm="FedSMO")
     with pytest.raises(UserError, match=r"^papers: rounds is no column; choose from paper, table"):
         find(rounds="3")

@@ -33,13 +33,14 @@ def test_rows_and_columns_of_a_table() -> None:
     (cell,) = select("fedsam", "8", ["FedSAM"], ["uniform", "rainy", "miou_seen"])
     assert (cell.heterogeneity, cell.value) == ("uniform, rainy", 64.81)
     assert select("fedgloss", "10") == select("fedgloss", "5/10")
+    assert select("FedGloSS", "3", ["fedavg", "FEDSAM"], [term.lower() for term in CNN]) == cells
 
 
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        (("fedglos", "3"), r"^papers: paper = fedglos: no such cell; choose from fedgloss"),
-        (("fedgloss", "30"), r"^papers: table = 30: no such cell; choose from 3"),
+        (("fedglos", "3"), r"^paper = fedglos: not in the papers' tables; choose from fedgloss, .*fedgmt$"),
+        (("fedgloss", "30"), r"^table = 30: not in the papers' tables; choose from 3, .*1"),
         (("fedgloss", "3", ["FedSMO"]), r"^rows = FedSMO: not in table 3; choose from FedAvg, FedProx"),
         (
             ("fedgloss", "3", ["FedAvg"], ["alpha=1"]),

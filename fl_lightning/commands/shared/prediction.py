@@ -17,8 +17,8 @@ from typing import Any
 from torch import Tensor
 
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.core import State
-from fl_lightning.data import FederatedDataModule
+from fl_lightning.core import State, UserError
+from fl_lightning.data import IID, FederatedDataModule, FromFile
 from fl_lightning.engine import ENGINES, LocalResult
 from fl_lightning.trainer.callbacks import Callback, FlatnessMonitor, Progress
 from fl_lightning.trainer.loggers import CSVLogger
@@ -190,6 +190,34 @@ def measure(
     begin = 1 if any(steps[1:]) else 0  # the first round warms up
     seconds = list(clock.seconds["training"].values())
     return Measured(run, clock, sum(seconds[begin:]) / max(sum(steps[begin:]), 1), peak_memory())
+
+
+def data_or_like(data: FederatedDataModule) -> tuple[FederatedDataModule, str | None]:
+    """Returns data that are set up: the data themselves, or random ones of the published numbers and shape.
+
+    Nothing is downloaded. Random samples are divided evenly if the file of the partition is missing, too.
+
+    Args:
+        data: The data; they are set up if their files are there.
+
+    Returns:
+        The data, and why they are random ones; None if they are not.
+
+    Raises:
+        UserError: If files are missing, and the data set is not a published one whose shape is known.
+    """
+    like, reason = copy.copy(data), None
+    try:
+        loaded = data.load()
+    except UserError as error:
+        if data.published is None:
+            raise
+        loaded, reason = data.published.random(data.stream), str(error)
+        if isinstance(data.partition, FromFile) and not Path(data.partition.path).is_file():
+            like.partition = IID()
+    vars(like).update(load=lambda: loaded, prepare_data=lambda: None)
+    like.setup()
+    return like, reason
 
 
 def attendances(

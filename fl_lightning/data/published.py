@@ -1,0 +1,40 @@
+"""Published data sets: their numbers and shapes, and random samples in their place where an estimate needs no more."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fl_lightning.data.streaming import IndexedSamples
+
+
+@dataclass(frozen=True)
+class Published:
+    """What is known of a published data set.
+
+    Attributes:
+        train: Number of training samples.
+        test: Number of test samples.
+        shape: Shape of a sample, as stored.
+        classes: Number of classes.
+        tokens: Number of tokens; None: samples are images, uint8.
+    """
+
+    train: int
+    test: int
+    shape: tuple[int, ...]
+    classes: int
+    tokens: int | None = None
+
+    def random(self, stream: bool) -> tuple[Any, Any, Any, Any]:
+        """Returns random data of this form, as `FederatedDataModule.load` does; streamed, all samples are equal."""
+        draw, kind = np.random.default_rng(0), np.uint8 if self.tokens is None else np.int64
+        found = []
+        for n in (self.train, self.test):
+            size = self.shape if stream else (n, *self.shape)
+            x: Any = draw.integers(0, self.tokens or 256, size, dtype=kind)
+            found += [
+                IndexedSamples("data", n, lambda _, x=x: x, x) if stream else x,
+                np.arange(n) % self.classes,
+            ]
+        return found[0], found[1], found[2], found[3]
