@@ -166,6 +166,7 @@ def same(a: Run, b: Run, places: float = 0.0) -> None:
             torch.testing.assert_close(ours[name], theirs[name], rtol=0, atol=places)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("part", [TopK(0.05), Personal(["3"]), Slot()])
 @pytest.mark.parametrize("algorithm", [FedAvg, SCAFFOLD])
 def test_engines_agree(part: Part, algorithm: Any, tmp_path: Path) -> None:

@@ -92,6 +92,7 @@ class Seen(Callback):
         self.found[-1] = (self.found[-1][0], run.metrics)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("kind", KINDS)
 def test_measures_the_run_that_is_planned(kind: str, tmp_path: Path) -> None:
     """Its rule, faults and privacy, and thus its bits; a cohort may be empty."""

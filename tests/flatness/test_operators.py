@@ -79,6 +79,7 @@ def softmax_regression() -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(27, 3)).double()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("loss", [CE, mse, of_tanh])
 @pytest.mark.parametrize("make", [mlp, cnn])
 @pytest.mark.parametrize("kind", [gauss_newton, fisher])
