@@ -29,12 +29,14 @@ class Published:
     def random(self, stream: bool) -> tuple[Any, Any, Any, Any]:
         """Returns random data of this form, as `FederatedDataModule.load` does; streamed, all samples are equal."""
         draw, kind = np.random.default_rng(0), np.uint8 if self.tokens is None else np.int64
-        found = []
+        found = list[Any]()
         for n in (self.train, self.test):
             size = self.shape if stream else (n, *self.shape)
-            x: Any = draw.integers(0, self.tokens or 256, size, dtype=kind)
-            found += [
-                IndexedSamples("data", n, lambda _, x=x: x, x) if stream else x,
-                np.arange(n) % self.classes,
-            ]
-        return found[0], found[1], found[2], found[3]
+            x = draw.integers(0, self.tokens or 256, size, dtype=kind)
+            found += [_same(x, n) if stream else x, np.arange(n) % self.classes]
+        x_train, y_train, x_test, y_test = found
+        return x_train, y_train, x_test, y_test
+
+
+def _same(sample: Any, count: int) -> IndexedSamples:
+    return IndexedSamples("data", count, lambda _: sample, sample)

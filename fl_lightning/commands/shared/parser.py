@@ -77,7 +77,7 @@ class Command:
         """Adds the subcommand's own arguments."""
         texts = {param.arg_name: param.description for param in parse(inspect.getdoc(self.function) or "").params}
         for name in self.places:
-            nargs = "+" if self.parameters[name].annotation == list[str] else None
+            nargs = {list[str]: "+", list[str] | None: "*"}.get(self.parameters[name].annotation)
             parser.add_argument(name, metavar=name.upper(), type=str, nargs=nargs, help=texts.get(name))
         flags = {name: p.default for name, p in self.parameters.items() if p.annotation is bool}
         for name, default in flags.items():  # --dry-run, --dry_run, or one of them with true or false

@@ -66,6 +66,18 @@ def _lock(fd: int, folder: Path) -> None:
     os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
 
 
+def in_use(folder: Path) -> bool:
+    """Returns whether a run uses a run folder; no file changes."""
+    if sys.platform == "win32" or not (folder / LOCK).is_file():
+        return False
+    with (folder / LOCK).open() as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError as error:
+            return isinstance(error, BlockingIOError)
+    return False
+
+
 def check_unused(folder: Path) -> None:
     """Checks that no other run uses a run folder.
 

@@ -1,0 +1,148 @@
+"""``fl-lightning runs``: the runs of a folder; needs neither torch nor Lightning."""
+
+import shutil
+import sys
+import time
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from rich.console import Console
+from rich.live import Live
+from rich.markup import escape
+from rich.table import Table
+
+from fl_lightning.commands.shared.output import show_table
+from fl_lightning.core import UserError, ensure, read_json
+from fl_lightning.results.configs import config_files, read_config
+from fl_lightning.results.headline import SUMMARY as ENDED
+from fl_lightning.results.metrics import FILE, read_metrics, rounds_done
+from fl_lightning.results.summary import summarise
+from fl_lightning.trainer.storage.lock import in_use
+
+SUMMARY = "List runs with state, rounds, headline, time and size; follow those that train, or delete some."
+
+STARTED = "provenance.json"
+"""Every run folder has it from the start."""
+SECONDS = 2.0
+"""Between two looks at runs that train."""
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A run as the list shows it.
+
+    Attributes:
+        folder: The run folder.
+        state: running, finished (all rounds are done), ended (it was stopped early) or interrupted.
+        rounds: Rounds done, and those of the config.
+        headline: The headline of the metric on the test set, if it was measured.
+        minutes: Training time.
+        size: Bytes of the folder.
+        changed: When its files changed last, in seconds since 1970.
+    """
+
+    folder: Path
+    state: str
+    rounds: str
+    headline: str
+    minutes: str
+    size: int
+    changed: float
+
+
+def run(folders: list[str] | None = None, /, follow: bool = False, delete: bool = False, yes: bool = False) -> None:
+    """Lists runs, the one that changed last at the end.
+
+    Args:
+        folders: Run folders, or folders above them; none: runs.
+        follow: List again until none of the runs trains any more.
+        delete: Delete these run folders, after a question; none that trains.
+        yes: Do not ask.
+    """
+    ensure(bool(folders) or not delete, "delete: give the runs that are to go, such as runs/FedAvg-Digits/version_0")
+    given = folders or ["runs"]
+    found = find(given)
+    ensure(bool(found), f"folders = {' '.join(given)}: no run there; give another folder")
+    if delete:
+        _delete(found, yes)
+    elif follow and sys.stdout.isatty():
+        with Live(_table(found), console=Console()) as live:
+            while any(each.state == "running" for each in found):
+                time.sleep(SECONDS)
+                live.update(_table(found := find(given)))
+    else:
+        while follow and any(each.state == "running" for each in found):
+            for each in found:
+                print(f"{_name(each.folder)}: {each.state}, {each.rounds} rounds {each.headline}".rstrip(), flush=True)
+            time.sleep(SECONDS)
+            found = find(given)
+        show_table(_table(found))
+
+
+def find(folders: list[str]) -> list[Listed]:
+    """Returns the runs among and below the given folders, the one that changed last at the end.
+
+    Raises:
+        UserError: If a folder does not exist.
+    """
+    for folder in folders:
+        ensure(Path(folder).is_dir(), f"folders = {folder}: no such folder; give run folders, or one above them")
+    paths = {path.parent for folder in folders for path in Path(folder).resolve().rglob(STARTED)}
+    return sorted(map(_listed, paths), key=lambda each: each.changed)
+
+
+def _listed(folder: Path) -> Listed:
+    files = [(path, path.stat()) for path in folder.rglob("*") if path.is_file()]
+    headline, minutes, done, asked = "", "", 0, None
+    try:
+        done = rounds_done(read_metrics(folder / FILE)) if (folder / FILE).is_file() else 0
+        if configs := list(config_files(folder).values()):
+            asked = read_config(configs[-1])["trainer"]["max_rounds"]
+        ended = read_json(folder / ENDED, dict, {}).get("rounds") == done
+        state = "finished" if ended and asked in (done, None) else "ended" if ended else "interrupted"
+        if done:
+            shown = summarise(folder)
+            headline, minutes = f"{shown.mean:.4g}", "" if shown.minutes is None else f"{shown.minutes:.1f}"
+    except (KeyError, TypeError):
+        state = "damaged"
+    except UserError as error:
+        state = "damaged" if not str(error).startswith("metric = ") else state
+    return Listed(
+        folder, "running" if in_use(folder) else state, f"{done:,}" + ("" if asked is None else f"/{asked:,}"),
+        headline, minutes, sum(stat.st_size for _, stat in files), max((stat.st_mtime for _, stat in files), default=0),
+    )  # fmt: skip
+
+
+def _table(found: list[Listed]) -> Table:
+    table = Table(box=None, padding=(0, 1, 0, 0))
+    for head in ("run", "state", "rounds", "headline", "minutes", "MB", "changed"):
+        narrow = head != "run"
+        table.add_column(head, justify="left" if head in ("run", "state") else "right", overflow="fold", no_wrap=narrow)
+    for each in found:
+        changed = datetime.fromtimestamp(each.changed).strftime("%m-%d %H:%M")
+        name, size = escape(_name(each.folder)), f"{each.size / 1e6:.1f}"
+        table.add_row(name, each.state, each.rounds, each.headline, each.minutes, size, changed)
+    return table
+
+
+def _name(folder: Path) -> str:
+    here = Path.cwd()
+    return str(folder.relative_to(here) if folder.is_relative_to(here) else folder)
+
+
+def _delete(found: list[Listed], yes: bool) -> None:
+    """Removes run folders, and the folders right above them that are empty then."""
+    busy = [each for each in found if each.state == "running"]
+    ensure(not busy, f"delete: {', '.join(_name(each.folder) for each in busy)}: trains; end it, or leave it out")
+    show_table(_table(found))
+    if not yes:
+        ensure(sys.stdin.isatty(), "delete: nobody can be asked; give --yes")
+        if input(f"delete {len(found)} runs? [y/N] ").strip().lower() not in ("y", "yes"):
+            print("nothing deleted")
+            return
+    for each in found:
+        shutil.rmtree(each.folder)
+        if not any(each.folder.parent.iterdir()):
+            each.folder.parent.rmdir()
+    print(f"deleted: {len(found)} runs, {sum(each.size for each in found) / 1e6:.1f} MB")
