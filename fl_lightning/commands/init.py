@@ -4,15 +4,15 @@ from pathlib import Path
 
 from fl_lightning.commands.shared.new_files import write_new
 
-SUMMARY = "Write a folder to start from: a config, an algorithm of your own, a sweep."
+SUMMARY = "Write a folder to start from: a config, an algorithm of your own, a sweep, a README."
 STARTER = Path(__file__).parent / "starter"
 
 
 def run(folder: str, /) -> None:
-    """Writes ``config.yaml``, ``my_algorithm.py`` and ``sweep.yaml``.
+    """Writes ``README.md``, ``config.yaml``, ``my_algorithm.py`` and ``sweep.yaml``.
 
     Args:
-        folder: The folder; it is created.
+        folder: The folder, new or empty; it is created.
     """
     write_new(folder, {file.name: file.read_text(encoding="utf-8") for file in sorted(STARTER.glob("*.*"))})
     print(f"start with: cd {folder} && fl-lightning fit --config config.yaml")

@@ -169,11 +169,18 @@ def test_init_writes_what_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.chdir(tmp_path)
     cli("init", "mine")
     monkeypatch.chdir(tmp_path / "mine")
-    assert sorted(path.name for path in Path().iterdir()) == ["config.yaml", "my_algorithm.py", "sweep.yaml"]
+    assert sorted(path.name for path in Path().iterdir()) == [
+        "README.md",
+        "config.yaml",
+        "my_algorithm.py",
+        "sweep.yaml",
+    ]
     short = ["--trainer.max_rounds=2", "--trainer.callbacks=[]", "--trainer.enable_progress_bar=false"]
     cli("fit", "--config", "config.yaml", *short)
     assert len(metrics(Path("runs/MyProx-Digits/version_0"))["server/test/acc"]) == 2
     sweep = Sweep.read(Path("sweep.yaml"))
     assert FederatedCLI(sweep.command, *sweep.args, "--model.mu=1.0").config.model.init_args.mu == 1.0
-    with pytest.raises(SystemExit, match=r"folder = .: has a config.yaml already"):
+    with pytest.raises(
+        SystemExit, match=r"folder = .: not empty, it has README.md, config.yaml, my_algorithm.py; choose"
+    ):
         cli("init", ".")

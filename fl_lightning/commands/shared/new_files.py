@@ -13,11 +13,12 @@ def write_new(folder: str, files: Mapping[str, str]) -> None:
         files: The texts, by file name.
 
     Raises:
-        UserError: If the folder has one of them already, or cannot be written to; nothing is written then.
+        UserError: If the folder is not empty (hidden files do not count), or cannot be written to; nothing is written
+            then.
     """
     target = make_folder(folder, "folder")
-    for name in files:
-        ensure(not (target / name).exists(), f"folder = {folder}: has a {name} already; choose another folder")
+    there = sorted(path.name for path in target.iterdir() if not path.name.startswith("."))
+    ensure(not there, f"folder = {folder}: not empty, it has {', '.join(there[:3])}; choose a new folder")
     for name, text in files.items():
         write_atomically(target / name, text)
         print(target / name)
