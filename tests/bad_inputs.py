@@ -70,7 +70,7 @@ BY_HAND = r"""
 --trainer.callbacks+=FlatnessMonitor --trainer.callbacks.metrics+=LPF --trainer.callbacks.metrics.sigma=.inf -> LPF.sigma = inf: give a finite number above 0
 --trainer.callbacks+=FlatnessMonitor --trainer.callbacks.metrics+=LPF --trainer.callbacks.metrics.draws=1 -> LPF.draws = 1: give a whole number of at least 2
 --trainer.callbacks+=FlatnessMonitor --trainer.callbacks.metrics=[] -> name some
---trainer.loggers=x -> trainer.loggers = x: expected list
+--trainer.loggers=x -> trainer.loggers = x: expected a list
 --trainer.sampler=ReplaySampler --trainer.sampler.rounds=empty_trace.json -> holds 0 rounds, trainer.max_rounds = 2: take a longer trace
 --trainer.sampler=ReplaySampler --trainer.sampler.rounds=deep.json -> trainer.sampler.rounds = deep.json: not a JSON list
 --trainer.sampler=ReplaySampler --trainer.sampler.rounds=[[0,0],[1]] -> trainer.sampler.rounds[0] = [0, 0]: give different ids
@@ -142,13 +142,13 @@ def bad_inputs() -> list[tuple[str, str]]:
         (f"{before} --{key}={value}".strip(), f"{key.rpartition('.')[2]} = {expected}")
         for before, keys in FLOATS.items()
         for key in keys.split()
-        for value, expected in ((".nan", "nan: give "), (".inf", "inf: give "), ("abc", "abc: expected float"))
+        for value, expected in ((".nan", "nan: give "), (".inf", "inf: give "), ("abc", "abc: expected a number"))
     ]
     rows += [
         (f"{before} --{key}={value}".strip(), f"{key.rpartition('.')[2]} = {expected}")
         for before, keys in INTS.items()
         for key in keys.split()
-        for value, expected in (("0", "0: give a whole number"), ("2.5", "2.5: expected int"))
+        for value, expected in (("0", "0: give a whole number"), ("2.5", "2.5: expected a whole number"))
     ]
     by_hand = BY_HAND.replace("SPLIT", SPLIT).replace("LONG", 300 * "x").strip().splitlines()
     return rows + [(args, expected) for args, expected in (row.split(" -> ") for row in by_hand)]

@@ -44,10 +44,10 @@ def main(args: Sequence[str] | None = None) -> None:
     if given[0] not in COMMANDS:
         value = "missing" if given[0].startswith("-") else given[0]
         sys.exit(f"error: subcommand = {_visible(value)}: choose from {', '.join(COMMANDS)}, or see --help")
-    if given[1:] in (["-h"], ["--help"]):
+    if {"-h", "--help", "--help=all"} & {*given}:
         from fl_lightning.commands.shared.index import help_of
 
-        print(help_of(given[0]), end="")
+        print(help_of(given[0], full="--help=all" in given), end="")
         sys.exit(0)
     if isinstance(sys.stdout, TextIOWrapper):  # a name may have letters that the terminal does not, or be no text
         sys.stdout.reconfigure(errors="backslashreplace")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -10,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from fl_lightning.commands.main import COMMANDS
 from fl_lightning.commands.shared import early
 from fl_lightning.commands.shared.cli import FederatedCLI
 from fl_lightning.commands.shared.configs import config_names
-from fl_lightning.commands.shared.index import FILE, help_of, index
+from fl_lightning.commands.shared.index import FILE, help_of, index, keys_of
 from fl_lightning.commands.shared.messages import ArgumentsError, explain
 from fl_lightning.core import UserError
 
@@ -33,7 +35,7 @@ def test_the_index_is_that_of_the_code() -> None:
 
 def test_help_has_every_option() -> None:
     for name, command in index()["commands"].items():
-        shown = help_of(name)
+        shown = help_of(name, full=True)
         assert shown.startswith(f"usage: fl-lightning {name}")
         assert all(f"--{option}" in shown for option in command["options"])
 
@@ -75,6 +77,15 @@ SLIPS = """
 --config quickstart --model.averagin=SWA
 --config quickstart --data.alpha 0.1
 quickstart
+runs/nothing/last.ckpt
+mine.yaml
+--ckpt_path runs/nothing/last.ckpt
+--epochs 3
+--net DigitsMLP
+--nonsense 3
+--trainer.max_epochs 3
+--config quickstart --model.optimizer RMSprop
+--config quickstart --model fedsam
 --config quickstart some thing
 --config quickstart --max-rounds 3
 --config nosuch
@@ -88,6 +99,79 @@ def test_a_wrong_name_is_refused_in_the_same_words(slip: str) -> None:
     args = ["fit", *shlex.split(slip)]
     found = line_of(early.check, *args)
     assert found is not None and found == line_of(FederatedCLI, *args)
+
+
+@pytest.mark.parametrize(
+    ("slip", "meant"),
+    [
+        ("--lr 0.1", "lr = 0.1: no such setting (did you mean model.optimizer.lr?)"),
+        ("--model.lr 0.1", "did you mean model.optimizer.lr?"),
+        ("--seed 1", "did you mean data.seed or trainer.seed?"),
+        ("--data.alpha 0.1", "did you mean data.partition.alpha?"),
+        ("--trainer.max_epochs 3", "did you mean trainer.max_rounds?"),
+        ("--max-rounds 3", "did you mean trainer.max_rounds?"),
+        ("--epochs 3", "did you mean trainer.local_epochs?"),
+        ("--net DigitsMLP", "did you mean model.net?"),
+        ("--model=FedGF --model.ascent SAM", "no such setting of this class; "),
+        ("quickstart", "quickstart: give a config as --config quickstart"),
+        ("mine.yaml", "as in --config=mine.yaml"),
+        ("--model FedSem", "did you mean FedSAM, "),
+        ("--model fedsam", "did you mean FedSAM, "),
+        ("--data.partition iid", "did you mean IID?"),
+        ("--trainer.aggregation mean", "choose from CoordinateMedian, Krum, MultiKrum, NormClipping, TrimmedMean. "),
+        ("--model.optimizer Adam", "did you mean AdamW? An optimizer of torch.optim goes by TorchOptimizer, as in "),
+        ("--ckpt_path none/last.ckpt", "ckpt_path = none/last.ckpt: no such file; give a checkpoint file"),
+    ],
+)
+def test_the_common_slips_get_the_right_key(slip: str, meant: str) -> None:
+    config = [] if "ckpt" in slip else ["--config=quickstart"]
+    found = line_of(early.check, "fit", *config, *shlex.split(slip))
+    assert found is not None and meant in found
+
+
+@pytest.mark.parametrize(
+    ("slip", "meant"),
+    [
+        ("--trainer.precision fp16", "trainer.precision = fp16: choose from 32-true, 64-true, bf16-mixed"),
+        ("--model.optimizer torch.optim.Adam", "--model.optimizer TorchOptimizer --model.optimizer.name Adam"),
+        ("--trainer.loggers TensorBoardLogger", "--trainer.loggers+=lightning.pytorch.loggers.TensorBoardLogger"),
+        ("--trainer.loggers+=TensorBoardLogger", "--trainer.loggers+=lightning.pytorch.loggers.TensorBoardLogger"),
+        ("--trainer.callbacks [Trajectory", "give [Trajectory], or --trainer.callbacks+=Trajectory"),
+        ("--model.help FedSamm", "model.help = FedSamm: no such class; did you mean FedSAM, "),
+        ("--model.optimizer.help Adam", "model.optimizer.help = Adam: no such class; did you mean AdamW?"),
+    ],
+)
+def test_slips_that_only_the_parser_sees(slip: str, meant: str) -> None:
+    found = line_of(FederatedCLI, "fit", "--config=quickstart", *shlex.split(slip))
+    assert found is not None and meant in found
+
+
+def test_config_after_settings() -> None:
+    found = line_of(FederatedCLI, "fit", "--data.partition.alpha=0.1", "--config=quickstart")
+    assert found is not None and "--config, if there is one, goes first" in found
+
+
+@pytest.mark.parametrize("name", [name for name in COMMANDS if index()["commands"][name]["complete"]])
+def test_help_is_two_screens(name: str) -> None:
+    lines = help_of(name).splitlines()
+    assert len(lines) <= 100 and max(len(line) for line in lines if line[:1] == " ") <= 80
+    assert "--help=all" in help_of(name) and len(help_of(name, full=True).splitlines()) > 200
+    for key in re.findall(r"^  --(\w+\.[\w.]+)", help_of(name).partition("all settings:")[0], re.MULTILINE):
+        assert key in keys_of(key.rpartition(".")[2])
+
+
+def test_help_lists_the_classes_that_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        FederatedCLI("fit", "--model.help=FedSAM")
+    shown = " ".join(capsys.readouterr().out.split())
+    nets, losses = (
+        shown.partition(f"--model.{name} {name.upper()} ")[2].partition("classes: ")[2] for name in ("net", "loss")
+    )
+    assert nets.startswith("FullyConnected, ") and "PixelCrossEntropy" not in nets.partition(")")[0]
+    assert losses.startswith("PixelCrossEntropy, or a loss of torch.nn)")
+    assert "(type: samples or uniform or null, " in shown and not re.search(
+        "Optional|Literal|Union|checked later", shown
+    )
 
 
 PASSES = """

@@ -29,7 +29,7 @@ def joined(args: Sequence[str]) -> list[str]:
     """
     found, coming = list[str](), iter(pairwise([*args, "--"]))
     for given, after in coming:
-        arg = re.sub("^-c(?==|$)", "--config", given)
+        arg = re.sub("^-c(onfig)?(?==|$)", "--config", given)
         if _option(arg) in (*SETTINGS, "ckpt_path", "seeds", "values") and "=" not in arg:
             if not after.startswith("--"):
                 next(coming)
@@ -136,6 +136,8 @@ def _with_config_of_run(args: list[str]) -> list[str]:
         name, _, value = arg.partition("=")
         positional = not arg.startswith("-") and ("=" in before or not before.startswith("-"))
         path = Path(value if name == "--ckpt_path" else arg if positional else "")
+        missing = path.suffix == ".ckpt" and not path.is_file()
+        require(not missing, "ckpt_path", path, "no such file; give a checkpoint file, 'last' or 'best'")
         if path.suffix == ".ckpt" and (config := RunFolder(path.parent.parent).newest_config).is_file():
             return [f"--config={config}", *args]
     return args

@@ -14,8 +14,8 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 import fl_lightning
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.algorithms.parts.base import Part
 from fl_lightning.commands.shared.arguments import PARTS, kept, model_of_configs, prepare
+from fl_lightning.commands.shared.messages import WORDS
 from fl_lightning.commands.shared.parser import Command, Parser
 from fl_lightning.commands.shared.resume_check import to_continue
 from fl_lightning.core import generator, require
@@ -26,6 +26,9 @@ from fl_lightning.trainer.trainer import FederatedTrainer
 
 for name in fl_lightning.__all__:  # a class goes by its bare name once it is imported
     getattr(fl_lightning, name)
+
+INDENT = 24 * " "
+"""Where the text of a help begins."""
 
 
 class FederatedParser(Parser, LightningArgumentParser):
@@ -53,23 +56,48 @@ class FederatedParser(Parser, LightningArgumentParser):
         return super().parse_object(obj, *args, **kwargs)
 
     def format_help(self, *args: Any, **kwargs: Any) -> str:
-        """Returns the help; of subclasses it lists only this package's, and of parts those without another setting."""
+        """Returns the help: types in words, and of a setting's classes those of this package that fit its key."""
         text: str = super().format_help(*args, **kwargs)
-        text = re.sub(r"Annotated\[([^,]+),\s+([^\]]+)\]", r"\1 \2", text)
-        return re.sub(r",\s+known\s+subclasses:([^)]*)\)", _own_classes, text)
+        text = re.sub(r",\s+known\s+subclasses:([^)]*)\)", _own_classes, text)
+        text = re.sub(r"(?<=type:)\s+(?:[^()]|\(\))+?(?=,\s+(?:default:|classes:)|\))", _in_words, text)
+        return re.sub(
+            r"^(  .{21} )(.{57,})$",
+            lambda line: fill(line[2], 80, initial_indent=line[1], subsequent_indent=INDENT),
+            text,
+            flags=re.M,
+        )
+
+
+def _in_words(match: re.Match[str]) -> str:
+    """Writes a type of Python in words."""
+    kind = re.sub(r"<class '(\w+)'>|, 'checked later'", r"\1", " ".join(match[0].split()))
+    while kind != (kind := re.sub(r"(\w+)\[([^\[\]]*)\]", _plain, kind)):
+        pass
+    return " " + re.sub(r"\b(?:int|float|bool|str)\b", lambda m: WORDS[m[0]].removeprefix("a "), kind).replace(
+        " | ", " or "
+    )
+
+
+def _plain(match: re.Match[str]) -> str:
+    outer, inner = match.groups()
+    if outer in ("Literal", "Union"):
+        return inner.replace("'", "").replace(", ", " | ")
+    forms = {"Optional": f"{inner} | null", "dict": "mapping", "Annotated": inner.replace(", ", " ")}
+    return forms.get(outer, f"list of {inner}")
 
 
 def _own_classes(match: re.Match[str]) -> str:
     paths = "".join(match[1].split()).split(",")
     named = [path.removeprefix("fl_lightning.") for path in paths if path.startswith("fl_lightning.")]
-    own = [name for name in named if name in fl_lightning.__all__]
-    if "Part" in own:  # other parts have a setting of their own
-        own = [name for name in own if name != "Part" and getattr(fl_lightning, name).config_key == Part.config_key]
-    if len(named) < len(paths) or not own:  # algorithms are modules, too
-        own = [name for name in own if not issubclass(getattr(fl_lightning, name), LocalObjective)]
-        own.append("or a dotted path" if own else "by a dotted path")
-    indent = 24 * " "
-    return ",\n" + fill(f"classes: {', '.join(own)})", 80, initial_indent=indent, subsequent_indent=indent)
+    setting = re.findall(r"^  --(?:\S+\.)?(\w+)", match.string[: match.start()], re.M)[-1]
+    public = [name for name in named if name in fl_lightning.__all__ and name != "Part"]
+    keys = {name: getattr(fl_lightning, name).config_key.partition(":")[0] for name in public}
+    fitting = [name for name in public if keys[name].rpartition(".")[2] == setting]
+    own = fitting or [name for name in public if "." not in keys[name] and keys[name] not in PARTS]
+    if len(named) < len(paths) or not own:
+        own.append("or a loss of torch.nn" if setting == "loss" else "or a dotted path" if own else "by a dotted path")
+    shown = f"classes: {', '.join(own)})"
+    return ",\n" + fill(shown, 80, initial_indent=INDENT, subsequent_indent=INDENT)
 
 
 class FederatedCLI(Command, LightningCLI):

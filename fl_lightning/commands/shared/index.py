@@ -4,12 +4,42 @@
 """
 
 import json
+import re
 from collections.abc import Collection, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 FILE = Path(__file__).with_name("index.json")
+
+COMMON = """\
+settings that people change, with examples:
+  --config quickstart              A config: a name of `fl-lightning configs`,
+                                   or a YAML file; later ones win.
+  --model FedSAM                   Algorithm: a name of `fl-lightning list`.
+  --model.net ResNet18GN           Network.
+  --model.loss CrossEntropyLoss    Loss: one of torch.nn, or PixelCrossEntropy.
+  --model.optimizer AdamW          Local optimizer.
+  --model.optimizer.lr 0.1         Its learning rate.
+  --model.optimizer.weight_decay 1e-4
+  --data CIFAR10                   Data set.
+  --data.num_clients 100           Clients that share the training data.
+  --data.partition Dirichlet       How they share it.
+  --data.partition.alpha 0.1       Concentration: a small one skews them.
+  --data.batch_size 64             Samples of a local step.
+  --trainer.max_rounds 100         Rounds.
+  --trainer.clients_per_round 10   Clients of each round.
+  --trainer.local_epochs 1         Epochs of a client in a round.
+  --trainer.seed 0                 Seed of the weights and of all draws.
+  --trainer.loggers+=WandbLogger   A logger beside metrics.csv.
+  --trainer.name NAME              Folder of the runs, under runs/.
+
+all settings:
+  fl-lightning {command} --help=all               those of the trainer
+  fl-lightning {command} --model.help=FedSAM      those of an algorithm
+  fl-lightning {command} --data.help=CIFAR10      those of a data set
+  fl-lightning {command} --config CONFIG --print_config    those of a config"""
+"""The settings of a run in a subcommand's help."""
 
 
 @cache
@@ -35,9 +65,20 @@ def options_of(command: str) -> dict[str, Any]:
     return {**own, **{f"trainer.{name}": setting for name, setting in trainer.items()}}
 
 
-def help_of(command: str) -> str:
-    """Returns the help of a subcommand, 80 columns wide."""
-    return "\n\n".join(index()["texts"][i] for i in index()["commands"][command]["help"])
+def help_of(command: str, full: bool = False) -> str:
+    """Returns the help of a subcommand, 80 columns wide.
+
+    Args:
+        command: The subcommand.
+        full: Whether to list every setting of the trainer; otherwise `COMMON` takes the place of a run's settings.
+    """
+    texts = [index()["texts"][i] for i in index()["commands"][command]["help"]]
+    if full or not index()["commands"][command]["complete"]:
+        return "\n\n".join(texts)
+    places = [text for text in texts if text.startswith("positional")]
+    names = re.findall(r"^  (\w+)", "\n".join(places), re.MULTILINE)
+    usage = " ".join(["usage: fl-lightning", command, *names, "--config CONFIG [--SETTING VALUE ...]"])
+    return "\n\n".join([usage, texts[1], *places, COMMON.format(command=command), texts[-1]])
 
 
 def setting_names(*classes: str) -> set[str]:
@@ -46,18 +87,27 @@ def setting_names(*classes: str) -> set[str]:
     return {name for kind in classes or known for name in known[kind]["settings"]}
 
 
+def keys_of(setting: str) -> list[str]:
+    """Returns the keys of the settings of this name in a config, the short ones first."""
+    found = {f"{kind['key']}.{setting}" for kind in index()["classes"].values() if setting in kind["settings"]}
+    return sorted(
+        (key for key in found if re.match(r"(model|data|trainer)\.[\w.]+$", key)),
+        key=lambda key: (len(key.split(".")), key),
+    )
+
+
 def fitting_classes(path: str, bases: Collection[str]) -> list[str]:
     """Returns the public classes that a setting takes.
 
     Args:
         path: The setting's key.
-        bases: Their base classes; without any, the classes with this key fit.
+        bases: Their base classes. Of their subclasses, those with this key fit; if none has it, or there are no base
+            classes, all of them or all with this key.
     """
-    return [
-        name
-        for name, kind in index()["classes"].items()
-        if ({*bases} & {*kind["bases"]} if bases else kind["key"] == path)
-    ]
+    classes = index()["classes"]
+    own = [name for name, kind in classes.items() if kind["key"].partition(":")[0] == path]
+    below = [name for name, kind in classes.items() if {*bases} & {*kind["bases"]}]
+    return [name for name in below if name in own] or below or own
 
 
 def named_classes(config: Mapping[str, Any], above: str = "") -> dict[str, str]:

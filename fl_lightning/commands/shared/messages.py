@@ -1,14 +1,27 @@
 """Explains errors of the command line in one line each: the key, the value, and the remedy."""
 
 import ast
-import difflib
 import os
 import re
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import Any
 
-from fl_lightning.commands.shared.index import fitting_classes, setting_names
+from fl_lightning.commands.shared.configs import config_names
+from fl_lightning.commands.shared.index import fitting_classes, keys_of, setting_names
 from fl_lightning.core import UserError
+from fl_lightning.core.names import SYNONYMS, similar
+
+FOREIGN = {
+    "model.optimizer": "an optimizer of torch.optim goes by TorchOptimizer, as in "
+    "--model.optimizer TorchOptimizer --model.optimizer.name Adam",
+    "model.loss": "a loss of torch.nn goes by its name, such as CrossEntropyLoss",
+    "trainer.loggers": "a logger of Lightning goes by its dotted path, as in "
+    "--trainer.loggers+=lightning.pytorch.loggers.TensorBoardLogger --trainer.loggers.save_dir=runs",
+}
+"""How classes of other packages are named, by the key of the setting."""
+WORDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text", "list": "a list"}
+"""Types of Python in words."""
 
 
 class ArgumentsError(Exception):
@@ -55,12 +68,21 @@ def explain(error: Exception, configs: Sequence[str] = ()) -> str | None:
     if match := re.search(r"Problem with given class_path '([\w.]+)':\s+(.*)", message):
         remedy = f"; check that Python can import '{match[1].rpartition('.')[0]}'" if "No module" in match[2] else ""
         return f"{path or 'class_path'} = {match[1]}: {_fold(match[2])}{remedy}"
+    if match := re.search(r"-(?:-([\w.]+))?\.help: .*import path string: *(.*)", message):
+        path = ".".join([*keys[:1], match[1]])
+        return f"{path}.help = {_unknown_class(path, match[2], '').partition(' = ')[2]}"
     if match := re.search(r"import path string: *(.*)", message):
         return _unknown_class(path, match[1], message[: match.start()].rpartition("Parser key")[2])
     if match := re.search(r"(?:Option|accept option) '([^']+)'", message):
         return _unknown_option(above, match[1], message)
-    if match := re.search(r"unrecognized arguments: -*([^\s=]+)[\s=]?(.*)", message):
-        return _unknown_option("", match[1], f"val='{match[2]}'")
+    if match := re.search(r"unrecognized arguments: (-*)([^\s=]+)[\s=]?(.*)", message):
+        dashes, name, value = match.groups()
+        if dashes == "--":
+            return _unknown_option("", name, f"val='{value}'")
+        if name in config_names():
+            return f"{name}: give a config as --config {name}"
+        option = "ckpt_path" if name.endswith(".ckpt") else "config" if name.endswith((".yaml", ".yml")) else "NAME"
+        return f"{dashes}{name}: no option; options have two dashes, as in --{option}={'VALUE' if dashes else name}"
     if match := re.search(r"arguments are required: (.*)", message):
         if "ckpt_path" in match[1].split(", "):
             return "ckpt_path: missing; give a checkpoint, such as --ckpt_path runs/.../checkpoints/last.ckpt"
@@ -76,12 +98,21 @@ def explain(error: Exception, configs: Sequence[str] = ()) -> str | None:
         if match[1] == "NoneType" and own:  # raised by the class itself
             kind = re.search(r"subclass of (\w+)|is not iterable", own[-1])
             if kind and "'init_args'" not in message:
+                if path in FOREIGN:
+                    value = _first(r"Given value: (.*)", message)
+                    return f"{path} = {value:.60}: no {kind[1] or 'class'}; {FOREIGN[path]}"
                 value = _first(r"Given value: (?:NestedArg\(.*?val=)?(.*?)\)?$", message).strip("'")
-                return f"{path} = {value:.60}: no {kind[1] or 'class'}; give its class by name or dotted path"
+                early = "; --config, if there is one, goes first" if "NestedArg(key=" in message else ""
+                return f"{path} = {value:.60}: no {kind[1] or 'class'}; give its class by name or dotted path{early}"
             known = bool(path) or not re.match(r"[\w.]+ = ", own[-1])
             return f"{path or 'model, data or trainer'}: {_fold(own[-1])}" if known else _fold(own[-1])
-        remedy = f"; give [{value:.60}], or --{path}+={value:.60}" if match[1] == "list" else ""
-        return f"{path} = {value:.60}: expected {match[1]}{remedy}"
+        if (choices := re.findall(r"'(.+?)'", match[1])) and match[1].startswith("Literal"):
+            return f"{path} = {value:.60}: choose from {', '.join(choices)}"
+        name = value.strip("[]")
+        if match[1] == "list" and path in FOREIGN and name not in fitting_classes(path, ()):
+            return _unknown_class(path, name, "")
+        remedy = f"; give [{name:.60}], or --{path}+={name:.60}" if match[1] == "list" else ""
+        return f"{path} = {value:.60}: expected {WORDS.get(match[1], match[1])}{remedy}"
     return _fold(message)
 
 
@@ -98,25 +129,49 @@ def _unknown_option(path: str, name: str, message: str) -> str:
         above = [*(above[:1] if "." in nested[-1] else above), *nested[-1].split(".")[:-1]]
     elif (inner := _find(message, leaf)) is not None:  # from a file
         above = [above[0], *inner]
-    inside, trainer = above[:1] in (["model"], ["data"], ["trainer"]), above == ["trainer"]
-    names = setting_names("FederatedTrainer") if trainer else setting_names()
-    # the name of another class's setting is no slip of the pen
-    near = [] if leaf in names else difflib.get_close_matches(leaf, sorted(names), cutoff=0.7)
+    inside, given = above[:1] in (["model"], ["data"], ["trainer"]), ".".join([*above, leaf])
+    near = meant(given)
     hint = f" (did you mean {' or '.join(near)}?)" if near else ""
-    top = "" if inside else "; settings stand under model, data and trainer"
+    top = "" if inside or (near and not above) else "; settings stand under model, data and trainer"
     first = 1 + (above[:1] == ["trainer"])  # the trainer is no choice of classes
     chain = [f"--{'.'.join(above[:n])}.help=CLASS" for n in range(first, len(above) + 1) if inside]
-    shown = f"`fl-lightning fit {' '.join(chain) or '--help'}` shows them"
-    return f"{'.'.join([*above, leaf])}{f' = {value}' if value else ''}: no such setting{hint}{top}; {shown}"
+    shown = f"`fl-lightning fit {' '.join(chain) or '--help=all'}` shows them"
+    of = " of this class" if not hint and given in keys_of(leaf) else ""
+    return f"{given}{f' = {value}' if value else ''}: no such setting{of}{hint}{top}; {shown}"
+
+
+def meant(given: str) -> list[str]:
+    """Returns the keys of the settings that a wrong key may mean: those of its name, or of names like it.
+
+    Of several keys, those count that stand nearest to where the wrong one stands.
+
+    Args:
+        given: A key that no setting of the chosen classes has.
+    """
+    above, _, leaf = given.replace("-", "_").casefold().rpartition(".")
+    leaf = SYNONYMS.get(leaf, leaf)
+    keys = [leaf] if "." in leaf else keys_of(leaf)
+    if slip := not keys:
+        keys = [key for name in similar(leaf, sorted(setting_names()), cutoff=0.7) for key in keys_of(name)]
+    keys = [key for key in keys if key != given and not any(key.startswith(f"{short}.") for short in keys)]
+    near = {key: _shared(key.split("."), above.split(".")) for key in keys}
+    found = [key for key in keys if near[key] == max(near.values())]
+    return found[:1] if slip else found
+
+
+def _shared(one: list[str], other: list[str]) -> int:
+    """Returns how many parts two keys share from their beginning."""
+    return len([*takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))])
 
 
 def _unknown_class(path: str, name: str, wanted: str) -> str:
     bases = set(re.findall(r"fl_lightning(?:\.\w+)*\.([A-Z]\w*)", _first("Subtypes: (.*)", wanted)))
     known = fitting_classes(path, bases)
-    near = difflib.get_close_matches(name, known, cutoff=0.55)
+    near = similar(name, known)
     choice = f"did you mean {', '.join(near)}?" if near else f"choose from {', '.join(known or sorted(bases))}."
-    name = name or "''"
-    return f"{path} = {name}: no such class; {choice} A class of your own goes by its dotted path"
+    remedy = FOREIGN.get(path, "")
+    further = f"{remedy[:1].upper()}{remedy[1:]}" if remedy else "A class of your own goes by its dotted path"
+    return f"{path} = {name or repr('')}: no such class; {choice} {further}"
 
 
 def _find(message: str, name: str) -> list[str] | None:
