@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origi
 import numpy as np
 
 from fl_lightning.core.errors import ensure, require
+from fl_lightning.core.secrets import hidden
 
 
 @dataclass(frozen=True, repr=False)
@@ -95,6 +96,25 @@ class Checked:
         if "__init__" in vars(cls):
             cls.__init__ = _checking(cls.__init__)  # type: ignore[method-assign]
 
+    def __repr__(self) -> str:
+        """Returns the class with its settings, but for defaults and what is too large to show; a net's is torch's."""
+        own = super().__repr__()
+        if " object at 0x" not in own:
+            return own
+        kinds = [kind for kind in type(self).__mro__ if issubclass(kind, Checked) and "__init__" in vars(kind)]
+        parameters = {
+            n: p.default for kind in reversed(kinds) for n, p in _signature(kind.__init__)[0].parameters.items()
+        }
+        plain = (str, Real, os.PathLike)
+        shown = {
+            name: value
+            for name, default in parameters.items()
+            if isinstance(value := vars(self).get(name), (*plain, list, tuple, Mapping, Checked))
+            and not (isinstance(value, plain) and str(value) == str(default))
+        }
+        settings = (f"{name}={_brief(value)}" for name, value in hidden(shown).items())
+        return f"{type(self).__name__}({', '.join(settings)})"
+
     def constructed(self, arguments: inspect.BoundArguments) -> None:
         """Called once, at the end of the outermost constructor.
 
@@ -122,7 +142,9 @@ def check_arguments(function: Callable[..., Any], key: str, *args: Any, **kwargs
         return  # Python's own message
     for name, value in given.items():
         if name in hints and not fits(value, hints[name]):
-            words = _words(hints[name])
+            words, kind = _words(hints[name]), value if isinstance(value, type) else type(value)
+            if kind.__module__.startswith("torch.optim"):
+                words = f'TorchOptimizer("{kind.__name__}", lr=0.1), which makes one for each client'
             shown = repr(value) if isinstance(value, str) and "number" in words else _shown(value)
             require(False, f"{key}.{name}".lstrip("."), shown, f"give {words}")
 
@@ -235,6 +257,16 @@ def _words(hint: Any) -> str:
     if kind in LISTS:
         return "a list" + (f", each {_words(args[0])}," if args else "")
     return str(getattr(kind, "__name__", kind))
+
+
+def _brief(value: Any) -> str:
+    """Returns a setting on one line; of several objects their classes."""
+    if isinstance(value, Checked):
+        return repr(value)
+    if isinstance(value, list | tuple):
+        value = f"[{', '.join(type(each).__name__ if isinstance(each, Checked) else str(each) for each in value)}]"
+    text = " ".join(str(value).split())
+    return text if len(text) <= 60 else f"{text[:60]}…"
 
 
 def _shown(value: Any) -> str:

@@ -40,6 +40,10 @@ class State(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self._values)
 
+    def __repr__(self) -> str:
+        """Returns the names with their shapes."""
+        return f"State({', '.join(f'{name}: {tuple(v.shape)}' for name, v in self._values.items())})"
+
     def __getattr__(self, name: str) -> Tensor:
         if name.startswith("_") or name not in self._values:
             raise AttributeError(f"no state '{name}' here; there are: {', '.join(self.__dict__.get('_values', ()))}")

@@ -213,6 +213,12 @@ class Run:
         self.should_stop = self._stopped = False
         self.saved_rounds, self.callback_s, self._opened = -1, 0.0, time.monotonic()
 
+    def __repr__(self) -> str:
+        """Returns algorithm, data, size and progress."""
+        what = f"{type(self.objective).__name__} on {type(self.data).__name__}"
+        size = f"{self.data.num_clients:,} clients, {self.net.w.numel():,} weights"
+        return f"Run({self.name}: {what}, {size}, round {self.rounds_done:,} of {self.max_rounds:,})"
+
     # State
 
     @property

@@ -24,7 +24,7 @@ def norms(server: State) -> dict[str, Tensor]:
     return {name: torch.linalg.vector_norm(v, dtype=accumulator_dtype(v.device)) for name, v in vectors.items()}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class RunState:
     """The state of a run between two rounds, without the clients' rows.
 
@@ -48,6 +48,10 @@ class RunState:
     failures: Failures = field(default_factory=dict)
     norms: Norms = ()
     training: Mapping[str, Any] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        """Returns the round, the server's state, and the names of the metrics."""
+        return f"RunState(round {self.round}, server: {self.server}, metrics: {', '.join(self.metrics) or 'none'})"
 
     def after_round(
         self,

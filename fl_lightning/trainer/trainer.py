@@ -1,13 +1,15 @@
 """The federated trainer; its loop over rounds is in `loop`. It knows no algorithm."""
 
 from collections.abc import Callable, Mapping, Sequence
+from inspect import signature
 from typing import Annotated, Any
 
 from lightning.fabric.loggers.logger import Logger
 from lightning.pytorch.callbacks import EarlyStopping
 
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.core import LATER, ensure
+from fl_lightning.core import LATER, UserError, ensure
+from fl_lightning.core.names import SYNONYMS, similar
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.trainer import resume
 from fl_lightning.trainer.aggregation.privacy import GaussianPrivacy
@@ -48,6 +50,11 @@ class FederatedTrainer(Settings):
         enable_progress_bar: bool = True,
         **settings: Any,
     ) -> None:
+        known = {*signature(Settings.__init__).parameters, *signature(FederatedTrainer.__init__).parameters}
+        for name in {*settings} - known:
+            key = SYNONYMS.get(name) or " or ".join(f"trainer.{near}" for near in similar(name, sorted(known)))
+            hint = f"; did you mean {key}?" if key else ""
+            raise UserError(f"trainer.{name} = {settings[name]}: no such setting{hint}")
         super().__init__(**settings)
         monitors = [PrivacyMonitor()] if isinstance(self.aggregation, GaussianPrivacy) else []
         self.callbacks: list[Callback] = with_defaults([*(callbacks or ()), *monitors], enable_progress_bar)
@@ -154,6 +161,7 @@ class FederatedTrainer(Settings):
         Raises:
             UserError: If config, data or checkpoint do not fit.
         """
+        _check_kinds(model, datamodule)
         name = type(model).__name__
         ensure(
             ckpt_path is not None or not model.trained,
@@ -188,11 +196,21 @@ class FederatedTrainer(Settings):
         Raises:
             UserError: If the checkpoint is unreadable or of another model.
         """
+        _check_kinds(model, datamodule)
         self.run = Run(self, self.callbacks, self.loggers, model, datamodule)
         if ckpt_path is not None:
             resume.restore(self.run, ckpt_path, resume=False, clients=clients)
         check_fit(self.run)
         return self.run
+
+
+def _check_kinds(model: object, datamodule: object) -> None:
+    """Refuses arguments that are swapped, or of other classes."""
+    given = f"model = a {type(model).__name__}, datamodule = a {type(datamodule).__name__}"
+    ensure(not isinstance(model, FederatedDataModule), f"{given}: give the model first, then the data")
+    ensure(isinstance(model, LocalObjective), f"{given}: give a LocalObjective as model, such as FedAvg(net)")
+    remedy = "give a FederatedDataModule as datamodule, such as Digits() or Arrays(...)"
+    ensure(isinstance(datamodule, FederatedDataModule), f"{given}: {remedy}")
 
 
 def _report(run: Run, metrics: dict[str, float]) -> dict[str, float]:

@@ -51,6 +51,11 @@ class ClientStore:
         new = sum(k not in self._rows and k not in self._index for k in self._pending)
         return len(self._rows) + len(self._index) + new
 
+    def __repr__(self) -> str:
+        """Returns the number of clients seen, and the shapes of a row."""
+        row = ", ".join(f"{name}: {shape}" for name, shape in self.shapes.items())
+        return f"ClientStore({len(self)} clients seen, each with {row or 'no state'})"
+
     @property
     def on_disk(self) -> bool:
         """Whether the row of some client is in the file."""

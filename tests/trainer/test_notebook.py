@@ -1,0 +1,82 @@
+"""What a notebook shows of objects, and the errors of a first try in Python."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+
+from fl_lightning import SAM, SCAFFOLD, SGD, Digits, DigitsMLP, Dirichlet, FedAvg, FederatedTrainer, UserError
+
+DATA = "Digits(num_clients=4, partition=Dirichlet(alpha=0.1))"
+
+
+def trainer(**settings: Any) -> FederatedTrainer:
+    options = {"max_rounds": 1, "clients_per_round": 2, "accelerator": "cpu", "engine": "sequential"}
+    return FederatedTrainer(enable_progress_bar=False, **{**options, **settings})
+
+
+def test_objects_show_shapes_and_settings(tmp_path: Path) -> None:
+    data = Digits(num_clients=4, partition=Dirichlet(alpha=0.1))
+    assert repr(data) == DATA
+    made = trainer(default_root_dir=str(tmp_path))
+    run = made.fit(SCAFFOLD(DigitsMLP()), data)
+    assert repr(data) == f"{DATA}: 1,437 training samples of shape (1, 8, 8), 10 classes"
+    assert repr(run) == "Run(SCAFFOLD-Digits: SCAFFOLD on Digits, 4 clients, 4,810 weights, round 1 of 1)"
+    assert repr(run.server) == "State(w: (4810,), c: (4810,))"
+    assert repr(run.state).startswith(f"RunState(round 1, server: {run.server}, metrics: client/train/loss, ")
+    assert repr(run.clients) == "ClientStore(2 clients seen, each with c: (4810,))"
+    assert repr(made).startswith("FederatedTrainer(max_rounds=1, sampler=UniformSampler(clients_per_round=2), ")
+    assert repr(SAM(rho=0.1)) == "SAM(rho=0.1)" and repr(SGD(lr=0.3, momentum=0.9)) == "SGD(lr=0.3, momentum=0.9)"
+    assert repr(DigitsMLP()).startswith("DigitsMLP(\n  (0): Flatten")  # torch's own
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: trainer(max_epochs=3), "trainer.max_epochs = 3: no such setting; did you mean trainer.max_rounds?"),
+        (lambda: trainer(max_roundz=3), "trainer.max_roundz = 3: no such setting; did you mean trainer.max_rounds?"),
+        (lambda: trainer(lr=0.1), "trainer.lr = 0.1: no such setting; did you mean model.optimizer.lr?"),
+        (lambda: trainer(xyz=0.1), "trainer.xyz = 0.1: no such setting"),
+        (
+            lambda: trainer().fit(Digits(), FedAvg(DigitsMLP())),  # type: ignore[arg-type]
+            "model = a Digits, datamodule = a FedAvg: give the model first, then the data",
+        ),
+        (
+            lambda: trainer().test(DigitsMLP(), Digits()),  # type: ignore[arg-type]
+            "model = a DigitsMLP, datamodule = a Digits: give a LocalObjective as model, such as FedAvg(net)",
+        ),
+        (
+            lambda: trainer().fit(FedAvg(DigitsMLP()), None),  # type: ignore[arg-type]
+            "model = a FedAvg, datamodule = a NoneType: give a FederatedDataModule as datamodule, such as Digits() or "
+            "Arrays(...)",
+        ),
+        (
+            lambda: FedAvg(DigitsMLP(), optimizer=torch.optim.Adam),  # type: ignore[arg-type]
+            'model.optimizer = the class Adam: give TorchOptimizer("Adam", lr=0.1), which makes one for each client',
+        ),
+        (
+            lambda: FedAvg(DigitsMLP(), optimizer=torch.optim.SGD(DigitsMLP().parameters(), 0.1)),  # type: ignore[arg-type]
+            'model.optimizer = a SGD: give TorchOptimizer("SGD", lr=0.1), which makes one for each client',
+        ),
+    ],
+)
+def test_slips_in_python(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(UserError) as error:
+        call()
+    assert str(error.value) == message
+
+
+def test_metric_names_under_lightnings_trainer() -> None:
+    """The names that docs/python.md lists."""
+    lightnings = L.Trainer(max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False)
+    model, data = FedAvg(DigitsMLP()), Digits(batch_size=32, val_fraction=0.2)
+    lightnings.fit(model, datamodule=data)
+    assert {"train/loss", "val/loss", "val/acc"} <= {*lightnings.callback_metrics}
+    assert {*lightnings.test(model, datamodule=data, verbose=False)[0]} == {"test/loss", "test/acc"}
+    page = (Path(__file__).parents[2] / "docs" / "python.md").read_text(encoding="utf-8")
+    assert all(f"`{name}`" in page for name in ("train/loss", "val/loss", "val/acc", "test/loss", "test/acc"))
