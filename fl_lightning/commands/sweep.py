@@ -27,7 +27,7 @@ def run(file: str, /, jobs: int = 1, seeds: str = "0", seed: int = 0, out: str =
     """Runs the trials of a sweep; called again, it goes on where it was.
 
     Args:
-        file: The sweep's file, or its name, such as sweeps/fedsam_rho.
+        file: The sweep's file, or its name, such as sweeps/digits.
         jobs: Number of processes.
         seeds: Values of trainer.seed, such as 0,1,2: each setting runs with all of them, and their mean counts.
         seed: Seed of the draws of random and bayes.
