@@ -6,7 +6,7 @@ from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
 
-from rich.table import Table
+from rich.table import Column, Table
 
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.commands.shared.landscapes import (
@@ -145,15 +145,17 @@ def _save(folder: Path, number: str, run: Run, measurements: Sequence[Measuremen
 
 
 def _show(path: Path, run: Run, measurements: Sequence[Measurement]) -> None:
-    table = Table("measure", "value", "±", "on", title=f"Flatness after round {run.rounds_done}")
-    table.columns[0].no_wrap = True
+    names = [m.name for m in measurements]
+    twice = len(set(names)) < len(names)
+    numbers = (Column(head, justify="right") for head in ("value", "±"))
+    table = Table("measure", *numbers, *(["on"] if twice else []), title=f"Flatness after round {run.rounds_done}")
     for m in measurements:
         spread = f"{m.error:.2g}" if m.error is not None else ""
         if m.residual is not None and m.value is not None:
             spread = f"{abs(m.residual * m.value):.1g} (residual)"
         value, mark = "undefined" if m.value is None else f"{m.value:.4g}", "*" if RETRAINED in m.model else ""
-        table.add_row(f"{m.name}{mark}", value, spread, m.protocol().replace(f" {RETRAINED}", "*"))
+        on = [m.protocol().replace(f" {RETRAINED}", "*")] if twice else []
+        table.add_row(f"{m.name}{mark}", value, spread, *on)
     table.caption = f"* {RETRAINED}" if any(RETRAINED in m.model for m in measurements) else None
     show_table(table)
-    print(f"measured with: {PROTOCOL}; seed {run.seed}")
-    print(f"results: {path}")
+    print(f"results: {path} (with the protocol of each measure)")

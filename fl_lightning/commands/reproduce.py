@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean
 
 from jsonargparse import Namespace
-from rich.table import Table
+from rich.table import Column, Table
 
 from fl_lightning.commands.shared.arguments import prepare, seeds_of
 from fl_lightning.commands.shared.cli import FederatedCLI
@@ -162,7 +162,7 @@ def run(
     lines += [line(cell, outcomes, rounds, given) for task, outcomes in made.items() for cell in task.cells]
     reproduction_table.write(lines, make_folder(folder))
     show_table(reproduction_table.table(lines))
-    print(f"results: {folder}")
+    print(f"results: {folder} (table.md says how flatness was measured)")
 
 
 def _figure(drawn: PaperFigure, folder: Path, how: _How, points: int | None) -> None:
@@ -211,7 +211,8 @@ def _show_estimate(planned: Mapping[Planned, Sequence[Path | None]], how: _How) 
         how: How they are made.
     """
     measured: dict[tuple[str, str], tuple[Planned, Measured]] = {}
-    shown = Table("row", "column", "runs", "rounds", "each", "together", title="estimate for this machine")
+    heads = (Column(head, justify="right") for head in ("runs", "rounds", "each", "together"))
+    shown = Table("row", "column", *heads, title="estimate for this machine")
     seconds, memory = list[float](), 0
     for each, folders in planned.items():
         cell = each.task.cells[0]
@@ -227,7 +228,7 @@ def _show_estimate(planned: Mapping[Planned, Sequence[Path | None]], how: _How) 
         memory = max(memory, measured[kind][1].memory + each.rows)
         rounds = f"{each.made.trainer.max_rounds:,}"
         shown.add_row(cell.algorithm, column(cell), str(len(left)), rounds, as_time(one), as_time(sum(left)))
-    show_table(shown)
+    show_table(shown, 2)
     together, at_once = max(max(seconds), sum(seconds) / how.jobs), min(how.jobs, len(seconds))
     text = f"{len(seconds)} run{'s'[: len(seconds) - 1]}, about {as_time(together)} with --jobs {how.jobs}"
     print(f"{text}; about {as_bytes(memory * at_once)} of memory")

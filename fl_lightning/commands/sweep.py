@@ -1,19 +1,20 @@
 """``fl-lightning sweep``: a sweep in W&B's format, without account or server."""
 
-import sys
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
-from rich.console import Console
+from rich.console import Group
 from rich.live import Live
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
-from fl_lightning.commands.shared import trials
+from fl_lightning.commands.shared import output, trials
 from fl_lightning.commands.shared.arguments import seeds_of
 from fl_lightning.commands.shared.configs import find_config
 from fl_lightning.core import UserError, require
+from fl_lightning.results.terminal import fitting
 from fl_lightning.sweeps.controller import Controller
 from fl_lightning.sweeps.file import Sweep
 from fl_lightning.sweeps.trials import short
@@ -41,9 +42,10 @@ def run(file: str, /, jobs: int = 1, seeds: str = "0", seed: int = 0, out: str =
         sweep = replace(sweep, args=(*sweep.args, "--trainer.loggers=[]"))
     controller = Controller(sweep, Path(out) / sweep.name, listed, seed)
 
-    console = Console(width=None if sys.stdout.isatty() else 160)
+    console = output.console()
     print(f"sweep {sweep.name}: {controller.search.about}; folder: {controller.folder}")
-    live = Live(get_renderable=lambda: _table(controller, SHOWN), console=console, refresh_per_second=1, transient=True)
+    shown = partial(_table, controller, SHOWN, console.width)
+    live = Live(get_renderable=shown, console=console, refresh_per_second=1, transient=True)
     with live if console.is_terminal else nullcontext():
         for found in controller.run(trials.build, jobs, trials.check):
             value = controller.objective.value(found.folder)
@@ -52,7 +54,7 @@ def run(file: str, /, jobs: int = 1, seeds: str = "0", seed: int = 0, out: str =
                 or f"finished, {controller.objective.name} {'not measured' if value is None else f'{value:.4g}'}"
             )
             console.print(f"{found.trial.name}: {text}", soft_wrap=True, highlight=False, markup=False)
-    console.print(_table(controller, len(controller.trials)))
+    console.print(_table(controller, len(controller.trials), console.width))
     if (best := controller.best()) is not None:
         settings, of_one, value = best
         named = ", ".join(f"{key} = {chosen}" for key, chosen in settings.items())
@@ -67,10 +69,11 @@ def run(file: str, /, jobs: int = 1, seeds: str = "0", seed: int = 0, out: str =
         raise UserError(f"metric.name = {controller.objective.name}: no run has measured it; choose from {measured}")
 
 
-def _table(controller: Controller, most: int) -> Table:
+def _table(controller: Controller, most: int, width: int) -> Group:
     """The trials, those that run first."""
     keys = [*dict.fromkeys(key for trial in controller.trials for key in trial.settings)]
-    table = Table(*(key.rpartition(".")[2] for key in keys), "state", "round", controller.objective.name, box=None)
+    numbers = [Column(head, justify="right") for head in ("round", controller.objective.name)]
+    table = Table(*(key.rpartition(".")[2] for key in keys), "state", *numbers, box=None)
     states = [(trial, *controller.state(trial)) for trial in controller.trials]
     order = ("running", "failed", "finished", "waiting")
     shown = states if len(states) <= most else sorted(states, key=lambda row: order.index(row[1]))[:most]
@@ -79,4 +82,4 @@ def _table(controller: Controller, most: int) -> Table:
         table.add_row(*cells, state, str(done or ""), "" if value is None else f"{value:.4f}")
     if len(states) > most:
         table.caption = f"and {len(states) - most} more"
-    return table
+    return Group(*fitting(table, width, len(keys) or 1))

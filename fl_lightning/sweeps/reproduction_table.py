@@ -50,7 +50,7 @@ def texts(line: Line) -> list[str]:
 
 def table(lines: Sequence[Line]) -> Table:
     """Returns the table for the terminal, a section for each column of the paper's."""
-    found = Table(title=escape(title(lines)), caption=escape("\n".join(protocols(lines))))
+    found = Table(title=escape(title(lines)))
     for i, head in enumerate(HEADS):
         found.add_column(head, justify="right" if i else "left")
     for name, group in _sections(lines):

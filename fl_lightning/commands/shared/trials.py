@@ -80,7 +80,7 @@ def show(outcomes: Sequence[Outcome]) -> None:
     if len(whole) > 1 and keys == ["trainer.seed"]:
         values = [[found[name] for found in whole if name in found] for name in names]
         table.add_row("mean ± sd", *(f"{average(v):.4f} ± {deviation(v):.4f}" if len(v) > 1 else "" for v in values))
-    show_table(table)
+    show_table(table, len(keys) or 1)
     for o in outcomes:
         if o.folder is not None:
             print(f"results: {o.folder}")

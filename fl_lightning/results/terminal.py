@@ -1,0 +1,66 @@
+"""Tables on the terminal: those that are too wide are divided, and no number is cut."""
+
+import copy
+from collections.abc import Iterator, Sequence
+
+from rich.cells import cell_len
+from rich.table import Table
+from rich.text import Text
+
+TEXT = 30
+"""Most characters in a line of a text, in a table that is too wide."""
+
+
+def fitting(table: Table, width: int, keys: int = 1, text: int = TEXT) -> Iterator[Table]:
+    """Yields the table; if it is too wide, tables of some of its columns each, to stand one below the other.
+
+    Numbers, which are the columns flush right, stay whole; heads and long texts are wrapped.
+
+    Args:
+        table: The table; its cells are text.
+        width: Characters of a line.
+        keys: Columns at the left that each of the tables repeats.
+        text: Most characters in a line of a text.
+    """
+    text = min(text, width // (2 * keys))
+    natural, least = list[int](), list[int]()
+    for column in table.columns:
+        head = [cell_len(word) for word in str(column.header).split()] or [0]
+        body = max((_length(cell) for cell in column.cells), default=0)
+        natural.append(max(cell_len(str(column.header)), body))
+        least.append(max(*head, body) if column.justify == "right" else min(max(*head, body), text))
+    between, edge = (3, 1) if table.box else (2, 0)
+    room = width - edge
+    if sum(natural) + between * len(natural) <= room:
+        yield table
+        return
+    parts = divided([size + between for size in least], room, keys)
+    for number, part in enumerate(parts):
+        spare = room - sum(least[i] + between for i in part)
+        shown = copy.copy(table)
+        shown.columns = [copy.copy(table.columns[i]) for i in part]
+        shown.title, shown.caption = None if number else table.title, None if part is not parts[-1] else table.caption
+        for i, column in zip(part, shown.columns, strict=True):
+            more = max(0, min(natural[i] - least[i], spare))
+            column.width, column.overflow, spare = least[i] + more, "fold", spare - more
+        yield shown
+
+
+def divided(widths: Sequence[float], room: float, keys: int) -> list[list[int]]:
+    """Returns the places of columns in tables that are at most as wide as the room, if they have several columns.
+
+    Args:
+        widths: Width of each column.
+        room: Width of a table.
+        keys: Columns at the left that each of the tables repeats.
+    """
+    parts = [[*range(keys)]]
+    for i in range(keys, len(widths)):
+        if len(parts[-1]) > keys and sum(widths[j] for j in [*parts[-1], i]) > room:
+            parts.append([*range(keys)])
+        parts[-1].append(i)
+    return parts
+
+
+def _length(cell: object) -> int:
+    return max(map(cell_len, Text.from_markup(str(cell)).plain.splitlines()), default=0)

@@ -1,0 +1,43 @@
+"""Tables on terminals of any width: no number is cut, and every line fits."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+from rich.table import Column, Table
+
+from fl_lightning.results.terminal import fitting
+
+NUMBERS = [["0.9749 ± 0.0018", "0.00305", "1,234,567", "×", "0.1 (2 of 5)"], ["0.5", "12.25", "1", "8", "nan"]]
+HEADS = ("test accuracy ↑", "sharpness global all ↓", "GB", "rounds to 0.8 ↓", "x")
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 120, 160])
+@pytest.mark.parametrize("boxed", [True, False])
+def test_no_number_is_cut(width: int, boxed: bool) -> None:
+    text = "a setting of many words that goes on and on beyond the line"
+    table = Table(
+        "model", "rho", *(Column(head, justify="right") for head in HEADS), "on", title="results", caption="end"
+    )
+    table.box = table.box if boxed else None
+    for name, rho, row in zip(("FedSAM", "[bold]FedGloSS[/]"), ("0.05", "0.1"), NUMBERS, strict=True):
+        table.add_row(name, rho, *row, text)
+    parts = list(fitting(table, width, 2))
+    console = Console(file=io.StringIO(), width=width)
+    console.print(*parts, sep="")
+    assert isinstance(console.file, io.StringIO)
+    shown = console.file.getvalue()
+    assert all(number in shown for row in NUMBERS for number in row) and "…" not in shown
+    assert max(map(len, shown.splitlines())) <= width
+    assert shown.count("FedGloSS") == shown.count("0.05") == len(parts) and shown.count("results") == 1
+    assert [str(c.header) for part in parts for c in part.columns[2:]] == [*HEADS, "on"]
+    assert (len(parts) == 1) == (width == 160) or width == 120
+    if width >= 80:
+        assert all(word in shown for word in text.split())
+
+
+def test_a_table_that_fits_stays() -> None:
+    table = Table("run", "x")
+    assert [*fitting(table, 80)] == [table]
