@@ -16,8 +16,7 @@ def flatness_verdict(columns: Columns) -> str:
         columns: Metrics by name, as (round, value) pairs.
 
     Returns:
-        One sentence with both values, rounds and training losses, or why there is no comparison; nothing if lambda_max
-        was not measured twice.
+        A line with both values, or why there is no comparison; nothing if lambda_max was not measured twice.
     """
     values, losses = ([pair for pair in columns.get(name, ()) if math.isfinite(pair[1])] for name in (LAMBDA, LOSS))
     if len(values) < 2 or not losses:
@@ -26,21 +25,10 @@ def flatness_verdict(columns: Columns) -> str:
     halved = next((at for at, loss in losses if loss <= start / 2), None)
     if halved is None:
         lowest = min(loss for _, loss in losses)
-        return f"no verdict: training loss has not halved, it was {start:.4g} at first and {lowest:.4g} at best"
+        return f"no verdict, training loss fell from {start:.4g} to {lowest:.4g}, not to half"
     earlier = [pair for pair in values[:-1] if pair[0] >= halved]
     if not earlier:
-        return f"no verdict: lambda_max was measured only once since training loss had halved in round {halved}"
+        return f"no verdict, one lambda_max since training loss had halved (round {halved})"
     at, peak = max(earlier, key=lambda pair: pair[1])
-
-    def point(round: float, value: float) -> str:
-        loss = [loss for t, loss in losses if t <= round][-1]
-        return f"{value:.4g} in round {round} (training loss {loss:.4g})"
-
     trend = "flatter" if end < peak else "sharper" if end > peak else "neither flatter nor sharper"
-    text = (
-        f"the global minimum got {trend}: lambda_max is {point(last, end)}; the highest before, since training loss "
-        f"had halved in round {halved}, was {point(at, peak)}"
-    )
-    if gap := columns.get("flatness/discrepancy"):
-        text += f"; local and global flatness differ by {gap[-1][1]:.4g}"
-    return text
+    return f"{trend}, lambda_max {end:.4g} (round {last}), before at most {peak:.4g} (round {at})"

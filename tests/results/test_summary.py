@@ -78,7 +78,7 @@ def test_summary_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert found["mean"] == pytest.approx((logged[1][1] + logged[2][1]) / 2)
     assert (found["target_round"], found["target_transmissions"]) == (3, 6)
     out = capsys.readouterr().out
-    assert f"last 2 rounds: mean test accuracy {found['mean']:.4f}" in out and "of 2 evaluations" in out
+    assert f"last 2 of 7 rounds: mean test accuracy {found['mean']:.4f}" in out and "of 2 evaluations" in out
 
 
 def test_curves_of_long_runs_are_means(tmp_path: Path) -> None:

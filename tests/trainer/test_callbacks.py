@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from fl_lightning import (
     FedAvg,
     FederatedTrainer,
     FedSAM,
+    FlatnessMonitor,
     Progress,
     UserError,
 )
@@ -130,6 +132,47 @@ def test_the_live_table_shows_the_last_rounds(rows: int, tmp_path: Path) -> None
     fit(tmp_path, progress, rounds=3)
     table = progress._view().renderables[0]
     assert isinstance(table, Table) and table.row_count == min(rows, 3)
+
+
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (120, 40), (40, 10)])
+def test_the_live_table_fits_the_terminal(width: int, height: int, tmp_path: Path) -> None:
+    """As many rounds as there are lines; numbers are whole; columns that do not fit are named."""
+    progress = Progress()
+    progress.console = Console(file=io.StringIO(), force_terminal=True, width=width, height=height, _environ={})
+    run = fit(tmp_path, progress, FlatnessMonitor(every_n_rounds=2), rounds=40)
+    screen = Console(file=io.StringIO(), width=width)
+    screen.print(progress._view())
+    assert isinstance(screen.file, io.StringIO)
+    shown = screen.file.getvalue()
+    *rows, _ = shown.splitlines()
+    assert max(map(len, rows)) <= width and len(rows) < height
+    found = [line.split() for line in rows if line.split()[0].isdecimal()]
+    assert len(found) == min(40, height - 6) and found[-1][0] == "40" and "…" not in shown
+    final = {name: pairs[-1][1] for name, pairs in metrics(run.folder.path).items()}
+    assert float(found[-1][1]) == pytest.approx(final["server/test/acc"], abs=1e-4)
+    assert ("too wide, see metrics.csv: " in shown) == (width == 40)
+    if width >= 80:
+        assert float(found[-1][-1]) == pytest.approx(final["flatness/discrepancy"], rel=1e-3, abs=1e-4)
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_end_of_a_run_is_ten_lines(width: int, tmp_path: Path) -> None:
+    """The headline with its rounds, and no protocol, which is in flatness.jsonl; TERM=dumb gets plain lines."""
+    progress = Progress(min_seconds=3600)
+    dumb = {"TERM": "dumb", "COLUMNS": str(width)}
+    progress.console = Console(file=io.StringIO(), force_terminal=True, width=width, _environ=dumb)
+    run = fit(tmp_path, progress, FlatnessMonitor(every_n_rounds=2), rounds=20)
+    assert isinstance(progress.console.file, io.StringIO)
+    _, end = progress.console.file.getvalue().split("round 20/20")
+    _, *lines = end.splitlines()
+    assert len(lines) <= 10 and all(len(line) <= width for line in lines[:-1])
+    assert any(line.startswith("last 2 of 20 rounds: mean test accuracy") for line in map(plain, lines))
+    assert "flatness.jsonl" in end and "weight decay" not in end
+    assert plain(lines[-1]) == f"results: {run.folder.path}"
+
+
+def plain(line: str) -> str:
+    return re.sub(r"\x1b\[[0-9;]*m", "", line).strip()
 
 
 class Scores(Callback):

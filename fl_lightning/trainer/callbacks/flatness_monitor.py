@@ -46,7 +46,6 @@ class FlatnessMonitor(Callback):
 
     Attributes:
         NULL: The values that null stands for, as a config gives them.
-        protocol: Protocols of the numbers that were measured last.
     """
 
     NULL: ClassVar[dict[str, list[str]]] = {"metrics": [type(measure).__name__ for measure in default_measures()]}
@@ -55,7 +54,6 @@ class FlatnessMonitor(Callback):
         require(metrics != [], "callbacks: FlatnessMonitor.metrics", metrics, "name some, or null for the default")
         self.every_n_rounds = every_n_rounds
         self.metrics = default_measures() if metrics is None else metrics
-        self.protocol: list[str] = []
         self._tracks = any(metric.tracks for metric in self.metrics)
         self._previous: Tensor | None = None
         self.load_state_dict({})
@@ -104,10 +102,6 @@ class FlatnessMonitor(Callback):
             )
             found = numbered([m for measure in self._measures() for m in measure.compute(context)])
             self._write(run, found)
-            names: dict[str, list[str]] = {}
-            for m in found:
-                names.setdefault(m.protocol(), []).append(m.name)
-            self.protocol = [f"{', '.join(of)}: {protocol}" for protocol, of in names.items()]
             self._seconds += time.perf_counter() - started
             self._total += self._seconds
             share = self._total / (time.perf_counter() - self._started)

@@ -12,12 +12,17 @@ from rich.table import Column, Table
 
 from fl_lightning.core import NonNegative, NonNegativeInt, read_json
 from fl_lightning.results.headline import SUMMARY
-from fl_lightning.results.measurements import PROTOCOL
+from fl_lightning.results.measurements import FILE
+from fl_lightning.results.metrics import FILE as METRICS
 from fl_lightning.results.metrics import best_of, read_metrics
 from fl_lightning.results.names import mode_of, shown, title
+from fl_lightning.results.terminal import fitting
 from fl_lightning.results.verdict import flatness_verdict
 from fl_lightning.trainer.callbacks.flatness_monitor import FlatnessMonitor
 from fl_lightning.trainer.run import Callback, Run
+
+MOST, AROUND = 200, 6
+"""Most rounds of the live table; lines of the terminal that it leaves to its head, the bar and the lines above it."""
 
 
 class Ending(Callback):
@@ -37,11 +42,11 @@ class Progress(Callback):
     """A live table of the last rounds with a bar, and a summary at the end; plain lines where there is no terminal.
 
     Args:
-        rows: Number of rounds that the table shows.
+        rows: Number of rounds that the table shows; null: as many as fit.
         min_seconds: Least time between two plain lines, in seconds.
     """
 
-    def __init__(self, rows: NonNegativeInt = 8, min_seconds: NonNegative = 1.0) -> None:
+    def __init__(self, rows: NonNegativeInt | None = None, min_seconds: NonNegative = 1.0) -> None:
         self.rows, self.min_seconds = rows, min_seconds
         self.console = Console()
         self._live: Live | None = None
@@ -51,7 +56,7 @@ class Progress(Callback):
 
     @rank_zero_only
     def on_fit_start(self, run: Run) -> None:
-        self._recent: deque[Mapping[str, float]] = deque(maxlen=self.rows)
+        self._recent: deque[Mapping[str, float]] = deque(maxlen=MOST if self.rows is None else self.rows)
         self._columns: list[str] = []
         self._last_line = 0.0
         data = run.data
@@ -67,7 +72,7 @@ class Progress(Callback):
             TimeRemainingColumn(), console=self.console,
         )  # fmt: skip
         self._task = self._bar.add_task("round", total=run.max_rounds, completed=run.rounds_done)
-        if self.console.is_terminal:
+        if self.console.is_terminal and not self.console.is_dumb_terminal:
             self._live = Live(self._view(), console=self.console, refresh_per_second=8)
             self._live.start()
 
@@ -94,7 +99,8 @@ class Progress(Callback):
     def on_fit_end(self, run: Run) -> None:
         self._stop()
         columns = read_metrics(run.folder.metrics)
-        table = Table("", *(Column(head, justify="right") for head in ("last", "best", "at round")), title="Summary")
+        heads = (Column(head, justify="right") for head in ("last", "best", "at round"))
+        table = Table("", *heads, box=None)
         for name in shown(columns):
             at, best = best_of(columns[name], mode_of(name, None, run.directions))
             table.add_row(title(name), _number(columns[name][-1][1]), _number(best), str(at))
@@ -104,18 +110,15 @@ class Progress(Callback):
             mean = (
                 f"mean {title(found['metric'])} {_number(found['mean'])}{spread} of {found['evaluations']} evaluations"
             )
-            self.console.print(f"last {found['last']} rounds: {mean}", highlight=False)
+            self.console.print(f"last {found['last']} of {found['rounds']} rounds: {mean}", highlight=False)
         seconds = sum(value for name in ("time/round_s", "time/flatness_s") for _, value in columns.get(name, ()))
         bits = run.metrics.get("comm/total_bits")
         wire = "" if bits is None else f", {bits / 8e6:,.1f} MB over the wire"
-        self.console.print(f"{run.rounds_done} rounds in {seconds:.1f} s{wire}", highlight=False)
+        measured = any(isinstance(callback, FlatnessMonitor) for callback in run.callbacks)
+        protocol = f"; protocols: {FILE}" if measured else ""
+        self.console.print(f"{run.rounds_done} rounds in {seconds:.1f} s{wire}{protocol}", highlight=False)
         if verdict := flatness_verdict(columns):
             self.console.print(f"flatness: {verdict}", highlight=False, soft_wrap=True)
-        monitors = [callback for callback in run.callbacks if isinstance(callback, FlatnessMonitor)]
-        if any(monitor.protocol for monitor in monitors):
-            self.console.print(f"measured with: {PROTOCOL}; seed {run.seed}", highlight=False, soft_wrap=True)
-        for line in (line for monitor in monitors for line in monitor.protocol):
-            self.console.print(f"  {line}", style="dim", highlight=False, soft_wrap=True)
         self.console.print(f"results: {run.folder.path}", highlight=False, soft_wrap=True)
 
     def _stop(self) -> None:
@@ -124,10 +127,12 @@ class Progress(Callback):
 
     def _view(self) -> Group:
         heads = ["round", *map(title, self._columns)]
-        table = Table(*(Column(head, justify="right", min_width=10) for head in heads), box=None)
-        for row in self._recent:
+        table = Table(*(Column(head, justify="right") for head in heads), box=None)
+        for row in list(self._recent)[-max(1, self.console.height - AROUND) :]:
             table.add_row(f"{row['round']:.0f}", *(_number(row.get(name)) for name in self._columns))
-        return Group(table, self._bar)
+        first, *more = fitting(table, self.console.width)
+        left = ", ".join(str(column.header) for part in more for column in part.columns[1:])
+        return Group(first, *([f"too wide, see {METRICS}: {left}"] if left else []), self._bar)
 
 
 def _print_how_to_continue(run: Run) -> None:
