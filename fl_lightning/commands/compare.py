@@ -10,7 +10,7 @@ from fl_lightning.commands.shared.output import show_table
 from fl_lightning.core import make_folder, write_together
 from fl_lightning.results.compare import Group, compare, of_run
 from fl_lightning.results.curves import curve_files
-from fl_lightning.results.table import TABLES, Column, Markup, cell, columns, table_files
+from fl_lightning.results.table import TABLES, Column, Markup, cell, columns, label, names, table_files
 
 SUMMARY = "Compare finished runs: statistics over seeds as table, CSV and LaTeX, and their curves."
 
@@ -38,9 +38,10 @@ def run(
     """
     groups = compare(runs, target, last, metric, reference, mode)
     shown = columns(groups, None if reference is None else of_run(groups, reference))
-    for name, title in {**TABLES, "results": groups[0].runs[0].metric}.items():
+    rounds = ", ".join(f"{n:,}" for n in sorted({run.rounds for group in groups for run in group.runs}))
+    for name, title in {**TABLES, "results": f"{groups[0].runs[0].metric} of {rounds} rounds"}.items():
         if of := [column for column in shown if column.table == name]:
-            show_table(_table(groups, of, title))
+            show_table(_table(groups, of, title), len(names(groups)))
     for line in left_out(groups):
         print(line)
     if out is not None:
@@ -60,9 +61,10 @@ def left_out(groups: Sequence[Group]) -> list[str]:
 
 
 def _table(groups: Sequence[Group], shown: Sequence[Column], title: str) -> Table:
-    best, table = Markup(best="[bold]{}[/]"), Table(title=title)
-    for i, head in enumerate(["run", "seeds", *(column.head for column in shown)]):
-        table.add_column(head, justify="right" if i else "left")
+    best, table = Markup(best="[bold]{}[/]"), Table(*map(escape, names(groups)), title=title)
+    for head in ["seeds", *(column.head for column in shown)]:
+        table.add_column(head, justify="right")
     for group in groups:
-        table.add_row(escape(group.name), str(len(group.runs)), *(cell(group, c, groups, best) for c in shown))
+        row = (cell(group, column, groups, best) for column in shown)
+        table.add_row(*map(escape, label(group)), str(len(group.runs)), *row)
     return table

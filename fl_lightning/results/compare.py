@@ -10,8 +10,8 @@ from pathlib import Path
 from statistics import fmean
 
 from fl_lightning.core import UserError, ensure
-from fl_lightning.results.configs import config_files, read_config, run_key
-from fl_lightning.results.metrics import FILE
+from fl_lightning.results.configs import config_files, read_config, run_key, settings_of, telling
+from fl_lightning.results.metrics import FILE, NUMBER
 from fl_lightning.results.names import Mode
 from fl_lightning.results.summary import Summary, summarise
 
@@ -29,6 +29,7 @@ class Group:
         seeds: Their seeds.
         runs: Their statistics.
         left_out: Folders of earlier runs with the same config and a seed of these.
+        settings: The settings that tell it from the other groups, by a short name; see `telling`.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Group:
     seeds: list[Seeds]
     runs: list[Summary]
     left_out: list[Path] = field(default_factory=list)
+    settings: dict[str, str] = field(default_factory=dict)
 
     @property
     def metrics(self) -> list[Path]:
@@ -106,10 +108,13 @@ def compare(
             del group[seed]  # the later one comes last
         group[seed] = folder
     names = _names([next(iter(group.values())) for group in members.values()])
+    configs = [settings_of(next(iter(group.values()))) for group in members.values()]
+    short = telling(configs) if all(configs) else {}
     groups = []
-    for name, (key, group) in zip(names, members.items(), strict=True):
+    for name, config, (key, group) in zip(names, configs, members.items(), strict=True):
         found = [summarise(folder, last, target, metric, mode) for folder in group.values()]
-        groups.append(Group(name, [*group.values()], [*group], found, left_out.get(key, [])))
+        settings = {end: _plain(config.get(whole, "–")) for end, whole in short.items()}
+        groups.append(Group(name, [*group.values()], [*group], found, left_out.get(key, []), settings))
     if reference is not None and target is None:
         reached = of_run(groups, reference).values("mean")
         ensure(bool(reached), f"reference = {reference}: its {metric} is not finite; give a target")
@@ -170,6 +175,11 @@ def _identity(folder: Path) -> tuple[str, Seeds]:
     except (AttributeError, KeyError, TypeError) as error:
         what = f"{type(error).__name__}: {error}"
         raise UserError(f"{path}: not a run's config ({what:.120}); restore the file, or leave its run out") from None
+
+
+def _plain(text: str) -> str:
+    """Returns a setting with four digits, if it is a number with a fraction."""
+    return f"{float(text):.4g}" if NUMBER.fullmatch(text) and not text.lstrip("-").isdecimal() else text
 
 
 def _names(folders: Sequence[Path]) -> list[str]:

@@ -76,6 +76,50 @@ def differences(saved: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
     return [f"{key} = {_short(old[key])} (here: {_short(new[key])})" for key in keys]
 
 
+def settings_of(folder: Path) -> dict[str, str]:
+    """Returns the present settings of a run, see `flatten`; none of a run from Python.
+
+    Raises:
+        UserError: If its config is not readable.
+    """
+    configs = [*config_files(folder).values()]
+    return flatten(read_config(configs[-1])) if configs else {}
+
+
+def telling(configs: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """Returns the settings that tell configs apart, by a short name: the end of the key, long enough to be unique.
+
+    These are the settings that all of them have and in which they differ, and of the others those that are needed: a
+    radius that only one of two algorithms has tells nothing more than their names. Seeds and execution do not count.
+
+    Args:
+        configs: Settings of each config, as `flatten` returns them.
+
+    Returns:
+        The keys by short name; none if they do not tell all configs apart.
+    """
+    seeds = ("trainer.seed", "data.seed")
+    apart = [key for key in different(configs) if not (is_execution(key) or key in seeds)]
+    found = [key for key in apart if all(key in config for config in configs)]
+
+    def kinds(keys: Sequence[str]) -> int:
+        return len({tuple(config.get(key) for key in keys) for config in configs})
+
+    for key in apart:
+        if key not in found and kinds([*found, key]) > kinds(found):
+            found.append(key)
+    if kinds(found) < len(configs):
+        return {}
+    ends = {key: [".".join(key.split(".")[-n:]) for n in range(1, key.count(".") + 2)] for key in found}
+    return {next(end for end in of if sum(end in other for other in ends.values()) == 1): k for k, of in ends.items()}
+
+
+def different(configs: Sequence[Mapping[str, str]]) -> list[str]:
+    """Returns the keys of the settings that are not the same in all configs, as `flatten` returns them."""
+    keys = dict.fromkeys(key for config in configs for key in config)
+    return [key for key in keys if len({config.get(key) for config in configs}) > 1]
+
+
 def is_execution(key: str) -> bool:
     """Returns whether a key as on the command line is that of a setting in `EXECUTION`."""
     part, _, name = key.partition(".")

@@ -37,7 +37,7 @@ def page(rows: Sequence[Path]) -> tuple[str, Figure]:
     reference = next((group for group in groups if group.name == about.get("reference")), groups[0])
     kept = {group.name: [ledger.about(row) for row in group.folders] for group in groups}
     paired = [column for column in shown if column.key in ("mean", "lambda_max")]
-    bold = Markup(best="**{}**")
+    bold = Markup(best="**{}**", clear=False)
     head = ["method", "seeds", "checked", *(c.head for c in shown), *(f"{c.title} − {reference.name}" for c in paired)]
     lines = [
         [

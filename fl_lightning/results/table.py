@@ -4,10 +4,12 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
+from textwrap import wrap
 
 from fl_lightning.results.compare import Group
 from fl_lightning.results.metrics import deviation, table_text
 from fl_lightning.results.names import METRICS, Mode, is_of_clients, known, mode_of, read_directions
+from fl_lightning.results.terminal import divided
 
 TABLES = {"results": "results", "clients": "per-client performance", "costs": "cost"}
 """Titles of the tables."""
@@ -64,14 +66,18 @@ class Markup:
         pair: Mean and standard deviation.
         never: A target that was never reached.
         best: The best value of a column.
+        clear: Whether it is marked only if it is clearly the best; see `is_best`.
     """
 
     pair: str = "{} ± {}"
     never: str = "×"
     best: str = "{}"
+    clear: bool = True
 
 
 LATEX = Markup(r"{} $\pm$ {}", r"$\times$", r"\textbf{{{}}}")
+ACROSS, BETWEEN = 50.0, 2.4
+"""Letters across a column of a paper (252 pt at 10 pt), and between two columns of a table (12 pt)."""
 TEX = str.maketrans(
     {c: f"\\{c}" for c in "_%#&${}"}
     | {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
@@ -124,12 +130,37 @@ def columns(groups: Sequence[Group], reference: Group | None = None) -> list[Col
     return [c for c in shown if c.to_target or any(group.measured(c.of) for group in groups)]
 
 
-def is_best(group: Group, column: Column, groups: Sequence[Group]) -> bool:
-    """Returns whether no other group has a better mean; groups with a run without a finite value do not qualify."""
-    rivals = {g.name: fmean(g.values(column.of)) for g in groups if len(g.values(column.of)) == len(g.runs)}
-    if column.mode is None or len(groups) < 2 or group.name not in rivals:
+def names(groups: Sequence[Group]) -> list[str]:
+    """Returns the heads of the columns that tell the groups apart: settings, or the run where none does."""
+    return [*groups[0].settings] or ["run"]
+
+
+def label(group: Group) -> list[str]:
+    """Returns the cells of a group below `names`."""
+    return [*group.settings.values()] or [group.name]
+
+
+def is_best(group: Group, column: Column, groups: Sequence[Group], clear: bool = True) -> bool:
+    """Returns whether no other group has a better mean; groups with a run without a finite value do not qualify.
+
+    Args:
+        group: The row.
+        column: The column.
+        groups: All rows.
+        clear: Whether it must also be better by more than the standard deviations over seeds, and as printed.
+    """
+    found = {g.name: g.values(column.of) for g in groups if len(g.values(column.of)) == len(g.runs)}
+    if column.mode is None or len(groups) < 2 or group.name not in found:
         return False
-    return rivals[group.name] == (max if column.mode == "max" else min)(rivals.values())
+    ours, sign = found.pop(group.name), 1 if column.mode == "max" else -1
+
+    def better(theirs: Sequence[float]) -> bool:
+        means = fmean(ours), fmean(theirs)
+        by, (one, other) = sign * (means[0] - means[1]), (format(mean * column.scale, column.form) for mean in means)
+        spread = max(deviation(ours) or 0.0, deviation(theirs) or 0.0)
+        return by > spread and one != other if clear else by >= 0
+
+    return all(map(better, found.values()))
 
 
 def cell(group: Group, column: Column, groups: Sequence[Group] = (), markup: Markup | None = None) -> str:
@@ -147,7 +178,7 @@ def cell(group: Group, column: Column, groups: Sequence[Group] = (), markup: Mar
     if not values:
         return markup.never if column.to_target else "nan" if expected else ""
     text = format(fmean(values), column.form)
-    if is_best(group, column, groups):
+    if is_best(group, column, groups, markup.clear):
         text = markup.best.format(text)
     if column.spread and len(values) > 1:
         text = markup.pair.format(text, format(deviation(values), column.spread))
@@ -165,6 +196,7 @@ def row(group: Group, shown: Sequence[Column]) -> Mapping[str, str | float | Non
     first = group.runs[0]
     found: dict[str, str | float | None] = {
         "run": group.name,
+        **group.settings,
         "seeds": len(group.runs),
         "metric": first.metric,
         "evaluations": first.evaluations,
@@ -179,12 +211,26 @@ def row(group: Group, shown: Sequence[Column]) -> Mapping[str, str | float | Non
 
 
 def latex(groups: Sequence[Group], shown: Sequence[Column]) -> str:
-    """Returns the table for a paper, by booktabs; accuracy and mIoU in per cent, the best values in bold."""
+    """Returns tables for a paper, by booktabs, as wide as a column; accuracy and mIoU in per cent, the best in bold."""
     printed = [replace(c, scale=100.0, form=",.2f", spread=c.spread and ",.2f") if c.fraction else c for c in shown]
-    lines = [
-        ["run", *(tex(column.head) for column in shown)],
-        *([tex(g.name), *(cell(g, column, groups, LATEX) for column in printed)] for g in groups),
-    ]
-    rows = [" & ".join(line) + r" \\" for line in lines]
-    body = [r"\toprule", rows[0], r"\midrule", *rows[1:], r"\bottomrule"]
-    return "\n".join([rf"\begin{{tabular}}{{l{'r' * len(shown)}}}", *body, r"\end{tabular}", ""])
+    keys, heads = len(names(groups)), [*names(groups), *(column.head for column in shown)]
+    plain, rows = (
+        [[*label(group), *(cell(group, column, groups, markup) for column in printed)] for group in groups]
+        for markup in (Markup(), LATEX)
+    )
+    rows = [[*map(tex, row[:keys]), *row[keys:]] for row in rows]
+    heads = [head.replace(" ↑", "\u00a0↑").replace(" ↓", "\u00a0↓") for head in heads]
+    widths = [max(map(len, [*head.split(" "), *cells])) for head, *cells in zip(heads, *plain, strict=True)]
+    stacks = [[tex(line.replace("\u00a0", " ")) for line in wrap(*of)] for of in zip(heads, widths, strict=True)]
+    tables = []
+    for part in divided([width + BETWEEN for width in widths], ACROSS, keys):
+        top = [_stacked(stacks[i]) for i in part]
+        lines = [" & ".join(line) + r" \\" for line in (top, *([row[i] for i in part] for row in rows))]
+        form = "l" * keys + "r" * (len(part) - keys)
+        body = [r"\toprule", lines[0], r"\midrule", *lines[1:], r"\bottomrule"]
+        tables.append("\n".join([rf"\begin{{tabular}}{{{form}}}", *body, r"\end{tabular}", ""]))
+    return "\n".join(tables)
+
+
+def _stacked(lines: Sequence[str]) -> str:
+    return lines[0] if len(lines) == 1 else r"\shortstack{" + r" \\ ".join(lines) + "}"

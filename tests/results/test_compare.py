@@ -12,11 +12,12 @@ import pytest
 from fl_lightning import UserError
 from fl_lightning.core import COLORS, COLUMN, PAGE
 from fl_lightning.results.compare import compare, find_runs
+from fl_lightning.results.configs import telling
 from fl_lightning.results.curves import curve, plot_curves, read
 from fl_lightning.results.metrics import write_table
 from fl_lightning.results.names import mode_of
 from fl_lightning.results.summary import summarise
-from fl_lightning.results.table import Markup, cell, columns, latex
+from fl_lightning.results.table import Markup, cell, columns, is_best, label, latex, names, row
 from tests.results.folders import configured, write
 from tests.runs import cli, run
 
@@ -75,17 +76,62 @@ def test_what_cannot_be_compared(runs: list[Path], tmp_path: Path) -> None:
 
 def test_latex(runs: list[Path]) -> None:
     groups = compare([*runs[:3], runs[4]], target=0.8, last=1)
-    groups[1] = replace(groups[1], name="my_method")
-    lines = latex(groups, columns(groups)).splitlines()
-    assert lines[0] == r"\begin{tabular}{lrrrrrrrrr}"
-    assert [lines[i] for i in (1, 3, 6, 7)] == [r"\toprule", r"\midrule", r"\bottomrule", r"\end{tabular}"]
-    first = r"FedAvg & \textbf{75.00} $\pm$ 25.00 & \textbf{75.00} & \textbf{75.00} & \textbf{3.00} & \textbf{0.000} & "
-    assert lines[4] == first + r"6 (1 of 3) & 3.00 (1 of 3) & 0.000 (1 of 3) & 12 (1 of 3) \\"
-    second = r"my\_method & 50.00 & 50.00 & 50.00 & \textbf{3.00} & 0.000"
-    assert lines[5] == second + 4 * r" & $\times$" + r" \\"
-    heads = lines[2].removesuffix(r" \\").split(" & ")
-    assert heads[0] == "run" and len(set(heads)) == len(heads) == 10
-    assert heads[1] == r"last 1 $\uparrow$" and r"GB to 0.8 $\downarrow$" in heads
+    tables = [text.splitlines() for text in latex(groups, columns(groups)).split("\n\n")]
+    heads, first, second = [], [], []
+    for lines in tables:  # each repeats the setting that tells the groups apart, and is as wide as a column
+        cells = [lines[i].removesuffix(r" \\").split(" & ") for i in (2, 4, 5)]
+        assert [row.pop(0) for row in cells] == ["lr", "0.1", "0.2"]
+        assert lines[0] == rf"\begin{{tabular}}{{l{'r' * len(cells[0])}}}"
+        assert [lines[i] for i in (1, 3, 6, 7)] == [r"\toprule", r"\midrule", r"\bottomrule", r"\end{tabular}"]
+        heads, first, second = heads + cells[0], first + cells[1], second + cells[2]
+    ours = r"75.00 $\pm$ 25.00 & 75.00 & 75.00 & 3.00 & 0.000 & "  # 25 points are its deviation
+    assert " & ".join(first) == ours + "6 (1 of 3) & 3.00 (1 of 3) & 0.000 (1 of 3) & 12 (1 of 3)"
+    assert " & ".join(second) == "50.00 & 50.00 & 50.00 & 3.00 & 0.000" + 4 * r" & $\times$"
+    assert len(tables) > 1 and len(set(heads)) == len(heads) == 9
+    assert heads[0] == r"last 1 $\uparrow$" and r"\shortstack{rounds to \\ 0.8 $\downarrow$}" in heads
+
+
+def test_only_what_is_clearly_better_is_bold(tmp_path: Path) -> None:
+    """By more than the seeds deviate; as printed, if there is one seed; equal values never."""
+
+    def bold(*seeds: list[float], clear: bool = True) -> list[int]:
+        folder = tmp_path / str(len([*tmp_path.iterdir()]))
+        for i, of in enumerate(seeds):
+            for seed, value in enumerate(of):
+                configured(folder / f"{i}_{seed}", {6: value}, lr=0.1 * i, seed=seed)
+        groups = compare([folder])
+        column = next(column for column in columns(groups) if column.key == "best")
+        return [i for i, group in enumerate(groups) if is_best(group, column, groups, clear)]
+
+    cases: list[tuple[tuple[list[float], ...], list[int]]] = [
+            (([0.8], [0.9]), [1]), (([0.9], [0.9]), []), (([0.9], [0.90001]), []), (([0.8, 0.9], [0.9, 1.0]), [1]),
+            (([0.7, 0.9], [0.8, 1.0]), []), (([0.8, 0.8], [0.7, 1.0]), []), (([0.5], [0.9], [0.9]), []),
+    ]  # fmt: skip
+    for of, expected in cases:
+        assert bold(*of) == expected
+    assert bold([0.9], [0.9], clear=False) == [0, 1]
+
+
+def test_settings_that_differ_are_columns(runs: list[Path], tmp_path: Path) -> None:
+    groups = compare(runs)
+    assert names(groups) == ["lr"] and [label(group) for group in groups] == [["0.1"], ["0.2"]]
+    assert row(groups[1], columns(groups))["lr"] == "0.2" and row(groups[1], columns(groups))["run"] == "rho_0.1"
+    (alone,) = compare(runs[:3])
+    assert names([alone]) == ["run"] and label(alone) == ["FedAvg"]
+    mixed = compare([runs[0], write(tmp_path / "Mine", {6: 0.5})])  # a run from Python has no config
+    assert names(mixed) == ["run"]
+
+
+def test_settings_that_tell_configs_apart() -> None:
+    """Those that all have; of the others what is needed; never seeds and execution; ends of keys that are unique."""
+    one = {"model": "FedAvg", "model.optimizer.lr": "0.1", "trainer.seed": "0", "trainer.engine": "graphed"}
+    two = {**one, "model": "FedSAM", "model.rho": "0.1", "trainer.seed": "1", "trainer.engine": "batched"}
+    assert telling([one, two]) == {"model": "model"} and telling([one, {**one, "trainer.seed": "3"}]) == {}
+    three = {**two, "model.rho": "0.2"}
+    assert telling([one, two, three]) == {"model": "model", "rho": "model.rho"}
+    other = {**two, "model.ascent.rho": "0.1"}
+    both = [other, {**other, "model.rho": "1", "model.ascent.rho": "2"}]
+    assert telling(both) == {"model.rho": "model.rho", "ascent.rho": "model.ascent.rho"}
 
 
 def test_what_latex_reads_otherwise(tmp_path: Path) -> None:

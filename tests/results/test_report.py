@@ -20,7 +20,7 @@ from fl_lightning.commands.report import draw
 from fl_lightning.results.compare import compare
 from fl_lightning.results.report.files import read_group, spectra
 from fl_lightning.results.report.tables import Runs
-from fl_lightning.results.table import Column, cell, columns
+from fl_lightning.results.table import Column, cell, columns, label
 from tests.results.folders import configured
 from tests.runs import cli, run
 
@@ -190,9 +190,10 @@ def test_numbers_are_those_of_the_tables(page: Path) -> None:
             dict(zip(found.cells[i], row, strict=True))
             for i in (0, 3)
             for row in found.cells[i + 1 : i + 3]
-            if row[0] == group.name
+            if row[: len(label(group))] == label(group)
         ]
-        assert {k: v for table in tables for k, v in table.items() if k not in ("run", "seeds")} == written
+        assert label(group) == [group.settings["lr"]]
+        assert {k: v for table in tables for k, v in table.items() if k not in ("lr", "seeds")} == written
 
 
 def test_everything_a_run_folder_holds(page: Path) -> None:

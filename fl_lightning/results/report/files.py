@@ -15,7 +15,7 @@ from fl_lightning.core import ensure, read_json
 from fl_lightning.core.secrets import hidden_text, hidden_words
 from fl_lightning.results.clients import ClientTable, read_clients
 from fl_lightning.results.compare import Group, Seeds
-from fl_lightning.results.configs import config_files, flatten, read_config
+from fl_lightning.results.configs import config_files, read_config, settings_of
 from fl_lightning.results.measurements import last_measurements
 from fl_lightning.results.report.forms import Measured, Partition, Provenance, Reproduced
 
@@ -100,7 +100,7 @@ def _read(group: Group, folder: Path, seeds: Seeds) -> RunFiles:
     return RunFiles(
         label=group.name + (seed if len(group.runs) > 1 else ""),
         folder=folder,
-        settings=flatten(read_config([*configs.values()][-1])) if configs else {},
+        settings=settings_of(folder),
         config="\n".join(_text_of(path, round) for round, path in configs.items()),
         provenance=_provenance(folder / "provenance.json"),
         partition=_partition(folder / "partition.json"),

@@ -13,7 +13,7 @@ from markupsafe import Markup, escape
 from fl_lightning import __version__
 from fl_lightning.core import COLORS, Figure, render
 from fl_lightning.results.report.tables import Runs, comparison, differences, environments, measurements, papers
-from fl_lightning.results.table import Column
+from fl_lightning.results.table import Column, label, names
 
 ZOOM = 1.5
 """Largest size of a drawing on the page, relative to its size on paper."""
@@ -60,6 +60,9 @@ def report_page(runs: Runs, shown: Sequence[Column], protocol: str, figures: Map
         "runs": runs,
         "first": groups[0].runs[0],
         "windows": sorted({run.last for group in groups for run in group.runs}),
+        "rounds": sorted({run.rounds for group in groups for run in group.runs}),
+        "names": names(groups),
+        "label": label,
         "comparison": comparison(groups, shown),
         "papers": found,
         "differences": differences(runs),

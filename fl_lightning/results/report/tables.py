@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 
 from fl_lightning.results.compare import Group
-from fl_lightning.results.configs import is_execution
+from fl_lightning.results.configs import different, is_execution
 from fl_lightning.results.papers import COLUMNS, Line, beside, find
 from fl_lightning.results.report.files import Json, RunFiles
 from fl_lightning.results.table import TABLES, Column, cell, is_best
@@ -40,9 +40,9 @@ def papers(runs: Runs) -> list[tuple[str, Line]]:
 def differences(runs: Runs) -> tuple[list[str], list[tuple[str, list[str]]]]:
     """Returns the names of the groups, and a row for each setting in which their configs differ."""
     configured = [(group.name, files[0].settings) for group, files in runs if files[0].settings]
-    keys = dict.fromkeys(key for _, settings in configured for key in settings if not is_execution(key))
+    keys = [key for key in different([settings for _, settings in configured]) if not is_execution(key)]
     rows = [(key, [settings.get(key, "–") for _, settings in configured]) for key in keys]
-    return [name for name, _ in configured], [(key, values) for key, values in rows if len(set(values)) > 1]
+    return [name for name, _ in configured], rows
 
 
 def measurements(runs: Runs) -> list[Json]:
