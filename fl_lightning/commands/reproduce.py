@@ -162,7 +162,8 @@ def run(
     lines += [line(cell, outcomes, rounds, given) for task, outcomes in made.items() for cell in task.cells]
     reproduction_table.write(lines, make_folder(folder))
     show_table(reproduction_table.table(lines))
-    print(f"results: {folder} (table.md says how flatness was measured)")
+    how_measured = " (table.md says how flatness was measured)" if reproduction_table.protocols(lines) else ""
+    print(f"results: {folder}{how_measured}")
 
 
 def _figure(drawn: PaperFigure, folder: Path, how: _How, points: int | None) -> None:

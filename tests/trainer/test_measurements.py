@@ -65,6 +65,7 @@ from fl_lightning.flatness import (
     surface,
 )
 from fl_lightning.flatness.neighbourhood import filter_scale
+from fl_lightning.results.measurements import last_measurements, protocol
 from fl_lightning.trainer.callbacks.flatness_monitor import scalars
 from fl_lightning.trainer.measurements import MeasurementContext, dry_round
 from fl_lightning.trainer.run import Run
@@ -649,10 +650,13 @@ def test_an_interrupt_keeps_what_was_computed(runs: dict[str, Path], tmp_path: P
     assert 0 < made["missing"] == sum(v is None for v in losses) < len(losses) == 400**2
 
 
-def test_a_run_ends_with_how_it_was_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_says_where_it_keeps_how_it_was_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     more = ["--trainer.enable_progress_bar=true", "--trainer.callbacks+=FlatnessMonitor"]
-    run("fit", *more, root=tmp_path)
-    text = capsys.readouterr().out
-    assert "loss without weight decay, eval mode, no augmentation" in text and "seed 0" in text
-    assert "lambda_max: global model, training data of all clients, stratified sample (1,000), method lanczos" in text
-    assert "discrepancy: aggregated and local models" in text and "rho 0.05" in text
+    folder = run("fit", *more, root=tmp_path)
+    assert "; protocols: flatness.jsonl\n" in capsys.readouterr().out
+    found = last_measurements(folder)
+    text = protocol(found["lambda_max"])
+    assert text.startswith("global model, training data of all clients, stratified sample (1,000), method lanczos")
+    text = protocol(found["discrepancy"])
+    assert text.startswith("aggregated and local models") and text.endswith("rho 0.05")
+    assert {json.loads(line)["seed"] for line in (folder / "flatness.jsonl").read_text().splitlines()} == {0}
