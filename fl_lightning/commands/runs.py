@@ -4,7 +4,6 @@ import shutil
 import sys
 import time
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 
 from rich.console import Console
@@ -116,13 +115,12 @@ def _listed(folder: Path) -> Listed:
 
 def _table(found: list[Listed]) -> Table:
     table = Table(box=None, padding=(0, 1, 0, 0))
-    for head in ("run", "state", "rounds", "headline", "minutes", "MB", "changed"):
+    for head in ("run", "state", "rounds", "headline", "minutes", "MB"):
         narrow = head != "run"
         table.add_column(head, justify="left" if head in ("run", "state") else "right", overflow="fold", no_wrap=narrow)
     for each in found:
-        changed = datetime.fromtimestamp(each.changed).strftime("%m-%d %H:%M")
         name, size = escape(_name(each.folder)), f"{each.size / 1e6:.1f}"
-        table.add_row(name, each.state, each.rounds, each.headline, each.minutes, size, changed)
+        table.add_row(name, each.state, each.rounds, each.headline, each.minutes, size)
     return table
 
 
