@@ -42,6 +42,8 @@ fake_tensor.traceback = SimpleNamespace(extract_stack=list, format_list=tracebac
 proxy_tensor.set_meta = lambda proxy, value: proxy  # and what each value looks like, which nothing here reads
 CACHE = tempfile.TemporaryDirectory()
 os.environ["HF_DATASETS_CACHE"] = CACHE.name  # not in the home of who runs the tests
+for _size in ("COLUMNS", "LINES"):  # readline, which pytest imports, sets them for the processes that it starts
+    os.environ.pop(_size, None)
 GOLDEN = Path(__file__).parent / "golden"
 LONG = ("test_docs.py", "test_experiments.py", "test_gpu.py")
 """Files whose tests take minutes; they begin first, so that no process waits for one at the end."""

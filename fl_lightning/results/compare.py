@@ -15,6 +15,8 @@ from fl_lightning.results.metrics import FILE, NUMBER
 from fl_lightning.results.names import Mode
 from fl_lightning.results.summary import Summary, summarise
 
+OWN_CLASS = re.compile(r"[a-z_]\w*(\.[a-z_]\w*)*\.[A-Z]\w*")
+"""The dotted path of a class."""
 Seeds = tuple[int, int] | None
 """The seeds of a run, (trainer.seed, data.seed); None for a run without ``config.yaml``."""
 
@@ -178,7 +180,9 @@ def _identity(folder: Path) -> tuple[str, Seeds]:
 
 
 def _plain(text: str) -> str:
-    """Returns a setting with four digits, if it is a number with a fraction."""
+    """Returns a setting as tables show it: a class without its modules, a number with a fraction with four digits."""
+    if OWN_CLASS.fullmatch(text):
+        return text.rpartition(".")[2]
     return f"{float(text):.4g}" if NUMBER.fullmatch(text) and not text.lstrip("-").isdecimal() else text
 
 

@@ -46,20 +46,23 @@ def test_a_run_from_its_start_to_its_deletion(
     assert not (tmp_path / "runs/long").exists() and done.is_dir()
 
 
-def test_a_list_changes_nothing_and_damage_is_a_state(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_list_changes_nothing_and_damage_is_a_state(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     folder = run("fit", root=tmp_path)
     before = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in folder.rglob("*") if path.is_file()}
     capsys.readouterr()
-    cli("runs", str(tmp_path))
+    cli("runs", ".")
     assert before == {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in before}
     shown = capsys.readouterr().out.split()
     assert f"{sum(len(content) for _, content in before.values()) / 1e6:.1f}" in shown
     (folder / "summary.json").write_text("{")
-    cli("runs", str(tmp_path))
+    cli("runs", ".")
     assert "damaged" in capsys.readouterr().out
     (folder / "summary.json").unlink()
     (folder / "metrics.csv").unlink()  # as of a run that was killed in its first round
-    cli("runs", str(tmp_path))
+    cli("runs", ".")
     assert [*states(capsys.readouterr().out).values()] == [("interrupted", "0/2")]
 
 
