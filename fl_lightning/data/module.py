@@ -113,14 +113,6 @@ class FederatedDataModule(SampleStore, ABC):
         self.val_fraction, self.seed = val_fraction, seed
         self._fingerprint: str | None = None
 
-    def __repr__(self) -> str:
-        """Returns the class with its settings; after setup also number and shape of the samples."""
-        own = super().__repr__()
-        if not hasattr(self, "client_sizes"):
-            return own
-        samples = f"{int(self.client_sizes.sum()):,} training samples of shape {self.input_shape}"
-        return f"{own}: {samples}, {self.num_classes} {self.task.unit}"
-
     # What a data set provides
 
     @abstractmethod

@@ -57,6 +57,14 @@ class SampleStore(Checked, L.LightningDataModule, ABC, key="data"):
         self.device = torch.device("cpu")
         self._prefetcher: Prefetcher | None = None
 
+    def __repr__(self) -> str:
+        """Returns the class with its settings; after setup also number and shape of the samples."""
+        own = super().__repr__()
+        if not hasattr(self, "clients"):
+            return own
+        samples = f"{int(self.clients.sizes.sum()):,} training samples of shape {self.input_shape}"
+        return f"{own}: {samples}, {self.num_classes} {self.task.unit}"
+
     def pair(self, x: Inputs, y: Tensor, evaluation: bool) -> Batch:
         """Splits stored samples into the input of the net and its target.
 

@@ -90,7 +90,7 @@ def telling(configs: Sequence[Mapping[str, str]]) -> dict[str, str]:
     """Returns the settings that tell configs apart, by a short name: the end of the key, long enough to be unique.
 
     These are the settings that all of them have and in which they differ, and of the others those that are needed: a
-    radius that only one of two algorithms has tells nothing more than their names. Seeds and execution do not count.
+    radius that only one of two algorithms has adds nothing to their names. Seeds and execution do not count.
 
     Args:
         configs: Settings of each config, as `flatten` returns them.

@@ -35,11 +35,8 @@ T = TypeVar("T")
 class Callback(Checked, key="trainer.callbacks: {}"):
     """Base class of callbacks: override the hooks that you need.
 
-    They are called in the order given. A hook leaves the run as it is, with two exceptions: ``run.log`` adds metrics to
-    those of the round, and ``run.should_stop = True`` makes this round the last one. Every process calls every hook,
-    except `on_local_end`, which only the process calls that trained the client.
-
-    Each run of a trainer begins with its callbacks as their constructors made them, see `reset`.
+    They are called in the order given. A hook leaves the run as it is, but ``run.log`` adds metrics to the round's, and
+    ``run.should_stop = True`` ends the run. Every process calls every hook, except `on_local_end`: only of its clients.
     """
 
     _made: tuple[tuple[Any, ...], dict[str, Any]]
@@ -50,7 +47,7 @@ class Callback(Checked, key="trainer.callbacks: {}"):
         return made
 
     def reset(self) -> None:
-        """Forgets an earlier run: calls the constructor once more with the same arguments."""
+        """Forgets an earlier run when a trainer begins one: calls the constructor once more with the same arguments."""
         args, kwargs = made = self._made
         vars(self).clear()
         self._made = made
@@ -214,10 +211,9 @@ class Run:
         self.saved_rounds, self.callback_s, self._opened = -1, 0.0, time.monotonic()
 
     def __repr__(self) -> str:
-        """Returns algorithm, data, size and progress."""
-        what = f"{type(self.objective).__name__} on {type(self.data).__name__}"
+        """Returns name, size and progress."""
         size = f"{self.data.num_clients:,} clients, {self.net.w.numel():,} weights"
-        return f"Run({self.name}: {what}, {size}, round {self.rounds_done:,} of {self.max_rounds:,})"
+        return f"Run({self.name}: {size}, round {self.rounds_done:,} of {self.max_rounds:,})"
 
     # State
 

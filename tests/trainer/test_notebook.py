@@ -26,7 +26,7 @@ def test_objects_show_shapes_and_settings(tmp_path: Path) -> None:
     made = trainer(default_root_dir=str(tmp_path))
     run = made.fit(SCAFFOLD(DigitsMLP()), data)
     assert repr(data) == f"{DATA}: 1,437 training samples of shape (1, 8, 8), 10 classes"
-    assert repr(run) == "Run(SCAFFOLD-Digits: SCAFFOLD on Digits, 4 clients, 4,810 weights, round 1 of 1)"
+    assert repr(run) == "Run(SCAFFOLD-Digits: 4 clients, 4,810 weights, round 1 of 1)"
     assert repr(run.server) == "State(w: (4810,), c: (4810,))"
     assert repr(run.state).startswith(f"RunState(round 1, server: {run.server}, metrics: client/train/loss, ")
     assert repr(run.clients) == "ClientStore(2 clients seen, each with c: (4810,))"
