@@ -1,5 +1,6 @@
 """Wrong names on the command line, found by its index before the imports that take seconds."""
 
+import os
 import re
 from itertools import pairwise
 from pathlib import Path
@@ -40,7 +41,7 @@ def check(command: str, *args: str) -> None:
             try:
                 text = re.sub(r"#.*", "", Path(value).read_text(encoding="utf-8"))
                 chosen |= named_classes(yaml.safe_load(text))
-            except (OSError, ValueError, AttributeError, yaml.YAMLError):
+            except (OSError, ValueError, AttributeError, RecursionError, yaml.YAMLError):
                 return
         else:
             text = value
@@ -70,7 +71,7 @@ def check(command: str, *args: str) -> None:
 
 def _check_class(path: str, name: str, setting: dict[str, Any]) -> None:
     """Refuses the name of a class that neither the package nor a file has."""
-    known = name in index()["classes"] or name in index()["others"] or Path(name).exists()
+    known = name in index()["classes"] or name in index()["others"] or os.path.exists(name)
     closed = "classes" in setting and not {"list", "open"} & {*setting}
     if closed and re.fullmatch(r"[A-Za-z_]\w*", name) and not known and yaml.safe_load(name) == name:
         bases = " ".join(f"fl_lightning.{base}" for base in setting["classes"])
