@@ -75,16 +75,23 @@ def train(study: Study, name: str, best: dict[str, str], folder: Path) -> None:
 
 
 def tuning(study: Study, folder: Path, ledger: Path) -> None:
-    """All draws so far, as ``tuning.csv``."""
-    rows = []
+    """All draws so far, as ``tuning.csv``; methods without a sweep in this folder keep the draws that the file has."""
+    file = ledger / "tuning.csv"
+    known: dict[str, list[list[str]]] = {}
+    if file.is_file():
+        with file.open(newline="") as table:
+            for row in list(csv.reader(table))[1:]:
+                known.setdefault(row[0], []).append(row)
     for name in study["methods"]:
         path = folder / name / "sweep.csv"
         if path.is_file():
+            known[name] = []
             with path.open(newline="") as table:
                 for draw in csv.DictReader(table):
                     own = [f"{key}={value}" for key, value in draw.items() if key.startswith("model.")]
-                    rows.append([name, draw["state"], draw["server/val/acc"], " ".join(own)])
-    write_table(ledger / "tuning.csv", ["method", "state", "server/val/acc", "settings"], rows)
+                    known[name].append([name, draw["state"], draw["server/val/acc"], " ".join(own)])
+    rows = [row for name in study["methods"] for row in known.get(name, [])]
+    write_table(file, ["method", "state", "server/val/acc", "settings"], rows)
 
 
 def main() -> None:
