@@ -114,33 +114,89 @@ def blocks(clients: Sequence[Minibatches], width: int, batch: int) -> Iterator[B
         width: Clients of a block; places beyond the given clients are padding and never active.
         batch: Samples of a minibatch, padding included.
     """
-    first, steps = clients[0], max(map(len, clients))
-    sizes = np.zeros((width, steps), np.int64)
-    for row, client in zip(sizes, clients, strict=False):  # further rows are padding
-        row[: len(client)] = client.sizes
-    # position of every place in the concatenation of all clients' samples; padding repeats a minibatch's last sample
-    starts = (sizes.cumsum() - sizes.ravel()).reshape(sizes.shape).T[..., None]
-    sizes = np.ascontiguousarray(sizes.T)[..., None]  # (steps, clients, 1)
-    place, taken = np.arange(batch), sizes > 0
-    position = torch.from_numpy(np.where(taken, starts + np.minimum(place, sizes - 1), 0))
-    weight = torch.from_numpy((place < sizes) / np.maximum(sizes, 1))
+    first, places = clients[0], _Places.of(clients, width, batch)
+    steps, step = len(places.active), width * batch
     # all are moved to the device at once, not chunk by chunk
-    flat, device = position.reshape(-1), first.source.device
-    indices, draws = first.source.to_samples(
-        torch.cat([c.indices for c in clients])[flat],
-        {name: torch.cat([c.draws[name] for c in clients])[flat] for name in first.draws},
-    )
-    weight, active = to_device(weight, device, first.dtype), to_device(torch.from_numpy(taken), device)
-
-    at, step = 0, width * batch
+    (indices, draws), (weight, active) = places.moved(first)
+    at = 0
     with first.source.reading_ahead(client.indices for client in clients):
         for chunk in chunks([batch] * steps, first.source.sample_bytes(first.dtype) * width):
             end, shape = at + len(chunk), (len(chunk), width, batch)
             rows = slice(at * step, end * step)
             x, y = first.source.samples(indices[rows], {name: v[rows] for name, v in draws.items()}, first.dtype)
-            x = map_tensors(partial(torch.unflatten, dim=0, sizes=shape), x)
-            yield Block(x, torch.unflatten(y, 0, shape), weight[at:end], active[at:end])
+            shaped = partial(_steps, rows=slice(None), shape=shape)
+            yield Block(map_tensors(shaped, x), shaped(y), weight[at:end], active[at:end])
             at = end
+
+
+def whole_blocks(rounds: Sequence[Sequence[Minibatches]], width: int, batch: int) -> list[Block]:
+    """Stacks the minibatches of several rounds, gathered at once; returns a block for each round.
+
+    Args:
+        rounds: For each round the minibatches of its clients, of one source.
+        width: As for `blocks`.
+        batch: As for `blocks`.
+    """
+    first, each = rounds[0][0], [_Places.of(clients, width, batch) for clients in rounds]
+    steps, step = [len(places.active) for places in each], width * batch
+    (indices, draws), (weight, active) = _Places.joined(each).moved(first)
+    x, y = first.source.samples(indices, draws, first.dtype)
+    found, end = [], 0
+    for n, *its in zip(steps, torch.split(weight, steps), torch.split(active, steps), strict=True):
+        start, end = end, end + n * step
+        shaped = partial(_steps, rows=slice(start, end), shape=(n, width, batch))
+        found.append(Block(map_tensors(shaped, x), shaped(y), *its))
+    return found
+
+
+def _steps(v: Tensor, rows: slice, shape: tuple[int, ...]) -> Tensor:
+    """Returns some rows of ``(n, ...)`` as ``(steps, clients, batch, ...)``."""
+    return torch.unflatten(v[rows], 0, shape)
+
+
+@dataclass(frozen=True)
+class _Places:
+    """The places of padded minibatches, on the CPU.
+
+    Attributes:
+        samples: Sample of every place, ``(steps * clients * batch,)``.
+        draws: Its random draws, by name.
+        weight: As in `Block`.
+        active: As in `Block`.
+    """
+
+    samples: Tensor
+    draws: dict[str, Tensor]
+    weight: Tensor
+    active: Tensor
+
+    @classmethod
+    def of(cls, clients: Sequence[Minibatches], width: int, batch: int) -> _Places:
+        """Returns the places of one block; arguments as for `blocks`."""
+        sizes = np.zeros((width, max(map(len, clients))), np.int64)
+        for row, client in zip(sizes, clients, strict=False):  # further rows are padding
+            row[: len(client)] = client.sizes
+        # position of every place in all clients' samples, joined; padding repeats a minibatch's last sample
+        starts = (sizes.cumsum() - sizes.ravel()).reshape(sizes.shape).T[..., None]
+        sizes = np.ascontiguousarray(sizes.T)[..., None]  # (steps, clients, 1)
+        place, taken = np.arange(batch), sizes > 0
+        flat = torch.from_numpy(np.where(taken, starts + np.minimum(place, sizes - 1), 0)).reshape(-1)
+        draws = {name: torch.cat([c.draws[name] for c in clients])[flat] for name in clients[0].draws}
+        weight = torch.from_numpy((place < sizes) / np.maximum(sizes, 1))
+        return cls(torch.cat([c.indices for c in clients])[flat], draws, weight, torch.from_numpy(taken))
+
+    @classmethod
+    def joined(cls, each: Sequence[_Places]) -> _Places:
+        """Returns the places of blocks one after another."""
+        draws = {name: torch.cat([places.draws[name] for places in each]) for name in each[0].draws}
+        samples, weight, active = (torch.cat([getattr(p, n) for p in each]) for n in ("samples", "weight", "active"))
+        return cls(samples, draws, weight, active)
+
+    def moved(self, of: Minibatches) -> tuple[tuple[Tensor, dict[str, Tensor]], tuple[Tensor, Tensor]]:
+        """Returns samples and draws, and weights and activity, where the source of some minibatches uses them."""
+        device = of.source.device
+        weights = to_device(self.weight, device, of.dtype), to_device(self.active, device)
+        return of.source.to_samples(self.samples, self.draws), weights
 
 
 # DataLoaders of whole batches, for a plain ``lightning.Trainer``

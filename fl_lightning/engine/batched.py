@@ -1,7 +1,8 @@
 """All clients of a block at once: the same hooks on ``(clients, d)``, gradients by vmap."""
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import repeat
@@ -24,7 +25,7 @@ from fl_lightning.core import (
     is_finite,
     to_device,
 )
-from fl_lightning.data.minibatches import Block, blocks
+from fl_lightning.data.minibatches import Block, Minibatches, blocks, whole_blocks
 from fl_lightning.engine.base import COLUMNS, Carry, Engine, Fixed, Job, LocalResult
 from fl_lightning.engine.record import Tensors
 
@@ -69,7 +70,7 @@ class BatchedEngine(Engine):
             try:
                 results = self._train_block([jobs[i] for i in block])
             except (RuntimeError, MemoryError) as error:
-                if not _is_out_of_memory(error):
+                if not is_out_of_memory(error):
                     raise
                 results = []
             if not results:  # the error is gone, and with it the tensors that its traceback held
@@ -98,9 +99,24 @@ class BatchedEngine(Engine):
         )
 
     def _train_block(self, jobs: Sequence[Job]) -> list[LocalResult]:
+        with self.checked():
+            rows = self._widened(jobs)
+            clients = [job.minibatches for job in jobs]
+            batch = clients[0].source.batch_size or 1 << (max(max(each.sizes) for each in clients) - 1).bit_length()
+            carry, upload, state = self._trained(rows, blocks(clients, len(rows), batch))
+            finite, loss = self._summary(jobs, carry, upload, state)
+            return self._results(jobs, carry, upload, state, finite, loss)
+
+    @contextmanager
+    def checked(self) -> Iterator[None]:
+        """Checks within it that hooks and net suit this engine, and use no global randomness.
+
+        Raises:
+            UserError: If they do not.
+        """
         before = self._global_states()
         try:
-            results = self._trained(jobs)
+            yield
         except (RuntimeError, TypeError) as error:
             if not any(sign in str(error) for sign in self.SIGNS):
                 raise
@@ -119,38 +135,65 @@ class BatchedEngine(Engine):
             f"trainer.engine = {self.name}: a hook of {type(self.objective).__name__} draws from torch's global "
             "generator; draw by ctx.randn_like(v) or ctx.draw(function), or use sequential",
         )
-        return results
 
     def _global_states(self) -> list[Tensor]:
         """Returns the states of torch's global generators."""
         return [global_generator(torch.device(device)).get_state() for device in {"cpu", str(self.net.device)}]
 
-    def _trained(self, jobs: Sequence[Job]) -> list[LocalResult]:
-        # a narrower block is padded with clients that take no step, so that shapes stay the same
-        self._widest = width = max(self._widest, len(jobs))
-        rows = [*jobs, *repeat(jobs[0], width - len(jobs))]
-        like = rows[0].received.w
+    def blocks_ahead(self, rounds: Sequence[Sequence[Minibatches]]) -> list[Block]:
+        """Returns a block for each of several rounds, for `train_together`; they have one batch size, which is set."""
+        self._widest = max(self._widest, *map(len, rounds))
+        return whole_blocks(rounds, self._widest, rounds[0][0].source.batch_size or 1)
+
+    def train_together(self, jobs: Sequence[Job], block: Block) -> tuple[Upload, State, Tensor, Tensor]:
+        """Trains the clients of a round in one block.
+
+        Args:
+            jobs: Their jobs.
+            block: Their minibatches.
+
+        Returns:
+            Uploads and states, ``(clients, ...)`` by name; whether each client's are finite, and its loss,
+            ``(clients,)``.
+        """
+        carry, upload, state = self._trained(self._widened(jobs), [block])
+        return upload, state, *self._summary(jobs, carry, upload, state)
+
+    def _widened(self, jobs: Sequence[Job]) -> list[Job]:
+        """Returns jobs and padding: a narrower block gets clients that take no step, so that shapes stay the same."""
+        self._widest = max(self._widest, len(jobs))
+        return [*jobs, *repeat(jobs[0], self._widest - len(jobs))]
+
+    def _trained(self, rows: Sequence[Job], blocks: Iterable[Block]) -> tuple[Carry, Upload, State]:
+        """Returns what local training ends with, uploads and states; each has a row for each client, or one for all."""
+        like, width = rows[0].received.w, len(rows)
         settings = {
             n: to_device([[job.settings[n]] for job in rows], like.device, like.dtype) for n in rows[0].settings
         }
-        received, clients = _together([job.received for job in rows]), [job.minibatches for job in jobs]
-        state = State({name: torch.stack([job.state[name] for job in rows]) for name in jobs[0].state})
-        batch = clients[0].source.batch_size or 1 << (max(max(each.sizes) for each in clients) - 1).bit_length()
+        received = _together([job.received for job in rows])
+        state = State({name: torch.stack([job.state[name] for job in rows]) for name in rows[0].state})
         self.train_mode()
         with self.using(settings):
             carry, fixed = self.begin(state, received, self._context(rows), received.w.expand(width, -1))
-            for block in blocks(clients, width, batch):
+            for block in blocks:
                 carry = self._steps(carry, block, fixed, settings)
             upload, state = self.finish(carry, fixed)
-        return self._results(jobs, carry, upload, state)
+        uploads, states = ({n: v if v.ndim > 1 else v.expand(width, -1) for n, v in g.items()} for g in (upload, state))
+        return carry, uploads, State(states)
 
-    def _results(self, jobs: Sequence[Job], carry: Carry, upload: Upload, state: State) -> list[LocalResult]:
-        width = len(carry.w)
-        groups = [{n: v if v.ndim > 1 else v.expand(width, -1) for n, v in g.items()} for g in (upload, state)]
-        finite = torch.stack([is_finite(v) for group in groups for v in group.values()]).all(0).unbind()
-        uploads, states = ({name: v.unbind() for name, v in group.items()} for group in groups)
+    def _summary(self, jobs: Sequence[Job], carry: Carry, upload: Upload, state: State) -> tuple[Tensor, Tensor]:
+        """Returns whether each client's upload and state are finite, and its loss, ``(clients,)``."""
+        n = len(jobs)
+        finite = torch.stack([is_finite(v) for group in (upload, state) for v in group.values()]).all(0)
         steps = to_device([max(job.ctx.K, 1) for job in jobs], carry.loss.device, carry.loss.dtype)
-        each = zip(jobs, carry.w.unbind(), (carry.loss[: len(jobs)] / steps).unbind(), finite, strict=False)  # padding
+        return finite[:n], carry.loss[:n] / steps
+
+    @staticmethod
+    def _results(
+        jobs: Sequence[Job], carry: Carry, upload: Upload, state: State, finite: Tensor, loss: Tensor
+    ) -> list[LocalResult]:
+        uploads, states = ({name: v.unbind() for name, v in group.items()} for group in (upload, state))
+        each = zip(jobs, carry.w.unbind(), loss.unbind(), finite.unbind(), strict=False)  # padding
         return [
             LocalResult(
                 job.client,
@@ -221,7 +264,8 @@ class BatchedEngine(Engine):
             return vmap(self._output, in_dims=(None if shared else 0, 0))(teacher, x)
 
 
-def _is_out_of_memory(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
+    """Returns whether an error says that memory is out."""
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
 
 

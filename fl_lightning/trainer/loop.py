@@ -7,6 +7,7 @@ from typing import TypeAlias
 
 from fl_lightning.core import UserError
 from fl_lightning.engine import Job, LocalResult
+from fl_lightning.trainer import program
 from fl_lightning.trainer.cohort import Cohort
 from fl_lightning.trainer.engine_choice import choose_engine
 from fl_lightning.trainer.round import Round
@@ -19,11 +20,18 @@ Steps: TypeAlias = Generator[list[Job], Iterable[LocalResult], None]
 """Gives the jobs of one phase after another, and takes their results."""
 
 
-def rounds(run: Run) -> Steps:
-    """Trains a run until it is finished; whoever iterates does the local training."""
+def rounds(run: Run, alone: bool) -> Steps:
+    """Trains a run until it is finished; whoever iterates does the local training.
+
+    Args:
+        run: The run.
+        alone: Whether no other run is trained with it; then rounds that nobody needs run as one program.
+    """
     with session(run):
         while not run.finished:
             with run.transaction():
+                if alone and program.train(run):
+                    continue
                 cohort = Cohort.draw(run, run.rounds_done)
                 round_ = Round(run, cohort, partial(run.call, "on_local_end"))
                 run.call("on_round_start", run.round_context(cohort.t), cohort.clients)
@@ -50,10 +58,7 @@ def close(run: Run, metrics: Mapping[str, float], losses: Sequence[float] = ()) 
         if not evaluated:
             _evaluate(run, losses)
         run.call("on_last_round")
-    logged, run.round_metrics = run.round_metrics, {}  # what is logged from now on belongs to the next round
-    for logger in run.loggers:
-        logger.log_metrics(metrics=logged, step=run.rounds_done)
-    run.call("on_round_logged", logged)
+    run.call("on_round_logged", run.write_metrics())
 
 
 def _evaluate(run: Run, losses: Sequence[float]) -> None:
@@ -73,7 +78,7 @@ def train(runs: Sequence[Run]) -> dict[Run, UserError]:
         UserError: If the engine cannot run the objective, or one of the runs cannot begin.
     """
     choose_engine(runs)
-    steps = {run: rounds(run) for run in runs}
+    steps = {run: rounds(run, alone=len(runs) == 1) for run in runs}
     jobs: dict[Run, list[Job]] = {}
     broken: dict[Run, UserError] = {}
 

@@ -56,8 +56,7 @@ class Round:
         self.aggregated: dict[str, float] = {}
         self.bits = self.steps = 0
         self.training_s = 0.0
-        self._started, self._callback_s = time.perf_counter(), run.callback_s
-        self._cpu_started = time.process_time()
+        self._clock, self._callback_s = Clock(), run.callback_s
 
     def train(self, engine: Engine) -> Round:
         """Runs all phases.
@@ -105,12 +104,8 @@ class Round:
 
     def metrics(self) -> dict[str, float]:
         """Returns the metrics of the applied round; its time is that since it was made, without callbacks."""
-        run, cohort = self.run, self.cohort
-        if run.fabric.device.type == "cuda":
-            torch.cuda.synchronize()
-        seconds = time.perf_counter() - self._started - (run.callback_s - self._callback_s)
-        cpu_seconds = time.process_time() - self._cpu_started
-        models = self.bits / (max(cohort.asked, 1) * 8 * run.server.w.nbytes)
+        run = self.run
+        callback_s = run.callback_s - self._callback_s
         loss = {"client/train/loss": float(self.losses.mean())} if len(self.losses) else {}
         skipped = run.metrics.get("client/diverged", 0) + (self.diverged is not None)
         return {
@@ -118,16 +113,53 @@ class Round:
             **self.aggregated,
             **{f"client/{kind}": len(clients) for kind, clients in self.failed.items()},
             **({"client/diverged": skipped} if run.settings.on_divergence == "continue" else {}),
+            **self._clock.spent(run, self.cohort, self.bits, self.steps, self.training_s, callback_s),
+        }
+
+
+class Clock:
+    """Measures the time of rounds, from when it is made."""
+
+    def __init__(self) -> None:
+        self._started, self._cpu_started = time.perf_counter(), time.process_time()
+
+    def spent(
+        self,
+        run: Run,
+        cohort: Cohort,
+        bits: int,
+        steps: int,
+        training_s: float,
+        callback_s: float = 0.0,
+        rounds: int = 1,
+    ) -> dict[str, float]:
+        """Returns the metrics of the effort of a round that has been applied.
+
+        Args:
+            run: The run.
+            cohort: The round's clients.
+            bits: Bits that went over the wire.
+            steps: Local steps.
+            training_s: Seconds of local training of all rounds since the clock was made.
+            callback_s: Seconds of callbacks, which do not count.
+            rounds: Rounds since the clock was made, which share its time.
+        """
+        if run.fabric.device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds = (time.perf_counter() - self._started - callback_s) / rounds
+        cpu_seconds = (time.process_time() - self._cpu_started) / rounds
+        models = bits / (max(cohort.asked, 1) * 8 * run.server.w.nbytes)
+        return {
             "client/lr": run.objective.lr(run.round_context(cohort.t)),
-            "client/steps": run.metrics.get("client/steps", 0) + self.steps,
-            "client/passes": run.metrics.get("client/passes", 0) + self.steps * sum(run.objective.passes),
+            "client/steps": run.metrics.get("client/steps", 0) + steps,
+            "client/passes": run.metrics.get("client/passes", 0) + steps * sum(run.objective.passes),
             "comm/total_bits": run.state.total_bits,
             "comm/transmissions": run.metrics.get("comm/transmissions", 0.0) + models,
             "time/round_s": seconds,
             "time/cpu_s": cpu_seconds,
-            "time/orchestration_s": seconds - self.training_s,
+            "time/orchestration_s": seconds - training_s / rounds,
             "time/clients_per_s": len(cohort.clients) / seconds,
-            "time/steps_per_s": self.steps / seconds,
+            "time/steps_per_s": steps / seconds,
         }
 
 

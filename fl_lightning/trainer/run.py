@@ -57,7 +57,8 @@ class Callback(Checked, key="trainer.callbacks: {}"):
         """Returns whether the callback needs round ``t``, from 0: its local models, or the run at its end.
 
         By default it needs every round if it overrides a hook that a round calls, otherwise none. Rounds that nobody
-        needs may run as one program; the last round of a run is never among them.
+        needs may run as one program, which calls no hook but `on_round_logged`, once, at its end. The last round of a
+        run is never among them.
         """
         hooks = ("on_round_start", "on_local_end", "on_round_end", "on_round_logged")
         return any(getattr(type(self), hook) is not getattr(Callback, hook) for hook in hooks)
@@ -116,8 +117,8 @@ def by_key(objects: Sequence[T]) -> dict[str, T]:
 class Run:
     """A run, which callbacks get and ``FederatedTrainer.fit`` returns.
 
-    The constructor launches the processes, sets up the data, and moves the objective to its device; it writes nothing.
-    A round replaces the run's `state` and the clients' rows; the other objects stay the same.
+    The constructor launches the processes, sets up the data, and moves the objective to its device; it writes nothing,
+    and raises a `UserError` if the data do not fit. A round replaces `state` and the clients' rows, nothing else.
 
     Args:
         settings: The trainer's settings.
@@ -152,9 +153,6 @@ class Run:
         folder: The run's folder; of a restored run, that of the checkpoint.
         callback_s: Seconds spent in callbacks.
         saved_rounds: Rounds done when a checkpoint was last written.
-
-    Raises:
-        UserError: If the data do not fit.
     """
 
     folder: RunFolder
@@ -214,8 +212,6 @@ class Run:
         """Returns name, size and progress."""
         size = f"{self.data.num_clients:,} clients, {self.net.w.numel():,} weights"
         return f"Run({self.name}: {size}, round {self.rounds_done:,} of {self.max_rounds:,})"
-
-    # State
 
     @property
     def server(self) -> State:
@@ -290,8 +286,6 @@ class Run:
         self.should_stop = self._stopped = stop
         return stop and self.rounds_done < self.max_rounds
 
-    # What local training gets
-
     def round_context(self, t: int, phase: int = 0) -> RoundContext:
         """Returns the context of round ``t``."""
         return RoundContext(t, self.max_rounds, self.data.num_clients, self.objective.flat, phase)
@@ -306,13 +300,18 @@ class Run:
         block, compile = self.settings.client_block, self.settings.compile
         return ENGINES[name](self.objective, self.net, self.fabric.autocast, block, compile)
 
-    # Metrics and hooks
-
     def log(self, metrics: Mapping[str, float]) -> None:
         """Adds metrics to this round's; names say what was measured where, as in ``server/test/acc``."""
         metrics = {name: float(value) for name, value in metrics.items()}
         self.round_metrics.update(metrics)
         self.state = replace(self.state, metrics={**self.metrics, **metrics})
+
+    def write_metrics(self) -> Mapping[str, float]:
+        """Gives the round's metrics to the loggers, and returns them; later ones belong to the next round."""
+        logged, self.round_metrics = self.round_metrics, {}
+        for logger in self.loggers:
+            logger.log_metrics(metrics=logged, step=self.rounds_done)
+        return logged
 
     def call(self, hook: str, *arguments: Any) -> None:
         """Calls a hook of every callback."""

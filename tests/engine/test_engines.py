@@ -357,14 +357,14 @@ def test_the_check_raises_no_false_alarm(net: type[nn.Module], precision: str, t
 def test_blocks_hold_clients_of_like_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sorted stably, so clients of equal length stay in their order; the results come in the cohort's."""
     seen: list[list[int]] = []
-    trained = BatchedEngine._trained
+    trained = BatchedEngine._train_block
 
     def watching(self: BatchedEngine, jobs: Any) -> Any:
         seen.append([len(job.minibatches) for job in jobs])
         return trained(self, jobs)
 
     one = train(tmp_path, algorithms.SCAFFOLD(net=Small()), "sequential", clients_per_round=5)
-    monkeypatch.setattr(BatchedEngine, "_trained", watching)
+    monkeypatch.setattr(BatchedEngine, "_train_block", watching)
     run = train(
         tmp_path, algorithms.SCAFFOLD(net=Small()), "batched", clients_per_round=5, client_block=2, max_rounds=3
     )
@@ -375,7 +375,7 @@ def test_blocks_hold_clients_of_like_length(tmp_path: Path, monkeypatch: pytest.
 
 def test_out_of_memory_halves_what_was_at_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last block has three clients, but eight rows."""
-    trained = BatchedEngine._trained
+    trained = BatchedEngine._train_block
     left = [1]
 
     def fails(self: BatchedEngine, jobs: Any) -> Any:
@@ -386,7 +386,7 @@ def test_out_of_memory_halves_what_was_at_work(tmp_path: Path, monkeypatch: pyte
 
     arrays = Digits(num_clients=20, batch_size=64)
     objective = FedAvg(net=nn.Sequential(nn.Flatten(), nn.Linear(64, 10)))
-    monkeypatch.setattr(BatchedEngine, "_trained", fails)
+    monkeypatch.setattr(BatchedEngine, "_train_block", fails)
     with pytest.warns(UserWarning, match="out of memory with 8 clients at once: 4 from now on"):
         run = train(tmp_path, objective, "batched", arrays=arrays, clients_per_round=11, client_block=8, max_rounds=1)
     assert isinstance(run.engine, BatchedEngine) and run.engine.width == 4

@@ -1,0 +1,139 @@
+"""Consecutive rounds as one program, where nobody looks at the run between them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from operator import itemgetter
+
+import torch
+from torch import Tensor
+
+from fl_lightning.algorithms.parts.base import Part
+from fl_lightning.core import State, accumulator_dtype
+from fl_lightning.data.minibatches import CHUNK
+from fl_lightning.engine import Job
+from fl_lightning.engine.batched import BatchedEngine, is_out_of_memory
+from fl_lightning.trainer.aggregation.base import Mean
+from fl_lightning.trainer.cohort import Cohort
+from fl_lightning.trainer.round import Clock
+from fl_lightning.trainer.run import Run
+
+LONGEST = 100
+"""Maximum number of rounds of a program."""
+
+
+def length(run: Run) -> int:
+    """Returns how many rounds may run as one program, from the next one on.
+
+    A program needs rounds of one phase, and clients that train in one block on one process, never fail, and are
+    averaged by their mean. It ends before a round that is evaluated, or that a callback needs.
+    """
+    objective, engine = run.objective, run.engine
+    possible = (
+        isinstance(engine, BatchedEngine)
+        and engine.width is None
+        and type(run.aggregation) is Mean
+        and run.fabric.world_size == 1
+        and objective.phases == 1
+        and run.data.batch_size is not None
+        and run.settings.max_time is None
+        and not (run.failure_kinds or run.data.stream or run.clients.on_disk or run.should_stop)
+        and all(type(part).bits is Part.bits for part in objective.all_parts)  # others may depend on the values
+    )
+    ahead = range(run.rounds_done, run.rounds_done + LONGEST * possible)
+    return sum(1 for _ in takewhile(lambda t: not run.needs_round(t), ahead))
+
+
+def train(run: Run) -> bool:
+    """Trains and logs the next rounds if they may run as one program: with the same bits as one by one.
+
+    Cohorts and minibatches are drawn ahead. Of the hooks of callbacks only `on_round_logged` is called, after the last
+    of the rounds. The program ends before a round with a result that is not finite, or without clients.
+
+    Returns:
+        Whether it has trained any; otherwise the run is as before.
+    """
+    clock, started = Clock(), time.perf_counter()
+    cohorts = _cohorts(run, length(run))
+    try:
+        trained = _train(run, cohorts) if len(cohorts) > 1 else []
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        trained = []  # the next round runs by itself, in smaller blocks
+    training_s = time.perf_counter() - started
+    rows: dict[int, State] = {}
+    for cohort, done in zip(cohorts, trained, strict=False):
+        rows |= done.rows
+        run.apply(run.state.after_round(done.server, done.bits, {"refused": []}), {})
+        steps = sum(cohort.attendance.steps.values())
+        spent = clock.spent(run, cohort, done.bits, steps, training_s, rounds=len(trained))
+        run.log({"client/train/loss": float(done.losses.cpu().mean()), "client/refused": 0, **spent})
+        logged = run.write_metrics()
+    if not trained:
+        return False
+    run.clients.stage(rows)
+    run.call("on_round_logged", logged)
+    return True
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The result of a round: the server's state, the clients' by id, their losses ``(clients,)``, and bits sent."""
+
+    server: State
+    rows: Mapping[int, State]
+    losses: Tensor
+    bits: int
+
+
+def _cohorts(run: Run, n: int) -> list[Cohort]:
+    """Returns the cohorts of up to ``n`` rounds: those before one without clients, whose samples can be gathered."""
+    cohorts: list[Cohort] = []
+    room = CHUNK // ((run.data.batch_size or 1) * run.data.sample_bytes(run.dtype))  # in minibatches
+    for t in range(run.rounds_done, run.rounds_done + n):
+        cohort = Cohort.draw(run, t)
+        room -= len(cohort.clients) * max(cohort.attendance.steps.values(), default=room + 1)
+        if room < 0:
+            break
+        cohorts.append(cohort)
+    return cohorts
+
+
+def _train(run: Run, cohorts: Sequence[Cohort]) -> list[Trained]:
+    """Trains the cohorts one after another; returns the results before the first one that is not finite."""
+    objective, engine, rule = run.objective, run.engine, run.aggregation
+    assert isinstance(engine, BatchedEngine)
+    batches = [[run.minibatches(k, ctx) for k, ctx in zip(c.clients, c.contexts, strict=True)] for c in cohorts]
+    server, rows, scratch = run.server, dict[int, State](), objective.scratch_inits()
+    results, finite = list[Trained](), list[Tensor]()
+    with engine.checked():
+        for cohort, its, block in zip(cohorts, batches, engine.blocks_ahead(batches), strict=True):
+            ctx = run.round_context(cohort.t)
+            sent = objective.begin_phase(server, ctx)
+            jobs = [
+                Job(k, run.clients.get(k, sent.w, scratch, rows.get(k)), sent, own, each, run.seed, run.varied)
+                for k, own, each in zip(cohort.clients, cohort.contexts, its, strict=True)
+            ]
+            upload, state, ok, losses = engine.train_together(jobs, block)
+            uploads, arrived = rule.uploads(objective, cohort.contexts, ctx, sent.w), _by_client(upload, len(jobs))
+            for each, client in zip(arrived, cohort.contexts, strict=True):
+                uploads.add(each, client.n_k)
+            after = objective.finish_phase(server, sent, uploads, ctx)
+            server = objective.finish_round(after, server, ctx)
+            new = dict(zip(cohort.clients, map(State, _by_client(state, len(jobs))), strict=True))
+            rows |= new
+            bits = len(jobs) * (objective.bits(sent, up=False) + objective.bits(arrived[0], up=True))
+            results.append(Trained(server, new, losses.to(accumulator_dtype(losses.device)), bits))
+            finite.append(ok.all() & after.finite())
+    # the only time that the rounds wait for local training
+    return [result for result, _ in takewhile(itemgetter(1), zip(results, torch.stack(finite).tolist(), strict=True))]
+
+
+def _by_client(values: Mapping[str, Tensor], n: int) -> list[dict[str, Tensor]]:
+    """Returns the rows of the first ``n`` clients."""
+    columns = {name: v.unbind() for name, v in values.items()}
+    return [{name: column[i] for name, column in columns.items()} for i in range(n)]

@@ -1,0 +1,149 @@
+"""Rounds that nobody needs run as one program, with the bits of single rounds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fl_lightning as fl
+from fl_lightning import SGD, Callback, Checkpoints, Digits, DigitsMLP, FedAvg, FederatedTrainer
+from fl_lightning.core import DivergenceError
+from fl_lightning.engine.batched import BatchedEngine
+from fl_lightning.trainer import program
+from fl_lightning.trainer.run import Run
+from tests.runs import assert_same, metrics, state
+
+CLASSES = {name: getattr(fl, name) for name in dir(fl)}
+ALGORITHMS = [
+    name
+    for name, each in CLASSES.items()
+    if isinstance(each, type) and issubclass(each, fl.LocalObjective) and each is not fl.LocalObjective
+]
+QUICK = {"FedAvg", "FedSMOO", "FedGMT", "FedGF", "SCAFFOLD", "FedAdam", "NaiveFedGloSS"}
+
+
+class Rounds(Callback):
+    """Notes the rounds after which it is called, and needs none."""
+
+    def __init__(self, fails_at: int = 99) -> None:
+        self.fails_at, self.seen = fails_at, list[int]()
+
+    def needs_round(self, t: int) -> bool:
+        return False
+
+    def on_round_logged(self, run: Run, metrics: Any) -> None:
+        self.seen.append(run.rounds_done)
+        if run.rounds_done == self.fails_at:
+            raise KeyboardInterrupt
+
+
+def train(
+    root: Path, make: Any = FedAvg, *callbacks: Callback, resume: Any = None, lr: float = 0.1, **more: Any
+) -> Run:
+    torch.manual_seed(0)
+    trainer = FederatedTrainer(
+        callbacks=[*callbacks, Checkpoints(11)],
+        **{
+            "max_rounds": 26, "clients_per_round": 4, "eval_every": 20, "eval_last": 2, "engine": "graphed",
+            "accelerator": "cpu", "threads": 1, "enable_progress_bar": False, "default_root_dir": str(root), **more,
+        },
+    )  # fmt: skip
+    return trainer.fit(make(DigitsMLP(hidden=8), optimizer=SGD(lr, momentum=0.5)), data(), resume)
+
+
+def data() -> Digits:
+    return Digits(num_clients=9, batch_size=32, partition=fl.Dirichlet(0.3))
+
+
+def one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program, "LONGEST", 0)
+
+
+def check_same(one: Run, other: Run) -> None:
+    assert_same(state(one.folder.path), state(other.folder.path))
+    assert metrics(one.folder.path) == metrics(other.folder.path)
+
+
+@pytest.mark.parametrize("engine", ["batched", "graphed"])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in ALGORITHMS])
+def test_the_bits_are_those_of_single_rounds(
+    name: str, engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for NaiveFedGloSS, whose rounds have two phases, rounds 1 to 10, 12 to 19, 23 and 24 are programs."""
+    together = train(tmp_path, CLASSES[name], seen := Rounds(), engine=engine)
+    every = [*range(1, 27)]
+    assert seen.seen == (every if name == "NaiveFedGloSS" else [10, 11, 19, 20, 21, 22, 24, 25, 26])
+    one_by_one(monkeypatch)
+    alone = train(tmp_path, CLASSES[name], seen := Rounds(), engine=engine)
+    assert seen.seen == every
+    check_same(together, alone)
+
+
+def test_an_interruption_falls_between_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of rounds 12 to 19 is undone."""
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path, fl.SCAFFOLD, Rounds(fails_at=19))
+    [broken] = tmp_path.glob("*/*/checkpoints/last.ckpt")
+    assert torch.load(broken, weights_only=False)["round"] == 11
+    resumed = train(tmp_path, fl.SCAFFOLD, Rounds(), resume=str(broken))
+    one_by_one(monkeypatch)
+    check_same(resumed, train(tmp_path, fl.SCAFFOLD))
+
+
+def test_a_program_ends_before_a_round_that_is_not_finite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same clients are refused as one by one, and then all of them."""
+
+    class Grows(FedAvg):
+        def local_end(self, w: Any, client: Any, received: Any, ctx: Any) -> Any:
+            factor = 1e30 if ctx.t == 4 else 1e5 if ctx.t in (12, 13, 14) else 1.0
+            return super().local_end(w * factor * (1 + ctx.n_k // 200), client, received, ctx)
+
+    lines = []
+    for _ in range(2):
+        with pytest.raises(DivergenceError) as error:
+            train(tmp_path, Grows)
+        lines.append(str(error.value))
+        one_by_one(monkeypatch)
+    together, alone = sorted(tmp_path.glob("*/version_*"))
+    assert lines[0] == lines[1]
+    assert_same(state(together), state(alone))
+    assert metrics(together) == metrics(alone)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"engine": "sequential"},
+        {"client_block": 2},
+        {"aggregation": fl.CoordinateMedian()},
+        {"faults": fl.Faults(drop_after=0.2)},
+        {"max_time": "00:01:00:00"},
+    ],
+)
+def test_rounds_that_run_one_by_one(more: dict[str, Any], tmp_path: Path) -> None:
+    assert train(tmp_path, FedAvg, seen := Rounds(), max_rounds=3, **more).rounds_done == 3
+    assert seen.seen == [1, 2, 3]
+
+
+def test_a_program_holds_what_memory_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = train(tmp_path)
+    sample = data()
+    sample.setup("fit")
+    step = 32 * sample.sample_bytes(torch.float32)
+    most = 3 * 4 * (1 + max(len(client) for client in sample.clients) // 32)
+    monkeypatch.setattr(program, "CHUNK", most * step)
+    few = train(tmp_path, FedAvg, seen := Rounds())
+    assert len(seen.seen) > 9
+    check_same(few, alone)
+
+
+def test_what_does_not_fit_into_memory_runs_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> None:
+        raise torch.OutOfMemoryError("simulated")
+
+    monkeypatch.setattr(BatchedEngine, "train_together", fails)
+    train(tmp_path, FedAvg, seen := Rounds(), max_rounds=3)
+    assert seen.seen == [1, 2, 3]
