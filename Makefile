@@ -75,7 +75,7 @@ format: dev ## Mend style and formatting where that can be done safely
 	$(RUN) ruff format
 
 docs: dev ## Build the documentation into site/
-	NO_MKDOCS_2_WARNING=1 $(RUN) mkdocs build --strict
+	$(RUN) zensical build --strict --clean
 
 bench: venv ## Measure the engines and renew docs/benchmarks.md (a quarter of an hour)
 	$(BIN)/python benchmarks/bench_engine.py
@@ -84,5 +84,5 @@ gpu: venv ## Check a CUDA device, measure on it, train the papers' runs (half an
 	@$(BIN)/python benchmarks/gpu.py --leg all --device cuda --report docs/guides/gpu.md
 
 clean: ## Remove caches and built files (.venv, runs/ and data/ stay)
-	rm -rf build dist site htmlcov .coverage .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist site .cache htmlcov .coverage .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -path ./$(VENV) -prune -o -type d \( -name __pycache__ -o -name .ipynb_checkpoints -o -name '*.egg-info' \) -exec rm -rf {} +
