@@ -15,6 +15,7 @@ from fl_lightning.commands.shared.output import show_table
 from fl_lightning.core import UserError, ensure, read_json
 from fl_lightning.results.configs import config_files, read_config
 from fl_lightning.results.headline import SUMMARY as ENDED
+from fl_lightning.results.headline import window
 from fl_lightning.results.metrics import FILE, read_metrics, rounds_done
 from fl_lightning.results.summary import summarise
 from fl_lightning.trainer.storage.lock import in_use
@@ -36,6 +37,7 @@ class Listed:
         state: running, finished (all rounds are done), ended (it was stopped early) or interrupted.
         rounds: Rounds done, and those of the config.
         headline: The headline of the metric on the test set, if it was measured.
+        last: Rounds at the end that it covers; 0 if it was not measured.
         minutes: Training time.
         size: Bytes of the folder.
         changed: When its files changed last, in seconds since 1970.
@@ -45,6 +47,7 @@ class Listed:
     state: str
     rounds: str
     headline: str
+    last: int
     minutes: str
     size: int
     changed: float
@@ -93,7 +96,7 @@ def find(folders: list[str]) -> list[Listed]:
 
 def _listed(folder: Path) -> Listed:
     files = [(path, path.stat()) for path in folder.rglob("*") if path.is_file()]
-    headline, minutes, done, asked = "", "", 0, None
+    headline, last, minutes, done, asked = "", 0, "", 0, None
     try:
         done = rounds_done(read_metrics(folder / FILE)) if (folder / FILE).is_file() else 0
         if configs := list(config_files(folder).values()):
@@ -102,20 +105,23 @@ def _listed(folder: Path) -> Listed:
         state = "finished" if ended and asked in (done, None) else "ended" if ended else "interrupted"
         if done:
             shown = summarise(folder)
-            headline, minutes = f"{shown.mean:.4g}", "" if shown.minutes is None else f"{shown.minutes:.1f}"
+            headline, last = f"{shown.mean:.4g}", shown.last
+            minutes = "" if shown.minutes is None else f"{shown.minutes:.1f}"
     except (KeyError, TypeError):
         state = "damaged"
     except UserError as error:
         state = "damaged" if not str(error).startswith("metric = ") else state
     return Listed(
         folder, "running" if in_use(folder) else state, f"{done:,}" + ("" if asked is None else f"/{asked:,}"),
-        headline, minutes, sum(stat.st_size for _, stat in files), max((stat.st_mtime for _, stat in files), default=0),
+        headline, last, minutes, sum(stat.st_size for _, stat in files),
+        max((stat.st_mtime for _, stat in files), default=0),
     )  # fmt: skip
 
 
 def _table(found: list[Listed]) -> Table:
     table = Table(box=None, padding=(0, 1, 0, 0))
-    for head in ("run", "state", "rounds", "headline", "minutes", "MB"):
+    lasts = [each.last for each in found if each.last]
+    for head in ("run", "state", "rounds", window(lasts) if lasts else "headline", "minutes", "MB"):
         narrow = head != "run"
         table.add_column(head, justify="left" if head in ("run", "state") else "right", overflow="fold", no_wrap=narrow)
     for each in found:

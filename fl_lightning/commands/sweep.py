@@ -49,17 +49,15 @@ def run(file: str, /, jobs: int = 1, seeds: str = "0", seed: int = 0, out: str =
     with live if console.is_terminal else nullcontext():
         for found in controller.run(trials.build, jobs, trials.check):
             value = controller.objective.value(found.folder)
-            text = (
-                found.error
-                or f"finished, {controller.objective.name} {'not measured' if value is None else f'{value:.4g}'}"
-            )
+            number = "not measured" if value is None else f"{value:.4g}"
+            text = found.error or f"{'kept' if found.kept else 'finished'}, {controller.objective.name} {number}"
             console.print(f"{found.trial.name}: {text}", soft_wrap=True, highlight=False, markup=False)
     console.print(_table(controller, len(controller.trials), console.width))
     if (best := controller.best()) is not None:
         settings, of_one, value = best
         named = ", ".join(f"{key} = {chosen}" for key, chosen in settings.items())
         mean = f"mean of {len(of_one)} seeds " if len(of_one) > 1 else ""
-        print(f"best: {named}; {controller.objective.name} {mean}{value:.4g}")
+        print(f"best: {named}; {controller.label}: {mean}{value:.4g}")
         print(f"its config: {controller.folder / 'best.yaml'}")
     print(f"results: {controller.folder / 'sweep.csv'}")
     ended = list(controller.outcomes.values())
@@ -72,7 +70,7 @@ def run(file: str, /, jobs: int = 1, seeds: str = "0", seed: int = 0, out: str =
 def _table(controller: Controller, most: int, width: int) -> Group:
     """The trials, those that run first."""
     keys = [*dict.fromkeys(key for trial in controller.trials for key in trial.settings)]
-    numbers = [Column(head, justify="right") for head in ("round", controller.objective.name)]
+    numbers = [Column(head, justify="right") for head in ("round", controller.label)]
     table = Table(*(key.rpartition(".")[2] for key in keys), "state", *numbers, box=None)
     states = [(trial, *controller.state(trial)) for trial in controller.trials]
     order = ("running", "failed", "finished", "waiting")

@@ -1,5 +1,6 @@
 """The headline of a run: the number of a metric that summary, W&B, compare, report, reproduce and sweep show."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from fl_lightning.core import read_json
@@ -25,6 +26,27 @@ def last_rounds(rounds: int, eval_last: int = 1) -> int:
         eval_last: The setting of the run.
     """
     return eval_last if 1 < eval_last <= rounds / 2 else min(MOST, -(-rounds // 10))
+
+
+def window(lasts: Iterable[int]) -> str:
+    """Returns the head of a column of headlines, such as ``last 20``; ``last 5 to 20`` where runs differ in the number.
+
+    Args:
+        lasts: `last_rounds` of each run, at least one.
+    """
+    found = sorted(set(lasts))
+    return f"last {found[0]} to {found[-1]}" if len(found) > 1 else f"last {found[0]}"
+
+
+def window_of(folders: Iterable[Path]) -> str:
+    """Returns the `window` of runs from their folders; empty if none has a round.
+
+    Raises:
+        UserError: If a file of a run is damaged.
+    """
+    done = [(rounds_done(read_run(folder)), eval_last_of(folder)) for folder in folders]
+    lasts = [last_rounds(rounds, eval_last) for rounds, eval_last in done if rounds]
+    return window(lasts) if lasts else ""
 
 
 def eval_last_of(folder: Path) -> int:

@@ -7,6 +7,7 @@ from statistics import fmean
 from textwrap import wrap
 
 from fl_lightning.results.compare import Group
+from fl_lightning.results.headline import window
 from fl_lightning.results.metrics import deviation, table_text
 from fl_lightning.results.names import METRICS, Mode, is_of_clients, known, mode_of, read_directions
 from fl_lightning.results.terminal import divided
@@ -93,12 +94,12 @@ def tex(text: str) -> str:
 def columns(groups: Sequence[Group], reference: Group | None = None) -> list[Column]:
     """Returns the columns of the table; no two have the same head."""
     runs = [run for group in groups for run in group.runs]
-    first, windows = runs[0], {run.last for run in runs}
+    first = runs[0]
     mode, fraction = first.mode, known(first.metric).unit == "fraction"
     directions = read_directions(groups[0].folders[0])
     leaf = next((name.rpartition("/")[2] for run in runs for name in run.clients), "acc")  # the data's metric
     shown = [
-        Column("mean", f"last {windows.pop()}" if len(windows) == 1 else "headline", "mean", mode, spread=",.4f"),
+        Column("mean", window(run.last for run in runs), "mean", mode, spread=",.4f"),
         Column("std_rounds", "sd over rounds", "std", None),
         Column("best", "best", "best", mode),
         Column("final", "final", "final", mode),

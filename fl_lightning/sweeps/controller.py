@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fl_lightning.core import PositiveInt, make_folder, read_json, require, write_atomically
+from fl_lightning.results.headline import SUFFIX, window_of
 from fl_lightning.results.metrics import average, read_run, rounds_done, write_table
 from fl_lightning.sweeps.file import Objective, Sweep
 from fl_lightning.sweeps.hyperband import StopEarly
@@ -131,6 +132,13 @@ class Controller:
         found = average([math.nan if value is None else value for value in values])
         return found if math.isfinite(found) else None
 
+    @property
+    def label(self) -> str:
+        """The objective's name; that of a headline with the rounds that it covers, as ``server/test/acc, last 20``."""
+        column, folders = self.objective.column, (found.folder for found in self.outcomes.values())
+        covered = window_of(filter(None, folders)) if self.objective.name == column + SUFFIX else ""
+        return f"{column}, {covered}" if covered else self.objective.name
+
     def best(self) -> tuple[Settings, list[Trial], float] | None:
         """Returns the settings with the best mean over their seeds, their trials, and that mean."""
         found = [(settings, of_one, self.value(of_one)) for settings, of_one in self._settings.values()]
@@ -166,7 +174,9 @@ class Controller:
     def _trial(self, settings: Mapping[str, Any], seed: int) -> Trial:
         shown = {**settings, SEED: settings.get(SEED, seed)}
         args = (*self.sweep.args, *(f"--{key}={value}" for key, value in shown.items()))
-        return Trial(name_of(shown), args, self.sweep.command, shown)
+        fixed = {parameter.key for parameter in self.sweep.parameters if parameter.distribution == "constant"}
+        varied = {key: value for key, value in shown.items() if key not in fixed - {SEED}}
+        return Trial(name_of(varied), args, self.sweep.command, shown)
 
     def _target_reached(self) -> bool:
         best = self.best()

@@ -7,9 +7,10 @@ from pathlib import Path
 from rich.markup import escape
 from rich.table import Table
 
+from fl_lightning.results.headline import window_of
 from fl_lightning.results.measurements import last_measurements, protocol
 from fl_lightning.results.metrics import markdown, write_table
-from fl_lightning.results.papers import COLUMNS, MEASURED, Line
+from fl_lightning.results.papers import COLUMNS, EVALUATED, MEASURED, Line
 from fl_lightning.results.table import tex
 from fl_lightning.sweeps.reproduction import column
 
@@ -17,9 +18,11 @@ HEADS = ("", "ours", "paper", "difference", "seeds")
 
 
 def title(lines: Sequence[Line]) -> str:
-    """Returns the table's title, with the fraction of the rounds and the settings that are not the paper's."""
+    """Returns the table's title: fraction of the rounds, those of the means, and settings that are not the paper's."""
     first = lines[0]
     rounds = "all rounds" if first.fraction == 1 else f"{100 * first.fraction:.4g} % of the rounds"
+    if counted := window_of(run for line in lines if line.cell.metric in EVALUATED for run in line.folders):
+        rounds += f", means of the {counted}"
     return ", with ".join(filter(None, (f"{first.cell.paper}, Table {first.cell.table}: {rounds}", first.settings)))
 
 

@@ -8,7 +8,7 @@ import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -69,11 +69,13 @@ class Outcome:
         trial: The trial.
         folder: Its run folder, if it has one.
         error: Why it failed; None if it has finished.
+        kept: Whether an earlier call has trained it.
     """
 
     trial: Trial
     folder: Path | None = None
     error: str | None = None
+    kept: bool = False
 
 
 @dataclass
@@ -135,7 +137,7 @@ def run_trials(
         if found is None:
             todo.append(trial)
         else:
-            yield found
+            yield replace(found, kept=True)
     groups = deque(_groups(todo, -(-len(todo) // jobs) if jobs > 1 else WIDTH))
     train = partial(_train, folder, build, resume, early)
     starts: Counter[tuple[str, int]] = Counter()
@@ -183,12 +185,13 @@ def newest_run(trial: Trial, folder: Path) -> Path | None:
 def name_of(settings: Mapping[str, Any]) -> str:
     """Returns a name for a trial that tries settings, such as ``rho_0.1_seed_0``; no two settings have the same.
 
-    Settings that the name does not spell out, such as a path, give it eight digits of their hash.
+    Settings that the name does not spell out, such as a path or a drawn number, give it eight digits of their hash.
     """
-    spelled = {key: short(value) if isinstance(value, Mapping) else str(value) for key, value in settings.items()}
+    spelled = {key: _spelled(value) for key, value in settings.items()}
     named = "_".join(f"{key.rpartition('.')[2]}_{value}" for key, value in spelled.items())
     name = "".join(c if c.isalnum() or c in "._-+=" else "-" for c in named)[:LONGEST]
-    if all(re.fullmatch(r"[A-Za-z0-9.+-]+", str(value)) for value in settings.values()) and name == named:
+    whole = all(str(value) == spelled[key] for key, value in settings.items())
+    if whole and all(re.fullmatch(r"[A-Za-z0-9.+-]+", text) for text in spelled.values()) and name == named:
         return name
     return f"{name}_{hashlib.sha256(repr(sorted(settings.items())).encode()).hexdigest()[:8]}"
 
@@ -200,6 +203,12 @@ def short(value: Any, digits: int = 6) -> str:
         options = [f"{key}_{short(own[key], digits)}" for key in own] if isinstance(own, Mapping) else [str(own)]
         return "_".join([str(value["class_path"]).rpartition(".")[2], *options])
     return f"{value:.{digits}g}" if isinstance(value, float) else str(value)
+
+
+def _spelled(value: Any) -> str:
+    """A number in full if six digits are enough for it."""
+    text = short(value)
+    return str(value) if isinstance(value, float) and float(text) == value else text
 
 
 def _groups(trials: Sequence[Trial], width: int) -> list[list[Trial]]:

@@ -30,7 +30,9 @@ def test_a_run_from_its_start_to_its_deletion(
             time.sleep(0.1)
         capsys.readouterr()
         cli("runs")
-        listed = states(capsys.readouterr().out)
+        out = capsys.readouterr().out
+        listed = states(out)
+        assert re.match(r"run +state +rounds +last 1( to \d+)? +minutes +MB$", out.splitlines()[0].rstrip())
         assert listed["runs/FedAvg-Digits/version_0"] == ("finished", "2/2")
         assert listed["runs/long/version_0"][0] == "running" and listed["runs/long/version_0"][1].endswith("/1,000,000")
         with pytest.raises(SystemExit, match=r"^error: delete: runs/long/version_0: trains; end it, or leave it out$"):

@@ -55,6 +55,7 @@ def test_a_sweep_over_algorithms_and_data(tmp_path: Path, capsys: pytest.Capture
     assert config["data"]["init_args"]["num_clients"] == int(best["data.num_clients"])
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("metrics.csv")}
     cli("sweep", str(file(tmp_path)), f"--out={tmp_path}")
+    assert capsys.readouterr().out.count(": kept, server/test/acc.max ") == 4
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("metrics.csv")} == before
 
 

@@ -13,7 +13,7 @@ from fl_lightning import UserError
 from fl_lightning.commands.shared.prediction import due
 from fl_lightning.results.compare import compare
 from fl_lightning.results.curves import curve_files, plot_curves
-from fl_lightning.results.headline import headline, last_rounds
+from fl_lightning.results.headline import headline, last_rounds, window_of
 from fl_lightning.results.metrics import read_metrics
 from fl_lightning.results.names import Mode
 from fl_lightning.results.summary import summarise
@@ -128,6 +128,8 @@ def test_one_headline_for_a_run(tmp_path: Path) -> None:
     sparse = write(tmp_path / "sparse", {4: 0.25}, rounds=20)  # its last evaluation lies before the window
     assert headline(sparse, acc) == 0.25 == summarise(sparse).mean
     assert summarise(folder).flatness == {"lambda_max": 1.0}
+    assert window_of([folder]) == "last 10" and window_of([folder, sparse]) == "last 2 to 10"
+    assert window_of([tmp_path]) == "", "no round"
 
 
 @pytest.mark.parametrize("worst", [math.nan, math.inf, -math.inf])

@@ -65,11 +65,19 @@ def test_settings_that_are_drawn_again_are_one_trial(tmp_path: Path) -> None:
 
 def test_a_target_ends_a_grid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fl_lightning.trainer.parallel_runs.pays", lambda runs: False)
-    metric = {"name": "server/test/acc", "goal": "maximize", "target": 0.01}
+    metric = {"name": "server/test/acc_headline", "goal": "maximize", "target": 0.01}
     for _ in range(2):
         sweep = controller(tmp_path, [0.1, 0.2, 0.3], metric=metric)
         assert len(list(sweep.run(partial(build, engine="sequential")))) == 1
         assert [sweep.state(trial)[0] for trial in sweep.trials] == ["finished", "waiting", "waiting"]
+        assert sweep.label == "server/test/acc, last 1"
+
+
+def test_what_does_not_vary_is_in_no_name(tmp_path: Path) -> None:
+    lr = {"model.optimizer.lr": {"value": 0.05}}
+    sweep = controller(tmp_path, [0.1], parameters={"model.rho": {"value": 0.1}, **lr, "model.mu": {"values": [1, 2]}})
+    names = [sweep._trial(settings, 0).name for settings in sweep.search.propose(2)]
+    assert names == ["mu_1_seed_0", "mu_2_seed_0"]
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import signal
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -70,6 +71,7 @@ def test_finished_trials_are_kept_and_the_interrupted_one_goes_on(tmp_path: Path
     found = list(run_trials(asked, tmp_path, alone))
     assert [o.trial for o in found] == asked and not any(o.error for o in found)
     assert {path: path.stat().st_mtime_ns for path in before} == before
+    assert [o.kept for o in found] == [True, False, False]
     assert len(list(tmp_path.glob("*/version_*"))) == 3, "the interrupted run went on in its own folder"
     whole = list(run_trials(asked, tmp_path / "whole", alone))
     for one, other in zip(found, whole, strict=True):
@@ -142,6 +144,8 @@ def test_names_of_different_settings_differ() -> None:
     names = [name_of(settings) for settings in same]
     assert len({*names}) == len(same) and max(map(len, names)) < 200
     assert name_of({"model.rho": 0.1, "trainer.seed": 0}) == "rho_0.1_seed_0"
+    assert name_of({"rho": 100.0, "lr": 1e-05, "mu": 0.123456}) == "rho_100.0_lr_1e-05_mu_0.123456"
+    assert re.fullmatch(r"rho_0\.0922764_lr_0\.18_[0-9a-f]{8}", name_of({"rho": 0.0922764057884, "lr": 0.18}))
 
 
 def test_foreign_folders_do_no_harm(tmp_path: Path) -> None:
