@@ -20,6 +20,9 @@ def lazy(package: str, file: str) -> tuple[Callable[[str], object], list[str]]:
     def load(name: str) -> object:
         if name in module_of:
             return getattr(import_module(module_of[name], package), name)
-        raise AttributeError(f"module '{package}' has no attribute '{name}'")
+        from fl_lightning.core.names import similar  # not before it is needed: this package may be core's parent
+
+        hint = f"; did you mean {' or '.join(near)}?" if (near := similar(name, module_of, cutoff=0.8)) else ""
+        raise AttributeError(f"module '{package}' has no attribute '{name}'{hint}")
 
     return load, [*module_of]

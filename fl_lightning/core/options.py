@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origi
 import numpy as np
 
 from fl_lightning.core.errors import ensure, require
+from fl_lightning.core.names import SYNONYMS, similar
 from fl_lightning.core.secrets import hidden
 
 
@@ -186,6 +187,27 @@ def fits(value: Any, hint: Any) -> bool:
     return args != () or not isinstance(kind, type) or isinstance(value, kind)
 
 
+def refuse_setting(key: str, name: str, value: Any, of: type) -> None:
+    """Refuses a setting that the constructors of a class do not take.
+
+    Args:
+        key: Where the class stands in a config, such as ``trainer``.
+        name: Name of the setting.
+        value: Its value.
+        of: The class.
+
+    Raises:
+        UserError: Always; it names similar settings, or all.
+    """
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    constructors = [vars(c)["__init__"] for c in of.__mro__ if "__init__" in vars(c)]
+    taken = [p for init in constructors for p in inspect.signature(init).parameters.values() if p.kind in named]
+    known = sorted({p.name for p in taken} - {"self"})
+    near = [SYNONYMS[name]] if name in SYNONYMS else [f"{key}.{each}" for each in similar(name, known)]
+    hint = f"did you mean {' or '.join(near)}?" if near else f"choose from {', '.join(known)}"
+    require(False, f"{key}.{name}", value, f"no such setting; {hint}")
+
+
 def _finite(number: Real) -> bool:
     try:
         return math.isfinite(number)
@@ -211,6 +233,12 @@ def _checking(init: Callable[..., None]) -> Callable[..., None]:
             init(self, *args, **kwargs)
         except AttributeError as error:
             ensure("before Module.__init__" not in str(error), incomplete)
+            raise
+        except TypeError as error:
+            name = str(error).partition("got an unexpected keyword argument '")[2].partition("'")[0]
+            own = {f"{c.__qualname__}.__init__()" for c in type(self).__mro__}
+            if name in kwargs and str(error).partition(" got ")[0] in own:
+                refuse_setting(self.config_key.format(type(self).__name__), name, kwargs[name], type(self))
             raise
         if type(self).__init__ is checked_init:
             constructors = [c.__init__ for c in type(self).__mro__ if issubclass(c, Checked) and "__init__" in vars(c)]

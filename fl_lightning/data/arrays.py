@@ -56,6 +56,8 @@ class Arrays(FederatedDataModule):
         self.client_arrays, self.test = client_arrays, test
         if client_arrays is not None:
             ensure(test is not None, "test: missing; client_arrays need the central test set as (x, y)")
+            pairs = all(len(pair) == 2 for pair in client_arrays)
+            ensure(pairs, "client_arrays: give a list of pairs (x, y), one for each client")
             given = Given.consecutive(len(y) for _, y in client_arrays)
             kwargs = {**kwargs, "num_clients": len(client_arrays), "partition": given}
         super().__init__(**kwargs)

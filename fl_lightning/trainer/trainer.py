@@ -8,8 +8,8 @@ from lightning.fabric.loggers.logger import Logger
 from lightning.pytorch.callbacks import EarlyStopping
 
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.core import LATER, UserError, ensure
-from fl_lightning.core.names import SYNONYMS, similar
+from fl_lightning.core import LATER, ensure
+from fl_lightning.core.options import refuse_setting
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.trainer import resume
 from fl_lightning.trainer.aggregation.privacy import GaussianPrivacy
@@ -50,11 +50,8 @@ class FederatedTrainer(Settings):
         enable_progress_bar: bool = True,
         **settings: Any,
     ) -> None:
-        known = {*signature(Settings.__init__).parameters, *signature(FederatedTrainer.__init__).parameters}
-        for name in {*settings} - known:
-            key = SYNONYMS.get(name) or " or ".join(f"trainer.{near}" for near in similar(name, sorted(known)))
-            hint = f"; did you mean {key}?" if key else ""
-            raise UserError(f"trainer.{name} = {settings[name]}: no such setting{hint}")
+        for name in {*settings} - signature(Settings.__init__).parameters.keys():
+            refuse_setting("trainer", name, settings[name], FederatedTrainer)
         super().__init__(**settings)
         monitors = [PrivacyMonitor()] if isinstance(self.aggregation, GaussianPrivacy) else []
         self.callbacks: list[Callback] = with_defaults([*(callbacks or ()), *monitors], enable_progress_bar)

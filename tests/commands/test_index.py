@@ -138,12 +138,26 @@ def test_the_common_slips_get_the_right_key(slip: str, meant: str) -> None:
         ("--trainer.loggers+=TensorBoardLogger", "--trainer.loggers+=lightning.pytorch.loggers.TensorBoardLogger"),
         ("--trainer.callbacks [Trajectory", "give [Trajectory], or --trainer.callbacks+=Trajectory"),
         ("--model.help FedSamm", "model.help = FedSamm: no such class; did you mean FedSAM, "),
+        ("--trainer.faults 0.5", "trainer.faults = 0.5: no such class; choose from Faults. A class of your own"),
+        ("--model.metrics acc", "model.metrics = acc: expected a list; give [acc], or --model.metrics+=acc"),
         ("--model.optimizer.help Adam", "model.optimizer.help = Adam: no such class; did you mean AdamW?"),
     ],
 )
 def test_slips_that_only_the_parser_sees(slip: str, meant: str) -> None:
     found = line_of(FederatedCLI, "fit", "--config=quickstart", *shlex.split(slip))
     assert found is not None and meant in found
+
+
+def test_a_file_that_is_wrong_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.ckpt").write_bytes(b"x")
+    (tmp_path / "half.yaml").write_text("model: {rho: 0.1")
+    found = line_of(early.check, "flatness", "--ckpt_path", "mine.ckpt")
+    assert found == "ckpt_path = mine.ckpt: no config.yaml of its run lies above it; give --config"
+    with pytest.raises(ArgumentsError) as error:
+        FederatedCLI("fit", "--config=half.yaml")
+    line = explain(error.value, ["half.yaml"])
+    assert line is not None and "line 1, column" in line and "string" not in line
 
 
 def test_config_after_settings() -> None:

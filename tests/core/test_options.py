@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 import numpy as np
 import pytest
+import torch
 import yaml
 
 import fl_lightning
@@ -123,8 +124,19 @@ def test_a_class_of_the_user() -> None:
         Plain(gain=float("nan"))
     with pytest.raises(UserError, match=re.escape("model.ascent.rho = inf: give a finite number of 0 or more")):
         Plain(length=float("inf"), rho=float("inf"))
-    with pytest.raises(TypeError, match="unexpected keyword argument 'nothing'"):  # Python's own
+    with pytest.raises(UserError, match=r"^model\.ascent\.nothing = 1: no such setting; choose from eps, gain, "):
         Plain(nothing=1)
+    with pytest.raises(
+        UserError, match=r"^model\.ascent\.lenght = 1: no such setting; did you mean model.ascent.length\?$"
+    ):
+        Plain(lenght=1)
+
+    class Wrong(FedAvg):
+        def __init__(self, weighing: str = "", **kwargs: Any) -> None:
+            super().__init__(torch.nn.Linear(1, 1, weighing=weighing), **kwargs)  # type: ignore[call-arg]
+
+    with pytest.raises(TypeError, match="unexpected keyword argument 'weighing'"):  # a mistake in the class itself
+        Wrong(weighing="samples")
 
 
 def test_lists_name_the_key() -> None:

@@ -7,10 +7,24 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 
-from fl_lightning import SAM, SCAFFOLD, SGD, Digits, DigitsMLP, Dirichlet, FedAvg, FederatedTrainer, UserError
+import fl_lightning
+from fl_lightning import (
+    SAM,
+    SCAFFOLD,
+    SGD,
+    Arrays,
+    Digits,
+    DigitsMLP,
+    Dirichlet,
+    FedAvg,
+    FederatedTrainer,
+    FlatnessMonitor,
+    UserError,
+)
 
 DATA = "Digits(num_clients=4, partition=Dirichlet(alpha=0.1))"
 
@@ -41,7 +55,16 @@ def test_objects_show_shapes_and_settings(tmp_path: Path) -> None:
         (lambda: trainer(max_epochs=3), "trainer.max_epochs = 3: no such setting; did you mean trainer.max_rounds?"),
         (lambda: trainer(max_roundz=3), "trainer.max_roundz = 3: no such setting; did you mean trainer.max_rounds?"),
         (lambda: trainer(lr=0.1), "trainer.lr = 0.1: no such setting; did you mean model.optimizer.lr?"),
-        (lambda: trainer(xyz=0.1), "trainer.xyz = 0.1: no such setting"),
+        (lambda: FedAvg(DigitsMLP(), lr=0.1), "model.lr = 0.1: no such setting; did you mean model.optimizer.lr?"),
+        (lambda: Digits(clients=9), "data.clients = 9: no such setting; did you mean data.num_clients?"),
+        (
+            lambda: Arrays(client_arrays=[np.ones(3)], test=(np.ones(3), np.ones(3))),
+            "client_arrays: give a list of pairs (x, y), one for each client",
+        ),
+        (
+            lambda: trainer(callbacks=[FlatnessMonitor]),
+            "trainer.callbacks: FlatnessMonitor is a class; give an object, as FlatnessMonitor(...)",
+        ),
         (
             lambda: trainer().fit(Digits(), FedAvg(DigitsMLP())),  # type: ignore[arg-type]
             "model = a Digits, datamodule = a FedAvg: give the model first, then the data",
@@ -69,6 +92,15 @@ def test_slips_in_python(call: Callable[[], object], message: str) -> None:
     with pytest.raises(UserError) as error:
         call()
     assert str(error.value) == message
+
+
+def test_a_slip_without_a_likeness_gets_all_settings() -> None:
+    with pytest.raises(
+        UserError, match=r"^trainer\.xyz = 0\.1: no such setting; choose from accelerator, .*, tf32, threads"
+    ):
+        trainer(xyz=0.1)
+    with pytest.raises(AttributeError, match=r"no attribute 'FedSam'; did you mean FedSAM or "):
+        _ = fl_lightning.FedSam
 
 
 def test_metric_names_under_lightnings_trainer() -> None:

@@ -140,6 +140,8 @@ def _with_config_of_run(args: list[str]) -> list[str]:
         require(not missing, "ckpt_path", path, "no such file; give a checkpoint file, 'last' or 'best'")
         if path.suffix == ".ckpt" and (config := RunFolder(path.parent.parent).newest_config).is_file():
             return [f"--config={config}", *args]
+        whole = path.suffix != ".ckpt" or "model" in map(_option, args)
+        require(whole, "ckpt_path", path, "no config.yaml of its run lies above it; give --config")
     return args
 
 

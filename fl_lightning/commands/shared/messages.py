@@ -62,7 +62,7 @@ def explain(error: Exception, configs: Sequence[str] = ()) -> str | None:
     nested = [".".join([*keys[:1], key]) for key in re.findall(r"NestedArg\(key='([^']+)'", message)]
     path = max([above, *nested], key=lambda key: key.count("."))  # as it was given, or deeper within a value
     if re.search("Problems parsing config|Unexpected config|codec can't decode", message):
-        what = _fold(message.replace("Problems parsing config:", ""))
+        what = _fold(re.sub(r"Problems parsing config:|(?<= )in \"<\w+ string>\",", "", message))
         remedy = "" if "; " in what else "; give YAML with model, data and trainer"
         return f"config = {' or '.join(configs)}: {what}{remedy}"
     if match := re.search(r"Problem with given class_path '([\w.]+)':\s+(.*)", message):
@@ -71,7 +71,7 @@ def explain(error: Exception, configs: Sequence[str] = ()) -> str | None:
     if match := re.search(r"-(?:-([\w.]+))?\.help: .*import path string: *(.*)", message):
         path = ".".join([*keys[:1], match[1]])
         return f"{path}.help = {_unknown_class(path, match[2], '').partition(' = ')[2]}"
-    if match := re.search(r"import path string: *(.*)", message):
+    if match := re.search(r"import path (?:string|format): *(.*)", message):
         return _unknown_class(path, match[1], message[: match.start()].rpartition("Parser key")[2])
     if match := re.search(r"(?:Option|accept option) '([^']+)'", message):
         return _unknown_option(above, match[1], message)
@@ -108,11 +108,11 @@ def explain(error: Exception, configs: Sequence[str] = ()) -> str | None:
             return f"{path or 'model, data or trainer'}: {_fold(own[-1])}" if known else _fold(own[-1])
         if (choices := re.findall(r"'(.+?)'", match[1])) and match[1].startswith("Literal"):
             return f"{path} = {value:.60}: choose from {', '.join(choices)}"
-        name = value.strip("[]")
-        if match[1] == "list" and path in FOREIGN and name not in fitting_classes(path, ()):
+        name, listed = value.strip("[]"), match[1].rpartition(".")[2] in ("list", "Sequence")
+        if listed and path in FOREIGN and name not in fitting_classes(path, ()):
             return _unknown_class(path, name, "")
-        remedy = f"; give [{name:.60}], or --{path}+={name:.60}" if match[1] == "list" else ""
-        return f"{path} = {value:.60}: expected {WORDS.get(match[1], match[1])}{remedy}"
+        remedy = f"; give [{name:.60}], or --{path}+={name:.60}" if listed else ""
+        return f"{path} = {value:.60}: expected {WORDS['list'] if listed else WORDS.get(match[1], match[1])}{remedy}"
     return _fold(message)
 
 
