@@ -33,7 +33,8 @@ def run(
         last: Rounds at the end whose evaluations and measurements are averaged; null: those of each run's headline.
         metric: Name of the metric; null: what the data evaluate on the test set.
         mode: Whether large (max) or small (min) values of the metric are good; null: as its name says.
-        reference: One of the runs, such as FedAvg's: its mean of the last rounds is the target, its bits are B.
+        reference: A run or its name, such as FedAvg: its mean of the last rounds is the target, its bits are B, and
+            differences are taken from it; null: from the first row.
         out: Folder for compare.csv, compare.tex, and curves as PDF, PNG and CSV; null: only the table is printed.
     """
     groups = compare(runs, target, last, metric, reference, mode)

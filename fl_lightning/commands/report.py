@@ -41,7 +41,8 @@ def run(
         last: Rounds at the end whose evaluations and measurements are averaged; null: those of each run's headline.
         metric: Name of the metric; null: what the data evaluate on the test set.
         mode: Whether large (max) or small (min) values of the metric are good; null: as its name says.
-        reference: One of the runs, such as FedAvg's: its mean of the last rounds is the target, its bits are B.
+        reference: A run or its name, such as FedAvg: its mean of the last rounds is the target, its bits are B, and
+            differences are taken from it; null: from the first row.
         out: A folder for report.html, the tables and the figures; or the page's own name, such as mine.html, with the
             folder mine/ beside it for the others.
     """

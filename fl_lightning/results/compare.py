@@ -17,6 +17,8 @@ from fl_lightning.results.summary import Summary, summarise
 
 OWN_CLASS = re.compile(r"[a-z_]\w*(\.[a-z_]\w*)*\.[A-Z]\w*")
 """The dotted path of a class."""
+MISSING = "–"
+"""A setting that a config does not have."""
 Seeds = tuple[int, int] | None
 """The seeds of a run, (trainer.seed, data.seed); None for a run without ``config.yaml``."""
 
@@ -40,6 +42,12 @@ class Group:
     runs: list[Summary]
     left_out: list[Path] = field(default_factory=list)
     settings: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def title(self) -> str:
+        """The settings that tell it from the others in a line, as in ``FedSAM, rho 0.1``; its name where none does."""
+        parts = [(key, value) for key, value in self.settings.items() if value != MISSING]
+        return ", ".join(f"{key} {value}" if NUMBER.fullmatch(value) else value for key, value in parts) or self.name
 
     @property
     def metrics(self) -> list[Path]:
@@ -115,7 +123,7 @@ def compare(
     groups = []
     for name, config, (key, group) in zip(names, configs, members.items(), strict=True):
         found = [summarise(folder, last, target, metric, mode) for folder in group.values()]
-        settings = {end: _plain(config.get(whole, "–")) for end, whole in short.items()}
+        settings = {end: _plain(config.get(whole, MISSING)) for end, whole in short.items()}
         groups.append(Group(name, [*group.values()], [*group], found, left_out.get(key, []), settings))
     if reference is not None and target is None:
         reached = of_run(groups, reference).values("mean")
@@ -151,17 +159,19 @@ def find_runs(folders: Sequence[str | Path]) -> list[Path]:
 
 
 def of_run(groups: Iterable[Group], run: str | Path) -> Group:
-    """Returns the group of a run, or of the runs below a folder.
+    """Returns the group of a run, or of the runs below a folder, or of a name: its own, or that of its settings.
 
     Raises:
         UserError: If there is none, or more than one.
     """
-    path = Path(run).resolve()
+    path, groups = Path(run).resolve(), list(groups)
     found = [group for group in groups if any(path == one or path in one.parents for one in group.folders)]
+    found = found or [group for group in groups if str(run) in (group.name, group.title, *group.settings.values())]
     if len(found) == 1:
         return found[0]
-    problem = f"of {len(found)} configs; give one of them" if found else "none of the runs; add it to them"
-    raise UserError(f"reference = {run}: {problem}")
+    names = "; ".join(group.title for group in found or groups)
+    problem = f"of {len(found)} configs; give one of them" if found else "none of the runs; add it to them, or name one"
+    raise UserError(f"reference = {run}: {problem}: {names}")
 
 
 def _identity(folder: Path) -> tuple[str, Seeds]:

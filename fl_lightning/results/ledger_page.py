@@ -1,6 +1,5 @@
 """The page of a ledger: a table of means over seeds, differences to a reference on the same seeds, and its rows."""
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -8,11 +7,10 @@ import yaml
 
 from fl_lightning.core import Figure
 from fl_lightning.results import ledger
-from fl_lightning.results.compare import Group, compare
+from fl_lightning.results.compare import compare
 from fl_lightning.results.curves import plot_curves, plot_tradeoff
 from fl_lightning.results.metrics import markdown
-from fl_lightning.results.paired import difference
-from fl_lightning.results.table import Markup, cell, columns
+from fl_lightning.results.table import Markup, cell, columns, differences
 
 ABOUT = "about.yaml"
 """In the folder of a ledger: title, text, and the reference's folder."""
@@ -33,19 +31,18 @@ def page(rows: Sequence[Path]) -> tuple[str, Figure]:
     """
     about = _about(rows[0])
     groups = compare(rows)
-    shown = [column for column in columns(groups) if column.table != "costs" and column.key not in ("std_rounds",)]
+    shown = [c for c in columns(groups) if c.table in ("results", "clients") and c.key != "std_rounds"]
     reference = next((group for group in groups if group.name == about.get("reference")), groups[0])
     kept = {group.name: [ledger.about(row) for row in group.folders] for group in groups}
-    paired = [column for column in shown if column.key in ("mean", "lambda_max")]
-    bold = Markup(best="**{}**", clear=False)
-    head = ["method", "seeds", "checked", *(c.head for c in shown), *(f"{c.title} − {reference.name}" for c in paired)]
+    shown += differences(shown, reference, reference.name)
+    bold = Markup(best="**{}**")
+    head = ["method", "seeds", "checked", *(c.head for c in shown)]
     lines = [
         [
             group.name,
             str(len(group.runs)),
             str(sum(any(check["same"] for check in row["checks"]) for row in kept[group.name])),
             *(cell(group, column, groups, bold) for column in shown),
-            *(_difference(group, reference, column.of, column.form) for column in paired),
         ]
         for group in groups
     ]
@@ -54,18 +51,11 @@ def page(rows: Sequence[Path]) -> tuple[str, Figure]:
     made = f"Commits {', '.join(commits)}; {first['cpu']}, torch {first['torch']}, {first['precision']}."
     checked = (
         "*Checked* counts the rows that another process has trained again to the bit. Differences are means over the "
-        "common seeds, with 95 % intervals by Student's t."
+        "common seeds, with 95 % intervals by Student's t; bold if those against all other rows leave out 0."
     )
     text = "\n\n".join([f"# {about['title']}", about["text"], markdown([head, *lines]).strip(), checked, made])
     runs = {group.name: group.metrics for group in groups}
     return text, plot_curves(runs) if len(groups) <= FEW else plot_tradeoff(groups, "lambda_max")
-
-
-def _difference(group: Group, reference: Group, name: str, form: str) -> str:
-    found = None if group is reference else difference(group, reference, name)
-    if found is None or math.isnan(found.mean):
-        return ""
-    return found.text(f"+{form}")
 
 
 def _about(row: Path) -> dict[str, str]:

@@ -27,10 +27,22 @@ class Difference:
         """Whether the interval leaves out 0."""
         return abs(self.mean) > self.half
 
-    def text(self, form: str = "+.4f") -> str:
-        """Returns the difference with its interval, in a format."""
-        interval = "" if math.isnan(self.half) else f" [{self.mean - self.half:{form}}, {self.mean + self.half:{form}}]"
-        return f"{self.mean:{form}}{interval}"
+    @property
+    def ends(self) -> tuple[float, float]:
+        """Both ends of the interval."""
+        return self.mean - self.half, self.mean + self.half
+
+    def text(self, form: str = "+.4f", scale: float = 1.0, whole: str = "{} [{}, {}]", alone: str = "{}") -> str:
+        """Returns the difference with its interval.
+
+        Args:
+            form: Format of a number.
+            scale: Factor of the printed numbers.
+            whole: Where difference and ends of the interval stand.
+            alone: Where the difference stands that has no interval.
+        """
+        pattern = alone if math.isnan(self.half) else whole
+        return pattern.format(*(format(scale * value, form) for value in (self.mean, *self.ends)))
 
 
 def difference(group: Group, reference: Group, name: str) -> Difference | None:
@@ -48,10 +60,10 @@ def difference(group: Group, reference: Group, name: str) -> Difference | None:
 
 def interval(apart: Sequence[float]) -> Difference:
     """Returns the mean of differences, at least one, with its 95 % interval."""
-    from scipy.stats import t  # takes a second to import
+    from scipy.special import stdtrit  # Student's t; scipy.stats takes a second to import
 
     n = len(apart)
-    half = math.nan if n < 2 else float(t.ppf(0.975, n - 1)) * (deviation(apart) or 0.0) / math.sqrt(n)
+    half = math.nan if n < 2 else float(stdtrit(n - 1, 0.975)) * (deviation(apart) or 0.0) / math.sqrt(n)
     return Difference(average(apart), half, n)
 
 

@@ -10,10 +10,18 @@ from fl_lightning.results.compare import Group
 from fl_lightning.results.headline import window
 from fl_lightning.results.metrics import deviation, table_text
 from fl_lightning.results.names import METRICS, Mode, is_of_clients, known, mode_of, read_directions
+from fl_lightning.results.paired import Difference, difference
 from fl_lightning.results.terminal import divided
 
-TABLES = {"results": "results", "clients": "per-client performance", "costs": "cost"}
+TABLES = {
+    "results": "results",
+    "differences": "differences over common seeds, with 95 % intervals",
+    "clients": "per-client performance",
+    "costs": "cost",
+}
 """Titles of the tables."""
+PAIRED = ("mean", "lambda_max")
+"""Columns of which differences are taken."""
 ARROWS: dict[Mode, str] = {"max": "↑", "min": "↓"}
 
 
@@ -30,6 +38,7 @@ class Column:
         scale: Factor of the printed value.
         fraction: Whether papers print it in per cent.
         spread: Format of the standard deviation; None: it is not printed.
+        against: The group from which differences over common seeds are taken; None: it holds the values themselves.
     """
 
     key: str
@@ -40,6 +49,7 @@ class Column:
     scale: float = 1.0
     fraction: bool = False
     spread: str | None = None
+    against: Group | None = None
 
     @property
     def head(self) -> str:
@@ -49,9 +59,15 @@ class Column:
     @property
     def table(self) -> str:
         """The table that it stands in, one of `TABLES`: all columns together are too wide."""
+        if self.against is not None:
+            return "differences"
         if is_of_clients(self.of):
             return "clients"
         return "costs" if self.to_target or self.of in ("minutes", "bits") else "results"
+
+    def number(self, value: float) -> str:
+        """Returns a value as printed."""
+        return format(value * self.scale, self.form)
 
     @property
     def to_target(self) -> bool:
@@ -66,23 +82,25 @@ class Markup:
     Attributes:
         pair: Mean and standard deviation.
         never: A target that was never reached.
-        best: The best value of a column.
-        clear: Whether it is marked only if it is clearly the best; see `is_best`.
+        best: The value of a column that is clearly the best; see `is_best`.
+        difference: A difference with the ends of its interval.
+        alone: A difference without interval.
     """
 
     pair: str = "{} ± {}"
     never: str = "×"
     best: str = "{}"
-    clear: bool = True
+    difference: str = "{} [{}, {}]"
+    alone: str = "{}"
 
 
-LATEX = Markup(r"{} $\pm$ {}", r"$\times$", r"\textbf{{{}}}")
+LATEX = Markup(r"{} $\pm$ {}", r"$\times$", r"\textbf{{{}}}", "${}$ [${}$, ${}$]", "${}$")
 ACROSS, BETWEEN = 50.0, 2.4
 """Letters across a column of a paper (252 pt at 10 pt), and between two columns of a table (12 pt)."""
 TEX = str.maketrans(
     {c: f"\\{c}" for c in "_%#&${}"}
     | {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
-    | {"↑": r"$\uparrow$", "↓": r"$\downarrow$", "±": r"$\pm$"}
+    | {"↑": r"$\uparrow$", "↓": r"$\downarrow$", "±": r"$\pm$", "−": "$-$"}
 )
 
 
@@ -114,6 +132,12 @@ def columns(groups: Sequence[Group], reference: Group | None = None) -> list[Col
             )
         else:
             shown.append(Column(entry.key, entry.title, entry.name, form=",.4g", spread=".2g"))
+    base = reference or groups[0]
+    shown += [
+        c
+        for c in differences(shown, base, base.title)
+        if any((found := paired(group, c)) and found.seeds > 1 for group in groups)
+    ]
     shown += [
         Column("minutes", "minutes", "minutes", form=",.2f"),
         Column("gigabytes", "GB", "bits", form=",.3f", scale=1 / 8e9),
@@ -131,6 +155,27 @@ def columns(groups: Sequence[Group], reference: Group | None = None) -> list[Col
     return [c for c in shown if c.to_target or any(group.measured(c.of) for group in groups)]
 
 
+def differences(shown: Sequence[Column], reference: Group, name: str) -> list[Column]:
+    """Returns columns of the differences to a group, of the columns in `PAIRED`.
+
+    Args:
+        shown: The columns.
+        reference: The group.
+        name: Its name in their heads.
+    """
+    return [
+        replace(c, key=f"{c.key}_difference", title=f"{c.title} − {name}", mode=None, against=reference)
+        for c in shown
+        if c.key in PAIRED
+    ]
+
+
+def paired(group: Group, column: Column) -> Difference | None:
+    """Returns the difference of a group in a column of differences; None of the reference, and without common seeds."""
+    reference = column.against
+    return None if reference is None or group is reference else difference(group, reference, column.of)
+
+
 def names(groups: Sequence[Group]) -> list[str]:
     """Returns the heads of the columns that tell the groups apart: settings, or the run where none does."""
     return [*groups[0].settings] or ["run"]
@@ -141,27 +186,34 @@ def label(group: Group) -> list[str]:
     return [*group.settings.values()] or [group.name]
 
 
-def is_best(group: Group, column: Column, groups: Sequence[Group], clear: bool = True) -> bool:
-    """Returns whether no other group has a better mean; groups with a run without a finite value do not qualify.
+def is_best(group: Group, column: Column, groups: Sequence[Group]) -> bool:
+    """Returns whether a group is clearly better than every other one, in its mean and as printed.
+
+    Clearly: the 95 % interval of the paired differences over common seeds leaves out 0; of groups without two common
+    seeds, the means are apart by more than the standard deviations over seeds. Groups with a run without a finite value
+    do not qualify.
 
     Args:
         group: The row.
         column: The column.
         groups: All rows.
-        clear: Whether it must also be better by more than the standard deviations over seeds, and as printed.
     """
-    found = {g.name: g.values(column.of) for g in groups if len(g.values(column.of)) == len(g.runs)}
-    if column.mode is None or len(groups) < 2 or group.name not in found:
+    complete = [each for each in groups if len(each.values(column.of)) == len(each.runs)]
+    if column.mode is None or len(groups) < 2 or group not in complete:
         return False
-    ours, sign = found.pop(group.name), 1 if column.mode == "max" else -1
+    ours, sign = group.values(column.of), 1 if column.mode == "max" else -1
 
-    def better(theirs: Sequence[float]) -> bool:
-        means = fmean(ours), fmean(theirs)
-        by, (one, other) = sign * (means[0] - means[1]), (format(mean * column.scale, column.form) for mean in means)
-        spread = max(deviation(ours) or 0.0, deviation(theirs) or 0.0)
-        return by > spread and one != other if clear else by >= 0
+    def better(other: Group) -> bool:
+        theirs = other.values(column.of)
+        by, printed = sign * (fmean(ours) - fmean(theirs)), {column.number(fmean(values)) for values in (ours, theirs)}
+        if by <= 0 or len(printed) == 1:
+            return False
+        apart = difference(group, other, column.of)
+        if apart is not None and apart.seeds > 1:
+            return sign * apart.mean > apart.half
+        return by > max(deviation(ours) or 0.0, deviation(theirs) or 0.0)
 
-    return all(map(better, found.values()))
+    return all(better(other) for other in complete if other is not group)
 
 
 def cell(group: Group, column: Column, groups: Sequence[Group] = (), markup: Markup | None = None) -> str:
@@ -174,16 +226,26 @@ def cell(group: Group, column: Column, groups: Sequence[Group] = (), markup: Mar
         markup: How it is written; None: as plain text.
     """
     markup = markup or Markup()
+    if column.against is not None:
+        return _difference(group, column, markup)
     values = [value * column.scale for value in group.values(column.of)]
     expected = len(group.runs) if column.to_target else group.measured(column.of)
     if not values:
         return markup.never if column.to_target else "nan" if expected else ""
     text = format(fmean(values), column.form)
-    if is_best(group, column, groups, markup.clear):
+    if is_best(group, column, groups):
         text = markup.best.format(text)
     if column.spread and len(values) > 1:
         text = markup.pair.format(text, format(deviation(values), column.spread))
     return text if len(values) == expected else f"{text} ({len(values)} of {expected})"  # the others never did
+
+
+def _difference(group: Group, column: Column, markup: Markup) -> str:
+    found = paired(group, column)
+    if found is None:
+        return ""
+    text = found.text(f"+{column.form}", column.scale, markup.difference, markup.alone)
+    return text if found.seeds == len(group.runs) else f"{text} ({found.seeds} of {len(group.runs)})"
 
 
 def table_files(groups: Sequence[Group], shown: Sequence[Column]) -> dict[str, str]:
@@ -205,6 +267,11 @@ def row(group: Group, shown: Sequence[Column]) -> Mapping[str, str | float | Non
         "reached": len(group.values("target_round")),
     }
     for column in shown:
+        if column.against is not None:
+            apart = paired(group, column)
+            numbers = (apart.mean, *apart.ends, apart.seeds) if apart else [""] * 4
+            found |= zip((column.key + end for end in ("", "_low", "_high", "_seeds")), numbers, strict=True)
+            continue
         values = [value * column.scale for value in group.values(column.of)]
         found[column.key] = fmean(values) if values else ""
         found[f"{column.key}_sd"] = deviation(values) if len(values) > 1 else ""

@@ -6,12 +6,13 @@ import csv
 from dataclasses import replace
 from math import sqrt
 from pathlib import Path
+from statistics import stdev
 
 import pytest
 
 from fl_lightning import UserError
 from fl_lightning.core import COLORS, COLUMN, PAGE
-from fl_lightning.results.compare import compare, find_runs
+from fl_lightning.results.compare import compare, find_runs, of_run
 from fl_lightning.results.configs import telling
 from fl_lightning.results.curves import curve, plot_curves, read
 from fl_lightning.results.metrics import write_table
@@ -92,24 +93,53 @@ def test_latex(runs: list[Path]) -> None:
 
 
 def test_only_what_is_clearly_better_is_bold(tmp_path: Path) -> None:
-    """By more than the seeds deviate; as printed, if there is one seed; equal values never."""
+    """By more than the interval of the paired differences; as printed, if there is one seed; equal values never."""
 
-    def bold(*seeds: list[float], clear: bool = True) -> list[int]:
+    def bold(*seeds: list[float], first: int = 0) -> list[int]:
         folder = tmp_path / str(len([*tmp_path.iterdir()]))
         for i, of in enumerate(seeds):
             for seed, value in enumerate(of):
-                configured(folder / f"{i}_{seed}", {6: value}, lr=0.1 * i, seed=seed)
+                configured(folder / f"{i}_{seed}", {6: value}, lr=0.1 * i, seed=seed + first * i)
         groups = compare([folder])
         column = next(column for column in columns(groups) if column.key == "best")
-        return [i for i, group in enumerate(groups) if is_best(group, column, groups, clear)]
+        return [i for i, group in enumerate(groups) if is_best(group, column, groups)]
 
     cases: list[tuple[tuple[list[float], ...], list[int]]] = [
             (([0.8], [0.9]), [1]), (([0.9], [0.9]), []), (([0.9], [0.90001]), []), (([0.8, 0.9], [0.9, 1.0]), [1]),
-            (([0.7, 0.9], [0.8, 1.0]), []), (([0.8, 0.8], [0.7, 1.0]), []), (([0.5], [0.9], [0.9]), []),
+            (([0.7, 0.9], [0.8, 1.0]), [1]), (([0.8, 0.8], [0.7, 1.0]), []), (([0.5], [0.9], [0.9]), []),
+            (([0.7, 0.8, 0.9], [0.71, 0.82, 0.93]), []), (([0.7, 0.8, 0.9], [0.72, 0.82, 0.93]), [1]),
     ]  # fmt: skip
     for of, expected in cases:
         assert bold(*of) == expected
-    assert bold([0.9], [0.9], clear=False) == [0, 1]
+    assert bold([0.7, 0.9], [0.8, 1.0], first=5) == [] and bold([0.7, 0.7], [0.8, 0.8], first=5) == [1]
+
+
+def test_differences_to_a_reference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Over common seeds, in text, CSV and LaTeX; the first row is the reference, or the one with the given name."""
+    for seed, (one, two) in enumerate([(0.5, 0.6), (0.6, 0.62), (0.7, 0.81)]):
+        configured(tmp_path / "runs" / "one" / f"seed_{seed}", {6: one}, seed=seed)
+        configured(tmp_path / "runs" / "two" / f"seed_{seed}", {6: two}, seed=seed, lr=0.2)
+    configured(tmp_path / "runs" / "two" / "seed_7", {6: 0.9}, seed=7, lr=0.2)
+    groups = compare([tmp_path])
+    shown = columns(groups)
+    (column,) = [column for column in shown if column.table == "differences"]
+    middle, half = 0.23 / 3, 4.302653 * stdev([0.1, 0.02, 0.11]) / sqrt(3)
+    expected = f"{middle:+.4f} [{middle - half:+.4f}, {middle + half:+.4f}] (3 of 4)"
+    assert [cell(group, column, groups) for group in groups] == ["", expected]
+    assert column.head == "last 1 − lr 0.1"
+    found = row(groups[1], shown)
+    assert found["mean_difference"] == pytest.approx(middle) and found["mean_difference_seeds"] == 3
+    assert (found["mean_difference_low"], found["mean_difference_high"]) == pytest.approx(
+        (middle - half, middle + half), abs=1e-6
+    )
+    assert f"${100 * middle:+.2f}$ [${100 * (middle - half):+.2f}$" in latex(groups, shown)
+    cli("compare", str(tmp_path), "--reference=two")
+    assert "-0.0767" in capsys.readouterr().out
+    assert of_run(groups, "0.2") is of_run(groups, "lr 0.2") is groups[1]
+    with pytest.raises(
+        UserError, match=r"reference = FedSAM: none of the runs; add it to them, or .*: lr 0.1; lr 0.2$"
+    ):
+        of_run(groups, "FedSAM")
 
 
 def test_settings_that_differ_are_columns(runs: list[Path], tmp_path: Path) -> None:
