@@ -8,6 +8,7 @@ from rich.table import Table
 
 from fl_lightning.commands.shared.output import show_table
 from fl_lightning.core import make_folder, write_together
+from fl_lightning.results import pivot as results
 from fl_lightning.results.compare import Group, compare, of_run
 from fl_lightning.results.curves import curve_files
 from fl_lightning.results.table import TABLES, Column, Markup, cell, columns, label, names, table_files
@@ -23,6 +24,7 @@ def run(
     metric: str | None = None,
     mode: Literal["max", "min"] | None = None,
     reference: str | None = None,
+    pivot: str | None = None,
     out: str | None = None,
 ) -> None:
     """Prints a table of finished runs, and writes it as CSV and LaTeX.
@@ -35,18 +37,26 @@ def run(
         mode: Whether large (max) or small (min) values of the metric are good; null: as its name says.
         reference: A run or its name, such as FedAvg: its mean of the last rounds is the target, its bits are B, and
             differences are taken from it; null: from the first row.
-        out: Folder for compare.csv, compare.tex, and curves as PDF, PNG and CSV; null: only the table is printed.
+        pivot: Two settings that vary, such as rho,alpha: the metric by both is printed in place of the table.
+        out: Folder for compare.csv, compare.tex, and curves as PDF, PNG and CSV, and the pivot with its
+            heat map; null: only the table is printed.
     """
     groups = compare(runs, target, last, metric, reference, mode)
     shown = columns(groups, None if reference is None else of_run(groups, reference))
+    table = None if pivot is None else results.pivot(groups, pivot)
     rounds = ", ".join(f"{n:,}" for n in sorted({run.rounds for group in groups for run in group.runs}))
     for name, title in {**TABLES, "results": f"{groups[0].runs[0].metric} of {rounds} rounds"}.items():
-        if of := [column for column in shown if column.table == name]:
+        of = [column for column in shown if column.table == name]
+        if of and table is None:
             show_table(_table(groups, of, title), len(names(groups)))
+    if table is not None:
+        show_table(_pivot(table))
+        print(table.best)
     for line in left_out(groups):
         print(line)
     if out is not None:
         files = {**table_files(groups, shown), **curve_files({group.name: group.metrics for group in groups})}
+        files |= {} if table is None else table.files()
         folder = make_folder(out)
         write_together({folder / name: content for name, content in files.items()})
         print(f"results: {out}")
@@ -59,6 +69,15 @@ def left_out(groups: Sequence[Group]) -> list[str]:
         for group in groups
         for folder in group.left_out
     ]
+
+
+def _pivot(found: results.Pivot) -> Table:
+    table = Table(escape(found.heads[0]), title=found.title)
+    for head in found.heads[1:]:
+        table.add_column(escape(head), justify="right")
+    for row in found.text(Markup(best="[bold]{}[/]")):
+        table.add_row(escape(row[0]), *row[1:])
+    return table
 
 
 def _table(groups: Sequence[Group], shown: Sequence[Column], title: str) -> Table:

@@ -14,6 +14,7 @@ from fl_lightning.commands.shared import output, trials
 from fl_lightning.commands.shared.arguments import seeds_of
 from fl_lightning.commands.shared.configs import find_config
 from fl_lightning.core import UserError, require
+from fl_lightning.results.configs import short_names
 from fl_lightning.results.terminal import fitting
 from fl_lightning.sweeps.controller import Controller
 from fl_lightning.sweeps.file import Sweep
@@ -60,6 +61,9 @@ def run(file: str, /, jobs: int = 1, seeds: str = "0", seed: int = 0, out: str =
         print(f"best: {named}; {controller.label}: {mean}{value:.4g}")
         print(f"its config: {controller.folder / 'best.yaml'}")
     print(f"results: {controller.folder / 'sweep.csv'}")
+    varied = list(dict.fromkeys(key for trial in controller.trials for key in trial.settings if key != "trainer.seed"))
+    if len(varied) == 2:
+        print(f"its pivot: fl-lightning compare {controller.folder} --pivot {','.join(short_names(varied))}")
     ended = list(controller.outcomes.values())
     trials.complain(ended)
     for o in ended[:1] if best is None else ():

@@ -19,7 +19,7 @@ OWN_CLASS = re.compile(r"[a-z_]\w*(\.[a-z_]\w*)*\.[A-Z]\w*")
 """The dotted path of a class."""
 MISSING = "–"
 """A setting that a config does not have."""
-Seeds = tuple[int, int] | None
+Seeds = tuple[int, ...] | None
 """The seeds of a run, (trainer.seed, data.seed); None for a run without ``config.yaml``."""
 
 
@@ -123,7 +123,7 @@ def compare(
     groups = []
     for name, config, (key, group) in zip(names, configs, members.items(), strict=True):
         found = [summarise(folder, last, target, metric, mode) for folder in group.values()]
-        settings = {end: _plain(config.get(whole, MISSING)) for end, whole in short.items()}
+        settings = {end: plain(config.get(whole)) for end, whole in short.items()}
         groups.append(Group(name, [*group.values()], [*group], found, left_out.get(key, []), settings))
     if reference is not None and target is None:
         reached = of_run(groups, reference).values("mean")
@@ -189,8 +189,10 @@ def _identity(folder: Path) -> tuple[str, Seeds]:
         raise UserError(f"{path}: not a run's config ({what:.120}); restore the file, or leave its run out") from None
 
 
-def _plain(text: str) -> str:
+def plain(text: str | None) -> str:
     """Returns a setting as tables show it: a class without its modules, a number with a fraction with four digits."""
+    if text is None:
+        return MISSING
     if OWN_CLASS.fullmatch(text):
         return text.rpartition(".")[2]
     return f"{float(text):.4g}" if NUMBER.fullmatch(text) and not text.lstrip("-").isdecimal() else text

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from fl_lightning.core import UserError
+from fl_lightning.core import UserError, ensure
 from fl_lightning.core.secrets import hidden
 from fl_lightning.results.yaml_text import load_yaml
 
@@ -98,8 +98,7 @@ def telling(configs: Sequence[Mapping[str, str]]) -> dict[str, str]:
     Returns:
         The keys by short name; none if they do not tell all configs apart.
     """
-    seeds = ("trainer.seed", "data.seed")
-    apart = [key for key in different(configs) if not (is_execution(key) or key in seeds)]
+    apart = varying(configs)
     found = [key for key in apart if all(key in config for config in configs)]
 
     def kinds(keys: Sequence[str]) -> int:
@@ -110,8 +109,32 @@ def telling(configs: Sequence[Mapping[str, str]]) -> dict[str, str]:
             found.append(key)
     if kinds(found) < len(configs):
         return {}
-    ends = {key: [".".join(key.split(".")[-n:]) for n in range(1, key.count(".") + 2)] for key in found}
+    return short_names(found)
+
+
+def varying(configs: Sequence[Mapping[str, str]]) -> list[str]:
+    """Returns the keys of the settings in which configs differ, without seeds and execution."""
+    seeds = ("trainer.seed", "data.seed")
+    return [key for key in different(configs) if not (is_execution(key) or key in seeds)]
+
+
+def short_names(keys: Sequence[str]) -> dict[str, str]:
+    """Returns keys by a short name: the end of the key, long enough to be unique."""
+    ends = {key: [".".join(key.split(".")[-n:]) for n in range(1, key.count(".") + 2)] for key in keys}
     return {next(end for end in of if sum(end in other for other in ends.values()) == 1): k for k, of in ends.items()}
+
+
+def find_setting(keys: Sequence[str], name: str, option: str) -> str:
+    """Returns the key with a name, which is the key or its end.
+
+    Raises:
+        UserError: If there is none, or more than one.
+    """
+    found = [key for key in keys if key == name] or [key for key in keys if key.endswith(f".{name}")]
+    problem = "the end of several settings" if found else "no setting that varies in these runs"
+    choices = ", ".join(found or short_names(keys))
+    ensure(len(found) == 1, f"{option} = {name}: {problem}; choose from {choices or 'none'}")
+    return found[0]
 
 
 def different(configs: Sequence[Mapping[str, str]]) -> list[str]:

@@ -65,6 +65,11 @@ class Column:
             return "clients"
         return "costs" if self.to_target or self.of in ("minutes", "bits") else "results"
 
+    @property
+    def in_paper(self) -> "Column":
+        """As papers print it: accuracy and mIoU in per cent."""
+        return replace(self, scale=100.0, form=",.2f", spread=self.spread and ",.2f") if self.fraction else self
+
     def number(self, value: float) -> str:
         """Returns a value as printed."""
         return format(value * self.scale, self.form)
@@ -280,14 +285,25 @@ def row(group: Group, shown: Sequence[Column]) -> Mapping[str, str | float | Non
 
 def latex(groups: Sequence[Group], shown: Sequence[Column]) -> str:
     """Returns tables for a paper, by booktabs, as wide as a column; accuracy and mIoU in per cent, the best in bold."""
-    printed = [replace(c, scale=100.0, form=",.2f", spread=c.spread and ",.2f") if c.fraction else c for c in shown]
+    printed = [column.in_paper for column in shown]
     keys, heads = len(names(groups)), [*names(groups), *(column.head for column in shown)]
     plain, rows = (
         [[*label(group), *(cell(group, column, groups, markup) for column in printed)] for group in groups]
         for markup in (Markup(), LATEX)
     )
     rows = [[*map(tex, row[:keys]), *row[keys:]] for row in rows]
-    heads = [head.replace(" ↑", "\u00a0↑").replace(" ↓", "\u00a0↓") for head in heads]
+    return tabulars([head.replace(" ↑", "\u00a0↑").replace(" ↓", "\u00a0↓") for head in heads], plain, rows, keys)
+
+
+def tabulars(heads: Sequence[str], plain: Sequence[Sequence[str]], rows: Sequence[Sequence[str]], keys: int) -> str:
+    """Returns a table as tabulars of LaTeX, each as wide as a column of a paper.
+
+    Args:
+        heads: The heads as plain text; no-break spaces keep words in one line.
+        plain: The cells as plain text, for their widths.
+        rows: The cells for LaTeX.
+        keys: Columns at the left that each tabular repeats.
+    """
     widths = [max(map(len, [*head.split(" "), *cells])) for head, *cells in zip(heads, *plain, strict=True)]
     stacks = [[tex(line.replace("\u00a0", " ")) for line in wrap(*of)] for of in zip(heads, widths, strict=True)]
     tables = []
