@@ -7,10 +7,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from fl_lightning.commands.shared.output import show_table
-from fl_lightning.core import make_folder, write_together
+from fl_lightning.core import figure_files, make_folder, write_together
 from fl_lightning.results import pivot as results
 from fl_lightning.results.compare import Group, compare, of_run
 from fl_lightning.results.curves import curve_files
+from fl_lightning.results.importance import HEAD, Importance, tried
 from fl_lightning.results.table import TABLES, Column, Markup, cell, columns, label, names, table_files
 
 SUMMARY = "Compare finished runs: statistics over seeds as table, CSV and LaTeX, and their curves."
@@ -25,6 +26,7 @@ def run(
     mode: Literal["max", "min"] | None = None,
     reference: str | None = None,
     pivot: str | None = None,
+    importance: bool = False,
     out: str | None = None,
 ) -> None:
     """Prints a table of finished runs, and writes it as CSV and LaTeX.
@@ -38,25 +40,32 @@ def run(
         reference: A run or its name, such as FedAvg: its mean of the last rounds is the target, its bits are B, and
             differences are taken from it; null: from the first row.
         pivot: Two settings that vary, such as rho,alpha: the metric by both is printed in place of the table.
+        importance: Whether the settings that vary are ranked by how much they matter, in place of the table.
         out: Folder for compare.csv, compare.tex, and curves as PDF, PNG and CSV, and the pivot with its
-            heat map; null: only the table is printed.
+            heat map, importances with parallel coordinates; null: only the table is printed.
     """
     groups = compare(runs, target, last, metric, reference, mode)
     shown = columns(groups, None if reference is None else of_run(groups, reference))
     table = None if pivot is None else results.pivot(groups, pivot)
+    settings = tried(groups) if importance else None
     rounds = ", ".join(f"{n:,}" for n in sorted({run.rounds for group in groups for run in group.runs}))
     for name, title in {**TABLES, "results": f"{groups[0].runs[0].metric} of {rounds} rounds"}.items():
         of = [column for column in shown if column.table == name]
-        if of and table is None:
+        if of and table is None and settings is None:
             show_table(_table(groups, of, title), len(names(groups)))
     if table is not None:
         show_table(_pivot(table))
         print(table.best)
+    if settings is not None:
+        ranked, about = settings.importances()
+        show_table(_importance(ranked, f"importance for {settings.metric}"))
+        print(about)
     for line in left_out(groups):
         print(line)
     if out is not None:
         files = {**table_files(groups, shown), **curve_files({group.name: group.metrics for group in groups})}
         files |= {} if table is None else table.files()
+        files |= {} if settings is None else {**settings.files(), **figure_files(settings.plot(), "parallel")}
         folder = make_folder(out)
         write_together({folder / name: content for name, content in files.items()})
         print(f"results: {out}")
@@ -77,6 +86,15 @@ def _pivot(found: results.Pivot) -> Table:
         table.add_column(escape(head), justify="right")
     for row in found.text(Markup(best="[bold]{}[/]")):
         table.add_row(escape(row[0]), *row[1:])
+    return table
+
+
+def _importance(ranked: Sequence[Importance], title: str) -> Table:
+    table = Table(HEAD[0], title=title)
+    for head in HEAD[1:]:
+        table.add_column(head, justify="right")
+    for each in ranked:
+        table.add_row(*map(escape, each.text()))
     return table
 
 

@@ -13,6 +13,7 @@ from fl_lightning.flatness.plots import plot_density, plot_spectrum
 from fl_lightning.results.clients import plot_clients, with_values
 from fl_lightning.results.compare import compare, of_run
 from fl_lightning.results.curves import curve_files, draw_curves, drawn, plot_tradeoff, read
+from fl_lightning.results.importance import LEAST, tried
 from fl_lightning.results.measurements import PROTOCOL
 from fl_lightning.results.names import title
 from fl_lightning.results.report.files import densities, partitions, read_group, spectra
@@ -51,10 +52,15 @@ def run(
     files = [(group, read_group(group)) for group in groups]
     page = Path(out) if out.endswith(".html") else Path(out) / "report.html"
     folder = page.with_suffix("") if out.endswith(".html") else page.parent
+    settings = tried(groups)
+    sweep = settings if len(settings.settings) > 2 and len(settings.values) >= LEAST else None
     with drawing():
         figures = draw(files, shown)
-        text = report_page(files, shown, PROTOCOL, {at: {t: f for t, _, f in of} for at, of in figures.items()})
+        figures["sweep"] = [("Settings and metric of each config", "parallel", sweep.plot())] if sweep else []
+        titled = {at: {t: f for t, _, f in of} for at, of in figures.items()}
+        text = report_page(files, shown, PROTOCOL, titled, sweep.importances() if sweep else None)
         beside = {**table_files(groups, shown), **curve_files({group.name: group.metrics for group in groups})}
+        beside |= sweep.files() if sweep else {}
         for _, name, figure in (entry for of in figures.values() for entry in of):
             beside |= figure_files(figure, name)
     make_folder(folder)
@@ -93,7 +99,7 @@ def draw(runs: Runs, shown: Sequence[Column]) -> dict[str, list[tuple[str, str, 
         "tradeoff": [
             (column.title, f"tradeoff_{column.key}", plot_tradeoff(groups, column.key))
             for column in shown
-            if column.of.startswith("flatness/")
+            if column.of.startswith("flatness/") and column.against is None
         ],
         "spectra": [
             *([("Eigenvalues of the curvature", "spectrum", plot_spectrum(eigenvalues))] if eigenvalues else []),

@@ -12,6 +12,7 @@ from markupsafe import Markup, escape
 
 from fl_lightning import __version__
 from fl_lightning.core import COLORS, Figure, render
+from fl_lightning.results.importance import HEAD, Importance
 from fl_lightning.results.report.tables import Runs, comparison, differences, environments, measurements, papers
 from fl_lightning.results.table import Column, label, names
 
@@ -21,6 +22,7 @@ TEMPLATE = "report.html.j2"
 CONTENTS = {
     "table": "Comparison",
     "papers": "Beside the papers",
+    "sweep": "Settings that matter",
     "curves": "Curves",
     "per-client": "Per-client performance",
     "tradeoff": "Flatness and accuracy",
@@ -34,7 +36,13 @@ CONTENTS = {
 """The sections by their ids."""
 
 
-def report_page(runs: Runs, shown: Sequence[Column], protocol: str, figures: Mapping[str, Mapping[str, Figure]]) -> str:
+def report_page(
+    runs: Runs,
+    shown: Sequence[Column],
+    protocol: str,
+    figures: Mapping[str, Mapping[str, Figure]],
+    importances: tuple[Sequence[Importance], str] | None = None,
+) -> str:
     """Returns the report of compared runs: one HTML page that refers to nothing outside of it.
 
     Args:
@@ -42,6 +50,7 @@ def report_page(runs: Runs, shown: Sequence[Column], protocol: str, figures: Map
         shown: The columns of the table.
         protocol: What all measurements of flatness have in common.
         figures: The figures by section and title; those of landscapes are taken from the run folders.
+        importances: Of the settings of a sweep, and what they are; None: without that table.
     """
     groups, files = [group for group, _ in runs], [run for _, of in runs for run in of]
     pictures: dict[str, Figure | Path] = {
@@ -65,6 +74,8 @@ def report_page(runs: Runs, shown: Sequence[Column], protocol: str, figures: Map
         "label": label,
         "comparison": comparison(groups, shown),
         "papers": found,
+        "importances": importances,
+        "importance_head": HEAD,
         "differences": differences(runs),
         "measurements": measurements(runs),
         "protocol": protocol,

@@ -1,0 +1,59 @@
+"""Importance of settings and parallel coordinates, where the answer is known."""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from fl_lightning import UserError
+from fl_lightning.results.compare import compare
+from fl_lightning.results.importance import Tried, tried
+from tests.results.test_pivot import sweep
+from tests.runs import cli
+
+
+def test_the_setting_that_decides_comes_first() -> None:
+    """The metric falls with the logarithm of rho, depends a little on the class, and not at all on noise."""
+    grid = [*product((0.01, 0.1, 1.0), ("SAM", "ASAM"), (1, 2, 3))]
+    settings = {name: [str(row[i]) for row in grid] for i, name in enumerate(("rho", "ascent", "noise"))}
+    values = [-math.log(rho) + 0.5 * (ascent == "SAM") for rho, ascent, _ in grid]
+    ranked, about = Tried(settings, values, "server/test/acc", "max").importances()
+    assert [each.name for each in ranked] == ["rho", "ascent", "noise"]
+    rho, ascent, noise = ranked
+    assert rho.lost > 1 > ascent.lost > 5 * abs(noise.lost) and rho.correlation < -0.9 and noise.correlation == 0
+    assert math.isnan(ascent.correlation) and ascent.text()[3] == "" and rho.text()[3].startswith("-0.9")
+    assert about.startswith("18 configs; ") and float(about.rpartition(" ")[2]) > 0.8
+    assert Tried(settings, values, "server/test/acc", "max").importances() == (ranked, about)
+
+
+def test_a_line_for_each_config_ends_at_its_value() -> None:
+    settings = {"rho": ["0.01", "0.1", "1"], "ascent": ["SAM", "ASAM", "SAM"], "lr": ["1", "2", "3"]}
+    figure = Tried(settings, [0.5, 0.7, 0.9], "server/test/loss", "min").plot()
+    axes = figure.axes[0]
+    lines = [line.get_ydata().tolist() for line in axes.lines[:3]]
+    rho, ascent, lr, ends = map(list, zip(*reversed(lines), strict=True))  # the best is drawn last
+    assert rho == pytest.approx([0, 0.5, 1]) and lr == pytest.approx([0, 0.5, 1]) and ends == pytest.approx([0, 0.5, 1])
+    assert ascent == pytest.approx([0.975, 0, 1.025])  # two of the same class lie apart
+    assert [text.get_text() for text in axes.texts][:5] == ["0.01", "0.1", "1", "SAM", "ASAM"]
+    assert axes.child_axes[0].get_ylim() == (0.5, 0.9)
+
+
+def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Settings that all have, of configs without a diverged run; the report has them where more than two vary."""
+    values = {(lr, rho, size): [lr + rho, lr] for lr in (0.1, 0.2) for rho in (0.1, 0.3) for size in (8, 16)}
+    root = sweep(tmp_path / "runs", {**values, (9.0, 9.0, 9): [math.nan]})
+    found = tried(compare([root]))
+    assert {*found.settings} == {"lr", "rho", "batch_size"} and len(found.values) == 8
+    cli("compare", str(root), "--importance", f"--out={tmp_path / 'out'}")
+    out = capsys.readouterr().out
+    assert "importance for server/test/acc" in out and "8 configs; R²" in out and "sd over rounds" not in out
+    names = {"importance.csv", "parallel.pdf", "parallel.png"}
+    assert names <= {path.name for path in (tmp_path / "out").iterdir()}
+    cli("report", str(root), f"--out={tmp_path / 'page'}")
+    assert names <= {path.name for path in (tmp_path / "page").iterdir()}
+    assert '<section id="sweep">' in (tmp_path / "page" / "report.html").read_text()
+    with pytest.raises(UserError, match=r"^importance: 2 configs with a finite server/test/acc; it takes 5"):
+        tried(compare([root / f"{i}_seed_0" for i in (0, 1)])).importances()
