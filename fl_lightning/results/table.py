@@ -100,10 +100,11 @@ class Markup:
 
 
 LATEX = Markup(r"{} $\pm$ {}", r"$\times$", r"\textbf{{{}}}", "${}$ [${}$, ${}$]", "${}$")
-ACROSS, BETWEEN = 50.0, 2.4
-"""Letters across a column of a paper (252 pt at 10 pt), and between two columns of a table (12 pt)."""
+ACROSS, BETWEEN = 45.5, 2.4
+"""Letters across a column of LaTeX's article (229.5 pt at 10 pt), and between two columns of a table (12 pt)."""
 TEX = str.maketrans(
     {c: f"\\{c}" for c in "_%#&${}"}
+    | {"<": r"\textless{}", ">": r"\textgreater{}", "|": r"\textbar{}"}
     | {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
     | {"↑": r"$\uparrow$", "↓": r"$\downarrow$", "±": r"$\pm$", "−": "$-$"}
 )
@@ -291,7 +292,9 @@ def latex(groups: Sequence[Group], shown: Sequence[Column]) -> str:
         [[*label(group), *(cell(group, column, groups, markup) for column in printed)] for group in groups]
         for markup in (Markup(), LATEX)
     )
-    rows = [[*map(tex, row[:keys]), *row[keys:]] for row in rows]
+    rows = [
+        [*map(tex, row[:keys]), *(re.sub(r"^(\\textbf{)?-", r"\1$-$", text) for text in row[keys:])] for row in rows
+    ]
     return tabulars([head.replace(" ↑", "\u00a0↑").replace(" ↓", "\u00a0↓") for head in heads], plain, rows, keys)
 
 
@@ -317,4 +320,4 @@ def tabulars(heads: Sequence[str], plain: Sequence[Sequence[str]], rows: Sequenc
 
 
 def _stacked(lines: Sequence[str]) -> str:
-    return lines[0] if len(lines) == 1 else r"\shortstack{" + r" \\ ".join(lines) + "}"
+    return lines[0] if len(lines) == 1 else r"\shortstack[r]{" + r" \\ ".join(lines) + "}"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import csv
+import shutil
+import subprocess
 from dataclasses import replace
 from math import sqrt
 from pathlib import Path
@@ -17,10 +19,14 @@ from fl_lightning.results.configs import telling
 from fl_lightning.results.curves import curve, plot_curves, read
 from fl_lightning.results.metrics import write_table
 from fl_lightning.results.names import mode_of
+from fl_lightning.results.pivot import pivot
 from fl_lightning.results.summary import summarise
 from fl_lightning.results.table import Markup, cell, columns, is_best, label, latex, names, row
 from tests.results.folders import configured, write
+from tests.results.test_pivot import sweep
 from tests.runs import cli, run
+
+GRID = {(lr, rho, 8): [lr + rho, lr + 0.1] for lr in (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7) for rho in (0.01, 0.02)}
 
 
 @pytest.fixture
@@ -89,7 +95,7 @@ def test_latex(runs: list[Path]) -> None:
     assert " & ".join(first) == ours + "6 (1 of 3) & 3.00 (1 of 3) & 0.000 (1 of 3) & 12 (1 of 3)"
     assert " & ".join(second) == "50.00 & 50.00 & 50.00 & 3.00 & 0.000" + 4 * r" & $\times$"
     assert len(tables) > 1 and len(set(heads)) == len(heads) == 9
-    assert heads[0] == r"last 1 $\uparrow$" and r"\shortstack{rounds to \\ 0.8 $\downarrow$}" in heads
+    assert heads[0] == r"last 1 $\uparrow$" and r"\shortstack[r]{rounds to \\ 0.8 $\downarrow$}" in heads
 
 
 def test_only_what_is_clearly_better_is_bold(tmp_path: Path) -> None:
@@ -165,9 +171,43 @@ def test_settings_that_tell_configs_apart() -> None:
 
 
 def test_what_latex_reads_otherwise(tmp_path: Path) -> None:
-    group = replace(compare([write(tmp_path / "run", {6: 0.5})])[0], name=r"a_b%{c}\d~e^f&g#h$i")
+    group = replace(compare([write(tmp_path / "run", {6: 0.5})])[0], name=r"a_b%{c}\d~e^f&g#h$i<j>|")
     name = latex([group], columns([group])).splitlines()[4].partition(" & ")[0]
-    assert name == r"a\_b\%\{c\}\textbackslash{}d\textasciitilde{}e\textasciicircum{}f\&g\#h\$i"
+    expected = r"a\_b\%\{c\}\textbackslash{}d\textasciitilde{}e\textasciicircum{}f\&g\#h\$i"
+    assert name == expected + r"\textless{}j\textgreater{}\textbar{}"
+
+
+def compiled(folder: Path, tables: list[str]) -> str:
+    """LaTeX's log of tables in a document of two columns; what is wider than a column is in it."""
+    body = "\n".join(tables).replace("\n\n", "\n\n\\noindent\n")
+    start = r"\documentclass[twocolumn]{article}\usepackage{booktabs}\begin{document}\noindent"
+    (folder / "paper.tex").write_text(f"{start}\n{body}\n\\end{{document}}\n")
+    command = ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "paper.tex"]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False).stdout
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    shutil.which("pdflatex") is None, reason="needs pdflatex: apt-get install texlive-latex-recommended"
+)
+def test_tables_compile_and_fit_a_column(tmp_path: Path) -> None:
+    """With a setting that reads otherwise, differences, targets, a negative number, and long heads."""
+    for i, lr in enumerate((0.1, "a_b<%\\~^&#$é")):
+        for seed in range(3):
+            folder = tmp_path / "runs" / f"{i}_{seed}"
+            configured(folder, {3: 0.7, 6: 0.5 + 0.1 * i}, seed=seed, lr=lr, lambdas={6: 1234.5 * (i + 1) + seed})
+            text = (folder / "metrics.csv").read_text().splitlines()
+            names = ("server/clients/acc", "server/clients/acc_std", "client/test/acc_gap", "flatness/discrepancy")
+            text[0] += "," + ",".join(names)
+            text[1:] = [f"{line},0.123456,0.23456,-0.123456,0.0123456" for line in text[1:]]
+            (folder / "metrics.csv").write_text("\n".join(text) + "\n")
+    groups = compare([tmp_path / "runs"], target=0.55)
+    text = latex(groups, columns(groups, groups[0]))
+    assert "$-$12.35" in text and text.count("tabular}{") > 4
+    log = compiled(
+        tmp_path, [text, str(pivot(compare([sweep(tmp_path / "grid", GRID)]), "rho,lr").files()["pivot.tex"])]
+    )
+    assert "Output written on paper.pdf" in log and "Overfull" not in log, log[-2000:]
 
 
 def test_flatness_and_directions(runs: list[Path], tmp_path: Path) -> None:
