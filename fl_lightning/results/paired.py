@@ -32,17 +32,10 @@ class Difference:
         """Both ends of the interval."""
         return self.mean - self.half, self.mean + self.half
 
-    def text(self, form: str = "+.4f", scale: float = 1.0, whole: str = "{} [{}, {}]", alone: str = "{}") -> str:
-        """Returns the difference with its interval.
-
-        Args:
-            form: Format of a number.
-            scale: Factor of the printed numbers.
-            whole: Where difference and ends of the interval stand.
-            alone: Where the difference stands that has no interval.
-        """
-        pattern = alone if math.isnan(self.half) else whole
-        return pattern.format(*(format(scale * value, form) for value in (self.mean, *self.ends)))
+    def text(self, form: str = "+.4f", scale: float = 1.0) -> str:
+        """Returns the difference with its interval, if it has one, in a format and multiplied by a factor."""
+        mean, *ends = (format(scale * value, form) for value in (self.mean, *self.ends))
+        return mean if math.isnan(self.half) else f"{mean} [{', '.join(ends)}]"
 
 
 def difference(group: Group, reference: Group, name: str) -> Difference | None:

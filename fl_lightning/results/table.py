@@ -88,20 +88,18 @@ class Markup:
         pair: Mean and standard deviation.
         never: A target that was never reached.
         best: The value of a column that is clearly the best; see `is_best`.
-        difference: A difference with the ends of its interval.
-        alone: A difference without interval.
     """
 
     pair: str = "{} ± {}"
     never: str = "×"
     best: str = "{}"
-    difference: str = "{} [{}, {}]"
-    alone: str = "{}"
 
 
-LATEX = Markup(r"{} $\pm$ {}", r"$\times$", r"\textbf{{{}}}", "${}$ [${}$, ${}$]", "${}$")
+LATEX = Markup(r"{} $\pm$ {}", r"$\times$", r"\textbf{{{}}}")
 ACROSS, BETWEEN = 45.5, 2.4
 """Letters across a column of LaTeX's article (229.5 pt at 10 pt), and between two columns of a table (12 pt)."""
+SIGN = re.compile(r"(?<!\w)[-+](?=\d)")
+"""The sign of a number; that of an exponent is none."""
 TEX = str.maketrans(
     {c: f"\\{c}" for c in "_%#&${}"}
     | {"<": r"\textless{}", ">": r"\textgreater{}", "|": r"\textbar{}"}
@@ -233,7 +231,7 @@ def cell(group: Group, column: Column, groups: Sequence[Group] = (), markup: Mar
     """
     markup = markup or Markup()
     if column.against is not None:
-        return _difference(group, column, markup)
+        return _difference(group, column)
     values = [value * column.scale for value in group.values(column.of)]
     expected = len(group.runs) if column.to_target else group.measured(column.of)
     if not values:
@@ -246,11 +244,11 @@ def cell(group: Group, column: Column, groups: Sequence[Group] = (), markup: Mar
     return text if len(values) == expected else f"{text} ({len(values)} of {expected})"  # the others never did
 
 
-def _difference(group: Group, column: Column, markup: Markup) -> str:
+def _difference(group: Group, column: Column) -> str:
     found = paired(group, column)
     if found is None:
         return ""
-    text = found.text(f"+{column.form}", column.scale, markup.difference, markup.alone)
+    text = found.text(f"+{column.form}", column.scale)
     return text if found.seeds == len(group.runs) else f"{text} ({found.seeds} of {len(group.runs)})"
 
 
@@ -292,9 +290,7 @@ def latex(groups: Sequence[Group], shown: Sequence[Column]) -> str:
         [[*label(group), *(cell(group, column, groups, markup) for column in printed)] for group in groups]
         for markup in (Markup(), LATEX)
     )
-    rows = [
-        [*map(tex, row[:keys]), *(re.sub(r"^(\\textbf{)?-", r"\1$-$", text) for text in row[keys:])] for row in rows
-    ]
+    rows = [[*map(tex, row[:keys]), *(SIGN.sub(r"$\g<0>$", text) for text in row[keys:])] for row in rows]
     return tabulars([head.replace(" ↑", "\u00a0↑").replace(" ↓", "\u00a0↓") for head in heads], plain, rows, keys)
 
 

@@ -138,7 +138,7 @@ def test_differences_to_a_reference(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert (found["mean_difference_low"], found["mean_difference_high"]) == pytest.approx(
         (middle - half, middle + half), abs=1e-6
     )
-    assert f"${100 * middle:+.2f}$ [${100 * (middle - half):+.2f}$" in latex(groups, shown)
+    assert f"$+${100 * middle:.2f} [$-${100 * (half - middle):.2f}, $+$" in latex(groups, shown)
     cli("compare", str(tmp_path), "--reference=two")
     assert "-0.0767" in capsys.readouterr().out
     assert of_run(groups, "0.2") is of_run(groups, "lr 0.2") is groups[1]
