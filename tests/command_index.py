@@ -82,7 +82,7 @@ def of_action(action: Any) -> dict[str, Any]:
     kinds = [leaf for leaf in leaves if isinstance(leaf, type) and is_own(leaf)]
     values = [value for leaf in leaves if get_origin(leaf) is Literal for value in get_args(leaf)]
     found = {
-        "classes": [kind.__name__ for kind in kinds],
+        "classes": [*dict.fromkeys(kind.__name__ for kind in kinds)],
         "open": bool(kinds) and len(kinds) < len(leaves),
         "choices": [str(value) for value in values] + ["true", "false"] * (bool in leaves),
         "nargs": action.nargs,

@@ -30,7 +30,8 @@ class FederatedTrainer(Settings):
     that "auto" chooses by time is written to the config in the run folder, which repeats the run to the bit.
 
     Args:
-        loggers: Loggers in addition to ``metrics.csv``: WandbLogger, or one of Lightning's.
+        loggers: Loggers in addition to ``metrics.csv``: WandbLogger, TensorBoardLogger, MLFlowLogger, TrackioLogger,
+            your own, or one of Lightning's; a list, or a single one.
         callbacks: FlatnessMonitor, Trajectory, Checkpoints, ..., your own, or Lightning's EarlyStopping.
         enable_progress_bar: Show the live progress and the summary, and draw the run's figure at its end.
         **settings: As for `Settings`.
@@ -45,7 +46,7 @@ class FederatedTrainer(Settings):
 
     def __init__(
         self,
-        loggers: list[RunLogger | Logger] | None = None,
+        loggers: list[RunLogger | Logger] | RunLogger | Logger | None = None,
         callbacks: list[Annotated[Callback | EarlyStopping, LATER]] | None = None,
         enable_progress_bar: bool = True,
         **settings: Any,
@@ -55,7 +56,8 @@ class FederatedTrainer(Settings):
         super().__init__(**settings)
         monitors = [PrivacyMonitor()] if isinstance(self.aggregation, GaussianPrivacy) else []
         self.callbacks: list[Callback] = with_defaults([*(callbacks or ()), *monitors], enable_progress_bar)
-        self.loggers: list[Logger] = [CSVLogger(), *(loggers or ())]
+        given = [loggers] if isinstance(loggers, Logger) else loggers or ()
+        self.loggers: list[Logger] = [CSVLogger(), *(each for each in given if not isinstance(each, CSVLogger))]
         self._begun = False
 
     def fit(self, model: LocalObjective, datamodule: FederatedDataModule, ckpt_path: str | None = None) -> Run:

@@ -134,8 +134,8 @@ def test_the_common_slips_get_the_right_key(slip: str, meant: str) -> None:
     [
         ("--trainer.precision fp16", "trainer.precision = fp16: choose from 32-true, 64-true, bf16-mixed"),
         ("--model.optimizer torch.optim.Adam", "--model.optimizer TorchOptimizer --model.optimizer.name Adam"),
-        ("--trainer.loggers TensorBoardLogger", "--trainer.loggers+=lightning.pytorch.loggers.TensorBoardLogger"),
-        ("--trainer.loggers+=TensorBoardLogger", "--trainer.loggers+=lightning.pytorch.loggers.TensorBoardLogger"),
+        ("--trainer.loggers NoLogger", "--trainer.loggers+=lightning.pytorch.loggers.CometLogger"),
+        ("--trainer.loggers+=TensorBordLogger", "trainer.loggers = TensorBordLogger: no such class; did you mean T"),
         ("--trainer.callbacks [Trajectory", "give [Trajectory], or --trainer.callbacks+=Trajectory"),
         ("--model.help FedSamm", "model.help = FedSamm: no such class; did you mean FedSAM, "),
         ("--trainer.faults 0.5", "trainer.faults = 0.5: no such class; choose from Faults. A class of your own"),

@@ -12,6 +12,7 @@ import yaml
 from jsonargparse import get_loader
 
 from fl_lightning.commands.shared.configs import find_config
+from fl_lightning.commands.shared.index import fitting_classes
 from fl_lightning.core import UserError, require
 from fl_lightning.results.yaml_text import NoValueError, load_yaml
 from fl_lightning.trainer.storage.run_folder import RunFolder
@@ -157,7 +158,13 @@ def _readable(arg: str) -> str:
         raise UserError(f"{name[2:]} = {value:.60}: {error}; give another one") from None
     except yaml.YAMLError:
         pass  # the parser takes it as text
-    return f"{name}={_yaml(value)}"
+    return f"{name}={_logger(value) if name.removesuffix('+') == '--trainer.loggers' else _yaml(value)}"
+
+
+def _logger(value: str) -> str:
+    """Returns the class of a logger that is named by its program, as in tensorboard; other values as YAML."""
+    programs = {name.casefold().removesuffix("logger"): name for name in fitting_classes("trainer.loggers", ())}
+    return programs.get(value.casefold(), _yaml(value))
 
 
 def _yaml(value: str) -> str:

@@ -16,8 +16,8 @@ FOREIGN = {
     "model.optimizer": "an optimizer of torch.optim goes by TorchOptimizer, as in "
     "--model.optimizer TorchOptimizer --model.optimizer.name Adam",
     "model.loss": "a loss of torch.nn goes by its name, such as CrossEntropyLoss",
-    "trainer.loggers": "a logger of Lightning goes by its dotted path, as in "
-    "--trainer.loggers+=lightning.pytorch.loggers.TensorBoardLogger --trainer.loggers.save_dir=runs",
+    "trainer.loggers": "another logger of Lightning goes by its dotted path, as in "
+    "--trainer.loggers+=lightning.pytorch.loggers.CometLogger",
 }
 """How classes of other packages are named, by the key of the setting."""
 WORDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text", "list": "a list"}

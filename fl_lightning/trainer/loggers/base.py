@@ -2,17 +2,37 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from lightning.fabric.loggers.logger import Logger
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
-from fl_lightning.core import Checked, Figure
+from fl_lightning.core import Checked, Figure, ensure, render, style
 from fl_lightning.data import FederatedDataModule
+from fl_lightning.data.histogram import class_counts, heat_map, histogram
 
 Picture = Path | Callable[[], Figure]
 """A file, or a function that draws: loggers without pictures do not call it."""
+
+
+def needs(logger: str, *packages: str) -> None:
+    """Refuses a logger if none of the packages that it can use is installed."""
+    asked = f"trainer.loggers = {logger}: needs {packages[0]}; pip install {packages[0]}"
+    ensure(any(map(find_spec, packages)), asked)
+
+
+def pixels(picture: Picture) -> np.ndarray:
+    """Returns a picture as bytes ``(height, width, 4)``."""
+    from matplotlib.image import imread
+
+    with style():
+        (png,) = [picture.read_bytes()] if isinstance(picture, Path) else render(picture(), png={})
+    image: np.ndarray = np.rint(255 * imread(BytesIO(png))).astype(np.uint8)
+    return image
 
 
 @dataclass(frozen=True)
@@ -87,3 +107,14 @@ class RunLogger(Checked, Logger, key="trainer.loggers: {}"):
     @rank_zero_only
     def log_hyperparams(self, params: dict[str, Any], *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
         """Logs the resolved config."""
+
+
+class FigureLogger(RunLogger):
+    """A logger that shows figures: how the samples are divided is one of them."""
+
+    def log_partition(self, data: FederatedDataModule) -> None:
+        counts = class_counts(data)
+        self.log_figure("partition/heat_map", lambda: heat_map(histogram(data)), 0)
+        self.log_clients("partition/samples", counts.sum(1).tolist(), 0)
+        if data.task.by_class:
+            self.log_clients("partition/classes", (counts > 0).sum(1).tolist(), 0)

@@ -15,17 +15,16 @@ from lightning.pytorch.loggers import WandbLogger as LightningWandbLogger
 from fl_lightning.core import UserError, style
 from fl_lightning.core.files import FROZEN
 from fl_lightning.data import FederatedDataModule
-from fl_lightning.data.histogram import class_counts, heat_map, histogram
 from fl_lightning.results.configs import config_files
 from fl_lightning.results.headline import SUFFIX, values
 from fl_lightning.results.metrics import average, best_of, read_run
 from fl_lightning.results.names import is_result, mode_of, read_directions
-from fl_lightning.trainer.loggers.base import About, Picture, RunLogger
+from fl_lightning.trainer.loggers.base import About, FigureLogger, Picture, RunLogger
 
 Mode = Literal["offline", "online", "disabled"]
 
 
-class WandbLogger(LightningWandbLogger, RunLogger):
+class WandbLogger(LightningWandbLogger, FigureLogger):
     """Lightning's ``WandbLogger`` in the run's folder, with the round as x-axis; a resumed run keeps its id.
 
     W&B gets every metric; the best value of each in the summary, ``.max`` of accuracy and mIoU, ``.min`` of losses and
@@ -136,14 +135,9 @@ class WandbLogger(LightningWandbLogger, RunLogger):
         self.run.log(row)
 
     def log_partition(self, data: FederatedDataModule) -> None:
-        if self.mode == "disabled":
-            return
-        counts = class_counts(data)
-        self.log_figure("partition/heat_map", lambda: heat_map(histogram(data)), 0)
-        self.log_clients("partition/samples", counts.sum(1).tolist(), 0)
-        if data.task.by_class:
-            self.log_clients("partition/classes", (counts > 0).sum(1).tolist(), 0)
-        self._flush(0)
+        if self.mode != "disabled":
+            super().log_partition(data)
+            self._flush(0)
 
     def log_clients(self, name: str, values: Sequence[float], round: int) -> None:
         finite = [value for value in values if math.isfinite(value)]

@@ -1,0 +1,179 @@
+"""TensorBoard, MLflow and trackio get what metrics.csv has, by their own readers, and go on when a run is resumed."""
+
+from __future__ import annotations
+
+import os
+import struct
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fl_lightning import CSVLogger, FederatedTrainer, MLFlowLogger, TensorBoardLogger, TrackioLogger, UserError
+from fl_lightning.results.configs import flatten
+from fl_lightning.results.metrics import read_metrics
+from fl_lightning.trainer.loggers import About, RunLogger, base
+from tests.runs import last, run
+
+TRACKIO = tempfile.TemporaryDirectory()
+os.environ["TRACKIO_DIR"] = TRACKIO.name  # trackio reads it once
+os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
+ABOUT = About("fit", "group", ("FedAvg", "Digits"), 1)
+KINDS = {"TensorBoardLogger": "tensorboardX", "MLFlowLogger": "mlflow", "TrackioLogger": "trackio"}
+
+
+@dataclass
+class Held:
+    """What a logger's own files hold.
+
+    Attributes:
+        metrics: Round and value, by name.
+        settings: The settings.
+        pictures: Names of pictures.
+        clients: Names of histograms.
+    """
+
+    metrics: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+    pictures: set[str] = field(default_factory=set)
+    clients: set[str] = field(default_factory=set)
+
+    def add(self, name: str, round: int, value: float) -> None:
+        self.metrics.setdefault(name, []).append((round, value))
+
+
+def of_tensorboard(folder: Path) -> Held:
+    """The files of events, in their order; a start at a round makes TensorBoard forget it and what follows."""
+    from tensorboardX.proto.event_pb2 import Event, SessionLog
+    from tensorboardX.proto.plugin_hparams_pb2 import HParamsPluginData
+
+    held = Held()
+    for path in sorted(folder.glob("events.out.tfevents.*")):
+        data, at = path.read_bytes(), 0
+        while at < len(data):
+            (size,) = struct.unpack_from("<Q", data, at)
+            event = Event.FromString(data[at + 12 : at + 12 + size])
+            at += size + 16
+            if event.session_log.status == SessionLog.START:
+                held.metrics = {n: [v for v in values if v[0] < event.step] for n, values in held.metrics.items()}
+            for value in event.summary.value:
+                content = HParamsPluginData.FromString(value.metadata.plugin_data.content)
+                for name, setting in content.session_start_info.hparams.items():
+                    held.settings[name] = getattr(setting, setting.WhichOneof("kind"))
+                match value.WhichOneof("value"):
+                    case "image":
+                        held.pictures.add(value.tag)
+                    case "histo":
+                        held.clients.add(value.tag)
+                    case "simple_value":
+                        held.add(value.tag, event.step, value.simple_value)
+    return held
+
+
+def of_mlflow(folder: Path) -> Held:
+    from mlflow import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{folder / 'mlflow.db'}")
+    (found,) = client.search_runs([client.get_experiment_by_name("fl_lightning").experiment_id])
+    held = Held(settings=dict(found.data.params))
+    for name in found.data.metrics:
+        for each in client.get_metric_history(found.info.run_id, name):
+            held.add(name, each.step, each.value)
+    files = [file.relative_to(folder).parts[4:] for file in folder.glob("mlartifacts/**/*.png")]
+    held.pictures = {"/".join(parts).partition("_round_")[0] for parts in files}
+    return held
+
+
+def of_trackio(folder: Path) -> Held:
+    from trackio.sqlite_storage import SQLiteStorage
+
+    name = last(folder)["loggers"]["TrackioLogger"]["name"] if (folder / "checkpoints").exists() else "name"
+    held = Held(settings=SQLiteStorage.get_run_config("fl_lightning", name) or {})
+    kinds = {"trackio.image": held.pictures, "trackio.histogram": held.clients}
+    for row in SQLiteStorage.get_logs("fl_lightning", name):
+        for key, value in row.items():
+            if isinstance(value, dict):
+                kinds[value["_type"]].add(key)
+            elif key not in ("step", "timestamp"):
+                held.add(key, row["step"], value)
+    return held
+
+
+READERS: dict[str, Callable[[Path], Held]] = {
+    "TensorBoardLogger": of_tensorboard,
+    "MLFlowLogger": of_mlflow,
+    "TrackioLogger": of_trackio,
+}
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    pytest.importorskip(KINDS[request.param])
+    return str(request.param)
+
+
+def test_logger_holds_what_the_csv_has(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By its short name; the resumed run goes on in the same place. Nothing is left in the working folder."""
+    args = [f"--trainer.loggers={kind.removesuffix('Logger').lower()}", "--trainer.callbacks+=Curves"]
+    args += ["--trainer.callbacks+=FlatnessMonitor", "--trainer.callbacks.metrics=[ClientEvaluation]"]
+    before = {*Path().iterdir()}
+    folder = run("fit", *args, root=tmp_path)
+    assert run("fit", *args, "--trainer.max_rounds=4", "--ckpt_path=last", root=tmp_path) == folder
+    held, columns = READERS[kind](folder), read_metrics(folder / "metrics.csv")
+    assert held.metrics.keys() >= columns.keys()
+    for name, values in columns.items():
+        found = sorted(held.metrics[name])
+        assert len(found) == len(values) and dict(found) == pytest.approx(dict(values), rel=1e-6), name
+    assert [round for round, _ in columns["server/test/acc"]] == [1, 2, 3, 4]
+    settings = flatten(last(folder)["config"])
+    assert held.settings["model"] == settings["model"] and float(held.settings["data.batch_size"]) == 32
+    assert held.settings.keys() >= settings.keys()
+    assert held.pictures >= {"partition/heat_map", "curves"}
+    assert kind == "MLFlowLogger" or held.clients >= {"partition/samples_clients", "server/clients/acc_clients"}
+    assert {*Path().iterdir()} == before and len(capsys.readouterr().out.splitlines()) == 4  # of the package
+
+
+def test_rounds_after_the_checkpoint_are_logged_once(kind: str, tmp_path: Path) -> None:
+    """A process that is killed after round 4 has saved round 2."""
+    make = {"TensorBoardLogger": TensorBoardLogger, "MLFlowLogger": MLFlowLogger}
+    first: RunLogger = make[kind]() if kind in make else TrackioLogger(name="name")
+    first.start(tmp_path, {}, 0, ABOUT)
+    for round in range(1, 5):
+        first.log_metrics({"time/round_s": round / 4}, round)
+    state = first.state_dict()
+    first.finalize("failed")
+    second = make[kind]() if kind in make else TrackioLogger()
+    second.start(tmp_path, state, 2, ABOUT)
+    for round in range(3, 7):
+        second.log_metrics({"time/round_s": round / 4}, round)
+    second.finalize("success")
+    assert sorted(READERS[kind](tmp_path).metrics["time/round_s"]) == [(round, round / 4) for round in range(1, 7)]
+
+
+def test_tensorboard_reads_it(tmp_path: Path) -> None:
+    """TensorBoard itself: one run with each round once, and the settings."""
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
+
+    test_rounds_after_the_checkpoint_are_logged_once("TensorBoardLogger", tmp_path / "runs" / "version_0")
+    found = EventMultiplexer().AddRunsFromDirectory(str(tmp_path / "runs")).Reload()
+    assert [*found.Runs()] == ["version_0"]
+    events = found.Tensors("version_0", "time/round_s")
+    assert [event.step for event in events] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("make", [TensorBoardLogger, MLFlowLogger, TrackioLogger])
+def test_a_missing_package_is_named(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"^trainer.loggers = (\w+)Logger: needs (\w+); pip install \2$"):
+        make()
+
+
+def test_one_logger_and_the_csv_that_is_there_already(tmp_path: Path) -> None:
+    """A single logger needs no list; a second log of metrics.csv is the first one."""
+    assert [type(each) for each in FederatedTrainer(loggers=CSVLogger()).loggers] == [CSVLogger]
+    folder = run("fit", "--trainer.loggers=csv", "--trainer.loggers+=CSVLogger", root=tmp_path)
+    assert [round for round, _ in read_metrics(folder / "metrics.csv")["client/lr"]] == [1, 2]
