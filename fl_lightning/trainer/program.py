@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
-from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -71,7 +70,7 @@ def train(run: Run) -> bool:
         run.apply(run.state.after_round(done.server, done.bits, {"refused": []}), {})
         steps = sum(cohort.attendance.steps.values())
         spent = clock.spent(run, cohort, done.bits, steps, training_s, rounds=len(trained))
-        run.log({"client/train/loss": float(done.losses.cpu().mean()), "client/refused": 0, **spent})
+        run.log({"client/train/loss": float(done.losses.mean()), "client/refused": 0, **spent})
         logged = run.write_metrics()
     if not trained:
         return False
@@ -109,7 +108,7 @@ def _train(run: Run, cohorts: Sequence[Cohort]) -> list[Trained]:
     assert isinstance(engine, BatchedEngine)
     batches = [[run.minibatches(k, ctx) for k, ctx in zip(c.clients, c.contexts, strict=True)] for c in cohorts]
     server, rows, scratch = run.server, dict[int, State](), objective.scratch_inits()
-    results, finite = list[Trained](), list[Tensor]()
+    results = list[Trained]()
     with engine.checked():
         for cohort, its, block in zip(cohorts, batches, engine.blocks_ahead(batches), strict=True):
             ctx = run.round_context(cohort.t)
@@ -127,10 +126,14 @@ def _train(run: Run, cohorts: Sequence[Cohort]) -> list[Trained]:
             new = dict(zip(cohort.clients, map(State, _by_client(state, len(jobs))), strict=True))
             rows |= new
             bits = len(jobs) * (objective.bits(sent, up=False) + objective.bits(arrived[0], up=True))
-            results.append(Trained(server, new, losses.to(accumulator_dtype(losses.device)), bits))
-            finite.append(ok.all() & after.finite())
-    # the only time that the rounds wait for local training
-    return [result for result, _ in takewhile(itemgetter(1), zip(results, torch.stack(finite).tolist(), strict=True))]
+            finite = (ok.all() & after.finite()).to(accumulator_dtype(losses.device))
+            results.append(Trained(server, new, torch.cat([finite[None], losses.to(finite)]), bits))
+    read = torch.cat(
+        [result.losses for result in results]
+    ).cpu()  # the only time that the rounds wait for local training
+    columns = torch.split(read, [len(result.losses) for result in results])
+    finite_rounds = takewhile(lambda pair: bool(pair[1][0]), zip(results, columns, strict=True))
+    return [replace(result, losses=column[1:]) for result, column in finite_rounds]
 
 
 def _by_client(values: Mapping[str, Tensor], n: int) -> list[dict[str, Tensor]]:

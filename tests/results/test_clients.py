@@ -125,7 +125,7 @@ def test_comparison(tmp_path: Path) -> None:
     assert list(shown) == ["clients", "clients_std", "worst_decile", "local_gap"]
     assert [groups[0].values(column.of) for column in shown.values()] == [[0.5], [0.1], [0.4], [-0.2]]
     assert [column.mode for column in shown.values()] == ["max", "min", "max", None]
-    head = r"\shortstack{worst 10 \\ \% of \\ clients $\uparrow$}"
+    head = r"\shortstack[r]{worst 10 \\ \% of \\ clients $\uparrow$}"
     assert head in latex(groups, columns(groups)) and "& 40.00 &" in latex(groups, columns(groups))
     known: dict[str, Mode] = {"mae": "min", "acc": "max"}
     for name, mode in (("mae", "min"), ("mae_worst_decile", "min"), ("mae_std", "min"), ("acc_worst", "max")):

@@ -1,5 +1,6 @@
 """TensorBoard."""
 
+import time
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
@@ -45,7 +46,9 @@ class TensorBoardLogger(FigureLogger):
     def _open(self, run_dir: Path, purge_step: int | None = None) -> None:
         self.dir = run_dir
         self._package = "torch.utils.tensorboard" if find_spec("tensorboard") else "tensorboardX"
-        self.experiment = _from(self._package, "SummaryWriter")(str(run_dir), purge_step=purge_step)
+        suffix = f".{time.time_ns()}"  # tensorboardX would replace a file of the same second
+        writer = _from(self._package, "SummaryWriter")
+        self.experiment = writer(str(run_dir), purge_step=purge_step, filename_suffix=suffix)
 
     @rank_zero_only
     def log_hyperparams(self, params: dict[str, Any], *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
