@@ -1,4 +1,4 @@
-"""Seconds a round of ours, of a plain loop, and of pfl and Flower where they are installed, side by side.
+"""Seconds a round of ours, of a plain loop, and of pfl, Flower and JAX where they are installed, side by side.
 
 ``make bench`` runs everything; a part is run again by, for example,
 
@@ -37,7 +37,7 @@ HERE = Path(__file__).resolve().parent
 PATIENCE = 600.0  # seconds for an answer
 FORMATS = {"32-true": "float32", "bf16-mixed": "bfloat16"}
 TICK = os.sysconf("SC_CLK_TCK")
-PEERS = {"peer_pfl": ("pfl", "pfl"), "peer_flower": ("Flower", "ray")}
+PEERS = {"peer_pfl": ("pfl", "pfl"), "peer_flower": ("Flower", "ray"), "peer_jax": ("JAX", "jax")}
 """The contestant's name, and the module that it needs."""
 
 
@@ -48,6 +48,8 @@ def contestants(work: str, method: str, peers: bool) -> dict[str, dict[str, Any]
         found["pfl"] = {"kind": "peer_pfl"}
         if work != "W3-CNN":
             found["Flower"] = {"kind": "peer_flower"}
+    if peers and method in ("FedAvg", "FedSAM") and work.startswith("W3"):
+        found["JAX"] = {"kind": "peer_jax"}
     ours: dict[str, dict[str, Any]] = {FP32: {}, BF16: {"precision": "bf16-mixed"}}
     if work.startswith("W3"):
         engines = {name: {"engine": name} for name in ("sequential", "batched", "graphed")}
@@ -266,7 +268,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.5, help="length of a turn, at least")
     parser.add_argument("--steps", type=int, default=10, help="local steps of W2; the papers have 50")
     parser.add_argument("--threads", type=int, default=2, help="of W1 and W2; W3 has 1")
-    parser.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True, help="pfl and Flower")
+    parser.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True, help="pfl, Flower and JAX")
     args = parser.parse_args()
     missing = {kind for kind, (name, module) in PEERS.items() if args.peers and find_spec(module) is None}
     for kind in missing:

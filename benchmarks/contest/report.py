@@ -17,7 +17,7 @@ from contest.workloads import METHODS, WORKS
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 CSV, PAGE, FIGURE = DOCS / "benchmarks.csv", DOCS / "benchmarks.md", DOCS / "benchmarks"
-AGAINST = {"plain": "plain loop", "pfl": "pfl", "flower": "Flower"}
+AGAINST = {"plain": "plain loop", "pfl": "pfl", "flower": "Flower", "jax": "JAX"}
 KEY = ("machine", "work", "method", "contestant")
 TEXT = (*KEY, "engine")
 COLUMNS = (

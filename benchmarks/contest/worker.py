@@ -18,12 +18,16 @@ from contest import workloads
 
 
 class Turns:
-    """A contestant calls it after every round; it blocks while it is the others' turn."""
+    """A contestant calls it after every round; it blocks while it is the others' turn.
+
+    Attributes:
+        left: Rounds that this turn still has.
+    """
 
     def __init__(self) -> None:
         self._answers = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)  # whatever libraries print goes to stderr
-        self._left = 0
+        self.left = 0
         self._rounds: list[dict[str, float]] = []
 
     def ready(self, engine: str = "") -> None:
@@ -33,8 +37,8 @@ class Turns:
     def round(self, seconds: float, **more: float) -> None:
         """A round is done; it took ``seconds`` without evaluation."""
         self._rounds.append({"round_s": seconds, "loop_s": time.perf_counter() - self._since, **more})
-        self._left -= 1
-        if self._left == 0:
+        self.left -= 1
+        if self.left == 0:
             self._answer(self._rounds)
         self._since = time.perf_counter()
 
@@ -43,7 +47,7 @@ class Turns:
         line = sys.stdin.readline()
         if not line:
             raise SystemExit
-        self._left, self._rounds, self._since = int(line), [], time.perf_counter()
+        self.left, self._rounds, self._since = int(line), [], time.perf_counter()
 
 
 def main() -> None:
