@@ -51,7 +51,8 @@ def page(rows: Sequence[Path]) -> tuple[str, Figure]:
     made = f"Commits {', '.join(commits)}; {first['cpu']}, torch {first['torch']}, {first['precision']}."
     checked = (
         "*Checked* counts the rows that another process has trained again to the bit. Differences are means over the "
-        "common seeds, with 95 % intervals by Student's t; bold if those against all other rows leave out 0."
+        "common seeds, with 95 % intervals by Student's t; bold if those against all other rows leave out 0, or, with "
+        "one seed, the best."
     )
     text = "\n\n".join([f"# {about['title']}", about["text"], markdown([head, *lines]).strip(), checked, made])
     runs = {group.name: group.metrics for group in groups}

@@ -55,7 +55,7 @@ def train(run: Run) -> bool:
     Returns:
         Whether it has trained any; otherwise the run is as before.
     """
-    clock, started = Clock(), time.perf_counter()
+    clock = Clock()
     cohorts = _cohorts(run, length(run))
     try:
         trained = _train(run, cohorts) if len(cohorts) > 1 else []
@@ -63,7 +63,7 @@ def train(run: Run) -> bool:
         if not is_out_of_memory(error):
             raise
         trained = []  # the next round runs by itself, in smaller blocks
-    training_s = time.perf_counter() - started
+    training_s = sum(done.training_s for done in trained)
     rows: dict[int, State] = {}
     for cohort, done in zip(cohorts, trained, strict=False):
         rows |= done.rows
@@ -81,12 +81,13 @@ def train(run: Run) -> bool:
 
 @dataclass(frozen=True)
 class Trained:
-    """The result of a round: the server's state, the clients' by id, their losses ``(clients,)``, and bits sent."""
+    """The result of a round: the server's state, the clients' by id, their losses ``(clients,)``, bits, and seconds."""
 
     server: State
     rows: Mapping[int, State]
     losses: Tensor
     bits: int
+    training_s: float
 
 
 def _cohorts(run: Run, n: int) -> list[Cohort]:
@@ -117,7 +118,9 @@ def _train(run: Run, cohorts: Sequence[Cohort]) -> list[Trained]:
                 Job(k, run.clients.get(k, sent.w, scratch, rows.get(k)), sent, own, each, run.seed, run.varied)
                 for k, own, each in zip(cohort.clients, cohort.contexts, its, strict=True)
             ]
+            before = time.perf_counter()
             upload, state, ok, losses = engine.train_together(jobs, block)
+            training_s = time.perf_counter() - before
             uploads, arrived = rule.uploads(objective, cohort.contexts, ctx, sent.w), _by_client(upload, len(jobs))
             for each, client in zip(arrived, cohort.contexts, strict=True):
                 uploads.add(each, client.n_k)
@@ -127,7 +130,7 @@ def _train(run: Run, cohorts: Sequence[Cohort]) -> list[Trained]:
             rows |= new
             bits = len(jobs) * (objective.bits(sent, up=False) + objective.bits(arrived[0], up=True))
             finite = (ok.all() & after.finite()).to(accumulator_dtype(losses.device))
-            results.append(Trained(server, new, torch.cat([finite[None], losses.to(finite)]), bits))
+            results.append(Trained(server, new, torch.cat([finite[None], losses.to(finite)]), bits, training_s))
     read = torch.cat(
         [result.losses for result in results]
     ).cpu()  # the only time that the rounds wait for local training
