@@ -79,7 +79,7 @@ class Group:
 
 
 def compare(
-    runs: Sequence[str | Path],
+    runs: str | Path | Sequence[str | Path],
     target: float | None = None,
     last: int | None = None,
     metric: str | None = None,
@@ -91,7 +91,7 @@ def compare(
     Of several runs below a folder with the same config and seed, the last by name counts, such as the highest version.
 
     Args:
-        runs: Run folders, or folders above them.
+        runs: Run folders, or folders above them; or one.
         target: Value of the metric that runs are to reach, such as an accuracy of 0.8.
         last: Rounds at the end whose evaluations and measurements are averaged; None: those of the headline.
         metric: Name of the metric; None: that of the data on the test set.
@@ -102,6 +102,7 @@ def compare(
         UserError: If a folder holds no run, two of the given folders are the same run, metrics differ, or no run of the
             reference has a finite value.
     """
+    runs = [runs] if isinstance(runs, str | Path) else runs
     named = {Path(run).resolve() for run in runs}
     members: dict[str, dict[Seeds, Path]] = {}
     left_out: dict[str, list[Path]] = {}
