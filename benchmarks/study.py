@@ -11,6 +11,7 @@ import argparse
 import csv
 import math
 import shlex
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,8 @@ def tune(study: Study, name: str, folder: Path) -> dict[str, str]:
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"{name}.yaml"
     file.write_text(yaml.safe_dump(text, sort_keys=False))
-    fl_lightning(["sweep", str(file), "--out", str(folder)])
+    with suppress(SystemExit):  # it ends so if a draw diverges, which is a result, too
+        fl_lightning(["sweep", str(file), "--out", str(folder)])
     with (folder / name / "sweep.csv").open(newline="") as table:
         draws = list(csv.DictReader(table))
     tried = [draw for draw in draws if draw["state"] == "finished"]
