@@ -20,7 +20,6 @@ from lightning.fabric.utilities import registry
 from sklearn import datasets
 from torch import nn
 from torch._subclasses import fake_tensor
-from torch.fx.experimental import proxy_tensor
 
 from fl_lightning import Arrays, FederatedTrainer, LocalObjective, ReplaySampler, Trajectory
 from fl_lightning.trainer.run import Run
@@ -39,7 +38,6 @@ provenance._git = lambda folder, *args: (_git_here if folder == ROOT else _git)(
 )  # once: nobody commits now
 # torch keeps the stack, which is deep here, for each operation of a record
 fake_tensor.traceback = SimpleNamespace(extract_stack=list, format_list=traceback.format_list)
-proxy_tensor.set_meta = lambda proxy, value: proxy  # and what each value looks like, which nothing here reads
 CACHE = tempfile.TemporaryDirectory()
 os.environ["HF_DATASETS_CACHE"] = CACHE.name  # not in the home of who runs the tests
 for _size in ("COLUMNS", "LINES"):  # readline, which pytest imports, sets them for the processes that it starts
