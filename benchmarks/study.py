@@ -100,10 +100,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("study")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "studies", help="folder of the runs")
+    parser.add_argument("--ledger", type=Path, default=ROOT / "ledger", help="folder of the ledgers")
     parser.add_argument("--methods", help="some of the methods, with commas between")
     given = parser.parse_args()
     study = yaml.safe_load((ROOT / "benchmarks" / "studies" / f"{given.study}.yaml").read_text())
-    out, ledger = given.out.resolve() / given.study, ROOT / "ledger" / given.study
+    out, ledger = given.out.resolve() / given.study, given.ledger.resolve() / given.study
     ledger.mkdir(parents=True, exist_ok=True)
     about = {key: study[key] for key in ("title", "text", "reference")}
     (ledger / "about.yaml").write_text(yaml.safe_dump(about, sort_keys=False, width=1000))

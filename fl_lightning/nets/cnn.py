@@ -54,9 +54,9 @@ class DigitsCNN(Checked, nn.Sequential, key="model.net"):
 
 
 class FashionCNN(Checked, nn.Sequential, key="model.net"):
-    """Two unpadded 5x5 convolutions (16 and 32 channels), each with pooling, and a linear layer; for 1x28x28 images.
+    """Two unpadded 5x5 convolutions (16 and 32 channels) with stride 2, and a linear layer; for 1x28x28 images.
 
-    18,378 weights: a run on all of Fashion-MNIST takes minutes on a CPU.
+    18,378 weights. Strides in place of pooling make a step four times as fast on a CPU.
 
     Args:
         num_classes: Number of classes.
@@ -64,8 +64,10 @@ class FashionCNN(Checked, nn.Sequential, key="model.net"):
 
     def __init__(self, num_classes: Size = 10) -> None:
         super().__init__(
-            *_block(1, 16, kernel=5),
-            *_block(16, 32, kernel=5),
+            nn.Conv2d(1, 16, 5, stride=2),
+            nn.ReLU(),
+            nn.Conv2d(16, 32, 5, stride=2),
+            nn.ReLU(),
             nn.Flatten(),
             nn.Linear(512, num_classes),
         )
