@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 import fl_lightning as fl
 from fl_lightning import algorithms
@@ -201,7 +202,7 @@ def processes(count: int, backend: str, device: str) -> dict[str, Any]:
 
 
 def process(device: str, backend: str, path: str) -> None:
-    """One of them: FedAvg without state, since gloo sends tensors of a GPU by broadcast and all-reduce only."""
+    """One of them: it trains, and calls every collective of the package, which a run of one process leaves out."""
     from lightning.fabric.strategies import DDPStrategy
 
     trainer = fl.FederatedTrainer(
@@ -213,8 +214,29 @@ def process(device: str, backend: str, path: str) -> None:
     trainer.fabric.strategy._process_group_backend = backend
     sgd = fl.SGD(0.05, momentum=0.9, weight_decay=1e-3, clip=1.0, lr_decay=0.9)
     run = trainer.fit(fl.FedAvg(net=Net(), optimizer=sgd), data())
+    collectives(run.fabric.device)
     if run.fabric.is_global_zero:
         torch.save(run.server.w.cpu(), f"{path}/w.pt")
+
+
+def collectives(device: torch.device) -> None:
+    """Fails if one of the backend's collectives returns something else than the processes have sent."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    mine, ranks = torch.full((3,), float(rank), device=device), [torch.full((3,), float(i)) for i in range(world)]
+    everyone = [torch.empty_like(mine) for _ in ranks]
+    dist.all_gather(everyone, mine)
+    assert all(torch.equal(got.cpu(), sent) for got, sent in zip(everyone, ranks, strict=True))
+    gathered = [torch.empty_like(mine) for _ in ranks] if rank == 0 else None
+    dist.gather(mine, gathered, dst=0)
+    assert gathered is None or all(torch.equal(got.cpu(), sent) for got, sent in zip(gathered, ranks, strict=True))
+    scattered = torch.empty_like(mine)
+    dist.scatter(scattered, [each.to(device) for each in ranks] if rank == 0 else None, src=0)
+    assert torch.equal(scattered, mine)
+    total = mine.clone()
+    dist.all_reduce(total)
+    assert torch.equal(total.cpu(), sum(ranks, torch.zeros(3)))
+    dist.broadcast(mine, src=0)
+    assert torch.equal(mine.cpu(), ranks[0])
 
 
 if __name__ == "__main__":
