@@ -1,4 +1,4 @@
-"""Local training of a cohort: the only room that computes training gradients, or distinguishes one client from many."""
+"""Local training of a cohort: the only subpackage that computes training gradients, or tells one client from many."""
 
 from fl_lightning.engine.agreement import check
 from fl_lightning.engine.base import Engine, Job, LocalResult

@@ -4,3 +4,8 @@ for (const formula of document.querySelectorAll(".arithmatex")) {
   const style = formula.closest(".box") ? "\\displaystyle " : ""; // fractions of full height
   katex.render(style + tex, formula, { displayMode: formula.tagName === "DIV", throwOnError: false });
 }
+
+// Keeps keys and options on one line: browsers break them after each hyphen. What is long may break.
+for (const code of document.querySelectorAll(":not(pre) > code")) {
+  if (code.textContent.length <= 32) code.style.whiteSpace = "nowrap";
+}
