@@ -236,7 +236,9 @@ def exchange(
     """
     here, ops, received = fabric.global_rank, list[dist.P2POp](), dict[int, Tensor]()
     numbers = [math.prod(shape) for shape in shapes.values()]
-    for source, target in sorted({*moves.values()} if numbers else ()):
+    if not numbers:
+        return {k: {} for k, (_, target) in moves.items() if target == here}
+    for source, target in sorted({*moves.values()}):
         clients = [k for k, move in moves.items() if move == (source, target)]
         wire = torch.device("cpu") if dist.get_backend() == "gloo" else like.device
         if here == source:
@@ -245,11 +247,13 @@ def exchange(
         elif here == target:
             packed = torch.empty(len(clients) * sum(numbers), dtype=like.dtype, device=wire)
             ops.append(dist.P2POp(dist.irecv, packed, source))
-            received |= zip(clients, packed.split(sum(numbers)), strict=True)
+            received |= zip(clients, torch.split(packed, sum(numbers)), strict=True)
     for work in dist.batch_isend_irecv(ops) if ops else ():
         work.wait()
-    columns = {k: zip(shapes.items(), row.to(like.device).split(numbers), strict=True) for k, row in received.items()}
-    return {k: {name: v.view(*shape) for (name, shape), v in its} for k, its in columns.items()}
+    columns = {
+        k: zip(shapes.items(), torch.split(row.to(like.device), numbers), strict=True) for k, row in received.items()
+    }
+    return {k: {name: v.view(torch.Size(shape)) for (name, shape), v in its} for k, its in columns.items()}
 
 
 def all_gather_dict(fabric: Fabric, mine: Mapping[int, V]) -> dict[int, V]:
