@@ -56,7 +56,7 @@ def measure(trained: str, algorithm: str, devices: int, engine: str) -> None:
             )
             print(
                 f"{trained}: d {run.objective.flat.d:,}, sent {run.metrics['comm/total_bits'] / 8e6:,.1f} MB, "
-                f"clients' state {rows / 1e6:,.1f} MB, {files}, a round {run.metrics['time/round_s']:.1f} s"
+                f"its clients' state {rows / 1e6:,.1f} MB, {files}, a round {run.metrics['time/round_s']:.1f} s"
             )
         print(f"peak memory of process {run.fabric.global_rank}: {peak:.2f} GiB")
 

@@ -229,7 +229,11 @@ class Uploads:
         n: Number of clients in the averages, S.
         samples: Number of their samples.
         names: Uploaded names.
+        share: Called with a sum of an uploaded name when it is first read, to add what other processes have, in place;
+            None: the sums are complete.
     """
+
+    share: Callable[[Tensor], object] | None = None
 
     def __init__(
         self, names: Iterable[str], weighting: Weighting, clients: Sequence[ClientContext], like: Tensor
@@ -239,6 +243,7 @@ class Uploads:
         self.samples: float = sum(c.n_k for c in clients)
         k_lr = [[sum(c.k_lr for c in clients)], [sum(c.k_lr * c.n_k for c in clients)]]
         self._sums = {"k_lr": to_device(k_lr, like.device, like.dtype)}
+        self._shared = {("k_lr", 0), ("k_lr", 1)}
 
     def add(self, upload: Mapping[str, Tensor], samples: int) -> None:
         """Adds one client's upload; in cohort order, so that sums do not depend on which process trained it."""
@@ -256,8 +261,16 @@ class Uploads:
 
     def mean(self, name: str) -> Tensor:
         """Returns the plain mean over the cohort: for duals, variates, perturbations and distances."""
-        return self._sums[name][0] / self.n
+        return self._sum(name, 0) / self.n
 
     def weighted(self, name: str) -> Tensor:
         """Returns the mean by ``weighting`` (samples or uniform): for models and pseudo-gradients."""
-        return self.mean(name) if self.weighting == "uniform" else self._sums[name][1] / self.samples
+        return self.mean(name) if self.weighting == "uniform" else self._sum(name, 1) / self.samples
+
+    def _sum(self, name: str, kind: int) -> Tensor:
+        """Returns a sum, plain (0) or weighted by samples (1)."""
+        found = self._sums[name][kind]
+        if self.share is not None and (name, kind) not in self._shared:
+            self.share(found)
+            self._shared.add((name, kind))
+        return found

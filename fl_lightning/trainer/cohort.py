@@ -10,7 +10,7 @@ from fl_lightning.engine import LocalResult
 from fl_lightning.trainer.participation.faults import NO_FAULTS, Attendance, Faults
 from fl_lightning.trainer.participation.samplers import draw
 from fl_lightning.trainer.run import Run
-from fl_lightning.trainer.runtime.collectives import assign
+from fl_lightning.trainer.runtime.collectives import assign, owner
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,20 @@ class Cohort:
             ClientContext(**of_run, K=K, K_missed=asked_of[k] - K, k_lr=K * lr, n_k=int(data.client_sizes[k]))
             for k, K in attendance.steps.items()
         ]
-        shares = assign([*attendance.steps.values()], run.fabric.world_size)
+        wishes = [*attendance.steps] if run.clients.inits else []
+        shares = assign([*attendance.steps.values()], run.fabric.world_size, wishes)
         return cls(t, phase, len(clients), [*attendance.steps], contexts, shares, attendance, faults)
+
+    @property
+    def trainers(self) -> dict[int, int]:
+        """Which process trains each client, by id."""
+        return {self.clients[p]: rank for rank, share in enumerate(self.shares) for p in share}
+
+    @property
+    def moves(self) -> dict[int, tuple[int, int]]:
+        """The clients that another process than their owner trains: by id, their owner and that process."""
+        pairs = {k: (owner(k, len(self.shares)), rank) for k, rank in self.trainers.items()}
+        return {k: pair for k, pair in pairs.items() if pair[0] != pair[1]}
 
     def next_phase(self, run: Run) -> Cohort:
         """Returns the clients of this cohort that also answer in the next phase."""

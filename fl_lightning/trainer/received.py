@@ -1,6 +1,6 @@
 """The uploads that arrive in a phase: which are accepted, their averages, and what their clients keep."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -67,29 +67,28 @@ class Arrivals:
             known: Reference value of each upload, by name; the upload is expected to lie near it.
             ctx: The phase's context.
         """
-        run, contexts, rule = self.run, self.cohort.contexts, self.run.aggregation
-        accepted = [ctx for ctx, yes in zip(contexts, self.accepted, strict=True) if yes]
-        uploads = rule.uploads(run.objective, accepted, ctx, self.like)
-        here = [(contexts[i], upload) for i, upload in self._summed_here() if self.accepted[i]]
+        run, cohort, rule = self.run, self.cohort, self.run.aggregation
+        each = zip(cohort.clients, cohort.contexts, self.accepted, strict=True)
+        accepted = {k: ctx for k, ctx, yes in each if yes}
+        uploads = rule.uploads(run.objective, [*accepted.values()], ctx, self.like)
+        here = self._summed_here([*accepted])
         if not rule.by_rows or run.fabric.is_global_zero:
-            arrived, clients = [upload for _, upload in here], [ctx for ctx, _ in here]
+            arrived, clients = [*here.values()], [accepted[k] for k in here]
             rule.fill(uploads, Received(arrived, known, clients, server, ctx, run.seed, len(self.refused)))
         shapes = rule.shapes(self.shapes, known)
         collectives.reduce(run.fabric, uploads, shapes, self.like, run.settings.deterministic)
         return uploads
 
     def rows(self) -> dict[int, State]:
-        """Returns on rank 0 the accepted clients' new states, by id."""
-        if not self.cohort.clients:
+        """Returns the new states of the accepted clients that this process owns, by id."""
+        store, refused = self.run.clients, self.refused
+        if not store.inits:
             return {}
-        names = {
-            name: self._gathered([r.state[name] for r in self.results], shape)
-            for name, shape in self.run.clients.shapes.items()
-        }
-        if not (names and self.run.fabric.is_global_zero):
-            return {}
-        each = enumerate(zip(self.cohort.clients, self.accepted, strict=True))
-        return {k: State({name: column[i] for name, column in names.items()}) for i, (k, yes) in each if yes}
+        new = {r.client: r.state.only(store.inits) for r in self.results if r.client not in refused}
+        back = {k: (rank, owner) for k, (owner, rank) in self.cohort.moves.items() if k not in refused}
+        received = collectives.exchange(self.run.fabric, back, new, store.shapes, self.like)
+        here = {k: row for k, row in new.items() if store.owns(k)}
+        return here | {k: State(row) for k, row in received.items()}
 
     def reasons(self) -> str:
         """Returns a text that names a value that is not finite, for each of the first refused clients."""
@@ -98,18 +97,16 @@ class Arrivals:
         found = [f"client {k}: {what}" for k, what in collectives.all_gather_dict(self.run.fabric, mine).items()]
         return "; ".join([*found[:3], *["..."] * (len(found) > 3)])
 
-    def _summed_here(self) -> Iterator[tuple[int, Upload]]:
-        """Yields the uploads that this process sums, by position: on rank 0 all of them, or on each process its own."""
-        fabric, shares = self.run.fabric, self.cohort.shares
-        columns, positions = {n: [r.upload[n] for r in self.results] for n in self.shapes}, shares[fabric.global_rank]
-        if self.run.settings.deterministic or fabric.world_size == 1:
-            columns = {name: self._gathered(column, self.shapes[name]) for name, column in columns.items()}
-            positions = list(range(len(self.cohort.clients))) if fabric.is_global_zero else []
-        for i, position in enumerate(positions):
-            yield position, {name: column[i] for name, column in columns.items()}
-
-    def _gathered(self, rows: Sequence[Tensor], shape: Sequence[int]) -> list[Tensor]:
-        return collectives.gather(self.run.fabric, rows, self.cohort.shares, shape, self.like)
+    def _summed_here(self, accepted: Sequence[int]) -> dict[int, Upload]:
+        """Returns the uploads that this process sums, in cohort order: on rank 0 all, or on each process its own."""
+        fabric, here = self.run.fabric, {r.client: r.upload for r in self.results}
+        if self.run.settings.deterministic and fabric.world_size > 1:
+            trainers = self.cohort.trainers
+            here |= collectives.exchange(
+                fabric, {k: (trainers[k], 0) for k in accepted if trainers[k]}, here, self.shapes, self.like
+            )
+            accepted = accepted if fabric.is_global_zero else []
+        return {k: here[k] for k in accepted if k in here}
 
     def _upload_shapes(self) -> dict[str, list[int]]:
         """Returns the shapes; rank 0, which trains a client of every cohort, broadcasts them once a run."""

@@ -1,33 +1,62 @@
 """Saves the checkpoints of a run, and restores a run from one."""
 
+import math
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning
 import torch
 
-from fl_lightning.core import UserError, ensure, files
+from fl_lightning.core import State, UserError, ensure, files
 from fl_lightning.core.frozen import constants, load_constants
 from fl_lightning.results.configs import flatten
 from fl_lightning.trainer.aggregation.noise import NoiseKey
 from fl_lightning.trainer.participation import failures
 from fl_lightning.trainer.run import Run, by_key
-from fl_lightning.trainer.runtime.collectives import on_rank_zero
+from fl_lightning.trainer.runtime.collectives import all_gather_dict, exchange, on_rank_zero
 from fl_lightning.trainer.storage import checkpoint, records
 from fl_lightning.trainer.storage.checkpoint import REMEDY
 from fl_lightning.trainer.storage.lock import check_unused
 from fl_lightning.trainer.storage.run_folder import RunFolder
 from fl_lightning.trainer.unchanged import digest
 
+BLOCK = 1 << 24
+"""Numbers that rank 0 receives at once for a checkpoint, or one row."""
+
 
 def save(run: Run, path: Path) -> None:
     """Writes a checkpoint; rank 0 writes. The file is whole, whenever the process dies.
+
+    If other processes keep rows of clients, all must call, and rank 0 gets those that have changed.
 
     Args:
         run: The run, between two rounds.
         path: The file. Any but the run's last.ckpt stays valid when later ones are written.
     """
+    if run.clients.shared:
+        _fetch_rows(run)
+        on_rank_zero(run.fabric, partial(_write, run, path))
+        run.clients.saved()
+    else:
+        _write(run, path)
+    run.saved_rounds = run.rounds_done
+
+
+def _fetch_rows(run: Run) -> None:
+    """Sends the rows that have changed since the last checkpoint to rank 0, in blocks."""
+    store, fabric = run.clients, run.fabric
+    changed = all_gather_dict(fabric, dict.fromkeys(store.unsaved, fabric.global_rank))
+    clients, number = [*changed], max(1, BLOCK // sum(map(math.prod, store.shapes.values())))
+    for start in range(0, len(clients), number):
+        moves = {k: (changed[k], 0) for k in clients[start : start + number]}
+        rows = {k: row for k in moves if store.owns(k) and (row := store.row(k))}
+        received = exchange(fabric, moves, rows, store.shapes, store.w0)
+        store.stage({k: State(row) for k, row in received.items()})
+
+
+def _write(run: Run, path: Path) -> None:
     if run.fabric.is_global_zero:
         if run.frozen and run.saved_rounds < 0:  # once in a process: a file that is lost or damaged is whole again
             files.save(run.folder.frozen, {name: value.cpu() for name, value in constants(run.objective.net).items()})
@@ -37,7 +66,6 @@ def save(run: Run, path: Path) -> None:
             logger.flush()  # a checkpoint never knows of more rounds than the log
         checkpoint.save(path, run.state, about)
         run.clients.saved()
-    run.saved_rounds = run.rounds_done
 
 
 def _about(run: Run, pin: bool) -> dict[str, Any]:
@@ -106,7 +134,7 @@ def restore(run: Run, ckpt_path: str, resume: bool = True, clients: bool = True)
     _check_state(path, run, content, clients)
     if resume:
         on_rank_zero(run.fabric, lambda: check_unused(folder.path))  # else the rows may be newer than the checkpoint
-    if clients and run.fabric.is_global_zero:
+    if clients:
         run.clients.load_state_dict(content["clients"], folder.clients)
     run.clients.w0 = content["clients"]["w0"].to(w0)
     if buffers is not None:

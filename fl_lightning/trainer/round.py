@@ -31,7 +31,7 @@ class Round:
 
     Attributes:
         server: The server's state after the phases so far.
-        rows: On rank 0 the clients' new states, by id.
+        rows: The new states of this process's clients, by id.
         losses: Training loss of each client whose upload was accepted, ``(clients,)``.
         failed: Clients whose upload was not finite ("refused"), and those of the run's other kinds of failure.
         diverged: Why the round has no finite result, if the run goes on nonetheless.
@@ -186,31 +186,19 @@ class Phase:
             self.sent = self.sent.replace(w=of.server.w)
 
     def jobs(self) -> list[Job]:
-        """Returns the local training of this process's clients. Rank 0 holds the clients' states and sends them."""
+        """Returns this process's share of local training. The owners of other clients in it send their states."""
         if not self.cohort.clients:
             return []
-        run, cohort, fabric, like = self.run, self.cohort, self.run.fabric, self.sent.w
-        mine = cohort.shares[fabric.global_rank]
-        scratch, rows = run.objective.scratch_inits(), self.round.rows
-        known = cohort.clients if fabric.is_global_zero else []
-        kept = [run.clients.get(k, like, {}, rows.get(k)) for k in known]
-        columns = {
-            name: collectives.scatter(fabric, [row[name] for row in kept], cohort.shares, shape, like)
-            for name, shape in run.clients.shapes.items()
-        }
-        fresh = State.initial(scratch, run.clients.w0, like)
-        states = [State({**{n: c[i] for n, c in columns.items()}, **fresh}) for i in range(len(mine))]
+        run, cohort, store, like = self.run, self.cohort, self.run.clients, self.sent.w
+        mine = {cohort.clients[p]: cohort.contexts[p] for p in cohort.shares[run.fabric.global_rank]}
+        kept = [k for k in cohort.clients if store.owns(k) and (k in mine or k in cohort.moves)]
+        rows = {k: store.get(k, like, {}, self.round.rows.get(k)) for k in kept}
+        received = collectives.exchange(run.fabric, cohort.moves, rows, store.shapes, like)
+        rows |= {k: State(row) for k, row in received.items()}
+        fresh = State.initial(run.objective.scratch_inits(), store.w0, like)
         jobs = [
-            Job(
-                cohort.clients[p],
-                state,
-                self.sent,
-                cohort.contexts[p],
-                run.minibatches(cohort.clients[p], cohort.contexts[p]),
-                run.seed,
-                run.varied,
-            )
-            for p, state in zip(mine, states, strict=True)
+            Job(k, rows[k] | fresh, self.sent, ctx, run.minibatches(k, ctx), run.seed, run.varied)
+            for k, ctx in mine.items()
         ]
         self._read_ahead(jobs)
         return jobs
@@ -306,7 +294,7 @@ class Phase:
             upcoming = [run.minibatches(cohort.clients[p], cohort.contexts[p]) for p in mine] if cohort else []
             run.data.read_ahead([*(job.minibatches.indices for job in jobs), *(each.indices for each in upcoming)])
         if rows and cohort is not None:
-            run.clients.read_ahead(cohort.clients)
+            run.clients.read_ahead([k for k in cohort.clients if run.clients.owns(k)])
 
 
 def replay(run: Run, callback: Callback) -> None:

@@ -144,7 +144,7 @@ class Run:
         engine_name: Name of the engine; "auto" until one is chosen.
         upload_shapes: Shapes of what a client uploads, by phase and name.
         state: The state after the rounds so far.
-        clients: The clients' state; rank 0 holds it.
+        clients: The state of the clients that this process owns.
         before: While a round goes on, the state before it, and those of the callbacks.
         round_metrics: Metrics of the current round so far.
         should_stop: Ends the run; a callback may set it.
@@ -200,7 +200,8 @@ class Run:
         self.upload_shapes: dict[int, dict[str, list[int]]] = {}
         inits = {**objective.server_inits(), **self.aggregation.server_state}
         self.state = RunState(State({"w": w0, **State.initial(inits, w0, w0)}))
-        self.clients = ClientStore(objective.client_inits(), w0, settings.client_memory)
+        place = self.fabric.global_rank, self.fabric.world_size
+        self.clients = ClientStore(objective.client_inits(), w0, settings.client_memory, *place)
         self.before: tuple[RunState, list[dict[str, Any]]] = self.state, []
         self.round_metrics: dict[str, float] = {}
         self.checkpoint: Path | None = None
@@ -382,7 +383,7 @@ class Run:
             self.clients.stage(rows)
 
     def apply(self, state: RunState, rows: Mapping[int, State]) -> None:
-        """Takes over the state after a round, and on rank 0 its clients' new rows by id."""
+        """Takes over the state after a round, and the new rows of the clients that this process owns, by id."""
         self.state = state
         self.clients.stage(rows)
 

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fl_lightning.trainer.runtime.collectives import assign
-from tests.runs import DIGITS, SCRIPT, assert_same, cli, ended, group, metrics, newest, process, run, state
+from tests.runs import DIGITS, SCRIPT, assert_same, cli, ended, group, metrics, newest, process, rows, run, state
 
 STEPS = st.lists(st.integers(1, 12), min_size=1, max_size=7)
 
@@ -33,15 +33,23 @@ def test_assign(steps: list[int], processes: int) -> None:
     def longest(owners: tuple[int, ...]) -> int:
         return max(sum(k for k, o in zip(steps, owners, strict=True) if o == rank) for rank in range(processes))
 
+    def most(parts: list[list[int]]) -> int:
+        return max(sum(steps[i] for i in part) for part in parts)
+
     best = min(longest(owners) for owners in itertools.product(range(processes), repeat=len(steps)))
-    most = max(sum(steps[i] for i in part) for part in parts)
-    assert 3 * processes * most <= (4 * processes - 1) * best
+    assert 3 * processes * most(parts) <= (4 * processes - 1) * best
+    wished = assign(steps, processes, [3 * i for i in range(len(steps))])
+    assert most(wished) <= most(parts) and wished[0] and sorted(itertools.chain(*wished)) == list(range(len(steps)))
 
 
 def test_assign_by_hand() -> None:
     assert assign([3, 3, 2, 2, 2], 2) == [[0, 2, 4], [1, 3]]
     assert assign([1, 5, 1], 4) == [[1], [0], [2], []]
     assert assign([2, 2], 1) == [[0, 1]]
+    assert assign([2, 2, 2, 2], 2, [1, 3, 4, 6]) == [[2, 3], [0, 1]]  # each to its owner
+    assert assign([2, 2, 2, 2], 2, [0, 2, 4, 6]) == [[0, 1], [2, 3]]  # no more work than without
+    assert assign([5, 3, 2], 2, [1, 2, 4]) == [[1, 2], [0]]
+    assert assign([2], 2, [1]) == [[0], []]  # the first process has some
 
 
 COHORTS = "[[0,1,2,3,4],[5],[0,5],[1,2,5]]"
@@ -143,6 +151,14 @@ class KilledOnce(Killed):
         if result.ctx.t == 2 and run.fabric.global_rank == self.rank and not os.path.exists("killed"):
             open("killed", "w").close()
             super().on_local_end(run, result)
+
+
+class Interrupted(Callback):
+    """Every process is interrupted in the sixth round, when it has trained a client."""
+
+    def on_local_end(self, run, result):
+        if result.ctx.t == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 class Mistaken(Callback):
@@ -273,6 +289,7 @@ def test_torchrun_goes_on_after_a_kill(folder: Path) -> None:
     root = f"--trainer.default_root_dir={folder / 'many'}"
     args = ["-m", "fl_lightning", "fit", "--model=SCAFFOLD", *DIGITS, "--trainer.max_rounds=4", root]
     args += ["--trainer.callbacks+=many.KilledOnce", "--trainer.callbacks.rank=1", "--ckpt_path=auto"]
+    args += ["--trainer.callbacks+=Checkpoints", "--trainer.callbacks.every_n_rounds=2"]
 
     def torchrun(number: int, restarts: int, code: int = 0) -> str:
         many = ["--standalone", f"--nproc_per_node={number}", f"--max-restarts={restarts}"]
@@ -292,19 +309,31 @@ def test_torchrun_goes_on_after_a_kill(folder: Path) -> None:
     assert len([*folder.glob("m*/*/version_*")]) == 2
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("fault", ["Killed", pytest.param("FailOn", marks=pytest.mark.slow)])
-def test_the_end_of_one_process_ends_all(folder: Path, fault: str, rank: int) -> None:
-    """No process waits for one that is gone, but says so; what was done is saved, and one process goes on from it."""
-    args = [*UNEVEN, "--trainer.max_rounds=3", f"--trainer.callbacks+=many.{fault}", f"--trainer.callbacks.rank={rank}"]
+@pytest.mark.parametrize(
+    ("model", "fault", "rank"),
+    [
+        ("SCAFFOLD", "Killed", 0),
+        ("FedAvg", "Killed", 1),
+        *(
+            pytest.param("SCAFFOLD", *how, marks=pytest.mark.slow)
+            for how in [("Killed", 1), ("FailOn", 0), ("FailOn", 1)]
+        ),
+    ],
+)
+def test_the_end_of_one_process_ends_all(folder: Path, model: str, fault: str, rank: int) -> None:
+    """No process waits for one that is gone, but says so; what was done is saved, and one process goes on from it.
+
+    If a process is killed, with which rows are lost, or that writes the checkpoints, this is the last checkpoint.
+    """
+    args = [*UNEVEN, "--trainer.max_rounds=4", f"--trainer.callbacks+=many.{fault}", f"--trainer.callbacks.rank={rank}"]
     if fault == "FailOn":
         args += ["--trainer.engine=graphed"]
-    elif rank == 0:  # which writes the checkpoints
-        args += ["--trainer.callbacks+=Checkpoints", "--trainer.callbacks.every_n_rounds=2"]
+    elif model == "SCAFFOLD":
+        args += ["--trainer.callbacks+=Checkpoints", "--trainer.callbacks.every_n_rounds=1"]
     root = f"--trainer.default_root_dir={folder / 'two'}"
-    with group(2, "fit", "--model=SCAFFOLD", *DIGITS, *args, *processes(2), root, cwd=folder) as children:
+    with group(2, "fit", f"--model={model}", *DIGITS, *args, *processes(2), root, cwd=folder) as children:
         said = [child.communicate(timeout=120)[1] for child in children]
-    assert children[rank].returncode == (-signal.SIGKILL if fault == "Killed" else 1)
+    assert children[rank].returncode == (-signal.SIGKILL if fault == "Killed" else 1), said
     assert ("a fault of one process" in said[rank]) is (fault == "FailOn")
     assert children[1 - rank].returncode == 1
     start = "error (process 1): process 1" if rank == 0 else "error: process 0"
@@ -312,8 +341,44 @@ def test_the_end_of_one_process_ends_all(folder: Path, fault: str, rank: int) ->
     reported = [line for line in said[1 - rank].splitlines() if not BANNER.match(line)]
     assert reported == [f"{lost}last checkpoint by --ckpt_path last"]
     assert int(state(newest(folder / "two"))["round"]) == 2
-    resumed = run("fit", *args, "--ckpt_path=last", root=folder / "two", model="SCAFFOLD")
-    assert_same(state(resumed), state(run("fit", *args, root=folder / "one", model="SCAFFOLD")))
+    resumed = run("fit", *args, "--ckpt_path=last", root=folder / "two", model=model)
+    assert_same(state(resumed), state(run("fit", *args, root=folder / "one", model=model)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("memory", [0, 0.00001, 1])
+@pytest.mark.parametrize("model", ["FedSMOO", "SCAFFOLD"])
+def test_rows_live_with_any_number_of_processes(folder: Path, model: str, memory: float) -> None:
+    """In memory, on disk or both: killed on 4, interrupted on 2, ended on 3, and as one process would have done it."""
+    saves = ["--trainer.callbacks+=Checkpoints", "--trainer.callbacks.every_n_rounds=2"]
+    args = [
+        *UNEVEN,
+        f"--trainer.client_memory={memory}",
+        "--trainer.clients_per_round=5",
+        "--trainer.max_rounds=9",
+        *saves,
+    ]
+    root = f"--trainer.default_root_dir={folder / 'many'}"
+
+    def start(size: int, *more: str) -> list[int | None]:
+        with group(
+            size, "fit", f"--model={model}", *DIGITS, *args, *more, *processes(size), root, cwd=folder
+        ) as children:
+            for child in children:
+                child.communicate(timeout=120)
+            return [child.returncode for child in children]
+
+    assert -signal.SIGKILL in start(4, "--trainer.callbacks+=many.Killed", "--trainer.callbacks.rank=1")
+    assert int(state(newest(folder / "many"))["round"]) == 2
+    interrupted = ["--trainer.callbacks+=many.Interrupted", "--ckpt_path=last"]
+    assert start(2, *interrupted) == [128 + signal.SIGTERM] * 2
+    assert int(state(newest(folder / "many"))["round"]) == 5  # the last complete round, not the last checkpoint
+    assert start(3, "--ckpt_path=last") == [0] * 3
+    one = run("fit", *args, root=folder / "one", model=model)
+    assert_same(rows(newest(folder / "many")), rows(one))
+    there, here = ({k: v for k, v in state(x).items() if "server" in k} for x in (newest(folder / "many"), one))
+    assert_same(there, here)
+    assert not [*(folder / "many").rglob("rows_*")]
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from fl_lightning.core import PositiveInt, UserError
 from fl_lightning.results.names import Mode, mode_of
 from fl_lightning.trainer import resume
 from fl_lightning.trainer.run import Callback, Run
+from fl_lightning.trainer.runtime import collectives
 
 
 class Checkpoints(Callback):
@@ -56,13 +57,18 @@ class Checkpoints(Callback):
     def on_round_logged(self, run: Run, metrics: Mapping[str, float]) -> None:
         if self.monitor is not None:
             value = monitored(run, "Checkpoints", self.monitor, metrics)
+            if run.clients.shared:  # all save, or none
+                value = run.fabric.broadcast(value)
             if value is not None:
                 self._keep_best(run, value, mode_of(self.monitor, self.mode, run.directions))
         if run.rounds_done % self.every_n_rounds == 0 or run.finished:
             self._save(run)
 
     def on_exception(self, run: Run, error: BaseException) -> None:
-        self._save(run)
+        if run.rounds_done != self._saved and (
+            not run.clients.shared or collectives.regroup(run.fabric, run.rounds_done)
+        ):
+            self._save(run)
 
     def state_dict(self) -> dict[str, Any]:
         return {"best": self.best}

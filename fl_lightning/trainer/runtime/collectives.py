@@ -1,12 +1,13 @@
 """Communication between processes. With one process nothing is copied."""
 
-import heapq
+import math
 import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -23,6 +24,7 @@ from fl_lightning.trainer.runtime import ranks
 
 V = TypeVar("V")
 _store: Store | None = None
+_place = 0, 1  # this process's rank, and the number of processes
 
 
 def join_again(fabric: Fabric) -> None:
@@ -41,9 +43,10 @@ def join_again(fabric: Fabric) -> None:
 
 def connect(fabric: Fabric) -> None:
     """Opens the store by which processes agree on who reports an error, after they have been launched."""
-    global _store
+    global _store, _place
     if fabric.world_size == 1:
         return
+    _place = fabric.global_rank, fabric.world_size
     host, limit = os.environ.get("MASTER_ADDR", "127.0.0.1"), timedelta(seconds=30)
     if fabric.is_global_zero:
         _store = Store(host, 0, is_master=True, timeout=limit, wait_for_workers=False)
@@ -59,6 +62,31 @@ def shutdown() -> None:
         dist.destroy_process_group()
 
 
+def regroup(fabric: Fabric, rounds: int, seconds: float = 10.0) -> bool:
+    """Joins the processes of a run that breaks off once more, whatever each of them has been waiting for.
+
+    Args:
+        fabric: The processes; every one that is left calls.
+        rounds: Rounds that this process has done.
+        seconds: How long to wait for the others.
+
+    Returns:
+        Whether all are there, and have done the same rounds.
+    """
+    if _store is None:
+        return False
+    rank, size, store = fabric.global_rank, fabric.world_size, _store
+    shutdown()  # ends what the others wait for
+    with suppress(OSError, RuntimeError):  # the process that held the store is gone, or another one does not come
+        _alive(store)
+        store.set(f"left {rank}", str(rounds))
+        names = [f"left {each}" for each in range(size)]
+        if _soon(lambda: bool(store.check(names)), seconds) and {int(store.get(name)) for name in names} == {rounds}:
+            dist.init_process_group("gloo", store=PrefixStore("left", store), rank=rank, world_size=size)
+            return True
+    return False
+
+
 def reports(seconds: float = 10.0) -> tuple[int, bool]:
     """Returns this process's rank, and whether this process is to report an error.
 
@@ -70,11 +98,11 @@ def reports(seconds: float = 10.0) -> tuple[int, bool]:
     """
     if _store is None:
         return ranks.reports()
-    rank, store = dist.get_rank() if dist.is_initialized() else 0, _store
+    (rank, size), store = _place, _store
     try:
         if rank == 0:
             store.set("error", "met")
-            others = dist.get_world_size() - 1  # they ask while the store exists, which this process holds
+            others = size - 1  # they ask while the store exists, which this process holds
             _soon(lambda: store.add("error seen", 0) == others, seconds / 5)
             return rank, True
         time.sleep(0.2)  # the first process may be about to end
@@ -152,70 +180,80 @@ def _soon(condition: Callable[[], bool], seconds: float) -> bool:
     return True
 
 
-def assign(steps: Sequence[int], processes: int) -> list[list[int]]:
+def assign(steps: Sequence[int], processes: int, clients: Sequence[int] = ()) -> list[list[int]]:
     """Divides a cohort among the processes: the longest client first, each to the process with the least work.
+
+    With ``clients``, each goes to its `owner`, as long as no process then has more work than the longest one has
+    without this wish. If that cannot be, or the first process were left without a client, there is no wish.
 
     Args:
         steps: Local steps of each client of the cohort.
         processes: Number of processes.
+        clients: Ids of the clients, if their rows should not travel.
 
     Returns:
         For each process the positions in the cohort that it trains, ascending; the first process always has some.
     """
-    load = [(0, rank) for rank in range(processes)]
-    mine: list[list[int]] = [[] for _ in range(processes)]
-    for position in sorted(range(len(steps)), key=lambda i: -steps[i]):
-        busy, rank = heapq.heappop(load)
-        mine[rank].append(position)
-        heapq.heappush(load, (busy + steps[position], rank))
-    return [sorted(positions) for positions in mine]
+
+    def divided(most: int) -> tuple[int, list[list[int]]]:
+        load, mine = [0] * processes, [list[int]() for _ in range(processes)]
+        for position in sorted(range(len(steps)), key=lambda i: -steps[i]):
+            rank = owner(clients[position], processes) if most else 0
+            if load[rank] + steps[position] > most:
+                rank = min(range(processes), key=load.__getitem__)
+            load[rank] += steps[position]
+            mine[rank].append(position)
+        return max(load), [sorted(positions) for positions in mine]
+
+    longest, mine = divided(0)
+    wished, there = divided(longest) if clients else (longest, mine)
+    return there if wished <= longest and there[0] else mine
 
 
-def scatter(
-    fabric: Fabric, rows: Sequence[Tensor], parts: list[list[int]], shape: Sequence[int], like: Tensor
-) -> list[Tensor]:
-    """Sends the rows of a cohort from rank 0 to the processes that train the clients.
+def owner(client: int, processes: int) -> int:
+    """Returns the process that keeps a client's row between rounds."""
+    return client % processes
+
+
+def exchange(
+    fabric: Fabric,
+    moves: Mapping[int, tuple[int, int]],
+    rows: Mapping[int, Mapping[str, Tensor]],
+    shapes: Mapping[str, Sequence[int]],
+    like: Tensor,
+) -> dict[int, dict[str, Tensor]]:
+    """Sends clients' rows from process to process, in one message from each to each that gets some; no other waits.
 
     Args:
         fabric: The processes.
-        rows: On rank 0 one row, ``shape``, for each position of the cohort.
-        parts: Positions by rank.
-        shape: Shape of a row.
+        moves: For each row that travels, by client, from which process to which; the same on every process.
+        rows: Those that this process sends, at least.
+        shapes: Shapes of a row's values, by name.
         like: A tensor of the dtype, on this process's device.
 
     Returns:
-        This process's rows, each of ``shape``.
+        The rows that this process receives.
     """
-    if fabric.world_size == 1:
-        return list(rows)
-    most, sent = max(map(len, parts)), None
-    if fabric.is_global_zero:
-        filler = like.new_zeros(shape)
-        sent = [torch.stack([*(rows[i] for i in part), *[filler] * (most - len(part))]) for part in parts]
-    mine = like.new_empty(most, *shape)
-    dist.scatter(mine, sent, src=0)
-    return list(mine[: len(parts[fabric.global_rank])])
-
-
-def gather(
-    fabric: Fabric, rows: Sequence[Tensor], parts: list[list[int]], shape: Sequence[int], like: Tensor
-) -> list[Tensor]:
-    """Returns the rows of all processes in cohort order on rank 0, and nothing elsewhere: the inverse of `scatter`."""
-    if fabric.world_size == 1:
-        return list(rows)
-    mine = like.new_zeros(max(map(len, parts)), *shape)
-    for place, row in zip(mine, rows, strict=False):
-        place.copy_(row)
-    if fabric.global_rank:
-        dist.gather(mine, dst=0)
-        return []
-    everyone = [torch.empty_like(mine) for _ in parts]
-    dist.gather(mine, everyone, dst=0)
-    cohort: list[Tensor] = [mine] * sum(map(len, parts))
-    for part, theirs in zip(parts, everyone, strict=True):
-        for position, row in zip(part, theirs, strict=False):
-            cohort[position] = row
-    return cohort
+    here, ops, received = fabric.global_rank, list[dist.P2POp](), dict[int, Tensor]()
+    numbers = [math.prod(shape) for shape in shapes.values()]
+    if not numbers:
+        return {k: {} for k, (_, target) in moves.items() if target == here}
+    for source, target in sorted({*moves.values()}):
+        clients = [k for k, move in moves.items() if move == (source, target)]
+        wire = torch.device("cpu") if dist.get_backend() == "gloo" else like.device
+        if here == source:
+            sent = torch.cat([rows[k][name].reshape(-1) for k in clients for name in shapes]).to(wire, like.dtype)
+            ops.append(dist.P2POp(dist.isend, sent, target))
+        elif here == target:
+            packed = torch.empty(len(clients) * sum(numbers), dtype=like.dtype, device=wire)
+            ops.append(dist.P2POp(dist.irecv, packed, source))
+            received |= zip(clients, torch.split(packed, sum(numbers)), strict=True)
+    for work in dist.batch_isend_irecv(ops) if ops else ():
+        work.wait()
+    columns = {
+        k: zip(shapes.items(), torch.split(row.to(like.device), numbers), strict=True) for k, row in received.items()
+    }
+    return {k: {name: v.view(torch.Size(shape)) for (name, shape), v in its} for k, its in columns.items()}
 
 
 def all_gather_dict(fabric: Fabric, mine: Mapping[int, V]) -> dict[int, V]:
@@ -257,7 +295,7 @@ def total(fabric: Fabric, mine: int) -> int:
 def reduce(
     fabric: Fabric, uploads: Uploads, shapes: Mapping[str, Sequence[int]], like: Tensor, deterministic: bool
 ) -> None:
-    """Sums the uploads of all processes.
+    """Sums the uploads of all processes; each sum travels when the server's step first reads it, on every process.
 
     Args:
         fabric: The processes.
@@ -266,14 +304,6 @@ def reduce(
         like: A tensor of the dtype, on this process's device.
         deterministic: Rank 0 has already summed up all rows: only broadcast.
     """
-    if fabric.world_size == 1:
-        return
-
-    def shared(sums: Tensor) -> Tensor:
-        if deterministic:
-            dist.broadcast(sums, src=0)
-        else:
-            dist.all_reduce(sums)
-        return sums
-
-    uploads.change(lambda name, sums: shared(like.new_zeros(2, *shapes[name]) if sums is None else sums))
+    if fabric.world_size > 1:
+        uploads.change(lambda name, sums: like.new_zeros(2, *shapes[name]) if sums is None else sums)
+        uploads.share = partial(dist.broadcast, src=0) if deterministic else dist.all_reduce

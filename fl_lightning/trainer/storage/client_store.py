@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from fl_lightning.core import Init, State
-from fl_lightning.trainer.storage.row_file import RowFile, as_array
+from fl_lightning.trainer.runtime.collectives import owner
+from fl_lightning.trainer.storage.row_file import COLUMNS, RowFile, as_array
 
 
 class ClientStore:
@@ -20,16 +21,21 @@ class ClientStore:
     put: in memory (on the device of ``w0``) while the budget lasts, otherwise in a file that is written by copy on
     write, so that whatever a checkpoint refers to is intact whenever the process dies.
 
-    One process keeps the rows; two stores must not write to the same folder.
+    Each process keeps the rows of the clients that it owns. Rank 0, which writes the checkpoints, also keeps those of
+    the others as they were when it last asked for them. Two runs must not write to the same folder.
 
     Args:
         inits: Initial values of a client's state, by name.
         w0: The initial model, ``(d,)``; rows have its dtype, and are handed out on its device.
         memory: Rows kept in memory, in GiB, with the Python objects around them; 0 for none.
+        rank: The process.
+        processes: Number of processes.
     """
 
-    def __init__(self, inits: Mapping[str, Init], w0: Tensor, memory: float = 1.0) -> None:
-        self.inits, self.w0 = dict(inits), w0
+    def __init__(
+        self, inits: Mapping[str, Init], w0: Tensor, memory: float = 1.0, rank: int = 0, processes: int = 1
+    ) -> None:
+        self.inits, self.w0, self.rank, self.processes = dict(inits), w0, rank, processes
         self.shapes = {name: tuple(v.shape) for name, v in State.initial(self.inits, w0, w0).items()}
         row = sum(512 + math.prod(shape) * w0.element_size() for shape in self.shapes.values())
         self._room = int(memory * 2**30 / (512 + row))
@@ -38,13 +44,29 @@ class ClientStore:
         self._pending: dict[int, State] = {}
         self._placed: dict[int, int] = {}  # positions of those pending rows that are in the file
         self._ahead: dict[int, Future[State] | State | None] = {}
+        self._unsaved: set[int] = set()  # clients whose rows rank 0 may have as they were
         self._file: RowFile | None = None
         self._thread: ThreadPoolExecutor | None = None
 
     def open(self, folder: Path) -> None:
         """Sets the folder of the file; nothing is created there before the first row goes to it."""
         if self._file is None or self._file.path.parent != folder:
-            self._file = RowFile(folder / "rows.bin", self.shapes, self.w0)
+            name = f"rows_{self.rank}.bin" if self.rank else "rows.bin"
+            self._file = RowFile(folder / name, self.shapes, self.w0, named=not self.rank)
+
+    def owns(self, client: int) -> bool:
+        """Returns whether this process keeps the row of a client between rounds."""
+        return owner(client, self.processes) == self.rank
+
+    @property
+    def shared(self) -> bool:
+        """Whether other processes keep rows, too."""
+        return bool(self.inits) and self.processes > 1
+
+    @property
+    def unsaved(self) -> list[int]:
+        """On other processes than rank 0, clients whose rows may have changed since the last checkpoint."""
+        return [k for k in sorted(self._unsaved) if k in self._pending or k in self._rows or k in self._index]
 
     def __len__(self) -> int:
         """Number of clients with a row."""
@@ -86,9 +108,9 @@ class ClientStore:
         return State({name: v.to(self.w0.device, non_blocking=True) for name, v in read.items()})
 
     def rows(self) -> dict[int, State]:
-        """Returns the rows of all clients seen, by id. For small runs: it holds them all at once."""
+        """Returns the rows of all clients seen that this process owns, by id. It holds them all at once."""
         clients = sorted(self._rows.keys() | self._index.keys() | self._pending.keys())
-        return {k: row for k in clients if (row := self.row(k)) is not None}
+        return {k: row for k in clients if self.owns(k) and (row := self.row(k)) is not None}
 
     def stage(self, rows: Mapping[int, State]) -> None:
         """Takes a round's rows as pending, without scratch state.
@@ -103,6 +125,8 @@ class ClientStore:
         """
         if not self.inits:
             return
+        if self.rank:
+            self._unsaved |= rows.keys()
         for client in rows:
             self._drop(client)
         room = self._room - len(self._rows) - sum(k not in self._rows for k in self._pending if k not in self._placed)
@@ -194,7 +218,7 @@ class ClientStore:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], folder: Path) -> None:
-        """Restores the state of `state_dict`.
+        """Restores the state of `state_dict`; other processes than rank 0 take what they own.
 
         Nothing in the file is overwritten before the next `saved`: until then other checkpoints of the same folder stay
         intact, too.
@@ -213,17 +237,33 @@ class ClientStore:
         self._rows = {
             client: State({name: column[k].to(self.w0, copy=True) for name, column in columns.items()})
             for k, client in enumerate(torch.as_tensor(state["ids"]).tolist())
+            if self.owns(client) or not self.rank
         }
         self.open(folder)
         if state.get("file"):
-            self._index = self._disk.load(state["file"])
+            self._take(state["file"], folder)
+
+    def _take(self, file: Mapping[str, Any], folder: Path) -> None:
+        """Takes the rows that a checkpoint has in its file; other processes than rank 0 copy those that they own."""
+        if not self.rank:
+            self._index = self._disk.load(file)
+            return
+        own = torch.tensor([self.owns(client) for client in file["ids"].tolist()], dtype=torch.bool)
+        source = RowFile(folder / "rows.bin", self.shapes, self.w0)
+        for client, position in source.load({**file, **{n: file[n][own] for n in COLUMNS}}).items():
+            self.stage({client: source.read(position)})
+            self.commit()
+        source.close()
+        self._unsaved.clear()
 
     def saved(self) -> None:
         """Call it when the checkpoint of the last `state_dict` is on disk and replaces the one before.
 
         Positions that neither it nor a pinned one refers to become free. After a pinned `state_dict` nothing changes.
+        On other processes than rank 0 it says that rank 0 has put all rows into the checkpoint.
         """
-        if self._file is not None:
+        self._unsaved.clear()
+        if self._file is not None and not self.rank:
             self._file.saved(as_array([*self._index.values(), *self._placed.values()]))
 
     def close(self) -> None:

@@ -23,6 +23,8 @@ CHECKSUM = STAMP = 8
 """Bytes of the CRC-32 of all that follows it in a row, and of the row's stamp, a number that no other row has."""
 HEADER = CHECKSUM + STAMP
 """Bytes before the values of each row in the file."""
+COLUMNS = ("ids", "positions", "stamps")
+"""Entries of `RowFile.state` with a number for each row."""
 REMEDY = "put the run's own file back, take another checkpoint, or start again"
 Bytes = np.ndarray[Any, Any]
 
@@ -34,10 +36,11 @@ class RowFile:
         path: The file. Rows already in it may belong to checkpoints, and stay until the next `saved`.
         shapes: Shapes of a row's values, by name.
         like: A tensor with the dtype of all values; if it is on a GPU, rows are read to pinned memory.
+        named: Whether there are checkpoints of it; otherwise the file has no name, and goes with the process.
     """
 
-    def __init__(self, path: Path, shapes: Mapping[str, tuple[int, ...]], like: Tensor) -> None:
-        self.path, self.shapes = path, shapes
+    def __init__(self, path: Path, shapes: Mapping[str, tuple[int, ...]], like: Tensor, named: bool = True) -> None:
+        self.path, self.shapes, self.named = path, shapes, named
         self.dtype, self.pin = like.dtype, like.is_cuda
         self.size = HEADER + sum(map(math.prod, shapes.values())) * like.element_size()
         end = -(-path.stat().st_size // self.size) if path.exists() else 0
@@ -57,6 +60,8 @@ class RowFile:
         if self._fd is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
+            if not self.named:
+                self.path.unlink()
         return self._fd
 
     def write(self, slots: State) -> int:
@@ -189,10 +194,10 @@ class RowFile:
         return dict(zip(state["ids"].tolist(), positions.tolist(), strict=True))
 
     def close(self) -> None:
-        """Closes the file until it is used again."""
-        if self._fd is not None:
+        """Closes the file until it is used again, if it has a name."""
+        if self._fd is not None and self.named:
             os.close(self._fd)
-        self._fd = None
+            self._fd = None
 
 
 def as_array(values: Collection[int]) -> Bytes:
