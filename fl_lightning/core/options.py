@@ -8,13 +8,27 @@ from dataclasses import dataclass
 from functools import cache, wraps
 from numbers import Integral, Real
 from types import NoneType, UnionType
-from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints, is_typeddict
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    TypeVar,
+    Union,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+    is_typeddict,
+)
 
 import numpy as np
 
-from fl_lightning.core.errors import ensure, require
+from fl_lightning.core.errors import UserError, ensure, require
 from fl_lightning.core.names import SYNONYMS, similar
 from fl_lightning.core.secrets import hidden
+
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, repr=False)
@@ -70,6 +84,7 @@ WeightDecay = Annotated[float, Interval("[0, 1e30]")]
 Threads = Annotated[int, Interval("[1, 1024]")]
 UNIONS = (Union, UnionType)
 LISTS = (list, tuple, Sequence)
+SEVERAL = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 RAN = "_constructors"
 """Attribute of an object under construction: the constructors that have been called."""
 LATER = "checked later"
@@ -125,29 +140,53 @@ class Checked:
 
 
 def check_arguments(function: Callable[..., Any], key: str, *args: Any, **kwargs: Any) -> None:
-    """Checks arguments against the annotations of the function that they are for.
+    """Checks arguments against the signature and the annotations of the function that they are for.
 
     Args:
-        function: The function.
-        key: Key of its settings in a config.
-        *args: Its arguments by position.
+        function: The function, a constructor or another method.
+        key: Key of its settings in a config; empty if its arguments have none.
+        *args: Its arguments by position, the object first.
         **kwargs: Its arguments by name.
 
     Raises:
-        UserError: If one does not fit.
+        UserError: If one does not fit, is missing, or is not an argument of the function.
     """
     signature, hints = _signature(function)
+    parameters = signature.parameters
     try:
         given = signature.bind_partial(*args, **kwargs).arguments
-    except TypeError:
-        return  # Python's own message
+    except TypeError as error:
+        kinds = {parameter.kind for parameter in parameters.values()}
+        for name in () if inspect.Parameter.VAR_KEYWORD in kinds else {*kwargs} - {*parameters}:
+            refuse_setting(key, name, kwargs[name], type(args[0]) if function.__name__ == "__init__" else function)
+        names = ", ".join([*parameters][1:])
+        raise UserError(f"{function.__qualname__}({names}): {error}; give each argument once, by its name") from None
     for name, value in given.items():
         if name in hints and not fits(value, hints[name]):
             words, kind = _words(hints[name]), value if isinstance(value, type) else type(value)
             if kind.__module__.startswith("torch.optim"):
                 words = f'TorchOptimizer("{kind.__name__}", lr=0.1), which makes one for each client'
+            else:  # of a class, or a name, in the place of an object the likest; else any class that was imported
+                asked = value if isinstance(value, str) else kind.__name__
+                near = similar(asked, _classes_of(hints[name], object)) or _classes_of(hints[name], Checked)
+                words += f", such as {near[0]}(...)" if near else ""
             shown = repr(value) if isinstance(value, str) and "number" in words else _shown(value)
             require(False, f"{key}.{name}".lstrip("."), shown, f"give {words}")
+    for name, parameter in parameters.items():
+        needed = parameter.default is parameter.empty and parameter.kind not in SEVERAL
+        words = f"give {_words(hints[name]).rstrip(',')}" if name in hints else "give a value"
+        ensure(name in given or not needed, f"{key}.{name}".lstrip(".") + f": missing; {words}")
+
+
+def checked(method: Method) -> Method:
+    """Makes a method check its arguments, as the constructors of a `Checked` class do."""
+
+    @wraps(method)
+    def checked_method(*args: Any, **kwargs: Any) -> Any:
+        check_arguments(method, "", *args, **kwargs)
+        return method(*args, **kwargs)
+
+    return cast(Method, checked_method)
 
 
 PLAIN: dict[Any, tuple[str, Callable[[Any], bool]]] = {
@@ -187,25 +226,25 @@ def fits(value: Any, hint: Any) -> bool:
     return args != () or not isinstance(kind, type) or isinstance(value, kind)
 
 
-def refuse_setting(key: str, name: str, value: Any, of: type) -> None:
-    """Refuses a setting that the constructors of a class do not take.
+def refuse_setting(key: str, name: str, value: Any, of: Callable[..., Any]) -> None:
+    """Refuses a setting that the constructors of a class, or a method, do not take.
 
     Args:
-        key: Where the class stands in a config, such as ``trainer``.
+        key: Where the class stands in a config, such as ``trainer``; empty for a method.
         name: Name of the setting.
         value: Its value.
-        of: The class.
+        of: The class, or the method.
 
     Raises:
         UserError: Always; it names similar settings, or all.
     """
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    constructors = [vars(c)["__init__"] for c in of.__mro__ if "__init__" in vars(c)]
-    taken = [p for init in constructors for p in inspect.signature(init).parameters.values() if p.kind in named]
+    functions = [vars(c)["__init__"] for c in of.__mro__ if "__init__" in vars(c)] if isinstance(of, type) else [of]
+    taken = [p for function in functions for p in inspect.signature(function).parameters.values() if p.kind in named]
     known = sorted({p.name for p in taken} - {"self"})
-    near = [SYNONYMS[name]] if name in SYNONYMS else [f"{key}.{each}" for each in similar(name, known)]
+    near = [SYNONYMS[name]] if key and name in SYNONYMS else [f"{key}.{n}".lstrip(".") for n in similar(name, known)]
     hint = f"did you mean {' or '.join(near)}?" if near else f"choose from {', '.join(known)}"
-    require(False, f"{key}.{name}", value, f"no such setting; {hint}")
+    require(False, f"{key}.{name}".lstrip("."), _shown(value), f"no such {'setting' if key else 'argument'}; {hint}")
 
 
 def _finite(number: Real) -> bool:
@@ -234,12 +273,6 @@ def _checking(init: Callable[..., None]) -> Callable[..., None]:
         except AttributeError as error:
             ensure("before Module.__init__" not in str(error), incomplete)
             raise
-        except TypeError as error:
-            name = str(error).partition("got an unexpected keyword argument '")[2].partition("'")[0]
-            own = {f"{c.__qualname__}.__init__()" for c in type(self).__mro__}
-            if name in kwargs and str(error).partition(" got ")[0] in own:
-                refuse_setting(self.config_key.format(type(self).__name__), name, kwargs[name], type(self))
-            raise
         if type(self).__init__ is checked_init:
             constructors = [c.__init__ for c in type(self).__mro__ if issubclass(c, Checked) and "__init__" in vars(c)]
             ensure(constructors[-1] in vars(self).pop(RAN), incomplete)
@@ -258,10 +291,9 @@ def _signature(function: Callable[..., Any]) -> tuple[inspect.Signature, dict[st
         hints = get_type_hints(function, include_extras=True)
     except (NameError, TypeError):
         hints = {}
-    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     ours = function.__module__.partition(".")[0] == __name__.partition(".")[0]
     named = [
-        name for name, parameter in signature.parameters.items() if name in hints and parameter.kind not in several
+        name for name, parameter in signature.parameters.items() if name in hints and parameter.kind not in SEVERAL
     ]
     return signature, {name: hints[name] for name in named if ours or _is_limited(hints[name])}
 
@@ -285,6 +317,24 @@ def _words(hint: Any) -> str:
     if kind in LISTS:
         return "a list" + (f", each {_words(args[0])}," if args else "")
     return str(getattr(kind, "__name__", kind))
+
+
+def _classes_of(hint: Any, base: type) -> list[str]:
+    """Returns the names of the imported classes, of this package and torch's losses, below an annotation's classes.
+
+    Args:
+        hint: The annotation.
+        base: Only those of its classes count that are below this one.
+    """
+    found = [hint]
+    for each in found:
+        below = each.__subclasses__() if isinstance(each, type) and each not in PLAIN and issubclass(each, base) else ()
+        found += get_args(each) or below
+    own = {*get_args(hint), hint}
+    classes = sorted(
+        (each for each in found if isinstance(each, type)), key=lambda each: each in own
+    )  # abstract ones last
+    return [c.__name__ for c in classes if issubclass(c, Checked) or c.__module__ == "torch.nn.modules.loss"]
 
 
 def _brief(value: Any) -> str:

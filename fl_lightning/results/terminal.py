@@ -14,7 +14,8 @@ TEXT = 30
 def fitting(table: Table, width: int, keys: int = 1, text: int = TEXT) -> Iterator[Table]:
     """Yields the table; if it is too wide, tables of some of its columns each, to stand one below the other.
 
-    Numbers, which are the columns flush right, stay whole; heads and long texts are wrapped.
+    Numbers, which are the columns flush right, stay whole; heads and long texts are wrapped. A word of the
+    keys is broken only where they would leave no room for a number.
 
     Args:
         table: The table; its cells are text.
@@ -22,15 +23,18 @@ def fitting(table: Table, width: int, keys: int = 1, text: int = TEXT) -> Iterat
         keys: Columns at the left that each of the tables repeats.
         text: Most characters in a line of a text.
     """
-    text = min(text, width // (2 * keys))
-    natural, least = list[int](), list[int]()
+    natural, least, words = list[int](), list[int](), list[int]()
     for column in table.columns:
         head = [cell_len(word) for word in str(column.header).split()] or [0]
         body = max((_length(cell) for cell in column.cells), default=0)
         natural.append(max(cell_len(str(column.header)), body))
-        least.append(max(*head, body) if column.justify == "right" else min(max(*head, body), text))
+        narrow = min(text, width // (2 * keys))
+        least.append(max(*head, body) if column.justify == "right" else min(max(*head, body), narrow))
+        words.append(min(max([*head, *map(cell_len, " ".join(map(str, column.cells)).split())]), text))
     between, edge = (3, 1) if table.box else (2, 0)
     room = width - edge
+    whole = [*map(max, least[:keys], words), *least[keys:]]
+    least = whole if sum(whole[:keys]) + max(whole[keys:]) + between * (keys + 1) <= room else least
     if sum(natural) + between * len(natural) <= room:
         yield table
         return

@@ -1,7 +1,6 @@
 """The federated trainer; its loop over rounds is in `loop`. It knows no algorithm."""
 
 from collections.abc import Callable, Mapping, Sequence
-from inspect import signature
 from typing import Annotated, Any
 
 from lightning.fabric.loggers.logger import Logger
@@ -9,7 +8,7 @@ from lightning.pytorch.callbacks import EarlyStopping
 
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.core import LATER, ensure
-from fl_lightning.core.options import refuse_setting
+from fl_lightning.core.options import checked
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.trainer import resume
 from fl_lightning.trainer.aggregation.privacy import GaussianPrivacy
@@ -51,8 +50,6 @@ class FederatedTrainer(Settings):
         enable_progress_bar: bool = True,
         **settings: Any,
     ) -> None:
-        for name in {*settings} - signature(Settings.__init__).parameters.keys():
-            refuse_setting("trainer", name, settings[name], FederatedTrainer)
         super().__init__(**settings)
         monitors = [PrivacyMonitor()] if isinstance(self.aggregation, GaussianPrivacy) else []
         self.callbacks: list[Callback] = with_defaults([*(callbacks or ()), *monitors], enable_progress_bar)
@@ -60,6 +57,7 @@ class FederatedTrainer(Settings):
         self.loggers: list[Logger] = [CSVLogger(), *(each for each in given if not isinstance(each, CSVLogger))]
         self._begun = False
 
+    @checked
     def fit(self, model: LocalObjective, datamodule: FederatedDataModule, ckpt_path: str | None = None) -> Run:
         """Trains until ``max_rounds`` rounds are done.
 
@@ -83,6 +81,7 @@ class FederatedTrainer(Settings):
                 raise error
         return run
 
+    @checked
     def centralized(self, model: LocalObjective, datamodule: FederatedDataModule, ckpt_path: str | None = None) -> Run:
         """Trains on the union of the clients' data under ``lightning.Trainer``: the papers' centralized references.
 
@@ -107,6 +106,7 @@ class FederatedTrainer(Settings):
             train_centrally(run)
         return run
 
+    @checked
     def validate(
         self, model: LocalObjective, datamodule: FederatedDataModule, ckpt_path: str | None = None
     ) -> dict[str, float]:
@@ -124,6 +124,7 @@ class FederatedTrainer(Settings):
             run = self.load(model, datamodule, ckpt_path)
             return _report(run, run.evaluate("val" if datamodule.val_fraction else "train"))
 
+    @checked
     def test(
         self, model: LocalObjective, datamodule: FederatedDataModule, ckpt_path: str | None = None
     ) -> dict[str, float]:
@@ -136,6 +137,7 @@ class FederatedTrainer(Settings):
             run = self.load(model, datamodule, ckpt_path)
             return _report(run, run.evaluate("test"))
 
+    @checked
     def start(
         self,
         model: LocalObjective,
@@ -160,7 +162,6 @@ class FederatedTrainer(Settings):
         Raises:
             UserError: If config, data or checkpoint do not fit.
         """
-        _check_kinds(model, datamodule)
         name = type(model).__name__
         ensure(
             ckpt_path is not None or not model.trained,
@@ -181,6 +182,7 @@ class FederatedTrainer(Settings):
             check_aggregation(self.run)
         return self.run
 
+    @checked
     def load(
         self, model: LocalObjective, datamodule: FederatedDataModule, ckpt_path: str | None, clients: bool = False
     ) -> Run:
@@ -195,21 +197,11 @@ class FederatedTrainer(Settings):
         Raises:
             UserError: If the checkpoint is unreadable or of another model.
         """
-        _check_kinds(model, datamodule)
         self.run = Run(self, self.callbacks, self.loggers, model, datamodule)
         if ckpt_path is not None:
             resume.restore(self.run, ckpt_path, resume=False, clients=clients)
         check_fit(self.run)
         return self.run
-
-
-def _check_kinds(model: object, datamodule: object) -> None:
-    """Refuses arguments that are swapped, or of other classes."""
-    given = f"model = a {type(model).__name__}, datamodule = a {type(datamodule).__name__}"
-    ensure(not isinstance(model, FederatedDataModule), f"{given}: give the model first, then the data")
-    ensure(isinstance(model, LocalObjective), f"{given}: give a LocalObjective as model, such as FedAvg(net)")
-    remedy = "give a FederatedDataModule as datamodule, such as Digits() or Arrays(...)"
-    ensure(isinstance(datamodule, FederatedDataModule), f"{given}: {remedy}")
 
 
 def _report(run: Run, metrics: dict[str, float]) -> dict[str, float]:

@@ -142,7 +142,9 @@ def test_a_class_of_the_user() -> None:
 def test_lists_name_the_key() -> None:
     with pytest.raises(UserError, match=r"^data.std = \[0.5, -1\]: give a list, each a finite number of at least"):
         Digits(std=[0.5, -1])
-    with pytest.raises(UserError, match=r"^data.partition = the class Dirichlet: give Partition or null$"):
+    with pytest.raises(
+        UserError, match=r"^data.partition = the class Dirichlet: give Partition or null, such as Dirichlet\(\.\.\.\)$"
+    ):
         Digits(partition=Dirichlet)  # type: ignore[arg-type]
     with pytest.raises(UserError, match=r"^trainer.max_rounds = '5': give a whole number of at least 1$"):
         FederatedTrainer(max_rounds="5")

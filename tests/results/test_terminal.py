@@ -41,3 +41,15 @@ def test_no_number_is_cut(width: int, boxed: bool) -> None:
 def test_a_table_that_fits_stays() -> None:
     table = Table("run", "x")
     assert [*fitting(table, 80)] == [table]
+
+
+def test_words_of_the_settings_stay_whole() -> None:
+    heads = ("model", "ascent", "partition", "alpha", "rho")
+    table = Table(*heads, Column("last 20 rounds", justify="right"), Column("best", justify="right"))
+    table.add_row("FedGloSS", "ASAM", "Dirichlet", "0.05", "0.1", "0.9749 ± 0.0018", "0.98")
+    console = Console(file=io.StringIO(), width=80)
+    console.print(*fitting(table, 80, 5), sep="")
+    assert isinstance(console.file, io.StringIO)
+    shown = console.file.getvalue()
+    assert all(word in shown for word in ("FedGloSS", "Dirichlet", "0.9749 ± 0.0018")) and "…" not in shown
+    assert max(map(len, shown.splitlines())) <= 80

@@ -9,10 +9,10 @@ from typing import Any
 import yaml
 
 from fl_lightning.commands.shared.arguments import PARTS, prepare
-from fl_lightning.commands.shared.index import index, named_classes, options_of
-from fl_lightning.commands.shared.messages import ArgumentsError
+from fl_lightning.commands.shared.index import entry, fitting_classes, index, named_classes, options_of
+from fl_lightning.commands.shared.messages import FOREIGN, ArgumentsError
 
-FOREIGN = re.compile(r"(?<![\w./])(?!fl_lightning\.)[A-Za-z_]\w*\.[A-Za-z_]")
+DOTTED = re.compile(r"(?<![\w./])(?!fl_lightning\.)[A-Za-z_]\w*\.[A-Za-z_]")
 """Is found in the dotted path of a class that is not the package's; its module may define further classes."""
 BY_PARSER = re.compile(r"class_path|init_args|dict_kwargs|\.help$|^(trainer|h|help)$")
 """Is found in the name of an option that only the parser understands."""
@@ -29,7 +29,7 @@ def check(command: str, *args: str) -> None:
         UserError: If there is no such config.
         ArgumentsError: If there is no such class or setting; the message is in the parser's words.
     """
-    known, options = index()["commands"][command], options_of(command)
+    known, options = entry(command), options_of(command)
     if not known["complete"]:
         return
     given, chosen, unknown = prepare(args), dict[str, str](), list[str]()
@@ -45,7 +45,7 @@ def check(command: str, *args: str) -> None:
                 return
         else:
             text = value
-        if FOREIGN.search(text) or BY_PARSER.search(name) or re.match("-[^-]", arg):
+        if DOTTED.search(text) or BY_PARSER.search(name) or re.match("-[^-]", arg):
             return
         if not arg.startswith("--"):
             if before in unknown or not (known["places"] or (before.startswith("--") and "=" not in before)):
@@ -72,7 +72,8 @@ def check(command: str, *args: str) -> None:
 def _check_class(path: str, name: str, setting: dict[str, Any]) -> None:
     """Refuses the name of a class that neither the package nor a file has."""
     known = name in index()["classes"] or name in index()["others"] or os.path.exists(name)
-    closed = "classes" in setting and not {"list", "open"} & {*setting}
+    own = "classes" in setting or (path not in FOREIGN and fitting_classes(path, ()))  # a net is any Module
+    closed = own and not {"list", "open"} & {*setting}
     if closed and re.fullmatch(r"[A-Za-z_]\w*", name) and not known and yaml.safe_load(name) == name:
-        bases = " ".join(f"fl_lightning.{base}" for base in setting["classes"])
+        bases = " ".join(f"fl_lightning.{base}" for base in setting.get("classes", ()))
         raise ArgumentsError(f'Parser key "{path}":\nSubtypes: {bases}\nExpected a dot import path string: {name}')

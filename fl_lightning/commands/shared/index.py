@@ -10,6 +10,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from fl_lightning.core import require
+
 FILE = Path(__file__).with_name("index.json")
 
 COMMON = """\
@@ -58,9 +60,20 @@ def index() -> Any:
     return json.loads(FILE.read_text(encoding="utf-8"))
 
 
+def entry(command: str) -> dict[str, Any]:
+    """Returns the entry of a subcommand, as `index` has it.
+
+    Raises:
+        UserError: If it is newer than the index.
+    """
+    found: dict[str, Any] = index()["commands"].get(command, {})
+    require(bool(found), "subcommand", command, "newer than index.json; run `python -m tests.command_index`")
+    return found
+
+
 def options_of(command: str) -> dict[str, Any]:
     """Returns the options of a subcommand by name, as `index` has them, those of the trainer among them."""
-    own = index()["commands"][command]["options"]
+    own = entry(command)["options"]
     trainer = index()["classes"]["FederatedTrainer"]["settings"] if "trainer" in own else {}
     return {**own, **{f"trainer.{name}": setting for name, setting in trainer.items()}}
 
@@ -72,8 +85,8 @@ def help_of(command: str, full: bool = False) -> str:
         command: The subcommand.
         full: Whether to list every setting of the trainer; otherwise `COMMON` takes the place of a run's settings.
     """
-    texts = [index()["texts"][i] for i in index()["commands"][command]["help"]]
-    if full or not index()["commands"][command]["complete"]:
+    texts = [index()["texts"][i] for i in entry(command)["help"]]
+    if full or not entry(command)["complete"]:
         return "\n\n".join(texts)
     places = [text for text in texts if text.startswith("positional")]
     names = re.findall(r"^  (\w+)", "\n".join(places), re.MULTILINE)

@@ -13,6 +13,7 @@ from fl_lightning.core import UserError
 from fl_lightning.core.names import SYNONYMS, similar
 
 FOREIGN = {
+    "data": "another data set of torchvision goes by TorchvisionData, as in --data TorchvisionData --data.name MNIST",
     "model.optimizer": "an optimizer of torch.optim goes by TorchOptimizer, as in "
     "--model.optimizer TorchOptimizer --model.optimizer.name Adam",
     "model.loss": "a loss of torch.nn goes by its name, such as CrossEntropyLoss",
