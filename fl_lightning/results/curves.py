@@ -26,6 +26,8 @@ from fl_lightning.results.names import MAIN, is_flatness, is_result, label
 
 POINTS = 100
 """Number of parts of a long run; the mean over each part is drawn."""
+MOST = 12
+"""Largest number of groups that are told apart by colour and marker."""
 Runs = Path | Sequence[Path]
 
 
@@ -162,23 +164,56 @@ def _panel(axes: Axes, name: str, groups: Mapping[str, Sequence[Columns]]) -> No
 
 
 def plot_tradeoff(groups: Sequence[Group], measure: str) -> Figure:
-    """Draws a point for each run: the headline of its metric against that of a measure of its flatness.
+    """Draws the headline of a metric against that of a measure of flatness.
+
+    Up to `MOST` groups are points of a plane, one for each run. More are rows of two panels, in the order of the
+    metric, with mean and standard deviation over their runs.
 
     Args:
         groups: The runs.
         measure: The measure, such as ``lambda_max``.
     """
-    metric = groups[0].runs[0].metric
+    name, metric = f"flatness/{measure}", groups[0].runs[0].metric
+    points = {
+        group.name: [(run.flatness[measure], run.mean) for run in group.runs if measure in run.flatness]
+        for group in groups
+    }
+    found = {text: values for text, values in points.items() if values}
+    if len(found) > MOST:
+        return _plot_rows(found, f"{label(name)} (smaller is flatter)", metric)
     with new_figure(COLUMN, 2.5) as figure:
-        name = f"flatness/{measure}"
         axes = figure.add_subplot(xlabel=f"{label(name)} (smaller is flatter)", ylabel=label(metric))
-        for i, group in enumerate(groups):
-            runs = [run for run in group.runs if measure in run.flatness]
-            x, y = [run.flatness[measure] for run in runs], [run.mean for run in runs]
-            if not runs:
+        for i, (text, values) in enumerate(points.items()):
+            if not values:
                 continue
             look = {**line_style(i), "linestyle": "none", "marker": MARKERS[i % len(MARKERS)], "gid": f"run-{i}"}
-            axes.plot(x, y, label=group.name, clip_on=False, **look)
+            axes.plot(*zip(*values, strict=True), label=text, clip_on=False, **look)
         axes.grid(alpha=0.3)
         place_legend(figure)
+    return figure
+
+
+def _plot_rows(groups: Mapping[str, Pairs], flatness: str, metric: str) -> Figure:
+    order = sorted(groups, key=lambda text: average([y for _, y in groups[text]]))
+    with new_figure(PAGE, 0.14 * len(groups) + 0.6) as figure:
+        left, right = figure.subplots(1, 2, sharey=True)
+        for axes, title, column in ((left, label(metric), 1), (right, flatness, 0)):
+            values = [[pair[column] for pair in groups[text]] for text in order]
+            means, sds = [average(each) for each in values], [deviation(each) for each in values]
+            axes.errorbar(
+                means, range(len(order)), xerr=sds, fmt="o", markersize=3, linewidth=0.8, color=line_style(0)["color"]
+            )
+            axes.set(xlabel=title, ylim=(-0.7, len(order) - 0.3))
+            axes.grid(alpha=0.3)
+            if column == 1 and min(means) > 0 and max(means) < 1:
+                axes.set_xscale("logit")  # 0.9 and 0.99 are as far apart as 0.99 and 0.999
+                low, high = axes.get_xlim()
+                shown = [
+                    tick for tick in (0.05, 0.2, 0.5, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.999) if low < tick < high
+                ]
+                axes.set_xticks(shown, [f"{tick:g}" for tick in shown])
+                axes.set_xticks([], minor=True)
+            else:
+                scale_axis(axes.xaxis, means)
+        left.set_yticks(range(len(order)), order)
     return figure
