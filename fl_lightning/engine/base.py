@@ -243,6 +243,7 @@ class Engine:
         lr = value_of(objective.step_lr, client, ctx)
         direction, client = pair_of(objective.local_step, carry.w, grad, client, received, ctx)
         w, client = fixed.take(carry.w, direction, client, lr, ctx)
+        w = value_of(objective.after_step, w, client, received, ctx)
         if not losses:
             raise UserError(
                 f"{type(objective).__name__}.local_step: it does not evaluate the local objective, whose loss is "
