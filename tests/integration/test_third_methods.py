@@ -150,7 +150,7 @@ def test_neutral_options_of_fedadamw(golden: Golden) -> None:
     assert torch.equal(found[:2], path(golden, FedAvg, optimizer=adamw)[:2])  # no second moment in the first round
     running = path(golden, FedAdamW, gamma=0.0, count="running", optimizer=adamw)
     assert torch.equal(running[:2], found[:2])
-    assert norm(running[2] - running[1]) < 0.5 * norm(found[2] - found[1])  # the first moment counts as a late one
+    assert norm(running[2] - running[1]) < 0.6 * norm(found[2] - found[1])  # the first moment counts as a late one
     assert "count" in adamw.state and adamw.state["count"] == 0.0  # that of the caller stays as it is
 
 
@@ -171,7 +171,7 @@ def test_state_of_fedadamw(golden: Golden) -> None:
         (lambda net: FedDyn(net, absent="virtual", use_dual=False), r"^model\.absent = virtual: without duals"),
         (lambda net: FedGloSS(net, absent="virtual", sigma_ref="clean"), r"^model\.absent = virtual: .*leave out"),
         (lambda net: FedDyn(net, absent="away"), r"^model\.absent = away: give one of kept, virtual$"),
-        (lambda net: LocalMuon(net, SGD()), r"^model\.optimizer = SGD.*: give Muon or null$"),
+        (lambda net: LocalMuon(net, SGD()), r"^model\.optimizer = a SGD: give Muon or null$"),
         (lambda net: FedAdamW(net, optimizer=Muon()), r"^model\.optimizer = Muon: .*; take AdamW$"),
         (lambda net: FedMuon(net, optimizer=Muon(state="keep")), r"^model\.optimizer\.state = keep: .* reset$"),
         (lambda net: FedMuon(nn.GroupNorm(1, 4)), r"^model\.net = GroupNorm: has no matrix .* take FedAdamW$"),
