@@ -26,9 +26,11 @@ from fl_lightning.results.metrics import read_metrics
 ROUNDS, EVERY, POINTS = 200, 4, 25
 SHOWN = {
     "adabest": ["AdaBest"],
+    "afedpd": ["FedDyn", "AFedPD", "AFedPDSAM"],
     "averaging": ["FedAvg + SWA", "FedAvg + EMA"],
     "compositions": ["FedAvgM + ASAM", "SCAFFOLD + ASAM", "FedDyn + SAM"],
     "fedacg": ["FedACG"],
+    "fedadamw": ["FedAdamW"],
     "fedavg": ["FedAvgM", "FedAdam", "FedYogi", "FedAdagrad"],
     "fedcm": ["FedCM", "MoFedSAM"],
     "feddecorr": ["FedDecorr", "FedDecorr (scale: code)"],
@@ -40,6 +42,7 @@ SHOWN = {
     "fedinit": ["FedAvg + relaxed_init 0.1"],
     "fedlc": ["FedLC"],
     "fedlesam": ["FedLESAM", "FedLESAMD", "FedLESAMS"],
+    "fedmuon": ["LocalMuon", "FedMuon"],
     "fednova": ["FedNova"],
     "fednsam": ["FedNSAM", "FedNSAM (along: momentum)"],
     "fedntd": ["FedNTD"],
@@ -49,6 +52,7 @@ SHOWN = {
     "fedsol": ["FedSOL"],
     "fedspeed": ["FedDyn", "FedSpeed"],
     "fedswa": ["FedSWA", "FedMoSWA"],
+    "fedtoga": ["FedSpeed", "FedTOGA"],
     "fedwmsam": ["FedWMSAM"],
     "moon": ["MOON"],
     "scaffold": ["SCAFFOLD", "FedGAMMA"],
@@ -61,7 +65,8 @@ def train(label: str, data: Digits) -> tuple[list[tuple[int, float]], torch.Tens
     """Test accuracy by round, and the final weights that evaluation uses."""
     name, options = RUNS[label]
     torch.manual_seed(generator(0, "initial weights").initial_seed())
-    model = getattr(algorithms, name)(net=DigitsMLP(), optimizer=SGD(lr=0.1, weight_decay=4e-4), **options())
+    settings = {"optimizer": SGD(lr=0.1, weight_decay=4e-4), **options()}
+    model = getattr(algorithms, name)(net=DigitsMLP(), **settings)
     with tempfile.TemporaryDirectory() as folder:
         trainer = FederatedTrainer(
             max_rounds=ROUNDS, clients_per_round=10, eval_every=EVERY, threads=1, seed=0, accelerator="cpu",

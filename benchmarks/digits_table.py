@@ -60,6 +60,7 @@ def some(name: str, option: str, value: Any) -> tuple[str, tuple[str, Options]]:
 
 ALGORITHMS: dict[str, tuple[str, Options]] = {
     **{name: (name, dict) for name in sorted(algorithms.__all__, key=str.lower)},
+    **{name: (name, lambda: {"optimizer": None}) for name in ("FedAdamW", "FedMuon", "LocalMuon")},  # their own
     "FedDyn + SAM": ("FedDyn", lambda: {"ascent": SAM(0.1)}),
     "FedGloSS + SAM": ("FedGloSS", lambda: {"ascent": SAM(0.1)}),  # the quickstart itself
 }
@@ -105,7 +106,7 @@ def train(label: str, seed: int) -> dict[str, Any]:
     name, options = RUNS[label]
     torch.manual_seed(generator(seed, "initial weights").initial_seed())  # as the command line does
     net = DigitsMLP()
-    model = getattr(algorithms, name)(net=net, optimizer=SGD(lr=0.1, weight_decay=4e-4), **options())
+    model = getattr(algorithms, name)(**{"net": net, "optimizer": SGD(lr=0.1, weight_decay=4e-4), **options()})
     data = Digits(num_clients=50, batch_size=16, partition=Dirichlet(alpha=0.05))
     callbacks: list[Callback] = [FlatnessMonitor(ROUNDS, [LambdaMax(tol=1e-3), Discrepancy()])]
     with tempfile.TemporaryDirectory() as folder:

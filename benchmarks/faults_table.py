@@ -47,7 +47,8 @@ def accuracy(name: str, corrupt: Corrupt | None, rule: type[Aggregation] | None)
     """Final test accuracy in per cent, or why there is none."""
     faults = corrupt and Faults(drop_after=0.3, stragglers=Stragglers(deadline=3.8, late="lost"), corrupt=corrupt)
     torch.manual_seed(generator(SEED, "initial weights").initial_seed())
-    model = getattr(algorithms, name)(net=DigitsMLP(), optimizer=SGD(0.1))
+    own = name in ("FedAdamW", "FedMuon", "LocalMuon")  # an optimizer
+    model = getattr(algorithms, name)(net=DigitsMLP(), optimizer=None if own else SGD(0.1))
     with tempfile.TemporaryDirectory() as root:
         trainer = FederatedTrainer(
             max_rounds=ROUNDS, clients_per_round=10, eval_every=ROUNDS, faults=faults, seed=SEED,

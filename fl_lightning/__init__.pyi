@@ -1,9 +1,12 @@
 from .algorithms import MOON as MOON
 from .algorithms import SCAFFOLD as SCAFFOLD
 from .algorithms import AdaBest as AdaBest
+from .algorithms import AFedPD as AFedPD
+from .algorithms import AFedPDSAM as AFedPDSAM
 from .algorithms import FedACG as FedACG
 from .algorithms import FedAdagrad as FedAdagrad
 from .algorithms import FedAdam as FedAdam
+from .algorithms import FedAdamW as FedAdamW
 from .algorithms import FedASAM as FedASAM
 from .algorithms import FedAvg as FedAvg
 from .algorithms import FedAvgM as FedAvgM
@@ -21,6 +24,7 @@ from .algorithms import FedLESAM as FedLESAM
 from .algorithms import FedLESAMD as FedLESAMD
 from .algorithms import FedLESAMS as FedLESAMS
 from .algorithms import FedMoSWA as FedMoSWA
+from .algorithms import FedMuon as FedMuon
 from .algorithms import FedNova as FedNova
 from .algorithms import FedNSAM as FedNSAM
 from .algorithms import FedNTD as FedNTD
@@ -30,8 +34,10 @@ from .algorithms import FedSMOO as FedSMOO
 from .algorithms import FedSOL as FedSOL
 from .algorithms import FedSpeed as FedSpeed
 from .algorithms import FedSWA as FedSWA
+from .algorithms import FedTOGA as FedTOGA
 from .algorithms import FedWMSAM as FedWMSAM
 from .algorithms import FedYogi as FedYogi
+from .algorithms import LocalMuon as LocalMuon
 from .algorithms import MoFedSAM as MoFedSAM
 from .algorithms import NaiveFedGloSS as NaiveFedGloSS
 from .algorithms import STildeAM as STildeAM

@@ -21,7 +21,17 @@ from sklearn import datasets
 from torch import nn
 from torch._subclasses import fake_tensor
 
-from fl_lightning import Arrays, FederatedTrainer, LocalObjective, ReplaySampler, Trajectory
+from fl_lightning import (
+    SGD,
+    AdamW,
+    Arrays,
+    FederatedTrainer,
+    LocalObjective,
+    LocalOptimizer,
+    Muon,
+    ReplaySampler,
+    Trajectory,
+)
 from fl_lightning.trainer.run import Run
 from fl_lightning.trainer.storage import provenance
 
@@ -68,6 +78,12 @@ def pytest_collection_finish() -> None:
 def pytest_sessionfinish() -> None:
     """Python's exit frees what extensions count."""
     gc.unfreeze()
+
+
+def optimizer_for(algorithm: str, lr: float, **options: Any) -> LocalOptimizer:
+    """SGD, or the optimizer that the algorithm takes, with the options that it has."""
+    kind: Any = {"LocalMuon": Muon, "FedMuon": Muon, "FedAdamW": AdamW}.get(algorithm, SGD)
+    return kind(lr, **{name: value for name, value in options.items() if kind is not AdamW or name != "momentum"})  # type: ignore[no-any-return]
 
 
 class GoldenNet(nn.Module):

@@ -96,7 +96,8 @@ def train(device: str, name: str = "FedSMOO", rounds: int = 3, ckpt_path: str | 
     trainer = fl.FederatedTrainer(
         max_rounds=rounds, clients_per_round=4, accelerator=accelerator(device), enable_progress_bar=False, **settings
     )
-    sgd = fl.SGD(0.05, momentum=0.9, weight_decay=1e-3, clip=1.0, lr_decay=0.9)
+    own = name in ("FedAdamW", "FedMuon", "LocalMuon")  # an optimizer
+    sgd = None if own else fl.SGD(0.05, momentum=0.9, weight_decay=1e-3, clip=1.0, lr_decay=0.9)
     return trainer.fit(getattr(algorithms, name)(net=Net(), optimizer=sgd), data(), ckpt_path)
 
 

@@ -57,6 +57,10 @@ class FedGloSS(FedDyn):
         **kwargs: Any,
     ) -> None:
         super().__init__(net, **kwargs)
+        ensure(
+            not self.virtual or (sigma_scale, sigma_ref) == ("paper", "perturbed"),
+            "model.absent = virtual: the server's dual is the mean of all clients'; leave out sigma_scale, sigma_ref",
+        )
         self.rho, self.sigma_scale, self.sigma_ref = rho, sigma_scale, sigma_ref
         self.rho_schedule, self.warmup, self.rho0 = rho_schedule, warmup, rho0
 
@@ -75,6 +79,8 @@ class FedGloSS(FedDyn):
 
     def server_dual(self, server: State, sent: State, uploads: Uploads, ctx: RoundContext) -> Tensor:
         """Line 22, with the reference and the scale of the options."""
+        if self.virtual:
+            return super().server_dual(server, sent, uploads, ctx)
         w = server.w if self.sigma_ref == "clean" else self.mean_start(sent, uploads)
         n = 1 if self.sigma_scale == "code" else uploads.n
         return admm_dual(server.lam, uploads.mean("w"), w, self.beta * ctx.m / n)

@@ -28,7 +28,8 @@ class FedGMT(FedDyn):
         ema_alpha: Decay of the teacher per round.
         kl_tau2: Multiply the KL term by tau^2, as the official code does.
         beta: Penalty of the duals.
-        **kwargs: As for `LocalObjective`, and ``use_dual`` of `FedDyn`: without it only the KL term is left (Table 3).
+        **kwargs: As for `LocalObjective`, and ``absent`` and ``use_dual`` of `FedDyn`: without duals only the KL term
+            is left (Table 3).
     """
 
     paper = "Li et al., ICML 2025"

@@ -89,6 +89,10 @@ class Hooks:
         """Returns the direction of one local step (descent goes against it), and the client's state after it."""
         return self.local_gradient(w, grad, client, received, ctx), client
 
+    def after_step(self, w: Tensor, client: State, received: State, ctx: ClientContext) -> Tensor:
+        """Returns the weights ``(..., d)`` after one local step, given those to which the local optimizer has moved."""
+        return w
+
     def local_end(self, w: Tensor, client: State, received: State, ctx: ClientContext) -> tuple[Upload, State]:
         """Returns what a client uploads after its last step, which ended at ``w``, and its state."""
         return {"w": w}, client
@@ -96,6 +100,10 @@ class Hooks:
     def server_step(self, server: State, sent: State, uploads: Uploads, ctx: RoundContext) -> State:
         """Returns the server's next state, from averages of the uploads."""
         return self.server_update(server, sent.w - uploads.weighted("w"), ctx)
+
+    def client_round_end(self, client: State, server: State) -> State:
+        """Returns what a client keeps, given its state after local training and the server's after its step."""
+        return client
 
     def teachers(self, client: State, received: State) -> tuple[Tensor, ...]:
         """Returns the weights of all teachers."""

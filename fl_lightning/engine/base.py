@@ -216,7 +216,8 @@ class Engine:
             client |= {name: value for name, value in initial.items() if client.get(name) is state[name]}
         teachers, constants = objective.teachers(client, received), objective.loss_constants(client, received, ctx)
         fixed = Fixed(received, start, teachers, constants, ctx, optimizer.begin(objective.flat, start))
-        return Carry(start.expand_as(like), _kept(client, state), like.new_zeros(like.shape[:-1])), fixed
+        kept = State({name: value.expand_as(state[name]) for name, value in _kept(client, state).items()})
+        return Carry(start.expand_as(like), kept, like.new_zeros(like.shape[:-1])), fixed
 
     def step(self, carry: Carry, fixed: Fixed, evaluate: Evaluation) -> Carry:
         """Takes one local step.
@@ -243,6 +244,7 @@ class Engine:
         lr = value_of(objective.step_lr, client, ctx)
         direction, client = pair_of(objective.local_step, carry.w, grad, client, received, ctx)
         w, client = fixed.take(carry.w, direction, client, lr, ctx)
+        w = value_of(objective.after_step, w, client, received, ctx)
         if not losses:
             raise UserError(
                 f"{type(objective).__name__}.local_step: it does not evaluate the local objective, whose loss is "

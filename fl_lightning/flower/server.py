@@ -55,6 +55,10 @@ def fit(
             answer, or has lost a state. The last complete round is saved.
     """
     check(trainer, datamodule)
+    ensure(
+        not getattr(model, "virtual", False),
+        "model.absent = virtual: clients' duals change after the round, when they are on the nodes; set it to kept",
+    )
     if trainer.engine == "auto":
         trainer.engine = "sequential"
     require(min_replies is None or min_replies >= 1, "min_replies", min_replies, "give a number of clients from 1 on")

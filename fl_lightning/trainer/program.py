@@ -126,7 +126,8 @@ def _train(run: Run, cohorts: Sequence[Cohort]) -> list[Trained]:
                 uploads.add(each, client.n_k)
             after = objective.finish_phase(server, sent, uploads, ctx)
             server = objective.finish_round(after, server, ctx)
-            new = dict(zip(cohort.clients, map(State, _by_client(state, len(jobs))), strict=True))
+            kept = [objective.client_round_end(State(row), server) for row in _by_client(state, len(jobs))]
+            new = dict(zip(cohort.clients, kept, strict=True))
             rows |= new
             bits = len(jobs) * (objective.bits(sent, up=False) + objective.bits(arrived[0], up=True))
             finite = (ok.all() & after.finite()).to(accumulator_dtype(losses.device))

@@ -13,7 +13,6 @@ from torch import nn
 from fl_lightning import (
     EMA,
     SAM,
-    SGD,
     SWA,
     Arrays,
     FedAvg,
@@ -30,8 +29,9 @@ from fl_lightning import (
 from fl_lightning.algorithms.features import with_features
 from fl_lightning.core.frozen import constants, digest
 from fl_lightning.trainer.run import Run
+from tests.conftest import optimizer_for
 from tests.engine.test_engines import Net, assert_close, train
-from tests.trainer.test_trainer import COSTS, ONE_SCALAR
+from tests.trainer.test_trainer import numbers
 
 ENGINES = ("sequential", "batched", "graphed")
 
@@ -50,7 +50,7 @@ def test_every_algorithm_trains_what_is_not_frozen(name: str, tmp_path: Path) ->
     """On every engine the same; no frozen bit changes; what goes over the wire are the trained weights."""
 
     def objective() -> LocalObjective:
-        optimizer = SGD(0.05, momentum=0.9, weight_decay=1e-3, clip=1.0)
+        optimizer = optimizer_for(name, 0.05, momentum=0.9, weight_decay=1e-3, clip=1.0)
         return getattr(algorithms, name)(net=Frozen(Small(), ["3"]), optimizer=optimizer)  # type: ignore[no-any-return]
 
     before = digest(constants(objective().net))
@@ -59,9 +59,7 @@ def test_every_algorithm_trains_what_is_not_frozen(name: str, tmp_path: Path) ->
         assert run.objective.flat.d == 15 and not torch.equal(run.server.w, run.clients.w0)
         assert digest(constants(run.objective.net)) == run.frozen == before
         assert_close(run, runs[0])
-    down, up, _, _ = COSTS[name]
-    scalars = sum(ONE_SCALAR.get(name, (0, 0)))
-    assert runs[0].metrics["comm/total_bits"] == ((down + up) * 15 + scalars) * 64 * 2 * 4
+    assert runs[0].metrics["comm/total_bits"] == numbers(name, runs[0].objective.flat) * 64 * 2 * 4
 
 
 @pytest.mark.parametrize("name", ["FedAvg", "SCAFFOLD", "FedSMOO"])

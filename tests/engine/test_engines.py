@@ -40,6 +40,7 @@ from fl_lightning.engine.record import RecordedRound
 from fl_lightning.trainer.callbacks import Callback
 from fl_lightning.trainer.engine_choice import choose_engine
 from fl_lightning.trainer.run import Run
+from tests.conftest import optimizer_for
 
 SIZES = (11, 3, 17, 8, 5)
 """Minibatches of 4: between 1 and 5 steps a client, the last ones short."""
@@ -105,7 +106,7 @@ def test_every_algorithm_on_every_engine(name: str, tmp_path: Path) -> None:
     """Unequal numbers of steps and samples, momentum, weight decay, clipping, augmentation, a decaying lr."""
 
     def objective() -> LocalObjective:
-        optimizer = SGD(0.05, momentum=0.9, weight_decay=1e-3, clip=1.0, lr_decay=0.9)
+        optimizer = optimizer_for(name, 0.05, momentum=0.9, weight_decay=1e-3, clip=1.0, lr_decay=0.9)
         return getattr(algorithms, name)(net=Small(), optimizer=optimizer)  # type: ignore[no-any-return]
 
     sequential = train(tmp_path, objective(), "sequential")

@@ -262,6 +262,14 @@ def pull(u: Tensor, v: Tensor, w: Tensor, beta: float, prox: Prox = "squared") -
     return u + (v - w) / beta if prox == "squared" else u + unit(v - w) / (2 * beta)
 
 
+def virtual(P: Problem, lam_i: list[Tensor], ends: dict[int, Tensor], w_0: Tensor, beta: float) -> Tensor:
+    """Third group, A-FedPD, lines 3 and 4: the absent move to the mean of the others; returns the mean dual."""
+    for k in range(P.M):
+        if k not in ends:
+            lam_i[k] = lam_i[k] - (plain_mean(ends) - w_0) / beta
+    return torch.stack(lam_i).mean(0)
+
+
 def feddyn(
     P: Problem,
     beta: float,
@@ -271,8 +279,12 @@ def feddyn(
     dual_agg: Literal["all", "active"] = "all",
     lesam: dict[str, Any] | None = None,
     b: float = 0.0,
+    absent: bool = False,
 ) -> Models:
-    """B 1.6, 1.8 FedSpeed (alpha, dual_agg), 1.10 FedLESAM-D (lesam), A 7 (b: w_0 in place of w^t at the client)."""
+    """B 1.6, 1.8 FedSpeed (alpha, dual_agg), 1.10 FedLESAM-D (lesam), A 7 (b: w_0 in place of w^t at the client).
+
+    absent: A-FedPD.
+    """
     w, lam_i, lam, last, eps = [P.w0], P.zeros(), P.zero, [P.w0] * P.M, Lesam(P, **(lesam or {"rho": 0.0}))
     for t, S in P.rounds():
         wk, moved = {}, {}
@@ -289,10 +301,11 @@ def feddyn(
             last[k] = wk[k] = P.sgd(t, k, w_0, d)
             moved[k] = wk[k] - w_0
             lam_i[k] = lam_i[k] - moved[k] / beta
+        mean = virtual(P, lam_i, wk, w[t], beta) if absent else None
         if dual_agg == "active":
             w.append(P.mean({k: wk[k] - beta * lam_i[k] for k in S}))
         else:
-            lam = lam - total(moved) / (beta * P.M)
+            lam = lam - total(moved) / (beta * P.M) if mean is None else mean
             w.append(P.mean(wk) - beta * lam)
     return w
 
@@ -326,6 +339,7 @@ def fedsmoo(
     s_agg: str = "mu_minus_shat",
     prox: Prox = "squared",
     b: float = 0.0,
+    absent: bool = False,
 ) -> Models:
     """B 1.2; A 1.8 (use_dual False), 7 (b)."""
     w, mu, s, lam_i, lam = [P.w0], P.zeros(), P.zero, P.zeros(), P.zero
@@ -347,6 +361,8 @@ def fedsmoo(
             lam_i[k] = lam_i[k] - moved[k] / beta
         s = rho * unit(plain_mean(s_tilde))
         lam = lam - total(moved) / (beta * P.M)
+        if absent:
+            lam = virtual(P, lam_i, {k: last[k] for k in S}, w[t], beta)
         w.append(P.mean({k: last[k] for k in S}) - (beta * lam if use_dual else 0))
     return w
 
@@ -395,6 +411,7 @@ def fedgloss(
     rho_schedule: Literal["constant", "linear", "repo_bug"] = "constant",
     eta_s: float = 1.0,
     naive: bool = False,
+    absent: bool = False,
 ) -> Models:
     """A 1.9; 1.10 (naive): Delta of a first exchange with the same clients and the current sigma_k."""
     w, sigma_k, sigma, Delta = [P.w0], P.zeros(), P.zero, P.zero
@@ -419,6 +436,8 @@ def fedgloss(
         ref = w_tilde if sigma_ref == "perturbed" else w[t]
         scale = beta * P.M * (len(S) if sigma_scale == "code" else 1)
         sigma = sigma - total({k: wk[k] - ref for k in S}) / scale
+        if absent:
+            sigma = virtual(P, sigma_k, wk, w_tilde, beta)
         Delta = P.mean({k: w_tilde - wk[k] for k in S})
         w.append(w[t] - eta_s * Delta - beta * sigma)
     return w
@@ -460,6 +479,7 @@ def fedgmt(
     beta: float,
     kl_tau2: bool = True,
     v2: Literal["w0", "first_seen"] | None = None,
+    absent: bool = False,
 ) -> Models:
     """B 1.12; 1.13 (v2: the client's own EMA of what it received, and what it starts at)."""
     w, u_m, u, e, e_m = [P.w0], P.zeros(), P.zero, P.w0, {}
@@ -476,6 +496,8 @@ def fedgmt(
             wk[k] = P.sgd(t, k, w[t], lambda v, k=k, loss=loss: P.g(k, v, loss) - u_m[k])
             u_m[k] = u_m[k] - (wk[k] - w[t]) / beta
         u = u - total({k: wk[k] - w[t] for k in S}) / (beta * P.M)
+        if absent:
+            u = virtual(P, u_m, wk, w[t], beta)
         w.append(P.mean(wk) - beta * u)
         e = ema_alpha * e + (1 - ema_alpha) * w[t + 1]
     return w

@@ -11,7 +11,7 @@ import torch
 import fl_lightning as fl
 from fl_lightning.algorithms.catalogue import entries
 from tests.conftest import GOLDEN, Golden
-from tests.integration import boxes, further_boxes
+from tests.integration import boxes, further_boxes, third_boxes
 from tests.integration.boxes import Models, Problem, Setting, asam, fedopt, momentum, sam
 
 Box = Callable[[Problem], Models]
@@ -276,6 +276,87 @@ CASES |= {
         lambda **k: fl.FedSOL(rho=0.1, tau=2.0, radius="fixed", **k),
     ),
 }
+
+
+def instead(k: dict[str, object], optimizer: fl.LocalOptimizer) -> dict[str, object]:
+    """The arguments with another optimizer, of the same decay and clipping."""
+    sgd = k.get("optimizer", fl.SGD())
+    assert isinstance(sgd, fl.SGD)
+    optimizer.clip, optimizer.lr_decay = sgd.clip, sgd.lr_decay
+    return {**k, "optimizer": optimizer}
+
+
+CASES |= {
+    "AFedPD": (lambda P: boxes.feddyn(P, 5.0, absent=True), lambda **k: fl.AFedPD(beta=5.0, **k)),
+    "AFedPD-fl_simulator": (
+        lambda P: boxes.feddyn(P, 5.0, prox="fl_simulator", absent=True),
+        lambda **k: fl.FedDyn(beta=5.0, prox="fl_simulator", absent="virtual", **k),
+    ),
+    "AFedPD-RI": (
+        lambda P: boxes.feddyn(P, 5.0, b=0.1, absent=True),
+        lambda **k: fl.AFedPD(beta=5.0, relaxed_init=0.1, **k),
+    ),
+    "AFedPDSAM": (
+        lambda P: boxes.feddyn(P, 5.0, sam(0.1), absent=True),
+        lambda **k: fl.AFedPDSAM(beta=5.0, rho=0.1, eps=1e-12, **k),
+    ),
+    "FedSpeed-active-virtual": (
+        lambda P: boxes.feddyn(P, 5.0, sam(0.1), dual_agg="active", absent=True),
+        lambda **k: fl.FedSpeed(rho=0.1, beta=5.0, dual_agg="active", absent="virtual", **k),
+    ),
+    "FedLESAMD-virtual": (
+        lambda P: boxes.feddyn(P, 5.0, lesam={"rho": 0.2}, absent=True),
+        lambda **k: fl.FedLESAMD(beta=5.0, rho=0.2, absent="virtual", **k),
+    ),
+    "FedSMOO-virtual": (
+        lambda P: boxes.fedsmoo(P, 0.1, 5.0, absent=True),
+        lambda **k: fl.FedSMOO(rho=0.1, beta=5.0, absent="virtual", **k),
+    ),
+    "FedGMT-virtual": (
+        lambda P: boxes.fedgmt(P, 1.0, 3.0, 0.8, 5.0, absent=True),
+        lambda **k: fl.FedGMT(gamma=1.0, tau=3.0, ema_alpha=0.8, beta=5.0, absent="virtual", **k),
+    ),
+    "FedGMTv2-virtual": (
+        lambda P: boxes.fedgmt(P, 1.0, 3.0, 0.6, 5.0, v2="w0", absent=True),
+        lambda **k: fl.FedGMTv2(gamma=1.0, tau=3.0, ema_alpha=0.6, beta=5.0, absent="virtual", **k),
+    ),
+    "FedGloSS-virtual": (
+        lambda P: boxes.fedgloss(P, 0.1, 5.0, absent=True),
+        lambda **k: fl.FedGloSS(rho=0.1, beta=5.0, absent="virtual", **k),
+    ),
+    "NaiveFedGloSS-virtual": (
+        lambda P: boxes.fedgloss(P, 0.1, 5.0, naive=True, absent=True),
+        lambda **k: fl.NaiveFedGloSS(rho=0.1, beta=5.0, absent="virtual", **k),
+    ),
+    "FedTOGA": (
+        lambda P: third_boxes.fedtoga(P, 0.1, 0.9, 1.0, 5.0),
+        lambda **k: fl.FedTOGA(rho=0.1, b1=0.9, kappa=1.0, beta=5.0, **k),
+    ),
+    "FedTOGA-present-virtual": (
+        lambda P: third_boxes.fedtoga(P, 0.1, 0.5, 0.7, 5.0, "present", absent=True),
+        lambda **k: fl.FedTOGA(rho=0.1, b1=0.5, kappa=0.7, beta=5.0, last_g="present", absent="virtual", **k),
+    ),
+    "FedTOGA-corrected": (
+        lambda P: third_boxes.fedtoga(P, 0.1, 0.9, 1.0, 5.0, "corrected"),
+        lambda **k: fl.FedTOGA(beta=5.0, last_g="corrected", **k),
+    ),
+    "LocalMuon": (
+        lambda P: third_boxes.muon(P, 0.001, 20, 0.95),
+        lambda **k: fl.LocalMuon(**instead(k, fl.Muon())),  # type: ignore[arg-type]
+    ),
+    "FedMuon": (
+        lambda P: third_boxes.muon(P, 0.005, 4, 0.98, gamma=0.3),
+        lambda **k: fl.FedMuon(gamma=0.3, **instead(k, fl.Muon(lr_others=0.25, momentum=0.98))),  # type: ignore[arg-type]
+    ),
+    "FedAdamW": (
+        lambda P: third_boxes.fedadamw(P, 0.01, 0.5),
+        lambda **k: fl.FedAdamW(**instead(k, fl.AdamW(0.01))),  # type: ignore[arg-type]
+    ),
+    "FedAdamW-running": (
+        lambda P: third_boxes.fedadamw(P, 0.01, 0.3, running=True),
+        lambda **k: fl.FedAdamW(gamma=0.3, count="running", **instead(k, fl.AdamW(0.01))),  # type: ignore[arg-type]
+    ),
+}
 for _ref in ("own_last_active", "previous_round"):
     _lesam = {"rho": 0.2, "ref": _ref}
     CASES |= {
@@ -374,6 +455,9 @@ UNEQUAL_STEPS = (
     "MoFedSAM",
     "FedMoSWA",
     "FedWMSAM",
+    "FedTOGA",
+    "FedMuon",
+    "FedAdamW",
 )
 
 

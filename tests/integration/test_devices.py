@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 
 import fl_lightning as fl
-from fl_lightning import SGD, Augment, LocalObjective, algorithms
+from fl_lightning import Augment, LocalObjective, algorithms
 from fl_lightning.core import State, generator
 from fl_lightning.data import minibatches
 from fl_lightning.engine.record import CudaGraph
 from fl_lightning.trainer.run import Run
+from tests.conftest import optimizer_for
 from tests.devices import Device
 from tests.engine.test_engines import Small, data
 from tests.runs import metrics
@@ -51,7 +52,7 @@ def fit(folder: Path, make: Callable[[], LocalObjective], device: Device | None 
 
 
 def objective(name: str = "FedSAM", **options: Any) -> Callable[[], LocalObjective]:
-    optimizer = SGD(0.05, momentum=0.9, weight_decay=1e-3, clip=1.0, lr_decay=0.9)
+    optimizer = optimizer_for(name, 0.05, momentum=0.9, weight_decay=1e-3, clip=1.0, lr_decay=0.9)
     return lambda: getattr(algorithms, name)(net=Small(), optimizer=optimizer, **options)  # type: ignore[no-any-return]
 
 

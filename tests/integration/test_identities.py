@@ -42,6 +42,7 @@ from fl_lightning import (
     FedSMOO,
     FedSOL,
     FedSpeed,
+    FedTOGA,
     FedWMSAM,
     LocalObjective,
     MoFedSAM,
@@ -67,6 +68,7 @@ DUALS = [
     (NaiveFedGloSS, "lam"),
     (FedSpeed, "lam"),
     (FedLESAMD, "lam"),
+    (FedTOGA, "lam"),
     (SCAFFOLD, "c"),
     (FedWMSAM, "c"),
     (FedGAMMA, "c"),
@@ -74,7 +76,7 @@ DUALS = [
 ]
 NO_ASCENT = {
     FedSAM, FedASAM, FedSMOO, FedGAMMA, FedGF, FedLESAM, FedLESAMD, FedLESAMS, FedSpeed, MoFedSAM, STildeAM, FedNSAM,
-    FedWMSAM, FedSOL,
+    FedWMSAM, FedSOL, FedTOGA, algorithms.AFedPDSAM,
 }  # fmt: skip
 """Algorithms that have an ascent of their own."""
 
@@ -563,7 +565,7 @@ def test_one_text_serves_one_client_and_a_cohort(algorithm: Any, ascent: Any) ->
     objective = algorithm(net=nn.Linear(3, 2), **({} if ascent is None else {"ascent": ascent}))
     d, clients = objective.flat.d, 4
     draw = torch.Generator().manual_seed(0)
-    rules = {**objective.client_inits(), **objective.scratch_state}
+    rules = {**objective.client_inits(), **objective.scratch_state, **objective.optimizer.named_state}
 
     def random(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=draw, dtype=torch.float64)

@@ -61,8 +61,8 @@ class AdamW(LocalOptimizer):
 
     def scaled(self, memory: State) -> Tensor:
         """Returns the first moment over the root of the second, both corrected for their bias, ``(..., d)``."""
-        first = memory.first / unbias(self.beta1, memory.count)
-        second = memory.second / unbias(self.beta2, memory.count)
+        first = memory.first / unbias(self.beta1, memory.count[..., :1])
+        second = memory.second / unbias(self.beta2, memory.count[..., -1:])  # `FedAdamW` counts them separately
         return first / (second.sqrt() + self.eps)
 
 

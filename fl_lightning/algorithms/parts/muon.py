@@ -22,6 +22,7 @@ class Muon(AdamW):
         momentum: Decay of the matrices' momentum, which is a running mean of the gradients.
         nesterov: Whether the step looks ahead along the momentum.
         ns_steps: Number of Newton-Schulz iterations.
+        ns_bfloat16: Whether they are done in bfloat16, as in the authors' code, or in the precision of the weights.
         weight_decay: A step multiplies the weights by one minus their learning rate times ``weight_decay``.
         lr_others: Learning rate of the other parameters as a multiple of ``lr``.
         beta1: Decay of the first moment of the other parameters.
@@ -42,6 +43,7 @@ class Muon(AdamW):
         momentum: Fraction = 0.95,
         nesterov: bool = True,
         ns_steps: PositiveInt = 5,
+        ns_bfloat16: bool = False,
         weight_decay: WeightDecay = 0.01,
         lr_others: Positive = 0.05,
         beta1: Fraction = 0.9,
@@ -53,7 +55,8 @@ class Muon(AdamW):
         state: Keep = "reset",
     ) -> None:
         super().__init__(lr, beta1, beta2, eps, weight_decay, clip, lr_decay, schedule, state)
-        self.momentum, self.nesterov, self.ns_steps, self.lr_others = momentum, nesterov, ns_steps, lr_others
+        self.momentum, self.nesterov, self.lr_others = momentum, nesterov, lr_others
+        self.ns_steps, self.ns_bfloat16 = ns_steps, ns_bfloat16
 
     def step(
         self, w: Tensor, direction: Direction, memory: State, lr: float | Tensor, ctx: ClientContext
@@ -66,7 +69,8 @@ class Muon(AdamW):
             if len(shape) > 1:
                 first = self.momentum * first + (1 - self.momentum) * g
                 u = (1 - self.momentum) * g + self.momentum * first if self.nesterov else first
-                u = orthogonalized(u.unflatten(-1, (shape[0], -1)), self.ns_steps).flatten(-2)
+                u = u.bfloat16() if self.ns_bfloat16 else u
+                u = orthogonalized(u.unflatten(-1, (shape[0], -1)), self.ns_steps).flatten(-2).to(g.dtype)
                 rate, u = 1.0, u * max(1.0, shape[-2] / shape[-1]) ** 0.5
             else:
                 own = self.moments(g, State({"first": first, "second": second, "count": memory.count}))

@@ -1,0 +1,86 @@
+"""Local Muon and FedMuon."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fl_lightning.algorithms.alignment import Aligned
+from fl_lightning.algorithms.base import LocalObjective
+from fl_lightning.algorithms.parts.muon import Muon
+from fl_lightning.core import ClientContext, RoundContext, State, UnitInterval, Upload, Uploads, Weighting, ensure
+
+
+class LocalMuon(LocalObjective):
+    """FedAvg whose clients run Muon; its momentum starts from zero in every round.
+
+    Args:
+        net: The network.
+        optimizer: Muon; null: with its defaults.
+        **kwargs: As for `LocalObjective`.
+    """
+
+    paper = "Liu et al., 2025 (arXiv:2510.27403)"
+    default_weighting: Weighting = "uniform"
+
+    def __init__(self, net: nn.Module, optimizer: Muon | None = None, **kwargs: Any) -> None:
+        super().__init__(net, optimizer=optimizer or Muon(), **kwargs)
+
+
+class FedMuon(Aligned):
+    """Liu et al., 2025: Muon whose momentum starts from the cohort's mean, and steps along the last global direction.
+
+    The learning rates of Muon are multiplied by ``1 - gamma``; that of the global direction is the one of the
+    parameters that are no matrices, ``lr * lr_others``, times gamma.
+
+    Args:
+        net: The network.
+        gamma: Share of the global direction (alpha in the paper).
+        optimizer: Muon; null: with momentum 0.98, otherwise its defaults.
+        **kwargs: As for `LocalObjective`.
+    """
+
+    paper = LocalMuon.paper
+    server_state = {**Aligned.server_state, "B": "zeros"}
+    down = (*Aligned.down, "B")
+    up = ("w", "B")
+    references = {"w": "w", "B": "B"}
+    optimizer: Muon
+
+    def __init__(self, net: nn.Module, gamma: UnitInterval = 0.5, optimizer: Muon | None = None, **kwargs: Any) -> None:
+        super().__init__(net, gamma, optimizer=optimizer or Muon(momentum=0.98), **kwargs)
+        self.matrices = [len(shape) > 1 for shape in self.flat.shapes]
+        ensure(any(self.matrices), f"model.net = {type(net).__name__}: has no matrix for Muon; take FedAdamW")
+        self.server_state = {**self.server_state, "B": lambda w0: torch.zeros_like(self.of_matrices(w0))}
+
+    @property
+    def rate(self) -> float:
+        return self.optimizer.lr_others
+
+    def split(self, v: Tensor) -> Sequence[Tensor]:
+        """Returns the parts of a vector ``(..., d)``, one for each parameter."""
+        return torch.split(v, self.flat.numels, -1)
+
+    def of_matrices(self, v: Tensor) -> Tensor:
+        """Returns the coordinates of the matrices."""
+        return torch.cat([part for part, yes in zip(self.split(v), self.matrices, strict=True) if yes], -1)
+
+    def local_start(self, client: State, received: State, ctx: ClientContext) -> tuple[Tensor, State]:
+        """``B_i <- B``."""
+        sizes = [n for n, yes in zip(self.flat.numels, self.matrices, strict=True) if yes]
+        B, w = iter(torch.split(received.B, sizes, -1)), self.split(received.w)
+        parts = [next(B) if yes else torch.zeros_like(part) for part, yes in zip(w, self.matrices, strict=True)]
+        return received.w, client | {self.own("first"): torch.cat(parts, -1)}
+
+    def step_lr(self, client: State, ctx: ClientContext) -> float | Tensor:
+        """``(1 - gamma) lr``."""
+        return ctx.lr * (1 - self.gamma)
+
+    def local_end(self, w: Tensor, client: State, received: State, ctx: ClientContext) -> tuple[Upload, State]:
+        """Uploads ``B_i``."""
+        return {"w": w, "B": self.of_matrices(client[self.own("first")])}, client
+
+    def server_step(self, server: State, sent: State, uploads: Uploads, ctx: RoundContext) -> State:
+        """``B <- mean B_i``."""
+        return super().server_step(server.replace(B=uploads.mean("B")), sent, uploads, ctx)
