@@ -44,6 +44,14 @@ def main(args: Sequence[str] | None = None) -> None:
     if given[0] not in COMMANDS:
         value = "missing" if given[0].startswith("-") else given[0]
         sys.exit(f"error: subcommand = {_visible(value)}: choose from {', '.join(COMMANDS)}, or see --help")
+    if {"-h", "--help", "--help=all"} & {*given}:
+        from fl_lightning.commands.shared.index import help_of
+
+        try:
+            print(help_of(given[0], full="--help=all" in given), end="")
+        except ValueError as error:  # a subcommand that is newer than the index
+            sys.exit(f"error: {error}")
+        sys.exit(0)
     if isinstance(sys.stdout, TextIOWrapper):  # a name may have letters that the terminal does not, or be no text
         sys.stdout.reconfigure(errors="backslashreplace")
     # classes in files of the working folder can be named; absolute, since a config is read from within its own folder
@@ -55,11 +63,6 @@ def main(args: Sequence[str] | None = None) -> None:
         from fl_lightning.commands.shared.messages import ArgumentsError, explain, find_user_error
         from fl_lightning.trainer.runtime.signals import Interruption
 
-        if {"-h", "--help", "--help=all"} & {*given}:
-            from fl_lightning.commands.shared.index import help_of
-
-            print(help_of(given[0], full="--help=all" in given), end="")
-            return
         with (interruption := Interruption(ends_process=True)):
             if "torch" not in sys.modules:
                 early.check(*given)

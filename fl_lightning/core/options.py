@@ -28,7 +28,7 @@ from fl_lightning.core.errors import UserError, ensure, require
 from fl_lightning.core.names import SYNONYMS, similar
 from fl_lightning.core.secrets import hidden
 
-Method = TypeVar("Method", bound=Callable[..., Any])
+CheckedMethod = TypeVar("CheckedMethod", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, repr=False)
@@ -178,7 +178,7 @@ def check_arguments(function: Callable[..., Any], key: str, *args: Any, **kwargs
         ensure(name in given or not needed, f"{key}.{name}".lstrip(".") + f": missing; {words}")
 
 
-def checked(method: Method) -> Method:
+def checked(method: CheckedMethod) -> CheckedMethod:
     """Makes a method check its arguments, as the constructors of a `Checked` class do."""
 
     @wraps(method)
@@ -186,7 +186,7 @@ def checked(method: Method) -> Method:
         check_arguments(method, "", *args, **kwargs)
         return method(*args, **kwargs)
 
-    return cast(Method, checked_method)
+    return cast(CheckedMethod, checked_method)
 
 
 PLAIN: dict[Any, tuple[str, Callable[[Any], bool]]] = {

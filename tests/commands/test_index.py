@@ -193,7 +193,7 @@ PASSES = """
 --config quickstart --model FedSAM --model.rho 0.1 --trainer.max_rounds=3.0
 --config quickstart --model my_methods.Mine --model.nothing 3 --model.ascent Other
 --config quickstart --model.optimizer TorchOptimizer --model.optimizer.name Adam
---config quickstart --model.loss CrossEntropyLoss --model.net Linear
+--config quickstart --model.loss CrossEntropyLoss --model.net torch.nn.Linear
 --config quickstart --trainer.callbacks+=EarlyStopping --trainer.callbacks.monitor val/loss
 --config quickstart --trainer.loggers None --data.partition null
 --config quickstart --model LocalObjective --model.ascent Ascent
