@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.func import vmap
 
 from fl_lightning.core.errors import UserError
-from fl_lightning.core.flat import FlatSpec, is_finite, to_device
+from fl_lightning.core.flat import FlatSpec, accumulator_dtype, is_finite, to_device
 from fl_lightning.core.rng import generator
 
 Weighting: TypeAlias = Literal["samples", "uniform"]
@@ -237,10 +237,32 @@ class Uploads:
         self.names, self.weighting = tuple(names), weighting
         self.n: float = len(clients)
         self.samples: float = sum(c.n_k for c in clients)
-        k_lr = [[sum(c.k_lr for c in clients)], [sum(c.k_lr * c.n_k for c in clients)]]
-        self._sums = {"k_lr": to_device(k_lr, like.device, like.dtype)}
+        self._sums = {"k_lr": to_device(self.k_lr(clients), like.device, like.dtype)}
 
-    def add(self, upload: Mapping[str, Tensor], samples: int) -> None:
+    @staticmethod
+    def k_lr(clients: Sequence[ClientContext]) -> list[list[float]]:
+        """Returns the sums of ``k_lr`` of some clients, plain and weighted by samples, ``(2, 1)``."""
+        return [[sum(c.k_lr for c in clients)], [sum(c.k_lr * c.n_k for c in clients)]]
+
+    @classmethod
+    def recorded(cls, names: Iterable[str], weighting: Weighting, samples: Tensor, k_lr: Tensor) -> Uploads:
+        """Returns empty averages of clients whose numbers are tensors.
+
+        Args:
+            names: Uploaded names.
+            weighting: Weights of `weighted`.
+            samples: Number of samples of each client, ``(clients,)``.
+            k_lr: As `k_lr` returns it.
+        """
+        made: Any = cls(names, weighting, (), k_lr)
+        made.n, made.samples, made._sums = (
+            len(samples),
+            samples.sum(dtype=accumulator_dtype(k_lr.device)),
+            {"k_lr": k_lr},
+        )
+        return made  # type: ignore[no-any-return]
+
+    def add(self, upload: Mapping[str, Tensor], samples: int | Tensor) -> None:
         """Adds one client's upload; in cohort order, so that sums do not depend on which process trained it."""
         for name in self.names:
             if name not in self._sums:
@@ -248,7 +270,10 @@ class Uploads:
             else:
                 plain, weighted = self._sums[name]
                 plain.add_(upload[name])
-                weighted.add_(upload[name], alpha=samples)
+                if isinstance(samples, Tensor):  # with the same rounding
+                    weighted.addcmul_(upload[name], samples)
+                else:
+                    weighted.add_(upload[name], alpha=samples)
 
     def change(self, function: Callable[[str, Tensor | None], Tensor]) -> None:
         """Replaces the sums ``(2, ...)``, plain and weighted by samples, of each name (None: nothing was added)."""

@@ -1,7 +1,7 @@
 """All clients of a block at once: the same hooks on ``(clients, d)``, gradients by vmap."""
 
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -177,35 +177,34 @@ class BatchedEngine(Engine):
             carry, fixed = self.begin(state, received, self._context(rows), received.w.expand(width, -1))
             for block in blocks:
                 carry = self._steps(carry, block, fixed, settings)
-            upload, state = self.finish(carry, fixed)
-        uploads, states = ({n: v if v.ndim > 1 else v.expand(width, -1) for n, v in g.items()} for g in (upload, state))
-        return carry, uploads, State(states)
+            return carry, *self.ended(carry, fixed)
+
+    def ended(self, carry: Carry, fixed: Fixed) -> tuple[Upload, State]:
+        """Calls `finish`; returns uploads and states with a row for each client."""
+        groups, width = self.finish(carry, fixed), len(carry.w)
+        uploads, states = ({n: v if v.ndim > 1 else v.expand(width, -1) for n, v in g.items()} for g in groups)
+        return uploads, State(states)
 
     def _summary(self, jobs: Sequence[Job], carry: Carry, upload: Upload, state: State) -> tuple[Tensor, Tensor]:
         """Returns whether each client's upload and state are finite, and its loss, ``(clients,)``."""
-        n = len(jobs)
-        finite = torch.stack([is_finite(v) for group in (upload, state) for v in group.values()]).all(0)
         steps = to_device([max(job.ctx.K, 1) for job in jobs], carry.loss.device, carry.loss.dtype)
-        return finite[:n], carry.loss[:n] / steps
+        return self.summary(steps, carry, upload, state)
+
+    @staticmethod
+    def summary(steps: Tensor, carry: Carry, upload: Upload, state: State) -> tuple[Tensor, Tensor]:
+        """Returns whether each client is finite, and its mean loss over its number of steps, ``(clients,)``."""
+        finite = torch.stack([is_finite(v) for group in (upload, state) for v in group.values()]).all(0)
+        return finite[: len(steps)], carry.loss[: len(steps)] / steps
 
     @staticmethod
     def _results(
         jobs: Sequence[Job], carry: Carry, upload: Upload, state: State, finite: Tensor, loss: Tensor
     ) -> list[LocalResult]:
-        uploads, states = ({name: v.unbind() for name, v in group.items()} for group in (upload, state))
-        each = zip(jobs, carry.w.unbind(), loss.unbind(), finite.unbind(), strict=False)  # padding
+        groups = by_client(upload, len(jobs)), by_client(state, len(jobs))
+        each = zip(jobs, carry.w.unbind()[: len(jobs)], *groups, loss.unbind(), finite.unbind(), strict=True)
         return [
-            LocalResult(
-                job.client,
-                job.received,
-                w,
-                {name: v[i] for name, v in uploads.items()},
-                State({name: v[i] for name, v in states.items()}),
-                loss,
-                job.ctx,
-                ok,
-            )
-            for i, (job, w, loss, ok) in enumerate(each)
+            LocalResult(job.client, job.received, w, uploaded, State(kept), loss, job.ctx, ok)
+            for job, w, uploaded, kept, loss, ok in each
         ]
 
     def _context(self, jobs: Sequence[Job]) -> ClientContext:
@@ -267,6 +266,12 @@ class BatchedEngine(Engine):
 def is_out_of_memory(error: BaseException) -> bool:
     """Returns whether an error says that memory is out."""
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
+
+
+def by_client(values: Mapping[str, Tensor], n: int) -> list[dict[str, Tensor]]:
+    """Returns the rows of the first ``n`` clients of tensors ``(clients, ...)`` by name."""
+    columns = {name: v.unbind() for name, v in values.items()}
+    return [{name: column[i] for name, column in columns.items()} for i in range(n)]
 
 
 def _together(received: Sequence[State]) -> State:

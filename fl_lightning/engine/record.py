@@ -27,10 +27,10 @@ class RecordedRound:
 
     Args:
         t: The round.
-        tensor: The same number as an input of the record.
+        tensor: The same number as an input of the record; None: arithmetic is refused, too.
     """
 
-    def __init__(self, t: int, tensor: Tensor) -> None:
+    def __init__(self, t: int, tensor: Tensor | None) -> None:
         self.t, self.tensor = t, tensor
         self.guards: list[tuple[Callable[[Any, Any], bool], Any, bool]] = []
 
@@ -79,8 +79,10 @@ class Records:
     def __init__(self) -> None:
         self._records: dict[Any, tuple[RecordedRound, Any]] = {}
 
-    def find(self, named: Tensors, ctx: ClientContext, settings: tuple[Any, ...], make: Make[T]) -> T:
-        """Returns the result of ``make(named, ctx)`` for these tensors, settings and round, cached if possible."""
+    def find(
+        self, named: Tensors, ctx: ClientContext, settings: tuple[Any, ...], make: Make[T]
+    ) -> tuple[RecordedRound, T]:
+        """Returns ``make(named, ctx)`` for these tensors, settings and round, cached if possible."""
         key = (*((n, v.shape, v.dtype) for n, v in named.items()), settings, ctx.rounds, ctx.m, ctx.phase)
         found = self._records.get(key)
         if found is None or not found[0].hold(ctx.t):
@@ -88,8 +90,7 @@ class Records:
             if len(self._records) >= self.KEPT:
                 del self._records[next(iter(self._records))]
             self._records[key] = found = make(named, ctx)
-        record: T = found[1]
-        return record
+        return found
 
 
 def plain_settings(*parts: object) -> tuple[Any, ...]:
@@ -105,7 +106,7 @@ def trace(
 
     Args:
         function: A function of the tensors, and of the context that contains them, to tensors.
-        named: The tensors; ``t`` is the round.
+        named: The tensors; ``t``, if it is among them, is the round.
         ctx: The context.
     """
     from torch.fx.experimental.proxy_tensor import make_fx
@@ -114,11 +115,11 @@ def trace(
 
     def flat(*tensors: Tensor) -> Values:
         inputs = dict(zip(named, tensors, strict=True))
-        rounds.append(RecordedRound(ctx.t, inputs["t"]))
+        rounds.append(RecordedRound(ctx.t, inputs.get("t")))
         columns = {name.removeprefix("ctx."): v for name, v in inputs.items() if name.startswith("ctx.")}
         return tuple(function(inputs, replace(ctx, t=rounds[-1], **columns)))  # type: ignore[arg-type]
 
-    graph = make_fx(flat)(*named.values())
+    graph = make_fx(flat)(*[v.detach() for v in named.values()])  # each is another one, even if values share a tensor
     graph.graph.eliminate_dead_code()
     graph.recompile()
     return rounds[-1], graph
@@ -188,13 +189,20 @@ class Captured(NamedTuple):
     fixed: Values
     steps: Values
 
+    def holds(self, carried: Values, steps: Values) -> bool:
+        """Returns whether these tensors fit into the memory."""
+        same = all(a.shape == b.shape for a, b in zip(self.carried, carried, strict=True))
+        return same and all(
+            len(a) >= len(b) and a[0].shape == b[0].shape for a, b in zip(self.steps, steps, strict=True)
+        )
+
 
 class CudaGraph:
     """`loop` on a GPU: one step is one CUDA graph, and one launch.
 
     The graph updates the tensors that steps change in place. Buffers hold the tensors of all steps; the graph reads
     those of its step at a counter that it increments. So nothing is copied between two steps. If a call has more steps
-    than the buffers hold, a new graph is captured.
+    than the buffers hold, or tensors of other shapes, a new graph is captured.
 
     Args:
         function: As for `loop`; it neither synchronises nor looks at values.
@@ -209,7 +217,7 @@ class CudaGraph:
     def __call__(self, carried: Values, fixed: Values, steps: Values) -> Values:
         """See `loop`."""
         n = len(steps[0])
-        if self._captured is None or len(self._captured.steps[0]) < n:
+        if self._captured is None or not self._captured.holds(carried, steps):
             self._captured = None  # its memory is free for the next
             self._captured = self._capture(carried, fixed, steps)
         captured = self._captured
@@ -241,8 +249,9 @@ class CudaGraph:
         with torch.cuda.graph(graph):
             values = step()
             memory = {v.untyped_storage().data_ptr() for v in carried}
-            apart = [v.clone() if v.untyped_storage().data_ptr() in memory else v for v in values]
-            for static, value in zip(carried, apart, strict=True):
+            moved = [(static, v) for static, v in zip(carried, values, strict=True) if v is not static]
+            apart = [(static, v.clone() if v.untyped_storage().data_ptr() in memory else v) for static, v in moved]
+            for static, value in apart:
                 static.copy_(value)
             at += 1
         return Captured(graph, at, carried, fixed, steps)

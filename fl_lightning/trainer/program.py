@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from itertools import takewhile
 
 import torch
 from torch import Tensor
 
 from fl_lightning.algorithms.parts.base import Part
-from fl_lightning.core import State, accumulator_dtype
+from fl_lightning.core import State
 from fl_lightning.data.minibatches import CHUNK
-from fl_lightning.engine import Job
-from fl_lightning.engine.batched import BatchedEngine, is_out_of_memory
+from fl_lightning.engine import Job, rounds
+from fl_lightning.engine.batched import BatchedEngine, by_client, is_out_of_memory
+from fl_lightning.engine.graphed import GraphedEngine
+from fl_lightning.engine.rounds import Trained, Training, log_of
 from fl_lightning.trainer.aggregation.base import Mean
 from fl_lightning.trainer.cohort import Cohort
 from fl_lightning.trainer.round import Clock
@@ -58,36 +61,23 @@ def train(run: Run) -> bool:
     clock = Clock()
     cohorts = _cohorts(run, length(run))
     try:
-        trained = _train(run, cohorts) if len(cohorts) > 1 else []
+        trained, training_s = _train(run, cohorts) if len(cohorts) > 1 else (None, 0.0)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        trained = []  # the next round runs by itself, in smaller blocks
-    training_s = sum(done.training_s for done in trained)
-    rows: dict[int, State] = {}
-    for cohort, done in zip(cohorts, trained, strict=False):
-        rows |= done.rows
-        run.apply(run.state.after_round(done.server, done.bits, {"refused": []}), {})
-        steps = sum(cohort.attendance.steps.values())
-        spent = clock.spent(run, cohort, done.bits, steps, training_s, rounds=len(trained))
-        run.log({"client/train/loss": float(done.losses.mean()), "client/refused": 0, **spent})
-        logged = run.write_metrics()
-    if not trained:
+        trained = None  # the next round runs by itself, in smaller blocks
+    if trained is None:
         return False
-    run.clients.stage(rows)
+    number = len(trained.logs)
+    for cohort, log, bits in zip(cohorts, trained.logs, trained.bits, strict=False):
+        run.apply(run.state.after_round(trained.server, bits, {"refused": []}), {})
+        steps = sum(cohort.attendance.steps.values())
+        spent = clock.spent(run, cohort, bits, steps, training_s, rounds=number)
+        run.log({"client/train/loss": float(log[1:].mean()), "client/refused": 0, **spent})
+        logged = run.write_metrics()
+    run.clients.stage(trained.rows)
     run.call("on_round_logged", logged)
     return True
-
-
-@dataclass(frozen=True)
-class Trained:
-    """The result of a round: the server's state, the clients' by id, their losses ``(clients,)``, bits, and seconds."""
-
-    server: State
-    rows: Mapping[int, State]
-    losses: Tensor
-    bits: int
-    training_s: float
 
 
 def _cohorts(run: Run, n: int) -> list[Cohort]:
@@ -103,43 +93,52 @@ def _cohorts(run: Run, n: int) -> list[Cohort]:
     return cohorts
 
 
-def _train(run: Run, cohorts: Sequence[Cohort]) -> list[Trained]:
-    """Trains the cohorts one after another; returns the results before the first one that is not finite."""
-    objective, engine, rule = run.objective, run.engine, run.aggregation
+def _train(run: Run, cohorts: Sequence[Cohort]) -> tuple[Trained | None, float]:
+    """Trains the cohorts one after another, up to the first one that is not finite.
+
+    Returns:
+        What they end with, None if that is the first one; and the seconds of local training.
+    """
+    engine, started = run.engine, time.perf_counter()
     assert isinstance(engine, BatchedEngine)
     batches = [[run.minibatches(k, ctx) for k, ctx in zip(c.clients, c.contexts, strict=True)] for c in cohorts]
-    server, rows, scratch = run.server, dict[int, State](), objective.scratch_inits()
-    results = list[Trained]()
+    each = zip(cohorts, batches, engine.blocks_ahead(batches), strict=True)
+    training = [Training(c.clients, c.contexts, its, block) for c, its, block in each]
+    known = {k: row for c in cohorts for k in c.clients if (row := run.clients.row(k))}
+    before, by_hooks = Trained(run.server, known), partial(_by_hooks, run)
     with engine.checked():
-        for cohort, its, block in zip(cohorts, batches, engine.blocks_ahead(batches), strict=True):
-            ctx = run.round_context(cohort.t)
-            sent = objective.begin_phase(server, ctx)
-            jobs = [
-                Job(k, run.clients.get(k, sent.w, scratch, rows.get(k)), sent, own, each, run.seed, run.varied)
-                for k, own, each in zip(cohort.clients, cohort.contexts, its, strict=True)
-            ]
-            before = time.perf_counter()
-            upload, state, ok, losses = engine.train_together(jobs, block)
-            training_s = time.perf_counter() - before
-            uploads, arrived = rule.uploads(objective, cohort.contexts, ctx, sent.w), _by_client(upload, len(jobs))
-            for each, client in zip(arrived, cohort.contexts, strict=True):
-                uploads.add(each, client.n_k)
-            after = objective.finish_phase(server, sent, uploads, ctx)
-            server = objective.finish_round(after, server, ctx)
-            new = dict(zip(cohort.clients, map(State, _by_client(state, len(jobs))), strict=True))
-            rows |= new
-            bits = len(jobs) * (objective.bits(sent, up=False) + objective.bits(arrived[0], up=True))
-            finite = (ok.all() & after.finite()).to(accumulator_dtype(losses.device))
-            results.append(Trained(server, new, torch.cat([finite[None], losses.to(finite)]), bits, training_s))
-    read = torch.cat(
-        [result.losses for result in results]
-    ).cpu()  # the only time that the rounds wait for local training
-    columns = torch.split(read, [len(result.losses) for result in results])
-    finite_rounds = takewhile(lambda pair: bool(pair[1][0]), zip(results, columns, strict=True))
-    return [replace(result, losses=column[1:]) for result, column in finite_rounds]
+        if isinstance(engine, GraphedEngine) and not run.varied:
+            trained = rounds.train(engine, before, training, run.clients.inits, run.clients.w0, by_hooks)
+        else:
+            trained = by_hooks(before, training)
+    read = torch.cat([*trained.logs]).cpu()  # the only time that the rounds wait for local training
+    logs = torch.split(read, [len(log) for log in trained.logs])
+    finite = sum(1 for _ in takewhile(lambda log: bool(log[0]), logs))
+    if finite < len(cohorts):
+        return _train(run, cohorts[:finite]) if finite else (None, 0.0)
+    return replace(trained, logs=logs), time.perf_counter() - started
 
 
-def _by_client(values: Mapping[str, Tensor], n: int) -> list[dict[str, Tensor]]:
-    """Returns the rows of the first ``n`` clients."""
-    columns = {name: v.unbind() for name, v in values.items()}
-    return [{name: column[i] for name, column in columns.items()} for i in range(n)]
+def _by_hooks(run: Run, before: Trained, training: Sequence[Training]) -> Trained:
+    """Trains rounds one after another, each by its hooks."""
+    objective, engine, rule = run.objective, run.engine, run.aggregation
+    assert isinstance(engine, BatchedEngine)
+    server, rows, scratch = before.server, dict(before.rows), objective.scratch_inits()
+    logs, bits = list[Tensor](), list[int]()
+    for each in training:
+        ctx = run.round_context(each.contexts[0].t)
+        sent = objective.begin_phase(server, ctx)
+        jobs = [
+            Job(k, run.clients.get(k, sent.w, scratch, rows.get(k)), sent, own, its, run.seed, run.varied)
+            for k, own, its in zip(each.clients, each.contexts, each.minibatches, strict=True)
+        ]
+        upload, state, ok, losses = engine.train_together(jobs, each.block)
+        uploads, arrived = rule.uploads(objective, each.contexts, ctx, sent.w), by_client(upload, len(jobs))
+        for sum_of, client in zip(arrived, each.contexts, strict=True):
+            uploads.add(sum_of, client.n_k)
+        after = objective.finish_phase(server, sent, uploads, ctx)
+        server = objective.finish_round(after, server, ctx)
+        rows |= zip(each.clients, map(State, by_client(state, len(jobs))), strict=True)
+        bits.append(len(jobs) * (objective.bits(sent, up=False) + objective.bits(arrived[0], up=True)))
+        logs.append(log_of(ok, after, losses))
+    return Trained(server, rows, logs, bits)
