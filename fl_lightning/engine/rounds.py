@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from copy import copy
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import takewhile
@@ -18,6 +18,7 @@ from fl_lightning.engine.base import COLUMNS, Fixed
 from fl_lightning.engine.batched import by_client, is_out_of_memory
 from fl_lightning.engine.graphed import REFUSED, GraphedEngine, below, carry_of, named_tensors, prefixed
 from fl_lightning.engine.record import CudaGraph, RecordedRound, Tensors, Values, loop, plain_settings, trace
+from fl_lightning.engine.simplify import simplified
 
 T = TypeVar("T")
 FEWEST = 4
@@ -86,10 +87,11 @@ class _Record:
             self.results = [*results]
             return [*results.values()]
 
-        self.inputs, (self.held, self.graph) = [*named], trace(values, named, ctx)
+        self.inputs, (self.held, graph) = [*named], trace(values, named, ctx)
+        self.replay = simplified(graph).forward
 
     def __call__(self, named: Tensors) -> Tensors:
-        return dict(zip(self.results, self.graph.forward(*[named[n] for n in self.inputs]), strict=True))
+        return dict(zip(self.results, self.replay(*[named[n] for n in self.inputs]), strict=True))
 
 
 class RecordedRounds:
@@ -118,7 +120,9 @@ class RecordedRounds:
             ctx: The context of one of its clients.
         """
         engine, objective = self.engine, self.engine.objective
-        engine.objective = copy(objective)  # a hook may keep something on itself
+        shared = {id(v): v for v in (*objective.parameters(), *objective.buffers())}
+        engine.objective = deepcopy(objective, shared)  # what a hook keeps on itself is left alone
+        engine.train_mode()
         try:
             self._before = _Record(self._begin, _without(named, "t", "k_lr"), ctx)
             values = self._before(named)
@@ -155,7 +159,7 @@ class RecordedRounds:
         self._changed, self._blocks = [*carried], [n for n in now if n.startswith("block.")]
         with torch.no_grad():
             if w0.is_cuda:
-                now = {n: v if isinstance(v, Tensor) else torch.stack(v) for n, v in now.items()}
+                now = {n: v if isinstance(v, Tensor) else torch.stack([*v]) for n, v in now.items()}
             run = self._graph if w0.is_cuda else partial(loop, self._round)
             values = run(*(tuple(each.values()) for each in (carried, fixed, now)))
         after = dict(zip(carried, values, strict=True))

@@ -99,13 +99,13 @@ def _train(run: Run, cohorts: Sequence[Cohort]) -> tuple[Trained | None, float]:
     Returns:
         What they end with, None if that is the first one; and the seconds of local training.
     """
-    engine, started = run.engine, time.perf_counter()
+    engine = run.engine
     assert isinstance(engine, BatchedEngine)
     batches = [[run.minibatches(k, ctx) for k, ctx in zip(c.clients, c.contexts, strict=True)] for c in cohorts]
     each = zip(cohorts, batches, engine.blocks_ahead(batches), strict=True)
     training = [Training(c.clients, c.contexts, its, block) for c, its, block in each]
     known = {k: row for c in cohorts for k in c.clients if (row := run.clients.row(k))}
-    before, by_hooks = Trained(run.server, known), partial(_by_hooks, run)
+    before, by_hooks, started = Trained(run.server, known), partial(_by_hooks, run), time.perf_counter()
     with engine.checked():
         if isinstance(engine, GraphedEngine) and not run.varied:
             trained = rounds.train(engine, before, training, run.clients.inits, run.clients.w0, by_hooks)
