@@ -331,6 +331,9 @@ def _classes_of(hint: Any, base: type) -> list[str]:
         below = each.__subclasses__() if isinstance(each, type) and each not in PLAIN and issubclass(each, base) else ()
         found += get_args(each) or below
     own = {*get_args(hint), hint}
+    roots = ((each, c) for each in own if isinstance(each, type) for c in each.__mro__ if "config_key" in vars(c))
+    if any(inspect.isabstract(root) and not inspect.isabstract(each) for each, root in roots):
+        return []  # the annotation names a class that can be made
     classes = sorted(
         (each for each in found if isinstance(each, type)), key=lambda each: each in own
     )  # abstract ones last

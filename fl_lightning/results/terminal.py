@@ -34,7 +34,7 @@ def fitting(table: Table, width: int, keys: int = 1, text: int = TEXT) -> Iterat
     between, edge = (3, 1) if table.box else (2, 0)
     room = width - edge
     whole = [*map(max, least[:keys], words), *least[keys:]]
-    least = whole if sum(whole[:keys]) + max(whole[keys:]) + between * (keys + 1) <= room else least
+    least = whole if sum(whole[:keys]) + max(whole[keys:], default=0) + between * (keys + 1) <= room else least
     if sum(natural) + between * len(natural) <= room:
         yield table
         return

@@ -90,7 +90,7 @@ def shows(message: str, *parts: str) -> None:
     [
         # classes
         ("--model=FedSMO", "model = ", "FedSMO", "did you mean FedSMOO"),
-        ("--model=Nothing", "model = ", "Nothing", "choose from AdaBest, FedACG, "),
+        ("--model=Nothing", "model = ", "Nothing", "choose from AFedPD, AFedPDSAM, AdaBest, FedACG, "),
         ("--model=my.own.Thing", "model = ", "my.own.Thing", "Python can import 'my.own'"),
         ("--model.ascent=SAMM", "model.ascent = ", "SAMM", "did you mean SAM, "),
         ("--model.ascent=SAMM", "ascent", "SAMM", "LESAM? A class of your own goes by its dotted path"),
