@@ -9,11 +9,12 @@ import pytest
 import torch
 
 import fl_lightning as fl
-from fl_lightning import SGD, Callback, Checkpoints, Digits, DigitsMLP, FedAvg, FederatedTrainer
+from fl_lightning import Callback, Checkpoints, Digits, DigitsMLP, FedAvg, FederatedTrainer
 from fl_lightning.core import DivergenceError
 from fl_lightning.engine.batched import BatchedEngine
 from fl_lightning.trainer import program
 from fl_lightning.trainer.run import Run
+from tests.conftest import optimizer_for
 from tests.runs import assert_same, metrics, state
 
 CLASSES = {name: getattr(fl, name) for name in dir(fl)}
@@ -51,7 +52,9 @@ def train(
             "accelerator": "cpu", "threads": 1, "enable_progress_bar": False, "default_root_dir": str(root), **more,
         },
     )  # fmt: skip
-    return trainer.fit(make(DigitsMLP(hidden=8), optimizer=SGD(lr, momentum=0.5)), data(), resume)
+    return trainer.fit(
+        make(DigitsMLP(hidden=8), optimizer=optimizer_for(make.__name__, lr, momentum=0.5)), data(), resume
+    )
 
 
 def data() -> Digits:
