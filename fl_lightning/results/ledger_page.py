@@ -47,8 +47,9 @@ def page(rows: Sequence[Path]) -> tuple[str, Figure]:
         for group in groups
     ]
     first = kept[groups[0].name][0]["starts"][0]
-    commits = sorted({start["commit"][:7] for of in kept.values() for row in of for start in row["starts"]})
-    made = f"Commits {', '.join(commits)}; {first['cpu']}, torch {first['torch']}, {first['precision']}."
+    starts = [start for of in kept.values() for row in of for start in row["starts"]]
+    commits, cpus = sorted({start["commit"][:7] for start in starts}), sorted({start["cpu"] for start in starts})
+    made = f"Commits {', '.join(commits)}; {' and '.join(cpus)}, torch {first['torch']}, {first['precision']}."
     checked = (
         "*Checked* counts the rows that another process has trained again to the bit. Differences are means over the "
         "common seeds, with 95 % intervals by Student's t; bold if those against all other rows leave out 0, or, with "

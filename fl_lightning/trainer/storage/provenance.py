@@ -147,11 +147,15 @@ def versions() -> dict[str, str]:
 
 
 def _cpu() -> str:
+    """Returns the processor's name, generation and instructions, which decide how sums are rounded."""
     try:
-        named = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        text = Path("/proc/cpuinfo").read_text()
     except OSError:
-        named = None
-    return named[1] if named else platform.processor() or platform.machine()
+        text = ""
+    named = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    generation = re.findall(r"^(?:cpu family|model)\s*:\s*(\d+)$", text, re.MULTILINE)[:2]
+    name = named[1] if named else platform.processor() or platform.machine()
+    return f"{name} ({'.'.join([*generation, torch.backends.cpu.get_cpu_capability()])})"
 
 
 def _code(folder: Path) -> dict[str, Any] | None:
