@@ -33,8 +33,7 @@ class FedDyn(LocalObjective):
             of its part in w (FL-Simulator and Acar's own code).
         use_dual: Whether there are duals and a proximal term. Without them FedDyn is FedAvg; subclasses keep their own
             additions.
-        absent: Duals of the clients that do not take part in a round: kept, or as if each had moved like the cohort's
-            mean (virtual, A-FedPD; Sun et al., NeurIPS 2024). A client then adds their sum when it takes part again.
+        absent: Duals of absent clients: kept, or moved like the cohort's mean (virtual, A-FedPD).
         **kwargs: As for `LocalObjective`.
     """
 

@@ -120,7 +120,7 @@ def test_help_of_a_class_is_short(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli("fit", "--model.help=FedGloSS")
     shown = capsys.readouterr().out
-    assert len(shown.splitlines()) < 145 and "torch.nn." not in shown
+    assert len(shown.splitlines()) < 140 and "torch.nn." not in shown
     assert "DigitsMLP" in shown and "or a dotted path" in " ".join(shown.split()) and "--model.sigma_ref" in shown
 
 
