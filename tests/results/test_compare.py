@@ -190,7 +190,9 @@ def compiled(folder: Path, tables: list[str]) -> str:
 
 @pytest.mark.slow
 @pytest.mark.skipif(
-    shutil.which("pdflatex") is None, reason="needs pdflatex: apt-get install texlive-latex-recommended"
+    shutil.which("pdflatex") is None
+    or subprocess.run(["kpsewhich", "booktabs.sty"], capture_output=True).returncode != 0,
+    reason="needs pdflatex and booktabs: apt-get install texlive-latex-recommended",
 )
 def test_tables_compile_and_fit_a_column(tmp_path: Path) -> None:
     """With a setting that reads otherwise, differences, targets, a negative number, and long heads."""
