@@ -52,6 +52,8 @@ def main(args: Sequence[str] | None = None) -> None:
         except ValueError as error:  # a subcommand that is newer than the index
             sys.exit(f"error: {error}")
         sys.exit(0)
+    if sys.stdout is None:  # closed
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     if isinstance(sys.stdout, TextIOWrapper):  # a name may have letters that the terminal does not, or be no text
         sys.stdout.reconfigure(errors="backslashreplace")
     # classes in files of the working folder can be named; absolute, since a config is read from within its own folder
@@ -69,6 +71,9 @@ def main(args: Sequence[str] | None = None) -> None:
             command_of(*given).run()
     except KeyboardInterrupt:
         sys.exit(128 + ((interruption and interruption.received) or signal.SIGINT))
+    except BrokenPipeError:  # as in `| head`: what is left in the buffer goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
     except (ArgumentsError, ValueError, OSError) as error:
         configs = [arg.removeprefix("--config=") for arg in joined(given) if arg.startswith("--config=")]
         if (line := explain(error, configs)) is None:

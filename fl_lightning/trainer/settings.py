@@ -171,6 +171,8 @@ class Settings(Checked, key="trainer"):
                 interface.choose(environment.main_address)
             names = ", ".join(("MASTER_ADDR", *interface.VARIABLES))
             unreached = f"does not reach the others; see their messages, and check {names}"
+            # NCCL's errors are exceptions, as gloo's are, so that the rest can save; else torch ends the process
+            os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
             # the processes wait for each other in C++, where Python sees no signal
             with quiet(), default_actions(), collectives.lost_process(self.fabric, unreached):
                 collectives.join_again(self.fabric)

@@ -456,6 +456,14 @@ def test_real_pipes(end: str, tmp_path: Path) -> None:
     assert last(newest(tmp_path / "runs"))["round"] == 30
 
 
+@pytest.mark.parametrize(("end", "code"), [("| head -1", 1), (">&-", 0)])
+def test_tables_into_pipes(end: str, code: int, tmp_path: Path) -> None:
+    command = f"set -o pipefail; {sys.executable} -m fl_lightning list {end}"
+    with process("bash", "-c", command, cwd=tmp_path) as child:
+        _, err = child.communicate(timeout=60)
+    assert (child.returncode, err) == (code, "")
+
+
 @pytest.mark.slow
 def test_wandb_without_a_key_leaves_nothing(tmp_path: Path) -> None:
     env = {"WANDB_MODE": "online", "HOME": str(tmp_path / "home"), "NETRC": str(tmp_path / "none"), "WANDB_API_KEY": ""}
