@@ -1,7 +1,7 @@
-"""What the papers claim, beside the rows of a ledger: ``python benchmarks/claims.py digits``.
+"""What the papers claim, beside the rows of ledgers: ``python benchmarks/claims.py``.
 
-``benchmarks/claims.yaml`` holds the claims; each compares a method with another one over the same seeds. A claim is
-seen if the 95 % interval of the paired differences lies on its side of 0.
+``benchmarks/claims.yaml`` holds the claims and names the ledgers; each claim compares two methods over the same seeds.
+It is seen if the 95 % interval of the paired differences lies on its side of 0.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ def line(claim: dict[str, Any], columns: dict[str, dict[str, Group]]) -> list[st
     return [claim["claim"], claim["paper"], f"{measure}: {ours} − {theirs}", *cells]
 
 
-def page(study: str) -> str:
+def page() -> str:
     text = yaml.safe_load((ROOT / "benchmarks" / "claims.yaml").read_text())
-    folder = ROOT / "ledger" / study
     columns = {
-        path.name.replace("_", " "): {group.name: group for group in compare([path])}
-        for path in sorted(folder.iterdir())
+        f"{name}, {path.name.replace('_', ' ')}": {group.name: group for group in compare([path])}
+        for study, name in text["ledgers"].items()
+        for path in sorted((ROOT / "ledger" / study).iterdir())
         if path.is_dir()
     }
     table = markdown([["claim", "paper", "difference", *columns], *(line(claim, columns) for claim in text["claims"])])
@@ -53,11 +53,10 @@ def page(study: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("study")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "ledger" / "claims.md")
     given = parser.parse_args()
     given.out.parent.mkdir(parents=True, exist_ok=True)
-    given.out.write_text(page(given.study))
+    given.out.write_text(page())
 
 
 if __name__ == "__main__":

@@ -126,4 +126,4 @@ def test_pages_of_the_docs_are_those_of_the_ledger(name: str) -> None:
 
 
 def test_page_of_claims_is_that_of_the_ledger() -> None:
-    assert claims.page("digits") == (DOCS / "ledger" / "claims.md").read_text()
+    assert claims.page() == (DOCS / "ledger" / "claims.md").read_text()
