@@ -36,7 +36,7 @@ def run(cli: FederatedCLI, folder: str, /, nodes: int | None = None) -> None:
             each client.
     """
     made = cli.build()
-    server.check(made.trainer, made.data)
+    server.check(made.trainer, made.model, made.data)
     if nodes is not None:
         made.data.setup()  # only now some data know how many clients they have
     server.check_nodes(nodes, made.data)

@@ -54,11 +54,7 @@ def fit(
         UserError: As ``trainer.fit``; or if an option does not fit, or too few clients reply: their node does not
             answer, or has lost a state. The last complete round is saved.
     """
-    check(trainer, datamodule)
-    ensure(
-        not getattr(model, "virtual", False),
-        "model.absent = virtual: clients' duals change after the round, when they are on the nodes; set it to kept",
-    )
+    check(trainer, model, datamodule)
     if trainer.engine == "auto":
         trainer.engine = "sequential"
     require(min_replies is None or min_replies >= 1, "min_replies", min_replies, "give a number of clients from 1 on")
@@ -66,7 +62,7 @@ def fit(
     return trainer.fit(model, datamodule, ckpt_path)
 
 
-def check(trainer: FederatedTrainer, datamodule: FederatedDataModule) -> None:
+def check(trainer: FederatedTrainer, model: LocalObjective, datamodule: FederatedDataModule) -> None:
     """Checks that clients can train on nodes.
 
     Raises:
@@ -80,6 +76,10 @@ def check(trainer: FederatedTrainer, datamodule: FederatedDataModule) -> None:
     ensure(
         trainer.fabric.world_size == 1,
         f"trainer.devices = {trainer.fabric.world_size}: the server is one process; set devices and num_nodes to 1",
+    )
+    ensure(
+        not getattr(model, "virtual", False),
+        "model.absent = virtual: clients' duals change after the round, when they are on the nodes; set it to kept",
     )
     ensure(not datamodule.stream, "data.stream = true: samples are read on the nodes; set it to false")
     for callback in trainer.callbacks:

@@ -43,11 +43,12 @@ CASES = {
     "faults": ["--model=FedSMOO", *FAULTS],
     "class counts": ["--model=FedLC"],
     **{p: ["--model=FedGAMMA", f"--model.net={NORMED}", f"--model.buffers={p}"] for p in ("average", "local", "reset")},
+    **{name: [f"--model={name}"] for name in ("FedTOGA", "LocalMuon", "FedMuon", "FedAdamW")},
     "robust": ["--model=FedDyn", "--trainer.aggregation=CoordinateMedian"],
 }
 
 
-FURTHER = ("FedGAMMA", "no state", "robust", "class counts", "average", "reset")
+FURTHER = ("FedGAMMA", "FedTOGA", "LocalMuon", "FedMuon", "FedAdamW", "no state", "robust", "class counts", "average", "reset")
 
 
 @pytest.mark.parametrize(
@@ -443,6 +444,7 @@ def test_command_writes_an_app_of_the_config(tmp_path: Path) -> None:
         (["--trainer.engine=auto", "--trainer.compile=true"], "trainer.engine = auto"),
         (["--trainer.devices=2", "--trainer.strategy=ddp"], "trainer.devices = 2"),
         (["--data.stream=true"], "data.stream = true"),
+        (["--model=AFedPD"], "model.absent = virtual"),
         (["--trainer.callbacks=[FlatnessMonitor]"], "trainer.callbacks: FlatnessMonitor"),
         (["--trainer.callbacks=[Trajectory]"], "trainer.callbacks: Trajectory"),
         (["--nodes=0"], "nodes = 0"),
