@@ -4,6 +4,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -44,14 +45,21 @@ def read_config(path: Path) -> dict[str, Any]:
         UserError: If it is not readable.
     """
     try:
-        found = load_yaml(path.read_text(encoding="utf-8"))
-        json.dumps(found, sort_keys=True, default=str)  # keys that are no text, as those of `group_key` are
+        found = _parsed(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, TypeError, yaml.YAMLError, RecursionError) as error:
         what = " ".join(f"{type(error).__name__}: {error}".split())
         raise UserError(f"{path}: not readable ({what:.120}); put the run's own file back") from None
     if not isinstance(found, dict):
         raise UserError(f"{path}: no mapping of settings; put the run's own file back")
-    return dict(hidden(found))
+    return dict(found)
+
+
+@lru_cache(1000)
+def _parsed(text: str) -> Any:
+    """Returns what a config says, without secrets. A table reads the config of each of its runs several times."""
+    found = load_yaml(text)
+    json.dumps(found, sort_keys=True, default=str)  # keys that are no text, as those of `group_key` are
+    return hidden(found)
 
 
 def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
@@ -173,11 +181,10 @@ def group_key(config: Mapping[str, Any], without: Sequence[str] = ()) -> str:
     """Returns the text that runs share whose configs differ in nothing but their seeds and their execution.
 
     Args:
-        config: A resolved config.
+        config: A resolved config, without secrets.
         without: Further settings of the trainer that may differ.
     """
-    whole = hidden(config)
-    parts = {name: dict(whole[name]) for name in ("model", "data", "trainer") if isinstance(whole.get(name), dict)}
+    parts = {name: dict(config[name]) for name in ("model", "data", "trainer") if isinstance(config.get(name), dict)}
     for part in parts.values():
         if part.get("init_args"):
             part["init_args"] = {key: value for key, value in part["init_args"].items() if key != "seed"}
@@ -206,7 +213,7 @@ def run_key(folder: Path) -> str:
 
 def group_id(config: dict[str, Any]) -> str:
     """Returns six hexadecimal digits of the `group_key`'s hash."""
-    return hashlib.sha256(group_key(config).encode()).hexdigest()[:6]
+    return hashlib.sha256(group_key(hidden(config)).encode()).hexdigest()[:6]
 
 
 def _differing(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
