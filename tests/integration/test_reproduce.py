@@ -219,6 +219,7 @@ def test_landscape_of_a_figure_in_the_same_directions(tmp_path: Path, monkeypatc
     assert list(json.loads(Path("mine/figure_1/surface.json").read_text())) == ["alpha=0", "alpha=1000"]
 
 
+@pytest.mark.slow
 def test_spectrum_of_a_figure_is_of_the_tables_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     cli("reproduce", "fedsam", "1", *SMALL)
