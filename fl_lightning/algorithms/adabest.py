@@ -32,7 +32,7 @@ class AdaBest(LocalObjective):
         self.mu, self.beta = mu, beta
 
     def local_step(self, w: Tensor, grad: Gradient, client: State, received: State, ctx: ClientContext) -> Step:
-        """``g - h_i``."""
+        """``g - n_mean / n_i h_i``; with clients of equal size ``g - h_i``."""
         return self.local_gradient(w, grad, client, received, ctx) - ctx.n_mean / ctx.n_k * client.h, client
 
     def local_end(self, w: Tensor, client: State, received: State, ctx: ClientContext) -> tuple[Upload, State]:

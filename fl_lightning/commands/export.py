@@ -57,9 +57,10 @@ def load_net(run_folder: str | Path) -> nn.Module:
     path = Path(run_folder)
     path = RunFolder(path).last if path.is_dir() else path
     config = RunFolder(path.parent.parent).newest_config
+    ensure(path.is_file(), f"ckpt = {path}: no such file; give a checkpoint, such as RUN/checkpoints/last.ckpt")
     ensure(
         config.is_file(),
-        f"{run_folder}: no run folder with a config.yaml; give that of a run of the command line",
+        f"ckpt = {path}: no run's config.yaml lies two folders above it; give RUN/checkpoints/last.ckpt",
     )
     weights = checkpoint.state_dict(path)
     with torch.random.fork_rng(devices=[]):

@@ -54,7 +54,7 @@ def run(
         return
     found = [row for given in folders for row in ledger.rows(Path(given))]
     if action == "check":
-        require(count >= 1, "count", count, "at least 1")
+        require(count >= 1, "count", count, "give at least 1")
         _check(random.sample(found, min(count, len(found))), settings, tolerance)
     else:
         text, figure = page(found)

@@ -76,7 +76,7 @@ def main(args: Sequence[str] | None = None) -> None:
         sys.exit(1)
     except (ArgumentsError, ValueError, OSError) as error:
         configs = [arg.removeprefix("--config=") for arg in joined(given) if arg.startswith("--config=")]
-        if (line := explain(error, configs)) is None:
+        if (line := explain(error, configs, given[0])) is None:
             raise
         from fl_lightning.trainer.runtime import ranks
 
@@ -133,7 +133,7 @@ def _help(words: Sequence[str] = ()) -> argparse.ArgumentParser:
         epilog="Start with: fl-lightning fit --config quickstart",
     )
     parser.add_argument("--version", action="store_true", help="Show the version.")
-    commands = parser.add_subparsers(title="subcommands", metavar="{" + ",".join(COMMANDS) + "}")
+    commands = parser.add_subparsers(title="subcommands", metavar="SUBCOMMAND")
     for name, summary in COMMANDS.items():
         parser_of_one = commands.add_parser(name, help=f"{summary} See {name} --help.", conflict_handler="resolve")
         if words[1:] and words[0] == name:

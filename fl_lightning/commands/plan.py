@@ -85,8 +85,8 @@ def plan(
     Raises:
         UserError: If a number is out of range, or where `fit` raises one.
     """
-    require(devices >= 1, "devices", devices, "at least 1")
-    require(nodes >= 1, "nodes", nodes, "at least 1")
+    require(devices >= 1, "devices", devices, "give at least 1")
+    require(nodes >= 1, "nodes", nodes, "give at least 1")
     require(trainer.max_rounds <= MOST, "trainer.max_rounds", trainer.max_rounds, f"at most {MOST:,} to go through")
     cpu, world = trainer.fabric.device.type == "cpu", devices * nodes
     share = None if devices == 1 else max(1, (os.cpu_count() or 1) // devices)  # as Fabric divides the threads

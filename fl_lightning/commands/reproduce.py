@@ -21,7 +21,7 @@ from fl_lightning.core import ensure, make_folder, require
 from fl_lightning.results.metrics import read_run, rounds_done
 from fl_lightning.results.paper_figures import PaperFigure, figure
 from fl_lightning.sweeps import reproduction_table
-from fl_lightning.sweeps.fraction import scaled_rounds
+from fl_lightning.sweeps.fraction import check_fraction, scaled_rounds
 from fl_lightning.sweeps.reproduction import (
     Task,
     column,
@@ -135,8 +135,9 @@ def run(
         out: Folder of the runs and of table.csv, table.tex and table.md, or of the figure; null: one in runs/reproduce.
         points: Points along each axis of a figure's loss landscape; null: the paper's, or those of ``landscape``.
     """
-    require(jobs >= 1, "jobs", jobs, "at least 1")
-    require(points is None or 3 <= points <= 10_000, "points", points, "3 to 10,000")
+    require(jobs >= 1, "jobs", jobs, "give at least 1")
+    require(points is None or 3 <= points <= 10_000, "points", points, "give 3 to 10,000")
+    check_fraction(rounds)
     how, paper = _How(settings, seeds_of(seeds), rounds, jobs, dry_run), paper.casefold()
     share = "" if rounds == 1 else f"_{rounds:g}"
     if number := re.fullmatch(r"fig(?:ure)?[. _]*(\d+)", table, re.IGNORECASE):

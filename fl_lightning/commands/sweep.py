@@ -36,7 +36,7 @@ def run(file: str, /, jobs: int = 1, seeds: str = "0", seed: int = 0, out: str =
         out: Folder in which the sweep's own one, named after it, lies.
         loggers: Whether the runs have their config's loggers, such as W&B; every run writes metrics.csv.
     """
-    require(jobs >= 1, "jobs", jobs, "at least 1")
+    require(jobs >= 1, "jobs", jobs, "give at least 1")
     listed = seeds_of(seeds)
     sweep = Sweep.read(find_config(file))
     if not loggers:

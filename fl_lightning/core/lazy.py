@@ -1,6 +1,7 @@
 """Packages whose names are imported on first use."""
 
 import ast
+import warnings
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -19,7 +20,9 @@ def lazy(package: str, file: str) -> tuple[Callable[[str], object], list[str]]:
 
     def load(name: str) -> object:
         if name in module_of:
-            return getattr(import_module(module_of[name], package), name)
+            with warnings.catch_warnings():  # of tqdm, which other packages import, in a notebook without ipywidgets
+                warnings.filterwarnings("ignore", "IProgress not found")
+                return getattr(import_module(module_of[name], package), name)
         from fl_lightning.core.names import similar  # not before it is needed: this package may be core's parent
 
         hint = f"; did you mean {' or '.join(near)}?" if (near := similar(name, module_of, cutoff=0.8)) else ""

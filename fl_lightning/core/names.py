@@ -23,4 +23,6 @@ SYNONYMS = {
 def similar(name: str, known: Iterable[str], cutoff: float = 0.55) -> list[str]:
     """Returns up to three names like another one, the likest first; the case of letters does not count."""
     folded = {each.casefold(): each for each in known}
-    return [folded[each] for each in difflib.get_close_matches(name.casefold(), folded, cutoff=cutoff)]
+    within = [each for each in folded if len(name) > 4 and name.casefold() in each]  # median: CoordinateMedian
+    near = dict.fromkeys([*within, *difflib.get_close_matches(name.casefold(), folded, cutoff=cutoff)])
+    return [folded[each] for each in near][:3]

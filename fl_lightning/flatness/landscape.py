@@ -59,8 +59,8 @@ def evaluate(
             weights as the network, or ``loss`` does not return one value per sample.
     """
     require(len(data) > 0, "data", dict(data), "at least one data set")
-    require(per_pass >= 1, "per_pass", per_pass, "at least 1")
-    require(n >= 1, "points", n, "at least 1")
+    require(per_pass >= 1, "per_pass", per_pass, "give at least 1")
+    require(n >= 1, "points", n, "give at least 1")
     d, done = FlatSpec(model).d, 0
     values = {name: np.full((2, n), np.nan) for name in data}
     try:

@@ -133,8 +133,12 @@ def pivot(groups: Sequence[Group], names: str) -> Pivot:
     apart = varying(configs)
     short = {key: name for name, key in short_names(apart).items()}
     given = [name.strip() for name in names.split(",")]
-    choices = f"choose from {', '.join(short.values())}" if len(apart) > 1 else "fewer than two vary in these runs"
-    require(len(given) == 2 and given[0] != given[1], "pivot", names, f"give two settings, as in rho,alpha; {choices}")
+    listed = ", ".join(short.values())
+    require(
+        len(apart) > 1, "pivot", names, f"fewer than two settings vary in these runs: {listed or 'none'}; give more"
+    )
+    two = len(given) == 2 and given[0] != given[1]
+    require(two, "pivot", names, f"give two settings, as in rho,alpha; choose from {listed}")
     keys = [find_setting(apart, name, "pivot") for name in given]
     others = [key for key in apart if key not in keys]
     parts: dict[tuple[str, str], list[tuple[Group, int]]] = {}

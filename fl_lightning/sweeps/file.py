@@ -123,6 +123,8 @@ class Sweep:
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
             raise UserError(f"sweep = {path}: {' '.join(str(error).split())}; give a YAML file") from None
         ensure(isinstance(given, Mapping), f"sweep = {path}: no mapping; give method, parameters and command")
+        unlike = f"sweep = {path}: no sweep, it has no parameters; give a file such as sweeps/digits"
+        ensure("parameters" in given or "model" not in given, unlike)
         for key in given:
             remedy = f"not supported here; {path} may have {', '.join((*KEYS, *LABELS))}"
             require(key in (*KEYS, *LABELS), str(key), given[key], remedy)

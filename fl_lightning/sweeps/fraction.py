@@ -37,9 +37,18 @@ def scaled(config: Mapping[str, Any], fraction: float) -> dict[str, int | float]
     return {key: number for key, number in found.items() if number != value(config, key)}
 
 
+def check_fraction(fraction: float) -> None:
+    """Refuses a number that is no fraction of a paper's rounds.
+
+    Raises:
+        UserError: If it is out of range.
+    """
+    require(0 < fraction <= 1, "rounds", fraction, "give a fraction of the paper's rounds, above 0 and at most 1")
+
+
 def scaled_rounds(config: Mapping[str, Any], fraction: float) -> int:
     """Returns a fraction of a run's rounds; errors as for `scaled`."""
-    require(0 < fraction <= 1, "rounds", fraction, "a fraction of the paper's rounds, above 0 and at most 1")
+    check_fraction(fraction)
     whole: int = config["trainer"]["max_rounds"]
     return max(1, round(whole * fraction))
 

@@ -55,7 +55,7 @@ class Hyperband:
         ensure("max_iter" not in given or "s" in given, f"{key}.s: missing; max_iter needs it")
         for name in ("min_iter", "max_iter", "s"):
             number = given.get(name, 1)
-            require(type(number) is int and number >= 1, f"{key}.{name}", number, "an integer of at least 1")
+            require(type(number) is int and number >= 1, f"{key}.{name}", number, "give an integer of at least 1")
         eta = given.get("eta", 3)
         require(isinstance(eta, (int, float)) and eta > 1, f"{key}.eta", eta, "more than 1")
         rule = cls(**{name: value for name, value in given.items() if name != "type"})

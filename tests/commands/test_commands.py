@@ -286,7 +286,7 @@ def test_statistics_leave_with_the_net(policy: str, tmp_path: Path, monkeypatch:
 
 
 def test_no_net_where_there_is_no_run(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"no run folder with a config\.yaml"):
+    with pytest.raises(UserError, match=r"no such file; give a checkpoint"):
         fl_lightning.load_net(tmp_path)
 
 

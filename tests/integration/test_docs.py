@@ -110,6 +110,7 @@ def test_notebook_shows_its_pictures(book: Path) -> None:
     outputs = [output for cell in cells for output in cell["outputs"]]
     assert [cell["execution_count"] for cell in cells] == [*range(1, len(cells) + 1)]
     assert any("image/png" in output.get("data", {}) for output in outputs)
+    assert "stderr" not in {output.get("name") for output in outputs}
     assert {output["output_type"] for output in outputs} <= {"stream", "execute_result", "display_data"}
     assert len(text) < 300_000 and not re.search(r"/tmp/|/home/|/root/|site-packages", text)
 

@@ -50,7 +50,7 @@ def test_the_learning_rate_ends_at_the_same_value() -> None:
 
 @pytest.mark.parametrize("fraction", [0, -1, 1.5])
 def test_only_fractions(fraction: float) -> None:
-    with pytest.raises(UserError, match=r"^rounds = .*: a fraction of the paper's rounds"):
+    with pytest.raises(UserError, match=r"^rounds = .*: give a fraction of the paper's rounds"):
         scaled(config(), fraction)
 
 

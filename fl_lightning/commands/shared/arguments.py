@@ -136,13 +136,16 @@ def _with_config_of_run(args: list[str]) -> list[str]:
     for before, arg in pairwise(["", *args]):
         name, _, value = arg.partition("=")
         positional = not arg.startswith("-") and ("=" in before or not before.startswith("-"))
-        path = Path(value if name == "--ckpt_path" else arg if positional else "")
-        missing = path.suffix == ".ckpt" and not path.is_file()
-        require(not missing, "ckpt_path", path, "no such file; give a checkpoint file, 'last' or 'best'")
-        if path.suffix == ".ckpt" and (config := RunFolder(path.parent.parent).newest_config).is_file():
+        named = name == "--ckpt_path" and value not in ("last", "best", "auto", "null", "None", "")
+        path = Path(value if named else arg if positional else "")
+        if not named and path.suffix != ".ckpt":
+            continue
+        require(path.is_file(), "ckpt_path", path, "no such file; give a checkpoint file, 'last' or 'best'")
+        if (config := RunFolder(path.parent.parent).newest_config).is_file():
             return [f"--config={config}", *args]
-        whole = path.suffix != ".ckpt" or "model" in map(_option, args)
-        require(whole, "ckpt_path", path, "no config.yaml of its run lies above it; give --config")
+        require(
+            "model" in map(_option, args), "ckpt_path", path, "no config.yaml of its run lies above it; give --config"
+        )
     return args
 
 

@@ -15,8 +15,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 import fl_lightning
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.commands.shared.arguments import PARTS, kept, model_of_configs, prepare
-from fl_lightning.commands.shared.messages import WORDS
-from fl_lightning.commands.shared.parser import Command, Parser
+from fl_lightning.commands.shared.parser import INDENT, Command, Parser, readable
 from fl_lightning.commands.shared.resume_check import to_continue
 from fl_lightning.core import generator, require
 from fl_lightning.core.secrets import LEFT_OUT, hidden
@@ -26,9 +25,6 @@ from fl_lightning.trainer.trainer import FederatedTrainer
 
 for name in fl_lightning.__all__:  # a class goes by its bare name once it is imported
     getattr(fl_lightning, name)
-
-INDENT = 24 * " "
-"""Where the text of a help begins."""
 
 
 class FederatedParser(Parser, LightningArgumentParser):
@@ -57,33 +53,8 @@ class FederatedParser(Parser, LightningArgumentParser):
 
     def format_help(self, *args: Any, **kwargs: Any) -> str:
         """Returns the help: types in words, and of a setting's classes those of this package that fit its key."""
-        text: str = super().format_help(*args, **kwargs)
-        text = re.sub(r",\s+known\s+subclasses:([^)]*)\)", _own_classes, text)
-        text = re.sub(r"(?<=type:)\s+(?:[^()]|\(\))+?(?=,\s+(?:default:|classes:)|\))", _in_words, text)
-        return re.sub(
-            r"^(  .{21} )(.{57,})$",
-            lambda line: fill(line[2], 80, initial_indent=line[1], subsequent_indent=INDENT),
-            text,
-            flags=re.M,
-        )
-
-
-def _in_words(match: re.Match[str]) -> str:
-    """Writes a type of Python in words."""
-    kind = re.sub(r"<class '(\w+)'>|, 'checked later'", r"\1", " ".join(match[0].split()))
-    while kind != (kind := re.sub(r"(\w+)\[([^\[\]]*)\]", _plain, kind)):
-        pass
-    return " " + re.sub(r"\b(?:int|float|bool|str)\b", lambda m: WORDS[m[0]].removeprefix("a "), kind).replace(
-        " | ", " or "
-    )
-
-
-def _plain(match: re.Match[str]) -> str:
-    outer, inner = match.groups()
-    if outer in ("Literal", "Union"):
-        return inner.replace("'", "").replace(", ", " | ")
-    forms = {"Optional": f"{inner} | null", "dict": "mapping", "Annotated": inner.replace(", ", " ")}
-    return forms.get(outer, f"list of {inner}")
+        text: str = super(Parser, self).format_help(*args, **kwargs)
+        return readable(re.sub(r",\s+known\s+subclasses:([^)]*)\)", _own_classes, text))
 
 
 def _own_classes(match: re.Match[str]) -> str:

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from itertools import takewhile
 from typing import Any
 
+from fl_lightning.commands.shared.arguments import PARTS
 from fl_lightning.commands.shared.configs import config_names
-from fl_lightning.commands.shared.index import fitting_classes, keys_of, setting_names
+from fl_lightning.commands.shared.index import entry, fitting_classes, keys_of, setting_names
 from fl_lightning.core import UserError
 from fl_lightning.core.names import SYNONYMS, similar
 
@@ -36,7 +37,7 @@ def find_user_error(error: BaseException | None) -> UserError | None:
     return error
 
 
-def explain(error: Exception, configs: Sequence[str] = ()) -> str | None:
+def explain(error: Exception, configs: Sequence[str] = (), command: str = "fit") -> str | None:
     """Returns one line for a mistake of the user, or None if the error is another.
 
     The commonest mistakes have a message of their own; others have the parser's message with folded white space.
@@ -44,6 +45,7 @@ def explain(error: Exception, configs: Sequence[str] = ()) -> str | None:
     Args:
         error: What was raised.
         configs: Config files that were given.
+        command: The subcommand.
     """
     if (mistake := find_user_error(error)) is not None:
         return "; ".join([str(mistake), *getattr(mistake, "__notes__", ())])
@@ -79,7 +81,7 @@ def explain(error: Exception, configs: Sequence[str] = ()) -> str | None:
     if match := re.search(r"unrecognized arguments: (-*)([^\s=]+)[\s=]?(.*)", message):
         dashes, name, value = match.groups()
         if dashes == "--":
-            return _unknown_option("", name, f"val='{value}'")
+            return _unknown_of(command, name, value) or _unknown_option("", name, f"val='{value}'")
         if name in config_names():
             return f"{name}: give a config as --config {name}"
         option = "ckpt_path" if name.endswith(".ckpt") else "config" if name.endswith((".yaml", ".yml")) else "NAME"
@@ -88,9 +90,10 @@ def explain(error: Exception, configs: Sequence[str] = ()) -> str | None:
         if "ckpt_path" in match[1].split(", "):
             return "ckpt_path: missing; give a checkpoint, such as --ckpt_path runs/.../checkpoints/last.ckpt"
         if not path and match[1] not in ("data, model", "data", "model"):
-            return f"{match[1]}: missing; see --help"
+            return f"{match[1]}: missing; see `fl-lightning {command} --help`"
         names = ", ".join(f"--{path}.{name}".replace("--.", "--") for name in match[1].split(", "))
-        return f"{names}: missing; give a value, --config (such as quickstart) or --ckpt_path (runs/...)"
+        instead = "" if "." in path else ", --config (such as quickstart) or --ckpt_path (runs/...)"
+        return f"{names}: missing; give a value{instead}"
     if match := re.search(
         r"Expected an? (?:<class '|typing\.)?(?!path)(.+?)(?:'>)?(?:\. Got value: (.*))?$", message, re.M
     ):
@@ -139,6 +142,17 @@ def _unknown_option(path: str, name: str, message: str) -> str:
     shown = f"`fl-lightning fit {' '.join(chain) or '--help=all'}` shows them"
     of = " of this class" if not hint and given in keys_of(leaf) else ""
     return f"{given}{f' = {value}' if value else ''}: no such setting{of}{hint}{top}; {shown}"
+
+
+def _unknown_of(command: str, name: str, value: str) -> str | None:
+    """Returns the message for an option that a subcommand does not have; None where a setting of a run may be meant."""
+    own = [option for option in entry(command)["options"] if "." not in option and option not in ("help", *PARTS)]
+    near = similar(name, own)
+    if entry(command)["complete"] and (not near or meant(name)):
+        return None
+    listed = f"; choose from {', '.join(f'--{option}' for option in own)}" if own else ""
+    hint = f" (did you mean --{near[0]}?)" if near else listed
+    return f"{name}{f' = {value}' if value else ''}: no such option{hint}; see `fl-lightning {command} --help`"
 
 
 def meant(given: str) -> list[str]:

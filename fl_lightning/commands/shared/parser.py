@@ -1,7 +1,9 @@
 """The parser of a subcommand, and a subcommand that reads no config; neither torch nor Lightning is imported."""
 
 import inspect
+import re
 from importlib import import_module
+from textwrap import fill
 from typing import Any, NoReturn
 
 import yaml
@@ -9,7 +11,7 @@ from docstring_parser import parse
 from jsonargparse import ArgumentParser, get_loader, set_loader
 
 from fl_lightning.commands.shared.arguments import PARTS, joined, split, whole_numbers
-from fl_lightning.commands.shared.messages import ArgumentsError, find_user_error
+from fl_lightning.commands.shared.messages import WORDS, ArgumentsError, find_user_error
 from fl_lightning.core import ensure
 from fl_lightning.results.yaml_text import load_yaml
 
@@ -23,6 +25,9 @@ def _load(text: str) -> Any:
     return text if cut and text.lstrip()[0] not in "'\"" else value
 
 
+INDENT = 24 * " "
+"""Where the text of a help begins."""
+
 set_loader(MODE := "checked yaml", _load, (yaml.YAMLError,))
 
 
@@ -35,6 +40,39 @@ class Parser(ArgumentParser):
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Refuses the arguments."""
         raise find_user_error(ex) or ArgumentsError(message)
+
+    def format_help(self, *args: Any, **kwargs: Any) -> str:
+        """Returns the help in plain words; see `readable`."""
+        return readable(super().format_help(*args, **kwargs))
+
+
+def readable(text: str) -> str:
+    """Returns a help of lines of up to 80 letters: types in words, and docstrings without their markup."""
+    text = re.sub(r"(?<=type:)\s+(?:[^()]|\(\))+?(?=,\s+(?:default:|classes:)|\))", _in_words, text)
+    text = re.sub(r"(?::\w+:)?`(\w+)`", r"\1", text.replace("``", ""))
+    return re.sub(r"^(  .{21} |)(.{57,})$", _filled, text, flags=re.M)
+
+
+def _filled(line: re.Match[str]) -> str:
+    return fill(line[2], 80, initial_indent=line[1], subsequent_indent=INDENT if line[1] else "")
+
+
+def _in_words(match: re.Match[str]) -> str:
+    """Writes a type of Python in words."""
+    kind = re.sub(r"<class '(\w+)'>|, 'checked later'", r"\1", " ".join(match[0].split()))
+    while kind != (kind := re.sub(r"(\w+)\[([^\[\]]*)\]", _plain, kind)):
+        pass
+    return " " + re.sub(r"\b(?:int|float|bool|str)\b", lambda m: WORDS[m[0]].removeprefix("a "), kind).replace(
+        " | ", " or "
+    )
+
+
+def _plain(match: re.Match[str]) -> str:
+    outer, inner = match.groups()
+    if outer in ("Literal", "Union"):
+        return inner.replace("'", "").replace(", ", " | ")
+    forms = {"Optional": f"{inner} | null", "dict": "mapping", "Annotated": inner.replace(", ", " ")}
+    return forms.get(outer, f"list of {inner}")
 
 
 class Command:
