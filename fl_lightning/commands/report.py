@@ -32,6 +32,7 @@ def run(
     metric: str | None = None,
     mode: Literal["max", "min"] | None = None,
     reference: str | None = None,
+    figures: bool = False,
     out: str = "report",
 ) -> None:
     """Writes a page of everything that the folders of runs hold: curves, tables, flatness, partitions, provenance.
@@ -44,7 +45,8 @@ def run(
         mode: Whether large (max) or small (min) values of the metric are good; null: as its name says.
         reference: A run or its name, such as FedAvg: its mean of the last rounds is the target, its bits are B, and
             differences are taken from it; null: from the first row.
-        out: A folder for report.html, the tables and the figures; or the page's own name, such as mine.html, with the
+        figures: Whether each figure of the page is also a file, as PDF and PNG, which takes several times as long.
+        out: A folder for report.html, the tables and the curves; or the page's own name, such as mine.html, with the
             folder mine/ beside it for the others.
     """
     groups = compare(runs, target, last, metric, reference, mode)
@@ -55,20 +57,20 @@ def run(
     settings = tried(groups)
     sweep = settings if len(settings.settings) > 2 and len(settings.values) >= LEAST else None
     with drawing():
-        figures = draw(files, shown)
-        figures["sweep"] = [("Settings and metric of each config", "parallel", sweep.plot())] if sweep else []
-        titled = {at: {t: f for t, _, f in of} for at, of in figures.items()}
+        drawings = draw(files, shown)
+        drawings["sweep"] = [("Settings and metric of each config", "parallel", sweep.plot())] if sweep else []
+        titled = {at: {t: f for t, _, f in of} for at, of in drawings.items()}
         text = report_page(files, shown, PROTOCOL, titled, sweep.importances() if sweep else None)
         beside = {**table_files(groups, shown), **curve_files({group.name: group.metrics for group in groups})}
         beside |= sweep.files() if sweep else {}
-        for _, name, figure in (entry for of in figures.values() for entry in of):
+        for _, name, figure in (entry for of in drawings.values() for entry in of if figures):
             beside |= figure_files(figure, name)
     make_folder(folder)
     write_together({page: text, **{folder / name: content for name, content in beside.items()}})
     for line in left_out(groups):
         print(line)
     print(f"report: {page} ({page.stat().st_size / 1e6:.1f} MB)")
-    print(f"tables and figures: {folder}")
+    print(f"tables and curves: {folder}" + ("" if figures else "; --figures writes each figure as PDF and PNG"))
 
 
 def draw(runs: Runs, shown: Sequence[Column]) -> dict[str, list[tuple[str, str, Figure]]]:

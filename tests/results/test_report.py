@@ -230,7 +230,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of a real run, as a folder and as a file; what went wrong is one line, and nothing is written."""
     measured = "--trainer.callbacks.metrics=[LambdaMax, ClientEvaluation]"
     run("fit", "--trainer.callbacks+=FlatnessMonitor", measured, root=tmp_path / "runs")
-    cli("report", str(tmp_path / "runs"), f"--out={tmp_path / 'mine.html'}", "--target=0.01")
+    cli("report", str(tmp_path / "runs"), f"--out={tmp_path / 'mine.html'}", "--target=0.01", "--figures")
     assert "report: " in capsys.readouterr().out
     names = {path.name for path in (tmp_path / "mine").iterdir()}
     assert {"compare.csv", "compare.tex", "curves.csv", "partition_0.pdf", "server_test_acc.png"} <= names

@@ -65,6 +65,7 @@ class Progress(Callback):
             f"{run.objective.flat.d:,} weights, {run.max_rounds} rounds"
             + (f", going on after round {run.rounds_done}" if run.rounds_done else ""),
             highlight=False,
+            soft_wrap=not self.console.is_terminal,
         )
         self.console.print(f"run folder: {run.folder.path}", highlight=False, soft_wrap=True)
         self._bar = Bar(
@@ -118,7 +119,7 @@ class Progress(Callback):
         protocol = f"; protocols: {FILE}" if measured else ""
         self.console.print(f"{run.rounds_done} rounds in {seconds:.1f} s{wire}{protocol}", highlight=False)
         if verdict := flatness_verdict(columns):
-            self.console.print(f"flatness: {verdict}", highlight=False, soft_wrap=True)
+            self.console.print(f"flatness: {verdict}", highlight=False, soft_wrap=not self.console.is_terminal)
         self.console.print(f"results: {run.folder.path}", highlight=False, soft_wrap=True)
 
     def _stop(self) -> None:
