@@ -94,6 +94,8 @@ def explain(error: Exception, configs: Sequence[str] = (), command: str = "fit")
         names = ", ".join(f"--{path}.{name}".replace("--.", "--") for name in match[1].split(", "))
         instead = "" if "." in path else ", --config (such as quickstart) or --ckpt_path (runs/...)"
         return f"{names}: missing; give a value{instead}"
+    if match := re.search(r"^ *- (\S+ = \w+: needs .*)", message, re.M):  # a class whose package is missing
+        return match[1]
     if match := re.search(
         r"Expected an? (?:<class '|typing\.)?(?!path)(.+?)(?:'>)?(?:\. Got value: (.*))?$", message, re.M
     ):
