@@ -36,6 +36,7 @@ def session(run: Run) -> Iterator[None]:
             if run.checkpoint is None and run.fabric.is_global_zero and hasattr(run, "folder"):
                 run.folder.remove(run.settings.default_root_dir)
             raise
+        run.objective.trained = True
         try:
             run.call("on_fit_start")
             run.stops()  # before the first round, too

@@ -228,3 +228,14 @@ def _fails(rank: int, port: str, error: BaseException, queue: Any) -> None:
         queue.put((rank, (type(raised), str(raised))))
     finally:
         collectives.shutdown()
+
+
+def test_a_model_is_trained_by_one_run(tmp_path: Path) -> None:
+    """Its net holds the weights of the run, from which a second one would begin unseen; a checkpoint may continue."""
+    made, t = model(FedAvg), trainer(tmp_path, rounds=1)
+    run = t.fit(made, data())
+    with pytest.raises(UserError, match=r"model = FedAvg: a run has trained it; make a new one, FedAvg\(model.net\)"):
+        t.fit(made, data())
+    assert newest(tmp_path) == run.folder.path
+    trainer(tmp_path, rounds=2).fit(made, data(), ckpt_path=str(run.folder.last))
+    trainer(tmp_path, rounds=1).fit(FedAvg(made.net), data())
