@@ -54,7 +54,7 @@ test: dev ## Run the quick tests
 	$(TEST) -n $(JOBS) -m "not slow" tests
 
 test-slow: dev ## Run what `make test` leaves out: the slow tests and the notebooks
-	$(TEST) -n $(JOBS) -m slow tests
+	$(TEST) -n $(JOBS) -m slow --durations 40 tests
 	$(TEST) -n $(JOBS) --nbmake notebooks
 
 test-all: test test-slow ## Run everything
