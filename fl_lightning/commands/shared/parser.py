@@ -50,6 +50,13 @@ def readable(text: str) -> str:
     """Returns a help of lines of up to 80 letters: types in words, and docstrings without their markup."""
     text = re.sub(r"(?<=type:)\s+(?:[^()]|\(\))+?(?=,\s+(?:default:|classes:)|\))", _in_words, text)
     text = re.sub(r"(?::\w+:)?`(\w+)`", r"\1", text.replace("``", ""))
+    lines = list[str]()
+    for line in text.splitlines():
+        if lines and re.match(rf"{INDENT}\S", line) and re.match(r"  .{21} \S", lines[-1]):
+            lines[-1] += line[len(INDENT) - 1 :]  # the text of an option is one paragraph
+        else:
+            lines.append(line)
+    text = "\n".join([*lines, ""])
     return re.sub(r"^(  .{21} |)(.{57,})$", _filled, text, flags=re.M)
 
 
@@ -116,7 +123,8 @@ class Command:
         texts = {param.arg_name: param.description for param in parse(inspect.getdoc(self.function) or "").params}
         for name in self.places:
             nargs = {list[str]: "+", list[str] | None: "*"}.get(self.parameters[name].annotation)
-            parser.add_argument(name, metavar=name.upper(), type=str, nargs=nargs, help=texts.get(name))
+            place = parser.add_argument(name, metavar=name.upper(), type=str, nargs=nargs, help=texts.get(name))
+            place.required = nargs != "*"
         flags = {name: p.default for name, p in self.parameters.items() if p.annotation is bool}
         for name, default in flags.items():  # --dry-run, --dry_run, or one of them with true or false
             spelled, text = dict.fromkeys((f"--{name.replace('_', '-')}", f"--{name}")), texts.get(name)
