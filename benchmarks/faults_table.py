@@ -1,8 +1,9 @@
 """Every algorithm on the digits with clients that fail, next to a run without faults; nothing is tuned.
 
 ``python benchmarks/faults_table.py`` trains (three minutes on one core), writes docs/faults.csv and renews the table of
-docs/faults.md; names of algorithms after it train these alone. 30 % of the uploads are lost; a deadline makes about 10 % late, which are lost, too; 5 % of the clients
-send NaN, or their update with its sign flipped and four times as long.
+docs/faults.md; names of algorithms after it train these alone. 30 % of the uploads are lost; a deadline makes about
+10 % late, which are lost, too; 5 % of the clients send NaN, or their update with its sign flipped and four times as
+long.
 """
 
 from __future__ import annotations

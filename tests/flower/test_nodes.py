@@ -31,6 +31,7 @@ FAULTS = [
 ]
 FAILED = ("refused", "dropped", "late")
 NORMED = "tests.flower.nodes.BatchNormed"
+NEW = ("FedTOGA", "LocalMuon", "FedMuon", "FedAdamW")
 CASES = {
     "FedSMOO": ["--model=FedSMOO"],
     "SCAFFOLD": ["--model=SCAFFOLD"],
@@ -43,12 +44,12 @@ CASES = {
     "faults": ["--model=FedSMOO", *FAULTS],
     "class counts": ["--model=FedLC"],
     **{p: ["--model=FedGAMMA", f"--model.net={NORMED}", f"--model.buffers={p}"] for p in ("average", "local", "reset")},
-    **{name: [f"--model={name}"] for name in ("FedTOGA", "LocalMuon", "FedMuon", "FedAdamW")},
+    **{name: [f"--model={name}"] for name in NEW},
     "robust": ["--model=FedDyn", "--trainer.aggregation=CoordinateMedian"],
 }
 
 
-FURTHER = ("FedGAMMA", "FedTOGA", "LocalMuon", "FedMuon", "FedAdamW", "no state", "robust", "class counts", "average", "reset")
+FURTHER = (*NEW, "FedGAMMA", "no state", "robust", "class counts", "average", "reset")
 
 
 @pytest.mark.parametrize(
