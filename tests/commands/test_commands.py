@@ -305,6 +305,6 @@ def test_no_net_where_there_is_no_run(tmp_path: Path) -> None:
 )
 def test_spellings_of_a_boolean_option(given: list[str], expected: bool) -> None:
     parsed = FederatedCLI(
-        "landscape", "--model=FedAvg", "--model.net=DigitsMLP", "--data=Digits", "--ckpt_path=x", *given
+        "landscape", "--model=FedAvg", "--model.net=DigitsMLP", "--data=Digits", "--ckpt_path=last", *given
     )
     assert parsed.config.same_directions is expected

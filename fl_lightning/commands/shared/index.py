@@ -119,8 +119,9 @@ def fitting_classes(path: str, bases: Collection[str]) -> list[str]:
     """
     classes = index()["classes"]
     own = [name for name, kind in classes.items() if kind["key"].partition(":")[0] == path]
-    # the root of a hierarchy is none of its members; GaussianPrivacy, below Aggregation, is one
-    members = {name: {name, *kind["bases"]} for name, kind in classes.items() if kind["bases"][:1] != ["Checked"]}
+    # a base without settings, such as Ascent, and the root of a hierarchy are none of its members
+    roots = [name for name, kind in classes.items() if not kind["settings"] or kind["bases"][:1] == ["Checked"]]
+    members = {name: {*([] if name in roots else [name]), *kind["bases"]} for name, kind in classes.items()}
     below = [name for name in members if {*bases} & members[name]]
     return [name for name in below if name in own] or below or own
 
