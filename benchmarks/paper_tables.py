@@ -1,22 +1,24 @@
 """The tables of docs/experiments.md: the papers' numbers, how their cells are run, and the papers' figures.
 
 ``python benchmarks/paper_tables.py docs/experiments.md`` renews every block of a page between
-``<!-- papers: fedsam 2 -->`` (``files: fedsam``, ``rows: fedsam``, ``figures: fedsam``) and its end,
-``<!-- /papers -->``;
+``<!-- papers: fedsam 2 -->`` (``files: fedsam``, ``rows: fedsam``, ``figures: fedsam``, ``known: cells``,
+``known: figures``) and its end, ``<!-- /papers -->``;
 ``python benchmarks/paper_tables.py papers fedsam 2`` prints one.
 """
 
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 from fl_lightning.results.metrics import markdown
 from fl_lightning.results.paper_figures import figures
-from fl_lightning.results.papers import find
+from fl_lightning.results.papers import PAPERS, find
 from fl_lightning.results.recipes import CODE, columns, rows
+from fl_lightning.sweeps.reproduction import why_not
 
-BLOCK = re.compile(r"<!-- (papers|files|rows|figures): (\S+)(?: (\S+))? -->\n(.*?)<!-- /\1 -->", re.DOTALL)
+BLOCK = re.compile(r"<!-- (papers|files|rows|figures|known): (\S+)(?: (\S+))? -->\n(.*?)<!-- /\1 -->", re.DOTALL)
 """A generated block: its kind, paper, table and text."""
 
 WIDEST = 8
@@ -84,7 +86,26 @@ def drawings(paper: str) -> str:
     return markdown(lines)
 
 
-KINDS: dict[str, Callable[..., str]] = {"papers": papers, "files": files, "rows": settings, "figures": drawings}
+def known(what: str) -> str:
+    """Returns how many cells or figures ``reproduce`` knows, by kind or paper, and why it does not know the others."""
+    if what == "cells":
+        found = [(cell.metric.partition("@")[0], why_not(cell)) for cell in find()]
+        found = [(kind, reason and re.sub(r"^\w+ = [^:]*: ", "", reason)) for kind, reason in found]
+    else:
+        found = [(paper, each.reason or None) for paper in PAPERS for each in figures(paper)]
+        found = [(paper, reason) for paper, reason in found if reason != "it is a schematic"]
+    unknown = {kind for kind, reason in found if reason}
+    lines = [["", what, "known", "why the others are not known"]]
+    for kind in (*sorted(unknown), "all others"):
+        of = Counter(reason for name, reason in found if name == kind or (kind not in unknown and name not in unknown))
+        reasons = "; ".join(f"{n}: {reason}" for reason, n in of.items() if reason)
+        lines.append([kind, f"{of.total():,}", f"{of[None]:,}", reasons])
+    return f"It knows {sum(reason is None for _, reason in found):,} of {len(found):,} {what}.\n\n{markdown(lines)}"
+
+
+KINDS: dict[str, Callable[..., str]] = {
+    "papers": papers, "files": files, "rows": settings, "figures": drawings, "known": known,
+}  # fmt: skip
 
 
 def renew(page: str) -> str:

@@ -5,8 +5,18 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from fl_lightning.algorithms.feddyn import FedDyn
+from fl_lightning.algorithms.parts.ascent import warm_up
 from fl_lightning.algorithms.parts.base import Gradient, Step
-from fl_lightning.core import ClientContext, NonNegative, RoundContext, State, Upload, Uploads, to_radius
+from fl_lightning.core import (
+    ClientContext,
+    NonNegative,
+    NonNegativeInt,
+    RoundContext,
+    State,
+    Upload,
+    Uploads,
+    to_radius,
+)
 
 
 class FedSMOO(FedDyn):
@@ -33,14 +43,20 @@ class FedSMOO(FedDyn):
         net: nn.Module,
         rho: NonNegative = 0.1,
         s_agg: Literal["mu_minus_shat", "mu_only"] = "mu_minus_shat",
+        warmup: NonNegativeInt = 0,
+        rho0: NonNegative = 1e-3,
         **kwargs: Any,
     ) -> None:
         super().__init__(net, ascent=None, **kwargs)
-        self.rho, self.s_agg = rho, s_agg
+        self.rho, self.s_agg, self.warmup, self.rho0 = rho, s_agg, warmup, rho0
+
+    def radius(self, t: int) -> float:
+        """Returns the radius of round ``t``, counted from 0."""
+        return warm_up(self.rho, self.rho0, self.warmup, t)
 
     def local_step(self, w: Tensor, grad: Gradient, client: State, received: State, ctx: ClientContext) -> Step:
         """Lines 7 to 11."""
-        s_hat = to_radius(grad(w) - client.mu - received.s, self.rho)  # 7, 8
+        s_hat = to_radius(grad(w) - client.mu - received.s, self.radius(ctx.t))  # 7, 8
         mu = client.mu + s_hat - received.s  # 9
         g_hat = grad(w + s_hat)  # 10
         return self.corrected(g_hat, w, client), client.replace(mu=mu, s_hat=s_hat)  # 11
@@ -53,5 +69,5 @@ class FedSMOO(FedDyn):
 
     def server_step(self, server: State, sent: State, uploads: Uploads, ctx: RoundContext) -> State:
         """Lines 17 to 19."""
-        s = to_radius(uploads.mean("s"), self.rho)  # 17
+        s = to_radius(uploads.mean("s"), self.radius(ctx.t))  # 17
         return super().server_step(server.replace(s=s), sent, uploads, ctx)  # 18, 19

@@ -69,9 +69,10 @@ def recipe(cell: Cell) -> Recipe:
     where = f"table = {cell.table}"
     ensure(
         cell.table not in CODE,
-        f"{where}: the README of the paper's code has settings of its own; see {CODE.get(cell.table)}",
+        f"{where}: the README of the paper's code has settings of its own, with no config here; "
+        f"{CODE.get(cell.table)} has the choices of its program",
     )
-    ensure(bool(cell.dataset), f"{where}: {cell.algorithm}, {cell.metric} is not the number of a run; see the paper")
+    ensure(bool(cell.dataset), f"{where}: our copy of the paper names no data set for this number")
     column = ", ".join((cell.dataset, cell.model, cell.heterogeneity))
     files = columns(cell.paper)
     ensure(column in files, f"{where}: no config for {column}; see docs/experiments.md")
@@ -97,7 +98,7 @@ def _parts(cell: Cell, file: str) -> list[Row]:
         found = [row for name in names if (row := _find(cell.paper, name, file)) is not None]
         if len(found) == len(names):
             return found
-    raise UserError(f"algorithm = {cell.algorithm}: no settings over {file}; see docs/experiments.md")
+    raise UserError(f"algorithm = {cell.algorithm}: our copy of the paper has no settings of it over {file}")
 
 
 def _find(paper: str, name: str, file: str) -> Row | None:

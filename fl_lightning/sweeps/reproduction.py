@@ -169,9 +169,9 @@ def why_not(cell: Cell) -> str | None:
     if declared(cell) is not None:
         return None
     if cell.metric.startswith(("seconds", "minutes")):
-        return f"{cell.metric}: a time of the paper's machine; time/round_s in a run's metrics.csv is that of yours"
+        return "a time of the paper's machine; time/round_s in a run's metrics.csv is that of yours"
     if cell.metric.partition("@")[0] not in (*EVALUATED, *TARGETS, *MEASURED):
-        return f"{cell.metric}: not among the numbers that a run gives here"
+        return "not among the numbers that a run gives here"
     try:
         recipe(cell)
     except UserError as error:

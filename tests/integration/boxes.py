@@ -340,11 +340,14 @@ def fedsmoo(
     prox: Prox = "squared",
     b: float = 0.0,
     absent: bool = False,
+    T_s: int = 0,
 ) -> Models:
-    """B 1.2; A 1.8 (use_dual False), 7 (b)."""
+    """B 1.2; A 1.8 (use_dual False), 7 (b), 1.9 (T_s: the radius of each round, from 1e-3)."""
     w, mu, s, lam_i, lam = [P.w0], P.zeros(), P.zero, P.zeros(), P.zero
     last = [P.w0] * P.M
+    full = rho
     for t, S in P.rounds():
+        rho = ramp(t, full, T_s, 1e-3)
         moved, s_tilde = {}, {}
         for k in S:
             w_0 = w[t] + b * (w[t] - last[k])

@@ -146,6 +146,10 @@ CASES: dict[str, tuple[Box, Make]] = {
         lambda **k: fl.FedSMOO(rho=0.1, beta=5.0, relaxed_init=0.1, **k),
     ),
     "FedSMOO": (lambda P: boxes.fedsmoo(P, 0.1, 5.0), lambda **k: fl.FedSMOO(rho=0.1, beta=5.0, **k)),
+    "FedSMOO-warmup": (
+        lambda P: boxes.fedsmoo(P, 0.1, 5.0, T_s=3),
+        lambda **k: fl.FedSMOO(rho=0.1, beta=5.0, warmup=3, **k),
+    ),
     "FedSMOO-noreg": (
         lambda P: boxes.fedsmoo(P, 0.1, 5.0, use_dual=False),
         lambda **k: fl.FedSMOO(rho=0.1, beta=5.0, use_dual=False, **k),
