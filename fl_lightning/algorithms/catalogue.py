@@ -45,7 +45,7 @@ class Entry(NamedTuple):
     @classmethod
     def of(cls, algorithm: type[LocalObjective], **parts: Any) -> Entry:
         """Describes a class by an instance with default arguments and these parts, whose client takes no step."""
-        it = algorithm(net=nn.Linear(1, 1), **parts)
+        it = algorithm(net=nn.Linear(2, 3), **parts)
         w = it.flat.vector(it.net)
         ctx = ClientContext(t=0, rounds=1, m=1, flat=it.flat, lr=1.0, K=1, k_lr=1.0)
         server = State({"w": w, **State.initial(it.server_inits(), w, w)})
@@ -53,15 +53,17 @@ class Entry(NamedTuple):
         client = State.initial({**it.client_inits(), **it.scratch_inits()}, w, sent.w)
         upload, client = it.finish_local(*it.begin_local(client, sent, ctx), sent, ctx)
         groups = (client, it.client_inits()), (server, it.server_inits()), (sent, it.wire[0]), (upload, it.wire[1])
-        lists = [sizes(values, names, it.flat.d) for values, names in groups]
+        matrices = sum(n for n, shape in zip(it.flat.numels, it.flat.shapes, strict=True) if len(shape) > 1)
+        remarks = {it.flat.d: "", matrices: " (of the matrices)", 1: " (scalar)"}
+        lists = [sizes(values, names, remarks) for values, names in groups]
         cells = [it.paper, *lists, str(it.phases), "/".join(map(str, it.passes)), it.weighting]
-        down, up = (sum(values[name].numel() == it.flat.d for name in names) for values, names in groups[2:])
+        whole = it.flat.d, matrices
+        down, up = (sum(values[name].numel() in whole for name in names) for values, names in groups[2:])
         return cls(algorithm.__name__, algorithm.__module__.rpartition(".")[2] + ".md", cells, (down, up), it.passes)
 
 
-def sizes(values: Mapping[str, Tensor], names: Iterable[str], d: int) -> str:
-    """Returns a list of names, with a remark where a value does not have d numbers."""
-    remarks = {d: "", 1: " (scalar)"}
+def sizes(values: Mapping[str, Tensor], names: Iterable[str], remarks: Mapping[int, str]) -> str:
+    """Returns a list of names, each with the remark for its number of values; without one, with that number."""
     return ", ".join(name + remarks.get(n := values[name].numel(), f" ({n} numbers)") for name in names) or "-"
 
 
