@@ -12,6 +12,11 @@ from fl_lightning.algorithms.parts.muon import Muon
 from fl_lightning.core import ClientContext, RoundContext, State, UnitInterval, Upload, Uploads, ensure
 
 
+def no_steps(w0: Tensor) -> Tensor:
+    """Returns the counts of both moments at first, ``(2,)``; a function, as a lambda could not be pickled."""
+    return w0.new_zeros(2)
+
+
 class FedAdamW(Aligned):
     """Liu et al., 2025: AdamW whose second moment starts from the cohort's mean, with steps along the last global one.
 
@@ -42,7 +47,7 @@ class FedAdamW(Aligned):
     ) -> None:
         optimizer = copy(optimizer) if optimizer else AdamW()
         ensure(not isinstance(optimizer, Muon), "model.optimizer = Muon: FedAdamW averages AdamW's moments; take AdamW")
-        optimizer.state = {**optimizer.state, "count": lambda w0: w0.new_zeros(2)}
+        optimizer.state = {**optimizer.state, "count": no_steps}
         super().__init__(net, gamma, optimizer=optimizer, **kwargs)
         self.count = count
 

@@ -52,11 +52,15 @@ class FedMuon(Aligned):
         super().__init__(net, gamma, optimizer=optimizer or Muon(momentum=0.98), **kwargs)
         self.matrices = [len(shape) > 1 for shape in self.flat.shapes]
         ensure(any(self.matrices), f"model.net = {type(net).__name__}: has no matrix for Muon; take FedAdamW")
-        self.server_state = {**self.server_state, "B": lambda w0: torch.zeros_like(self.of_matrices(w0))}
+        self.server_state = {**self.server_state, "B": self.initial_mean}
 
     @property
     def rate(self) -> float:
         return self.optimizer.lr_others
+
+    def initial_mean(self, w0: Tensor) -> Tensor:
+        """``B = 0``; a method, as a lambda could not be pickled."""
+        return torch.zeros_like(self.of_matrices(w0))
 
     def split(self, v: Tensor) -> Sequence[Tensor]:
         """Returns the parts of a vector ``(..., d)``, one for each parameter."""

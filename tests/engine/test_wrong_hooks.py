@@ -321,6 +321,10 @@ class NoServer(LocalObjective):
         super().server_step(server, sent, uploads, ctx)
 
 
+class NoRow(Mixer):
+    def client_round_end(self, client: State, server: State) -> Any: ...
+
+
 class NoStep(LocalOptimizer):
     def step(self, w: Tensor, direction: Any, memory: State, lr: Any, ctx: Any) -> Any: ...
 
@@ -334,14 +338,15 @@ NONE = "return two values, as the docstring of this hook in the base class says"
         (lambda: NoReturn(net=Small()), f"NoReturn.local_step returns None; {NONE}"),
         (lambda: OneReturn(net=Small()), f"OneReturn.local_step returns a Tensor; {NONE}"),
         (lambda: NoServer(net=Small()), f"NoServer.server_step returns None; {NONE.replace('two values', 'a value')}"),
+        (lambda: NoRow(net=Small()), f"NoRow.client_round_end returns None; {NONE.replace('two values', 'a value')}"),
         (lambda: FedAvg(net=Small(), optimizer=NoStep()), f"NoStep.step returns None; {NONE}"),
     ],
-    ids=["nothing", "one", "server", "optimizer"],
+    ids=["nothing", "one", "server", "row", "optimizer"],
 )
 @pytest.mark.parametrize("engine", ["sequential", "batched", "graphed"])
 def test_hooks_that_return_nothing(wrong: Any, message: str, engine: str, tmp_path: Path) -> None:
     with pytest.raises(UserError) as error:
-        train(tmp_path, wrong(), engine, max_rounds=1)
+        train(tmp_path, wrong(), engine, eval_every=3)  # two rounds as one program
     assert str(error.value) == message
 
 

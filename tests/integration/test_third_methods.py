@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
@@ -26,6 +28,7 @@ from fl_lightning import (
     FedSpeed,
     FedTOGA,
     LocalMuon,
+    LocalObjective,
     Muon,
     NaiveFedGloSS,
     ReplaySampler,
@@ -187,3 +190,12 @@ def test_a_net_of_one_matrix(golden: Golden) -> None:
     net: Tensor | nn.Module = nn.Sequential(nn.Flatten(), nn.Linear(192, 4, bias=False))
     fit, _ = golden.run(FedMuon(net), max_rounds=1)  # type: ignore[arg-type]
     assert fit.server.B.shape == fit.server.w.shape and fit.server.finite()
+
+
+@pytest.mark.parametrize("method", [LocalMuon, FedMuon, FedAdamW])
+def test_can_be_pickled_and_copied(method: type[LocalObjective]) -> None:
+    made = method(nn.Linear(4, 3))
+    for same in (pickle.loads(pickle.dumps(made)), deepcopy(made)):
+        inits = {**same.server_inits(), **same.client_inits()}
+        values = State.initial(inits, same.flat.vector(same.net), same.flat.vector(same.net))
+        assert type(same) is method and {*values} == {*made.server_inits(), *made.client_inits()}
