@@ -21,7 +21,7 @@ from fl_lightning.core import ensure, make_folder, require
 from fl_lightning.results.metrics import read_run, rounds_done
 from fl_lightning.results.paper_figures import PaperFigure, figure
 from fl_lightning.sweeps import reproduction_table
-from fl_lightning.sweeps.fraction import check_fraction, scaled_rounds
+from fl_lightning.sweeps.fraction import check_fraction, scaled_rounds, value
 from fl_lightning.sweeps.reproduction import (
     Task,
     column,
@@ -184,7 +184,7 @@ def _figure(drawn: PaperFigure, folder: Path, how: _How, points: int | None) -> 
 def _make(asked: Sequence[Task], folder: Path, how: _How) -> dict[Task, list[Outcome]]:
     """Makes the runs of tasks that are missing, after an estimate; a dry run shows them and makes none."""
     planned = []
-    for each in _plan(asked, how.fraction, how.seeds, how.settings) if asked else ():
+    for each in _plan(asked, how) if asked else ():
         planned.append(each)
         for trial in each.trials if how.dry_run else ():
             print(shlex.join(["fl-lightning", trial.command, *trial.args]), flush=True)
@@ -236,16 +236,18 @@ def _show_estimate(planned: Mapping[Planned, Sequence[Path | None]], how: _How) 
     print(f"{text}; about {as_bytes(memory * at_once)} of memory")
 
 
-def _plan(found: Sequence[Task], fraction: float, seeds: Sequence[int], more: Sequence[str]) -> Iterator[Planned]:
-    """Builds a run of each task, so that nothing starts with a setting that does not fit."""
+def _plan(found: Sequence[Task], how: _How) -> Iterator[Planned]:
+    """Builds a run of each task, so that no setting is wrong when they start; a dry run downloads nothing."""
     cli = FederatedCLI("fit", *found[0].whole)
     for task in found:
         cli.parse_arguments(cli.parser, prepare(task.whole))  # building may need what the user's settings replace
         config = cli.resolved()
-        trials = task.trials(config, fraction, seeds, more)
-        made = cli.make(*trials[0].args)
-        fixed = {"max_rounds": scaled_rounds(config, fraction), "seed": seeds[0]}
+        downloads = how.dry_run and value(config, "model.net.pretrained") == "torchvision"
+        given = ("--model.net.pretrained=null", *how.settings) if downloads else how.settings
+        trials, (built, *_) = (task.trials(config, how.fraction, how.seeds, more) for more in (how.settings, given))
+        made = cli.make(*built.args)
+        fixed = {"max_rounds": scaled_rounds(config, how.fraction), "seed": how.seeds[0]}
         for (key, expected), option in zip(fixed.items(), ("--rounds", "--seeds"), strict=True):
-            value = getattr(made.trainer, key)
-            ensure(value == expected, f"trainer.{key} = {value}: the table sets it; give {option}")
+            set_to = getattr(made.trainer, key)
+            ensure(set_to == expected, f"trainer.{key} = {set_to}: the table sets it; give {option}")
         yield Planned(task, trials, made)

@@ -45,7 +45,7 @@ def test_dry_run_shows_the_runs_and_what_they_take(
     assert list(tmp_path.iterdir()) == []
     cli("reproduce", "fedgmt", "2", "--rows=FedGMT", "--columns=AGNews,Path(2)", "--rounds=0.004", "--dry-run", *DIGITS)
     shown = capsys.readouterr().out
-    assert "FedGMT, minutes@82: minutes@82: a time of the paper's machine" in shown and "known: 2 of 3 cells" in shown
+    assert "FedGMT, minutes@82: a time of the paper's machine" in shown and "known: 2 of 3 cells" in shown
 
 
 def test_declared_numbers_need_no_run(
@@ -143,7 +143,9 @@ def test_dry_run_builds_with_the_users_settings_alone(
     cli("reproduce", "fedgloss", "4", "--rows=FedAvg", *more, *DIGITS)
     assert re.search(r"1 run, about", capsys.readouterr().out)
     with pytest.raises(SystemExit, match=r"^error: model\.net\.pretrained = torchvision: .* cannot be downloaded"):
-        cli("reproduce", "fedgloss", "4", "--rows=FedAvg", *more)
+        cli("reproduce", "fedgloss", "4", "--rows=FedAvg")
+    with pytest.raises(SystemExit, match=r"^error: trainer\.seed = 1: the table sets it"):
+        cli("reproduce", "fedgloss", "4", "--rows=FedAvg", "--dry-run", "--trainer.seed=1")  # the net is made
 
 
 # Figures
