@@ -275,8 +275,7 @@ class LocalObjective(Hooks, SupervisedModule):
             self.net,
             self.flat,
             self.optimizer,
-            self.local_step,
-            self.scratch_state,
+            self,
             lambda lr: ClientContext(self.trainer.current_epoch, epochs, 1, self.flat, lr=lr, K=1, k_lr=lr),
             lambda: self.trainer.accumulate_grad_batches,
         )
