@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from torch import nn
 
 import fl_lightning
 import fl_lightning.commands.shared.cli  # every class of the package is defined then
@@ -130,6 +131,14 @@ def test_a_class_of_the_user() -> None:
         UserError, match=r"^model\.ascent\.lenght = 1: no such setting; did you mean model.ascent.length\?$"
     ):
         Plain(lenght=1)
+
+    class Choice(FedAvg):
+        def __init__(self, net: nn.Module, way: Literal[1, True, None] = 1, **kwargs: Any) -> None:
+            super().__init__(net, **kwargs)
+
+    assert all(Choice(DigitsMLP(8), way=way).trained is False for way in (1, True, None))
+    with pytest.raises(UserError, match=r"^model\.way = 2: give one of 1, True, None$"):
+        Choice(DigitsMLP(8), way=2)
 
     class Wrong(FedAvg):
         def __init__(self, weighing: str = "", **kwargs: Any) -> None:
