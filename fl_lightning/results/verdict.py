@@ -31,4 +31,4 @@ def flatness_verdict(columns: Columns) -> str:
         return f"no verdict, one lambda_max since training loss had halved (round {halved})"
     at, peak = max(earlier, key=lambda pair: pair[1])
     trend = "flatter" if end < peak else "sharper" if end > peak else "neither flatter nor sharper"
-    return f"{trend}, lambda_max {end:.4g} (round {last}), before at most {peak:.4g} (round {at})"
+    return f"{trend}, lambda_max {end:.4g} (round {last}), from {peak:.4g} (round {at})"
