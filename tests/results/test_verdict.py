@@ -25,7 +25,7 @@ def test_the_last_value_is_compared_with_the_highest_since_the_loss_has_halved()
 def test_the_length_of_a_run_does_not_turn_it() -> None:
     """Rounds before the loss has halved never count, however few there are."""
     slow = [(t, 2.0 if t < 40 else 1.0) for t in range(1, 101)]
-    assert "at most 3 (round 40)" in verdict((10, 0.1), (40, 3.0), (100, 1.0), loss=slow)
+    assert "from 3 (round 40)" in verdict((10, 0.1), (40, 3.0), (100, 1.0), loss=slow)
     assert "flatter" in verdict((10, 0.1), (40, 3.0), (100, 1.0), loss=slow)
 
 
