@@ -77,7 +77,7 @@ def choose(make: Callable[[EngineName], Engine], jobs: Sequence[Job], rounds: in
             continue
         once = max(0.0, first - round_s)
         totals[name] = once + round_s * rounds
-        measured.append(f"{name} {round_s * 1e3:.1f}, {once:.1f} s once")
+        measured.append(f"{name} {round_s * 1e3:.1f} and {once:.1f} s once")
     best = min(totals, key=lambda name: totals[name])
     return Choice(best, ", ".join(measured), totals[best])
 
