@@ -13,7 +13,7 @@ convex in the outputs, and E always is. E is not the Fisher matrix of the model:
 model's own predictions, and equals G for the cross-entropy (Kunstner et al., NeurIPS 2019).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, Protocol, TypedDict, Unpack
 
 import torch
@@ -193,6 +193,20 @@ def fisher(
 
 
 OPERATORS: dict[Kind, Callable[..., Operator]] = {"hessian": hessian, "gauss_newton": gauss_newton, "fisher": fisher}
+
+
+def layers(names: Iterable[str]) -> dict[str, list[str]]:
+    """Returns names of parameters by layer, in order; the factors of a LoRA adapter belong to the layer it adapts.
+
+    Example:
+        >>> layers(["0.weight", "0.bias", "2.weight", "scale"])
+        {'0': ['0.weight', '0.bias'], '2': ['2.weight'], 'scale': ['scale']}
+    """
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        layer = name.partition(".lora_")[0] if ".lora_" in name else name.rpartition(".")[0] or name
+        groups.setdefault(layer, []).append(name)
+    return groups
 
 
 def _hessian(losses: Tensor, outputs: Tensor, w: Tensor, n: int) -> Share:
