@@ -53,8 +53,7 @@ def _grid(seeds: str | None, values: list[str]) -> dict[str, list[Any]]:
         require(bool(equals), "values", given, "give a setting and its values, as in model.rho=0.02,0.05")
         require(key not in found, "values", given, f"{key} is there twice; give all its values at once")
         found[key] = each = listed.split(",")
-        different = all(each) and len(set(each)) == len(each)
-        require(different, "values", listed, "give different values, such as 0,1,2")
+        require(all(each) and len(set(each)) == len(each), "values", listed, "give different values, such as 0,1,2")
     if seeds is not None:
         found["trainer.seed"] = seeds_of(seeds)
     return found

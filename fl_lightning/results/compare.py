@@ -71,8 +71,7 @@ class Group:
         """Returns a statistic of a run by its name as in `values`; None if the run has not measured it."""
         if name.startswith("flatness/"):
             return run.flatness.get(name.removeprefix("flatness/"))
-        found: float | None = {**vars(run), **run.clients}.get(name)
-        return found
+        return run.clients.get(name, getattr(run, name, None))
 
     def _found(self, name: str) -> list[float]:
         return [value for run in self.runs if (value := self.value(run, name)) is not None]
@@ -151,9 +150,7 @@ def find_runs(folders: Sequence[str | Path]) -> list[Path]:
     for given in folders:
         path = Path(given).resolve()
         ensure(path.is_dir(), f"runs = {given}: no such folder; give the folders of runs, or a folder above them")
-        below = sorted(
-            _below(path), key=lambda folder: [_number(part) for part in re.split(r"(\d+(?:\.\d+)?)", str(folder))]
-        )
+        below = sorted(_below(path), key=_by_number)
         ensure(bool(below), f"runs = {given}: no run there, that is no {FILE} with a round; give another folder")
         found |= dict.fromkeys(below)
     return list(found)
@@ -221,5 +218,5 @@ def _below(root: Path) -> Iterator[Path]:
                     yield Path(folder)
 
 
-def _number(part: str) -> float | str:
-    return float(part) if part[:1].isdigit() else part
+def _by_number(folder: Path) -> list[float | str]:
+    return [float(part) if part[:1].isdigit() else part for part in re.split(r"(\d+(?:\.\d+)?)", str(folder))]

@@ -86,11 +86,12 @@ class Tried:
             float(spearmanr(column, y).statistic) if _numbers(texts) else math.nan
             for column, texts in zip(columns, self.settings.values(), strict=True)
         ]
-        means, sds = lost["importances_mean"].tolist(), lost["importances_std"].tolist()
-        found = [Importance(*of) for of in zip(self.settings, means, sds, signs, strict=True)]
-        seen = "R² that a random forest loses when a setting is shuffled"
-        about = f"{n} configs; {seen}; on configs that it has not seen, its R² is {forest.oob_score_:.2f}"
-        return sorted(found, key=lambda each: -each.lost), about
+        numbers = (self.settings, lost["importances_mean"].tolist(), lost["importances_std"].tolist(), signs)
+        found = sorted((Importance(*of) for of in zip(*numbers, strict=True)), key=lambda each: -each.lost)
+        return found, (
+            f"{n} configs; R² that a random forest loses when a setting is shuffled; on configs that it has not seen, "
+            f"its R² is {forest.oob_score_:.2f}"
+        )
 
     def files(self) -> dict[str, str]:
         """Returns ``importance.csv``."""

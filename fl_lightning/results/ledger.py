@@ -37,8 +37,7 @@ def about(row: Path) -> dict[str, Any]:
     Raises:
         UserError: If it is not readable.
     """
-    found: dict[str, Any] = read_json(row / FILE, dict[str, Any])
-    return found
+    return dict(read_json(row / FILE, dict[str, Any]))
 
 
 def row_files(run: Path, ran: Mapping[str, Any]) -> dict[str, str]:
@@ -57,20 +56,19 @@ def row_files(run: Path, ran: Mapping[str, Any]) -> dict[str, str]:
     engines = {start["engine"] for start in starts}
     ensure(len(engines) == 1, f"{run}: trained by {len(engines)} engines; a row is a run of one engine")
     config["trainer"]["engine"] = engines.pop()  # where it was auto
-    seeds = {"seed": config["trainer"]["seed"], "data_seed": config["data"]["init_args"]["seed"]}
     text = {
         "settings": group_id(config),
-        **seeds,
+        "seed": config["trainer"]["seed"],
+        "data_seed": config["data"]["init_args"]["seed"],
         **ran,
         "starts": starts,
         "checks": [],
     }
-    measured = {str(path.relative_to(run)): path.read_text() for path in run.glob("flatness*/*.json")}
     return {
         "config.yaml": yaml.safe_dump(config, sort_keys=False),
         METRICS: thinned(run / METRICS),
         FILE: json.dumps(text, indent=1) + "\n",
-        **measured,
+        **{str(path.relative_to(run)): path.read_text() for path in run.glob("flatness*/*.json")},
     }
 
 
@@ -84,8 +82,9 @@ def portable(config: Mapping[str, Any]) -> dict[str, Any]:
             return list(map(moved, value))
         return Path(value).name if isinstance(value, str) and Path(value).is_absolute() else value
 
-    kept = ("engine", "client_block", "compile", "accelerator", "devices", "threads", "client_memory", "callbacks")
-    left_out = set(EXECUTION) - set(kept)
+    left_out = set(EXECUTION) - {
+        "engine", "client_block", "compile", "accelerator", "devices", "threads", "client_memory", "callbacks"
+    }  # fmt: skip
     trainer = {key: value for key, value in config["trainer"].items() if key not in left_out}
     return dict(moved({**config, "trainer": trainer}))
 
@@ -174,7 +173,6 @@ def _apart(before: Pairs, here: Mapping[float, float]) -> float:
 
 def _starts(path: Path) -> list[dict[str, Any]]:
     """Returns of each start what its bits depend on; nothing of a run that does not say."""
-    starts = read_json(path, dict[str, Any], {}).get("starts", [])
     return [
         {
             **{key: start.get(key) for key in ("round", "date", "engine", "precision")},
@@ -183,5 +181,5 @@ def _starts(path: Path) -> list[dict[str, Any]]:
             "commit": (start["code"]["package"] or {}).get("commit"),
             "changed": bool((start["code"]["package"] or {}).get("changes")),
         }
-        for start in starts
+        for start in read_json(path, dict[str, Any], {}).get("starts", [])
     ]

@@ -58,8 +58,8 @@ def read_numbers(path: Path, what: str, *whole: str) -> tuple[list[str], list[di
         for line, row in enumerate(rows, 2):  # noqa: B007  the message names it
             if len(row) != len(head):
                 raise ValueError(f"{len(row)} cells, not {len(head)}")
-            cells = [(name, cell) for name, cell in zip(head, row, strict=True) if cell or name in whole]
-            found.append({name: int(cell) if name in whole else float(cell) for name, cell in cells})
+            cells = zip(head, row, strict=True)
+            found.append({n: int(cell) if n in whole else float(cell) for n, cell in cells if cell or n in whole})
             for name in whole:
                 float(found[-1][name])  # a whole number of 400 digits is none to calculate with
     except (ValueError, OverflowError, csv.Error) as error:
@@ -108,9 +108,7 @@ def average(values: Sequence[float]) -> float:
 
 def deviation(values: Sequence[float]) -> float | None:
     """Returns the sample standard deviation of values; None of a single one, NaN if one is not finite."""
-    if len(values) < 2:
-        return None
-    return stdev(values) if all(map(math.isfinite, values)) else math.nan
+    return None if len(values) < 2 else stdev(values) if all(map(math.isfinite, values)) else math.nan
 
 
 def best_of(pairs: Pairs, mode: Mode) -> tuple[float, float]:

@@ -125,8 +125,7 @@ def read_directions(folder: Path) -> dict[str, Mode]:
     Raises:
         UserError: If the file is damaged.
     """
-    found: dict[str, Mode] = read_json(folder / DIRECTIONS, dict[str, Mode], {})
-    return found
+    return dict(read_json(folder / DIRECTIONS, dict[str, Mode], {}))
 
 
 def is_flatness(metric: str) -> bool:

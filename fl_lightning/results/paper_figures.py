@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from fl_lightning.core import UserError
+from fl_lightning.core import ensure
 from fl_lightning.results.papers import PAPERS
 
 
@@ -77,8 +77,7 @@ def figures(paper: str) -> list[PaperFigure]:
     Raises:
         UserError: If there is no such paper.
     """
-    if paper not in PAPERS:
-        raise UserError(f"paper = {paper}: no such paper; choose from {', '.join(PAPERS)}")
+    ensure(paper in PAPERS, f"paper = {paper}: no such paper; choose from {', '.join(PAPERS)}")
     return list(_all()[paper])
 
 
@@ -89,19 +88,17 @@ def figure(paper: str, number: str) -> PaperFigure:
         UserError: If there is no such figure, or it cannot be drawn.
     """
     found = {each.number: each for each in figures(paper)}
-    if number not in found:
-        raise UserError(f"figure = {number}: no figure of {paper}; choose from {', '.join(found)}")
-    if reason := found[number].reason:
-        raise UserError(f"figure = {number} of {paper}: not known: {reason}; see docs/experiments.md")
-    return found[number]
+    ensure(number in found, f"figure = {number}: no figure of {paper}; choose from {', '.join(found)}")
+    asked = found[number]
+    ensure(not asked.reason, f"figure = {number} of {paper}: not known: {asked.reason}; see docs/experiments.md")
+    return asked
 
 
 @cache
 def _all() -> dict[str, list[PaperFigure]]:
-    text = Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
     return {
         paper: [_figure(paper, str(number), dict(entry)) for number, entry in entries.items()]
-        for paper, entries in yaml.safe_load(text).items()
+        for paper, entries in yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")).items()
     }
 
 

@@ -123,8 +123,7 @@ def find(**where: str) -> list[Cell]:
         have = list(dict.fromkeys(getattr(cell, column) for cell in found))
         found = [cell for cell in found if getattr(cell, column).casefold() == value.casefold()]
         if not found:
-            near = difflib.get_close_matches(value, have)
-            choice = ", ".join(filter(None, dict.fromkeys([*near, *have])))
+            choice = ", ".join(filter(None, dict.fromkeys([*difflib.get_close_matches(value, have), *have])))
             raise UserError(f"{column} = {value}: not in the papers' tables; choose from {choice}")
     return found
 

@@ -145,8 +145,7 @@ def pivot(groups: Sequence[Group], names: str) -> Pivot:
     kinds: dict[tuple[str | None, ...], int] = {}
     for group, config in zip(groups, configs, strict=True):
         at = plain(config.get(keys[0])), plain(config.get(keys[1]))
-        kind = kinds.setdefault(tuple(config.get(key) for key in others), len(kinds))
-        parts.setdefault(at, []).append((group, kind))
+        parts.setdefault(at, []).append((group, kinds.setdefault(tuple(config.get(key) for key in others), len(kinds))))
     cells = {at: _together(", ".join(at), of) for at, of in parts.items()}
     rows, columns = (sorted({at[i] for at in cells}, key=_order) for i in (0, 1))
     run = groups[0].runs[0]

@@ -102,13 +102,11 @@ def _parts(cell: Cell, file: str) -> list[Row]:
 
 
 def _find(paper: str, name: str, file: str) -> Row | None:
-    fitting = (r for r in rows(paper) if name in r.names and any(fnmatchcase(file, over) for over in r.over))
-    return next(fitting, None)
+    return next((r for r in rows(paper) if name in r.names and any(fnmatchcase(file, over) for over in r.over)), None)
 
 
 @cache
 def _all() -> dict[str, tuple[dict[str, str], Sequence[Row]]]:
-    text = Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
     return {
         paper: (
             part["columns"],
@@ -123,5 +121,5 @@ def _all() -> dict[str, tuple[dict[str, str], Sequence[Row]]]:
                 for row in of
             ],
         )
-        for paper, part in yaml.safe_load(text).items()
+        for paper, part in yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")).items()
     }

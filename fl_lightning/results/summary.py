@@ -103,10 +103,8 @@ def summarise(
     )
     sign = 1 if mode == "max" else -1
     best_round, best = best_of(evaluated, mode)
-    reached = None
-    if target is not None:
-        as_good = (at for at, value in evaluated if sign * value >= sign * target and math.isfinite(value))
-        reached = next(as_good, None)
+    as_good = [] if target is None else [at for at, x in evaluated if sign * x >= sign * target and math.isfinite(x)]
+    reached = next(iter(as_good), None)
     headlines = {name: average(found) for name, found in counted.items() if found}
 
     def minutes(until: int) -> float | None:

@@ -24,8 +24,7 @@ def flatness_verdict(columns: Columns) -> str:
     (_, start), (last, end) = losses[0], values[-1]
     halved = next((at for at, loss in losses if loss <= start / 2), None)
     if halved is None:
-        lowest = min(loss for _, loss in losses)
-        return f"no verdict, training loss fell from {start:.4g} to {lowest:.4g}, not to half"
+        return f"no verdict, training loss fell from {start:.4g} to {min(loss for _, loss in losses):.4g}, not to half"
     earlier = [pair for pair in values[:-1] if pair[0] >= halved]
     if not earlier:
         return f"no verdict, one lambda_max since training loss had halved (round {halved})"

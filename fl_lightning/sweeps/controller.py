@@ -84,8 +84,7 @@ class Controller:
                     if of_one[0].name not in self._settings:
                         self._settings[of_one[0].name] = settings, of_one
                         self.trials += of_one
-                early = self._early()
-                ended = run_trials(self.trials[known:], self.folder, build, jobs, early=early, check=check)
+                ended = run_trials(self.trials[known:], self.folder, build, jobs, early=self._early(), check=check)
                 stack.enter_context(closing(ended))
                 for found in ended:
                     yield self._record(found)

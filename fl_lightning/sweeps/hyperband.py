@@ -89,8 +89,7 @@ class Hyperband:
             return False
         at = reached[-1]
         there = sorted(values[at - 1] for values in histories if len(values) >= at)
-        threshold = there[int(len(there) / self.eta)]
-        return (history[at - 1] if self.strict else min(history)) > threshold
+        return (history[at - 1] if self.strict else min(history)) > there[int(len(there) / self.eta)]
 
 
 class StopEarly(Callback):
@@ -125,8 +124,7 @@ class StopEarly(Callback):
             return []
         version = (found.st_mtime_ns, found.st_size)
         if self._read.get(path, ((), []))[0] != version:
-            pairs = read_run(path.parent).get(self.metric, [])
-            self._read[path] = version, [self._loss(value) for _, value in pairs]
+            self._read[path] = version, [self._loss(value) for _, value in read_run(path.parent).get(self.metric, [])]
         return self._read[path][1]
 
     def _loss(self, value: float) -> float:

@@ -117,15 +117,13 @@ class Parameter:
     @property
     def choices(self) -> list[Any] | None:
         """The values of a list without an order; None for a number."""
-        values = self.options.get("values", [self.options.get("value")])
-        return values if self.distribution in LISTS else None
+        return self.options.get("values", [self.options.get("value")]) if self.distribution in LISTS else None
 
     def quantile(self, u: float) -> Any:
         """Returns the value below which a share ``u`` of the draws lies, with ``u`` in (0, 1)."""
         if (choices := self.choices) is not None:
             n = len(choices)
-            shares = self.options.get("probabilities", [1 / n] * n)
-            ends = [*list(accumulate(shares))[:-1], 1.0]
+            ends = [*list(accumulate(self.options.get("probabilities", [1 / n] * n)))[:-1], 1.0]
             return choices[next(i for i, end in enumerate(ends) if u <= end)]
         options = self.options
         base = self.distribution.removeprefix("q_")

@@ -189,14 +189,13 @@ def declared(cell: Cell) -> float | None:
     name, _, ascent = cell.algorithm.partition("+")
     entry = Entry.of(getattr(algorithms, name), **({"ascent": SAM(1.0)} if ascent else {}))
     (down, up), (forward, backward) = entry.models, entry.passes
-    found = {
+    return {
         "models_per_client": down + up,
         "models_per_client_down": down,
         "models_per_client_up": up,
         "communication_per_round": (down + up) / 2,
         "computation_per_step": (forward + 2 * backward) / 3,
-    }
-    return found.get(cell.metric)
+    }.get(cell.metric)
 
 
 def line(cell: Cell, outcomes: Sequence[Outcome], fraction: float = 1.0, settings: str = "") -> Line:

@@ -95,9 +95,8 @@ class Bayes(Search):
         except ImportError:
             raise UserError("method = bayes: needs Optuna; pip install 'fl-lightning[sweeps]'") from None
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        sampler = optuna.samplers.TPESampler(seed=seed, constant_liar=True)
         self._parameters, self._states = parameters, optuna.trial.TrialState
-        self._study = optuna.create_study(sampler=sampler)
+        self._study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=seed, constant_liar=True))
         self._asked: list[tuple[Settings, Any]] = []
         super().__init__((self._ask() for _ in range(count)), f"{count} settings by Optuna's TPESampler, seed {seed}")
 

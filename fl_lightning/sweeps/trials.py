@@ -141,10 +141,9 @@ def run_trials(
     groups = deque(_groups(todo, -(-len(todo) // jobs) if jobs > 1 else WIDTH))
     train = partial(_train, folder, build, resume, early)
     starts: Counter[tuple[str, int]] = Counter()
-    several = jobs > 1 and len(groups) > 1
     place = (
         train_in_processes(train, groups, jobs, make_folder(folder, "folder") / LOG)
-        if several
+        if (jobs > 1 and len(groups) > 1)
         else train_here(train, groups)
     )
     with closing(place):
@@ -247,8 +246,7 @@ def _train(folder: Path, build: Build, resume: bool, early: StopEarly | None, tr
                 free.append(trial)
         if len(trials) == 1 and not ended and not free:
             time.sleep(POLL_S)
-        train = _together if len(free) > 1 else _alone
-        return ended + (train(folder, build, resume, early, free) if free else [])
+        return ended + ((_together if len(free) > 1 else _alone)(folder, build, resume, early, free) if free else [])
 
 
 def _together(

@@ -52,8 +52,7 @@ def _fetch_rows(run: Run) -> None:
     for start in range(0, len(clients), number):
         moves = {k: (changed[k], 0) for k in clients[start : start + number]}
         rows = {k: row for k in moves if store.owns(k) and (row := store.row(k))}
-        received = exchange(fabric, moves, rows, store.shapes, store.w0)
-        store.stage({k: State(row) for k, row in received.items()})
+        store.stage({k: State(row) for k, row in exchange(fabric, moves, rows, store.shapes, store.w0).items()})
 
 
 def _write(run: Run, path: Path) -> None:

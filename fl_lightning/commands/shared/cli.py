@@ -67,8 +67,7 @@ def _own_classes(match: re.Match[str]) -> str:
     own = fitting or [name for name in public if "." not in keys[name] and keys[name] not in PARTS]
     if len(named) < len(paths) or not own:
         own.append("or a loss of torch.nn" if setting == "loss" else "or a dotted path" if own else "by a dotted path")
-    shown = f"classes: {', '.join(own)})"
-    return ",\n" + fill(shown, 80, initial_indent=INDENT, subsequent_indent=INDENT)
+    return ",\n" + fill(f"classes: {', '.join(own)})", 80, initial_indent=INDENT, subsequent_indent=INDENT)
 
 
 class FederatedCLI(Command, LightningCLI):

@@ -96,12 +96,11 @@ def _details(runs: Sequence[RunFiles], key: str) -> Iterator[tuple[str, Json]]:
 
 def _read(group: Group, folder: Path, seeds: Seeds) -> RunFiles:
     seed = f", seed {seeds[0]}" if seeds else f", {folder.name}"
-    configs = config_files(folder)
     return RunFiles(
         label=group.name + (seed if len(group.runs) > 1 else ""),
         folder=folder,
         settings=settings_of(folder),
-        config="\n".join(_text_of(path, round) for round, path in configs.items()),
+        config="\n".join(_text_of(path, round) for round, path in config_files(folder).items()),
         provenance=_provenance(folder / "provenance.json"),
         partition=_partition(folder / "partition.json"),
         clients=read_clients(folder),
@@ -112,8 +111,7 @@ def _read(group: Group, folder: Path, seeds: Seeds) -> RunFiles:
 
 
 def _text_of(config: Path, round: int) -> str:
-    text: str = yaml.safe_dump(read_config(config), sort_keys=False)
-    return (f"# after round {round}\n" if round else "") + text
+    return (f"# after round {round}\n" if round else "") + str(yaml.safe_dump(read_config(config), sort_keys=False))
 
 
 def _provenance(path: Path) -> Json:
@@ -137,8 +135,10 @@ def _partition(path: Path) -> Json:
 
 
 def _monitored(folder: Path) -> list[Json]:
-    last = last_measurements(folder).values()
-    return [{**found, "where": f"during the run, after round {found['round']}"} for found in last]
+    return [
+        {**found, "where": f"during the run, after round {found['round']}"}
+        for found in last_measurements(folder).values()
+    ]
 
 
 def _measured(folder: Path) -> list[Json]:

@@ -29,8 +29,7 @@ def papers(runs: Runs) -> list[tuple[str, Line]]:
     """Returns the name of our runs, and both numbers."""
     rows = []
     for group, files in runs:
-        cells = {json.dumps(found, sort_keys=True): found for run in files for found in run.cells}
-        for found in cells.values():
+        for found in {json.dumps(found, sort_keys=True): found for run in files for found in run.cells}.values():
             (paper, *_) = find(**{key: found[key] for key in COLUMNS if key in found})
             how = float(found.get("fraction", 1)), (), found.get("settings", "")
             rows.append((group.name, beside(paper, group.folders, *how)))

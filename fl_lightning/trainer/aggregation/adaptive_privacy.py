@@ -63,8 +63,7 @@ class AdaptivePrivacy(GaussianPrivacy):
     @property
     def count_std(self) -> float:
         """Standard deviation of the count's noise."""
-        least = max(self.accountant.size / 20, self.accountant.noise)
-        return least if self.count_noise is None else self.count_noise
+        return max(self.accountant.size / 20, self.accountant.noise) if self.count_noise is None else self.count_noise
 
     @property
     def identity(self) -> str:
@@ -86,8 +85,7 @@ class AdaptivePrivacy(GaussianPrivacy):
         return found | {"privacy_below": (below, self.count_std if self.accountant.noise else 0.0)}
 
     def phase_end(self, server: State, uploads: Uploads) -> State:
-        share = uploads.mean("privacy_below") + 0.5
-        clip = server.privacy_clip * torch.exp(-self.clip_lr * (share - self.quantile))
+        clip = server.privacy_clip * torch.exp(-self.clip_lr * ((uploads.mean("privacy_below") + 0.5) - self.quantile))
         return server.replace(privacy_clip=clip.clamp(SMALLEST, LARGEST))
 
     def metrics(self, uploads: Uploads, known: Mapping[str, Tensor], server: State) -> dict[str, float]:

@@ -183,8 +183,7 @@ class GaussianPrivacy(Aggregation, key="trainer.privacy"):
 
     @property
     def identity(self) -> str:
-        names = ("clip", "noise_multiplier", "delta", "method", "per_tensor")
-        values = {name: getattr(self, name) for name in names}
+        values = {name: getattr(self, name) for name in ("clip", "noise_multiplier", "delta", "method", "per_tensor")}
         values |= {"cohort": self._noiseless.size, "poisson": self._noiseless.poisson}
         if self.noise_multiplier is None:
             values |= {"epsilon": self.epsilon, "max_rounds": self._noiseless.rounds}

@@ -116,8 +116,7 @@ class GlobalCurvature(CurvatureMeasure):
         common = {"data": what, "samples": n}
         try:
             matrix = self.matrix(context.loss(batches))
-            found = self.estimate(matrix, seed=context.run.seed, progress=context.progress)
-            return self.measurements(found, **common)
+            return self.measurements(self.estimate(matrix, seed=context.run.seed, progress=context.progress), **common)
         except Interrupted as stop:
             raise Interrupted(self.measurements(stop.partial, **common)) from None
 
