@@ -7,10 +7,9 @@ from rich.markup import escape
 
 from fl_lightning.commands.shared.output import show_table
 from fl_lightning.core import figure_files, make_folder, write_together
-from fl_lightning.results import pivot as results
+from fl_lightning.results import varied
 from fl_lightning.results.compare import Group, compare, of_run
 from fl_lightning.results.curves import curve_files
-from fl_lightning.results.importance import HEAD, tried
 from fl_lightning.results.table import TABLES, Markup, cell, columns, label, names, table_files
 from fl_lightning.results.terminal import filled
 
@@ -47,8 +46,8 @@ def run(
     """
     groups = compare(runs, target, last, metric, reference, mode)
     shown = columns(groups, None if reference is None else of_run(groups, reference))
-    table = None if pivot is None else results.pivot(groups, pivot)
-    settings = tried(groups) if importance else None
+    table = None if pivot is None else varied.pivot(groups, pivot)
+    settings = varied.tried(groups) if importance else None
     rounds = ", ".join(f"{n:,}" for n in sorted({run.rounds for group in groups for run in group.runs}))
     for name, title in {**TABLES, "results": f"{groups[0].runs[0].metric} of {rounds} rounds"}.items():
         of = [column for column in shown if column.table == name]
@@ -70,7 +69,7 @@ def run(
     if settings is not None:
         ranked, about = settings.importances()
         texts = [map(escape, each.text()) for each in ranked]
-        show_table(filled(HEAD, texts, title=f"importance for {settings.metric}"))
+        show_table(filled(varied.HEAD, texts, title=f"importance for {settings.metric}"))
         print(about)
     for line in left_out(groups):
         print(line)

@@ -5,10 +5,9 @@ from typing import Any
 
 from fl_lightning.commands.shared import trials
 from fl_lightning.commands.shared.arguments import seeds_of, without
-from fl_lightning.commands.shared.cli import FederatedCLI
-from fl_lightning.commands.shared.resume_check import to_continue
+from fl_lightning.commands.shared.cli import FederatedCLI, to_continue
 from fl_lightning.core import require
-from fl_lightning.sweeps.search import combinations
+from fl_lightning.sweeps.parameters import combinations
 from fl_lightning.sweeps.trials import Trial, name_of, run_trials
 
 SUMMARY = "Train for trainer.max_rounds rounds."

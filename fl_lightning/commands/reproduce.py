@@ -18,20 +18,22 @@ from fl_lightning.commands.shared.prediction import Measured, as_bytes, as_time,
 from fl_lightning.commands.shared.trials import build, check, complain
 from fl_lightning.core import ensure, make_folder, require
 from fl_lightning.results.metrics import read_run, rounds_done
-from fl_lightning.results.paper_figures import PaperFigure, figure
+from fl_lightning.results.recipes import PaperFigure, figure
 from fl_lightning.results.terminal import filled
 from fl_lightning.sweeps import reproduction_table
-from fl_lightning.sweeps.fraction import check_fraction, scaled_rounds, value
 from fl_lightning.sweeps.reproduction import (
     Task,
+    check_fraction,
     column,
     declared,
     figure_tasks,
     line,
     mark,
     names,
+    scaled_rounds,
     select,
     tasks,
+    value,
     why_not,
 )
 from fl_lightning.sweeps.trials import Outcome, Trial, newest_run, outcome, run_trials

@@ -19,8 +19,7 @@ from fl_lightning.core import (
     place_legend,
     scale_axis,
 )
-from fl_lightning.results.metrics import read_numbers
-from fl_lightning.results.names import Mode, label, mode_of, read_directions
+from fl_lightning.results.metrics import Mode, label, mode_of, read_directions, read_numbers
 
 FILE = "client_evaluation.csv"
 """In the run folder: a row for each measured round and client."""

@@ -21,8 +21,18 @@ from fl_lightning.core import (
     scale_axis,
 )
 from fl_lightning.results.compare import Group
-from fl_lightning.results.metrics import Columns, Pairs, average, deviation, read_metrics, table_text
-from fl_lightning.results.names import MAIN, is_flatness, is_result, label
+from fl_lightning.results.metrics import (
+    MAIN,
+    Columns,
+    Pairs,
+    average,
+    deviation,
+    is_flatness,
+    is_result,
+    label,
+    read_metrics,
+    table_text,
+)
 
 POINTS = 100
 """Number of parts of a long run; the mean over each part is drawn."""

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from fl_lightning.core import UserError, ensure, read_json
-from fl_lightning.results.headline import SUMMARY, headline
 from fl_lightning.results.measurements import last_measurements
 from fl_lightning.results.metrics import average, deviation, read_run, rounds_done
-from fl_lightning.results.summary import summarise
+from fl_lightning.results.summary import SUMMARY, headline, summarise
 
 PAPERS = {
     "fedsam": "Caldarola et al., ECCV 2022: FedSAM, FedASAM, SWA",

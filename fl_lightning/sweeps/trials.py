@@ -17,13 +17,12 @@ from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.core import UserError, ensure, make_folder
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.results.configs import differences, read_config
-from fl_lightning.results.headline import SUMMARY
 from fl_lightning.results.metrics import read_run, rounds_done
-from fl_lightning.sweeps.hyperband import StopEarly
+from fl_lightning.results.summary import SUMMARY
+from fl_lightning.sweeps.file import StopEarly
 from fl_lightning.sweeps.workers import train_here, train_in_processes
 from fl_lightning.trainer import loop, parallel_runs
-from fl_lightning.trainer.storage.lock import InUse, check_unused, locked
-from fl_lightning.trainer.storage.run_folder import RunFolder
+from fl_lightning.trainer.storage.run_folder import InUse, RunFolder, check_unused, locked
 from fl_lightning.trainer.trainer import FederatedTrainer
 
 WIDTH = 32

@@ -10,13 +10,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as Bar
 
 from fl_lightning.core import NonNegative, NonNegativeInt, read_json
-from fl_lightning.results.headline import SUMMARY
 from fl_lightning.results.measurements import FILE
 from fl_lightning.results.metrics import FILE as METRICS
-from fl_lightning.results.metrics import best_of, read_metrics
-from fl_lightning.results.names import mode_of, shown, title
+from fl_lightning.results.metrics import best_of, mode_of, read_metrics, shown, title
+from fl_lightning.results.summary import SUMMARY, flatness_verdict
 from fl_lightning.results.terminal import filled, fitting
-from fl_lightning.results.verdict import flatness_verdict
 from fl_lightning.trainer.callbacks.flatness_monitor import FlatnessMonitor
 from fl_lightning.trainer.run import Callback, Run
 
