@@ -113,8 +113,8 @@ from .nets import ResNet18GN as ResNet18GN
 from .nets import ResNet18NoNorm as ResNet18NoNorm
 from .nets import TextTransformer as TextTransformer
 from .nets import ViTCIFAR as ViTCIFAR
-from .trainer.aggregation.adaptive_privacy import AdaptivePrivacy as AdaptivePrivacy
 from .trainer.aggregation.base import Aggregation as Aggregation
+from .trainer.aggregation.privacy import AdaptivePrivacy as AdaptivePrivacy
 from .trainer.aggregation.privacy import GaussianPrivacy as GaussianPrivacy
 from .trainer.aggregation.rules import CoordinateMedian as CoordinateMedian
 from .trainer.aggregation.rules import Krum as Krum

@@ -85,8 +85,7 @@ def run(
             number = number_of(folder, "flatness.json")
             _save(folder, number, loaded, found)
             (label,) = labels_of([loaded.checkpoint])
-            drawn = figures(found, f"{label}, round {loaded.rounds_done}")
-            save_figures(loaded, folder, drawn, number, "flatness/")
+            save_figures(loaded, folder, figures(found, f"{label}, round {loaded.rounds_done}"), number, "flatness/")
             _show(folder / f"flatness{number}.json", loaded, found)
     return found
 
@@ -137,8 +136,7 @@ def _after_dry_round(context: MeasurementContext, measures: Sequence[Measure]) -
 def _save(folder: Path, number: str, run: Run, measurements: Sequence[Measurement]) -> None:
     about = {"checkpoint": str(run.checkpoint), "round": run.rounds_done, "seed": run.seed, "protocol": PROTOCOL}
     rows = [asdict(measurement) for measurement in measurements]
-    content = json.dumps({**about, "measurements": rows}, indent=1)
-    (folder / f"flatness{number}.json").write_text(content + "\n")
+    (folder / f"flatness{number}.json").write_text(json.dumps({**about, "measurements": rows}, indent=1) + "\n")
     columns = [column.name for column in fields(Measurement) if column.name != "details"]
     cells = ({**row, "settings": json.dumps(row["settings"])} for row in rows)
     write_table(folder / f"flatness{number}.csv", columns, ([row[name] for name in columns] for row in cells))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from fl_lightning.commands.shared.cli import FederatedCLI
-from fl_lightning.commands.shared.new_files import write_new
+from fl_lightning.commands.shared.output import write_new
 from fl_lightning.core import ensure
 from fl_lightning.core.secrets import LEFT_OUT
 from fl_lightning.flower import server

@@ -12,8 +12,7 @@ from fl_lightning.core import UserError, ensure, files, make_folder, require, wr
 from fl_lightning.core.figures import render
 from fl_lightning.results import ledger
 from fl_lightning.results.compare import find_runs
-from fl_lightning.results.headline import SUMMARY as ENDED
-from fl_lightning.results.ledger_page import page
+from fl_lightning.results.summary import SUMMARY as ENDED
 from fl_lightning.trainer.storage.run_folder import RunFolder
 
 SUMMARY = "Keep finished runs as rows of a ledger; train rows again and compare their bits; write the ledger's page."
@@ -57,7 +56,7 @@ def run(
         require(count >= 1, "count", count, "give at least 1")
         _check(random.sample(found, min(count, len(found))), settings, tolerance)
     else:
-        text, figure = page(found)
+        text, figure = ledger.page(found)
         if out is None:
             print(text)
         else:

@@ -237,8 +237,7 @@ class ScaledCrop(Augment):
             aspect = torch.exp(math.log(self.ASPECT[0]) + math.log(self.ASPECT[1] / self.ASPECT[0]) * u[..., 1])
             tried = torch.stack([(area / aspect).sqrt().round(), (area * aspect).sqrt().round()], -1)
             fits = (tried <= full).all(-1)
-            first = fits.double().argmax(1)
-            extent = tried[torch.arange(len(u)), first]
+            extent = tried[torch.arange(len(u)), fits.double().argmax(1)]
             narrow = torch.tensor(
                 [min(height, round(width / self.ASPECT[0])), min(width, round(height * self.ASPECT[1]))]
             ).double()
@@ -263,8 +262,7 @@ def _resampled(x: Tensor, corner: Tensor, extent: Tensor, size: tuple[int, ...])
     shape = len(x), *size
     grid = torch.stack([columns[:, None, :].expand(shape), rows[:, :, None].expand(shape)], -1)
     rgb = F.grid_sample(x[:, :3].float(), grid, "bilinear", padding_mode="border", align_corners=False).round()
-    image = torch.arange(len(x), device=x.device)[:, None, None]
-    label = x[image, 3, row[:, :, None], column[:, None, :]][:, None]
+    label = x[torch.arange(len(x), device=x.device)[:, None, None], 3, row[:, :, None], column[:, None, :]][:, None]
     seen = (in_height[:, :, None] & in_width[:, None, :])[:, None]
     return torch.cat([(rgb * seen).to(torch.uint8), torch.where(seen, label, IGNORED)], 1)
 

@@ -215,8 +215,7 @@ def _array(part: Any, column: str, key: str) -> NDArray[Any]:
         leaf = inner
     try:
         dtype = np.dtype(leaf.dtype)
-        found = part.with_format("numpy", columns=[column], dtype=dtype)[:][column]
-        array = np.asarray(found, dtype)
+        array = np.asarray(part.with_format("numpy", columns=[column], dtype=dtype)[:][column], dtype)
     except (TypeError, ValueError, AttributeError):
         what = "neither images nor text nor numbers" if key == "inputs" else "no numbers, class labels or text"
         raise UserError(

@@ -31,8 +31,7 @@ class Published:
         draw, kind = np.random.default_rng(0), np.uint8 if self.tokens is None else np.int64
         found = list[Any]()
         for n in (self.train, self.test):
-            size = self.shape if stream else (n, *self.shape)
-            x = draw.integers(0, self.tokens or 256, size, dtype=kind)
+            x = draw.integers(0, self.tokens or 256, self.shape if stream else (n, *self.shape), dtype=kind)
             found += [_same(x, n) if stream else x, np.arange(n) % self.classes]
         x_train, y_train, x_test, y_test = found
         return x_train, y_train, x_test, y_test

@@ -239,8 +239,7 @@ class SampleStore(Checked, L.LightningDataModule, ABC, key="data"):
         """
         if isinstance(self.x_train, Stream):
             plan = [i for indices in clients for i in indices.tolist()]
-            prefetcher = Prefetcher(self.x_train, plan, self._prefetcher)
-            self._prefetcher = prefetcher if plan else None
+            self._prefetcher = Prefetcher(self.x_train, plan, self._prefetcher) if plan else None
 
     def reading_ahead(self, clients: Iterable[Tensor]) -> AbstractContextManager[object]:
         """Returns a context in which these samples are read ahead as by `read_ahead`, unless others already are."""
@@ -274,9 +273,8 @@ class SampleStore(Checked, L.LightningDataModule, ABC, key="data"):
             return x
         out = x.to(dtype)
         if self.standardise:
-            n = math.prod(x.shape[1:])
             std, mean = torch.std_mean(out, dim=tuple(range(1, x.ndim)), correction=0, keepdim=True)
-            return out.sub_(mean).div_(std.clamp(min=n**-0.5))
+            return out.sub_(mean).div_(std.clamp(min=math.prod(x.shape[1:]) ** -0.5))
         if x.dtype == torch.uint8:
             out = out.div_(self.scale)
         if self.mean is not None:

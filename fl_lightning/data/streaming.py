@@ -130,8 +130,7 @@ class Stream:
         self.name, self.source = name, source
         one = inputs(name, np.zeros((1, *source.shape[1:]), source.dtype))
         self.like = map_tensors(lambda v: v.expand(len(source), *v.shape[1:]), one)
-        size = sum(v.nbytes for v in named_tensors(one, name).values())
-        self.ahead = max(1, min(len(source), AHEAD // max(1, size)))
+        self.ahead = max(1, min(len(source), AHEAD // max(1, sum(v.nbytes for v in named_tensors(one, name).values()))))
         self._pool = ThreadPoolExecutor(workers, "samples")
 
     def start(self, index: int) -> Future[Any]:

@@ -1,14 +1,30 @@
 """Tables on the terminal: those that are too wide are divided, and no number is cut."""
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 from rich.cells import cell_len
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 TEXT = 30
 """Most characters in a line of a text, in a table that is too wide."""
+
+
+def filled(heads: Sequence[str], rows: Iterable[Iterable[str]], left: int = 1, **options: Any) -> Table:
+    """Returns a table.
+
+    Args:
+        heads: The heads of its columns.
+        rows: The cells of its rows.
+        left: Number of columns, from the first one on, that are flush left; the others are flush right.
+        options: Those of rich's Table.
+    """
+    table = Table(*heads[:left], *(Column(head, justify="right") for head in heads[left:]), **options)
+    for row in rows:
+        table.add_row(*row)
+    return table
 
 
 def fitting(table: Table, width: int, keys: int = 1, text: int = TEXT) -> Iterator[Table]:
@@ -28,8 +44,8 @@ def fitting(table: Table, width: int, keys: int = 1, text: int = TEXT) -> Iterat
         head = [cell_len(word) for word in str(column.header).split()] or [0]
         body = max((_length(cell) for cell in column.cells), default=0)
         natural.append(max(cell_len(str(column.header)), body))
-        narrow = min(text, width // (2 * keys))
-        least.append(max(*head, body) if column.justify == "right" else min(max(*head, body), narrow))
+        number = column.justify == "right"
+        least.append(max(*head, body) if number else min(max(*head, body), text, width // (2 * keys)))
         words.append(min(max([*head, *map(cell_len, " ".join(map(str, column.cells)).split())]), text))
     between, edge = (3, 1) if table.box else (2, 0)
     room = width - edge
@@ -39,11 +55,11 @@ def fitting(table: Table, width: int, keys: int = 1, text: int = TEXT) -> Iterat
         yield table
         return
     parts = divided([size + between for size in least], room, keys)
-    for number, part in enumerate(parts):
+    for place, part in enumerate(parts):
         spare = room - sum(least[i] + between for i in part)
         shown = copy.copy(table)
         shown.columns = [copy.copy(table.columns[i]) for i in part]
-        shown.title, shown.caption = None if number else table.title, None if part is not parts[-1] else table.caption
+        shown.title, shown.caption = None if place else table.title, None if part is not parts[-1] else table.caption
         for i, column in zip(part, shown.columns, strict=True):
             more = max(0, min(natural[i] - least[i], spare))
             column.width, column.overflow, spare = least[i] + more, "fold", spare - more

@@ -19,7 +19,7 @@ from fl_lightning.core.frozen import constants, digest
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.data.minibatches import Minibatches
 from fl_lightning.engine import ENGINES, Engine, EngineName, LocalResult
-from fl_lightning.results.names import Mode
+from fl_lightning.results.metrics import Mode
 from fl_lightning.trainer.aggregation.base import Aggregation, Mean, Plan
 from fl_lightning.trainer.evaluation import Evaluator, Split
 from fl_lightning.trainer.loggers import RunLogger

@@ -11,8 +11,7 @@ from fl_lightning.trainer.run import Run, by_key
 from fl_lightning.trainer.runtime.collectives import on_rank_zero
 from fl_lightning.trainer.runtime.signals import undisturbed
 from fl_lightning.trainer.storage import provenance, records
-from fl_lightning.trainer.storage.lock import locked
-from fl_lightning.trainer.storage.run_folder import RunFolder
+from fl_lightning.trainer.storage.run_folder import RunFolder, locked
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from fl_lightning.commands.corruptions import evaluate_corruptions, run
 from fl_lightning.core.rng import numpy_generator
 from fl_lightning.data.corruptions import CORRUPTIONS, corrupted_cifar
 from fl_lightning.data.samples import Batch
-from fl_lightning.results.corruptions import means, plot_corruptions, read
+from fl_lightning.results.numbers import means, plot_corruptions, read
 from tests.runs import cli
 
 N = 12

@@ -12,8 +12,7 @@ import yaml
 from PIL import Image
 
 from benchmarks import claims
-from fl_lightning.results.ledger import rows
-from fl_lightning.results.ledger_page import page
+from fl_lightning.results.ledger import page, rows
 from tests.runs import DIGITS, cli
 
 LEDGER, DOCS = (Path(__file__).parents[2] / name for name in ("ledger", "docs"))

@@ -20,9 +20,8 @@ from benchmarks import paper_tables
 from benchmarks.paper_tables import BLOCK
 from fl_lightning.commands.shared.cli import FederatedCLI
 from fl_lightning.core.errors import UserError
-from fl_lightning.results.paper_figures import figure
 from fl_lightning.results.papers import PAPERS, Cell, find
-from fl_lightning.results.recipes import CODE, columns, recipe, rows
+from fl_lightning.results.recipes import CODE, columns, figure, recipe, rows
 from fl_lightning.sweeps.reproduction import figure_tasks, select, tasks
 from tests import generated
 from tests.runs import cli, last, metrics, newest

@@ -16,10 +16,10 @@ from fl_lightning import CIFAR10, CIFAR100
 from fl_lightning.commands import landscape
 from fl_lightning.data.corruptions import CORRUPTIONS
 from fl_lightning.results.compare import compare
-from fl_lightning.results.paper_figures import figures
 from fl_lightning.results.papers import PAPERS
+from fl_lightning.results.recipes import figures
 from fl_lightning.results.report.files import read_group
-from fl_lightning.results.report.tables import papers
+from fl_lightning.results.report.page import papers
 from tests import generated
 from tests.runs import cli
 

@@ -10,7 +10,7 @@ import pytest
 
 from fl_lightning import UserError
 from fl_lightning.results.compare import compare
-from fl_lightning.results.importance import Tried, tried
+from fl_lightning.results.varied import Tried, tried
 from tests.results.test_pivot import sweep
 from tests.runs import cli
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fl_lightning.results.verdict import flatness_verdict
+from fl_lightning.results.summary import flatness_verdict
 
 LOSS = [(t, 2.0 / t) for t in range(1, 101)]  # halves in round 2
 

@@ -17,10 +17,10 @@ import torch
 
 from fl_lightning import SGD, Checkpoints, Digits, DigitsMLP, FederatedTrainer, FedSAM, UserError
 from fl_lightning.sweeps import trials
-from fl_lightning.sweeps.hyperband import Hyperband, StopEarly
+from fl_lightning.sweeps.file import Hyperband, StopEarly
 from fl_lightning.sweeps.trials import Built, Trial, name_of, newest_run, run_trials
 from fl_lightning.trainer.run import Callback, Run
-from fl_lightning.trainer.storage.lock import locked
+from fl_lightning.trainer.storage.run_folder import locked
 from tests.runs import assert_same, metrics, state
 
 ROUNDS = 6

@@ -30,7 +30,7 @@ from fl_lightning import (
 from fl_lightning.trainer import parallel_runs
 from fl_lightning.trainer.measurements import Discrepancy, LambdaMax, Updates
 from fl_lightning.trainer.run import Run
-from fl_lightning.trainer.storage.lock import check_unused
+from fl_lightning.trainer.storage.run_folder import check_unused
 from tests.runs import DIGITS, assert_same, ended, forked, group, metrics, newest, state
 
 OPTIONS = {"clients_per_round": 3, "accelerator": "cpu", "threads": 1, "enable_progress_bar": False}

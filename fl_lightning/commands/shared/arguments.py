@@ -60,8 +60,7 @@ def without(args: Sequence[str], *names: str) -> list[str]:
 
 def split(args: Sequence[str]) -> tuple[list[str], list[str]]:
     """Returns a subcommand's own arguments, and those that are settings of a run; they are `joined`."""
-    settings = [arg for arg in args if _option(arg) in SETTINGS]
-    return [arg for arg in args if _option(arg) not in SETTINGS], settings
+    return [arg for arg in args if _option(arg) not in SETTINGS], [arg for arg in args if _option(arg) in SETTINGS]
 
 
 def seeds_of(listed: str) -> list[int]:

@@ -9,18 +9,16 @@ from fl_lightning.core import Figure, ensure, parse_json, save_figure
 from fl_lightning.flatness.plots import plot_spectrum
 from fl_lightning.results.clients import FILE as CLIENTS
 from fl_lightning.results.configs import read_config
-from fl_lightning.results.corruptions import plot_corruptions
 from fl_lightning.results.curves import draw_curves, read
 from fl_lightning.results.measurements import FILE as MEASUREMENTS
 from fl_lightning.results.measurements import Monitored, last_measurements
 from fl_lightning.results.metrics import FILE, average, read_metrics, read_numbers, write_table
-from fl_lightning.results.names import label as named
-from fl_lightning.results.numbers import plot_bars, plot_by_client, plot_lines
-from fl_lightning.results.paper_figures import PaperFigure
+from fl_lightning.results.metrics import label as named
+from fl_lightning.results.numbers import plot_bars, plot_by_client, plot_corruptions, plot_lines
 from fl_lightning.results.papers import EVALUATED, MEASURED, our_number
+from fl_lightning.results.recipes import PaperFigure
 from fl_lightning.results.summary import summarise
-from fl_lightning.sweeps.fraction import value
-from fl_lightning.sweeps.reproduction import Task, column
+from fl_lightning.sweeps.reproduction import Task, column, value
 from fl_lightning.trainer.storage.run_folder import RunFolder
 
 Made = Mapping[Task, Sequence[Path]]

@@ -228,8 +228,7 @@ def attendances(
     for t in range(trainer.max_rounds):
         clients, found = draw(trainer.sampler, t, data.num_clients, seed), list[Attendance]()
         for phase in range(phases):
-            asked = [steps(k) for k in clients]
-            found.append(trainer.faults.attendance(clients, asked, t, phase, trainer.seed))
+            found.append(trainer.faults.attendance(clients, [steps(k) for k in clients], t, phase, trainer.seed))
             clients = [*found[-1].steps]
         yield found
 

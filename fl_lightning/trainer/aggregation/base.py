@@ -184,8 +184,7 @@ class Aggregation(Checked, key="trainer.aggregation"):
 
     def fill(self, uploads: Uploads, received: Received) -> None:
         """Fills the averages by this rule, name by name: unweighted, and weighted by samples if models are."""
-        n = len(received.clients)
-        self.check(n, received.refused)
+        self.check(len(received.clients), received.refused)
         device = received.server.w.device
         counts = to_device([float(c.n_k) for c in received.clients], device, accumulator_dtype(device))
         kinds = [(torch.ones_like(counts), uploads.n), (counts, uploads.samples)]

@@ -16,9 +16,8 @@ from fl_lightning.core import UserError, style
 from fl_lightning.core.files import FROZEN
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.results.configs import config_files
-from fl_lightning.results.headline import SUFFIX, values
-from fl_lightning.results.metrics import average, best_of, read_run
-from fl_lightning.results.names import is_result, mode_of, read_directions
+from fl_lightning.results.metrics import average, best_of, is_result, mode_of, read_directions, read_run
+from fl_lightning.results.summary import SUFFIX, values
 from fl_lightning.trainer.loggers.base import About, FigureLogger, Picture, RunLogger
 
 Mode = Literal["offline", "online", "disabled"]
@@ -29,7 +28,7 @@ class WandbLogger(LightningWandbLogger, FigureLogger):
 
     W&B gets every metric; the best value of each in the summary, ``.max`` of accuracy and mIoU, ``.min`` of losses and
     lambda_max, beside the ``.last`` one; the headline as ``server/test/acc_headline``, fit for the metric of a sweep
-    (see `fl_lightning.results.headline`); the resolved config; the partition as heat map and histograms;
+    (see `fl_lightning.results.summary`); the resolved config; the partition as heat map and histograms;
     histograms over the clients; spectra, landscapes and curves as images, also those of ``fl-lightning flatness`` and
     ``landscape``; config and checkpoints as artifacts.
 

@@ -77,16 +77,14 @@ class ByClasses:
 
     def score(self, client: int, w: Tensor) -> Score:
         """See `OwnSamples`."""
-        held = self.weights[client] > 0
-        indices = held[self.run.data.y_test.cpu()].nonzero().flatten()
+        indices = (self.weights[client] > 0)[self.run.data.y_test.cpu()].nonzero().flatten()
         return self._weighted([client], self.run.evaluator.by_class(_batches(self.run, indices), w))[client]
 
     def scores(self, clients: Sequence[int], w: Tensor) -> Scores:
         """See `OwnSamples`."""
         run, fabric = self.run, self.run.fabric
         batches = run.data.eval_batches("test", run.dtype, (fabric.global_rank, fabric.world_size))
-        sums = collectives.all_reduce_sum(fabric, run.evaluator.by_class(batches, w))
-        return self._weighted(clients, sums)
+        return self._weighted(clients, collectives.all_reduce_sum(fabric, run.evaluator.by_class(batches, w)))
 
     def _weighted(self, clients: Sequence[int], sums: Tensor) -> dict[int, Score]:
         correct, losses, samples = sums.cpu().double()
@@ -182,8 +180,7 @@ class ClientEvaluation(Measure):
     def keep(self, run: Run) -> None:
         path = run.folder.path / FILE
         with writing(path), path.open("a", newline="") as file:
-            writer = csv.writer(file, lineterminator="\n")
-            writer.writerows(self._rows if file.tell() else [self._head, *self._rows])
+            csv.writer(file, lineterminator="\n").writerows(self._rows if file.tell() else [self._head, *self._rows])
 
     def resume(self, run: Run) -> None:
         drop_later_rounds(run.folder.path / FILE, run.rounds_done, lambda row: int(row.partition(",")[0]), head=1)
@@ -193,8 +190,7 @@ def _own(context: MeasurementContext, clients: Sequence[int], of: ClientData, at
     """Evaluates each client's own model."""
     run, mine = context.run, dict[int, Score]()
     for at in range(0, len(clients), at_once):
-        cohort = Cohort.of(run, clients[at : at + at_once], run.next_round)
-        for job in next(Round(run, cohort).phases()).jobs():
+        for job in next(Round(run, Cohort.of(run, clients[at : at + at_once], run.next_round)).phases()).jobs():
             mine[job.client] = of.score(job.client, run.objective.client_model(context.model, job.state))
     return collectives.all_gather_dict(run.fabric, mine)
 

@@ -17,6 +17,7 @@ from fl_lightning.trainer.measurements.base import (
     dry_round,
     local_loss,
 )
+from fl_lightning.trainer.measurements.curvature import LambdaMax
 from fl_lightning.trainer.run import Run
 from fl_lightning.trainer.runtime import collectives
 
@@ -221,3 +222,8 @@ class CohortLoss(LocalMean):
             name="loss_gap", value=abs(after - local), model="aggregated and local models", data=what, samples=n
         )
         return [drop, gap] if m else [drop]
+
+
+def default_measures() -> list[Measure]:
+    """Returns the measures that are taken if none are given: lambda_max and the discrepancy."""
+    return [LambdaMax(), Discrepancy()]

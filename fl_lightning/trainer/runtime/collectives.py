@@ -260,8 +260,7 @@ def all_gather_dict(fabric: Fabric, mine: Mapping[int, V]) -> dict[int, V]:
     everyone: list[Mapping[int, V]] = [mine] * fabric.world_size
     if fabric.world_size > 1:
         dist.all_gather_object(everyone, mine)
-    merged = {client: value for part in everyone for client, value in part.items()}
-    return dict(sorted(merged.items()))
+    return dict(sorted({client: value for part in everyone for client, value in part.items()}.items()))
 
 
 def gather_states(state: Tensor, group: Any = None) -> list[Tensor]:

@@ -91,8 +91,7 @@ class RowFile:
 
     def _values(self, row: Tensor) -> dict[str, Tensor]:
         """Returns the values in the bytes of a row, by name; they share its memory."""
-        numbers = [math.prod(shape) for shape in self.shapes.values()]
-        parts = torch.split(row[HEADER:].view(self.dtype), numbers)
+        parts = torch.split(row[HEADER:].view(self.dtype), [math.prod(shape) for shape in self.shapes.values()])
         return {name: part.view(shape) for part, (name, shape) in zip(parts, self.shapes.items(), strict=True)}
 
     def _read(self, first: int, number: int) -> Tensor:
