@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from fl_lightning.core import Checked, Fraction, Positive, Size, UserError, ensure, require, weights
+from fl_lightning.core import Checked, Fraction, Positive, Size, UserError, ensure, imported, require, weights
 
 FUSED = nn.MultiheadAttention, nn.TransformerEncoderLayer
 """Modules of torch that compute with the weights of their layers, without calling these."""
@@ -87,17 +87,14 @@ class LoRA(Frozen):
         trained: Sequence[str | int] = (),
         weights: str | None = None,
     ) -> None:
-        try:
-            from peft import LoraConfig, inject_adapter_in_model
-        except ImportError:
-            raise UserError("model.net = LoRA: needs peft; pip install 'fl-lightning[adapters]'") from None
+        peft = imported("peft", "model.net = LoRA: needs peft; pip install 'fl-lightning[adapters]'")
         names = [str(name) for name in trained]
         _check_names(net, names)
         _check_targets(net, targets)
         load_pretrained(net, weights, names)
-        config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=list(targets), lora_dropout=dropout)  # type: ignore[arg-type]
+        config = peft.LoraConfig(r=rank, lora_alpha=alpha, target_modules=list(targets), lora_dropout=dropout)
         try:
-            net = inject_adapter_in_model(config, net)
+            net = peft.inject_adapter_in_model(config, net)
         except ValueError as error:  # peft's own text says which layer
             raise UserError(f"model.net.targets = {list(targets)}: {str(error).splitlines()[0]:.150}") from None
         adapters = [name for name, _ in net.named_parameters() if "lora_" in name]
