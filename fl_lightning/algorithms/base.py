@@ -1,7 +1,5 @@
 """A federated algorithm as a LightningModule: its parts, and what engines and the trainer call."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from inspect import BoundArguments
 from typing import Any
@@ -142,7 +140,7 @@ class LocalObjective(Hooks, SupervisedModule):
         return [*(part for part in named if part is not None), *self.parts]
 
     @property
-    def _owners(self) -> tuple[LocalObjective | Part, ...]:
+    def _owners(self) -> "tuple[LocalObjective | Part, ...]":
         return self, *self.all_parts
 
     def client_inits(self) -> dict[str, Init]:

@@ -20,22 +20,22 @@ from fl_lightning.commands.shared.landscapes import (
 from fl_lightning.commands.shared.output import show_table
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.engine import LocalResult
-from fl_lightning.results.measurements import PROTOCOL
-from fl_lightning.results.metrics import write_table
-from fl_lightning.trainer.callbacks.flatness_monitor import FlatnessMonitor, figures
-from fl_lightning.trainer.cohort import Cohort
-from fl_lightning.trainer.measurements import (
+from fl_lightning.results.metrics import PROTOCOL, write_table
+from fl_lightning.trainer import (
+    Cohort,
+    FederatedTrainer,
+    FlatnessMonitor,
     Measure,
     Measurement,
     MeasurementContext,
     PseudoGradient,
+    Run,
     check_measures,
     check_statistics,
     default_measures,
     dry_round,
 )
-from fl_lightning.trainer.run import Run
-from fl_lightning.trainer.trainer import FederatedTrainer
+from fl_lightning.trainer.callbacks.flatness_monitor import figures
 
 SUMMARY = "Measure the flatness of a checkpoint: Hessian, sharpness, discrepancy, drift."
 NULL = FlatnessMonitor.NULL
@@ -127,10 +127,9 @@ def _after_dry_round(context: MeasurementContext, measures: Sequence[Measure]) -
                 measure.update(run, result)
 
     after = dry_round(run, context.cohort, update).w
-    states = run.restored.get("callbacks", {}).items()
-    previous = [state["pseudo_gradient"] for key, state in states if key.startswith("FlatnessMonitor")]
-    tracked = next((vector.to(after) for vector in previous if vector is not None), None)
-    return replace(context, after=after, pseudo_gradient=mean.value(), previous=tracked)
+    monitors = [its for key, its in run.restored.get("callbacks", {}).items() if key.startswith("FlatnessMonitor")]
+    previous = next((v.to(after) for its in monitors if (v := its["pseudo_gradient"]) is not None), None)
+    return replace(context, after=after, pseudo_gradient=mean.value(), previous=previous)
 
 
 def _save(folder: Path, number: str, run: Run, measurements: Sequence[Measurement]) -> None:

@@ -22,7 +22,7 @@ from fl_lightning.commands.shared.prediction import (
 from fl_lightning.core import require
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.results.terminal import filled
-from fl_lightning.trainer.trainer import FederatedTrainer
+from fl_lightning.trainer import FederatedTrainer
 
 SUMMARY = "Predict hours, memory and bits of a fit, from a few rounds that are measured here."
 MOST = 1_000_000

@@ -79,8 +79,7 @@ class Augment(Checked, key="data.augment"):
             shares = np.random.default_rng(seed).beta(self.mixup, self.mixup, len(sizes))
             drawn["share"] = torch.from_numpy(shares).repeat_interleave(repeats)
             # offset of the partner, so that a minibatch can stand anywhere among others
-            steps = [torch.randperm(size, generator=generator) - torch.arange(size) for size in sizes]
-            drawn["partner"] = torch.cat(steps)
+            drawn["partner"] = torch.cat([torch.randperm(n, generator=generator) - torch.arange(n) for n in sizes])
         return drawn
 
     def to_device(self, draws: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
@@ -142,8 +141,7 @@ class Augment(Checked, key="data.augment"):
         if self.mixup:
             n = len(x)
             # padding of a block has no weight, so its partner can be any sample
-            partner = torch.arange(n, device=x.device) + to_device(draws["partner"], x.device)
-            partner = partner.clamp(max=n - 1)
+            partner = (torch.arange(n, device=x.device) + to_device(draws["partner"], x.device)).clamp(max=n - 1)
             share = to_device(draws["share"], x.device, x.dtype)
             labels = F.one_hot(y, num_classes).to(x.dtype)
             y = share[:, None] * labels + (1 - share[:, None]) * labels[partner]

@@ -16,23 +16,23 @@ from torchmetrics import Metric
 from fl_lightning.core import (
     Divisor,
     Fraction,
+    Inputs,
     NonNegativeInt,
     PositiveInt,
     Threads,
     ensure,
     generator,
+    map_tensors,
     numpy_generator,
     require,
 )
-from fl_lightning.core.nested import Inputs, map_tensors
 from fl_lightning.data.augment import Augment
 from fl_lightning.data.clients import ClientIndices, divide
 from fl_lightning.data.minibatches import Batches, BatchLoader, EpochSampler, Minibatches
 from fl_lightning.data.partition import IID, Natural, Partition
 from fl_lightning.data.partition.base import stratified
-from fl_lightning.data.published import Published
 from fl_lightning.data.samples import Batch, SampleStore, like
-from fl_lightning.data.streaming import Stream, stored_bytes
+from fl_lightning.data.streaming import Published, Stream, stored_bytes
 from fl_lightning.data.tasks import TaskName
 
 Split: TypeAlias = Literal["train", "val", "test"] | Sequence[int] | Tensor

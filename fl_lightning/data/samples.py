@@ -12,8 +12,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fl_lightning.core import Checked, Divisor, PositiveInt, Threads, require, to_device
-from fl_lightning.core.nested import Inputs, map_tensors, named_tensors
+from fl_lightning.core import (
+    Checked,
+    Divisor,
+    Inputs,
+    PositiveInt,
+    Threads,
+    map_tensors,
+    named_tensors,
+    require,
+    to_device,
+)
 from fl_lightning.data.augment import Augment
 from fl_lightning.data.clients import ClientIndices
 from fl_lightning.data.streaming import Prefetcher, Records, Samples, Stream

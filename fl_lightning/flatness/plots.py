@@ -329,8 +329,7 @@ def draw_contour(axes: Axes, surface: Surface, z: Array, scale: Scale) -> Any:
     if len(levels):
         colors = ["white" if scale.norm(level) < 0.6 else "black" for level in levels]
         lines = axes.contour(surface.x, surface.y, z, levels=levels, colors=colors, linewidths=0.5)
-        crossed = any(len(places.coordinates) > 1 for places in surface.models.values())
-        if not crossed:
+        if not any(len(places.coordinates) > 1 for places in surface.models.values()):
             axes.clabel(lines, fmt="%g", fontsize=7, inline_spacing=2)
     axes.set_box_aspect(aspect(surface))
     axes.locator_params(nbins=5, steps=[1, 2, 5, 10])

@@ -19,10 +19,8 @@ from fl_lightning.core import Init, State, Upload, UserError, ensure, require, s
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.engine import ENGINES, Engine, EngineName, Job, LocalResult
 from fl_lightning.flower.messages import CONTEXT, Message, NodeLost, Send, Value, checksum, row_of, version_in
+from fl_lightning.trainer import Callback, ClientStore, FederatedTrainer, Run
 from fl_lightning.trainer.participation.failures import LINES, listed
-from fl_lightning.trainer.run import Callback, Run
-from fl_lightning.trainer.storage.client_store import ClientStore
-from fl_lightning.trainer.trainer import FederatedTrainer
 
 KEPT = "state on its node"
 """Name of the client state that the server keeps: the version of the state on the node, see `row_of`."""

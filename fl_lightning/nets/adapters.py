@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from fl_lightning.core import Checked, FlatSpec, Fraction, Positive, Size, UserError, ensure, require, weights
+from fl_lightning.core import Checked, FlatSpec, Fraction, Positive, Size, UserError, ensure, imported, require, weights
 
 FUSED = nn.MultiheadAttention, nn.TransformerEncoderLayer
 """Modules of torch that compute with the weights of their layers, without calling these."""
@@ -91,17 +91,14 @@ class LoRA(Frozen):
         weights: str | None = None,
         factors: Literal["A and B", "B"] = "A and B",
     ) -> None:
-        try:
-            from peft import LoraConfig, inject_adapter_in_model
-        except ImportError:
-            raise UserError("model.net = LoRA: needs peft; pip install 'fl-lightning[adapters]'") from None
+        peft = imported("peft", "model.net = LoRA: needs peft; pip install 'fl-lightning[adapters]'")
         names = [str(name) for name in trained]
         _check_names(net, names)
         _check_targets(net, targets)
         load_pretrained(net, weights, names)
-        config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=list(targets), lora_dropout=dropout)  # type: ignore[arg-type]
+        config = peft.LoraConfig(r=rank, lora_alpha=alpha, target_modules=list(targets), lora_dropout=dropout)
         try:
-            net = inject_adapter_in_model(config, net)
+            net = peft.inject_adapter_in_model(config, net)
         except ValueError as error:  # peft's own text says which layer
             raise UserError(f"model.net.targets = {list(targets)}: {str(error).splitlines()[0]:.150}") from None
         kinds = "lora_" if factors == "A and B" else "lora_B"

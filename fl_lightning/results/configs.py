@@ -10,8 +10,7 @@ from typing import Any
 
 import yaml
 
-from fl_lightning.core import UserError, ensure
-from fl_lightning.core.secrets import hidden
+from fl_lightning.core import UserError, ensure, hidden
 from fl_lightning.results.yaml_text import load_yaml
 
 EXECUTION = (

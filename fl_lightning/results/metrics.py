@@ -5,11 +5,12 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from io import StringIO
+from numbers import Real
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypedDict
 
-from fl_lightning.core import UserError, read_json, require, write_atomically
+from fl_lightning.core import UserError, parse_json, read_json, require, write_atomically
 
 Mode = Literal["max", "min"]
 """Whether the largest or the smallest value of a metric is the best."""
@@ -278,3 +279,59 @@ def markdown(lines: Iterable[Iterable[str]]) -> str:
     """Returns lines of cells, the first of which is the head, as a Markdown table."""
     head, *body = [list(line) for line in lines]
     return "".join(f"| {' | '.join(line)} |\n" for line in [head, ["---"] * len(head), *body])
+
+
+MEASUREMENTS = "flatness.jsonl"
+"""In the run folder: a line for each measurement."""
+PROTOCOL = "loss without weight decay, eval mode, no augmentation, in the precision of the weights"
+Number = Real | None
+"""NaN and infinity included."""
+
+
+class Details(TypedDict, total=False):
+    """Further numbers of a measurement."""
+
+    eigenvalues: list[float]
+    grid: list[float]
+    density: list[float]
+    clients: dict[str, float]
+
+
+class Measurement(TypedDict):
+    """A measurement of flatness."""
+
+    name: str
+    value: Number
+    error: Number
+    residual: Number
+    model: str
+    data: str
+    samples: int
+    settings: dict[str, Any]
+    details: Details
+
+
+class Monitored(Measurement):
+    """A line of ``flatness.jsonl``."""
+
+    round: int
+
+
+def last_measurements(run: Path) -> dict[str, Monitored]:
+    """Returns the last measurement of each name; a crash may have cut the very last line short.
+
+    Raises:
+        UserError: If the file is damaged.
+    """
+    path = run / MEASUREMENTS
+    lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
+    return {
+        found["name"]: found for found in (parse_json(line, path, Monitored) for line in lines if line.endswith(b"\n"))
+    }
+
+
+def protocol(measured: Mapping[str, Any]) -> str:
+    """Returns model, data and settings of a measurement in one line."""
+    settings = [f"{name} {value}" for name, value in measured["settings"].items()]
+    on = f"{measured['data']} ({measured['samples']:,})" if measured["samples"] else measured["data"]
+    return ", ".join(part for part in (measured["model"], on, *settings) if part)

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fl_lightning.core import UserError, ensure, read_json
-from fl_lightning.results.measurements import last_measurements
-from fl_lightning.results.metrics import average, deviation, read_run, rounds_done
+from fl_lightning.results.metrics import average, deviation, last_measurements, read_run, rounds_done
 from fl_lightning.results.summary import SUMMARY, headline, summarise
 
 PAPERS = {

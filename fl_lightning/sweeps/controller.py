@@ -17,7 +17,8 @@ from fl_lightning.results.summary import SUFFIX, window_of
 from fl_lightning.sweeps.file import Objective, StopEarly, Sweep
 from fl_lightning.sweeps.parameters import Settings
 from fl_lightning.sweeps.trials import Build, Check, Outcome, Trial, name_of, newest_run, run_trials
-from fl_lightning.trainer.storage.run_folder import RunFolder, locked
+from fl_lightning.trainer import RunFolder
+from fl_lightning.trainer.storage.run_folder import locked
 
 BATCH = 4
 """Fewest settings that bayes proposes at a time."""
@@ -146,9 +147,8 @@ class Controller:
         """Returns the state of a trial, its rounds done, and its metric so far."""
         ended, folder = self.outcomes.get(trial.name), newest_run(trial, self.folder)
         done, value = rounds_done(read_run(folder)), self.objective.value(folder)
-        if ended is None:
-            return ("running" if done else "waiting"), done, value
-        return ("failed" if ended.error else "finished"), done, value
+        going = "running" if done else "waiting"
+        return going if ended is None else "failed" if ended.error else "finished", done, value
 
     def write(self) -> None:
         """Writes ``sweep.csv``, and the config of the best settings as ``best.yaml``."""

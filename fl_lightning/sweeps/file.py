@@ -1,7 +1,5 @@
 """A sweep's file in W&B's format."""
 
-from __future__ import annotations
-
 import math
 import os
 import re
@@ -17,7 +15,7 @@ from fl_lightning.results.metrics import FILE, best_of, read_run
 from fl_lightning.results.summary import SUFFIX, headline
 from fl_lightning.results.yaml_text import load_yaml
 from fl_lightning.sweeps.parameters import LARGEST, Bayes, Parameter, Search, draws, flatten, grid
-from fl_lightning.trainer.run import Callback, Run
+from fl_lightning.trainer import Callback, Run
 
 RULE = ("type", "min_iter", "max_iter", "s", "eta", "strict")
 
@@ -44,7 +42,7 @@ class Hyperband:
     strict: bool = True
 
     @classmethod
-    def of(cls, given: Any) -> Hyperband:
+    def of(cls, given: Any) -> "Hyperband":
         """Returns the rule from ``early_terminate`` of a sweep's file.
 
         Raises:
@@ -164,7 +162,7 @@ class Objective:
     target: float | None = None
 
     @classmethod
-    def of(cls, given: Any) -> Objective:
+    def of(cls, given: Any) -> "Objective":
         """Returns the objective from ``metric`` of a sweep's file.
 
         Raises:
@@ -232,7 +230,7 @@ class Sweep:
     args: tuple[str, ...]
 
     @classmethod
-    def read(cls, path: Path) -> Sweep:
+    def read(cls, path: Path) -> "Sweep":
         """Returns the sweep of a file.
 
         Raises:
@@ -243,15 +241,21 @@ class Sweep:
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
             raise UserError(f"sweep = {path}: {' '.join(str(error).split())}; give a YAML file") from None
         ensure(isinstance(given, Mapping), f"sweep = {path}: no mapping; give method, parameters and command")
-        unlike = f"sweep = {path}: no sweep, it has no parameters; give a file such as sweeps/digits"
-        ensure("parameters" in given or "model" not in given, unlike)
+        ensure(
+            "parameters" in given or "model" not in given,
+            f"sweep = {path}: no sweep, it has no parameters; give a file such as sweeps/digits",
+        )
         for key in given:
             remedy = f"not supported here; {path} may have {', '.join((*KEYS, *LABELS))}"
             require(key in (*KEYS, *LABELS), str(key), given[key], remedy)
         method, cap = given.get("method"), given.get("run_cap")
         require(method in ("grid", "random", "bayes"), "method", method, "choose from grid, random, bayes")
-        fits = cap is None or (type(cap) is int and 1 <= cap <= LARGEST)
-        require(fits, "run_cap", cap, f"an integer from 1 to {LARGEST:,}")
+        require(
+            cap is None or (type(cap) is int and 1 <= cap <= LARGEST),
+            "run_cap",
+            cap,
+            f"an integer from 1 to {LARGEST:,}",
+        )
         ensure(
             cap is not None or method == "grid",
             f"run_cap: missing; {method} has no end, give the number of settings to try",

@@ -1,7 +1,5 @@
 """Parameters of a sweep as W&B defines them: their values in a grid, and draws from their distributions."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from fl_lightning.core import UserError, ensure, numpy_generator, require
+from fl_lightning.core import ensure, imported, numpy_generator, require
 
 NUMBERS = {
     "int_uniform": ("min", "max"),
@@ -48,7 +46,7 @@ class Parameter:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, key: str, given: Any) -> Parameter:
+    def of(cls, key: str, given: Any) -> "Parameter":
         """Returns a parameter from its entry in a sweep's file.
 
         Raises:
@@ -268,10 +266,7 @@ class Bayes(Search):
     """
 
     def __init__(self, parameters: Sequence[Parameter], count: int, seed: int) -> None:
-        try:
-            import optuna
-        except ImportError:
-            raise UserError("method = bayes: needs Optuna; pip install 'fl-lightning[sweeps]'") from None
+        optuna = imported("optuna", "method = bayes: needs Optuna; pip install 'fl-lightning[sweeps]'")
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self._parameters, self._states = parameters, optuna.trial.TrialState
         self._study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=seed, constant_liar=True))

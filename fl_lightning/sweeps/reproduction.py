@@ -277,8 +277,10 @@ def mark(folder: Path, task: Task, fraction: float, settings: str = "") -> None:
     """
     if task.setting or task.settings:
         return
-    how = {"fraction": fraction, "settings": settings}
-    found = [{**{name: getattr(cell, name) for name in COLUMNS}, **how} for cell in task.cells]
+    found = [
+        {**{name: getattr(cell, name) for name in COLUMNS}, "fraction": fraction, "settings": settings}
+        for cell in task.cells
+    ]
     (folder / FILE).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
 
 

@@ -21,9 +21,8 @@ from fl_lightning.results.metrics import read_run, rounds_done
 from fl_lightning.results.summary import SUMMARY
 from fl_lightning.sweeps.file import StopEarly
 from fl_lightning.sweeps.workers import train_here, train_in_processes
-from fl_lightning.trainer import loop, parallel_runs
-from fl_lightning.trainer.storage.run_folder import InUse, RunFolder, check_unused, locked
-from fl_lightning.trainer.trainer import FederatedTrainer
+from fl_lightning.trainer import FederatedTrainer, RunFolder, loop, parallel_runs
+from fl_lightning.trainer.storage.run_folder import InUse, check_unused, locked
 
 WIDTH = 32
 """Largest number of trials that are trained as one program."""
@@ -266,11 +265,10 @@ def _together(
     except Exception:  # such as one for lack of memory
         traceback.print_exc()
         return []
-    found = []
-    for trial, run in zip(trials, runs, strict=True):
-        error = broken.get(run)
-        found.append(_failed(trial, run.folder.path, error) if error else Outcome(trial, run.folder.path))
-    return found
+    return [
+        _failed(trial, run.folder.path, broken[run]) if run in broken else Outcome(trial, run.folder.path)
+        for trial, run in zip(trials, runs, strict=True)
+    ]
 
 
 def _alone(folder: Path, build: Build, resume: bool, early: StopEarly | None, trials: Sequence[Trial]) -> list[Outcome]:

@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 import fl_lightning
-from fl_lightning.core import Checked, State, UserError, ensure, files
-from fl_lightning.core.frozen import constants, load_constants
+from fl_lightning.core import Checked, State, UserError, constants, ensure, files, load_constants
 from fl_lightning.engine import EngineName
 from fl_lightning.results.configs import flatten
 from fl_lightning.trainer.aggregation.noise import NoiseKey

@@ -7,8 +7,7 @@ from lightning.fabric.loggers.logger import Logger
 from lightning.pytorch.callbacks import EarlyStopping
 
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.core import LATER, ensure
-from fl_lightning.core.options import checked
+from fl_lightning.core import LATER, checked, ensure
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.trainer import resume
 from fl_lightning.trainer.aggregation.privacy import GaussianPrivacy

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fl_lightning import SGD, Arrays, Checkpoints, FedAvg, FederatedTrainer, UserError
 from fl_lightning.commands.corruptions import evaluate_corruptions, run
 from fl_lightning.core.rng import numpy_generator
-from fl_lightning.data.corruptions import CORRUPTIONS, corrupted_cifar
+from fl_lightning.data.images import CORRUPTIONS, corrupted_cifar
 from fl_lightning.data.samples import Batch
 from fl_lightning.results.numbers import means, plot_corruptions, read
 from tests.runs import cli

@@ -14,7 +14,7 @@ from torchvision.models import _api
 
 from fl_lightning import CIFAR10, CIFAR100
 from fl_lightning.commands import landscape
-from fl_lightning.data.corruptions import CORRUPTIONS
+from fl_lightning.data.images import CORRUPTIONS
 from fl_lightning.results.compare import compare
 from fl_lightning.results.papers import PAPERS
 from fl_lightning.results.recipes import figures

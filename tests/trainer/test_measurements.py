@@ -65,7 +65,7 @@ from fl_lightning.flatness import (
     surface,
 )
 from fl_lightning.flatness.neighbourhood import filter_scale
-from fl_lightning.results.measurements import last_measurements, protocol
+from fl_lightning.results.metrics import last_measurements, protocol
 from fl_lightning.trainer.callbacks.flatness_monitor import scalars
 from fl_lightning.trainer.measurements import MeasurementContext, dry_round
 from fl_lightning.trainer.run import Run

@@ -15,7 +15,7 @@ from fl_lightning.commands.shared.configs import find_config
 from fl_lightning.commands.shared.index import fitting_classes
 from fl_lightning.core import UserError, require
 from fl_lightning.results.yaml_text import NoValueError, load_yaml
-from fl_lightning.trainer.storage.run_folder import RunFolder
+from fl_lightning.trainer import RunFolder
 
 PARTS = ("trainer", "model", "data")
 """Parts of a config."""

@@ -17,15 +17,11 @@ import fl_lightning
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.commands.shared.arguments import PARTS, kept, model_of_configs, prepare
 from fl_lightning.commands.shared.parser import INDENT, Command, Parser, readable
-from fl_lightning.core import UserError, generator, require
-from fl_lightning.core.secrets import LEFT_OUT, hidden
+from fl_lightning.core import LEFT_OUT, UserError, generator, hidden, require
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.results.configs import differences, flatten, read_config
-from fl_lightning.trainer.runtime.collectives import on_rank_zero
-from fl_lightning.trainer.settings import Kind
+from fl_lightning.trainer import FederatedTrainer, Kind, RunFolder, on_rank_zero
 from fl_lightning.trainer.storage import checkpoint
-from fl_lightning.trainer.storage.run_folder import RunFolder
-from fl_lightning.trainer.trainer import FederatedTrainer
 
 OTHER_RUN = re.compile(r"(model|data|model\.ascent|model\.net(\..*)?|(.*\.)?(rho|seed)) = ")
 """Settings in which a resumed run must agree; a change of others, such as the number of rounds, is only shown."""
@@ -121,8 +117,8 @@ class FederatedParser(Parser, LightningArgumentParser):
 
     def format_help(self, *args: Any, **kwargs: Any) -> str:
         """Returns the help: types in words, and of a setting's classes those of this package that fit its key."""
-        text: str = super(Parser, self).format_help(*args, **kwargs)
-        return readable(re.sub(r",\s+known\s+subclasses:([^)]*)\)", _own_classes, text))
+        whole = super(Parser, self).format_help(*args, **kwargs)
+        return readable(re.sub(r",\s+known\s+subclasses:([^)]*)\)", _own_classes, whole))
 
 
 def _own_classes(match: re.Match[str]) -> str:
@@ -260,10 +256,9 @@ class FederatedCLI(Command, LightningCLI):
             if "trainer" in self.parameters:
                 asked, central = made.get("ckpt_path"), self.command == "centralized"
                 require(central or asked != "auto", "ckpt_path", asked, "give a checkpoint, last or best")
-                found = to_continue(
+                given["ckpt_path"] = to_continue(
                     made.trainer, made.model, made.data, asked, "centralized" if central else "federated"
                 )
-                given = {"ckpt_path": found}
             self.call(made, **given)
 
     @rank_zero_only

@@ -21,8 +21,7 @@ from fl_lightning.commands.shared.index import (
     options_of,
     setting_names,
 )
-from fl_lightning.core import UserError
-from fl_lightning.core.names import SYNONYMS, similar
+from fl_lightning.core import SYNONYMS, UserError, similar
 
 FOREIGN = {
     "data": "another data set of torchvision goes by TorchvisionData, as in --data TorchvisionData --data.name MNIST",

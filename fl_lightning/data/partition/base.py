@@ -135,5 +135,4 @@ def sizes(num_samples: int, num_clients: int, power: float) -> Indices:
     quota = (num_samples - least * num_clients) * weights / weights.sum()
     whole: Indices = np.floor(quota).astype(np.int64)
     whole[np.argsort(whole - quota, kind="stable")[: (num_samples - least * num_clients - whole.sum())]] += 1
-    whole += least
-    return whole
+    return whole + least

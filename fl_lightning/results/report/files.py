@@ -11,12 +11,11 @@ from typing import Annotated, Any, TypedDict
 
 import yaml
 
-from fl_lightning.core import Interval, NonNegative, ensure, read_json
-from fl_lightning.core.secrets import hidden_text, hidden_words
+from fl_lightning.core import Interval, NonNegative, ensure, hidden_text, hidden_words, read_json
 from fl_lightning.results.clients import ClientTable, read_clients
 from fl_lightning.results.compare import Group, Seeds
 from fl_lightning.results.configs import config_files, read_config, settings_of
-from fl_lightning.results.measurements import Measurement, last_measurements
+from fl_lightning.results.metrics import Measurement, last_measurements
 
 
 class Code(TypedDict):

@@ -1,7 +1,5 @@
 """The interface of the aggregation rules, which combine a cohort's uploads for the server step, and the mean."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -115,7 +113,7 @@ class Aggregation(Checked, key="trainer.aggregation"):
         """Text that must be the same when a run is resumed; None: the rule may change."""
         return None
 
-    def bind(self, plan: Plan) -> Aggregation:
+    def bind(self, plan: Plan) -> "Aggregation":
         """Returns the rule for one run.
 
         Raises:

@@ -1,7 +1,5 @@
 """Client-level differential privacy: clipped sums with Gaussian noise in place of the cohort's averages."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from copy import copy
@@ -106,8 +104,9 @@ class GaussianPrivacy(Aggregation, key="trainer.privacy"):
         per_tensor: bool = False,
         noise_seed: NonNegativeInt | None = None,
     ) -> None:
-        given = noise_multiplier is not None or epsilon is not None
-        require(given, f"{KEY}.noise_multiplier", None, "give it, or epsilon")
+        require(
+            noise_multiplier is not None or epsilon is not None, f"{KEY}.noise_multiplier", None, "give it, or epsilon"
+        )
         some = not noise_multiplier or noise_multiplier >= LEAST
         require(some, f"{KEY}.noise_multiplier", noise_multiplier, f"give a number of at least {LEAST}, or 0")
         self.clip, self.noise_multiplier, self.epsilon, self.delta = clip, noise_multiplier, epsilon, delta
@@ -123,7 +122,7 @@ class GaussianPrivacy(Aggregation, key="trainer.privacy"):
         """Returns the sampler of a run under privacy: it never redraws an empty Bernoulli cohort."""
         return BernoulliSampler(sampler.p, redraw=False) if type(sampler) is BernoulliSampler else sampler
 
-    def bind(self, plan: Plan) -> GaussianPrivacy:
+    def bind(self, plan: Plan) -> "GaussianPrivacy":
         bound = copy(self)
         bound._plan, bound.noise_key = plan, self.noise_key or NoiseKey.fresh()
         objective, drawn = plan.objective, cohorts(plan.sampler, plan.m)
@@ -167,10 +166,10 @@ class GaussianPrivacy(Aggregation, key="trainer.privacy"):
         return replace(free, noise=noise)
 
     def check_round(self) -> None:
-        first = self.accountant.epsilon(1)
         ensure(
             self.within_budget(1),
-            f"{KEY}.epsilon = {self.epsilon}: the first round takes {first:.4g}; raise noise_multiplier",
+            f"{KEY}.epsilon = {self.epsilon}: the first round takes {self.accountant.epsilon(1):.4g}; raise "
+            "noise_multiplier",
         )
 
     def within_budget(self, rounds: int) -> bool:

@@ -106,6 +106,7 @@ def _accepted(callback: Any) -> Callback:
         remedy = f"use {OURS[name]}" if name in OURS else "write a subclass of fl_lightning.Callback"
         raise UserError(f"trainer.callbacks: {name} is a callback of lightning.Trainer; {remedy}")
     if isinstance(callback, type):
-        own = callback.__name__
-        raise UserError(f"trainer.callbacks: {own} is a class; give an object, as {own}(...)")
+        raise UserError(
+            f"trainer.callbacks: {callback.__name__} is a class; give an object, as {callback.__name__}(...)"
+        )
     raise UserError(f"trainer.callbacks: {name} is not a callback; write a subclass of fl_lightning.Callback")

@@ -10,9 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as Bar
 
 from fl_lightning.core import NonNegative, NonNegativeInt, read_json
-from fl_lightning.results.measurements import FILE
-from fl_lightning.results.metrics import FILE as METRICS
-from fl_lightning.results.metrics import best_of, mode_of, read_metrics, shown, title
+from fl_lightning.results.metrics import FILE, MEASUREMENTS, best_of, mode_of, read_metrics, shown, title
 from fl_lightning.results.summary import SUMMARY, flatness_verdict
 from fl_lightning.results.terminal import filled, fitting
 from fl_lightning.trainer.callbacks.flatness_monitor import FlatnessMonitor
@@ -110,7 +108,7 @@ class Progress(Callback):
         seconds = sum(value for name in ("time/round_s", "time/flatness_s") for _, value in columns.get(name, ()))
         bits = run.metrics.get("comm/total_bits")
         wire = "" if bits is None else f", {bits / 8e6:,.1f} MB over the wire"
-        protocol = f"; protocols: {FILE}" if any(isinstance(c, FlatnessMonitor) for c in run.callbacks) else ""
+        protocol = f"; protocols: {MEASUREMENTS}" if any(isinstance(c, FlatnessMonitor) for c in run.callbacks) else ""
         self.console.print(f"{run.rounds_done} rounds in {seconds:.1f} s{wire}{protocol}", highlight=False)
         if verdict := flatness_verdict(columns):
             self.console.print(f"flatness: {verdict}", highlight=False, soft_wrap=not self.console.is_terminal)
@@ -128,7 +126,7 @@ class Progress(Callback):
         table = filled(["round", *map(title, self._columns)], rows, left=0, box=None)
         first, *more = fitting(table, self.console.width)
         left = ", ".join(str(column.header) for part in more for column in part.columns[1:])
-        return Group(first, *([f"too wide, see {METRICS}: {left}"] if left else []), self._bar)
+        return Group(first, *([f"too wide, see {FILE}: {left}"] if left else []), self._bar)
 
 
 def _print_how_to_continue(run: Run) -> None:

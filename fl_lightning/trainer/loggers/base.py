@@ -30,8 +30,7 @@ def pixels(picture: Picture) -> np.ndarray:
 
     with style():
         (png,) = [picture.read_bytes()] if isinstance(picture, Path) else render(picture(), png={})
-    image: np.ndarray = np.rint(255 * imread(BytesIO(png))).astype(np.uint8)
-    return image
+    return np.asarray(np.rint(255 * imread(BytesIO(png))), np.uint8)
 
 
 @dataclass(frozen=True)

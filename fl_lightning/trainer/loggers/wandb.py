@@ -12,8 +12,7 @@ import numpy as np
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.loggers import WandbLogger as LightningWandbLogger
 
-from fl_lightning.core import UserError, style
-from fl_lightning.core.files import FROZEN
+from fl_lightning.core import FROZEN, UserError, style
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.results.configs import config_files
 from fl_lightning.results.metrics import average, best_of, is_result, mode_of, read_directions, read_run
@@ -60,8 +59,9 @@ class WandbLogger(LightningWandbLogger, FigureLogger):
         self.project, self.group, self.tags = project, group, tags
         self.run_name, self.entity, self.log_model = name, entity, log_model
         # an agent of a sweep on W&B waits for the run
-        default = "online" if os.environ.get("WANDB_SWEEP_ID") else "offline"
-        self.mode = mode or os.environ.get("WANDB_MODE") or default
+        self.mode = (
+            mode or os.environ.get("WANDB_MODE") or ("online" if os.environ.get("WANDB_SWEEP_ID") else "offline")
+        )
         self.run: Any = None  # a W&B run
 
     @property

@@ -285,9 +285,8 @@ def all_reduce_sum(fabric: Fabric, mine: Tensor) -> Tensor:
 
 def total(fabric: Fabric, mine: int) -> int:
     """Returns the sum of a whole number over all processes."""
-    if fabric.world_size == 1:
-        return mine  # no wait for a GPU
-    return int(all_reduce_sum(fabric, torch.tensor(mine, device=fabric.device)))
+    alone = fabric.world_size == 1  # no wait for a GPU
+    return mine if alone else int(all_reduce_sum(fabric, torch.tensor(mine, device=fabric.device)))
 
 
 def reduce(

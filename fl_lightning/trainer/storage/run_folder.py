@@ -1,7 +1,5 @@
 """The folder of a run, and the paths of its files."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil
@@ -15,8 +13,7 @@ from typing import Any
 
 import yaml
 
-from fl_lightning.core import UserError, ensure, write_atomically, writing
-from fl_lightning.core.files import FROZEN
+from fl_lightning.core import FROZEN, UserError, ensure, write_atomically, writing
 from fl_lightning.results.configs import changes, config_files, flatten
 
 
@@ -60,7 +57,7 @@ class RunFolder:
         return f"{self.name}/{self.path.resolve().name}"
 
     @classmethod
-    def create(cls, root: Path, name: str) -> RunFolder:
+    def create(cls, root: Path, name: str) -> "RunFolder":
         """Creates ``root/name/version_k`` with the first free k; several runs may start at once.
 
         Raises:
@@ -101,9 +98,8 @@ class RunFolder:
         for round, later in files.items():
             if round > rounds_done or (round == rounds_done and before == now):
                 later.unlink()
-        if not before or before == now:
-            return None
-        return f"settings changed after round {rounds_done}, see {path.name}: {'; '.join(changes(before, config))}"
+        said = f"settings changed after round {rounds_done}, see {path.name}: {'; '.join(changes(before, config))}"
+        return said if before and before != now else None
 
     def remove(self, root: Path) -> None:
         """Removes the folder with all in it, and those above it up to ``root`` that are empty then."""
@@ -115,7 +111,7 @@ class RunFolder:
                 above.rmdir()
 
     @classmethod
-    def of_checkpoint(cls, path: Path) -> RunFolder:
+    def of_checkpoint(cls, path: Path) -> "RunFolder":
         """Returns the run folder of a checkpoint.
 
         Raises:
