@@ -1,0 +1,55 @@
+"""Records without the operations that change nothing or repeat others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fl_lightning.engine.simplify import simplified
+
+
+def nothing(x: Tensor) -> Tensor:
+    return x.view(2, 3).expand(2, 3).detach().transpose(0, 1).transpose(1, 0) + x
+
+
+def twice(x: Tensor) -> Tensor:
+    return x.exp() + x.exp()
+
+
+def shapes(x: Tensor) -> Tensor:
+    return x.view(3, 2).transpose(0, 1) * 2
+
+
+def writes(x: Tensor) -> Tensor:
+    one, two = x.clone(), x.clone()
+    return one.add_(1) * two
+
+
+def random(x: Tensor) -> Tensor:
+    return torch.rand_like(x) - torch.rand_like(x)
+
+
+def operations(graph: GraphModule) -> int:
+    return sum(node.op == "call_function" for node in graph.graph.nodes)
+
+
+@pytest.mark.parametrize(
+    ("function", "before", "after"),
+    [(nothing, 6, 1), (twice, 3, 2), (shapes, 3, 3), (writes, 4, 4), (random, 3, 3)],
+)
+def test_fewer_operations_and_the_same_bits(function: Callable[[Tensor], Tensor], before: int, after: int) -> None:
+    x = torch.tensor([[0.1, -0.0, torch.inf], [1e-40, torch.nan, 3.0]])
+    graph = make_fx(lambda x: (function(x),))(x)
+    assert operations(graph) == before
+    shorter = simplified(graph)
+    assert operations(shorter) == after
+    if function is not random:
+        for v in (x, torch.randn(2, 3), torch.randn(3, 2).T):
+            if function is shapes:
+                v = v.contiguous()
+            assert torch.equal(shorter(v)[0].view(torch.int32), function(v).view(torch.int32))
