@@ -16,7 +16,7 @@ from fl_lightning.algorithms.module import SupervisedModule
 from fl_lightning.algorithms.parts.adaptive import AdamW, Lion  # noqa: F401  # in a config they go by bare name
 from fl_lightning.algorithms.parts.ascent import Ascent
 from fl_lightning.algorithms.parts.averaging import Averaging
-from fl_lightning.algorithms.parts.base import Part, check_owners, pair_of, value_of
+from fl_lightning.algorithms.parts.base import Part, check_owners, kept, pair_of, value_of
 from fl_lightning.algorithms.parts.buffers import Buffers, Policy
 from fl_lightning.algorithms.parts.local_optimizer import LocalOptimizer
 from fl_lightning.algorithms.parts.muon import Muon  # noqa: F401
@@ -238,6 +238,15 @@ class LocalObjective(Hooks, SupervisedModule):
             server = value_of(part.phase_end, server, uploads)
         return server
 
+    def finish_client(self, client: State, server: State) -> State:
+        """Returns what a client keeps after a phase.
+
+        Args:
+            client: Its state after local training.
+            server: The server's state after its step.
+        """
+        return kept(value_of(self.client_round_end, client, server), client)
+
     def finish_round(self, server: State, before: State, ctx: RoundContext) -> State:
         """Returns the server's state after a round that began with the state ``before``."""
         for part in self.all_parts:
@@ -275,8 +284,7 @@ class LocalObjective(Hooks, SupervisedModule):
             self.net,
             self.flat,
             self.optimizer,
-            self.local_step,
-            self.scratch_state,
+            self,
             lambda lr: ClientContext(self.trainer.current_epoch, epochs, 1, self.flat, lr=lr, K=1, k_lr=lr),
             lambda: self.trainer.accumulate_grad_batches,
         )

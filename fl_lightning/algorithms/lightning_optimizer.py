@@ -1,19 +1,17 @@
 """A local step as a torch optimizer, for ``lightning.Trainer``."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fl_lightning.algorithms.hooks import Hooks
 from fl_lightning.algorithms.module import Losses
-from fl_lightning.algorithms.parts.base import Gradient, Step
+from fl_lightning.algorithms.parts.base import value_of
 from fl_lightning.algorithms.parts.local_optimizer import LocalOptimizer
-from fl_lightning.core import ClientContext, FlatSpec, Init, State, UserError, unchanged
-
-LocalStep = Callable[[Tensor, Gradient, State, State, ClientContext], Step]
-"""`LocalObjective.local_step`."""
+from fl_lightning.core import ClientContext, FlatSpec, State, UserError, unchanged
 
 
 class CentralizedOptimizer(torch.optim.Optimizer):
@@ -25,8 +23,7 @@ class CentralizedOptimizer(torch.optim.Optimizer):
         net: The net.
         flat: Layout of its weights.
         optimizer: The local optimizer.
-        local_step: The algorithm's local step.
-        scratch: Initial values of the state that the local step keeps between steps.
+        hooks: The algorithm, of which the hooks of a step run.
         context: Returns the context of a step for a learning rate.
         accumulated: Returns the number of batches whose gradients a step accumulates.
     """
@@ -36,14 +33,13 @@ class CentralizedOptimizer(torch.optim.Optimizer):
         net: nn.Module,
         flat: FlatSpec,
         optimizer: LocalOptimizer,
-        local_step: LocalStep,
-        scratch: Mapping[str, Init],
+        hooks: Hooks,
         context: Callable[[float], ClientContext],
         accumulated: Callable[[], int],
     ) -> None:
         super().__init__(flat.parameters(net), {"lr": optimizer.lr})
-        self.net, self.flat, self.optimizer, self.local_step = net, flat, optimizer, local_step
-        self.scratch, self.context, self.accumulated = scratch, context, accumulated
+        self.net, self.flat, self.optimizer, self.hooks = net, flat, optimizer, hooks
+        self.context, self.accumulated = context, accumulated
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -63,7 +59,7 @@ class CentralizedOptimizer(torch.optim.Optimizer):
             raise UserError(
                 f"{type(self).__name__}.step needs a closure, as Lightning's automatic optimization passes it"
             )
-        net, flat, lr = self.net, self.flat, self.param_groups[0]["lr"]
+        net, flat, hooks = self.net, self.flat, self.hooks
         params: list[nn.Parameter] = self.param_groups[0]["params"]
         w, batches = flat.vector(net), self.accumulated()
         values: list[Any] = []
@@ -84,11 +80,13 @@ class CentralizedOptimizer(torch.optim.Optimizer):
                 values.append(closure())
             return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in params])
 
-        kept = {**self.scratch, **self.optimizer.named_state}
-        state, ctx = self.state[params[0]], self.context(lr)
+        kept = {**hooks.scratch_state, **self.optimizer.named_state}
+        state, ctx, received = self.state[params[0]], self.context(self.param_groups[0]["lr"]), State({"w": w})
         client = State(state.get("client") or State.initial(kept, w, w))
-        direction, client = self.local_step(w, grad, client | {"start": w}, State({"w": w}), ctx)
+        client |= {"start": w}
+        lr = value_of(hooks.step_lr, client, ctx)
+        direction, client = hooks.local_step(w, grad, client, received, ctx)
         w, client = self.optimizer.take(w, direction, client, lr, ctx)
         state["client"] = dict(client.only(kept))
-        flat.load(net, w)
+        flat.load(net, value_of(hooks.after_step, w, client, received, ctx))
         return values[0]

@@ -3,6 +3,7 @@
 import inspect
 import math
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, wraps
@@ -159,6 +160,7 @@ def check_arguments(function: Callable[..., Any], key: str, *args: Any, **kwargs
         kinds = {parameter.kind for parameter in parameters.values()}
         for name in () if inspect.Parameter.VAR_KEYWORD in kinds else {*kwargs} - {*parameters}:
             refuse_setting(key, name, kwargs[name], type(args[0]) if function.__name__ == "__init__" else function)
+        _refuse_second(error, key, kwargs)
         names = ", ".join([*parameters][1:])
         raise UserError(f"{function.__qualname__}({names}): {error}; give each argument once, by its name") from None
     for name, value in given.items():
@@ -173,9 +175,9 @@ def check_arguments(function: Callable[..., Any], key: str, *args: Any, **kwargs
             shown = repr(value) if isinstance(value, str) and "number" in words else _shown(value)
             require(False, f"{key}.{name}".lstrip("."), shown, f"give {words}")
     for name, parameter in parameters.items():
-        needed = parameter.default is parameter.empty and parameter.kind not in SEVERAL
-        words = f"give {_words(hints[name]).rstrip(',')}" if name in hints else "give a value"
-        ensure(name in given or not needed, f"{key}.{name}".lstrip(".") + f": missing; {words}")
+        if name not in given and parameter.default is parameter.empty and parameter.kind not in SEVERAL:
+            words = _words(hints[name]).rstrip(",") if name in hints else "a value"
+            raise UserError(f"{key}.{name}".lstrip(".") + f": missing; give {words}")
 
 
 def checked(method: CheckedMethod) -> CheckedMethod:
@@ -218,7 +220,7 @@ def fits(value: Any, hint: Any) -> bool:
     if kind in UNIONS:
         return any(fits(value, each) for each in args)
     if kind is Literal:
-        return isinstance(value, str) and value in args
+        return any(isinstance(value, type(each)) and value == each for each in args)
     if kind in LISTS:
         return isinstance(value, np.ndarray) or (
             isinstance(value, Sequence) and not isinstance(value, str) and _items_fit(value, kind, args)
@@ -247,6 +249,14 @@ def refuse_setting(key: str, name: str, value: Any, of: Callable[..., Any]) -> N
     require(False, f"{key}.{name}".lstrip("."), _shown(value), f"no such {'setting' if key else 'argument'}; {hint}")
 
 
+def _refuse_second(error: TypeError, key: str, kwargs: Mapping[str, Any]) -> None:
+    """Refuses the named argument of which Python says that it has a value already."""
+    found = re.search(r"multiple values for (?:keyword )?argument '(\w+)'", str(error))
+    if found and (name := found[1]) in kwargs:
+        remedy = "it has a value already, by its position or from the class; leave it out"
+        require(False, f"{key}.{name}".lstrip("."), _shown(kwargs[name]), remedy)
+
+
 def _finite(number: Real) -> bool:
     try:
         return math.isfinite(number)
@@ -263,7 +273,8 @@ def _items_fit(items: Sequence[Any], kind: Any, args: tuple[Any, ...]) -> bool:
 def _checking(init: Callable[..., None]) -> Callable[..., None]:
     @wraps(init)
     def checked_init(self: Checked, *args: Any, **kwargs: Any) -> None:
-        check_arguments(init, self.config_key.format(type(self).__name__), self, *args, **kwargs)
+        key = self.config_key.format(type(self).__name__)
+        check_arguments(init, key, self, *args, **kwargs)
         vars(self).setdefault(RAN, set()).add(checked_init)
         incomplete = (
             f"{type(self).__name__}: its constructor must call super().__init__() first, with the other arguments"
@@ -272,6 +283,9 @@ def _checking(init: Callable[..., None]) -> Callable[..., None]:
             init(self, *args, **kwargs)
         except AttributeError as error:
             ensure("before Module.__init__" not in str(error), incomplete)
+            raise
+        except TypeError as error:
+            _refuse_second(error, key, kwargs)
             raise
         if type(self).__init__ is checked_init:
             constructors = [c.__init__ for c in type(self).__mro__ if issubclass(c, Checked) and "__init__" in vars(c)]
@@ -313,9 +327,9 @@ def _words(hint: Any) -> str:
     if kind in UNIONS:
         return " or ".join(_words(each) for each in args)
     if kind is Literal:
-        return f"one of {', '.join(args)}"
+        return f"one of {', '.join(map(str, args))}"
     if kind in LISTS:
-        return "a list" + (f", each {_words(args[0])}," if args else "")
+        return "a list" + (f", each {_words(args[0]).rstrip(',')}," if args else "")
     return str(getattr(kind, "__name__", kind))
 
 

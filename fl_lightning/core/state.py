@@ -229,11 +229,11 @@ class Uploads:
         n: Number of clients in the averages, S.
         samples: Number of their samples.
         names: Uploaded names.
-        share: Called with a sum of an uploaded name when it is first read, to add what other processes have, in place;
-            None: the sums are complete.
+        share: Called with the sums, and the name and kind of one that is read, until it has added to that one, in
+            place, what other processes have; returns name and kind of the one to which it has. None: all are complete.
     """
 
-    share: Callable[[Tensor], object] | None = None
+    share: Callable[[Mapping[str, Tensor], str, int], tuple[str, int]] | None = None
 
     def __init__(
         self, names: Iterable[str], weighting: Weighting, clients: Sequence[ClientContext], like: Tensor
@@ -269,8 +269,6 @@ class Uploads:
 
     def _sum(self, name: str, kind: int) -> Tensor:
         """Returns a sum, plain (0) or weighted by samples (1)."""
-        found = self._sums[name][kind]
-        if self.share is not None and (name, kind) not in self._shared:
-            self.share(found)
-            self._shared.add((name, kind))
-        return found
+        while self.share is not None and (name, kind) not in self._shared:
+            self._shared.add(self.share(self._sums, name, kind))
+        return self._sums[name][kind]

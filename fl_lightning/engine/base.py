@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.algorithms.module import Losses
-from fl_lightning.algorithms.parts.base import pair_of, value_of
+from fl_lightning.algorithms.parts.base import kept, pair_of, value_of
 from fl_lightning.algorithms.parts.local_optimizer import Take
 from fl_lightning.core import Autocast, ClientContext, Draws, FlatNet, State, Upload, UserError
 from fl_lightning.data.minibatches import Minibatches
@@ -128,25 +128,6 @@ def changed(objective: LocalObjective, settings: Mapping[str, float | Tensor]) -
     return copies[""]  # type: ignore[no-any-return]
 
 
-def _kept(client: State, before: State) -> State:
-    """Returns the declared names of the state that a hook returns.
-
-    Args:
-        client: What the hook returns; a value that several clients share may lack their axis.
-        before: The state that it got.
-
-    Raises:
-        UserError: If a value has another shape than declared.
-    """
-    for name, old in before.items():
-        found, declared = client[name].shape, old.shape
-        if found[-1:] != declared[-1:] or len(found) > len(declared):
-            raise UserError(
-                f"state '{name}': a hook returns shape {tuple(found)}; return its declared shape {tuple(declared)}"
-            )
-    return client.only(before)
-
-
 class Engine:
     """Runs local training. All engines run the same hooks and give the same numbers, up to rounding.
 
@@ -216,8 +197,8 @@ class Engine:
             client |= {name: value for name, value in initial.items() if client.get(name) is state[name]}
         teachers, constants = objective.teachers(client, received), objective.loss_constants(client, received, ctx)
         fixed = Fixed(received, start, teachers, constants, ctx, optimizer.begin(objective.flat, start))
-        kept = State({name: value.expand_as(state[name]) for name, value in _kept(client, state).items()})
-        return Carry(start.expand_as(like), kept, like.new_zeros(like.shape[:-1])), fixed
+        state = State({name: value.expand_as(state[name]) for name, value in kept(client, state).items()})
+        return Carry(start.expand_as(like), state, like.new_zeros(like.shape[:-1])), fixed
 
     def step(self, carry: Carry, fixed: Fixed, evaluate: Evaluation) -> Carry:
         """Takes one local step.
@@ -256,7 +237,7 @@ class Engine:
                 f"model.optimizer = {name}: weights of shape {tuple(carry.w.shape)} have shape {tuple(w.shape)} after "
                 "a step; the direction and the step must keep it"
             )
-        return Carry(w, _kept(client, carry.state), losses[0])
+        return Carry(w, kept(client, carry.state), losses[0])
 
     def finish(self, carry: Carry, fixed: Fixed) -> tuple[Upload, State]:
         """Calls the hooks after the last step; returns the upload, and the state that the client keeps."""
@@ -264,7 +245,7 @@ class Engine:
         if fixed.ctx.draws is not None:
             fixed.ctx.draws.move_to(Draws.END)
         upload, client = objective.finish_local(carry.w, client, fixed.received, fixed.ctx)
-        return upload, _kept(client, carry.state).only(objective.client_inits())
+        return upload, kept(client, carry.state).only(objective.client_inits())
 
     def context(self, job: Job) -> ClientContext:
         """Returns the context that the hooks see: with the client's class counts if the objective uses them."""

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from fl_lightning.algorithms.base import LocalObjective
+from fl_lightning.algorithms.feddyn import FedDyn
+from fl_lightning.algorithms.hooks import Hooks
 from fl_lightning.core import Init, State, Upload, UserError, ensure, require, seeded
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.engine import ENGINES, Engine, EngineName, Job, LocalResult
@@ -80,6 +82,11 @@ def check(trainer: FederatedTrainer, model: LocalObjective, datamodule: Federate
     ensure(
         not getattr(model, "virtual", False),
         "model.absent = virtual: clients' duals change after the round, when they are on the nodes; set it to kept",
+    )
+    ensure(
+        type(model).client_round_end in (Hooks.client_round_end, FedDyn.client_round_end),
+        f"model = {type(model).__name__}: its client_round_end changes states after the round, when they are on the "
+        "nodes; train it without Flower",
     )
     ensure(not datamodule.stream, "data.stream = true: samples are read on the nodes; set it to false")
     for callback in trainer.callbacks:

@@ -206,8 +206,9 @@ def _plot_rows(groups: Mapping[str, Pairs], flatness: str, metric: str) -> Figur
             axes.set(xlabel=title, ylim=(-0.7, len(order) - 0.3))
             axes.grid(alpha=0.3)
             if column == 1 and min(means) > 0 and max(means) < 1:
-                axes.set_xscale("logit")  # 0.9 and 0.99 are as far apart as 0.99 and 0.999
-                low, high = axes.get_xlim()
+                # 0.9 and 0.99 are as far apart as 0.99 and 0.999; a deviation may reach beyond 0 or 1
+                axes.set_xscale("logit", nonpositive="clip")
+                low, high = axes.set_xlim(min(means) / 2, 1 - (1 - max(means)) / 2)
                 shown = [
                     tick for tick in (0.05, 0.2, 0.5, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.999) if low < tick < high
                 ]

@@ -10,7 +10,7 @@ from itertools import takewhile
 import torch
 from torch import Tensor
 
-from fl_lightning.algorithms.parts.base import Part, value_of
+from fl_lightning.algorithms.parts.base import Part
 from fl_lightning.core import State, accumulator_dtype
 from fl_lightning.data.minibatches import CHUNK
 from fl_lightning.engine import Job
@@ -126,7 +126,7 @@ def _train(run: Run, cohorts: Sequence[Cohort]) -> list[Trained]:
                 uploads.add(each, client.n_k)
             after = objective.finish_phase(server, sent, uploads, ctx)
             server = objective.finish_round(after, server, ctx)
-            kept = [value_of(objective.client_round_end, State(row), server) for row in _by_client(state, len(jobs))]
+            kept = [objective.finish_client(State(row), server) for row in _by_client(state, len(jobs))]
             new = dict(zip(cohort.clients, kept, strict=True))
             rows |= new
             bits = len(jobs) * (objective.bits(sent, up=False) + objective.bits(arrived[0], up=True))

@@ -8,7 +8,6 @@ from functools import partial
 
 import torch
 
-from fl_lightning.algorithms.parts.base import value_of
 from fl_lightning.core import DivergenceError, State
 from fl_lightning.engine import Engine, Job, LocalResult
 from fl_lightning.trainer import divergence
@@ -248,7 +247,7 @@ class Phase:
         after = rule.phase_end(objective.finish_phase(of.server, self.sent, uploads, self.ctx), uploads)
         divergence.check_finite(self.run, after, self.ctx.t)
         of.server = objective.finish_round(after, self.run.server, self.ctx) if self.last else after
-        of.rows |= {k: value_of(objective.client_round_end, row, of.server) for k, row in arrivals.rows().items()}
+        of.rows |= {k: objective.finish_client(row, of.server) for k, row in arrivals.rows().items()}
         of.losses = arrivals.losses
 
     def _count(self, refused: list[int]) -> None:

@@ -321,6 +321,11 @@ class NoServer(LocalObjective):
         super().server_step(server, sent, uploads, ctx)
 
 
+class WrongRow(Mixer):
+    def client_round_end(self, client: State, server: State) -> State:
+        return client.replace(h=server.w.mean(-1, keepdim=True))
+
+
 class NoRow(Mixer):
     def client_round_end(self, client: State, server: State) -> Any: ...
 
@@ -358,7 +363,13 @@ class Taller(SGD):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (lambda: WrongState(net=Small()), "state 'h': a hook returns shape (1,); return its declared shape (307,)"),
+        *[
+            (
+                lambda kind=kind: kind(net=Small()),
+                "state 'h': a hook returns shape (1,); return its declared shape (307,)",
+            )
+            for kind in (WrongState, WrongRow)
+        ],
         (
             lambda: FedAvg(net=Small(), optimizer=Taller(0.1)),
             "model.optimizer = Taller: weights of shape (307,) have shape (1, 307) after a step; the direction and the "
@@ -366,7 +377,7 @@ class Taller(SGD):
         ),
         (lambda: Undeclared(net=Small()), "no state 'extra' here; there are: start"),
     ],
-    ids=["state", "weights", "undeclared"],
+    ids=["state", "row", "weights", "undeclared"],
 )
 def test_sequential_refuses_other_shapes_and_names(wrong: Any, message: str, tmp_path: Path) -> None:
     with pytest.raises((UserError, AttributeError)) as error:

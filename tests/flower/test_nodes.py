@@ -446,6 +446,7 @@ def test_command_writes_an_app_of_the_config(tmp_path: Path) -> None:
         (["--trainer.devices=2", "--trainer.strategy=ddp"], "trainer.devices = 2"),
         (["--data.stream=true"], "data.stream = true"),
         (["--model=AFedPD"], "model.absent = virtual"),
+        (["--model=tests.flower.nodes.Noting"], "model = Noting: its client_round_end "),
         (["--trainer.callbacks=[FlatnessMonitor]"], "trainer.callbacks: FlatnessMonitor"),
         (["--trainer.callbacks=[Trajectory]"], "trainer.callbacks: Trajectory"),
         (["--nodes=0"], "nodes = 0"),

@@ -122,6 +122,15 @@ class Wild(SCAFFOLD):
         return {**upload, "w": torch.full_like(w, float("nan"))} if ctx.t == 0 and ctx.n_k < 100 else upload, client
 
 
+class Unordered(SCAFFOLD):
+    """Each process reads the uploads in an order of its own, as from a set."""
+
+    def server_step(self, server, sent, uploads, ctx):
+        if torch.distributed.is_initialized() and torch.distributed.get_rank() == 1:
+            uploads.weighted("w")
+        return super().server_step(server, sent, uploads, ctx)
+
+
 class FailOn(Callback):
     """Fails in the third round."""
 
@@ -234,8 +243,8 @@ def test_two_processes(folder: Path) -> None:
     """Evaluation, too, is shared, though 400 samples are one batch."""
     args = [*ARGS, METRICS.format(300), "--data=many.Parts", "--data.eval_batch_size=400"]
     args += ["--model.metrics=[many.Largest]"]
-    one = run("fit", *args, root=folder / "one", model="SCAFFOLD")
-    there = launch(2, "fit", "--model=SCAFFOLD", *DIGITS, *args, cwd=folder)
+    one = run("fit", *args, root=folder / "one", model="many.Unordered")
+    there = launch(2, "fit", "--model=many.Unordered", *DIGITS, *args, cwd=folder)
     assert_same(state(there), state(one))
     assert state(one)["ids"].tolist() == [0, 1, 2, 3, 4, 5]
     assert_metrics(there, one, 1e-5)

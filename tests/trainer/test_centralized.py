@@ -47,14 +47,28 @@ def trainer(folder: Path, epochs: int, **options: Any) -> L.Trainer:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("ascent", [None, SAM(0.1), ASAM(0.5)], ids=["SGD", "SAM", "ASAM"])
-def test_is_the_federation_of_one_client(golden: Golden, tmp_path: Path, ascent: Any) -> None:
+class Projected(FedAvg):
+    """With the other two hooks of a local step."""
+
+    def step_lr(self, client: Any, ctx: Any) -> float:
+        return float(0.5 * ctx.lr)
+
+    def after_step(self, w: torch.Tensor, client: Any, received: Any, ctx: Any) -> torch.Tensor:
+        return w.clamp(-0.1, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "ascent"),
+    [(FedAvg, None), (FedAvg, SAM(0.1)), (FedAvg, ASAM(0.5)), (Projected, None)],
+    ids=["SGD", "SAM", "ASAM", "own hooks"],
+)
+def test_is_the_federation_of_one_client(golden: Golden, tmp_path: Path, kind: Any, ascent: Any) -> None:
     """Full batches: E epochs of lightning.Trainer are E local steps of the only client, momentum and decay included."""
     optimizer = SGD(lr=0.1, momentum=0.9, weight_decay=1e-3)
     x, y = golden.arrays[0]
     data = Arrays(client_arrays=[(x, y)], test=golden.test, batch_size=None)
 
-    central = FedAvg(net=golden.net(), optimizer=optimizer, ascent=ascent)
+    central = kind(net=golden.net(), optimizer=optimizer, ascent=ascent)
     trainer(tmp_path, epochs=6).fit(central, datamodule=data)
 
     record = Trajectory()
@@ -62,7 +76,7 @@ def test_is_the_federation_of_one_client(golden: Golden, tmp_path: Path, ascent:
         max_rounds=1, clients_per_round=1, local_steps=6, accelerator="cpu", callbacks=[record],
         enable_progress_bar=False, default_root_dir=str(tmp_path),
     )  # fmt: skip
-    federated.fit(FedAvg(net=golden.net(), optimizer=optimizer, ascent=ascent), data)
+    federated.fit(kind(net=golden.net(), optimizer=optimizer, ascent=ascent), data)
 
     w = central.flat.vector(central.net)
     torch.testing.assert_close(w, record.server[-1].w, rtol=0, atol=1e-6)

@@ -198,7 +198,7 @@ def test_numbers_as_targets(tmp_path: Path) -> None:
     assert found.metrics["server/clients/mae_worst"] == last.columns["mae"].max() > last.columns["mae"].min()
     unowned = FromDataset(train, test, [k % 3 for k in range(90)], task="regression", batch_size=30)
     with pytest.raises(UserError, match=r"mae has no mean over classes"):
-        fit(tmp_path, model, unowned, watched())
+        fit(tmp_path, FedAvg(net, loss=nn.MSELoss(reduction="none")), unowned, watched())
 
 
 # Local models

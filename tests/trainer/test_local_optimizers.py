@@ -285,7 +285,7 @@ def test_centralized(name: str, tmp_path: Path) -> None:
     flat = one.flat
     x, y = torch.rand(20, 64, generator=generator(0, "x")), torch.arange(20) % 10
     centralized = CentralizedOptimizer(
-        one.net, flat, one.optimizer, one.local_step, {}, lambda lr: ClientContext(0, 1, 1, flat, lr=lr), lambda: 1
+        one.net, flat, one.optimizer, one, lambda lr: ClientContext(0, 1, 1, flat, lr=lr), lambda: 1
     )
 
     def closure() -> Tensor:

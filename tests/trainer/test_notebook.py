@@ -22,6 +22,8 @@ from fl_lightning import (
     Dirichlet,
     FedAvg,
     FederatedTrainer,
+    FedGMT,
+    FedTOGA,
     FlatnessMonitor,
     LoRA,
     UserError,
@@ -80,6 +82,12 @@ def test_objects_show_shapes_and_settings(tmp_path: Path) -> None:
             "FederatedTrainer.test(model, datamodule, ckpt_path): too many positional arguments; give each argument "
             "once, by its name",
         ),
+        (
+            lambda: FedTOGA(DigitsMLP(), ascent=SAM()),
+            "model.ascent = a SAM: it has a value already, by its position or from the class; leave it out",
+        ),
+        (lambda: FedGMT(DigitsMLP(), prox="squared"), "model.prox = squared: it has a value already, "),
+        (lambda: SGD(0.1, lr=0.2), "model.optimizer.lr = 0.2: it has a value already, "),  # type: ignore[misc]
         (lambda: trainer().fit(FedAvg(DigitsMLP()), Digits(), 3), "ckpt_path = 3: give text or null"),  # type: ignore[arg-type]
         (lambda: LoRA(DigitsMLP()), "model.net.targets: missing; give a list, each text"),  # type: ignore[call-arg]
         (lambda: FedAvg(net=DigitsMLP), "model.net = the class DigitsMLP: give Module, such as DigitsMLP(...)"),  # type: ignore[arg-type]

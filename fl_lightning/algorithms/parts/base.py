@@ -119,6 +119,27 @@ def pair_of(hook: Callable[P, tuple[A, B]], *args: P.args, **kwargs: P.kwargs) -
     return found
 
 
+def kept(client: State, before: State) -> State:
+    """Returns the declared names of the state that a client's hook returns.
+
+    Args:
+        client: What the hook returns; a value that several clients share may lack their axis.
+        before: The state that it got.
+
+    Raises:
+        UserError: If a value has another shape than declared.
+        AttributeError: If a declared name is missing.
+    """
+    client = client.only(before)
+    for name, old in before.items():
+        found, declared = client[name].shape, old.shape
+        if found[-1:] != declared[-1:] or len(found) > len(declared):
+            raise UserError(
+                f"state '{name}': a hook returns shape {tuple(found)}; return its declared shape {tuple(declared)}"
+            )
+    return client
+
+
 def _returns(hook: Any, what: str, wanted: str) -> UserError:
     name = f"{type(hook.__self__).__name__}.{hook.__name__}"
     return UserError(f"{name} returns {what}; return {wanted}, as the docstring of this hook in the base class says")

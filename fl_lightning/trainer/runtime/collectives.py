@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -297,6 +296,8 @@ def reduce(
 ) -> None:
     """Sums the uploads of all processes; each sum travels when the server's step first reads it, on every process.
 
+    They travel in the order in which rank 0 reads them: that of a set is another one on each process.
+
     Args:
         fabric: The processes.
         uploads: The sums; they are changed in place.
@@ -306,4 +307,16 @@ def reduce(
     """
     if fabric.world_size > 1:
         uploads.change(lambda name, sums: like.new_zeros(2, *shapes[name]) if sums is None else sums)
-        uploads.share = partial(dist.broadcast, src=0) if deterministic else dist.all_reduce
+        places = [(name, kind) for name in uploads.names for kind in (0, 1)]
+
+        def share(sums: Mapping[str, Tensor], *asked: Any) -> tuple[str, int]:
+            place = torch.tensor(places.index(asked), device=like.device)
+            dist.broadcast(place, src=0)
+            name, kind = places[int(place)]
+            if deterministic:
+                dist.broadcast(sums[name][kind], src=0)
+            else:
+                dist.all_reduce(sums[name][kind])
+            return name, kind
+
+        uploads.share = share
