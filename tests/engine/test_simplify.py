@@ -31,7 +31,23 @@ def writes(x: Tensor) -> Tensor:
 
 
 def random(x: Tensor) -> Tensor:
-    return torch.rand_like(x) - torch.rand_like(x)
+    return torch.randn_like(x) - torch.randn_like(x)
+
+
+def zeros(x: Tensor) -> Tensor:
+    """-0.0 + 0.0 is 0.0, and -0.0 + -0.0 is -0.0; Python takes both for equal."""
+    return torch.copysign(x + 0.0, x + -0.0)
+
+
+def dtypes(x: Tensor) -> Tensor:
+    """Of integers, 1 makes integers, and 1.0 floats; Python takes them for equal, too."""
+    signs = x.signbit().int()
+    return (signs * 1 / 2).floor() + signs * 1.0 / 2 + (signs * 1).div(2, rounding_mode="floor")
+
+
+def strides(x: Tensor) -> Tensor:
+    """A view of the same shape may have other strides, by which convolutions and products choose their kernels."""
+    return x.as_strided((1, 2), (3, 1)).view(1, 2) * 2
 
 
 def operations(graph: GraphModule) -> int:
@@ -40,7 +56,16 @@ def operations(graph: GraphModule) -> int:
 
 @pytest.mark.parametrize(
     ("function", "before", "after"),
-    [(nothing, 6, 1), (twice, 3, 2), (shapes, 3, 3), (writes, 4, 4), (random, 3, 3)],
+    [
+        (nothing, 6, 1),
+        (twice, 3, 2),
+        (shapes, 3, 3),
+        (writes, 4, 4),
+        (random, 3, 3),
+        (zeros, 3, 3),
+        (dtypes, 11, 10),
+        (strides, 3, 3),
+    ],
 )
 def test_fewer_operations_and_the_same_bits(function: Callable[[Tensor], Tensor], before: int, after: int) -> None:
     x = torch.tensor([[0.1, -0.0, torch.inf], [1e-40, torch.nan, 3.0]])
