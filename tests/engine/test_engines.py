@@ -224,6 +224,14 @@ def test_refuses_what_cannot_be_batched(objective: LocalObjective, engine: str, 
     train(tmp_path, FedAvg(net=Net()), "sequential")
 
 
+def test_layer_norm_of_bfloat16_is_refused(tmp_path: Path) -> None:
+    """torch differentiates it under vmap in one dtype only."""
+    net = nn.Sequential(nn.Flatten(), nn.Linear(72, 8), nn.LayerNorm(8), nn.Linear(8, 3))
+    with pytest.raises(UserError, match=r"cannot be batched .*scalar type.*use sequential"):
+        train(tmp_path, FedAvg(net=net), "batched", precision="bf16-mixed")
+    train(tmp_path, FedAvg(net=net), "sequential", precision="bf16-mixed")
+
+
 class Noisy(LocalObjective):
     """Draws in all hooks of a client but those in `without`."""
 
