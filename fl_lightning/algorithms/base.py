@@ -16,6 +16,7 @@ from fl_lightning.algorithms.parts.ascent import Ascent
 from fl_lightning.algorithms.parts.averaging import Averaging
 from fl_lightning.algorithms.parts.base import Part, check_owners, kept, pair_of, value_of
 from fl_lightning.algorithms.parts.buffers import Buffers, Policy
+from fl_lightning.algorithms.parts.compress import Compress  # noqa: F401
 from fl_lightning.algorithms.parts.local_optimizer import LocalOptimizer
 from fl_lightning.algorithms.parts.muon import Muon  # noqa: F401
 from fl_lightning.algorithms.parts.relaxed import RelaxedInit
@@ -120,6 +121,8 @@ class LocalObjective(Hooks, SupervisedModule):
     def constructed(self, arguments: BoundArguments) -> None:
         """Checks that each name has one owner, once subclasses have declared their own."""
         super().constructed(arguments)
+        for part in self.parts:
+            part.attach(self)
         name = type(self).__name__
         owners = [(f"{owner.config_key} = {type(owner).__name__}", owner) for owner in self._owners]
         local = [(label, [*owner.client_state, *owner.scratch_state]) for label, owner in owners]

@@ -15,7 +15,7 @@ from torch import Tensor
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.algorithms.feddyn import FedDyn
 from fl_lightning.algorithms.hooks import Hooks
-from fl_lightning.core import Init, State, Upload, UserError, ensure, require, seeded
+from fl_lightning.core import Draws, Init, State, Upload, UserError, ensure, require, seeded
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.engine import ENGINES, Engine, EngineName, Job, LocalResult
 from fl_lightning.flower.messages import CONTEXT, Message, NodeLost, Send, Value, checksum, row_of, version_in
@@ -193,6 +193,7 @@ class RemoteEngine(Engine):
     def __init__(self, run: RemoteRun) -> None:
         super().__init__(run.objective, run.net, run.fabric.autocast)
         self.run = run
+        self.objective.parts = [part.remote() for part in self.objective.parts]
         self._lost: set[int] = set()
         self._refused: set[int] = set()
         self._empty: dict[int, Upload] = {}
@@ -252,13 +253,13 @@ class RemoteEngine(Engine):
             state = State({KEPT: like.new_full((3,), torch.nan)})
         try:
             values, arrived = reply.values[f"client.{job.client}"], reply.tensors[f"up.{job.client}"]
-            upload = {name: _checked(name, arrived[name], wanted).to(like) for name, wanted in empty.items()}
+            upload = self._decoded({name: _checked(name, arrived[name], wanted) for name, wanted in empty.items()}, job)
             loss = like.new_tensor(float(values["loss"]))
             # a state that is not finite stays on its node
             if self.run.clients.inits and values["finite"]:
                 state = State({KEPT: row_of(_version(values["version"]), like)})
         except (KeyError, TypeError, ValueError) as error:
-            upload = {name: torch.full_like(wanted, torch.nan) for name, wanted in empty.items()}
+            upload = {name: v * torch.nan for name, v in self._decoded(empty, job).items()}
             if job.client not in self._refused and len(self._refused) < LINES:
                 what = f"its reply lacks {error}" if isinstance(error, KeyError) else str(error)
                 self.run.fabric.print(
@@ -268,6 +269,14 @@ class RemoteEngine(Engine):
         # the local model is not on the wire, and nothing on the server reads it
         w, finite = upload.get("w", like), State(upload).finite() & state.finite()
         return LocalResult(job.client, job.received, w, upload, state, loss, job.ctx, finite)
+
+    def _decoded(self, upload: Upload, job: Job) -> Upload:
+        """Returns what has travelled as the upload of a client."""
+        draws = self.draws([job])
+        draws.move_to(Draws.END)
+        for part in self.objective.parts:
+            upload = part.arrived(upload, job.received, replace(job.ctx, draws=draws))
+        return {name: value.to(job.received.w) for name, value in upload.items()}
 
     def _upload_without_steps(self, job: Job) -> Upload:
         """Returns the upload of a new client that takes no step: names, shapes and dtypes of every client's."""

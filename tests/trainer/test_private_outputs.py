@@ -69,6 +69,7 @@ PARTS: dict[str, dict[str, Any]] = {
     **{kind.__name__: {"server_update": kind()} for kind in
        (fl.ServerUpdate, fl.ServerMomentum, fl.ServerAdam, fl.ServerAdagrad, fl.ServerYogi)},
     **{kind.__name__: {"averaging": kind()} for kind in (fl.SWA, fl.EMA, fl.LastTwo)},
+    "Compress": {"parts": [fl.Compress()]},
     "`relaxed_init`": {"relaxed_init": 0.1},
     **{f"`buffers: {policy}`": {"buffers": policy, "net": nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))}
        for policy in ("average", "local", "reset")},

@@ -50,6 +50,16 @@ class Part(Checked, key="model.parts"):
         """Returns the part for one objective: itself, or a copy that depends on the layout of the weights."""
         return self
 
+    def attach(self, objective: Any) -> None:
+        """Takes from the objective what the part depends on, such as its uploads; once, after all constructors.
+
+        Args:
+            objective: The `LocalObjective`; nothing may have been declared of it later.
+
+        Raises:
+            UserError: If the part does not fit it.
+        """
+
     def local_lr(self, lr: float, ctx: RoundContext) -> float:
         """Returns the clients' learning rate in this round, given the one that it would be without this part."""
         return lr
@@ -70,6 +80,18 @@ class Part(Checked, key="model.parts"):
         A part may change what the algorithm uploads, as compression does; the server averages the values returned here.
         """
         return upload, client
+
+    def remote(self) -> Part:
+        """Returns the part for clients on other machines, whose uploads are what travels; `arrived` decodes it."""
+        return self
+
+    def arrived(self, upload: Upload, received: State, ctx: ClientContext) -> Upload:
+        """Returns the upload of a client on another machine, given what has travelled.
+
+        Raises:
+            ValueError: If this cannot be decoded.
+        """
+        return upload
 
     def bits(self, bits: Mapping[str, int], values: Mapping[str, Tensor], up: bool) -> Mapping[str, int]:
         """Returns the bits that each value takes on the wire, by name: the length of its encoding.

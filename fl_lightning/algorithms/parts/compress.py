@@ -1,0 +1,140 @@
+"""Compressed uploads with error feedback."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from copy import copy
+from functools import partial
+from typing import Annotated, Any, Literal
+
+import torch
+from torch import Tensor
+
+from fl_lightning.algorithms.parts.base import Part
+from fl_lightning.algorithms.parts.compressors import QSGD, Compressor, RandK, Sign, TopK, pack, unpack
+from fl_lightning.core import ClientContext, FlatSpec, Init, Interval, PositiveInt, State, Upload, ensure, require
+
+KEY = "model.parts = Compress"
+DEFAULTS = {"rate": 0.01, "levels": 15, "bucket": 512}
+SETTINGS = {"topk": ("rate",), "randk": ("rate",), "qsgd": ("levels", "bucket"), "sign": ()}
+
+
+class Compress(Part):
+    """What a client uploads is compressed: its change, and what earlier rounds have left out of it.
+
+    Of each upload with a reference r (`LocalObjective.references`) the client compresses ``x = e + (upload - r)``. What
+    arrives is ``r + C(x)``, and the client keeps ``e = x - C(x)``. Scalars and buffers travel as they are. Whatever
+    acts on uploads (faults, rules, clipping, noise) acts on what arrives. It stands last in the list.
+
+    Args:
+        method: C. topk: the largest magnitudes. randk: numbers at random places. qsgd: random rounding to levels
+            (Alistarh et al., NeurIPS 2017). sign: signs times the mean magnitude (Karimireddy et al., ICML 2019).
+        rate: Share of the numbers that topk and randk send; 1: the uploads as they are.
+        levels: Levels s of qsgd.
+        bucket: Numbers of qsgd that share a norm; null: all.
+        error_feedback: Whether a client keeps what was left out (otherwise e is 0). With it qsgd is divided by
+            1 + omega, where omega = min(B / s^2, sqrt(B) / s) for B numbers in a bucket; without it randk is multiplied
+            by d/k. null: true, but for qsgd with omega up to 2 false.
+
+    Raises:
+        UserError: If a setting does not fit the method, or compression does not fit the algorithm.
+    """
+
+    def __init__(
+        self,
+        method: Literal["topk", "randk", "qsgd", "sign"] = "topk",
+        rate: Annotated[float, Interval("(0, 1]")] = 0.01,
+        levels: Annotated[int, Interval("[1, 32767]")] = 15,
+        bucket: PositiveInt | None = 512,
+        error_feedback: bool | None = None,
+    ) -> None:
+        self.method, self.rate, self.levels, self.bucket = method, rate, levels, bucket
+        self.error_feedback, self.packs = error_feedback, False
+        for name in DEFAULTS.keys() - SETTINGS[method]:
+            value = getattr(self, name)
+            require(value == DEFAULTS[name], f"{KEY}: {name}", value, f"{method} has no such setting; leave it out")
+        self.compressor: Compressor
+
+    def bind(self, flat: FlatSpec) -> Part:
+        """Returns a part for this layout; one that does nothing if all numbers travel."""
+        bound, s, B = copy(self), self.levels, min(self.bucket or flat.d, flat.d)
+        omega = min(B / s**2, B**0.5 / s) if self.method == "qsgd" else 0.0
+        if self.error_feedback is None:
+            bound.error_feedback = self.method != "qsgd"
+            problem = f"qsgd's variance may be {omega:.3g} times the square; give true or false, or more levels"
+            require(omega <= 2, f"{KEY}: error_feedback", "null", problem)
+        match self.method:
+            case "qsgd":
+                bound.compressor = QSGD(s, self.bucket, 1 + omega if bound.error_feedback else 1.0)
+            case "sign":
+                bound.compressor = Sign()
+            case method:
+                top = TopK(self.rate)
+                bound.compressor = top if method == "topk" else RandK(self.rate, scaled=not bound.error_feedback)
+                return Part() if top.k(flat.d) == flat.d else bound
+        return bound
+
+    def attach(self, objective: Any) -> None:
+        """Finds what is compressed.
+
+        Raises:
+            UserError: If server and clients both sum up what is compressed, or the server needs it exactly.
+        """
+        name, inits, of = type(objective).__name__, objective.server_inits(), objective.all_references
+        both = ", ".join(sorted(({*objective.client_inits()} & {*inits}) - {*objective.sums.values()}))
+        exact = ", ".join(upload for upload in objective.up if upload not in of)
+        remedy = "leave it out, or choose another algorithm"
+        ensure(not both, f"{KEY}: {name} keeps {both} on server and clients, which would drift apart; {remedy}")
+        ensure(not exact, f"{KEY}: {name}'s server computes with the exact upload {exact}; {remedy}")
+        ensure(objective.parts[-1] is self, f"{KEY}: a part after it would change what it has compressed; list it last")
+        vectors = [n for n in objective.up if isinstance(of[n], str) and not isinstance(inits.get(of[n]), int | float)]
+        self.uploads = [(n, of[n], f"Compress.{n}", objective.sums.get(n)) for n in vectors]
+        kept = {e: inits.get(r, "zeros") for _, r, e, total in self.uploads if self.error_feedback and total is None}
+        self.client_state = {e: partial(_zeros, init) for e, init in kept.items()}
+
+    def local_end(
+        self, w: Tensor, upload: Upload, client: State, received: State, ctx: ClientContext
+    ) -> tuple[Upload, State]:
+        """Uploads ``r + C(x)`` and keeps ``x - C(x)``."""
+        for name, of, e, total in self.uploads:
+            r = received.get(of, torch.zeros_like(received.w))
+            change = (upload[name] - r).expand(*w.shape[:-1], -1)
+            x = client[e] + change if e in self.client_state else change
+            drawn = self.compressor.draw(x, ctx)
+            code = self.compressor.encode(x, drawn)
+            y = self.compressor.decode(code, x.shape[-1], drawn)
+            upload = {**upload, name: pack(code, self._widths(r)) if self.packs else r + y}
+            if e in self.client_state:
+                client = client.replace(**{e: x - y})
+            if total is not None:  # what is left out is in the next change
+                client = client.replace(**{total: client[total] + (y - change)})
+        return upload, client
+
+    def remote(self) -> Compress:
+        """Returns a part that uploads the code itself, as bytes."""
+        remote = copy(self)
+        remote.packs = True
+        return remote
+
+    def arrived(self, upload: Upload, received: State, ctx: ClientContext) -> Upload:
+        """Decodes the bytes."""
+        for name, of, *_ in self.uploads:
+            r = received.get(of, torch.zeros_like(received.w))
+            code, d = unpack(upload[name], self._widths(r), r), r.shape[-1]
+            known = self.method != "topk" or int(code[1].max()) < d
+            ensure(known, f"its upload {name} has a place beyond its {d} numbers")
+            upload = {**upload, name: r + self.compressor.decode(code, d, self.compressor.draw(r, ctx))}
+        return upload
+
+    def bits(self, bits: Mapping[str, int], values: Mapping[str, Tensor], up: bool) -> Mapping[str, int]:
+        """Returns the lengths of the codes."""
+        lengths = {n: sum(k * width for k, width in self._widths(values[n])) for n, *_ in self.uploads if up}
+        return {**bits, **lengths}
+
+    def _widths(self, v: Tensor) -> Sequence[tuple[int, int]]:
+        return self.compressor.widths(v.shape[-1], 8 * v.element_size())
+
+
+def _zeros(init: Init, w0: Tensor) -> Tensor:
+    """Returns zeros in the shape of an initial value."""
+    return torch.zeros_like(State.initial({"": init}, w0, w0)[""])
