@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from inspect import BoundArguments
 from typing import Any
 
@@ -20,6 +21,7 @@ from fl_lightning.algorithms.parts.base import Part, check_owners, kept, pair_of
 from fl_lightning.algorithms.parts.buffers import Buffers, Policy
 from fl_lightning.algorithms.parts.local_optimizer import LocalOptimizer
 from fl_lightning.algorithms.parts.muon import Muon  # noqa: F401
+from fl_lightning.algorithms.parts.personal import Personal  # noqa: F401
 from fl_lightning.algorithms.parts.relaxed import RelaxedInit
 from fl_lightning.algorithms.parts.server_optimizers import ServerUpdate
 from fl_lightning.algorithms.parts.sgd import SGD
@@ -177,7 +179,26 @@ class LocalObjective(Hooks, SupervisedModule):
         references = self.all_references
         inits = {name: references[name] for name in self.wire[1] if name in references}
         values = State.initial({name: of for name, of in inits.items() if of not in sent}, sent.w, sent.w)
-        return {name: sent[str(of)] if of in sent else values[name] for name, of in inits.items()}
+        return self.encoded({name: sent[str(of)] if of in sent else values[name] for name, of in inits.items()})
+
+    @cached_property
+    def models(self) -> frozenset[str]:
+        """Names of client state, server state and uploads that are models; other vectors are duals and the like."""
+        inits = {**self.server_inits(), **self.scratch_inits(), **self.client_inits()}
+        known = {"w", "start", *(name for name, init in inits.items() if init in ("w0", "w"))}
+        return frozenset(known | {name for name, of in self.all_references.items() if of in known})
+
+    def seen(self, w: Tensor, client: State, received: State) -> tuple[State, State]:
+        """Returns the client's state and what it received as the hooks of a step see them; see `Part.seen`."""
+        for part in self.parts:
+            client, received = pair_of(part.seen, w, client, received, self.models)
+        return client, received
+
+    def encoded(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns values as they travel; see `Part.encoded`."""
+        for part in self.parts:
+            values = value_of(part.encoded, values)
+        return dict(values)
 
     def lr(self, ctx: RoundContext) -> float:
         """Returns the learning rate of a round's local steps."""
@@ -198,8 +219,9 @@ class LocalObjective(Hooks, SupervisedModule):
 
         Args:
             values: What one client receives or uploads, by name.
-            up: Whether it uploads it.
+            up: Whether it uploads it, encoded.
         """
+        values = values if up else self.encoded(values)
         bits: Mapping[str, int] = {name: 8 * value.nbytes for name, value in values.items()}
         for part in self.all_parts:
             bits = value_of(part.bits, bits, values, up)
@@ -218,6 +240,7 @@ class LocalObjective(Hooks, SupervisedModule):
         Raises:
             UserError: If `local_end`, of the algorithm or of a part, uploads other names than declared.
         """
+        client, received = self.seen(w, client, received)
         upload, client = pair_of(self.local_end, w, client, received, ctx)
         ensure(
             set(upload) == set(self.up),
@@ -229,10 +252,12 @@ class LocalObjective(Hooks, SupervisedModule):
             set(upload) == set(self.wire[1]),
             f"the parts of {type(self).__name__} upload {sorted(upload)}, but declare up = {self.wire[1]}",
         )
-        return upload, client
+        return self.encoded(upload), client
 
     def finish_phase(self, server: State, sent: State, uploads: Uploads, ctx: RoundContext) -> State:
         """Returns the server's state after a phase."""
+        for part in self.parts:
+            uploads = value_of(part.decoded, uploads, sent, self.models)
         server = value_of(self.server_step, server, sent, uploads, ctx)
         for part in self.all_parts:
             server = value_of(part.phase_end, server, uploads)

@@ -10,10 +10,9 @@ from typing import Any, Literal
 import torch
 
 from fl_lightning import flatness
-from fl_lightning.core import Positive, PositiveInt, require
+from fl_lightning.core import Positive, PositiveInt, matching, require
 from fl_lightning.engine import LocalResult
 from fl_lightning.flatness import OPERATORS, Interrupted, Kind, Operator
-from fl_lightning.flatness.functional import matching
 from fl_lightning.trainer.measurements.base import (
     Clients,
     Measure,
