@@ -283,6 +283,19 @@ class LocalObjective(Hooks, SupervisedModule):
         """Whether some part gives clients models of their own."""
         return any(type(part).client_model is not Part.client_model for part in self.all_parts)
 
+    @property
+    def has_global_model(self) -> bool:
+        """Whether the server's weights are a model; see `Part`."""
+        return all(part.has_global_model for part in self.parts)
+
+    def check_global_model(self, what: str) -> None:
+        """Raises a `UserError` if there is no global model for ``what``."""
+        ensure(
+            self.has_global_model,
+            f"model.parts: some weights stay with each client, so there is no global model for {what}; evaluate the "
+            "clients' own models (fl-lightning test, ClientEvaluation, ClientLambdaMax)",
+        )
+
     def client_model(self, w: Tensor, client: State) -> Tensor:
         """Returns the weights ``(d,)`` of a client's own model; the global ones if no part is personal.
 

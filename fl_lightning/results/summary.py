@@ -7,7 +7,7 @@ from pathlib import Path
 from fl_lightning.core import ensure, require
 from fl_lightning.results.headline import eval_last_of, last_rounds, values
 from fl_lightning.results.metrics import FILE, average, best_of, deviation, read_metrics, rounds_done
-from fl_lightning.results.names import Mode, is_flatness, is_of_clients, mode_of, read_directions
+from fl_lightning.results.names import Mode, is_flatness, is_of_clients, mode_of, read_directions, tested
 
 
 @dataclass(frozen=True)
@@ -86,8 +86,7 @@ def summarise(
     ensure(path.is_file(), f"run = {run}: no {FILE} there; give the folder of a run")
     columns = read_metrics(path)
     if metric is None:
-        tested = [name for name in columns if name.startswith("server/test/") and name != "server/test/loss"]
-        metric = tested[0] if tested else "server/test/acc"
+        metric = next(iter(tested(columns)), "server/test/acc")
     ensure(
         metric in columns,
         f"metric = {metric}: not in {path}, which has {', '.join(columns) or 'no rows'}; choose one of these",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from copy import copy
 from pathlib import Path
@@ -29,6 +30,7 @@ from fl_lightning import (
     LocalObjective,
     LocalOptimizer,
     Personal,
+    ReplaySampler,
     ServerMomentum,
     Trajectory,
     UserError,
@@ -175,7 +177,8 @@ def test_compression(tmp_path: Path) -> None:
 def test_personal_parameters(tmp_path: Path) -> None:
     """Rows hold the head alone, the server keeps the initial one, and each client is evaluated with its own."""
     monitor = FlatnessMonitor(3, [ClientEvaluation()])
-    found, record = fit(tmp_path, made(parts=[Personal(["3.*"])]), callbacks=[monitor], max_rounds=3)
+    sampler = ReplaySampler([[0, 1, 2], [3, 4, 1], [2, 3, 4]])
+    found, record = fit(tmp_path, made(parts=[Personal(["3.*"])]), callbacks=[monitor], max_rounds=3, sampler=sampler)
     head = slice(D - 90, D)
     start = record.server[0].w
     assert found.clients.shapes == {"own": (90,)}
@@ -201,8 +204,12 @@ def test_personal_parameters(tmp_path: Path) -> None:
         share = data.class_counts(client).double()
         weight = (share / share.sum() / torch.bincount(labels, minlength=10))[labels]
         losses.append(float((torch.nn.functional.cross_entropy(z, labels, reduction="none") * weight).sum()))
-    torch.testing.assert_close(torch.as_tensor(table.columns["loss"]), torch.tensor(losses, dtype=torch.float64))
-    assert found.metrics["server/clients/loss"] == pytest.approx(sum(losses) / 6)
+    torch.testing.assert_close(torch.as_tensor(table.columns["loss"]), torch.tensor(losses[:5], dtype=torch.float64))
+    assert found.metrics["server/clients/loss"] == pytest.approx(sum(losses[:5]) / 5)
+    assert found.metrics["server/unseen_clients/loss"] == pytest.approx(losses[5])
+    assert not any(name.startswith("server/test") for name in found.metrics)
+    summary = json.loads((found.folder.path / "summary.json").read_text())
+    assert summary["metric"] == "server/clients/acc" and summary["final"] == found.metrics["server/clients/acc"]
 
 
 def test_smaller_broadcast(tmp_path: Path) -> None:

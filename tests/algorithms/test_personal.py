@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,10 +28,12 @@ from fl_lightning.core import State
 from fl_lightning.engine import Job
 from fl_lightning.trainer.run import Run
 from tests.conftest import Golden
+from tests.runs import cli, metrics, run
 
 D, OWN = 1220, 4 * 16 + 4
 """Weights of the net, and of its head, fc2, which lies at the end."""
 HEAD = ["fc2.*"]
+PRESETS = Path(__file__).parents[2] / "configs/presets/personal"
 AVERAGES_MOMENTS = {"FedMuon", "FedAdamW"}
 
 
@@ -46,6 +50,7 @@ def equal(a: Run, b: Run) -> None:
     assert a.clients.rows().keys() == b.clients.rows().keys() and a.state.total_bits == b.state.total_bits
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", [name for name in algorithms.__all__ if name not in AVERAGES_MOMENTS])
 def test_what_stays_is_not_of_the_server(name: str, golden: Golden) -> None:
     """Kept coordinates: the initial ones of the server's models, exactly 0 of duals and variates; of no bits."""
@@ -154,3 +159,43 @@ def test_refused(golden: Golden) -> None:
     ):
         with pytest.raises(UserError, match=message):
             LocalObjective(golden.net(), parts=[Personal(**options)])
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """FedPer over the quickstart's net."""
+    root = tmp_path_factory.mktemp("done")
+    return run("fit", f"--config={PRESETS / 'FedPer.yaml'}", "--trainer.callbacks+=FlatnessMonitor", root=root)
+
+
+def test_evaluation_of_a_checkpoint(done: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """test evaluates the clients' own models, as training did; what needs a global model says that there is none."""
+    checkpoint = str(done / "checkpoints/last.ckpt")
+    last_of = {name: values[-1][1] for name, values in metrics(done).items()}
+    cli("test", "--ckpt_path", checkpoint)
+    shown = dict(re.findall(r"(server/\S+) (\S+)", capfd.readouterr().out))
+    assert {name: float(x) for name, x in shown.items()} == {name: round(last_of[name], 4) for name in shown}
+    assert {"server/clients/acc", "server/clients/acc_worst_decile", "server/unseen_clients/acc"} <= {*shown}
+    assert not any(name.startswith("server/test") for name in last_of)
+    for command, what in (("validate", "this command"), ("landscape", "a landscape"), ("flatness", "LPF")):
+        more = ["--metrics=[LPF]"] if command == "flatness" else []
+        with pytest.raises(SystemExit, match=f"so there is no global model for {what}; evaluate the clients' own"):
+            cli(command, "--ckpt_path", checkpoint, *more)
+
+
+@pytest.mark.parametrize("policy", ["local", "average"])
+def test_own_statistics(policy: Any, golden: Golden) -> None:
+    """FedBN: a client's own model is evaluated with the statistics that it keeps."""
+    net = nn.Sequential(nn.Flatten(), nn.Linear(192, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4))
+    objective = LocalObjective(net, optimizer=SGD(0.1), buffers=policy, parts=[Personal(["type:BatchNorm*"])])
+    found, _ = golden.run(objective, max_rounds=2)
+    x, y = torch.as_tensor(golden.test[0]).double(), torch.as_tensor(golden.test[1]).long()
+    losses, net = [], net.double().eval()
+    for k, row in found.clients.rows().items():
+        found.net.move_to(objective.client_model(found.server.w, row))
+        objective.net_buffers.load(net, row.buffers if policy == "local" else found.server.buffers)  # type: ignore[union-attr]
+        each = nn.functional.cross_entropy(net(x), y, reduction="none")
+        share = torch.bincount(torch.as_tensor(golden.arrays[k][1]).long(), minlength=4).double()
+        of_class = torch.stack([each[y == c].mean() for c in range(4)])
+        losses.append(float(share / share.sum() @ of_class))
+    assert found.metrics["server/clients/loss"] == pytest.approx(sum(losses) / len(losses), abs=1e-12)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ClassVar, ParamSpec, TypeVar
 
 from torch import Tensor
 
@@ -36,6 +36,7 @@ class Part(Checked, key="model.parts"):
         server_state: The same for the server.
         down: Names that are sent to a client, in addition to the algorithm's.
         up: Names that a client uploads, in addition to the algorithm's.
+        has_global_model: Whether the server's weights are a model; otherwise those of each client's own model are.
         references: For each of these uploads the value that clipping rules subtract first, as for `LocalObjective`.
     """
 
@@ -44,6 +45,7 @@ class Part(Checked, key="model.parts"):
     server_state: Mapping[str, Init] = {}
     down: tuple[str, ...] = ()
     up: tuple[str, ...] = ()
+    has_global_model: ClassVar[bool] = True
     references: Mapping[str, str | float] = {}
 
     def bind(self, flat: FlatSpec) -> Part:

@@ -33,6 +33,7 @@ class Personal(Part):
         UserError: If both are given, a name matches no parameter, or all but one weight stay.
     """
 
+    has_global_model = False
     _kept: Callable[[torch.device], Tensor]
     _places: Callable[[torch.device, bool], Tensor]
     _sizes: tuple[int, int]

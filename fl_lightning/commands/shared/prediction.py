@@ -22,6 +22,7 @@ from fl_lightning.data import IID, FederatedDataModule, FromFile
 from fl_lightning.engine import ENGINES, LocalResult
 from fl_lightning.trainer.callbacks import Callback, FlatnessMonitor, Progress
 from fl_lightning.trainer.loggers import CSVLogger
+from fl_lightning.trainer.measurements.clients import evaluate
 from fl_lightning.trainer.participation.faults import Attendance
 from fl_lightning.trainer.participation.samplers import draw
 from fl_lightning.trainer.run import Run
@@ -82,7 +83,7 @@ class Clock(Callback):
         for split in ("val", "test") if run.data.val_fraction else ("test",):
             if not late or len(self.seconds[split]) < 2:
                 self.lap()
-                run.log(run.evaluate(split))
+                run.log(evaluate(run, split))
                 self.lap(split)
         run.should_stop = self.trained >= MOST or (self.trained >= FEWEST and late)
         self.lap()

@@ -4,6 +4,7 @@ The functions are in `fl_lightning.flatness`; these classes choose the model and
 `Measurement`, which carries its protocol.
 """
 
+from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.trainer.measurements.base import (
     Measure,
     Measurement,
@@ -48,6 +49,7 @@ __all__ = [
 ]
 
 
-def default_measures() -> list[Measure]:
-    """Returns the measures that are used if none are given."""
-    return [LambdaMax(), Discrepancy()]
+def default_measures(objective: LocalObjective | None = None) -> list[Measure]:
+    """Returns the measures that are used if none are given: those that an objective without a global model has, too."""
+    measures: list[Measure] = [LambdaMax(), Discrepancy()]
+    return [m for m in measures if objective is None or objective.has_global_model or not m.of_global_model]

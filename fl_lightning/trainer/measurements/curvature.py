@@ -72,6 +72,8 @@ def check_measures(measures: Sequence[Measure], run: Run) -> None:
     """
     matrices: dict[str, dict[str, Any]] = {}
     for measure in measures:
+        if measure.of_global_model:
+            run.objective.check_global_model(type(measure).__name__)
         measure.check(run)
         if isinstance(measure, CurvatureMeasure):
             other = matrices.setdefault(measure.prefix, measure.protocol)
@@ -223,6 +225,7 @@ class ClientLambdaMax(CurvatureMeasure):
     """
 
     local = True
+    of_global_model = False
 
     def __init__(
         self,
