@@ -1,6 +1,7 @@
 """A federated algorithm as a LightningModule: its parts, and what engines and the trainer call."""
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from inspect import BoundArguments
 from typing import Any
 
@@ -19,6 +20,7 @@ from fl_lightning.algorithms.parts.buffers import Buffers, Policy
 from fl_lightning.algorithms.parts.compress import Compress  # noqa: F401
 from fl_lightning.algorithms.parts.local_optimizer import LocalOptimizer
 from fl_lightning.algorithms.parts.muon import Muon  # noqa: F401
+from fl_lightning.algorithms.parts.personal import Personal  # noqa: F401
 from fl_lightning.algorithms.parts.relaxed import RelaxedInit
 from fl_lightning.algorithms.parts.server_optimizers import ServerUpdate
 from fl_lightning.algorithms.parts.sgd import SGD
@@ -178,7 +180,26 @@ class LocalObjective(Hooks, SupervisedModule):
         references = self.all_references
         inits = {name: references[name] for name in self.wire[1] if name in references}
         values = State.initial({name: of for name, of in inits.items() if of not in sent}, sent.w, sent.w)
-        return {name: sent[str(of)] if of in sent else values[name] for name, of in inits.items()}
+        return self.encoded({name: sent[str(of)] if of in sent else values[name] for name, of in inits.items()})
+
+    @cached_property
+    def models(self) -> frozenset[str]:
+        """Names of client state, server state and uploads that are models; other vectors are duals and the like."""
+        inits = {**self.server_inits(), **self.scratch_inits(), **self.client_inits()}
+        known = {"w", "start", *(name for name, init in inits.items() if init in ("w0", "w"))}
+        return frozenset(known | {name for name, of in self.all_references.items() if of in known})
+
+    def seen(self, w: Tensor, client: State, received: State) -> tuple[State, State]:
+        """Returns the client's state and what it received as the hooks of a step see them; see `Part.seen`."""
+        for part in self.parts:
+            client, received = pair_of(part.seen, w, client, received, self.models)
+        return client, received
+
+    def encoded(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns values as they travel; see `Part.encoded`."""
+        for part in self.parts:
+            values = value_of(part.encoded, values)
+        return dict(values)
 
     def lr(self, ctx: RoundContext) -> float:
         """Returns the learning rate of a round's local steps."""
@@ -199,8 +220,9 @@ class LocalObjective(Hooks, SupervisedModule):
 
         Args:
             values: What one client receives or uploads, by name.
-            up: Whether it uploads it.
+            up: Whether it uploads it, encoded.
         """
+        values = values if up else self.encoded(values)
         bits: Mapping[str, int] = {name: 8 * value.nbytes for name, value in values.items()}
         for part in self.all_parts:
             bits = value_of(part.bits, bits, values, up)
@@ -219,6 +241,7 @@ class LocalObjective(Hooks, SupervisedModule):
         Raises:
             UserError: If `local_end`, of the algorithm or of a part, uploads other names than declared.
         """
+        client, received = self.seen(w, client, received)
         upload, client = pair_of(self.local_end, w, client, received, ctx)
         ensure(
             set(upload) == set(self.up),
@@ -230,10 +253,12 @@ class LocalObjective(Hooks, SupervisedModule):
             set(upload) == set(self.wire[1]),
             f"the parts of {type(self).__name__} upload {sorted(upload)}, but declare up = {self.wire[1]}",
         )
-        return upload, client
+        return self.encoded(upload), client
 
     def finish_phase(self, server: State, sent: State, uploads: Uploads, ctx: RoundContext) -> State:
         """Returns the server's state after a phase."""
+        for part in self.parts:
+            uploads = value_of(part.decoded, uploads, sent, self.models)
         server = value_of(self.server_step, server, sent, uploads, ctx)
         for part in self.all_parts:
             server = value_of(part.phase_end, server, uploads)
@@ -258,6 +283,19 @@ class LocalObjective(Hooks, SupervisedModule):
     def personal(self) -> bool:
         """Whether some part gives clients models of their own."""
         return any(type(part).client_model is not Part.client_model for part in self.all_parts)
+
+    @property
+    def has_global_model(self) -> bool:
+        """Whether the server's weights are a model; see `Part`."""
+        return all(part.has_global_model for part in self.parts)
+
+    def check_global_model(self, what: str) -> None:
+        """Raises a `UserError` if there is no global model for ``what``."""
+        ensure(
+            self.has_global_model,
+            f"model.parts: some weights stay with each client, so there is no global model for {what}; evaluate the "
+            "clients' own models (fl-lightning test, ClientEvaluation, ClientLambdaMax)",
+        )
 
     def client_model(self, w: Tensor, client: State) -> Tensor:
         """Returns the weights ``(d,)`` of a client's own model; the global ones if no part is personal.

@@ -71,7 +71,7 @@ def run(
         The measurements.
     """
     check_statistics(model)
-    measures = default_measures() if metrics is None else metrics
+    measures = default_measures(model) if metrics is None else metrics
     found: list[Measurement] = []
     loaded = trainer.load(model, data, ckpt_path, clients=True)
     check_measures(measures, loaded)

@@ -76,6 +76,7 @@ def run(
     require(kind != "plane" or len(compare) == 2, "compare", list(compare), "a plane goes through two checkpoints more")
     require(kind != "trajectory" or len(clients) == 1, "clients", list(clients), "a trajectory is that of one client")
     check_no_buffers(model)
+    model.check_global_model("a landscape")
     loaded = trainer.load(model, data, ckpt_path, clients=kind == "trajectory" or bool(clients))
     for k in clients:
         require(0 <= k < data.num_clients, "clients", k, f"from 0 to {data.num_clients - 1}")

@@ -37,6 +37,7 @@ from .flat import FlatNet as FlatNet
 from .flat import FlatSpec as FlatSpec
 from .flat import accumulator_dtype as accumulator_dtype
 from .flat import is_finite as is_finite
+from .flat import matching as matching
 from .flat import norm as norm
 from .flat import to_device as to_device
 from .flat import to_radius as to_radius

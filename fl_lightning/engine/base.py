@@ -195,7 +195,8 @@ class Engine:
             first = start.expand_as(like)
             initial = State.initial(fresh, first, first)
             client |= {name: value for name, value in initial.items() if client.get(name) is state[name]}
-        teachers, constants = objective.teachers(client, received), objective.loss_constants(client, received, ctx)
+        seen = objective.seen(start, client, received)
+        teachers, constants = objective.teachers(*seen), objective.loss_constants(*seen, ctx)
         fixed = Fixed(received, start, teachers, constants, ctx, optimizer.begin(objective.flat, start))
         state = State({name: value.expand_as(state[name]) for name, value in kept(client, state).items()})
         return Carry(start.expand_as(like), state, like.new_zeros(like.shape[:-1])), fixed
@@ -211,7 +212,7 @@ class Engine:
         Raises:
             UserError: If the step evaluates no gradient of the local objective, or returns a vector of another shape.
         """
-        objective, received, ctx, losses = self.objective, fixed.received, fixed.ctx, list[Tensor]()
+        objective, ctx, losses = self.objective, fixed.ctx, list[Tensor]()
 
         def grad(v: Tensor, other: Losses | None = None) -> Tensor:
             g, loss = evaluate(v, other)
@@ -221,7 +222,7 @@ class Engine:
 
         if ctx.draws is not None:
             ctx.draws.next_step()
-        client = carry.state | {"start": fixed.start}
+        client, received = objective.seen(carry.w, carry.state | {"start": fixed.start}, fixed.received)
         lr = value_of(objective.step_lr, client, ctx)
         direction, client = pair_of(objective.local_step, carry.w, grad, client, received, ctx)
         w, client = fixed.take(carry.w, direction, client, lr, ctx)

@@ -19,12 +19,13 @@ from fl_lightning.core import (
     place_legend,
     scale_axis,
 )
-from fl_lightning.results.metrics import Mode, label, mode_of, read_directions, read_numbers
+from fl_lightning.results.metrics import OWN, Mode, label, mode_of, read_directions, read_numbers
 
 FILE = "client_evaluation.csv"
 """In the run folder: a row for each measured round and client."""
-GLOBAL, LOCAL = "server/clients", "client/test"
-"""Sections of metrics.csv with the performance of the global model on the clients' test data, and of local models."""
+GLOBAL, UNSEEN, LOCAL = OWN, "server/unseen_clients", "client/test"
+"""Sections of metrics.csv with the performance on the clients' test data of the global model or the clients' own ones,
+of the own models of clients that have not trained, and of local models."""
 SHARES = np.linspace(0, 1, 201)
 """Shares of the clients at which sorted values are averaged over seeds."""
 BINS = 8

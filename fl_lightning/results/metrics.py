@@ -34,6 +34,8 @@ class Known(NamedTuple):
     key: str = ""
 
 
+OWN = "server/clients"
+"""Section with means over clients, of the global model or of their own ones."""
 EVALUATED = {"acc": ("accuracy", "fraction"), "miou": ("mIoU", "fraction"), "loss": ("loss", "loss")}
 """Title and unit of what data evaluate, by the last part of the metric's name."""
 METRICS = (
@@ -49,6 +51,7 @@ METRICS = (
     Known("server/clients/{}_std", "sd over clients", key="clients_std"),
     Known("server/clients/{}_worst_decile", "worst 10 % of clients", key="worst_decile"),
     Known("server/clients/{}_worst", "worst client", key="worst_client"),
+    Known("server/unseen_clients/{}", "mean of clients not seen", key="unseen_clients"),
     Known("client/test/{}", "local models", key="local"),
     Known("client/test/{}_worst_decile", "worst 10 % of local models", key="local_worst_decile"),
     Known("client/test/{}_gap", "local minus global", key="local_gap"),
@@ -87,14 +90,22 @@ def label(metric: str) -> str:
 
 
 def shown(metrics: Iterable[str]) -> list[str]:
-    """Returns the metrics that a run shows: those of `MAIN`, and what else is evaluated on the test set.
+    """Returns the metrics that a run shows: those of `MAIN`, and what else is evaluated on the test set; see `tested`.
 
     Args:
         metrics: Names of the metrics that were measured.
     """
     names = dict.fromkeys(metrics)
-    further = [name for name in names if name.startswith("server/test/") and name not in MAIN]
+    further = [name for name in tested(names) if name not in MAIN]
     return [name for name in MAIN if name in names] + further
+
+
+def tested(metrics: Iterable[str]) -> list[str]:
+    """Returns what is evaluated on the test set, but the loss: of the global model, or of clients' own models."""
+    names = dict.fromkeys(metrics)
+    found = [name for name in names if name.startswith("server/test/")]
+    found = found or [name for name in names if re.fullmatch(f"{OWN}/[a-z0-9]+", name)]
+    return [name for name in found if not name.endswith("/loss")]
 
 
 def mode_of(metric: str, mode: Mode | None = None, directions: Mapping[str, Mode] | None = None) -> Mode:

@@ -22,6 +22,7 @@ from fl_lightning.results.metrics import (
     read_metrics,
     read_run,
     rounds_done,
+    tested,
 )
 
 SUMMARY = "summary.json"
@@ -199,8 +200,7 @@ def summarise(
     ensure(path.is_file(), f"run = {run}: no {FILE} there; give the folder of a run")
     columns = read_metrics(path)
     if metric is None:
-        tested = [name for name in columns if name.startswith("server/test/") and name != "server/test/loss"]
-        metric = tested[0] if tested else "server/test/acc"
+        metric = next(iter(tested(columns)), "server/test/acc")
     ensure(
         metric in columns,
         f"metric = {metric}: not in {path}, which has {', '.join(columns) or 'no rows'}; choose one of these",

@@ -54,6 +54,8 @@ def check_fit(run: Run) -> None:
     draw = generator(run.seed, "check")
     x, y = next(iter(data.client_batches(0, 1, 1, draw, run.dtype)))  # with Mixup its labels are probabilities
     _check_loss(run, evaluator.logits(run.server.w, map_tensors(lambda v: v[:2], x)), y[:2])
+    if data.val_fraction:
+        objective.check_global_model(f"data.val_fraction = {data.val_fraction}, which must be 0")
     for callback in run.callbacks:
         callback.check(run)
 

@@ -101,16 +101,17 @@ class Cohort:
             self, clients=[*here], contexts=[*here.values()], shares=[[*range(len(here))]], attendance=attendance
         )
 
-    def arrived(self, result: LocalResult, seed: int) -> LocalResult:
+    def arrived(self, result: LocalResult, known: State, seed: int) -> LocalResult:
         """Returns a local result with the upload as it arrives.
 
         Args:
             result: A local result of this cohort.
+            known: What the clients received, as it has travelled.
             seed: Seed of the run.
         """
         if self.faults.corrupt is None:
             return result
-        upload = self.faults.corrupt(result.upload, result.received, result.client, result.ctx, seed)
+        upload = self.faults.corrupt(result.upload, known, result.client, result.ctx, seed)
         return replace(result, upload=upload, finite=result.finite & State(upload).finite())
 
 

@@ -10,6 +10,7 @@ from fl_lightning.core import UserError
 from fl_lightning.engine import EngineName, Job, LocalResult
 from fl_lightning.trainer import program
 from fl_lightning.trainer.cohort import Cohort
+from fl_lightning.trainer.measurements.clients import evaluate
 from fl_lightning.trainer.round import Round
 from fl_lightning.trainer.run import Run
 from fl_lightning.trainer.runtime.console import unbroken_output
@@ -108,7 +109,7 @@ def close(run: Run, metrics: Mapping[str, float], losses: Sequence[float] = ()) 
 
 def _evaluate(run: Run, losses: Sequence[float]) -> None:
     for split in ("val", "test") if run.data.val_fraction else ("test",):
-        run.log(run.evaluate(split))
+        run.log(evaluate(run, split))
     for logger in run.run_loggers if losses and run.fabric.is_global_zero else ():
         logger.log_clients("client/train/loss", losses, run.rounds_done)
 

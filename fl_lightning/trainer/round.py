@@ -267,7 +267,7 @@ class Phase:
         if self.round.on_result is not None:
             self.round.on_result(result)
         self.uploaded_bits += objective.bits(result.upload, up=True)
-        return self.cohort.arrived(result, self.run.seed)
+        return self.cohort.arrived(result, State(objective.encoded(result.received)), self.run.seed)
 
     def _clocked(self, results: Iterable[LocalResult]) -> Iterator[LocalResult]:
         iterator = iter(results)

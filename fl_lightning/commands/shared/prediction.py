@@ -30,6 +30,7 @@ from fl_lightning.trainer import (
     Progress,
     Run,
 )
+from fl_lightning.trainer.measurements.clients import evaluate
 from fl_lightning.trainer.participation.samplers import draw
 from fl_lightning.trainer.runtime import collectives
 
@@ -86,7 +87,7 @@ class Clock(Callback):
         for split in ("val", "test") if run.data.val_fraction else ("test",):
             if not late or len(self.seconds[split]) < 2:
                 self.lap()
-                run.log(run.evaluate(split))
+                run.log(evaluate(run, split))
                 self.lap(split)
         run.should_stop = self.trained >= MOST or (self.trained >= FEWEST and late)
         self.lap()

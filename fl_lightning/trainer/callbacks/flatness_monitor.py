@@ -51,6 +51,7 @@ class FlatnessMonitor(Callback):
     def __init__(self, every_n_rounds: PositiveInt = 10, metrics: list[Measure] | None = None) -> None:
         require(metrics != [], "callbacks: FlatnessMonitor.metrics", metrics, "name some, or null for the default")
         self.every_n_rounds = every_n_rounds
+        self._default = metrics is None
         self.metrics = default_measures() if metrics is None else metrics
         self._tracks = any(metric.tracks for metric in self.metrics)
         self._previous: Tensor | None = None
@@ -61,6 +62,8 @@ class FlatnessMonitor(Callback):
 
     def check(self, run: Run) -> None:
         check_statistics(run.objective)
+        if self._default:
+            self.metrics = default_measures(run.objective)
         check_measures(self.metrics, run)
 
     def on_fit_start(self, run: Run) -> None:

@@ -10,6 +10,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from fl_lightning.core import save_figure, write_atomically
 from fl_lightning.results.clients import plot_clients, read_clients
 from fl_lightning.results.curves import plot_curves
+from fl_lightning.results.metrics import tested
 from fl_lightning.results.summary import SUMMARY, summarise
 from fl_lightning.trainer.run import Callback, Run
 
@@ -28,8 +29,9 @@ class Results(Callback):
         self.target = target
 
     def on_fit_end(self, run: Run) -> None:
-        metric = f"server/test/{run.data.metric()[0]}"
-        if run.fabric.is_global_zero and metric in run.metrics:  # a run may stop before its first evaluation
+        name, metrics = run.data.metric()[0], tested(run.metrics)
+        metric = next((metric for metric in metrics if metric.endswith(f"/{name}")), None)
+        if run.fabric.is_global_zero and metric:  # a run may stop before its first evaluation
             found = summarise(run.folder.path, None, self.target, metric, eval_last=run.settings.eval_last)
             write_atomically(run.folder.path / SUMMARY, json.dumps(_plain(asdict(found)), indent=2) + "\n")
 

@@ -143,10 +143,12 @@ class Measure(Checked, key="measure: {}"):
 
     Attributes:
         local: Whether it needs local models: centralized training leaves it out.
+        of_global_model: Whether it needs a global model.
         tracks: Whether it needs the pseudo-gradient of every round, not only of the measured ones.
     """
 
     local = False
+    of_global_model = True
     tracks = False
 
     def check(self, run: Run) -> None:

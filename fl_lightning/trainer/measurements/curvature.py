@@ -11,10 +11,9 @@ from typing import Any, Literal, Self, cast
 import torch
 
 from fl_lightning import flatness
-from fl_lightning.core import FlatSpec, Positive, PositiveInt, ensure, require
+from fl_lightning.core import FlatSpec, Positive, PositiveInt, ensure, matching, require
 from fl_lightning.engine import LocalResult
 from fl_lightning.flatness import OPERATORS, Interrupted, Kind, Operator, layers
-from fl_lightning.flatness.functional import matching
 from fl_lightning.nets.adapters import LoRA
 from fl_lightning.trainer.measurements.base import (
     Clients,
@@ -96,6 +95,8 @@ def check_measures(measures: Sequence[Measure], run: Run) -> None:
     """
     matrices: dict[str, dict[str, Any]] = {}
     for measure in measures:
+        if measure.of_global_model:
+            run.objective.check_global_model(type(measure).__name__)
         measure.check(run)
         for each in measure.blocks(run) if isinstance(measure, CurvatureMeasure) else ():
             other = matrices.setdefault(each.prefix, each.protocol)
@@ -270,6 +271,7 @@ class ClientLambdaMax(CurvatureMeasure):
     """
 
     local = True
+    of_global_model = False
 
     def __init__(
         self,
