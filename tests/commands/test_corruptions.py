@@ -151,6 +151,7 @@ def test_clean_row_is_the_number_of_test(tmp_path: Path, policy: Any) -> None:
     assert float(predicted.double().mean()) < want  # the initial statistics give another number
 
 
+@pytest.mark.slow
 def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = [
         "--model=FedAvg", "--model.net=HsuCNN",

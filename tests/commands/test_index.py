@@ -19,6 +19,7 @@ from fl_lightning.commands.shared.messages import ArgumentsError, check_early, e
 from fl_lightning.core import UserError
 
 
+@pytest.mark.slow
 def test_the_index_is_that_of_the_code() -> None:
     # in a process of its own, since a help lists classes in the order in which they are imported
     command = [sys.executable, "-m", "tests.command_index", "--print"]
@@ -93,6 +94,7 @@ mine.yaml
 """.strip().splitlines()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("slip", SLIPS)
 def test_a_wrong_name_is_refused_in_the_same_words(slip: str) -> None:
     args = ["fit", *shlex.split(slip)]

@@ -84,6 +84,7 @@ def shows(message: str, *parts: str) -> None:
         assert part in message
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("args", "key", "value", "remedy"),
     [

@@ -226,6 +226,7 @@ def test_a_broken_file_is_named(name: str, folder: Path, tmp_path: Path) -> None
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of a real run, as a folder and as a file; what went wrong is one line, and nothing is written."""
     measured = "--trainer.callbacks.metrics=[LambdaMax, ClientEvaluation]"

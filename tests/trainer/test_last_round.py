@@ -217,6 +217,7 @@ class Mine(Callback):
             run.should_stop = True
 
 
+@pytest.mark.slow
 def test_a_second_run_of_a_trainer_is_as_the_first(tmp_path: Path) -> None:
     """With every callback of the package, Lightning's, and a user's; the second run is worse, and stops later."""
     mine, record = Mine(), Trajectory()

@@ -66,7 +66,7 @@ def test_two_runs_of_one_name_do_not_share_a_folder(tmp_path: Path) -> None:
     assert last(newest(tmp_path))["round"] == 1
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("engine", ["sequential", "batched", "graphed"])
 @pytest.mark.parametrize("make", [algorithms.SCAFFOLD, FedGMT, algorithms.FedGloSS])
 def test_seeds(make: Any, engine: str, tmp_path: Path) -> None:
@@ -160,6 +160,7 @@ def test_what_cannot_be_one_program_is_told(other: Any, says: str, tmp_path: Pat
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_command_line(tmp_path: Path) -> None:
     args = ["--model=FedSAM", *DIGITS, "--trainer.engine=batched", f"--trainer.default_root_dir={tmp_path}"]
     with forked("fit", *args, "--seeds=3,5", "--values=model.rho=0.01,0.1", cwd=tmp_path) as child:
