@@ -30,8 +30,9 @@ def filled(heads: Sequence[str], rows: Iterable[Iterable[str]], left: int = 1, *
 def fitting(table: Table, width: int, keys: int = 1, text: int = TEXT) -> Iterator[Table]:
     """Yields the table; if it is too wide, tables of some of its columns each, to stand one below the other.
 
-    Numbers, which are the columns flush right, stay whole; heads and long texts are wrapped. A word of the
-    keys is broken only where they would leave no room for a number.
+    Numbers, which are the columns flush right, stay whole; heads and long texts are wrapped. Several keys that take
+    more than half of a line are shown once: the rows then have numbers, which each table repeats. A word of the keys is
+    broken only where they would leave no room for a number.
 
     Args:
         table: The table; its cells are text.
@@ -53,6 +54,12 @@ def fitting(table: Table, width: int, keys: int = 1, text: int = TEXT) -> Iterat
     least = whole if sum(whole[:keys]) + max(whole[keys:], default=0) + between * (keys + 1) <= room else least
     if sum(natural) + between * len(natural) <= room:
         yield table
+        return
+    if keys > 1 and sum(whole[:keys]) + between * keys > room / 2:
+        numbers = filled(["#"], [[str(i + 1)] for i in range(table.row_count)], left=0).columns
+        numbered = copy.copy(table)
+        numbered.columns = [*numbers, *table.columns]
+        yield from fitting(numbered, width, 1, text)
         return
     parts = divided([size + between for size in least], room, keys)
     for place, part in enumerate(parts):
