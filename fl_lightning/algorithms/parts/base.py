@@ -37,6 +37,7 @@ class Part(Checked, key="model.parts"):
         down: Names that are sent to a client, in addition to the algorithm's.
         up: Names that a client uploads, in addition to the algorithm's.
         references: For each of these uploads the value that clipping rules subtract first, as for `LocalObjective`.
+        packs: Whether clients are on other machines: `local_end` may upload the bytes that travel, as `arrived` reads them.
     """
 
     client_state: Mapping[str, Init] = {}
@@ -45,6 +46,7 @@ class Part(Checked, key="model.parts"):
     down: tuple[str, ...] = ()
     up: tuple[str, ...] = ()
     references: Mapping[str, str | float] = {}
+    packs: bool = False
 
     def bind(self, flat: FlatSpec) -> Part:
         """Returns the part for one objective: itself, or a copy that depends on the layout of the weights."""
@@ -80,10 +82,6 @@ class Part(Checked, key="model.parts"):
         A part may change what the algorithm uploads, as compression does; the server averages the values returned here.
         """
         return upload, client
-
-    def remote(self) -> Part:
-        """Returns the part for clients on other machines, whose uploads are what travels; `arrived` decodes it."""
-        return self
 
     def arrived(self, upload: Upload, received: State, ctx: ClientContext) -> Upload:
         """Returns the upload of a client on another machine, given what has travelled.
