@@ -37,7 +37,7 @@ class Part(Checked, key="model.parts"):
         down: Names that are sent to a client, in addition to the algorithm's.
         up: Names that a client uploads, in addition to the algorithm's.
         references: For each of these uploads the value that clipping rules subtract first, as for `LocalObjective`.
-        packs: Whether clients are on other machines: `local_end` may upload the bytes that travel, as `arrived` reads them.
+        packs: Whether clients are on other machines; then `local_end` may upload bytes, which `arrived` decodes.
     """
 
     client_state: Mapping[str, Init] = {}
