@@ -25,7 +25,8 @@ class Node:
 
     def __init__(self, run: Run, number: int) -> None:
         self.run, self.number = run, number
-        run.objective.parts = [part.remote() for part in run.objective.parts]
+        for part in run.objective.parts:
+            part.packs = True
         self.engine = run.make_engine("debug" if run.settings.engine == "debug" else "sequential")
         self._w0 = checksum(run.server.w)
 

@@ -194,7 +194,8 @@ class RemoteEngine(Engine):
     def __init__(self, run: RemoteRun) -> None:
         super().__init__(run.objective, run.net, run.fabric.autocast)
         self.run = run
-        self.objective.parts = [part.remote() for part in self.objective.parts]
+        for part in self.objective.parts:
+            part.packs = True
         self._lost: set[int] = set()
         self._refused: set[int] = set()
         self._empty: dict[int, Upload] = {}

@@ -41,7 +41,7 @@ from fl_lightning import (
 from fl_lightning.algorithms.parts.compress import Compress
 from fl_lightning.algorithms.parts.compressors import QSGD, Compressor, RandK, Sign, TopK, pack, unpack
 from fl_lightning.core import ClientContext, Draws, State, generator
-from tests.algorithms.test_parts import ENGINES, Rounded, same
+from tests.algorithms.test_parts import ENGINES, Personal, Rounded, same
 from tests.conftest import Golden
 from tests.integration.test_processes import launch
 from tests.runs import DIGITS, FORKS, assert_same, forked, kill, last, metrics, newest, run, state
@@ -329,6 +329,10 @@ EXACT = "'s server computes with the exact upload"
         (
             lambda part: FedSAM(DigitsMLP(), parts=[part, Rounded()]),
             "a part after it would change what it has compressed; list it last",
+        ),
+        (
+            lambda part: FedSAM(DigitsMLP(), parts=[Personal(["3"]), part]),
+            "another part keeps weights with each client, which it would compress; leave one out",
         ),
         (lambda part: Compress("sign", rate=0.1), "rate = 0.1: sign has no such setting; leave it out"),
         (lambda part: Compress("topk", bucket=None), "bucket = None: topk has no such setting; leave it out"),

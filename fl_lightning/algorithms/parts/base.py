@@ -38,6 +38,7 @@ class Part(Checked, key="model.parts"):
         up: Names that a client uploads, in addition to the algorithm's.
         has_global_model: Whether the server's weights are a model; otherwise those of each client's own model are.
         references: For each of these uploads the value that clipping rules subtract first, as for `LocalObjective`.
+        packs: Whether clients are on other machines; then `local_end` may upload bytes, which `arrived` decodes.
     """
 
     client_state: Mapping[str, Init] = {}
@@ -47,6 +48,7 @@ class Part(Checked, key="model.parts"):
     up: tuple[str, ...] = ()
     has_global_model: ClassVar[bool] = True
     references: Mapping[str, str | float] = {}
+    packs: bool = False
 
     def bind(self, flat: FlatSpec) -> Part:
         """Returns the part for one objective: itself, or a copy that depends on the layout of the weights."""
@@ -109,10 +111,6 @@ class Part(Checked, key="model.parts"):
         A part may change what the algorithm uploads, as compression does; the server averages the values returned here.
         """
         return upload, client
-
-    def remote(self) -> Part:
-        """Returns the part for clients on other machines, whose uploads are what travels; `arrived` decodes it."""
-        return self
 
     def arrived(self, upload: Upload, received: State, ctx: ClientContext) -> Upload:
         """Returns the upload of a client on another machine, given what has travelled.

@@ -49,7 +49,7 @@ class Compress(Part):
         error_feedback: bool | None = None,
     ) -> None:
         self.method, self.rate, self.levels, self.bucket = method, rate, levels, bucket
-        self.error_feedback, self.packs = error_feedback, False
+        self.error_feedback = error_feedback
         for name in DEFAULTS.keys() - SETTINGS[method]:
             value = getattr(self, name)
             require(value == DEFAULTS[name], f"{KEY}: {name}", value, f"{method} has no such setting; leave it out")
@@ -57,22 +57,15 @@ class Compress(Part):
 
     def bind(self, flat: FlatSpec) -> Part:
         """Returns a part for this layout; one that does nothing if all numbers travel."""
-        bound, s, B = copy(self), self.levels, min(self.bucket or flat.d, flat.d)
+        bound, s, given, B = copy(self), self.levels, self.error_feedback, min(self.bucket or flat.d, flat.d)
         omega = min(B / s**2, B**0.5 / s) if self.method == "qsgd" else 0.0
-        if self.error_feedback is None:
-            bound.error_feedback = self.method != "qsgd"
-            problem = f"qsgd's variance may be {omega:.3g} times the square; give true or false, or more levels"
-            require(omega <= 2, f"{KEY}: error_feedback", "null", problem)
-        match self.method:
-            case "qsgd":
-                bound.compressor = QSGD(s, self.bucket, 1 + omega if bound.error_feedback else 1.0)
-            case "sign":
-                bound.compressor = Sign()
-            case method:
-                top = TopK(self.rate)
-                bound.compressor = top if method == "topk" else RandK(self.rate, scaled=not bound.error_feedback)
-                return Part() if top.k(flat.d) == flat.d else bound
-        return bound
+        problem = f"qsgd's variance may be {omega:.3g} times the square; give true or false, or more levels"
+        require(given is not None or omega <= 2, f"{KEY}: error_feedback", "null", problem)
+        bound.error_feedback = feedback = self.method != "qsgd" if given is None else given
+        top = TopK(self.rate)
+        methods = {"topk": top, "randk": RandK(self.rate, not feedback), "sign": Sign()}
+        bound.compressor = methods.get(self.method) or QSGD(s, self.bucket, 1 + omega if feedback else 1.0)
+        return Part() if "rate" in SETTINGS[self.method] and top.k(flat.d) == flat.d else bound
 
     def attach(self, objective: Any) -> None:
         """Finds what is compressed.
@@ -83,10 +76,14 @@ class Compress(Part):
         name, inits, of = type(objective).__name__, objective.server_inits(), objective.all_references
         both = ", ".join(sorted(({*objective.client_inits()} & {*inits}) - {*objective.sums.values()}))
         exact = ", ".join(upload for upload in objective.up if upload not in of)
-        remedy = "leave it out, or choose another algorithm"
-        ensure(not both, f"{KEY}: {name} keeps {both} on server and clients, which would drift apart; {remedy}")
-        ensure(not exact, f"{KEY}: {name}'s server computes with the exact upload {exact}; {remedy}")
-        ensure(objective.parts[-1] is self, f"{KEY}: a part after it would change what it has compressed; list it last")
+        other = "leave it out, or choose another algorithm"
+        for wrong, problem in (
+            (both, f"{name} keeps {both} on server and clients, which would drift apart; {other}"),
+            (exact, f"{name}'s server computes with the exact upload {exact}; {other}"),
+            (objective.personal, "another part keeps weights with each client, which it would compress; leave one out"),
+            (objective.parts[-1] is not self, "a part after it would change what it has compressed; list it last"),
+        ):
+            ensure(not wrong, f"{KEY}: {problem}")
         vectors = [n for n in objective.up if isinstance(of[n], str) and not isinstance(inits.get(of[n]), int | float)]
         self.uploads = [(n, of[n], f"Compress.{n}", objective.sums.get(n)) for n in vectors]
         kept = {e: inits.get(r, "zeros") for _, r, e, total in self.uploads if self.error_feedback and total is None}
@@ -109,12 +106,6 @@ class Compress(Part):
             if total is not None:  # what is left out is in the next change
                 client = client.replace(**{total: client[total] + (y - change)})
         return upload, client
-
-    def remote(self) -> Compress:
-        """Returns a part that uploads the code itself, as bytes."""
-        remote = copy(self)
-        remote.packs = True
-        return remote
 
     def arrived(self, upload: Upload, received: State, ctx: ClientContext) -> Upload:
         """Decodes the bytes."""

@@ -39,8 +39,8 @@ class Compressor(Protocol):
 class TopK(Compressor):
     """The ``k = max(1, round(rate d))`` largest magnitudes and their places; of equal ones the first."""
 
-    def __init__(self, rate: float) -> None:
-        self.rate = rate
+    def __init__(self, rate: float, scaled: bool = False) -> None:
+        self.rate, self.scaled = rate, scaled
 
     def k(self, d: int) -> int:
         """Returns how many of ``d`` numbers travel."""
@@ -54,23 +54,17 @@ class TopK(Compressor):
         return x.gather(-1, places), places
 
     def decode(self, code: Code, d: int, drawn: Tensor) -> Tensor:
-        values, places = code
-        return values.new_zeros(*values.shape[:-1], d).scatter(-1, places, values)
+        return code[0].new_zeros(*code[0].shape[:-1], d).scatter(-1, code[1], code[0])
 
 
 class RandK(TopK):
     """k numbers at places without replacement, which server and client draw; ``scaled``: times d/k, so unbiased."""
 
-    def __init__(self, rate: float, scaled: bool) -> None:
-        super().__init__(rate)
-        self.scaled = scaled
-
     def widths(self, d: int, bits: int) -> Widths:
         return [(self.k(d), bits)]
 
     def draw(self, x: Tensor, ctx: ClientContext) -> Tensor:
-        d = x.shape[-1]
-        return ctx.draw(lambda generator: torch.randperm(d, generator=generator)[: self.k(d)], "randk")
+        return ctx.draw(lambda generator: torch.randperm(d := x.shape[-1], generator=generator)[: self.k(d)], "randk")
 
     def encode(self, x: Tensor, drawn: Tensor) -> Code:
         return (x.gather(-1, drawn) * (x.shape[-1] / drawn.shape[-1] if self.scaled else 1),)
