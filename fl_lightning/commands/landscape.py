@@ -20,7 +20,7 @@ from fl_lightning.flatness.plots import plot_perturbation, plot_plane, plot_surf
 from fl_lightning.trainer.cohort import Cohort
 from fl_lightning.trainer.measurements import MeasurementContext, dry_round
 from fl_lightning.trainer.measurements.base import Split
-from fl_lightning.trainer.round import Round
+from fl_lightning.trainer.round import Phase, Round
 from fl_lightning.trainer.run import Run
 from fl_lightning.trainer.runtime import collectives
 from fl_lightning.trainer.trainer import FederatedTrainer
@@ -178,7 +178,8 @@ def trajectory(run: Run, objective: LocalObjective, client: int) -> Tensor:
         objective: The run's objective, a variant of its class, or another objective on the same net without state.
         client: The client's id.
     """
-    jobs = next(Round(run, Cohort.of(run, [client], run.next_round)).phases()).jobs()
+    cohort = Cohort.of(run, [client], run.next_round)
+    jobs = Phase(Round(run, cohort), cohort).jobs()
     if type(objective) is not type(run.objective):
         received = State({"w": run.server.w})
         state = State.initial({**objective.client_inits(), **objective.scratch_inits()}, run.clients.w0, received.w)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from fl_lightning import engine
 from fl_lightning.engine import EngineName, Job
 from fl_lightning.trainer.cohort import Cohort
-from fl_lightning.trainer.round import Round
+from fl_lightning.trainer.round import Phase, Round
 from fl_lightning.trainer.run import Run
 
 
@@ -50,4 +50,4 @@ def _sample(runs: Sequence[Run]) -> list[Job]:
     """Returns the jobs of this process in the first phase of the next round, of the runs that are furthest behind."""
     behind = min(run.rounds_done for run in runs)
     rounds = [Round(run, Cohort.drawn(run, behind)) for run in runs if run.rounds_done == behind]
-    return [job for each in rounds for job in next(each.phases()).jobs()]
+    return [job for each in rounds for job in Phase(each, each.cohort).jobs()]
