@@ -56,6 +56,7 @@ from .algorithms.parts.base import Part as Part
 from .algorithms.parts.compress import Compress as Compress
 from .algorithms.parts.local_optimizer import LocalOptimizer as LocalOptimizer
 from .algorithms.parts.muon import Muon as Muon
+from .algorithms.parts.personal import Ditto as Ditto
 from .algorithms.parts.personal import Personal as Personal
 from .algorithms.parts.server_optimizers import ServerAdagrad as ServerAdagrad
 from .algorithms.parts.server_optimizers import ServerAdam as ServerAdam

@@ -29,7 +29,7 @@ class Aligned(LocalObjective):
         )
         ensure(
             not self.personal,
-            f"model.parts: {type(self).__name__} averages optimizers' states whole; leave Personal out",
+            f"model.parts: {type(self).__name__} averages optimizers' states whole; no client may have an own model",
         )
         self.gamma = gamma
 

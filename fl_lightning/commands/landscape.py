@@ -18,6 +18,7 @@ from fl_lightning.engine import SequentialEngine
 from fl_lightning.flatness import Plane, perturbation_curves, random_plane, surface
 from fl_lightning.flatness.plots import plot_perturbation, plot_plane, plot_surface
 from fl_lightning.trainer import Cohort, FederatedTrainer, MeasurementContext, Round, Run, Split, dry_round
+from fl_lightning.trainer.round import Phase
 from fl_lightning.trainer.runtime import collectives
 
 SUMMARY = "Draw the loss around checkpoints: surfaces, planes, perturbations, local trajectories."
@@ -173,7 +174,8 @@ def trajectory(run: Run, objective: LocalObjective, client: int) -> Tensor:
         objective: The run's objective, a variant of its class, or another objective on the same net without state.
         client: The client's id.
     """
-    jobs = next(Round(run, Cohort.of(run, [client], run.next_round)).phases()).jobs()
+    cohort = Cohort.of(run, [client], run.next_round)
+    jobs = Phase(Round(run, cohort), cohort).jobs()
     if type(objective) is not type(run.objective):
         received = State({"w": run.server.w})
         state = State.initial({**objective.client_inits(), **objective.scratch_inits()}, run.clients.w0, received.w)

@@ -6,6 +6,7 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from fl_lightning.algorithms.base import LocalObjective
@@ -223,10 +224,18 @@ class Engine:
         if ctx.draws is not None:
             ctx.draws.next_step()
         client, received = objective.seen(carry.w, carry.state | {"start": fixed.start}, fixed.received)
-        lr = value_of(objective.step_lr, client, ctx)
-        direction, client = pair_of(objective.local_step, carry.w, grad, client, received, ctx)
+        alone, moving = objective.alone(ctx), objective.moving(carry.w, ctx)
+        if alone is None:
+            lr = value_of(objective.step_lr, client, ctx)
+            direction, client = pair_of(objective.local_step, carry.w, grad, client, received, ctx)
+        else:
+            lr, direction = ctx.lr, alone.direction_alone(carry.w, grad(carry.w), received)
+        if moving is not None:
+            two = direction if isinstance(direction, tuple) else (direction, torch.zeros_like(carry.w))
+            direction = torch.where(moving, two[0], 0), torch.where(moving, two[1], 0)
         w, client = fixed.take(carry.w, direction, client, lr, ctx)
-        w = value_of(objective.after_step, w, client, received, ctx)
+        if alone is None:
+            w = value_of(objective.after_step, w, client, received, ctx)
         if not losses:
             raise UserError(
                 f"{type(objective).__name__}.local_step: it does not evaluate the local objective, whose loss is "
@@ -238,6 +247,8 @@ class Engine:
                 f"model.optimizer = {name}: weights of shape {tuple(carry.w.shape)} have shape {tuple(w.shape)} after "
                 "a step; the direction and the step must keep it"
             )
+        if moving is not None:  # nor do decay and momentum move the others
+            w = torch.where(moving, w, carry.w)
         return Carry(w, kept(client, carry.state), losses[0])
 
     def finish(self, carry: Carry, fixed: Fixed) -> tuple[Upload, State]:

@@ -11,7 +11,7 @@ from fl_lightning.engine import EngineName, Job, LocalResult
 from fl_lightning.trainer import program
 from fl_lightning.trainer.cohort import Cohort
 from fl_lightning.trainer.measurements.clients import evaluate
-from fl_lightning.trainer.round import Round
+from fl_lightning.trainer.round import Phase, Round
 from fl_lightning.trainer.run import Run
 from fl_lightning.trainer.runtime.console import unbroken_output
 from fl_lightning.trainer.runtime.signals import Interruption
@@ -59,7 +59,7 @@ def _sample(runs: Sequence[Run]) -> list[Job]:
     """Returns the jobs of this process in the first phase of the next round, of the runs that are furthest behind."""
     behind = min(run.rounds_done for run in runs)
     rounds = [Round(run, Cohort.drawn(run, behind)) for run in runs if run.rounds_done == behind]
-    return [job for each in rounds for job in next(each.phases()).jobs()]
+    return [job for each in rounds for job in Phase(each, each.cohort).jobs()]
 
 
 Steps: TypeAlias = Generator[list[Job], Iterable[LocalResult], None]

@@ -293,7 +293,7 @@ class Run:
 
     def minibatches(self, client: int, ctx: ClientContext) -> Minibatches:
         """Returns the minibatches of a client in a phase, a function of (seed, round, phase, client)."""
-        draw = generator(self.seed, "batches", ctx.t, ctx.phase, client)
+        draw = generator(self.seed, "batches", ctx.t, self.objective.batches_of(ctx), client)
         return self.data.client_batches(client, self.settings.local_epochs, ctx.K, draw, self.dtype)
 
     def make_engine(self, name: EngineName) -> Engine:

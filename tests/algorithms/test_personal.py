@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from fl_lightning import (
     SGD,
     BernoulliSampler,
+    Callback,
+    Ditto,
     Faults,
     FedAvg,
     GaussianPrivacy,
@@ -24,8 +26,9 @@ from fl_lightning import (
     UserError,
     algorithms,
 )
+from fl_lightning.algorithms.parts.base import Part
 from fl_lightning.core import State
-from fl_lightning.engine import Job
+from fl_lightning.engine import Job, LocalResult
 from fl_lightning.trainer.run import Run
 from tests.conftest import Golden
 from tests.runs import cli, metrics, run
@@ -37,7 +40,7 @@ PRESETS = Path(__file__).parents[2] / "configs/presets/personal"
 AVERAGES_MOMENTS = {"FedMuon", "FedAdamW"}
 
 
-def made(golden: Golden, algorithm: Any = FedAvg, part: Personal | None = None, **options: Any) -> LocalObjective:
+def made(golden: Golden, algorithm: Any = FedAvg, part: Part | None = None, **options: Any) -> LocalObjective:
     options = {"optimizer": Muon() if algorithm.__name__ == "LocalMuon" else SGD(0.1, momentum=0.5), **options}
     objective: LocalObjective = algorithm(net=golden.net(), parts=[part or Personal(HEAD)], **options)
     return objective
@@ -129,25 +132,27 @@ def test_clients_in_another_order(golden: Golden) -> None:
         torch.testing.assert_close(row.own, other.client[-1][order.index(k)].own, rtol=0, atol=1e-13)
 
 
-def test_a_lost_client_leaves_its_row(golden: Golden) -> None:
+@pytest.mark.parametrize("part", [Personal(HEAD), Personal(HEAD, epochs_alone=2), Ditto()])
+def test_a_lost_client_leaves_its_row(part: Part, golden: Golden) -> None:
     """A run with it is the run whose sampler leaves it out, but for the bits that it has received."""
-    found, record = golden.run(made(golden), faults=Faults(drop_after=0.3))
+    found, record = golden.run(made(golden, part=part), faults=Faults(drop_after=0.3))
     answered = [[*local] for local in record.local]
     lost = [[k for k in asked if k not in here] for asked, here in zip(golden.schedule, answered, strict=True)]
     golden.schedule = answered
-    without, other = golden.run(made(golden))
+    without, other = golden.run(made(golden, part=part))
+    sent = D - OWN if isinstance(part, Personal) else D
     assert sum(map(len, lost)) and all(answered)
     assert [clients.keys() for clients in record.client] == [clients.keys() for clients in other.client]
     assert all(
         torch.equal(row.own, other.client[t][k].own) for t, c in enumerate(record.client) for k, row in c.items()
     )
-    assert found.state.total_bits == without.state.total_bits + 64 * (D - OWN) * sum(map(len, lost))
+    assert found.state.total_bits == without.state.total_bits + 64 * sent * sum(map(len, lost))
     assert torch.equal(found.server.w, without.server.w)
 
 
 def test_refused(golden: Golden) -> None:
     for algorithm, optimizer in ((algorithms.FedMuon, Muon()), (algorithms.FedAdamW, None)):
-        with pytest.raises(UserError, match=r"model\.parts: \w+ averages optimizers' states whole; leave Personal out"):
+        with pytest.raises(UserError, match=r"model\.parts: \w+ averages optimizers' states whole; no client"):
             made(golden, algorithm, optimizer=optimizer)
     private = {"privacy": GaussianPrivacy(1.0, 1.0, per_tensor=True, delta=0.1), "sampler": BernoulliSampler(0.5)}
     with pytest.raises(UserError, match=r"per_tensor = true: .* FedAvg uploads a part of it; set it to false"):
@@ -199,3 +204,96 @@ def test_own_statistics(policy: Any, golden: Golden) -> None:
         of_class = torch.stack([each[y == c].mean() for c in range(4)])
         losses.append(float(share / share.sum() @ of_class))
     assert found.metrics["server/clients/loss"] == pytest.approx(sum(losses) / len(losses), abs=1e-12)
+
+
+# Training before the round, by oneself
+
+
+class Phases(Callback):
+    """Local results in the order of their ends."""
+
+    def __init__(self) -> None:
+        self.results: list[LocalResult] = []
+
+    def on_local_end(self, run: Run, result: LocalResult) -> None:
+        self.results.append(result)
+
+
+RULES = {"lr": 0.1, "momentum": 0.5, "weight_decay": 0.01}
+
+
+def steps(golden: Golden, k: int, w: Tensor, names: str, n: int, pull: float = 0.0, to: Tensor | None = None) -> Tensor:
+    """Steps by torch.optim.SGD of the parameters whose names match, on the whole data of a client."""
+    net = golden.net().double()
+    nn.utils.vector_to_parameters(w.clone(), net.parameters())
+    anchor = [] if to is None else to.split([p.numel() for p in net.parameters()])
+    optimizer = torch.optim.SGD([p for name, p in net.named_parameters() if re.match(names, name)], **RULES)
+    x, y = golden.arrays[k]
+    for _ in range(n):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(net(torch.as_tensor(x).double()), torch.as_tensor(y).long())
+        loss = loss + sum(pull / 2 * ((p.flatten() - a) ** 2).sum() for p, a in zip(net.parameters(), anchor))  # noqa: B905
+        loss.backward()
+        optimizer.step()
+    return nn.utils.parameters_to_vector(net.parameters()).detach()
+
+
+@pytest.mark.parametrize("engine", ["sequential", "batched", "graphed"])
+def test_fedrep(engine: Any, golden: Golden) -> None:
+    """Head, then body, by torch's SGD; what is frozen is bitwise unchanged, and steps are those of both."""
+    part, phases = Personal(HEAD, epochs_alone=2), Phases()
+    objective = made(golden, part=part, optimizer=SGD(**RULES))
+    found, record = golden.run(objective, max_rounds=4, engine=engine, callbacks=[phases])
+    heads, w = dict[int, Tensor](), record.server[0].w
+    first = w[-OWN:]
+    for t in range(4):
+        for k, body in record.local[t].items():
+            (head,) = (r for r in phases.results if r.client == k and r.ctx.t == t and r.ctx.phase == 1)
+            assert torch.equal(head.w[:-OWN], record.server[t].w[:-OWN]) and not head.upload
+            assert torch.equal(head.w[-OWN:], body.w[-OWN:]) and torch.equal(body.state.own, body.w[-OWN:])
+            assert (head.ctx.K, body.ctx.K) == (2, 3)
+            own = steps(golden, k, torch.cat([w[:-OWN], heads.get(k, first)]), "fc2", 2)
+            heads[k] = own[-OWN:]
+            torch.testing.assert_close(body.w, steps(golden, k, own, "conv|fc1", 3), rtol=0, atol=1e-12)
+        w = record.server[t + 1].w
+    each = sum(len(c) for c in golden.schedule[:4])
+    assert (found.metrics["client/steps"], found.metrics["client/passes"]) == (each * 5, each * 10)
+    assert found.state.total_bits == 64 * 2 * (D - OWN) * each
+
+
+@pytest.mark.parametrize("engine", ["sequential", "batched", "graphed"])
+def test_ditto(engine: Any, golden: Golden) -> None:
+    """The global path is FedAvg's to the bit; each client's own model is that of torch's SGD with the pull."""
+    options: dict[str, Any] = {"max_rounds": 4, "engine": engine}
+    plain, _ = golden.run(FedAvg(golden.net(), optimizer=SGD(**RULES)), **options)
+    for lam in (0.0, 2.0):
+        found, record = golden.run(made(golden, part=Ditto(lam), optimizer=SGD(**RULES)), **options)
+        assert torch.equal(found.server.w, plain.server.w) and found.state.total_bits == plain.state.total_bits
+        own = dict[int, Tensor]()
+        for t, cohort in enumerate(golden.schedule[:4]):
+            for k in cohort:
+                received = record.server[t].w
+                own[k] = steps(golden, k, own.get(k, record.server[0].w), "", 3, lam, received)
+                torch.testing.assert_close(record.client[t][k].own, own[k], rtol=0, atol=1e-12)
+        assert {"server/test/acc", "server/clients/acc"} <= {*found.metrics}
+
+
+def test_ditto_of_no_pull_is_local_training(golden: Golden) -> None:
+    """To the bit: that of keeping everything, whose minibatches are the same."""
+    _, record = golden.run(made(golden, part=Ditto(0.0)))
+    _, alone = golden.run(made(golden, part=Personal(["*"])))
+    assert all(torch.equal(row.own, alone.client[-1][k].own) for k, row in record.client[-1].items())
+
+
+def test_ditto_at_the_longest_step(golden: Golden) -> None:
+    """lr lam = 1: ``v <- w^t - lr g(v)``."""
+    _, record = golden.run(made(golden, part=Ditto(10.0), optimizer=SGD(0.1)), local_steps=1)
+    w0 = record.server[0].w
+    for k in golden.schedule[0]:
+        grown = record.client[0][k].own - w0
+        torch.testing.assert_close(grown, record.local[0][k].w - w0, rtol=0, atol=1e-13)
+
+
+def test_training_alone_starts_afresh(golden: Golden) -> None:
+    with pytest.raises(UserError, match=r"optimizer\.state = keep: model\.parts trains each client before the round"):
+        made(golden, part=Ditto(), optimizer=SGD(0.1, momentum=0.5, state="keep"))

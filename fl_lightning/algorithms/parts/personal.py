@@ -12,7 +12,17 @@ import torch
 from torch import Tensor
 
 from fl_lightning.algorithms.parts.base import Part
-from fl_lightning.core import ClientContext, FlatSpec, State, Upload, Uploads, ensure, matching
+from fl_lightning.core import (
+    ClientContext,
+    FlatSpec,
+    NonNegative,
+    NonNegativeInt,
+    State,
+    Upload,
+    Uploads,
+    ensure,
+    matching,
+)
 
 
 class Personal(Part):
@@ -27,6 +37,8 @@ class Personal(Part):
 
     Args:
         keep: The parameters that stay; null: the last layer; none: the algorithm as it is.
+        epochs_alone: Epochs in which a client trains what stays alone, before it trains what is shared alone; 0: it
+            trains both together.
         share: In place of ``keep``, the parameters that do not stay.
 
     Raises:
@@ -38,9 +50,12 @@ class Personal(Part):
     _places: Callable[[torch.device, bool], Tensor]
     _sizes: tuple[int, int]
 
-    def __init__(self, keep: list[str] | None = None, share: list[str] | None = None) -> None:
+    def __init__(
+        self, keep: list[str] | None = None, epochs_alone: NonNegativeInt = 0, share: list[str] | None = None
+    ) -> None:
         ensure(keep is None or share is None, "model.parts: Personal: keep and share are both given; give one of them")
         self.keep, self.share = ["last:1"] if keep is None else keep, share
+        self.epochs_alone, self.trains_alone = epochs_alone, epochs_alone > 0
 
     def bind(self, flat: FlatSpec) -> Part:
         """Returns a part for this layout; one that does nothing if no parameter stays."""
@@ -81,7 +96,15 @@ class Personal(Part):
         self, w: Tensor, upload: Upload, client: State, received: State, ctx: ClientContext
     ) -> tuple[Upload, State]:
         """A client keeps its own values."""
-        return upload, client.replace(own=w[..., self._places(w.device, True)])
+        return upload, self.end_alone(w, client)
+
+    def moving(self, w: Tensor, alone: bool) -> Tensor | None:
+        """What stays and what is shared train one after the other; or everything together."""
+        return (self._kept(w.device) == alone) if self.trains_alone else None
+
+    def end_alone(self, w: Tensor, client: State) -> State:
+        """A client keeps its own values."""
+        return client.replace(own=w[..., self._places(w.device, True)])
 
     def encoded(self, values: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Only what is shared travels."""
@@ -112,6 +135,35 @@ def _chosen(flat: FlatSpec, key: str, patterns: list[str]) -> set[str]:
         else:
             chosen |= {*matching(flat.names, [pattern], setting)}
     return chosen
+
+
+class Ditto(Part):
+    """Ditto (Li et al., ICML 2021): a second model of each client, which the global one pulls.
+
+    Before each round it trains by ``v <- v - lr (g(v) + lam (v - w^t))`` with the round's number of steps and
+    minibatches, from the client's last v, at first contact from the initial model. The global model is that of the
+    algorithm without this part.
+
+    Args:
+        lam: Strength of the pull towards the received model.
+    """
+
+    client_state = {"own": "w0"}
+    trains_alone = True
+
+    def __init__(self, lam: NonNegative = 1.0) -> None:
+        self.lam = lam
+
+    def client_model(self, w: Tensor, client: State) -> Tensor:
+        return client.own
+
+    def direction_alone(self, w: Tensor, g: Tensor, received: State) -> Tensor:
+        """``g(v) + lam (v - w^t)``."""
+        return g + self.lam * (w - received.w) if self.lam else g
+
+    def end_alone(self, w: Tensor, client: State) -> State:
+        """A client keeps its own model."""
+        return client.replace(own=w)
 
 
 class Whole(Uploads):

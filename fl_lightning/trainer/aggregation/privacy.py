@@ -137,9 +137,9 @@ class GaussianPrivacy(Aggregation, key="trainer.privacy"):
             f"model.weighting = {objective.weighting}: under trainer.privacy all count alike; set it to uniform",
         )
         ensure(
-            not self.per_tensor or (objective.wire[1] == ("w",) and not objective.personal),
+            not self.per_tensor or (objective.wire[1] == ("w",) and objective.has_global_model),
             f"{KEY}.per_tensor = true: for algorithms that upload the whole model alone; {name} uploads "
-            f"{'a part of it' if objective.personal else ', '.join(objective.wire[1])}; set it to false",
+            f"{'a part of it' if not objective.has_global_model else ', '.join(objective.wire[1])}; set it to false",
         )
         buffers = objective.net_buffers
         ensure(
