@@ -54,6 +54,7 @@ from .algorithms.parts.averaging import Averaging as Averaging
 from .algorithms.parts.averaging import LastTwo as LastTwo
 from .algorithms.parts.base import Part as Part
 from .algorithms.parts.compress import Compress as Compress
+from .algorithms.parts.flexlora import FlexLoRA as FlexLoRA
 from .algorithms.parts.local_optimizer import LocalOptimizer as LocalOptimizer
 from .algorithms.parts.muon import Muon as Muon
 from .algorithms.parts.personal import Ditto as Ditto

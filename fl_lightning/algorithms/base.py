@@ -17,6 +17,7 @@ from fl_lightning.algorithms.parts.averaging import Averaging
 from fl_lightning.algorithms.parts.base import Part, check_owners, kept, pair_of, value_of
 from fl_lightning.algorithms.parts.buffers import Buffers, Policy
 from fl_lightning.algorithms.parts.compress import Compress  # noqa: F401
+from fl_lightning.algorithms.parts.flexlora import FlexLoRA  # noqa: F401
 from fl_lightning.algorithms.parts.local_optimizer import LocalOptimizer
 from fl_lightning.algorithms.parts.muon import Muon  # noqa: F401
 from fl_lightning.algorithms.parts.personal import Ditto, Personal  # noqa: F401

@@ -15,6 +15,7 @@ from torch import Tensor
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.algorithms.feddyn import FedDyn
 from fl_lightning.algorithms.hooks import Hooks
+from fl_lightning.algorithms.parts.flexlora import FlexLoRA
 from fl_lightning.core import Draws, Init, State, Upload, UserError, ensure, require, seeded
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.engine import ENGINES, Engine, EngineName, Job, LocalResult
@@ -85,6 +86,10 @@ def check(trainer: FederatedTrainer, model: LocalObjective, datamodule: Federate
         type(model).client_round_end in (Hooks.client_round_end, FedDyn.client_round_end),
         f"model = {type(model).__name__}: its client_round_end changes states after the round, when they are on the "
         "nodes; train it without Flower",
+    )
+    exact = any(isinstance(part, FlexLoRA) for part in model.parts)
+    ensure(
+        not exact, "model.parts: FlexLoRA: Flower sends its products instead of the factors; train it without Flower"
     )
     ensure(not model.personal, "model.parts: Personal: Flower sends whole vectors; train it without Flower")
     ensure(not datamodule.stream, "data.stream = true: samples are read on the nodes; set it to false")

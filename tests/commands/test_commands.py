@@ -131,7 +131,7 @@ def test_help_lists_the_classes_of_a_setting(capsys: pytest.CaptureFixture[str])
     with pytest.raises(SystemExit):
         cli("fit", "--model.help=FedAvg")
     shown = " ".join(capsys.readouterr().out.split())
-    for name, classes in {"ascent": "Ascent, SAM, ASAM, LESAM", "parts": "Compress, Personal"}.items():
+    for name, classes in {"ascent": "Ascent, SAM, ASAM, LESAM", "parts": "Compress, FlexLoRA, Personal"}.items():
         assert shown.rpartition(f"--model.{name} {name.upper()}")[2].partition("classes: ")[2].startswith(classes)
 
 

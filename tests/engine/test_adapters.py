@@ -17,6 +17,7 @@ from fl_lightning import (
     Arrays,
     FedAvg,
     FlatnessMonitor,
+    FlexLoRA,
     Frozen,
     LambdaMax,
     LocalObjective,
@@ -193,6 +194,46 @@ def test_factors_of_which_only_b_is_trained(tmp_path: Path) -> None:
     products = [(int(run.data.client_sizes[k]), end.w[:16].view(8, 2) @ A) for k, end in record.local[-1].items()]
     mean = sum(n * each for n, each in products) / sum(n for n, _ in products)
     torch.testing.assert_close(found, mean, rtol=1e-12, atol=1e-15)
+
+
+def test_mean_of_products(tmp_path: Path) -> None:
+    """The server's product is the best approximation of the mean product, on every engine; bits are of factors."""
+    found, layers = [], ("net.blocks.0.q", "net.blocks.0.v")
+    for engine in ENGINES:
+        objective = FedAvg(net=lora(), ascent=SAM(0.05), parts=[FlexLoRA()])
+        options = {"arrays": tokens(), "clients_per_round": 3, "callbacks": [record := Trajectory()]}
+        run = train(tmp_path, objective, engine, **options)
+        flat, sizes = objective.flat, run.data.client_sizes
+        assert run.metrics["comm/total_bits"] == 3 * 3 * 2 * flat.d * 64
+        for t, results in enumerate(record.local):
+            after = flat.split(record.server[t + 1].w)
+            n = sum(int(sizes[k]) for k in results)
+            for layer in layers:
+                a, b = (f"{layer}.lora_{x}.default.weight" for x in "AB")
+                ends = [(int(sizes[k]) / n, flat.split(result.w)) for k, result in results.items()]
+                u, s, v = np.linalg.svd(sum(share * (end[b] @ end[a]).numpy() for share, end in ends))
+                best = u[:, :2] * s[:2] @ v[:2]
+                np.testing.assert_allclose((after[b] @ after[a]).numpy(), best, rtol=0, atol=1e-12)
+                assert s[2] > 1e-8  # the mean has a larger rank
+            head = sum(share * end["net.head.1.weight"] for share, end in ends)
+            torch.testing.assert_close(after["net.head.1.weight"], head, rtol=0, atol=1e-12)
+        found.append(record.server[-1].w)
+    for w in found[1:]:
+        torch.testing.assert_close(w, found[0], rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: FedAvg(net=Frozen(Small(), ["3"]), parts=[FlexLoRA()]), "needs a LoRA net that trains A and B"),
+        (lambda: FedAvg(net=lora(factors="B"), parts=[FlexLoRA()]), "needs a LoRA net that trains A and B"),
+        (lambda: algorithms.FedDyn(net=lora(), parts=[FlexLoRA()]), "take FedAvg or FedSAM"),
+        (lambda: algorithms.FedAvgM(net=lora(), parts=[FlexLoRA()]), "take FedAvg or FedSAM"),
+    ],
+)
+def test_products_of_what_cannot_have_them(make: Any, message: str) -> None:
+    with pytest.raises(UserError, match=f"^model.parts: FlexLoRA.*{message}"):
+        make()
 
 
 def fused(target: str) -> LoRA:
