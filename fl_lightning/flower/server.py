@@ -141,7 +141,7 @@ class RemoteRun(Run):
     def how_to_continue(self) -> str:
         return f"flwr run APP --stream --run-config 'ckpt-path=\"{self.folder.last}\"'"
 
-    def make_engine(self, name: EngineName) -> Engine:
+    def make_engine(self, name: EngineName, compile: bool = True) -> Engine:
         return RemoteEngine(self)
 
 

@@ -296,9 +296,9 @@ class Run:
         draw = generator(self.seed, "batches", ctx.t, self.objective.batches_of(ctx), client)
         return self.data.client_batches(client, self.settings.local_epochs, ctx.K, draw, self.dtype)
 
-    def make_engine(self, name: EngineName) -> Engine:
-        """Returns an engine for this run's objective."""
-        block, compile = self.settings.client_block, self.settings.compile
+    def make_engine(self, name: EngineName, compile: bool = True) -> Engine:
+        """Returns an engine for this run's objective; without ``compile`` not even one compiles that should."""
+        block, compile = self.settings.client_block, self.settings.compile and compile
         return ENGINES[name](self.objective, self.net, self.fabric.autocast, block, compile)
 
     def log(self, metrics: Mapping[str, float]) -> None:

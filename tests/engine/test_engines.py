@@ -38,7 +38,7 @@ from fl_lightning.engine import ENGINES, BatchedEngine, GraphedEngine, choice
 from fl_lightning.engine.base import changed
 from fl_lightning.engine.record import RecordedRound
 from fl_lightning.trainer.callbacks import Callback
-from fl_lightning.trainer.loop import choose_engine
+from fl_lightning.trainer.engine_choice import choose_engine
 from fl_lightning.trainer.run import Run
 from tests.conftest import optimizer_for
 

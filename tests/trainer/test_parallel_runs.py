@@ -23,6 +23,7 @@ from fl_lightning import (
     UserError,
     algorithms,
 )
+from fl_lightning.engine import record
 from fl_lightning.trainer import parallel_runs
 from fl_lightning.trainer.run import Run
 from tests.algorithms.test_parts import TopK
@@ -56,6 +57,17 @@ def assert_equal(together: list[FederatedTrainer], alone: list[FederatedTrainer]
             assert float((a[name] - b[name]).abs().max()) <= 1e-12 * float(b[name].abs().max()), name
         assert metrics(one.run.folder.path).keys() == metrics(other.run.folder.path).keys()
     assert not torch.equal(state(alone[0].run.folder.path)["server.w"], state(alone[1].run.folder.path)["server.w"])
+
+
+@pytest.mark.parametrize("engine", ["graphed", "auto"])
+def test_nothing_is_compiled_to_see_whether_one_program_is_faster(
+    engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainers = [run(tmp_path, seed, engine, compile=True, max_rounds=10**4) for seed in range(2)]
+    monkeypatch.setattr(record, "Compiled", None)
+    with trainers[0].environment():
+        runs = parallel_runs.start(trainers, [model(seed) for seed in range(2)], data(), [None] * 2)
+        assert isinstance(parallel_runs.pays(runs), bool)
 
 
 def test_two_runs_of_one_name_do_not_share_a_folder(tmp_path: Path) -> None:
