@@ -56,6 +56,8 @@ from .algorithms.parts.base import Part as Part
 from .algorithms.parts.compress import Compress as Compress
 from .algorithms.parts.local_optimizer import LocalOptimizer as LocalOptimizer
 from .algorithms.parts.muon import Muon as Muon
+from .algorithms.parts.personal import Ditto as Ditto
+from .algorithms.parts.personal import Personal as Personal
 from .algorithms.parts.server_optimizers import ServerAdagrad as ServerAdagrad
 from .algorithms.parts.server_optimizers import ServerAdam as ServerAdam
 from .algorithms.parts.server_optimizers import ServerMomentum as ServerMomentum
@@ -114,8 +116,8 @@ from .nets import ResNet18GN as ResNet18GN
 from .nets import ResNet18NoNorm as ResNet18NoNorm
 from .nets import TextTransformer as TextTransformer
 from .nets import ViTCIFAR as ViTCIFAR
-from .trainer.aggregation.adaptive_privacy import AdaptivePrivacy as AdaptivePrivacy
 from .trainer.aggregation.base import Aggregation as Aggregation
+from .trainer.aggregation.privacy import AdaptivePrivacy as AdaptivePrivacy
 from .trainer.aggregation.privacy import GaussianPrivacy as GaussianPrivacy
 from .trainer.aggregation.rules import CoordinateMedian as CoordinateMedian
 from .trainer.aggregation.rules import Krum as Krum

@@ -27,6 +27,10 @@ class Aligned(LocalObjective):
             not self.optimizer.keeps_state,
             f"model.optimizer.state = keep: clients of {type(self).__name__} start from the server's; set it to reset",
         )
+        ensure(
+            not self.personal,
+            f"model.parts: {type(self).__name__} averages optimizers' states whole; no client may have an own model",
+        )
         self.gamma = gamma
 
     @property

@@ -1,7 +1,5 @@
 """A federated algorithm as a LightningModule: its parts, and what engines and the trainer call."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from inspect import BoundArguments
 from typing import Any
@@ -9,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fl_lightning.algorithms.hooks import Hooks
+from fl_lightning.algorithms.composed import Composed
 from fl_lightning.algorithms.lightning_optimizer import CentralizedOptimizer
 from fl_lightning.algorithms.metrics import Metrics
 from fl_lightning.algorithms.module import SupervisedModule
@@ -21,14 +19,13 @@ from fl_lightning.algorithms.parts.buffers import Buffers, Policy
 from fl_lightning.algorithms.parts.compress import Compress  # noqa: F401
 from fl_lightning.algorithms.parts.local_optimizer import LocalOptimizer
 from fl_lightning.algorithms.parts.muon import Muon  # noqa: F401
-from fl_lightning.algorithms.parts.relaxed import RelaxedInit
+from fl_lightning.algorithms.parts.personal import Ditto, Personal  # noqa: F401
 from fl_lightning.algorithms.parts.server_optimizers import ServerUpdate
 from fl_lightning.algorithms.parts.sgd import SGD
 from fl_lightning.algorithms.parts.torch_optimizer import TorchOptimizer  # noqa: F401
 from fl_lightning.core import (
     ClientContext,
     FlatSpec,
-    Init,
     NonNegative,
     RoundContext,
     State,
@@ -42,7 +39,7 @@ from fl_lightning.core import (
 from fl_lightning.core.frozen import moving_buffers
 
 
-class LocalObjective(Hooks, SupervisedModule):
+class LocalObjective(Composed, SupervisedModule):
     """A network, its loss, and the hooks of a federated algorithm; by default FedAvg.
 
     A subclass overrides those `Hooks` that its paper changes. Engines and the trainer call the methods below, which run
@@ -119,6 +116,10 @@ class LocalObjective(Hooks, SupervisedModule):
             name, slot = type(part).__name__, part.config_key
             ensure(slot == Part.config_key, f"{Part.config_key} = {name}: not in this list; set {slot} to it")
         self.parts = [value_of(part.bind, self.flat) for part in parts or ()]
+        ensure(
+            not self.optimizer.keeps_state or self.alone_part is None,
+            "model.optimizer.state = keep: model.parts trains each client before the round, too; set it to reset",
+        )
 
     def constructed(self, arguments: BoundArguments) -> None:
         """Checks that each name has one owner, once subclasses have declared their own."""
@@ -136,51 +137,6 @@ class LocalObjective(Hooks, SupervisedModule):
         ensure("w" in self.down, f"{name}.down = {self.down}: lacks 'w', the model that clients start from; add it")
 
     # What engines and the trainer call: the hooks of the algorithm, then those of its parts
-
-    @property
-    def all_parts(self) -> list[Part]:
-        """The parts of this objective, in the order in which their hooks run."""
-        relaxed = RelaxedInit(self.relaxed_init, self.adds_updates) if self.relaxed_init else None
-        named = (self.ascent, self.server_update, relaxed, self.averaging, self.net_buffers)
-        return [*(part for part in named if part is not None), *self.parts]
-
-    @property
-    def _owners(self) -> tuple[LocalObjective | Part, ...]:
-        return self, *self.all_parts
-
-    def client_inits(self) -> dict[str, Init]:
-        """Returns the initial values of all state that a client keeps."""
-        own = {name: init for owner in self._owners for name, init in owner.client_state.items()}
-        return {**own, **(self.optimizer.named_state if self.optimizer.keeps_state else {})}
-
-    def scratch_inits(self) -> dict[str, Init]:
-        """Returns the initial values of all state that lives during one round's local training."""
-        return {name: init for owner in self._owners for name, init in owner.scratch_state.items()}
-
-    def server_inits(self) -> dict[str, Init]:
-        """Returns the initial values of all state that the server keeps in addition to ``w``."""
-        return {name: init for owner in self._owners for name, init in owner.server_state.items()}
-
-    @property
-    def wire(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """All names that are sent to a client, and all names that it uploads."""
-        return tuple(n for x in self._owners for n in x.down), tuple(n for x in self._owners for n in x.up)
-
-    @property
-    def all_references(self) -> dict[str, str | float]:
-        """References of this objective and its parts."""
-        return {name: of for owner in self._owners for name, of in owner.references.items()}
-
-    def known(self, sent: State) -> dict[str, Tensor]:
-        """Returns the values that clipping rules subtract from the uploads first, by name; see ``references``.
-
-        Args:
-            sent: The state that the clients receive.
-        """
-        references = self.all_references
-        inits = {name: references[name] for name in self.wire[1] if name in references}
-        values = State.initial({name: of for name, of in inits.items() if of not in sent}, sent.w, sent.w)
-        return {name: sent[str(of)] if of in sent else values[name] for name, of in inits.items()}
 
     def lr(self, ctx: RoundContext) -> float:
         """Returns the learning rate of a round's local steps."""
@@ -201,8 +157,9 @@ class LocalObjective(Hooks, SupervisedModule):
 
         Args:
             values: What one client receives or uploads, by name.
-            up: Whether it uploads it.
+            up: Whether it uploads it, encoded.
         """
+        values = values if up else self.encoded(values)
         bits: Mapping[str, int] = {name: 8 * value.nbytes for name, value in values.items()}
         for part in self.all_parts:
             bits = value_of(part.bits, bits, values, up)
@@ -210,6 +167,9 @@ class LocalObjective(Hooks, SupervisedModule):
 
     def begin_local(self, client: State, received: State, ctx: ClientContext) -> tuple[Tensor, State]:
         """Returns the weights where local training starts, and the client's state, with these weights as ``start``."""
+        if part := self.alone(ctx):
+            w = part.client_model(received.w, client)
+            return w, client | {"start": w}
         w, client = pair_of(self.local_start, client, received, ctx)
         for part in self.all_parts:
             w, client = pair_of(part.local_start, w, client, received, ctx)
@@ -221,6 +181,9 @@ class LocalObjective(Hooks, SupervisedModule):
         Raises:
             UserError: If `local_end`, of the algorithm or of a part, uploads other names than declared.
         """
+        if part := self.alone(ctx):
+            return {}, part.end_alone(w, client)
+        client, received = self.seen(w, client, received)
         upload, client = pair_of(self.local_end, w, client, received, ctx)
         ensure(
             set(upload) == set(self.up),
@@ -232,10 +195,12 @@ class LocalObjective(Hooks, SupervisedModule):
             set(upload) == set(self.wire[1]),
             f"the parts of {type(self).__name__} upload {sorted(upload)}, but declare up = {self.wire[1]}",
         )
-        return upload, client
+        return self.encoded(upload), client
 
     def finish_phase(self, server: State, sent: State, uploads: Uploads, ctx: RoundContext) -> State:
         """Returns the server's state after a phase."""
+        for part in self.parts:
+            uploads = value_of(part.decoded, uploads, sent, self.models)
         server = value_of(self.server_step, server, sent, uploads, ctx)
         for part in self.all_parts:
             server = value_of(part.phase_end, server, uploads)
@@ -255,22 +220,6 @@ class LocalObjective(Hooks, SupervisedModule):
         for part in self.all_parts:
             server = value_of(part.round_end, server, before, ctx)
         return server
-
-    @property
-    def personal(self) -> bool:
-        """Whether some part gives clients models of their own."""
-        return any(type(part).client_model is not Part.client_model for part in self.all_parts)
-
-    def client_model(self, w: Tensor, client: State) -> Tensor:
-        """Returns the weights ``(d,)`` of a client's own model; the global ones if no part is personal.
-
-        Args:
-            w: The global weights, ``(d,)``.
-            client: The client's state between rounds.
-        """
-        for part in self.all_parts:
-            w = value_of(part.client_model, w, client)
-        return w
 
     # Centralized training under lightning.Trainer
 

@@ -117,5 +117,4 @@ class Hooks:
     def passes(self) -> tuple[int, int]:
         """Numbers of forward and backward passes of a local step."""
         backward = 1 if self.ascent is None else self.ascent.passes
-        has_teacher = type(self).teacher is not Hooks.teacher
-        return backward + has_teacher, backward
+        return backward + (type(self).teacher is not Hooks.teacher), backward

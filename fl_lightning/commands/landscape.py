@@ -17,13 +17,9 @@ from fl_lightning.data import FederatedDataModule
 from fl_lightning.engine import SequentialEngine
 from fl_lightning.flatness import Plane, perturbation_curves, random_plane, surface
 from fl_lightning.flatness.plots import plot_perturbation, plot_plane, plot_surface
-from fl_lightning.trainer.cohort import Cohort
-from fl_lightning.trainer.measurements import MeasurementContext, dry_round
-from fl_lightning.trainer.measurements.base import Split
-from fl_lightning.trainer.round import Round
-from fl_lightning.trainer.run import Run
+from fl_lightning.trainer import Cohort, FederatedTrainer, MeasurementContext, Round, Run, Split, dry_round
+from fl_lightning.trainer.round import Phase
 from fl_lightning.trainer.runtime import collectives
-from fl_lightning.trainer.trainer import FederatedTrainer
 
 SUMMARY = "Draw the loss around checkpoints: surfaces, planes, perturbations, local trajectories."
 
@@ -81,6 +77,7 @@ def run(
     require(kind != "plane" or len(compare) == 2, "compare", list(compare), "a plane goes through two checkpoints more")
     require(kind != "trajectory" or len(clients) == 1, "clients", list(clients), "a trajectory is that of one client")
     check_no_buffers(model)
+    model.check_global_model("a landscape")
     loaded = trainer.load(model, data, ckpt_path, clients=kind == "trajectory" or bool(clients))
     for k in clients:
         require(0 <= k < data.num_clients, "clients", k, f"from 0 to {data.num_clients - 1}")
@@ -177,7 +174,8 @@ def trajectory(run: Run, objective: LocalObjective, client: int) -> Tensor:
         objective: The run's objective, a variant of its class, or another objective on the same net without state.
         client: The client's id.
     """
-    jobs = next(Round(run, Cohort.of(run, [client], run.next_round)).phases()).jobs()
+    cohort = Cohort.of(run, [client], run.next_round)
+    jobs = Phase(Round(run, cohort), cohort).jobs()
     if type(objective) is not type(run.objective):
         received = State({"w": run.server.w})
         state = State.initial({**objective.client_inits(), **objective.scratch_inits()}, run.clients.w0, received.w)

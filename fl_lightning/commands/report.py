@@ -13,13 +13,11 @@ from fl_lightning.flatness.plots import plot_density, plot_spectrum
 from fl_lightning.results.clients import plot_clients, with_values
 from fl_lightning.results.compare import compare, of_run
 from fl_lightning.results.curves import curve_files, draw_curves, drawn, plot_tradeoff, read
-from fl_lightning.results.importance import LEAST, tried
-from fl_lightning.results.measurements import PROTOCOL
-from fl_lightning.results.names import title
+from fl_lightning.results.metrics import PROTOCOL, title
 from fl_lightning.results.report.files import densities, partitions, read_group, spectra
-from fl_lightning.results.report.page import report_page
-from fl_lightning.results.report.tables import Runs
+from fl_lightning.results.report.page import Runs, report_page
 from fl_lightning.results.table import Column, columns, table_files
+from fl_lightning.results.varied import LEAST, tried
 
 SUMMARY = "Write a report of runs: one HTML page that opens offline, with its tables and figures beside it."
 

@@ -4,11 +4,14 @@ Vectors have shape ``(..., d)``: ``(d,)`` for one client, ``(clients, d)`` for a
 algorithm needs is a norm over the last axis, with keepdim: ``(..., 1)``.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from fl_lightning.core.errors import ensure
 
 EPS = 1e-12
 """Added to every norm in a denominator, so that a zero vector gives zero, never NaN."""
@@ -47,12 +50,26 @@ def to_device(values: Tensor | Sequence[Any] | float, device: torch.device, dtyp
     return x.to(device, dtype, non_blocking=device.type == "cuda")
 
 
+def matching(names: Sequence[str], patterns: Sequence[str], key: str = "parameters") -> list[str]:
+    """Returns the names that match one of the patterns, in their own order.
+
+    Raises:
+        UserError: If there is no pattern, or one matches no name; it names the setting ``key``.
+    """
+    ensure(len(patterns) > 0, f"{key} = []: give at least one pattern, or null for all parameters")
+    for pattern in patterns:
+        found = any(fnmatchcase(name, pattern) for name in names)
+        ensure(found, f"{key} = {pattern}: matches none of {', '.join(names[:4])}, ...; give a name or a pattern")
+    return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
+
+
 class FlatSpec:
     """Layout of a module's trainable parameters in one flat vector, in ``named_parameters()`` order.
 
     Attributes:
         names: Parameter names, in order.
         shapes: Their shapes.
+        types: Class names of the modules that they belong to.
         d: Number of weights.
 
     Raises:
@@ -65,9 +82,10 @@ class FlatSpec:
             raise ValueError(f"{type(module).__name__} has no trainable parameter")
         self.names = [name for name, _ in named]
         self.shapes = [p.shape for _, p in named]
+        self.types = [type(module.get_submodule(name.rpartition(".")[0])).__name__ for name in self.names]
         self.numels = [p.numel() for _, p in named]
         self.d = sum(self.numels)
-        self._masks: dict[tuple[str, torch.device], Tensor] = {}
+        self._masks: dict[tuple[frozenset[str], torch.device], Tensor] = {}
 
     def parameters(self, module: nn.Module) -> Iterator[nn.Parameter]:
         """Returns the module's parameters in the order of the layout."""
@@ -93,11 +111,11 @@ class FlatSpec:
         """Returns the first parameter in which a vector ``(d,)`` has a value that is not finite."""
         return next(name for name, part in self.split(vector).items() if not bool(part.isfinite().all()))
 
-    def mask(self, part_of_name: str, device: torch.device) -> Tensor:
-        """Returns a mask ``(d,)`` of the weights of parameters whose name contains ``part_of_name``; it is cached."""
-        key = (part_of_name, device)
+    def mask(self, names: Iterable[str], device: torch.device) -> Tensor:
+        """Returns a mask ``(d,)`` of the weights of some parameters; it is cached."""
+        key = (frozenset(names), device)
         if key not in self._masks:
-            flags = [part_of_name in name for name in self.names]
+            flags = [name in key[0] for name in self.names]
             self._masks[key] = torch.repeat_interleave(torch.tensor(flags), torch.tensor(self.numels)).to(device)
         return self._masks[key]
 
@@ -110,7 +128,7 @@ class FlatSpec:
 
     def adaptive_scale(self, w: Tensor, eta: float) -> Tensor:
         """Returns ASAM's T, ``(..., d)``: ``|w| + eta`` for parameters with "weight" in their name, 1 for the rest."""
-        return torch.where(self.mask("weight", w.device), w.abs() + eta, 1.0)
+        return torch.where(self.mask([name for name in self.names if "weight" in name], w.device), w.abs() + eta, 1.0)
 
 
 class FlatNet:

@@ -6,6 +6,7 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from fl_lightning.algorithms.base import LocalObjective
@@ -195,7 +196,8 @@ class Engine:
             first = start.expand_as(like)
             initial = State.initial(fresh, first, first)
             client |= {name: value for name, value in initial.items() if client.get(name) is state[name]}
-        teachers, constants = objective.teachers(client, received), objective.loss_constants(client, received, ctx)
+        seen = objective.seen(start, client, received)
+        teachers, constants = objective.teachers(*seen), objective.loss_constants(*seen, ctx)
         fixed = Fixed(received, start, teachers, constants, ctx, optimizer.begin(objective.flat, start))
         state = State({name: value.expand_as(state[name]) for name, value in kept(client, state).items()})
         return Carry(start.expand_as(like), state, like.new_zeros(like.shape[:-1])), fixed
@@ -211,7 +213,7 @@ class Engine:
         Raises:
             UserError: If the step evaluates no gradient of the local objective, or returns a vector of another shape.
         """
-        objective, received, ctx, losses = self.objective, fixed.received, fixed.ctx, list[Tensor]()
+        objective, ctx, losses = self.objective, fixed.ctx, list[Tensor]()
 
         def grad(v: Tensor, other: Losses | None = None) -> Tensor:
             g, loss = evaluate(v, other)
@@ -221,11 +223,19 @@ class Engine:
 
         if ctx.draws is not None:
             ctx.draws.next_step()
-        client = carry.state | {"start": fixed.start}
-        lr = value_of(objective.step_lr, client, ctx)
-        direction, client = pair_of(objective.local_step, carry.w, grad, client, received, ctx)
+        client, received = objective.seen(carry.w, carry.state | {"start": fixed.start}, fixed.received)
+        alone, moving = objective.alone(ctx), objective.moving(carry.w, ctx)
+        if alone is None:
+            lr = value_of(objective.step_lr, client, ctx)
+            direction, client = pair_of(objective.local_step, carry.w, grad, client, received, ctx)
+        else:
+            lr, direction = ctx.lr, alone.direction_alone(carry.w, grad(carry.w), received)
+        if moving is not None:
+            two = direction if isinstance(direction, tuple) else (direction, torch.zeros_like(carry.w))
+            direction = torch.where(moving, two[0], 0), torch.where(moving, two[1], 0)
         w, client = fixed.take(carry.w, direction, client, lr, ctx)
-        w = value_of(objective.after_step, w, client, received, ctx)
+        if alone is None:
+            w = value_of(objective.after_step, w, client, received, ctx)
         if not losses:
             raise UserError(
                 f"{type(objective).__name__}.local_step: it does not evaluate the local objective, whose loss is "
@@ -237,6 +247,8 @@ class Engine:
                 f"model.optimizer = {name}: weights of shape {tuple(carry.w.shape)} have shape {tuple(w.shape)} after "
                 "a step; the direction and the step must keep it"
             )
+        if moving is not None:  # nor do decay and momentum move the others
+            w = torch.where(moving, w, carry.w)
         return Carry(w, kept(client, carry.state), losses[0])
 
     def finish(self, carry: Carry, fixed: Fixed) -> tuple[Upload, State]:

@@ -22,6 +22,7 @@ from fl_lightning.engine.record import (
     plain_settings,
     trace,
 )
+from fl_lightning.engine.simplify import simplified
 
 REFUSED = (
     "trainer.engine = graphed: a hook draws random numbers in a local step, which the record would repeat; draw them "
@@ -69,7 +70,7 @@ class GraphedEngine(BatchedEngine):
 
     def _record(self, named: Tensors, ctx: ClientContext) -> tuple[RecordedRound, Replay]:
         recorded, graph = trace(self._recorded, named, ctx)
-        replay = Compiled(graph) if self.compile else graph
+        replay = Compiled(graph) if self.compile else simplified(graph).forward
         return recorded, CudaGraph(replay) if named["w"].is_cuda else partial(loop, replay)
 
     def _recorded(self, named: Tensors, ctx: ClientContext) -> list[Tensor]:

@@ -35,7 +35,7 @@ class SequentialEngine(Engine):
                 carry = self.step(carry, fixed, self._evaluation(batch, fixed, job, number))
                 self._check("the weights after it", carry.w, job, number)
                 losses.append(carry.loss)
-            if objective.net_buffers is not None:
+            if objective.net_buffers is not None and objective.alone(ctx) is None:
                 buffers = objective.net_buffers.vector(objective.net)
                 carry = replace(carry, state=carry.state | {"buffers": buffers})
             upload, client = self.finish(carry, fixed)

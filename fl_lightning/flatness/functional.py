@@ -12,14 +12,12 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fl_lightning.core import FlatSpec, accumulator_dtype, ensure, eval_mode
-from fl_lightning.core.nested import Inputs, map_tensors
+from fl_lightning.core import FlatSpec, Inputs, accumulator_dtype, ensure, eval_mode, map_tensors, matching
 
 Batch = tuple[Inputs, Tensor]
 """Samples and targets."""
@@ -215,19 +213,6 @@ def batch_sizes(batches: Batches) -> list[int]:
     """Returns the number of samples of each batch."""
     with torch.random.fork_rng(devices=[]):  # a DataLoader draws a base seed in every pass
         return [len(y) for _, y in passes(batches)()]
-
-
-def matching(names: Sequence[str], patterns: Sequence[str]) -> list[str]:
-    """Returns the names that match one of the patterns, in their own order.
-
-    Raises:
-        UserError: If there is no pattern, or one matches no name.
-    """
-    ensure(len(patterns) > 0, "parameters = []: give at least one pattern, or null for all parameters")
-    for pattern in patterns:
-        found = any(fnmatchcase(name, pattern) for name in names)
-        ensure(found, f"parameters = {pattern}: matches none of {', '.join(names[:4])}, ...; give a name or a pattern")
-    return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from torch import Tensor
 from fl_lightning.core import ClientContext, State, UserError, ensure, files
 from fl_lightning.engine import Job
 from fl_lightning.flower.messages import CONTEXT, Message, Value, checksum, version_of
-from fl_lightning.trainer.run import Run
+from fl_lightning.trainer import Run
 
 Kept = MutableMapping[str, Mapping[str, Tensor]]
 """The states of a node's clients: named tensors by ``<client>.<version>``."""
@@ -122,14 +122,13 @@ class Folder(Kept):
 
     def __getitem__(self, key: str) -> Mapping[str, Tensor]:
         try:
-            found: Mapping[str, Tensor] = files.load(self._file(key))
+            return dict(files.load(self._file(key)))
         except FileNotFoundError:
             raise KeyError(key) from None
         except (OSError, ValueError) as error:
             raise UserError(
                 f"{self._file(key)}: {error}; this client's state is lost, restore it or start again"
             ) from None
-        return found
 
     def __setitem__(self, key: str, state: Mapping[str, Tensor]) -> None:
         files.save(self._file(key), dict(state))

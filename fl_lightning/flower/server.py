@@ -19,10 +19,8 @@ from fl_lightning.core import Draws, Init, State, Upload, UserError, ensure, req
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.engine import ENGINES, Engine, EngineName, Job, LocalResult
 from fl_lightning.flower.messages import CONTEXT, Message, NodeLost, Send, Value, checksum, row_of, version_in
+from fl_lightning.trainer import Callback, ClientStore, FederatedTrainer, Run
 from fl_lightning.trainer.participation.failures import LINES, listed
-from fl_lightning.trainer.run import Callback, Run
-from fl_lightning.trainer.storage.client_store import ClientStore
-from fl_lightning.trainer.trainer import FederatedTrainer
 
 KEPT = "state on its node"
 """Name of the client state that the server keeps: the version of the state on the node, see `row_of`."""
@@ -88,6 +86,7 @@ def check(trainer: FederatedTrainer, model: LocalObjective, datamodule: Federate
         f"model = {type(model).__name__}: its client_round_end changes states after the round, when they are on the "
         "nodes; train it without Flower",
     )
+    ensure(not model.personal, "model.parts: Personal: Flower sends whole vectors; train it without Flower")
     ensure(not datamodule.stream, "data.stream = true: samples are read on the nodes; set it to false")
     for callback in trainer.callbacks:
         name = type(callback).__name__

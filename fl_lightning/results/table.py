@@ -6,11 +6,18 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from textwrap import wrap
 
-from fl_lightning.results.compare import Group
-from fl_lightning.results.headline import window
-from fl_lightning.results.metrics import deviation, table_text
-from fl_lightning.results.names import METRICS, Mode, is_of_clients, known, mode_of, read_directions
-from fl_lightning.results.paired import Difference, difference
+from fl_lightning.results.compare import Difference, Group, difference
+from fl_lightning.results.metrics import (
+    METRICS,
+    Mode,
+    deviation,
+    is_of_clients,
+    known,
+    mode_of,
+    read_directions,
+    table_text,
+)
+from fl_lightning.results.summary import window
 from fl_lightning.results.terminal import divided
 
 TABLES = {

@@ -6,8 +6,7 @@ from functools import partial
 from torch import Tensor, nn
 
 from fl_lightning.algorithms.parts.base import check_owners
-from fl_lightning.core import UserError, ensure, generator, variance_needed
-from fl_lightning.core.nested import map_tensors
+from fl_lightning.core import UserError, ensure, generator, map_tensors, variance_needed
 from fl_lightning.trainer.run import Run
 
 MISFIT = (RuntimeError, ValueError, IndexError, TypeError, AttributeError)
@@ -55,6 +54,8 @@ def check_fit(run: Run) -> None:
     draw = generator(run.seed, "check")
     x, y = next(iter(data.client_batches(0, 1, 1, draw, run.dtype)))  # with Mixup its labels are probabilities
     _check_loss(run, evaluator.logits(run.server.w, map_tensors(lambda v: v[:2], x)), y[:2])
+    if data.val_fraction:
+        objective.check_global_model(f"data.val_fraction = {data.val_fraction}, which must be 0")
     for callback in run.callbacks:
         callback.check(run)
 

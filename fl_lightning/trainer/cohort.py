@@ -87,6 +87,15 @@ class Cohort:
         """Returns the clients of this cohort that also answer in the next phase."""
         return self.of(run, self.clients, self.t, self.faults, self.phase + 1)
 
+    def alone(self, run: Run) -> Cohort:
+        """Returns the same clients in what they train before the round, by themselves; see `Part.trains_alone`."""
+        part, phase = run.objective.alone_part, run.objective.phases
+        contexts = []
+        for k, ctx in zip(self.clients, self.contexts, strict=True):
+            K = run.data.batches_per_client(k, part.epochs_alone, None) if part and part.epochs_alone else ctx.K
+            contexts.append(replace(ctx, phase=phase, K=K, K_missed=0, k_lr=K * ctx.lr))
+        return replace(self, phase=phase, contexts=contexts)
+
     def only(self, arrived: Collection[int]) -> Cohort:
         """Returns the cohort of one process after all but some of its clients have dropped out."""
         here = {k: ctx for k, ctx in zip(self.clients, self.contexts, strict=True) if k in arrived}
@@ -101,16 +110,17 @@ class Cohort:
             self, clients=[*here], contexts=[*here.values()], shares=[[*range(len(here))]], attendance=attendance
         )
 
-    def arrived(self, result: LocalResult, seed: int) -> LocalResult:
+    def arrived(self, result: LocalResult, known: State, seed: int) -> LocalResult:
         """Returns a local result with the upload as it arrives.
 
         Args:
             result: A local result of this cohort.
+            known: What the clients received, as it has travelled.
             seed: Seed of the run.
         """
         if self.faults.corrupt is None:
             return result
-        upload = self.faults.corrupt(result.upload, result.received, result.client, result.ctx, seed)
+        upload = self.faults.corrupt(result.upload, known, result.client, result.ctx, seed)
         return replace(result, upload=upload, finite=result.finite & State(upload).finite())
 
 

@@ -1,6 +1,7 @@
 """Evaluation of weights, which fit, validate, test, corruptions and measurements share."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Literal
 
 import torch
@@ -13,7 +14,7 @@ from torchmetrics import Metric
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.algorithms.metrics import Scores
 from fl_lightning.algorithms.parts.buffers import Buffers
-from fl_lightning.core import FlatNet, accumulator_dtype, eval_mode, forward_at, seeded, to_device
+from fl_lightning.core import FlatNet, State, accumulator_dtype, eval_mode, forward_at, seeded, to_device
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.data.tasks import Regression
 from fl_lightning.trainer.runtime import collectives
@@ -46,11 +47,24 @@ class Evaluator:
         self.dtype, self.seed = dtype, seed
         self._estimated: tuple[Tensor, Tensor] | None = None
         self._scores: dict[str, Scores] = {}
+        self._of_client = False
 
     @property
     def by_batch(self) -> bool:
         """Whether evaluation normalizes each batch by its own statistics."""
-        return self.objective.net_buffers is not None and self.objective.net_buffers.policy == "local"
+        buffers = self.objective.net_buffers
+        return buffers is not None and buffers.policy == "local" and not self._of_client
+
+    @contextmanager
+    def statistics_of(self, client: State) -> Iterator[None]:
+        """Within it, evaluation normalizes by the statistics that a client keeps, if it keeps some."""
+        buffers, self._of_client = self.objective.net_buffers, True
+        if buffers is not None and "buffers" in client:
+            buffers.load(self.objective.net, client.buffers)
+        try:
+            yield
+        finally:
+            self._of_client = False
 
     def logits(self, w: Tensor, x: Tensor, by_batch: bool = False) -> Tensor:
         """Returns the net's output at weights ``w``, ``(d,)``, in eval mode."""

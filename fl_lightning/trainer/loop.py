@@ -5,16 +5,62 @@ from functools import partial
 from itertools import islice
 from typing import TypeAlias
 
+from fl_lightning import engine
 from fl_lightning.core import UserError
-from fl_lightning.engine import Job, LocalResult
+from fl_lightning.engine import EngineName, Job, LocalResult
 from fl_lightning.trainer import program
 from fl_lightning.trainer.cohort import Cohort
-from fl_lightning.trainer.engine_choice import choose_engine
-from fl_lightning.trainer.round import Round
+from fl_lightning.trainer.measurements.clients import evaluate
+from fl_lightning.trainer.round import Phase, Round
 from fl_lightning.trainer.run import Run
 from fl_lightning.trainer.runtime.console import unbroken_output
 from fl_lightning.trainer.runtime.signals import Interruption
 from fl_lightning.trainer.session import session
+
+
+def choose_engine(runs: Sequence[Run]) -> None:
+    """Makes the engine that trains all of these runs; "auto" takes that of the checkpoint, or measures on rank 0.
+
+    Args:
+        runs: One run, or several that are trained as one program.
+
+    Raises:
+        UserError: If the engine cannot run this objective.
+    """
+    run, fabric, given = runs[0], runs[0].fabric, runs[0].settings.engine
+    chosen: EngineName = run.restored.get("engine", "auto") if given == "auto" else given
+    if chosen == "auto" and run.finished:
+        chosen = "sequential"
+    if chosen == "auto":
+        jobs, reason = _sample(runs), ""
+        if fabric.is_global_zero:
+            rounds = (run.max_rounds - run.rounds_done) * run.objective.phases
+            chosen, reason, _ = engine.choose(run.make_engine, jobs, rounds, run.settings.compile)
+        chosen, reason = fabric.broadcast((chosen, reason))
+        if reason:
+            fabric.print(f"engine: {chosen} ({reason})")
+    made = run.make_engine(chosen)
+    if given != "auto" and made.trains_several and not run.finished:
+        engine.check(made, run.engine, _sample(runs))
+    for each in runs:
+        each.engine_name, each.engine = chosen, made
+
+
+def seconds_left(runs: Sequence[Run]) -> float:
+    """Returns the seconds that the rest of these runs trains as one program, estimated from one measured round."""
+    run = runs[0]
+    jobs, rounds = _sample(runs), (run.max_rounds - run.rounds_done) * run.objective.phases
+    if run.settings.engine == "auto":
+        return engine.choose(run.make_engine, jobs, rounds, run.settings.compile).seconds
+    return rounds * engine.seconds(run.make_engine(run.settings.engine), jobs)
+
+
+def _sample(runs: Sequence[Run]) -> list[Job]:
+    """Returns the jobs of this process in the first phase of the next round, of the runs that are furthest behind."""
+    behind = min(run.rounds_done for run in runs)
+    rounds = [Round(run, Cohort.drawn(run, behind)) for run in runs if run.rounds_done == behind]
+    return [job for each in rounds for job in Phase(each, each.cohort).jobs()]
+
 
 Steps: TypeAlias = Generator[list[Job], Iterable[LocalResult], None]
 """Gives the jobs of one phase after another, and takes their results."""
@@ -63,7 +109,7 @@ def close(run: Run, metrics: Mapping[str, float], losses: Sequence[float] = ()) 
 
 def _evaluate(run: Run, losses: Sequence[float]) -> None:
     for split in ("val", "test") if run.data.val_fraction else ("test",):
-        run.log(run.evaluate(split))
+        run.log(evaluate(run, split))
     for logger in run.run_loggers if losses and run.fabric.is_global_zero else ():
         logger.log_clients("client/train/loss", losses, run.rounds_done)
 

@@ -37,6 +37,7 @@ def length(run: Run) -> int:
         and type(run.aggregation) is Mean
         and run.fabric.world_size == 1
         and objective.phases == 1
+        and objective.alone_part is None
         and run.data.batch_size is not None
         and run.settings.max_time is None
         and not (run.failure_kinds or run.data.stream or run.clients.on_disk or run.should_stop)
@@ -69,7 +70,8 @@ def train(run: Run) -> bool:
         rows |= done.rows
         run.apply(run.state.after_round(done.server, done.bits, {"refused": []}), {})
         steps = sum(cohort.attendance.steps.values())
-        spent = clock.spent(run, cohort, done.bits, steps, training_s, rounds=len(trained))
+        passes = steps * sum(run.objective.passes)
+        spent = clock.spent(run, cohort, done.bits, steps, passes, training_s, rounds=len(trained))
         run.log({"client/train/loss": float(done.losses.mean()), "client/refused": 0, **spent})
         logged = run.write_metrics()
     if not trained:

@@ -38,6 +38,7 @@ class Round:
         aggregated: Metrics of the rule that combines the uploads, of the last phase.
         bits: Bits that went over the wire.
         steps: Local steps of the clients whose uploads have arrived.
+        passes: Their forward and backward passes.
         training_s: Seconds of local training.
     """
 
@@ -54,7 +55,7 @@ class Round:
         self.failed: dict[str, list[int]] = {"refused": [], **{kind: [] for kind in run.failure_kinds}}
         self.diverged: DivergenceError | None = None
         self.aggregated: dict[str, float] = {}
-        self.bits = self.steps = 0
+        self.bits = self.steps = self.passes = 0
         self.training_s = 0.0
         self._clock, self._callback_s = Clock(), run.callback_s
 
@@ -75,8 +76,13 @@ class Round:
         return self
 
     def phases(self) -> Iterator[Phase]:
-        """Yields the phases, until one diverges: each starts from the server's state that the one before has left."""
+        """Yields the phases, until one diverges: each starts from the server's state that the one before has left.
+
+        The first one may be that in which clients train by themselves (`Cohort.alone`).
+        """
         cohort = self.cohort
+        if self.run.objective.alone_part is not None:
+            yield Phase(self, cohort.alone(self.run))
         for number in range(self.run.objective.phases):
             if self.diverged:
                 return
@@ -113,7 +119,7 @@ class Round:
             **self.aggregated,
             **{f"client/{kind}": len(clients) for kind, clients in self.failed.items()},
             **({"client/diverged": skipped} if run.settings.on_divergence == "continue" else {}),
-            **self._clock.spent(run, self.cohort, self.bits, self.steps, self.training_s, callback_s),
+            **self._clock.spent(run, self.cohort, self.bits, self.steps, self.passes, self.training_s, callback_s),
         }
 
 
@@ -129,6 +135,7 @@ class Clock:
         cohort: Cohort,
         bits: int,
         steps: int,
+        passes: int,
         training_s: float,
         callback_s: float = 0.0,
         rounds: int = 1,
@@ -140,6 +147,7 @@ class Clock:
             cohort: The round's clients.
             bits: Bits that went over the wire.
             steps: Local steps.
+            passes: Their forward and backward passes.
             training_s: Seconds of local training of all rounds since the clock was made.
             callback_s: Seconds of callbacks, which do not count.
             rounds: Rounds since the clock was made, which share its time.
@@ -152,7 +160,7 @@ class Clock:
         return {
             "client/lr": run.objective.lr(run.round_context(cohort.t)),
             "client/steps": run.metrics.get("client/steps", 0) + steps,
-            "client/passes": run.metrics.get("client/passes", 0) + steps * sum(run.objective.passes),
+            "client/passes": run.metrics.get("client/passes", 0) + passes,
             "comm/total_bits": run.state.total_bits,
             "comm/transmissions": run.metrics.get("comm/transmissions", 0.0) + models,
             "time/round_s": seconds,
@@ -172,13 +180,15 @@ class Phase:
 
     Attributes:
         ctx: The phase's context.
+        alone: Whether the clients train by themselves, before the round: nothing travels.
         sent: What the clients receive.
     """
 
     def __init__(self, of: Round, cohort: Cohort) -> None:
         self.round, self.run, self.cohort = of, of.run, cohort
         objective = self.run.objective
-        self.ctx = self.run.round_context(cohort.t, cohort.phase)
+        self.ctx = self.run.round_context(cohort.t, cohort.phase % objective.phases)
+        self.alone = cohort.phase == objective.phases
         self.last = cohort.phase + 1 == objective.phases
         self.sent = objective.begin_phase(of.server, self.ctx)
         self.uploaded_bits = 0  # of the clients of this process
@@ -218,6 +228,9 @@ class Phase:
             self.cohort = self.cohort.only([result.client for result in taken])
         arrivals = Arrivals(self.run, self.cohort, taken, self.sent.w)
         self._count(arrivals.refused)
+        if self.alone:
+            self.round.rows |= arrivals.rows()
+            return
         try:
             self._step(arrivals)
         except DivergenceError as why:
@@ -247,6 +260,8 @@ class Phase:
         after = rule.phase_end(objective.finish_phase(of.server, self.sent, uploads, self.ctx), uploads)
         divergence.check_finite(self.run, after, self.ctx.t)
         of.server = objective.finish_round(after, self.run.server, self.ctx) if self.last else after
+        if objective.alone_part is not None:  # who does not count keeps nothing of the training before the round
+            of.rows = {k: row for k, row in of.rows.items() if k not in arrivals.refused}
         of.rows |= {k: objective.finish_client(row, of.server) for k, row in arrivals.rows().items()}
         of.losses = arrivals.losses
 
@@ -254,11 +269,15 @@ class Phase:
         """Counts which clients failed, and the bits on the wire."""
         of, attendance = self.round, self.cohort.attendance
         of.failed["refused"] += refused
+        steps = sum(ctx.K for ctx in self.cohort.contexts)
+        of.steps += steps
+        of.passes += steps * (2 if self.alone else sum(self.run.objective.passes))
+        if self.alone:
+            return
         for kind in self.run.failure_kinds:
             of.failed[kind] += getattr(attendance, kind)
         sent = self.run.objective.bits(self.sent, up=False)
         of.bits += sent * attendance.receivers + collectives.total(self.run.fabric, self.uploaded_bits)
-        of.steps += sum(attendance.steps.values())
 
     def _take(self, result: LocalResult) -> LocalResult:
         objective = self.run.objective
@@ -266,8 +285,10 @@ class Phase:
             objective.net_buffers.load(objective.net, result.buffers)  # for measurements of the local model
         if self.round.on_result is not None:
             self.round.on_result(result)
+        if self.alone:
+            return result
         self.uploaded_bits += objective.bits(result.upload, up=True)
-        return self.cohort.arrived(result, self.run.seed)
+        return self.cohort.arrived(result, State(objective.encoded(result.received)), self.run.seed)
 
     def _clocked(self, results: Iterable[LocalResult]) -> Iterator[LocalResult]:
         iterator = iter(results)

@@ -14,12 +14,12 @@ from lightning.fabric.loggers.logger import Logger
 from torch import Tensor
 
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.core import Checked, ClientContext, FlatNet, RoundContext, State, generator
-from fl_lightning.core.frozen import constants, digest
+from fl_lightning.core import Checked, ClientContext, FlatNet, RoundContext, State, constants, generator
+from fl_lightning.core.frozen import digest
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.data.minibatches import Minibatches
 from fl_lightning.engine import ENGINES, Engine, EngineName, LocalResult
-from fl_lightning.results.names import Mode
+from fl_lightning.results.metrics import Mode
 from fl_lightning.trainer.aggregation.base import Aggregation, Mean, Plan
 from fl_lightning.trainer.evaluation import Evaluator, Split
 from fl_lightning.trainer.loggers import RunLogger
@@ -293,7 +293,7 @@ class Run:
 
     def minibatches(self, client: int, ctx: ClientContext) -> Minibatches:
         """Returns the minibatches of a client in a phase, a function of (seed, round, phase, client)."""
-        draw = generator(self.seed, "batches", ctx.t, ctx.phase, client)
+        draw = generator(self.seed, "batches", ctx.t, self.objective.batches_of(ctx), client)
         return self.data.client_batches(client, self.settings.local_epochs, ctx.K, draw, self.dtype)
 
     def make_engine(self, name: EngineName) -> Engine:

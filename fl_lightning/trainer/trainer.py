@@ -7,8 +7,7 @@ from lightning.fabric.loggers.logger import Logger
 from lightning.pytorch.callbacks import EarlyStopping
 
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.core import LATER, ensure
-from fl_lightning.core.options import checked
+from fl_lightning.core import LATER, checked, ensure
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.trainer import resume
 from fl_lightning.trainer.aggregation.privacy import GaussianPrivacy
@@ -18,6 +17,7 @@ from fl_lightning.trainer.centralized import check_centralized, train_centrally
 from fl_lightning.trainer.checks import check_aggregation, check_fit
 from fl_lightning.trainer.loggers import CSVLogger, RunLogger
 from fl_lightning.trainer.loop import train
+from fl_lightning.trainer.measurements.clients import evaluate
 from fl_lightning.trainer.run import Run
 from fl_lightning.trainer.settings import Kind, Settings
 
@@ -131,11 +131,11 @@ class FederatedTrainer(Settings):
         """Evaluates the global model on the test set; arguments as for `validate`.
 
         Returns:
-            ``server/test/acc`` and ``server/test/loss``.
+            ``server/test/acc`` and ``server/test/loss``; of clients' own models ``server/clients/acc``, and so on.
         """
         with self.environment():
-            run = self.load(model, datamodule, ckpt_path)
-            return _report(run, run.evaluate("test"))
+            run = self.load(model, datamodule, ckpt_path, clients=model.personal)
+            return _report(run, evaluate(run, "test"))
 
     @checked
     def start(
@@ -195,8 +195,10 @@ class FederatedTrainer(Settings):
             clients: Whether to restore the clients' state, too, for dry rounds; the data must then be those of the run.
 
         Raises:
-            UserError: If the checkpoint is unreadable or of another model.
+            UserError: If the checkpoint is unreadable or of another model; or if there is no global model to look at.
         """
+        if not clients:
+            model.check_global_model("this command")
         self.run = Run(self, self.callbacks, self.loggers, model, datamodule)
         if ckpt_path is not None:
             resume.restore(self.run, ckpt_path, resume=False, clients=clients)

@@ -151,6 +151,7 @@ def test_a_sweep_over_seeds(tmp_path: Path) -> None:
         cli("sweep", str(seeds), "--seeds=5,6", f"--out={tmp_path}")
 
 
+@pytest.mark.slow
 def test_values_make_a_grid_of_any_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     values = ["--values=model=FedAvg,FedSAM", "--values", "data.num_clients=6,8", "--seeds=3,4"]
     cli("fit", "--model=FedAvg", *DIGITS, *values, f"--trainer.default_root_dir={tmp_path}")

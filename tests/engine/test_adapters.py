@@ -23,6 +23,7 @@ from fl_lightning import (
     LoRA,
     Sharpness,
     TextTransformer,
+    Trajectory,
     UserError,
     algorithms,
 )
@@ -123,6 +124,75 @@ def test_lora_on_every_engine(tmp_path: Path) -> None:
         assert_close(runs[-1], runs[0])
     assert runs[0].metrics["comm/total_bits"] == 2 * d * 64 * 3 * 3
     assert float(objective.flat.split(runs[0].server.w)["net.blocks.0.q.lora_B.default.weight"].abs().max()) > 0
+
+
+def test_curvature_by_layer_and_in_the_merged_space(tmp_path: Path) -> None:
+    """Blocks of dense Hessians: of the factors, and of a net without adapters and with the weights W + 8 B A."""
+    options: dict[str, Any] = {"samples": None, "tol": 1e-7, "iterations": 300}
+    measures = [LambdaMax(by_layer=True, **options), LambdaMax(merged=True, **options)]
+    measures.append(LambdaMax(by_layer=True, merged=True, parameters=["blocks.*"], **options))
+    monitor = FlatnessMonitor(1, measures)
+    run = train(
+        tmp_path,
+        FedAvg(net=lora()),
+        "sequential",
+        arrays=tokens(),
+        max_rounds=2,
+        clients_per_round=3,
+        callbacks=[monitor],
+    )
+    net, flat, start = transformer().double(), run.objective.flat, dict(transformer().double().named_parameters())
+    x, y = torch.cat(list(run.data.x_train)).view(-1, 6), run.data.y_train
+
+    def loss(*values: torch.Tensor) -> torch.Tensor:
+        output = torch.func.functional_call(net, dict(zip(names, values, strict=True)), (x,))
+        return nn.functional.cross_entropy(output, y)
+
+    def plain(*values: torch.Tensor) -> list[torch.Tensor]:
+        by = dict(zip(flat.names, values, strict=True))
+        found = [start[n] + 8 * by[f"net.{n[:-7]}.lora_B.default.weight"] @ by[f"net.{n[:-7]}.lora_A.default.weight"]
+                 for n in names[:2]]  # fmt: skip
+        return [*found, *(by[f"net.{n}"] for n in names[2:])]
+
+    def dense(f: Any, values: Any, some: slice) -> float:
+        rows = torch.autograd.functional.hessian(f, tuple(values))
+        matrix = [[b.reshape(values[i].numel(), -1) for b in row[some]] for i, row in enumerate(rows)][some]
+        return float(torch.linalg.eigvalsh(torch.cat([torch.cat(row, 1) for row in matrix])).max())
+
+    names = ["blocks.0.q.weight", "blocks.0.v.weight", *(n for n in start if n.startswith("head"))]
+    factors = list(flat.split(run.server.w).values())
+    with torch.no_grad():
+        weights = plain(*factors)
+    expected = {
+        "net_blocks_0_q": dense(lambda *v: loss(*plain(*v)), factors, slice(0, 2)),
+        "net_head_1": dense(lambda *v: loss(*plain(*v)), factors, slice(6, 8)),
+        "merged": dense(loss, weights, slice(None)),
+        "merged_blocks_0_v": dense(loss, weights, slice(1, 2)),
+    }
+    for name, value in expected.items():
+        assert run.metrics[f"flatness/{name}_lambda_max"] == pytest.approx(value, rel=1e-6), name
+    assert sum(name.endswith("lambda_max") for name in run.metrics) == 4 + 1 + 2
+
+
+def test_factors_of_which_only_b_is_trained(tmp_path: Path) -> None:
+    """A keeps its bits; the mean of the clients' products is the product of the means."""
+    objective = FedAvg(net=lora(factors="B", trained=[]))
+    run = train(
+        tmp_path,
+        objective,
+        "sequential",
+        arrays=tokens(),
+        max_rounds=2,
+        clients_per_round=2,
+        callbacks=[record := Trajectory()],
+    )
+    assert objective.flat.d == 2 * 2 * 8 and run.metrics["comm/total_bits"] == 2 * 2 * 2 * objective.flat.d * 64
+    A = objective.net.get_parameter("net.blocks.0.q.lora_A.default.weight")
+    assert torch.equal(A, lora().double().get_parameter("net.blocks.0.q.lora_A.default.weight"))
+    found = record.server[-1].w[:16].view(8, 2) @ A
+    products = [(int(run.data.client_sizes[k]), end.w[:16].view(8, 2) @ A) for k, end in record.local[-1].items()]
+    mean = sum(n * each for n, each in products) / sum(n for n, _ in products)
+    torch.testing.assert_close(found, mean, rtol=1e-12, atol=1e-15)
 
 
 def fused(target: str) -> LoRA:

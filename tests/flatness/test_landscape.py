@@ -530,6 +530,7 @@ FIGURES = {
 }
 
 
+@pytest.mark.slow
 def test_a_figure_is_written_the_same_again(tmp_path: Path) -> None:
     files = [save_figure(FIGURES["perturbation"](), tmp_path / name) for name in "ab"]
     assert [f.read_bytes() for f in files[0]] == [f.read_bytes() for f in files[1]]

@@ -10,11 +10,12 @@ import pytest
 
 from fl_lightning import UserError
 from fl_lightning.results.compare import compare
-from fl_lightning.results.importance import Tried, tried
+from fl_lightning.results.varied import Tried, tried
 from tests.results.test_pivot import sweep
 from tests.runs import cli
 
 
+@pytest.mark.slow
 def test_the_setting_that_decides_comes_first() -> None:
     """The metric falls with the logarithm of rho, depends a little on the class, and not at all on noise."""
     grid = [*product((0.01, 0.1, 1.0), ("SAM", "ASAM"), (1, 2, 3))]
@@ -41,6 +42,7 @@ def test_a_line_for_each_config_ends_at_its_value() -> None:
     assert axes.child_axes[0].get_ylim() == (0.5, 0.9)
 
 
+@pytest.mark.slow
 def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Settings that all have, of configs without a diverged run; the report has them where more than two vary."""
     values = {(lr, rho, size): [lr + rho, lr] for lr in (0.1, 0.2) for rho in (0.1, 0.3) for size in (8, 16)}

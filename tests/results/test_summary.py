@@ -13,10 +13,8 @@ from fl_lightning import UserError
 from fl_lightning.commands.shared.prediction import due
 from fl_lightning.results.compare import compare
 from fl_lightning.results.curves import curve_files, plot_curves
-from fl_lightning.results.headline import headline, last_rounds, window_of
-from fl_lightning.results.metrics import read_metrics
-from fl_lightning.results.names import Mode
-from fl_lightning.results.summary import summarise
+from fl_lightning.results.metrics import Mode, read_metrics
+from fl_lightning.results.summary import headline, last_rounds, summarise, window_of
 from fl_lightning.results.table import Markup, cell, columns, latex, row
 from fl_lightning.trainer.loggers import CSVLogger
 from fl_lightning.trainer.loggers.base import About

@@ -14,6 +14,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 
@@ -180,6 +181,7 @@ def table() -> str:
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
+@pytest.mark.slow
 def test_page_has_the_table() -> None:
     assert TABLE.findall(PAGE.read_text()) == [table()], "run `python -m tests.trainer.test_private_outputs`"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ClassVar, ParamSpec, TypeVar
 
 from torch import Tensor
 
@@ -36,6 +36,9 @@ class Part(Checked, key="model.parts"):
         server_state: The same for the server.
         down: Names that are sent to a client, in addition to the algorithm's.
         up: Names that a client uploads, in addition to the algorithm's.
+        trains_alone: Whether a client also trains before each round, by itself, from its own model (`client_model`).
+        epochs_alone: The epochs of that; 0: as many steps as in the round, on the same minibatches.
+        has_global_model: Whether the server's weights are a model; otherwise those of each client's own model are.
         references: For each of these uploads the value that clipping rules subtract first, as for `LocalObjective`.
         packs: Whether clients are on other machines; then `local_end` may upload bytes, which `arrived` decodes.
     """
@@ -45,6 +48,9 @@ class Part(Checked, key="model.parts"):
     server_state: Mapping[str, Init] = {}
     down: tuple[str, ...] = ()
     up: tuple[str, ...] = ()
+    trains_alone: bool = False
+    epochs_alone: int = 0
+    has_global_model: ClassVar[bool] = True
     references: Mapping[str, str | float] = {}
     packs: bool = False
 
@@ -65,6 +71,45 @@ class Part(Checked, key="model.parts"):
     def local_lr(self, lr: float, ctx: RoundContext) -> float:
         """Returns the clients' learning rate in this round, given the one that it would be without this part."""
         return lr
+
+    def seen(self, w: Tensor, client: State, received: State, models: frozenset[str]) -> tuple[State, State]:
+        """Returns the client's state and what it received as the algorithm's hooks see them at the weights ``w``.
+
+        Before a step, and after the last one; the step's hooks return the state that they see.
+
+        Args:
+            w: The local weights, ``(..., d)``.
+            client: The client's state, with ``start``.
+            received: What the client received.
+            models: The names of both that are models; other vectors ``(d,)`` are duals, variates and the like.
+        """
+        return client, received
+
+    def moving(self, w: Tensor, alone: bool) -> Tensor | None:
+        """Returns a mask ``(d,)`` of the weights that local steps change, before the round or in it; None: all."""
+        return None
+
+    def direction_alone(self, w: Tensor, g: Tensor, received: State) -> Tensor:
+        """Returns the direction of a step before the round, given the gradient of the local objective at ``w``."""
+        return g
+
+    def end_alone(self, w: Tensor, client: State) -> State:
+        """Returns what a client keeps of its training before the round, which ended at ``w``."""
+        return client
+
+    def encoded(self, values: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Returns values as they travel, to a client or from it; after all hooks of the client."""
+        return values
+
+    def decoded(self, uploads: Uploads, sent: State, models: frozenset[str]) -> Uploads:
+        """Returns the averages of what has travelled, as the server's step reads them.
+
+        Args:
+            uploads: The averages of encoded uploads.
+            sent: What the clients received.
+            models: The names that are models, as for `seen`.
+        """
+        return uploads
 
     def broadcast(self, sent: State, ctx: RoundContext) -> State:
         """Returns what the server sends, given what it would send without this part."""

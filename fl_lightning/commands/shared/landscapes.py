@@ -17,14 +17,10 @@ from torch import Tensor
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.core import Figure, ensure, make_folder, require, save_figure
 from fl_lightning.flatness import Batches, Values
-from fl_lightning.results.measurements import PROTOCOL
-from fl_lightning.results.metrics import write_table
-from fl_lightning.trainer.measurements import MeasurementContext
-from fl_lightning.trainer.measurements.base import Split
-from fl_lightning.trainer.run import Run
+from fl_lightning.results.metrics import PROTOCOL, write_table
+from fl_lightning.trainer import MeasurementContext, Run, RunFolder, Split
 from fl_lightning.trainer.runtime import collectives
 from fl_lightning.trainer.storage import checkpoint
-from fl_lightning.trainer.storage.run_folder import RunFolder
 
 V = TypeVar("V", bound=Values)
 Step = Callable[[int, int, str], None]

@@ -11,8 +11,8 @@ from fl_lightning.core import PositiveInt, ensure, numpy_generator, require, wri
 from fl_lightning.data.histogram import class_counts
 from fl_lightning.data.samples import Batch
 from fl_lightning.engine import LocalResult
-from fl_lightning.results.clients import FILE, GLOBAL, LOCAL, statistics
-from fl_lightning.trainer.cohort import Cohort
+from fl_lightning.results.clients import FILE, GLOBAL, LOCAL, UNSEEN, statistics
+from fl_lightning.trainer.evaluation import Split
 from fl_lightning.trainer.measurements.base import (
     Measure,
     Measurement,
@@ -20,7 +20,6 @@ from fl_lightning.trainer.measurements.base import (
     drop_later_rounds,
     local_models,
 )
-from fl_lightning.trainer.round import Round
 from fl_lightning.trainer.run import Run
 from fl_lightning.trainer.runtime import collectives
 
@@ -77,16 +76,14 @@ class ByClasses:
 
     def score(self, client: int, w: Tensor) -> Score:
         """See `OwnSamples`."""
-        held = self.weights[client] > 0
-        indices = held[self.run.data.y_test.cpu()].nonzero().flatten()
+        indices = (self.weights[client] > 0)[self.run.data.y_test.cpu()].nonzero().flatten()
         return self._weighted([client], self.run.evaluator.by_class(_batches(self.run, indices), w))[client]
 
     def scores(self, clients: Sequence[int], w: Tensor) -> Scores:
         """See `OwnSamples`."""
         run, fabric = self.run, self.run.fabric
         batches = run.data.eval_batches("test", run.dtype, (fabric.global_rank, fabric.world_size))
-        sums = collectives.all_reduce_sum(fabric, run.evaluator.by_class(batches, w))
-        return self._weighted(clients, sums)
+        return self._weighted(clients, collectives.all_reduce_sum(fabric, run.evaluator.by_class(batches, w)))
 
     def _weighted(self, clients: Sequence[int], sums: Tensor) -> dict[int, Score]:
         correct, losses, samples = sums.cpu().double()
@@ -112,7 +109,7 @@ def client_data(run: Run) -> ClientData:
     ensure(
         plain and run.data.y_test.ndim == 1,
         f"data = {type(run.data).__name__}: says of no client which test samples are its own, and {name} has no mean "
-        "over classes; leave ClientEvaluation out, or set test_clients of the data",
+        "over classes; set test_clients of the data, or leave out what evaluates each client",
     )
     return ByClasses(run)
 
@@ -126,7 +123,8 @@ def _batches(run: Run, indices: Tensor) -> Iterator[Batch]:
 class ClientEvaluation(Measure):
     """Loss and metric of the global model on each client's own test data, and of local models after local training.
 
-    With a personal part (see `Part.client_model`) each client's own model takes the place of the global one.
+    With a personal part (see `Part.client_model`) each client's own model takes the place of the global one, with its
+    own statistics if it keeps some. Clients that have never trained are apart, as ``server/unseen_clients/acc``.
 
     A client's test data are those samples of the test set that the data say are its own; if they do not say, the whole
     test set, with each class weighted by its share of the client's training samples. For accuracy that is exact:
@@ -142,6 +140,8 @@ class ClientEvaluation(Measure):
             its local model, too. Only a cohort of local models is in memory at a time.
         clients: Number of clients, a seeded sample that is the same in every round; null: all that have test data.
     """
+
+    of_global_model = False
 
     def __init__(self, local_models: bool = False, clients: PositiveInt | None = None) -> None:
         self.local_models, self.clients = local_models, clients
@@ -164,17 +164,19 @@ class ClientEvaluation(Measure):
             clients = sorted(draw.choice(clients, self.clients, replace=False, shuffle=False).tolist())
         run.load_statistics(context.model)
         at_once = max(len(context.cohort), 1)
-        scores = _own(context, clients, of, at_once) if personal else of.scores(clients, context.model)
+        scores, unseen = _own(run, clients, of) if personal else (of.scores(clients, context.model), {})
         local = _local(run, clients, of, at_once) if self.local_models else {}
         metric = data.metric()[0]
         self._head = ["round", "client", "samples", metric, "loss", f"local_{metric}", "local_loss"]
         self._rows = [
-            [run.rounds_done, k, int(data.client_sizes[k]), *scores[k], *local.get(k, ("", ""))] for k in clients
+            [run.rounds_done, k, int(data.client_sizes[k]), *each, *local.get(k, ("", ""))]
+            for k, each in scores.items()
         ]
         found = _measurements(run, GLOBAL, scores, "clients' own models" if personal else "global model", of.what)
+        found += _measurements(run, UNSEEN, unseen, "models of clients that have not trained", of.what)
         if local:
             found += _measurements(run, LOCAL, local, "local models of the next round", of.what)
-            gap = sum(local[k][0] - scores[k][0] for k in local) / len(local)
+            gap = sum(local[k][0] - {**scores, **unseen}[k][0] for k in local) / len(local)
             what = f"{of.what}, {len(local)} clients"
             found.append(Measurement(name=f"{LOCAL}/{metric}_gap", value=gap, model="local minus global", data=what))
         return found
@@ -182,21 +184,34 @@ class ClientEvaluation(Measure):
     def keep(self, run: Run) -> None:
         path = run.folder.path / FILE
         with writing(path), path.open("a", newline="") as file:
-            writer = csv.writer(file, lineterminator="\n")
-            writer.writerows(self._rows if file.tell() else [self._head, *self._rows])
+            csv.writer(file, lineterminator="\n").writerows(self._rows if file.tell() else [self._head, *self._rows])
 
     def resume(self, run: Run) -> None:
         drop_later_rounds(run.folder.path / FILE, run.rounds_done, lambda row: int(row.partition(",")[0]), head=1)
 
 
-def _own(context: MeasurementContext, clients: Sequence[int], of: ClientData, at_once: int) -> Scores:
-    """Evaluates each client's own model."""
-    run, mine = context.run, dict[int, Score]()
-    for at in range(0, len(clients), at_once):
-        cohort = Cohort.of(run, clients[at : at + at_once], run.next_round)
-        for job in next(Round(run, cohort).phases()).jobs():
-            mine[job.client] = of.score(job.client, run.objective.client_model(context.model, job.state))
-    return collectives.all_gather_dict(run.fabric, mine)
+def evaluate(run: Run, split: Split) -> dict[str, float]:
+    """Returns what a run logs of a split: of the global model, and of the clients' own, if there are such models.
+
+    The clients' own models are evaluated as `ClientEvaluation` does, on the test set. Every process calls.
+    """
+    found = run.evaluate(split) if run.objective.has_global_model else {}
+    if split == "test" and run.objective.personal:
+        measured = ClientEvaluation().compute(MeasurementContext.between_rounds(run))
+        found |= {m.metric: m.value for m in measured if m.value is not None}
+    return found
+
+
+def _own(run: Run, clients: Sequence[int], of: ClientData) -> tuple[Scores, Scores]:
+    """Evaluates each client's own model; those of clients that have trained, and of the others."""
+    mine: dict[int, tuple[Score, bool]] = {}
+    for k in filter(run.clients.owns, clients):
+        state = run.clients.get(k, run.server.w, {})
+        with run.evaluator.statistics_of(state):
+            mine[k] = of.score(k, run.objective.client_model(run.global_model, state)), run.clients.row(k) is not None
+    found = collectives.all_gather_dict(run.fabric, mine)
+    seen, unseen = ({k: score for k, (score, yes) in found.items() if yes == wanted} for wanted in (True, False))
+    return seen, unseen
 
 
 def _local(run: Run, clients: Sequence[int], of: ClientData, at_once: int) -> Scores:
@@ -212,7 +227,9 @@ def _local(run: Run, clients: Sequence[int], of: ClientData, at_once: int) -> Sc
 
 
 def _measurements(run: Run, place: str, scores: Scores, model: str, what: str) -> list[Measurement]:
-    """Returns the statistics of scores over clients."""
+    """Returns the statistics of scores over clients, none without clients."""
+    if not scores:
+        return []
     name = run.data.metric()[0]
     samples = [int(run.data.client_sizes[k]) for k in scores]
     metrics, losses = ([score[i] for score in scores.values()] for i in (0, 1))

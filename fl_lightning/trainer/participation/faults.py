@@ -145,9 +145,8 @@ class Corrupt(Checked, key="trainer.faults.corrupt"):
                 return reference - self.factor * delta
             case "scale":
                 return reference + self.factor * delta
-        noise = torch.randn(value.shape, generator=draw, dtype=value.dtype)
         size: Tensor = self.factor * torch.linalg.vector_norm(delta) / math.sqrt(value.numel())
-        return value + size * to_device(noise, value.device)
+        return value + size * to_device(torch.randn(value.shape, generator=draw, dtype=value.dtype), value.device)
 
 
 @lru_cache(maxsize=4)

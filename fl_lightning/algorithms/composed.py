@@ -1,0 +1,140 @@
+"""The parts of an objective as one: what they keep, send and change, and the models that they give to clients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import ClassVar
+
+from torch import Tensor
+
+from fl_lightning.algorithms.hooks import Hooks
+from fl_lightning.algorithms.parts.averaging import Averaging
+from fl_lightning.algorithms.parts.base import Part, pair_of, value_of
+from fl_lightning.algorithms.parts.buffers import Buffers
+from fl_lightning.algorithms.parts.local_optimizer import LocalOptimizer
+from fl_lightning.algorithms.parts.relaxed import RelaxedInit
+from fl_lightning.core import Init, RoundContext, State, ensure
+
+
+class Composed(Hooks):
+    """An algorithm with its parts; see `LocalObjective`."""
+
+    config_key: ClassVar[str]
+    optimizer: LocalOptimizer
+    averaging: Averaging | None
+    net_buffers: Buffers | None
+    relaxed_init: float
+    parts: Sequence[Part]
+
+    @property
+    def all_parts(self) -> list[Part]:
+        """The parts of this objective, in the order in which their hooks run."""
+        relaxed = RelaxedInit(self.relaxed_init, self.adds_updates) if self.relaxed_init else None
+        named = (self.ascent, self.server_update, relaxed, self.averaging, self.net_buffers)
+        return [*(part for part in named if part is not None), *self.parts]
+
+    @property
+    def _owners(self) -> tuple[Composed | Part, ...]:
+        return self, *self.all_parts
+
+    def client_inits(self) -> dict[str, Init]:
+        """Returns the initial values of all state that a client keeps."""
+        own = {name: init for owner in self._owners for name, init in owner.client_state.items()}
+        return {**own, **(self.optimizer.named_state if self.optimizer.keeps_state else {})}
+
+    def scratch_inits(self) -> dict[str, Init]:
+        """Returns the initial values of all state that lives during one round's local training."""
+        return {name: init for owner in self._owners for name, init in owner.scratch_state.items()}
+
+    def server_inits(self) -> dict[str, Init]:
+        """Returns the initial values of all state that the server keeps in addition to ``w``."""
+        return {name: init for owner in self._owners for name, init in owner.server_state.items()}
+
+    @property
+    def wire(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """All names that are sent to a client, and all names that it uploads."""
+        return tuple(n for x in self._owners for n in x.down), tuple(n for x in self._owners for n in x.up)
+
+    @property
+    def all_references(self) -> dict[str, str | float]:
+        """References of this objective and its parts."""
+        return {name: of for owner in self._owners for name, of in owner.references.items()}
+
+    def known(self, sent: State) -> dict[str, Tensor]:
+        """Returns the values that clipping rules subtract from the uploads first, by name; see ``references``.
+
+        Args:
+            sent: The state that the clients receive.
+        """
+        references = self.all_references
+        inits = {name: references[name] for name in self.wire[1] if name in references}
+        values = State.initial({name: of for name, of in inits.items() if of not in sent}, sent.w, sent.w)
+        return self.encoded({name: sent[str(of)] if of in sent else values[name] for name, of in inits.items()})
+
+    @cached_property
+    def models(self) -> frozenset[str]:
+        """Names of client state, server state and uploads that are models; other vectors are duals and the like."""
+        inits = {**self.server_inits(), **self.scratch_inits(), **self.client_inits()}
+        known = {"w", "start", *(name for name, init in inits.items() if init in ("w0", "w"))}
+        return frozenset(known | {name for name, of in self.all_references.items() if of in known})
+
+    @property
+    def alone_part(self) -> Part | None:
+        """The part with which a client trains before each round, by itself."""
+        return next((part for part in self.parts if part.trains_alone), None)
+
+    def alone(self, ctx: RoundContext) -> Part | None:
+        """Returns that part if the context is that of this training, a phase beyond those of the algorithm."""
+        return self.alone_part if ctx.phase == self.phases else None
+
+    def batches_of(self, ctx: RoundContext) -> int:
+        """Returns the phase whose minibatches a client takes: its own, or those of the round's first phase."""
+        alone = self.alone(ctx)
+        return ctx.phase if alone is None or alone.epochs_alone else 0
+
+    def moving(self, w: Tensor, ctx: RoundContext) -> Tensor | None:
+        """Returns a mask of the weights that local steps change; see `Part.moving`."""
+        masks = [part.moving(w, ctx.phase == self.phases) for part in self.parts]
+        return next((mask for mask in masks if mask is not None), None)
+
+    def seen(self, w: Tensor, client: State, received: State) -> tuple[State, State]:
+        """Returns the client's state and what it received as the hooks of a step see them; see `Part.seen`."""
+        for part in self.parts:
+            client, received = pair_of(part.seen, w, client, received, self.models)
+        return client, received
+
+    def encoded(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns values as they travel; see `Part.encoded`."""
+        for part in self.parts:
+            values = value_of(part.encoded, values)
+        return dict(values)
+
+    @property
+    def personal(self) -> bool:
+        """Whether some part gives clients models of their own."""
+        return any(type(part).client_model is not Part.client_model for part in self.all_parts)
+
+    @property
+    def has_global_model(self) -> bool:
+        """Whether the server's weights are a model; see `Part`."""
+        return all(part.has_global_model for part in self.parts)
+
+    def check_global_model(self, what: str) -> None:
+        """Raises a `UserError` if there is no global model for ``what``."""
+        ensure(
+            self.has_global_model,
+            f"model.parts: some weights stay with each client, so there is no global model for {what}; evaluate the "
+            "clients' own models (fl-lightning test, ClientEvaluation, ClientLambdaMax)",
+        )
+
+    def client_model(self, w: Tensor, client: State) -> Tensor:
+        """Returns the weights ``(d,)`` of a client's own model; the global ones if no part is personal.
+
+        Args:
+            w: The global weights, ``(d,)``.
+            client: The client's state between rounds.
+        """
+        for part in self.all_parts:
+            w = value_of(part.client_model, w, client)
+        return w

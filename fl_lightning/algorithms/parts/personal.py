@@ -1,0 +1,196 @@
+"""Parameters that stay with each client."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from copy import copy
+from fnmatch import fnmatchcase
+from functools import cache
+from warnings import warn
+
+import torch
+from torch import Tensor
+
+from fl_lightning.algorithms.parts.base import Part
+from fl_lightning.core import (
+    ClientContext,
+    FlatSpec,
+    NonNegative,
+    NonNegativeInt,
+    State,
+    Upload,
+    Uploads,
+    ensure,
+    matching,
+)
+
+
+class Personal(Part):
+    """Some parameters stay with each client: they are neither sent nor averaged, and train as without a federation.
+
+    A client starts from its own values of them, at first contact from the initial ones. Whatever an algorithm compares
+    with the server (proximal terms, duals, variates, momenta) is 0 there, and its models, such as teachers, have the
+    client's own values. The server's model keeps the initial values.
+
+    Parameters are chosen by their names, with ``*``, ``?`` and ``[...]`` as in a shell (``head.*``); by the type of
+    their module (``type:BatchNorm*``); or as those of the last layers of the net (``last:1``).
+
+    Args:
+        keep: The parameters that stay; null: the last layer; none: the algorithm as it is.
+        epochs_alone: Epochs in which a client trains what stays alone, before it trains what is shared alone; 0: it
+            trains both together.
+        share: In place of ``keep``, the parameters that do not stay.
+
+    Raises:
+        UserError: If both are given, a name matches no parameter, or all but one weight stay.
+    """
+
+    has_global_model = False
+    _kept: Callable[[torch.device], Tensor]
+    _places: Callable[[torch.device, bool], Tensor]
+    _sizes: tuple[int, int]
+
+    def __init__(
+        self, keep: list[str] | None = None, epochs_alone: NonNegativeInt = 0, share: list[str] | None = None
+    ) -> None:
+        ensure(keep is None or share is None, "model.parts: Personal: keep and share are both given; give one of them")
+        self.keep, self.share = ["last:1"] if keep is None else keep, share
+        self.epochs_alone, self.trains_alone = epochs_alone, epochs_alone > 0
+
+    def bind(self, flat: FlatSpec) -> Part:
+        """Returns a part for this layout; one that does nothing if no parameter stays."""
+        names = _chosen(flat, "keep", self.keep)
+        if self.share is not None:
+            names = {*flat.names} - _chosen(flat, "share", self.share)
+        if not names:
+            if self.keep != []:
+                warn("model.parts: Personal: no parameter of this net stays with a client", stacklevel=2)
+            return Part()
+        bound = copy(self)
+        bound._kept = lambda device: flat.mask(names, device)
+        bound._places = cache(lambda device, own: (bound._kept(device) == own).nonzero().flatten())
+        bound._sizes = flat.d, len(bound._places(torch.device("cpu"), False))
+        ensure(bound._sizes[1] != 1, "model.parts: Personal: only one weight is shared; share several, or none")
+        bound.client_state = {"own": lambda w0: w0[bound._places(w0.device, True)]}
+        return bound
+
+    def client_model(self, w: Tensor, client: State) -> Tensor:
+        places = self._places(w.device, True)
+        return w.expand(*client.own.shape[:-1], -1).index_copy(-1, places, client.own)
+
+    def local_start(self, w: Tensor, client: State, received: State, ctx: ClientContext) -> tuple[Tensor, State]:
+        """The client's own values take the place of the received ones."""
+        return self.client_model(w, client), client
+
+    def seen(self, w: Tensor, client: State, received: State, models: frozenset[str]) -> tuple[State, State]:
+        """Models have the running values of what stays, other vectors 0: so all differences are 0 there."""
+        kept, none = self._kept(w.device), w.new_zeros(())
+
+        def of(state: State) -> State:
+            whole = {name: v for name, v in state.items() if self._is_vector(name, v)}
+            return state | {name: torch.where(kept, w if name in models else none, v) for name, v in whole.items()}
+
+        return of(client), of(received)
+
+    def local_end(
+        self, w: Tensor, upload: Upload, client: State, received: State, ctx: ClientContext
+    ) -> tuple[Upload, State]:
+        """A client keeps its own values."""
+        return upload, self.end_alone(w, client)
+
+    def moving(self, w: Tensor, alone: bool) -> Tensor | None:
+        """What stays and what is shared train one after the other; or everything together."""
+        return (self._kept(w.device) == alone) if self.trains_alone else None
+
+    def end_alone(self, w: Tensor, client: State) -> State:
+        """A client keeps its own values."""
+        return client.replace(own=w[..., self._places(w.device, True)])
+
+    def encoded(self, values: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Only what is shared travels."""
+        return {
+            name: v[..., self._places(v.device, False)] if self._is_vector(name, v) else v for name, v in values.items()
+        }
+
+    def decoded(self, uploads: Uploads, sent: State, models: frozenset[str]) -> Uploads:
+        """On the server models have the initial values of what stays, other vectors 0."""
+        return Whole(uploads, self._sizes[1], self._places(sent.w.device, False), sent.w, models)
+
+    def _is_vector(self, name: str, v: Tensor) -> bool:
+        """Returns whether a value is one of the model's size; the optimizer's, and the net's buffers, are not meant."""
+        return v.shape[-1] == self._sizes[0] and "." not in name and name != "buffers"
+
+
+def _chosen(flat: FlatSpec, key: str, patterns: list[str]) -> set[str]:
+    """Returns the names of the parameters that patterns choose; see `Personal`."""
+    chosen, layers = set[str](), list(dict.fromkeys(name.rpartition(".")[0] for name in flat.names))
+    for pattern in patterns:
+        way, _, of = pattern.rpartition(":")
+        setting = f"model.parts: Personal.{key}"
+        if way == "type":
+            chosen |= {name for name, kind in zip(flat.names, flat.types, strict=True) if fnmatchcase(kind, of)}
+        elif way == "last":
+            ensure(of.isdecimal() and int(of) > 0, f"{setting} = {pattern}: give a number of layers, such as last:1")
+            chosen |= {name for name in flat.names if name.rpartition(".")[0] in layers[-int(of) :]}
+        else:
+            chosen |= {*matching(flat.names, [pattern], setting)}
+    return chosen
+
+
+class Ditto(Part):
+    """Ditto (Li et al., ICML 2021): a second model of each client, which the global one pulls.
+
+    Before each round it trains by ``v <- v - lr (g(v) + lam (v - w^t))`` with the round's number of steps and
+    minibatches, from the client's last v, at first contact from the initial model. The global model is that of the
+    algorithm without this part.
+
+    Args:
+        lam: Strength of the pull towards the received model.
+    """
+
+    client_state = {"own": "w0"}
+    trains_alone = True
+
+    def __init__(self, lam: NonNegative = 1.0) -> None:
+        self.lam = lam
+
+    def client_model(self, w: Tensor, client: State) -> Tensor:
+        return client.own
+
+    def direction_alone(self, w: Tensor, g: Tensor, received: State) -> Tensor:
+        """``g(v) + lam (v - w^t)``."""
+        return g + self.lam * (w - received.w) if self.lam else g
+
+    def end_alone(self, w: Tensor, client: State) -> State:
+        """A client keeps its own model."""
+        return client.replace(own=w)
+
+
+class Whole(Uploads):
+    """Averages of shared weights, as averages of all.
+
+    Args:
+        of: The averages of what has travelled.
+        size: Number of shared weights.
+        places: Their positions.
+        w: The model that was sent, ``(d,)``.
+        models: Names that are models.
+    """
+
+    def __init__(self, of: Uploads, size: int, places: Tensor, w: Tensor, models: frozenset[str]) -> None:
+        self._of, self._size, self._places, self._w, self._models = of, size, places, w, models
+        self.n, self.samples, self.names, self.weighting = of.n, of.samples, of.names, of.weighting
+
+    def mean(self, name: str) -> Tensor:
+        """See `Uploads.mean`."""
+        return self._whole(name, self._of.mean(name))
+
+    def weighted(self, name: str) -> Tensor:
+        """See `Uploads.weighted`."""
+        return self._whole(name, self._of.weighted(name))
+
+    def _whole(self, name: str, v: Tensor) -> Tensor:
+        if len(v) != self._size or name in ("buffers", "k_lr"):
+            return v
+        like = self._w if name in self._models else torch.zeros_like(self._w)
+        return like.index_copy(-1, self._places, v)

@@ -1,0 +1,299 @@
+"""Parameters that stay with each client: identities with the algorithms themselves, what travels, what is kept."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fl_lightning import (
+    SGD,
+    BernoulliSampler,
+    Callback,
+    Ditto,
+    Faults,
+    FedAvg,
+    GaussianPrivacy,
+    LocalObjective,
+    Muon,
+    NaiveFedGloSS,
+    Personal,
+    ReplaySampler,
+    UserError,
+    algorithms,
+)
+from fl_lightning.algorithms.parts.base import Part
+from fl_lightning.core import State
+from fl_lightning.engine import Job, LocalResult
+from fl_lightning.trainer.run import Run
+from tests.conftest import Golden
+from tests.runs import cli, metrics, run
+
+D, OWN = 1220, 4 * 16 + 4
+"""Weights of the net, and of its head, fc2, which lies at the end."""
+HEAD = ["fc2.*"]
+PRESETS = Path(__file__).parents[2] / "configs/presets/personal"
+AVERAGES_MOMENTS = {"FedMuon", "FedAdamW"}
+
+
+def made(golden: Golden, algorithm: Any = FedAvg, part: Part | None = None, **options: Any) -> LocalObjective:
+    options = {"optimizer": Muon() if algorithm.__name__ == "LocalMuon" else SGD(0.1, momentum=0.5), **options}
+    objective: LocalObjective = algorithm(net=golden.net(), parts=[part or Personal(HEAD)], **options)
+    return objective
+
+
+def equal(a: Run, b: Run) -> None:
+    """Server, rows and bits."""
+    for ours, theirs in ((a.server, b.server), *((row, b.clients.rows()[k]) for k, row in a.clients.rows().items())):
+        assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert a.clients.rows().keys() == b.clients.rows().keys() and a.state.total_bits == b.state.total_bits
+
+
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize("name", [name for name in algorithms.__all__ if name not in AVERAGES_MOMENTS])
+def test_what_stays_is_not_of_the_server(name: str, golden: Golden) -> None:
+    """Kept coordinates: the initial ones of the server's models, exactly 0 of duals and variates; of no bits."""
+    found, record = golden.run(made(golden, getattr(algorithms, name)), max_rounds=3)
+    objective, initial = found.objective, record.server[0].w[-OWN:]
+    assert not torch.equal(record.server[1].w[:-OWN], record.server[0].w[:-OWN])
+    rows = [row for clients in record.client for row in clients.values()]
+    for values in (*record.server, *rows):
+        vectors = {of: v[-OWN:] for of, v in values.items() if v.shape == (D,)}
+        zeros = {of: v for of, v in vectors.items() if of not in objective.models and "." not in of}
+        assert all(torch.equal(v, torch.zeros_like(v)) for v in zeros.values()), [*zeros]
+        assert "w" not in vectors or torch.equal(vectors["w"], initial)
+    assert all(not torch.equal(row.own, initial) for row in rows)
+    up = [v.numel() for result in record.local[0].values() for v in result.upload.values()]
+    down = 2 * [found.server[of].numel() for of in objective.wire[0]]
+    sizes = [D - OWN if size == D else size for size in down] + up
+    assert {*sizes} <= {D - OWN, 1} and found.state.total_bits == 3 * 64 * objective.phases * sum(sizes)
+
+
+@pytest.mark.parametrize("engine", ["sequential", "batched", "graphed"])
+def test_keep_all_is_local_training(engine: Any, golden: Golden) -> None:
+    """To the bit: each participation of a client continues from its last one; nothing travels, the server rests."""
+    found, record = golden.run(made(golden, part=Personal(["*"])), engine=engine)
+    w0, models = record.server[0].w, dict[int, Tensor]()
+    assert torch.equal(found.server.w, w0) and not found.state.total_bits
+    plain, _ = golden.run(FedAvg(golden.net(), optimizer=SGD(0.1, momentum=0.5)), engine=engine, max_rounds=1)
+    for t, results in enumerate(record.local):
+        each = [(k, State({"w": models.get(k, w0)}), result.ctx) for k, result in results.items()]
+        jobs = [Job(k, State({}), w, ctx, found.minibatches(k, ctx), 0) for k, w, ctx in each]
+        for alone in plain.engine.train(jobs):
+            models[alone.client] = alone.w
+            assert torch.equal(record.client[t][alone.client].own, alone.w)
+
+
+@pytest.mark.parametrize("algorithm", [FedAvg, algorithms.SCAFFOLD, algorithms.FedGMT, NaiveFedGloSS])
+def test_keep_nothing_is_the_algorithm(algorithm: Any, golden: Golden) -> None:
+    """To the bit; so is FedBN on a net without BatchNorm, which says so."""
+    plain, _ = golden.run(algorithm(net=golden.net()))
+    found, _ = golden.run(algorithm(net=golden.net(), parts=[Personal([])]))
+    equal(found, plain)
+    with pytest.warns(UserWarning, match="no parameter of this net stays with a client"):
+        without = algorithm(net=golden.net(), parts=[Personal(["type:BatchNorm*"])])
+    equal(golden.run(without)[0], plain)
+
+
+def test_choices(golden: Golden) -> None:
+    def own(**options: Any) -> int:
+        return int(
+            LocalObjective(golden.net(), parts=[Personal(**options)]).client_inits()["own"](torch.zeros(D)).numel()
+        )
+
+    assert own() == own(keep=["last:1"]) == own(share=["conv.*", "fc1.*"]) == own(keep=["*2*"]) == OWN
+    assert own(share=["last:2"]) == D - OWN - 65 * 16 == own(keep=["type:Conv?d"])
+    normed = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Sequential(nn.BatchNorm1d(4))), nn.Linear(4, 2))
+    part = LocalObjective(normed, parts=[Personal(["type:BatchNorm*"])], buffers="local").parts[0]
+    assert part.client_state["own"](torch.arange(38.0)).tolist() == [*range(20, 28)]  # type: ignore[operator]
+
+
+def test_a_single_client_is_fedavg(golden: Golden) -> None:
+    """Its head is never reset; to rounding, since the server adds the mean difference to its model."""
+    sampler = ReplaySampler([[1]] * 5)
+    _, plain = golden.run(FedAvg(net=golden.net()), sampler=sampler, max_rounds=5)
+    _, record = golden.run(made(golden, optimizer=SGD()), sampler=sampler, max_rounds=5)
+    for t in range(5):
+        torch.testing.assert_close(record.local[t][1].w, plain.local[t][1].w, rtol=0, atol=1e-13)
+
+
+def test_clients_in_another_order(golden: Golden) -> None:
+    order, schedule = [2, 0, 3, 1], golden.schedule
+    _, record = golden.run(made(golden))
+    golden.arrays, golden.schedule = [golden.arrays[k] for k in order], [[order.index(k) for k in c] for c in schedule]
+    _, other = golden.run(made(golden))
+    for a, b in zip(record.server, other.server, strict=True):
+        torch.testing.assert_close(a.w, b.w, rtol=0, atol=1e-13)
+    for k, row in record.client[-1].items():
+        torch.testing.assert_close(row.own, other.client[-1][order.index(k)].own, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("part", [Personal(HEAD), Personal(HEAD, epochs_alone=2), Ditto()])
+def test_a_lost_client_leaves_its_row(part: Part, golden: Golden) -> None:
+    """A run with it is the run whose sampler leaves it out, but for the bits that it has received."""
+    found, record = golden.run(made(golden, part=part), faults=Faults(drop_after=0.3))
+    answered = [[*local] for local in record.local]
+    lost = [[k for k in asked if k not in here] for asked, here in zip(golden.schedule, answered, strict=True)]
+    golden.schedule = answered
+    without, other = golden.run(made(golden, part=part))
+    sent = D - OWN if isinstance(part, Personal) else D
+    assert sum(map(len, lost)) and all(answered)
+    assert [clients.keys() for clients in record.client] == [clients.keys() for clients in other.client]
+    assert all(
+        torch.equal(row.own, other.client[t][k].own) for t, c in enumerate(record.client) for k, row in c.items()
+    )
+    assert found.state.total_bits == without.state.total_bits + 64 * sent * sum(map(len, lost))
+    assert torch.equal(found.server.w, without.server.w)
+
+
+def test_refused(golden: Golden) -> None:
+    for algorithm, optimizer in ((algorithms.FedMuon, Muon()), (algorithms.FedAdamW, None)):
+        with pytest.raises(UserError, match=r"model\.parts: \w+ averages optimizers' states whole; no client"):
+            made(golden, algorithm, optimizer=optimizer)
+    private = {"privacy": GaussianPrivacy(1.0, 1.0, per_tensor=True, delta=0.1), "sampler": BernoulliSampler(0.5)}
+    with pytest.raises(UserError, match=r"per_tensor = true: .* FedAvg uploads a part of it; set it to false"):
+        golden.run(made(golden, weighting="uniform"), **private)
+    for options, message in (
+        ({"keep": [], "share": []}, "keep and share are both given; give one of them"),
+        ({"keep": ["fc"]}, r"Personal\.keep = fc: matches none of conv\.weight"),
+        ({"share": ["last:0"]}, r"Personal\.share = last:0: give a number of layers, such as last:1"),
+    ):
+        with pytest.raises(UserError, match=message):
+            LocalObjective(golden.net(), parts=[Personal(**options)])
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """FedPer over the quickstart's net."""
+    root = tmp_path_factory.mktemp("done")
+    return run("fit", f"--config={PRESETS / 'FedPer.yaml'}", "--trainer.callbacks+=FlatnessMonitor", root=root)
+
+
+def test_evaluation_of_a_checkpoint(done: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """test evaluates the clients' own models, as training did; what needs a global model says that there is none."""
+    checkpoint = str(done / "checkpoints/last.ckpt")
+    last_of = {name: values[-1][1] for name, values in metrics(done).items()}
+    cli("test", "--ckpt_path", checkpoint)
+    shown = dict(re.findall(r"(server/\S+) (\S+)", capfd.readouterr().out))
+    assert {name: float(x) for name, x in shown.items()} == {name: round(last_of[name], 4) for name in shown}
+    assert {"server/clients/acc", "server/clients/acc_worst_decile", "server/unseen_clients/acc"} <= {*shown}
+    assert not any(name.startswith("server/test") for name in last_of)
+    for command, what in (("validate", "this command"), ("landscape", "a landscape"), ("flatness", "LPF")):
+        more = ["--metrics=[LPF]"] if command == "flatness" else []
+        with pytest.raises(SystemExit, match=f"so there is no global model for {what}; evaluate the clients' own"):
+            cli(command, "--ckpt_path", checkpoint, *more)
+
+
+@pytest.mark.parametrize("policy", ["local", "average"])
+def test_own_statistics(policy: Any, golden: Golden) -> None:
+    """FedBN: a client's own model is evaluated with the statistics that it keeps."""
+    net = nn.Sequential(nn.Flatten(), nn.Linear(192, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4))
+    objective = LocalObjective(net, optimizer=SGD(0.1), buffers=policy, parts=[Personal(["type:BatchNorm*"])])
+    found, _ = golden.run(objective, max_rounds=2)
+    x, y = torch.as_tensor(golden.test[0]).double(), torch.as_tensor(golden.test[1]).long()
+    losses, net = [], net.double().eval()
+    for k, row in found.clients.rows().items():
+        found.net.move_to(objective.client_model(found.server.w, row))
+        objective.net_buffers.load(net, row.buffers if policy == "local" else found.server.buffers)  # type: ignore[union-attr]
+        each = nn.functional.cross_entropy(net(x), y, reduction="none")
+        share = torch.bincount(torch.as_tensor(golden.arrays[k][1]).long(), minlength=4).double()
+        of_class = torch.stack([each[y == c].mean() for c in range(4)])
+        losses.append(float(share / share.sum() @ of_class))
+    assert found.metrics["server/clients/loss"] == pytest.approx(sum(losses) / len(losses), abs=1e-12)
+
+
+# Training before the round, by oneself
+
+
+class Phases(Callback):
+    """Local results in the order of their ends."""
+
+    def __init__(self) -> None:
+        self.results: list[LocalResult] = []
+
+    def on_local_end(self, run: Run, result: LocalResult) -> None:
+        self.results.append(result)
+
+
+RULES = {"lr": 0.1, "momentum": 0.5, "weight_decay": 0.01}
+
+
+def steps(golden: Golden, k: int, w: Tensor, names: str, n: int, pull: float = 0.0, to: Tensor | None = None) -> Tensor:
+    """Steps by torch.optim.SGD of the parameters whose names match, on the whole data of a client."""
+    net = golden.net().double()
+    nn.utils.vector_to_parameters(w.clone(), net.parameters())
+    anchor = [] if to is None else to.split([p.numel() for p in net.parameters()])
+    optimizer = torch.optim.SGD([p for name, p in net.named_parameters() if re.match(names, name)], **RULES)
+    x, y = golden.arrays[k]
+    for _ in range(n):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(net(torch.as_tensor(x).double()), torch.as_tensor(y).long())
+        loss = loss + sum(pull / 2 * ((p.flatten() - a) ** 2).sum() for p, a in zip(net.parameters(), anchor))  # noqa: B905
+        loss.backward()
+        optimizer.step()
+    return nn.utils.parameters_to_vector(net.parameters()).detach()
+
+
+@pytest.mark.parametrize("engine", ["sequential", "batched", "graphed"])
+def test_fedrep(engine: Any, golden: Golden) -> None:
+    """Head, then body, by torch's SGD; what is frozen is bitwise unchanged, and steps are those of both."""
+    part, phases = Personal(HEAD, epochs_alone=2), Phases()
+    objective = made(golden, part=part, optimizer=SGD(**RULES))
+    found, record = golden.run(objective, max_rounds=4, engine=engine, callbacks=[phases])
+    heads, w = dict[int, Tensor](), record.server[0].w
+    first = w[-OWN:]
+    for t in range(4):
+        for k, body in record.local[t].items():
+            (head,) = (r for r in phases.results if r.client == k and r.ctx.t == t and r.ctx.phase == 1)
+            assert torch.equal(head.w[:-OWN], record.server[t].w[:-OWN]) and not head.upload
+            assert torch.equal(head.w[-OWN:], body.w[-OWN:]) and torch.equal(body.state.own, body.w[-OWN:])
+            assert (head.ctx.K, body.ctx.K) == (2, 3)
+            own = steps(golden, k, torch.cat([w[:-OWN], heads.get(k, first)]), "fc2", 2)
+            heads[k] = own[-OWN:]
+            torch.testing.assert_close(body.w, steps(golden, k, own, "conv|fc1", 3), rtol=0, atol=1e-12)
+        w = record.server[t + 1].w
+    each = sum(len(c) for c in golden.schedule[:4])
+    assert (found.metrics["client/steps"], found.metrics["client/passes"]) == (each * 5, each * 10)
+    assert found.state.total_bits == 64 * 2 * (D - OWN) * each
+
+
+@pytest.mark.parametrize("engine", ["sequential", "batched", "graphed"])
+def test_ditto(engine: Any, golden: Golden) -> None:
+    """The global path is FedAvg's to the bit; each client's own model is that of torch's SGD with the pull."""
+    options: dict[str, Any] = {"max_rounds": 4, "engine": engine}
+    plain, _ = golden.run(FedAvg(golden.net(), optimizer=SGD(**RULES)), **options)
+    for lam in (0.0, 2.0):
+        found, record = golden.run(made(golden, part=Ditto(lam), optimizer=SGD(**RULES)), **options)
+        assert torch.equal(found.server.w, plain.server.w) and found.state.total_bits == plain.state.total_bits
+        own = dict[int, Tensor]()
+        for t, cohort in enumerate(golden.schedule[:4]):
+            for k in cohort:
+                received = record.server[t].w
+                own[k] = steps(golden, k, own.get(k, record.server[0].w), "", 3, lam, received)
+                torch.testing.assert_close(record.client[t][k].own, own[k], rtol=0, atol=1e-12)
+        assert {"server/test/acc", "server/clients/acc"} <= {*found.metrics}
+
+
+def test_ditto_of_no_pull_is_local_training(golden: Golden) -> None:
+    """To the bit: that of keeping everything, whose minibatches are the same."""
+    _, record = golden.run(made(golden, part=Ditto(0.0)))
+    _, alone = golden.run(made(golden, part=Personal(["*"])))
+    assert all(torch.equal(row.own, alone.client[-1][k].own) for k, row in record.client[-1].items())
+
+
+def test_ditto_at_the_longest_step(golden: Golden) -> None:
+    """lr lam = 1: ``v <- w^t - lr g(v)``."""
+    _, record = golden.run(made(golden, part=Ditto(10.0), optimizer=SGD(0.1)), local_steps=1)
+    w0 = record.server[0].w
+    for k in golden.schedule[0]:
+        grown = record.client[0][k].own - w0
+        torch.testing.assert_close(grown, record.local[0][k].w - w0, rtol=0, atol=1e-13)
+
+
+def test_training_alone_starts_afresh(golden: Golden) -> None:
+    with pytest.raises(UserError, match=r"optimizer\.state = keep: model\.parts trains each client before the round"):
+        made(golden, part=Ditto(), optimizer=SGD(0.1, momentum=0.5, state="keep"))
