@@ -80,14 +80,15 @@ class Compress(Part):
         for wrong, problem in (
             (both, f"{name} keeps {both} on server and clients, which would drift apart; {other}"),
             (exact, f"{name}'s server computes with the exact upload {exact}; {other}"),
-            (objective.personal, "another part keeps weights with each client, which it would compress; leave one out"),
             (objective.parts[-1] is not self, "a part after it would change what it has compressed; list it last"),
         ):
             ensure(not wrong, f"{KEY}: {problem}")
+        shared, d = objective.encoded({"w": torch.arange(objective.flat.d)})["w"], objective.flat.d
+        self.places = {d: shared} if len(shared) < d else {}
         vectors = [n for n in objective.up if isinstance(of[n], str) and not isinstance(inits.get(of[n]), int | float)]
         self.uploads = [(n, of[n], f"Compress.{n}", objective.sums.get(n)) for n in vectors]
         kept = {e: inits.get(r, "zeros") for _, r, e, total in self.uploads if self.error_feedback and total is None}
-        self.client_state = {e: partial(_zeros, init) for e, init in kept.items()}
+        self.client_state = {e: partial(_zeros, init, self.places) for e, init in kept.items()}
 
     def local_end(
         self, w: Tensor, upload: Upload, client: State, received: State, ctx: ClientContext
@@ -96,13 +97,14 @@ class Compress(Part):
         for name, of, e, total in self.uploads:
             r = received.get(of, torch.zeros_like(received.w))
             change = (upload[name] - r).expand(*w.shape[:-1], -1)
-            x = client[e] + change if e in self.client_state else change
+            places, y = self.places.get(r.shape[-1], slice(None)), torch.zeros_like(change)
+            x = client[e] + change[..., places] if e in self.client_state else change[..., places]
             drawn = self.compressor.draw(x, ctx)
             code = self.compressor.encode(x, drawn)
-            y = self.compressor.decode(code, x.shape[-1], drawn)
+            y[..., places] = found = self.compressor.decode(code, x.shape[-1], drawn)
             upload = {**upload, name: pack(code, self._widths(r)) if self.packs else r + y}
             if e in self.client_state:
-                client = client.replace(**{e: x - y})
+                client = client.replace(**{e: x - found})
             if total is not None:  # what is left out is in the next change
                 client = client.replace(**{total: client[total] + (y - change)})
         return upload, client
@@ -126,6 +128,7 @@ class Compress(Part):
         return self.compressor.widths(v.shape[-1], 8 * v.element_size())
 
 
-def _zeros(init: Init, w0: Tensor) -> Tensor:
-    """Returns zeros in the shape of an initial value."""
-    return torch.zeros_like(State.initial({"": init}, w0, w0)[""])
+def _zeros(init: Init, places: Mapping[int, Tensor], w0: Tensor) -> Tensor:
+    """Returns zeros for what travels of a vector with this initial value."""
+    v = torch.zeros_like(State.initial({"": init}, w0, w0)[""])
+    return v[..., places.get(v.shape[-1], slice(None))]
