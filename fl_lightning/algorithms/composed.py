@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from fl_lightning.algorithms.hooks import Hooks
 from fl_lightning.algorithms.parts.averaging import Averaging
-from fl_lightning.algorithms.parts.base import Part, pair_of, value_of
+from fl_lightning.algorithms.parts.base import Gradient, Part, pair_of, value_of
 from fl_lightning.algorithms.parts.buffers import Buffers
 from fl_lightning.algorithms.parts.local_optimizer import LocalOptimizer
 from fl_lightning.algorithms.parts.relaxed import RelaxedInit
-from fl_lightning.core import Init, RoundContext, State, ensure
+from fl_lightning.core import ClientContext, Init, RoundContext, State, ensure
 
 
 class Composed(Hooks):
@@ -97,6 +98,18 @@ class Composed(Hooks):
         """Returns a mask of the weights that local steps change; see `Part.moving`."""
         masks = [part.moving(w, ctx.phase == self.phases) for part in self.parts]
         return next((mask for mask in masks if mask is not None), None)
+
+    def local_gradient(self, w: Tensor, grad: Gradient, client: State, received: State, ctx: ClientContext) -> Tensor:
+        """See `Hooks`; the gradient that an ascent takes is that of the weights that the parts let it move."""
+        found = (part.perturbed(w) for part in self.parts)
+        mask = next((mask for mask in found if mask is not None), None)
+        if mask is None or self.ascent is None:
+            return super().local_gradient(w, grad, client, received, ctx)
+
+        def within(v: Tensor, *losses: Any) -> Tensor:
+            return torch.where(mask, grad(v, *losses), 0)
+
+        return grad(w + self.ascent(w, within, client, received, ctx))
 
     def seen(self, w: Tensor, client: State, received: State) -> tuple[State, State]:
         """Returns the client's state and what it received as the hooks of a step see them; see `Part.seen`."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning import (
+    SAM,
     SGD,
     BernoulliSampler,
     Callback,
@@ -297,3 +298,45 @@ def test_ditto_at_the_longest_step(golden: Golden) -> None:
 def test_training_alone_starts_afresh(golden: Golden) -> None:
     with pytest.raises(UserError, match=r"optimizer\.state = keep: model\.parts trains each client before the round"):
         made(golden, part=Ditto(), optimizer=SGD(0.1, momentum=0.5, state="keep"))
+
+
+# SAM
+
+
+@pytest.mark.parametrize("engine", ["sequential", "batched", "graphed"])
+def test_perturbed_weights(engine: Any, golden: Golden) -> None:
+    """``g(w + rho P g / ||P g||)``: the radius is that of the perturbed weights; all weights move."""
+    net, rho, w0 = (
+        golden.net().double(),
+        0.5,
+        nn.utils.parameters_to_vector(golden.net().double().parameters()).detach(),
+    )
+    k, masks = golden.schedule[0][0], dict[str, Tensor](all=torch.ones(D), kept=torch.arange(D) >= D - OWN)
+    masks["shared"] = ~masks["kept"]
+    x, y = torch.as_tensor(golden.arrays[k][0]).double(), torch.as_tensor(golden.arrays[k][1]).long()
+
+    def g(v: Tensor) -> Tensor:
+        net.zero_grad()
+        nn.utils.vector_to_parameters(v.clone(), net.parameters())
+        nn.functional.cross_entropy(net(x), y).backward()
+        return torch.cat([p.grad.flatten() for p in net.parameters() if p.grad is not None])
+
+    found = {}
+    for perturb, mask in masks.items():
+        part = Personal(HEAD, perturb=perturb)  # type: ignore[arg-type]
+        objective = made(golden, part=part, optimizer=SGD(0.1), ascent=SAM(rho))
+        _, record = golden.run(objective, local_steps=1, max_rounds=1, engine=engine)
+        up = mask * g(w0)
+        found[perturb] = record.local[0][k].w
+        wanted = w0 - 0.1 * g(w0 + rho * up / up.norm())
+        torch.testing.assert_close(found[perturb], wanted, rtol=0, atol=1e-12)
+    assert all((found["shared"] - found[other]).abs().max() > 1e-4 for other in ("all", "kept"))
+
+
+def test_alternation_with_a_radius_of_zero(golden: Golden) -> None:
+    """Is FedRep; nothing kept is FedAvg whatever else is set."""
+    fedrep, _ = golden.run(made(golden, part=Personal(HEAD, epochs_alone=1)))
+    found, _ = golden.run(made(golden, part=Personal(HEAD, epochs_alone=1), ascent=SAM(0.0)))
+    torch.testing.assert_close(found.server.w, fedrep.server.w, rtol=0, atol=1e-12)
+    fedavg, _ = golden.run(FedAvg(golden.net(), ascent=SAM(0.1)))
+    equal(golden.run(FedAvg(golden.net(), ascent=SAM(0.1), parts=[Personal([], epochs_alone=3)]))[0], fedavg)

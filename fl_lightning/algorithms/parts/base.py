@@ -89,6 +89,10 @@ class Part(Checked, key="model.parts"):
         """Returns a mask ``(d,)`` of the weights that local steps change, before the round or in it; None: all."""
         return None
 
+    def perturbed(self, w: Tensor) -> Tensor | None:
+        """Returns a mask ``(d,)`` of the weights that ``model.ascent`` moves; None: all."""
+        return None
+
     def direction_alone(self, w: Tensor, g: Tensor, received: State) -> Tensor:
         """Returns the direction of a step before the round, given the gradient of the local objective at ``w``."""
         return g

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from copy import copy
 from fnmatch import fnmatchcase
 from functools import cache
+from typing import Literal
 from warnings import warn
 
 import torch
@@ -39,6 +40,8 @@ class Personal(Part):
         keep: The parameters that stay; null: the last layer; none: the algorithm as it is.
         epochs_alone: Epochs in which a client trains what stays alone, before it trains what is shared alone; 0: it
             trains both together.
+        perturb: The weights that an ascent with a gradient, such as SAM's, moves: what is shared, what is kept, or all.
+            Its radius is that of these weights.
         share: In place of ``keep``, the parameters that do not stay.
 
     Raises:
@@ -51,10 +54,15 @@ class Personal(Part):
     _sizes: tuple[int, int]
 
     def __init__(
-        self, keep: list[str] | None = None, epochs_alone: NonNegativeInt = 0, share: list[str] | None = None
+        self,
+        keep: list[str] | None = None,
+        epochs_alone: NonNegativeInt = 0,
+        perturb: Literal["shared", "kept", "all"] = "shared",
+        share: list[str] | None = None,
     ) -> None:
         ensure(keep is None or share is None, "model.parts: Personal: keep and share are both given; give one of them")
         self.keep, self.share = ["last:1"] if keep is None else keep, share
+        self.perturb = perturb
         self.epochs_alone, self.trains_alone = epochs_alone, epochs_alone > 0
 
     def bind(self, flat: FlatSpec) -> Part:
@@ -101,6 +109,10 @@ class Personal(Part):
     def moving(self, w: Tensor, alone: bool) -> Tensor | None:
         """What stays and what is shared train one after the other; or everything together."""
         return (self._kept(w.device) == alone) if self.trains_alone else None
+
+    def perturbed(self, w: Tensor) -> Tensor | None:
+        """As ``perturb`` says."""
+        return None if self.perturb == "all" else self._kept(w.device) == (self.perturb == "kept")
 
     def end_alone(self, w: Tensor, client: State) -> State:
         """A client keeps its own values."""
