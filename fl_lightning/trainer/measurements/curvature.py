@@ -3,16 +3,18 @@
 import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from statistics import mean
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from fl_lightning import flatness
-from fl_lightning.core import Positive, PositiveInt, matching, require
+from fl_lightning.core import Positive, PositiveInt, ensure, matching, require
 from fl_lightning.engine import LocalResult
-from fl_lightning.flatness import OPERATORS, Interrupted, Kind, Operator
+from fl_lightning.flatness import OPERATORS, Interrupted, Kind, Matrix, Mixture, Operator
 from fl_lightning.trainer.measurements.base import (
     Clients,
     Measure,
@@ -21,6 +23,7 @@ from fl_lightning.trainer.measurements.base import (
     Split,
     local_loss,
     local_models,
+    own_models,
 )
 from fl_lightning.trainer.run import Run
 from fl_lightning.trainer.runtime import collectives
@@ -88,13 +91,24 @@ class GlobalCurvature(CurvatureMeasure):
         samples: Size of the stratified sample of the training data; null: all.
         split: train, or test for the whole test set, as in the program of FedGloSS.
         **kwargs: As for `CurvatureMeasure`.
+
+    Where some weights stay with clients (`Personal`), it is the block of the shared weights u of
+    ``sum_k p_k F_k(u, v_k)``, each client that has trained at its own model: ``sum_k p_k d^2 F_k / du^2``.
     """
+
+    of_global_model = False
 
     def __init__(self, samples: PositiveInt | None = 1000, split: Split = "train", **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.samples, self.split = samples, split
 
-    def estimate(self, matrix: Operator, **options: Any) -> Any:
+    def check(self, run: Run) -> None:
+        super().check(run)
+        shared, spec = run.objective.shared, run.net.spec.names
+        stays = {*matching(spec, self.parameters)} - {*shared} if self.parameters and shared is not None else ()
+        ensure(not stays, f"parameters = {self.parameters}: some stay with each client; take ClientLambdaMax for these")
+
+    def estimate(self, matrix: Matrix, **options: Any) -> Any:
         """Calls the function of `fl_lightning.flatness` with seed and progress."""
         raise NotImplementedError
 
@@ -114,13 +128,33 @@ class GlobalCurvature(CurvatureMeasure):
             Interrupted: On KeyboardInterrupt; ``partial`` holds the measurements from the partial result.
         """
         batches, n, what = context.train(self.samples, self.split)
-        common = {"data": what, "samples": n}
+        common: dict[str, Any] = {"data": what, "samples": n}
         try:
-            matrix = self.matrix(context.loss(batches))
+            if (shared := context.run.objective.shared) is None:
+                matrix: Matrix = self.matrix(context.loss(batches))
+            elif each := self._own(context, shared):
+                n = sum(size for size, _ in each)
+                common |= {"samples": n, "model": f"shared part of {len(each)} clients' own models"}
+                matrix = Mixture([(size / n, operator) for size, operator in each])
+            else:  # nobody has trained
+                return []
             found = self.estimate(matrix, seed=context.run.seed, progress=context.progress)
             return self.measurements(found, **common)
         except Interrupted as stop:
             raise Interrupted(self.measurements(stop.partial, **common)) from None
+
+    def _own(self, context: MeasurementContext, shared: list[str]) -> list[tuple[int, Operator]]:
+        """Returns the block of what is shared at each client's own model, with its number of samples."""
+        run, parameters = context.run, self.parameters or shared
+        ensure(self.split == "train", f"measure: split = {self.split}: clients' own models are measured on train")
+        chosen, found = run.data.sample_indices(self.samples, run.seed), []
+        for k, w in own_models(run).items():
+            own = run.data.clients[k]
+            own = own[torch.isin(own, chosen)]
+            if len(own):
+                loss = context.loss(context.share(own), w)
+                found.append((len(own), OPERATORS[self.operator](**loss, parameters=parameters)))
+        return found
 
 
 class Spectrum(GlobalCurvature):
@@ -155,7 +189,7 @@ class Spectrum(GlobalCurvature):
         d = run.net.spec.d
         require(self.k <= d, f"measure: {type(self).__name__}.k", self.k, f"the net has {d} weights; give at most {d}")
 
-    def estimate(self, matrix: Operator, **options: Any) -> flatness.Spectrum:
+    def estimate(self, matrix: Matrix, **options: Any) -> flatness.Spectrum:
         """Returns the spectrum."""
         return flatness.spectrum(
             matrix, k=self.k, method=self.method, iterations=self.iterations, tol=self.tol, **options
@@ -220,7 +254,9 @@ class ClientLambdaMax(CurvatureMeasure):
         iterations: Maximum number of products.
         tol: Relative residual to stop at; null: as in `flatness.lambda_max`.
         clients: cohort: the local models of the round. all: those of all clients, each trained from w^t for this
-            measure; the names then end in ``_all``.
+            measure; the names then end in ``_all``. own: the clients' own models after the round (`Personal`,
+            `Ditto`), of those that have trained; the names then end in ``_own``, and those of the largest in
+            ``_own_max``.
         **kwargs: The matrix, as for `CurvatureMeasure`.
     """
 
@@ -233,12 +269,17 @@ class ClientLambdaMax(CurvatureMeasure):
         samples: PositiveInt | None = 1000,
         iterations: PositiveInt = 100,
         tol: Positive | None = None,
-        clients: Clients = "cohort",
+        clients: Clients | Literal["own"] = "cohort",
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
         self.data: list[Literal["local", "global"]] = ["local"] if data is None else data
         self.samples, self.iterations, self.tol, self.clients = samples, iterations, tol, clients
+
+    def check(self, run: Run) -> None:
+        super().check(run)
+        none = "no part gives clients models of their own; choose cohort or all"
+        require(self.clients != "own" or run.objective.personal, "measure: ClientLambdaMax.clients", "own", none)
 
     def begin(self, run: Run, cohort: Sequence[int]) -> None:
         self._found: dict[str, dict[int, tuple[float, float, int]]] = {where: {} for where in self.data}
@@ -250,33 +291,43 @@ class ClientLambdaMax(CurvatureMeasure):
             self._add(run, result)
 
     def _add(self, run: Run, result: LocalResult) -> None:
-        for where, found in self._found.items() if result.finite else ():
-            own = where == "local"
-            chosen = run.data.clients[result.client] if own else run.data.sample_indices(self.samples, run.seed)
-            matrix = self.matrix(local_loss(run, result, chosen))
+        if result.finite:
+            self._at(run, result.client, result.w)
+
+    def _at(self, run: Run, client: int, w: Tensor) -> None:
+        for where, found in self._found.items():
+            chosen = run.data.clients[client] if where == "local" else run.data.sample_indices(self.samples, run.seed)
+            matrix = self.matrix(local_loss(run, client, w, chosen))
             top = flatness.lambda_max(matrix, iterations=self.iterations, tol=self.tol, seed=run.seed)
-            found[result.client] = (top.value, top.residual, len(chosen))
+            found[client] = (top.value, top.residual, len(chosen))
 
     def compute(self, context: MeasurementContext) -> list[Measurement]:
-        measurements = []
+        measurements, end = [], "" if self.clients == "cohort" else f"_{self.clients}"
+        if self.clients == "own":
+            context.run.load_statistics(context.model)
+            for client, w in own_models(context.run).items():
+                if context.run.clients.owns(client):
+                    self._at(context.run, client, w)
         for where, mine in self._found.items():
             found = collectives.all_gather_dict(context.run.fabric, mine)
             if not found:  # no client has answered
                 continue
             values, residuals, sizes = zip(*found.values(), strict=True)
             own = where == "local"
-            measurements.append(
-                Measurement(
-                    name=f"{self.prefix}client_lambda_max_{where}{'' if self.clients == 'cohort' else '_all'}",
-                    value=mean(values),
-                    model="local models",
-                    data=f"own data of {len(found)} clients" if own else "training data",
-                    samples=sum(sizes) if own else sizes[0],
-                    residual=max(residuals),
-                    settings={"mean over": len(found), **self.protocol},
-                    details={"clients": dict(zip(map(str, found), values, strict=True))},
-                )
+            mean_of = Measurement(
+                name=f"{self.prefix}client_lambda_max_{where}{end}",
+                value=mean(values),
+                model="own models" if self.clients == "own" else "local models",
+                data=f"own data of {len(found)} clients" if own else "training data",
+                samples=sum(sizes) if own else sizes[0],
+                residual=max(residuals),
+                settings={"mean over": len(found), **self.protocol},
+                details={"clients": dict(zip(map(str, found), values, strict=True))},
             )
+            measurements.append(mean_of)
+            if self.clients == "own":
+                largest = {"settings": self.protocol, "details": {}, "value": max(values)}
+                measurements.append(replace(mean_of, name=f"{mean_of.name}_max", **largest))
         return measurements
 
 
@@ -300,7 +351,7 @@ class HessianTrace(GlobalCurvature):
         super().__init__(samples, **kwargs)
         self.method, self.probes = method, probes
 
-    def estimate(self, matrix: Operator, **options: Any) -> flatness.Estimate:
+    def estimate(self, matrix: Matrix, **options: Any) -> flatness.Estimate:
         """Returns the trace."""
         return flatness.trace(matrix, method=self.method, samples=self.probes, **options)
 
@@ -330,7 +381,7 @@ class SpectralDensity(GlobalCurvature):
         super().__init__(samples, **kwargs)
         self.probes, self.steps = probes, steps
 
-    def estimate(self, matrix: Operator, **options: Any) -> flatness.Density:
+    def estimate(self, matrix: Matrix, **options: Any) -> flatness.Density:
         """Returns the density."""
         return flatness.density(matrix, probes=self.probes, steps=self.steps, **options)
 
