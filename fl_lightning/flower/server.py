@@ -88,7 +88,7 @@ def check(trainer: FederatedTrainer, model: LocalObjective, datamodule: Federate
         f"model = {type(model).__name__}: its client_round_end changes states after the round, when they are on the "
         "nodes; train it without Flower",
     )
-    ensure(not model.personal, "model.parts: Personal: Flower sends whole vectors; train it without Flower")
+    ensure(not model.personal, "model.parts: Flower keeps no models of clients' own; train it without Flower")
     ensure(not datamodule.stream, "data.stream = true: samples are read on the nodes; set it to false")
     for callback in trainer.callbacks:
         name = type(callback).__name__

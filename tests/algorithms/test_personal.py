@@ -17,9 +17,11 @@ from fl_lightning import (
     Callback,
     ClientEvaluation,
     ClientLambdaMax,
+    Digits,
     Ditto,
     Faults,
     FedAvg,
+    FederatedTrainer,
     FlatnessMonitor,
     GaussianPrivacy,
     HessianTrace,
@@ -37,6 +39,7 @@ from fl_lightning import (
 from fl_lightning.algorithms.parts.base import Part
 from fl_lightning.core import State
 from fl_lightning.engine import Job, LocalResult
+from fl_lightning.flower.server import check
 from fl_lightning.trainer.run import Run
 from tests.conftest import Golden
 from tests.runs import cli, last, metrics, run
@@ -162,6 +165,12 @@ def test_refused(golden: Golden) -> None:
     for algorithm, optimizer in ((algorithms.FedMuon, Muon()), (algorithms.FedAdamW, None)):
         with pytest.raises(UserError, match=r"model\.parts: \w+ averages optimizers' states whole; no client"):
             made(golden, algorithm, optimizer=optimizer)
+    trainer = FederatedTrainer(accelerator="cpu", engine="sequential")
+    for objective in (made(golden), made(golden, part=Ditto())):
+        with pytest.raises(UserError, match=r"model\.parts: Flower keeps no models of clients' own; train it without"):
+            check(trainer, objective, Digits())
+        with pytest.raises(UserError, match=r"fl_lightning\.FederatedTrainer, not with lightning"):
+            objective.check_centralized()
     private = {"privacy": GaussianPrivacy(1.0, 1.0, per_tensor=True, delta=0.1), "sampler": BernoulliSampler(0.5)}
     with pytest.raises(UserError, match=r"per_tensor = true: .* FedAvg uploads a part of it; set it to false"):
         golden.run(made(golden, weighting="uniform"), **private)

@@ -12,9 +12,9 @@ from fl_lightning.trainer.measurements.base import (
     check_statistics,
     dry_round,
 )
+from fl_lightning.trainer.measurements.client_curvature import ClientLambdaMax
 from fl_lightning.trainer.measurements.clients import ClientEvaluation
 from fl_lightning.trainer.measurements.curvature import (
-    ClientLambdaMax,
     HessianTrace,
     LambdaMax,
     SpectralDensity,
