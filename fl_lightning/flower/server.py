@@ -91,7 +91,7 @@ def check(trainer: FederatedTrainer, model: LocalObjective, datamodule: Federate
     ensure(
         not exact, "model.parts: FlexLoRA: Flower sends its products instead of the factors; train it without Flower"
     )
-    ensure(not model.personal, "model.parts: Personal: Flower sends whole vectors; train it without Flower")
+    ensure(not model.personal, "model.parts: Flower keeps no models of clients' own; train it without Flower")
     ensure(not datamodule.stream, "data.stream = true: samples are read on the nodes; set it to false")
     for callback in trainer.callbacks:
         name = type(callback).__name__

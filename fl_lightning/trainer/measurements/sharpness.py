@@ -77,7 +77,7 @@ class Discrepancy(LocalMean):
 
     def _add(self, run: Run, result: LocalResult) -> None:
         if result.finite:
-            self.add(sharpness(**local_loss(run, result), rho=self.rho, steps=self.steps), result)
+            self.add(sharpness(**local_loss(run, result.client, result.w), rho=self.rho, steps=self.steps), result)
 
     def compute(self, context: MeasurementContext) -> list[Measurement]:
         batches, n, what = context.train(self.samples)
@@ -206,7 +206,7 @@ class CohortLoss(LocalMean):
     local = True
 
     def update(self, run: Run, result: LocalResult) -> None:
-        self.add(mean_loss(**local_loss(run, result)), result)
+        self.add(mean_loss(**local_loss(run, result.client, result.w)), result)
 
     def compute(self, context: MeasurementContext) -> list[Measurement]:
         batches, n, what = context.union(context.cohort)
