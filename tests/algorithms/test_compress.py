@@ -117,7 +117,7 @@ def test_transcription(given: dict[str, Any], golden: Golden) -> None:
     assert found.state.total_bits == bits and ("Compress.w" in found.clients.shapes) is remembers
 
 
-@pytest.mark.sampled(11)
+@pytest.mark.sampled(3)
 @each_method
 @pytest.mark.parametrize("algorithm", [FedAvg, SCAFFOLD, FedAdamW, FedMuon])
 def test_engines_agree(algorithm: Any, given: dict[str, Any], golden: Golden) -> None:
@@ -130,7 +130,7 @@ def test_engines_agree(algorithm: Any, given: dict[str, Any], golden: Golden) ->
         assert other.state.total_bits == first.state.total_bits
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("method", ["topk", "randk"])
 def test_rate_1_is_the_algorithm(method: Any, engine: str, golden: Golden) -> None:

@@ -52,6 +52,7 @@ def test_a_row_is_a_run_without_checkpoints_and_without_its_machine(ledger: Path
     assert about["starts"][0]["engine"] == "sequential"
 
 
+@pytest.mark.slow
 def test_times_of_left_out_rounds_are_summed(ledger: Path) -> None:
     before, after = (list(csv.DictReader((folder / "metrics.csv").open())) for folder in (run(ledger), row(ledger)))
     assert [line["round"] for line in after] == ["3", "4", "6"]

@@ -109,6 +109,7 @@ def test_every_sweep_of_the_package_is_understood(name: str) -> None:
         assert str(getattr(found, "class_path", found)).endswith(str(value)) or found == pytest.approx(value)
 
 
+@pytest.mark.slow
 def test_what_the_agent_of_wandb_writes_is_understood() -> None:
     launch = pytest.importorskip("wandb.sdk.launch.sweeps.utils")
     values = {

@@ -354,6 +354,7 @@ class Casting(nn.Sequential):
         return super().forward(x.float())  # type: ignore[no-any-return]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("net", [Doubtful, Casting])
 def test_the_check_raises_no_false_alarm(net: type[nn.Module], precision: str, tmp_path: Path) -> None:

@@ -562,6 +562,7 @@ TEXTS = [
 ]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("algorithm", "ascent"), TEXTS)
 def test_one_text_serves_one_client_and_a_cohort(algorithm: Any, ascent: Any) -> None:
     """The client's hooks on (clients, d) give what they give on each (d,)."""

@@ -151,6 +151,7 @@ def reported(page: Path) -> Path:
     return page.parents[1] / "runs"
 
 
+@pytest.mark.slow
 def test_valid_and_without_an_outside_address(page: Path) -> None:
     text = page.read_text()
     found = Page(text)

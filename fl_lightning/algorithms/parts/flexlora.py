@@ -7,9 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fl_lightning.algorithms.hooks import Hooks
 from fl_lightning.algorithms.parts.base import Part
-from fl_lightning.algorithms.parts.server_optimizers import ServerUpdate
 from fl_lightning.core import ClientContext, FlatSpec, State, Upload, Uploads, ensure
 
 
@@ -40,13 +38,11 @@ class FlexLoRA(Part):
     pairs: list[tuple[str, str]]
 
     def attach(self, objective: Any) -> None:
-        kind = type(objective)
-        plain = kind.server_step is Hooks.server_step and kind.local_end is Hooks.local_end
-        plain = plain and type(objective.server_update) is ServerUpdate and objective.server_update.lr == 1
-        problem = (
+        alone = objective.only_averages and len(objective.parts) == 1
+        needs = (
             "the server averages models, and nothing else; take FedAvg or FedSAM, without server_update and other parts"
         )
-        ensure(plain and len(objective.parts) == 1, f"model.parts: FlexLoRA: {problem}")
+        ensure(alone, f"model.parts: FlexLoRA: {needs}")
 
     def local_end(
         self, w: Tensor, upload: Upload, client: State, received: State, ctx: ClientContext
