@@ -132,6 +132,7 @@ from .trainer.callbacks import FlatnessMonitor as FlatnessMonitor
 from .trainer.callbacks import Progress as Progress
 from .trainer.callbacks import Results as Results
 from .trainer.callbacks import Trajectory as Trajectory
+from .trainer.callbacks.clock import Clock as Clock
 from .trainer.loggers import CSVLogger as CSVLogger
 from .trainer.loggers import MLFlowLogger as MLFlowLogger
 from .trainer.loggers import TensorBoardLogger as TensorBoardLogger
