@@ -92,6 +92,19 @@ SPLIThuge.json -> data.partition.path = 'huge.json' is not a split
 SPLITdeep.json -> data.partition.path = 'deep.json' is not a split
 SPLITempty_split.json -> data.partition.path = 'empty_split.json' is not a split in a known format (ValueError('no client'))
 SPLITtrace.json -> data.num_clients = 3, but 'trace.json' has 2 clients
+--model.parts+=Personal --model.parts.keep=[head] -> model.parts: Personal.keep = head: matches none of 1.weight, 1.bias, 3.weight, 3.bias
+--model.parts+=Personal --model.parts.share=[last:x] -> model.parts: Personal.share = last:x: give a number of layers, such as last:1
+--model.parts+=Personal --model.parts.keep=[] --model.parts.share=[] -> Personal: keep and share are both given; give one of them
+--model.parts+=Personal --model.parts.epochs_alone=-1 -> epochs_alone = -1: give a whole number of 0 or more
+--model.parts+=Personal --model.parts+=Ditto -> model.parts = Ditto: client state 'own' belongs to model.parts = Personal
+--model.parts+=Personal --data.val_fraction=0.1 -> so there is no global model for data.val_fraction = 0.1, which must be 0
+--model.parts+=Personal --trainer.callbacks+=FlatnessMonitor --trainer.callbacks.metrics=[LPF] -> so there is no global model for LPF
+--model.parts+=Personal --trainer.callbacks+=FlatnessMonitor --trainer.callbacks.metrics+=LambdaMax --trainer.callbacks.metrics.parameters=["3.*"] -> some stay with each client
+--trainer.callbacks+=FlatnessMonitor --trainer.callbacks.metrics+=ClientLambdaMax --trainer.callbacks.metrics.clients=own -> ClientLambdaMax.clients = own: no part gives clients models of their own
+--trainer.callbacks+=FlatnessMonitor --trainer.callbacks.metrics+=ClientEvaluation --trainer.callbacks.metrics.adapt_epochs=2 -> ClientEvaluation.adapt_epochs = 2: no part gives clients
+--model=FedAdamW --model.parts+=Personal -> model.parts: FedAdamW averages optimizers' states whole
+--model.parts+=Ditto --model.optimizer=SGD --model.optimizer.momentum=0.9 --model.optimizer.state=keep -> model.optimizer.state = keep: model.parts trains each client
+--trainer.sampler=UniformSampler --trainer.sampler.clients_per_round=3 --trainer.sampler.held_out=4 -> there are only 2 clients
 --model=FedAvg --model.weighting=sum -> model.weighting = sum
 --model=FedDyn --model.prox=cubed -> model.prox = cubed
 --model=FedGloSS --model.sigma_ref=none -> model.sigma_ref = none

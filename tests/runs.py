@@ -78,11 +78,11 @@ def state(folder: Path) -> dict[str, torch.Tensor]:
     return tensors | {f"client.{name}": value for name, value in clients["rows"].items()}
 
 
-def rows(folder: Path) -> dict[str, torch.Tensor]:
-    """Every client's row of the last checkpoint, wherever it lies, by name and client."""
+def rows(folder: Path, **options: Any) -> dict[str, torch.Tensor]:
+    """Every client's row of the last checkpoint, wherever it lies, by name and client; with the model's options."""
     found = last(folder)
     clients, objective = found["clients"], getattr(algorithms, found["identity"]["model"])
-    store = ClientStore(objective(DigitsMLP(hidden=8)).client_inits(), clients["w0"])
+    store = ClientStore(objective(DigitsMLP(hidden=8), **options).client_inits(), clients["w0"])
     store.load_state_dict(clients, folder / "clients")
     values = {f"{name}.{k}": value for k, row in store.rows().items() for name, value in row.items()}
     store.close()

@@ -118,7 +118,7 @@ class LocalObjective(Composed, SupervisedModule):
             ensure(slot == Part.config_key, f"{Part.config_key} = {name}: not in this list; set {slot} to it")
         self.parts = [value_of(part.bind, self.flat) for part in parts or ()]
         ensure(
-            not self.optimizer.keeps_state or self.alone_part is None,
+            not self.optimizer.keeps_state or not self.trains_alone,
             "model.optimizer.state = keep: model.parts trains each client before the round, too; set it to reset",
         )
 

@@ -88,13 +88,18 @@ class Composed(Hooks):
         return frozenset(known | {name for name, of in self.all_references.items() if of in known})
 
     @property
-    def alone_part(self) -> Part | None:
-        """The part with which a client trains before each round, by itself."""
-        return next((part for part in self.parts if part.trains_alone), None)
+    def own_part(self) -> Part | None:
+        """The part with which a client can train by itself."""
+        return next((part for part in self.parts if type(part).end_alone is not Part.end_alone), None)
+
+    @property
+    def trains_alone(self) -> bool:
+        """Whether clients do so before each round."""
+        return self.own_part is not None and self.own_part.trains_alone
 
     def alone(self, ctx: RoundContext) -> Part | None:
         """Returns that part if the context is that of this training, a phase beyond those of the algorithm."""
-        return self.alone_part if ctx.phase == self.phases else None
+        return self.own_part if ctx.phase == self.phases else None
 
     def batches_of(self, ctx: RoundContext) -> int:
         """Returns the phase whose minibatches a client takes: its own, or those of the round's first phase."""
@@ -139,6 +144,11 @@ class Composed(Hooks):
     def has_global_model(self) -> bool:
         """Whether the server's weights are a model; see `Part`."""
         return all(part.has_global_model for part in self.parts)
+
+    @property
+    def shared(self) -> list[str] | None:
+        """Names of the parameters of which there is one value for all clients; None: all."""
+        return next((part.shared for part in self.parts if part.shared is not None), None)
 
     def check_global_model(self, what: str) -> None:
         """Raises a `UserError` if there is no global model for ``what``."""

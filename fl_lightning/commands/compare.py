@@ -67,7 +67,7 @@ def run(
         show_table(filled([*map(escape, table.heads)], rows, title=table.title))
         print(table.best)
     if settings is not None:
-        ranked, about = settings.importances()
+        ranked, about = settings.importances
         texts = [map(escape, each.text()) for each in ranked]
         show_table(filled(varied.HEAD, texts, title=f"importance for {settings.metric}"))
         print(about)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from fl_lightning.core import ensure, files, make_folder, write_atomically
-from fl_lightning.trainer import RunFolder
+from fl_lightning.trainer import Run, RunFolder
 from fl_lightning.trainer.storage import checkpoint
 
 SUMMARY = "Write the net of a checkpoint, weights and running statistics, as a state_dict."
@@ -19,12 +19,13 @@ HERE = (
 """Settings for looking at the net of a run, in place of the run's."""
 
 
-def run(ckpt: str, out: str, /) -> None:
+def run(ckpt: str, out: str, /, client: int | None = None) -> None:
     """Writes a file for ``net.load_state_dict(torch.load(OUT))``.
 
     Args:
         ckpt: The checkpoint, in its run folder.
         out: The file; no checkpoint.
+        client: The client whose own model is written; null: the global one.
     """
     target = Path(out)
     ensure(not target.is_dir() and target.name != "", f"out = {out}: a folder; give the path of a file")
@@ -32,13 +33,13 @@ def run(ckpt: str, out: str, /) -> None:
         not target.is_file() or files.fault(target) == files.UNMARKED,
         f"out = {out}: a checkpoint or another file of a run; give the path of a new file",
     )
-    net = load_net(ckpt)
+    net = load_net(ckpt, client)
     make_folder(target.parent)
     write_atomically(target, partial(torch.save, net.state_dict()))
     print(f"{type(net).__name__}, {sum(p.numel() for p in net.parameters()):,} weights: {out}")
 
 
-def load_net(run_folder: str | Path) -> nn.Module:
+def load_net(run_folder: str | Path, client: int | None = None) -> nn.Module:
     """Returns the net of a run, on the CPU, with the weights and running statistics of its last checkpoint.
 
     It is built from the run's ``config.yaml``. Statistics are those that evaluation uses: with ``model.buffers`` =
@@ -47,9 +48,11 @@ def load_net(run_folder: str | Path) -> nn.Module:
 
     Args:
         run_folder: The folder of the run, or one of its checkpoints.
+        client: The client whose own model it is, with the statistics that it keeps; the data must be there. None: the
+            global model.
 
     Raises:
-        UserError: If there is no config or checkpoint.
+        UserError: If there is no config or checkpoint, no such model, or the client has not trained.
     """
     from fl_lightning.commands.shared.cli import FederatedCLI
 
@@ -64,12 +67,28 @@ def load_net(run_folder: str | Path) -> nn.Module:
     weights = checkpoint.state_dict(path)
     with torch.random.fork_rng(devices=[]):
         made = FederatedCLI("test", "--config", str(config), *HERE).build()
-        if made.model.net_buffers is not None and made.model.net_buffers.policy == "reset":
+        if client is None:
+            made.model.check_global_model("export; give --client k")
+        reset = made.model.net_buffers is not None and made.model.net_buffers.policy == "reset"
+        if reset or client is not None:
             with made.trainer.environment():
-                loaded = made.trainer.load(made.model, made.data, str(path))
+                loaded = made.trainer.load(made.model, made.data, str(path), clients=client is not None)
                 loaded.load_statistics(loaded.global_model)
+                if client is not None:
+                    _load_own(loaded, client)
             weights |= made.model.net.state_dict()
     net: nn.Module = made.model.net
     net.to(weights[next(name for name, _ in net.named_parameters())].dtype)
     net.load_state_dict(weights)
     return net
+
+
+def _load_own(run: Run, client: int) -> None:
+    """Loads a client's own model into the net."""
+    ensure(run.objective.personal, "client: clients of this run have no models of their own; leave it out")
+    row = run.clients.row(client)
+    ensure(row is not None, f"client = {client}: has not trained in this run; give one that has")
+    assert row is not None
+    run.net.move_to(run.objective.client_model(run.global_model, row))
+    if run.objective.net_buffers is not None and "buffers" in row:
+        run.objective.net_buffers.load(run.objective.net, row.buffers)

@@ -64,7 +64,7 @@ def run(
             name = f"{path.stem}.png"
             written = {path: f"{text}\n\n![Curves of the runs, or a point for each run]({name})\n"}
             make_folder(path.parent)
-            write_together({**written, path.parent / name: render(figure, png={})[0]})
+            write_together({**written, path.parent / name: render(figure(), png={})[0]})
 
 
 def _add(run: Path, given: Path, into: Path) -> Path:

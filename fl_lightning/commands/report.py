@@ -58,9 +58,12 @@ def run(
         drawings = draw(files, shown)
         drawings["sweep"] = [("Settings and metric of each config", "parallel", sweep.plot())] if sweep else []
         titled = {at: {t: f for t, _, f in of} for at, of in drawings.items()}
-        text = report_page(files, shown, PROTOCOL, titled, sweep.importances() if sweep else None)
-        beside = {**table_files(groups, shown), **curve_files({group.name: group.metrics for group in groups})}
-        beside |= sweep.files() if sweep else {}
+        text = report_page(files, shown, PROTOCOL, titled, sweep.importances if sweep else None)
+        beside = {
+            **table_files(groups, shown),
+            **curve_files({group.name: group.metrics for group in groups}),
+            **(sweep.files() if sweep else {}),
+        }
         for _, name, figure in (entry for of in drawings.values() for entry in of if figures):
             beside |= figure_files(figure, name)
     make_folder(folder)

@@ -28,6 +28,7 @@ from .neighbourhood import sharpness as sharpness
 from .operators import OPERATORS as OPERATORS
 from .operators import Kind as Kind
 from .operators import Matrix as Matrix
+from .operators import Mixture as Mixture
 from .operators import Operator as Operator
 from .operators import fisher as fisher
 from .operators import gauss_newton as gauss_newton

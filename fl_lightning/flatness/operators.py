@@ -211,6 +211,22 @@ class Operator:
         return bool(self.f.total(self.f.w.new_tensor(stop)) > 0)
 
 
+class Mixture:
+    """A weighted sum of operators of one shape, such as the curvature of a mean of losses at different points.
+
+    Args:
+        operators: The operators, each with its weight.
+    """
+
+    def __init__(self, operators: Sequence[tuple[float, Operator]]) -> None:
+        self.operators, (_, first) = operators, operators[0]
+        self.shape, self.dtype, self.device, self.agreed = first.shape, first.dtype, first.device, first.agreed
+
+    def __matmul__(self, v: Tensor) -> Tensor:
+        """Returns the product with a vector ``(d,)``, or with the columns of a matrix ``(d, k)``."""
+        return torch.stack([weight * (operator @ v) for weight, operator in self.operators]).sum(0)
+
+
 def hessian(
     model: nn.Module, loss: Loss, batches: Batches, at: Tensor | None = None, **options: Unpack[Options]
 ) -> Operator:

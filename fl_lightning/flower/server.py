@@ -91,7 +91,7 @@ def check(trainer: FederatedTrainer, model: LocalObjective, datamodule: Federate
     ensure(
         not exact, "model.parts: FlexLoRA: Flower sends its products instead of the factors; train it without Flower"
     )
-    ensure(not model.personal, "model.parts: Personal: Flower sends whole vectors; train it without Flower")
+    ensure(not model.personal, "model.parts: Flower keeps no models of clients' own; train it without Flower")
     ensure(not datamodule.stream, "data.stream = true: samples are read on the nodes; set it to false")
     for callback in trainer.callbacks:
         name = type(callback).__name__
@@ -255,9 +255,8 @@ class RemoteEngine(Engine):
     def _result(self, job: Job, reply: Message) -> LocalResult:
         """Returns what a client has replied; where it is not an upload of this run, NaN, which the server refuses."""
         like, empty = job.received.w, self._upload_without_steps(job)
-        loss, state, upload = like.new_tensor(torch.nan), State({}), dict[str, Tensor]()
-        if self.run.clients.inits:
-            state = State({KEPT: like.new_full((3,), torch.nan)})
+        loss, upload = like.new_tensor(torch.nan), dict[str, Tensor]()
+        state = State({KEPT: like.new_full((3,), torch.nan)} if self.run.clients.inits else {})
         try:
             values, arrived = reply.values[f"client.{job.client}"], reply.tensors[f"up.{job.client}"]
             upload = self._decoded({name: _checked(name, arrived[name], wanted) for name, wanted in empty.items()}, job)

@@ -23,9 +23,9 @@ from fl_lightning.results.metrics import OWN, Mode, label, mode_of, read_directi
 
 FILE = "client_evaluation.csv"
 """In the run folder: a row for each measured round and client."""
-GLOBAL, UNSEEN, LOCAL = OWN, "server/unseen_clients", "client/test"
+GLOBAL, UNSEEN, ADAPTED, LOCAL = OWN, "server/unseen_clients", "client/adapted", "client/test"
 """Sections of metrics.csv with the performance on the clients' test data of the global model or the clients' own ones,
-of the own models of clients that have not trained, and of local models."""
+of the own models of clients that have not trained, as they are and adapted, and of local models."""
 SHARES = np.linspace(0, 1, 201)
 """Shares of the clients at which sorted values are averaged over seeds."""
 BINS = 8

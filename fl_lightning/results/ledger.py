@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -196,8 +196,8 @@ FEW = 4
 """Most groups whose curves are drawn; of more, a reader cannot tell one from another."""
 
 
-def page(rows: Sequence[Path]) -> tuple[str, Figure]:
-    """Returns the page of rows, as Markdown, and its figure: curves, or accuracy against lambda_max of many methods.
+def page(rows: Sequence[Path]) -> tuple[str, Callable[[], Figure]]:
+    """Returns the page of rows, as Markdown, and what draws it: curves, or accuracy against lambda_max of many methods.
 
     Args:
         rows: The rows; ``about.yaml`` of the nearest folder above the first one gives title, text and reference.
@@ -233,7 +233,7 @@ def page(rows: Sequence[Path]) -> tuple[str, Figure]:
     )
     text = "\n\n".join([f"# {heading['title']}", heading["text"], markdown([head, *lines]).strip(), checked, made])
     runs = {group.name: group.metrics for group in groups}
-    return text, plot_curves(runs) if len(groups) <= FEW else plot_tradeoff(groups, "lambda_max")
+    return text, lambda: plot_curves(runs) if len(groups) <= FEW else plot_tradeoff(groups, "lambda_max")
 
 
 def _about(row: Path) -> dict[str, str]:

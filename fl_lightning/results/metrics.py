@@ -52,6 +52,7 @@ METRICS = (
     Known("server/clients/{}_worst_decile", "worst 10 % of clients", key="worst_decile"),
     Known("server/clients/{}_worst", "worst client", key="worst_client"),
     Known("server/unseen_clients/{}", "mean of clients not seen", key="unseen_clients"),
+    Known("client/adapted/{}", "mean of clients not seen, adapted", key="adapted_clients"),
     Known("client/test/{}", "local models", key="local"),
     Known("client/test/{}_worst_decile", "worst 10 % of local models", key="local_worst_decile"),
     Known("client/test/{}_gap", "local minus global", key="local_gap"),

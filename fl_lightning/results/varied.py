@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -224,8 +225,9 @@ class Tried:
     metric: str
     mode: Mode
 
+    @cached_property
     def importances(self) -> tuple[list[Importance], str]:
-        """Returns the importance of each setting, the largest first, and a line on how well the forest fits.
+        """The importance of each setting, the largest first, and a line on how well the forest fits.
 
         A random forest learns the metric from the settings; a setting is as important as the R² that is lost when its
         values are shuffled (L. Breiman, Random Forests, Machine Learning 2001). Seeds are fixed.
@@ -257,7 +259,7 @@ class Tried:
 
     def files(self) -> dict[str, str]:
         """Returns ``importance.csv``."""
-        return {"importance.csv": table_text(HEAD, self.importances()[0])}
+        return {"importance.csv": table_text(HEAD, self.importances[0])}
 
     def plot(self) -> Figure:
         """Draws a line for each config through its settings to the metric, whose scale is the bar of colours."""

@@ -87,12 +87,16 @@ class Cohort:
         """Returns the clients of this cohort that also answer in the next phase."""
         return self.of(run, self.clients, self.t, self.faults, self.phase + 1)
 
-    def alone(self, run: Run) -> Cohort:
-        """Returns the same clients in what they train before the round, by themselves; see `Part.trains_alone`."""
-        part, phase = run.objective.alone_part, run.objective.phases
-        contexts = []
+    def alone(self, run: Run, epochs: int) -> Cohort:
+        """Returns the same clients in what they train by themselves; see `Part.trains_alone`.
+
+        Args:
+            run: The run.
+            epochs: Epochs; 0: as many steps as in the round.
+        """
+        phase, contexts = run.objective.phases, []
         for k, ctx in zip(self.clients, self.contexts, strict=True):
-            K = run.data.batches_per_client(k, part.epochs_alone, None) if part and part.epochs_alone else ctx.K
+            K = run.data.batches_per_client(k, epochs, None) if epochs else ctx.K
             contexts.append(replace(ctx, phase=phase, K=K, K_missed=0, k_lr=K * ctx.lr))
         return replace(self, phase=phase, contexts=contexts)
 

@@ -37,7 +37,7 @@ def length(run: Run) -> int:
         and type(run.aggregation) is Mean
         and run.fabric.world_size == 1
         and objective.phases == 1
-        and objective.alone_part is None
+        and not objective.trains_alone
         and run.data.batch_size is not None
         and run.settings.max_time is None
         and not (run.failure_kinds or run.data.stream or run.clients.on_disk or run.should_stop)

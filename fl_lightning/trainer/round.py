@@ -81,8 +81,9 @@ class Round:
         The first one may be that in which clients train by themselves (`Cohort.alone`).
         """
         cohort = self.cohort
-        if self.run.objective.alone_part is not None:
-            yield Phase(self, cohort.alone(self.run))
+        own = self.run.objective.own_part
+        if own is not None and own.trains_alone:
+            yield Phase(self, cohort.alone(self.run, own.epochs_alone))
         for number in range(self.run.objective.phases):
             if self.diverged:
                 return
@@ -260,7 +261,7 @@ class Phase:
         after = rule.phase_end(objective.finish_phase(of.server, self.sent, uploads, self.ctx), uploads)
         divergence.check_finite(self.run, after, self.ctx.t)
         of.server = objective.finish_round(after, self.run.server, self.ctx) if self.last else after
-        if objective.alone_part is not None:  # who does not count keeps nothing of the training before the round
+        if objective.trains_alone:  # who does not count keeps nothing of the training before the round
             of.rows = {k: row for k, row in of.rows.items() if k not in arrivals.refused}
         of.rows |= {k: objective.finish_client(row, of.server) for k, row in arrivals.rows().items()}
         of.losses = arrivals.losses
@@ -307,7 +308,7 @@ class Phase:
             return
         cohort: Cohort | None = None
         if not self.last:
-            cohort = self.cohort.next_phase(run)
+            cohort = self.round.cohort if self.alone else self.cohort.next_phase(run)
         elif self.ctx.t + 1 < run.max_rounds:
             cohort = Cohort.draw(run, self.ctx.t + 1)
         if stream:

@@ -15,24 +15,34 @@ from fl_lightning import (
     SGD,
     BernoulliSampler,
     Callback,
+    ClientEvaluation,
+    ClientLambdaMax,
+    Digits,
     Ditto,
     Faults,
     FedAvg,
+    FederatedTrainer,
+    FlatnessMonitor,
     GaussianPrivacy,
+    HessianTrace,
+    LambdaMax,
     LocalObjective,
     Muon,
     NaiveFedGloSS,
     Personal,
     ReplaySampler,
+    Spectrum,
+    UniformSampler,
     UserError,
     algorithms,
 )
 from fl_lightning.algorithms.parts.base import Part
 from fl_lightning.core import State
 from fl_lightning.engine import Job, LocalResult
+from fl_lightning.flower.server import check
 from fl_lightning.trainer.run import Run
 from tests.conftest import Golden
-from tests.runs import cli, metrics, run
+from tests.runs import cli, last, metrics, run
 
 D, OWN = 1220, 4 * 16 + 4
 """Weights of the net, and of its head, fc2, which lies at the end."""
@@ -156,6 +166,12 @@ def test_refused(golden: Golden) -> None:
     for algorithm, optimizer in ((algorithms.FedMuon, Muon()), (algorithms.FedAdamW, None)):
         with pytest.raises(UserError, match=r"model\.parts: \w+ averages optimizers' states whole; no client"):
             made(golden, algorithm, optimizer=optimizer)
+    trainer = FederatedTrainer(accelerator="cpu", engine="sequential")
+    for objective in (made(golden), made(golden, part=Ditto())):
+        with pytest.raises(UserError, match=r"model\.parts: Flower keeps no models of clients' own; train it without"):
+            check(trainer, objective, Digits())
+        with pytest.raises(UserError, match=r"fl_lightning\.FederatedTrainer, not with lightning"):
+            objective.check_centralized()
     private = {"privacy": GaussianPrivacy(1.0, 1.0, per_tensor=True, delta=0.1), "sampler": BernoulliSampler(0.5)}
     with pytest.raises(UserError, match=r"per_tensor = true: .* FedAvg uploads a part of it; set it to false"):
         golden.run(made(golden, weighting="uniform"), **private)
@@ -190,21 +206,42 @@ def test_evaluation_of_a_checkpoint(done: Path, capfd: pytest.CaptureFixture[str
             cli(command, "--ckpt_path", checkpoint, *more)
 
 
+def loss_by_class(golden: Golden, net: nn.Module, k: int) -> float:
+    """On the test set, each class weighted by its share of the client's data."""
+    x, y = torch.as_tensor(golden.test[0]).double(), torch.as_tensor(golden.test[1]).long()
+    each = nn.functional.cross_entropy(net(x), y, reduction="none")
+    share = torch.bincount(torch.as_tensor(golden.arrays[k][1]).long(), minlength=4).double()
+    return float(share / share.sum() @ torch.stack([each[y == c].mean() for c in range(4)]))
+
+
+def test_export(done: Path, tmp_path: Path) -> None:
+    """A client's own model: what is shared from the server, what stays from its row."""
+    checkpoint, content = str(done / "checkpoints/last.ckpt"), last(done)
+    client = int(content["clients"]["ids"][-1])
+    cli("export", checkpoint, str(tmp_path / "net.pt"), "--client", str(client))
+    net = torch.load(tmp_path / "net.pt")
+    assert torch.equal(
+        torch.cat([net[name].flatten() for name in net if name.startswith("3.")]), content["clients"]["rows"]["own"][-1]
+    )
+    assert all(
+        torch.equal(v, content["state_dict"][f"net.{name}"]) for name, v in net.items() if not name.startswith("3.")
+    )
+    for more, message in (([], "no global model for export; give --client k"), (["--client=9"], "has not trained")):
+        with pytest.raises(SystemExit, match=message):
+            cli("export", checkpoint, str(tmp_path / "other.pt"), *more)
+
+
 @pytest.mark.parametrize("policy", ["local", "average"])
 def test_own_statistics(policy: Any, golden: Golden) -> None:
     """FedBN: a client's own model is evaluated with the statistics that it keeps."""
     net = nn.Sequential(nn.Flatten(), nn.Linear(192, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4))
     objective = LocalObjective(net, optimizer=SGD(0.1), buffers=policy, parts=[Personal(["type:BatchNorm*"])])
     found, _ = golden.run(objective, max_rounds=2)
-    x, y = torch.as_tensor(golden.test[0]).double(), torch.as_tensor(golden.test[1]).long()
-    losses, net = [], net.double().eval()
+    losses = []
     for k, row in found.clients.rows().items():
         found.net.move_to(objective.client_model(found.server.w, row))
         objective.net_buffers.load(net, row.buffers if policy == "local" else found.server.buffers)  # type: ignore[union-attr]
-        each = nn.functional.cross_entropy(net(x), y, reduction="none")
-        share = torch.bincount(torch.as_tensor(golden.arrays[k][1]).long(), minlength=4).double()
-        of_class = torch.stack([each[y == c].mean() for c in range(4)])
-        losses.append(float(share / share.sum() @ of_class))
+        losses.append(loss_by_class(golden, net.double().eval(), k))
     assert found.metrics["server/clients/loss"] == pytest.approx(sum(losses) / len(losses), abs=1e-12)
 
 
@@ -301,6 +338,25 @@ def test_training_alone_starts_afresh(golden: Golden) -> None:
         made(golden, part=Ditto(), optimizer=SGD(0.1, momentum=0.5, state="keep"))
 
 
+@pytest.mark.parametrize("engine", ["sequential", "batched"])
+def test_new_clients(engine: Any, golden: Golden) -> None:
+    """Held out of all cohorts: as they are, and after epochs of the head alone by torch's SGD; nothing is kept."""
+    sampler, monitor = UniformSampler(2, held_out=2), FlatnessMonitor(3, [ClientEvaluation(adapt_epochs=4)])
+    options: dict[str, Any] = {"sampler": sampler, "max_rounds": 3, "engine": engine}
+    found, _ = golden.run(made(golden, optimizer=SGD(**RULES)), callbacks=[monitor], **options)
+    plain, _ = golden.run(made(golden, optimizer=SGD(**RULES)), **options)
+    equal(found, plain)
+    assert found.clients.rows().keys() == {0, 1}
+    net, losses = golden.net().double(), dict[str, list[float]](unseen=[], adapted=[])
+    for k in (2, 3):
+        for name, w in (("unseen", found.server.w), ("adapted", steps(golden, k, found.server.w, "fc2", 4))):
+            nn.utils.vector_to_parameters(w.clone(), net.parameters())
+            losses[name].append(loss_by_class(golden, net, k))
+    assert found.metrics["server/unseen_clients/loss"] == pytest.approx(sum(losses["unseen"]) / 2, abs=1e-12)
+    assert found.metrics["client/adapted/loss"] == pytest.approx(sum(losses["adapted"]) / 2, abs=1e-12)
+    assert sum(losses["adapted"]) < sum(losses["unseen"])
+
+
 # SAM
 
 
@@ -341,3 +397,43 @@ def test_alternation_with_a_radius_of_zero(golden: Golden) -> None:
     torch.testing.assert_close(found.server.w, fedrep.server.w, rtol=0, atol=1e-12)
     fedavg, _ = golden.run(FedAvg(golden.net(), ascent=SAM(0.1)))
     equal(golden.run(FedAvg(golden.net(), ascent=SAM(0.1), parts=[Personal([], epochs_alone=3)]))[0], fedavg)
+
+
+# Flatness
+
+
+def test_flatness(golden: Golden) -> None:
+    """Of each client's own model, and of what is shared: the block of the weighted sum, against dense Hessians."""
+    measures = [
+        ClientLambdaMax(clients="own", tol=1e-6),
+        HessianTrace(probes=5, samples=None),
+        Spectrum(k=1, samples=None),
+    ]
+    monitor = FlatnessMonitor(3, [*measures, LambdaMax(samples=None, parameters=["fc1.bias"], tol=1e-9)])
+    options: dict[str, Any] = {"callbacks": [monitor], "max_rounds": 3, "sampler": UniformSampler(2, held_out=1)}
+    found, _ = golden.run(made(golden, optimizer=SGD(**RULES)), **options)
+    net, names = golden.net().double(), ["fc1.bias"]
+
+    def dense(k: int, w: Tensor, of: list[str]) -> Tensor:
+        nn.utils.vector_to_parameters(w.clone(), net.parameters())
+        rest, x = dict(net.named_parameters()), torch.as_tensor(golden.arrays[k][0]).double()
+        sizes = [rest[name].shape for name in of]
+
+        def loss(v: Tensor) -> Tensor:
+            parts = dict(zip(of, (p.view(s) for p, s in zip(v.split([s.numel() for s in sizes]), sizes, strict=True))))  # noqa: B905
+            z = torch.func.functional_call(net, {**rest, **parts}, (x,))
+            return nn.functional.cross_entropy(z, torch.as_tensor(golden.arrays[k][1]).long())
+
+        return torch.func.hessian(loss)(torch.cat([rest[name].detach().flatten() for name in of]))  # type: ignore[no-any-return]
+
+    rows = found.clients.rows()
+    models = {k: torch.cat([found.server.w[:-OWN], row.own]) for k, row in rows.items()}
+    sizes = torch.tensor([len(golden.arrays[k][1]) for k in models], dtype=torch.float64)
+    block = sum(p * dense(k, w, names) for p, (k, w) in zip(sizes / sizes.sum(), models.items(), strict=True))
+    top = float(torch.linalg.eigvalsh(block)[-1])
+    assert found.metrics["flatness/fc1_bias_lambda_max"] == pytest.approx(top, rel=1e-6)
+    everything = [name for name, _ in net.named_parameters()]
+    tops = [float(torch.linalg.eigvalsh(dense(k, w, everything))[-1]) for k, w in models.items()]
+    assert found.metrics["flatness/client_lambda_max_local_own"] == pytest.approx(sum(tops) / len(tops), rel=1e-4)
+    assert found.metrics["flatness/client_lambda_max_local_own_max"] == pytest.approx(max(tops), rel=1e-4)
+    assert found.metrics["flatness/lambda_1"] > 0 and "flatness/trace" in found.metrics

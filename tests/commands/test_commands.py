@@ -48,7 +48,7 @@ LIGHT = [
     "init folder",
     "compare ROW",
     "compare nothing",
-    "report ROW",
+    pytest.param("report ROW", marks=pytest.mark.slow),  # it draws all of its figures
     "ledger page ROW",
     "fit --model FedSAN",
     "fit --config quickstat",

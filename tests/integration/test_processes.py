@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fl_lightning import Personal
 from fl_lightning.trainer.runtime.collectives import assign
 from tests.runs import DIGITS, SCRIPT, assert_same, cli, ended, group, metrics, newest, process, rows, run, state
 
@@ -356,8 +358,9 @@ def test_the_end_of_one_process_ends_all(folder: Path, model: str, fault: str, r
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("memory", [0, 0.00001, 1])
-@pytest.mark.parametrize("model", ["FedSMOO", "SCAFFOLD"])
+@pytest.mark.parametrize(
+    ("model", "memory"), [*itertools.product(("FedSMOO", "SCAFFOLD"), (0, 0.00001, 1)), ("FedRep", 1)]
+)
 def test_rows_live_with_any_number_of_processes(folder: Path, model: str, memory: float) -> None:
     """In memory, on disk or both: killed on 4, interrupted on 2, ended on 3, and as one process would have done it."""
     saves = ["--trainer.callbacks+=Checkpoints", "--trainer.callbacks.every_n_rounds=2"]
@@ -369,6 +372,10 @@ def test_rows_live_with_any_number_of_processes(folder: Path, model: str, memory
         *saves,
     ]
     root = f"--trainer.default_root_dir={folder / 'many'}"
+    options: dict[str, Any] = {}
+    if model == "FedRep":
+        options = {"parts": [Personal(epochs_alone=1)]}
+        model, args = "FedAvg", [*args, "--model.parts+=Personal", "--model.parts.epochs_alone=1"]
 
     def start(size: int, *more: str) -> list[int | None]:
         with group(
@@ -385,7 +392,7 @@ def test_rows_live_with_any_number_of_processes(folder: Path, model: str, memory
     assert int(state(newest(folder / "many"))["round"]) == 5  # the last complete round, not the last checkpoint
     assert start(3, "--ckpt_path=last") == [0] * 3
     one = run("fit", *args, root=folder / "one", model=model)
-    assert_same(rows(newest(folder / "many")), rows(one))
+    assert_same(rows(newest(folder / "many"), **options), rows(one, **options))
     there, here = ({k: v for k, v in state(x).items() if "server" in k} for x in (newest(folder / "many"), one))
     assert_same(there, here)
     assert not [*(folder / "many").rglob("rows_*")]

@@ -38,6 +38,7 @@ class Part(Checked, key="model.parts"):
         up: Names that a client uploads, in addition to the algorithm's.
         trains_alone: Whether a client also trains before each round, by itself, from its own model (`client_model`).
         epochs_alone: The epochs of that; 0: as many steps as in the round, on the same minibatches.
+        shared: Names of the parameters that do not stay with clients; None: all.
         has_global_model: Whether the server's weights are a model; otherwise those of each client's own model are.
         references: For each of these uploads the value that clipping rules subtract first, as for `LocalObjective`.
         packs: Whether clients are on other machines; then `local_end` may upload bytes, which `arrived` decodes.
@@ -50,6 +51,7 @@ class Part(Checked, key="model.parts"):
     up: tuple[str, ...] = ()
     trains_alone: bool = False
     epochs_alone: int = 0
+    shared: list[str] | None = None
     has_global_model: ClassVar[bool] = True
     references: Mapping[str, str | float] = {}
     packs: bool = False

@@ -75,6 +75,7 @@ class Personal(Part):
                 warn("model.parts: Personal: no parameter of this net stays with a client", stacklevel=2)
             return Part()
         bound = copy(self)
+        bound.shared = [name for name in flat.names if name not in names]
         bound._kept = lambda device: flat.mask(names, device)
         bound._places = cache(lambda device, own: (bound._kept(device) == own).nonzero().flatten())
         bound._sizes = flat.d, len(bound._places(torch.device("cpu"), False))
@@ -107,8 +108,8 @@ class Personal(Part):
         return upload, self.end_alone(w, client)
 
     def moving(self, w: Tensor, alone: bool) -> Tensor | None:
-        """What stays and what is shared train one after the other; or everything together."""
-        return (self._kept(w.device) == alone) if self.trains_alone else None
+        """What stays alone; then, if each trains alone, what is shared, otherwise everything."""
+        return (self._kept(w.device) == alone) if alone or self.trains_alone else None
 
     def perturbed(self, w: Tensor) -> Tensor | None:
         """As ``perturb`` says."""

@@ -56,9 +56,8 @@ def number_of(folder: Path, file: str) -> str:
         folder: Their folder.
         file: The file that every such measurement writes, such as ``surface.json``.
     """
-    stem, suffix = Path(file).stem, Path(file).suffix
-    numbers = (f"_{k}" if k > 1 else "" for k in count(1))
-    return next(number for number in numbers if not (folder / f"{stem}{number}{suffix}").exists())
+    path, numbers = folder / file, (f"_{k}" if k > 1 else "" for k in count(1))
+    return next(number for number in numbers if not path.with_stem(f"{path.stem}{number}").exists())
 
 
 def labels_of(paths: Sequence[Path]) -> list[str]:

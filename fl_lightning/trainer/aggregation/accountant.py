@@ -131,7 +131,7 @@ def cohorts(sampler: CohortSampler, m: int) -> dict[str, Any]:
     if type(sampler) is BernoulliSampler:
         return {"m": m, "size": sampler.p * m, "poisson": True}
     if type(sampler) is UniformSampler:
-        return {"m": m, "size": float(sampler.clients_per_round), "poisson": False}
+        return {"m": m - sampler.held_out, "size": float(sampler.clients_per_round), "poisson": False}
     raise UserError(
         f"trainer.sampler = {type(sampler).__name__}: trainer.privacy knows no epsilon of its cohorts; choose "
         "BernoulliSampler or UniformSampler"

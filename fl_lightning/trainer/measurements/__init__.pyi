@@ -3,8 +3,8 @@ from .base import Measurement as Measurement
 from .base import MeasurementContext as MeasurementContext
 from .base import check_statistics as check_statistics
 from .base import dry_round as dry_round
+from .client_curvature import ClientLambdaMax as ClientLambdaMax
 from .clients import ClientEvaluation as ClientEvaluation
-from .curvature import ClientLambdaMax as ClientLambdaMax
 from .curvature import HessianTrace as HessianTrace
 from .curvature import LambdaMax as LambdaMax
 from .curvature import SpectralDensity as SpectralDensity

@@ -102,19 +102,20 @@ class MeasurementContext:
         """
         data = self.run.data
         if split == "test":
-            return self._share("test"), len(data.y_test), "test set"
+            return self.share("test"), len(data.y_test), "test set"
         chosen = data.sample_indices(samples, self.run.seed)
         whole = len(chosen) == int(data.client_sizes.sum())
         what = "training data of all clients"
-        return self._share(chosen), len(chosen), what if whole else f"{what}, stratified sample"
+        return self.share(chosen), len(chosen), what if whole else f"{what}, stratified sample"
 
     def union(self, clients: Sequence[int]) -> tuple[Batches, int, str]:
         """Returns the data of some clients, as `train` does."""
         chosen = torch.cat([self.run.data.clients[k] for k in clients])
         many = f"{len(clients)} of {self.run.data.num_clients} clients"
-        return self._share(chosen), len(chosen), f"training data of {many}"
+        return self.share(chosen), len(chosen), f"training data of {many}"
 
-    def _share(self, split: Tensor | Literal["test"]) -> Batches:
+    def share(self, split: Tensor | Literal["test"]) -> Batches:
+        """Returns this process's share of the test set, or of some training samples, given by their indices."""
         run = self.run
         return partial(run.data.eval_batches, split, run.dtype, (run.fabric.global_rank, run.fabric.world_size))
 
@@ -171,6 +172,12 @@ class Measure(Checked, key="measure: {}"):
         """Removes rounds after ``run.rounds_done`` from the files of `keep`; rank 0 calls it when a run begins."""
 
 
+def own_models(run: Run) -> dict[int, Tensor]:
+    """Returns the own models of all clients that have trained, ``(d,)`` by id, those of other processes included."""
+    mine = {k: run.objective.client_model(run.global_model, row).cpu() for k, row in run.clients.rows().items()}
+    return {k: w.to(run.server.w) for k, w in collectives.all_gather_dict(run.fabric, mine).items()}
+
+
 def drop_later_rounds(path: Path, rounds: int, round_of: Callable[[str], int], head: int = 0) -> None:
     """Removes later rounds, and a line that a crash has cut short, from a file that a run has written line by line.
 
@@ -192,17 +199,18 @@ def drop_later_rounds(path: Path, rounds: int, round_of: Callable[[str], int], h
         write_atomically(path, "".join([*lines[:head], *kept]))
 
 
-def local_loss(run: Run, result: LocalResult, chosen: Tensor | None = None) -> dict[str, Any]:
-    """Returns the loss at a local model: the first arguments of the functions of `fl_lightning.flatness`.
+def local_loss(run: Run, client: int, w: Tensor, chosen: Tensor | None = None) -> dict[str, Any]:
+    """Returns the loss at a client's model: the first arguments of the functions of `fl_lightning.flatness`.
 
     Args:
         run: The run; its net holds the client's buffers.
-        result: The local model.
+        client: The client.
+        w: Its model, ``(d,)``.
         chosen: Indices into the training data; by default the client's own.
     """
-    batches = partial(run.data.eval_batches, run.data.clients[result.client] if chosen is None else chosen, run.dtype)
+    batches = partial(run.data.eval_batches, run.data.clients[client] if chosen is None else chosen, run.dtype)
     return {
-        "model": run.objective.net, "loss": run.objective.evaluation_loss, "batches": batches, "at": result.w
+        "model": run.objective.net, "loss": run.objective.evaluation_loss, "batches": batches, "at": w
     }  # fmt: skip
 
 

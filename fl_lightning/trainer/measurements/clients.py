@@ -7,11 +7,12 @@ import torch
 from torch import Tensor
 from torchmetrics.classification import MulticlassAccuracy
 
-from fl_lightning.core import PositiveInt, ensure, numpy_generator, require, writing
+from fl_lightning.core import NonNegativeInt, PositiveInt, ensure, numpy_generator, require, writing
 from fl_lightning.data.histogram import class_counts
 from fl_lightning.data.samples import Batch
 from fl_lightning.engine import LocalResult
-from fl_lightning.results.clients import FILE, GLOBAL, LOCAL, UNSEEN, statistics
+from fl_lightning.results.clients import ADAPTED, FILE, GLOBAL, LOCAL, UNSEEN, statistics
+from fl_lightning.trainer.cohort import Cohort
 from fl_lightning.trainer.evaluation import Split
 from fl_lightning.trainer.measurements.base import (
     Measure,
@@ -20,6 +21,7 @@ from fl_lightning.trainer.measurements.base import (
     drop_later_rounds,
     local_models,
 )
+from fl_lightning.trainer.round import Phase, Round
 from fl_lightning.trainer.run import Run
 from fl_lightning.trainer.runtime import collectives
 
@@ -138,13 +140,17 @@ class ClientEvaluation(Measure):
     Args:
         local_models: Whether to train each client from the server's new model, as the next round would, and evaluate
             its local model, too. Only a cohort of local models is in memory at a time.
+        adapt_epochs: With a personal part, epochs after which clients that have never trained are evaluated once more,
+            as ``client/adapted/acc``: of what stays with them, with the rest frozen. Nothing of it is kept.
         clients: Number of clients, a seeded sample that is the same in every round; null: all that have test data.
     """
 
     of_global_model = False
 
-    def __init__(self, local_models: bool = False, clients: PositiveInt | None = None) -> None:
-        self.local_models, self.clients = local_models, clients
+    def __init__(
+        self, local_models: bool = False, clients: PositiveInt | None = None, adapt_epochs: NonNegativeInt = 0
+    ) -> None:
+        self.local_models, self.clients, self.adapt_epochs = local_models, clients, adapt_epochs
         self._rows: list[list[object]] = []
         self._head: list[str] = []
 
@@ -153,6 +159,9 @@ class ClientEvaluation(Measure):
         ensure(tested > 0, f"data = {type(run.data).__name__}: no client has test data; leave {name} out")
         most = f"{tested} clients have test data; give at most that"
         require(self.clients is None or self.clients <= tested, f"measure: {name}.clients", self.clients, most)
+        own = run.objective.own_part is not None
+        which = "no part gives clients models of their own; set it to 0"
+        require(own or not self.adapt_epochs, f"measure: {name}.adapt_epochs", self.adapt_epochs, which)
         alone = "centralized training has no local models; set it to false"
         require(not self.local_models or run.kind == "federated", f"measure: {name}.local_models", "true", alone)
 
@@ -174,6 +183,10 @@ class ClientEvaluation(Measure):
         ]
         found = _measurements(run, GLOBAL, scores, "clients' own models" if personal else "global model", of.what)
         found += _measurements(run, UNSEEN, unseen, "models of clients that have not trained", of.what)
+        if self.adapt_epochs and unseen:
+            adapted = _adapted(run, [*unseen], of, at_once, self.adapt_epochs)
+            what = f"models of clients that have not trained, after {self.adapt_epochs} epochs of what stays"
+            found += _measurements(run, ADAPTED, adapted, what, of.what)
         if local:
             found += _measurements(run, LOCAL, local, "local models of the next round", of.what)
             gap = sum(local[k][0] - {**scores, **unseen}[k][0] for k in local) / len(local)
@@ -223,6 +236,20 @@ def _local(run: Run, clients: Sequence[int], of: ClientData, at_once: int) -> Sc
             mine[result.client] = of.score(result.client, result.w)
 
     local_models(run, clients, add, at_once)
+    return collectives.all_gather_dict(run.fabric, mine)
+
+
+def _adapted(run: Run, clients: Sequence[int], of: ClientData, at_once: int, epochs: int) -> Scores:
+    """Evaluates clients after training by themselves, of which nothing is kept."""
+    mine: dict[int, Score] = {}
+
+    def add(result: LocalResult) -> None:
+        mine[result.client] = of.score(result.client, result.w)
+
+    for at in range(0, len(clients), at_once):
+        cohort = Cohort.of(run, clients[at : at + at_once], run.next_round).alone(run, epochs)
+        phase = Phase(Round(run, cohort, add), cohort)
+        phase.observe(run.engine.train(phase.jobs()))
     return collectives.all_gather_dict(run.fabric, mine)
 
 

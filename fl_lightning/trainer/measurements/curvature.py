@@ -4,28 +4,22 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from copy import copy
-from functools import partial
-from statistics import mean
 from typing import Any, Literal, Self, cast
 
 import torch
 
 from fl_lightning import flatness
 from fl_lightning.core import FlatSpec, Positive, PositiveInt, ensure, matching, require
-from fl_lightning.engine import LocalResult
-from fl_lightning.flatness import OPERATORS, Interrupted, Kind, Operator, layers
+from fl_lightning.flatness import OPERATORS, Interrupted, Kind, Matrix, Mixture, Operator, layers
 from fl_lightning.nets.adapters import LoRA
 from fl_lightning.trainer.measurements.base import (
-    Clients,
     Measure,
     Measurement,
     MeasurementContext,
     Split,
-    local_loss,
-    local_models,
+    own_models,
 )
 from fl_lightning.trainer.run import Run
-from fl_lightning.trainer.runtime import collectives
 
 Method = Literal["lanczos", "power"]
 
@@ -112,7 +106,12 @@ class GlobalCurvature(CurvatureMeasure):
         split: train, or test for the whole test set, as in the program of FedGloSS.
         by_layer: Measure the block of each layer by itself: its weight and bias, or the factors of its adapter.
         **kwargs: As for `CurvatureMeasure`.
+
+    Where some weights stay with clients (`Personal`), it is the block of the shared weights u of
+    ``sum_k p_k F_k(u, v_k)``, each client that has trained at its own model: ``sum_k p_k d^2 F_k / du^2``.
     """
+
+    of_global_model = False
 
     def __init__(
         self,
@@ -127,13 +126,21 @@ class GlobalCurvature(CurvatureMeasure):
     def blocks(self, run: Run) -> list[Self]:
         if not self.by_layer:
             return [self]
-        names, found = self.spec(run).names, []
+        names, found = run.objective.shared or self.spec(run).names, []
         for layer, its in layers(names if self.parameters is None else matching(names, self.parameters)).items():
             found.append(copy(self))
             found[-1].layer, found[-1].parameters = layer, its
         return found
 
-    def estimate(self, matrix: Operator, **options: Any) -> Any:
+    def check(self, run: Run) -> None:
+        super().check(run)
+        shared, spec = run.objective.shared, run.net.spec.names
+        stays = {*matching(spec, self.parameters)} - {*shared} if self.parameters and shared is not None else ()
+        ensure(not stays, f"parameters = {self.parameters}: some stay with each client; take ClientLambdaMax for these")
+        problem = "measure: merged = true: some weights stay with each client; set it to false"
+        ensure(shared is None or not self.merged, problem)
+
+    def estimate(self, matrix: Matrix, **options: Any) -> Any:
         """Calls the function of `fl_lightning.flatness` with seed and progress."""
         raise NotImplementedError
 
@@ -153,16 +160,37 @@ class GlobalCurvature(CurvatureMeasure):
             Interrupted: On KeyboardInterrupt; ``partial`` holds the measurements from the partial result.
         """
         batches, n, what = context.train(self.samples, self.split)
-        common = {"data": what, "samples": n}
-        measured: list[Measurement] = []
+        common: dict[str, Any] = {"data": what, "samples": n}
+        shared, measured = context.run.objective.shared, list[Measurement]()
         for block in self.blocks(context.run):
+            if shared is None:
+                matrix: Matrix = block.matrix(context.loss(batches))
+            else:
+                each = block._own(context, shared)
+                if not each:  # nobody has trained
+                    return []
+                n = sum(size for size, _ in each)
+                common |= {"samples": n, "model": f"shared part of {len(each)} clients' own models"}
+                matrix = Mixture([(size / n, operator) for size, operator in each])
             try:
-                matrix = block.matrix(context.loss(batches))
                 found = block.estimate(matrix, seed=context.run.seed, progress=context.progress)
                 measured += block.measurements(found, **common)
             except Interrupted as stop:
                 raise Interrupted([*measured, *block.measurements(stop.partial, **common)]) from None
         return measured
+
+    def _own(self, context: MeasurementContext, shared: list[str]) -> list[tuple[int, Operator]]:
+        """Returns the block of what is shared at each client's own model, with its number of samples."""
+        run, parameters = context.run, self.parameters or shared
+        ensure(self.split == "train", f"measure: split = {self.split}: clients' own models are measured on train")
+        chosen, found = run.data.sample_indices(self.samples, run.seed), []
+        for k, w in own_models(run).items():
+            own = run.data.clients[k]
+            own = own[torch.isin(own, chosen)]
+            if len(own):
+                loss = context.loss(context.share(own), w)
+                found.append((len(own), OPERATORS[self.operator](**loss, parameters=parameters)))
+        return found
 
 
 class Spectrum(GlobalCurvature):
@@ -201,7 +229,7 @@ class Spectrum(GlobalCurvature):
         what = "a layer" if self.by_layer else "the net" if self.parameters is None else "the group"
         require(self.k <= d, f"measure: {type(self).__name__}.k", self.k, f"{what} has {d} weights; give at most {d}")
 
-    def estimate(self, matrix: Operator, **options: Any) -> flatness.Spectrum:
+    def estimate(self, matrix: Matrix, **options: Any) -> flatness.Spectrum:
         """Returns the spectrum."""
         return flatness.spectrum(
             matrix, k=self.k, method=self.method, iterations=self.iterations, tol=self.tol, **options
@@ -254,78 +282,6 @@ class LambdaMax(Spectrum):
         return [Measurement(name=f"{self.prefix}lambda_max", value=value, residual=residual, **common)]
 
 
-class ClientLambdaMax(CurvatureMeasure):
-    """``client_lambda_max_local`` and ``_global`` of the local models, on their own data and on that of all clients.
-
-    They are lambda_1,l and lambda_1,g of FedGloSS's Table 1, and the curves of the ECCV paper's Figure 4. The mean over
-    the clients is logged; each client's value goes to ``flatness.jsonl``.
-
-    Args:
-        data: local, global, or both.
-        samples: Size of the stratified sample for "global"; null: all. "local" uses all of the client's data.
-        iterations: Maximum number of products.
-        tol: Relative residual to stop at; null: as in `flatness.lambda_max`.
-        clients: cohort: the local models of the round. all: those of all clients, each trained from w^t for this
-            measure; the names then end in ``_all``.
-        **kwargs: The matrix, as for `CurvatureMeasure`.
-    """
-
-    local = True
-    of_global_model = False
-
-    def __init__(
-        self,
-        data: list[Literal["local", "global"]] | None = None,
-        samples: PositiveInt | None = 1000,
-        iterations: PositiveInt = 100,
-        tol: Positive | None = None,
-        clients: Clients = "cohort",
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(**kwargs)
-        self.data: list[Literal["local", "global"]] = ["local"] if data is None else data
-        self.samples, self.iterations, self.tol, self.clients = samples, iterations, tol, clients
-
-    def begin(self, run: Run, cohort: Sequence[int]) -> None:
-        self._found: dict[str, dict[int, tuple[float, float, int]]] = {where: {} for where in self.data}
-        if self.clients == "all" and cohort:
-            local_models(run, range(run.data.num_clients), partial(self._add, run), len(cohort))
-
-    def update(self, run: Run, result: LocalResult) -> None:
-        if self.clients == "cohort":
-            self._add(run, result)
-
-    def _add(self, run: Run, result: LocalResult) -> None:
-        for where, found in self._found.items() if result.finite else ():
-            own = where == "local"
-            chosen = run.data.clients[result.client] if own else run.data.sample_indices(self.samples, run.seed)
-            matrix = self.matrix(local_loss(run, result, chosen))
-            top = flatness.lambda_max(matrix, iterations=self.iterations, tol=self.tol, seed=run.seed)
-            found[result.client] = (top.value, top.residual, len(chosen))
-
-    def compute(self, context: MeasurementContext) -> list[Measurement]:
-        measurements = []
-        for where, mine in self._found.items():
-            found = collectives.all_gather_dict(context.run.fabric, mine)
-            if not found:  # no client has answered
-                continue
-            values, residuals, sizes = zip(*found.values(), strict=True)
-            own = where == "local"
-            measurements.append(
-                Measurement(
-                    name=f"{self.prefix}client_lambda_max_{where}{'' if self.clients == 'cohort' else '_all'}",
-                    value=mean(values),
-                    model="local models",
-                    data=f"own data of {len(found)} clients" if own else "training data",
-                    samples=sum(sizes) if own else sizes[0],
-                    residual=max(residuals),
-                    settings={"mean over": len(found), **self.protocol},
-                    details={"clients": dict(zip(map(str, found), values, strict=True))},
-                )
-            )
-        return measurements
-
-
 class HessianTrace(GlobalCurvature):
     """``trace`` of the Hessian, or another matrix, at the global model, with its standard error.
 
@@ -346,7 +302,7 @@ class HessianTrace(GlobalCurvature):
         super().__init__(samples, **kwargs)
         self.method, self.probes = method, probes
 
-    def estimate(self, matrix: Operator, **options: Any) -> flatness.Estimate:
+    def estimate(self, matrix: Matrix, **options: Any) -> flatness.Estimate:
         """Returns the trace."""
         return flatness.trace(matrix, method=self.method, samples=self.probes, **options)
 
@@ -376,7 +332,7 @@ class SpectralDensity(GlobalCurvature):
         super().__init__(samples, **kwargs)
         self.probes, self.steps = probes, steps
 
-    def estimate(self, matrix: Operator, **options: Any) -> flatness.Density:
+    def estimate(self, matrix: Matrix, **options: Any) -> flatness.Density:
         """Returns the density."""
         return flatness.density(matrix, probes=self.probes, steps=self.steps, **options)
 

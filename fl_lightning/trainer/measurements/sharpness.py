@@ -77,7 +77,7 @@ class Discrepancy(LocalMean):
 
     def _add(self, run: Run, result: LocalResult) -> None:
         if result.finite:
-            self.add(sharpness(**local_loss(run, result), rho=self.rho, steps=self.steps), result)
+            self.add(sharpness(**local_loss(run, result.client, result.w), rho=self.rho, steps=self.steps), result)
 
     def compute(self, context: MeasurementContext) -> list[Measurement]:
         batches, n, what = context.train(self.samples)
@@ -206,23 +206,17 @@ class CohortLoss(LocalMean):
     local = True
 
     def update(self, run: Run, result: LocalResult) -> None:
-        self.add(mean_loss(**local_loss(run, result)), result)
+        self.add(mean_loss(**local_loss(run, result.client, result.w)), result)
 
     def compute(self, context: MeasurementContext) -> list[Measurement]:
         batches, n, what = context.union(context.cohort)
         before, after = (mean_loss(**context.loss(batches, w)) for w in (context.before, context.after))
         local, m = self.mean(context)
-        drop = Measurement(
-            name="loss_drop_cohort",
-            value=before - after,
-            model="models before and after the round",
-            data=what,
-            samples=n,
+        found = (
+            ("loss_drop_cohort", before - after, "models before and after the round"),
+            *([("loss_gap", abs(after - local), "aggregated and local models")] if m else []),
         )
-        gap = Measurement(
-            name="loss_gap", value=abs(after - local), model="aggregated and local models", data=what, samples=n
-        )
-        return [drop, gap] if m else [drop]
+        return [Measurement(name=name, value=x, model=model, data=what, samples=n) for name, x, model in found]
 
 
 def default_measures(objective: LocalObjective | None = None) -> list[Measure]:

@@ -5,7 +5,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
-from fl_lightning.core import Checked, Interval, PositiveInt, UserError, ensure, fits, numpy_generator, require
+from fl_lightning.core import (
+    Checked,
+    Interval,
+    NonNegativeInt,
+    PositiveInt,
+    UserError,
+    ensure,
+    fits,
+    numpy_generator,
+    require,
+)
 
 
 class CohortSampler(Checked, key="trainer.sampler"):
@@ -47,20 +57,24 @@ class UniformSampler(CohortSampler):
 
     Args:
         clients_per_round: Size of the cohort, S.
+        held_out: Number of clients that are never drawn, those of the highest ids; they still count for M.
     """
 
-    def __init__(self, clients_per_round: PositiveInt = 10) -> None:
-        self.clients_per_round = clients_per_round
+    def __init__(self, clients_per_round: PositiveInt = 10, held_out: NonNegativeInt = 0) -> None:
+        self.clients_per_round, self.held_out = clients_per_round, held_out
 
     def check(self, rounds: int, m: int) -> None:
+        left = m - self.held_out
         ensure(
-            self.clients_per_round <= m,
-            f"trainer.clients_per_round = {self.clients_per_round}, but there are only {m} clients: "
-            f"take at most {m}, or raise data.num_clients",
+            self.clients_per_round <= left,
+            f"trainer.clients_per_round = {self.clients_per_round}, but there are only {left} clients: "
+            f"take at most {left}, or raise data.num_clients",
         )
 
     def __call__(self, t: int, m: int, seed: int) -> list[int]:
-        draw = numpy_generator(seed, "cohort", t).choice(m, self.clients_per_round, replace=False, shuffle=False)
+        draw = numpy_generator(seed, "cohort", t).choice(
+            m - self.held_out, self.clients_per_round, replace=False, shuffle=False
+        )
         return sorted(draw.tolist())
 
 
@@ -98,8 +112,9 @@ class ReplaySampler(CohortSampler):
     """
 
     def __init__(self, rounds: list[list[int]] | str) -> None:
-        given = read_trace(rounds, "trainer.sampler.rounds") if isinstance(rounds, str) else rounds
-        self.rounds: Sequence[Sequence[int]] = given
+        self.rounds: Sequence[Sequence[int]] = (
+            read_trace(rounds, "trainer.sampler.rounds") if isinstance(rounds, str) else rounds
+        )
 
     def check(self, rounds: int, m: int) -> None:
         ensure(
