@@ -557,7 +557,7 @@ def test_eight_clients_of_unequal_work(tmp_path: Path, algorithm: Any, exact: bo
 
 TEXTS = [
     (algorithm, ascent)
-    for algorithm in map(vars(algorithms).get, algorithms.__all__)
+    for algorithm in (getattr(algorithms, name) for name in algorithms.__all__)
     for ascent in ([None] if algorithm in NO_ASCENT else [None, SAM(0.1), ASAM(0.3)])
 ]
 

@@ -71,6 +71,9 @@ PARTS: dict[str, dict[str, Any]] = {
        (fl.ServerUpdate, fl.ServerMomentum, fl.ServerAdam, fl.ServerAdagrad, fl.ServerYogi)},
     **{kind.__name__: {"averaging": kind()} for kind in (fl.SWA, fl.EMA, fl.LastTwo)},
     "Compress": {"parts": [fl.Compress()]},
+    "Personal": {"parts": [fl.Personal(["bias"])]},
+    "Ditto": {"parts": [fl.Ditto()]},
+    "FlexLoRA": {"parts": [fl.FlexLoRA()], "net": fl.LoRA(nn.Sequential(nn.Linear(4, 4)), ["0"], rank=2)},
     "`relaxed_init`": {"relaxed_init": 0.1},
     **{f"`buffers: {policy}`": {"buffers": policy, "net": nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))}
        for policy in ("average", "local", "reset")},
