@@ -117,7 +117,7 @@ def test_transcription(given: dict[str, Any], golden: Golden) -> None:
     assert found.state.total_bits == bits and ("Compress.w" in found.clients.shapes) is remembers
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(11)
 @each_method
 @pytest.mark.parametrize("algorithm", [FedAvg, SCAFFOLD, FedAdamW, FedMuon])
 def test_engines_agree(algorithm: Any, given: dict[str, Any], golden: Golden) -> None:
