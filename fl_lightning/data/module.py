@@ -228,7 +228,8 @@ class FederatedDataModule(SampleStore, ABC):
         if self.batch_size is None:
             order = indices.repeat(epochs)
         else:
-            order = torch.cat([indices[torch.randperm(n, generator=generator)[:used]] for _ in range(epochs)])
+            passes = [torch.randperm(n, generator=generator)[:used] for _ in range(epochs)]
+            order = indices.index_select(0, torch.cat(passes))
         sizes = (sizes * epochs)[:count]
         draws = {} if self.augment is None else self.augment.draw(sizes, generator)
         return Minibatches(self, order[: sum(sizes)], sizes, draws, dtype)

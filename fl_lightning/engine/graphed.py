@@ -75,8 +75,8 @@ class GraphedEngine(BatchedEngine):
         recorded, graph = trace(self._recorded, named | {name: named[name][:1] for name in steps}, ctx)
         replay: Replay = simplified(graph).forward
         if self.compile:
-            program = Program.of(graph, [*named.values()], len(steps))
-            replay = partial(compiled(program), *program.held)
+            program, held = Program.of(graph, [*named.values()], len(steps))
+            replay = partial(compiled(program), *held)
         return recorded, CudaGraph(replay) if named["w"].is_cuda else partial(loop, replay)
 
     def _recorded(self, named: Tensors, ctx: ClientContext) -> list[Tensor]:

@@ -160,23 +160,23 @@ class Compiled:
 class Program:
     """Some steps as one graph; those with the same key are the same.
 
+    Of torch's own settings the key has the number of threads; the compiler sees to the others, as the default dtype.
+
     Attributes:
         key: The text of the graph, the operations and other objects named in it, and the layouts of its inputs.
-        graph: The graph. Its inputs are the tensors that the record of a step holds, then those of `loop`.
-        held: The tensors that the record of a step holds.
+        graph: The graph. Its inputs are the tensors that the record of a step holds, then those of the record.
     """
 
     key: tuple[Any, ...]
     graph: GraphModule = field(compare=False)
-    held: Values = field(compare=False)
 
     @classmethod
-    def of(cls, step: GraphModule, tensors: Sequence[Tensor], each: int) -> "Program":
-        """Returns the program of a few steps.
+    def of(cls, step: GraphModule, tensors: Sequence[Tensor], each: int) -> tuple["Program", Values]:
+        """Returns the program of a few steps, and the tensors that the record of one holds.
 
         Args:
             step: The record of one: it maps its first inputs to their new values.
-            tensors: Inputs of the program.
+            tensors: Inputs of the program but for those that the record holds.
             each: How many of them, the last ones, hold one row for each step, ``(steps, ...)``.
         """
         program, attributes = Graph(), [node for node in step.graph.nodes if node.op == "get_attr"]
@@ -196,7 +196,8 @@ class Program:
         layouts = [(v.dtype, v.device, v.shape, v.stride()) for v in (*held.values(), *tensors)]
         functions = dict.fromkeys(node.target for node in program.nodes if node.op == "call_function")
         others = [value for name, value in objects.items() if name not in held]
-        return cls((graph.code, *functions, *others, *layouts, torch.get_num_threads()), graph, (*held.values(),))
+        key = graph.code, *functions, *others, *layouts, torch.get_num_threads()
+        return cls(key, graph), (*held.values(),)
 
 
 @lru_cache(maxsize=32)
