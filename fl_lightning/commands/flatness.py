@@ -92,7 +92,7 @@ def run(
 
 def _measure(run: Run, measures: Sequence[Measure], found: list[Measurement], step: Step) -> None:
     """Adds the measurements to ``found``, at an interrupt those so far."""
-    trained = [measure for measure in measures if type(measure).update is not Measure.update or measure.tracks]
+    trained = [measure for measure in measures if measure.of_round]
     total, cohort = len(measures) + len(trained), Cohort.drawn(run, run.next_round).clients
     context = MeasurementContext.between_rounds(run, cohort)
     if trained:

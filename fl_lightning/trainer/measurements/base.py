@@ -152,6 +152,11 @@ class Measure(Checked, key="measure: {}"):
     of_global_model = True
     tracks = False
 
+    @property
+    def of_round(self) -> bool:
+        """Whether it measures what happens in a round, so that a checkpoint alone does not do."""
+        return type(self).update is not Measure.update or self.tracks
+
     def check(self, run: Run) -> None:
         """Raises a `UserError` if the measure does not suit the run; called before anything is measured."""
 

@@ -58,13 +58,20 @@ class ClientLambdaMax(CurvatureMeasure):
         self.data: list[Literal["local", "global"]] = ["local"] if data is None else data
         self.samples, self.iterations, self.tol, self.clients = samples, iterations, tol, clients
 
+    @property
+    def of_round(self) -> bool:
+        return self.clients != "own"
+
     def check(self, run: Run) -> None:
         super().check(run)
         none = "no part gives clients models of their own; choose cohort or all"
         require(self.clients != "own" or run.objective.personal, "measure: ClientLambdaMax.clients", "own", none)
 
-    def begin(self, run: Run, cohort: Sequence[int]) -> None:
+    def _forget(self) -> None:
         self._found: dict[str, dict[int, tuple[float, float, int]]] = {where: {} for where in self.data}
+
+    def begin(self, run: Run, cohort: Sequence[int]) -> None:
+        self._forget()
         if self.clients == "all" and cohort:
             local_models(run, range(run.data.num_clients), partial(self._add, run), len(cohort))
 
@@ -86,6 +93,7 @@ class ClientLambdaMax(CurvatureMeasure):
     def compute(self, context: MeasurementContext) -> list[Measurement]:
         measurements, end = [], "" if self.clients == "cohort" else f"_{self.clients}"
         if self.clients == "own":
+            self._forget()
             context.run.load_statistics(context.model)
             for client, w in own_models(context.run).items():
                 if context.run.clients.owns(client):
