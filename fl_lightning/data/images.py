@@ -356,8 +356,10 @@ def corrupted_cifar(
     images = {name: _array(path) for name, path in zip(corruptions, files, strict=True)}
     for path, array in zip(files, images.values(), strict=True):
         problem = f"{array.dtype} {array.shape} instead of uint8 {(len(labels), 32, 32, 3)}"
-        fits = array.shape == (len(labels), 32, 32, 3) and array.dtype == np.uint8
-        ensure(fits, corrupt_file("folder", path, problem, HOME))
+        ensure(
+            array.shape == (len(labels), 32, 32, 3) and array.dtype == np.uint8,
+            corrupt_file("folder", path, problem, HOME),
+        )
     return ((name, s, np.array(array[n * (s - 1) : n * s])) for name, array in images.items() for s in severities)
 
 

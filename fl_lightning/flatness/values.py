@@ -168,10 +168,9 @@ class Perturbation(Values):
 
     def columns(self) -> dict[str, NDArray[Any]]:
         """Returns direction and radius, each ``(1 + k, r)``."""
-        lines = len(next(iter(self.loss.values())))
-        names = np.array(["gradient", *(f"random {i}" for i in range(lines - 1))])
-        direction, radius = np.meshgrid(names, self.radii, indexing="ij")
-        return {"direction": direction, "radius": radius}
+        random = range(len(next(iter(self.loss.values()))) - 1)
+        names = np.array(["gradient", *(f"random {i}" for i in random)])
+        return dict(zip(("direction", "radius"), np.meshgrid(names, self.radii, indexing="ij"), strict=True))
 
     def along_gradient(self, name: str) -> Array:
         """Returns the loss along the gradient, ``(r,)``."""
@@ -237,8 +236,7 @@ class Surface(Values):
 
     def columns(self) -> dict[str, NDArray[Any]]:
         """Returns x and y, each ``(ny, nx)``."""
-        x, y = np.meshgrid(self.x, self.y)
-        return {"x": x, "y": y}
+        return dict(zip(("x", "y"), np.meshgrid(self.x, self.y), strict=True))
 
     def normalized_sum(self) -> Array:
         """Returns the sum over the data sets of the loss, scaled to [0, 1] here (FedGMT Fig. 6c), ``(ny, nx)``."""

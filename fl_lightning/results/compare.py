@@ -109,8 +109,10 @@ def compare(
         metric = metric or summarise(folder, last, mode=mode).metric  # the same of all
         group = members.setdefault(key, {})
         if twin := group.get(seed):
-            clash = f"runs = {folder}: the same config and seed as {twin}; leave one of them out"
-            ensure(not {folder, twin} <= named, clash)
+            ensure(
+                not {folder, twin} <= named,
+                f"runs = {folder}: the same config and seed as {twin}; leave one of them out",
+            )
             left_out.setdefault(key, []).append(folder if twin in named else twin)
             if twin in named:
                 continue

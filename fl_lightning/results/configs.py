@@ -136,8 +136,7 @@ def find_setting(keys: Sequence[str], name: str, option: str) -> str:
     """
     found = [key for key in keys if key == name] or [key for key in keys if key.endswith(f".{name}")]
     problem = "the end of several settings" if found else "no setting that varies in these runs"
-    choices = ", ".join(found or short_names(keys))
-    ensure(len(found) == 1, f"{option} = {name}: {problem}; choose from {choices}")
+    ensure(len(found) == 1, f"{option} = {name}: {problem}; choose from {', '.join(found or short_names(keys))}")
     return found[0]
 
 

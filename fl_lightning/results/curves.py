@@ -109,8 +109,8 @@ def curve_files(runs: Mapping[str, Runs]) -> dict[str, str | bytes]:
         if found is not None
         for point in zip(*found, strict=True)
     )
-    table = table_text(["run", "metric", "round", "mean", "sd", "seeds"], rows)
-    return {"curves.csv": table, **figure_files(draw_curves(groups), "curves")}
+    head = ["run", "metric", "round", "mean", "sd", "seeds"]
+    return {"curves.csv": table_text(head, rows), **figure_files(draw_curves(groups), "curves")}
 
 
 def plot_curves(runs: Mapping[str, Runs], names: Sequence[str] | None = None) -> Figure:
@@ -144,10 +144,9 @@ def draw_curves(groups: Mapping[str, Sequence[Columns]], names: Sequence[str] | 
     rows = max(-(-len(names) // wide), 1)
     with new_figure(PAGE if wide > 1 else COLUMN, 1.9 * rows + 0.4) as figure:
         for i, name in enumerate(names):
-            axes = figure.add_subplot(rows, wide, i + 1, ylabel=label(name))
+            bottom = i + wide >= len(names)
+            axes = figure.add_subplot(rows, wide, i + 1, xlabel="round" if bottom else "", ylabel=label(name))
             _panel(axes, name, groups)
-            if i + wide >= len(names):
-                axes.set_xlabel("round")
         place_legend(figure)
     return figure
 

@@ -226,8 +226,7 @@ def beside(
     numbers = {run: our_number(run, cell.metric, fraction) for run in runs}
     finite = {run: x for run, x in numbers.items() if x is not None and math.isfinite(x)}
     words = {None: "not measured"} | ({math.inf: "not reached"} if cell.metric.partition("@")[0] in TARGETS else {})
-    others = [(run, words.get(x, x)) for run, x in numbers.items()]
-    left_out = [f"{run}: {cell.metric} is {what}" for run, what in others if run not in finite]
+    left_out = [f"{run}: {cell.metric} is {words.get(x, x)}" for run, x in numbers.items() if run not in finite]
     return Line(cell, tuple(finite.values()), tuple(runs), (*errors, *left_out), fraction, settings)
 
 

@@ -72,8 +72,12 @@ class Dirichlet(Partition):
     def split(self, labels: Indices, num_clients: int, num_classes: int, seed: int) -> Sequence[Indices]:
         """See :meth:`Partition.__call__`."""
         share = self.alpha / num_classes
-        small = f"is 0 when it is divided by {num_classes} classes; use 0 for one class a client, or a larger one"
-        require(share > 0 or self.alpha == 0, "data.partition.alpha", self.alpha, small)
+        require(
+            share > 0 or self.alpha == 0,
+            "data.partition.alpha",
+            self.alpha,
+            f"is 0 when it is divided by {num_classes} classes; use 0 for one class a client, or a larger one",
+        )
         rng = numpy_generator(seed, "partition")
         pools = [rng.permutation(pool) for pool in members(labels, num_classes)]
         if self.alpha == 0:
@@ -153,8 +157,12 @@ class PAM(Partition):
     def split(self, labels: Indices, num_clients: int, num_classes: int, seed: int) -> Sequence[Indices]:
         """See :meth:`Partition.__call__`."""
         coarse = np.array(CIFAR100_COARSE if self.coarse is None else self.coarse)
-        need = f"give the coarse label of each of the {num_classes} classes (null is for CIFAR-100 only)"
-        require(len(coarse) == num_classes, "data.partition.coarse", self.coarse, need)
+        require(
+            len(coarse) == num_classes,
+            "data.partition.coarse",
+            self.coarse,
+            f"give the coarse label of each of the {num_classes} classes (null is for CIFAR-100 only)",
+        )
         rng = numpy_generator(seed, "partition")
         pools = [rng.permutation(pool).tolist() for pool in members(labels, num_classes)]
         parts = []

@@ -199,8 +199,12 @@ class FLSimDirichlet(FLSimulator):
     def distributions(self, rng: np.random.RandomState, num_clients: int, num_classes: int) -> tuple[Floats, Floats]:
         """See :class:`FLSimulator`."""
         shares = rng.dirichlet([self.alpha] * num_classes, size=num_clients)
-        small = "too small for NumPy's legacy generator, which gave a client no class; use a larger one"
-        require(not np.isnan(shares).any(), "data.partition.alpha", self.alpha, small)
+        require(
+            not np.isnan(shares).any(),
+            "data.partition.alpha",
+            self.alpha,
+            "too small for NumPy's legacy generator, which gave a client no class; use a larger one",
+        )
         return shares, shares.cumsum(1)
 
 
@@ -221,8 +225,12 @@ class FLSimPathological(FLSimulator):
 
     def distributions(self, rng: np.random.RandomState, num_clients: int, num_classes: int) -> tuple[Floats, Floats]:
         """See :class:`FLSimulator`."""
-        most = f"use at most the number of classes, {num_classes}"
-        require(self.classes <= num_classes, "data.partition.classes", self.classes, most)
+        require(
+            self.classes <= num_classes,
+            "data.partition.classes",
+            self.classes,
+            f"use at most the number of classes, {num_classes}",
+        )
         chosen = np.zeros((num_clients, num_classes))
         chosen[:, : self.classes] = 1
         for row in chosen:

@@ -69,8 +69,10 @@ class RunFolder:
                 path.mkdir(parents=True)
                 return cls(path)
             except FileExistsError:
-                other = root / name
-                ensure(other.is_dir(), f"trainer.default_root_dir = {root}: {other} is not a folder; choose another")
+                ensure(
+                    (root / name).is_dir(),
+                    f"trainer.default_root_dir = {root}: {root / name} is not a folder; choose another",
+                )
             except OSError as error:
                 raise UserError(
                     f"trainer.default_root_dir = {root}: cannot be written ({error.strerror}); choose another folder"
