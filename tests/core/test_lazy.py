@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
+ROOMS = ("core", "data", "data.partition", "flatness", "algorithms", "nets", "trainer", "trainer.callbacks",
+         "trainer.loggers", "trainer.measurements")  # fmt: skip
 
-@pytest.mark.parametrize("name", ["fl_lightning", "fl_lightning.core", "fl_lightning.data", "fl_lightning.flatness"])
+
+@pytest.mark.parametrize("name", ["fl_lightning", *(f"fl_lightning.{room}" for room in ROOMS)])
 def test_every_name_is_there_and_none_is_a_module(name: str) -> None:
     """A module of the same name would take its place once it is imported."""
     package = import_module(name)
