@@ -164,10 +164,7 @@ CASES: dict[str, tuple[Callable[[], LocalObjective], dict[str, Any]]] = {
     "bf16": (objective(), {"precision": "bf16-mixed"}),
 }  # fmt: skip
 WAITS = {
-    "private": {
-        "trainer/aggregation/privacy.py": 2,
-        "trainer/aggregation/adaptive_privacy.py": 6,
-    },  # its metrics and the clip
+    "private": {"trainer/aggregation/privacy.py": 8},  # its metrics and the clip
 }
 """In two rounds, beyond those of every run."""
 OPTIONAL = (
@@ -175,7 +172,6 @@ OPTIONAL = (
     "rules",
     "faults",
     "privacy",
-    "adaptive_privacy",
     "torch_optimizer",
     "augment",
     "minibatches",
