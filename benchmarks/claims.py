@@ -13,9 +13,8 @@ from typing import Any
 
 import yaml
 
-from fl_lightning.results.compare import Group, compare
+from fl_lightning.results.compare import Difference, Group, compare, difference
 from fl_lightning.results.metrics import markdown
-from fl_lightning.results.paired import Difference, difference
 
 ROOT = Path(__file__).resolve().parents[1]
 

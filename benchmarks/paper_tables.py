@@ -13,9 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fl_lightning.results.metrics import markdown
-from fl_lightning.results.paper_figures import figures
 from fl_lightning.results.papers import PAPERS, find
-from fl_lightning.results.recipes import CODE, columns, rows
+from fl_lightning.results.recipes import CODE, columns, figures, rows
 from fl_lightning.sweeps.reproduction import why_not
 
 BLOCK = re.compile(r"<!-- (papers|files|rows|figures|known): (\S+)(?: (\S+))? -->\n(.*?)<!-- /\1 -->", re.DOTALL)

@@ -18,8 +18,8 @@ from typing import Any
 import yaml
 
 from fl_lightning.commands.main import main as fl_lightning
-from fl_lightning.results.headline import headline
 from fl_lightning.results.metrics import write_table
+from fl_lightning.results.summary import headline
 
 ROOT = Path(__file__).resolve().parents[1]
 Study = dict[str, Any]

@@ -53,6 +53,8 @@ from .algorithms.parts.averaging import SWA as SWA
 from .algorithms.parts.averaging import Averaging as Averaging
 from .algorithms.parts.averaging import LastTwo as LastTwo
 from .algorithms.parts.base import Part as Part
+from .algorithms.parts.compress import Compress as Compress
+from .algorithms.parts.flexlora import FlexLoRA as FlexLoRA
 from .algorithms.parts.local_optimizer import LocalOptimizer as LocalOptimizer
 from .algorithms.parts.muon import Muon as Muon
 from .algorithms.parts.personal import Ditto as Ditto
@@ -115,8 +117,8 @@ from .nets import ResNet18GN as ResNet18GN
 from .nets import ResNet18NoNorm as ResNet18NoNorm
 from .nets import TextTransformer as TextTransformer
 from .nets import ViTCIFAR as ViTCIFAR
-from .trainer.aggregation.adaptive_privacy import AdaptivePrivacy as AdaptivePrivacy
 from .trainer.aggregation.base import Aggregation as Aggregation
+from .trainer.aggregation.privacy import AdaptivePrivacy as AdaptivePrivacy
 from .trainer.aggregation.privacy import GaussianPrivacy as GaussianPrivacy
 from .trainer.aggregation.rules import CoordinateMedian as CoordinateMedian
 from .trainer.aggregation.rules import Krum as Krum
@@ -130,6 +132,7 @@ from .trainer.callbacks import FlatnessMonitor as FlatnessMonitor
 from .trainer.callbacks import Progress as Progress
 from .trainer.callbacks import Results as Results
 from .trainer.callbacks import Trajectory as Trajectory
+from .trainer.callbacks.clock import Clock as Clock
 from .trainer.loggers import CSVLogger as CSVLogger
 from .trainer.loggers import MLFlowLogger as MLFlowLogger
 from .trainer.loggers import TensorBoardLogger as TensorBoardLogger

@@ -36,6 +36,7 @@ from fl_lightning.trainer.run import Run
 from fl_lightning.trainer.storage import provenance
 
 torch.set_num_threads(1)
+torch.ones((), requires_grad=True).backward()  # were the first one recorded, no fork of this process could train
 settings.register_profile("same every time", derandomize=True)  # --hypothesis-profile=default draws other cases
 settings.load_profile("same every time")
 registry.entry_points = cache(registry.entry_points)  # Fabric reads all packages' for each trainer that is made

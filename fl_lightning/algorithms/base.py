@@ -1,7 +1,5 @@
 """A federated algorithm as a LightningModule: its parts, and what engines and the trainer call."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from inspect import BoundArguments
 from typing import Any
@@ -18,6 +16,8 @@ from fl_lightning.algorithms.parts.ascent import Ascent
 from fl_lightning.algorithms.parts.averaging import Averaging
 from fl_lightning.algorithms.parts.base import Part, check_owners, kept, pair_of, value_of
 from fl_lightning.algorithms.parts.buffers import Buffers, Policy
+from fl_lightning.algorithms.parts.compress import Compress  # noqa: F401
+from fl_lightning.algorithms.parts.flexlora import FlexLoRA  # noqa: F401
 from fl_lightning.algorithms.parts.local_optimizer import LocalOptimizer
 from fl_lightning.algorithms.parts.muon import Muon  # noqa: F401
 from fl_lightning.algorithms.parts.personal import Ditto, Personal  # noqa: F401
@@ -125,6 +125,8 @@ class LocalObjective(Composed, SupervisedModule):
     def constructed(self, arguments: BoundArguments) -> None:
         """Checks that each name has one owner, once subclasses have declared their own."""
         super().constructed(arguments)
+        for part in self.parts:
+            part.attach(self)
         name = type(self).__name__
         owners = [(f"{owner.config_key} = {type(owner).__name__}", owner) for owner in self._owners]
         local = [(label, [*owner.client_state, *owner.scratch_state]) for label, owner in owners]

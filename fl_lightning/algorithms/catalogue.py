@@ -4,8 +4,6 @@
 that page.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
@@ -43,7 +41,7 @@ class Entry(NamedTuple):
     passes: tuple[int, int]
 
     @classmethod
-    def of(cls, algorithm: type[LocalObjective], **parts: Any) -> Entry:
+    def of(cls, algorithm: type[LocalObjective], **parts: Any) -> "Entry":
         """Describes a class by an instance with default arguments and these parts, whose client takes no step."""
         it = algorithm(net=nn.Linear(2, 3), **parts)
         w = it.flat.vector(it.net)

@@ -15,6 +15,7 @@ from fl_lightning.algorithms.parts.base import Gradient, Part, pair_of, value_of
 from fl_lightning.algorithms.parts.buffers import Buffers
 from fl_lightning.algorithms.parts.local_optimizer import LocalOptimizer
 from fl_lightning.algorithms.parts.relaxed import RelaxedInit
+from fl_lightning.algorithms.parts.server_optimizers import ServerUpdate
 from fl_lightning.core import ClientContext, Init, RoundContext, State, ensure
 
 
@@ -51,6 +52,12 @@ class Composed(Hooks):
     def server_inits(self) -> dict[str, Init]:
         """Returns the initial values of all state that the server keeps in addition to ``w``."""
         return {name: init for owner in self._owners for name, init in owner.server_state.items()}
+
+    @property
+    def only_averages(self) -> bool:
+        """Whether a round's model is the mean of the clients' models, and nothing else happens to it."""
+        hooks = all(getattr(type(self), each) is getattr(Hooks, each) for each in ("local_end", "server_step"))
+        return hooks and type(self.server_update) is ServerUpdate and self.server_update.lr == 1
 
     @property
     def wire(self) -> tuple[tuple[str, ...], tuple[str, ...]]:

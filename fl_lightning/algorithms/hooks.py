@@ -28,6 +28,8 @@ class Hooks:
         references: For each upload the value that clipping rules subtract first: the name of a value that is sent,
             "zeros" for a vector ``(d,)``, or a number for a scalar ``(1,)``. An upload without one cannot be clipped,
             so the algorithm cannot be trained under differential privacy.
+        sums: By upload, the client state to which the client has added it. A part that changes the upload changes this
+            state alike, so that the server's sum stays that of the clients.
         adds_updates: Whether the server adds the clients' updates to ``w^t``; otherwise it takes their models as they
             are. The two differ only where local training starts elsewhere (``relaxed_init``).
         refers_to_received: Whether the local objective refers to the received model, and so needs a server.
@@ -47,6 +49,7 @@ class Hooks:
     down: tuple[str, ...] = ("w",)
     up: tuple[str, ...] = ("w",)
     references: Mapping[str, str | float] = {"w": "w"}
+    sums: Mapping[str, str] = {}
     adds_updates: bool = True
     refers_to_received: ClassVar[bool] = False
     needs_sgd: ClassVar[str] = ""
@@ -114,5 +117,4 @@ class Hooks:
     def passes(self) -> tuple[int, int]:
         """Numbers of forward and backward passes of a local step."""
         backward = 1 if self.ascent is None else self.ascent.passes
-        has_teacher = type(self).teacher is not Hooks.teacher
-        return backward + has_teacher, backward
+        return backward + (type(self).teacher is not Hooks.teacher), backward

@@ -129,8 +129,7 @@ def _new(name: str, metric: Given, arguments: Mapping[str, Any]) -> Metric:
 
 def _class_of(path: str) -> type[Metric]:
     room, _, name = path.rpartition(".")
-    rooms = [room] if room else ["torchmetrics", "torchmetrics.classification", "torchmetrics.regression"]
-    for each in rooms:
+    for each in [room] if room else ["torchmetrics", "torchmetrics.classification", "torchmetrics.regression"]:
         try:
             kind = getattr(import_module(each), name, None)
         except ImportError:

@@ -11,11 +11,38 @@ import torch
 from torch import Tensor, nn
 from torchmetrics.classification import MulticlassAccuracy
 
-from fl_lightning.algorithms import elementwise
 from fl_lightning.algorithms.features import with_features
 from fl_lightning.algorithms.metrics import Metrics, Scores, named
-from fl_lightning.core import Checked, ensure, require
-from fl_lightning.core.frozen import constants, digest
+from fl_lightning.core import Checked, constants, ensure, require
+from fl_lightning.core.frozen import digest
+
+ELEMENTWISE = (
+    nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCEWithLogitsLoss, nn.BCELoss, nn.PoissonNLLLoss,
+)  # fmt: skip
+
+
+def is_elementwise(loss: nn.Module) -> bool:
+    """Returns whether a loss is elementwise: one value for each value of a target."""
+    return isinstance(loss, ELEMENTWISE)
+
+
+def average_samples(loss: nn.Module) -> None:
+    """Makes an elementwise loss without reduction return one mean per sample, ``(n,)``; leaves other losses alone."""
+    if is_elementwise(loss) and not getattr(loss, "per_sample", False):
+        loss.register_forward_pre_hook(_check_shapes)
+        loss.register_forward_hook(_mean_of_sample)
+        vars(loss)["per_sample"] = True
+
+
+def _check_shapes(loss: nn.Module, inputs: tuple[Tensor, Tensor]) -> None:
+    outputs, targets = inputs
+    if outputs.shape != targets.shape:  # torch broadcasts them to each other
+        raise ValueError(f"outputs of shape {tuple(outputs.shape)} for targets of shape {tuple(targets.shape)}")
+
+
+def _mean_of_sample(loss: nn.Module, inputs: Any, values: Tensor) -> Tensor:
+    return values.flatten(1).mean(1)
+
 
 Losses = Callable[..., Tensor]
 """Losses per sample: arguments and result of `SupervisedModule.losses`."""
@@ -59,10 +86,10 @@ class SupervisedModule(Checked, L.LightningModule, key="model"):
             own = "torch would divide by the sum of the weights, not by the number of samples; use a loss of your own"
             require(self.loss.weight is None, "model.loss.weight", "classes have weights", own)
             require(self.loss.ignore_index < 0, "model.loss.ignore_index", self.loss.ignore_index, own)
-        if reduction != "none" or elementwise.applies_to(self.loss):
+        if reduction != "none" or is_elementwise(self.loss):
             self.loss = copy.deepcopy(self.loss)
             vars(self.loss)["reduction"] = "none"
-            elementwise.average(self.loss)
+            average_samples(self.loss)
         self.metrics = named(metrics)
         self._scores: Any = nn.ModuleDict()
         self._new_batch = False
@@ -184,5 +211,4 @@ class SupervisedModule(Checked, L.LightningModule, key="model"):
         scores.update(logits, y)
         self.log(f"{split}/loss", loss, batch_size=len(y), sync_dist=True)
         for name, metric in scores.metrics.items():
-            attribute = f"_scores.{split}.metrics.{name}"
-            self.log(f"{split}/{name}", metric, metric_attribute=attribute, batch_size=len(y))
+            self.log(f"{split}/{name}", metric, metric_attribute=f"_scores.{split}.metrics.{name}", batch_size=len(y))

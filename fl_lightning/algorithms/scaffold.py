@@ -30,6 +30,7 @@ class SCAFFOLD(LocalObjective):
     down: tuple[str, ...] = ("w", "c")
     up: tuple[str, ...] = ("w", "delta_c")
     references: Mapping[str, str | float] = {"w": "w", "delta_c": "zeros"}
+    sums = {"delta_c": "c"}
     default_weighting: Weighting = "uniform"
 
     def __init__(self, net: nn.Module, cv_scale: float = 1.0, momentum_aware: bool = False, **kwargs: Any) -> None:

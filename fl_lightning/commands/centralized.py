@@ -2,7 +2,7 @@
 
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.data import FederatedDataModule
-from fl_lightning.trainer.trainer import FederatedTrainer
+from fl_lightning.trainer import FederatedTrainer
 
 SUMMARY = "Train on all clients' data at once: the papers' centralized references."
 

@@ -4,16 +4,16 @@ from collections.abc import Sequence
 from typing import Literal
 
 from rich.markup import escape
-from rich.table import Table
 
 from fl_lightning.commands.shared.output import show_table
 from fl_lightning.core import figure_files, make_folder, write_together
-from fl_lightning.results import pivot as results
+from fl_lightning.results import varied
 from fl_lightning.results.compare import Group, compare, of_run
 from fl_lightning.results.curves import curve_files
-from fl_lightning.results.importance import HEAD, Importance, tried
-from fl_lightning.results.table import TABLES, Column, Markup, cell, columns, label, names, table_files
+from fl_lightning.results.table import TABLES, Markup, cell, columns, label, names, table_files
+from fl_lightning.results.terminal import filled
 
+BEST = Markup(best="[bold]{}[/]")
 SUMMARY = "Compare finished runs: statistics over seeds as table, CSV and LaTeX, and their curves."
 
 
@@ -46,19 +46,30 @@ def run(
     """
     groups = compare(runs, target, last, metric, reference, mode)
     shown = columns(groups, None if reference is None else of_run(groups, reference))
-    table = None if pivot is None else results.pivot(groups, pivot)
-    settings = tried(groups) if importance else None
+    table = None if pivot is None else varied.pivot(groups, pivot)
+    settings = varied.tried(groups) if importance else None
     rounds = ", ".join(f"{n:,}" for n in sorted({run.rounds for group in groups for run in group.runs}))
     for name, title in {**TABLES, "results": f"{groups[0].runs[0].metric} of {rounds} rounds"}.items():
         of = [column for column in shown if column.table == name]
         if of and table is None and settings is None:
-            show_table(_table(groups, of, title), len(names(groups)))
+            keys, heads = [*map(escape, names(groups))], ["seeds", *(column.head for column in of)]
+            lines = [
+                [
+                    *map(escape, label(group)),
+                    str(len(group.runs)),
+                    *(cell(group, column, groups, BEST) for column in of),
+                ]
+                for group in groups
+            ]
+            show_table(filled([*keys, *heads], lines, len(keys), title=title), len(keys))
     if table is not None:
-        show_table(_pivot(table))
+        rows = [[escape(row), *means] for row, *means in table.text(BEST)]
+        show_table(filled([*map(escape, table.heads)], rows, title=table.title))
         print(table.best)
     if settings is not None:
-        ranked, about = settings.importances()
-        show_table(_importance(ranked, f"importance for {settings.metric}"))
+        ranked, about = settings.importances
+        texts = [map(escape, each.text()) for each in ranked]
+        show_table(filled(varied.HEAD, texts, title=f"importance for {settings.metric}"))
         print(about)
     for line in left_out(groups):
         print(line)
@@ -78,31 +89,3 @@ def left_out(groups: Sequence[Group]) -> list[str]:
         for group in groups
         for folder in group.left_out
     ]
-
-
-def _pivot(found: results.Pivot) -> Table:
-    table = Table(escape(found.heads[0]), title=found.title)
-    for head in found.heads[1:]:
-        table.add_column(escape(head), justify="right")
-    for row in found.text(Markup(best="[bold]{}[/]")):
-        table.add_row(escape(row[0]), *row[1:])
-    return table
-
-
-def _importance(ranked: Sequence[Importance], title: str) -> Table:
-    table = Table(HEAD[0], title=title)
-    for head in HEAD[1:]:
-        table.add_column(head, justify="right")
-    for each in ranked:
-        table.add_row(*map(escape, each.text()))
-    return table
-
-
-def _table(groups: Sequence[Group], shown: Sequence[Column], title: str) -> Table:
-    best, table = Markup(best="[bold]{}[/]"), Table(*map(escape, names(groups)), title=title)
-    for head in ["seeds", *(column.head for column in shown)]:
-        table.add_column(head, justify="right")
-    for group in groups:
-        row = (cell(group, column, groups, best) for column in shown)
-        table.add_row(*map(escape, label(group)), str(len(group.runs)), *row)
-    return table

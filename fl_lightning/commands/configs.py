@@ -1,5 +1,10 @@
 """``fl-lightning configs``: the configs that come with the package."""
 
+from itertools import takewhile
+
+from rich.table import Table
+from rich.text import Text
+
 from fl_lightning.commands.shared.configs import config_names, configs_folder
 from fl_lightning.commands.shared.output import console
 
@@ -7,14 +12,23 @@ SUMMARY = "List the configs that come with the package; --config takes their nam
 
 
 def run(folder: str = "") -> None:
-    """Prints name and first line of every config.
+    """Prints name and description of every config; into a pipe, each in one line.
 
     Args:
         folder: Only those below this folder, such as experiment/fedgloss.
     """
-    names = [name for name in config_names() if name.startswith(folder)]
-    width, screen = max(map(len, names), default=0), console()
-    for name in names:
-        first = (configs_folder() / f"{name}.yaml").read_text(encoding="utf-8").splitlines()[0]
-        line = f"{name:{width}}  {first.removeprefix('#').strip()}" if first.startswith("#") else name
-        screen.print(line, highlight=False, markup=False, soft_wrap=not screen.is_terminal)
+    texts = {name: _description(name) for name in config_names() if name.startswith(folder)}
+    screen, table, width = console(), Table.grid("", "", padding=(0, 2)), max(map(len, texts), default=0)
+    for name, text in texts.items():
+        table.add_row(name, Text(text))
+        if not screen.is_terminal:
+            print(f"{name:{width}}  {text}".rstrip())
+    if screen.is_terminal:
+        screen.print(table)
+
+
+def _description(name: str) -> str:
+    """Returns the first sentence of the comment at the head of a config."""
+    lines = (configs_folder() / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
+    comment = " ".join(line.removeprefix("#").strip() for line in takewhile(lambda line: line.startswith("#"), lines))
+    return comment.partition(". ")[0].removesuffix(".")

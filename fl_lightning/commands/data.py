@@ -2,13 +2,13 @@
 
 import numpy as np
 from numpy.typing import NDArray
-from rich.table import Table
 
 from fl_lightning.commands.shared.output import show_table
 from fl_lightning.core import make_folder, save_figure
 from fl_lightning.data.histogram import class_counts, count_table, heat_map, histogram
 from fl_lightning.data.module import FederatedDataModule
 from fl_lightning.results.metrics import write_table
+from fl_lightning.results.terminal import filled
 
 SUMMARY = "Show how the samples are divided among the clients: table, CSV file, heat map."
 ROWS, COLUMNS = 12, 12
@@ -52,27 +52,27 @@ def _print(data: FederatedDataModule, counts: NDArray[np.int64]) -> None:
         if n:
             print(line)
 
-    table = Table("", "min", "mean", "max")
-    for of_classes, name, values, form in (
+    statistics = (
         (False, "samples of a client", sizes, ",.1f"),
         (True, "classes of a client", (counts > 0).sum(1), ",.1f"),
         (True, "share of its largest class", counts.max(1) / sizes, ".3f"),
         (False, "share of different samples", different / sizes, ".3f"),
         (True, "samples of a class", counts.sum(0), ",.1f"),
-    ):
-        if of_classes and not by_class:
-            continue
-        table.add_row(name, *(f"{v:{form}}".removesuffix(".0") for v in (values.min(), values.mean(), values.max())))
-    show_table(table)
+    )
+    lines = [
+        [name, *(f"{v:{form}}".removesuffix(".0") for v in (values.min(), values.mean(), values.max()))]
+        for of_classes, name, values, form in statistics
+        if by_class or not of_classes
+    ]
+    show_table(filled(["", "min", "mean", "max"], lines, left=4))
 
     more = [f"{classes - COLUMNS:,} more"] if classes > COLUMNS else []
-    table = Table("client", "samples", *map(str, range(min(classes, COLUMNS))), *more)
+    heads = ["client", "samples", *map(str, range(min(classes, COLUMNS))), *more]
     numbers = np.column_stack(
         [sizes, counts[:, : min(classes, COLUMNS)], *([counts[:, COLUMNS:].sum(1)] if more else [])]
     )
     rows = [(str(k), *row) for k, row in enumerate(numbers)]
     if clients > ROWS:
         rows[ROWS - 2 : -1] = [("…",)]
-    for name, *row in (*rows, ("all", *numbers.sum(0))):
-        table.add_row(name, *(f"{n:,}" if n else "" for n in row))
-    show_table(table)
+    cells = [[name, *(f"{n:,}" if n else "" for n in row)] for name, *row in (*rows, ("all", *numbers.sum(0)))]
+    show_table(filled(heads, cells, left=len(heads)))

@@ -6,11 +6,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from fl_lightning.core import ensure, make_folder, write_atomically
-from fl_lightning.core.files import UNMARKED, fault
-from fl_lightning.trainer.run import Run
+from fl_lightning.core import ensure, files, make_folder, write_atomically
+from fl_lightning.trainer import Run, RunFolder
 from fl_lightning.trainer.storage import checkpoint
-from fl_lightning.trainer.storage.run_folder import RunFolder
 
 SUMMARY = "Write the net of a checkpoint, weights and running statistics, as a state_dict."
 
@@ -32,7 +30,7 @@ def run(ckpt: str, out: str, /, client: int | None = None) -> None:
     target = Path(out)
     ensure(not target.is_dir() and target.name != "", f"out = {out}: a folder; give the path of a file")
     ensure(
-        not target.is_file() or fault(target) == UNMARKED,
+        not target.is_file() or files.fault(target) == files.UNMARKED,
         f"out = {out}: a checkpoint or another file of a run; give the path of a new file",
     )
     net = load_net(ckpt, client)

@@ -5,10 +5,9 @@ from typing import Any
 
 from fl_lightning.commands.shared import trials
 from fl_lightning.commands.shared.arguments import seeds_of, without
-from fl_lightning.commands.shared.cli import FederatedCLI
-from fl_lightning.commands.shared.resume_check import to_continue
+from fl_lightning.commands.shared.cli import FederatedCLI, to_continue
 from fl_lightning.core import require
-from fl_lightning.sweeps.search import combinations
+from fl_lightning.sweeps.parameters import combinations
 from fl_lightning.sweeps.trials import Trial, name_of, run_trials
 
 SUMMARY = "Train for trainer.max_rounds rounds."
@@ -53,8 +52,7 @@ def _grid(seeds: str | None, values: list[str]) -> dict[str, list[Any]]:
         require(bool(equals), "values", given, "give a setting and its values, as in model.rho=0.02,0.05")
         require(key not in found, "values", given, f"{key} is there twice; give all its values at once")
         found[key] = each = listed.split(",")
-        different = all(each) and len(set(each)) == len(each)
-        require(different, "values", listed, "give different values, such as 0,1,2")
+        require(all(each) and len(set(each)) == len(each), "values", listed, "give different values, such as 0,1,2")
     if seeds is not None:
         found["trainer.seed"] = seeds_of(seeds)
     return found

@@ -20,22 +20,22 @@ from fl_lightning.commands.shared.landscapes import (
 from fl_lightning.commands.shared.output import show_table
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.engine import LocalResult
-from fl_lightning.results.measurements import PROTOCOL
-from fl_lightning.results.metrics import write_table
-from fl_lightning.trainer.callbacks.flatness_monitor import FlatnessMonitor, figures
-from fl_lightning.trainer.cohort import Cohort
-from fl_lightning.trainer.measurements import (
+from fl_lightning.results.metrics import PROTOCOL, write_table
+from fl_lightning.trainer import (
+    Cohort,
+    FederatedTrainer,
+    FlatnessMonitor,
     Measure,
     Measurement,
     MeasurementContext,
     PseudoGradient,
+    Run,
     check_measures,
     check_statistics,
     default_measures,
     dry_round,
 )
-from fl_lightning.trainer.run import Run
-from fl_lightning.trainer.trainer import FederatedTrainer
+from fl_lightning.trainer.callbacks.flatness_monitor import figures
 
 SUMMARY = "Measure the flatness of a checkpoint: Hessian, sharpness, discrepancy, drift."
 NULL = FlatnessMonitor.NULL
@@ -85,8 +85,7 @@ def run(
             number = number_of(folder, "flatness.json")
             _save(folder, number, loaded, found)
             (label,) = labels_of([loaded.checkpoint])
-            drawn = figures(found, f"{label}, round {loaded.rounds_done}")
-            save_figures(loaded, folder, drawn, number, "flatness/")
+            save_figures(loaded, folder, figures(found, f"{label}, round {loaded.rounds_done}"), number, "flatness/")
             _show(folder / f"flatness{number}.json", loaded, found)
     return found
 
@@ -128,17 +127,15 @@ def _after_dry_round(context: MeasurementContext, measures: Sequence[Measure]) -
                 measure.update(run, result)
 
     after = dry_round(run, context.cohort, update).w
-    states = run.restored.get("callbacks", {}).items()
-    previous = [state["pseudo_gradient"] for key, state in states if key.startswith("FlatnessMonitor")]
-    tracked = next((vector.to(after) for vector in previous if vector is not None), None)
-    return replace(context, after=after, pseudo_gradient=mean.value(), previous=tracked)
+    monitors = [its for key, its in run.restored.get("callbacks", {}).items() if key.startswith("FlatnessMonitor")]
+    previous = next((v.to(after) for its in monitors if (v := its["pseudo_gradient"]) is not None), None)
+    return replace(context, after=after, pseudo_gradient=mean.value(), previous=previous)
 
 
 def _save(folder: Path, number: str, run: Run, measurements: Sequence[Measurement]) -> None:
     about = {"checkpoint": str(run.checkpoint), "round": run.rounds_done, "seed": run.seed, "protocol": PROTOCOL}
     rows = [asdict(measurement) for measurement in measurements]
-    content = json.dumps({**about, "measurements": rows}, indent=1)
-    (folder / f"flatness{number}.json").write_text(content + "\n")
+    (folder / f"flatness{number}.json").write_text(json.dumps({**about, "measurements": rows}, indent=1) + "\n")
     columns = [column.name for column in fields(Measurement) if column.name != "details"]
     cells = ({**row, "settings": json.dumps(row["settings"])} for row in rows)
     write_table(folder / f"flatness{number}.csv", columns, ([row[name] for name in columns] for row in cells))

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from fl_lightning.commands.shared.cli import FederatedCLI
-from fl_lightning.commands.shared.new_files import write_new
-from fl_lightning.core import ensure
-from fl_lightning.core.secrets import LEFT_OUT
+from fl_lightning.commands.shared.output import write_new
+from fl_lightning.core import LEFT_OUT, ensure
 from fl_lightning.flower import server
 from fl_lightning.results.configs import flatten
 
@@ -46,9 +45,13 @@ def run(cli: FederatedCLI, folder: str, /, nodes: int | None = None) -> None:
     config["trainer"]["engine"] = "sequential" if engine == "auto" else engine
     name = re.sub(r"[^a-z0-9]+", "-", Path(folder).resolve().name.lower()).strip("-") or "app"
     files = {"config.yaml": yaml.safe_dump(config, sort_keys=False)}
-    for path in sorted(path for path in TEMPLATE.iterdir() if path.is_file()):
-        text = Template(path.read_text(encoding="utf-8")).substitute(name=name, nodes=nodes or 0)
-        files[path.name.removesuffix(".in")] = text
+    files |= {
+        path.name.removesuffix(".in"): Template(path.read_text(encoding="utf-8")).substitute(
+            name=name, nodes=nodes or 0
+        )
+        for path in sorted(TEMPLATE.iterdir())
+        if path.is_file()
+    }
     write_new(folder, files)
     print(f"start with: flwr run {folder}")
 

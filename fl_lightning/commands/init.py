@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from fl_lightning.commands.shared.new_files import write_new
+from fl_lightning.commands.shared.output import write_new
 
 SUMMARY = "Write a folder to start from: a config, an algorithm of your own, a sweep, a README."
 STARTER = Path(__file__).parent / "starter"

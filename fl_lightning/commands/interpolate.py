@@ -10,8 +10,7 @@ from fl_lightning.commands.shared.landscapes import Landscape, check_no_buffers,
 from fl_lightning.core import require
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.flatness.plots import plot_interpolation
-from fl_lightning.trainer.measurements.base import Split
-from fl_lightning.trainer.trainer import FederatedTrainer
+from fl_lightning.trainer import FederatedTrainer, Split
 
 SUMMARY = "Measure the loss on the line between two checkpoints, and its barrier."
 
@@ -53,8 +52,9 @@ def run(
     (one, w_a), (zero, w_b) = models.items()
     with progress_bar(loaded.fabric) as step:
         landscape = Landscape(loaded, folder, models, splits, samples, step)
-        options = landscape.options("line", a=one, b=zero)
-        found = flatness.interpolate(a=w_a, b=w_b, gammas=np.linspace(-1, 2, points), **options)
+        found = flatness.interpolate(
+            a=w_a, b=w_b, gammas=np.linspace(-1, 2, points), **landscape.options("line", a=one, b=zero)
+        )
         loaded.fabric.print("barrier: " + ", ".join(f"{name} {found.barrier(name):.4g}" for name in found.loss))
         landscape.save(
             "interpolate", {"line": found}, interpolate=lambda: plot_interpolation({"line": found}, (zero, one))

@@ -17,13 +17,9 @@ from fl_lightning.data import FederatedDataModule
 from fl_lightning.engine import SequentialEngine
 from fl_lightning.flatness import Plane, perturbation_curves, random_plane, surface
 from fl_lightning.flatness.plots import plot_perturbation, plot_plane, plot_surface
-from fl_lightning.trainer.cohort import Cohort
-from fl_lightning.trainer.measurements import MeasurementContext, dry_round
-from fl_lightning.trainer.measurements.base import Split
-from fl_lightning.trainer.round import Phase, Round
-from fl_lightning.trainer.run import Run
+from fl_lightning.trainer import Cohort, FederatedTrainer, MeasurementContext, Round, Run, Split, dry_round
+from fl_lightning.trainer.round import Phase
 from fl_lightning.trainer.runtime import collectives
-from fl_lightning.trainer.trainer import FederatedTrainer
 
 SUMMARY = "Draw the loss around checkpoints: surfaces, planes, perturbations, local trajectories."
 

@@ -12,9 +12,8 @@ from fl_lightning.core import UserError, ensure, files, make_folder, require, wr
 from fl_lightning.core.figures import render
 from fl_lightning.results import ledger
 from fl_lightning.results.compare import find_runs
-from fl_lightning.results.headline import SUMMARY as ENDED
-from fl_lightning.results.ledger_page import page
-from fl_lightning.trainer.storage.run_folder import RunFolder
+from fl_lightning.results.summary import SUMMARY as ENDED
+from fl_lightning.trainer import RunFolder
 
 SUMMARY = "Keep finished runs as rows of a ledger; train rows again and compare their bits; write the ledger's page."
 ACTIONS = ("add", "check", "page")
@@ -57,7 +56,7 @@ def run(
         require(count >= 1, "count", count, "give at least 1")
         _check(random.sample(found, min(count, len(found))), settings, tolerance)
     else:
-        text, figure = page(found)
+        text, figure = ledger.page(found)
         if out is None:
             print(text)
         else:
@@ -65,7 +64,7 @@ def run(
             name = f"{path.stem}.png"
             written = {path: f"{text}\n\n![Curves of the runs, or a point for each run]({name})\n"}
             make_folder(path.parent)
-            write_together({**written, path.parent / name: render(figure, png={})[0]})
+            write_together({**written, path.parent / name: render(figure(), png={})[0]})
 
 
 def _add(run: Path, given: Path, into: Path) -> Path:
@@ -75,8 +74,10 @@ def _add(run: Path, given: Path, into: Path) -> Path:
     row = into.joinpath(*parts or [RunFolder(run).name])
     about = _about(run)
     before = ledger.about(row) if row.exists() else {}
-    same = not before or before.get("weights") == about["weights"]
-    ensure(same, f"{row}: a row with other weights; remove it, or give another folder by --into")
+    ensure(
+        not before or before.get("weights") == about["weights"],
+        f"{row}: a row with other weights; remove it, or give another folder by --into",
+    )
     for name, text in ledger.row_files(run, about).items():
         if name == ledger.FILE and before:
             text = json.dumps({**json.loads(text), "checks": before["checks"]}, indent=1) + "\n"

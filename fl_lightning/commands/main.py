@@ -33,8 +33,10 @@ def main(args: Sequence[str] | None = None) -> None:
         args: Arguments; by default those of the process.
     """
     given = list(sys.argv[1:] if args is None else args)
-    if "_ARGCOMPLETE" in os.environ:
-        _complete()
+    if "_ARGCOMPLETE" in os.environ:  # the process ends here
+        import argcomplete
+
+        argcomplete.autocomplete(_help(os.environ["COMP_LINE"][: int(os.environ["COMP_POINT"])].split(" ")[1:]))
     if given in ([], ["-h"], ["--help"]):
         _help().print_help()
         sys.exit(0 if given else 2)
@@ -60,14 +62,13 @@ def main(args: Sequence[str] | None = None) -> None:
     sys.path.insert(0, os.getcwd())
     interruption = None
     try:
-        from fl_lightning.commands.shared import early
         from fl_lightning.commands.shared.arguments import joined
-        from fl_lightning.commands.shared.messages import ArgumentsError, explain, find_user_error
+        from fl_lightning.commands.shared.messages import ArgumentsError, check_early, explain, find_user_error
         from fl_lightning.trainer.runtime.signals import Interruption
 
         with (interruption := Interruption(ends_process=True)):
             if "torch" not in sys.modules:
-                early.check(*given)
+                check_early(*given)
             command_of(*given).run()
     except KeyboardInterrupt:
         sys.exit(128 + ((interruption and interruption.received) or signal.SIGINT))
@@ -115,14 +116,6 @@ def command_of(command: str, *args: str) -> "Command":
 def _visible(line: str) -> str:
     """Returns a line with newlines, a terminal's codes and broken characters, as in the name of a file, as escapes."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
-
-
-def _complete() -> None:
-    """Answers argcomplete, and ends the process."""
-    import argcomplete
-
-    words = os.environ["COMP_LINE"][: int(os.environ["COMP_POINT"])].split(" ")[1:]
-    argcomplete.autocomplete(_help(words))
 
 
 def _help(words: Sequence[str] = ()) -> argparse.ArgumentParser:

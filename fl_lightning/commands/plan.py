@@ -6,7 +6,6 @@ from dataclasses import asdict, dataclass
 from json import dumps
 
 import torch
-from rich.table import Table
 
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.commands.shared.cli import FederatedCLI
@@ -22,7 +21,8 @@ from fl_lightning.commands.shared.prediction import (
 )
 from fl_lightning.core import require
 from fl_lightning.data import FederatedDataModule
-from fl_lightning.trainer.trainer import FederatedTrainer
+from fl_lightning.results.terminal import filled
+from fl_lightning.trainer import FederatedTrainer
 
 SUMMARY = "Predict hours, memory and bits of a fit, from a few rounds that are measured here."
 MOST = 1_000_000
@@ -57,11 +57,13 @@ class Plan:
 
     def show(self) -> None:
         """Prints a table."""
-        table = Table("", "times", "each", "together", title=f"{as_time(self.seconds)} for {self.rounds} rounds")
-        for name, (times, each) in self.parts.items():
-            if times * each >= self.seconds / 1000:
-                table.add_row(name, f"{times:,}", as_time(each), as_time(times * each))
-        show_table(table)
+        rows = [
+            [name, f"{times:,}", as_time(each), as_time(times * each)]
+            for name, (times, each) in self.parts.items()
+            if times * each >= self.seconds / 1000
+        ]
+        title = f"{as_time(self.seconds)} for {self.rounds} rounds"
+        show_table(filled(["", "times", "each", "together"], rows, left=4, title=title))
         on_device = f", {as_bytes(self.device_memory)} on its device" if self.device_memory else ""
         print(f"engine: {self.engine}; {self.measured} rounds measured")
         print(f"memory: {as_bytes(self.memory)}{on_device} (first of {self.processes} processes)")

@@ -13,13 +13,11 @@ from fl_lightning.flatness.plots import plot_density, plot_spectrum
 from fl_lightning.results.clients import plot_clients, with_values
 from fl_lightning.results.compare import compare, of_run
 from fl_lightning.results.curves import curve_files, draw_curves, drawn, plot_tradeoff, read
-from fl_lightning.results.importance import LEAST, tried
-from fl_lightning.results.measurements import PROTOCOL
-from fl_lightning.results.names import title
+from fl_lightning.results.metrics import PROTOCOL, title
 from fl_lightning.results.report.files import densities, partitions, read_group, spectra
-from fl_lightning.results.report.page import report_page
-from fl_lightning.results.report.tables import Runs
+from fl_lightning.results.report.page import Runs, report_page
 from fl_lightning.results.table import Column, columns, table_files
+from fl_lightning.results.varied import LEAST, tried
 
 SUMMARY = "Write a report of runs: one HTML page that opens offline, with its tables and figures beside it."
 
@@ -60,9 +58,12 @@ def run(
         drawings = draw(files, shown)
         drawings["sweep"] = [("Settings and metric of each config", "parallel", sweep.plot())] if sweep else []
         titled = {at: {t: f for t, _, f in of} for at, of in drawings.items()}
-        text = report_page(files, shown, PROTOCOL, titled, sweep.importances() if sweep else None)
-        beside = {**table_files(groups, shown), **curve_files({group.name: group.metrics for group in groups})}
-        beside |= sweep.files() if sweep else {}
+        text = report_page(files, shown, PROTOCOL, titled, sweep.importances if sweep else None)
+        beside = {
+            **table_files(groups, shown),
+            **curve_files({group.name: group.metrics for group in groups}),
+            **(sweep.files() if sweep else {}),
+        }
         for _, name, figure in (entry for of in drawings.values() for entry in of if figures):
             beside |= figure_files(figure, name)
     make_folder(folder)

@@ -9,7 +9,6 @@ from pathlib import Path
 from statistics import fmean
 
 from jsonargparse import Namespace
-from rich.table import Column, Table
 
 from fl_lightning.commands.shared.arguments import prepare, seeds_of
 from fl_lightning.commands.shared.cli import FederatedCLI
@@ -19,19 +18,22 @@ from fl_lightning.commands.shared.prediction import Measured, as_bytes, as_time,
 from fl_lightning.commands.shared.trials import build, check, complain
 from fl_lightning.core import ensure, make_folder, require
 from fl_lightning.results.metrics import read_run, rounds_done
-from fl_lightning.results.paper_figures import PaperFigure, figure
+from fl_lightning.results.recipes import PaperFigure, figure
+from fl_lightning.results.terminal import filled
 from fl_lightning.sweeps import reproduction_table
-from fl_lightning.sweeps.fraction import check_fraction, scaled_rounds, value
 from fl_lightning.sweeps.reproduction import (
     Task,
+    check_fraction,
     column,
     declared,
     figure_tasks,
     line,
     mark,
     names,
+    scaled_rounds,
     select,
     tasks,
+    value,
     why_not,
 )
 from fl_lightning.sweeps.trials import Outcome, Trial, newest_run, outcome, run_trials
@@ -84,8 +86,7 @@ class Planned:
             measured: Its measurement.
         """
         trainer, model, m = self.made.trainer, self.made.model, self.made.data.num_clients
-        central = self.task.recipe.command == "centralized"
-        cohort = m if central else len(trainer.sampler(0, m, trainer.seed))
+        cohort = m if self.task.recipe.command == "centralized" else len(trainer.sampler(0, m, trainer.seed))
         # the samples are the same, only divided otherwise
         data, fixed = like.made.data, trainer.local_steps
         steps = fixed or fmean(
@@ -213,9 +214,7 @@ def _show_estimate(planned: Mapping[Planned, Sequence[Path | None]], how: _How) 
         how: How they are made.
     """
     measured: dict[tuple[str, str], tuple[Planned, Measured]] = {}
-    heads = (Column(head, justify="right") for head in ("runs", "rounds", "each", "together"))
-    shown = Table("row", "column", *heads, title="estimate for this machine")
-    seconds, memory = list[float](), 0
+    seconds, rows, memory = list[float](), [], 0
     for each, folders in planned.items():
         cell = each.task.cells[0]
         if (kind := (cell.dataset, cell.model)) not in measured:
@@ -228,9 +227,9 @@ def _show_estimate(planned: Mapping[Planned, Sequence[Path | None]], how: _How) 
         left = [one * (1 - rounds_done(read_run(folder)) / whole) for folder in folders]
         seconds += left
         memory = max(memory, measured[kind][1].memory + each.rows)
-        rounds = f"{each.made.trainer.max_rounds:,}"
-        shown.add_row(cell.algorithm, column(cell), str(len(left)), rounds, as_time(one), as_time(sum(left)))
-    show_table(shown, 2)
+        rows.append([cell.algorithm, column(cell), str(len(left)), f"{whole:,}", as_time(one), as_time(sum(left))])
+    heads = ["row", "column", "runs", "rounds", "each", "together"]
+    show_table(filled(heads, rows, left=2, title="estimate for this machine"), 2)
     together, at_once = max(max(seconds), sum(seconds) / how.jobs), min(how.jobs, len(seconds))
     text = f"{len(seconds)} run{'s'[: len(seconds) - 1]}, about {as_time(together)} with --jobs {how.jobs}"
     print(f"{text}; about {as_bytes(memory * at_once)} of memory")

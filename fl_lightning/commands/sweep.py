@@ -8,14 +8,13 @@ from pathlib import Path
 from rich.console import Group
 from rich.live import Live
 from rich.markup import escape
-from rich.table import Column, Table
 
 from fl_lightning.commands.shared import output, trials
 from fl_lightning.commands.shared.arguments import seeds_of
 from fl_lightning.commands.shared.configs import find_config
 from fl_lightning.core import UserError, require
 from fl_lightning.results.configs import short_names
-from fl_lightning.results.terminal import fitting
+from fl_lightning.results.terminal import filled, fitting
 from fl_lightning.sweeps.controller import Controller
 from fl_lightning.sweeps.file import Sweep
 from fl_lightning.sweeps.trials import short
@@ -74,14 +73,18 @@ def run(file: str, /, jobs: int = 1, seeds: str = "0", seed: int = 0, out: str =
 def _table(controller: Controller, most: int, width: int) -> Group:
     """The trials, those that run first."""
     keys = [*dict.fromkeys(key for trial in controller.trials for key in trial.settings)]
-    numbers = [Column(head, justify="right") for head in ("round", controller.label)]
-    table = Table(*(key.rpartition(".")[2] for key in keys), "state", *numbers, box=None)
     states = [(trial, *controller.state(trial)) for trial in controller.trials]
     order = ("running", "failed", "finished", "waiting")
     shown = states if len(states) <= most else sorted(states, key=lambda row: order.index(row[1]))[:most]
-    for trial, state, done, value in shown:
-        cells = [escape(short(trial.settings.get(key, ""))) for key in keys]
-        table.add_row(*cells, state, str(done or ""), "" if value is None else f"{value:.4f}")
-    if len(states) > most:
-        table.caption = f"and {len(states) - most} more"
-    return Group(*fitting(table, width, len(keys) or 1))
+    rows = [
+        [
+            *(escape(short(trial.settings.get(key, ""))) for key in keys),
+            state,
+            str(done or ""),
+            "" if value is None else f"{value:.4f}",
+        ]
+        for trial, state, done, value in shown
+    ]
+    heads = [*(key.rpartition(".")[2] for key in keys), "state", "round", controller.label]
+    caption = f"and {len(states) - most} more" if len(states) > most else None
+    return Group(*fitting(filled(heads, rows, len(keys) + 1, box=None, caption=caption), width, len(keys) or 1))

@@ -1,5 +1,8 @@
 """Exceptions with a message for the user."""
 
+from importlib import import_module
+from typing import Any
+
 
 class UserError(ValueError):
     """A mistake in config, data or checkpoint: one line with its remedy.
@@ -21,6 +24,22 @@ def ensure(ok: bool, problem: str) -> None:
     """Raises ``UserError(problem)`` unless ``ok``."""
     if not ok:
         raise UserError(problem)
+
+
+def imported(module: str, needs: str) -> Any:
+    """Returns a module of a package that is not always installed.
+
+    Args:
+        module: Its name.
+        needs: Who needs what: "data = HuggingFace: needs datasets; pip install ...".
+
+    Raises:
+        UserError: If it is not installed.
+    """
+    try:
+        return import_module(module)
+    except ImportError:
+        raise UserError(needs) from None
 
 
 def require(ok: bool, key: str, value: object, remedy: str) -> None:

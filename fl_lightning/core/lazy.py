@@ -16,7 +16,7 @@ def lazy(package: str, file: str) -> tuple[Callable[[str], object], list[str]]:
     """
     lines = ast.parse(Path(file).with_suffix(".pyi").read_text(encoding="utf-8")).body
     imports = [line for line in lines if isinstance(line, ast.ImportFrom)]
-    module_of = {name.name: f".{line.module}" for line in imports for name in line.names}
+    module_of = {name.name: f"{'.' * line.level}{line.module}" for line in imports for name in line.names}
 
     def load(name: str) -> object:
         if name in module_of:

@@ -15,7 +15,9 @@ from fl_lightning.core.errors import UserError
 def _sequence(seed: int, purpose: str, keys: tuple[int, ...]) -> np.random.SeedSequence:
     if seed < 0:
         raise UserError(f"seed = {seed} is negative; use 0 or a positive integer")
-    return np.random.SeedSequence([seed, crc32(purpose.encode()), *keys])
+    words = [seed, crc32(purpose.encode()), *keys]
+    # numpy reads an array of words in half the time of a list; it splits larger numbers into words
+    return np.random.SeedSequence(np.array(words, np.uint32) if max(words) < 2**32 else words)
 
 
 def generator(seed: int, purpose: str, *keys: int, device: torch.device | str = "cpu") -> torch.Generator:

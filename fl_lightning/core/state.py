@@ -122,23 +122,24 @@ class Draws:
         self, keys: Sequence[tuple[int, ...]], device: torch.device, together: bool, refused: str = ""
     ) -> None:
         self.keys, self.device, self.together, self.refused = keys, device, together, refused
-        self._moment, self._generators = self.START, list[torch.Generator]()
+        self.move_to(self.START)
 
     def move_to(self, moment: int) -> None:
         """Goes to a moment: START, END, or STEPS plus the number of the step, from 0."""
-        self._moment, self._generators = moment, []
+        self._moment, self._generators = moment, dict[str, list[torch.Generator]]()
 
     def next_step(self) -> None:
         """Goes to the next step; from START to the first."""
         self.move_to(max(self._moment + 1, self.STEPS))
 
-    def __call__(self, function: Callable[[torch.Generator], Tensor]) -> Tensor:
+    def __call__(self, function: Callable[[torch.Generator], Tensor], purpose: str = "hooks") -> Tensor:
         """Returns what a function draws from the stream of each client; see `ClientContext.draw`."""
         if self.refused:
             raise UserError(self.refused)
-        if not self._generators:
-            self._generators = [generator(seed, "hooks", *key, self._moment) for seed, *key in self.keys]
-        drawn = [function(each) for each in self._generators]
+        if purpose not in self._generators:
+            made = [generator(seed, purpose, *key, self._moment) for seed, *key in self.keys]
+            self._generators[purpose] = made
+        drawn = [function(each) for each in self._generators[purpose]]
         return (torch.stack(drawn) if self.together else drawn[0]).to(self.device)
 
 
@@ -185,7 +186,7 @@ class ClientContext(RoundContext):
     class_counts: Tensor | None = None
     draws: Draws | None = None
 
-    def draw(self, function: Callable[[torch.Generator], Tensor]) -> Tensor:
+    def draw(self, function: Callable[[torch.Generator], Tensor], purpose: str = "hooks") -> Tensor:
         """Draws random numbers for each client from a stream of its own: the only source of randomness in hooks.
 
         The numbers are the same on every engine, with any number of processes, and after a resume. Numbers from torch's
@@ -195,6 +196,7 @@ class ClientContext(RoundContext):
         Args:
             function: A function of a generator, on the CPU, to a tensor ``(k,)``, such as
                 ``lambda g: torch.randperm(d, generator=g)``; for one number ``lambda g: torch.rand(1, generator=g)``.
+            purpose: What the numbers are for: a part has a stream of its own, and so shifts no other draw.
 
         Returns:
             The numbers, ``(..., k)``.
@@ -205,7 +207,7 @@ class ClientContext(RoundContext):
         """
         if self.draws is None:
             raise UserError("ctx.draw: only the hooks of a client in federated training draw random numbers")
-        return self.draws(function)
+        return self.draws(function, purpose)
 
     def randn_like(self, v: Tensor) -> Tensor:
         """Draws standard normal numbers of the dtype and length of ``v``, ``(..., k)``; see `draw`."""

@@ -10,8 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-from fl_lightning.core import Divisor, PositiveInt, UserError, ensure, numpy_generator
-from fl_lightning.core.nested import named_tensors, nested
+from fl_lightning.core import Divisor, PositiveInt, UserError, ensure, named_tensors, numpy_generator
+from fl_lightning.core.nested import nested
 from fl_lightning.data.module import FederatedDataModule
 from fl_lightning.data.partition import Given
 from fl_lightning.data.partition.base import stratified
@@ -56,8 +56,10 @@ class Arrays(FederatedDataModule):
         self.client_arrays, self.test = client_arrays, test
         if client_arrays is not None:
             ensure(test is not None, "test: missing; client_arrays need the central test set as (x, y)")
-            pairs = all(len(pair) == 2 for pair in client_arrays)
-            ensure(pairs, "client_arrays: give a list of pairs (x, y), one for each client")
+            ensure(
+                all(len(pair) == 2 for pair in client_arrays),
+                "client_arrays: give a list of pairs (x, y), one for each client",
+            )
             given = Given.consecutive(len(y) for _, y in client_arrays)
             kwargs = {**kwargs, "num_clients": len(client_arrays), "partition": given}
         super().__init__(**kwargs)

@@ -79,8 +79,7 @@ class Augment(Checked, key="data.augment"):
             shares = np.random.default_rng(seed).beta(self.mixup, self.mixup, len(sizes))
             drawn["share"] = torch.from_numpy(shares).repeat_interleave(repeats)
             # offset of the partner, so that a minibatch can stand anywhere among others
-            steps = [torch.randperm(size, generator=generator) - torch.arange(size) for size in sizes]
-            drawn["partner"] = torch.cat(steps)
+            drawn["partner"] = torch.cat([torch.randperm(n, generator=generator) - torch.arange(n) for n in sizes])
         return drawn
 
     def to_device(self, draws: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
@@ -142,8 +141,7 @@ class Augment(Checked, key="data.augment"):
         if self.mixup:
             n = len(x)
             # padding of a block has no weight, so its partner can be any sample
-            partner = torch.arange(n, device=x.device) + to_device(draws["partner"], x.device)
-            partner = partner.clamp(max=n - 1)
+            partner = (torch.arange(n, device=x.device) + to_device(draws["partner"], x.device)).clamp(max=n - 1)
             share = to_device(draws["share"], x.device, x.dtype)
             labels = F.one_hot(y, num_classes).to(x.dtype)
             y = share[:, None] * labels + (1 - share[:, None]) * labels[partner]
@@ -237,8 +235,7 @@ class ScaledCrop(Augment):
             aspect = torch.exp(math.log(self.ASPECT[0]) + math.log(self.ASPECT[1] / self.ASPECT[0]) * u[..., 1])
             tried = torch.stack([(area / aspect).sqrt().round(), (area * aspect).sqrt().round()], -1)
             fits = (tried <= full).all(-1)
-            first = fits.double().argmax(1)
-            extent = tried[torch.arange(len(u)), first]
+            extent = tried[torch.arange(len(u)), fits.double().argmax(1)]
             narrow = torch.tensor(
                 [min(height, round(width / self.ASPECT[0])), min(width, round(height * self.ASPECT[1]))]
             ).double()
@@ -263,8 +260,7 @@ def _resampled(x: Tensor, corner: Tensor, extent: Tensor, size: tuple[int, ...])
     shape = len(x), *size
     grid = torch.stack([columns[:, None, :].expand(shape), rows[:, :, None].expand(shape)], -1)
     rgb = F.grid_sample(x[:, :3].float(), grid, "bilinear", padding_mode="border", align_corners=False).round()
-    image = torch.arange(len(x), device=x.device)[:, None, None]
-    label = x[image, 3, row[:, :, None], column[:, None, :]][:, None]
+    label = x[torch.arange(len(x), device=x.device)[:, None, None], 3, row[:, :, None], column[:, None, :]][:, None]
     seen = (in_height[:, :, None] & in_width[:, None, :])[:, None]
     return torch.cat([(rgb * seen).to(torch.uint8), torch.where(seen, label, IGNORED)], 1)
 

@@ -33,8 +33,7 @@ class ClientIndices(Sequence[Tensor]):
         return len(self._ends)
 
     def __getitem__(self, client: int) -> Tensor:  # type: ignore[override]  # no slices
-        start = self._ends[client - 1] if client else 0
-        return self.indices[start : self._ends[client]]
+        return self.indices[(self._ends[client - 1] if client else 0) : self._ends[client]]
 
     @classmethod
     def of(cls, clients: NDArray[np.int64], num_clients: int) -> Self:

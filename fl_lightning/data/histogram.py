@@ -82,9 +82,7 @@ def heat_map(found: Histogram) -> Figure:
 
     clients, classes = found.counts.shape
     shades = ListedColormap(colormaps["Blues"](np.linspace(0.15, 1, 256)))  # a single sample differs from none
-    width = COLUMN if clients <= 60 else PAGE
-    height = float(np.clip(0.13 * classes, 1.0, 3.5)) + 0.6
-    with new_figure(width, height) as figure:
+    with new_figure(COLUMN if clients <= 60 else PAGE, float(np.clip(0.13 * classes, 1.0, 3.5)) + 0.6) as figure:
         axes: Any = figure.add_subplot(xlabel="client", ylabel=found.unit)
         axes.locator_params(nbins=10, integer=True, steps=[1, 2, 5, 10])
         if classes <= LABELLED:

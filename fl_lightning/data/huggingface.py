@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_lightning.core import Fraction, Size, UserError, ensure, numpy_generator, require
+from fl_lightning.core import Fraction, Size, UserError, ensure, imported, numpy_generator, require
 from fl_lightning.data.module import FederatedDataModule
 from fl_lightning.data.partition import Natural
 from fl_lightning.data.partition.base import stratified
@@ -138,10 +138,7 @@ class HuggingFace(FederatedDataModule):
 
 def _splits(dataset: Any) -> Mapping[str, Any]:
     """Returns splits by name, from a data set, from splits, or from a path."""
-    try:
-        import datasets
-    except ImportError:
-        raise UserError("data = HuggingFace: needs datasets; pip install 'fl-lightning[huggingface]'") from None
+    datasets = imported("datasets", "data = HuggingFace: needs datasets; pip install 'fl-lightning[huggingface]'")
     if isinstance(dataset, str | os.PathLike):
         dataset = _from_path(Path(dataset))
     found = {"train": dataset} if isinstance(dataset, datasets.Dataset) else dataset
@@ -215,15 +212,13 @@ def _array(part: Any, column: str, key: str) -> NDArray[Any]:
         leaf = inner
     try:
         dtype = np.dtype(leaf.dtype)
-        found = part.with_format("numpy", columns=[column], dtype=dtype)[:][column]
-        array = np.asarray(found, dtype)
+        return np.asarray(part.with_format("numpy", columns=[column], dtype=dtype)[:][column], dtype)
     except (TypeError, ValueError, AttributeError):
         what = "neither images nor text nor numbers" if key == "inputs" else "no numbers, class labels or text"
         raise UserError(
             f"data.{key} = {column}: {part.features[column]} holds {what}, or its rows differ in length; choose "
             "another column, or prepare it with map"
         ) from None
-    return array
 
 
 def _places(column: str, labels: Iterable[Any], classes: Sequence[str]) -> NDArray[np.int64]:

@@ -63,8 +63,9 @@ class LEAF(FederatedDataModule):
     def _part(self, folder: Path) -> tuple[list[str], NDArray[Any], NDArray[np.int64]]:
         """Returns each sample's user, the samples and the labels of a folder's files, in the order of their names."""
         found = [part for path in sorted(folder.glob("*.json")) for part in read_json(path, self._users, HOME)]
-        some = any(len(y) for _, _, y in found)
-        ensure(some, corrupt_file("data.data_dir", folder, "no JSON file with samples", HOME))
+        ensure(
+            any(len(y) for _, _, y in found), corrupt_file("data.data_dir", folder, "no JSON file with samples", HOME)
+        )
         users = [user for user, _, y in found for _ in range(len(y))]
         return users, np.concatenate([x for _, x, _ in found]), np.concatenate([y for *_, y in found])
 

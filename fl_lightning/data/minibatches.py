@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from fl_lightning.core import to_device
-from fl_lightning.core.nested import Inputs, map_tensors, named_tensors, nested
+from fl_lightning.core import Inputs, map_tensors, named_tensors, to_device
+from fl_lightning.core.nested import nested
 from fl_lightning.data.samples import Batch, SampleStore
 
 CHUNK = 64 * 2**20

@@ -16,23 +16,23 @@ from torchmetrics import Metric
 from fl_lightning.core import (
     Divisor,
     Fraction,
+    Inputs,
     NonNegativeInt,
     PositiveInt,
     Threads,
     ensure,
     generator,
+    map_tensors,
     numpy_generator,
     require,
 )
-from fl_lightning.core.nested import Inputs, map_tensors
 from fl_lightning.data.augment import Augment
 from fl_lightning.data.clients import ClientIndices, divide
 from fl_lightning.data.minibatches import Batches, BatchLoader, EpochSampler, Minibatches
 from fl_lightning.data.partition import IID, Natural, Partition
 from fl_lightning.data.partition.base import stratified
-from fl_lightning.data.published import Published
 from fl_lightning.data.samples import Batch, SampleStore, like
-from fl_lightning.data.streaming import Stream, stored_bytes
+from fl_lightning.data.streaming import Published, Stream, stored_bytes
 from fl_lightning.data.tasks import TaskName
 
 Split: TypeAlias = Literal["train", "val", "test"] | Sequence[int] | Tensor
@@ -167,8 +167,7 @@ class FederatedDataModule(SampleStore, ABC):
                 f"{known.train} and {known.test} of the published data set; results do not compare",
                 stacklevel=4,
             )
-        classes = self.classes if self.task.by_class else None
-        self.num_classes = classes or self.task.outputs(self.y_train)
+        self.num_classes = (self.classes if self.task.by_class else None) or self.task.outputs(self.y_train)
         label, row, top = int(self.y_test.max()), int(self.y_test.argmax()), self.num_classes - 1
         ensure(
             not self.task.by_class or label <= top,
@@ -215,8 +214,7 @@ class FederatedDataModule(SampleStore, ABC):
             generator: CPU generator; the same state gives the same batches.
             dtype: Floating dtype of the samples.
         """
-        count = self.batches_per_client(client, epochs, steps)
-        return self._minibatches(self.clients[client], count, generator, dtype)
+        return self._minibatches(self.clients[client], self.batches_per_client(client, epochs, steps), generator, dtype)
 
     def _sizes(self, n: int) -> list[int]:
         """Returns the number of samples of each minibatch in one pass over ``n`` samples; never empty."""
@@ -290,9 +288,8 @@ class FederatedDataModule(SampleStore, ABC):
         """
         if n is None or n >= len(self._union):
             return self._union
-        y = self.strata[self._union.to(self.device)].cpu().numpy()
         rng = numpy_generator(self.seed if seed is None else seed, "sample")
-        return self._union[torch.from_numpy(stratified(y, n, rng))]
+        return self._union[torch.from_numpy(stratified(self.strata[self._union.to(self.device)].cpu().numpy(), n, rng))]
 
     # A plain L.Trainer
 

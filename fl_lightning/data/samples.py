@@ -12,8 +12,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fl_lightning.core import Checked, Divisor, PositiveInt, Threads, require, to_device
-from fl_lightning.core.nested import Inputs, map_tensors, named_tensors
+from fl_lightning.core import (
+    Checked,
+    Divisor,
+    Inputs,
+    PositiveInt,
+    Threads,
+    map_tensors,
+    named_tensors,
+    require,
+    to_device,
+)
 from fl_lightning.data.augment import Augment
 from fl_lightning.data.clients import ClientIndices
 from fl_lightning.data.streaming import Prefetcher, Records, Samples, Stream
@@ -239,8 +248,7 @@ class SampleStore(Checked, L.LightningDataModule, ABC, key="data"):
         """
         if isinstance(self.x_train, Stream):
             plan = [i for indices in clients for i in indices.tolist()]
-            prefetcher = Prefetcher(self.x_train, plan, self._prefetcher)
-            self._prefetcher = prefetcher if plan else None
+            self._prefetcher = Prefetcher(self.x_train, plan, self._prefetcher) if plan else None
 
     def reading_ahead(self, clients: Iterable[Tensor]) -> AbstractContextManager[object]:
         """Returns a context in which these samples are read ahead as by `read_ahead`, unless others already are."""
@@ -274,9 +282,8 @@ class SampleStore(Checked, L.LightningDataModule, ABC, key="data"):
             return x
         out = x.to(dtype)
         if self.standardise:
-            n = math.prod(x.shape[1:])
             std, mean = torch.std_mean(out, dim=tuple(range(1, x.ndim)), correction=0, keepdim=True)
-            return out.sub_(mean).div_(std.clamp(min=n**-0.5))
+            return out.sub_(mean).div_(std.clamp(min=math.prod(x.shape[1:]) ** -0.5))
         if x.dtype == torch.uint8:
             out = out.div_(self.scale)
         if self.mean is not None:

@@ -1,20 +1,18 @@
 """Samples in files or memory maps, which threads read when they are needed."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fl_lightning.core import ensure
-from fl_lightning.core.nested import Inputs, map_tensors, named_tensors
+from fl_lightning.core import Inputs, ensure, map_tensors, named_tensors
 from fl_lightning.data.validation import inputs, layout
 
 AHEAD = 256 * 2**20
@@ -130,8 +128,7 @@ class Stream:
         self.name, self.source = name, source
         one = inputs(name, np.zeros((1, *source.shape[1:]), source.dtype))
         self.like = map_tensors(lambda v: v.expand(len(source), *v.shape[1:]), one)
-        size = sum(v.nbytes for v in named_tensors(one, name).values())
-        self.ahead = max(1, min(len(source), AHEAD // max(1, size)))
+        self.ahead = max(1, min(len(source), AHEAD // max(1, sum(v.nbytes for v in named_tensors(one, name).values()))))
         self._pool = ThreadPoolExecutor(workers, "samples")
 
     def start(self, index: int) -> Future[Any]:
@@ -169,7 +166,7 @@ class Prefetcher:
         before: The previous prefetcher, which gets closed; samples that it has read and the plan soon needs are kept.
     """
 
-    def __init__(self, stream: Stream, plan: Iterable[int], before: Prefetcher | None = None) -> None:
+    def __init__(self, stream: Stream, plan: Iterable[int], before: "Prefetcher | None" = None) -> None:
         self._stream = stream
         self._plan = deque(plan)
         self._reads: dict[int, Future[Any]] = {}
@@ -237,3 +234,36 @@ def stored_bytes(x: Inputs | Stream, indices: Sequence[int]) -> bytes:
         parts = [map_tensors(lambda v: v[torch.as_tensor(indices, dtype=torch.int64, device=v.device)].cpu(), x)]
     arrays = zip(*(named_tensors(part, "").values() for part in parts), strict=True)
     return b"".join(v.contiguous().numpy().tobytes() for chunks in arrays for v in chunks)
+
+
+@dataclass(frozen=True)
+class Published:
+    """What is known of a published data set.
+
+    Attributes:
+        train: Number of training samples.
+        test: Number of test samples.
+        shape: Shape of a sample, as stored.
+        classes: Number of classes.
+        tokens: Number of tokens; None: samples are images, uint8.
+    """
+
+    train: int
+    test: int
+    shape: tuple[int, ...]
+    classes: int
+    tokens: int | None = None
+
+    def random(self, stream: bool) -> tuple[Any, Any, Any, Any]:
+        """Returns random data of this form, as `FederatedDataModule.load` does; streamed, all samples are equal."""
+        draw, kind = np.random.default_rng(0), np.uint8 if self.tokens is None else np.int64
+        found = list[Any]()
+        for n in (self.train, self.test):
+            x = draw.integers(0, self.tokens or 256, self.shape if stream else (n, *self.shape), dtype=kind)
+            found += [_same(x, n) if stream else x, np.arange(n) % self.classes]
+        x_train, y_train, x_test, y_test = found
+        return x_train, y_train, x_test, y_test
+
+
+def _same(sample: Any, count: int) -> IndexedSamples:
+    return IndexedSamples("data", count, lambda _: sample, sample)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from fl_lightning.core import Size
 from fl_lightning.data.files import find_files, read_rows
 from fl_lightning.data.module import FederatedDataModule
-from fl_lightning.data.published import Published
+from fl_lightning.data.streaming import Published
 
 HOME = "http://groups.di.unipi.it/~gulli/AG_corpus_of_news_articles.html (as CSV files by Zhang et al. 2015)"
 UNKNOWN = "<unk>"

@@ -8,8 +8,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from fl_lightning.core import UserError, ensure
-from fl_lightning.core.nested import Inputs, named_tensors
+from fl_lightning.core import Inputs, UserError, ensure, named_tensors
 
 LEAK = 0.01
 """Largest share of the test samples that may occur in the training data without a warning."""
@@ -34,8 +33,10 @@ def inputs(name: str, array: Any, rows: Sequence[int] | None = None) -> Inputs:
     if isinstance(array, np.ndarray) and array.dtype.names:
         array = {field: array[field].copy() for field in array.dtype.names}  # fields may be unaligned
     if isinstance(array, Mapping):
-        plain = len(array) > 0 and all(isinstance(key, str) and "." not in key for key in array)
-        ensure(plain, f"{name}: keys {list(array)}; name one array or more, without dots")
+        ensure(
+            len(array) > 0 and all(isinstance(key, str) and "." not in key for key in array),
+            f"{name}: keys {list(array)}; name one array or more, without dots",
+        )
         return {key: inputs(f"{name}.{key}", each, rows) for key, each in array.items()}
     x = numeric(name, array)
     if x.dtype == torch.uint8:

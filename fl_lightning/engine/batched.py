@@ -39,7 +39,14 @@ class BatchedEngine(Engine):
 
     name = "batched"
 
-    SIGNS = ("vmap", "Boolean value of Tensor", "tracing tensor", "RecordedRound", "only integer tensors")
+    SIGNS = (
+        "vmap",
+        "Boolean value of Tensor",
+        "tracing tensor",
+        "RecordedRound",
+        "only integer tensors",
+        "expected scalar type",
+    )
     """Parts of messages by which errors of vmap or of the recording are recognized."""
 
     trains_several = True

@@ -12,16 +12,18 @@ from fl_lightning.data.minibatches import Block
 from fl_lightning.engine.base import COLUMNS, Carry, Fixed
 from fl_lightning.engine.batched import BatchedEngine
 from fl_lightning.engine.record import (
-    Compiled,
     CudaGraph,
+    Program,
     RecordedRound,
     Records,
     Replay,
     Tensors,
+    compiled,
     loop,
     plain_settings,
     trace,
 )
+from fl_lightning.engine.simplify import simplified
 
 REFUSED = (
     "trainer.engine = graphed: a hook draws random numbers in a local step, which the record would repeat; draw them "
@@ -68,8 +70,13 @@ class GraphedEngine(BatchedEngine):
         return replace(end, loss=carry.loss + end.loss)
 
     def _record(self, named: Tensors, ctx: ClientContext) -> tuple[RecordedRound, Replay]:
-        recorded, graph = trace(self._recorded, named, ctx)
-        replay = Compiled(graph) if self.compile else graph
+        """Records one step; compiled it is as many steps as ``named`` has minibatches."""
+        steps = [name for name in named if name.startswith("block.")]
+        recorded, graph = trace(self._recorded, named | {name: named[name][:1] for name in steps}, ctx)
+        replay: Replay = simplified(graph).forward
+        if self.compile:
+            program = Program.of(graph, [*named.values()], len(steps))
+            replay = partial(compiled(program), *program.held)
         return recorded, CudaGraph(replay) if named["w"].is_cuda else partial(loop, replay)
 
     def _recorded(self, named: Tensors, ctx: ClientContext) -> list[Tensor]:

@@ -3,13 +3,15 @@
 import operator
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule
 
 from fl_lightning.core import ClientContext, UserError
 
@@ -17,6 +19,7 @@ Tensors = dict[str, Tensor]
 Values = tuple[Tensor, ...]
 Replay = Callable[..., Values]
 T = TypeVar("T")
+aten = torch.ops.aten
 
 
 class RecordedRound:
@@ -125,20 +128,20 @@ def trace(
 
 
 class Compiled:
-    """A record as machine code, compiled at the first call.
+    """A program as machine code, compiled at the first call.
 
     Args:
-        graph: The record.
+        program: The program.
 
     Raises:
         UserError: At the first call, if there is no working C++ compiler.
     """
 
-    def __init__(self, graph: GraphModule) -> None:
+    def __init__(self, program: GraphModule) -> None:
         # the compiler's cache: its default, a temporary folder, is lost at the next boot
         cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"), "fl_lightning", "inductor")
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
-        self._function: Replay = torch.compile(graph, dynamic=False, fullgraph=True)
+        self._function: Replay = torch.compile(program, dynamic=False, fullgraph=True)
 
     def __call__(self, *tensors: Tensor) -> Values:
         try:
@@ -151,6 +154,55 @@ class Compiled:
                     "false"
                 ) from None
             raise
+
+
+@dataclass(frozen=True)
+class Program:
+    """Some steps as one graph; those with the same key are the same.
+
+    Attributes:
+        key: The text of the graph, the operations and other objects named in it, and the layouts of its inputs.
+        graph: The graph. Its inputs are the tensors that the record of a step holds, then those of `loop`.
+        held: The tensors that the record of a step holds.
+    """
+
+    key: tuple[Any, ...]
+    graph: GraphModule = field(compare=False)
+    held: Values = field(compare=False)
+
+    @classmethod
+    def of(cls, step: GraphModule, tensors: Sequence[Tensor], each: int) -> "Program":
+        """Returns the program of a few steps.
+
+        Args:
+            step: The record of one: it maps its first inputs to their new values.
+            tensors: Inputs of the program.
+            each: How many of them, the last ones, hold one row for each step, ``(steps, ...)``.
+        """
+        program, attributes = Graph(), [node for node in step.graph.nodes if node.op == "get_attr"]
+        objects = {node.target: attrgetter(node.target)(step) for node in attributes}
+        held = {name: value for name, value in objects.items() if isinstance(value, Tensor)}
+        of_name = {name: program.placeholder(f"held_{i}") for i, name in enumerate(held)}
+        known = {node: of_name[node.target] for node in attributes if node.target in held}
+        inputs = [node for node in step.graph.nodes if node.op == "placeholder"]
+        given = [program.placeholder(node.name) for node in inputs]
+        rows, count = given[-each:], len(tensors[-1])
+        for i in range(count):
+            given[-each:] = [program.call_function(aten.slice.Tensor, (v, 0, i, i + 1)) for v in rows]
+            carried: Any = program.graph_copy(step.graph, known | dict(zip(inputs, given, strict=True)))
+            given[: len(carried)] = carried
+        program.output(carried)
+        graph = GraphModule(step, program)
+        layouts = [(v.dtype, v.device, v.shape, v.stride()) for v in (*held.values(), *tensors)]
+        functions = dict.fromkeys(node.target for node in program.nodes if node.op == "call_function")
+        others = [value for name, value in objects.items() if name not in held]
+        return cls((graph.code, *functions, *others, *layouts, torch.get_num_threads()), graph, (*held.values(),))
+
+
+@lru_cache(maxsize=32)
+def compiled(program: Program) -> Compiled:
+    """Returns the machine code of a program, the same for equal programs of a process."""
+    return Compiled(program.graph)
 
 
 def loop(function: Replay, carried: Values, fixed: Values, steps: Values) -> Values:

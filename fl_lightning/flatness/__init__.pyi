@@ -33,6 +33,7 @@ from .operators import Operator as Operator
 from .operators import fisher as fisher
 from .operators import gauss_newton as gauss_newton
 from .operators import hessian as hessian
+from .operators import layers as layers
 from .probes import Density as Density
 from .probes import density as density
 from .probes import trace as trace

@@ -203,8 +203,7 @@ def _lanczos(product: Products, k: int, steps: int, tol: float, basis: int, vect
 
     def found(with_vectors: bool = False) -> Spectrum:
         values, residuals = (x[-k:].flip(0) for x in (lanczos.values, lanczos.residuals))
-        vectors = lanczos.vectors() if with_vectors else None
-        return _spectrum(product, values, residuals, converged, vectors)
+        return _spectrum(product, values, residuals, converged, lanczos.vectors() if with_vectors else None)
 
     with interruptible(found, lambda: len(lanczos.values) > 0):
         while product.done < steps and not converged and not lanczos.failed:
@@ -226,8 +225,7 @@ def _power(product: Products, k: int, steps: int, tol: float, vectors: bool) -> 
         values = torch.tensor([pair.value for pair in ordered], dtype=torch.float64)
         residuals = torch.tensor([pair.residual for pair in ordered], dtype=torch.float64)
         vectors = torch.stack([pair.vector for pair in ordered]) if with_vectors else None
-        converged = len(pairs) == k and all(pair.converged for pair in pairs)
-        return _spectrum(product, values, residuals, converged, vectors)
+        return _spectrum(product, values, residuals, len(pairs) == k and all(pair.converged for pair in pairs), vectors)
 
     with interruptible(found, lambda: bool(pairs)):
         while len(pairs) < k:

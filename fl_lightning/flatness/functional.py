@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fl_lightning.core import FlatSpec, accumulator_dtype, ensure, eval_mode, matching
-from fl_lightning.core.nested import Inputs, map_tensors
+from fl_lightning.core import FlatSpec, Inputs, accumulator_dtype, ensure, eval_mode, map_tensors, matching
 
 Batch = tuple[Inputs, Tensor]
 """Samples and targets."""

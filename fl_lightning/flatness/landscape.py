@@ -166,8 +166,7 @@ def interpolate(
     start = exact(b)
     order = np.argsort(~np.isin(g, [0.0, 1.0]), kind="stable")  # the ends first: the barrier needs them
     line = _affine(start, (a.to(start) - start)[None], g[order, None])
-    values = evaluate(model, loss, data, line, len(g), **options)
-    return Interpolation(**_shaped(values, len(g), order=order), gammas=g)
+    return Interpolation(**_shaped(evaluate(model, loss, data, line, len(g), **options), len(g), order=order), gammas=g)
 
 
 def surface(

@@ -13,14 +13,14 @@ convex in the outputs, and E always is. E is not the Fisher matrix of the model:
 model's own predictions, and equals G for the cross-entropy (Kunstner et al., NeurIPS 2019).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Protocol, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from fl_lightning.core import ensure
-from fl_lightning.flatness.convolution import ConstantInputs
 from fl_lightning.flatness.functional import (
     Batches,
     Loss,
@@ -32,6 +32,59 @@ from fl_lightning.flatness.functional import (
     measuring,
     vjp,
 )
+
+Settings = tuple[Sequence[int], Sequence[int], Sequence[int], int]
+"""Stride, padding, dilation, groups."""
+
+
+class ConstantInputs(TorchFunctionMode):
+    """While it is active, ``conv2d`` of an input that requires no gradient is :class:`_Convolution`."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        as_module = func is torch.conv2d and not kwargs and len(args) == 7  # as nn.Conv2d calls it
+        if as_module and not isinstance(args[4], str):  # padding can be "same"
+            x, weight, bias, *settings = args
+            if x.ndim == 4 and not x.requires_grad and weight.requires_grad:
+                return _Convolution.apply(x, weight, bias, settings)
+        return func(*args, **(kwargs or {}))
+
+
+class _Convolution(torch.autograd.Function):
+    """The map of weight and bias, (W, b) -> x * W + b."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, settings: Settings) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.settings = settings
+        return torch.conv2d(x, weight, bias, *settings)
+
+    @staticmethod
+    def backward(ctx: Any, *g: Tensor) -> tuple[None, Tensor, Tensor | None, None]:
+        of_bias = g[0].sum((0, 2, 3)) if ctx.needs_input_grad[2] else None
+        return None, _Adjoint.apply(g[0], *ctx.saved_tensors, ctx.settings), of_bias, None
+
+
+class _Adjoint(torch.autograd.Function):
+    """The adjoint of W -> x * W; of the weight only the shape matters."""
+
+    @staticmethod
+    def forward(ctx: Any, g: Tensor, x: Tensor, weight: Tensor, settings: Settings) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.settings = settings
+        stride, padding, dilation, groups = settings
+        of_weight = [False, True, False]
+        grads: tuple[Tensor, ...] = torch.ops.aten.convolution_backward(
+            g, x, weight, None, stride, padding, dilation, False, [0, 0], groups, of_weight
+        )
+        return grads[1]
+
+    @staticmethod
+    def backward(ctx: Any, *v: Tensor) -> tuple[Tensor, None, None, None]:
+        (x,) = ctx.saved_tensors
+        return torch.conv2d(x, v[0], None, *ctx.settings), None, None, None
+
 
 KEEP_BYTES = 2**30
 """By default an operator keeps the graphs of its batches up to this size: 1,600 images for `HsuCNN`."""
@@ -209,6 +262,20 @@ def fisher(
 
 
 OPERATORS: dict[Kind, Callable[..., Operator]] = {"hessian": hessian, "gauss_newton": gauss_newton, "fisher": fisher}
+
+
+def layers(names: Iterable[str]) -> dict[str, list[str]]:
+    """Returns names of parameters by layer, in order; the factors of a LoRA adapter belong to the layer it adapts.
+
+    Example:
+        >>> layers(["0.weight", "0.bias", "2.weight", "scale"])
+        {'0': ['0.weight', '0.bias'], '2': ['2.weight'], 'scale': ['scale']}
+    """
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        layer = name.partition(".lora_")[0] if ".lora_" in name else name.rpartition(".")[0] or name
+        groups.setdefault(layer, []).append(name)
+    return groups
 
 
 def _hessian(losses: Tensor, outputs: Tensor, w: Tensor, n: int) -> Share:

@@ -106,14 +106,12 @@ def plot_plane(
         grids["sum"] = (surface.normalized_sum(), "sum of scaled losses")
     columns = min(len(grids), 2)
     rows = -(-len(grids) // columns)
-    side = panel_side(columns, bars=columns) * min(aspect(surface), 1.0)
-    with new_panels(rows, columns, side, bottom=0.6) as figure:
+    with new_panels(rows, columns, panel_side(columns, bars=columns) * min(aspect(surface), 1.0), bottom=0.6) as figure:
         panels: list[Axes] = []
         for i, (name, (grid, label)) in enumerate(grids.items(), start=1):
             axes = figure.add_subplot(rows, columns, i, title=name, xlabel=labels[0], ylabel=labels[1])
             scale = Scale.of([grid])
-            drawn = draw_contour(axes, surface, scale.clip(grid), scale)
-            scale.bar(figure, drawn, [axes], label)
+            scale.bar(figure, draw_contour(axes, surface, scale.clip(grid), scale), [axes], label)
             panels.append(axes)
         label_outer(panels, columns)
         place_legend(figure, least=1)
@@ -162,10 +160,9 @@ def plot_perturbation(results: Mapping[str, Perturbation]) -> Figure:
         for look, (label, name) in zip(line_styles(), lines, strict=False):
             r = results[label]
             sets = {name for result in results.values() for name in result.loss}
-            text = f"{label}, {name}" if len(sets) > 1 else label
             look["markevery"] = max(len(r.radii) // 8, 1)
             mean, spread = r.mean(name), r.spread(name)
-            steepest.plot(r.radii, r.along_gradient(name), label=text, **look)
+            steepest.plot(r.radii, r.along_gradient(name), label=f"{label}, {name}" if len(sets) > 1 else label, **look)
             random.plot(r.radii, mean, **look)
             random.fill_between(r.radii, mean - spread, mean + spread, color=look["color"], alpha=0.2, linewidth=0)
         kind = type(next(iter(results.values())))
@@ -332,8 +329,7 @@ def draw_contour(axes: Axes, surface: Surface, z: Array, scale: Scale) -> Any:
     if len(levels):
         colors = ["white" if scale.norm(level) < 0.6 else "black" for level in levels]
         lines = axes.contour(surface.x, surface.y, z, levels=levels, colors=colors, linewidths=0.5)
-        crossed = any(len(places.coordinates) > 1 for places in surface.models.values())
-        if not crossed:
+        if not any(len(places.coordinates) > 1 for places in surface.models.values()):
             axes.clabel(lines, fmt="%g", fontsize=7, inline_spacing=2)
     axes.set_box_aspect(aspect(surface))
     axes.locator_params(nbins=5, steps=[1, 2, 5, 10])

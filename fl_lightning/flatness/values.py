@@ -1,7 +1,5 @@
 """Results of loss landscapes, and planes in the weight space, where models have places."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -81,7 +79,7 @@ class Plane:
     corners: Array
 
     @classmethod
-    def through(cls, w0: Tensor, w1: Tensor, w2: Tensor) -> Plane:
+    def through(cls, w0: Tensor, w1: Tensor, w2: Tensor) -> "Plane":
         """Returns the plane through three models, each ``(d,)``.
 
         Raises:

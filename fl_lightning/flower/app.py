@@ -19,7 +19,7 @@ from fl_lightning.core import UserError, require
 from fl_lightning.flower import server
 from fl_lightning.flower.messages import Message, NodeLost
 from fl_lightning.flower.node import Folder, Node
-from fl_lightning.trainer.run import Run
+from fl_lightning.trainer import Run
 from fl_lightning.trainer.runtime.signals import check_interruption
 
 FAILED = 2
@@ -118,10 +118,9 @@ class GridSend:
         sent = {node: flwr.app.Message(packed(m), ids[node], "train") for node, m in messages.items() if node in ids}
         replies: dict[int, Message | UserError] = dict.fromkeys(messages, NodeLost("not connected"))
         replies |= dict.fromkeys(sent, NodeLost(f"no reply after {self.wait:g} s"))
-        received = self.grid.send_and_receive([*sent.values()], timeout=self.wait) if sent else ()
         # the reply for a node that has gone is the superlink's
         nodes = {message.metadata.message_id: node for node, message in sent.items()}
-        for reply in received:
+        for reply in self.grid.send_and_receive([*sent.values()], timeout=self.wait) if sent else ():
             node = nodes[reply.metadata.reply_to_message_id]
             if reply.has_content():
                 replies[node] = unpacked(reply.content)

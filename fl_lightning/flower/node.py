@@ -9,7 +9,7 @@ from torch import Tensor
 from fl_lightning.core import ClientContext, State, UserError, ensure, files
 from fl_lightning.engine import Job
 from fl_lightning.flower.messages import CONTEXT, Message, Value, checksum, version_of
-from fl_lightning.trainer.run import Run
+from fl_lightning.trainer import Run
 
 Kept = MutableMapping[str, Mapping[str, Tensor]]
 """The states of a node's clients: named tensors by ``<client>.<version>``."""
@@ -25,6 +25,8 @@ class Node:
 
     def __init__(self, run: Run, number: int) -> None:
         self.run, self.number = run, number
+        for part in run.objective.parts:
+            part.packs = True
         self.engine = run.make_engine("debug" if run.settings.engine == "debug" else "sequential")
         self._w0 = checksum(run.server.w)
 
@@ -120,14 +122,13 @@ class Folder(Kept):
 
     def __getitem__(self, key: str) -> Mapping[str, Tensor]:
         try:
-            found: Mapping[str, Tensor] = files.load(self._file(key))
+            return dict(files.load(self._file(key)))
         except FileNotFoundError:
             raise KeyError(key) from None
         except (OSError, ValueError) as error:
             raise UserError(
                 f"{self._file(key)}: {error}; this client's state is lost, restore it or start again"
             ) from None
-        return found
 
     def __setitem__(self, key: str, state: Mapping[str, Tensor]) -> None:
         files.save(self._file(key), dict(state))

@@ -15,14 +15,13 @@ from torch import Tensor
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.algorithms.feddyn import FedDyn
 from fl_lightning.algorithms.hooks import Hooks
-from fl_lightning.core import Init, State, Upload, UserError, ensure, require, seeded
+from fl_lightning.algorithms.parts.flexlora import FlexLoRA
+from fl_lightning.core import Draws, Init, State, Upload, UserError, ensure, require, seeded
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.engine import ENGINES, Engine, EngineName, Job, LocalResult
 from fl_lightning.flower.messages import CONTEXT, Message, NodeLost, Send, Value, checksum, row_of, version_in
+from fl_lightning.trainer import Callback, ClientStore, FederatedTrainer, Run
 from fl_lightning.trainer.participation.failures import LINES, listed
-from fl_lightning.trainer.run import Callback, Run
-from fl_lightning.trainer.storage.client_store import ClientStore
-from fl_lightning.trainer.trainer import FederatedTrainer
 
 KEPT = "state on its node"
 """Name of the client state that the server keeps: the version of the state on the node, see `row_of`."""
@@ -88,6 +87,10 @@ def check(trainer: FederatedTrainer, model: LocalObjective, datamodule: Federate
         f"model = {type(model).__name__}: its client_round_end changes states after the round, when they are on the "
         "nodes; train it without Flower",
     )
+    exact = any(isinstance(part, FlexLoRA) for part in model.parts)
+    ensure(
+        not exact, "model.parts: FlexLoRA: Flower sends its products instead of the factors; train it without Flower"
+    )
     ensure(not model.personal, "model.parts: Flower keeps no models of clients' own; train it without Flower")
     ensure(not datamodule.stream, "data.stream = true: samples are read on the nodes; set it to false")
     for callback in trainer.callbacks:
@@ -138,7 +141,7 @@ class RemoteRun(Run):
     def how_to_continue(self) -> str:
         return f"flwr run APP --stream --run-config 'ckpt-path=\"{self.folder.last}\"'"
 
-    def make_engine(self, name: EngineName) -> Engine:
+    def make_engine(self, name: EngineName, compile: bool = True) -> Engine:
         return RemoteEngine(self)
 
 
@@ -196,6 +199,8 @@ class RemoteEngine(Engine):
     def __init__(self, run: RemoteRun) -> None:
         super().__init__(run.objective, run.net, run.fabric.autocast)
         self.run = run
+        for part in self.objective.parts:
+            part.packs = True
         self._lost: set[int] = set()
         self._refused: set[int] = set()
         self._empty: dict[int, Upload] = {}
@@ -250,18 +255,17 @@ class RemoteEngine(Engine):
     def _result(self, job: Job, reply: Message) -> LocalResult:
         """Returns what a client has replied; where it is not an upload of this run, NaN, which the server refuses."""
         like, empty = job.received.w, self._upload_without_steps(job)
-        loss, state, upload = like.new_tensor(torch.nan), State({}), dict[str, Tensor]()
-        if self.run.clients.inits:
-            state = State({KEPT: like.new_full((3,), torch.nan)})
+        loss, upload = like.new_tensor(torch.nan), dict[str, Tensor]()
+        state = State({KEPT: like.new_full((3,), torch.nan)} if self.run.clients.inits else {})
         try:
             values, arrived = reply.values[f"client.{job.client}"], reply.tensors[f"up.{job.client}"]
-            upload = {name: _checked(name, arrived[name], wanted).to(like) for name, wanted in empty.items()}
+            upload = self._decoded({name: _checked(name, arrived[name], wanted) for name, wanted in empty.items()}, job)
             loss = like.new_tensor(float(values["loss"]))
             # a state that is not finite stays on its node
             if self.run.clients.inits and values["finite"]:
                 state = State({KEPT: row_of(_version(values["version"]), like)})
         except (KeyError, TypeError, ValueError) as error:
-            upload = {name: torch.full_like(wanted, torch.nan) for name, wanted in empty.items()}
+            upload = {name: v * torch.nan for name, v in self._decoded(empty, job).items()}
             if job.client not in self._refused and len(self._refused) < LINES:
                 what = f"its reply lacks {error}" if isinstance(error, KeyError) else str(error)
                 self.run.fabric.print(
@@ -271,6 +275,14 @@ class RemoteEngine(Engine):
         # the local model is not on the wire, and nothing on the server reads it
         w, finite = upload.get("w", like), State(upload).finite() & state.finite()
         return LocalResult(job.client, job.received, w, upload, state, loss, job.ctx, finite)
+
+    def _decoded(self, upload: Upload, job: Job) -> Upload:
+        """Returns what has travelled as the upload of a client."""
+        draws = self.draws([job])
+        draws.move_to(Draws.END)
+        for part in self.objective.parts:
+            upload = part.arrived(upload, job.received, replace(job.ctx, draws=draws))
+        return {name: value.to(job.received.w) for name, value in upload.items()}
 
     def _upload_without_steps(self, job: Job) -> Upload:
         """Returns the upload of a new client that takes no step: names, shapes and dtypes of every client's."""

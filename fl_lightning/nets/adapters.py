@@ -1,11 +1,12 @@
 """Nets that train only some of their parameters: frozen layers, and LoRA."""
 
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any
+from copy import deepcopy
+from typing import Any, Literal
 
-from torch import nn
+from torch import Tensor, nn
 
-from fl_lightning.core import Checked, Fraction, Positive, Size, UserError, ensure, require, weights
+from fl_lightning.core import Checked, FlatSpec, Fraction, Positive, Size, UserError, ensure, imported, require, weights
 
 FUSED = nn.MultiheadAttention, nn.TransformerEncoderLayer
 """Modules of torch that compute with the weights of their layers, without calling these."""
@@ -71,6 +72,8 @@ class LoRA(Frozen):
         dropout: Dropout of the adapters' inputs.
         trained: As for `Frozen`; mostly the new head.
         weights: As for `Frozen`.
+        factors: Which of the two are trained. B: A keeps its random initial values (FFA-LoRA; Sun et al., ICLR 2024),
+            so that the mean of the clients' products ``B A`` is the product of the means.
 
     Raises:
         UserError: If a name matches nothing, a target cannot have an adapter, the weights do not fit, or there is no
@@ -86,22 +89,40 @@ class LoRA(Frozen):
         dropout: Fraction = 0.0,
         trained: Sequence[str | int] = (),
         weights: str | None = None,
+        factors: Literal["A and B", "B"] = "A and B",
     ) -> None:
-        try:
-            from peft import LoraConfig, inject_adapter_in_model
-        except ImportError:
-            raise UserError("model.net = LoRA: needs peft; pip install 'fl-lightning[adapters]'") from None
+        peft = imported("peft", "model.net = LoRA: needs peft; pip install 'fl-lightning[adapters]'")
         names = [str(name) for name in trained]
         _check_names(net, names)
         _check_targets(net, targets)
         load_pretrained(net, weights, names)
-        config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=list(targets), lora_dropout=dropout)  # type: ignore[arg-type]
+        config = peft.LoraConfig(r=rank, lora_alpha=alpha, target_modules=list(targets), lora_dropout=dropout)
         try:
-            net = inject_adapter_in_model(config, net)
+            net = peft.inject_adapter_in_model(config, net)
         except ValueError as error:  # peft's own text says which layer
             raise UserError(f"model.net.targets = {list(targets)}: {str(error).splitlines()[0]:.150}") from None
-        adapters = [name for name, _ in net.named_parameters() if "lora_" in name]
-        super().__init__(net, [*names, *adapters])
+        kinds = "lora_" if factors == "A and B" else "lora_B"
+        super().__init__(net, [*names, *(name for name, _ in net.named_parameters() if kinds in name)])
+
+    def merged(self, at: Tensor | None = None) -> nn.Module:
+        """Returns a copy of the net without adapters: its layers have the weights ``W + alpha/rank B A``.
+
+        These weights require gradients, and those of the modules ``trained``; so `fl_lightning.flatness` measures the
+        loss as a function of them, whatever factors have led there.
+
+        Args:
+            at: Trained weights ``(d,)`` of this net; by default those that it has.
+        """
+        net = deepcopy(self.net)
+        if at is not None:
+            FlatSpec(net).load(net, at)
+        for name, layer in [*net.named_modules()]:
+            if hasattr(layer, "get_base_layer"):
+                layer.merge()
+                base = layer.get_base_layer()
+                base.weight.requires_grad_()
+                net.set_submodule(name, base)
+        return net
 
 
 def load_pretrained(net: nn.Module, source: str | None, trained: Sequence[str]) -> None:

@@ -84,8 +84,7 @@ def _named(**parts: nn.Module) -> nn.Sequential:
 
 def _conv_bn(channels: int, out: int, kernel: int = 3, stride: int = 1, groups: int = 1) -> list[nn.Module]:
     """Returns a convolution that keeps the size (up to its stride), and BatchNorm."""
-    conv = nn.Conv2d(channels, out, kernel, stride, kernel // 2, groups=groups, bias=False)
-    return [conv, nn.BatchNorm2d(out)]
+    return [nn.Conv2d(channels, out, kernel, stride, kernel // 2, groups=groups, bias=False), nn.BatchNorm2d(out)]
 
 
 class ConvBNReLU(nn.Sequential):
@@ -145,8 +144,7 @@ class Context(nn.Module):
         self.conv_last = ConvBNReLU(128, 128)
 
     def forward(self, x: Tensor) -> Tensor:
-        mean = self.conv_gap(self.bn(x.mean((2, 3), keepdim=True)))
-        return self.conv_last(x + mean)
+        return self.conv_last(x + self.conv_gap(self.bn(x.mean((2, 3), keepdim=True))))
 
 
 class Aggregation(nn.Module):

@@ -29,8 +29,7 @@ class ViTCIFAR(Checked, nn.Module, key="model.net"):
     def forward(self, x: Tensor) -> Tensor:
         """Returns logits ``(N, num_classes)`` of images ``(N, 3, 32, 32)``."""
         patches = x.reshape(len(x), 3, 8, 4, 8, 4).permute(0, 2, 4, 3, 5, 1).reshape(len(x), 64, 48)
-        tokens = self.blocks(self.embedding(patches) + self.position)
-        return self.head(tokens.mean(1))
+        return self.head(self.blocks(self.embedding(patches) + self.position).mean(1))
 
 
 class EncoderBlock(nn.Module):

@@ -19,8 +19,7 @@ from fl_lightning.core import (
     place_legend,
     scale_axis,
 )
-from fl_lightning.results.metrics import read_numbers
-from fl_lightning.results.names import OWN, Mode, label, mode_of, read_directions
+from fl_lightning.results.metrics import OWN, Mode, label, mode_of, read_directions, read_numbers
 
 FILE = "client_evaluation.csv"
 """In the run folder: a row for each measured round and client."""
@@ -95,10 +94,8 @@ def sorted_curve(tables: Sequence[ClientTable], column: str = "") -> Numbers:
         tables: The runs of a group.
         column: The value; by default the metric of the global model.
     """
-    rows = []
-    for table in tables:
-        ordered = worst_first(table.known(column or table.metric)[1], table.mode)
-        rows.append(ordered[np.minimum((SHARES * len(ordered)).astype(int), len(ordered) - 1)])
+    ordered = [worst_first(table.known(column or table.metric)[1], table.mode) for table in tables]
+    rows = [of[np.minimum((SHARES * len(of)).astype(int), len(of) - 1)] for of in ordered]
     return np.mean(rows, axis=0)  # type: ignore[no-any-return]
 
 
@@ -165,8 +162,8 @@ def plot_clients(groups: Mapping[str, Sequence[ClientTable]], column: str = "") 
         ordered.axvspan(0, 10, color="0.9", zorder=0)
         drawn = [(i, name, tables) for i, (name, tables) in enumerate(groups.items()) if tables]
         for i, name, tables in drawn:
-            curve, look = sorted_curve(tables, column), {**line_style(i), "gid": f"run-{i}"}
-            ordered.plot(100 * SHARES, curve, label=name, drawstyle="steps-post", **look)
+            look = {**line_style(i), "gid": f"run-{i}", "drawstyle": "steps-post"}
+            ordered.plot(100 * SHARES, sorted_curve(tables, column), label=name, **look)
         ordered.set_xlim(0, 100)
         if sizes:
             _draw_sizes(
@@ -182,7 +179,7 @@ def _draw_sizes(axes: Axes, drawn: Sequence[tuple[int, str, Sequence[ClientTable
     for i, _, tables in drawn:
         samples, values = together(tables, column)
         look = {**line_style(i), "gid": f"run-{i}"}
-        cloud = {**look, "linestyle": "none", "rasterized": len(samples) > 500}
-        axes.plot(samples, values, marker=".", markersize=4, alpha=0.4, markeredgewidth=0, **cloud)
+        cloud = {"linestyle": "none", "marker": ".", "markersize": 4, "alpha": 0.4, "markeredgewidth": 0}
+        axes.plot(samples, values, rasterized=len(samples) > 500, **{**look, **cloud})
         axes.plot(*by_samples(tables, column), marker=MARKERS[i % len(MARKERS)], **look)
     scale_axis(axes.xaxis, np.concatenate([together(tables, column)[0] for _, _, tables in drawn]))

@@ -3,7 +3,7 @@
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -11,8 +11,7 @@ from statistics import fmean
 
 from fl_lightning.core import UserError, ensure
 from fl_lightning.results.configs import config_files, read_config, run_key, settings_of, telling
-from fl_lightning.results.metrics import FILE, NUMBER
-from fl_lightning.results.names import Mode
+from fl_lightning.results.metrics import FILE, NUMBER, Mode, average, deviation
 from fl_lightning.results.summary import Summary, summarise
 
 OWN_CLASS = re.compile(r"[a-z_]\w*(\.[a-z_]\w*)*\.[A-Z]\w*")
@@ -71,8 +70,7 @@ class Group:
         """Returns a statistic of a run by its name as in `values`; None if the run has not measured it."""
         if name.startswith("flatness/"):
             return run.flatness.get(name.removeprefix("flatness/"))
-        found: float | None = {**vars(run), **run.clients}.get(name)
-        return found
+        return run.clients.get(name, getattr(run, name, None))
 
     def _found(self, name: str) -> list[float]:
         return [value for run in self.runs if (value := self.value(run, name)) is not None]
@@ -151,9 +149,7 @@ def find_runs(folders: Sequence[str | Path]) -> list[Path]:
     for given in folders:
         path = Path(given).resolve()
         ensure(path.is_dir(), f"runs = {given}: no such folder; give the folders of runs, or a folder above them")
-        below = sorted(
-            _below(path), key=lambda folder: [_number(part) for part in re.split(r"(\d+(?:\.\d+)?)", str(folder))]
-        )
+        below = sorted(_below(path), key=_by_number)
         ensure(bool(below), f"runs = {given}: no run there, that is no {FILE} with a round; give another folder")
         found |= dict.fromkeys(below)
     return list(found)
@@ -221,5 +217,62 @@ def _below(root: Path) -> Iterator[Path]:
                     yield Path(folder)
 
 
-def _number(part: str) -> float | str:
-    return float(part) if part[:1].isdigit() else part
+def _by_number(folder: Path) -> list[float | str]:
+    return [float(part) if part[:1].isdigit() else part for part in re.split(r"(\d+(?:\.\d+)?)", str(folder))]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A statistic of one group minus that of another, over their common seeds.
+
+    Attributes:
+        mean: Mean of the differences.
+        half: Half the width of the 95 % interval of the mean, by Student's t; NaN of a single seed.
+        seeds: Number of common seeds in which both are finite.
+    """
+
+    mean: float
+    half: float
+    seeds: int
+
+    @property
+    def clear(self) -> bool:
+        """Whether the interval leaves out 0."""
+        return abs(self.mean) > self.half
+
+    @property
+    def ends(self) -> tuple[float, float]:
+        """Both ends of the interval."""
+        return self.mean - self.half, self.mean + self.half
+
+    def text(self, form: str = "+.4f", scale: float = 1.0) -> str:
+        """Returns the difference with its interval, if it has one, in a format and multiplied by a factor."""
+        mean, *ends = (format(scale * value, form) for value in (self.mean, *self.ends))
+        return mean if math.isnan(self.half) else f"{mean} [{', '.join(ends)}]"
+
+
+def difference(group: Group, reference: Group, name: str) -> Difference | None:
+    """Returns the paired difference of a statistic; None without a common seed.
+
+    Args:
+        group: Runs of one config.
+        reference: Runs of another config.
+        name: The statistic, as in `Group.values`.
+    """
+    ours, theirs = _by_seed(group, name), _by_seed(reference, name)
+    apart = [ours[seed] - theirs[seed] for seed in ours if seed in theirs]
+    return interval(apart) if apart else None
+
+
+def interval(apart: Sequence[float]) -> Difference:
+    """Returns the mean of differences, at least one, with its 95 % interval."""
+    from scipy.special import stdtrit  # Student's t; scipy.stats takes a second to import
+
+    n = len(apart)
+    half = math.nan if n < 2 else float(stdtrit(n - 1, 0.975)) * (deviation(apart) or 0.0) / math.sqrt(n)
+    return Difference(average(apart), half, n)
+
+
+def _by_seed(group: Group, name: str) -> Mapping[object, float]:
+    found = ((seed, group.value(run, name)) for seed, run in zip(group.seeds, group.runs, strict=True))
+    return {seed: value for seed, value in found if value is not None and math.isfinite(value)}

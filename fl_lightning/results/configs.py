@@ -10,8 +10,7 @@ from typing import Any
 
 import yaml
 
-from fl_lightning.core import UserError, ensure
-from fl_lightning.core.secrets import hidden
+from fl_lightning.core import UserError, ensure, hidden
 from fl_lightning.results.yaml_text import load_yaml
 
 EXECUTION = (
@@ -49,8 +48,7 @@ def read_config(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, TypeError, yaml.YAMLError, RecursionError) as error:
         what = " ".join(f"{type(error).__name__}: {error}".split())
         raise UserError(f"{path}: not readable ({what:.120}); put the run's own file back") from None
-    if not isinstance(found, dict):
-        raise UserError(f"{path}: no mapping of settings; put the run's own file back")
+    ensure(isinstance(found, dict), f"{path}: no mapping of settings; put the run's own file back")
     return dict(found)
 
 
@@ -115,9 +113,7 @@ def telling(configs: Sequence[Mapping[str, str]]) -> dict[str, str]:
     for key in apart:
         if key not in found and kinds([*found, key]) > kinds(found):
             found.append(key)
-    if kinds(found) < len(configs):
-        return {}
-    return short_names(found)
+    return short_names(found) if kinds(found) == len(configs) else {}
 
 
 def varying(configs: Sequence[Mapping[str, str]]) -> list[str]:
@@ -206,9 +202,7 @@ def run_key(folder: Path) -> str:
     """
     configs = {round: read_config(path) for round, path in config_files(folder).items()}
     keys = {round: group_key(config, LENGTH) for round, config in configs.items()}
-    if len(set(keys.values())) == 1:
-        return group_key(list(configs.values())[-1])
-    return json.dumps(keys)
+    return group_key(list(configs.values())[-1]) if len(set(keys.values())) == 1 else json.dumps(keys)
 
 
 def group_id(config: dict[str, Any]) -> str:

@@ -21,8 +21,18 @@ from fl_lightning.core import (
     scale_axis,
 )
 from fl_lightning.results.compare import Group
-from fl_lightning.results.metrics import Columns, Pairs, average, deviation, read_metrics, table_text
-from fl_lightning.results.names import MAIN, is_flatness, is_result, label
+from fl_lightning.results.metrics import (
+    MAIN,
+    Columns,
+    Pairs,
+    average,
+    deviation,
+    is_flatness,
+    is_result,
+    label,
+    read_metrics,
+    table_text,
+)
 
 POINTS = 100
 """Number of parts of a long run; the mean over each part is drawn."""
@@ -151,8 +161,7 @@ def _panel(axes: Axes, name: str, groups: Mapping[str, Sequence[Columns]]) -> No
             continue
         low, high = ([m + sign * sd for m, sd in zip(found.mean, found.sd, strict=True)] for sign in (-1, 1))
         ends += low
-        few = "." if len(found.rounds) < 30 else None
-        axes.plot(found.rounds, found.mean, label=text, marker=few, **look)
+        axes.plot(found.rounds, found.mean, label=text, marker="." if len(found.rounds) < 30 else None, **look)
         faint = {"color": look["color"], "gid": look["gid"]}
         if len(group) > 1:
             axes.fill_between(found.rounds, low, high, alpha=0.2, linewidth=0, **faint)
@@ -184,10 +193,9 @@ def plot_tradeoff(groups: Sequence[Group], measure: str) -> Figure:
     with new_figure(COLUMN, 2.5) as figure:
         axes = figure.add_subplot(xlabel=f"{label(name)} (smaller is flatter)", ylabel=label(metric))
         for i, (text, values) in enumerate(points.items()):
-            if not values:
-                continue
             look = {**line_style(i), "linestyle": "none", "marker": MARKERS[i % len(MARKERS)], "gid": f"run-{i}"}
-            axes.plot(*zip(*values, strict=True), label=text, clip_on=False, **look)
+            if values:
+                axes.plot(*zip(*values, strict=True), label=text, clip_on=False, **look)
         axes.grid(alpha=0.3)
         place_legend(figure)
     return figure

@@ -2,17 +2,20 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from fl_lightning.core import ensure, read_json, write_atomically
+from fl_lightning.core import Figure, ensure, read_json, write_atomically
+from fl_lightning.results.compare import compare
 from fl_lightning.results.configs import EXECUTION, config_files, group_id, read_config
+from fl_lightning.results.curves import plot_curves, plot_tradeoff
 from fl_lightning.results.metrics import FILE as METRICS
-from fl_lightning.results.metrics import Pairs, read_metrics, read_rows, table_text
+from fl_lightning.results.metrics import Pairs, markdown, read_metrics, read_rows, table_text
+from fl_lightning.results.table import Markup, cell, columns, differences
 
 FILE = "row.json"
 """In a row: whose run it is, and what `compare_run` found when somebody trained it again."""
@@ -37,8 +40,7 @@ def about(row: Path) -> dict[str, Any]:
     Raises:
         UserError: If it is not readable.
     """
-    found: dict[str, Any] = read_json(row / FILE, dict[str, Any])
-    return found
+    return dict(read_json(row / FILE, dict[str, Any]))
 
 
 def row_files(run: Path, ran: Mapping[str, Any]) -> dict[str, str]:
@@ -57,20 +59,19 @@ def row_files(run: Path, ran: Mapping[str, Any]) -> dict[str, str]:
     engines = {start["engine"] for start in starts}
     ensure(len(engines) == 1, f"{run}: trained by {len(engines)} engines; a row is a run of one engine")
     config["trainer"]["engine"] = engines.pop()  # where it was auto
-    seeds = {"seed": config["trainer"]["seed"], "data_seed": config["data"]["init_args"]["seed"]}
     text = {
         "settings": group_id(config),
-        **seeds,
+        "seed": config["trainer"]["seed"],
+        "data_seed": config["data"]["init_args"]["seed"],
         **ran,
         "starts": starts,
         "checks": [],
     }
-    measured = {str(path.relative_to(run)): path.read_text() for path in run.glob("flatness*/*.json")}
     return {
         "config.yaml": yaml.safe_dump(config, sort_keys=False),
         METRICS: thinned(run / METRICS),
         FILE: json.dumps(text, indent=1) + "\n",
-        **measured,
+        **{str(path.relative_to(run)): path.read_text() for path in run.glob("flatness*/*.json")},
     }
 
 
@@ -84,8 +85,9 @@ def portable(config: Mapping[str, Any]) -> dict[str, Any]:
             return list(map(moved, value))
         return Path(value).name if isinstance(value, str) and Path(value).is_absolute() else value
 
-    kept = ("engine", "client_block", "compile", "accelerator", "devices", "threads", "client_memory", "callbacks")
-    left_out = set(EXECUTION) - set(kept)
+    left_out = set(EXECUTION) - {
+        "engine", "client_block", "compile", "accelerator", "devices", "threads", "client_memory", "callbacks"
+    }  # fmt: skip
     trainer = {key: value for key, value in config["trainer"].items() if key not in left_out}
     return dict(moved({**config, "trainer": trainer}))
 
@@ -174,7 +176,6 @@ def _apart(before: Pairs, here: Mapping[float, float]) -> float:
 
 def _starts(path: Path) -> list[dict[str, Any]]:
     """Returns of each start what its bits depend on; nothing of a run that does not say."""
-    starts = read_json(path, dict[str, Any], {}).get("starts", [])
     return [
         {
             **{key: start.get(key) for key in ("round", "date", "engine", "precision")},
@@ -183,5 +184,59 @@ def _starts(path: Path) -> list[dict[str, Any]]:
             "commit": (start["code"]["package"] or {}).get("commit"),
             "changed": bool((start["code"]["package"] or {}).get("changes")),
         }
-        for start in starts
+        for start in read_json(path, dict[str, Any], {}).get("starts", [])
     ]
+
+
+ABOUT = "about.yaml"
+"""In the folder of a ledger: title, text, and the reference's folder."""
+
+
+FEW = 4
+"""Most groups whose curves are drawn; of more, a reader cannot tell one from another."""
+
+
+def page(rows: Sequence[Path]) -> tuple[str, Callable[[], Figure]]:
+    """Returns the page of rows, as Markdown, and what draws it: curves, or accuracy against lambda_max of many methods.
+
+    Args:
+        rows: The rows; ``about.yaml`` of the nearest folder above the first one gives title, text and reference.
+
+    Raises:
+        UserError: If a row is damaged.
+    """
+    heading = _about(rows[0])
+    groups = compare(rows)
+    shown = [c for c in columns(groups) if c.table in ("results", "clients") and c.key != "std_rounds"]
+    reference = next((group for group in groups if group.name == heading.get("reference")), groups[0])
+    kept = {group.name: [about(row) for row in group.folders] for group in groups}
+    shown += differences(shown, reference, reference.name)
+    bold = Markup(best="**{}**")
+    head = ["method", "seeds", "checked", *(c.head for c in shown)]
+    lines = [
+        [
+            group.name,
+            str(len(group.runs)),
+            str(sum(any(check["same"] for check in row["checks"]) for row in kept[group.name])),
+            *(cell(group, column, groups, bold) for column in shown),
+        ]
+        for group in groups
+    ]
+    first = kept[groups[0].name][0]["starts"][0]
+    starts = [start for of in kept.values() for row in of for start in row["starts"]]
+    commits, cpus = sorted({start["commit"][:7] for start in starts}), sorted({start["cpu"] for start in starts})
+    made = f"Commits {', '.join(commits)}; {' and '.join(cpus)}, torch {first['torch']}, {first['precision']}."
+    checked = (
+        "*Checked* counts the rows that another process has trained again to the bit. Differences are means over the "
+        "common seeds, with 95 % intervals by Student's t; bold if those against all other rows leave out 0, or, with "
+        "one seed, the best."
+    )
+    text = "\n\n".join([f"# {heading['title']}", heading["text"], markdown([head, *lines]).strip(), checked, made])
+    runs = {group.name: group.metrics for group in groups}
+    return text, lambda: plot_curves(runs) if len(groups) <= FEW else plot_tradeoff(groups, "lambda_max")
+
+
+def _about(row: Path) -> dict[str, str]:
+    found = next((folder / ABOUT for folder in row.parents if (folder / ABOUT).is_file()), None)
+    text = {} if found is None else yaml.safe_load(found.read_text(encoding="utf-8"))
+    return {"title": "Ledger", "text": "", **text}

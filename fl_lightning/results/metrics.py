@@ -5,12 +5,160 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from io import StringIO
+from numbers import Real
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any
+from typing import Any, Literal, NamedTuple, TypedDict
 
-from fl_lightning.core import UserError, write_atomically
-from fl_lightning.results.names import Mode
+from fl_lightning.core import UserError, parse_json, read_json, require, write_atomically
+
+Mode = Literal["max", "min"]
+"""Whether the largest or the smallest value of a metric is the best."""
+DIRECTIONS = "directions.json"
+"""File of a run folder with the directions of metrics, where they do not follow from the names."""
+
+
+class Known(NamedTuple):
+    """A metric that the package logs.
+
+    Attributes:
+        name: Its name; ``{}`` stands for what the data evaluate, such as acc.
+        title: Its title in tables and figures.
+        unit: Its unit; empty if it has the unit of what the data evaluate.
+        key: Key of its column in ``compare.csv``; empty if it has no column of its own.
+    """
+
+    name: str
+    title: str
+    unit: str = ""
+    key: str = ""
+
+
+OWN = "server/clients"
+"""Section with means over clients, of the global model or of their own ones."""
+EVALUATED = {"acc": ("accuracy", "fraction"), "miou": ("mIoU", "fraction"), "loss": ("loss", "loss")}
+"""Title and unit of what data evaluate, by the last part of the metric's name."""
+METRICS = (
+    Known("server/test/{}", "test {}"),
+    Known("server/val/{}", "validation {}"),
+    Known("client/train/{}", "training {}"),
+    Known("flatness/lambda_max", "lambda_max", "loss / weight²", "lambda_max"),
+    Known("flatness/discrepancy", "discrepancy", "loss", "discrepancy"),
+    Known("flatness/sharpness_global", "global sharpness", "loss", "sharpness_global"),
+    Known("flatness/sharpness_local", "local sharpness", "loss", "sharpness_local"),
+    Known("server/clients/{}", "mean of clients", key="clients"),
+    Known("server/clients/{}_weighted", "mean weighted by samples", key="clients_weighted"),
+    Known("server/clients/{}_std", "sd over clients", key="clients_std"),
+    Known("server/clients/{}_worst_decile", "worst 10 % of clients", key="worst_decile"),
+    Known("server/clients/{}_worst", "worst client", key="worst_client"),
+    Known("server/unseen_clients/{}", "mean of clients not seen", key="unseen_clients"),
+    Known("client/adapted/{}", "mean of clients not seen, adapted", key="adapted_clients"),
+    Known("client/test/{}", "local models", key="local"),
+    Known("client/test/{}_worst_decile", "worst 10 % of local models", key="local_worst_decile"),
+    Known("client/test/{}_gap", "local minus global", key="local_gap"),
+)
+MAIN = (
+    "server/test/acc",
+    "server/test/miou",
+    "server/test/loss",
+    "client/train/loss",
+    "server/clients/acc_worst_decile",
+    "flatness/lambda_max",
+    "flatness/discrepancy",
+)
+"""Metrics that a run shows while it trains and in its figure, if it measures them."""
+
+
+def known(metric: str) -> Known:
+    """Returns the entry of a metric; one that is not in the registry has its own name as title."""
+    _, _, leaf = metric.rpartition("/")
+    for entry in METRICS:
+        match = re.fullmatch(re.escape(entry.name).replace(r"\{\}", "([a-z0-9]+)"), metric)
+        if match:
+            evaluated, unit = EVALUATED.get(match[1], (match[1], "")) if match.groups() else ("", entry.unit)
+            return Known(metric, entry.title.format(evaluated), unit, entry.key)
+    return Known(metric, leaf.replace("_", " ") if metric.startswith("flatness/") else metric, key=leaf)
+
+
+def title(metric: str) -> str:
+    """Returns the title of a metric."""
+    return known(metric).title
+
+
+def label(metric: str) -> str:
+    """Returns the title of a metric as matplotlib typesets it."""
+    return title(metric).replace("lambda_max", r"Hessian $\lambda_{max}$")
+
+
+def shown(metrics: Iterable[str]) -> list[str]:
+    """Returns the metrics that a run shows: those of `MAIN`, and what else is evaluated on the test set; see `tested`.
+
+    Args:
+        metrics: Names of the metrics that were measured.
+    """
+    names = dict.fromkeys(metrics)
+    further = [name for name in tested(names) if name not in MAIN]
+    return [name for name in MAIN if name in names] + further
+
+
+def tested(metrics: Iterable[str]) -> list[str]:
+    """Returns what is evaluated on the test set, but the loss: of the global model, or of clients' own models."""
+    names = dict.fromkeys(metrics)
+    found = [name for name in names if name.startswith("server/test/")]
+    found = found or [name for name in names if re.fullmatch(f"{OWN}/[a-z0-9]+", name)]
+    return [name for name in found if not name.endswith("/loss")]
+
+
+def mode_of(metric: str, mode: Mode | None = None, directions: Mapping[str, Mode] | None = None) -> Mode:
+    """Returns whether large or small values of a metric are good.
+
+    Large values of what the data evaluate (``server/...``, ``client/test/...``: accuracy, mIoU) are good, unless the
+    metric itself declares otherwise. Small losses, deviations over clients, flatness, times and bits are good.
+
+    Args:
+        metric: Name of the metric.
+        mode: The user's choice; None: as the name says.
+        directions: What the run's metrics declare themselves, by the last part of their names; see `read_directions`.
+
+    Raises:
+        UserError: If the name does not tell.
+    """
+    require(mode in ("max", "min", None), "mode", mode, "choose from max, min")
+    if mode is not None:
+        return mode
+    leaf, declared = metric.rpartition("/")[2], directions or {}
+    if found := declared.get(leaf) or declared.get(re.sub("_(weighted|worst|worst_decile)$", "", leaf)):
+        return found
+    if re.search(r"(^|/)loss$|_std$", metric) or metric.startswith(("flatness/", "time/", "comm/")):
+        return "min"
+    evaluated = metric.startswith(("server/", "client/test/"))
+    require(evaluated, "metric", metric, "set mode to max or min: its name does not tell")
+    return "max"
+
+
+def read_directions(folder: Path) -> dict[str, Mode]:
+    """Returns the directions of a run's metrics that their names do not tell, from its ``directions.json``, if any.
+
+    Raises:
+        UserError: If the file is damaged.
+    """
+    return dict(read_json(folder / DIRECTIONS, dict[str, Mode], {}))
+
+
+def is_flatness(metric: str) -> bool:
+    """Returns whether a metric is a measure of flatness; residuals and standard errors are not."""
+    return metric.startswith("flatness/") and not metric.endswith(("_residual", "_error"))
+
+
+def is_of_clients(metric: str) -> bool:
+    """Returns whether a metric is a statistic over the evaluations of each client."""
+    return metric.startswith(("server/clients/", "client/test/"))
+
+
+def is_result(metric: str) -> bool:
+    """Returns whether a metric is a result, with a best value and a curve: evaluation, training loss and flatness."""
+    return is_flatness(metric) or metric.startswith("server/") or metric == "client/train/loss"
+
 
 FILE = "metrics.csv"
 """In the run folder: a row for each round, a column for each metric."""
@@ -58,8 +206,8 @@ def read_numbers(path: Path, what: str, *whole: str) -> tuple[list[str], list[di
         for line, row in enumerate(rows, 2):  # noqa: B007  the message names it
             if len(row) != len(head):
                 raise ValueError(f"{len(row)} cells, not {len(head)}")
-            cells = [(name, cell) for name, cell in zip(head, row, strict=True) if cell or name in whole]
-            found.append({name: int(cell) if name in whole else float(cell) for name, cell in cells})
+            cells = zip(head, row, strict=True)
+            found.append({n: int(cell) if n in whole else float(cell) for n, cell in cells if cell or n in whole})
             for name in whole:
                 float(found[-1][name])  # a whole number of 400 digits is none to calculate with
     except (ValueError, OverflowError, csv.Error) as error:
@@ -108,9 +256,7 @@ def average(values: Sequence[float]) -> float:
 
 def deviation(values: Sequence[float]) -> float | None:
     """Returns the sample standard deviation of values; None of a single one, NaN if one is not finite."""
-    if len(values) < 2:
-        return None
-    return stdev(values) if all(map(math.isfinite, values)) else math.nan
+    return None if len(values) < 2 else stdev(values) if all(map(math.isfinite, values)) else math.nan
 
 
 def best_of(pairs: Pairs, mode: Mode) -> tuple[float, float]:
@@ -145,3 +291,59 @@ def markdown(lines: Iterable[Iterable[str]]) -> str:
     """Returns lines of cells, the first of which is the head, as a Markdown table."""
     head, *body = [list(line) for line in lines]
     return "".join(f"| {' | '.join(line)} |\n" for line in [head, ["---"] * len(head), *body])
+
+
+MEASUREMENTS = "flatness.jsonl"
+"""In the run folder: a line for each measurement."""
+PROTOCOL = "loss without weight decay, eval mode, no augmentation, in the precision of the weights"
+Number = Real | None
+"""NaN and infinity included."""
+
+
+class Details(TypedDict, total=False):
+    """Further numbers of a measurement."""
+
+    eigenvalues: list[float]
+    grid: list[float]
+    density: list[float]
+    clients: dict[str, float]
+
+
+class Measurement(TypedDict):
+    """A measurement of flatness."""
+
+    name: str
+    value: Number
+    error: Number
+    residual: Number
+    model: str
+    data: str
+    samples: int
+    settings: dict[str, Any]
+    details: Details
+
+
+class Monitored(Measurement):
+    """A line of ``flatness.jsonl``."""
+
+    round: int
+
+
+def last_measurements(run: Path) -> dict[str, Monitored]:
+    """Returns the last measurement of each name; a crash may have cut the very last line short.
+
+    Raises:
+        UserError: If the file is damaged.
+    """
+    path = run / MEASUREMENTS
+    lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
+    return {
+        found["name"]: found for found in (parse_json(line, path, Monitored) for line in lines if line.endswith(b"\n"))
+    }
+
+
+def protocol(measured: Mapping[str, Any]) -> str:
+    """Returns model, data and settings of a measurement in one line."""
+    settings = [f"{name} {value}" for name, value in measured["settings"].items()]
+    on = f"{measured['data']} ({measured['samples']:,})" if measured["samples"] else measured["data"]
+    return ", ".join(part for part in (measured["model"], on, *settings) if part)

@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from fl_lightning.core import UserError, ensure, read_json
-from fl_lightning.results.headline import SUMMARY, headline
-from fl_lightning.results.measurements import last_measurements
-from fl_lightning.results.metrics import average, deviation, read_run, rounds_done
-from fl_lightning.results.summary import summarise
+from fl_lightning.results.metrics import average, deviation, last_measurements, read_run, rounds_done
+from fl_lightning.results.summary import SUMMARY, headline, summarise
 
 PAPERS = {
     "fedsam": "Caldarola et al., ECCV 2022: FedSAM, FedASAM, SWA",
@@ -123,8 +121,7 @@ def find(**where: str) -> list[Cell]:
         have = list(dict.fromkeys(getattr(cell, column) for cell in found))
         found = [cell for cell in found if getattr(cell, column).casefold() == value.casefold()]
         if not found:
-            near = difflib.get_close_matches(value, have)
-            choice = ", ".join(filter(None, dict.fromkeys([*near, *have])))
+            choice = ", ".join(filter(None, dict.fromkeys([*difflib.get_close_matches(value, have), *have])))
             raise UserError(f"{column} = {value}: not in the papers' tables; choose from {choice}")
     return found
 

@@ -1,13 +1,127 @@
 """Statistics of a run that the papers report, from its ``metrics.csv``."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fl_lightning.core import ensure, require
-from fl_lightning.results.headline import eval_last_of, last_rounds, values
-from fl_lightning.results.metrics import FILE, average, best_of, deviation, read_metrics, rounds_done
-from fl_lightning.results.names import Mode, is_flatness, is_of_clients, mode_of, read_directions, tested
+from fl_lightning.core import ensure, read_json, require
+from fl_lightning.results.configs import config_files, read_config
+from fl_lightning.results.metrics import (
+    FILE,
+    Columns,
+    Mode,
+    Pairs,
+    average,
+    best_of,
+    deviation,
+    is_flatness,
+    is_of_clients,
+    mode_of,
+    read_directions,
+    read_metrics,
+    read_run,
+    rounds_done,
+    tested,
+)
+
+SUMMARY = "summary.json"
+"""In the run folder: the statistics of a run that has ended."""
+MOST = 100
+"""Most rounds of a window: ECCV 2022, FedGloSS and FedGF take 100, FedGMT 50."""
+SUFFIX = "_headline"
+"""Ending of the metric's name in W&B and in a sweep's file."""
+
+
+def last_rounds(rounds: int, eval_last: int = 1) -> int:
+    """Returns the number of rounds at the end of a run whose evaluations are averaged.
+
+    This is ``trainer.eval_last`` if that is set (above 1) and at most half of the rounds; otherwise a tenth of the
+    rounds, rounded up, and at most 100. So it never spans the whole training of a short run.
+
+    Args:
+        rounds: Rounds done.
+        eval_last: The setting of the run.
+    """
+    return eval_last if 1 < eval_last <= rounds / 2 else min(MOST, -(-rounds // 10))
+
+
+def window(lasts: Iterable[int]) -> str:
+    """Returns the head of a column of headlines, such as ``last 20``; ``last 5 to 20`` where runs differ in the number.
+
+    Args:
+        lasts: `last_rounds` of each run, at least one.
+    """
+    found = sorted(set(lasts))
+    return f"last {found[0]} to {found[-1]}" if len(found) > 1 else f"last {found[0]}"
+
+
+def window_of(folders: Iterable[Path]) -> str:
+    """Returns the `window` of runs from their folders; empty if none has a round.
+
+    Raises:
+        UserError: If a file of a run is damaged.
+    """
+    done = [(rounds_done(read_run(folder)), eval_last_of(folder)) for folder in folders]
+    lasts = [last_rounds(rounds, eval_last) for rounds, eval_last in done if rounds]
+    return window(lasts) if lasts else ""
+
+
+def eval_last_of(folder: Path) -> int:
+    """Returns ``trainer.eval_last`` of a run from its config; of a run from Python, the window of its ``summary.json``.
+
+    Raises:
+        UserError: If the file is not readable.
+    """
+    if configs := list(config_files(folder).values()):
+        trainer = read_config(configs[-1]).get("trainer")
+        value = trainer.get("eval_last") if isinstance(trainer, dict) else None
+    else:
+        value = read_json(folder / SUMMARY, dict, {}).get("last")
+    return value if isinstance(value, int) else 1
+
+
+def values(metric: str, pairs: Pairs, rounds: int, eval_last: int, last: int | None = None) -> list[float]:
+    """Returns the values of a metric whose mean is the headline.
+
+    Evaluations count in the last rounds, see `last_rounds`; if there is none, the last evaluation counts. A measure of
+    flatness counts with its last measurement, which belongs to the final model.
+
+    Args:
+        metric: Name of the metric.
+        pairs: Its values by round, at least one.
+        rounds: Rounds done.
+        eval_last: ``trainer.eval_last`` of the run.
+        last: Rounds at the end that count instead; None: as above.
+    """
+    if last is None and metric.startswith("flatness/"):
+        return [pairs[-1][1]]
+    recent = [value for at, value in pairs if at > rounds - (last or last_rounds(rounds, eval_last))]
+    return recent if recent or last else [pairs[-1][1]]
+
+
+def headline(run: Path, metric: str, at: float | None = None) -> float | None:
+    """Returns our number for a metric of a run.
+
+    Args:
+        run: The run folder.
+        metric: Name of the metric.
+        at: A round: the number is that of the first evaluation from there on, or of the last one.
+
+    Returns:
+        The mean of the values that count. None if the metric was not measured; NaN if one of the values is not finite,
+        as after a divergence: such a run is never the best, and neither a mean nor a comparison fails because of it.
+
+    Raises:
+        UserError: If a file of the run is damaged.
+    """
+    columns = read_run(run)
+    pairs = columns.get(metric)
+    if not pairs:
+        return None
+    if at is not None:
+        return next((value for t, value in pairs if t >= round(at)), pairs[-1][1])
+    return average(values(metric, pairs, rounds_done(columns), eval_last_of(run)))
 
 
 @dataclass(frozen=True)
@@ -27,11 +141,13 @@ class Summary:
         minutes: Minutes of all rounds: local training and aggregation, without evaluation and what callbacks measure.
         bits: Bits sent and uploaded in all.
         transmissions: Models sent and uploaded in all, per client of a cohort: 2 a round of FedAvg (FedGF, Table 3).
+        hours: Hours that the rounds would take on the clients' devices (``trainer.clock``).
         target: The value to reach, if one was given.
         target_round: First evaluated round that is as good, not smoothed.
         target_minutes: Minutes up to and with that round.
         target_bits: Bits up to and with that round.
         target_transmissions: Transmissions up to and with that round.
+        target_hours: Hours on the clients' devices up to and with that round.
         mode: Whether large (max) or small (min) values of the metric are good.
         flatness: Headline of each measure of flatness, by name.
         clients: Headline of each statistic over clients (``server/clients/...``, ``client/test/...``).
@@ -54,6 +170,8 @@ class Summary:
     target_minutes: float | None = None
     target_bits: float | None = None
     target_transmissions: float | None = None
+    hours: float | None = None
+    target_hours: float | None = None
     mode: Mode = "max"
     flatness: dict[str, float] = field(default_factory=dict)
     clients: dict[str, float] = field(default_factory=dict)
@@ -72,7 +190,7 @@ def summarise(
     Args:
         run: The run folder.
         last: Rounds at the end whose evaluations and measurements are averaged; None: those of the headline, see
-            `fl_lightning.results.headline`.
+            `fl_lightning.results.summary`.
         target: A value to be reached, in the unit of the metric, so accuracy is a fraction.
         metric: Name of the metric; None: what the data evaluate on the test set, accuracy or mIoU.
         mode: Whether large (max) or small (min) values of the metric are good; None: as `mode_of` says.
@@ -102,10 +220,8 @@ def summarise(
     )
     sign = 1 if mode == "max" else -1
     best_round, best = best_of(evaluated, mode)
-    reached = None
-    if target is not None:
-        as_good = (at for at, value in evaluated if sign * value >= sign * target and math.isfinite(value))
-        reached = next(as_good, None)
+    as_good = [] if target is None else [at for at, x in evaluated if sign * x >= sign * target and math.isfinite(x)]
+    reached = next(iter(as_good), None)
     headlines = {name: average(found) for name, found in counted.items() if found}
 
     def minutes(until: int) -> float | None:
@@ -114,6 +230,10 @@ def summarise(
 
     def at(name: str, until: int | None) -> float | None:
         return None if until is None else dict(columns.get(name, ())).get(until)
+
+    def hours(until: int | None) -> float | None:
+        seconds = at("clock/time_s", until)
+        return None if seconds is None else seconds / 3600
 
     return Summary(
         metric=metric,
@@ -133,7 +253,38 @@ def summarise(
         target_minutes=None if reached is None else minutes(reached),
         target_bits=at("comm/total_bits", reached),
         target_transmissions=at("comm/transmissions", reached),
+        hours=hours(rounds),
+        target_hours=hours(reached),
         mode=mode,
         flatness={name.removeprefix("flatness/"): x for name, x in headlines.items() if is_flatness(name)},
         clients={name: x for name, x in headlines.items() if is_of_clients(name)},
     )
+
+
+LAMBDA, LOSS = "flatness/lambda_max", "client/train/loss"
+
+
+def flatness_verdict(columns: Columns) -> str:
+    """Compares the last lambda_max with the highest one that was measured since the training loss had halved.
+
+    Before that, the model is near its initial values and in no minimum: a small lambda_max there says nothing.
+
+    Args:
+        columns: Metrics by name, as (round, value) pairs.
+
+    Returns:
+        A line with both values, or why there is no comparison; nothing if lambda_max was not measured twice.
+    """
+    values, losses = ([pair for pair in columns.get(name, ()) if math.isfinite(pair[1])] for name in (LAMBDA, LOSS))
+    if len(values) < 2 or not losses:
+        return ""
+    (_, start), (last, end) = losses[0], values[-1]
+    halved = next((at for at, loss in losses if loss <= start / 2), None)
+    if halved is None:
+        return f"no verdict, training loss fell from {start:.4g} to {min(loss for _, loss in losses):.4g}, not to half"
+    earlier = [pair for pair in values[:-1] if pair[0] >= halved]
+    if not earlier:
+        return f"no verdict, one lambda_max since training loss had halved (round {halved})"
+    at, peak = max(earlier, key=lambda pair: pair[1])
+    trend = "flatter" if end < peak else "sharper" if end > peak else "neither flatter nor sharper"
+    return f"{trend}, lambda_max {end:.4g} (round {last}), from {peak:.4g} (round {at})"

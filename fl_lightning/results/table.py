@@ -6,11 +6,18 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from textwrap import wrap
 
-from fl_lightning.results.compare import Group
-from fl_lightning.results.headline import window
-from fl_lightning.results.metrics import deviation, table_text
-from fl_lightning.results.names import METRICS, Mode, is_of_clients, known, mode_of, read_directions
-from fl_lightning.results.paired import Difference, difference
+from fl_lightning.results.compare import Difference, Group, difference
+from fl_lightning.results.metrics import (
+    METRICS,
+    Mode,
+    deviation,
+    is_of_clients,
+    known,
+    mode_of,
+    read_directions,
+    table_text,
+)
+from fl_lightning.results.summary import window
 from fl_lightning.results.terminal import divided
 
 TABLES = {
@@ -63,7 +70,7 @@ class Column:
             return "differences"
         if is_of_clients(self.of):
             return "clients"
-        return "costs" if self.to_target or self.of in ("minutes", "bits") else "results"
+        return "costs" if self.to_target or self.of in ("minutes", "bits", "hours") else "results"
 
     @property
     def in_paper(self) -> "Column":
@@ -145,6 +152,7 @@ def columns(groups: Sequence[Group], reference: Group | None = None) -> list[Col
     shown += [
         Column("minutes", "minutes", "minutes", form=",.2f"),
         Column("gigabytes", "GB", "bits", form=",.3f", scale=1 / 8e9),
+        Column("device_hours", "device hours", "hours", form=",.3g"),
     ]
     if first.target is not None:
         to = f"to {first.target:.4g}"
@@ -153,6 +161,11 @@ def columns(groups: Sequence[Group], reference: Group | None = None) -> list[Col
             Column("target_minutes", f"minutes {to}", "target_minutes", form=",.2f"),
             Column("target_gigabytes", f"GB {to}", "target_bits", form=",.3f", scale=1 / 8e9),
             Column("target_transmissions", f"models {to}", "target_transmissions", form=",.0f"),
+            *(
+                [Column("target_device_hours", f"device hours {to}", "target_hours", form=",.3g")]
+                if any(group.measured("hours") for group in groups)
+                else []
+            ),
         ]
         if reference is not None and (bits := reference.values("bits")):
             shown.append(Column("target_cost", "cost in B", "target_bits", form=",.2f", scale=1 / fmean(bits)))

@@ -1,21 +1,38 @@
 """Tables on the terminal: those that are too wide are divided, and no number is cut."""
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 from rich.cells import cell_len
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 TEXT = 30
 """Most characters in a line of a text, in a table that is too wide."""
 
 
+def filled(heads: Sequence[str], rows: Iterable[Iterable[str]], left: int = 1, **options: Any) -> Table:
+    """Returns a table.
+
+    Args:
+        heads: The heads of its columns.
+        rows: The cells of its rows.
+        left: Number of columns, from the first one on, that are flush left; the others are flush right.
+        options: Those of rich's Table.
+    """
+    table = Table(*heads[:left], *(Column(head, justify="right") for head in heads[left:]), **options)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
 def fitting(table: Table, width: int, keys: int = 1, text: int = TEXT) -> Iterator[Table]:
     """Yields the table; if it is too wide, tables of some of its columns each, to stand one below the other.
 
-    Numbers, which are the columns flush right, stay whole; heads and long texts are wrapped. A word of the
-    keys is broken only where they would leave no room for a number.
+    Numbers, which are the columns flush right, stay whole; heads and long texts are wrapped. Several keys that take
+    more than half of a line are shown once: the rows then have numbers, which each table repeats. A word of the keys is
+    broken only where they would leave no room for a number.
 
     Args:
         table: The table; its cells are text.
@@ -28,8 +45,8 @@ def fitting(table: Table, width: int, keys: int = 1, text: int = TEXT) -> Iterat
         head = [cell_len(word) for word in str(column.header).split()] or [0]
         body = max((_length(cell) for cell in column.cells), default=0)
         natural.append(max(cell_len(str(column.header)), body))
-        narrow = min(text, width // (2 * keys))
-        least.append(max(*head, body) if column.justify == "right" else min(max(*head, body), narrow))
+        number = column.justify == "right"
+        least.append(max(*head, body) if number else min(max(*head, body), text, width // (2 * keys)))
         words.append(min(max([*head, *map(cell_len, " ".join(map(str, column.cells)).split())]), text))
     between, edge = (3, 1) if table.box else (2, 0)
     room = width - edge
@@ -38,12 +55,18 @@ def fitting(table: Table, width: int, keys: int = 1, text: int = TEXT) -> Iterat
     if sum(natural) + between * len(natural) <= room:
         yield table
         return
+    if keys > 1 and sum(whole[:keys]) + between * keys > room / 2:
+        numbers = filled(["#"], [[str(i + 1)] for i in range(table.row_count)], left=0).columns
+        numbered = copy.copy(table)
+        numbered.columns = [*numbers, *table.columns]
+        yield from fitting(numbered, width, 1, text)
+        return
     parts = divided([size + between for size in least], room, keys)
-    for number, part in enumerate(parts):
+    for place, part in enumerate(parts):
         spare = room - sum(least[i] + between for i in part)
         shown = copy.copy(table)
         shown.columns = [copy.copy(table.columns[i]) for i in part]
-        shown.title, shown.caption = None if number else table.title, None if part is not parts[-1] else table.caption
+        shown.title, shown.caption = None if place else table.title, None if part is not parts[-1] else table.caption
         for i, column in zip(part, shown.columns, strict=True):
             more = max(0, min(natural[i] - least[i], spare))
             column.width, column.overflow, spare = least[i] + more, "fold", spare - more

@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from fl_lightning.core import PositiveInt, make_folder, read_json, require, write_atomically
-from fl_lightning.results.headline import SUFFIX, window_of
 from fl_lightning.results.metrics import average, read_run, rounds_done, write_table
-from fl_lightning.sweeps.file import Objective, Sweep
-from fl_lightning.sweeps.hyperband import StopEarly
-from fl_lightning.sweeps.search import Settings
+from fl_lightning.results.summary import SUFFIX, window_of
+from fl_lightning.sweeps.file import Objective, StopEarly, Sweep
+from fl_lightning.sweeps.parameters import Settings
 from fl_lightning.sweeps.trials import Build, Check, Outcome, Trial, name_of, newest_run, run_trials
-from fl_lightning.trainer.storage.lock import locked
-from fl_lightning.trainer.storage.run_folder import RunFolder
+from fl_lightning.trainer import RunFolder
+from fl_lightning.trainer.storage.run_folder import locked
 
 BATCH = 4
 """Fewest settings that bayes proposes at a time."""
@@ -84,8 +83,7 @@ class Controller:
                     if of_one[0].name not in self._settings:
                         self._settings[of_one[0].name] = settings, of_one
                         self.trials += of_one
-                early = self._early()
-                ended = run_trials(self.trials[known:], self.folder, build, jobs, early=early, check=check)
+                ended = run_trials(self.trials[known:], self.folder, build, jobs, early=self._early(), check=check)
                 stack.enter_context(closing(ended))
                 for found in ended:
                     yield self._record(found)
@@ -149,9 +147,8 @@ class Controller:
         """Returns the state of a trial, its rounds done, and its metric so far."""
         ended, folder = self.outcomes.get(trial.name), newest_run(trial, self.folder)
         done, value = rounds_done(read_run(folder)), self.objective.value(folder)
-        if ended is None:
-            return ("running" if done else "waiting"), done, value
-        return ("failed" if ended.error else "finished"), done, value
+        going = "running" if done else "waiting"
+        return going if ended is None else "failed" if ended.error else "finished", done, value
 
     def write(self) -> None:
         """Writes ``sweep.csv``, and the config of the best settings as ``best.yaml``."""

@@ -7,10 +7,9 @@ from pathlib import Path
 from rich.markup import escape
 from rich.table import Table
 
-from fl_lightning.results.headline import window_of
-from fl_lightning.results.measurements import last_measurements, protocol
-from fl_lightning.results.metrics import markdown, write_table
+from fl_lightning.results.metrics import last_measurements, markdown, protocol, write_table
 from fl_lightning.results.papers import COLUMNS, EVALUATED, MEASURED, Line
+from fl_lightning.results.summary import window_of
 from fl_lightning.results.table import tex
 from fl_lightning.sweeps.reproduction import column
 

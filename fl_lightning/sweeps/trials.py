@@ -17,14 +17,12 @@ from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.core import UserError, ensure, make_folder
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.results.configs import differences, read_config
-from fl_lightning.results.headline import SUMMARY
 from fl_lightning.results.metrics import read_run, rounds_done
-from fl_lightning.sweeps.hyperband import StopEarly
+from fl_lightning.results.summary import SUMMARY
+from fl_lightning.sweeps.file import StopEarly
 from fl_lightning.sweeps.workers import train_here, train_in_processes
-from fl_lightning.trainer import loop, parallel_runs
-from fl_lightning.trainer.storage.lock import InUse, check_unused, locked
-from fl_lightning.trainer.storage.run_folder import RunFolder
-from fl_lightning.trainer.trainer import FederatedTrainer
+from fl_lightning.trainer import FederatedTrainer, RunFolder, loop, parallel_runs
+from fl_lightning.trainer.storage.run_folder import InUse, check_unused, locked
 
 WIDTH = 32
 """Largest number of trials that are trained as one program."""
@@ -141,10 +139,9 @@ def run_trials(
     groups = deque(_groups(todo, -(-len(todo) // jobs) if jobs > 1 else WIDTH))
     train = partial(_train, folder, build, resume, early)
     starts: Counter[tuple[str, int]] = Counter()
-    several = jobs > 1 and len(groups) > 1
     place = (
         train_in_processes(train, groups, jobs, make_folder(folder, "folder") / LOG)
-        if several
+        if (jobs > 1 and len(groups) > 1)
         else train_here(train, groups)
     )
     with closing(place):
@@ -247,8 +244,7 @@ def _train(folder: Path, build: Build, resume: bool, early: StopEarly | None, tr
                 free.append(trial)
         if len(trials) == 1 and not ended and not free:
             time.sleep(POLL_S)
-        train = _together if len(free) > 1 else _alone
-        return ended + (train(folder, build, resume, early, free) if free else [])
+        return ended + ((_together if len(free) > 1 else _alone)(folder, build, resume, early, free) if free else [])
 
 
 def _together(
@@ -269,11 +265,10 @@ def _together(
     except Exception:  # such as one for lack of memory
         traceback.print_exc()
         return []
-    found = []
-    for trial, run in zip(trials, runs, strict=True):
-        error = broken.get(run)
-        found.append(_failed(trial, run.folder.path, error) if error else Outcome(trial, run.folder.path))
-    return found
+    return [
+        _failed(trial, run.folder.path, broken[run]) if run in broken else Outcome(trial, run.folder.path)
+        for trial, run in zip(trials, runs, strict=True)
+    ]
 
 
 def _alone(folder: Path, build: Build, resume: bool, early: StopEarly | None, trials: Sequence[Trial]) -> list[Outcome]:

@@ -1,1 +1,5 @@
 """A run: trainer, rounds, evaluation, clients' state, logs and checkpoints."""
+
+from fl_lightning.core.lazy import lazy
+
+__getattr__, __all__ = lazy(__name__, __file__)

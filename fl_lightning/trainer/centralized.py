@@ -68,8 +68,7 @@ class Epochs(L.Callback):
         after = pl_module.finish_round(trained, before, run.round_context(run.rounds_done))
         check_finite(run, after, run.rounds_done)
         trainer.save_checkpoint("in memory")
-        generator = global_generator(run.fabric.device).get_state()
-        training = {"lightning": self.memory.content, "generator": generator}
+        training = {"lightning": self.memory.content, "generator": global_generator(run.fabric.device).get_state()}
         run.apply(run.state.after_round(after, training=training), {})
         metrics = {
             "client/train/loss": float(trainer.callback_metrics["train/loss"]),

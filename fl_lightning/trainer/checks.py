@@ -6,8 +6,7 @@ from functools import partial
 from torch import Tensor, nn
 
 from fl_lightning.algorithms.parts.base import check_owners
-from fl_lightning.core import UserError, ensure, generator, variance_needed
-from fl_lightning.core.nested import map_tensors
+from fl_lightning.core import UserError, ensure, generator, map_tensors, variance_needed
 from fl_lightning.trainer.run import Run
 
 MISFIT = (RuntimeError, ValueError, IndexError, TypeError, AttributeError)

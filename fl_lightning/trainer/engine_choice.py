@@ -1,6 +1,7 @@
 """The engine of a run."""
 
 from collections.abc import Sequence
+from functools import partial
 
 from fl_lightning import engine
 from fl_lightning.engine import EngineName, Job
@@ -38,12 +39,16 @@ def choose_engine(runs: Sequence[Run]) -> None:
 
 
 def seconds_left(runs: Sequence[Run]) -> float:
-    """Returns the seconds that the rest of these runs trains as one program, estimated from one measured round."""
+    """Returns the seconds that the rest of these runs trains as one program, estimated from one measured round.
+
+    Nothing is compiled for that: it would take longer than many a run.
+    """
     run = runs[0]
     jobs, rounds = _sample(runs), (run.max_rounds - run.rounds_done) * run.objective.phases
+    make = partial(run.make_engine, compile=False)
     if run.settings.engine == "auto":
-        return engine.choose(run.make_engine, jobs, rounds, run.settings.compile).seconds
-    return rounds * engine.seconds(run.make_engine(run.settings.engine), jobs)
+        return engine.choose(make, jobs, rounds, compile=False).seconds
+    return rounds * engine.seconds(make(run.settings.engine), jobs)
 
 
 def _sample(runs: Sequence[Run]) -> list[Job]:

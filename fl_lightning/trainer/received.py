@@ -68,15 +68,13 @@ class Arrivals:
             ctx: The phase's context.
         """
         run, cohort, rule = self.run, self.cohort, self.run.aggregation
-        each = zip(cohort.clients, cohort.contexts, self.accepted, strict=True)
-        accepted = {k: ctx for k, ctx, yes in each if yes}
+        accepted = {k: ctx for k, ctx, yes in zip(cohort.clients, cohort.contexts, self.accepted, strict=True) if yes}
         uploads = rule.uploads(run.objective, [*accepted.values()], ctx, self.like)
         here = self._summed_here([*accepted])
         if not rule.by_rows or run.fabric.is_global_zero:
             arrived, clients = [*here.values()], [accepted[k] for k in here]
             rule.fill(uploads, Received(arrived, known, clients, server, ctx, run.seed, len(self.refused)))
-        shapes = rule.shapes(self.shapes, known)
-        collectives.reduce(run.fabric, uploads, shapes, self.like, run.settings.deterministic)
+        collectives.reduce(run.fabric, uploads, rule.shapes(self.shapes, known), self.like, run.settings.deterministic)
         return uploads
 
     def rows(self) -> dict[int, State]:
@@ -87,8 +85,7 @@ class Arrivals:
         new = {r.client: r.state.only(store.inits) for r in self.results if r.client not in refused}
         back = {k: (rank, owner) for k, (owner, rank) in self.cohort.moves.items() if k not in refused}
         received = collectives.exchange(self.run.fabric, back, new, store.shapes, self.like)
-        here = {k: row for k, row in new.items() if store.owns(k)}
-        return here | {k: State(row) for k, row in received.items()}
+        return {k: row for k, row in new.items() if store.owns(k)} | {k: State(row) for k, row in received.items()}
 
     def reasons(self) -> str:
         """Returns a text that names a value that is not finite, for each of the first refused clients."""

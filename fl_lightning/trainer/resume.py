@@ -1,5 +1,7 @@
 """Saves the checkpoints of a run, and restores a run from one."""
 
+import hashlib
+import inspect
 import math
 from collections.abc import Mapping
 from functools import partial
@@ -7,10 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import lightning
+import numpy
 import torch
+from torch import nn
 
-from fl_lightning.core import State, UserError, ensure, files
-from fl_lightning.core.frozen import constants, load_constants
+import fl_lightning
+from fl_lightning.core import Checked, State, UserError, constants, ensure, files, load_constants
+from fl_lightning.engine import EngineName
 from fl_lightning.results.configs import flatten
 from fl_lightning.trainer.aggregation.noise import NoiseKey
 from fl_lightning.trainer.participation import failures
@@ -18,9 +23,7 @@ from fl_lightning.trainer.run import Run, by_key
 from fl_lightning.trainer.runtime.collectives import all_gather_dict, exchange, on_rank_zero
 from fl_lightning.trainer.storage import checkpoint, records
 from fl_lightning.trainer.storage.checkpoint import REMEDY
-from fl_lightning.trainer.storage.lock import check_unused
-from fl_lightning.trainer.storage.run_folder import RunFolder
-from fl_lightning.trainer.unchanged import digest
+from fl_lightning.trainer.storage.run_folder import RunFolder, check_unused
 
 BLOCK = 1 << 24
 """Numbers that rank 0 receives at once for a checkpoint, or one row."""
@@ -52,8 +55,7 @@ def _fetch_rows(run: Run) -> None:
     for start in range(0, len(clients), number):
         moves = {k: (changed[k], 0) for k in clients[start : start + number]}
         rows = {k: row for k in moves if store.owns(k) and (row := store.row(k))}
-        received = exchange(fabric, moves, rows, store.shapes, store.w0)
-        store.stage({k: State(row) for k, row in received.items()})
+        store.stage({k: State(row) for k, row in exchange(fabric, moves, rows, store.shapes, store.w0).items()})
 
 
 def _write(run: Run, path: Path) -> None:
@@ -199,3 +201,57 @@ def _check_identity(path: Path, saved: Mapping[str, Any], here: Mapping[str, Any
             f"ckpt_path = {path}: made with {key} = {saved.get(key)!s:.60}, this run has {value!s:.60}; "
             "resume with the run's own config.yaml",
         )
+
+
+LEFT_OUT = ("accelerator", "strategy", "devices", "num_nodes", "engine", "callbacks", "loggers")
+"""Settings of which the digest has what became of them, and those whose objects change during a run."""
+
+
+def digest(run: Run, engine: EngineName) -> str:
+    """Returns a digest of settings, algorithm, data, versions and devices; what it cannot describe counts by its class.
+
+    Args:
+        run: The run.
+        engine: Its engine; "auto" says less than the one that was chosen.
+    """
+    config = run.settings.config
+    parts = [
+        engine,
+        _arguments(run.settings),
+        dict(run.objective.hparams) | _arguments(run.objective),
+        _arguments(run.data) | {"samples": run.data.fingerprint()},
+        config and {**config, "trainer": {**config["trainer"], "engine": None}},
+        [fl_lightning.__version__, str(torch.__version__), numpy.__version__],
+        [run.fabric.device.type, run.fabric.world_size, torch.get_num_threads()],
+    ]
+    return hashlib.sha256(repr(_plain(parts)).encode()).hexdigest()
+
+
+def _arguments(owner: object) -> dict[str, Any]:
+    """Returns the attributes of an object that its constructors' parameters name."""
+    names = {name for kind in type(owner).__mro__ if "__init__" in vars(kind) for name in _parameters(kind)}
+    found = {name: getattr(owner, name) for name in names - {*LEFT_OUT} if hasattr(owner, name)}
+    return {"class": type(owner).__qualname__, **found}
+
+
+def _parameters(kind: type) -> list[str]:
+    return list(inspect.signature(kind.__init__).parameters)  # type: ignore[misc]
+
+
+def _plain(value: Any) -> Any:
+    """Returns a value as nested lists of numbers and text, the same in every process."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Mapping):
+        return sorted(([str(name), _plain(item)] for name, item in value.items()), key=lambda pair: pair[0])
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    kind = value if isinstance(value, type) else type(value)
+    if isinstance(value, nn.Module):
+        return [repr(value), _plain(_public(value, bool | int | float | str))]
+    return [kind.__module__, kind.__qualname__, *([_plain(_public(value))] if isinstance(value, Checked) else [])]
+
+
+def _public(value: object, kind: Any = object) -> dict[str, Any]:
+    names = {name: item for name, item in vars(value).items() if not name.startswith("_")}
+    return {name: item for name, item in names.items() if isinstance(item, kind) and name != "training"}

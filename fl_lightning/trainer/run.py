@@ -14,12 +14,12 @@ from lightning.fabric.loggers.logger import Logger
 from torch import Tensor
 
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.core import Checked, ClientContext, FlatNet, RoundContext, State, generator
-from fl_lightning.core.frozen import constants, digest
+from fl_lightning.core import Checked, ClientContext, FlatNet, RoundContext, State, constants, generator
+from fl_lightning.core.frozen import digest
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.data.minibatches import Minibatches
 from fl_lightning.engine import ENGINES, Engine, EngineName, LocalResult
-from fl_lightning.results.names import Mode
+from fl_lightning.results.metrics import Mode
 from fl_lightning.trainer.aggregation.base import Aggregation, Mean, Plan
 from fl_lightning.trainer.evaluation import Evaluator, Split
 from fl_lightning.trainer.loggers import RunLogger
@@ -296,9 +296,9 @@ class Run:
         draw = generator(self.seed, "batches", ctx.t, self.objective.batches_of(ctx), client)
         return self.data.client_batches(client, self.settings.local_epochs, ctx.K, draw, self.dtype)
 
-    def make_engine(self, name: EngineName) -> Engine:
-        """Returns an engine for this run's objective."""
-        block, compile = self.settings.client_block, self.settings.compile
+    def make_engine(self, name: EngineName, compile: bool = True) -> Engine:
+        """Returns an engine for this run's objective; without ``compile`` not even one compiles that should."""
+        block, compile = self.settings.client_block, self.settings.compile and compile
         return ENGINES[name](self.objective, self.net, self.fabric.autocast, block, compile)
 
     def log(self, metrics: Mapping[str, float]) -> None:

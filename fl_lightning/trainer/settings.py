@@ -115,8 +115,12 @@ class Settings(Checked, key="trainer"):
         self.eval_every, self.eval_last = eval_every, eval_last
         self.sampler = UniformSampler(clients_per_round) if sampler is None else sampler
         self.faults, self.on_divergence = NO_FAULTS if faults is None else faults, on_divergence
-        remedy = "give a rule, such as Mean or CoordinateMedian"
-        require(type(aggregation) is not Aggregation, "trainer.aggregation", "Aggregation", remedy)
+        require(
+            type(aggregation) is not Aggregation,
+            "trainer.aggregation",
+            "Aggregation",
+            "give a rule, such as Mean or CoordinateMedian",
+        )
         ensure(
             aggregation is None or privacy is None,
             f"trainer.aggregation = {type(aggregation).__name__}: not under trainer.privacy, which sums clipped "

@@ -1,7 +1,5 @@
 """The state of a run, which a round replaces."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -59,7 +57,7 @@ class RunState:
         bits: int = 0,
         failed: Mapping[str, Sequence[int]] | None = None,
         training: Mapping[str, Any] | None = None,
-    ) -> RunState:
+    ) -> "RunState":
         """Returns the state after one more round.
 
         Args:

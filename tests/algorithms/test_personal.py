@@ -84,6 +84,7 @@ def test_what_stays_is_not_of_the_server(name: str, golden: Golden) -> None:
     assert {*sizes} <= {D - OWN, 1} and found.state.total_bits == 3 * 64 * objective.phases * sum(sizes)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("engine", ["sequential", "batched", "graphed"])
 def test_keep_all_is_local_training(engine: Any, golden: Golden) -> None:
     """To the bit: each participation of a client continues from its last one; nothing travels, the server rests."""

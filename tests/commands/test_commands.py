@@ -48,7 +48,7 @@ LIGHT = [
     "init folder",
     "compare ROW",
     "compare nothing",
-    "report ROW",
+    pytest.param("report ROW", marks=pytest.mark.slow),  # it draws all of its figures
     "ledger page ROW",
     "fit --model FedSAN",
     "fit --config quickstat",
@@ -58,6 +58,7 @@ LIGHT = [
 ]
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("args", LIGHT)
 def test_neither_torch_nor_lightning_is_imported(args: str, tmp_path: Path) -> None:
     row = Path(fl_lightning.__file__).parents[1] / "ledger/digits/alpha_100/FedGMT/seed_0"
@@ -78,6 +79,7 @@ def import_without_resource() -> None:
         importlib.import_module(f"fl_lightning.commands.{name}")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("line", "offers"),
     [
@@ -129,7 +131,7 @@ def test_help_lists_the_classes_of_a_setting(capsys: pytest.CaptureFixture[str])
     with pytest.raises(SystemExit):
         cli("fit", "--model.help=FedAvg")
     shown = " ".join(capsys.readouterr().out.split())
-    for name, classes in {"ascent": "Ascent, SAM, ASAM, LESAM", "parts": "by a dotted path"}.items():
+    for name, classes in {"ascent": "Ascent, SAM, ASAM, LESAM", "parts": "Compress, FlexLoRA, Personal"}.items():
         assert shown.rpartition(f"--model.{name} {name.upper()}")[2].partition("classes: ")[2].startswith(classes)
 
 
@@ -189,6 +191,7 @@ def test_last_says_what_it_takes(done: Path, tmp_path: Path, capsys: pytest.Capt
     assert out.startswith(f"last: {done}, round 2; settings that differ: trainer.max_rounds = 2 (here: 3)\n")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("command", ["fit", "test", "flatness"])
 @pytest.mark.parametrize(
     ("arg", "says"),

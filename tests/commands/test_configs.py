@@ -50,6 +50,7 @@ def test_every_name_is_listed_with_its_first_line(capsys: pytest.CaptureFixture[
     assert all(line.startswith("compositions/") for line in capsys.readouterr().out.splitlines())
 
 
+@pytest.mark.slow
 def test_the_command_line_takes_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     short = ["--trainer.max_rounds=1", "--trainer.callbacks=[]", f"--trainer.default_root_dir={tmp_path}"]
     cli("fit", "--config", "quickstart", "--config=compositions/swa", "--trainer.enable_progress_bar=false", *short)

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from fl_lightning import SGD, Arrays, Checkpoints, FedAvg, FederatedTrainer, UserError
 from fl_lightning.commands.corruptions import evaluate_corruptions, run
 from fl_lightning.core.rng import numpy_generator
-from fl_lightning.data.corruptions import CORRUPTIONS, corrupted_cifar
+from fl_lightning.data.images import CORRUPTIONS, corrupted_cifar
 from fl_lightning.data.samples import Batch
-from fl_lightning.results.corruptions import means, plot_corruptions, read
+from fl_lightning.results.numbers import means, plot_corruptions, read
 from tests.runs import cli
 
 N = 12
@@ -151,6 +151,7 @@ def test_clean_row_is_the_number_of_test(tmp_path: Path, policy: Any) -> None:
     assert float(predicted.double().mean()) < want  # the initial statistics give another number
 
 
+@pytest.mark.slow
 def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = [
         "--model=FedAvg", "--model.net=HsuCNN",

@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 
 from fl_lightning.commands.main import COMMANDS
-from fl_lightning.commands.shared import early
 from fl_lightning.commands.shared.cli import FederatedCLI
 from fl_lightning.commands.shared.configs import config_names
 from fl_lightning.commands.shared.index import FILE, help_of, index, keys_of
-from fl_lightning.commands.shared.messages import ArgumentsError, explain
+from fl_lightning.commands.shared.messages import ArgumentsError, check_early, explain
 from fl_lightning.core import UserError
 
 
+@pytest.mark.slow
 def test_the_index_is_that_of_the_code() -> None:
     # in a process of its own, since a help lists classes in the order in which they are imported
     command = [sys.executable, "-m", "tests.command_index", "--print"]
@@ -94,10 +94,11 @@ mine.yaml
 """.strip().splitlines()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("slip", SLIPS)
 def test_a_wrong_name_is_refused_in_the_same_words(slip: str) -> None:
     args = ["fit", *shlex.split(slip)]
-    found = line_of(early.check, *args)
+    found = line_of(check_early, *args)
     assert found is not None and found == line_of(FederatedCLI, *args)
 
 
@@ -125,7 +126,7 @@ def test_a_wrong_name_is_refused_in_the_same_words(slip: str) -> None:
 )
 def test_the_common_slips_get_the_right_key(slip: str, meant: str) -> None:
     config = [] if "ckpt" in slip else ["--config=quickstart"]
-    found = line_of(early.check, "fit", *config, *shlex.split(slip))
+    found = line_of(check_early, "fit", *config, *shlex.split(slip))
     assert found is not None and meant in found
 
 
@@ -152,7 +153,7 @@ def test_a_file_that_is_wrong_is_named(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.ckpt").write_bytes(b"x")
     (tmp_path / "half.yaml").write_text("model: {rho: 0.1")
-    found = line_of(early.check, "flatness", "--ckpt_path", "mine.ckpt")
+    found = line_of(check_early, "flatness", "--ckpt_path", "mine.ckpt")
     assert found == "ckpt_path = mine.ckpt: no config.yaml of its run lies above it; give --config"
     with pytest.raises(ArgumentsError) as error:
         FederatedCLI("fit", "--config=half.yaml")
@@ -213,10 +214,10 @@ def test_the_rest_is_left_to_the_parser(line: str, tmp_path: Path, monkeypatch: 
     monkeypatch.chdir(tmp_path)
     Path("here.yaml").write_text("model: my_methods.Mine  # a class of one's own\n")
     Path("model").write_text("class_path: FedAvg\n")  # a file is a setting's value, too
-    early.check("fit", *shlex.split(line))
+    check_early("fit", *shlex.split(line))
 
 
 def test_every_config_passes() -> None:
     for name in config_names():
         if not name.startswith("sweeps/"):
-            early.check("fit", f"--config={name}", "--trainer.max_rounds=3")
+            check_early("fit", f"--config={name}", "--trainer.max_rounds=3")

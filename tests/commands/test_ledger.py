@@ -12,8 +12,7 @@ import yaml
 from PIL import Image
 
 from benchmarks import claims
-from fl_lightning.results.ledger import rows
-from fl_lightning.results.ledger_page import page
+from fl_lightning.results.ledger import page, rows
 from tests.runs import DIGITS, cli
 
 LEDGER, DOCS = (Path(__file__).parents[2] / name for name in ("ledger", "docs"))
@@ -42,6 +41,7 @@ def run(ledger: Path) -> Path:
     return ledger / "runs" / "FedSAM" / "seed_1" / "version_0"
 
 
+@pytest.mark.slow
 def test_a_row_is_a_run_without_checkpoints_and_without_its_machine(ledger: Path) -> None:
     kept = {path.relative_to(ledger / "rows").as_posix() for path in (ledger / "rows").rglob("*") if path.is_file()}
     names = ("config.yaml", "metrics.csv", "row.json")
@@ -52,6 +52,7 @@ def test_a_row_is_a_run_without_checkpoints_and_without_its_machine(ledger: Path
     assert about["starts"][0]["engine"] == "sequential"
 
 
+@pytest.mark.slow
 def test_times_of_left_out_rounds_are_summed(ledger: Path) -> None:
     before, after = (list(csv.DictReader((folder / "metrics.csv").open())) for folder in (run(ledger), row(ledger)))
     assert [line["round"] for line in after] == ["3", "4", "6"]
@@ -118,6 +119,7 @@ def test_mistakes_are_a_line(ledger: Path, monkeypatch: pytest.MonkeyPatch, args
         cli("ledger", *args)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [path.stem for path in (DOCS / "ledger").glob("*.md") if path.stem != "claims"])
 def test_pages_of_the_docs_are_those_of_the_ledger(name: str) -> None:
     study, _, column = name.partition("_")
@@ -125,5 +127,6 @@ def test_pages_of_the_docs_are_those_of_the_ledger(name: str) -> None:
     assert (DOCS / "ledger" / f"{name}.md").read_text().startswith(text)
 
 
+@pytest.mark.slow
 def test_page_of_claims_is_that_of_the_ledger() -> None:
     assert claims.page() == (DOCS / "ledger" / "claims.md").read_text()

@@ -35,7 +35,7 @@ from fl_lightning.commands.plan import plan
 from fl_lightning.commands.shared.prediction import data_or_like, due, makespan
 from fl_lightning.core.errors import UserError
 from fl_lightning.data import images
-from fl_lightning.data.published import Published
+from fl_lightning.data.streaming import Published
 from tests.runs import DIGITS, cli, forked, metrics, newest
 
 

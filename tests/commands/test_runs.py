@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fl_lightning.trainer.storage.lock import LOCK, in_use, locked
+from fl_lightning.trainer.storage.run_folder import LOCK, in_use, locked
 from tests.runs import DIGITS, cli, forked, kill, run
 
 

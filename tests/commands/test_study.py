@@ -50,6 +50,7 @@ def test_the_first_free_number(tmp_path: Path) -> None:
         assert number_of(tmp_path, "surface.json") == following
 
 
+@pytest.mark.slow
 def test_nothing_that_was_measured_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = run("fit", root=tmp_path)
     path = f"--ckpt_path={folder / 'checkpoints' / 'last.ckpt'}"

@@ -109,6 +109,7 @@ def test_every_sweep_of_the_package_is_understood(name: str) -> None:
         assert str(getattr(found, "class_path", found)).endswith(str(value)) or found == pytest.approx(value)
 
 
+@pytest.mark.slow
 def test_what_the_agent_of_wandb_writes_is_understood() -> None:
     launch = pytest.importorskip("wandb.sdk.launch.sweeps.utils")
     values = {
@@ -151,17 +152,13 @@ def test_a_sweep_over_seeds(tmp_path: Path) -> None:
         cli("sweep", str(seeds), "--seeds=5,6", f"--out={tmp_path}")
 
 
+@pytest.mark.slow
 def test_values_make_a_grid_of_any_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    values = ["--values=model=FedAvg,FedSAM", "--values", "data.num_clients=6,8", "--seeds=3,4"]
+    values = ["--values=model=FedAvg,FedSAM", "--values", "data.num_clients=6,8", "--seeds=3"]
     cli("fit", "--model=FedAvg", *DIGITS, *values, f"--trainer.default_root_dir={tmp_path}")
     runs = {folder.parent.name for folder in tmp_path.glob("FedAvg-Digits/*/version_0")}
-    assert runs == {
-        f"model_{model}_num_clients_{n}_seed_{seed}"
-        for model in ("FedAvg", "FedSAM")
-        for n in (6, 8)
-        for seed in (3, 4)
-    }
-    assert "8 runs" in capsys.readouterr().out
+    assert runs == {f"model_{model}_num_clients_{n}_seed_3" for model in ("FedAvg", "FedSAM") for n in (6, 8)}
+    assert "4 runs" in capsys.readouterr().out
     with pytest.raises(SystemExit, match=r"values = model.mu=2: model.mu is there twice"):
         cli("fit", "--model=FedProx", *DIGITS, "--values=model.mu=1", "--values=model.mu=2")
 

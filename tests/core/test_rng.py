@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from zlib import crc32
 
+import numpy as np
 import pytest
 import torch
 
-from fl_lightning.core import generator, seeded
+from fl_lightning.core import generator, numpy_generator, seeded
 
 
 def draws(draw: Callable[[], torch.Tensor], device: str) -> list[torch.Tensor]:
@@ -16,6 +18,16 @@ def draws(draw: Callable[[], torch.Tensor], device: str) -> list[torch.Tensor]:
     with seeded(torch.device(device), 3, "net", 1):
         within = draw()
     return [first, within, draw()]
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2**32 - 1, 2**32, 2**70])
+def test_streams_are_those_of_numpys_seed_sequence(seed: int) -> None:
+    """Keys have any number of words."""
+    for keys in ((), (0,), (7, 0, 55), (2**32 - 1,), (2**32, 3), (1, 2**80)):
+        sequence = np.random.SeedSequence([seed, crc32(b"batches"), *keys])
+        expected = int(sequence.generate_state(1, np.uint64)[0])
+        assert generator(seed, "batches", *keys).initial_seed() == expected
+        assert numpy_generator(seed, "batches", *keys).random() == np.random.default_rng(sequence).random()
 
 
 def test_seeded_is_keyed_and_leaves_no_trace() -> None:

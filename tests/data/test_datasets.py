@@ -264,6 +264,7 @@ def test_faulty_datasets() -> None:
 # Documentation
 
 
+@pytest.mark.slow
 def test_code_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)

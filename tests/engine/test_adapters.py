@@ -17,12 +17,14 @@ from fl_lightning import (
     Arrays,
     FedAvg,
     FlatnessMonitor,
+    FlexLoRA,
     Frozen,
     LambdaMax,
     LocalObjective,
     LoRA,
     Sharpness,
     TextTransformer,
+    Trajectory,
     UserError,
     algorithms,
 )
@@ -44,7 +46,7 @@ class Small(nn.Sequential):
         super().__init__(nn.Flatten(), nn.Linear(72, 4), nn.ReLU(), nn.Linear(4, 3))
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize("name", algorithms.__all__)
 def test_every_algorithm_trains_what_is_not_frozen(name: str, tmp_path: Path) -> None:
     """On every engine the same; no frozen bit changes; what goes over the wire are the trained weights."""
@@ -123,6 +125,115 @@ def test_lora_on_every_engine(tmp_path: Path) -> None:
         assert_close(runs[-1], runs[0])
     assert runs[0].metrics["comm/total_bits"] == 2 * d * 64 * 3 * 3
     assert float(objective.flat.split(runs[0].server.w)["net.blocks.0.q.lora_B.default.weight"].abs().max()) > 0
+
+
+def test_curvature_by_layer_and_in_the_merged_space(tmp_path: Path) -> None:
+    """Blocks of dense Hessians: of the factors, and of a net without adapters and with the weights W + 8 B A."""
+    options: dict[str, Any] = {"samples": None, "tol": 1e-7, "iterations": 300}
+    measures = [LambdaMax(by_layer=True, **options), LambdaMax(merged=True, **options)]
+    measures.append(LambdaMax(by_layer=True, merged=True, parameters=["blocks.*"], **options))
+    monitor = FlatnessMonitor(1, measures)
+    run = train(
+        tmp_path,
+        FedAvg(net=lora()),
+        "sequential",
+        arrays=tokens(),
+        max_rounds=2,
+        clients_per_round=3,
+        callbacks=[monitor],
+    )
+    net, flat, start = transformer().double(), run.objective.flat, dict(transformer().double().named_parameters())
+    x, y = torch.cat(list(run.data.x_train)).view(-1, 6), run.data.y_train
+
+    def loss(*values: torch.Tensor) -> torch.Tensor:
+        output = torch.func.functional_call(net, dict(zip(names, values, strict=True)), (x,))
+        return nn.functional.cross_entropy(output, y)
+
+    def plain(*values: torch.Tensor) -> list[torch.Tensor]:
+        by = dict(zip(flat.names, values, strict=True))
+        found = [start[n] + 8 * by[f"net.{n[:-7]}.lora_B.default.weight"] @ by[f"net.{n[:-7]}.lora_A.default.weight"]
+                 for n in names[:2]]  # fmt: skip
+        return [*found, *(by[f"net.{n}"] for n in names[2:])]
+
+    def dense(f: Any, values: Any, some: slice) -> float:
+        rows = torch.autograd.functional.hessian(f, tuple(values))
+        matrix = [[b.reshape(values[i].numel(), -1) for b in row[some]] for i, row in enumerate(rows)][some]
+        return float(torch.linalg.eigvalsh(torch.cat([torch.cat(row, 1) for row in matrix])).max())
+
+    names = ["blocks.0.q.weight", "blocks.0.v.weight", *(n for n in start if n.startswith("head"))]
+    factors = list(flat.split(run.server.w).values())
+    with torch.no_grad():
+        weights = plain(*factors)
+    expected = {
+        "net_blocks_0_q": dense(lambda *v: loss(*plain(*v)), factors, slice(0, 2)),
+        "net_head_1": dense(lambda *v: loss(*plain(*v)), factors, slice(6, 8)),
+        "merged": dense(loss, weights, slice(None)),
+        "merged_blocks_0_v": dense(loss, weights, slice(1, 2)),
+    }
+    for name, value in expected.items():
+        assert run.metrics[f"flatness/{name}_lambda_max"] == pytest.approx(value, rel=1e-6), name
+    assert sum(name.endswith("lambda_max") for name in run.metrics) == 4 + 1 + 2
+
+
+def test_factors_of_which_only_b_is_trained(tmp_path: Path) -> None:
+    """A keeps its bits; the mean of the clients' products is the product of the means."""
+    objective = FedAvg(net=lora(factors="B", trained=[]))
+    run = train(
+        tmp_path,
+        objective,
+        "sequential",
+        arrays=tokens(),
+        max_rounds=2,
+        clients_per_round=2,
+        callbacks=[record := Trajectory()],
+    )
+    assert objective.flat.d == 2 * 2 * 8 and run.metrics["comm/total_bits"] == 2 * 2 * 2 * objective.flat.d * 64
+    A = objective.net.get_parameter("net.blocks.0.q.lora_A.default.weight")
+    assert torch.equal(A, lora().double().get_parameter("net.blocks.0.q.lora_A.default.weight"))
+    found = record.server[-1].w[:16].view(8, 2) @ A
+    products = [(int(run.data.client_sizes[k]), end.w[:16].view(8, 2) @ A) for k, end in record.local[-1].items()]
+    mean = sum(n * each for n, each in products) / sum(n for n, _ in products)
+    torch.testing.assert_close(found, mean, rtol=1e-12, atol=1e-15)
+
+
+def test_mean_of_products(tmp_path: Path) -> None:
+    """The server's product is the best approximation of the mean product, on every engine; bits are of factors."""
+    found, layers = [], ("net.blocks.0.q", "net.blocks.0.v")
+    for engine in ENGINES:
+        objective = FedAvg(net=lora(), ascent=SAM(0.05), parts=[FlexLoRA()])
+        options = {"arrays": tokens(), "clients_per_round": 3, "callbacks": [record := Trajectory()]}
+        run = train(tmp_path, objective, engine, **options)
+        flat, sizes = objective.flat, run.data.client_sizes
+        assert run.metrics["comm/total_bits"] == 3 * 3 * 2 * flat.d * 64
+        for t, results in enumerate(record.local):
+            after = flat.split(record.server[t + 1].w)
+            n = sum(int(sizes[k]) for k in results)
+            for layer in layers:
+                a, b = (f"{layer}.lora_{x}.default.weight" for x in "AB")
+                ends = [(int(sizes[k]) / n, flat.split(result.w)) for k, result in results.items()]
+                u, s, v = np.linalg.svd(sum(share * (end[b] @ end[a]).numpy() for share, end in ends))
+                best = u[:, :2] * s[:2] @ v[:2]
+                np.testing.assert_allclose((after[b] @ after[a]).numpy(), best, rtol=0, atol=1e-12)
+                assert s[2] > 1e-8  # the mean has a larger rank
+            head = sum(share * end["net.head.1.weight"] for share, end in ends)
+            torch.testing.assert_close(after["net.head.1.weight"], head, rtol=0, atol=1e-12)
+        found.append(record.server[-1].w)
+    for w in found[1:]:
+        torch.testing.assert_close(w, found[0], rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: FedAvg(net=Frozen(Small(), ["3"]), parts=[FlexLoRA()]), "needs a LoRA net that trains A and B"),
+        (lambda: FedAvg(net=lora(factors="B"), parts=[FlexLoRA()]), "needs a LoRA net that trains A and B"),
+        (lambda: algorithms.FedDyn(net=lora(), parts=[FlexLoRA()]), "take FedAvg or FedSAM"),
+        (lambda: algorithms.FedAvgM(net=lora(), parts=[FlexLoRA()]), "take FedAvg or FedSAM"),
+    ],
+)
+def test_products_of_what_cannot_have_them(make: Any, message: str) -> None:
+    with pytest.raises(UserError, match=f"^model.parts: FlexLoRA.*{message}"):
+        make()
 
 
 def fused(target: str) -> LoRA:

@@ -100,7 +100,7 @@ def assert_close(a: Run, b: Run) -> None:
     assert a.metrics["client/train/loss"] == pytest.approx(b.metrics["client/train/loss"], rel=1e-12)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", algorithms.__all__)
 def test_every_algorithm_on_every_engine(name: str, tmp_path: Path) -> None:
     """Unequal numbers of steps and samples, momentum, weight decay, clipping, augmentation, a decaying lr."""
@@ -114,7 +114,7 @@ def test_every_algorithm_on_every_engine(name: str, tmp_path: Path) -> None:
         assert_close(train(tmp_path, objective(), engine), sequential)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "options",
     [
@@ -222,6 +222,14 @@ def test_refuses_what_cannot_be_batched(objective: LocalObjective, engine: str, 
         train(tmp_path, objective, engine)
     assert "sequential" in str(error.value) and "\n" not in str(error.value)
     train(tmp_path, FedAvg(net=Net()), "sequential")
+
+
+def test_layer_norm_of_bfloat16_is_refused(tmp_path: Path) -> None:
+    """torch differentiates it under vmap in one dtype only."""
+    net = nn.Sequential(nn.Flatten(), nn.Linear(72, 8), nn.LayerNorm(8), nn.Linear(8, 3))
+    with pytest.raises(UserError, match=r"cannot be batched .*scalar type.*use sequential"):
+        train(tmp_path, FedAvg(net=net), "batched", precision="bf16-mixed")
+    train(tmp_path, FedAvg(net=net), "sequential", precision="bf16-mixed")
 
 
 class Noisy(LocalObjective):
@@ -346,6 +354,7 @@ class Casting(nn.Sequential):
         return super().forward(x.float())  # type: ignore[no-any-return]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("net", [Doubtful, Casting])
 def test_the_check_raises_no_false_alarm(net: type[nn.Module], precision: str, tmp_path: Path) -> None:

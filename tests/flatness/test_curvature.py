@@ -389,6 +389,7 @@ def test_processes_stop_together() -> None:
     assert loose.converged and loose.iterations == strict.iterations
 
 
+@pytest.mark.slow
 def test_nothing_is_touched() -> None:
     net = nn.Sequential(cnn(), nn.BatchNorm1d(3).double()).train()
     x, y = next(iter(data((40,))()))

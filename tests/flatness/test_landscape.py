@@ -530,6 +530,7 @@ FIGURES = {
 }
 
 
+@pytest.mark.slow
 def test_a_figure_is_written_the_same_again(tmp_path: Path) -> None:
     files = [save_figure(FIGURES["perturbation"](), tmp_path / name) for name in "ab"]
     assert [f.read_bytes() for f in files[0]] == [f.read_bytes() for f in files[1]]
@@ -539,7 +540,7 @@ def texts(figure: Figure) -> list[Text]:
     return [t for t in figure.findobj(Text) if t.get_visible() and t.get_text().strip()]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("name", FIGURES)
 def test_figure_is_fit_to_print(name: str, tmp_path: Path) -> None:
     figure = FIGURES[name]()

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from fl_lightning import DigitsMLP, UserError
-from fl_lightning.core import generator
+from fl_lightning.core import State, generator
 from fl_lightning.flower.messages import Message, NodeLost, row_of, version_in, version_of
 from fl_lightning.trainer.aggregation.noise import NoiseKey
 from tests.flower.nodes import Nodes, build, trained
@@ -31,6 +31,7 @@ FAULTS = [
 ]
 FAILED = ("refused", "dropped", "late")
 NORMED = "tests.flower.nodes.BatchNormed"
+METHODS = ("topk", "randk", "qsgd", "sign")
 NEW = ("FedTOGA", "LocalMuon", "FedMuon", "FedAdamW")
 CASES = {
     "FedSMOO": ["--model=FedSMOO"],
@@ -45,11 +46,12 @@ CASES = {
     "class counts": ["--model=FedLC"],
     **{p: ["--model=FedGAMMA", f"--model.net={NORMED}", f"--model.buffers={p}"] for p in ("average", "local", "reset")},
     **{name: [f"--model={name}"] for name in NEW},
+    **{m: ["--model=SCAFFOLD", "--model.parts+=Compress", f"--model.parts.method={m}"] for m in METHODS},
     "robust": ["--model=FedDyn", "--trainer.aggregation=CoordinateMedian"],
 }
 
 
-FURTHER = (*NEW, "FedGAMMA", "no state", "robust", "class counts", "average", "reset")
+FURTHER = (*NEW, *METHODS[1:], "FedGAMMA", "no state", "robust", "class counts", "average", "reset")
 
 
 @pytest.mark.parametrize(
@@ -92,6 +94,26 @@ def test_wire_is_what_the_algorithm_declares(tmp_path: Path) -> None:
             assert values.keys() == NAMES[name.partition(".")[0]]
             assert all(type(value) in (bool, int, float, str) for value in values.values())
     assert 32 * numbers == run.state.total_bits
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_codes_travel(method: str, tmp_path: Path) -> None:
+    """An upload is the bytes of its code, as many as the bits that are counted."""
+    nodes = Nodes(tmp_path, *CASES[method], "--trainer.max_rounds=2")
+    run = nodes.fit()
+    uploads = [upload for _, reply in nodes.log for upload in reply.tensors.values()]
+    down = [message.tensors["down"].values() for message, reply in nodes.log for _ in reply.tensors]
+    assert all(value.dtype == torch.uint8 for upload in uploads for value in upload.values())
+    sent = 8 * sum(value.nbytes for upload in uploads for value in upload.values())
+    received = 8 * sum(value.nbytes for values in down for value in values)
+    assert 0 <= sent + received - run.state.total_bits < 8 * 2 * len(uploads)
+    if method == "topk":  # a place that does not exist is refused
+        nodes.log.clear()
+        upload, like = {**uploads[0]}, torch.zeros(610)
+        upload["w"] = torch.full_like(upload["w"], 255)
+        (part,) = run.objective.parts
+        with pytest.raises(UserError, match=r"^its upload w has a place beyond its 610 numbers$"):
+            part.arrived(upload, State({"w": like}), None)  # type: ignore[arg-type]
 
 
 NAMES = {

@@ -185,6 +185,7 @@ COMPOSITION: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 def test_composition_in_a_file(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(COMPOSITION))
     root = f"--trainer.default_root_dir={tmp_path}"
@@ -240,6 +241,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
 def test_config_of_the_repository(config: Path, images: Path, tmp_path: Path) -> None:
     data = yaml.safe_load(config.read_text()).get("data", {})
@@ -253,7 +255,7 @@ def test_config_of_the_repository(config: Path, images: Path, tmp_path: Path) ->
     assert last(newest(tmp_path))["round"] == 2
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("fragment", FRAGMENTS, ids=lambda path: "-".join(path.parts[-2:]))
 def test_fragment_over_the_quickstart(fragment: Path, tmp_path: Path) -> None:
     """Presets and compositions: each is taken as it stands, and trains."""

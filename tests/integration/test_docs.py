@@ -68,10 +68,13 @@ def test_pages_hold_the_measured_numbers() -> None:
         assert fill(text) == text, f"{page.name} is out of date: run `python benchmarks/digits_table.py --draw`"
 
 
-def test_page_holds_the_measured_robustness() -> None:
-    fill = runpy.run_path(str(ROOT / "benchmarks" / "robustness.py"))["fill"]
-    text = (ROOT / "docs" / "robust.md").read_text()
-    assert fill(text) == text, "robust.md is out of date: run `python benchmarks/robustness.py --draw`"
+@pytest.mark.parametrize(
+    ("script", "page"), [("robustness.py --draw", "robust.md"), ("compression_table.py", "compression.md")]
+)
+def test_page_holds_what_a_script_has_measured(script: str, page: str) -> None:
+    fill = runpy.run_path(str(ROOT / "benchmarks" / script.partition(" ")[0]))["fill"]
+    text = (ROOT / "docs" / page).read_text()
+    assert fill(text) == text, f"{page} is out of date: run `python benchmarks/{script}`"
 
 
 @pytest.mark.parametrize("text", TEXTS, ids=name)

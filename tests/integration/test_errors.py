@@ -18,8 +18,7 @@ import yaml
 import fl_lightning
 from fl_lightning import DigitsMLP, UserError
 from fl_lightning.commands.main import COMMANDS
-from fl_lightning.commands.shared import early
-from fl_lightning.commands.shared.messages import ArgumentsError, explain
+from fl_lightning.commands.shared.messages import ArgumentsError, check_early, explain
 from tests.bad_inputs import COMPARED, bad_inputs, write_bad_files
 from tests.runs import DIGITS, cli, last, newest, process, run
 
@@ -50,7 +49,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def early_line(*args: str) -> str | None:
     try:
-        early.check(*args)
+        check_early(*args)
     except (UserError, ArgumentsError) as error:
         return f"error: {explain(error)}"
     return None
@@ -85,6 +84,7 @@ def shows(message: str, *parts: str) -> None:
         assert part in message
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("args", "key", "value", "remedy"),
     [

@@ -20,9 +20,8 @@ from benchmarks import paper_tables
 from benchmarks.paper_tables import BLOCK
 from fl_lightning.commands.shared.cli import FederatedCLI
 from fl_lightning.core.errors import UserError
-from fl_lightning.results.paper_figures import figure
 from fl_lightning.results.papers import PAPERS, Cell, find
-from fl_lightning.results.recipes import CODE, columns, recipe, rows
+from fl_lightning.results.recipes import CODE, columns, figure, recipe, rows
 from fl_lightning.sweeps.reproduction import figure_tasks, select, tasks
 from tests import generated
 from tests.runs import cli, last, metrics, newest
@@ -72,7 +71,7 @@ def path(file: Path) -> str:
     return str(file.relative_to(FOLDER))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("file", FILES, ids=path)
 def test_experiment_is_made(file: Path, parsed: FederatedCLI) -> None:
     made, settings = parsed.make(*small(file)), said(file)
@@ -81,7 +80,7 @@ def test_experiment_is_made(file: Path, parsed: FederatedCLI) -> None:
     assert made.data.num_clients == settings["data"]["init_args"].get("num_clients", 1)
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(27)
 @pytest.mark.parametrize("file", FILES, ids=path)
 @pytest.mark.filterwarnings("ignore:.*not the .* of the published data set:UserWarning")
 def test_experiment_trains(file: Path, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,6 +258,7 @@ PROGRAMS: dict[str, dict[str, float]] = {"fedsmoo/*": {"clip": 10.0}, "fedgmt/*"
 """Those that the texts do not mention and the authors' programs have, as docs/fidelity.md lists them."""
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("pattern", TEXTS)
 def test_config_has_the_values_of_the_text(pattern: str, parsed: FederatedCLI) -> None:
     files = [file for file in FILES if fnmatchcase(path(file).removesuffix(".yaml"), pattern)]

@@ -93,6 +93,7 @@ def path(golden: Golden, objective: type[LocalObjective], **options: Any) -> Ten
     return torch.stack([server.w for server in record.server])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("algorithm", "slot"), DUALS)
 @pytest.mark.parametrize("ascent", [None, "SAM"])
 def test_server_slot_is_the_mean_of_all_clients(golden: Golden, algorithm: Any, slot: str, ascent: str | None) -> None:
@@ -130,6 +131,7 @@ def test_methods_of_radius_zero(golden: Golden) -> None:
     assert (path(golden, FedLESAMS, rho=0.1) - scaffold).abs().max() > 1e-4
 
 
+@pytest.mark.slow
 def test_methods_of_neutral_options(golden: Golden) -> None:
     fedavg = path(golden, FedAvg)
     close(path(golden, FedSAM, rho=0), fedavg)
@@ -501,7 +503,7 @@ def test_fedavg_stays_off_by_its_known_bias(tmp_path: Path) -> None:
     assert (biased - torch.from_numpy((H[:, None] * B).sum(0) / H.sum())).norm() > 0.1
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("algorithm", "options"),
     [
@@ -536,6 +538,7 @@ def test_an_error_of_the_server_slot_shifts_the_fixed_point(
     close(gradient, -e, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("algorithm", "exact"), [(SCAFFOLD, True), (FedDyn, True), (FedAvg, False)])
 def test_eight_clients_of_unequal_work(tmp_path: Path, algorithm: Any, exact: bool) -> None:
     """f_i = h_i/2 ||w - b_i||^2, K_i from 3 to 8, half of the clients a round: the optimum, but for FedAvg."""
@@ -554,11 +557,12 @@ def test_eight_clients_of_unequal_work(tmp_path: Path, algorithm: Any, exact: bo
 
 TEXTS = [
     (algorithm, ascent)
-    for algorithm in map(vars(algorithms).get, algorithms.__all__)
+    for algorithm in (getattr(algorithms, name) for name in algorithms.__all__)
     for ascent in ([None] if algorithm in NO_ASCENT else [None, SAM(0.1), ASAM(0.3)])
 ]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("algorithm", "ascent"), TEXTS)
 def test_one_text_serves_one_client_and_a_cohort(algorithm: Any, ascent: Any) -> None:
     """The client's hooks on (clients, d) give what they give on each (d,)."""

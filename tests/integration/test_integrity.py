@@ -219,6 +219,7 @@ def test_fingerprint_has_the_pixels() -> None:
 # Config and log
 
 
+@pytest.mark.slow
 def test_configs_of_a_resumed_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first = (folder / "config.yaml").read_bytes()
     changed = ["--model.optimizer=SGD", "--model.optimizer.lr=0.02", "--data.batch_size=16"]

@@ -14,12 +14,12 @@ from torchvision.models import _api
 
 from fl_lightning import CIFAR10, CIFAR100
 from fl_lightning.commands import landscape
-from fl_lightning.data.corruptions import CORRUPTIONS
+from fl_lightning.data.images import CORRUPTIONS
 from fl_lightning.results.compare import compare
-from fl_lightning.results.paper_figures import figures
 from fl_lightning.results.papers import PAPERS
+from fl_lightning.results.recipes import figures
 from fl_lightning.results.report.files import read_group
-from fl_lightning.results.report.tables import papers
+from fl_lightning.results.report.page import papers
 from tests import generated
 from tests.runs import cli
 
@@ -109,6 +109,7 @@ def test_flatness_and_centralized_cells(
         assert float(row["difference"]) == pytest.approx(float(row["ours"]) - float(row["value"]))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("more", "message"),
     [
@@ -129,6 +130,7 @@ def test_settings_that_do_not_fit(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_dry_run_builds_with_the_users_settings_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -164,6 +166,7 @@ def pictures(folder: str) -> list[str]:
     return [str(path.relative_to(folder)) for path in found]
 
 
+@pytest.mark.slow
 def test_dry_run_of_a_figure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -193,6 +196,7 @@ def test_dry_run_of_many_figures(
         assert re.search(r"\d+ runs?, about", capsys.readouterr().out)
 
 
+@pytest.mark.slow
 def test_curves_of_a_figure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -204,6 +208,7 @@ def test_curves_of_a_figure(
         cli("reproduce", "fedgf", "fig7", "--rows=FedGF")
 
 
+@pytest.mark.slow
 def test_landscape_of_a_figure_in_the_same_directions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[object] = []
     surface = landscape.surface

@@ -79,7 +79,7 @@ def fit(root: Path, name: str, *more: Callback, ckpt_path: str | None = None, **
     return trainer.fit(make(name), data, ckpt_path).folder.path
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(15)
 @pytest.mark.parametrize("name", [*algorithms.__all__, "everything"])
 def test_same_bits(name: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {"sampler": BernoulliSampler(0.5), "engine": "graphed"} if name == "everything" else {}
@@ -136,6 +136,7 @@ def test_wandb_run_keeps_its_id(tmp_path: Path) -> None:
     assert {path.name for path in files} == {first.name}
 
 
+@pytest.mark.slow
 def test_kill_9(tmp_path: Path) -> None:
     """A real process, killed with its children between two checkpoints."""
     rounds = "--trainer.max_rounds=150"

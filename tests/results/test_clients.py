@@ -23,7 +23,7 @@ from fl_lightning.results.clients import (
     statistics,
 )
 from fl_lightning.results.compare import compare
-from fl_lightning.results.names import Mode, mode_of
+from fl_lightning.results.metrics import Mode, mode_of
 from fl_lightning.results.summary import summarise
 from fl_lightning.results.table import columns, latex
 from tests.results.folders import write

@@ -17,11 +17,10 @@ from fl_lightning.core import COLORS, COLUMN, PAGE
 from fl_lightning.results.compare import compare, find_runs, of_run
 from fl_lightning.results.configs import telling
 from fl_lightning.results.curves import curve, plot_curves, read
-from fl_lightning.results.metrics import write_table
-from fl_lightning.results.names import mode_of
-from fl_lightning.results.pivot import pivot
+from fl_lightning.results.metrics import mode_of, write_table
 from fl_lightning.results.summary import summarise
 from fl_lightning.results.table import Markup, cell, columns, is_best, label, latex, names, row
+from fl_lightning.results.varied import pivot
 from tests.results.folders import configured, write
 from tests.results.test_pivot import sweep
 from tests.runs import cli, run

@@ -10,23 +10,24 @@ import pytest
 
 from fl_lightning import UserError
 from fl_lightning.results.compare import compare
-from fl_lightning.results.importance import Tried, tried
+from fl_lightning.results.varied import Tried, tried
 from tests.results.test_pivot import sweep
 from tests.runs import cli
 
 
+@pytest.mark.slow
 def test_the_setting_that_decides_comes_first() -> None:
     """The metric falls with the logarithm of rho, depends a little on the class, and not at all on noise."""
     grid = [*product((0.01, 0.1, 1.0), ("SAM", "ASAM"), (1, 2, 3))]
     settings = {name: [str(row[i]) for row in grid] for i, name in enumerate(("rho", "ascent", "noise"))}
     values = [-math.log(rho) + 0.5 * (ascent == "SAM") for rho, ascent, _ in grid]
-    ranked, about = Tried(settings, values, "server/test/acc", "max").importances()
+    ranked, about = Tried(settings, values, "server/test/acc", "max").importances
     assert [each.name for each in ranked] == ["rho", "ascent", "noise"]
     rho, ascent, noise = ranked
     assert rho.lost > 1 > ascent.lost > 5 * abs(noise.lost) and rho.correlation < -0.9 and noise.correlation == 0
     assert math.isnan(ascent.correlation) and ascent.text()[3] == "" and rho.text()[3].startswith("-0.9")
     assert about.startswith("18 configs; ") and float(about.rpartition(" ")[2]) > 0.8
-    assert Tried(settings, values, "server/test/acc", "max").importances() == (ranked, about)
+    assert Tried(settings, values, "server/test/acc", "max").importances == (ranked, about)
 
 
 def test_a_line_for_each_config_ends_at_its_value() -> None:
@@ -41,6 +42,7 @@ def test_a_line_for_each_config_ends_at_its_value() -> None:
     assert axes.child_axes[0].get_ylim() == (0.5, 0.9)
 
 
+@pytest.mark.slow
 def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Settings that all have, of configs without a diverged run; the report has them where more than two vary."""
     values = {(lr, rho, size): [lr + rho, lr] for lr in (0.1, 0.2) for rho in (0.1, 0.3) for size in (8, 16)}
@@ -55,4 +57,4 @@ def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cli("report", str(root), f"--out={tmp_path / 'page'}")
     assert '<section id="sweep">' in (tmp_path / "page" / "report.html").read_text()
     with pytest.raises(UserError, match=r"^importance: 2 configs with a finite server/test/acc; it takes 5"):
-        tried(compare([root / f"{i}_seed_0" for i in (0, 1)])).importances()
+        _ = tried(compare([root / f"{i}_seed_0" for i in (0, 1)])).importances

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 from scipy.stats import ttest_rel
 
-from fl_lightning.results.compare import compare
-from fl_lightning.results.paired import difference
+from fl_lightning.results.compare import compare, difference
 from tests.results.folders import configured
 
 

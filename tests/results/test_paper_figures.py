@@ -11,8 +11,8 @@ import pytest
 from fl_lightning.commands.shared.paper_figures import DRAWN, LANDSCAPES, differing, panels
 from fl_lightning.core.errors import UserError
 from fl_lightning.results.numbers import plot_bars, plot_by_client, plot_lines
-from fl_lightning.results.paper_figures import Selection, figure, figures
 from fl_lightning.results.papers import PAPERS
+from fl_lightning.results.recipes import Selection, figure, figures
 from fl_lightning.sweeps.reproduction import figure_tasks, select, tasks
 
 ALL = [each for paper in PAPERS for each in figures(paper)]

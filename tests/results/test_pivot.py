@@ -10,7 +10,7 @@ import yaml
 
 from fl_lightning import UserError
 from fl_lightning.results.compare import compare
-from fl_lightning.results.pivot import pivot
+from fl_lightning.results.varied import pivot
 from tests.results.folders import configured
 from tests.runs import cli
 

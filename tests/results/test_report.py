@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from fl_lightning.commands.report import draw
 from fl_lightning.results.compare import compare
 from fl_lightning.results.report.files import read_group, spectra
-from fl_lightning.results.report.tables import Runs
+from fl_lightning.results.report.page import Runs
 from fl_lightning.results.table import Column, cell, columns, label
 from tests.results.folders import configured
 from tests.runs import cli, run
@@ -151,6 +151,7 @@ def reported(page: Path) -> Path:
     return page.parents[1] / "runs"
 
 
+@pytest.mark.slow
 def test_valid_and_without_an_outside_address(page: Path) -> None:
     text = page.read_text()
     found = Page(text)
@@ -226,6 +227,7 @@ def test_a_broken_file_is_named(name: str, folder: Path, tmp_path: Path) -> None
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of a real run, as a folder and as a file; what went wrong is one line, and nothing is written."""
     measured = "--trainer.callbacks.metrics=[LambdaMax, ClientEvaluation]"

@@ -13,10 +13,8 @@ from fl_lightning import UserError
 from fl_lightning.commands.shared.prediction import due
 from fl_lightning.results.compare import compare
 from fl_lightning.results.curves import curve_files, plot_curves
-from fl_lightning.results.headline import headline, last_rounds, window_of
-from fl_lightning.results.metrics import read_metrics
-from fl_lightning.results.names import Mode
-from fl_lightning.results.summary import summarise
+from fl_lightning.results.metrics import Mode, read_metrics
+from fl_lightning.results.summary import headline, last_rounds, summarise, window_of
 from fl_lightning.results.table import Markup, cell, columns, latex, row
 from fl_lightning.trainer.loggers import CSVLogger
 from fl_lightning.trainer.loggers.base import About
@@ -132,6 +130,7 @@ def test_one_headline_for_a_run(tmp_path: Path) -> None:
     assert window_of([tmp_path]) == "", "no round"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("worst", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("mode", ["max", "min"])
 def test_what_is_not_finite_neither_raises_nor_wins(worst: float, mode: Mode, tmp_path: Path) -> None:

@@ -31,8 +31,12 @@ def test_no_number_is_cut(width: int, boxed: bool) -> None:
     shown = console.file.getvalue()
     assert all(number in shown for row in NUMBERS for number in row) and "…" not in shown
     assert max(map(len, shown.splitlines())) <= width
-    assert shown.count("FedGloSS") == shown.count("0.05") == len(parts) and shown.count("results") == 1
-    assert [str(c.header) for part in parts for c in part.columns[2:]] == [*HEADS, "on"]
+    keys = 2 if width > 40 else 1  # at 40 columns two settings take more than half a line: the rows have numbers
+    repeated = ["model", "rho"] if keys == 2 else ["#"]
+    assert all([str(c.header) for c in part.columns[:keys]] == repeated for part in parts)
+    assert [str(c.header) for part in parts for c in part.columns[keys:]][-6:] == [*HEADS, "on"]
+    assert shown.count("FedGloSS") == shown.count("0.05") == (len(parts) if keys == 2 else 1)
+    assert shown.count("results") == 1
     assert (len(parts) == 1) == (width == 160) or width == 120
     if width >= 80:
         assert all(word in shown for word in text.split())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fl_lightning.results.verdict import flatness_verdict
+from fl_lightning.results.summary import flatness_verdict
 
 LOSS = [(t, 2.0 / t) for t in range(1, 101)]  # halves in round 2
 
@@ -16,16 +16,16 @@ def verdict(*values: tuple[int, float], loss: list[tuple[int, float]] | None = N
 def test_the_last_value_is_compared_with_the_highest_since_the_loss_has_halved() -> None:
     """Not with the first one, of an untrained net, and not with a higher one before."""
     text = verdict((1, 9.0), (5, 0.8), (35, 5.25), (50, 5.0), (100, 1.3))
-    assert text == "flatter, lambda_max 1.3 (round 100), before at most 5.25 (round 35)"
+    assert text == "flatter, lambda_max 1.3 (round 100), from 5.25 (round 35)"
     assert "neither flatter nor sharper" in verdict((5, 1.0), (100, 1.0))
     sharper = verdict((5, 0.8), (35, 0.7), (100, 1.3))
-    assert sharper == "sharper, lambda_max 1.3 (round 100), before at most 0.8 (round 5)"
+    assert sharper == "sharper, lambda_max 1.3 (round 100), from 0.8 (round 5)"
 
 
 def test_the_length_of_a_run_does_not_turn_it() -> None:
     """Rounds before the loss has halved never count, however few there are."""
     slow = [(t, 2.0 if t < 40 else 1.0) for t in range(1, 101)]
-    assert "at most 3 (round 40)" in verdict((10, 0.1), (40, 3.0), (100, 1.0), loss=slow)
+    assert "from 3 (round 40)" in verdict((10, 0.1), (40, 3.0), (100, 1.0), loss=slow)
     assert "flatter" in verdict((10, 0.1), (40, 3.0), (100, 1.0), loss=slow)
 
 

@@ -14,11 +14,10 @@ import yaml
 from fl_lightning.core import UserError
 from fl_lightning.results import metrics
 from fl_lightning.sweeps.controller import Controller
-from fl_lightning.sweeps.file import Sweep
-from fl_lightning.sweeps.hyperband import Hyperband, StopEarly
+from fl_lightning.sweeps.file import Hyperband, StopEarly, Sweep
 from fl_lightning.sweeps.trials import Built, Trial
 from fl_lightning.trainer.run import Callback, Run
-from fl_lightning.trainer.storage.lock import locked
+from fl_lightning.trainer.storage.run_folder import locked
 from tests.sweeps.test_trials import build
 
 

@@ -12,10 +12,8 @@ import pytest
 import yaml
 
 from fl_lightning.core import UserError
-from fl_lightning.sweeps.file import Objective, Sweep
-from fl_lightning.sweeps.hyperband import Hyperband
-from fl_lightning.sweeps.parameters import Parameter, flatten
-from fl_lightning.sweeps.search import Bayes, draws, grid
+from fl_lightning.sweeps.file import Hyperband, Objective, Sweep
+from fl_lightning.sweeps.parameters import Bayes, Parameter, draws, flatten, grid
 
 THEIRS = json.loads((Path(__file__).parents[1] / "golden" / "wandb_sweeps.json").read_text())
 

@@ -9,7 +9,7 @@ import pytest
 from fl_lightning.algorithms.parts.averaging import SWA
 from fl_lightning.commands.shared.cli import FederatedCLI
 from fl_lightning.core.errors import UserError
-from fl_lightning.sweeps.fraction import COUNTS, FACTORS, scaled, value
+from fl_lightning.sweeps.reproduction import COUNTS, FACTORS, scaled, value
 
 
 def config(**of: Any) -> dict[str, Any]:

@@ -17,10 +17,10 @@ import torch
 
 from fl_lightning import SGD, Checkpoints, Digits, DigitsMLP, FederatedTrainer, FedSAM, UserError
 from fl_lightning.sweeps import trials
-from fl_lightning.sweeps.hyperband import Hyperband, StopEarly
+from fl_lightning.sweeps.file import Hyperband, StopEarly
 from fl_lightning.sweeps.trials import Built, Trial, name_of, newest_run, run_trials
 from fl_lightning.trainer.run import Callback, Run
-from fl_lightning.trainer.storage.lock import locked
+from fl_lightning.trainer.storage.run_folder import locked
 from tests.runs import assert_same, metrics, state
 
 ROUNDS = 6
@@ -106,6 +106,7 @@ def test_trials_are_one_program_only_if_they_differ_in_numbers() -> None:
     assert trials._groups(heads, 32) == [heads[:1], heads[1:]]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("engine", ["batched", "graphed"])
 @pytest.mark.usefixtures("one_program")
 def test_those_that_end_early_leave_the_others_to_the_bit(engine: str, tmp_path: Path) -> None:

@@ -134,41 +134,46 @@ def test_the_live_table_shows_the_last_rounds(rows: int, tmp_path: Path) -> None
     assert isinstance(table, Table) and table.row_count == min(rows, 3)
 
 
-@pytest.mark.parametrize(("width", "height"), [(80, 24), (120, 40), (40, 10)])
-def test_the_live_table_fits_the_terminal(width: int, height: int, tmp_path: Path) -> None:
+def test_the_live_table_fits_the_terminal(tmp_path: Path) -> None:
     """As many rounds as there are lines; numbers are whole; columns that do not fit are named."""
     progress = Progress()
-    progress.console = Console(file=io.StringIO(), force_terminal=True, width=width, height=height, _environ={})
+    progress.console = Console(file=io.StringIO(), force_terminal=True, width=80, height=24, _environ={})
     run = fit(tmp_path, progress, FlatnessMonitor(every_n_rounds=2), rounds=40)
-    screen = Console(file=io.StringIO(), width=width)
-    screen.print(progress._view())
-    assert isinstance(screen.file, io.StringIO)
-    shown = screen.file.getvalue()
-    *rows, _ = shown.splitlines()
-    assert max(map(len, rows)) <= width and len(rows) < height
-    found = [line.split() for line in rows if line.split()[0].isdecimal()]
-    assert len(found) == min(40, height - 6) and found[-1][0] == "40" and "…" not in shown
     final = {name: pairs[-1][1] for name, pairs in metrics(run.folder.path).items()}
-    assert float(found[-1][1]) == pytest.approx(final["server/test/acc"], abs=1e-4)
-    assert ("too wide, see metrics.csv: " in shown) == (width == 40)
-    if width >= 80:
-        assert float(found[-1][-1]) == pytest.approx(final["flatness/discrepancy"], rel=1e-3, abs=1e-4)
+    for width, height in ((80, 24), (120, 40), (40, 10)):  # the terminal may change its size
+        progress.console = Console(file=io.StringIO(), force_terminal=True, width=width, height=height, _environ={})
+        screen = Console(file=io.StringIO(), width=width)
+        screen.print(progress._view())
+        assert isinstance(screen.file, io.StringIO)
+        shown = screen.file.getvalue()
+        *rows, _ = shown.splitlines()
+        assert max(map(len, rows)) <= width and len(rows) < height
+        found = [line.split() for line in rows if line.split()[0].isdecimal()]
+        assert len(found) == min(40, height - 6) and found[-1][0] == "40" and "…" not in shown
+        assert float(found[-1][1]) == pytest.approx(final["server/test/acc"], abs=1e-4)
+        assert ("too wide, see metrics.csv: " in shown) == (width == 40)
+        if width >= 80:
+            assert float(found[-1][-1]) == pytest.approx(final["flatness/discrepancy"], rel=1e-3, abs=1e-4)
 
 
-@pytest.mark.parametrize("width", [80, 120])
-def test_the_end_of_a_run_is_ten_lines(width: int, tmp_path: Path) -> None:
+def test_the_end_of_a_run_is_ten_lines(tmp_path: Path) -> None:
     """The headline with its rounds, and no protocol, which is in flatness.jsonl; TERM=dumb gets plain lines."""
     progress = Progress(min_seconds=3600)
-    dumb = {"TERM": "dumb", "COLUMNS": str(width)}
-    progress.console = Console(file=io.StringIO(), force_terminal=True, width=width, _environ=dumb)
+    dumb = {"TERM": "dumb", "COLUMNS": "80"}
+    progress.console = Console(file=io.StringIO(), force_terminal=True, width=80, _environ=dumb)
     run = fit(tmp_path, progress, FlatnessMonitor(every_n_rounds=2), rounds=20)
     assert isinstance(progress.console.file, io.StringIO)
     _, end = progress.console.file.getvalue().split("round 20/20")
-    _, *lines = end.splitlines()
-    assert len(lines) <= 10 and all(len(line) <= width for line in lines[:-1])
-    assert any(line.startswith("last 2 of 20 rounds: mean test accuracy") for line in map(plain, lines))
-    assert "flatness.jsonl" in end and "weight decay" not in end
-    assert plain(lines[-1]) == f"results: {run.folder.path}"
+    wide = Console(file=io.StringIO(), force_terminal=True, width=120, _environ={**dumb, "COLUMNS": "120"})
+    progress.console = wide
+    progress.on_fit_end(run)
+    assert isinstance(wide.file, io.StringIO)
+    for width, shown in ((80, end.partition("\n")[2]), (120, wide.file.getvalue())):
+        lines = shown.splitlines()
+        assert len(lines) <= 10 and all(len(line) <= width for line in lines[:-1])
+        assert any(line.startswith("last 2 of 20 rounds: mean test accuracy") for line in map(plain, lines))
+        assert "flatness.jsonl" in shown and "weight decay" not in shown
+        assert plain(lines[-1]) == f"results: {run.folder.path}"
 
 
 def plain(line: str) -> str:

@@ -30,7 +30,7 @@ from fl_lightning import (
 from fl_lightning.trainer import parallel_runs
 from fl_lightning.trainer.measurements import Discrepancy, LambdaMax, Updates
 from fl_lightning.trainer.run import Run
-from fl_lightning.trainer.storage.lock import check_unused
+from fl_lightning.trainer.storage.run_folder import check_unused
 from tests.runs import DIGITS, assert_same, ended, forked, group, metrics, newest, state
 
 OPTIONS = {"clients_per_round": 3, "accelerator": "cpu", "threads": 1, "enable_progress_bar": False}
@@ -217,6 +217,7 @@ class Mine(Callback):
             run.should_stop = True
 
 
+@pytest.mark.slow
 def test_a_second_run_of_a_trainer_is_as_the_first(tmp_path: Path) -> None:
     """With every callback of the package, Lightning's, and a user's; the second run is worse, and stops later."""
     mine, record = Mine(), Trajectory()

@@ -65,7 +65,7 @@ from fl_lightning.flatness import (
     surface,
 )
 from fl_lightning.flatness.neighbourhood import filter_scale
-from fl_lightning.results.measurements import last_measurements, protocol
+from fl_lightning.results.metrics import last_measurements, protocol
 from fl_lightning.trainer.callbacks.flatness_monitor import scalars
 from fl_lightning.trainer.measurements import MeasurementContext, dry_round
 from fl_lightning.trainer.run import Run
@@ -169,6 +169,7 @@ def net() -> nn.Module:
     return DigitsMLP(8)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("algorithm", [SCAFFOLD, FedSMOO, FedGF, FedGloSS, NaiveFedGloSS])
 def test_a_dry_round_is_the_next_one_and_leaves_nothing(algorithm: type[LocalObjective], tmp_path: Path) -> None:
     dry = DryRounds()
@@ -203,6 +204,7 @@ ALL: list[Measure] = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("algorithm", [FedGloSS, SCAFFOLD])
 def test_nothing_that_is_measured_changes_the_run(algorithm: type[LocalObjective], tmp_path: Path) -> None:
     plain = fit(tmp_path, algorithm(net(), ascent=SAM(0.05), optimizer=SGD(lr=0.1)))
@@ -411,6 +413,7 @@ def test_two_monitors_keep_their_own_state(tmp_path: Path) -> None:
     assert metrics(broken) == metrics(whole)
 
 
+@pytest.mark.slow
 def test_a_monitor_forgets_another_run(tmp_path: Path) -> None:
     monitor = tracking()
     first, second = (measurements(glosses(tmp_path, monitor).folder.path / "flatness.jsonl") for _ in range(2))
@@ -525,6 +528,7 @@ def test_flatness_on_processes(runs: dict[str, Path], tmp_path: Path) -> None:
     assert [r["value"] for r in there] == pytest.approx([r["value"] for r in here], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_flatness_of_another_matrix(runs: dict[str, Path], tmp_path: Path) -> None:
     """As a setting of each measure; figures have the names of their numbers."""
     density = "{class_path: SpectralDensity, init_args: {probes: 2, steps: 4, samples: 50, operator: gauss_newton}}"
@@ -562,6 +566,7 @@ def test_landscape(args: list[str], files: tuple[str, ...], runs: dict[str, Path
         assert all(float(row["loss"]) > 0 for row in csv.DictReader(file))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("same", [False, True])
 def test_directions_of_a_surface(
     same: bool, runs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -585,6 +590,7 @@ def test_directions_of_a_surface(
     assert {made[name]["protocol"]["directions"] for name in made} == {f"random, normalised by the filters of {of}"}
 
 
+@pytest.mark.slow
 def test_plane_and_line_through_checkpoints(runs: dict[str, Path], tmp_path: Path) -> None:
     a, b, c = (ckpt(runs[name]) for name in ("a", "b", "watched"))
     cli("landscape", "--ckpt_path", a, f"--compare=[{b},{c}]", "--kind=plane", "--points=3", f"--out={tmp_path}")

@@ -17,8 +17,7 @@ from torchmetrics.classification import MulticlassCalibrationError, MulticlassF1
 from fl_lightning import Arrays, Digits, DigitsMLP, FedAvg, FederatedTrainer, UserError
 from fl_lightning.algorithms.metrics import Scores
 from fl_lightning.data.tasks import TASKS
-from fl_lightning.results.metrics import read_metrics
-from fl_lightning.results.names import mode_of
+from fl_lightning.results.metrics import mode_of, read_metrics
 from fl_lightning.results.summary import summarise
 from fl_lightning.trainer.callbacks import Checkpoints
 from fl_lightning.trainer.run import Run

@@ -23,6 +23,7 @@ from fl_lightning import (
     UserError,
     algorithms,
 )
+from fl_lightning.engine import record
 from fl_lightning.trainer import parallel_runs
 from fl_lightning.trainer.run import Run
 from tests.algorithms.test_parts import TopK
@@ -58,6 +59,17 @@ def assert_equal(together: list[FederatedTrainer], alone: list[FederatedTrainer]
     assert not torch.equal(state(alone[0].run.folder.path)["server.w"], state(alone[1].run.folder.path)["server.w"])
 
 
+@pytest.mark.parametrize("engine", ["graphed", "auto"])
+def test_nothing_is_compiled_to_see_whether_one_program_is_faster(
+    engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainers = [run(tmp_path, seed, engine, compile=True, max_rounds=10**4) for seed in range(2)]
+    monkeypatch.setattr(record, "Compiled", None)
+    with trainers[0].environment():
+        runs = parallel_runs.start(trainers, [model(seed) for seed in range(2)], data(), [None] * 2)
+        assert isinstance(parallel_runs.pays(runs), bool)
+
+
 def test_two_runs_of_one_name_do_not_share_a_folder(tmp_path: Path) -> None:
     """With "last" both would continue in it; the lock holds within a process, too."""
     run(tmp_path, 0, "batched", max_rounds=1).fit(model(0), data())
@@ -66,7 +78,7 @@ def test_two_runs_of_one_name_do_not_share_a_folder(tmp_path: Path) -> None:
     assert last(newest(tmp_path))["round"] == 1
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("engine", ["sequential", "batched", "graphed"])
 @pytest.mark.parametrize("make", [algorithms.SCAFFOLD, FedGMT, algorithms.FedGloSS])
 def test_seeds(make: Any, engine: str, tmp_path: Path) -> None:
@@ -160,6 +172,7 @@ def test_what_cannot_be_one_program_is_told(other: Any, says: str, tmp_path: Pat
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_command_line(tmp_path: Path) -> None:
     args = ["--model=FedSAM", *DIGITS, "--trainer.engine=batched", f"--trainer.default_root_dir={tmp_path}"]
     with forked("fit", *args, "--seeds=3,5", "--values=model.rho=0.01,0.1", cwd=tmp_path) as child:

@@ -14,6 +14,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 
@@ -69,6 +70,10 @@ PARTS: dict[str, dict[str, Any]] = {
     **{kind.__name__: {"server_update": kind()} for kind in
        (fl.ServerUpdate, fl.ServerMomentum, fl.ServerAdam, fl.ServerAdagrad, fl.ServerYogi)},
     **{kind.__name__: {"averaging": kind()} for kind in (fl.SWA, fl.EMA, fl.LastTwo)},
+    "Compress": {"parts": [fl.Compress()]},
+    "Personal": {"parts": [fl.Personal(["bias"])]},
+    "Ditto": {"parts": [fl.Ditto()]},
+    "FlexLoRA": {"parts": [fl.FlexLoRA()], "net": fl.LoRA(nn.Sequential(nn.Linear(4, 4)), ["0"], rank=2)},
     "`relaxed_init`": {"relaxed_init": 0.1},
     **{f"`buffers: {policy}`": {"buffers": policy, "net": nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))}
        for policy in ("average", "local", "reset")},
@@ -179,6 +184,7 @@ def table() -> str:
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
+@pytest.mark.slow
 def test_page_has_the_table() -> None:
     assert TABLE.findall(PAGE.read_text()) == [table()], "run `python -m tests.trainer.test_private_outputs`"
 

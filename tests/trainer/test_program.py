@@ -23,7 +23,7 @@ ALGORITHMS = [
     for name, each in CLASSES.items()
     if isinstance(each, type) and issubclass(each, fl.LocalObjective) and each is not fl.LocalObjective
 ]
-QUICK = {"FedAvg", "FedSMOO", "FedGMT", "FedGF", "SCAFFOLD", "FedAdam", "NaiveFedGloSS"}
+QUICK = {"FedSMOO", "FedGMT", "FedAdam", "NaiveFedGloSS"}
 
 
 class Rounds(Callback):

@@ -41,6 +41,7 @@ class Part(Checked, key="model.parts"):
         shared: Names of the parameters that do not stay with clients; None: all.
         has_global_model: Whether the server's weights are a model; otherwise those of each client's own model are.
         references: For each of these uploads the value that clipping rules subtract first, as for `LocalObjective`.
+        packs: Whether clients are on other machines; then `local_end` may upload bytes, which `arrived` decodes.
     """
 
     client_state: Mapping[str, Init] = {}
@@ -53,10 +54,21 @@ class Part(Checked, key="model.parts"):
     shared: list[str] | None = None
     has_global_model: ClassVar[bool] = True
     references: Mapping[str, str | float] = {}
+    packs: bool = False
 
     def bind(self, flat: FlatSpec) -> Part:
         """Returns the part for one objective: itself, or a copy that depends on the layout of the weights."""
         return self
+
+    def attach(self, objective: Any) -> None:
+        """Takes from the objective what the part depends on, such as its uploads; once, after all constructors.
+
+        Args:
+            objective: The `LocalObjective`; nothing may have been declared of it later.
+
+        Raises:
+            UserError: If the part does not fit it.
+        """
 
     def local_lr(self, lr: float, ctx: RoundContext) -> float:
         """Returns the clients' learning rate in this round, given the one that it would be without this part."""
@@ -121,6 +133,14 @@ class Part(Checked, key="model.parts"):
         A part may change what the algorithm uploads, as compression does; the server averages the values returned here.
         """
         return upload, client
+
+    def arrived(self, upload: Upload, received: State, ctx: ClientContext) -> Upload:
+        """Returns the upload of a client on another machine, given what has travelled.
+
+        Raises:
+            ValueError: If this cannot be decoded.
+        """
+        return upload
 
     def bits(self, bits: Mapping[str, int], values: Mapping[str, Tensor], up: bool) -> Mapping[str, int]:
         """Returns the bits that each value takes on the wire, by name: the length of its encoding.

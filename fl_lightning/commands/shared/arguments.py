@@ -15,7 +15,7 @@ from fl_lightning.commands.shared.configs import find_config
 from fl_lightning.commands.shared.index import fitting_classes
 from fl_lightning.core import UserError, require
 from fl_lightning.results.yaml_text import NoValueError, load_yaml
-from fl_lightning.trainer.storage.run_folder import RunFolder
+from fl_lightning.trainer import RunFolder
 
 PARTS = ("trainer", "model", "data")
 """Parts of a config."""
@@ -60,8 +60,7 @@ def without(args: Sequence[str], *names: str) -> list[str]:
 
 def split(args: Sequence[str]) -> tuple[list[str], list[str]]:
     """Returns a subcommand's own arguments, and those that are settings of a run; they are `joined`."""
-    settings = [arg for arg in args if _option(arg) in SETTINGS]
-    return [arg for arg in args if _option(arg) not in SETTINGS], settings
+    return [arg for arg in args if _option(arg) not in SETTINGS], [arg for arg in args if _option(arg) in SETTINGS]
 
 
 def seeds_of(listed: str) -> list[int]:

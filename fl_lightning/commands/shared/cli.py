@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from textwrap import fill
 from typing import Any
 
@@ -16,12 +17,75 @@ import fl_lightning
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.commands.shared.arguments import PARTS, kept, model_of_configs, prepare
 from fl_lightning.commands.shared.parser import INDENT, Command, Parser, readable
-from fl_lightning.commands.shared.resume_check import to_continue
-from fl_lightning.core import generator, require
-from fl_lightning.core.secrets import LEFT_OUT, hidden
+from fl_lightning.core import LEFT_OUT, UserError, generator, hidden, require
 from fl_lightning.data import FederatedDataModule
-from fl_lightning.results.configs import flatten
-from fl_lightning.trainer.trainer import FederatedTrainer
+from fl_lightning.results.configs import differences, flatten, read_config
+from fl_lightning.trainer import FederatedTrainer, Kind, RunFolder, on_rank_zero
+from fl_lightning.trainer.storage import checkpoint
+
+OTHER_RUN = re.compile(r"(model|data|model\.ascent|model\.net(\..*)?|(.*\.)?(rho|seed)) = ")
+"""Settings in which a resumed run must agree; a change of others, such as the number of rounds, is only shown."""
+
+
+def to_continue(
+    trainer: FederatedTrainer,
+    model: LocalObjective,
+    data: FederatedDataModule,
+    ckpt_path: str | None,
+    kind: Kind = "federated",
+) -> str | None:
+    """Returns the checkpoint that a run continues from.
+
+    Of ``auto``, ``last`` and ``best`` it prints run and round, and the settings in which this config differs from that
+    run's.
+
+    Args:
+        trainer: The trainer, with its resolved config; its processes are launched for ``auto``.
+        model: The local objective.
+        data: The data.
+        ckpt_path: As given. With ``auto`` it is that of the newest run of this name with the same settings, but for
+            those that change no result; without one, None: a new run begins.
+        kind: Federated or centralized training.
+
+    Raises:
+        UserError: If there is no such run, or it is one of another seed, rho or net.
+    """
+    name = trainer.run_name(model, data, kind)
+    if ckpt_path == "auto":
+        trainer.launch()
+        # on a shared disk the processes may see different files
+        found = on_rank_zero(trainer.fabric, lambda: _of_same_config(trainer, trainer.default_root_dir / name))
+        if found is None:
+            trainer.fabric.print(f"auto: no run of this config in {trainer.default_root_dir / name}; a new one begins")
+            return None
+        path = Path(found)
+    elif ckpt_path in ("last", "best"):
+        path = RunFolder.find_checkpoint(ckpt_path, trainer.default_root_dir, name)
+    else:
+        return ckpt_path
+    run = RunFolder.of_checkpoint(path)
+    if not run.config.is_file():
+        return ckpt_path  # it was started from Python
+    differ = differences(read_config(run.newest_config), trainer.config)
+    if other := [line for line in differ if OTHER_RUN.match(line)]:
+        raise UserError(
+            f"ckpt_path = {ckpt_path}: the newest run, {run.path}, has {', '.join(other)}; name the run that you mean: "
+            f"--ckpt_path {path}"
+        )
+    differing = f"; settings that differ: {', '.join(differ)}" if differ else ""
+    trainer.fabric.print(f"{ckpt_path}: {run.path}, round {checkpoint.load(path)['round']}{differing}")
+    return str(path)
+
+
+def _of_same_config(trainer: FederatedTrainer, folder: Path) -> str | None:
+    """Returns the last checkpoint of the newest run in a folder that has this config."""
+    paths = folder.glob(f"version_*/{RunFolder.CHECKPOINTS}/last.ckpt")
+    for path in sorted(paths, key=lambda path: path.stat().st_mtime_ns, reverse=True):
+        config = RunFolder.of_checkpoint(path).newest_config
+        if config.is_file() and not differences(read_config(config), trainer.config):
+            return str(path)
+    return None
+
 
 for name in fl_lightning.__all__:  # a class goes by its bare name once it is imported
     getattr(fl_lightning, name)
@@ -53,8 +117,8 @@ class FederatedParser(Parser, LightningArgumentParser):
 
     def format_help(self, *args: Any, **kwargs: Any) -> str:
         """Returns the help: types in words, and of a setting's classes those of this package that fit its key."""
-        text: str = super(Parser, self).format_help(*args, **kwargs)
-        return readable(re.sub(r",\s+known\s+subclasses:([^)]*)\)", _own_classes, text))
+        whole = super(Parser, self).format_help(*args, **kwargs)
+        return readable(re.sub(r",\s+known\s+subclasses:([^)]*)\)", _own_classes, whole))
 
 
 def _own_classes(match: re.Match[str]) -> str:
@@ -67,8 +131,7 @@ def _own_classes(match: re.Match[str]) -> str:
     own = fitting or [name for name in public if "." not in keys[name] and keys[name] not in PARTS]
     if len(named) < len(paths) or not own:
         own.append("or a loss of torch.nn" if setting == "loss" else "or a dotted path" if own else "by a dotted path")
-    shown = f"classes: {', '.join(own)})"
-    return ",\n" + fill(shown, 80, initial_indent=INDENT, subsequent_indent=INDENT)
+    return ",\n" + fill(f"classes: {', '.join(own)})", 80, initial_indent=INDENT, subsequent_indent=INDENT)
 
 
 class FederatedCLI(Command, LightningCLI):
@@ -193,10 +256,9 @@ class FederatedCLI(Command, LightningCLI):
             if "trainer" in self.parameters:
                 asked, central = made.get("ckpt_path"), self.command == "centralized"
                 require(central or asked != "auto", "ckpt_path", asked, "give a checkpoint, last or best")
-                found = to_continue(
+                given["ckpt_path"] = to_continue(
                     made.trainer, made.model, made.data, asked, "centralized" if central else "federated"
                 )
-                given = {"ckpt_path": found}
             self.call(made, **given)
 
     @rank_zero_only

@@ -17,14 +17,10 @@ from torch import Tensor
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.core import Figure, ensure, make_folder, require, save_figure
 from fl_lightning.flatness import Batches, Values
-from fl_lightning.results.measurements import PROTOCOL
-from fl_lightning.results.metrics import write_table
-from fl_lightning.trainer.measurements import MeasurementContext
-from fl_lightning.trainer.measurements.base import Split
-from fl_lightning.trainer.run import Run
+from fl_lightning.results.metrics import PROTOCOL, write_table
+from fl_lightning.trainer import MeasurementContext, Run, RunFolder, Split
 from fl_lightning.trainer.runtime import collectives
 from fl_lightning.trainer.storage import checkpoint
-from fl_lightning.trainer.storage.run_folder import RunFolder
 
 V = TypeVar("V", bound=Values)
 Step = Callable[[int, int, str], None]
@@ -60,9 +56,8 @@ def number_of(folder: Path, file: str) -> str:
         folder: Their folder.
         file: The file that every such measurement writes, such as ``surface.json``.
     """
-    stem, suffix = Path(file).stem, Path(file).suffix
-    numbers = (f"_{k}" if k > 1 else "" for k in count(1))
-    return next(number for number in numbers if not (folder / f"{stem}{number}{suffix}").exists())
+    path, numbers = folder / file, (f"_{k}" if k > 1 else "" for k in count(1))
+    return next(number for number in numbers if not path.with_stem(f"{path.stem}{number}").exists())
 
 
 def labels_of(paths: Sequence[Path]) -> list[str]:

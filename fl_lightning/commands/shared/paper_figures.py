@@ -9,19 +9,24 @@ from fl_lightning.core import Figure, ensure, parse_json, save_figure
 from fl_lightning.flatness.plots import plot_spectrum
 from fl_lightning.results.clients import FILE as CLIENTS
 from fl_lightning.results.configs import read_config
-from fl_lightning.results.corruptions import plot_corruptions
 from fl_lightning.results.curves import draw_curves, read
-from fl_lightning.results.measurements import FILE as MEASUREMENTS
-from fl_lightning.results.measurements import Monitored, last_measurements
-from fl_lightning.results.metrics import FILE, average, read_metrics, read_numbers, write_table
-from fl_lightning.results.names import label as named
-from fl_lightning.results.numbers import plot_bars, plot_by_client, plot_lines
-from fl_lightning.results.paper_figures import PaperFigure
+from fl_lightning.results.metrics import (
+    FILE,
+    MEASUREMENTS,
+    Monitored,
+    average,
+    last_measurements,
+    read_metrics,
+    read_numbers,
+    write_table,
+)
+from fl_lightning.results.metrics import label as named
+from fl_lightning.results.numbers import plot_bars, plot_by_client, plot_corruptions, plot_lines
 from fl_lightning.results.papers import EVALUATED, MEASURED, our_number
+from fl_lightning.results.recipes import PaperFigure
 from fl_lightning.results.summary import summarise
-from fl_lightning.sweeps.fraction import value
-from fl_lightning.sweeps.reproduction import Task, column
-from fl_lightning.trainer.storage.run_folder import RunFolder
+from fl_lightning.sweeps.reproduction import Task, column, value
+from fl_lightning.trainer import RunFolder
 
 Made = Mapping[Task, Sequence[Path]]
 """The run folders of each task, one for each seed."""
@@ -90,16 +95,12 @@ def _landscape(figure: PaperFigure, runs: Mapping[str, Path], out: Path, points:
     """Runs ``landscape`` or ``interpolate`` on the checkpoints, with the paper's options."""
     first, *others = [str(RunFolder(run).last) for run in runs.values()]
     options = {"out": out, "labels": json.dumps([*runs]), **figure.options, **({"points": points} if points else {})}
-    given = [f"--{name}={_text(option)}" for name, option in options.items()]
+    given = [f"--{n}={str(option).lower() if isinstance(option, bool) else option}" for n, option in options.items()]
     if figure.draws == "line":
         FederatedCLI("interpolate", first, others[0], *given).run()
     else:
         given += [f"--ckpt_path={first}", f"--compare={json.dumps(others)}", f"--kind={figure.draws}"]
         FederatedCLI("landscape", *given).run()
-
-
-def _text(option: object) -> str:
-    return str(option).lower() if isinstance(option, bool) else str(option)
 
 
 def _title(figure: PaperFigure) -> str:
@@ -135,9 +136,8 @@ def _bars(figure: PaperFigure, made: Made, folder: Path) -> Figure:
 
 def _lines(figure: PaperFigure, made: Made, folder: Path) -> Figure:
     """Draws a panel for each setting that is tried."""
-    numbers = _numbers(figure, made, folder)
     found: dict[str, dict[str, list[tuple[float, list[float]]]]] = {}
-    for (task, values), place in zip(numbers.items(), _places(made), strict=True):
+    for (task, values), place in zip(_numbers(figure, made, folder).items(), _places(made), strict=True):
         assert task.setting is not None
         name, at = task.setting
         found.setdefault(name.rpartition(".")[2].replace("_", " "), {}).setdefault(place, []).append((at, values))

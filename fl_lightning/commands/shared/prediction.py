@@ -20,15 +20,19 @@ from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.core import State, UserError
 from fl_lightning.data import IID, FederatedDataModule, FromFile
 from fl_lightning.engine import ENGINES, LocalResult
-from fl_lightning.trainer.callbacks import Callback, FlatnessMonitor, Progress
-from fl_lightning.trainer.loggers import CSVLogger
+from fl_lightning.trainer import (
+    Attendance,
+    Callback,
+    CSVLogger,
+    Fabric,
+    FederatedTrainer,
+    FlatnessMonitor,
+    Progress,
+    Run,
+)
 from fl_lightning.trainer.measurements.clients import evaluate
-from fl_lightning.trainer.participation.faults import Attendance
 from fl_lightning.trainer.participation.samplers import draw
-from fl_lightning.trainer.run import Run
 from fl_lightning.trainer.runtime import collectives
-from fl_lightning.trainer.runtime.console import Fabric
-from fl_lightning.trainer.trainer import FederatedTrainer
 
 FEWEST, MOST, BUDGET = 4, 20, 5.0
 """Fewest and most rounds with clients that are measured, and the seconds after which no further one begins."""
@@ -229,8 +233,7 @@ def attendances(
     for t in range(trainer.max_rounds):
         clients, found = draw(trainer.sampler, t, data.num_clients, seed), list[Attendance]()
         for phase in range(phases):
-            asked = [steps(k) for k in clients]
-            found.append(trainer.faults.attendance(clients, asked, t, phase, trainer.seed))
+            found.append(trainer.faults.attendance(clients, [steps(k) for k in clients], t, phase, trainer.seed))
             clients = [*found[-1].steps]
         yield found
 

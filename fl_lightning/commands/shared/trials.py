@@ -6,15 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from rich.markup import escape
-from rich.table import Table
 
 from fl_lightning.commands.shared.arguments import prepare
 from fl_lightning.commands.shared.cli import FederatedCLI
 from fl_lightning.commands.shared.messages import ArgumentsError, explain
 from fl_lightning.commands.shared.output import show_table
 from fl_lightning.core import UserError
-from fl_lightning.results.metrics import average, deviation, read_run
-from fl_lightning.results.names import shown, title
+from fl_lightning.results.metrics import average, deviation, read_run, shown, title
+from fl_lightning.results.terminal import filled
 from fl_lightning.sweeps.trials import Built, Outcome, Trial, short
 from fl_lightning.trainer.callbacks.progress import Ending
 
@@ -65,22 +64,20 @@ def show(outcomes: Sequence[Outcome]) -> None:
         UserError: If a trial failed.
     """
     metrics = {o.trial.name: last_metrics(o.folder) for o in outcomes}
-    measured = dict.fromkeys(name for found in metrics.values() for name in found)
-    names = shown(measured)
+    names = shown(dict.fromkeys(name for found in metrics.values() for name in found))
     keys = list(dict.fromkeys(key for o in outcomes for key in o.trial.settings))
-    table = Table(*(key.rpartition(".")[2] for key in keys), *map(title, names))
-    table.title = f"{len(outcomes)} runs"
+    heads, rows = [*(key.rpartition(".")[2] for key in keys), *map(title, names)], []
     for o in outcomes:
-        cells = [escape(short(o.trial.settings.get(key, ""))) for key in keys]
+        cells, found = [escape(short(o.trial.settings.get(key, ""))) for key in keys], metrics[o.trial.name]
         if o.error:
             cells[-1] += " (broke off)"
-        found = metrics[o.trial.name]
-        table.add_row(*cells, *(f"{found[name]:.4f}" if name in found else "" for name in names))
+        rows.append([*cells, *(f"{found[name]:.4f}" if name in found else "" for name in names)])
     whole = [metrics[o.trial.name] for o in outcomes if not o.error]
     if len(whole) > 1 and keys == ["trainer.seed"]:
         values = [[found[name] for found in whole if name in found] for name in names]
-        table.add_row("mean ± sd", *(f"{average(v):.4f} ± {deviation(v):.4f}" if len(v) > 1 else "" for v in values))
-    show_table(table, len(keys) or 1)
+        means = [f"{average(v):.4f} ± {deviation(v):.4f}" if len(v) > 1 else "" for v in values]
+        rows.append(["mean ± sd", *means])
+    show_table(filled(heads, rows, len(heads), title=f"{len(outcomes)} runs"), len(keys) or 1)
     for o in outcomes:
         if o.folder is not None:
             print(f"results: {o.folder}")

@@ -134,7 +134,5 @@ def sizes(num_samples: int, num_clients: int, power: float) -> Indices:
     weights = np.arange(1.0, num_clients + 1) ** -power
     quota = (num_samples - least * num_clients) * weights / weights.sum()
     whole: Indices = np.floor(quota).astype(np.int64)
-    missing = num_samples - least * num_clients - whole.sum()
-    whole[np.argsort(whole - quota, kind="stable")[:missing]] += 1
-    whole += least
-    return whole
+    whole[np.argsort(whole - quota, kind="stable")[: (num_samples - least * num_clients - whole.sum())]] += 1
+    return whole + least

@@ -143,8 +143,7 @@ class FromFile(Partition):
 
 
 def _ordered(rows: Collection[str]) -> list[str]:
-    numbers = all(re.fullmatch(r"-?\d+", user, re.ASCII) for user in rows)
-    return sorted(rows, key=int) if numbers else list(rows)
+    return sorted(rows, key=int) if all(re.fullmatch(r"-?\d+", user, re.ASCII) for user in rows) else list(rows)
 
 
 def _integer(value: Any) -> int:

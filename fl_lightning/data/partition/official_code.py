@@ -81,8 +81,7 @@ class FLSAMDirichlet(Partition):
     by_class = True
 
     def __init__(self, alpha: Positive, imbalance: Annotated[float, Interval("[1, inf)")] = 2.0) -> None:
-        self.alpha = alpha
-        self.imbalance = imbalance
+        self.alpha, self.imbalance = alpha, imbalance
 
     def split(self, labels: Indices, num_clients: int, num_classes: int, seed: int) -> Sequence[Indices]:
         """See :meth:`Partition.__call__`."""

@@ -7,17 +7,94 @@ import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypedDict
 
 import yaml
 
-from fl_lightning.core import ensure, read_json
-from fl_lightning.core.secrets import hidden_text, hidden_words
+from fl_lightning.core import Interval, NonNegative, ensure, hidden_text, hidden_words, read_json
 from fl_lightning.results.clients import ClientTable, read_clients
 from fl_lightning.results.compare import Group, Seeds
 from fl_lightning.results.configs import config_files, read_config, settings_of
-from fl_lightning.results.measurements import last_measurements
-from fl_lightning.results.report.forms import Measured, Partition, Provenance, Reproduced
+from fl_lightning.results.metrics import Measurement, last_measurements
+
+
+class Code(TypedDict):
+    """Code of the working folder or the package."""
+
+    commit: str
+    changes: str | None
+    unknown_files: list[str]
+
+
+class Machine(TypedDict):
+    """The machine of a start."""
+
+    system: str
+    cpu: str
+    cores: int | None
+    threads: int
+    device: str
+    processes: int
+
+
+class Start(TypedDict):
+    """A start of a run."""
+
+    date: str
+    round: int
+    command: str
+    versions: dict[str, str]
+    machine: Machine
+    engine: str | None
+    precision: str
+    code: dict[str, Code | None]
+
+
+class Provenance(TypedDict):
+    """``provenance.json``."""
+
+    starts: list[Start]
+    changes: dict[str, str]
+
+
+class _Partition(TypedDict):
+    clients: int
+    classes: Annotated[int, Interval("[1, 1e5]")]
+    counts: list[dict[str, Annotated[int, Interval("[0, 1e15]")]]]
+
+
+class Partition(_Partition, total=False):
+    """``partition.json``."""
+
+    unit: str
+    names: list[str]
+
+
+class Measured(TypedDict):
+    """A file of the command ``flatness``."""
+
+    round: int
+    measurements: list[Measurement]
+
+
+class _Reproduced(TypedDict):
+    paper: str
+
+
+class Reproduced(_Reproduced, total=False):
+    """A paper's cell that a run reproduces."""
+
+    table: str
+    dataset: str
+    model: str
+    heterogeneity: str
+    participation: str
+    epochs: str
+    algorithm: str
+    metric: str
+    fraction: NonNegative
+    settings: str
+
 
 Json = dict[str, Any]
 
@@ -96,12 +173,11 @@ def _details(runs: Sequence[RunFiles], key: str) -> Iterator[tuple[str, Json]]:
 
 def _read(group: Group, folder: Path, seeds: Seeds) -> RunFiles:
     seed = f", seed {seeds[0]}" if seeds else f", {folder.name}"
-    configs = config_files(folder)
     return RunFiles(
         label=group.name + (seed if len(group.runs) > 1 else ""),
         folder=folder,
         settings=settings_of(folder),
-        config="\n".join(_text_of(path, round) for round, path in configs.items()),
+        config="\n".join(_text_of(path, round) for round, path in config_files(folder).items()),
         provenance=_provenance(folder / "provenance.json"),
         partition=_partition(folder / "partition.json"),
         clients=read_clients(folder),
@@ -112,8 +188,7 @@ def _read(group: Group, folder: Path, seeds: Seeds) -> RunFiles:
 
 
 def _text_of(config: Path, round: int) -> str:
-    text: str = yaml.safe_dump(read_config(config), sort_keys=False)
-    return (f"# after round {round}\n" if round else "") + text
+    return (f"# after round {round}\n" if round else "") + str(yaml.safe_dump(read_config(config), sort_keys=False))
 
 
 def _provenance(path: Path) -> Json:
@@ -137,8 +212,10 @@ def _partition(path: Path) -> Json:
 
 
 def _monitored(folder: Path) -> list[Json]:
-    last = last_measurements(folder).values()
-    return [{**found, "where": f"during the run, after round {found['round']}"} for found in last]
+    return [
+        {**found, "where": f"during the run, after round {found['round']}"}
+        for found in last_measurements(folder).values()
+    ]
 
 
 def _measured(folder: Path) -> list[Json]:

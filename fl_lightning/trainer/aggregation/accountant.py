@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal
 
-from fl_lightning.core import UserError
+from fl_lightning.core import UserError, imported
 from fl_lightning.trainer.participation.samplers import BernoulliSampler, CohortSampler, UniformSampler
 from fl_lightning.trainer.runtime.console import quiet
 
@@ -139,10 +139,6 @@ def cohorts(sampler: CohortSampler, m: int) -> dict[str, Any]:
 
 
 def _dp_accounting() -> Any:
-    try:
-        import dp_accounting
-        import dp_accounting.pld
-        import dp_accounting.rdp
-    except ImportError:
-        raise UserError("trainer.privacy: needs dp-accounting; pip install 'fl-lightning[privacy]'") from None
-    return dp_accounting
+    needs = "trainer.privacy: needs dp-accounting; pip install 'fl-lightning[privacy]'"
+    package, *_ = [imported(f"dp_accounting{part}", needs) for part in ("", ".pld", ".rdp")]
+    return package

@@ -1,7 +1,5 @@
 """The interface of the aggregation rules, which combine a cohort's uploads for the server step, and the mean."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -115,7 +113,7 @@ class Aggregation(Checked, key="trainer.aggregation"):
         """Text that must be the same when a run is resumed; None: the rule may change."""
         return None
 
-    def bind(self, plan: Plan) -> Aggregation:
+    def bind(self, plan: Plan) -> "Aggregation":
         """Returns the rule for one run.
 
         Raises:
@@ -184,8 +182,7 @@ class Aggregation(Checked, key="trainer.aggregation"):
 
     def fill(self, uploads: Uploads, received: Received) -> None:
         """Fills the averages by this rule, name by name: unweighted, and weighted by samples if models are."""
-        n = len(received.clients)
-        self.check(n, received.refused)
+        self.check(len(received.clients), received.refused)
         device = received.server.w.device
         counts = to_device([float(c.n_k) for c in received.clients], device, accumulator_dtype(device))
         kinds = [(torch.ones_like(counts), uploads.n), (counts, uploads.samples)]

@@ -1,7 +1,5 @@
 """Gaussian noise from a secret key, on a grid whose values do not depend on the data."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 import secrets
@@ -33,12 +31,12 @@ class NoiseKey:
     secret: bytes = field(repr=False)
 
     @classmethod
-    def fresh(cls) -> NoiseKey:
+    def fresh(cls) -> "NoiseKey":
         """Returns a new key from the entropy of the operating system."""
         return cls(secrets.token_bytes(BYTES))
 
     @classmethod
-    def of_seed(cls, seed: int) -> NoiseKey:
+    def of_seed(cls, seed: int) -> "NoiseKey":
         """Returns the key of a public seed, for tests and repeats: it protects nobody."""
         return cls(hashlib.shake_256(f"public seed {seed}".encode()).digest(BYTES))
 

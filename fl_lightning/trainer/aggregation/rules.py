@@ -1,7 +1,5 @@
 """Robust aggregation rules."""
 
-from __future__ import annotations
-
 import math
 from typing import Annotated
 
@@ -70,7 +68,7 @@ class NormClipping(WeightedSum):
     def __init__(self, clip: Positive | None = None) -> None:
         self.clip = clip
 
-    def bind(self, plan: Plan) -> NormClipping:
+    def bind(self, plan: Plan) -> "NormClipping":
         objective = plan.objective
         missing = [name for name in objective.wire[1] if name not in objective.all_references]
         ensure(

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fl_lightning.core import PositiveInt, UserError
-from fl_lightning.results.names import Mode, mode_of
+from fl_lightning.results.metrics import Mode, mode_of
 from fl_lightning.trainer import resume
 from fl_lightning.trainer.run import Callback, Run
 from fl_lightning.trainer.runtime import collectives

@@ -1,7 +1,5 @@
 """Flatness of the global and the local models during training."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +13,7 @@ from torch import Tensor
 from fl_lightning.core import Figure, PositiveInt, RoundContext, require
 from fl_lightning.engine import LocalResult
 from fl_lightning.flatness.plots import plot_density, plot_spectrum
-from fl_lightning.results.measurements import FILE
+from fl_lightning.results.metrics import MEASUREMENTS
 from fl_lightning.trainer.loggers import RunLogger
 from fl_lightning.trainer.measurements import (
     Measure,
@@ -75,7 +73,9 @@ class FlatnessMonitor(Callback):
         if run.fabric.is_global_zero:
             for metric in self.metrics:
                 metric.resume(run)
-            drop_later_rounds(run.folder.path / FILE, run.rounds_done, lambda line: int(json.loads(line)["round"]))
+            drop_later_rounds(
+                run.folder.path / MEASUREMENTS, run.rounds_done, lambda line: int(json.loads(line)["round"])
+            )
 
     def on_round_start(self, run: Run, ctx: RoundContext, cohort: list[int]) -> None:
         started = time.perf_counter()
@@ -124,7 +124,7 @@ class FlatnessMonitor(Callback):
     def _write(self, run: Run, measurements: Sequence[Measurement]) -> None:
         for measure in self._measures():
             measure.keep(run)
-        with (run.folder.path / FILE).open("a") as file:
+        with (run.folder.path / MEASUREMENTS).open("a") as file:
             for measurement in measurements:
                 file.write(json.dumps({"round": run.rounds_done, "seed": run.seed, **asdict(measurement)}) + "\n")
         label = f"{run.folder.label}, round {run.rounds_done}"

@@ -8,16 +8,11 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
-from rich.table import Column, Table
 
 from fl_lightning.core import NonNegative, NonNegativeInt, read_json
-from fl_lightning.results.headline import SUMMARY
-from fl_lightning.results.measurements import FILE
-from fl_lightning.results.metrics import FILE as METRICS
-from fl_lightning.results.metrics import best_of, read_metrics
-from fl_lightning.results.names import mode_of, shown, title
-from fl_lightning.results.terminal import fitting
-from fl_lightning.results.verdict import flatness_verdict
+from fl_lightning.results.metrics import FILE, MEASUREMENTS, best_of, mode_of, read_metrics, shown, title
+from fl_lightning.results.summary import SUMMARY, flatness_verdict
+from fl_lightning.results.terminal import filled, fitting
 from fl_lightning.trainer.callbacks.flatness_monitor import FlatnessMonitor
 from fl_lightning.trainer.run import Callback, Run
 
@@ -100,23 +95,20 @@ class Progress(Callback):
     def on_fit_end(self, run: Run) -> None:
         self._stop()
         columns = read_metrics(run.folder.metrics)
-        heads = (Column(head, justify="right") for head in ("last", "best", "at round"))
-        table = Table("", *heads, box=None)
-        for name in shown(columns):
-            at, best = best_of(columns[name], mode_of(name, None, run.directions))
-            table.add_row(title(name), _number(columns[name][-1][1]), _number(best), str(at))
-        self.console.print(table)
+        bests = {name: best_of(columns[name], mode_of(name, None, run.directions)) for name in shown(columns)}
+        rows = [[title(n), _number(columns[n][-1][1]), _number(best), str(at)] for n, (at, best) in bests.items()]
+        self.console.print(filled(["", "last", "best", "at round"], rows, box=None))
         if found := read_json(run.folder.path / SUMMARY, dict):
             spread = f" ± {_number(found['std'])}" if found["std"] else ""
-            mean = (
-                f"mean {title(found['metric'])} {_number(found['mean'])}{spread} of {found['evaluations']} evaluations"
+            mean = f"mean {title(found['metric'])} {_number(found['mean'])}{spread}"
+            self.console.print(
+                f"last {found['last']} of {found['rounds']} rounds: {mean} of {found['evaluations']} evaluations",
+                highlight=False,
             )
-            self.console.print(f"last {found['last']} of {found['rounds']} rounds: {mean}", highlight=False)
         seconds = sum(value for name in ("time/round_s", "time/flatness_s") for _, value in columns.get(name, ()))
         bits = run.metrics.get("comm/total_bits")
         wire = "" if bits is None else f", {bits / 8e6:,.1f} MB over the wire"
-        measured = any(isinstance(callback, FlatnessMonitor) for callback in run.callbacks)
-        protocol = f"; protocols: {FILE}" if measured else ""
+        protocol = f"; protocols: {MEASUREMENTS}" if any(isinstance(c, FlatnessMonitor) for c in run.callbacks) else ""
         self.console.print(f"{run.rounds_done} rounds in {seconds:.1f} s{wire}{protocol}", highlight=False)
         if verdict := flatness_verdict(columns):
             self.console.print(f"flatness: {verdict}", highlight=False, soft_wrap=not self.console.is_terminal)
@@ -127,13 +119,14 @@ class Progress(Callback):
             self._live.stop()
 
     def _view(self) -> Group:
-        heads = ["round", *map(title, self._columns)]
-        table = Table(*(Column(head, justify="right") for head in heads), box=None)
-        for row in list(self._recent)[-max(1, self.console.height - AROUND) :]:
-            table.add_row(f"{row['round']:.0f}", *(_number(row.get(name)) for name in self._columns))
+        rows = [
+            [f"{row['round']:.0f}", *(_number(row.get(name)) for name in self._columns)]
+            for row in list(self._recent)[-max(1, self.console.height - AROUND) :]
+        ]
+        table = filled(["round", *map(title, self._columns)], rows, left=0, box=None)
         first, *more = fitting(table, self.console.width)
         left = ", ".join(str(column.header) for part in more for column in part.columns[1:])
-        return Group(first, *([f"too wide, see {METRICS}: {left}"] if left else []), self._bar)
+        return Group(first, *([f"too wide, see {FILE}: {left}"] if left else []), self._bar)
 
 
 def _print_how_to_continue(run: Run) -> None:

@@ -21,8 +21,7 @@ Picture = Path | Callable[[], Figure]
 
 def needs(logger: str, *packages: str) -> None:
     """Refuses a logger if none of the packages that it can use is installed."""
-    asked = f"trainer.loggers = {logger}: needs {packages[0]}; pip install {packages[0]}"
-    ensure(any(map(find_spec, packages)), asked)
+    ensure(any(map(find_spec, packages)), f"trainer.loggers = {logger}: needs {packages[0]}; pip install {packages[0]}")
 
 
 def pixels(picture: Picture) -> np.ndarray:
@@ -31,8 +30,7 @@ def pixels(picture: Picture) -> np.ndarray:
 
     with style():
         (png,) = [picture.read_bytes()] if isinstance(picture, Path) else render(picture(), png={})
-    image: np.ndarray = np.rint(255 * imread(BytesIO(png))).astype(np.uint8)
-    return image
+    return np.asarray(np.rint(255 * imread(BytesIO(png))), np.uint8)
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,11 @@ import numpy as np
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.loggers import WandbLogger as LightningWandbLogger
 
-from fl_lightning.core import UserError, style
-from fl_lightning.core.files import FROZEN
+from fl_lightning.core import FROZEN, UserError, style
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.results.configs import config_files
-from fl_lightning.results.headline import SUFFIX, values
-from fl_lightning.results.metrics import average, best_of, read_run
-from fl_lightning.results.names import is_result, mode_of, read_directions
+from fl_lightning.results.metrics import average, best_of, is_result, mode_of, read_directions, read_run
+from fl_lightning.results.summary import SUFFIX, values
 from fl_lightning.trainer.loggers.base import About, FigureLogger, Picture, RunLogger
 
 Mode = Literal["offline", "online", "disabled"]
@@ -29,7 +27,7 @@ class WandbLogger(LightningWandbLogger, FigureLogger):
 
     W&B gets every metric; the best value of each in the summary, ``.max`` of accuracy and mIoU, ``.min`` of losses and
     lambda_max, beside the ``.last`` one; the headline as ``server/test/acc_headline``, fit for the metric of a sweep
-    (see `fl_lightning.results.headline`); the resolved config; the partition as heat map and histograms;
+    (see `fl_lightning.results.summary`); the resolved config; the partition as heat map and histograms;
     histograms over the clients; spectra, landscapes and curves as images, also those of ``fl-lightning flatness`` and
     ``landscape``; config and checkpoints as artifacts.
 
@@ -61,8 +59,9 @@ class WandbLogger(LightningWandbLogger, FigureLogger):
         self.project, self.group, self.tags = project, group, tags
         self.run_name, self.entity, self.log_model = name, entity, log_model
         # an agent of a sweep on W&B waits for the run
-        default = "online" if os.environ.get("WANDB_SWEEP_ID") else "offline"
-        self.mode = mode or os.environ.get("WANDB_MODE") or default
+        self.mode = (
+            mode or os.environ.get("WANDB_MODE") or ("online" if os.environ.get("WANDB_SWEEP_ID") else "offline")
+        )
         self.run: Any = None  # a W&B run
 
     @property

@@ -1,7 +1,5 @@
 """Base class of the measures, the context they get, and the measurements they return."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,7 +13,7 @@ from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.core import Checked, State, UserError, ensure, write_atomically
 from fl_lightning.engine import LocalResult
 from fl_lightning.flatness import Batches, Progress
-from fl_lightning.results.measurements import protocol
+from fl_lightning.results.metrics import protocol
 from fl_lightning.trainer.cohort import Cohort
 from fl_lightning.trainer.round import Round
 from fl_lightning.trainer.run import Run
@@ -88,7 +86,7 @@ class MeasurementContext:
     progress: Progress | None = None
 
     @classmethod
-    def between_rounds(cls, run: Run, cohort: Sequence[int] = ()) -> MeasurementContext:
+    def between_rounds(cls, run: Run, cohort: Sequence[int] = ()) -> "MeasurementContext":
         """Returns the context of a run whose next round has not begun."""
         return cls(run, run.global_model, run.server.w, run.server.w, cohort)
 

@@ -78,16 +78,14 @@ class ByClasses:
 
     def score(self, client: int, w: Tensor) -> Score:
         """See `OwnSamples`."""
-        held = self.weights[client] > 0
-        indices = held[self.run.data.y_test.cpu()].nonzero().flatten()
+        indices = (self.weights[client] > 0)[self.run.data.y_test.cpu()].nonzero().flatten()
         return self._weighted([client], self.run.evaluator.by_class(_batches(self.run, indices), w))[client]
 
     def scores(self, clients: Sequence[int], w: Tensor) -> Scores:
         """See `OwnSamples`."""
         run, fabric = self.run, self.run.fabric
         batches = run.data.eval_batches("test", run.dtype, (fabric.global_rank, fabric.world_size))
-        sums = collectives.all_reduce_sum(fabric, run.evaluator.by_class(batches, w))
-        return self._weighted(clients, sums)
+        return self._weighted(clients, collectives.all_reduce_sum(fabric, run.evaluator.by_class(batches, w)))
 
     def _weighted(self, clients: Sequence[int], sums: Tensor) -> dict[int, Score]:
         correct, losses, samples = sums.cpu().double()
@@ -199,8 +197,7 @@ class ClientEvaluation(Measure):
     def keep(self, run: Run) -> None:
         path = run.folder.path / FILE
         with writing(path), path.open("a", newline="") as file:
-            writer = csv.writer(file, lineterminator="\n")
-            writer.writerows(self._rows if file.tell() else [self._head, *self._rows])
+            csv.writer(file, lineterminator="\n").writerows(self._rows if file.tell() else [self._head, *self._rows])
 
     def resume(self, run: Run) -> None:
         drop_later_rounds(run.folder.path / FILE, run.rounds_done, lambda row: int(row.partition(",")[0]), head=1)

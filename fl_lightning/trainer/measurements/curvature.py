@@ -3,13 +3,15 @@
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from copy import copy
+from typing import Any, Literal, Self, cast
 
 import torch
 
 from fl_lightning import flatness
-from fl_lightning.core import Positive, PositiveInt, ensure, matching, require
-from fl_lightning.flatness import OPERATORS, Interrupted, Kind, Matrix, Mixture, Operator
+from fl_lightning.core import FlatSpec, Positive, PositiveInt, ensure, matching, require
+from fl_lightning.flatness import OPERATORS, Interrupted, Kind, Matrix, Mixture, Operator, layers
+from fl_lightning.nets.adapters import LoRA
 from fl_lightning.trainer.measurements.base import (
     Measure,
     Measurement,
@@ -32,30 +34,51 @@ class CurvatureMeasure(Measure):
         operator: hessian, gauss_newton (the generalized one), or fisher (the empirical one).
         parameters: Names of the parameters whose block is measured, with ``*``, ``?`` and ``[...]`` as in a shell, such
             as ``[head.*]``; null: all.
+        merged: Measure the loss as a function of the merged weights ``W + alpha/rank B A`` of a `LoRA` net, and of its
+            other trained parameters, instead of the factors A and B.
     """
 
-    def __init__(self, operator: Kind = "hessian", parameters: list[str] | None = None) -> None:
-        self.operator, self.parameters = operator, parameters
+    layer = ""
+
+    def __init__(self, operator: Kind = "hessian", parameters: list[str] | None = None, merged: bool = False) -> None:
+        self.operator, self.parameters, self.merged = operator, parameters, merged
 
     @property
     def prefix(self) -> str:
         """What the names of its numbers begin with."""
-        words = ["" if self.operator == "hessian" else self.operator, *(self.parameters or [])]
+        group = [self.layer] if self.layer else self.parameters or []
+        words = ["" if self.operator == "hessian" else self.operator, "merged" if self.merged else "", *group]
         name = re.sub("[^0-9A-Za-z]+", "_", "_".join(words)).strip("_")
         return name and f"{name}_"
 
     @property
     def protocol(self) -> dict[str, Any]:
         """The settings of a measurement that name its matrix."""
-        return {"operator": self.operator} | ({"parameters": " ".join(self.parameters)} if self.parameters else {})
+        given = {"parameters": " ".join(self.parameters or ()), "merged": self.merged}
+        return {"operator": self.operator, **{name: value for name, value in given.items() if value}}
 
     def matrix(self, loss: Mapping[str, Any]) -> Operator:
         """Returns the matrix of a loss, which `MeasurementContext.loss` and `local_loss` describe."""
+        if self.merged:
+            loss = {**loss, "model": loss["model"].merged(loss["at"]), "at": None}
         return OPERATORS[self.operator](**loss, parameters=self.parameters)
 
+    def spec(self, run: Run) -> FlatSpec:
+        """Returns the layout of the weights of which the loss is a function."""
+        net = run.objective.net
+        if not self.merged:
+            return run.net.spec
+        ensure(isinstance(net, LoRA), f"measure: merged = true: {type(net).__name__} has no adapters; set it to false")
+        return FlatSpec(cast(LoRA, net).merged())
+
+    def blocks(self, run: Run) -> list[Self]:
+        """Returns one measure for each matrix: itself."""
+        return [self]
+
     def check(self, run: Run) -> None:
+        names = self.spec(run).names
         if self.parameters is not None:
-            matching(run.net.spec.names, self.parameters)
+            matching(names, self.parameters)
 
 
 def check_measures(measures: Sequence[Measure], run: Run) -> None:
@@ -69,10 +92,10 @@ def check_measures(measures: Sequence[Measure], run: Run) -> None:
         if measure.of_global_model:
             run.objective.check_global_model(type(measure).__name__)
         measure.check(run)
-        if isinstance(measure, CurvatureMeasure):
-            other = matrices.setdefault(measure.prefix, measure.protocol)
+        for each in measure.blocks(run) if isinstance(measure, CurvatureMeasure) else ():
+            other = matrices.setdefault(each.prefix, each.protocol)
             same = "names differ by letters and digits only; measure one of the two, or write the pattern otherwise"
-            require(other == measure.protocol, "measure: parameters", f"{measure.parameters} beside {other}", same)
+            require(other == each.protocol, "measure: parameters", f"{each.parameters} beside {other}", same)
 
 
 class GlobalCurvature(CurvatureMeasure):
@@ -81,6 +104,7 @@ class GlobalCurvature(CurvatureMeasure):
     Args:
         samples: Size of the stratified sample of the training data; null: all.
         split: train, or test for the whole test set, as in the program of FedGloSS.
+        by_layer: Measure the block of each layer by itself: its weight and bias, or the factors of its adapter.
         **kwargs: As for `CurvatureMeasure`.
 
     Where some weights stay with clients (`Personal`), it is the block of the shared weights u of
@@ -89,15 +113,32 @@ class GlobalCurvature(CurvatureMeasure):
 
     of_global_model = False
 
-    def __init__(self, samples: PositiveInt | None = 1000, split: Split = "train", **kwargs: Any) -> None:
+    def __init__(
+        self,
+        samples: PositiveInt | None = 1000,
+        split: Split = "train",
+        by_layer: bool = False,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(**kwargs)
-        self.samples, self.split = samples, split
+        self.samples, self.split, self.by_layer = samples, split, by_layer
+
+    def blocks(self, run: Run) -> list[Self]:
+        if not self.by_layer:
+            return [self]
+        names, found = run.objective.shared or self.spec(run).names, []
+        for layer, its in layers(names if self.parameters is None else matching(names, self.parameters)).items():
+            found.append(copy(self))
+            found[-1].layer, found[-1].parameters = layer, its
+        return found
 
     def check(self, run: Run) -> None:
         super().check(run)
         shared, spec = run.objective.shared, run.net.spec.names
         stays = {*matching(spec, self.parameters)} - {*shared} if self.parameters and shared is not None else ()
         ensure(not stays, f"parameters = {self.parameters}: some stay with each client; take ClientLambdaMax for these")
+        problem = "measure: merged = true: some weights stay with each client; set it to false"
+        ensure(shared is None or not self.merged, problem)
 
     def estimate(self, matrix: Matrix, **options: Any) -> Any:
         """Calls the function of `fl_lightning.flatness` with seed and progress."""
@@ -120,20 +161,23 @@ class GlobalCurvature(CurvatureMeasure):
         """
         batches, n, what = context.train(self.samples, self.split)
         common: dict[str, Any] = {"data": what, "samples": n}
-        try:
-            if (shared := context.run.objective.shared) is None:
-                matrix: Matrix = self.matrix(context.loss(batches))
+        shared, measured = context.run.objective.shared, list[Measurement]()
+        for block in self.blocks(context.run):
+            if shared is None:
+                matrix: Matrix = block.matrix(context.loss(batches))
             else:
-                each = self._own(context, shared)
+                each = block._own(context, shared)
                 if not each:  # nobody has trained
                     return []
                 n = sum(size for size, _ in each)
                 common |= {"samples": n, "model": f"shared part of {len(each)} clients' own models"}
                 matrix = Mixture([(size / n, operator) for size, operator in each])
-            found = self.estimate(matrix, seed=context.run.seed, progress=context.progress)
-            return self.measurements(found, **common)
-        except Interrupted as stop:
-            raise Interrupted(self.measurements(stop.partial, **common)) from None
+            try:
+                found = block.estimate(matrix, seed=context.run.seed, progress=context.progress)
+                measured += block.measurements(found, **common)
+            except Interrupted as stop:
+                raise Interrupted([*measured, *block.measurements(stop.partial, **common)]) from None
+        return measured
 
     def _own(self, context: MeasurementContext, shared: list[str]) -> list[tuple[int, Operator]]:
         """Returns the block of what is shared at each client's own model, with its number of samples."""
@@ -178,8 +222,12 @@ class Spectrum(GlobalCurvature):
 
     def check(self, run: Run) -> None:
         super().check(run)
-        d = run.net.spec.d
-        require(self.k <= d, f"measure: {type(self).__name__}.k", self.k, f"the net has {d} weights; give at most {d}")
+        spec = self.spec(run)
+        sizes = dict(zip(spec.names, spec.numels, strict=True))
+        groups = [block.parameters for block in self.blocks(run)]
+        d = min(sum(sizes[name] for name in matching(spec.names, group or ["*"])) for group in groups)
+        what = "a layer" if self.by_layer else "the net" if self.parameters is None else "the group"
+        require(self.k <= d, f"measure: {type(self).__name__}.k", self.k, f"{what} has {d} weights; give at most {d}")
 
     def estimate(self, matrix: Matrix, **options: Any) -> flatness.Spectrum:
         """Returns the spectrum."""

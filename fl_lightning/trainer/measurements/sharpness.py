@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 import torch
 
+from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.core import Interval, NonNegative, Positive, PositiveInt, accumulator_dtype
 from fl_lightning.engine import LocalResult
 from fl_lightning.flatness import lpf, mean_loss, sharpness
@@ -17,6 +18,7 @@ from fl_lightning.trainer.measurements.base import (
     dry_round,
     local_loss,
 )
+from fl_lightning.trainer.measurements.curvature import LambdaMax
 from fl_lightning.trainer.run import Run
 from fl_lightning.trainer.runtime import collectives
 
@@ -210,14 +212,14 @@ class CohortLoss(LocalMean):
         batches, n, what = context.union(context.cohort)
         before, after = (mean_loss(**context.loss(batches, w)) for w in (context.before, context.after))
         local, m = self.mean(context)
-        drop = Measurement(
-            name="loss_drop_cohort",
-            value=before - after,
-            model="models before and after the round",
-            data=what,
-            samples=n,
+        found = (
+            ("loss_drop_cohort", before - after, "models before and after the round"),
+            *([("loss_gap", abs(after - local), "aggregated and local models")] if m else []),
         )
-        gap = Measurement(
-            name="loss_gap", value=abs(after - local), model="aggregated and local models", data=what, samples=n
-        )
-        return [drop, gap] if m else [drop]
+        return [Measurement(name=name, value=x, model=model, data=what, samples=n) for name, x, model in found]
+
+
+def default_measures(objective: LocalObjective | None = None) -> list[Measure]:
+    """Returns the measures that are taken if none are given, of those that an objective has."""
+    measures: list[Measure] = [LambdaMax(), Discrepancy()]
+    return [m for m in measures if objective is None or objective.has_global_model or not m.of_global_model]

@@ -67,9 +67,12 @@ class Stragglers(Checked, key="trainer.faults.stragglers"):
         sigma: NonNegative = 0.5,
         speeds: list[Positive] | None = None,
     ) -> None:
-        key = "trainer.faults.stragglers"
-        ordered = speeds is None or (len(speeds) == 2 and speeds[0] <= speeds[1])
-        require(ordered, f"{key}.speeds", speeds, "give the lowest, above 0, and the highest, as in [0.5, 2]")
+        require(
+            speeds is None or (len(speeds) == 2 and speeds[0] <= speeds[1]),
+            "trainer.faults.stragglers.speeds",
+            speeds,
+            "give the lowest, above 0, and the highest, as in [0.5, 2]",
+        )
         self.deadline, self.late, self.sigma, self.speeds = deadline, late, sigma, speeds
 
     def speed(self, client: int, seed: int) -> float:
@@ -110,8 +113,12 @@ class Corrupt(Checked, key="trainer.faults.corrupt"):
         factor: Positive = 1.0,
         each_round: bool = False,
     ) -> None:
-        key = "trainer.faults.corrupt"
-        require(kind != "scale" or factor != 1, f"{key}.factor", factor, "with kind scale give another than 1")
+        require(
+            kind != "scale" or factor != 1,
+            "trainer.faults.corrupt.factor",
+            factor,
+            "with kind scale give another than 1",
+        )
         self.share, self.kind, self.factor, self.each_round = share, kind, factor, each_round
 
     def clients(self, t: int, m: int, seed: int) -> frozenset[int]:
@@ -145,9 +152,8 @@ class Corrupt(Checked, key="trainer.faults.corrupt"):
                 return reference - self.factor * delta
             case "scale":
                 return reference + self.factor * delta
-        noise = torch.randn(value.shape, generator=draw, dtype=value.dtype)
         size: Tensor = self.factor * torch.linalg.vector_norm(delta) / math.sqrt(value.numel())
-        return value + size * to_device(noise, value.device)
+        return value + size * to_device(torch.randn(value.shape, generator=draw, dtype=value.dtype), value.device)
 
 
 @lru_cache(maxsize=4)
@@ -184,9 +190,9 @@ class Faults(Checked, key="trainer.faults"):
         stragglers: Stragglers | None = None,
         corrupt: Corrupt | None = None,
     ) -> None:
-        key = "trainer.faults"
-        self.available = read_trace(available, f"{key}.available") if isinstance(available, str) else available
-        require(self.available != [], f"{key}.available", [], "give at least one round")
+        key = "trainer.faults.available"
+        self.available = read_trace(available, key) if isinstance(available, str) else available
+        require(self.available != [], key, [], "give at least one round")
         self.drop_before, self.drop_after = drop_before, drop_after
         self.stragglers, self.corrupt = stragglers, corrupt
 

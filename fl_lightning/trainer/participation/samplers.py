@@ -112,8 +112,9 @@ class ReplaySampler(CohortSampler):
     """
 
     def __init__(self, rounds: list[list[int]] | str) -> None:
-        given = read_trace(rounds, "trainer.sampler.rounds") if isinstance(rounds, str) else rounds
-        self.rounds: Sequence[Sequence[int]] = given
+        self.rounds: Sequence[Sequence[int]] = (
+            read_trace(rounds, "trainer.sampler.rounds") if isinstance(rounds, str) else rounds
+        )
 
     def check(self, rounds: int, m: int) -> None:
         ensure(

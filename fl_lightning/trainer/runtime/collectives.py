@@ -260,8 +260,7 @@ def all_gather_dict(fabric: Fabric, mine: Mapping[int, V]) -> dict[int, V]:
     everyone: list[Mapping[int, V]] = [mine] * fabric.world_size
     if fabric.world_size > 1:
         dist.all_gather_object(everyone, mine)
-    merged = {client: value for part in everyone for client, value in part.items()}
-    return dict(sorted(merged.items()))
+    return dict(sorted({client: value for part in everyone for client, value in part.items()}.items()))
 
 
 def gather_states(state: Tensor, group: Any = None) -> list[Tensor]:
@@ -286,9 +285,8 @@ def all_reduce_sum(fabric: Fabric, mine: Tensor) -> Tensor:
 
 def total(fabric: Fabric, mine: int) -> int:
     """Returns the sum of a whole number over all processes."""
-    if fabric.world_size == 1:
-        return mine  # no wait for a GPU
-    return int(all_reduce_sum(fabric, torch.tensor(mine, device=fabric.device)))
+    alone = fabric.world_size == 1  # no wait for a GPU
+    return mine if alone else int(all_reduce_sum(fabric, torch.tensor(mine, device=fabric.device)))
 
 
 def reduce(

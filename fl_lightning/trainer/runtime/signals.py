@@ -1,7 +1,5 @@
 """Signals that end a run: the first one breaks it off, and no later one disturbs the saving."""
 
-from __future__ import annotations
-
 import signal
 import threading
 from collections.abc import Iterator
@@ -11,7 +9,7 @@ from typing import Any
 
 SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1") if hasattr(signal, name)]
 """Ctrl-C, kill and a cluster's time limit, a closed terminal, SLURM's warning."""
-_active: Interruption | None = None
+_active: "Interruption | None" = None
 
 
 class Interruption:
@@ -33,7 +31,7 @@ class Interruption:
         self.holding = False
         self._before: dict[int, Any] = {}
 
-    def __enter__(self) -> Interruption:
+    def __enter__(self) -> "Interruption":
         global _active
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:

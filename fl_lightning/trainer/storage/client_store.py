@@ -184,8 +184,7 @@ class ClientStore:
             if client in self._pending:
                 ahead[client] = None  # commit puts the row here
             elif client in self._index:
-                known = self._ahead.get(client)
-                ahead[client] = known or self._thread.submit(self._disk.read, self._index[client])
+                ahead[client] = self._ahead.get(client) or self._thread.submit(self._disk.read, self._index[client])
         self._ahead = ahead
 
     def state_dict(self, pin: bool = False) -> dict[str, Any]:
@@ -209,10 +208,9 @@ class ClientStore:
         for client in self._pending:
             (rows if client in self._placed else index).pop(client, None)
         ids = sorted(rows)
-        stacked = {name: torch.stack([rows[k][name].cpu() for k in ids]) for name in self.inits} if ids else {}
         return {
             "ids": torch.tensor(ids, dtype=torch.int64),
-            "rows": stacked,
+            "rows": ({name: torch.stack([rows[k][name].cpu() for k in ids]) for name in self.inits} if ids else {}),
             "w0": self.w0.cpu(),
             "file": None if self._file is None else self._file.state(index, pin),
         }

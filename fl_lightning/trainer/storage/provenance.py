@@ -19,11 +19,10 @@ from zlib import crc32
 import torch
 
 import fl_lightning
-from fl_lightning.core import UserError, fits, write_atomically
-from fl_lightning.core.secrets import hidden_text, hidden_words
+from fl_lightning.core import UserError, fits, hidden_text, hidden_words, write_atomically
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.data.histogram import histogram
-from fl_lightning.results.names import DIRECTIONS, Mode, mode_of
+from fl_lightning.results.metrics import DIRECTIONS, Mode, mode_of
 
 FILE, PARTITION = "provenance.json", "partition.json"
 PACKAGES = ("torch", "torchvision", "lightning", "torchmetrics", "numpy", "jsonargparse")

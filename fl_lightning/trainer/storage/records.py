@@ -31,8 +31,10 @@ def check(folder: Path, rounds: int, saved: Mapping[str, int]) -> None:
         UserError: If a line is not as it was written.
     """
     for name, found in checksums(folder, rounds).items():
-        right = found == saved.get(name, found)
-        ensure(right, f"{folder / name}: a line is not as the run has written it; restore the file, or remove it")
+        ensure(
+            found == saved.get(name, found),
+            f"{folder / name}: a line is not as the run has written it; restore the file, or remove it",
+        )
 
 
 def _checksum(path: Path, rounds: int) -> int:

@@ -16,8 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fl_lightning.core import State, UserError, ensure
-from fl_lightning.core.files import CHUNK, load, restore_removed, save
+from fl_lightning.core import State, UserError, ensure, files
 
 CHECKSUM = STAMP = 8
 """Bytes of the CRC-32 of all that follows it in a row, and of the row's stamp, a number that no other row has."""
@@ -91,8 +90,7 @@ class RowFile:
 
     def _values(self, row: Tensor) -> dict[str, Tensor]:
         """Returns the values in the bytes of a row, by name; they share its memory."""
-        numbers = [math.prod(shape) for shape in self.shapes.values()]
-        parts = torch.split(row[HEADER:].view(self.dtype), numbers)
+        parts = torch.split(row[HEADER:].view(self.dtype), [math.prod(shape) for shape in self.shapes.values()])
         return {name: part.view(shape) for part, (name, shape) in zip(parts, self.shapes.items(), strict=True)}
 
     def _read(self, first: int, number: int) -> Tensor:
@@ -150,11 +148,11 @@ class RowFile:
         if pin:
             self.pinned = np.union1d(self.pinned, positions)
         if len(positions):
-            restore_removed(self.path, self.fd)
+            files.restore_removed(self.path, self.fd)
             with self._in_one_line("flushed to disk"):
                 os.fsync(self.fd)
             if pin:  # recorded before there is such a checkpoint
-                save(self.pins, {"positions": torch.from_numpy(self.pinned)})
+                files.save(self.pins, {"positions": torch.from_numpy(self.pinned)})
         return {
             "name": self.path.name,
             "row_bytes": self.size,
@@ -189,7 +187,7 @@ class RowFile:
         need = int(positions.max(initial=-1) + 1) * self.size
         ensure(size >= need, f"{self.path}: cut short, {size} bytes of at least {need}; {REMEDY}")
         np.asarray(self.stamps)[positions] = stamps
-        for run in _runs(np.sort(positions), max(1, CHUNK // self.size)):
+        for run in _runs(np.sort(positions), max(1, files.CHUNK // self.size)):
             self._read(int(run[0]), len(run))
         return dict(zip(state["ids"].tolist(), positions.tolist(), strict=True))
 
@@ -213,10 +211,9 @@ def _runs(positions: Bytes, most: int) -> Iterator[Bytes]:
 
 def _read_pins(path: Path) -> Bytes:
     try:
-        found: Bytes = load(path)["positions"].numpy()
+        return np.asarray(files.load(path)["positions"].numpy())
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise UserError(
             f"{path}: damaged ({error}); put it back, or remove it together with best.ckpt and round_<n>.ckpt, which "
             "need it"
         ) from None
-    return found

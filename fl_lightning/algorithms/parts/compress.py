@@ -1,0 +1,134 @@
+"""Compressed uploads with error feedback."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from copy import copy
+from functools import partial
+from typing import Annotated, Any, Literal
+
+import torch
+from torch import Tensor
+
+from fl_lightning.algorithms.parts.base import Part
+from fl_lightning.algorithms.parts.compressors import QSGD, Compressor, RandK, Sign, TopK, pack, unpack
+from fl_lightning.core import ClientContext, FlatSpec, Init, Interval, PositiveInt, State, Upload, ensure, require
+
+KEY = "model.parts = Compress"
+DEFAULTS = {"rate": 0.01, "levels": 15, "bucket": 512}
+SETTINGS = {"topk": ("rate",), "randk": ("rate",), "qsgd": ("levels", "bucket"), "sign": ()}
+
+
+class Compress(Part):
+    """What a client uploads is compressed: its change, and what earlier rounds have left out of it.
+
+    Of each upload with a reference r (`LocalObjective.references`) the client compresses ``x = e + (upload - r)``. What
+    arrives is ``r + C(x)``, and the client keeps ``e = x - C(x)``. Scalars and buffers travel as they are. Whatever
+    acts on uploads (faults, rules, clipping, noise) acts on what arrives. It stands last in the list.
+
+    Args:
+        method: C. topk: the largest magnitudes. randk: numbers at random places. qsgd: random rounding to levels
+            (Alistarh et al., NeurIPS 2017). sign: signs times the mean magnitude (Karimireddy et al., ICML 2019).
+        rate: Share of the numbers that topk and randk send; 1: the uploads as they are.
+        levels: Levels s of qsgd.
+        bucket: Numbers of qsgd that share a norm; null: all.
+        error_feedback: Whether a client keeps what was left out (otherwise e is 0). With it qsgd is divided by
+            1 + omega, where omega = min(B / s^2, sqrt(B) / s) for B numbers in a bucket; without it randk is multiplied
+            by d/k. null: true, but for qsgd with omega up to 2 false.
+
+    Raises:
+        UserError: If a setting does not fit the method, or compression does not fit the algorithm.
+    """
+
+    def __init__(
+        self,
+        method: Literal["topk", "randk", "qsgd", "sign"] = "topk",
+        rate: Annotated[float, Interval("(0, 1]")] = 0.01,
+        levels: Annotated[int, Interval("[1, 32767]")] = 15,
+        bucket: PositiveInt | None = 512,
+        error_feedback: bool | None = None,
+    ) -> None:
+        self.method, self.rate, self.levels, self.bucket = method, rate, levels, bucket
+        self.error_feedback = error_feedback
+        for name in DEFAULTS.keys() - SETTINGS[method]:
+            value = getattr(self, name)
+            require(value == DEFAULTS[name], f"{KEY}: {name}", value, f"{method} has no such setting; leave it out")
+        self.compressor: Compressor
+
+    def bind(self, flat: FlatSpec) -> Part:
+        """Returns a part for this layout; one that does nothing if all numbers travel."""
+        bound, s, given, B = copy(self), self.levels, self.error_feedback, min(self.bucket or flat.d, flat.d)
+        omega = min(B / s**2, B**0.5 / s) if self.method == "qsgd" else 0.0
+        problem = f"qsgd's variance may be {omega:.3g} times the square; give true or false, or more levels"
+        require(given is not None or omega <= 2, f"{KEY}: error_feedback", "null", problem)
+        bound.error_feedback = feedback = self.method != "qsgd" if given is None else given
+        top = TopK(self.rate)
+        methods = {"topk": top, "randk": RandK(self.rate, not feedback), "sign": Sign()}
+        bound.compressor = methods.get(self.method) or QSGD(s, self.bucket, 1 + omega if feedback else 1.0)
+        return Part() if "rate" in SETTINGS[self.method] and top.k(flat.d) == flat.d else bound
+
+    def attach(self, objective: Any) -> None:
+        """Finds what is compressed.
+
+        Raises:
+            UserError: If server and clients both sum up what is compressed, or the server needs it exactly.
+        """
+        name, inits, of = type(objective).__name__, objective.server_inits(), objective.all_references
+        both = ", ".join(sorted(({*objective.client_inits()} & {*inits}) - {*objective.sums.values()}))
+        exact = ", ".join(upload for upload in objective.up if upload not in of)
+        other = "leave it out, or choose another algorithm"
+        for wrong, problem in (
+            (both, f"{name} keeps {both} on server and clients, which would drift apart; {other}"),
+            (exact, f"{name}'s server computes with the exact upload {exact}; {other}"),
+            (objective.parts[-1] is not self, "a part after it would change what it has compressed; list it last"),
+        ):
+            ensure(not wrong, f"{KEY}: {problem}")
+        shared, d = objective.encoded({"w": torch.arange(objective.flat.d)})["w"], objective.flat.d
+        self.places = {d: shared} if len(shared) < d else {}
+        vectors = [n for n in objective.up if isinstance(of[n], str) and not isinstance(inits.get(of[n]), int | float)]
+        self.uploads = [(n, of[n], f"Compress.{n}", objective.sums.get(n)) for n in vectors]
+        kept = {e: inits.get(r, "zeros") for _, r, e, total in self.uploads if self.error_feedback and total is None}
+        self.client_state = {e: partial(_zeros, init, self.places) for e, init in kept.items()}
+
+    def local_end(
+        self, w: Tensor, upload: Upload, client: State, received: State, ctx: ClientContext
+    ) -> tuple[Upload, State]:
+        """Uploads ``r + C(x)`` and keeps ``x - C(x)``."""
+        for name, of, e, total in self.uploads:
+            r = received.get(of, torch.zeros_like(received.w))
+            change = (upload[name] - r).expand(*w.shape[:-1], -1)
+            places, y = self.places.get(r.shape[-1], slice(None)), torch.zeros_like(change)
+            x = client[e] + change[..., places] if e in self.client_state else change[..., places]
+            drawn = self.compressor.draw(x, ctx)
+            code = self.compressor.encode(x, drawn)
+            y[..., places] = found = self.compressor.decode(code, x.shape[-1], drawn)
+            upload = {**upload, name: pack(code, self._widths(r)) if self.packs else r + y}
+            if e in self.client_state:
+                client = client.replace(**{e: x - found})
+            if total is not None:  # what is left out is in the next change
+                client = client.replace(**{total: client[total] + (y - change)})
+        return upload, client
+
+    def arrived(self, upload: Upload, received: State, ctx: ClientContext) -> Upload:
+        """Decodes the bytes."""
+        for name, of, *_ in self.uploads:
+            r = received.get(of, torch.zeros_like(received.w))
+            code, d = unpack(upload[name], self._widths(r), r), r.shape[-1]
+            known = self.method != "topk" or int(code[1].max()) < d
+            ensure(known, f"its upload {name} has a place beyond its {d} numbers")
+            upload = {**upload, name: r + self.compressor.decode(code, d, self.compressor.draw(r, ctx))}
+        return upload
+
+    def bits(self, bits: Mapping[str, int], values: Mapping[str, Tensor], up: bool) -> Mapping[str, int]:
+        """Returns the lengths of the codes."""
+        lengths = {n: sum(k * width for k, width in self._widths(values[n])) for n, *_ in self.uploads if up}
+        return {**bits, **lengths}
+
+    def _widths(self, v: Tensor) -> Sequence[tuple[int, int]]:
+        return self.compressor.widths(v.shape[-1], 8 * v.element_size())
+
+
+def _zeros(init: Init, places: Mapping[int, Tensor], w0: Tensor) -> Tensor:
+    """Returns zeros for what travels of a vector with this initial value."""
+    v = torch.zeros_like(State.initial({"": init}, w0, w0)[""])
+    return v[..., places.get(v.shape[-1], slice(None))]

@@ -1,0 +1,12 @@
+from .base import Indices as Indices
+from .base import Partition as Partition
+from .dirichlet import IID as IID
+from .dirichlet import PAM as PAM
+from .dirichlet import Dirichlet as Dirichlet
+from .given import FromFile as FromFile
+from .given import Given as Given
+from .given import Natural as Natural
+from .official_code import FLSAMDirichlet as FLSAMDirichlet
+from .official_code import FLSAMPath as FLSAMPath
+from .official_code import FLSimDirichlet as FLSimDirichlet
+from .official_code import FLSimPathological as FLSimPathological

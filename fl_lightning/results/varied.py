@@ -1,0 +1,340 @@
+"""The settings that vary over the runs of a sweep: pivot tables, parallel coordinates, importance."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from statistics import fmean
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fl_lightning.core import (
+    COLORMAP,
+    COLUMN,
+    PAGE,
+    SPAN,
+    Figure,
+    ensure,
+    figure_files,
+    log_levels,
+    new_figure,
+    require,
+    wrapped,
+)
+from fl_lightning.results.compare import Group, Seeds, plain
+from fl_lightning.results.configs import find_setting, settings_of, short_names, varying
+from fl_lightning.results.metrics import NUMBER, Mode, known, label, table_text
+from fl_lightning.results.table import LATEX, Column, Markup, cell, is_best, tabulars, tex
+
+NARROW = 6
+"""Most columns of a heat map that is as wide as a column of a paper."""
+LUMINANCE = (0.299, 0.587, 0.114)
+"""Shares of red, green and blue in how bright a colour is."""
+
+
+@dataclass(frozen=True)
+class Pivot:
+    """A metric by two settings.
+
+    Attributes:
+        names: Short names of the settings of the rows and of the columns.
+        rows: Values of the first setting, ascending.
+        columns: Values of the second setting, ascending.
+        cells: The runs by both values; those of several configs, if other settings vary, too.
+        others: Short names of these other settings.
+        column: How numbers are printed, and which are good.
+        metric: Name of the metric.
+    """
+
+    names: tuple[str, str]
+    rows: list[str]
+    columns: list[str]
+    cells: dict[tuple[str, str], Group]
+    others: list[str]
+    column: Column
+    metric: str
+
+    @property
+    def title(self) -> str:
+        """What it shows."""
+        return f"{self.metric}, mean over {', '.join(['seeds', *self.others])}"
+
+    @property
+    def heads(self) -> list[str]:
+        """The heads of its table."""
+        rows, columns = self.names
+        return [rows, *(f"{columns}\u00a0{value}" for value in self.columns)]
+
+    def text(self, markup: Markup | None = None) -> list[list[str]]:
+        """Returns the rows of its table; see `fl_lightning.results.table.cell`."""
+        groups = [*self.cells.values()]
+
+        def text(row: str, column: str) -> str:
+            found = self.cells.get((row, column))
+            return "" if found is None else cell(found, self.column, groups, markup)
+
+        return [[row, *(text(row, column) for column in self.columns)] for row in self.rows]
+
+    @property
+    def best(self) -> str:
+        """The best mean in a line; nothing where no run is finite."""
+        complete = {at: group.values("mean") for at, group in self.cells.items()}
+        means = {at: fmean(found) for at, found in complete.items() if len(found) == len(self.cells[at].runs)}
+        if not means:
+            return ""
+        at = (max if self.column.mode == "max" else min)(means, key=lambda place: means[place])
+        where = ", ".join(f"{name} = {value}" for name, value in zip(self.names, at, strict=True))
+        clear = is_best(self.cells[at], self.column, [*self.cells.values()])
+        return f"best mean: {where}, {self.column.number(means[at])}" + (
+            "" if clear else "; not clearly better than all others"
+        )
+
+    def files(self) -> dict[str, str | bytes]:
+        """Returns ``pivot.csv`` (full precision), ``pivot.tex`` (needs booktabs), ``pivot.pdf`` and ``pivot.png``."""
+        rows = [[row, *means] for row, means in zip(self.rows, self._grid().tolist(), strict=True)]
+        paper = replace(self, column=self.column.in_paper)
+        marked = [[tex(row), *cells] for row, *cells in paper.text(LATEX)]
+        written = {
+            "pivot.csv": table_text([head.replace("\u00a0", " ") for head in self.heads], rows),
+            "pivot.tex": tabulars(self.heads, paper.text(), marked, 1),
+        }
+        return {**written, **figure_files(self.plot(), "pivot")}
+
+    def plot(self) -> Figure:
+        """Draws the means as a heat map with their numbers; bright is good, and what is clearly the best is bold."""
+        from matplotlib import colormaps
+
+        grid, groups, form = self._grid(), [*self.cells.values()], ".3f" if self.column.fraction else ".3g"
+        width = COLUMN if len(self.columns) <= NARROW else PAGE
+        with new_figure(width, 0.22 * len(self.rows) + 0.8) as figure:
+            axes: Any = figure.add_subplot(xlabel=self.names[1], ylabel=self.names[0])
+            shades = colormaps[COLORMAP if self.column.mode == "max" else f"{COLORMAP}_r"]
+            image = axes.imshow(np.ma.masked_invalid(grid), cmap=shades, aspect="auto")
+            axes.set_xticks(
+                range(len(self.columns)), [wrapped(value, width / len(self.columns)) for value in self.columns]
+            )
+            axes.set_yticks(range(len(self.rows)), [wrapped(value, 1.0) for value in self.rows])
+            for (i, j), value in np.ndenumerate(grid):
+                found = self.cells.get((self.rows[i], self.columns[j]))
+                if found is not None and np.isfinite(value):
+                    light = np.dot(shades(image.norm(value))[:3], LUMINANCE) > 0.5
+                    weight = "bold" if is_best(found, self.column, groups) else "normal"
+                    look = {"color": "black" if light else "white", "fontsize": 7, "weight": weight}
+                    axes.text(j, i, format(value, form), ha="center", va="center", **look)
+            figure.colorbar(image, label=wrapped(label(self.metric), 0.2 * len(self.rows) + 0.8), pad=0.02)
+        return figure
+
+    def _grid(self) -> NDArray[np.float64]:
+        values = {at: group.values("mean") for at, group in self.cells.items()}
+        means = {at: fmean(found) for at, found in values.items() if found}
+        return np.array([[means.get((row, column), np.nan) for column in self.columns] for row in self.rows])
+
+
+def pivot(groups: Sequence[Group], names: str) -> Pivot:
+    """Returns the headline of the compared metric by two settings.
+
+    Args:
+        groups: The runs.
+        names: The settings of rows and columns with a comma between, each by the end of its key, as in ``rho,alpha``.
+
+    Raises:
+        UserError: If the names are not those of two settings that vary.
+    """
+    configs = [settings_of(group.folders[0]) for group in groups]
+    apart = varying(configs)
+    short = {key: name for name, key in short_names(apart).items()}
+    given = [name.strip() for name in names.split(",")]
+    listed = ", ".join(short.values())
+    require(
+        len(apart) > 1, "pivot", names, f"fewer than two settings vary in these runs: {listed or 'none'}; give more"
+    )
+    two = len(given) == 2 and given[0] != given[1]
+    require(two, "pivot", names, f"give two settings, as in rho,alpha; choose from {listed}")
+    keys = [find_setting(apart, name, "pivot") for name in given]
+    others = [key for key in apart if key not in keys]
+    parts: dict[tuple[str, str], list[tuple[Group, int]]] = {}
+    kinds: dict[tuple[str | None, ...], int] = {}
+    for group, config in zip(groups, configs, strict=True):
+        at = plain(config.get(keys[0])), plain(config.get(keys[1]))
+        parts.setdefault(at, []).append((group, kinds.setdefault(tuple(config.get(key) for key in others), len(kinds))))
+    cells = {at: _together(", ".join(at), of) for at, of in parts.items()}
+    rows, columns = (sorted({at[i] for at in cells}, key=_order) for i in (0, 1))
+    run = groups[0].runs[0]
+    form = Column("mean", "mean", "mean", run.mode, fraction=known(run.metric).unit == "fraction")
+    pair = short[keys[0]], short[keys[1]]
+    return Pivot(pair, rows, columns, cells, [short[key] for key in others], form, run.metric)
+
+
+def _together(name: str, parts: Sequence[tuple[Group, int]]) -> Group:
+    """Returns the runs of several groups as one, in which a seed counts once for each of their other settings."""
+    seeds: list[Seeds] = [(*(seed or ()), kind) for group, kind in parts for seed in group.seeds]
+    folders = [folder for group, _ in parts for folder in group.folders]
+    return Group(name, folders, seeds, [run for group, _ in parts for run in group.runs])
+
+
+def _order(value: str) -> tuple[float, str]:
+    return (float(value) if NUMBER.fullmatch(value) else float("inf"), value)
+
+
+LEAST = 5
+"""Fewest configs of which importances are computed."""
+TREES, REPEATS = 200, 20
+TICKED = 6
+"""Most values of a setting that each have a tick."""
+SPREAD = 0.05
+"""Part of an axis over which lines through one value are spread."""
+HEAD = ("setting", "importance", "sd", "rank correlation")
+
+
+class Importance(NamedTuple):
+    """How much a setting matters.
+
+    Attributes:
+        name: Short name of the setting.
+        lost: R² that the forest loses when the setting is shuffled among the configs, mean over shuffles.
+        sd: Standard deviation over shuffles.
+        correlation: Spearman's rank correlation with the metric; NaN of a setting that is no number.
+    """
+
+    name: str
+    lost: float
+    sd: float
+    correlation: float
+
+    def text(self) -> list[str]:
+        """Returns the cells of its row below `HEAD`."""
+        sign = "" if math.isnan(self.correlation) else f"{self.correlation:+.2f}"
+        return [self.name, f"{self.lost:.3f}", f"{self.sd:.3f}", sign]
+
+
+@dataclass(frozen=True)
+class Tried:
+    """The configs of a sweep whose metric is finite.
+
+    Attributes:
+        settings: The values of each setting that varies, as text, by short name.
+        values: The metric of each config, mean over its runs.
+        metric: Its name.
+        mode: Whether large (max) or small (min) values are good.
+    """
+
+    settings: dict[str, list[str]]
+    values: list[float]
+    metric: str
+    mode: Mode
+
+    @cached_property
+    def importances(self) -> tuple[list[Importance], str]:
+        """The importance of each setting, the largest first, and a line on how well the forest fits.
+
+        A random forest learns the metric from the settings; a setting is as important as the R² that is lost when its
+        values are shuffled (L. Breiman, Random Forests, Machine Learning 2001). Seeds are fixed.
+
+        Raises:
+            UserError: If there are too few configs.
+        """
+        from scipy.stats import spearmanr
+        from sklearn.ensemble import RandomForestRegressor
+        from sklearn.inspection import permutation_importance
+
+        n = len(self.values)
+        enough = n >= LEAST and len(set(self.values)) > 1
+        ensure(enough, f"importance: {n} configs with a finite {self.metric}; it takes {LEAST}, not all alike")
+        columns = [_codes(texts) for texts in self.settings.values()]
+        x, y = np.array(columns).T, np.array(self.values)
+        forest = RandomForestRegressor(TREES, oob_score=True, random_state=0).fit(x, y)
+        lost = permutation_importance(forest, x, y, n_repeats=REPEATS, random_state=0)
+        signs = [
+            float(spearmanr(column, y).statistic) if _numbers(texts) else math.nan
+            for column, texts in zip(columns, self.settings.values(), strict=True)
+        ]
+        numbers = (self.settings, lost["importances_mean"].tolist(), lost["importances_std"].tolist(), signs)
+        found = sorted((Importance(*of) for of in zip(*numbers, strict=True)), key=lambda each: -each.lost)
+        return found, (
+            f"{n} configs; R² that a random forest loses when a setting is shuffled; on configs that it has not seen, "
+            f"its R² is {forest.oob_score_:.2f}"
+        )
+
+    def files(self) -> dict[str, str]:
+        """Returns ``importance.csv``."""
+        return {"importance.csv": table_text(HEAD, self.importances[0])}
+
+    def plot(self) -> Figure:
+        """Draws a line for each config through its settings to the metric, whose scale is the bar of colours."""
+        from matplotlib import colormaps
+
+        y = np.array(self.values)
+        low, high = float(y.min()), float(y.max())
+        heights = (y - low) / ((high - low) or 1.0)
+        shades = colormaps[COLORMAP if self.mode == "max" else f"{COLORMAP}_r"]
+        scales = [_scale(texts) for texts in self.settings.values()]
+        lines = np.array([*(_apart(place, heights) for place, _ in scales), heights]).T
+        end = len(scales)
+        with new_figure(PAGE, 2.6) as figure:
+            axes: Any = figure.add_subplot(xlim=(-0.3, end), ylim=(-0.04, 1.04), yticks=[])
+            for i in np.argsort(y if self.mode == "max" else -y):  # the best on top
+                axes.plot(range(end + 1), lines[i], color=shades(heights[i]), alpha=0.8, linewidth=1)
+            for i, (_, ticks) in enumerate(scales):
+                axes.axvline(i, color="black", linewidth=0.6)
+                for at, text in ticks:
+                    box = {"facecolor": "white", "alpha": 0.75, "linewidth": 0, "pad": 0.6}
+                    axes.text(i - 0.03, at, text, ha="right", va="center", fontsize=7, bbox=box, zorder=3)
+            axes.set_xticks(range(end), [wrapped(name, PAGE / (end + 1)) for name in self.settings])
+            axes.tick_params(bottom=False)
+            axes.spines[["left", "top", "bottom"]].set_visible(False)
+            bar = axes.inset_axes((1.0, 0.04 / 1.08, 0.02, 1 / 1.08))
+            bar.imshow(
+                np.linspace(0, 1, 256)[:, None], cmap=shades, aspect="auto", origin="lower", extent=(0, 1, low, high)
+            )
+            bar.set(xticks=[], ylabel=label(self.metric))
+            bar.yaxis.tick_right()
+            bar.yaxis.set_label_position("right")
+        return figure
+
+
+def tried(groups: Sequence[Group]) -> Tried:
+    """Returns the settings that vary and that all configs have, with the metric, of configs with finite runs."""
+    finite = [group for group in groups if len(group.values("mean")) == len(group.runs)]
+    configs = [settings_of(group.folders[0]) for group in finite]
+    keys = [key for key in varying(configs) if all(key in config for config in configs)]
+    settings = {name: [plain(config[key]) for config in configs] for name, key in short_names(keys).items()}
+    run = groups[0].runs[0]
+    return Tried(settings, [fmean(group.values("mean")) for group in finite], run.metric, run.mode)
+
+
+def _numbers(texts: Sequence[str]) -> bool:
+    return all(NUMBER.fullmatch(text) and math.isfinite(float(text)) for text in texts)
+
+
+def _codes(texts: Sequence[str]) -> NDArray[np.float64]:
+    """Returns values as numbers: themselves, or their places in the order of names."""
+    kinds = sorted(set(texts))
+    return np.array([float(text) if _numbers(texts) else kinds.index(text) for text in texts], float)
+
+
+def _apart(places: NDArray[np.float64], heights: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Returns places on an axis; lines through the same one lie a little apart, by the height of their ends."""
+    moved = places.copy()
+    for place in np.unique(places):
+        (through,) = np.nonzero(places == place)
+        ranks = np.argsort(np.argsort(heights[through]))
+        moved[through] += SPREAD * (ranks / max(len(through) - 1, 1) - 0.5) * (len(through) > 1)
+    return moved
+
+
+def _scale(texts: Sequence[str]) -> tuple[NDArray[np.float64], list[tuple[float, str]]]:
+    """Returns the heights of values on an axis from 0 to 1, logarithmic over a wide range, and its ticks."""
+    values = _codes(texts)
+    low, high = float(values.min()), float(values.max())
+    wide = _numbers(texts) and low > 0 and high > SPAN * low
+    named = {float(value): text for value, text in zip(values, texts, strict=True)}
+    if len(named) > TICKED and _numbers(texts):
+        levels = log_levels(low, high) if wide else np.linspace(low, high, TICKED).tolist()
+        named = {level: f"{level:.3g}" for level in levels if low <= level <= high}
+
+    def height(value: Any) -> Any:
+        return np.log(value / low) / np.log(high / low) if wide else (value - low) / ((high - low) or 1.0)
+
+    return height(values), [(float(height(at)), text) for at, text in named.items()]

@@ -1,0 +1,118 @@
+"""Runs of a process share machine code if their records are equal, and only then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fl_lightning import FedAvg, LocalObjective, algorithms
+from fl_lightning.engine import record
+from fl_lightning.engine.record import compiled
+from fl_lightning.trainer import engine_choice
+from fl_lightning.trainer.run import Run
+from tests.conftest import optimizer_for
+from tests.engine.test_engines import Small, train
+
+Owner = Callable[[LocalObjective], Any]
+OWNERS: dict[str, Owner] = {"": lambda x: x, "ascent": lambda x: x.ascent, "optimizer": lambda x: x.optimizer}
+OPTIMIZERS = ("FedAvg", "FedMuon", "FedAdamW")
+"""Algorithms with different optimizers."""
+
+
+@pytest.fixture(autouse=True)
+def programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """The programs that are compiled; they run as recorded, since the compiler takes half a minute for each."""
+    made: list[Any] = []
+    monkeypatch.setattr(record, "Compiled", lambda program: made.append(program) or program)
+    monkeypatch.setattr(engine_choice.engine, "check", lambda *_: None)
+    compiled.cache_clear()
+    yield made
+    compiled.cache_clear()
+
+
+def assert_same_bits(one: Run, other: Run) -> None:
+    states = [{"server": run.server, **run.clients.rows()} for run in (one, other)]
+    assert states[0].keys() == states[1].keys()
+    for key, state in states[0].items():
+        for name, value in state.items():
+            assert torch.equal(value, states[1][key][name]), (key, name)
+
+
+def numbers(owner: Any) -> dict[str, float]:
+    """The numeric settings of an objective or a part, each changed a little."""
+    found = {name: v for name, v in vars(owner or object).items() if type(v) in (int, float) and name[0] != "_"}
+    return {name: v + 1 if isinstance(v, int) else 0.9 * v or 0.05 for name, v in found.items()}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n == "FedProx" else pytest.mark.slow) for n in algorithms.__all__]
+)
+def test_a_setting_changes_what_it_changes_without_the_cache(name: str, tmp_path: Path, programs: list[Any]) -> None:
+    """Each number of an algorithm and its ascent, and of each optimizer, after a run with the setting as it was."""
+
+    def run(path: str = "", setting: str = "", value: float = 0) -> Run:
+        optimizer = optimizer_for(name, 0.05, momentum=0.9, weight_decay=1e-3, clip=1.0, lr_decay=0.9)
+        objective = getattr(algorithms, name)(net=Small(), optimizer=optimizer)
+        if setting:
+            setattr(OWNERS[path](objective), setting, value)
+        return train(tmp_path, objective, "graphed", compile=True, local_steps=2, max_rounds=2)
+
+    sample = getattr(algorithms, name)(net=Small(), optimizer=optimizer_for(name, 0.05))
+    paths = [path for path in OWNERS if path != "optimizer" or name in OPTIMIZERS]
+    changes = [(path, *change) for path in paths for change in numbers(OWNERS[path](sample)).items()]
+    alone = []
+    for change in changes:
+        compiled.cache_clear()
+        alone.append(run(*change))
+    compiled.cache_clear()
+    before = run()
+    programs.clear()
+    assert_same_bits(run(), before)
+    assert not programs, "an equal run compiles nothing"
+    for change, expected in zip(changes, alone, strict=True):
+        assert_same_bits(run(*change), expected)
+
+
+class Frozen(nn.Sequential):
+    def __init__(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        body = nn.Linear(72, 8).requires_grad_(False)
+        torch.manual_seed(0)
+        super().__init__(nn.Flatten(), body, nn.ReLU(), nn.Linear(8, 3))
+
+
+class Held(LocalObjective):
+    """Holds a tensor that its constructor has made."""
+
+    def __init__(self, value: float, net: nn.Module) -> None:
+        super().__init__(net)
+        self.pull = torch.tensor([value], dtype=torch.float64)
+
+    def local_step(self, w: Tensor, grad: Any, client: Any, received: Any, ctx: Any) -> Any:
+        return grad(w) + self.pull * (w - client.start), client
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda i: FedAvg(net=Frozen(i)), lambda i: Held(0.1 + 0.1 * i, Small())],
+    ids=["frozen", "held"],
+)
+def test_tensors_that_a_record_holds_are_inputs_of_its_code(
+    make: Callable[[int], LocalObjective], tmp_path: Path, programs: list[Any]
+) -> None:
+    """So runs share it whose frozen layers differ."""
+    runs = [train(tmp_path, make(i), "graphed", compile=True, local_steps=2) for i in range(2)]
+    assert len(programs) == 1
+    assert not torch.equal(runs[0].server.w, runs[1].server.w)
+    assert_same_bits(runs[1], train(tmp_path, make(1), "graphed", local_steps=2))
+
+
+def test_dtypes_and_steps_have_code_of_their_own(tmp_path: Path, programs: list[Any]) -> None:
+    for options in ({}, {"precision": "32-true"}, {"precision": "bf16-mixed"}, {"local_steps": 3}):
+        train(tmp_path, FedAvg(net=Small()), "graphed", **{"compile": True, "local_steps": 2, **options})  # type: ignore[arg-type]
+    assert len(programs) == 4

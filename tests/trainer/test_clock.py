@@ -1,0 +1,180 @@
+"""The virtual clock: seconds by hand, and a run that does not notice it."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from fl_lightning import (
+    SAM,
+    SCAFFOLD,
+    Arrays,
+    Clock,
+    Compress,
+    FedAvg,
+    FederatedTrainer,
+    FedGMT,
+    NaiveFedGloSS,
+    Personal,
+    UserError,
+)
+from fl_lightning.trainer.callbacks.clock import Device, read_devices
+from fl_lightning.trainer.run import Run
+from tests.integration.test_processes import launch
+from tests.runs import DIGITS, metrics
+from tests.runs import run as fit
+
+CSV = "device,sec_per_sample,down_mbps,up_mbps,latency_s\na,0.5,0.001,0.002,0.25\nb,0.125,0.004,0.001,1\n"
+SIZES = 11, 6, 8
+D = 2 * 3 + 3
+
+
+def data() -> Arrays:
+    rng = np.random.default_rng(0)
+    x = [rng.normal(size=(n, 2)) for n in (*SIZES, 5)]
+    y = [np.arange(len(each)) % 3 for each in x]
+    return Arrays(client_arrays=list(zip(x, y, strict=True))[:3], test=(x[3], y[3]), batch_size=4)
+
+
+def train(folder: Path, kind: Any = FedAvg, clock: Clock | None = None, rounds: int = 2, **options: Any) -> Run:
+    torch.manual_seed(0)
+    net = nn.Linear(2, 3)
+    settings = {key: options.pop(key) for key in ("local_steps", "local_epochs", "engine") if key in options}
+    trainer = FederatedTrainer(
+        max_rounds=rounds, clients_per_round=3, accelerator="cpu", threads=1, enable_progress_bar=False,
+        default_root_dir=str(folder), clock=clock, **{"engine": "sequential", **settings},
+    )  # fmt: skip
+    return trainer.fit(kind(net, **options), data())
+
+
+def file(folder: Path) -> Clock:
+    (folder / "devices.csv").write_text(CSV)
+    return Clock(devices=str(folder / "devices.csv"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "passes", "numbers"),
+    [
+        (FedAvg, {}, (1, 1), (D, D)),
+        (FedAvg, {"ascent": SAM(0.1)}, (2, 2), (D, D)),
+        (FedAvg, {"local_steps": 4}, (1, 1), (D, D)),
+        (SCAFFOLD, {}, (1, 1), (2 * D, 2 * D)),
+        (FedGMT, {}, (2, 1), (2 * D, D)),
+        (NaiveFedGloSS, {}, (1, 1), None),
+        (FedAvg, {"parts": [Personal(["bias"])]}, (1, 1), (6, 6)),
+    ],
+)
+def test_seconds_by_hand(kind: Any, options: Any, passes: Any, numbers: Any, tmp_path: Path) -> None:
+    """The slowest of three clients, of which the third has the device of one of the two before."""
+    clock = file(tmp_path)
+    run = train(tmp_path, kind, clock, **options)
+    order = [clock.device(k, run) for k in range(3)]
+    assert {*order} == {*clock.rows} and order[2] == order[0]
+    steps = options.get("local_steps")
+    samples = list(SIZES) if steps is None else [4 + 4 + 3 + 4, 4 + 2 + 4 + 2, 4 * 4]
+    spent = []
+    for of, n in zip(order, samples, strict=True):
+        compute = n * (passes[0] + 2 * passes[1]) * of.sec_per_sample
+        down, up = (32 * each for each in numbers or (0, 0))
+        spent.append((compute, down / of.down_mbps / 1e6 + up / of.up_mbps / 1e6 + 2 * of.latency_s))
+    if numbers is None:  # two phases, two exchanges
+        assert run.metrics["clock/comm_s"] > 2 * 2 * sum(2 * of.latency_s for of in order)
+        return
+    slowest = max(map(sum, spent))
+    expected = {
+        "time_s": 2 * slowest,
+        "compute_s": 2 * sum(compute for compute, _ in spent),
+        "comm_s": 2 * sum(comm for _, comm in spent),
+        "idle_s": 2 * sum(slowest - compute - comm for compute, comm in spent),
+    }
+    for name, value in expected.items():
+        assert run.metrics[f"clock/{name}"] == pytest.approx(value, rel=1e-12), name
+
+
+def test_training_before_the_round_takes_time_and_no_exchange(tmp_path: Path) -> None:
+    """FedRep: the head's epochs of a client come before its epoch of the body."""
+    plain, alone = (
+        train(tmp_path, FedAvg, file(tmp_path), parts=[Personal(["bias"], epochs_alone=epochs)]) for epochs in (0, 2)
+    )
+    assert alone.metrics["clock/comm_s"] == plain.metrics["clock/comm_s"]
+    assert alone.metrics["clock/compute_s"] == pytest.approx(3 * plain.metrics["clock/compute_s"], rel=1e-12)
+
+
+def test_the_run_does_not_notice(tmp_path: Path) -> None:
+    clock = Clock(sec_per_sample=0.1, down_mbps=1.0, up_mbps=0.1, latency_s=0.1, server_s=1.0)
+    with_it, without = (train(tmp_path, SCAFFOLD, each, engine="graphed") for each in (clock, None))
+    assert all(torch.equal(with_it.server[name], without.server[name]) for name in without.server)
+    times = [dict(metrics(run.folder.path)) for run in (with_it, without)]
+    assert {n for n in times[0] if not n.startswith(("clock/", "time/"))} == {
+        n for n in times[1] if not n.startswith("time/")
+    }
+    assert times[0]["clock/time_s"][1][1] == 2 * times[0]["clock/time_s"][0][1]
+    doubled = train(
+        tmp_path, SCAFFOLD, Clock(sec_per_sample=0.2, down_mbps=0.5, up_mbps=0.05, latency_s=0.2, server_s=2)
+    )
+    assert doubled.metrics["clock/time_s"] == pytest.approx(2 * with_it.metrics["clock/time_s"], rel=1e-12)
+
+
+def test_a_shorter_upload_takes_less_time(tmp_path: Path) -> None:
+    whole, short = (train(tmp_path, FedAvg, file(tmp_path), parts=parts) for parts in ([], [Compress("sign")]))
+    assert short.metrics["clock/comm_s"] < whole.metrics["clock/comm_s"]
+    assert short.metrics["clock/compute_s"] == whole.metrics["clock/compute_s"]
+
+
+ARGS = ["--data.num_clients=6", "--trainer.max_rounds=4", "--trainer.clients_per_round=4", "--trainer.clock=Clock",
+        "--trainer.clock.sec_per_sample=0.01", "--trainer.clock.up_mbps=0.1"]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_two_processes_have_the_same_times(tmp_path: Path) -> None:
+    whole = metrics(fit("fit", *ARGS, root=tmp_path / "whole", model="SCAFFOLD"))
+    there = metrics(launch(2, "fit", "--model=SCAFFOLD", *DIGITS, *ARGS, cwd=tmp_path))
+    for name in ("time_s", "compute_s", "comm_s", "idle_s"):
+        assert there[f"clock/{name}"] == whole[f"clock/{name}"]
+
+
+def test_a_resumed_run_has_the_same_times(tmp_path: Path) -> None:
+    whole = metrics(fit("fit", *ARGS, root=tmp_path / "whole", model="FedAvg"))["clock/time_s"]
+    half = fit("fit", *ARGS, "--trainer.max_rounds=2", root=tmp_path / "half", model="FedAvg")
+    fit("fit", *ARGS, "--ckpt_path", str(half / "checkpoints/last.ckpt"), root=tmp_path / "half", model="FedAvg")
+    assert metrics(half)["clock/time_s"] == whole
+    assert [t for t, _ in whole] == [1, 2, 3, 4]
+
+
+def test_fedscales_file(tmp_path: Path) -> None:
+    text = json.dumps({"1": {"computation": 50.0, "communication": 4000.0}})
+    (tmp_path / "of.json").write_text(text)
+    assert read_devices(str(tmp_path / "of.json"), "x") == [Device(0.05, 4.0, 4.0, 0.0)]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "no such file; give a CSV file with device, sec_per_sample, down_mbps, up_mbps, latency_s"),
+        (
+            "device,speed\na,1\n",
+            "not a CSV file with device, sec_per_sample, down_mbps, up_mbps, latency_s (KeyError: ",
+        ),
+        (CSV.replace("0.5", "0"), "speeds are above 0"),
+        (CSV.splitlines()[0], "speeds are above 0; give at least one device"),
+    ],
+)
+def test_files_that_hold_no_devices(text: str | None, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "devices.csv"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(UserError, match=re.escape(f"trainer.clock.devices = {path}: {message}")):
+        Clock(devices=str(path))
+
+
+@pytest.mark.parametrize("given", [{}, {"devices": "x.csv", "sec_per_sample": 1.0}])
+def test_file_or_median(given: Any) -> None:
+    with pytest.raises(UserError, match=r"^trainer\.clock: give either devices, a CSV file, or sec_per_sample"):
+        Clock(**given)
