@@ -51,6 +51,7 @@ from tests.runs import cli, last, metrics, run
 D, OWN = 1220, 4 * 16 + 4
 """Weights of the net, and of its head, fc2, which lies at the end."""
 HEAD = ["fc2.*"]
+ENGINES = ["sequential", "batched", pytest.param("graphed", marks=pytest.mark.slow)]
 PRESETS = Path(__file__).parents[2] / "configs/presets/personal"
 AVERAGES_MOMENTS = {"FedMuon", "FedAdamW"}
 
@@ -304,7 +305,7 @@ def test_fedrep(engine: Any, golden: Golden) -> None:
     assert found.state.total_bits == 64 * 2 * (D - OWN) * each
 
 
-@pytest.mark.parametrize("engine", ["sequential", "batched", "graphed"])
+@pytest.mark.parametrize("engine", ENGINES)
 def test_ditto(engine: Any, golden: Golden) -> None:
     """The global path is FedAvg's to the bit; each client's own model is that of torch's SGD with the pull."""
     options: dict[str, Any] = {"max_rounds": 4, "engine": engine}
@@ -364,7 +365,7 @@ def test_new_clients(engine: Any, golden: Golden) -> None:
 # SAM
 
 
-@pytest.mark.parametrize("engine", ["sequential", "batched", "graphed"])
+@pytest.mark.parametrize("engine", ENGINES)
 def test_perturbed_weights(engine: Any, golden: Golden) -> None:
     """``g(w + rho P g / ||P g||)``: the radius is that of the perturbed weights; all weights move."""
     net, rho, w0 = (
