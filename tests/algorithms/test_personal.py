@@ -17,6 +17,8 @@ from fl_lightning import (
     Callback,
     ClientEvaluation,
     ClientLambdaMax,
+    CoordinateMedian,
+    Corrupt,
     Digits,
     Ditto,
     Faults,
@@ -29,9 +31,11 @@ from fl_lightning import (
     LocalObjective,
     Muon,
     NaiveFedGloSS,
+    NormClipping,
     Personal,
     ReplaySampler,
     Spectrum,
+    TorchOptimizer,
     UniformSampler,
     UserError,
     algorithms,
@@ -47,6 +51,7 @@ from tests.runs import cli, last, metrics, run
 D, OWN = 1220, 4 * 16 + 4
 """Weights of the net, and of its head, fc2, which lies at the end."""
 HEAD = ["fc2.*"]
+ENGINES = ["sequential", "batched", pytest.param("graphed", marks=pytest.mark.slow)]
 PRESETS = Path(__file__).parents[2] / "configs/presets/personal"
 AVERAGES_MOMENTS = {"FedMuon", "FedAdamW"}
 
@@ -300,7 +305,7 @@ def test_fedrep(engine: Any, golden: Golden) -> None:
     assert found.state.total_bits == 64 * 2 * (D - OWN) * each
 
 
-@pytest.mark.parametrize("engine", ["sequential", "batched", "graphed"])
+@pytest.mark.parametrize("engine", ENGINES)
 def test_ditto(engine: Any, golden: Golden) -> None:
     """The global path is FedAvg's to the bit; each client's own model is that of torch's SGD with the pull."""
     options: dict[str, Any] = {"max_rounds": 4, "engine": engine}
@@ -360,7 +365,7 @@ def test_new_clients(engine: Any, golden: Golden) -> None:
 # SAM
 
 
-@pytest.mark.parametrize("engine", ["sequential", "batched", "graphed"])
+@pytest.mark.parametrize("engine", ENGINES)
 def test_perturbed_weights(engine: Any, golden: Golden) -> None:
     """``g(w + rho P g / ||P g||)``: the radius is that of the perturbed weights; all weights move."""
     net, rho, w0 = (
@@ -437,3 +442,25 @@ def test_flatness(golden: Golden) -> None:
     assert found.metrics["flatness/client_lambda_max_local_own"] == pytest.approx(sum(tops) / len(tops), rel=1e-4)
     assert found.metrics["flatness/client_lambda_max_local_own_max"] == pytest.approx(max(tops), rel=1e-4)
     assert found.metrics["flatness/lambda_1"] > 0 and "flatness/trace" in found.metrics
+
+
+def test_robust_rules_and_noise_act_on_what_is_shared(golden: Golden) -> None:
+    """The server keeps the initial values of what stays; so do corrupted uploads."""
+    corrupt = Faults(corrupt=Corrupt(share=0.5, kind="sign_flip", factor=3.0))
+    private = {"privacy": GaussianPrivacy(1.0, 1.0, delta=0.1), "sampler": BernoulliSampler(0.5)}
+    rules: list[dict[str, Any]] = [{"aggregation": CoordinateMedian()}, {"aggregation": NormClipping(0.5)}, private]
+    for options in rules:
+        found, record = golden.run(made(golden, weighting="uniform"), max_rounds=3, faults=corrupt, **options)
+        first = record.server[0].w
+        assert torch.equal(found.server.w[-OWN:], first[-OWN:])
+        assert not torch.equal(found.server.w[:-OWN], first[:-OWN])
+
+
+def test_an_optimizer_of_torch_freezes_as_well(golden: Golden) -> None:
+    options = {"momentum": 0.5, "weight_decay": 0.01}
+    same = (SGD(0.1, **options), TorchOptimizer("SGD", lr=0.1, options=options))
+    part = Personal(HEAD, epochs_alone=2)
+    one, other = (golden.run(made(golden, part=part, optimizer=each), max_rounds=3)[0] for each in same)
+    torch.testing.assert_close(one.server.w, other.server.w, rtol=0, atol=1e-13)
+    for k, row in one.clients.rows().items():
+        torch.testing.assert_close(row.own, other.clients.rows()[k].own, rtol=0, atol=1e-13)
