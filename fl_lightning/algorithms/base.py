@@ -184,7 +184,7 @@ class LocalObjective(Composed, SupervisedModule):
         """
         if part := self.alone(ctx):
             return {}, part.end_alone(w, client)
-        client, received = self.seen(w, client, received)
+        client, received = self.seen_state(w, client, received)
         upload, client = pair_of(self.local_end, w, client, received, ctx)
         ensure(
             set(upload) == set(self.up),

@@ -123,10 +123,10 @@ class Composed(Hooks):
 
         return grad(w + self.ascent(w, within, client, received, ctx))
 
-    def seen(self, w: Tensor, client: State, received: State) -> tuple[State, State]:
-        """Returns the client's state and what it received as the hooks of a step see them; see `Part.seen`."""
+    def seen_state(self, w: Tensor, client: State, received: State) -> tuple[State, State]:
+        """Returns the client's state and what it received as the hooks of a step see them; see `Part.seen_state`."""
         for part in self.parts:
-            client, received = pair_of(part.seen, w, client, received, self.models)
+            client, received = pair_of(part.seen_state, w, client, received, self.models)
         return client, received
 
     def encoded(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -248,7 +248,8 @@ class SampleStore(Checked, L.LightningDataModule, ABC, key="data"):
         """
         if isinstance(self.x_train, Stream):
             plan = [i for indices in clients for i in indices.tolist()]
-            self._prefetcher = Prefetcher(self.x_train, plan, self._prefetcher) if plan else None
+            prefetcher = Prefetcher(self.x_train, plan, self._prefetcher)  # which ends the one before
+            self._prefetcher = prefetcher if plan else None
 
     def reading_ahead(self, clients: Iterable[Tensor]) -> AbstractContextManager[object]:
         """Returns a context in which these samples are read ahead as by `read_ahead`, unless others already are."""

@@ -196,7 +196,7 @@ class Engine:
             first = start.expand_as(like)
             initial = State.initial(fresh, first, first)
             client |= {name: value for name, value in initial.items() if client.get(name) is state[name]}
-        seen = objective.seen(start, client, received)
+        seen = objective.seen_state(start, client, received)
         teachers, constants = objective.teachers(*seen), objective.loss_constants(*seen, ctx)
         fixed = Fixed(received, start, teachers, constants, ctx, optimizer.begin(objective.flat, start))
         state = State({name: value.expand_as(state[name]) for name, value in kept(client, state).items()})
@@ -223,7 +223,7 @@ class Engine:
 
         if ctx.draws is not None:
             ctx.draws.next_step()
-        client, received = objective.seen(carry.w, carry.state | {"start": fixed.start}, fixed.received)
+        client, received = objective.seen_state(carry.w, carry.state | {"start": fixed.start}, fixed.received)
         alone, moving = objective.alone(ctx), objective.moving(carry.w, ctx)
         if alone is None:
             lr = value_of(objective.step_lr, client, ctx)

@@ -346,7 +346,7 @@ HOOKS = {
     "broadcast": "a value",
     "local_lr": "a value",
     "local_start": "two values",
-    "seen": "two values",
+    "seen_state": "two values",
     "local_end": "two values",
     "encoded": "a value",
     "decoded": "a value",

@@ -78,7 +78,7 @@ def test_a_setting_changes_what_it_changes_without_the_cache(name: str, tmp_path
         assert_same_bits(run(*change), expected)
 
 
-class Frozen(nn.Sequential):
+class HalfFrozen(nn.Sequential):
     def __init__(self, seed: int) -> None:
         torch.manual_seed(seed)
         body = nn.Linear(72, 8).requires_grad_(False)
@@ -99,7 +99,7 @@ class Held(LocalObjective):
 
 @pytest.mark.parametrize(
     "make",
-    [lambda i: FedAvg(net=Frozen(i)), lambda i: Held(0.1 + 0.1 * i, Small())],
+    [lambda i: FedAvg(net=HalfFrozen(i)), lambda i: Held(0.1 + 0.1 * i, Small())],
     ids=["frozen", "held"],
 )
 def test_tensors_that_a_record_holds_are_inputs_of_its_code(

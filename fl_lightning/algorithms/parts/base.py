@@ -74,7 +74,7 @@ class Part(Checked, key="model.parts"):
         """Returns the clients' learning rate in this round, given the one that it would be without this part."""
         return lr
 
-    def seen(self, w: Tensor, client: State, received: State, models: frozenset[str]) -> tuple[State, State]:
+    def seen_state(self, w: Tensor, client: State, received: State, models: frozenset[str]) -> tuple[State, State]:
         """Returns the client's state and what it received as the algorithm's hooks see them at the weights ``w``.
 
         Before a step, and after the last one; the step's hooks return the state that they see.
@@ -113,7 +113,7 @@ class Part(Checked, key="model.parts"):
         Args:
             uploads: The averages of encoded uploads.
             sent: What the clients received.
-            models: The names that are models, as for `seen`.
+            models: The names that are models, as for `seen_state`.
         """
         return uploads
 

@@ -91,7 +91,7 @@ class Personal(Part):
         """The client's own values take the place of the received ones."""
         return self.client_model(w, client), client
 
-    def seen(self, w: Tensor, client: State, received: State, models: frozenset[str]) -> tuple[State, State]:
+    def seen_state(self, w: Tensor, client: State, received: State, models: frozenset[str]) -> tuple[State, State]:
         """Models have the running values of what stays, other vectors 0: so all differences are 0 there."""
         kept, none = self._kept(w.device), w.new_zeros(())
 
