@@ -177,7 +177,7 @@ def test_bad_input(complaint: Complaint, args: str, expected: str) -> None:
     model = () if "--model=" in args else ("--model=FedAvg",)
     message = complaint("fit", *model, *DIGITS, *args.split())
     shows(message, expected)
-    assert len(message) < 500
+    assert len(message) < 600  # the names of all algorithms take 450
 
 
 @pytest.mark.parametrize("name", COMPARED)
