@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
@@ -234,6 +235,19 @@ def process(*command: str, cwd: Path, env: Mapping[str, str] | None = None) -> A
 def forked(*args: str, cwd: Path, env: Mapping[str, str] | None = None) -> AbstractContextManager[Child]:
     """``fl-lightning`` with these arguments in a process of its own."""
     return ending(Forked(args, cwd, env or {})) if FORKS else process(SCRIPT, *args, cwd=cwd, env=env)
+
+
+def killed(*args: str, root: Path) -> Path:
+    """Kills an ``fl-lightning`` whose runs lie below ``root`` after nine rounds or more; returns its run folder."""
+    with forked(*args, f"--trainer.default_root_dir={root}", cwd=root.parent) as child:
+        deadline, logs = time.monotonic() + 120, list[Path]()
+        while not logs or len(logs[0].read_text().splitlines()) < 10:  # the header and 9 rounds
+            assert child.poll() is None and time.monotonic() < deadline
+            time.sleep(0.002)
+            logs = list(root.glob("*/*/metrics.csv"))
+        kill(child)
+        assert child.wait() == -signal.SIGKILL
+    return newest(root)
 
 
 @contextmanager

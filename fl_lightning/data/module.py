@@ -222,15 +222,19 @@ class FederatedDataModule(SampleStore, ABC):
         full, rest = divmod(n, size)
         return [size] * full + [rest] * (rest > 0 and not (self.drop_last and full))
 
+    def batch_sizes(self, n: int, count: int) -> list[int]:
+        """Returns the number of samples of each of ``count`` minibatches of ``n`` samples."""
+        sizes = self._sizes(n)
+        return (sizes * math.ceil(count / len(sizes)))[:count]
+
     def _minibatches(self, indices: Tensor, count: int, generator: torch.Generator, dtype: torch.dtype) -> Minibatches:
-        n, sizes = len(indices), self._sizes(len(indices))
-        used, epochs = sum(sizes), math.ceil(count / len(sizes))
+        n, once = len(indices), self._sizes(len(indices))
+        used, epochs, sizes = sum(once), math.ceil(count / len(once)), self.batch_sizes(n, count)
         if self.batch_size is None:
             order = indices.repeat(epochs)
         else:
             passes = [torch.randperm(n, generator=generator)[:used] for _ in range(epochs)]
             order = indices.index_select(0, torch.cat(passes))
-        sizes = (sizes * epochs)[:count]
         draws = {} if self.augment is None else self.augment.draw(sizes, generator)
         return Minibatches(self, order[: sum(sizes)], sizes, draws, dtype)
 

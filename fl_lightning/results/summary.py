@@ -141,13 +141,13 @@ class Summary:
         minutes: Minutes of all rounds: local training and aggregation, without evaluation and what callbacks measure.
         bits: Bits sent and uploaded in all.
         transmissions: Models sent and uploaded in all, per client of a cohort: 2 a round of FedAvg (FedGF, Table 3).
-        hours: Hours that the rounds would take on the clients' devices (``trainer.clock``).
+        device_s: Seconds that the rounds would take on the clients' devices (``trainer.clock``).
         target: The value to reach, if one was given.
         target_round: First evaluated round that is as good, not smoothed.
         target_minutes: Minutes up to and with that round.
         target_bits: Bits up to and with that round.
         target_transmissions: Transmissions up to and with that round.
-        target_hours: Hours on the clients' devices up to and with that round.
+        target_device_s: Seconds on the clients' devices up to and with that round.
         mode: Whether large (max) or small (min) values of the metric are good.
         flatness: Headline of each measure of flatness, by name.
         clients: Headline of each statistic over clients (``server/clients/...``, ``client/test/...``).
@@ -170,8 +170,8 @@ class Summary:
     target_minutes: float | None = None
     target_bits: float | None = None
     target_transmissions: float | None = None
-    hours: float | None = None
-    target_hours: float | None = None
+    device_s: float | None = None
+    target_device_s: float | None = None
     mode: Mode = "max"
     flatness: dict[str, float] = field(default_factory=dict)
     clients: dict[str, float] = field(default_factory=dict)
@@ -231,10 +231,6 @@ def summarise(
     def at(name: str, until: int | None) -> float | None:
         return None if until is None else dict(columns.get(name, ())).get(until)
 
-    def hours(until: int | None) -> float | None:
-        seconds = at("clock/time_s", until)
-        return None if seconds is None else seconds / 3600
-
     return Summary(
         metric=metric,
         rounds=rounds,
@@ -253,8 +249,8 @@ def summarise(
         target_minutes=None if reached is None else minutes(reached),
         target_bits=at("comm/total_bits", reached),
         target_transmissions=at("comm/transmissions", reached),
-        hours=hours(rounds),
-        target_hours=hours(reached),
+        device_s=at("clock/time_s", rounds),
+        target_device_s=at("clock/time_s", reached),
         mode=mode,
         flatness={name.removeprefix("flatness/"): x for name, x in headlines.items() if is_flatness(name)},
         clients={name: x for name, x in headlines.items() if is_of_clients(name)},

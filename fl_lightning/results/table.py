@@ -70,7 +70,7 @@ class Column:
             return "differences"
         if is_of_clients(self.of):
             return "clients"
-        return "costs" if self.to_target or self.of in ("minutes", "bits", "hours") else "results"
+        return "costs" if self.to_target or self.of in ("minutes", "bits", "device_s") else "results"
 
     @property
     def in_paper(self) -> "Column":
@@ -152,7 +152,7 @@ def columns(groups: Sequence[Group], reference: Group | None = None) -> list[Col
     shown += [
         Column("minutes", "minutes", "minutes", form=",.2f"),
         Column("gigabytes", "GB", "bits", form=",.3f", scale=1 / 8e9),
-        Column("device_hours", "device hours", "hours", form=",.3g"),
+        Column("device_hours", "device hours", "device_s", form=",.3g", scale=1 / 3600),
     ]
     if first.target is not None:
         to = f"to {first.target:.4g}"
@@ -162,8 +162,8 @@ def columns(groups: Sequence[Group], reference: Group | None = None) -> list[Col
             Column("target_gigabytes", f"GB {to}", "target_bits", form=",.3f", scale=1 / 8e9),
             Column("target_transmissions", f"models {to}", "target_transmissions", form=",.0f"),
             *(
-                [Column("target_device_hours", f"device hours {to}", "target_hours", form=",.3g")]
-                if any(group.measured("hours") for group in groups)
+                [Column("target_device_hours", f"device hours {to}", "target_device_s", form=",.3g", scale=1 / 3600)]
+                if any(group.measured("device_s") for group in groups)
                 else []
             ),
         ]

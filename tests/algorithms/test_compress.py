@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import signal
-import time
 from collections.abc import Mapping
 from itertools import combinations
 from pathlib import Path
@@ -44,7 +42,7 @@ from fl_lightning.core import ClientContext, Draws, State, generator
 from tests.algorithms.test_parts import ENGINES, Personal, Rounded, same
 from tests.conftest import Golden
 from tests.integration.test_processes import launch
-from tests.runs import DIGITS, FORKS, assert_same, forked, kill, last, metrics, newest, run, state
+from tests.runs import DIGITS, FORKS, assert_same, killed, last, metrics, run, state
 
 D = 1220
 """Weights of the golden net."""
@@ -388,17 +386,7 @@ def test_kill_9(tmp_path: Path) -> None:
         "--trainer.callbacks+=Checkpoints",
         "--trainer.callbacks.every_n_rounds=7",
     ]
-    folder = f"--trainer.default_root_dir={tmp_path / 'broken'}"
-    with forked("fit", "--model=SCAFFOLD", *DIGITS, *args, folder, cwd=tmp_path) as child:
-        logs: list[Path] = []
-        end = time.monotonic() + 120
-        while not logs or len(logs[0].read_text().splitlines()) < 10:
-            assert child.poll() is None and time.monotonic() < end
-            time.sleep(0.002)
-            logs = list((tmp_path / "broken").glob("*/*/metrics.csv"))
-        kill(child)
-        assert child.wait() == -signal.SIGKILL
-    broken = newest(tmp_path / "broken")
+    broken = killed("fit", "--model=SCAFFOLD", *DIGITS, *args, root=tmp_path / "broken")
     assert 0 < last(broken)["round"] < 60
     assert run("fit", *args, "--ckpt_path=last", root=tmp_path / "broken", model="SCAFFOLD") == broken
     whole = run("fit", *args, root=tmp_path / "whole", model="SCAFFOLD")

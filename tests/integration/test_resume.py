@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import resource
-import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -36,7 +34,7 @@ from fl_lightning import (
 )
 from fl_lightning.core import files
 from fl_lightning.trainer.run import Run
-from tests.runs import DIGITS, assert_same, forked, kill, last, metrics, newest, run, state
+from tests.runs import DIGITS, assert_same, killed, last, metrics, newest, run, state
 from tests.soak import Soak
 
 ROUNDS = 6
@@ -141,17 +139,7 @@ def test_kill_9(tmp_path: Path) -> None:
     """A real process, killed with its children between two checkpoints."""
     rounds = "--trainer.max_rounds=150"
     saves = ["--trainer.callbacks+=Checkpoints", "--trainer.callbacks.every_n_rounds=7"]
-    args = [f"--trainer.default_root_dir={tmp_path / 'broken'}", rounds, *saves]
-    with forked("fit", "--model=SCAFFOLD", *DIGITS, *args, cwd=tmp_path) as child:
-        deadline = time.monotonic() + 120
-        logs: list[Path] = []
-        while not logs or len(logs[0].read_text().splitlines()) < 10:  # the header and 9 rounds
-            assert child.poll() is None and time.monotonic() < deadline
-            time.sleep(0.002)
-            logs = list((tmp_path / "broken").glob("*/*/metrics.csv"))
-        kill(child)
-        assert child.wait() == -signal.SIGKILL
-    broken = newest(tmp_path / "broken")
+    broken = killed("fit", "--model=SCAFFOLD", *DIGITS, rounds, *saves, root=tmp_path / "broken")
     done = last(broken)["round"]
     assert done % 7 == 0 and 0 < done < 150
     assert run("fit", rounds, *saves, "--ckpt_path=last", root=tmp_path / "broken", model="SCAFFOLD") == broken

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-import time
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -38,7 +36,7 @@ from fl_lightning.trainer import parallel_runs
 from fl_lightning.trainer.measurements import Discrepancy, LambdaMax
 from fl_lightning.trainer.run import Run
 from tests.conftest import Golden
-from tests.runs import DIGITS, assert_same, cli, ended, forked, group, kill, last, metrics, newest, state
+from tests.runs import DIGITS, assert_same, cli, ended, group, killed, last, metrics, newest, state
 
 LR, MOMENTUM, STEPS = 0.1, 0.5, 3
 
@@ -317,15 +315,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.slow
 def test_kill_9_and_resume(folder: Path) -> None:
     """The clients' own statistics come back to the bit."""
-    with forked("fit", *arguments(folder / "broken", "local"), cwd=folder) as child:
-        deadline, logs = time.monotonic() + 120, list[Path]()
-        while not logs or len(logs[0].read_text().splitlines()) < 10:  # the header and 9 rounds
-            assert child.poll() is None and time.monotonic() < deadline
-            time.sleep(0.002)
-            logs = list((folder / "broken").glob("*/*/metrics.csv"))
-        kill(child)
-        assert child.wait() == -signal.SIGKILL
-    broken = newest(folder / "broken")
+    broken = killed("fit", *arguments(folder / "broken", "local"), root=folder / "broken")
     assert 0 < last(broken)["round"] < 40
     cli("fit", *arguments(folder / "broken", "local"), "--ckpt_path=last")
     cli("fit", *arguments(folder / "whole", "local"))

@@ -90,10 +90,16 @@ class Clock(Callback, key="trainer.clock"):
         self.rows = [] if devices is None else read_devices(devices, f"{key}.devices")
         self.median = Device(sec_per_sample or 0.0, down_mbps or float("inf"), up_mbps or float("inf"), latency_s)
         self.sigma, self.bandwidth_sigma, self.server_s = sigma, bandwidth_sigma, server_s
+        self._devices = dict[int, Device]()
         self._spent = dict[int, dict[int, tuple[float, float]]]()
 
     def device(self, client: int, run: Run) -> Device:
         """Returns a client's device, a function of the file or of (seed, client)."""
+        if client not in self._devices:
+            self._devices[client] = self._drawn(client, run)
+        return self._devices[client]
+
+    def _drawn(self, client: int, run: Run) -> Device:
         n, m = len(self.rows), run.data.num_clients
         if n:
             return self.rows[client if n >= m else numpy_generator(run.seed, "devices").permutation(n)[client % n]]
@@ -103,13 +109,16 @@ class Clock(Callback, key="trainer.clock"):
         seconds = of.sec_per_sample / speeds.speed(client, run.seed)
         return Device(seconds, of.down_mbps * bandwidth, of.up_mbps * bandwidth, of.latency_s)
 
+    def on_fit_start(self, run: Run) -> None:
+        self._devices = {}
+
     def on_round_start(self, run: Run, ctx: Any, cohort: list[int]) -> None:
         self._spent = {}
 
     def on_local_end(self, run: Run, result: LocalResult) -> None:
         objective, ctx, device = run.objective, result.ctx, self.device(result.client, run)
         alone = ctx.phase == objective.phases  # training before the round, without an exchange
-        samples = sum(run.minibatches(result.client, ctx).sizes)
+        samples = sum(run.data.batch_sizes(len(run.data.clients[result.client]), ctx.K))
         computed = device.compute_s(samples, *((1, 1) if alone else objective.passes))
         down, up = objective.bits(State(result.received), up=False), objective.bits(result.upload, up=True)
         before = self._spent.setdefault(0 if alone else ctx.phase, {}).get(result.client, (0.0, 0.0))

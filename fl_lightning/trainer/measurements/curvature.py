@@ -59,9 +59,15 @@ class CurvatureMeasure(Measure):
 
     def matrix(self, loss: Mapping[str, Any]) -> Operator:
         """Returns the matrix of a loss, which `MeasurementContext.loss` and `local_loss` describe."""
-        if self.merged:
-            loss = {**loss, "model": loss["model"].merged(loss["at"]), "at": None}
-        return OPERATORS[self.operator](**loss, parameters=self.parameters)
+        return self.block(self.function(loss))
+
+    def function(self, loss: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Returns the loss as a function of the weights of which the matrix is that of the second derivatives."""
+        return {**loss, "model": loss["model"].merged(loss["at"]), "at": None} if self.merged else loss
+
+    def block(self, function: Mapping[str, Any]) -> Operator:
+        """Returns the block of the group of parameters."""
+        return OPERATORS[self.operator](**function, parameters=self.parameters)
 
     def spec(self, run: Run) -> FlatSpec:
         """Returns the layout of the weights of which the loss is a function."""
@@ -162,9 +168,10 @@ class GlobalCurvature(CurvatureMeasure):
         batches, n, what = context.train(self.samples, self.split)
         common: dict[str, Any] = {"data": what, "samples": n}
         shared, measured = context.run.objective.shared, list[Measurement]()
+        function = self.function(context.loss(batches)) if shared is None else {}
         for block in self.blocks(context.run):
             if shared is None:
-                matrix: Matrix = block.matrix(context.loss(batches))
+                matrix: Matrix = block.block(function)
             else:
                 each = block._own(context, shared)
                 if not each:  # nobody has trained
