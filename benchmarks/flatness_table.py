@@ -16,7 +16,7 @@ import torch
 
 import fl_lightning as fl
 from fl_lightning.core.rng import generator
-from fl_lightning.trainer.callbacks.flatness_monitor import read_measurements
+from fl_lightning.results.metrics import last_measurements
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 CSV, PAGE = DOCS / "flatness_table.csv", DOCS / "measuring.md"
@@ -39,7 +39,7 @@ def train(name: str, alpha: float) -> dict[str, Any]:
             enable_progress_bar=False,
         )  # fmt: skip
         run = trainer.fit(model, data)
-        found = {m["name"]: m for m in read_measurements(run.folder.path / "flatness.jsonl")}
+        found = last_measurements(run.folder.path)
     row: dict[str, Any] = {"algorithm": name, "alpha": alpha, "accuracy": f"{run.metrics['server/test/acc']:.4f}"}
     for measure, spread in MEASURES.items():
         row[measure] = f"{found[measure]['value']:.4g}"
