@@ -4,6 +4,7 @@ import hashlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from itertools import cycle, islice
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -224,8 +225,7 @@ class FederatedDataModule(SampleStore, ABC):
 
     def batch_sizes(self, n: int, count: int) -> list[int]:
         """Returns the number of samples of each of ``count`` minibatches of ``n`` samples."""
-        sizes = self._sizes(n)
-        return (sizes * math.ceil(count / len(sizes)))[:count]
+        return list(islice(cycle(self._sizes(n)), count))
 
     def _minibatches(self, indices: Tensor, count: int, generator: torch.Generator, dtype: torch.dtype) -> Minibatches:
         n, once = len(indices), self._sizes(len(indices))
