@@ -36,6 +36,8 @@ from fl_lightning.results.metrics import (
 
 POINTS = 100
 """Number of parts of a long run; the mean over each part is drawn."""
+DIVERGED = 1000.0
+"""Loss above which a panel of losses has a logarithmic axis."""
 MOST = 12
 """Largest number of groups that are told apart by colour and marker."""
 Runs = Path | Sequence[Path]
@@ -152,14 +154,14 @@ def draw_curves(groups: Mapping[str, Sequence[Columns]], names: Sequence[str] | 
 
 
 def _panel(axes: Axes, name: str, groups: Mapping[str, Sequence[Columns]]) -> None:
-    ends: list[float] = []
+    means, ends = list[float](), list[float]()
     for i, (text, group) in enumerate(groups.items()):
         look = {**line_style(i), "gid": f"run-{i}"}
         found = curve(group, name)
         if found is None:
             continue
         low, high = ([m + sign * sd for m, sd in zip(found.mean, found.sd, strict=True)] for sign in (-1, 1))
-        ends += low
+        means, ends = means + found.mean, ends + low
         axes.plot(found.rounds, found.mean, label=text, marker="." if len(found.rounds) < 30 else None, **look)
         faint = {"color": look["color"], "gid": look["gid"]}
         if len(group) > 1:
@@ -169,6 +171,8 @@ def _panel(axes: Axes, name: str, groups: Mapping[str, Sequence[Columns]]) -> No
     axes.grid(alpha=0.3)
     if is_flatness(name):
         scale_axis(axes.yaxis, ends)  # a band that reaches 0 has no place on a logarithmic axis
+    elif name.endswith("loss") and max(means, default=0) > DIVERGED:
+        scale_axis(axes.yaxis, means)  # the others' losses are seen beside that of a run that diverged
 
 
 def plot_tradeoff(groups: Sequence[Group], measure: str) -> Figure:
