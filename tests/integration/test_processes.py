@@ -320,7 +320,7 @@ def test_torchrun_goes_on_after_a_kill(folder: Path) -> None:
     assert len([*folder.glob("m*/*/version_*")]) == 2
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(quick=2)
 @pytest.mark.parametrize(
     ("model", "fault", "rank"),
     [

@@ -109,7 +109,7 @@ def test_flatness_and_centralized_cells(
         assert float(row["difference"]) == pytest.approx(float(row["ours"]) - float(row["value"]))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize(
     ("more", "message"),
     [
