@@ -100,7 +100,7 @@ def assert_close(a: Run, b: Run) -> None:
     assert a.metrics["client/train/loss"] == pytest.approx(b.metrics["client/train/loss"], rel=1e-12)
 
 
-@pytest.mark.sampled(quick=8)
+@pytest.mark.sampled(quick=8, slow=2)
 @pytest.mark.parametrize("name", algorithms.__all__)
 def test_every_algorithm_on_every_engine(name: str, tmp_path: Path) -> None:
     """Unequal numbers of steps and samples, momentum, weight decay, clipping, augmentation, a decaying lr."""
@@ -530,6 +530,7 @@ def starved(folder: Path, engine: Any, results: Any) -> None:
         results.send((run.global_model.numpy(), said))
 
 
+@pytest.mark.sampled(slow=2)
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="limits and sizes of processes as Linux has them")
 @pytest.mark.parametrize("engine", ["batched", "graphed"])

@@ -446,6 +446,7 @@ def test_signals_save(number: signal.Signals, gap: float, tmp_path: Path) -> Non
     assert 3 <= last(newest(tmp_path))["round"] <= rows  # a signal takes back a round that has just been logged
 
 
+@pytest.mark.sampled(slow=3)
 @pytest.mark.slow
 @pytest.mark.parametrize("end", ["| head -1", "> /dev/full", ">&-"])
 def test_real_pipes(end: str, tmp_path: Path) -> None:

@@ -357,6 +357,7 @@ def test_the_end_of_one_process_ends_all(folder: Path, model: str, fault: str, r
     assert_same(state(resumed), state(run("fit", *args, root=folder / "one", model=model)))
 
 
+@pytest.mark.sampled(slow=2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "memory"), [*itertools.product(("FedSMOO", "SCAFFOLD"), (0, 0.00001, 1)), ("FedRep", 1)]

@@ -457,6 +457,7 @@ def test_two_processes(deterministic: bool, tmp_path: Path) -> None:
         torch.testing.assert_close(state(two)[name], value, rtol=0, atol=1e-5)
 
 
+@pytest.mark.sampled(slow=3)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", algorithms.__all__)
 def test_every_algorithm_ends(name: str, tmp_path: Path) -> None:

@@ -210,6 +210,7 @@ def test_epsilon(options: dict[str, Any], rounds: int, rdp: float, pld: float | 
     assert Accountant(**options).epsilon(rounds) == pytest.approx(rdp, abs=6e-5)
 
 
+@pytest.mark.sampled(slow=2)
 @pytest.mark.slow
 @pytest.mark.parametrize(("options", "rounds", "rdp", "pld"), [case for case in EPSILONS if case[3] is not None])
 def test_epsilon_of_loss_distributions(options: dict[str, Any], rounds: int, rdp: float, pld: float) -> None:
