@@ -12,6 +12,7 @@ from fl_lightning.data.module import FederatedDataModule
 from fl_lightning.data.samples import Batch
 from fl_lightning.results.metrics import write_table
 from fl_lightning.results.numbers import CLEAN, Accuracy, means, plot_corruptions
+from fl_lightning.results.terminal import say
 from fl_lightning.trainer import FederatedTrainer
 
 SUMMARY = "Evaluate a model on CIFAR-10-C or CIFAR-100-C, by corruption and severity."
@@ -78,6 +79,6 @@ def run(
         drawn = {"corruptions": lambda: plot_corruptions({home.resolve().parent.name: rows})}
         save_figures(restored, home, drawn, number, "")
         for name, value in means(rows).items():
-            print(f"{name} {value:.4f}")
-        print(f"results: {home / f'corruptions{number}.csv'}")
+            say(f"{name} {value:.4f}")
+        say(f"results: {home / f'corruptions{number}.csv'}")
     return rows

@@ -21,6 +21,7 @@ from fl_lightning.commands.shared.output import show_table
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.engine import LocalResult
 from fl_lightning.results.metrics import PROTOCOL, write_table
+from fl_lightning.results.terminal import say
 from fl_lightning.trainer import (
     Cohort,
     FederatedTrainer,
@@ -155,4 +156,4 @@ def _show(path: Path, run: Run, measurements: Sequence[Measurement]) -> None:
         table.add_row(f"{m.name}{mark}", value, spread, *on)
     table.caption = f"* {RETRAINED}" if any(RETRAINED in m.model for m in measurements) else None
     show_table(table)
-    print(f"results: {path} (with the protocol of each measure)")
+    say(f"results: {path} (with the protocol of each measure)")

@@ -14,6 +14,7 @@ from fl_lightning.commands.shared.output import write_new
 from fl_lightning.core import LEFT_OUT, ensure
 from fl_lightning.flower import server
 from fl_lightning.results.configs import flatten
+from fl_lightning.results.terminal import say
 
 if TYPE_CHECKING:
     from flwr.clientapp import ClientApp
@@ -53,7 +54,7 @@ def run(cli: FederatedCLI, folder: str, /, nodes: int | None = None) -> None:
         if path.is_file()
     }
     write_new(folder, files)
-    print(f"start with: flwr run {folder}")
+    say(f"start with: flwr run {folder}")
 
 
 def client_app(config: str | Path) -> "ClientApp":

@@ -13,6 +13,7 @@ from fl_lightning.core.figures import render
 from fl_lightning.results import ledger
 from fl_lightning.results.compare import find_runs
 from fl_lightning.results.summary import SUMMARY as ENDED
+from fl_lightning.results.terminal import say
 from fl_lightning.trainer import RunFolder
 
 SUMMARY = "Keep finished runs as rows of a ledger; train rows again and compare their bits; write the ledger's page."
@@ -49,7 +50,7 @@ def run(
     if action == "add":
         for given in folders:
             for folder in find_runs([given]):
-                print(f"added: {_add(folder, Path(given).resolve(), Path(into))}")
+                say(f"added: {_add(folder, Path(given).resolve(), Path(into))}")
         return
     found = [row for given in folders for row in ledger.rows(Path(given))]
     if action == "check":
@@ -126,6 +127,6 @@ def _check(rows: Sequence[Path], settings: Sequence[str], tolerance: float) -> N
             again = ledger.compare_run(row, found.folder, _about(found.folder))
             good = again.same or (not again.alike and again.final <= tolerance)
             wrong += not good
-            print(f"{row}: {again.text()}{'' if good else ': WRONG'}")
+            say(f"{row}: {again.text()}{'' if good else ': WRONG'}")
             ledger.note(row, again)
     ensure(not wrong, f"{wrong} of {len(rows)} rows are not met; see the lines above")

@@ -17,6 +17,7 @@ from fl_lightning.results.metrics import PROTOCOL, title
 from fl_lightning.results.report.files import densities, partitions, read_group, spectra
 from fl_lightning.results.report.page import Runs, report_page
 from fl_lightning.results.table import Column, columns, table_files
+from fl_lightning.results.terminal import say
 from fl_lightning.results.varied import LEAST, tried
 
 SUMMARY = "Write a report of runs: one HTML page that opens offline, with its tables and figures beside it."
@@ -69,9 +70,9 @@ def run(
     make_folder(folder)
     write_together({page: text, **{folder / name: content for name, content in beside.items()}})
     for line in left_out(groups):
-        print(line)
-    print(f"report: {page} ({page.stat().st_size / 1e6:.1f} MB)")
-    print(f"tables and curves: {folder}" + ("" if figures else "; --figures writes each figure as PDF and PNG"))
+        say(line)
+    say(f"report: {page} ({page.stat().st_size / 1e6:.1f} MB)")
+    say(f"tables and curves: {folder}" + ("" if figures else "; --figures writes each figure as PDF and PNG"))
 
 
 def draw(runs: Runs, shown: Sequence[Column]) -> dict[str, list[tuple[str, str, Figure]]]:

@@ -138,8 +138,8 @@ class RemoteRun(Run):
         return kinds if self.min_replies is None else tuple(dict.fromkeys([*kinds, "dropped"]))
 
     @property
-    def how_to_continue(self) -> str:
-        return f"flwr run APP --stream --run-config 'ckpt-path=\"{self.folder.last}\"'"
+    def how_to_continue(self) -> list[str]:
+        return ["flwr", "run", "APP", "--stream", "--run-config", f'ckpt-path="{self.folder.last}"']
 
     def make_engine(self, name: EngineName, compile: bool = True) -> Engine:
         return RemoteEngine(self)

@@ -263,12 +263,11 @@ class Run:
         return self.settings.faults.kinds
 
     @property
-    def how_to_continue(self) -> str:
+    def how_to_continue(self) -> list[str]:
         """The shell command that resumes the run."""
-        command = "fit" if self.kind == "federated" else "centralized"
-        newest = self.folder.newest_config
-        config = f" --config {newest}" if newest.exists() else ""
-        return f"fl-lightning {command}{config} --ckpt_path {self.folder.last}"
+        command, newest = "fit" if self.kind == "federated" else "centralized", self.folder.newest_config
+        config = ["--config", str(newest)] if newest.exists() else []
+        return ["fl-lightning", command, *config, "--ckpt_path", str(self.folder.last)]
 
     @property
     def finished(self) -> bool:

@@ -20,6 +20,7 @@ from fl_lightning.commands.shared.parser import INDENT, Command, Parser, readabl
 from fl_lightning.core import LEFT_OUT, UserError, generator, hidden, require
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.results.configs import differences, flatten, read_config
+from fl_lightning.results.terminal import say
 from fl_lightning.trainer import FederatedTrainer, Kind, RunFolder, on_rank_zero
 from fl_lightning.trainer.storage import checkpoint
 
@@ -267,7 +268,7 @@ class FederatedCLI(Command, LightningCLI):
         before = model_of_configs(prepare(self.args))
         if names := kept(before, now):
             (old, new) = (model["class_path"].rpartition(".")[2] for model in (before, now))
-            print(
+            say(
                 f"model = {new}: keeps {', '.join(names)} of the config's {old}; --print_config shows them, "
                 "--model.NAME replaces one"
             )

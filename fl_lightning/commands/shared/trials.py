@@ -13,7 +13,7 @@ from fl_lightning.commands.shared.messages import ArgumentsError, explain
 from fl_lightning.commands.shared.output import show_table
 from fl_lightning.core import UserError
 from fl_lightning.results.metrics import average, deviation, read_run, shown, title
-from fl_lightning.results.terminal import filled
+from fl_lightning.results.terminal import filled, say
 from fl_lightning.sweeps.trials import Built, Outcome, Trial, short
 from fl_lightning.trainer.callbacks.progress import Ending
 
@@ -80,7 +80,7 @@ def show(outcomes: Sequence[Outcome]) -> None:
     show_table(filled(heads, rows, len(heads), title=f"{len(outcomes)} runs"), len(keys) or 1)
     for o in outcomes:
         if o.folder is not None:
-            print(f"results: {o.folder}")
+            say(f"results: {o.folder}")
     complain(outcomes)
 
 
