@@ -48,6 +48,7 @@ from .forward import unchanged as unchanged
 from .forward import variance_needed as variance_needed
 from .frozen import constants as constants
 from .frozen import load_constants as load_constants
+from .groups import grouped as grouped
 from .losses import enlarged as enlarged
 from .losses import kl_to_teacher as kl_to_teacher
 from .losses import not_true as not_true

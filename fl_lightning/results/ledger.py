@@ -165,13 +165,10 @@ def note(row: Path, again: Again) -> None:
 
 def _apart(before: Pairs, here: Mapping[float, float]) -> float:
     """Returns the largest relative difference of values by round; infinite, if one is missing or not finite."""
-    found = 0.0
-    for at, value in before:
-        other = here.get(at, math.inf)
-        if value != other and not (math.isnan(value) and math.isnan(other)):
-            finite = math.isfinite(value - other)
-            found = max(found, abs(value - other) / max(abs(value), abs(other)) if finite else math.inf)
-    return found
+    pairs = [(value, here.get(at, math.inf)) for at, value in before]
+    unequal = [(a, b) for a, b in pairs if a != b and not (math.isnan(a) and math.isnan(b))]
+    apart = (abs(a - b) / max(abs(a), abs(b)) if math.isfinite(a - b) else math.inf for a, b in unequal)
+    return max(apart, default=0.0)
 
 
 def _starts(path: Path) -> list[dict[str, Any]]:
@@ -224,7 +221,10 @@ def page(rows: Sequence[Path]) -> tuple[str, Callable[[], Figure]]:
     ]
     first = kept[groups[0].name][0]["starts"][0]
     starts = [start for of in kept.values() for row in of for start in row["starts"]]
-    commits, cpus = sorted({start["commit"][:7] for start in starts}), sorted({start["cpu"] for start in starts})
+    commits, cpus = (
+        sorted({(start["commit"] or "unknown")[:7] for start in starts}),
+        sorted({start["cpu"] for start in starts}),
+    )
     made = f"Commits {', '.join(commits)}; {' and '.join(cpus)}, torch {first['torch']}, {first['precision']}."
     checked = (
         "*Checked* counts the rows that another process has trained again to the bit. Differences are means over the "

@@ -3,7 +3,7 @@
 import csv
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from fl_lightning.core import (
     MARKERS,
     PAGE,
     Figure,
+    grouped,
     line_style,
     new_figure,
     place_legend,
@@ -37,7 +38,6 @@ def plot_bars(numbers: Mapping[str, Mapping[str, Sequence[float]]], name: str) -
         for i, (label, of) in enumerate(numbers.items()):
             at = [places.index(place) + (i - (len(numbers) - 1) / 2) * width for place in of]
             heights, errors = [average(v) for v in of.values()], [deviation(v) or 0.0 for v in of.values()]
-            look: dict[str, Any] = {"color": COLORS[i % len(COLORS)], "hatch": HATCHES[i % len(HATCHES)]}
             axes.bar(
                 at,
                 heights,
@@ -47,7 +47,8 @@ def plot_bars(numbers: Mapping[str, Mapping[str, Sequence[float]]], name: str) -
                 linewidth=0.4,
                 error_kw={"linewidth": 0.6},
                 edgecolor="white",
-                **look,
+                color=COLORS[i % len(COLORS)],
+                hatch=HATCHES[i % len(HATCHES)],
             )
         turned = len(places) > 4
         axes.set_xticks(range(len(places)), places, rotation=45 * turned, ha="right" if turned else "center")
@@ -133,9 +134,8 @@ class Accuracy(NamedTuple):
 
 def means(rows: Sequence[Accuracy]) -> dict[str, float]:
     """Returns the accuracy on the clean test set, and its mean over corruptions, by severity and over all."""
-    found: dict[str, list[float]] = {CLEAN: []}
-    for row in sorted(rows, key=lambda row: row.severity):
-        found.setdefault(f"severity {row.severity}" if row.severity else CLEAN, []).append(row.acc)
+    ordered = sorted(rows, key=lambda row: row.severity)
+    found = grouped((f"severity {row.severity}" if row.severity else CLEAN, row.acc) for row in ordered)
     found["all"] = [row.acc for row in rows if row.severity]
     return {name: float(np.mean(values)) for name, values in found.items() if values}
 

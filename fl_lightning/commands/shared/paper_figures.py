@@ -5,17 +5,16 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from fl_lightning.commands.shared.cli import FederatedCLI
-from fl_lightning.core import Figure, ensure, parse_json, save_figure
+from fl_lightning.core import Figure, ensure, grouped, save_figure
 from fl_lightning.flatness.plots import plot_spectrum
 from fl_lightning.results.clients import FILE as CLIENTS
 from fl_lightning.results.configs import read_config
 from fl_lightning.results.curves import draw_curves, read
 from fl_lightning.results.metrics import (
     FILE,
-    MEASUREMENTS,
-    Monitored,
     average,
     last_measurements,
+    read_measurements,
     read_metrics,
     read_numbers,
     write_table,
@@ -174,18 +173,11 @@ def _clients(figure: PaperFigure, runs: Mapping[str, Sequence[Path]]) -> Figure:
 
 def _by_client(run: Path, name: str) -> dict[int, list[tuple[float, float]]]:
     """Returns rounds and values of each client: its accuracy, or a measure of the local models."""
-    found: dict[int, list[tuple[float, float]]] = {}
     if name == "accuracy":
         _, rows = read_numbers(run / CLIENTS, "clients", "round", "client")
-        for row in rows:
-            found.setdefault(int(row["client"]), []).append((row["round"], row["acc"]))
-        return found
-    for line in (run / MEASUREMENTS).read_bytes().splitlines():
-        measured = parse_json(line, run / MEASUREMENTS, Monitored)
-        if measured["name"] == name:
-            for client, number in measured["details"]["clients"].items():
-                found.setdefault(int(client), []).append((measured["round"], number))
-    return found
+        return grouped((int(row["client"]), (row["round"], row["acc"])) for row in rows)
+    measured = [found for found in read_measurements(run) if found["name"] == name]
+    return grouped((int(k), (found["round"], x)) for found in measured for k, x in found["details"]["clients"].items())
 
 
 def _cost(figure: PaperFigure, runs: Mapping[str, Sequence[Path]]) -> Figure:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, TypedDict
 
 import yaml
 
-from fl_lightning.core import Interval, NonNegative, ensure, hidden_text, hidden_words, read_json
+from fl_lightning.core import Interval, NonNegative, ensure, grouped, hidden_text, hidden_words, read_json
 from fl_lightning.results.clients import ClientTable, read_clients
 from fl_lightning.results.compare import Group, Seeds
 from fl_lightning.results.configs import config_files, read_config, settings_of
@@ -140,11 +140,8 @@ def read_group(group: Group) -> list[RunFiles]:
 
 def partitions(runs: Sequence[RunFiles]) -> list[tuple[Json, list[str]]]:
     """Returns the partitions that differ, and the runs that have each."""
-    found: dict[str, tuple[Json, list[str]]] = {}
-    for run in runs:
-        if run.partition:
-            found.setdefault(repr(run.partition), (run.partition, []))[1].append(run.label)
-    return list(found.values())
+    alike = grouped((repr(run.partition), run) for run in runs if run.partition)
+    return [(of[0].partition, [run.label for run in of]) for of in alike.values()]
 
 
 def spectra(runs: Sequence[RunFiles]) -> dict[str, list[float]]:
@@ -219,12 +216,12 @@ def _monitored(folder: Path) -> list[Json]:
 
 
 def _measured(folder: Path) -> list[Json]:
-    measured = []
-    for path in _below(folder, "json", "flatness"):
-        found = read_json(path, Measured)
-        where = f"{path.relative_to(folder)}, after round {found['round']}"
-        measured += [{**measurement, "where": where} for measurement in found["measurements"]]
-    return measured
+    files = [(path.relative_to(folder), read_json(path, Measured)) for path in _below(folder, "json", "flatness")]
+    return [
+        {**measurement, "where": f"{path}, after round {found['round']}"}
+        for path, found in files
+        for measurement in found["measurements"]
+    ]
 
 
 def _below(folder: Path, suffix: str, *names: str) -> list[Path]:
