@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fl_lightning.algorithms.hooks import Hooks
 from fl_lightning.algorithms.parts.averaging import Averaging
-from fl_lightning.algorithms.parts.base import Gradient, Part, pair_of, value_of
+from fl_lightning.algorithms.parts.base import Gradient, Part, pair_of, through
 from fl_lightning.algorithms.parts.buffers import Buffers
 from fl_lightning.algorithms.parts.local_optimizer import LocalOptimizer
 from fl_lightning.algorithms.parts.relaxed import RelaxedInit
@@ -131,9 +131,7 @@ class Composed(Hooks):
 
     def encoded(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns values as they travel; see `Part.encoded`."""
-        for part in self.parts:
-            values = value_of(part.encoded, values)
-        return dict(values)
+        return dict(through((part.encoded for part in self.parts), values))
 
     @property
     def personal(self) -> bool:
@@ -165,6 +163,4 @@ class Composed(Hooks):
             w: The global weights, ``(d,)``.
             client: The client's state between rounds.
         """
-        for part in self.all_parts:
-            w = value_of(part.client_model, w, client)
-        return w
+        return through((part.client_model for part in self.all_parts), w, client)

@@ -71,8 +71,7 @@ def run(
         texts = [map(escape, each.text()) for each in ranked]
         show_table(filled(varied.HEAD, texts, title=f"importance for {settings.metric}"))
         print(about)
-    for line in left_out(groups):
-        print(line)
+    print_left_out(groups)
     if out is not None:
         files = {**table_files(groups, shown), **curve_files({group.name: group.metrics for group in groups})}
         files |= {} if table is None else table.files()
@@ -82,10 +81,7 @@ def run(
         print(f"results: {out}")
 
 
-def left_out(groups: Sequence[Group]) -> list[str]:
-    """Returns a line for each run that does not count."""
-    return [
-        f"left out: {folder} (an earlier run of {group.name} with the same config and seed)"
-        for group in groups
-        for folder in group.left_out
-    ]
+def print_left_out(groups: Sequence[Group]) -> None:
+    """Prints a line for each run that does not count."""
+    for each, folder in ((group, folder) for group in groups for folder in group.left_out):
+        print(f"left out: {folder} (an earlier run of {each.name} with the same config and seed)")

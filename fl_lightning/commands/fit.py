@@ -35,11 +35,12 @@ def run(
     require(ckpt_path in (None, "last"), "ckpt_path", ckpt_path, "several runs continue with last")
     name = made.trainer.run_name(made.model, made.data)
     args = without(cli.args, "seeds", "values", "ckpt_path", "trainer.name", "trainer.default_root_dir")
-    asked = []
-    for settings in combinations(grid):
-        given = (f"--{key}={value}" for key, value in settings.items())
-        asked.append(Trial(f"{name}/{name_of(settings)}", (*args, *given), "fit", settings))
-        trials.check(asked[-1])
+    asked = [
+        Trial(f"{name}/{name_of(own)}", (*args, *(f"--{key}={value}" for key, value in own.items())), "fit", own)
+        for own in combinations(grid)
+    ]
+    for trial in asked:
+        trials.check(trial)
     root = Path(made.trainer.default_root_dir)
     trials.show(list(run_trials(asked, root, trials.build, resume=ckpt_path == "last", check=trials.check)))
 

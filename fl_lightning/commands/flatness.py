@@ -84,8 +84,8 @@ def run(
         if found and loaded.fabric.is_global_zero:
             number = number_of(folder, "flatness.json")
             _save(folder, number, loaded, found)
-            (label,) = labels_of([loaded.checkpoint])
-            save_figures(loaded, folder, figures(found, f"{label}, round {loaded.rounds_done}"), number, "flatness/")
+            label = f"{labels_of([loaded.checkpoint])[0]}, round {loaded.rounds_done}"
+            save_figures(loaded, folder, figures(found, label), number, "flatness/")
             _show(folder / f"flatness{number}.json", loaded, found)
     return found
 

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from fl_lightning.commands.compare import left_out
+from fl_lightning.commands.compare import print_left_out
 from fl_lightning.core import Figure, drawing, figure_files, make_folder, write_together
 from fl_lightning.data.histogram import Histogram, heat_map
 from fl_lightning.flatness.plots import plot_density, plot_spectrum
@@ -68,8 +68,7 @@ def run(
             beside |= figure_files(figure, name)
     make_folder(folder)
     write_together({page: text, **{folder / name: content for name, content in beside.items()}})
-    for line in left_out(groups):
-        print(line)
+    print_left_out(groups)
     print(f"report: {page} ({page.stat().st_size / 1e6:.1f} MB)")
     print(f"tables and curves: {folder}" + ("" if figures else "; --figures writes each figure as PDF and PNG"))
 

@@ -32,6 +32,9 @@ from fl_lightning.core.secrets import hidden
 CheckedMethod = TypeVar("CheckedMethod", bound=Callable[..., Any])
 
 
+AT_END = {"]": "at most", ")": "below"}
+
+
 @dataclass(frozen=True, repr=False)
 class Interval:
     """The numbers that an option may be, as an annotation: ``Annotated[float, Interval("[0, 1)")]``.
@@ -55,19 +58,13 @@ class Interval:
 
     def __repr__(self) -> str:
         low, high = (f"{bound:,.12g}" for bound in self.bounds)
-        match self.text[0], high, self.text[-1]:
-            case "[", "inf", _:
-                return "of 0 or more" if low == "0" else f"of at least {low}"
-            case "(", "inf", _:
-                return f"above {low}"
-            case "[", _, "]":
-                return f"from {low} to {high}"
-            case "[", _, _:
-                return f"from {low} to below {high}"
-            case "(", _, ")":
-                return f"above {low} and below {high}"
-            case _:
-                return f"above {low} and at most {high}"
+        closed, (to, below) = (
+            self.text[0] == "[",
+            ("to", "to below") if self.text[0] == "[" else ("and at most", "and below"),
+        )
+        if high == "inf":
+            return f"above {low}" if not closed else "of 0 or more" if low == "0" else f"of at least {low}"
+        return f"{'from' if closed else 'above'} {low} {to if self.text[-1] == ']' else below} {high}"
 
 
 Positive = Annotated[float, Interval("(0, inf)")]

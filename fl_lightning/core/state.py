@@ -137,8 +137,7 @@ class Draws:
         if self.refused:
             raise UserError(self.refused)
         if purpose not in self._generators:
-            made = [generator(seed, purpose, *key, self._moment) for seed, *key in self.keys]
-            self._generators[purpose] = made
+            self._generators[purpose] = [generator(seed, purpose, *key, self._moment) for seed, *key in self.keys]
         drawn = [function(each) for each in self._generators[purpose]]
         return (torch.stack(drawn) if self.together else drawn[0]).to(self.device)
 

@@ -247,9 +247,9 @@ def vjp(
     """Returns vᵀ ∂y/∂w; zero where y does not depend on w, as the gradient of a linear loss does not."""
     if not y.requires_grad:
         return torch.zeros_like(w)
-    retain = create_graph or retain_graph
-    (g,) = torch.autograd.grad(y, w, v, create_graph=create_graph, retain_graph=retain, materialize_grads=True)
-    return g
+    return torch.autograd.grad(
+        y, w, v, create_graph=create_graph, retain_graph=create_graph or retain_graph, materialize_grads=True
+    )[0]
 
 
 def _some(n: int) -> int:

@@ -81,9 +81,8 @@ def server_app(build: Callable[[], Any]) -> ServerApp:
         config = context.run_config
         made, send = build(), GridSend(grid, float(config["wait"]))
         nodes, ckpt_path = int(config["nodes"]) or None, str(config["ckpt-path"]) or None
-        least = int(config["min-replies"]) or None
         try:
-            server.fit(send, nodes, made.trainer, made.model, made.data, ckpt_path, least)
+            server.fit(send, nodes, made.trainer, made.model, made.data, ckpt_path, int(config["min-replies"]) or None)
         except UserError as error:
             raise Ended(str(error)) from None
 
@@ -139,8 +138,8 @@ class GridSend:
                 asked = [flwr.app.Message(RecordDict(), node, "query") for node in new]
                 for reply in self.grid.send_and_receive(asked, timeout=min(self.wait, QUERY)):
                     if reply.has_content():
-                        number = int(reply.content.config_records["node"]["number"])
-                        self._numbers[reply.metadata.src_node_id] = number
+                        node = reply.content.config_records["node"]
+                        self._numbers[reply.metadata.src_node_id] = int(node["number"])
             ids = {number: node for node, number in self._numbers.items() if node in connected}
             missing = wanted - ids.keys()
             if missing <= self._gone or time.monotonic() > end:

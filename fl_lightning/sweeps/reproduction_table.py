@@ -11,6 +11,7 @@ from fl_lightning.results.metrics import last_measurements, markdown, protocol, 
 from fl_lightning.results.papers import COLUMNS, EVALUATED, MEASURED, Line
 from fl_lightning.results.summary import window_of
 from fl_lightning.results.table import tex
+from fl_lightning.results.terminal import filled
 from fl_lightning.sweeps.reproduction import column
 
 HEADS = ("", "ours", "paper", "difference", "seeds")
@@ -43,18 +44,15 @@ def texts(line: Line) -> list[str]:
         ours += f" ± {line.std:.{digits}f}"
     name = cell.algorithm if cell.metric == "acc" else f"{cell.algorithm}, {cell.metric}"
     difference = "" if line.difference is None else f"{line.difference:+.{digits}f}"
-    seeds = f"{len(line.values)} of {n}" if (n := len(line.values) + len(line.errors)) > len(line.values) else str(n)
-    if line.values and not line.folders:
-        seeds = "declared"
+    whole = str(len(line.values)) if line.folders or not line.values else "declared"
+    seeds = f"{len(line.values)} of {len(line.values) + len(line.errors)}" if line.errors else whole
     missing = "not reached" if any(error.endswith("not reached") for error in line.errors) else "broke off"
     return [name, ours or missing, cell.printed or cell.note.partition(";")[0], difference, seeds]
 
 
 def table(lines: Sequence[Line]) -> Table:
     """Returns the table for the terminal, a section for each column of the paper's."""
-    found = Table(title=escape(title(lines)))
-    for i, head in enumerate(HEADS):
-        found.add_column(head, justify="right" if i else "left")
+    found = filled(HEADS, (), title=escape(title(lines)))
     for name, group in _sections(lines):
         found.add_section()
         found.add_row(f"[bold]{escape(name)}[/]")

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fl_lightning.algorithms.parts.base import Direction, pair_of
 from fl_lightning.algorithms.parts.schedules import Schedule
-from fl_lightning.core import Checked, ClientContext, FlatSpec, Init, Positive, State, UserError, norm
+from fl_lightning.core import Checked, ClientContext, FlatSpec, Init, Positive, State, ensure, norm
 
 Keep = Literal["reset", "keep"]
 """What happens to an optimizer's state at the end of a round: the next round starts afresh, or the client keeps it."""
@@ -82,9 +82,10 @@ class LocalOptimizer(Checked, ABC, key="model.optimizer"):
         Raises:
             UserError: If it takes one client only.
         """
-        if not self.supports_batching:
-            name = type(self).__name__
-            raise UserError(f"{what}: model.optimizer = {name} steps one client at a time; use sequential, or SGD")
+        ensure(
+            self.supports_batching,
+            f"{what}: model.optimizer = {type(self).__name__} steps one client at a time; use sequential, or SGD",
+        )
 
     @property
     def named_state(self) -> dict[str, Init]:
@@ -132,6 +133,8 @@ class LocalOptimizer(Checked, ABC, key="model.optimizer"):
         names = {own: f"{name}.{own}" for own in self.state}
         memory: Any = State({own: client[of] for own, of in names.items()})
         w, memory = pair_of(self.step, w, direction, memory, lr, ctx)  # the memory of a user's may be anything
-        if not isinstance(memory, State) or set(memory) != names.keys():
-            raise UserError(f"model.optimizer = {name}: step must return the state that it declares, {[*names]}")
+        ensure(
+            isinstance(memory, State) and set(memory) == names.keys(),
+            f"model.optimizer = {name}: step must return the state that it declares, {[*names]}",
+        )
         return w, client | {of: memory[own] for own, of in names.items()} if names else client

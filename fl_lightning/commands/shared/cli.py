@@ -79,12 +79,11 @@ def to_continue(
 
 def _of_same_config(trainer: FederatedTrainer, folder: Path) -> str | None:
     """Returns the last checkpoint of the newest run in a folder that has this config."""
-    paths = folder.glob(f"version_*/{RunFolder.CHECKPOINTS}/last.ckpt")
-    for path in sorted(paths, key=lambda path: path.stat().st_mtime_ns, reverse=True):
-        config = RunFolder.of_checkpoint(path).newest_config
-        if config.is_file() and not differences(read_config(config), trainer.config):
-            return str(path)
-    return None
+    found = folder.glob(f"version_*/{RunFolder.CHECKPOINTS}/last.ckpt")
+    paths = sorted(found, key=lambda path: path.stat().st_mtime_ns, reverse=True)
+    configs = ((path, RunFolder.of_checkpoint(path).newest_config) for path in paths)
+    kept = ((path, read_config(config)) for path, config in configs if config.is_file())
+    return next((str(path) for path, config in kept if not differences(config, trainer.config)), None)
 
 
 for name in fl_lightning.__all__:  # a class goes by its bare name once it is imported

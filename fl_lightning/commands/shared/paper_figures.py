@@ -159,11 +159,13 @@ def _curves(figure: PaperFigure, runs: Mapping[str, Sequence[Path]]) -> Figure:
 
 
 def _spectrum(figure: PaperFigure, runs: Mapping[str, Sequence[Path]]) -> Figure:
-    measured = {label: last_measurements(of[0]).values() for label, of in runs.items()}
-    found = {label: [m for m in of if m["details"].get("eigenvalues")] for label, of in measured.items()}
-    for label, of in found.items():
-        ensure(bool(of), f"{runs[label][0]}: no eigenvalues are measured; take another --out")
-    return plot_spectrum({label: of[0]["details"]["eigenvalues"] for label, of in found.items()})
+    details = {label: [m["details"] for m in last_measurements(of[0]).values()] for label, of in runs.items()}
+    found = {
+        label: next((values for of in its if (values := of.get("eigenvalues"))), []) for label, its in details.items()
+    }
+    for label, values in found.items():
+        ensure(bool(values), f"{runs[label][0]}: no eigenvalues are measured; take another --out")
+    return plot_spectrum(found)
 
 
 def _clients(figure: PaperFigure, runs: Mapping[str, Sequence[Path]]) -> Figure:

@@ -78,9 +78,8 @@ def show(outcomes: Sequence[Outcome]) -> None:
         means = [f"{average(v):.4f} ± {deviation(v):.4f}" if len(v) > 1 else "" for v in values]
         rows.append(["mean ± sd", *means])
     show_table(filled(heads, rows, len(heads), title=f"{len(outcomes)} runs"), len(keys) or 1)
-    for o in outcomes:
-        if o.folder is not None:
-            print(f"results: {o.folder}")
+    for folder in filter(None, (o.folder for o in outcomes)):
+        print(f"results: {folder}")
     complain(outcomes)
 
 
