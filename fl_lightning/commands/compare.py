@@ -7,11 +7,9 @@ from rich.markup import escape
 
 from fl_lightning.commands.shared.output import show_table
 from fl_lightning.core import figure_files, make_folder, write_together
-from fl_lightning.results import varied
+from fl_lightning.results import curve_files, filled, varied
 from fl_lightning.results.compare import Group, compare, of_run
-from fl_lightning.results.curves import curve_files
 from fl_lightning.results.table import TABLES, Markup, cell, columns, label, names, table_files
-from fl_lightning.results.terminal import filled
 
 BEST = Markup(best="[bold]{}[/]")
 SUMMARY = "Compare finished runs: statistics over seeds as table, CSV and LaTeX, and their curves."

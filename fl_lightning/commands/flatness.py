@@ -34,8 +34,8 @@ from fl_lightning.trainer import (
     check_statistics,
     default_measures,
     dry_round,
+    figures,
 )
-from fl_lightning.trainer.callbacks.flatness_monitor import figures
 
 SUMMARY = "Measure the flatness of a checkpoint: Hessian, sharpness, discrepancy, drift."
 NULL = FlatnessMonitor.NULL

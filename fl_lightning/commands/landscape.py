@@ -15,10 +15,16 @@ from fl_lightning.commands.shared.landscapes import Landscape, check_no_buffers,
 from fl_lightning.core import State, require
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.engine import SequentialEngine
-from fl_lightning.flatness import Plane, perturbation_curves, random_plane, surface
-from fl_lightning.flatness.plots import plot_perturbation, plot_plane, plot_surface
-from fl_lightning.trainer import Cohort, FederatedTrainer, MeasurementContext, Round, Run, Split, dry_round
-from fl_lightning.trainer.round import Phase
+from fl_lightning.flatness import (
+    Plane,
+    perturbation_curves,
+    plot_perturbation,
+    plot_plane,
+    plot_surface,
+    random_plane,
+    surface,
+)
+from fl_lightning.trainer import Cohort, FederatedTrainer, MeasurementContext, Phase, Round, Run, Split, dry_round
 from fl_lightning.trainer.runtime import collectives
 
 SUMMARY = "Draw the loss around checkpoints: surfaces, planes, perturbations, local trajectories."

@@ -10,9 +10,8 @@ from typing import Any
 
 from fl_lightning.core import UserError, ensure, files, make_folder, require, write_atomically, write_together
 from fl_lightning.core.figures import render
-from fl_lightning.results import ledger
-from fl_lightning.results.compare import find_runs
-from fl_lightning.results.summary import SUMMARY as ENDED
+from fl_lightning.results import SUMMARY as ENDED
+from fl_lightning.results import find_runs, ledger
 from fl_lightning.trainer import RunFolder
 
 SUMMARY = "Keep finished runs as rows of a ledger; train rows again and compare their bits; write the ledger's page."

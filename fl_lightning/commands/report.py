@@ -10,14 +10,22 @@ from fl_lightning.commands.compare import print_left_out
 from fl_lightning.core import Figure, drawing, figure_files, make_folder, write_together
 from fl_lightning.data.histogram import Histogram, heat_map
 from fl_lightning.flatness.plots import plot_density, plot_spectrum
-from fl_lightning.results.clients import plot_clients, with_values
+from fl_lightning.results import (
+    LEAST,
+    PROTOCOL,
+    densities,
+    partitions,
+    plot_clients,
+    read_group,
+    spectra,
+    title,
+    tried,
+    with_values,
+)
 from fl_lightning.results.compare import compare, of_run
 from fl_lightning.results.curves import curve_files, draw_curves, drawn, plot_tradeoff, read
-from fl_lightning.results.metrics import PROTOCOL, title
-from fl_lightning.results.report.files import densities, partitions, read_group, spectra
 from fl_lightning.results.report.page import Runs, report_page
 from fl_lightning.results.table import Column, columns, table_files
-from fl_lightning.results.varied import LEAST, tried
 
 SUMMARY = "Write a report of runs: one HTML page that opens offline, with its tables and figures beside it."
 

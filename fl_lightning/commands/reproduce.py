@@ -17,9 +17,7 @@ from fl_lightning.commands.shared.paper_figures import draw
 from fl_lightning.commands.shared.prediction import Measured, as_bytes, as_time, data_or_like, measure, row_bytes
 from fl_lightning.commands.shared.trials import build, check, complain
 from fl_lightning.core import ensure, make_folder, require
-from fl_lightning.results.metrics import read_run, rounds_done
-from fl_lightning.results.recipes import PaperFigure, figure
-from fl_lightning.results.terminal import filled
+from fl_lightning.results import PaperFigure, figure, filled, read_run, rounds_done
 from fl_lightning.sweeps import reproduction_table
 from fl_lightning.sweeps.reproduction import (
     Task,

@@ -13,8 +13,7 @@ from fl_lightning.commands.shared import output, trials
 from fl_lightning.commands.shared.arguments import seeds_of
 from fl_lightning.commands.shared.configs import find_config
 from fl_lightning.core import UserError, require
-from fl_lightning.results.configs import short_names
-from fl_lightning.results.terminal import filled, fitting
+from fl_lightning.results import filled, fitting, short_names
 from fl_lightning.sweeps.controller import Controller
 from fl_lightning.sweeps.file import Sweep
 from fl_lightning.sweeps.trials import short

@@ -58,13 +58,11 @@ class Interval:
 
     def __repr__(self) -> str:
         low, high = (f"{bound:,.12g}" for bound in self.bounds)
-        closed, (to, below) = (
-            self.text[0] == "[",
-            ("to", "to below") if self.text[0] == "[" else ("and at most", "and below"),
-        )
+        if self.text[0] == "(":
+            return f"above {low}" + ("" if high == "inf" else f" and {AT_END[self.text[-1]]} {high}")
         if high == "inf":
-            return f"above {low}" if not closed else "of 0 or more" if low == "0" else f"of at least {low}"
-        return f"{'from' if closed else 'above'} {low} {to if self.text[-1] == ']' else below} {high}"
+            return "of 0 or more" if low == "0" else f"of at least {low}"
+        return f"from {low} to {'' if self.text[-1] == ']' else 'below '}{high}"
 
 
 Positive = Annotated[float, Interval("(0, inf)")]

@@ -148,8 +148,7 @@ class Segmentation(FederatedDataModule):
         )
         self.data_dir, self.layout = data_dir, (train, test, images, maps)
         self.size, self.class_of, self.eval_size = size, classes, eval_size
-        self.classes = max(classes.values()) + 1
-        self._as_listed = num_clients is None
+        self.classes, self._as_listed = max(classes.values()) + 1, num_clients is None
         self._parts: dict[str, Tensor] = {}
 
     def load(self) -> tuple[Any, Any, Any, Any]:

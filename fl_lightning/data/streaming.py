@@ -167,8 +167,7 @@ class Prefetcher:
     """
 
     def __init__(self, stream: Stream, plan: Iterable[int], before: "Prefetcher | None" = None) -> None:
-        self._stream = stream
-        self._plan = deque(plan)
+        self._stream, self._plan = stream, deque(plan)
         self._reads: dict[int, Future[Any]] = {}
         self._uses = Counter[int]()  # planned and not yet taken; negative: taken before its turn
         self._fill({} if before is None else before._reads)

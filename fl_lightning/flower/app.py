@@ -19,8 +19,7 @@ from fl_lightning.core import UserError, require
 from fl_lightning.flower import server
 from fl_lightning.flower.messages import Message, NodeLost
 from fl_lightning.flower.node import Folder, Node
-from fl_lightning.trainer import Run
-from fl_lightning.trainer.runtime.signals import check_interruption
+from fl_lightning.trainer import Run, check_interruption
 
 FAILED = 2
 """Flower's code for an exception in a ClientApp. Those of nodes and processes that are gone are others."""

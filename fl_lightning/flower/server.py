@@ -19,8 +19,7 @@ from fl_lightning.core import Draws, Init, State, Upload, UserError, ensure, gro
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.engine import ENGINES, Engine, EngineName, Job, LocalResult
 from fl_lightning.flower.messages import CONTEXT, Message, NodeLost, Send, Value, checksum, row_of, version_in
-from fl_lightning.trainer import Callback, ClientStore, FederatedTrainer, Run
-from fl_lightning.trainer.participation.failures import LINES, listed
+from fl_lightning.trainer import LINES, Callback, ClientStore, FederatedTrainer, Run, listed
 
 KEPT = "state on its node"
 """Name of the client state that the server keeps: the version of the state on the node, see `row_of`."""

@@ -39,8 +39,7 @@ class BiSeNetV2(Checked, nn.Module, key="model.net"):
             S5_4=nn.Sequential(Expansion(64, 128, stride=2), *(Expansion(128, 128) for _ in range(3))),
             S5_5=Context(),
         )
-        self.bga = Aggregation()
-        self.head = _head(128, 1024, num_classes, up=8)
+        self.bga, self.head = Aggregation(), _head(128, 1024, num_classes, up=8)
         sizes = {"aux2": (16, 4), "aux3": (32, 8), "aux4": (64, 16), "aux5_4": (128, 32)}
         self.auxiliary = list(sizes) if auxiliary else []
         for name in self.auxiliary:
@@ -140,8 +139,7 @@ class Context(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.bn = nn.BatchNorm2d(128)
-        self.conv_gap = ConvBNReLU(128, 128, kernel=1)
-        self.conv_last = ConvBNReLU(128, 128)
+        self.conv_gap, self.conv_last = ConvBNReLU(128, 128, kernel=1), ConvBNReLU(128, 128)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.conv_last(x + self.conv_gap(self.bn(x.mean((2, 3), keepdim=True))))

@@ -175,8 +175,7 @@ class PreActResNet18GN(Checked, nn.Module, key="model.net"):
         self.blocks = nn.Sequential(
             *(_PreActBlock(channels[i], channels[i + 1], norm, first=i == 0) for i in range(len(channels) - 1))
         )
-        self.norm = norm(512)
-        self.fc = nn.Linear(512, num_classes)
+        self.norm, self.fc = norm(512), nn.Linear(512, num_classes)
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, nonlinearity="relu")

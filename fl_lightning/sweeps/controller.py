@@ -12,13 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from fl_lightning.core import PositiveInt, make_folder, read_json, require, write_atomically
-from fl_lightning.results.metrics import average, read_run, rounds_done, write_table
-from fl_lightning.results.summary import SUFFIX, window_of
+from fl_lightning.results import SUFFIX, average, read_run, rounds_done, window_of, write_table
 from fl_lightning.sweeps.file import Objective, StopEarly, Sweep
 from fl_lightning.sweeps.parameters import Settings
 from fl_lightning.sweeps.trials import Build, Check, Outcome, Trial, name_of, newest_run, run_trials
-from fl_lightning.trainer import RunFolder
-from fl_lightning.trainer.storage.run_folder import locked
+from fl_lightning.trainer import RunFolder, locked
 
 BATCH = 4
 """Fewest settings that bayes proposes at a time."""

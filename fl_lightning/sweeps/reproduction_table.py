@@ -7,11 +7,8 @@ from pathlib import Path
 from rich.markup import escape
 from rich.table import Table
 
-from fl_lightning.results.metrics import last_measurements, markdown, protocol, write_table
+from fl_lightning.results import filled, last_measurements, markdown, protocol, tex, window_of, write_table
 from fl_lightning.results.papers import COLUMNS, EVALUATED, MEASURED, Line
-from fl_lightning.results.summary import window_of
-from fl_lightning.results.table import tex
-from fl_lightning.results.terminal import filled
 from fl_lightning.sweeps.reproduction import column
 
 HEADS = ("", "ours", "paper", "difference", "seeds")

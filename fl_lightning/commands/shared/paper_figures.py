@@ -7,8 +7,16 @@ from pathlib import Path
 from fl_lightning.commands.shared.cli import FederatedCLI
 from fl_lightning.core import Figure, ensure, grouped, save_figure
 from fl_lightning.flatness.plots import plot_spectrum
+from fl_lightning.results import (
+    PaperFigure,
+    plot_bars,
+    plot_by_client,
+    plot_corruptions,
+    plot_lines,
+    read_config,
+    summarise,
+)
 from fl_lightning.results.clients import FILE as CLIENTS
-from fl_lightning.results.configs import read_config
 from fl_lightning.results.curves import draw_curves, read
 from fl_lightning.results.metrics import (
     FILE,
@@ -20,10 +28,7 @@ from fl_lightning.results.metrics import (
     write_table,
 )
 from fl_lightning.results.metrics import label as named
-from fl_lightning.results.numbers import plot_bars, plot_by_client, plot_corruptions, plot_lines
 from fl_lightning.results.papers import EVALUATED, MEASURED, our_number
-from fl_lightning.results.recipes import PaperFigure
-from fl_lightning.results.summary import summarise
 from fl_lightning.sweeps.reproduction import Task, column, value
 from fl_lightning.trainer import RunFolder
 

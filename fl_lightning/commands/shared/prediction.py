@@ -29,9 +29,9 @@ from fl_lightning.trainer import (
     FlatnessMonitor,
     Progress,
     Run,
+    draw,
+    evaluate,
 )
-from fl_lightning.trainer.measurements.clients import evaluate
-from fl_lightning.trainer.participation.samplers import draw
 from fl_lightning.trainer.runtime import collectives
 
 FEWEST, MOST, BUDGET = 4, 20, 5.0

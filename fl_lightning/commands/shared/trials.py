@@ -12,8 +12,7 @@ from fl_lightning.commands.shared.cli import FederatedCLI
 from fl_lightning.commands.shared.messages import ArgumentsError, explain
 from fl_lightning.commands.shared.output import show_table
 from fl_lightning.core import UserError
-from fl_lightning.results.metrics import average, deviation, read_run, shown, title
-from fl_lightning.results.terminal import filled
+from fl_lightning.results import average, deviation, filled, read_run, shown, title
 from fl_lightning.sweeps.trials import Built, Outcome, Trial, short
 from fl_lightning.trainer.callbacks.progress import Ending
 

@@ -8,8 +8,7 @@ from torch import Tensor
 from torchmetrics.classification import MulticlassAccuracy
 
 from fl_lightning.core import NonNegativeInt, PositiveInt, ensure, numpy_generator, require, writing
-from fl_lightning.data.histogram import class_counts
-from fl_lightning.data.samples import Batch
+from fl_lightning.data import Batch, class_counts
 from fl_lightning.engine import LocalResult
 from fl_lightning.results.clients import ADAPTED, FILE, GLOBAL, LOCAL, UNSEEN, statistics
 from fl_lightning.trainer.cohort import Cohort

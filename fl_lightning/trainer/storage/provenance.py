@@ -97,8 +97,8 @@ def _signed(starts: Any, changes: Any) -> dict[str, Any]:
 def package() -> dict[str, Any] | None:
     """Returns the code of this package as the first run of the process found it: later changes are not imported."""
     file = Path(fl_lightning.__file__)
-    known = _git(file.parent, "ls-files", file.name)  # an environment may lie in the clone of something else
-    return _code(file.parent) if known else None
+    # an environment may lie in the clone of something else
+    return _code(file.parent) if _git(file.parent, "ls-files", file.name) else None
 
 
 def write_partition(folder: Path, data: FederatedDataModule) -> None:
