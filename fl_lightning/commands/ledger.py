@@ -70,8 +70,7 @@ def _add(run: Path, given: Path, into: Path) -> Path:
     """Writes the row of a run, and returns its folder."""
     ensure((run / ENDED).is_file(), f"{run}: the run has not ended; let it end first")
     parts = [part for part in run.relative_to(given).parts if not part.startswith("version_")]
-    row = into.joinpath(*parts or [RunFolder(run).name])
-    about = _about(run)
+    row, about = into.joinpath(*parts or [RunFolder(run).name]), _about(run)
     before = ledger.about(row) if row.exists() else {}
     ensure(
         not before or before.get("weights") == about["weights"],

@@ -127,8 +127,7 @@ def run(cli: FederatedCLI, devices: int | None = None, nodes: int | None = None,
         nodes: Nodes; null: trainer.num_nodes.
         json: Print one line of JSON in place of a table.
     """
-    asked = cli.config.trainer
-    numbers = []
+    asked, numbers = cli.config.trainer, list[int]()
     for key, value, option in (("devices", devices, "devices"), ("num_nodes", nodes, "nodes")):
         number = str(asked[key] if value is None else value)
         require(number.lstrip("-").isdecimal(), f"trainer.{key}", number, f"give their number by --{option}")

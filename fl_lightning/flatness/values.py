@@ -87,8 +87,7 @@ class Plane:
         """
         origin = exact(w0)
         u, v = w2.to(origin) - origin, w1.to(origin) - origin
-        u = u / u.norm()
-        aside = v.norm()
+        u, aside = u / u.norm(), v.norm()
         for _ in range(2):  # once is not enough if the three are nearly on a line
             v = v - (u @ v) * u
         spans = bool(v.norm() > 1e-6 * aside)  # False, too, if u is NaN because w0 = w2
@@ -246,8 +245,7 @@ class Surface(Values):
 
 def _plain(value: Any) -> Any:
     """Returns mappings, projections and arrays as JSON values."""
-    if isinstance(value, Projection):
-        value = vars(value)
+    value = vars(value) if isinstance(value, Projection) else value
     if isinstance(value, Mapping):
         return {key: _plain(v) for key, v in value.items()}
     if isinstance(value, np.ndarray | float):

@@ -211,9 +211,8 @@ class RemoteEngine(Engine):
         here = {node: reply for node, reply in replies.items() if isinstance(reply, Message)}
         failed = {node: reply for node, reply in replies.items() if isinstance(reply, UserError)}
         self._check(jobs, sum(len(by_node[node]) for node in here), failed)
-        for job in jobs:
-            if (node := job.client % self.run.nodes) in here:
-                yield self._result(job, here[node])
+        nodes = ((job, job.client % self.run.nodes) for job in jobs)
+        yield from (self._result(job, here[node]) for job, node in nodes if node in here)
 
     def _check(self, jobs: Sequence[Job], replies: int, failed: Mapping[int, UserError]) -> None:
         """Checks that enough clients have replied, and prints which nodes are lost, or are there again, since then.

@@ -156,8 +156,7 @@ def draw_curves(groups: Mapping[str, Sequence[Columns]], names: Sequence[str] | 
 def _panel(axes: Axes, name: str, groups: Mapping[str, Sequence[Columns]]) -> None:
     means, ends = list[float](), list[float]()
     for i, (text, group) in enumerate(groups.items()):
-        look = {**line_style(i), "gid": f"run-{i}"}
-        found = curve(group, name)
+        look, found = {**line_style(i), "gid": f"run-{i}"}, curve(group, name)
         if found is None:
             continue
         low, high = ([m + sign * sd for m, sd in zip(found.mean, found.sd, strict=True)] for sign in (-1, 1))

@@ -96,8 +96,7 @@ def thinned(path: Path) -> str:
     """Returns ``metrics.csv`` with the rounds alone in which something was evaluated or measured, and the last one."""
     head, *lines = read_rows(path)
     looked = [i for i, name in enumerate(head) if name.startswith(("server/", "flatness/"))]
-    sums = {i: 0.0 for i, name in enumerate(head) if name in SUMMED}
-    kept = []
+    sums, kept = {i: 0.0 for i, name in enumerate(head) if name in SUMMED}, list[list[str]]()
     for line in lines:
         sums = {i: total + float(line[i] or 0) for i, total in sums.items()}
         if line is lines[-1] or any(line[i] for i in looked):
@@ -158,8 +157,7 @@ def compare_run(row: Path, run: Path, ran: Mapping[str, Any]) -> Again:
 
 def note(row: Path, again: Again) -> None:
     """Writes into a row what a run of its config has found."""
-    kept = about(row)
-    found = {**again.start, "same": again.same, "final": again.final}
+    kept, found = about(row), {**again.start, "same": again.same, "final": again.final}
     write_atomically(row / FILE, json.dumps({**kept, "checks": [*kept["checks"], found]}, indent=1) + "\n")
 
 
@@ -202,8 +200,7 @@ def page(rows: Sequence[Path]) -> tuple[str, Callable[[], Figure]]:
     Raises:
         UserError: If a row is damaged.
     """
-    heading = _about(rows[0])
-    groups = compare(rows)
+    heading, groups = _about(rows[0]), compare(rows)
     shown = [c for c in columns(groups) if c.table in ("results", "clients") and c.key != "std_rounds"]
     reference = next((group for group in groups if group.name == heading.get("reference")), groups[0])
     kept = {group.name: [about(row) for row in group.folders] for group in groups}

@@ -8,7 +8,7 @@ from io import StringIO
 from numbers import Real
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any, Literal, NamedTuple, TypedDict
+from typing import Any, Literal, NamedTuple
 
 from fl_lightning.core import UserError, grouped, parse_json, read_json, require, write_atomically
 
@@ -293,36 +293,26 @@ Number = Real | None
 """NaN and infinity included."""
 
 
-class Details(TypedDict, total=False):
-    """Further numbers of a measurement."""
-
-    eigenvalues: list[float]
-    grid: list[float]
-    density: list[float]
-    clients: dict[str, float]
-
-
-class Measurement(TypedDict):
-    """A measurement of flatness."""
-
-    name: str
-    value: Number
-    error: Number
-    residual: Number
-    model: str
-    data: str
-    samples: int
-    settings: dict[str, Any]
-    details: Details
+MEASUREMENT: dict[str, Any] = {
+    "name": str,
+    "value": Number,
+    "error": Number,
+    "residual": Number,
+    "model": str,
+    "data": str,
+    "samples": int,
+    "settings": dict[str, Any],
+    "details": {
+        "eigenvalues?": list[float],
+        "grid?": list[float],
+        "density?": list[float],
+        "clients?": dict[str, float],
+    },
+}
+"""The form of a measurement of flatness, see `fits`."""
 
 
-class Monitored(Measurement):
-    """A line of ``flatness.jsonl``."""
-
-    round: int
-
-
-def read_measurements(run: Path) -> list[Monitored]:
+def read_measurements(run: Path) -> list[dict[str, Any]]:
     """Returns the measurements of a run, by round; a crash may have cut the very last line short.
 
     Raises:
@@ -330,10 +320,11 @@ def read_measurements(run: Path) -> list[Monitored]:
     """
     path = run / MEASUREMENTS
     lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
-    return [parse_json(line, path, Monitored) for line in lines if line.endswith(b"\n")]
+    form = {**MEASUREMENT, "round": int}
+    return [parse_json(line, path, form) for line in lines if line.endswith(b"\n")]
 
 
-def last_measurements(run: Path) -> dict[str, Monitored]:
+def last_measurements(run: Path) -> dict[str, dict[str, Any]]:
     """Returns the last measurement of each name.
 
     Raises:

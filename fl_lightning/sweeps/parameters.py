@@ -148,9 +148,7 @@ class Parameter:
                 from scipy.stats import beta
 
                 x = float(beta.ppf(u, options["a"], options["b"]))
-        if "q" in options:
-            x = round(x / options["q"]) * options["q"]
-        return x
+        return round(x / options["q"]) * options["q"] if "q" in options else x
 
 
 def _default_distribution(given: Mapping[str, Any]) -> str:

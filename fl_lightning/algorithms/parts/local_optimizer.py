@@ -62,8 +62,7 @@ class LocalOptimizer(Checked, ABC, key="model.optimizer"):
     def clipped(self, direction: Direction) -> Tensor:
         """Returns the direction as one vector ``(..., d)``; its part that may be clipped is at most ``clip`` long."""
         u, unclipped = direction if isinstance(direction, tuple) else (direction, None)
-        if self.clip is not None:
-            u = u * (self.clip / (norm(u) + 1e-6)).clamp(max=1.0)  # torch's clip_grad_norm_
+        u = u if self.clip is None else u * (self.clip / (norm(u) + 1e-6)).clamp(max=1.0)  # torch's clip_grad_norm_
         return u if unclipped is None else u + unclipped
 
     def check(self, flat: FlatSpec) -> None:

@@ -165,7 +165,7 @@ def _curves(figure: PaperFigure, runs: Mapping[str, Sequence[Path]]) -> Figure:
 
 def _spectrum(figure: PaperFigure, runs: Mapping[str, Sequence[Path]]) -> Figure:
     details = {label: [m["details"] for m in last_measurements(of[0]).values()] for label, of in runs.items()}
-    found = {
+    found: dict[str, list[float]] = {
         label: next((values for of in its if (values := of.get("eigenvalues"))), []) for label, its in details.items()
     }
     for label, values in found.items():

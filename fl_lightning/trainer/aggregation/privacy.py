@@ -215,8 +215,7 @@ class GaussianPrivacy(Aggregation, key="trainer.privacy"):
             if std:
                 draw = key.normal(total.numel(), "noise", ctx.t, ctx.phase, name).view(total.shape)
                 total = total + to_device(rounded(std * draw, grid(std)), total.device, total.dtype)
-            if name in received.known:
-                total = total + received.known[name].to(total) * uploads.n
+            total = total + received.known[name].to(total) * uploads.n if name in received.known else total
             return torch.stack([total, total]).to(received.server.w)
 
         uploads.change(released)

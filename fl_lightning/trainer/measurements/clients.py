@@ -256,8 +256,7 @@ def _measurements(run: Run, place: str, scores: Scores, model: str, what: str) -
     """Returns the statistics of scores over clients, none without clients."""
     if not scores:
         return []
-    name = run.data.metric()[0]
-    samples = [int(run.data.client_sizes[k]) for k in scores]
+    name, samples = run.data.metric()[0], [int(run.data.client_sizes[k]) for k in scores]
     metrics, losses = ([score[i] for score in scores.values()] for i in (0, 1))
     data = f"{what}, {len(scores)} clients"
     values = {

@@ -164,8 +164,7 @@ def _code(folder: Path) -> dict[str, Any] | None:
         return None
     names = _git(folder, "ls-files", "--others", "--exclude-standard", "--directory").splitlines()
     diff = _git(folder, "diff", "HEAD", "--no-ext-diff", "--no-textconv", "--no-color")
-    if len(diff) > MOST_CHANGES:
-        diff = f"{diff[:MOST_CHANGES]}\n... cut after {MOST_CHANGES:,} characters\n"
+    diff = diff[:MOST_CHANGES] + f"\n... cut after {MOST_CHANGES:,} characters\n" * (len(diff) > MOST_CHANGES)
     more = [f"... and {len(names) - MOST_FILES:,} more"] if len(names) > MOST_FILES else []
     changes = sha256(diff.encode()).hexdigest()[:12] if diff else None
     return {"commit": commit, "diff": diff, "unknown_files": names[:MOST_FILES] + more, "changes": changes}
