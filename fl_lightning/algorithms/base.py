@@ -35,9 +35,9 @@ from fl_lightning.core import (
     UserError,
     Weighting,
     ensure,
+    moving_buffers,
     weights,
 )
-from fl_lightning.core.frozen import moving_buffers
 
 
 class LocalObjective(Composed, SupervisedModule):

@@ -71,9 +71,12 @@ def run(
         print(about)
     print_left_out(groups)
     if out is not None:
-        files = {**table_files(groups, shown), **curve_files({group.name: group.metrics for group in groups})}
-        files |= {} if table is None else table.files()
-        files |= {} if settings is None else {**settings.files(), **figure_files(settings.plot(), "parallel")}
+        files: dict[str, str | bytes] = {
+            **table_files(groups, shown),
+            **curve_files({group.name: group.metrics for group in groups}),
+            **({} if table is None else table.files()),
+            **({} if settings is None else {**settings.files(), **figure_files(settings.plot(), "parallel")}),
+        }
         folder = make_folder(out)
         write_together({folder / name: content for name, content in files.items()})
         print(f"results: {out}")

@@ -25,8 +25,7 @@ def run(
         seeds: Values of trainer.seed, such as 0,1,2: a run for each, in a folder of its own.
         values: Values of another setting, such as model.rho=0.02,0.05; several times, a grid of them.
     """
-    made = cli.build()
-    grid = _grid(seeds, values or [])
+    made, grid = cli.build(), _grid(seeds, values or [])
     if not grid:
         with made.trainer.environment():
             ckpt_path = to_continue(made.trainer, made.model, made.data, ckpt_path)

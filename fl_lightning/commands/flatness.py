@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.table import Column, Table
 
-from fl_lightning.algorithms.base import LocalObjective
+from fl_lightning import FederatedDataModule, LocalObjective
 from fl_lightning.commands.shared.landscapes import (
     Step,
     labels_of,
@@ -18,7 +18,6 @@ from fl_lightning.commands.shared.landscapes import (
     save_figures,
 )
 from fl_lightning.commands.shared.output import show_table
-from fl_lightning.data import FederatedDataModule
 from fl_lightning.engine import LocalResult
 from fl_lightning.results.metrics import PROTOCOL, write_table
 from fl_lightning.trainer import (

@@ -9,11 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fl_lightning.algorithms import FedAvg, FedGMT, FedSAM
-from fl_lightning.algorithms.base import LocalObjective
+from fl_lightning import FedAvg, FederatedDataModule, FedGMT, FedSAM, LocalObjective
 from fl_lightning.commands.shared.landscapes import Landscape, check_no_buffers, models_of, output_folder, progress_bar
 from fl_lightning.core import State, require
-from fl_lightning.data import FederatedDataModule
 from fl_lightning.engine import SequentialEngine
 from fl_lightning.flatness import (
     Plane,

@@ -8,8 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from fl_lightning.core import UserError, ensure, files, make_folder, require, write_atomically, write_together
-from fl_lightning.core.figures import render
+from fl_lightning.core import UserError, ensure, files, make_folder, render, require, write_atomically, write_together
 from fl_lightning.results import SUMMARY as ENDED
 from fl_lightning.results import find_runs, ledger
 from fl_lightning.trainer import RunFolder

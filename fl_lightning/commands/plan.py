@@ -7,7 +7,7 @@ from json import dumps
 
 import torch
 
-from fl_lightning.algorithms.base import LocalObjective
+from fl_lightning import FederatedDataModule, FederatedTrainer, LocalObjective
 from fl_lightning.commands.shared.cli import FederatedCLI
 from fl_lightning.commands.shared.output import show_table
 from fl_lightning.commands.shared.prediction import (
@@ -20,9 +20,7 @@ from fl_lightning.commands.shared.prediction import (
     row_bytes,
 )
 from fl_lightning.core import require
-from fl_lightning.data import FederatedDataModule
 from fl_lightning.results.terminal import filled
-from fl_lightning.trainer import FederatedTrainer
 
 SUMMARY = "Predict hours, memory and bits of a fit, from a few rounds that are measured here."
 MOST = 1_000_000

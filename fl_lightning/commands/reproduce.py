@@ -158,8 +158,10 @@ def run(
     if dry_run:
         return
     given = shlex.join(settings)
-    lines = [line(cell, []) for cell in cells if declared(cell) is not None]
-    lines += [line(cell, outcomes, rounds, given) for task, outcomes in made.items() for cell in task.cells]
+    lines = [
+        *(line(cell, []) for cell in cells if declared(cell) is not None),
+        *(line(cell, outcomes, rounds, given) for task, outcomes in made.items() for cell in task.cells),
+    ]
     reproduction_table.write(lines, make_folder(folder))
     show_table(reproduction_table.table(lines))
     how_measured = " (table.md says how flatness was measured)" if reproduction_table.protocols(lines) else ""

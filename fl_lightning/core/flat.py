@@ -102,8 +102,7 @@ class FlatSpec:
 
     def split(self, vector: Tensor) -> dict[str, Tensor]:
         """Returns views of ``vector`` by parameter name, ``(..., d)`` to ``(..., *shape)``."""
-        parts = torch.split(vector, self.numels, dim=-1)
-        lead = vector.shape[:-1]
+        parts, lead = torch.split(vector, self.numels, dim=-1), vector.shape[:-1]
         return {n: p.view(*lead, *s) for n, p, s in zip(self.names, parts, self.shapes, strict=True)}
 
     def not_finite(self, vector: Tensor) -> str:

@@ -31,9 +31,6 @@ from fl_lightning.core.secrets import hidden
 CheckedMethod = TypeVar("CheckedMethod", bound=Callable[..., Any])
 
 
-AT_END = {"]": "at most", ")": "below"}
-
-
 @dataclass(frozen=True, repr=False)
 class Interval:
     """The numbers that an option may be, as an annotation: ``Annotated[float, Interval("[0, 1)")]``.
@@ -58,7 +55,8 @@ class Interval:
     def __repr__(self) -> str:
         low, high = (f"{bound:,.12g}" for bound in self.bounds)
         if self.text[0] == "(":
-            return f"above {low}" + ("" if high == "inf" else f" and {AT_END[self.text[-1]]} {high}")
+            end = "at most" if self.text[-1] == "]" else "below"
+            return f"above {low}" + ("" if high == "inf" else f" and {end} {high}")
         if high == "inf":
             return "of 0 or more" if low == "0" else f"of at least {low}"
         return f"from {low} to {'' if self.text[-1] == ']' else 'below '}{high}"

@@ -62,8 +62,7 @@ class SampleStore(Checked, L.LightningDataModule, ABC, key="data"):
         self.eval_batch_size, self.augment = eval_batch_size, augment
         self.mean, self.std, self.standardise = mean, std, standardise
         self.stream, self.workers = stream, workers
-        self.task = TASKS[task]
-        self.device = torch.device("cpu")
+        self.task, self.device = TASKS[task], torch.device("cpu")
         self._prefetcher: Prefetcher | None = None
 
     def __repr__(self) -> str:

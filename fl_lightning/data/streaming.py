@@ -55,8 +55,7 @@ class Records(Samples):
         ensure(
             len(lengths) == 1, f"samples: arrays {list(arrays)} of {sorted(lengths)} rows; give all one row a sample"
         )
-        self.shape = (lengths.pop(),)
-        self.dtype = record_dtype(self.arrays, axes=1)
+        self.shape, self.dtype = (lengths.pop(),), record_dtype(self.arrays, axes=1)
 
     def __getitem__(self, index: int) -> Any:
         """See :class:`Samples`."""

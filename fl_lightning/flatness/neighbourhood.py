@@ -175,5 +175,4 @@ def delta_epsilon(previous: Tensor, current: Tensor, rho: float) -> float:
         rho: The server's radius.
     """
     a, b = (v / (v.norm() + EPS) for v in (previous, current))
-    difference: Tensor = torch.linalg.vector_norm(a - b)
-    return rho * difference.item()
+    return rho * float(torch.linalg.vector_norm(a - b))

@@ -90,8 +90,8 @@ class Plane:
         u, aside = u / u.norm(), v.norm()
         for _ in range(2):  # once is not enough if the three are nearly on a line
             v = v - (u @ v) * u
-        spans = bool(v.norm() > 1e-6 * aside)  # False, too, if u is NaN because w0 = w2
-        require(spans, "models", "three on one line", "give three that span a plane")
+        # False, too, if u is NaN because w0 = w2
+        require(bool(v.norm() > 1e-6 * aside), "models", "three on one line", "give three that span a plane")
         directions = torch.stack([u, v / v.norm()])
         corners = project(torch.stack([origin, w1.to(origin), w2.to(origin)]), origin, directions).coordinates
         return cls(origin, directions, corners)
@@ -211,8 +211,7 @@ class Interpolation(Values):
         between = (self.gammas >= 0) & (self.gammas <= 1)
         g, loss = self.gammas[between], self.loss[name][between]
         above = loss - (g * loss[-1] + (1 - g) * loss[0])
-        ends = np.isfinite(loss[[0, -1]]).all()
-        return float(np.nanmax(above) if self.missing and ends else np.max(above))
+        return float(np.nanmax(above) if self.missing and np.isfinite(loss[[0, -1]]).all() else np.max(above))
 
     def to_dict(self) -> dict[str, Any]:
         """Returns what :class:`Values` does, and the barrier of each data set."""

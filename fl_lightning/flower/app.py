@@ -114,8 +114,8 @@ class GridSend:
     def __call__(self, messages: Mapping[int, Message]) -> dict[int, Message | UserError]:
         ids = self._ids({*messages})
         sent = {node: flwr.app.Message(packed(m), ids[node], "train") for node, m in messages.items() if node in ids}
-        replies: dict[int, Message | UserError] = dict.fromkeys(messages, NodeLost("not connected"))
-        replies |= dict.fromkeys(sent, NodeLost(f"no reply after {self.wait:g} s"))
+        lost, late = NodeLost("not connected"), NodeLost(f"no reply after {self.wait:g} s")
+        replies: dict[int, Message | UserError] = {node: late if node in sent else lost for node in messages}
         # the reply for a node that has gone is the superlink's
         nodes = {message.metadata.message_id: node for node, message in sent.items()}
         for reply in self.grid.send_and_receive([*sent.values()], timeout=self.wait) if sent else ():
@@ -135,10 +135,10 @@ class GridSend:
             connected = {*self.grid.get_node_ids()}
             if new := connected - self._numbers.keys():
                 asked = [flwr.app.Message(RecordDict(), node, "query") for node in new]
-                for reply in self.grid.send_and_receive(asked, timeout=min(self.wait, QUERY)):
-                    if reply.has_content():
-                        node = reply.content.config_records["node"]
-                        self._numbers[reply.metadata.src_node_id] = int(node["number"])
+                replies = self.grid.send_and_receive(asked, timeout=min(self.wait, QUERY))
+                for reply in (reply for reply in replies if reply.has_content()):
+                    node = reply.content.config_records["node"]
+                    self._numbers[reply.metadata.src_node_id] = int(node["number"])
             ids = {number: node for node, number in self._numbers.items() if node in connected}
             missing = wanted - ids.keys()
             if missing <= self._gone or time.monotonic() > end:

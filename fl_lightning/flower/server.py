@@ -206,8 +206,8 @@ class RemoteEngine(Engine):
     def train(self, jobs: Sequence[Job]) -> Iterator[LocalResult]:
         by_node = grouped((job.client % self.run.nodes, job) for job in jobs)
         asked = {node: self._message(its) for node, its in by_node.items()}
-        replies: dict[int, Message | UserError] = dict.fromkeys(asked, NodeLost("no reply"))
-        replies |= self.run.send(asked) if asked else {}
+        answers = self.run.send(asked) if asked else {}
+        replies = {node: answers.get(node, NodeLost("no reply")) for node in asked}
         here = {node: reply for node, reply in replies.items() if isinstance(reply, Message)}
         failed = {node: reply for node, reply in replies.items() if isinstance(reply, UserError)}
         self._check(jobs, sum(len(by_node[node]) for node in here), failed)

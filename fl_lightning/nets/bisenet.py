@@ -101,8 +101,7 @@ class Stem(nn.Module):
         super().__init__()
         self.conv = ConvBNReLU(3, 16, stride=2)
         self.left = nn.Sequential(ConvBNReLU(16, 8, kernel=1), ConvBNReLU(8, 16, stride=2))
-        self.right = nn.MaxPool2d(3, stride=2, padding=1)
-        self.fuse = ConvBNReLU(32, 16)
+        self.right, self.fuse = nn.MaxPool2d(3, stride=2, padding=1), ConvBNReLU(32, 16)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.conv(x)

@@ -135,8 +135,7 @@ class MobileNetV2GN(_TorchvisionNet):
 
         super().__init__(mobilenet_v2(num_classes=num_classes, norm_layer=group_norm(groups, 8), dropout=0.0))
         if pretrained is not None:
-            key = "model.net.pretrained"
-            source = MobileNet_V2_Weights.IMAGENET1K_V1
+            key, source = "model.net.pretrained", MobileNet_V2_Weights.IMAGENET1K_V1
             try:
                 found = source.get_state_dict() if pretrained == "torchvision" else weights.read(pretrained, key)
             except OSError as error:
@@ -166,8 +165,7 @@ class PreActResNet18GN(Checked, nn.Module, key="model.net"):
 
     def __init__(self, num_classes: Size = 100, groups: int = 2) -> None:
         super().__init__()
-        norm = group_norm(groups, 64)
-        channels = [64, 64, 64, 128, 128, 256, 256, 512, 512]
+        norm, channels = group_norm(groups, 64), [64, 64, 64, 128, 128, 256, 256, 512, 512]
         self.stem = nn.Sequential(
             nn.Conv2d(3, 64, 7, stride=2, padding=3, bias=False), norm(64), nn.ReLU(), nn.MaxPool2d(3, 2, padding=1)
         )

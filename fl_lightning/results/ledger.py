@@ -15,6 +15,7 @@ from fl_lightning.results.configs import EXECUTION, config_files, group_id, read
 from fl_lightning.results.curves import plot_curves, plot_tradeoff
 from fl_lightning.results.metrics import FILE as METRICS
 from fl_lightning.results.metrics import Pairs, markdown, read_metrics, read_rows, table_text
+from fl_lightning.results.report.files import PROVENANCE
 from fl_lightning.results.table import Markup, cell, columns, differences
 
 FILE = "row.json"
@@ -179,7 +180,7 @@ def _starts(path: Path) -> list[dict[str, Any]]:
             "commit": (start["code"]["package"] or {}).get("commit"),
             "changed": bool((start["code"]["package"] or {}).get("changes")),
         }
-        for start in read_json(path, dict[str, Any], {}).get("starts", [])
+        for start in read_json(path, PROVENANCE, {}).get("starts", [])
     ]
 
 
@@ -235,5 +236,4 @@ def page(rows: Sequence[Path]) -> tuple[str, Callable[[], Figure]]:
 
 def _about(row: Path) -> dict[str, str]:
     found = next((folder / ABOUT for folder in row.parents if (folder / ABOUT).is_file()), None)
-    text = {} if found is None else yaml.safe_load(found.read_text(encoding="utf-8"))
-    return {"title": "Ledger", "text": "", **text}
+    return {"title": "Ledger", "text": "", **(yaml.safe_load(found.read_text(encoding="utf-8")) if found else {})}

@@ -162,8 +162,8 @@ def pivot(groups: Sequence[Group], names: str) -> Pivot:
     rows, columns = (sorted({at[i] for at in cells}, key=_order) for i in (0, 1))
     run = groups[0].runs[0]
     form = Column("mean", "mean", "mean", run.mode, fraction=known(run.metric).unit == "fraction")
-    pair = short[keys[0]], short[keys[1]]
-    return Pivot(pair, rows, columns, cells, [short[key] for key in others], form, run.metric)
+    named = [short[key] for key in (*keys, *others)]
+    return Pivot((named[0], named[1]), rows, columns, cells, named[2:], form, run.metric)
 
 
 def _together(name: str, parts: Sequence[tuple[Group, int]]) -> Group:

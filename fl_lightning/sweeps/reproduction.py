@@ -52,9 +52,11 @@ def scaled(config: Mapping[str, Any], fraction: float) -> dict[str, int | float]
     """
     rounds = scaled_rounds(config, fraction)
     share = rounds / config["trainer"]["max_rounds"]
-    found: dict[str, int | float] = {"trainer.max_rounds": rounds}
-    found |= {key: max(1, round(n * share)) for key in COUNTS if (n := value(config, key)) is not None and n >= 1}
-    found |= {key: x ** (1 / share) for key in FACTORS if (x := value(config, key)) is not None}
+    found: dict[str, int | float] = {
+        "trainer.max_rounds": rounds,
+        **{key: max(1, round(n * share)) for key in COUNTS if (n := value(config, key)) is not None and n >= 1},
+        **{key: x ** (1 / share) for key in FACTORS if (x := value(config, key)) is not None},
+    }
     return {key: number for key, number in found.items() if number != value(config, key)}
 
 

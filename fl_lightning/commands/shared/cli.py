@@ -14,11 +14,10 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 import fl_lightning
-from fl_lightning.algorithms.base import LocalObjective
+from fl_lightning import FederatedDataModule, LocalObjective
 from fl_lightning.commands.shared.arguments import PARTS, kept, model_of_configs, prepare
 from fl_lightning.commands.shared.parser import INDENT, Command, Parser, readable
 from fl_lightning.core import LEFT_OUT, UserError, generator, hidden, require
-from fl_lightning.data import FederatedDataModule
 from fl_lightning.results.configs import differences, flatten, read_config
 from fl_lightning.trainer import FederatedTrainer, Kind, RunFolder, on_rank_zero
 from fl_lightning.trainer.storage import checkpoint
@@ -110,8 +109,8 @@ class FederatedParser(Parser, LightningArgumentParser):
         for key, classes in self.null.items():
             before = kwargs.get(base) or {}
             if f"{key}+" in obj and before.get(key) is None:
-                default = [{"class_path": name} for name in classes]
-                kwargs[base] = Namespace({**before, key: default})  # type: ignore[no-untyped-call]
+                given = {**before, key: [{"class_path": name} for name in classes]}
+                kwargs[base] = Namespace(given)  # type: ignore[no-untyped-call]
         return super().parse_object(obj, *args, **kwargs)
 
     def format_help(self, *args: Any, **kwargs: Any) -> str:

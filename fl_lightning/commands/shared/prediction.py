@@ -16,9 +16,8 @@ from typing import Any
 
 from torch import Tensor
 
-from fl_lightning.algorithms.base import LocalObjective
+from fl_lightning import IID, FederatedDataModule, FromFile, LocalObjective
 from fl_lightning.core import State, UserError
-from fl_lightning.data import IID, FederatedDataModule, FromFile
 from fl_lightning.engine import ENGINES, LocalResult
 from fl_lightning.trainer import (
     Attendance,

@@ -168,10 +168,10 @@ class WandbLogger(LightningWandbLogger, FigureLogger):
             return
         self._flush(self._round)
         if self._training:
-            for name, pairs in self._columns.items():  # of the whole run: W&B's own start over when a run is resumed
-                if is_result(name):
-                    mode = mode_of(name, None, self._directions)
-                    self.run.summary[name] = {mode: best_of(pairs, mode)[1], "last": pairs[-1][1]}
+            # of the whole run: W&B's own start over when a run is resumed
+            for name in filter(is_result, self._columns):
+                mode, pairs = mode_of(name, None, self._directions), self._columns[name]
+                self.run.summary[name] = {mode: best_of(pairs, mode)[1], "last": pairs[-1][1]}
             if self.mode != "disabled":
                 self._log_artifacts()
         self.run.finish(exit_code=0 if status == "success" else 1)
