@@ -1,7 +1,5 @@
 """The parts of an objective as one: what they keep, send and change, and the models that they give to clients."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, ClassVar
@@ -37,7 +35,7 @@ class Composed(Hooks):
         return [*(part for part in named if part is not None), *self.parts]
 
     @property
-    def _owners(self) -> tuple[Composed | Part, ...]:
+    def _owners(self) -> "tuple[Composed | Part, ...]":
         return self, *self.all_parts
 
     def client_inits(self) -> dict[str, Init]:

@@ -1,7 +1,5 @@
 """The interface of an objective's parts, and the types of what local training passes around."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, ParamSpec, TypeVar
 
@@ -67,7 +65,7 @@ class Part(Checked, key="model.parts"):
     references: Mapping[str, str | float] = {}
     packs: bool = False
 
-    def bind(self, flat: FlatSpec) -> Part:
+    def bind(self, flat: FlatSpec) -> "Part":
         """Returns the part for one objective: itself, or a copy that depends on the layout of the weights."""
         return self
 

@@ -1,7 +1,5 @@
 """Parameters that stay with each client."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from copy import copy
 from fnmatch import fnmatchcase
