@@ -82,8 +82,7 @@ class CentralizedOptimizer(torch.optim.Optimizer):
 
         kept = {**hooks.scratch_state, **self.optimizer.named_state}
         state, ctx, received = self.state[params[0]], self.context(self.param_groups[0]["lr"]), State({"w": w})
-        client = State(state.get("client") or State.initial(kept, w, w))
-        client |= {"start": w}
+        client = State(state.get("client") or State.initial(kept, w, w)) | {"start": w}
         lr = value_of(hooks.step_lr, client, ctx)
         direction, client = hooks.local_step(w, grad, client, received, ctx)
         w, client = self.optimizer.take(w, direction, client, lr, ctx)

@@ -1,6 +1,7 @@
 """BiSeNetV2: real-time segmentation of street scenes."""
 
 from collections import OrderedDict
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -67,9 +68,7 @@ class BiSeNetV2(Checked, nn.Module, key="model.net"):
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
         """Returns logits ``(N, num_classes, H, W)`` of images ``(N, 3, H, W)``; with auxiliary ones in training."""
-        semantic = [x]
-        for stage in self.segment:
-            semantic.append(stage(semantic[-1]))
+        semantic = [*accumulate(self.segment, lambda y, stage: stage(y), initial=x)]
         logits: Tensor = self.head(self.bga(self.detail(x), semantic[-1]))
         if not (self.training and self.auxiliary):
             return logits

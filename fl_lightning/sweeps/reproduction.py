@@ -132,8 +132,8 @@ class Task:
             more: Further arguments, which win.
         """
         metrics = (cell.metric.partition("@")[0] for cell in self.cells)
-        measures = dict.fromkeys(MEASURED[name][1] for name in metrics if name in MEASURED)
-        measures |= {self.measure: None} if self.measure else {}
+        needed = (MEASURED[name][1] for name in metrics if name in MEASURED)
+        measures = dict.fromkeys(filter(None, (*needed, self.measure)))
         every = max(1, scaled_rounds(config, fraction) // self.times)
         settings = f"every_n_rounds: {every}, metrics: [{', '.join(measures)}]"
         args = [*self.whole, *(f"--{key}={number:.17g}" for key, number in scaled(config, fraction).items())]

@@ -183,8 +183,11 @@ class GaussianPrivacy(Aggregation, key="trainer.privacy"):
 
     @property
     def identity(self) -> str:
-        values = {name: getattr(self, name) for name in ("clip", "noise_multiplier", "delta", "method", "per_tensor")}
-        values |= {"cohort": self._noiseless.size, "poisson": self._noiseless.poisson}
+        values = {
+            **{name: getattr(self, name) for name in ("clip", "noise_multiplier", "delta", "method", "per_tensor")},
+            "cohort": self._noiseless.size,
+            "poisson": self._noiseless.poisson,
+        }
         if self.noise_multiplier is None:
             values |= {"epsilon": self.epsilon, "max_rounds": self._noiseless.rounds}
         return f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in values.items())})"
