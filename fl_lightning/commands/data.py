@@ -7,8 +7,7 @@ from fl_lightning.commands.shared.output import show_table
 from fl_lightning.core import make_folder, save_figure
 from fl_lightning.data.histogram import class_counts, count_table, heat_map, histogram
 from fl_lightning.data.module import FederatedDataModule
-from fl_lightning.results.metrics import write_table
-from fl_lightning.results.terminal import filled, say
+from fl_lightning.results import filled, say, write_table
 
 SUMMARY = "Show how the samples are divided among the clients: table, CSV file, heat map."
 ROWS, COLUMNS = 12, 12

@@ -8,12 +8,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from fl_lightning.core import UserError, ensure, files, make_folder, require, write_atomically, write_together
-from fl_lightning.core.figures import render
-from fl_lightning.results import ledger
-from fl_lightning.results.compare import find_runs
-from fl_lightning.results.summary import SUMMARY as ENDED
-from fl_lightning.results.terminal import say
+from fl_lightning.core import UserError, ensure, files, make_folder, render, require, write_atomically, write_together
+from fl_lightning.results import SUMMARY as ENDED
+from fl_lightning.results import find_runs, ledger, say
 from fl_lightning.trainer import RunFolder
 
 SUMMARY = "Keep finished runs as rows of a ledger; train rows again and compare their bits; write the ledger's page."
@@ -72,8 +69,7 @@ def _add(run: Path, given: Path, into: Path) -> Path:
     """Writes the row of a run, and returns its folder."""
     ensure((run / ENDED).is_file(), f"{run}: the run has not ended; let it end first")
     parts = [part for part in run.relative_to(given).parts if not part.startswith("version_")]
-    row = into.joinpath(*parts or [RunFolder(run).name])
-    about = _about(run)
+    row, about = into.joinpath(*parts or [RunFolder(run).name]), _about(run)
     before = ledger.about(row) if row.exists() else {}
     ensure(
         not before or before.get("weights") == about["weights"],

@@ -7,7 +7,7 @@ from json import dumps
 
 import torch
 
-from fl_lightning.algorithms.base import LocalObjective
+from fl_lightning import FederatedDataModule, FederatedTrainer, LocalObjective
 from fl_lightning.commands.shared.cli import FederatedCLI
 from fl_lightning.commands.shared.output import show_table
 from fl_lightning.commands.shared.prediction import (
@@ -20,9 +20,7 @@ from fl_lightning.commands.shared.prediction import (
     row_bytes,
 )
 from fl_lightning.core import require
-from fl_lightning.data import FederatedDataModule
-from fl_lightning.results.terminal import filled, say
-from fl_lightning.trainer import FederatedTrainer
+from fl_lightning.results import filled, say
 
 SUMMARY = "Predict hours, memory and bits of a fit, from a few rounds that are measured here."
 MOST = 1_000_000
@@ -127,8 +125,7 @@ def run(cli: FederatedCLI, devices: int | None = None, nodes: int | None = None,
         nodes: Nodes; null: trainer.num_nodes.
         json: Print one line of JSON in place of a table.
     """
-    asked = cli.config.trainer
-    numbers = []
+    asked, numbers = cli.config.trainer, list[int]()
     for key, value, option in (("devices", devices, "devices"), ("num_nodes", nodes, "nodes")):
         number = str(asked[key] if value is None else value)
         require(number.lstrip("-").isdecimal(), f"trainer.{key}", number, f"give their number by --{option}")

@@ -17,9 +17,7 @@ from fl_lightning.commands.shared.paper_figures import draw
 from fl_lightning.commands.shared.prediction import Measured, as_bytes, as_time, data_or_like, measure, row_bytes
 from fl_lightning.commands.shared.trials import build, check, complain
 from fl_lightning.core import ensure, make_folder, require
-from fl_lightning.results.metrics import read_run, rounds_done
-from fl_lightning.results.recipes import PaperFigure, figure
-from fl_lightning.results.terminal import command, filled, say
+from fl_lightning.results import PaperFigure, command, figure, filled, read_run, rounds_done, say
 from fl_lightning.sweeps import reproduction_table
 from fl_lightning.sweeps.reproduction import (
     Task,
@@ -160,8 +158,10 @@ def run(
     if dry_run:
         return
     given = shlex.join(settings)
-    lines = [line(cell, []) for cell in cells if declared(cell) is not None]
-    lines += [line(cell, outcomes, rounds, given) for task, outcomes in made.items() for cell in task.cells]
+    lines = [
+        *(line(cell, []) for cell in cells if declared(cell) is not None),
+        *(line(cell, outcomes, rounds, given) for task, outcomes in made.items() for cell in task.cells),
+    ]
     reproduction_table.write(lines, make_folder(folder))
     show_table(reproduction_table.table(lines))
     how_measured = " (table.md says how flatness was measured)" if reproduction_table.protocols(lines) else ""

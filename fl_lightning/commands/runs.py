@@ -13,11 +13,9 @@ from rich.table import Table
 
 from fl_lightning.commands.shared.output import short_path, show_table
 from fl_lightning.core import UserError, ensure, read_json
-from fl_lightning.results.configs import config_files, read_config
+from fl_lightning.results import SUMMARY as ENDED
+from fl_lightning.results import config_files, read_config, say, summarise, window
 from fl_lightning.results.metrics import FILE, read_metrics, rounds_done
-from fl_lightning.results.summary import SUMMARY as ENDED
-from fl_lightning.results.summary import summarise, window
-from fl_lightning.results.terminal import say
 from fl_lightning.trainer.storage.run_folder import in_use
 
 SUMMARY = "List runs with state, rounds, headline, time and size; follow those that train, or delete some."

@@ -13,8 +13,7 @@ from fl_lightning.commands.shared import output, trials
 from fl_lightning.commands.shared.arguments import seeds_of
 from fl_lightning.commands.shared.configs import find_config
 from fl_lightning.core import UserError, require
-from fl_lightning.results.configs import short_names
-from fl_lightning.results.terminal import command, filled, fitting, say
+from fl_lightning.results import command, filled, fitting, say, short_names
 from fl_lightning.sweeps.controller import Controller
 from fl_lightning.sweeps.file import Sweep
 from fl_lightning.sweeps.trials import short
@@ -36,10 +35,8 @@ def run(file: str, /, jobs: int = 1, seeds: str = "0", seed: int = 0, out: str =
         loggers: Whether the runs have their config's loggers, such as W&B; every run writes metrics.csv.
     """
     require(jobs >= 1, "jobs", jobs, "give at least 1")
-    listed = seeds_of(seeds)
-    sweep = Sweep.read(find_config(file))
-    if not loggers:
-        sweep = replace(sweep, args=(*sweep.args, "--trainer.loggers=[]"))
+    listed, sweep = seeds_of(seeds), Sweep.read(find_config(file))
+    sweep = sweep if loggers else replace(sweep, args=(*sweep.args, "--trainer.loggers=[]"))
     controller = Controller(sweep, Path(out) / sweep.name, listed, seed)
 
     console = output.console()

@@ -37,6 +37,7 @@ STYLE: dict[Any, Any] = {
     "legend.fontsize": 7,
     "axes.linewidth": 0.6,
     "grid.linewidth": 0.4,
+    "grid.alpha": 0.3,
     "lines.linewidth": 1.2,
     "lines.markersize": 3.5,
     "legend.handlelength": 3,
@@ -65,12 +66,22 @@ def style() -> Any:
 
 @contextmanager
 def new_figure(
-    width: float, height: float, layout: Literal["constrained", "compressed"] = "constrained"
+    width: float,
+    height: float,
+    layout: Literal["constrained", "compressed"] = "constrained",
+    grid: Literal["both", "y"] | None = None,
 ) -> Iterator[Figure]:
-    """Makes a figure, which is drawn in the context of `style`; sizes are in inches, the layout is matplotlib's."""
+    """Makes a figure, which is drawn in the context of `style`.
+
+    Args:
+        width: In inches.
+        height: In inches.
+        layout: That of matplotlib.
+        grid: Whether its axes have lines at the ticks of both axes, or of the y-axis alone; None: no lines.
+    """
     import matplotlib.figure
 
-    with style():
+    with style(), matplotlib.rc_context({"axes.grid": grid is not None, "axes.grid.axis": grid or "both"}):
         yield matplotlib.figure.Figure(figsize=(width, height), layout=layout)
 
 

@@ -1,7 +1,5 @@
 """The clients of a round."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
@@ -38,17 +36,17 @@ class Cohort:
     faults: Faults
 
     @classmethod
-    def draw(cls, run: Run, t: int) -> Cohort:
+    def draw(cls, run: Run, t: int) -> "Cohort":
         """Returns the cohort of round ``t``, a function of (seed, t), or of a secret under privacy."""
         return cls.of(run, _drawn(run, t), t, run.settings.faults)
 
     @classmethod
-    def drawn(cls, run: Run, t: int) -> Cohort:
+    def drawn(cls, run: Run, t: int) -> "Cohort":
         """Returns all clients drawn for round ``t``, as if none failed; if nobody is drawn, the first client."""
         return cls.of(run, _drawn(run, t) or [0], t)
 
     @classmethod
-    def of(cls, run: Run, clients: Sequence[int], t: int, faults: Faults = NO_FAULTS, phase: int = 0) -> Cohort:
+    def of(cls, run: Run, clients: Sequence[int], t: int, faults: Faults = NO_FAULTS, phase: int = 0) -> "Cohort":
         """Returns some clients as the cohort of round ``t``.
 
         Args:
@@ -83,11 +81,11 @@ class Cohort:
         pairs = {k: (owner(k, len(self.shares)), rank) for k, rank in self.trainers.items()}
         return {k: pair for k, pair in pairs.items() if pair[0] != pair[1]}
 
-    def next_phase(self, run: Run) -> Cohort:
+    def next_phase(self, run: Run) -> "Cohort":
         """Returns the clients of this cohort that also answer in the next phase."""
         return self.of(run, self.clients, self.t, self.faults, self.phase + 1)
 
-    def alone(self, run: Run, epochs: int) -> Cohort:
+    def alone(self, run: Run, epochs: int) -> "Cohort":
         """Returns the same clients in what they train by themselves; see `Part.trains_alone`.
 
         Args:
@@ -100,7 +98,7 @@ class Cohort:
             contexts.append(replace(ctx, phase=phase, K=K, K_missed=0, k_lr=K * ctx.lr))
         return replace(self, phase=phase, contexts=contexts)
 
-    def only(self, arrived: Collection[int]) -> Cohort:
+    def only(self, arrived: Collection[int]) -> "Cohort":
         """Returns the cohort of one process after all but some of its clients have dropped out."""
         here = {k: ctx for k, ctx in zip(self.clients, self.contexts, strict=True) if k in arrived}
         dropped = [k for k in self.clients if k not in here]

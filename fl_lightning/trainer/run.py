@@ -14,10 +14,8 @@ from lightning.fabric.loggers.logger import Logger
 from torch import Tensor
 
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.core import Checked, ClientContext, FlatNet, RoundContext, State, constants, generator
-from fl_lightning.core.frozen import digest
-from fl_lightning.data import FederatedDataModule
-from fl_lightning.data.minibatches import Minibatches
+from fl_lightning.core import Checked, ClientContext, FlatNet, RoundContext, State, constants, digest, generator
+from fl_lightning.data import FederatedDataModule, Minibatches
 from fl_lightning.engine import ENGINES, Engine, EngineName, LocalResult
 from fl_lightning.results.metrics import Mode
 from fl_lightning.trainer.aggregation.base import Aggregation, Mean, Plan

@@ -10,9 +10,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as Bar
 
 from fl_lightning.core import NonNegative, NonNegativeInt, read_json
+from fl_lightning.results import SUMMARY, command, filled, fitting, flatness_verdict
 from fl_lightning.results.metrics import FILE, MEASUREMENTS, best_of, mode_of, read_metrics, shown, title
-from fl_lightning.results.summary import SUMMARY, flatness_verdict
-from fl_lightning.results.terminal import command, filled, fitting
 from fl_lightning.trainer.callbacks.flatness_monitor import FlatnessMonitor
 from fl_lightning.trainer.run import Callback, Run
 

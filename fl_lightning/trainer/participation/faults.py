@@ -78,10 +78,8 @@ class Stragglers(Checked, key="trainer.faults.stragglers"):
     def speed(self, client: int, seed: int) -> float:
         """Returns the client's speed, in local steps for one of a client of speed 1."""
         draw = numpy_generator(seed, "speed", client)
-        if self.speeds is None:
-            return float(draw.lognormal(0.0, self.sigma))
-        lowest, highest = self.speeds
-        return float(draw.uniform(lowest, highest))
+        speeds = self.speeds
+        return float(draw.lognormal(0.0, self.sigma) if speeds is None else draw.uniform(speeds[0], speeds[1]))
 
     def steps(self, client: int, asked: int, seed: int) -> int:
         """Returns the number of local steps of a phase that count, at most ``asked``."""
