@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from fl_lightning.commands.compare import say_left_out
 from fl_lightning.core import Figure, drawing, figure_files, make_folder, write_together
 from fl_lightning.data.histogram import Histogram, heat_map
 from fl_lightning.flatness.plots import plot_density, plot_spectrum

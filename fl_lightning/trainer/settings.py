@@ -22,7 +22,7 @@ from fl_lightning.trainer.participation.samplers import CohortSampler, UniformSa
 from fl_lightning.trainer.runtime import collectives, interface
 from fl_lightning.trainer.runtime.console import Fabric, quiet
 from fl_lightning.trainer.runtime.environment import cpu_threads, float32_products, keep_freed_memory
-from fl_lightning.trainer.runtime.signals import default_actions
+from fl_lightning.trainer.runtime.signals import default_actions, with_starter
 
 Kind = Literal["federated", "centralized"]
 """Kinds of training."""
@@ -178,7 +178,7 @@ class Settings(Checked, key="trainer"):
             # NCCL's errors are exceptions, as gloo's are, so that the rest can save; else torch ends the process
             os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
             # the processes wait for each other in C++, where Python sees no signal
-            with quiet(), default_actions(), collectives.lost_process(self.fabric, unreached):
+            with quiet(), default_actions(), with_starter(), collectives.lost_process(self.fabric, unreached):
                 collectives.join_again(self.fabric)
                 self.fabric.launch()
             self._launched = True
