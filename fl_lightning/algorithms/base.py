@@ -210,6 +210,17 @@ class LocalObjective(Composed, SupervisedModule):
         """Returns the server's state after a round that began with the state ``before``."""
         return through((part.round_end for part in self.all_parts), server, before, ctx)
 
+    def without_steps(self, w0: Tensor, sent: State, ctx: ClientContext) -> tuple[Upload, State]:
+        """Returns what a client uploads at first contact that takes no local step, and its state.
+
+        Args:
+            w0: The initial model, ``(d,)``.
+            sent: What it receives.
+            ctx: Its context.
+        """
+        client = State.initial({**self.client_inits(), **self.scratch_inits()}, w0, sent.w)
+        return self.finish_local(*self.begin_local(client, sent, ctx), sent, ctx)
+
     # Centralized training under lightning.Trainer
 
     def configure_optimizers(self) -> Any:

@@ -91,6 +91,7 @@ def check(trainer: FederatedTrainer, model: LocalObjective, datamodule: Federate
     )
     ensure(not model.personal, "model.parts: Flower keeps no models of clients' own; train it without Flower")
     ensure(not datamodule.stream, "data.stream = true: samples are read on the nodes; set it to false")
+    ensure(trainer.clock is None, "trainer.clock: nodes train in the time that they need; set it to null")
     for callback in trainer.callbacks:
         name = type(callback).__name__
         ensure(

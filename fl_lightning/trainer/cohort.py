@@ -9,6 +9,7 @@ from fl_lightning.trainer.participation.faults import NO_FAULTS, Attendance, Fau
 from fl_lightning.trainer.participation.samplers import draw
 from fl_lightning.trainer.run import Run
 from fl_lightning.trainer.runtime.collectives import assign, owner
+from fl_lightning.trainer.timing import Timing
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class Cohort:
         shares: Positions of the cohort that each process trains.
         attendance: Which other clients received the server's state, and which failed.
         faults: How clients fail.
+        timing: The clock, if it decides who is too late.
     """
 
     t: int
@@ -34,11 +36,12 @@ class Cohort:
     shares: list[list[int]]
     attendance: Attendance
     faults: Faults
+    timing: Timing | None = None
 
     @classmethod
     def draw(cls, run: Run, t: int) -> "Cohort":
         """Returns the cohort of round ``t``, a function of (seed, t), or of a secret under privacy."""
-        return cls.of(run, _drawn(run, t), t, run.settings.faults)
+        return cls.of(run, _drawn(run, t), t, run.settings.faults, timing=run.timing)
 
     @classmethod
     def drawn(cls, run: Run, t: int) -> "Cohort":
@@ -46,7 +49,15 @@ class Cohort:
         return cls.of(run, _drawn(run, t) or [0], t)
 
     @classmethod
-    def of(cls, run: Run, clients: Sequence[int], t: int, faults: Faults = NO_FAULTS, phase: int = 0) -> "Cohort":
+    def of(
+        cls,
+        run: Run,
+        clients: Sequence[int],
+        t: int,
+        faults: Faults = NO_FAULTS,
+        phase: int = 0,
+        timing: Timing | None = None,
+    ) -> "Cohort":
         """Returns some clients as the cohort of round ``t``.
 
         Args:
@@ -55,10 +66,12 @@ class Cohort:
             t: The round, from 0.
             faults: How they fail; by default they do not.
             phase: The phase, from 0.
+            timing: The clock that says who is too late; None: nobody is.
         """
         settings, data = run.settings, run.data
         asked = [data.batches_per_client(k, settings.local_epochs, settings.local_steps) for k in clients]
         attendance = faults.attendance(clients, asked, t, phase, run.seed)
+        attendance = attendance if timing is None else timing.attendance(attendance, phase)
         ctx, lr = run.round_context(t, phase), run.objective.lr(run.round_context(t))
         asked_of = dict(zip(clients, asked, strict=True))
         of_run = {**vars(ctx), "lr": lr, "n_mean": run.mean_samples}
@@ -68,7 +81,7 @@ class Cohort:
         ]
         wishes = [*attendance.steps] if run.clients.inits else []
         shares = assign([*attendance.steps.values()], run.fabric.world_size, wishes)
-        return cls(t, phase, len(clients), [*attendance.steps], contexts, shares, attendance, faults)
+        return cls(t, phase, len(clients), [*attendance.steps], contexts, shares, attendance, faults, timing)
 
     @property
     def trainers(self) -> dict[int, int]:
@@ -83,7 +96,7 @@ class Cohort:
 
     def next_phase(self, run: Run) -> "Cohort":
         """Returns the clients of this cohort that also answer in the next phase."""
-        return self.of(run, self.clients, self.t, self.faults, self.phase + 1)
+        return self.of(run, self.clients, self.t, self.faults, self.phase + 1, self.timing)
 
     def alone(self, run: Run, epochs: int) -> "Cohort":
         """Returns the same clients in what they train by themselves; see `Part.trains_alone`.

@@ -19,8 +19,9 @@ from fl_lightning.engine import EngineName
 from fl_lightning.results.configs import flatten
 from fl_lightning.trainer.aggregation.noise import NoiseKey
 from fl_lightning.trainer.participation import failures
-from fl_lightning.trainer.run import Run, by_key
+from fl_lightning.trainer.run import Run
 from fl_lightning.trainer.runtime.collectives import all_gather_dict, exchange, on_rank_zero
+from fl_lightning.trainer.state import by_key
 from fl_lightning.trainer.storage import checkpoint, records
 from fl_lightning.trainer.storage.checkpoint import REMEDY
 from fl_lightning.trainer.storage.run_folder import RunFolder, check_unused
