@@ -241,6 +241,7 @@ def test_scratch_and_uploads_of_a_part(tmp_path: Path) -> None:
 HALF = ["--model.parts+=Personal", "--model.parts.keep=['3.*']", f"--model.parts+={__name__}.TopK"]
 
 
+@pytest.mark.slow
 def test_from_the_command_line(tmp_path: Path) -> None:
     """Dotted paths; a run that is resumed has the same bits, with the parts' rows."""
     fedavg = run("fit", root=tmp_path / "a")

@@ -105,6 +105,7 @@ def test_keep_all_is_local_training(engine: Any, golden: Golden) -> None:
             assert torch.equal(record.client[t][alone.client].own, alone.w)
 
 
+@pytest.mark.sampled(quick=2)
 @pytest.mark.parametrize("algorithm", [FedAvg, algorithms.SCAFFOLD, algorithms.FedGMT, NaiveFedGloSS])
 def test_keep_nothing_is_the_algorithm(algorithm: Any, golden: Golden) -> None:
     """To the bit; so is FedBN on a net without BatchNorm, which says so."""
@@ -282,7 +283,7 @@ def steps(golden: Golden, k: int, w: Tensor, names: str, n: int, pull: float = 0
     return nn.utils.parameters_to_vector(net.parameters()).detach()
 
 
-@pytest.mark.parametrize("engine", ["sequential", "batched", "graphed"])
+@pytest.mark.parametrize("engine", ENGINES)
 def test_fedrep(engine: Any, golden: Golden) -> None:
     """Head, then body, by torch's SGD; what is frozen is bitwise unchanged, and steps are those of both."""
     part, phases = Personal(HEAD, epochs_alone=2), Phases()
@@ -407,6 +408,7 @@ def test_alternation_with_a_radius_of_zero(golden: Golden) -> None:
 # Flatness
 
 
+@pytest.mark.slow
 def test_flatness(golden: Golden) -> None:
     """Of each client's own model, and of what is shared: the block of the weighted sum, against dense Hessians."""
     measures = [

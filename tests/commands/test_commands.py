@@ -191,7 +191,7 @@ def test_last_says_what_it_takes(done: Path, tmp_path: Path, capsys: pytest.Capt
     assert out.startswith(f"last: {done}, round 2; settings that differ: trainer.max_rounds = 2 (here: 3)\n")
 
 
-@pytest.mark.sampled(quick=3)
+@pytest.mark.sampled(quick=4)
 @pytest.mark.parametrize("command", ["fit", "test", "flatness"])
 @pytest.mark.parametrize(
     ("arg", "says"),
@@ -212,6 +212,7 @@ def test_last_refuses_another_run(command: str, arg: str, says: str, done: Path,
     assert sorted(tmp_path.rglob("*")) == before
 
 
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize("command", ["validate", "test", "fit"])
 def test_a_checkpoint_brings_its_config(
     command: str, done: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -293,6 +294,7 @@ def test_no_net_where_there_is_no_run(tmp_path: Path) -> None:
         fl_lightning.load_net(tmp_path)
 
 
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize(
     ("given", "expected"),
     [

@@ -94,7 +94,7 @@ mine.yaml
 """.strip().splitlines()
 
 
-@pytest.mark.sampled(quick=3)
+@pytest.mark.sampled(quick=6)
 @pytest.mark.parametrize("slip", SLIPS)
 def test_a_wrong_name_is_refused_in_the_same_words(slip: str) -> None:
     args = ["fit", *shlex.split(slip)]
@@ -130,6 +130,7 @@ def test_the_common_slips_get_the_right_key(slip: str, meant: str) -> None:
     assert found is not None and meant in found
 
 
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize(
     ("slip", "meant"),
     [

@@ -96,6 +96,7 @@ def test_faulty_arguments(args: list[str], line: str, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize("name", FILES)
 def test_every_sweep_of_the_package_is_understood(name: str) -> None:
     sweep = Sweep.read(find_config(f"sweeps/{name}"))

@@ -61,6 +61,7 @@ def options(cls: type) -> dict[str, Any]:
     return {name: hints[name] for name in named[1:] if name in hints}
 
 
+@pytest.mark.sampled(quick=4)
 @pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__qualname__)
 def test_wrong_values(cls: type) -> None:
     for name, hint in options(cls).items():

@@ -100,7 +100,7 @@ def assert_close(a: Run, b: Run) -> None:
     assert a.metrics["client/train/loss"] == pytest.approx(b.metrics["client/train/loss"], rel=1e-12)
 
 
-@pytest.mark.sampled(quick=8, slow=2)
+@pytest.mark.sampled(quick=11, slow=2)
 @pytest.mark.parametrize("name", algorithms.__all__)
 def test_every_algorithm_on_every_engine(name: str, tmp_path: Path) -> None:
     """Unequal numbers of steps and samples, momentum, weight decay, clipping, augmentation, a decaying lr."""
@@ -114,7 +114,7 @@ def test_every_algorithm_on_every_engine(name: str, tmp_path: Path) -> None:
         assert_close(train(tmp_path, objective(), engine), sequential)
 
 
-@pytest.mark.sampled(quick=4)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -154,6 +154,7 @@ def test_a_record_is_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert_close(graphed, train(tmp_path, objective(), "sequential", **options))
 
 
+@pytest.mark.slow
 def test_a_setting_changed_during_the_run_is_seen(tmp_path: Path) -> None:
     from fl_lightning import Callback
 

@@ -275,7 +275,7 @@ SAME = ("InPlaceGradient",)
 """Those that give the same on all engines."""
 
 
-@pytest.mark.sampled(quick=3)
+@pytest.mark.sampled(quick=8)
 @pytest.mark.parametrize("engine", ["batched", "graphed"])
 @pytest.mark.parametrize("wrong", WRONG)
 def test_wrong_hook(wrong: str, engine: str, tmp_path: Path) -> None:
@@ -338,6 +338,7 @@ class NoStep(LocalOptimizer):
 NONE = "return two values, as the docstring of this hook in the base class says"
 
 
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [

@@ -96,6 +96,7 @@ def test_wire_is_what_the_algorithm_declares(tmp_path: Path) -> None:
     assert 32 * numbers == run.state.total_bits
 
 
+@pytest.mark.sampled(quick=2)
 @pytest.mark.parametrize("method", METHODS)
 def test_codes_travel(method: str, tmp_path: Path) -> None:
     """An upload is the bytes of its code, as many as the bits that are counted."""
@@ -346,6 +347,7 @@ def test_node_lost_in_a_phase(lost: tuple[int, ...], tmp_path: Path) -> None:
     assert len(nodes.log) == (12 if lost == (4,) else 11)
 
 
+@pytest.mark.sampled(quick=2)
 @pytest.mark.parametrize(
     ("error", "least", "line"),
     [

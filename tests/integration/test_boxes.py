@@ -424,7 +424,7 @@ def assert_same(ours: Models, box: Models) -> None:
     assert difference.max() <= 1e-10, f"max abs difference by round {difference.tolist()}"
 
 
-@pytest.mark.sampled(quick=10, slow=3)
+@pytest.mark.sampled(quick=21, slow=3)
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("case", CASES)
 def test_box(golden: Golden, case: str, setting: str) -> None:

@@ -84,7 +84,7 @@ def shows(message: str, *parts: str) -> None:
         assert part in message
 
 
-@pytest.mark.sampled(quick=3)
+@pytest.mark.sampled(quick=6)
 @pytest.mark.parametrize(
     ("args", "key", "value", "remedy"),
     [
@@ -211,6 +211,7 @@ def test_data(complaint: Complaint, args: str, parts: tuple[str, ...]) -> None:
     shows(complaint("fit", "--model=FedAvg", *ARRAYS, *args.split()), *parts)
 
 
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize(
     ("args", "key", "saved", "here"),
     [
@@ -270,6 +271,7 @@ def fedavg(**init_args: Any) -> dict[str, Any]:
     return {"model": made("FedAvg", **{"net": "DigitsMLP", **init_args})}
 
 
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize(
     ("config", "parts"),
     [

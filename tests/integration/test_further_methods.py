@@ -46,6 +46,7 @@ from tests.conftest import GOLDEN, Golden
 from tests.integration.test_identities import WD, close, path
 
 
+@pytest.mark.slow
 def test_methods_of_neutral_options(golden: Golden) -> None:
     fedavg = path(golden, FedAvg)
     close(path(golden, FedACG, lam=0, beta=0.3), path(golden, FedProx, mu=0.3))

@@ -147,6 +147,7 @@ def test_a_folder_where_a_file_should_be(command: str, name: str, good: Path, tm
     assert [path.name for path in (tmp_path / "out").iterdir()] == [name]
 
 
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize(
     ("args", "message"),
     [

@@ -116,6 +116,7 @@ def test_server_variate_of_fedgamma(golden: Golden, scale: Any) -> None:
     close(record.server[1].c, mean if scale == "sum" else mean / 2)
 
 
+@pytest.mark.slow
 def test_methods_of_radius_zero(golden: Golden) -> None:
     feddyn = path(golden, FedDyn, beta=10)
     close(path(golden, FedSMOO, rho=0, beta=10), feddyn)

@@ -58,6 +58,7 @@ def test_declared_numbers_need_no_run(
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_runs_and_their_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -78,7 +78,7 @@ def fit(root: Path, name: str, *more: Callback, ckpt_path: str | None = None, **
     return trainer.fit(make(name), data, ckpt_path).folder.path
 
 
-@pytest.mark.sampled(quick=15, slow=3)
+@pytest.mark.sampled(quick=21, slow=3)
 @pytest.mark.parametrize("name", [*algorithms.__all__, "everything"])
 def test_same_bits(name: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {"sampler": BernoulliSampler(0.5), "engine": "graphed"} if name == "everything" else {}
@@ -125,6 +125,7 @@ def test_rounds_after_the_checkpoint_are_logged_once(tmp_path: Path) -> None:
     assert metrics(broken) == metrics(whole)
 
 
+@pytest.mark.slow
 def test_wandb_run_keeps_its_id(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         fit(tmp_path, "FedAvg", Stop(3, KeyboardInterrupt), loggers=[WandbLogger()])

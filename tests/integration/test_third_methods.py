@@ -85,6 +85,7 @@ def test_size_of_a_fedpd(golden: Golden) -> None:
 # FedTOGA
 
 
+@pytest.mark.slow
 def test_neutral_options_of_fedtoga(golden: Golden) -> None:
     speed = path(golden, FedSpeed, rho=0.1, eps=1e-7)
     close(path(golden, FedTOGA, b1=0, kappa=0, last_g="none"), speed)

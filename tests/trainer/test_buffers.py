@@ -203,6 +203,7 @@ def test_server_optimizer_does_not_step_them(golden: Golden) -> None:
     assert not torch.equal(plain.server[-1].w, stepped.server[-1].w)
 
 
+@pytest.mark.sampled(quick=4)
 @pytest.mark.parametrize(
     ("cls", "vectors"), [(FedAvg, (1, 1)), (FedSMOO, (2, 2)), (NaiveFedGloSS, (1, 1))], ids=["plain", "more", "twice"]
 )

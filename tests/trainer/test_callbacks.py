@@ -134,6 +134,7 @@ def test_the_live_table_shows_the_last_rounds(rows: int, tmp_path: Path) -> None
     assert isinstance(table, Table) and table.row_count == min(rows, 3)
 
 
+@pytest.mark.slow
 def test_the_live_table_fits_the_terminal(tmp_path: Path) -> None:
     """As many rounds as there are lines; numbers are whole; columns that do not fit are named."""
     progress = Progress()

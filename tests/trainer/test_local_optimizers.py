@@ -251,6 +251,7 @@ def test_an_optimizer_of_ones_own_resumes_to_the_same_bits(engine: str, kept: st
         torch.testing.assert_close(state(whole)["server.w"], state(one)["server.w"], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_kept_state_in_two_processes(folder: Path) -> None:
     args = ["--model.optimizer=mine.Slowing", "--model.optimizer.state=keep", "--trainer.max_rounds=3"]
     one = run("fit", *args, root=folder / "one")

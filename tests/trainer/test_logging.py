@@ -74,6 +74,7 @@ def test_a_row_a_round(logged: Path) -> None:
     assert [value for _, value in columns["client/passes"]] == [2 * value for value in steps]
 
 
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize(
     ("model", "units", "more", "bits"),
     [

@@ -96,6 +96,7 @@ def test_adaptive_steps_stay_in_the_ellipsoid() -> None:
     assert 0 < one <= many + 1e-12
 
 
+@pytest.mark.slow
 def test_lpf_of_a_quadratic() -> None:
     """E F(w + ε) = F(w) + sigma² tr(A) / 2."""
     a = symmetric([5.0, 3.0, 1.0, -2.0])
@@ -204,7 +205,7 @@ ALL: list[Measure] = [
 ]
 
 
-@pytest.mark.sampled(quick=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", [FedGloSS, SCAFFOLD])
 def test_nothing_that_is_measured_changes_the_run(algorithm: type[LocalObjective], tmp_path: Path) -> None:
     plain = fit(tmp_path, algorithm(net(), ascent=SAM(0.05), optimizer=SGD(lr=0.1)))
@@ -618,6 +619,7 @@ def test_fedgmt_has_a_fourth_path(tmp_path: Path) -> None:
     assert len(set(ends.values())) == 4
 
 
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize(
     ("args", "text"),
     [

@@ -196,6 +196,7 @@ CHANGED: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sampled(quick=2)
 @pytest.mark.parametrize("change", CHANGED)
 def test_anything_else_has_new_noise(change: str, golden: Golden, capsys: pytest.CaptureFixture[str]) -> None:
     folder = broken_off(golden, 2)

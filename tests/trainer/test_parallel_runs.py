@@ -59,6 +59,7 @@ def assert_equal(together: list[FederatedTrainer], alone: list[FederatedTrainer]
     assert not torch.equal(state(alone[0].run.folder.path)["server.w"], state(alone[1].run.folder.path)["server.w"])
 
 
+@pytest.mark.sampled(quick=2)
 @pytest.mark.parametrize("engine", ["graphed", "auto"])
 def test_nothing_is_compiled_to_see_whether_one_program_is_faster(
     engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

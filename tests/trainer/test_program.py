@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ ALGORITHMS = [
     for name, each in CLASSES.items()
     if isinstance(each, type) and issubclass(each, fl.LocalObjective) and each is not fl.LocalObjective
 ]
-QUICK = {"FedSMOO", "FedGMT", "FedAdam", "NaiveFedGloSS"}
+QUICK = {("FedSMOO", "graphed"), ("FedGMT", "batched"), ("FedAdam", "graphed"), ("NaiveFedGloSS", "batched")}
 
 
 class Rounds(Callback):
@@ -74,8 +75,13 @@ def check_same(one: Run, other: Run) -> None:
 
 
 @pytest.mark.sampled(slow=3)
-@pytest.mark.parametrize("engine", ["batched", "graphed"])
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in ALGORITHMS])
+@pytest.mark.parametrize(
+    ("name", "engine"),
+    [
+        pytest.param(*case, marks=[] if case in QUICK else pytest.mark.slow)
+        for case in product(ALGORITHMS, ("batched", "graphed"))
+    ],
+)
 def test_the_bits_are_those_of_single_rounds(
     name: str, engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -135,6 +141,7 @@ def test_a_program_ends_before_a_round_that_is_not_finite(tmp_path: Path, monkey
     assert metrics(together) == metrics(alone)
 
 
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize(
     "more",
     [
@@ -150,6 +157,7 @@ def test_rounds_that_run_one_by_one(more: dict[str, Any], tmp_path: Path) -> Non
     assert seen.seen == [1, 2, 3]
 
 
+@pytest.mark.slow
 def test_a_program_holds_what_memory_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     alone = train(tmp_path)
     sample = data()

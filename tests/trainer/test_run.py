@@ -53,6 +53,7 @@ def model(make: Any = FedSMOO, **options: Any) -> Any:
     return make(DigitsMLP(hidden=8), **options)
 
 
+@pytest.mark.sampled(quick=2)
 @pytest.mark.parametrize("make", [FedSMOO, NaiveFedGloSS, SCAFFOLD])
 def test_a_round_that_is_not_applied_is_a_dry_run(make: Any, tmp_path: Path) -> None:
     """In every hook, also while another round is open: the run ends as it would have, and the dry round is the next."""
@@ -90,6 +91,7 @@ class Servers(Callback):
 HOOKS = ("on_round_start", "on_local_end", "on_round_end", "on_round_logged")
 
 
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize("hook", HOOKS)
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
 def test_an_interruption_in_any_hook_takes_the_round_back(
@@ -154,6 +156,7 @@ def test_lightning_loads_our_checkpoints(tmp_path: Path) -> None:
     assert torch.equal(loaded.flat.vector(loaded.net), run.global_model)
 
 
+@pytest.mark.sampled(quick=2)
 @pytest.mark.parametrize("options", [{}, {"ascent": SAM(0.1), "averaging": SWA(start=2)}], ids=["SGD", "SAM + SWA"])
 def test_centralized_training_resumes_to_the_bit(options: Any, tmp_path: Path) -> None:
     """Momentum, learning-rate decay, shuffling and dropout included; its checkpoint is not one of `fit`."""

@@ -203,6 +203,7 @@ def numbers(name: str, flat: FlatSpec) -> int:
     return sum(COSTS[name][:2]) * flat.d + SCALARS.get(name, 0) - (2 * vectors if name == "FedMuon" else 0)
 
 
+@pytest.mark.sampled(quick=4)
 @pytest.mark.parametrize("name", algorithms.__all__)
 def test_passes_and_wire_are_what_is_declared(golden: Golden, name: str) -> None:
     """Counted: floats that really went, passes that were really made; NaiveFedGloSS makes each step twice."""
@@ -251,6 +252,7 @@ def test_results_do_not_depend_on_the_global_generator(tmp_path: Path) -> None:
     assert not torch.equal(plain.server.w, other.server.w)
 
 
+@pytest.mark.slow
 def test_composition_learns(tmp_path: Path) -> None:
     """SCAFFOLD + ASAM + SWA with a schedule, a clip and momentum; accuracy is that of the average."""
     optimizer = SGD(lr=0.2, momentum=0.5, clip=5.0, schedule=Cosine(0.1))
@@ -263,6 +265,7 @@ def test_composition_learns(tmp_path: Path) -> None:
     assert not torch.equal(fit.global_model, fit.server.w)
 
 
+@pytest.mark.slow
 def test_bf16_mixed_keeps_float32_state(tmp_path: Path) -> None:
     torch.manual_seed(3)
     fit = digits_run(tmp_path, FedSMOO(net=DigitsMLP(), optimizer=SGD(lr=0.3)), rounds=15, precision="bf16-mixed")
