@@ -84,5 +84,6 @@ def run(
 
 def say_left_out(groups: Sequence[Group]) -> None:
     """Prints a line for each run that does not count."""
-    for each, folder in ((group, folder) for group in groups for folder in group.left_out):
-        say(f"left out: {short_path(folder)} (an earlier run of {each.name} with the same config and seed)")
+    for group in groups:
+        for folder in group.left_out:
+            say(f"left out: {short_path(folder)} (an earlier run of {group.name} with the same config and seed)")

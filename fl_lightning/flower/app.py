@@ -136,9 +136,10 @@ class GridSend:
             if new := connected - self._numbers.keys():
                 asked = [flwr.app.Message(RecordDict(), node, "query") for node in new]
                 replies = self.grid.send_and_receive(asked, timeout=min(self.wait, QUERY))
-                for reply in (reply for reply in replies if reply.has_content()):
-                    node = reply.content.config_records["node"]
-                    self._numbers[reply.metadata.src_node_id] = int(node["number"])
+                for reply in replies:
+                    if reply.has_content():
+                        node = reply.content.config_records["node"]
+                        self._numbers[reply.metadata.src_node_id] = int(node["number"])
             ids = {number: node for node, number in self._numbers.items() if node in connected}
             missing = wanted - ids.keys()
             if missing <= self._gone or time.monotonic() > end:

@@ -90,8 +90,9 @@ class ResNet18NoNorm(_TorchvisionNet):
     def __init__(self, num_classes: Size = 100) -> None:
         super().__init__(_resnet([2, 2, 2, 2], num_classes, nn.Identity))
         self.net.conv1, self.net.maxpool = _cifar_stem(), nn.Identity()
-        for conv in (module for module in self.modules() if isinstance(module, nn.Conv2d)):
-            conv.reset_parameters()
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                module.reset_parameters()
 
 
 class ResNet8GN(_TorchvisionNet):
@@ -173,8 +174,9 @@ class PreActResNet18GN(Checked, nn.Module, key="model.net"):
             *(_PreActBlock(channels[i], channels[i + 1], norm, first=i == 0) for i in range(len(channels) - 1))
         )
         self.norm, self.fc = norm(512), nn.Linear(512, num_classes)
-        for conv in (module for module in self.modules() if isinstance(module, nn.Conv2d)):
-            nn.init.kaiming_normal_(conv.weight, nonlinearity="relu")
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
         nn.init.normal_(self.fc.weight, std=0.01)
         nn.init.zeros_(self.fc.bias)
 

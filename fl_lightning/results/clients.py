@@ -131,8 +131,9 @@ def read_clients(folder: Path) -> ClientTable | None:
     ensure(bool(rows and names), f"{path}: not a table of clients (without values); restore the file, or remove it")
     last = max(row["round"] for row in rows)
     clients: dict[float, dict[str, float]] = {}
-    for row in (row for row in rows if row["round"] == last):
-        clients.setdefault(row["client"], {}).update(row)
+    for row in rows:
+        if row["round"] == last:
+            clients.setdefault(row["client"], {}).update(row)
     columns = {name: np.array([clients[k].get(name, np.nan) for k in sorted(clients)]) for name in ("samples", *names)}
     mode = mode_of(f"{GLOBAL}/{names[0]}", None, read_directions(folder))
     return ClientTable(int(last), names[0], mode, columns.pop("samples"), columns)

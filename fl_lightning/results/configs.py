@@ -181,8 +181,9 @@ def group_key(config: Mapping[str, Any], without: Sequence[str] = ()) -> str:
         without: Further settings of the trainer that may differ.
     """
     parts = {name: dict(config[name]) for name in ("model", "data", "trainer") if isinstance(config.get(name), dict)}
-    for part in (part for part in parts.values() if part.get("init_args")):
-        part["init_args"] = {key: value for key, value in part["init_args"].items() if key != "seed"}
+    for part in parts.values():
+        if part.get("init_args"):
+            part["init_args"] = {key: value for key, value in part["init_args"].items() if key != "seed"}
     trainer, left_out = parts.get("trainer", {}), (*EXECUTION, "seed", *without)
     parts["trainer"] = {key: value for key, value in trainer.items() if key not in left_out}
     return json.dumps(parts, sort_keys=True, default=str)
