@@ -20,6 +20,8 @@ Values = tuple[Tensor, ...]
 Replay = Callable[..., Values]
 T = TypeVar("T")
 aten = torch.ops.aten
+TAKE_TENSORS = {aten.mul.Tensor, aten.add.Tensor, aten.sub.Tensor, aten.div.Tensor}
+"""Operations whose second argument may be a number or a tensor, with the same result in float32 and float64."""
 
 
 class RecordedRound:
@@ -162,7 +164,9 @@ class Program:
 
     Attributes:
         key: The text of the graph, the operations and other objects named in it, and the layouts of its inputs.
-        graph: The graph. Its inputs are the tensors that the record of a step holds, then those of the record.
+        graph: The graph. Its inputs are the tensors that the record of a step holds, the numbers that it multiplies
+            by, adds, subtracts or divides by, so that programs share code whose settings differ, and those of the
+            record.
     """
 
     key: tuple[Any, ...]
@@ -173,10 +177,11 @@ class Program:
         """Returns the program of a few steps, and the tensors that the record of one holds.
 
         Args:
-            step: The record of one: it maps its first inputs to their new values.
+            step: The record of one, which is changed: it maps its first inputs to their new values.
             tensors: Inputs of the program but for those that the record holds.
             each: How many of them, the last ones, hold one row for each step, ``(steps, ...)``.
         """
+        _hold_numbers(step)
         program, attributes = Graph(), [node for node in step.graph.nodes if node.op == "get_attr"]
         objects = {node.target: attrgetter(node.target)(step) for node in attributes}
         held = {name: value for name, value in objects.items() if isinstance(value, Tensor)}
@@ -196,6 +201,17 @@ class Program:
         others = [value for name, value in objects.items() if name not in held]
         key = graph.code, *functions, *others, *layouts, torch.get_num_threads()
         return cls(key, graph), (*held.values(),)
+
+
+def _hold_numbers(step: GraphModule) -> None:
+    """Makes numbers that a record computes with 0-d tensors of the result's dtype, to which torch rounds them, too."""
+    for i, node in enumerate(step.graph.nodes):
+        if node.target in TAKE_TENSORS and type(node.args[1]) is float:
+            given, value = node.args[0].meta["val"], node.meta["val"]
+            if given.dtype == value.dtype in (torch.float32, torch.float64):
+                step.register_buffer(f"number_{i}", torch.tensor(node.args[1], dtype=value.dtype, device=value.device))
+                with step.graph.inserting_before(node):
+                    node.update_arg(1, step.graph.get_attr(f"number_{i}"))
 
 
 @lru_cache(maxsize=32)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
 import signal
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -292,6 +294,37 @@ def test_launchers(folder: Path, launcher: list[str]) -> None:
     with process(*launcher, *args, cwd=folder) as child:
         assert_quiet(ended([child]))
     assert_same(state(newest(folder / "many")), state(run("fit", root=folder / "one", model="SCAFFOLD")))
+
+
+WAITS = """
+import subprocess, sys, time
+from fl_lightning.trainer.runtime.signals import with_starter
+
+with with_starter():
+    if sys.argv[1:]:
+        print("waits", flush=True)
+    else:
+        subprocess.Popen([sys.executable, __file__, "second"])
+    time.sleep(600)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="by prctl")
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("fit", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_who_waits_for_others_ends_with_the_first_process(folder: Path, fit: bool, number: int) -> None:
+    """Whether it waits already, or is still being started; else it would hold the pipes open."""
+    (folder / "waits.py").write_text(WAITS)
+    root = f"--trainer.default_root_dir={folder / 'many'}"
+    command = [SCRIPT, "fit", *DIGITS, *processes(2), root] if fit else [sys.executable, str(folder / "waits.py")]
+    with process(*command, cwd=folder) as child:
+        others = Path(f"/proc/{child.pid}/task/{child.pid}/children")
+        while child.poll() is None and not others.read_text():
+            time.sleep(0.01)
+        if not fit:
+            assert child.stdout is not None and child.stdout.readline() == "waits\n"
+        os.kill(child.pid, number)
+        assert child.communicate(timeout=300) == ("", "") and child.returncode == -number
 
 
 @pytest.mark.slow

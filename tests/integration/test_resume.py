@@ -33,8 +33,9 @@ from fl_lightning import (
     algorithms,
 )
 from fl_lightning.core import files
+from fl_lightning.trainer.callbacks import checkpoints
 from fl_lightning.trainer.run import Run
-from tests.runs import DIGITS, assert_same, killed, last, metrics, newest, run, state
+from tests.runs import DIGITS, FORKS, assert_same, killed, last, metrics, newest, run, state
 from tests.soak import Soak
 
 ROUNDS = 6
@@ -136,13 +137,15 @@ def test_wandb_run_keeps_its_id(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_kill_9(tmp_path: Path) -> None:
-    """A real process, killed with its children between two checkpoints."""
+@pytest.mark.parametrize("every", [7, pytest.param(None, marks=pytest.mark.skipif(not FORKS, reason="is patched"))])
+def test_kill_9(every: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real process, killed with its children between two checkpoints, by rounds or by time."""
     rounds = "--trainer.max_rounds=150"
-    saves = ["--trainer.callbacks+=Checkpoints", "--trainer.callbacks.every_n_rounds=7"]
+    saves = [] if every is None else ["--trainer.callbacks+=Checkpoints", f"--trainer.callbacks.every_n_rounds={every}"]
+    monkeypatch.setattr(checkpoints, "PAUSE", 0.0)
     broken = killed("fit", "--model=SCAFFOLD", *DIGITS, rounds, *saves, root=tmp_path / "broken")
     done = last(broken)["round"]
-    assert done % 7 == 0 and 0 < done < 150
+    assert done % (every or 1) == 0 and 0 < done < 150
     assert run("fit", rounds, *saves, "--ckpt_path=last", root=tmp_path / "broken", model="SCAFFOLD") == broken
     whole = run("fit", rounds, *saves, root=tmp_path / "whole", model="SCAFFOLD")
     assert_same(state(broken), state(whole))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ import fl_lightning as fl
 from fl_lightning import Callback, Checkpoints, Digits, DigitsMLP, FedAvg, FederatedTrainer
 from fl_lightning.core import DivergenceError
 from fl_lightning.engine.batched import BatchedEngine
-from fl_lightning.trainer import program
+from fl_lightning.trainer import program, resume
+from fl_lightning.trainer.callbacks import checkpoints
+from fl_lightning.trainer.resume import save
 from fl_lightning.trainer.run import Run
 from tests.conftest import optimizer_for
 from tests.runs import assert_same, metrics, state
@@ -47,7 +50,7 @@ def train(
 ) -> Run:
     torch.manual_seed(0)
     trainer = FederatedTrainer(
-        callbacks=[*callbacks, Checkpoints(11)],
+        callbacks=[*callbacks, *([] if any(isinstance(c, Checkpoints) for c in callbacks) else [Checkpoints(11)])],
         **{
             "max_rounds": 26, "clients_per_round": 4, "eval_every": 20, "eval_last": 2, "engine": "graphed",
             "accelerator": "cpu", "threads": 1, "enable_progress_bar": False, "default_root_dir": str(root), **more,
@@ -90,6 +93,21 @@ def test_the_bits_are_those_of_single_rounds(
     alone = train(tmp_path, CLASSES[name], seen := Rounds(), engine=engine)
     assert seen.seen == every
     check_same(together, alone)
+
+
+def test_checkpoints_by_time_fall_between_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They cut no program, and change no bit; the last round is always saved."""
+    runs = []
+    for pause in (0.0, math.inf):
+        saved: list[int] = []
+        monkeypatch.setattr(checkpoints, "pause", lambda seconds, pause=pause: pause)
+        monkeypatch.setattr(
+            resume, "save", lambda run, path, saved=saved: saved.append(run.rounds_done) or save(run, path)
+        )
+        runs.append(train(tmp_path, fl.SCAFFOLD, seen := Rounds(), Checkpoints()))
+        assert seen.seen == [19, 20, 24, 25, 26]
+        assert saved == ([19, 20, 24, 25, 26] if pause == 0 else [26])
+    check_same(*runs)
 
 
 def test_an_interruption_falls_between_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import io
+import math
 import tempfile
 import time
 from collections import defaultdict
@@ -16,9 +17,8 @@ from typing import Any
 
 from torch import Tensor
 
-from fl_lightning.algorithms.base import LocalObjective
+from fl_lightning import IID, FederatedDataModule, FromFile, LocalObjective
 from fl_lightning.core import State, UserError
-from fl_lightning.data import IID, FederatedDataModule, FromFile
 from fl_lightning.engine import ENGINES, LocalResult
 from fl_lightning.trainer import (
     Attendance,
@@ -29,9 +29,10 @@ from fl_lightning.trainer import (
     FlatnessMonitor,
     Progress,
     Run,
+    draw,
+    evaluate,
 )
-from fl_lightning.trainer.measurements.clients import evaluate
-from fl_lightning.trainer.participation.samplers import draw
+from fl_lightning.trainer.callbacks.checkpoints import pause
 from fl_lightning.trainer.runtime import collectives
 
 FEWEST, MOST, BUDGET = 4, 20, 5.0
@@ -146,7 +147,7 @@ class Measured:
         busiest = fmean(makespan(cohort, world, engine, trainer.client_block) for cohort in steps)
         evaluations = due(rounds, trainer.eval_every, trainer.eval_last)
         first = sum(max(0.0, times[1] - clock.mean(name)) for name, times in clock.seconds.items())
-        return {
+        parts: Seconds = {
             "first round, once more": (1, first),
             "local training": (rounds, busiest * self.step * passes),
             "orchestration, logs": (rounds, clock.mean("rest")),
@@ -155,14 +156,15 @@ class Measured:
                 for split in ("val", "test")
                 if split in clock.seconds
             },
-            **{
-                (name := type(callback).__name__): (
-                    due(rounds, getattr(callback, "every_n_rounds", 1)),
-                    clock.mean(name) / (world if isinstance(callback, FlatnessMonitor) else 1),
-                )
-                for callback in trainer.callbacks
-            },
         }
+        for callback in trainer.callbacks:  # Checkpoints is the last one
+            seconds = clock.mean(name := type(callback).__name__)
+            each = seconds / (world if isinstance(callback, FlatnessMonitor) else 1)
+            every = getattr(callback, "every_n_rounds", 1)
+            if every is None:
+                every = math.ceil(pause(each) * rounds / sum(times * one for times, one in parts.values()))
+            parts[name] = due(rounds, every), each
+        return parts
 
 
 def measure(

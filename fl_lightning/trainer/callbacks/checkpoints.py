@@ -1,6 +1,7 @@
 """Checkpoints of a run."""
 
 import math
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -11,12 +12,16 @@ from fl_lightning.trainer import resume
 from fl_lightning.trainer.run import Callback, Run
 from fl_lightning.trainer.runtime import collectives
 
+PAUSE, SHARE = 30.0, 0.05
+"""Seconds between two checkpoints by time; the largest share of a run's time that these take."""
+
 
 class Checkpoints(Callback):
     """Keeps ``checkpoints/last.ckpt`` in the run folder, and saves the last whole round when a run is interrupted.
 
     Args:
-        every_n_rounds: Rounds between two checkpoints; the last round is always saved.
+        every_n_rounds: Rounds between two checkpoints; the last round is always saved. null: about every 30 seconds,
+            less often if writing them would take more than a twentieth of the time; with ``keep_all`` every 10 rounds.
         keep_all: Also keep each one as ``checkpoints/round_<n>.ckpt``.
         monitor: Metric whose best round is kept as ``checkpoints/best.ckpt``, such as ``server/test/acc``; null: none.
         mode: Whether the largest (max) or the smallest (min) value is the best; null: the metric or its name decides,
@@ -33,35 +38,35 @@ class Checkpoints(Callback):
 
     def __init__(
         self,
-        every_n_rounds: PositiveInt = 10,
+        every_n_rounds: PositiveInt | None = None,
         keep_all: bool = False,
         monitor: str | None = None,
         mode: Literal["min", "max"] | None = None,
         save_top_k: PositiveInt = 1,
     ) -> None:
-        self.every_n_rounds, self.keep_all = every_n_rounds, keep_all
+        self.every_n_rounds = 10 if keep_all and every_n_rounds is None else every_n_rounds
+        self.keep_all = keep_all
         self.monitor, self.mode, self.save_top_k = monitor, mode, save_top_k
         self.best: dict[int, float] = {}
-        self._saved = -1
+        self._saved, self._due = -1, math.inf
 
     def needs_round(self, t: int) -> bool:
-        return self.monitor is not None or (t + 1) % self.every_n_rounds == 0
+        return self.monitor is not None or (self.every_n_rounds is not None and (t + 1) % self.every_n_rounds == 0)
 
     def check(self, run: Run) -> None:
         if self.monitor is not None:
             mode_of(self.monitor, self.mode, run.directions)
 
     def on_fit_start(self, run: Run) -> None:
-        self._saved = run.rounds_done
+        self._saved, self._due = run.rounds_done, time.monotonic() + pause(0)
 
     def on_round_logged(self, run: Run, metrics: Mapping[str, float]) -> None:
         if self.monitor is not None:
             value = monitored(run, "Checkpoints", self.monitor, metrics)
-            if run.clients.shared:  # all save, or none
-                value = run.fabric.broadcast(value)
+            value = run.fabric.broadcast(value) if run.clients.shared else value  # all save, or none
             if value is not None:
                 self._keep_best(run, value, mode_of(self.monitor, self.mode, run.directions))
-        if run.rounds_done % self.every_n_rounds == 0 or run.finished:
+        if run.finished or self._is_due(run):
             self._save(run)
 
     def on_exception(self, run: Run, error: BaseException) -> None:
@@ -76,18 +81,25 @@ class Checkpoints(Callback):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.best = dict(state["best"])
 
+    def _is_due(self, run: Run) -> bool:
+        if self.every_n_rounds is not None:
+            return run.rounds_done % self.every_n_rounds == 0
+        due = time.monotonic() >= self._due
+        return run.fabric.broadcast(due) if run.clients.shared else due  # all save, or none
+
     def _save(self, run: Run) -> None:
         if run.rounds_done == self._saved:
             return
+        started = time.monotonic()
         if self.keep_all:  # before last.ckpt: a run that continues from that one does not save this round again
             resume.save(run, self._path(run, run.rounds_done))
         resume.save(run, run.folder.last)
-        self._saved = run.rounds_done
+        self._saved, ended = run.rounds_done, time.monotonic()
+        self._due = ended + pause(ended - started)
 
     def _keep_best(self, run: Run, value: float, mode: Mode) -> None:
         """Saves this round if it is among the best, and removes the round that no longer is."""
-        sign = -1 if mode == "max" else 1
-        scores = {**self.best, run.rounds_done: value}
+        sign, scores = -1 if mode == "max" else 1, {**self.best, run.rounds_done: value}
         ranked = sorted((r for r in scores if not math.isnan(scores[r])), key=lambda r: (sign * scores[r], r))
         kept = ranked[: self.save_top_k]
         if run.rounds_done not in kept:
@@ -105,6 +117,11 @@ class Checkpoints(Callback):
         return run.folder.checkpoints / f"round_{rounds}.ckpt"
 
 
+def pause(seconds: float) -> float:
+    """Returns the seconds until the next checkpoint by time, if writing one takes so many."""
+    return max(PAUSE, seconds / SHARE)
+
+
 def monitored(run: Run, callback: str, name: str, metrics: Mapping[str, float]) -> float | None:
     """Returns this round's value of a metric that a callback monitors; None if it was not measured.
 
@@ -117,7 +134,7 @@ def monitored(run: Run, callback: str, name: str, metrics: Mapping[str, float]) 
     Raises:
         UserError: If every metric has been measured once, and this one is not among them.
     """
-    every = [run.settings.eval_every, *(getattr(c, "every_n_rounds", 1) for c in run.callbacks)]
+    every = [run.settings.eval_every, *(getattr(c, "every_n_rounds", None) or 1 for c in run.callbacks)]
     if name not in run.metrics and run.rounds_done >= min(max(every), run.max_rounds):
         known = ", ".join(sorted(run.metrics))
         raise UserError(f"trainer.callbacks: {callback}.monitor = {name}: no such metric; choose from {known}")

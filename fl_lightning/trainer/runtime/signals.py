@@ -1,6 +1,9 @@
 """Signals that end a run: the first one breaks it off, and no later one disturbs the saving."""
 
+import ctypes
+import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,6 +12,10 @@ from typing import Any
 
 SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1") if hasattr(signal, name)]
 """Ctrl-C, kill and a cluster's time limit, a closed terminal, SLURM's warning."""
+PR_SET_PDEATHSIG = 1
+"""Of Linux's prctl(2): which signal this process gets when its parent ends; 0: none."""
+STARTER = "FL_LIGHTNING_STARTER"
+"""Environment variable with the process that starts others, which inherit it."""
 _active: "Interruption | None" = None
 
 
@@ -85,6 +92,25 @@ def default_actions() -> Iterator[None]:
     finally:
         for number, handler in mine.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def with_starter() -> Iterator[None]:
+    """Within it, a process that was started in this context ends when the one that has started it ends.
+
+    Later a lost connection ends it. Outside Linux it ends if the other one has ended before the context begins.
+    """
+    starter = os.environ.get(STARTER)
+    os.environ[STARTER] = str(os.getpid())
+    prctl = ctypes.CDLL(None).prctl if starter and sys.platform == "linux" else lambda *_: None
+    prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    try:
+        if starter and os.getppid() != int(starter):
+            raise KeyboardInterrupt
+        yield
+    finally:
+        prctl(PR_SET_PDEATHSIG, 0)
+        del os.environ[STARTER]
 
 
 def check_interruption() -> None:
