@@ -65,8 +65,8 @@ LONG = ("test_docs.py", "test_experiments.py", "test_gpu.py")
 """Files whose tests take minutes; they begin first, so that no process waits for one at the end."""
 
 
-def _rates(quick: int = 1, slow: int = 1) -> tuple[int, int]:
-    return quick, slow
+def _rates(quick: int = 1, slow: int = 1, start: int = 0) -> tuple[int, int, int]:
+    return quick, slow, start
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -77,10 +77,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if sampled := item.get_closest_marker("sampled"):
             case = cases[test := item.nodeid.partition("[")[0]]
             cases[test] += 1
-            quick, slow = _rates(*sampled.args, **sampled.kwargs)
+            quick, slow, start = _rates(*sampled.args, **sampled.kwargs)
             if item.get_closest_marker("slow") or case % quick:
                 item.add_marker("slow")
-                if case % slow:
+                if (case - start) % slow:
                     item.add_marker("long")
         elif item.get_closest_marker("long"):
             item.add_marker("slow")

@@ -100,7 +100,7 @@ def assert_close(a: Run, b: Run) -> None:
     assert a.metrics["client/train/loss"] == pytest.approx(b.metrics["client/train/loss"], rel=1e-12)
 
 
-@pytest.mark.sampled(quick=11, slow=2)
+@pytest.mark.sampled(quick=11, slow=2, start=1)
 @pytest.mark.parametrize("name", algorithms.__all__)
 def test_every_algorithm_on_every_engine(name: str, tmp_path: Path) -> None:
     """Unequal numbers of steps and samples, momentum, weight decay, clipping, augmentation, a decaying lr."""
