@@ -1,8 +1,10 @@
 """Packages whose names are imported on first use."""
 
 import ast
+import sys
 import warnings
 from collections.abc import Callable
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 
@@ -22,10 +24,14 @@ def lazy(package: str, file: str) -> tuple[Callable[[str], object], list[str]]:
         if name in module_of:
             with warnings.catch_warnings():  # of tqdm, which other packages import, in a notebook without ipywidgets
                 warnings.filterwarnings("ignore", "IProgress not found")
-                return getattr(import_module(module_of[name], package), name)
+                found = getattr(import_module(module_of[name], package), name)
+            return vars(sys.modules[package]).setdefault(name, found)  # the parser asks for each a thousand times
+        raise AttributeError(f"module '{package}' has no attribute '{name}'{hint(name)}")
+
+    @cache
+    def hint(name: str) -> str:
         from fl_lightning.core.names import similar  # not before it is needed: this package may be core's parent
 
-        hint = f"; did you mean {' or '.join(near)}?" if (near := similar(name, module_of, cutoff=0.8)) else ""
-        raise AttributeError(f"module '{package}' has no attribute '{name}'{hint}")
+        return f"; did you mean {' or '.join(near)}?" if (near := similar(name, module_of, cutoff=0.8)) else ""
 
     return load, [*module_of]
