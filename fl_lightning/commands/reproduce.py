@@ -240,12 +240,13 @@ def _plan(found: Sequence[Task], how: _How) -> Iterator[Planned]:
     """Builds a run of each task, so that no setting is wrong when they start; a dry run downloads nothing."""
     cli = FederatedCLI("fit", *found[0].whole)
     for task in found:
-        cli.parse_arguments(cli.parser, prepare(task.whole))  # building may need what the user's settings replace
+        of_whole = (*task.whole, f"--trainer.seed={how.seeds[0]}")
+        cli.parse_arguments(cli.parser, prepare(of_whole))  # building may need what the user's settings replace
         config = cli.resolved()
         downloads = how.dry_run and value(config, "model.net.pretrained") == "torchvision"
         given = ("--model.net.pretrained=null", *how.settings) if downloads else how.settings
         trials, (built, *_) = (task.trials(config, how.fraction, how.seeds, more) for more in (how.settings, given))
-        made = cli.make(*built.args)
+        made = cli.build() if built.args == of_whole else cli.make(*built.args)
         fixed = {"max_rounds": scaled_rounds(config, how.fraction), "seed": how.seeds[0]}
         for (key, expected), option in zip(fixed.items(), ("--rounds", "--seeds"), strict=True):
             set_to = getattr(made.trainer, key)

@@ -1,8 +1,10 @@
 """Packages whose names are imported on first use."""
 
 import ast
+import sys
 import warnings
 from collections.abc import Callable
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 
@@ -33,7 +35,8 @@ def lazy(package: str, file: str) -> tuple[Callable[[str], object], list[str]]:
         if name in module_of:
             with warnings.catch_warnings():  # of tqdm, which other packages import, in a notebook without ipywidgets
                 warnings.filterwarnings("ignore", "IProgress not found")
-                return getattr(import_module(module_of[name], package), name)
+                found = getattr(import_module(module_of[name], package), name)
+            return vars(sys.modules[package]).setdefault(name, found)  # the parser asks for each a thousand times
         raise UnknownNameError(package, name, module_of)
 
     return load, [*module_of]

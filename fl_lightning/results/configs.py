@@ -157,13 +157,18 @@ def flatten(config: Mapping[str, Any]) -> dict[str, str]:
     """Returns the settings of a config as text, by key as on the command line, without init_args.
 
     For a part with a class, the name of the class stands under the key of the part, and its settings stand below it.
-    For a list, its entries stand under its key, and the settings of entries with a class stand below it, by place.
+    For a list, its entries stand under its key, and the settings of entries with a class stand below it, by the name of
+    the class, such as Compress, or Compress_2 for the second one of the class.
     """
     found: dict[str, str] = {}
     for key, value in config.items():
         below: Any = value
         if isinstance(value, list):
-            below = {str(place): entry for place, entry in enumerate(value) if isinstance(entry, dict)}
+            parts = [entry for entry in value if isinstance(entry, dict)]
+            kinds = [str(part.get("class_path", place)).rpartition(".")[2] for place, part in enumerate(parts)]
+            earlier = [kinds[:place].count(kind) for place, kind in enumerate(kinds)]
+            named = [f"{kind}_{n + 1}" if n else kind for kind, n in zip(kinds, earlier, strict=True)]
+            below = dict(zip(named, parts, strict=True))
         elif isinstance(value, dict) and "class_path" in value:
             below = value.get("init_args")
         if below is not value or not isinstance(value, dict) or not value:

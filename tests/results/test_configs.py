@@ -52,11 +52,11 @@ def test_settings_of_the_parts_of_a_list() -> None:
         made["model"]["init_args"]["parts"] = listed or None
         return made
 
-    assert differences(parts(0.1), parts(0.2)) == ["model.parts.0.rate = 0.1 (here: 0.2)"]
+    assert differences(parts(0.1), parts(0.2)) == ["model.parts.TopK.rate = 0.1 (here: 0.2)"]
     assert differences(parts(0.1), parts(0.1, 0.3)) == ["model.parts = mine.TopK (here: mine.TopK, mine.TopK)"]
-    here = ["model.parts.0: not set -> mine.TopK", "model.parts.0.rate: not set -> 0.1"]
+    here = ["model.parts.TopK: not set -> mine.TopK", "model.parts.TopK.rate: not set -> 0.1"]
     assert changes(parts(), parts(0.1)) == ["model.parts: None -> mine.TopK", *here]
-    assert changes(parts(0.1, 0.1), parts(0.1, 0.3)) == ["model.parts.1.rate: 0.1 -> 0.3"]
+    assert changes(parts(0.1, 0.1), parts(0.1, 0.3)) == ["model.parts.TopK_2.rate: 0.1 -> 0.3"]
 
 
 def test_long_values_that_differ_at_their_end() -> None:

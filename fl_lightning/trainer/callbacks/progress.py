@@ -99,7 +99,7 @@ class Progress(Callback):
         self.console.print(filled(["", "last", "best", "at round"], rows, box=None))
         if found := read_json(run.folder.path / SUMMARY, dict):
             spread = f" ± {_number(found['std'])}" if found["std"] else ""
-            mean = f"mean {title(found['metric'])} {_number(found['mean'])}{spread}"
+            mean = f"mean {title(found['metric']).removeprefix('mean ')} {_number(found['mean'])}{spread}"
             self.console.print(
                 f"last {found['last']} of {found['rounds']} rounds: {mean} of {found['evaluations']} evaluations",
                 highlight=False,
