@@ -14,7 +14,7 @@ TEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 WANDB_MODE=offline FL_ROUNDS=10 FL_P
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help venv lock dev demo test test-slow test-all soak lint types format docs bench gpu clean
+.PHONY: help venv lock dev demo test test-slow test-long test-all soak lint types format docs bench gpu clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  \033[1mmake %-10s\033[0m %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -53,11 +53,14 @@ demo: venv ## Train on a small data set that needs no download
 test: dev ## Run the quick tests
 	$(TEST) -n $(JOBS) -m "not slow" tests
 
-test-slow: dev ## Run what `make test` leaves out: the slow tests and the notebooks
-	$(TEST) -n $(JOBS) -m slow --durations 40 tests
+test-slow: dev ## Run the slow tests and the notebooks
+	$(TEST) -n $(JOBS) -m "slow and not long" --durations 40 tests
 	$(TEST) -n $(JOBS) --nbmake notebooks
 
-test-all: test test-slow ## Run everything
+test-long: dev ## Run what both leave out: every case of the tests with very many cases, the longest pages and runs
+	$(TEST) -n $(JOBS) -m long --durations 40 tests
+
+test-all: test test-slow test-long ## Run everything
 
 soak: dev ## Kill runs and sweeps 500 times, and compare what they end with (an hour)
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 WANDB_MODE=offline $(RUN) tests.soak

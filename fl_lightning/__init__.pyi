@@ -132,7 +132,6 @@ from .trainer.callbacks import FlatnessMonitor as FlatnessMonitor
 from .trainer.callbacks import Progress as Progress
 from .trainer.callbacks import Results as Results
 from .trainer.callbacks import Trajectory as Trajectory
-from .trainer.callbacks.clock import Clock as Clock
 from .trainer.loggers import CSVLogger as CSVLogger
 from .trainer.loggers import MLFlowLogger as MLFlowLogger
 from .trainer.loggers import TensorBoardLogger as TensorBoardLogger
@@ -152,6 +151,7 @@ from .trainer.measurements import Sharpness as Sharpness
 from .trainer.measurements import SpectralDensity as SpectralDensity
 from .trainer.measurements import Spectrum as Spectrum
 from .trainer.measurements import Updates as Updates
+from .trainer.participation.clock import Clock as Clock
 from .trainer.participation.faults import Corrupt as Corrupt
 from .trainer.participation.faults import Faults as Faults
 from .trainer.participation.faults import Stragglers as Stragglers

@@ -20,6 +20,7 @@ from lightning.fabric.utilities import registry
 from sklearn import datasets
 from torch import nn
 from torch._subclasses import fake_tensor
+from torch.fx.experimental import proxy_tensor
 
 from fl_lightning import (
     SGD,
@@ -47,8 +48,14 @@ _git_here = cache(_git)
 provenance._git = lambda folder, *args: (_git_here if folder == ROOT else _git)(
     folder, *args
 )  # once: nobody commits now
-# torch keeps the stack, which is deep here, for each operation of a record
+# for each operation of a record torch keeps the stack, which is deep here, and makes a mode for its layout
 fake_tensor.traceback = SimpleNamespace(extract_stack=list, format_list=traceback.format_list)
+_extract = proxy_tensor.extract_val
+proxy_tensor.extract_val = lambda value, **options: (
+    torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+    if type(value) is torch.Tensor and value.layout == torch.strided
+    else _extract(value, **options)
+)
 CACHE = tempfile.TemporaryDirectory()
 os.environ["HF_DATASETS_CACHE"] = CACHE.name  # not in the home of who runs the tests
 for _size in ("COLUMNS", "LINES"):  # readline, which pytest imports, sets them for the processes that it starts
@@ -58,15 +65,25 @@ LONG = ("test_docs.py", "test_experiments.py", "test_gpu.py")
 """Files whose tests take minutes; they begin first, so that no process waits for one at the end."""
 
 
+def _rates(quick: int = 1, slow: int = 1) -> tuple[int, int]:
+    return quick, slow
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What is long is slow as well, so that ``not slow`` is what is quick."""
     cases: Counter[str] = Counter()
     for item in items:
         if sampled := item.get_closest_marker("sampled"):
-            test = item.nodeid.partition("[")[0]
-            if cases[test] % sampled.args[0]:
-                item.add_marker("slow")
+            case = cases[test := item.nodeid.partition("[")[0]]
             cases[test] += 1
+            quick, slow = _rates(*sampled.args, **sampled.kwargs)
+            if item.get_closest_marker("slow") or case % quick:
+                item.add_marker("slow")
+                if case % slow:
+                    item.add_marker("long")
+        elif item.get_closest_marker("long"):
+            item.add_marker("slow")
     items.sort(key=lambda item: item.path.name not in LONG)
 
 

@@ -14,7 +14,7 @@ from fl_lightning.algorithms.module import SupervisedModule
 from fl_lightning.algorithms.parts.adaptive import AdamW, Lion  # noqa: F401  # in a config they go by bare name
 from fl_lightning.algorithms.parts.ascent import Ascent
 from fl_lightning.algorithms.parts.averaging import Averaging
-from fl_lightning.algorithms.parts.base import Part, check_owners, kept, pair_of, value_of
+from fl_lightning.algorithms.parts.base import Part, check_owners, kept, pair_of, through, value_of
 from fl_lightning.algorithms.parts.buffers import Buffers, Policy
 from fl_lightning.algorithms.parts.compress import Compress  # noqa: F401
 from fl_lightning.algorithms.parts.flexlora import FlexLoRA  # noqa: F401
@@ -35,9 +35,9 @@ from fl_lightning.core import (
     UserError,
     Weighting,
     ensure,
+    moving_buffers,
     weights,
 )
-from fl_lightning.core.frozen import moving_buffers
 
 
 class LocalObjective(Composed, SupervisedModule):
@@ -141,17 +141,12 @@ class LocalObjective(Composed, SupervisedModule):
 
     def lr(self, ctx: RoundContext) -> float:
         """Returns the learning rate of a round's local steps."""
-        lr = self.optimizer.lr_at(ctx.t, ctx.rounds)
-        for part in self.all_parts:
-            lr = value_of(part.local_lr, lr, ctx)
-        return lr
+        return through((part.local_lr for part in self.all_parts), self.optimizer.lr_at(ctx.t, ctx.rounds), ctx)
 
     def begin_phase(self, server: State, ctx: RoundContext) -> State:
         """Returns what the clients receive in a phase."""
-        sent = value_of(self.broadcast, server, ctx)
-        for part in self.all_parts:
-            sent = value_of(part.broadcast, sent, ctx)
-        return sent.only(self.wire[0])
+        hooks = (self.broadcast, *(part.broadcast for part in self.all_parts))
+        return through(hooks, server, ctx).only(self.wire[0])
 
     def bits(self, values: Mapping[str, Tensor], up: bool) -> int:
         """Returns the bits that values take on the wire.
@@ -162,9 +157,7 @@ class LocalObjective(Composed, SupervisedModule):
         """
         values = values if up else self.encoded(values)
         bits: Mapping[str, int] = {name: 8 * value.nbytes for name, value in values.items()}
-        for part in self.all_parts:
-            bits = value_of(part.bits, bits, values, up)
-        return sum(bits.values())
+        return sum(through((part.bits for part in self.all_parts), bits, values, up).values())
 
     def begin_local(self, client: State, received: State, ctx: ClientContext) -> tuple[Tensor, State]:
         """Returns the weights where local training starts, and the client's state, with these weights as ``start``."""
@@ -200,12 +193,9 @@ class LocalObjective(Composed, SupervisedModule):
 
     def finish_phase(self, server: State, sent: State, uploads: Uploads, ctx: RoundContext) -> State:
         """Returns the server's state after a phase."""
-        for part in self.parts:
-            uploads = value_of(part.decoded, uploads, sent, self.models)
+        uploads = through((part.decoded for part in self.parts), uploads, sent, self.models)
         server = value_of(self.server_step, server, sent, uploads, ctx)
-        for part in self.all_parts:
-            server = value_of(part.phase_end, server, uploads)
-        return server
+        return through((part.phase_end for part in self.all_parts), server, uploads)
 
     def finish_client(self, client: State, server: State) -> State:
         """Returns what a client keeps after a phase.
@@ -218,9 +208,18 @@ class LocalObjective(Composed, SupervisedModule):
 
     def finish_round(self, server: State, before: State, ctx: RoundContext) -> State:
         """Returns the server's state after a round that began with the state ``before``."""
-        for part in self.all_parts:
-            server = value_of(part.round_end, server, before, ctx)
-        return server
+        return through((part.round_end for part in self.all_parts), server, before, ctx)
+
+    def without_steps(self, w0: Tensor, sent: State, ctx: ClientContext) -> tuple[Upload, State]:
+        """Returns what a client uploads at first contact that takes no local step, and its state.
+
+        Args:
+            w0: The initial model, ``(d,)``.
+            sent: What it receives.
+            ctx: Its context.
+        """
+        client = State.initial({**self.client_inits(), **self.scratch_inits()}, w0, sent.w)
+        return self.finish_local(*self.begin_local(client, sent, ctx), sent, ctx)
 
     # Centralized training under lightning.Trainer
 

@@ -1,7 +1,5 @@
 """The parts of an objective as one: what they keep, send and change, and the models that they give to clients."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, ClassVar
@@ -11,7 +9,7 @@ from torch import Tensor
 
 from fl_lightning.algorithms.hooks import Hooks
 from fl_lightning.algorithms.parts.averaging import Averaging
-from fl_lightning.algorithms.parts.base import Gradient, Part, pair_of, value_of
+from fl_lightning.algorithms.parts.base import Gradient, Part, pair_of, through
 from fl_lightning.algorithms.parts.buffers import Buffers
 from fl_lightning.algorithms.parts.local_optimizer import LocalOptimizer
 from fl_lightning.algorithms.parts.relaxed import RelaxedInit
@@ -37,7 +35,7 @@ class Composed(Hooks):
         return [*(part for part in named if part is not None), *self.parts]
 
     @property
-    def _owners(self) -> tuple[Composed | Part, ...]:
+    def _owners(self) -> "tuple[Composed | Part, ...]":
         return self, *self.all_parts
 
     def client_inits(self) -> dict[str, Init]:
@@ -131,9 +129,7 @@ class Composed(Hooks):
 
     def encoded(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns values as they travel; see `Part.encoded`."""
-        for part in self.parts:
-            values = value_of(part.encoded, values)
-        return dict(values)
+        return dict(through((part.encoded for part in self.parts), values))
 
     @property
     def personal(self) -> bool:
@@ -165,6 +161,4 @@ class Composed(Hooks):
             w: The global weights, ``(d,)``.
             client: The client's state between rounds.
         """
-        for part in self.all_parts:
-            w = value_of(part.client_model, w, client)
-        return w
+        return through((part.client_model for part in self.all_parts), w, client)

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fl_lightning.core.errors import UserError
+from fl_lightning.core.errors import ensure
 
 
 @contextmanager
@@ -19,22 +19,22 @@ def with_features(net: nn.Module) -> Iterator[None]:
         UserError: If the net has no linear layer, or, in the forward pass, if it does not call the last-defined one.
     """
     linear = [module for name, module in net.named_modules() if isinstance(module, nn.Linear) and "lora_" not in name]
-    if not linear:
-        raise UserError(
-            f"model.net = {type(net).__name__} has no linear layer, whose input would be the features; choose a net "
-            "that ends in one"
-        )
+    ensure(
+        bool(linear),
+        f"model.net = {type(net).__name__} has no linear layer, whose input would be the features; choose a net "
+        "that ends in one",
+    )
     seen: list[Tensor] = []
 
     def see(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         seen.append(inputs[0].flatten(1))
 
     def both(module: nn.Module, inputs: Any, output: Tensor) -> tuple[Tensor, Tensor]:
-        if not seen:
-            raise UserError(
-                f"model.net = {type(net).__name__}: does not call the linear layer that it defines last, so it has no "
-                "features; define its classifier last"
-            )
+        ensure(
+            bool(seen),
+            f"model.net = {type(net).__name__}: does not call the linear layer that it defines last, so it has no "
+            "features; define its classifier last",
+        )
         features = seen[-1]
         seen.clear()
         return output, features

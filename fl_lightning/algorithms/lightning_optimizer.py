@@ -11,7 +11,7 @@ from fl_lightning.algorithms.hooks import Hooks
 from fl_lightning.algorithms.module import Losses
 from fl_lightning.algorithms.parts.base import value_of
 from fl_lightning.algorithms.parts.local_optimizer import LocalOptimizer
-from fl_lightning.core import ClientContext, FlatSpec, State, UserError, unchanged
+from fl_lightning.core import ClientContext, FlatSpec, State, UserError, ensure, unchanged
 
 
 class CentralizedOptimizer(torch.optim.Optimizer):
@@ -65,16 +65,16 @@ class CentralizedOptimizer(torch.optim.Optimizer):
         values: list[Any] = []
 
         def grad(v: Tensor, losses: Losses | None = None) -> Tensor:
-            if losses is not None:
-                raise UserError(
-                    "grad(v, losses): lightning.Trainer takes the gradient of training_step only; train with "
-                    "fl_lightning.FederatedTrainer"
-                )
-            if batches > 1 and v is not w:
-                raise UserError(
-                    f"accumulate_grad_batches = {batches}: the local step takes a gradient at an ascent point, of one "
-                    "batch; set it to 1 and take a larger data.batch_size"
-                )
+            ensure(
+                losses is None,
+                "grad(v, losses): lightning.Trainer takes the gradient of training_step only; train with "
+                "fl_lightning.FederatedTrainer",
+            )
+            ensure(
+                batches == 1 or v is w,
+                f"accumulate_grad_batches = {batches}: the local step takes a gradient at an ascent point, of one "
+                "batch; set it to 1 and take a larger data.batch_size",
+            )
             flat.load(net, v)
             with torch.enable_grad(), unchanged(net) if values else nullcontext():  # statistics: first pass only
                 values.append(closure())
@@ -82,8 +82,7 @@ class CentralizedOptimizer(torch.optim.Optimizer):
 
         kept = {**hooks.scratch_state, **self.optimizer.named_state}
         state, ctx, received = self.state[params[0]], self.context(self.param_groups[0]["lr"]), State({"w": w})
-        client = State(state.get("client") or State.initial(kept, w, w))
-        client |= {"start": w}
+        client = State(state.get("client") or State.initial(kept, w, w)) | {"start": w}
         lr = value_of(hooks.step_lr, client, ctx)
         direction, client = hooks.local_step(w, grad, client, received, ctx)
         w, client = self.optimizer.take(w, direction, client, lr, ctx)

@@ -121,10 +121,8 @@ def _new(name: str, metric: Given, arguments: Mapping[str, Any]) -> Metric:
         new.reset()
         return new
     kind = _class_of(metric)
-    wanted = inspect.signature(kind).parameters
     with _fitting(name):
-        new = kind(**{key: value for key, value in arguments.items() if key in wanted})
-    return new
+        return kind(**{k: value for k, value in arguments.items() if k in inspect.signature(kind).parameters})
 
 
 def _class_of(path: str) -> type[Metric]:

@@ -13,8 +13,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from fl_lightning.algorithms.features import with_features
 from fl_lightning.algorithms.metrics import Metrics, Scores, named
-from fl_lightning.core import Checked, constants, ensure, require
-from fl_lightning.core.frozen import digest
+from fl_lightning.core import Checked, constants, digest, ensure, require
 
 ELEMENTWISE = (
     nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCEWithLogitsLoss, nn.BCELoss, nn.PoissonNLLLoss,

@@ -1,8 +1,6 @@
 """``fl-lightning centralized``."""
 
-from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.data import FederatedDataModule
-from fl_lightning.trainer import FederatedTrainer
+from fl_lightning import FederatedDataModule, FederatedTrainer, LocalObjective
 
 SUMMARY = "Train on all clients' data at once: the papers' centralized references."
 

@@ -5,13 +5,11 @@ from typing import Literal
 
 from rich.markup import escape
 
-from fl_lightning.commands.shared.output import show_table
+from fl_lightning.commands.shared.output import short_path, show_table
 from fl_lightning.core import figure_files, make_folder, write_together
-from fl_lightning.results import varied
+from fl_lightning.results import curve_files, filled, say, varied
 from fl_lightning.results.compare import Group, compare, of_run
-from fl_lightning.results.curves import curve_files
 from fl_lightning.results.table import TABLES, Markup, cell, columns, label, names, table_files
-from fl_lightning.results.terminal import filled
 
 BEST = Markup(best="[bold]{}[/]")
 SUMMARY = "Compare finished runs: statistics over seeds as table, CSV and LaTeX, and their curves."
@@ -65,27 +63,26 @@ def run(
     if table is not None:
         rows = [[escape(row), *means] for row, *means in table.text(BEST)]
         show_table(filled([*map(escape, table.heads)], rows, title=table.title))
-        print(table.best)
+        say(table.best)
     if settings is not None:
         ranked, about = settings.importances
         texts = [map(escape, each.text()) for each in ranked]
         show_table(filled(varied.HEAD, texts, title=f"importance for {settings.metric}"))
-        print(about)
-    for line in left_out(groups):
-        print(line)
+        say(about)
+    say_left_out(groups)
     if out is not None:
-        files = {**table_files(groups, shown), **curve_files({group.name: group.metrics for group in groups})}
-        files |= {} if table is None else table.files()
-        files |= {} if settings is None else {**settings.files(), **figure_files(settings.plot(), "parallel")}
+        files: dict[str, str | bytes] = {
+            **table_files(groups, shown),
+            **curve_files({group.name: group.metrics for group in groups}),
+            **({} if table is None else table.files()),
+            **({} if settings is None else {**settings.files(), **figure_files(settings.plot(), "parallel")}),
+        }
         folder = make_folder(out)
         write_together({folder / name: content for name, content in files.items()})
-        print(f"results: {out}")
+        say(f"results: {out}")
 
 
-def left_out(groups: Sequence[Group]) -> list[str]:
-    """Returns a line for each run that does not count."""
-    return [
-        f"left out: {folder} (an earlier run of {group.name} with the same config and seed)"
-        for group in groups
-        for folder in group.left_out
-    ]
+def say_left_out(groups: Sequence[Group]) -> None:
+    """Prints a line for each run that does not count."""
+    for each, folder in ((group, folder) for group in groups for folder in group.left_out):
+        say(f"left out: {short_path(folder)} (an earlier run of {each.name} with the same config and seed)")

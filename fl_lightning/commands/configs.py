@@ -2,7 +2,7 @@
 
 from itertools import takewhile
 
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from fl_lightning.commands.shared.configs import config_names, configs_folder
@@ -18,7 +18,8 @@ def run(folder: str = "") -> None:
         folder: Only those below this folder, such as experiment/fedgloss.
     """
     texts = {name: _description(name) for name in config_names() if name.startswith(folder)}
-    screen, table, width = console(), Table.grid("", "", padding=(0, 2)), max(map(len, texts), default=0)
+    screen, width = console(), max(map(len, texts), default=0)
+    table = Table.grid(Column(no_wrap=True, overflow="fold"), "", padding=(0, 2))
     for name, text in texts.items():
         table.add_row(name, Text(text))
         if not screen.is_terminal:

@@ -4,15 +4,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
-from fl_lightning.algorithms.base import LocalObjective
+from fl_lightning import FederatedTrainer, LocalObjective
 from fl_lightning.commands.shared.landscapes import number_of, save_figures
 from fl_lightning.core import make_folder
-from fl_lightning.data.images import CORRUPTIONS, SEVERITIES, corrupted_cifar
-from fl_lightning.data.module import FederatedDataModule
-from fl_lightning.data.samples import Batch
-from fl_lightning.results.metrics import write_table
-from fl_lightning.results.numbers import CLEAN, Accuracy, means, plot_corruptions
-from fl_lightning.trainer import FederatedTrainer
+from fl_lightning.data import CORRUPTIONS, SEVERITIES, Batch, FederatedDataModule, corrupted_cifar
+from fl_lightning.results import CLEAN, Accuracy, means, plot_corruptions, say, write_table
 
 SUMMARY = "Evaluate a model on CIFAR-10-C or CIFAR-100-C, by corruption and severity."
 
@@ -78,6 +74,6 @@ def run(
         drawn = {"corruptions": lambda: plot_corruptions({home.resolve().parent.name: rows})}
         save_figures(restored, home, drawn, number, "")
         for name, value in means(rows).items():
-            print(f"{name} {value:.4f}")
-        print(f"results: {home / f'corruptions{number}.csv'}")
+            say(f"{name} {value:.4f}")
+        say(f"results: {home / f'corruptions{number}.csv'}")
     return rows

@@ -7,8 +7,7 @@ from fl_lightning.commands.shared.output import show_table
 from fl_lightning.core import make_folder, save_figure
 from fl_lightning.data.histogram import class_counts, count_table, heat_map, histogram
 from fl_lightning.data.module import FederatedDataModule
-from fl_lightning.results.metrics import write_table
-from fl_lightning.results.terminal import filled
+from fl_lightning.results import filled, say, write_table
 
 SUMMARY = "Show how the samples are divided among the clients: table, CSV file, heat map."
 ROWS, COLUMNS = 12, 12
@@ -33,7 +32,7 @@ def run(data: FederatedDataModule, out: str | None = None) -> None:
         folder = make_folder(out)
         write_table(folder / "clients.csv", *count_table(counts))
         save_figure(heat_map(histogram(data)), folder / "heatmap")
-        print(f"written to {folder}: clients.csv, heatmap.png, heatmap.pdf")
+        say(f"written to {folder}: clients.csv, heatmap.png, heatmap.pdf")
 
 
 def _print(data: FederatedDataModule, counts: NDArray[np.int64]) -> None:
@@ -50,7 +49,7 @@ def _print(data: FederatedDataModule, counts: NDArray[np.int64]) -> None:
         (held_out, f"held out for validation: {held_out:,} samples"),
     ):  # fmt: skip
         if n:
-            print(line)
+            say(line)
 
     statistics = (
         (False, "samples of a client", sizes, ",.1f"),

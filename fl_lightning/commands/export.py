@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from fl_lightning.core import ensure, files, make_folder, write_atomically
+from fl_lightning.results.terminal import say
 from fl_lightning.trainer import Run, RunFolder
 from fl_lightning.trainer.storage import checkpoint
 
@@ -36,7 +37,7 @@ def run(ckpt: str, out: str, /, client: int | None = None) -> None:
     net = load_net(ckpt, client)
     make_folder(target.parent)
     write_atomically(target, partial(torch.save, net.state_dict()))
-    print(f"{type(net).__name__}, {sum(p.numel() for p in net.parameters()):,} weights: {out}")
+    say(f"{type(net).__name__}, {sum(p.numel() for p in net.parameters()):,} weights: {out}")
 
 
 def load_net(run_folder: str | Path, client: int | None = None) -> nn.Module:

@@ -25,8 +25,7 @@ def run(
         seeds: Values of trainer.seed, such as 0,1,2: a run for each, in a folder of its own.
         values: Values of another setting, such as model.rho=0.02,0.05; several times, a grid of them.
     """
-    made = cli.build()
-    grid = _grid(seeds, values or [])
+    made, grid = cli.build(), _grid(seeds, values or [])
     if not grid:
         with made.trainer.environment():
             ckpt_path = to_continue(made.trainer, made.model, made.data, ckpt_path)
@@ -35,11 +34,12 @@ def run(
     require(ckpt_path in (None, "last"), "ckpt_path", ckpt_path, "several runs continue with last")
     name = made.trainer.run_name(made.model, made.data)
     args = without(cli.args, "seeds", "values", "ckpt_path", "trainer.name", "trainer.default_root_dir")
-    asked = []
-    for settings in combinations(grid):
-        given = (f"--{key}={value}" for key, value in settings.items())
-        asked.append(Trial(f"{name}/{name_of(settings)}", (*args, *given), "fit", settings))
-        trials.check(asked[-1])
+    asked = [
+        Trial(f"{name}/{name_of(own)}", (*args, *(f"--{key}={value}" for key, value in own.items())), "fit", own)
+        for own in combinations(grid)
+    ]
+    for trial in asked:
+        trials.check(trial)
     root = Path(made.trainer.default_root_dir)
     trials.show(list(run_trials(asked, root, trials.build, resume=ckpt_path == "last", check=trials.check)))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.table import Column, Table
 
-from fl_lightning.algorithms.base import LocalObjective
+from fl_lightning import FederatedDataModule, LocalObjective
 from fl_lightning.commands.shared.landscapes import (
     Step,
     labels_of,
@@ -18,9 +18,9 @@ from fl_lightning.commands.shared.landscapes import (
     save_figures,
 )
 from fl_lightning.commands.shared.output import show_table
-from fl_lightning.data import FederatedDataModule
 from fl_lightning.engine import LocalResult
 from fl_lightning.results.metrics import PROTOCOL, write_table
+from fl_lightning.results.terminal import say
 from fl_lightning.trainer import (
     Cohort,
     FederatedTrainer,
@@ -34,8 +34,8 @@ from fl_lightning.trainer import (
     check_statistics,
     default_measures,
     dry_round,
+    figures,
 )
-from fl_lightning.trainer.callbacks.flatness_monitor import figures
 
 SUMMARY = "Measure the flatness of a checkpoint: Hessian, sharpness, discrepancy, drift."
 NULL = FlatnessMonitor.NULL
@@ -84,8 +84,8 @@ def run(
         if found and loaded.fabric.is_global_zero:
             number = number_of(folder, "flatness.json")
             _save(folder, number, loaded, found)
-            (label,) = labels_of([loaded.checkpoint])
-            save_figures(loaded, folder, figures(found, f"{label}, round {loaded.rounds_done}"), number, "flatness/")
+            label = f"{labels_of([loaded.checkpoint])[0]}, round {loaded.rounds_done}"
+            save_figures(loaded, folder, figures(found, label), number, "flatness/")
             _show(folder / f"flatness{number}.json", loaded, found)
     return found
 
@@ -155,4 +155,4 @@ def _show(path: Path, run: Run, measurements: Sequence[Measurement]) -> None:
         table.add_row(f"{m.name}{mark}", value, spread, *on)
     table.caption = f"* {RETRAINED}" if any(RETRAINED in m.model for m in measurements) else None
     show_table(table)
-    print(f"results: {path} (with the protocol of each measure)")
+    say(f"results: {path} (with the protocol of each measure)")

@@ -14,6 +14,7 @@ from fl_lightning.commands.shared.output import write_new
 from fl_lightning.core import LEFT_OUT, ensure
 from fl_lightning.flower import server
 from fl_lightning.results.configs import flatten
+from fl_lightning.results.terminal import say
 
 if TYPE_CHECKING:
     from flwr.clientapp import ClientApp
@@ -44,16 +45,11 @@ def run(cli: FederatedCLI, folder: str, /, nodes: int | None = None) -> None:
     ensure(not secrets, f"{', '.join(secrets)}: every node would get this secret; leave it out, give it by environment")
     config["trainer"]["engine"] = "sequential" if engine == "auto" else engine
     name = re.sub(r"[^a-z0-9]+", "-", Path(folder).resolve().name.lower()).strip("-") or "app"
-    files = {"config.yaml": yaml.safe_dump(config, sort_keys=False)}
-    files |= {
-        path.name.removesuffix(".in"): Template(path.read_text(encoding="utf-8")).substitute(
-            name=name, nodes=nodes or 0
-        )
-        for path in sorted(TEMPLATE.iterdir())
-        if path.is_file()
-    }
-    write_new(folder, files)
-    print(f"start with: flwr run {folder}")
+    templates = {path.name.removesuffix(".in"): path for path in sorted(TEMPLATE.iterdir()) if path.is_file()}
+    texts = {file: Template(path.read_text(encoding="utf-8")) for file, path in templates.items()}
+    filled = {file: text.substitute(name=name, nodes=nodes or 0) for file, text in texts.items()}
+    write_new(folder, {"config.yaml": yaml.safe_dump(config, sort_keys=False), **filled})
+    say(f"start with: flwr run {folder}")
 
 
 def client_app(config: str | Path) -> "ClientApp":

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from fl_lightning.commands.shared.output import write_new
+from fl_lightning.results.terminal import say
 
 SUMMARY = "Write a folder to start from: a config, an algorithm of your own, a sweep, a README."
 STARTER = Path(__file__).parent / "starter"
@@ -15,4 +16,4 @@ def run(folder: str, /) -> None:
         folder: The folder, new or empty; it is created.
     """
     write_new(folder, {file.name: file.read_text(encoding="utf-8") for file in sorted(STARTER.glob("*.*"))})
-    print(f"start with: cd {folder} && fl-lightning fit --config config.yaml")
+    say(f"start with: cd {folder} && fl-lightning fit --config config.yaml")

@@ -4,11 +4,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from fl_lightning import flatness
-from fl_lightning.algorithms.base import LocalObjective
+from fl_lightning import FederatedDataModule, LocalObjective, flatness
 from fl_lightning.commands.shared.landscapes import Landscape, check_no_buffers, models_of, output_folder, progress_bar
 from fl_lightning.core import require
-from fl_lightning.data import FederatedDataModule
 from fl_lightning.flatness.plots import plot_interpolation
 from fl_lightning.trainer import FederatedTrainer, Split
 

@@ -9,16 +9,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fl_lightning.algorithms import FedAvg, FedGMT, FedSAM
-from fl_lightning.algorithms.base import LocalObjective
+from fl_lightning import FedAvg, FederatedDataModule, FedGMT, FedSAM, LocalObjective
 from fl_lightning.commands.shared.landscapes import Landscape, check_no_buffers, models_of, output_folder, progress_bar
 from fl_lightning.core import State, require
-from fl_lightning.data import FederatedDataModule
 from fl_lightning.engine import SequentialEngine
-from fl_lightning.flatness import Plane, perturbation_curves, random_plane, surface
-from fl_lightning.flatness.plots import plot_perturbation, plot_plane, plot_surface
-from fl_lightning.trainer import Cohort, FederatedTrainer, MeasurementContext, Round, Run, Split, dry_round
-from fl_lightning.trainer.round import Phase
+from fl_lightning.flatness import (
+    Plane,
+    perturbation_curves,
+    plot_perturbation,
+    plot_plane,
+    plot_surface,
+    random_plane,
+    surface,
+)
+from fl_lightning.trainer import Cohort, FederatedTrainer, MeasurementContext, Phase, Round, Run, Split, dry_round
 from fl_lightning.trainer.runtime import collectives
 
 SUMMARY = "Draw the loss around checkpoints: surfaces, planes, perturbations, local trajectories."

@@ -8,11 +8,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from fl_lightning.core import UserError, ensure, files, make_folder, require, write_atomically, write_together
-from fl_lightning.core.figures import render
-from fl_lightning.results import ledger
-from fl_lightning.results.compare import find_runs
-from fl_lightning.results.summary import SUMMARY as ENDED
+from fl_lightning.core import UserError, ensure, files, make_folder, render, require, write_atomically, write_together
+from fl_lightning.results import SUMMARY as ENDED
+from fl_lightning.results import find_runs, ledger, say
 from fl_lightning.trainer import RunFolder
 
 SUMMARY = "Keep finished runs as rows of a ledger; train rows again and compare their bits; write the ledger's page."
@@ -49,7 +47,7 @@ def run(
     if action == "add":
         for given in folders:
             for folder in find_runs([given]):
-                print(f"added: {_add(folder, Path(given).resolve(), Path(into))}")
+                say(f"added: {_add(folder, Path(given).resolve(), Path(into))}")
         return
     found = [row for given in folders for row in ledger.rows(Path(given))]
     if action == "check":
@@ -71,8 +69,7 @@ def _add(run: Path, given: Path, into: Path) -> Path:
     """Writes the row of a run, and returns its folder."""
     ensure((run / ENDED).is_file(), f"{run}: the run has not ended; let it end first")
     parts = [part for part in run.relative_to(given).parts if not part.startswith("version_")]
-    row = into.joinpath(*parts or [RunFolder(run).name])
-    about = _about(run)
+    row, about = into.joinpath(*parts or [RunFolder(run).name]), _about(run)
     before = ledger.about(row) if row.exists() else {}
     ensure(
         not before or before.get("weights") == about["weights"],
@@ -126,6 +123,6 @@ def _check(rows: Sequence[Path], settings: Sequence[str], tolerance: float) -> N
             again = ledger.compare_run(row, found.folder, _about(found.folder))
             good = again.same or (not again.alike and again.final <= tolerance)
             wrong += not good
-            print(f"{row}: {again.text()}{'' if good else ': WRONG'}")
+            say(f"{row}: {again.text()}{'' if good else ': WRONG'}")
             ledger.note(row, again)
     ensure(not wrong, f"{wrong} of {len(rows)} rows are not met; see the lines above")

@@ -90,6 +90,9 @@ def main(args: Sequence[str] | None = None) -> None:
         if not first:
             sys.exit(1 if mistake is None else mistake.exit_code)
         text = f"error{f' (process {rank})' if rank else ''}: {_visible(line)}"
+        from fl_lightning.results.terminal import wrapped
+
+        text = wrapped(text, sys.stderr)
         if mistake is None or mistake.exit_code == 1:
             sys.exit(text)
         print(text, file=sys.stderr)

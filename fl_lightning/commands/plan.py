@@ -7,7 +7,7 @@ from json import dumps
 
 import torch
 
-from fl_lightning.algorithms.base import LocalObjective
+from fl_lightning import FederatedDataModule, FederatedTrainer, LocalObjective
 from fl_lightning.commands.shared.cli import FederatedCLI
 from fl_lightning.commands.shared.output import show_table
 from fl_lightning.commands.shared.prediction import (
@@ -20,9 +20,7 @@ from fl_lightning.commands.shared.prediction import (
     row_bytes,
 )
 from fl_lightning.core import require
-from fl_lightning.data import FederatedDataModule
-from fl_lightning.results.terminal import filled
-from fl_lightning.trainer import FederatedTrainer
+from fl_lightning.results import filled, say
 
 SUMMARY = "Predict hours, memory and bits of a fit, from a few rounds that are measured here."
 MOST = 1_000_000
@@ -65,9 +63,9 @@ class Plan:
         title = f"{as_time(self.seconds)} for {self.rounds} rounds"
         show_table(filled(["", "times", "each", "together"], rows, left=4, title=title))
         on_device = f", {as_bytes(self.device_memory)} on its device" if self.device_memory else ""
-        print(f"engine: {self.engine}; {self.measured} rounds measured")
-        print(f"memory: {as_bytes(self.memory)}{on_device} (first of {self.processes} processes)")
-        print(f"on the wire: {self.bits:,} bits ({as_bytes(self.bits / 8)}) between clients and server")
+        say(f"engine: {self.engine}; {self.measured} rounds measured")
+        say(f"memory: {as_bytes(self.memory)}{on_device} (first of {self.processes} processes)")
+        say(f"on the wire: {self.bits:,} bits ({as_bytes(self.bits / 8)}) between clients and server")
 
 
 def plan(
@@ -127,8 +125,7 @@ def run(cli: FederatedCLI, devices: int | None = None, nodes: int | None = None,
         nodes: Nodes; null: trainer.num_nodes.
         json: Print one line of JSON in place of a table.
     """
-    asked = cli.config.trainer
-    numbers = []
+    asked, numbers = cli.config.trainer, list[int]()
     for key, value, option in (("devices", devices, "devices"), ("num_nodes", nodes, "nodes")):
         number = str(asked[key] if value is None else value)
         require(number.lstrip("-").isdecimal(), f"trainer.{key}", number, f"give their number by --{option}")
@@ -136,6 +133,6 @@ def run(cli: FederatedCLI, devices: int | None = None, nodes: int | None = None,
     made = cli.make(*cli.args, "--trainer.devices=1", "--trainer.num_nodes=1", "--trainer.strategy=auto")
     data, missing = data_or_like(made.data)
     if missing:
-        print(f"on random samples of the same shape: {missing}", file=sys.stderr)
+        say(f"on random samples of the same shape: {missing}", file=sys.stderr)
     found = plan(made.trainer, made.model, data, *numbers)
     print(dumps(asdict(found))) if json else found.show()

@@ -6,18 +6,27 @@ from typing import Any, Literal
 
 import numpy as np
 
-from fl_lightning.commands.compare import left_out
+from fl_lightning.commands.compare import say_left_out
 from fl_lightning.core import Figure, drawing, figure_files, make_folder, write_together
 from fl_lightning.data.histogram import Histogram, heat_map
 from fl_lightning.flatness.plots import plot_density, plot_spectrum
-from fl_lightning.results.clients import plot_clients, with_values
+from fl_lightning.results import (
+    LEAST,
+    PROTOCOL,
+    densities,
+    partitions,
+    plot_clients,
+    read_group,
+    say,
+    spectra,
+    title,
+    tried,
+    with_values,
+)
 from fl_lightning.results.compare import compare, of_run
 from fl_lightning.results.curves import curve_files, draw_curves, drawn, plot_tradeoff, read
-from fl_lightning.results.metrics import PROTOCOL, title
-from fl_lightning.results.report.files import densities, partitions, read_group, spectra
 from fl_lightning.results.report.page import Runs, report_page
 from fl_lightning.results.table import Column, columns, table_files
-from fl_lightning.results.varied import LEAST, tried
 
 SUMMARY = "Write a report of runs: one HTML page that opens offline, with its tables and figures beside it."
 
@@ -68,10 +77,9 @@ def run(
             beside |= figure_files(figure, name)
     make_folder(folder)
     write_together({page: text, **{folder / name: content for name, content in beside.items()}})
-    for line in left_out(groups):
-        print(line)
-    print(f"report: {page} ({page.stat().st_size / 1e6:.1f} MB)")
-    print(f"tables and curves: {folder}" + ("" if figures else "; --figures writes each figure as PDF and PNG"))
+    say_left_out(groups)
+    say(f"report: {page} ({page.stat().st_size / 1e6:.1f} MB)")
+    say(f"tables and curves: {folder}" + ("" if figures else "; --figures writes each figure as PDF and PNG"))
 
 
 def draw(runs: Runs, shown: Sequence[Column]) -> dict[str, list[tuple[str, str, Figure]]]:

@@ -17,9 +17,7 @@ from fl_lightning.commands.shared.paper_figures import draw
 from fl_lightning.commands.shared.prediction import Measured, as_bytes, as_time, data_or_like, measure, row_bytes
 from fl_lightning.commands.shared.trials import build, check, complain
 from fl_lightning.core import ensure, make_folder, require
-from fl_lightning.results.metrics import read_run, rounds_done
-from fl_lightning.results.recipes import PaperFigure, figure
-from fl_lightning.results.terminal import filled
+from fl_lightning.results import PaperFigure, command, figure, filled, read_run, rounds_done, say
 from fl_lightning.sweeps import reproduction_table
 from fl_lightning.sweeps.reproduction import (
     Task,
@@ -150,36 +148,38 @@ def run(
     asked, reasons = tasks(cells)
     answers = [why_not(cell) or "known" for cell in cells]
     for cell, answer in zip(cells, answers, strict=True) if dry_run else ():
-        print(", ".join(filter(None, (column(cell), cell.algorithm, f"{cell.metric}: {answer}"))))
+        say(", ".join(filter(None, (column(cell), cell.algorithm, f"{cell.metric}: {answer}"))))
     for reason in () if dry_run else reasons:
-        print(f"not reproduced: {reason}")
-    print(f"known: {answers.count('known')} of {len(cells)} cells")
+        say(f"not reproduced: {reason}")
+    say(f"known: {answers.count('known')} of {len(cells)} cells")
     ensure("known" in answers, f"table = {table}: none of these cells can be reproduced; see docs/experiments.md")
     folder = Path(out or f"runs/reproduce/{paper}_{table.replace('/', '_')}{share}")
     made = _make(asked, folder, how)
     if dry_run:
         return
     given = shlex.join(settings)
-    lines = [line(cell, []) for cell in cells if declared(cell) is not None]
-    lines += [line(cell, outcomes, rounds, given) for task, outcomes in made.items() for cell in task.cells]
+    lines = [
+        *(line(cell, []) for cell in cells if declared(cell) is not None),
+        *(line(cell, outcomes, rounds, given) for task, outcomes in made.items() for cell in task.cells),
+    ]
     reproduction_table.write(lines, make_folder(folder))
     show_table(reproduction_table.table(lines))
     how_measured = " (table.md says how flatness was measured)" if reproduction_table.protocols(lines) else ""
-    print(f"results: {folder}{how_measured}")
+    say(f"results: {folder}{how_measured}")
 
 
 def _figure(drawn: PaperFigure, folder: Path, how: _How, points: int | None) -> None:
     """Makes the runs of a figure, and draws it."""
-    print(f"{drawn.paper}, Figure {drawn.number}: {drawn.shows} ({drawn.draws})")
+    say(f"{drawn.paper}, Figure {drawn.number}: {drawn.shows} ({drawn.draws})")
     if drawn.taken:
-        print(f"our notes on the paper do not say this; taken are: {drawn.taken}")
+        say(f"our notes on the paper do not say this; taken are: {drawn.taken}")
     made = _make(figure_tasks(drawn), folder, how)
     if how.dry_run:
         return
     complain([outcome for outcomes in made.values() for outcome in outcomes])
     runs = {task: [each.folder for each in of if each.folder is not None] for task, of in made.items()}
     for path in draw(drawn, runs, folder / f"figure_{drawn.number}", points):
-        print(f"drawn: {path}")
+        say(f"drawn: {path}")
 
 
 def _make(asked: Sequence[Task], folder: Path, how: _How) -> dict[Task, list[Outcome]]:
@@ -188,7 +188,7 @@ def _make(asked: Sequence[Task], folder: Path, how: _How) -> dict[Task, list[Out
     for each in _plan(asked, how) if asked else ():
         planned.append(each)
         for trial in each.trials if how.dry_run else ():
-            print(shlex.join(["fl-lightning", trial.command, *trial.args]), flush=True)
+            print(command("fl-lightning", trial.command, *trial.args), flush=True)
     trials = [trial for each in planned for trial in each.trials]
     unfinished = {each: [trial for trial in each.trials if outcome(trial, folder) is None] for each in planned}
     if todo := {each: [newest_run(trial, folder) for trial in found] for each, found in unfinished.items() if found}:
@@ -202,7 +202,7 @@ def _make(asked: Sequence[Task], folder: Path, how: _How) -> dict[Task, list[Out
         outcomes[found.trial.name] = found
         if found.folder is not None:
             mark(found.folder, of[found.trial.name], how.fraction, given)
-        print(f"{len(outcomes)} of {len(trials)}: {found.trial.name}: {found.error or 'finished'}")
+        say(f"{len(outcomes)} of {len(trials)}: {found.trial.name}: {found.error or 'finished'}")
     return {each.task: [outcomes[trial.name] for trial in each.trials] for each in planned}
 
 
@@ -220,8 +220,9 @@ def _show_estimate(planned: Mapping[Planned, Sequence[Path | None]], how: _How) 
         if (kind := (cell.dataset, cell.model)) not in measured:
             if how.dry_run:
                 each.made.data, missing = data_or_like(each.made.data)
-                print("" if missing is None else f"measured on random samples of the same shape: {missing}\n", end="")
-            print(f"measuring a few rounds: {', '.join(kind)}", flush=True)
+                if missing is not None:
+                    say(f"measured on random samples of the same shape: {missing}")
+            say(f"measuring a few rounds: {', '.join(kind)}", flush=True)
             measured[kind] = each, each.measure()
         one, whole = each.seconds(*measured[kind]), each.made.trainer.max_rounds
         left = [one * (1 - rounds_done(read_run(folder)) / whole) for folder in folders]
@@ -232,7 +233,7 @@ def _show_estimate(planned: Mapping[Planned, Sequence[Path | None]], how: _How) 
     show_table(filled(heads, rows, left=2, title="estimate for this machine"), 2)
     together, at_once = max(max(seconds), sum(seconds) / how.jobs), min(how.jobs, len(seconds))
     text = f"{len(seconds)} run{'s'[: len(seconds) - 1]}, about {as_time(together)} with --jobs {how.jobs}"
-    print(f"{text}; about {as_bytes(memory * at_once)} of memory")
+    say(f"{text}; about {as_bytes(memory * at_once)} of memory")
 
 
 def _plan(found: Sequence[Task], how: _How) -> Iterator[Planned]:

@@ -11,12 +11,11 @@ from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
-from fl_lightning.commands.shared.output import show_table
+from fl_lightning.commands.shared.output import short_path, show_table
 from fl_lightning.core import UserError, ensure, read_json
-from fl_lightning.results.configs import config_files, read_config
+from fl_lightning.results import SUMMARY as ENDED
+from fl_lightning.results import config_files, read_config, say, summarise, window
 from fl_lightning.results.metrics import FILE, read_metrics, rounds_done
-from fl_lightning.results.summary import SUMMARY as ENDED
-from fl_lightning.results.summary import summarise, window
 from fl_lightning.trainer.storage.run_folder import in_use
 
 SUMMARY = "List runs with state, rounds, headline, time and size; follow those that train, or delete some."
@@ -75,7 +74,8 @@ def run(folders: list[str] | None = None, /, follow: bool = False, delete: bool 
     else:
         while follow and any(each.state == "running" for each in found):
             for each in found:
-                print(f"{_name(each.folder)}: {each.state}, {each.rounds} rounds {each.headline}".rstrip(), flush=True)
+                line = f"{short_path(each.folder)}: {each.state}, {each.rounds} rounds {each.headline}"
+                say(line.rstrip(), flush=True)
             time.sleep(SECONDS)
             found = find(given)
         show_table(_table(found))
@@ -124,28 +124,23 @@ def _table(found: list[Listed]) -> Table:
         narrow = head != "run"
         table.add_column(head, justify="left" if head in ("run", "state") else "right", overflow="fold", no_wrap=narrow)
     for each in found:
-        name, size = escape(_name(each.folder)), f"{each.size / 1e6:.1f}"
+        name, size = escape(short_path(each.folder)), f"{each.size / 1e6:.1f}"
         table.add_row(name, each.state, each.rounds, each.headline, each.minutes, size)
     return table
-
-
-def _name(folder: Path) -> str:
-    here = Path.cwd()
-    return str(folder.relative_to(here) if folder.is_relative_to(here) else folder)
 
 
 def _delete(found: list[Listed], yes: bool) -> None:
     """Removes run folders, and the folders right above them that are empty then."""
     busy = [each for each in found if each.state == "running"]
-    ensure(not busy, f"delete: {', '.join(_name(each.folder) for each in busy)}: trains; end it, or leave it out")
+    ensure(not busy, f"delete: {', '.join(short_path(each.folder) for each in busy)}: trains; end it, or leave it out")
     show_table(_table(found))
     if not yes:
         ensure(sys.stdin.isatty(), "delete: nobody can be asked; give --yes")
         if input(f"delete {len(found)} runs? [y/N] ").strip().lower() not in ("y", "yes"):
-            print("nothing deleted")
+            say("nothing deleted")
             return
     for each in found:
         shutil.rmtree(each.folder)
         if not any(each.folder.parent.iterdir()):
             each.folder.parent.rmdir()
-    print(f"deleted: {len(found)} runs, {sum(each.size for each in found) / 1e6:.1f} MB")
+    say(f"deleted: {len(found)} runs, {sum(each.size for each in found) / 1e6:.1f} MB")

@@ -13,8 +13,7 @@ from fl_lightning.commands.shared import output, trials
 from fl_lightning.commands.shared.arguments import seeds_of
 from fl_lightning.commands.shared.configs import find_config
 from fl_lightning.core import UserError, require
-from fl_lightning.results.configs import short_names
-from fl_lightning.results.terminal import filled, fitting
+from fl_lightning.results import command, filled, fitting, say, short_names
 from fl_lightning.sweeps.controller import Controller
 from fl_lightning.sweeps.file import Sweep
 from fl_lightning.sweeps.trials import short
@@ -36,14 +35,12 @@ def run(file: str, /, jobs: int = 1, seeds: str = "0", seed: int = 0, out: str =
         loggers: Whether the runs have their config's loggers, such as W&B; every run writes metrics.csv.
     """
     require(jobs >= 1, "jobs", jobs, "give at least 1")
-    listed = seeds_of(seeds)
-    sweep = Sweep.read(find_config(file))
-    if not loggers:
-        sweep = replace(sweep, args=(*sweep.args, "--trainer.loggers=[]"))
+    listed, sweep = seeds_of(seeds), Sweep.read(find_config(file))
+    sweep = sweep if loggers else replace(sweep, args=(*sweep.args, "--trainer.loggers=[]"))
     controller = Controller(sweep, Path(out) / sweep.name, listed, seed)
 
     console = output.console()
-    print(f"sweep {sweep.name}: {controller.search.about}; folder: {controller.folder}")
+    say(f"sweep {sweep.name}: {controller.search.about}; folder: {controller.folder}")
     shown = partial(_table, controller, SHOWN, console.width)
     live = Live(get_renderable=shown, console=console, refresh_per_second=1, transient=True)
     with live if console.is_terminal else nullcontext():
@@ -51,18 +48,19 @@ def run(file: str, /, jobs: int = 1, seeds: str = "0", seed: int = 0, out: str =
             value = controller.objective.value(found.folder)
             number = "not measured" if value is None else f"{value:.4g}"
             text = found.error or f"{'kept' if found.kept else 'finished'}, {controller.objective.name} {number}"
-            console.print(f"{found.trial.name}: {text}", soft_wrap=True, highlight=False, markup=False)
+            say(f"{found.trial.name}: {text}")
     console.print(_table(controller, len(controller.trials), console.width))
     if (best := controller.best()) is not None:
         settings, of_one, value = best
         named = ", ".join(f"{key} = {chosen}" for key, chosen in settings.items())
         mean = f"mean of {len(of_one)} seeds " if len(of_one) > 1 else ""
-        print(f"best: {named}; {controller.label}: {mean}{value:.4g}")
-        print(f"its config: {controller.folder / 'best.yaml'}")
-    print(f"results: {controller.folder / 'sweep.csv'}")
+        say(f"best: {named}; {controller.label}: {mean}{value:.4g}")
+        say(f"its config: {controller.folder / 'best.yaml'}")
+    say(f"results: {controller.folder / 'sweep.csv'}")
     varied = list(dict.fromkeys(key for trial in controller.trials for key in trial.settings if key != "trainer.seed"))
     if len(varied) == 2:
-        print(f"its pivot: fl-lightning compare {controller.folder} --pivot {','.join(short_names(varied))}")
+        pivot = ["fl-lightning", "compare", str(controller.folder), "--pivot", ",".join(short_names(varied))]
+        print(command(*pivot, before="its pivot: "))
     ended = list(controller.outcomes.values())
     trials.complain(ended)
     for o in ended[:1] if best is None else ():

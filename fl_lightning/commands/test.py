@@ -1,8 +1,6 @@
 """``fl-lightning test``."""
 
-from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.data import FederatedDataModule
-from fl_lightning.trainer import FederatedTrainer
+from fl_lightning import FederatedDataModule, FederatedTrainer, LocalObjective
 
 SUMMARY = "Evaluate a model on the test set."
 

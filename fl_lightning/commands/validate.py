@@ -1,8 +1,6 @@
 """``fl-lightning validate``."""
 
-from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.data import FederatedDataModule
-from fl_lightning.trainer import FederatedTrainer
+from fl_lightning import FederatedDataModule, FederatedTrainer, LocalObjective
 
 SUMMARY = "Evaluate a model on the held-out part of the training data, or on all of it if none is held out."
 

@@ -47,7 +47,10 @@ from .forward import forward_at as forward_at
 from .forward import unchanged as unchanged
 from .forward import variance_needed as variance_needed
 from .frozen import constants as constants
+from .frozen import digest as digest
 from .frozen import load_constants as load_constants
+from .frozen import moving_buffers as moving_buffers
+from .groups import grouped as grouped
 from .losses import enlarged as enlarged
 from .losses import kl_to_teacher as kl_to_teacher
 from .losses import not_true as not_true

@@ -37,6 +37,7 @@ STYLE: dict[Any, Any] = {
     "legend.fontsize": 7,
     "axes.linewidth": 0.6,
     "grid.linewidth": 0.4,
+    "grid.alpha": 0.3,
     "lines.linewidth": 1.2,
     "lines.markersize": 3.5,
     "legend.handlelength": 3,
@@ -65,12 +66,22 @@ def style() -> Any:
 
 @contextmanager
 def new_figure(
-    width: float, height: float, layout: Literal["constrained", "compressed"] = "constrained"
+    width: float,
+    height: float,
+    layout: Literal["constrained", "compressed"] = "constrained",
+    grid: Literal["both", "y"] | None = None,
 ) -> Iterator[Figure]:
-    """Makes a figure, which is drawn in the context of `style`; sizes are in inches, the layout is matplotlib's."""
+    """Makes a figure, which is drawn in the context of `style`.
+
+    Args:
+        width: In inches.
+        height: In inches.
+        layout: That of matplotlib.
+        grid: Whether its axes have lines at the ticks of both axes, or of the y-axis alone; None: no lines.
+    """
     import matplotlib.figure
 
-    with style():
+    with style(), matplotlib.rc_context({"axes.grid": grid is not None, "axes.grid.axis": grid or "both"}):
         yield matplotlib.figure.Figure(figsize=(width, height), layout=layout)
 
 
@@ -80,7 +91,8 @@ def log_levels(low: float, high: float) -> list[float]:
 
     ratio = high / low
     subs = (1, 1.5, 2, 3, 5, 7) if ratio < 30 else (1, 2, 5) if ratio < 2000 else (1, 3) if ratio < 1e5 else (1,)
-    return [float(level) for level in LogLocator(subs=subs, numticks=50).tick_values(low, high)]
+    most = 50 if len(subs) > 1 else 10
+    return [float(level) for level in LogLocator(subs=subs, numticks=most).tick_values(low, high)]
 
 
 def scale_axis(axis: Axis, values: Iterable[float]) -> None:

@@ -180,9 +180,7 @@ def fault(path: Path) -> str | None:
     with path.open("rb") as file:
         expected = _trailer(file, max(0, path.stat().st_size - len(MARK) - 4))
         trailer = file.read()
-    if not trailer.startswith(MARK):
-        return UNMARKED
-    return None if trailer == expected else WRONG
+    return UNMARKED if not trailer.startswith(MARK) else None if trailer == expected else WRONG
 
 
 def _trailer(file: BinaryIO, size: int) -> bytes:

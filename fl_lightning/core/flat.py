@@ -80,8 +80,7 @@ class FlatSpec:
         named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         if not named:
             raise ValueError(f"{type(module).__name__} has no trainable parameter")
-        self.names = [name for name, _ in named]
-        self.shapes = [p.shape for _, p in named]
+        self.names, self.shapes = [name for name, _ in named], [p.shape for _, p in named]
         self.types = [type(module.get_submodule(name.rpartition(".")[0])).__name__ for name in self.names]
         self.numels = [p.numel() for _, p in named]
         self.d = sum(self.numels)
@@ -103,8 +102,7 @@ class FlatSpec:
 
     def split(self, vector: Tensor) -> dict[str, Tensor]:
         """Returns views of ``vector`` by parameter name, ``(..., d)`` to ``(..., *shape)``."""
-        parts = torch.split(vector, self.numels, dim=-1)
-        lead = vector.shape[:-1]
+        parts, lead = torch.split(vector, self.numels, dim=-1), vector.shape[:-1]
         return {n: p.view(*lead, *s) for n, p, s in zip(self.names, parts, self.shapes, strict=True)}
 
     def not_finite(self, vector: Tensor) -> str:

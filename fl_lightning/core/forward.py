@@ -62,9 +62,8 @@ def variance_needed(message: str) -> Iterator[None]:
 def batch_statistics(net: nn.Module) -> Iterator[None]:
     """Normalizes by the statistics of each batch; running statistics do not change. The caller restores the modes."""
     with unchanged(net):
-        for module in net.modules():
-            if getattr(module, "track_running_stats", False):
-                module.training = True
+        for module in (module for module in net.modules() if getattr(module, "track_running_stats", False)):
+            module.training = True
         yield
 
 

@@ -39,8 +39,7 @@ def constants(net: nn.Module) -> dict[str, Tensor]:
     """
     if all(p.requires_grad for p in net.parameters()):
         return {}
-    moving = set(moving_buffers(net))
-    state = net.state_dict(keep_vars=True)
+    moving, state = set(moving_buffers(net)), net.state_dict(keep_vars=True)
     return {name: v.detach() for name, v in state.items() if not v.requires_grad and name not in moving}
 
 

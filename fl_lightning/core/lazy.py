@@ -7,6 +7,17 @@ from importlib import import_module
 from pathlib import Path
 
 
+class UnknownNameError(AttributeError):
+    """Names that are alike are searched when they are read: parsers ask packages for hundreds of names."""
+
+    def __str__(self) -> str:
+        from fl_lightning.core.names import similar  # not before it is needed: the package may be core's parent
+
+        package, name, known = self.args
+        hint = f"; did you mean {' or '.join(near)}?" if (near := similar(name, known, cutoff=0.8)) else ""
+        return f"module '{package}' has no attribute '{name}'{hint}"
+
+
 def lazy(package: str, file: str) -> tuple[Callable[[str], object], list[str]]:
     """Returns ``__getattr__`` and ``__all__`` of a package: the names that its ``__init__.pyi`` imports.
 
@@ -23,9 +34,6 @@ def lazy(package: str, file: str) -> tuple[Callable[[str], object], list[str]]:
             with warnings.catch_warnings():  # of tqdm, which other packages import, in a notebook without ipywidgets
                 warnings.filterwarnings("ignore", "IProgress not found")
                 return getattr(import_module(module_of[name], package), name)
-        from fl_lightning.core.names import similar  # not before it is needed: this package may be core's parent
-
-        hint = f"; did you mean {' or '.join(near)}?" if (near := similar(name, module_of, cutoff=0.8)) else ""
-        raise AttributeError(f"module '{package}' has no attribute '{name}'{hint}")
+        raise UnknownNameError(package, name, module_of)
 
     return load, [*module_of]

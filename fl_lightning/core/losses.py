@@ -52,8 +52,7 @@ class PixelCrossEntropy(Checked, nn.Module, key="model.loss"):
 
     def __init__(self, hardest: Annotated[float, Interval("(0, 1]")] | None = None, ignore_index: int = 255) -> None:
         super().__init__()
-        self.hardest = hardest
-        self.ignore_index = ignore_index
+        self.hardest, self.ignore_index = hardest, ignore_index
 
     def forward(self, logits: Tensor | tuple[Tensor, ...], target: Tensor) -> Tensor:
         """Returns losses ``(n,)`` of logits ``(n, C, H, W)``, or a tuple of them, and label maps ``(n, H, W)``."""

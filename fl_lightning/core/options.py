@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, wraps
 from numbers import Integral, Real
-from types import NoneType, UnionType
+from types import FunctionType, NoneType, UnionType
 from typing import (
     Annotated,
     Any,
@@ -20,7 +20,6 @@ from typing import (
     get_args,
     get_origin,
     get_type_hints,
-    is_typeddict,
 )
 
 import numpy as np
@@ -55,19 +54,12 @@ class Interval:
 
     def __repr__(self) -> str:
         low, high = (f"{bound:,.12g}" for bound in self.bounds)
-        match self.text[0], high, self.text[-1]:
-            case "[", "inf", _:
-                return "of 0 or more" if low == "0" else f"of at least {low}"
-            case "(", "inf", _:
-                return f"above {low}"
-            case "[", _, "]":
-                return f"from {low} to {high}"
-            case "[", _, _:
-                return f"from {low} to below {high}"
-            case "(", _, ")":
-                return f"above {low} and below {high}"
-            case _:
-                return f"above {low} and at most {high}"
+        if self.text[0] == "(":
+            end = "at most" if self.text[-1] == "]" else "below"
+            return f"above {low}" + ("" if high == "inf" else f" and {end} {high}")
+        if high == "inf":
+            return "of 0 or more" if low == "0" else f"of at least {low}"
+        return f"from {low} to {'' if self.text[-1] == ']' else 'below '}{high}"
 
 
 Positive = Annotated[float, Interval("(0, inf)")]
@@ -204,14 +196,23 @@ PLAIN: dict[Any, tuple[str, Callable[[Any], bool]]] = {
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Returns whether a value is one that an annotation describes; True for annotations that it does not know."""
+    """Returns whether a value is described by an annotation or a form; True for annotations that it does not know.
+
+    A form describes what a file contains: a dict has the form of the value of each key, where a key that ends in ``?``
+    may be missing, and other keys are free; a list with one form describes lists of that form; a function decides.
+    """
+    if isinstance(hint, dict):
+        keys = {name.removesuffix("?"): name for name in hint}
+        return isinstance(value, Mapping) and all(
+            fits(value[key], hint[name]) if key in value else key != name for key, name in keys.items()
+        )
+    if isinstance(hint, list):
+        return isinstance(value, list) and all(fits(each, hint[0]) for each in value)
+    if isinstance(hint, FunctionType):
+        return bool(hint(value))
     kind, args = get_origin(hint) or hint, get_args(hint)
     if kind is dict and isinstance(value, Mapping) and args:
         return all(fits(key, args[0]) and fits(item, args[1]) for key, item in value.items())
-    if is_typeddict(kind):
-        forms = get_type_hints(kind, include_extras=True)
-        missing = kind.__required_keys__ - set(value) if isinstance(value, Mapping) else {"all"}
-        return not missing and all(fits(value[name], forms[name]) for name in forms if name in value)
     if kind in PLAIN:
         return PLAIN[kind][1](value)
     if kind is Annotated:

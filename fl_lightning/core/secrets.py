@@ -55,10 +55,9 @@ def hidden_words(words: Sequence[str]) -> list[str]:
     found = []
     for before, word in pairwise(["", *words]):
         name, equals, _ = word.partition("=") if word[:1] == "-" else ("", "", "")
-        if (before[:1] == "-" and "=" not in before and is_secret(before)) or RANDOM.fullmatch(word):
-            kept = HIDDEN
-        else:
-            kept = HIDDEN if any(map(is_secret, LISTED.findall(word))) else hidden(word)
+        named = before[:1] == "-" and "=" not in before and is_secret(before)
+        secret = named or RANDOM.fullmatch(word) or any(map(is_secret, LISTED.findall(word)))
+        kept = HIDDEN if secret else hidden(word)
         found.append(f"{name}={HIDDEN}" if kept == HIDDEN and equals else kept)
     return found
 

@@ -1,7 +1,5 @@
 """The arguments of an algorithm's hooks: named vectors, random numbers, contexts, and averages of the uploads."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -49,7 +47,7 @@ class State(Mapping[str, Tensor]):
             raise AttributeError(f"no state '{name}' here; there are: {', '.join(self.__dict__.get('_values', ()))}")
         return self._values[name]
 
-    def replace(self, **new: Tensor) -> State:
+    def replace(self, **new: Tensor) -> "State":
         """Returns a copy with other values for some names.
 
         Raises:
@@ -59,11 +57,11 @@ class State(Mapping[str, Tensor]):
             getattr(self, name)
         return State({**self._values, **new})
 
-    def __or__(self, more: Mapping[str, Tensor]) -> State:
+    def __or__(self, more: Mapping[str, Tensor]) -> "State":
         """Returns a copy with further names, or other values for the same names."""
         return State({**self._values, **more})
 
-    def only(self, names: Iterable[str]) -> State:
+    def only(self, names: Iterable[str]) -> "State":
         """Returns the state with these names only."""
         return State({name: getattr(self, name) for name in names})
 
@@ -73,7 +71,7 @@ class State(Mapping[str, Tensor]):
         return torch.stack(each).all() if each else torch.tensor(True)
 
     @classmethod
-    def initial(cls, inits: Mapping[str, Init], w0: Tensor, w: Tensor) -> State:
+    def initial(cls, inits: Mapping[str, Init], w0: Tensor, w: Tensor) -> "State":
         """Returns the initial state; see `Init`.
 
         Args:
@@ -137,8 +135,7 @@ class Draws:
         if self.refused:
             raise UserError(self.refused)
         if purpose not in self._generators:
-            made = [generator(seed, purpose, *key, self._moment) for seed, *key in self.keys]
-            self._generators[purpose] = made
+            self._generators[purpose] = [generator(seed, purpose, *key, self._moment) for seed, *key in self.keys]
         drawn = [function(each) for each in self._generators[purpose]]
         return (torch.stack(drawn) if self.together else drawn[0]).to(self.device)
 

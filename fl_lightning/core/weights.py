@@ -25,10 +25,8 @@ def read(path: str, key: str) -> Any:
     Raises:
         UserError: If it is missing or unreadable.
     """
-    if not Path(path).is_file():
-        raise UserError(f"{key} = {path}: no such file; give a state_dict saved by torch.save")
-    if fault(Path(path)) == WRONG:  # a checkpoint of a run
-        raise UserError(f"{key} = {path}: damaged ({WRONG}); take another copy")
+    ensure(Path(path).is_file(), f"{key} = {path}: no such file; give a state_dict saved by torch.save")
+    ensure(fault(Path(path)) != WRONG, f"{key} = {path}: damaged ({WRONG}); take another copy")  # a run's checkpoint
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:

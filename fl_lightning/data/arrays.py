@@ -106,8 +106,7 @@ def _read(path: Path, mode: Any) -> tuple[dict[str, Any], str]:
         with np.load(path) as file:
             return {name: file[name] for name in file if name.partition(".")[0] in KEYS}, ""
     except FileNotFoundError:
-        keys = ", ".join(KEYS)
-        raise UserError(f"data.path = '{path}': no such file; give an .npz file with {keys}") from None
+        raise UserError(f"data.path = '{path}': no such file; give an .npz file with {', '.join(KEYS)}") from None
     except (OSError, ValueError, EOFError, TypeError, zipfile.BadZipFile) as error:
         kind, them = ("has no readable .npy files", "them") if path.is_dir() else ("is not a readable .npz file", "it")
         again = f"write {them} again with np.{'save' if path.is_dir() else 'savez'}"

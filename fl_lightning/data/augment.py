@@ -195,12 +195,12 @@ class ScaledCrop(Augment):
     def draw(self, sizes: list[int], generator: torch.Generator) -> dict[str, Tensor]:
         """See :class:`Augment`; draws positions and sizes in [0, 1), for images of any size."""
         n, tries = sum(sizes), self.DRAWS if self.kind == "area" else 1
-        drawn = {
+        return {
             "scale": torch.rand(n, tries, 2, generator=generator),
             "place": torch.rand(n, 2, generator=generator),
             "colour": torch.rand(n, 3, generator=generator),
+            **super().draw(sizes, generator),
         }
-        return {**super().draw(sizes, generator), **drawn}
 
     def to_device(self, draws: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
         """Returns the draws unchanged: positions are computed on the host, in float64, which not all devices have."""

@@ -70,8 +70,7 @@ class HuggingFace(FederatedDataModule):
         self.targets = [target] if isinstance(target, str) else target
         for key, names in (("inputs", self.inputs), ("target", self.targets)):
             require(len(names) > 0, f"data.{key}", names, "name a column")
-        self.train, self.test, self.test_fraction = train, test, test_fraction
-        self.max_length = max_length
+        self.train, self.test, self.test_fraction, self.max_length = train, test, test_fraction, max_length
 
     def load(self) -> tuple[Any, Any, Any, Any]:
         """See :class:`FederatedDataModule`."""
@@ -139,8 +138,7 @@ class HuggingFace(FederatedDataModule):
 def _splits(dataset: Any) -> Mapping[str, Any]:
     """Returns splits by name, from a data set, from splits, or from a path."""
     datasets = imported("datasets", "data = HuggingFace: needs datasets; pip install 'fl-lightning[huggingface]'")
-    if isinstance(dataset, str | os.PathLike):
-        dataset = _from_path(Path(dataset))
+    dataset = _from_path(Path(dataset)) if isinstance(dataset, str | os.PathLike) else dataset
     found = {"train": dataset} if isinstance(dataset, datasets.Dataset) else dataset
     fits = isinstance(found, Mapping) and all(isinstance(part, datasets.Dataset) for part in found.values())
     require(fits, "data.dataset", f"a {type(dataset).__name__}", "give a path, a Dataset, or Datasets by name of split")

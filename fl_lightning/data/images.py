@@ -64,8 +64,7 @@ class TorchvisionData(FederatedDataModule):
         super().__init__(**kwargs)
         self.dataset = name  # `name` is an attribute of Lightning's
         self.data_dir, self.download = data_dir, download
-        self.dataset_kwargs = dataset_kwargs or {}
-        self.published = PUBLISHED.get(name)
+        self.dataset_kwargs, self.published = dataset_kwargs or {}, PUBLISHED.get(name)
         _normalise(self, name)
 
     def prepare_data(self) -> None:
@@ -305,10 +304,13 @@ class Landmarks(FederatedDataModule):
 
 
 def _landmark_rows(path: Path, columns: tuple[str, ...]) -> list[dict[str, str]]:
-    def valid(row: dict[str, str]) -> bool:
-        return all(row.get(name) for name in columns) and row["class"].isdecimal()
-
-    return read_rows(path, csv.DictReader, valid, ", ".join(columns), LANDMARKS)
+    return read_rows(
+        path,
+        csv.DictReader,
+        lambda row: all(row.get(name) for name in columns) and row["class"].isdecimal(),
+        ", ".join(columns),
+        LANDMARKS,
+    )
 
 
 HOME = "https://github.com/hendrycks/robustness"

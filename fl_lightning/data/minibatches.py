@@ -1,7 +1,5 @@
 """Minibatches: their samples are drawn before training, and gathered and augmented when they are needed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -55,7 +53,7 @@ class Minibatches:
                     yield map_tensors(itemgetter(slice(start, end)), x), y[start:end]
                 at += n
 
-    def take(self, steps: Sequence[int]) -> Minibatches:
+    def take(self, steps: Sequence[int]) -> "Minibatches":
         """Returns some of the steps, in the given order."""
         parts = torch.split(torch.arange(len(self.indices)), self.sizes)
         rows, sizes = torch.cat([parts[step] for step in steps]), [self.sizes[step] for step in steps]
@@ -101,7 +99,7 @@ class Block:
         return named_tensors(vars(self), "block")
 
     @classmethod
-    def of(cls, tensors: Mapping[str, Tensor]) -> Block:
+    def of(cls, tensors: Mapping[str, Tensor]) -> "Block":
         """Returns the block whose `tensors` these are; further names are ignored."""
         return cls(**nested(tensors, "block"))
 
@@ -171,7 +169,7 @@ class _Places:
     active: Tensor
 
     @classmethod
-    def of(cls, clients: Sequence[Minibatches], width: int, batch: int) -> _Places:
+    def of(cls, clients: Sequence[Minibatches], width: int, batch: int) -> "_Places":
         """Returns the places of one block; arguments as for `blocks`."""
         sizes = np.zeros((width, max(map(len, clients))), np.int64)
         for row, client in zip(sizes, clients, strict=False):  # further rows are padding
@@ -186,7 +184,7 @@ class _Places:
         return cls(torch.cat([c.indices for c in clients])[flat], draws, weight, torch.from_numpy(taken))
 
     @classmethod
-    def joined(cls, each: Sequence[_Places]) -> _Places:
+    def joined(cls, each: "Sequence[_Places]") -> "_Places":
         """Returns the places of blocks one after another."""
         draws = {name: torch.cat([places.draws[name] for places in each]) for name in each[0].draws}
         samples, weight, active = (torch.cat([getattr(p, n) for p in each]) for n in ("samples", "weight", "active"))

@@ -184,11 +184,10 @@ class FederatedDataModule(SampleStore, ABC):
         self.val_indices, self.clients = divide(
             y, strata, self.partition, self.num_clients, self.num_classes, self.val_fraction, self.seed
         )
-        self.client_sizes = self.clients.sizes
-        self._union = self.clients.indices.sort().values
+        self.client_sizes, self._union = self.clients.sizes, self.clients.indices.sort().values
         owners, n = self.test_clients, len(self.y_test)
-        if owners is not None:
-            ensure(len(owners) == n, f"test_clients: {len(owners)} for {n} samples; give one per sample")
+        named = n if owners is None else len(owners)
+        ensure(named == n, f"test_clients: {named} for {n} samples; give one per sample")
         self._test_shares = None if owners is None else ClientIndices.of(owners, self.num_clients)
 
     @property

@@ -62,8 +62,7 @@ class SampleStore(Checked, L.LightningDataModule, ABC, key="data"):
         self.eval_batch_size, self.augment = eval_batch_size, augment
         self.mean, self.std, self.standardise = mean, std, standardise
         self.stream, self.workers = stream, workers
-        self.task = TASKS[task]
-        self.device = torch.device("cpu")
+        self.task, self.device = TASKS[task], torch.device("cpu")
         self._prefetcher: Prefetcher | None = None
 
     def __repr__(self) -> str:
@@ -213,8 +212,7 @@ class SampleStore(Checked, L.LightningDataModule, ABC, key="data"):
         with closing(Prefetcher(x, plan)) if isinstance(x, Stream) else nullcontext() as prefetcher:
             for indices in batches:
                 raw = self._gather(x, indices.cpu() if self.stream else indices, prefetcher)
-                if self.augment is not None:
-                    raw = self.augment.center_crop(raw)
+                raw = raw if self.augment is None else self.augment.center_crop(raw)
                 yield self._prepared(raw, y[indices], dtype, evaluation=True)
 
     def batches_of(self, name: str, x: Any, y: Any, dtype: torch.dtype = torch.float32) -> Iterator[Batch]:
@@ -231,8 +229,7 @@ class SampleStore(Checked, L.LightningDataModule, ABC, key="data"):
         """
         stored, targets = self.as_stored(name, x), self.task.targets(name, y).to(self.device)
         check_alike("x_test", like(self.x_test), name, like(stored))
-        if not self.stream:
-            stored = map_tensors(lambda v: v.to(self.device), stored)
+        stored = stored if self.stream else map_tensors(lambda v: v.to(self.device), stored)
         return self.evaluation_batches(stored, targets, self.in_batches(torch.arange(len(targets))), dtype)
 
     # Streams

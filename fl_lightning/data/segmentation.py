@@ -148,8 +148,7 @@ class Segmentation(FederatedDataModule):
         )
         self.data_dir, self.layout = data_dir, (train, test, images, maps)
         self.size, self.class_of, self.eval_size = size, classes, eval_size
-        self.classes = max(classes.values()) + 1
-        self._as_listed = num_clients is None
+        self.classes, self._as_listed = max(classes.values()) + 1, num_clients is None
         self._parts: dict[str, Tensor] = {}
 
     def load(self) -> tuple[Any, Any, Any, Any]:
@@ -277,9 +276,8 @@ def _listed(folder: Path) -> dict[str, list[tuple[str, str]]]:
         found = re.search(r"(\d+)$", path.stem)
         return (int(found[1]) if found else 0), path.name
 
-    users: dict[str, list[tuple[str, str]]] = {}
-    for path in sorted(folder.glob("*.json"), key=number):
-        users |= read_json(path, _pairs, LISTS)
+    parts = [read_json(path, _pairs, LISTS) for path in sorted(folder.glob("*.json"), key=number)]
+    users = {user: pairs for part in parts for user, pairs in part.items()}
     ensure(bool(users), corrupt_file("data.data_dir", folder, "no lists (*.json)", LISTS))
     return users
 

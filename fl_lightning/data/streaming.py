@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fl_lightning.core import Inputs, ensure, map_tensors, named_tensors
+from fl_lightning.core import Inputs, ensure, grouped, map_tensors, named_tensors
 from fl_lightning.data.validation import inputs, layout
 
 AHEAD = 256 * 2**20
@@ -55,8 +55,7 @@ class Records(Samples):
         ensure(
             len(lengths) == 1, f"samples: arrays {list(arrays)} of {sorted(lengths)} rows; give all one row a sample"
         )
-        self.shape = (lengths.pop(),)
-        self.dtype = record_dtype(self.arrays, axes=1)
+        self.shape, self.dtype = (lengths.pop(),), record_dtype(self.arrays, axes=1)
 
     def __getitem__(self, index: int) -> Any:
         """See :class:`Samples`."""
@@ -167,8 +166,7 @@ class Prefetcher:
     """
 
     def __init__(self, stream: Stream, plan: Iterable[int], before: "Prefetcher | None" = None) -> None:
-        self._stream = stream
-        self._plan = deque(plan)
+        self._stream, self._plan = stream, deque(plan)
         self._reads: dict[int, Future[Any]] = {}
         self._uses = Counter[int]()  # planned and not yet taken; negative: taken before its turn
         self._fill({} if before is None else before._reads)
@@ -189,9 +187,7 @@ class Prefetcher:
             UserError: If one of them is faulty.
         """
         stream, reads = self._stream, dict[int, Future[Any]]()
-        places: dict[int, list[int]] = {}
-        for place, i in enumerate(indices):
-            places.setdefault(i, []).append(place)
+        places = grouped((i, place) for place, i in enumerate(indices))
         for i, its in places.items():
             reads[i] = self._reads[i] if i in self._reads else stream.start(i)
             self._uses[i] -= len(its)
@@ -205,8 +201,7 @@ class Prefetcher:
                 for place in its:
                     rows[place] = sample
         except BaseException:  # a faulty sample, or Ctrl-C: the others are not needed
-            for read in reads.values():
-                read.cancel()
+            self._reads |= reads
             self.close()
             raise
         return inputs(stream.name, rows, indices)
@@ -257,13 +252,9 @@ class Published:
     def random(self, stream: bool) -> tuple[Any, Any, Any, Any]:
         """Returns random data of this form, as `FederatedDataModule.load` does; streamed, all samples are equal."""
         draw, kind = np.random.default_rng(0), np.uint8 if self.tokens is None else np.int64
-        found = list[Any]()
-        for n in (self.train, self.test):
+
+        def part(n: int) -> tuple[Any, NDArray[Any]]:
             x = draw.integers(0, self.tokens or 256, self.shape if stream else (n, *self.shape), dtype=kind)
-            found += [_same(x, n) if stream else x, np.arange(n) % self.classes]
-        x_train, y_train, x_test, y_test = found
-        return x_train, y_train, x_test, y_test
+            return IndexedSamples("data", n, lambda _: x, x) if stream else x, np.arange(n) % self.classes
 
-
-def _same(sample: Any, count: int) -> IndexedSamples:
-    return IndexedSamples("data", count, lambda _: sample, sample)
+        return *part(self.train), *part(self.test)

@@ -70,8 +70,7 @@ class AGNews(FederatedDataModule):
 
     def __init__(self, data_dir: str = "data/ag_news", max_length: Size = 200, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.data_dir = data_dir
-        self.max_length = max_length
+        self.data_dir, self.max_length = data_dir, max_length
         self.published = Published(120_000, 7_600, (max_length,), classes=4, tokens=98_635)
 
     def load(self) -> tuple[Any, Any, Any, Any]:

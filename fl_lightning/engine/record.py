@@ -123,9 +123,7 @@ def trace(
         columns = {name.removeprefix("ctx."): v for name, v in inputs.items() if name.startswith("ctx.")}
         return tuple(function(inputs, replace(ctx, t=rounds[-1], **columns)))  # type: ignore[arg-type]
 
-    graph = make_fx(flat)(*named.values())
-    graph.graph.eliminate_dead_code()
-    graph.recompile()
+    graph = make_fx(flat)(*named.values())  # appends to ``rounds``
     return rounds[-1], graph
 
 

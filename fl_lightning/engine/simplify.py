@@ -16,13 +16,13 @@ VIEWS = {
 def simplified(graph: GraphModule) -> GraphModule:
     """Returns a record with the same results, to the bit, and fewer operations; nothing is run, and no value is kept.
 
-    It changes the record given. One that writes into tensors stays as it is.
+    It changes the record given. One that writes into tensors loses only what is not used.
     """
+    graph.graph.eliminate_dead_code()
     nodes = graph.graph.nodes
-    if any(isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable for node in nodes):
-        return graph
+    writes = any(isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable for node in nodes)
     seen: dict[tuple[object, str], Node] = {}
-    for node in nodes:
+    for node in () if writes else nodes:
         same = _unchanged(node)
         if same is None and _repeatable(node):  # as text, arguments differ that Python takes for equal: 0.0 and -0.0
             same = seen.setdefault((node.target, f"{node.args} {node.kwargs}"), node)

@@ -34,6 +34,9 @@ from .operators import fisher as fisher
 from .operators import gauss_newton as gauss_newton
 from .operators import hessian as hessian
 from .operators import layers as layers
+from .plots import plot_perturbation as plot_perturbation
+from .plots import plot_plane as plot_plane
+from .plots import plot_surface as plot_surface
 from .probes import Density as Density
 from .probes import density as density
 from .probes import trace as trace

@@ -94,8 +94,7 @@ class LossAt:
             parts = spec.split(w)
             self._shapes = [parts[name].shape for name in self.names]
             self._constant = {name: part for name, part in parts.items() if name not in self.names}
-            if self._constant:
-                w = torch.cat([parts[name].reshape(-1) for name in self.names])
+            w = torch.cat([parts[name].reshape(-1) for name in self.names]) if self._constant else w
             self.w = w.requires_grad_()
 
     def scores(self, x: Inputs, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -247,9 +246,9 @@ def vjp(
     """Returns vᵀ ∂y/∂w; zero where y does not depend on w, as the gradient of a linear loss does not."""
     if not y.requires_grad:
         return torch.zeros_like(w)
-    retain = create_graph or retain_graph
-    (g,) = torch.autograd.grad(y, w, v, create_graph=create_graph, retain_graph=retain, materialize_grads=True)
-    return g
+    return torch.autograd.grad(
+        y, w, v, create_graph=create_graph, retain_graph=create_graph or retain_graph, materialize_grads=True
+    )[0]
 
 
 def _some(n: int) -> int:

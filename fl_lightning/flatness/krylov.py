@@ -61,12 +61,10 @@ class Lanczos:
         size = min(size, len(start))
         self._basis = start.new_empty(size, len(start))
         self._t = torch.zeros(size, size, dtype=torch.float64)
-        self._n = 0
-        self._settled = False
+        self._n, self._settled, self.invariant = 0, False, False
         self._before: list[Tensor] = []
         self.values = self.residuals = torch.empty(0, dtype=torch.float64)
         self.coefficients = torch.empty(0, 0, dtype=torch.float64)
-        self.invariant = False
 
     def step(self) -> None:
         """Computes one more product."""

@@ -133,8 +133,7 @@ def flatness_discrepancy(global_sharpness: float, local_sharpness: Sequence[floa
         len(sizes) == len(local_sharpness) and sum(sizes) > 0,
         f"sizes: {len(sizes)} with sum {sum(sizes)} for {len(local_sharpness)} clients; give one each",
     )
-    mean = sum(m * s for m, s in zip(sizes, local_sharpness, strict=True)) / sum(sizes)
-    return abs(global_sharpness - mean)
+    return abs(global_sharpness - sum(m * s for m, s in zip(sizes, local_sharpness, strict=True)) / sum(sizes))
 
 
 def measure_discrepancy(
@@ -176,5 +175,4 @@ def delta_epsilon(previous: Tensor, current: Tensor, rho: float) -> float:
         rho: The server's radius.
     """
     a, b = (v / (v.norm() + EPS) for v in (previous, current))
-    difference: Tensor = torch.linalg.vector_norm(a - b)
-    return rho * difference.item()
+    return rho * float(torch.linalg.vector_norm(a - b))

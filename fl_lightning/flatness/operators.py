@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from fl_lightning.core import ensure
+from fl_lightning.core import ensure, grouped
 from fl_lightning.flatness.functional import (
     Batches,
     Loss,
@@ -271,11 +271,9 @@ def layers(names: Iterable[str]) -> dict[str, list[str]]:
         >>> layers(["0.weight", "0.bias", "2.weight", "scale"])
         {'0': ['0.weight', '0.bias'], '2': ['2.weight'], 'scale': ['scale']}
     """
-    groups: dict[str, list[str]] = {}
-    for name in names:
-        layer = name.partition(".lora_")[0] if ".lora_" in name else name.rpartition(".")[0] or name
-        groups.setdefault(layer, []).append(name)
-    return groups
+    return grouped(
+        (name.partition(".lora_")[0] if ".lora_" in name else name.rpartition(".")[0] or name, name) for name in names
+    )
 
 
 def _hessian(losses: Tensor, outputs: Tensor, w: Tensor, n: int) -> Share:

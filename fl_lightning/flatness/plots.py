@@ -66,12 +66,9 @@ def plot_surface(
         for name in sets:
             for label, surface in surfaces.items():
                 place = (rows, columns, len(panels) + 1)
-                if kind == "3d":
-                    axes = figure.add_subplot(*place, projection="3d")
-                    drawn = draw_3d(axes, surface, scale.clip(surface.loss[name]), scale)
-                else:
-                    axes = figure.add_subplot(*place)
-                    drawn = draw_contour(axes, surface, scale.clip(surface.loss[name]), scale)
+                axes = figure.add_subplot(*place, projection="3d" if kind == "3d" else None)
+                draw = draw_3d if kind == "3d" else draw_contour
+                drawn = draw(axes, surface, scale.clip(surface.loss[name]), scale)
                 if kind == "contour" or len(panels) // columns == rows - 1:
                     axes.set(xlabel=labels[0], ylabel=labels[1])
                 axes.set_title(wrapped(label if len(sets) == 1 else f"{label}, {name}", side))
@@ -125,13 +122,12 @@ def plot_interpolation(results: Mapping[str, Interpolation], ends: tuple[str, st
         results: The interpolations by name; the name of a single one is not shown.
         ends: Names of the models at γ = 0 and γ = 1.
     """
-    lines = [(label, name) for label, r in results.items() for name in r.loss]
+    lines = [(label, name, r) for label, r in results.items() for name in r.loss]
     with_accuracy = any(np.isfinite(r.accuracy[name]).any() for r in results.values() for name in r.accuracy)
     with new_panels(1, 2 if with_accuracy else 1) as figure:
         loss = figure.add_subplot(1, 2 if with_accuracy else 1, 1, ylabel="loss")
         accuracy = figure.add_subplot(1, 2, 2, ylabel="accuracy (%)") if with_accuracy else None
-        for look, (label, name) in zip(line_styles(), lines, strict=False):
-            r = results[label]
+        for look, (label, name, r) in zip(line_styles(), lines, strict=False):
             text = name if len(results) == 1 else f"{label}, {name}"
             look["markevery"] = max(len(r.gammas) // 12, 1)
             loss.plot(r.gammas, r.loss[name], label=f"{text} (barrier {r.barrier(name):.3g})", **look)
@@ -152,17 +148,16 @@ def plot_perturbation(results: Mapping[str, Perturbation]) -> Figure:
     Args:
         results: The curves by the model's name.
     """
-    lines = [(label, name) for label, r in results.items() for name in r.loss]
+    lines = [(label, name, r) for label, r in results.items() for name in r.loss]
+    several = len({name for _, name, _ in lines}) > 1
     with new_panels(1, 2) as figure:
         steepest = figure.add_subplot(1, 2, 1, title="along the gradient", xlabel="$r$ (weight units)", ylabel="loss")
         k = len(next(iter(next(iter(results.values())).loss.values()))) - 1
         random = figure.add_subplot(1, 2, 2, title=f"{k} random directions", xlabel="$r$ (filter norms)")
-        for look, (label, name) in zip(line_styles(), lines, strict=False):
-            r = results[label]
-            sets = {name for result in results.values() for name in result.loss}
+        for look, (label, name, r) in zip(line_styles(), lines, strict=False):
             look["markevery"] = max(len(r.radii) // 8, 1)
             mean, spread = r.mean(name), r.spread(name)
-            steepest.plot(r.radii, r.along_gradient(name), label=f"{label}, {name}" if len(sets) > 1 else label, **look)
+            steepest.plot(r.radii, r.along_gradient(name), label=f"{label}, {name}" if several else label, **look)
             random.plot(r.radii, mean, **look)
             random.fill_between(r.radii, mean - spread, mean + spread, color=look["color"], alpha=0.2, linewidth=0)
         kind = type(next(iter(results.values())))

@@ -45,8 +45,7 @@ class Density:
             UserError: If ``sigma`` is not positive.
         """
         ensure(sigma > 0, f"sigma: {sigma} is not positive; use a width such as a hundredth of the range")
-        at = grid.cpu().double()[..., None, None]
-        scale = sigma * math.sqrt(2 * math.pi)
+        at, scale = grid.cpu().double()[..., None, None], sigma * math.sqrt(2 * math.pi)
         return self._mean(lambda t: torch.exp(-(((at - t) / sigma) ** 2) / 2) / scale)[0].to(grid.device)
 
     def moment(self, p: int) -> Estimate:

@@ -87,12 +87,11 @@ class Plane:
         """
         origin = exact(w0)
         u, v = w2.to(origin) - origin, w1.to(origin) - origin
-        u = u / u.norm()
-        aside = v.norm()
+        u, aside = u / u.norm(), v.norm()
         for _ in range(2):  # once is not enough if the three are nearly on a line
             v = v - (u @ v) * u
-        spans = bool(v.norm() > 1e-6 * aside)  # False, too, if u is NaN because w0 = w2
-        require(spans, "models", "three on one line", "give three that span a plane")
+        # False, too, if u is NaN because w0 = w2
+        require(bool(v.norm() > 1e-6 * aside), "models", "three on one line", "give three that span a plane")
         directions = torch.stack([u, v / v.norm()])
         corners = project(torch.stack([origin, w1.to(origin), w2.to(origin)]), origin, directions).coordinates
         return cls(origin, directions, corners)
@@ -212,8 +211,7 @@ class Interpolation(Values):
         between = (self.gammas >= 0) & (self.gammas <= 1)
         g, loss = self.gammas[between], self.loss[name][between]
         above = loss - (g * loss[-1] + (1 - g) * loss[0])
-        ends = np.isfinite(loss[[0, -1]]).all()
-        return float(np.nanmax(above) if self.missing and ends else np.max(above))
+        return float(np.nanmax(above) if self.missing and np.isfinite(loss[[0, -1]]).all() else np.max(above))
 
     def to_dict(self) -> dict[str, Any]:
         """Returns what :class:`Values` does, and the barrier of each data set."""
@@ -246,8 +244,7 @@ class Surface(Values):
 
 def _plain(value: Any) -> Any:
     """Returns mappings, projections and arrays as JSON values."""
-    if isinstance(value, Projection):
-        value = vars(value)
+    value = vars(value) if isinstance(value, Projection) else value
     if isinstance(value, Mapping):
         return {key: _plain(v) for key, v in value.items()}
     if isinstance(value, np.ndarray | float):

@@ -19,8 +19,7 @@ from fl_lightning.core import UserError, require
 from fl_lightning.flower import server
 from fl_lightning.flower.messages import Message, NodeLost
 from fl_lightning.flower.node import Folder, Node
-from fl_lightning.trainer import Run
-from fl_lightning.trainer.runtime.signals import check_interruption
+from fl_lightning.trainer import Run, check_interruption
 
 FAILED = 2
 """Flower's code for an exception in a ClientApp. Those of nodes and processes that are gone are others."""
@@ -81,9 +80,8 @@ def server_app(build: Callable[[], Any]) -> ServerApp:
         config = context.run_config
         made, send = build(), GridSend(grid, float(config["wait"]))
         nodes, ckpt_path = int(config["nodes"]) or None, str(config["ckpt-path"]) or None
-        least = int(config["min-replies"]) or None
         try:
-            server.fit(send, nodes, made.trainer, made.model, made.data, ckpt_path, least)
+            server.fit(send, nodes, made.trainer, made.model, made.data, ckpt_path, int(config["min-replies"]) or None)
         except UserError as error:
             raise Ended(str(error)) from None
 
@@ -116,8 +114,8 @@ class GridSend:
     def __call__(self, messages: Mapping[int, Message]) -> dict[int, Message | UserError]:
         ids = self._ids({*messages})
         sent = {node: flwr.app.Message(packed(m), ids[node], "train") for node, m in messages.items() if node in ids}
-        replies: dict[int, Message | UserError] = dict.fromkeys(messages, NodeLost("not connected"))
-        replies |= dict.fromkeys(sent, NodeLost(f"no reply after {self.wait:g} s"))
+        lost, late = NodeLost("not connected"), NodeLost(f"no reply after {self.wait:g} s")
+        replies: dict[int, Message | UserError] = {node: late if node in sent else lost for node in messages}
         # the reply for a node that has gone is the superlink's
         nodes = {message.metadata.message_id: node for node, message in sent.items()}
         for reply in self.grid.send_and_receive([*sent.values()], timeout=self.wait) if sent else ():
@@ -137,10 +135,10 @@ class GridSend:
             connected = {*self.grid.get_node_ids()}
             if new := connected - self._numbers.keys():
                 asked = [flwr.app.Message(RecordDict(), node, "query") for node in new]
-                for reply in self.grid.send_and_receive(asked, timeout=min(self.wait, QUERY)):
-                    if reply.has_content():
-                        number = int(reply.content.config_records["node"]["number"])
-                        self._numbers[reply.metadata.src_node_id] = number
+                replies = self.grid.send_and_receive(asked, timeout=min(self.wait, QUERY))
+                for reply in (reply for reply in replies if reply.has_content()):
+                    node = reply.content.config_records["node"]
+                    self._numbers[reply.metadata.src_node_id] = int(node["number"])
             ids = {number: node for node, number in self._numbers.items() if node in connected}
             missing = wanted - ids.keys()
             if missing <= self._gone or time.monotonic() > end:

@@ -1,7 +1,6 @@
 """The server's end: a run whose clients train on nodes."""
 
 import re
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -16,12 +15,11 @@ from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.algorithms.feddyn import FedDyn
 from fl_lightning.algorithms.hooks import Hooks
 from fl_lightning.algorithms.parts.flexlora import FlexLoRA
-from fl_lightning.core import Draws, Init, State, Upload, UserError, ensure, require, seeded
+from fl_lightning.core import Draws, Init, State, Upload, UserError, ensure, grouped, require, seeded
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.engine import ENGINES, Engine, EngineName, Job, LocalResult
 from fl_lightning.flower.messages import CONTEXT, Message, NodeLost, Send, Value, checksum, row_of, version_in
-from fl_lightning.trainer import Callback, ClientStore, FederatedTrainer, Run
-from fl_lightning.trainer.participation.failures import LINES, listed
+from fl_lightning.trainer import LINES, Callback, ClientStore, FederatedTrainer, Run, listed
 
 KEPT = "state on its node"
 """Name of the client state that the server keeps: the version of the state on the node, see `row_of`."""
@@ -87,12 +85,13 @@ def check(trainer: FederatedTrainer, model: LocalObjective, datamodule: Federate
         f"model = {type(model).__name__}: its client_round_end changes states after the round, when they are on the "
         "nodes; train it without Flower",
     )
-    exact = any(isinstance(part, FlexLoRA) for part in model.parts)
     ensure(
-        not exact, "model.parts: FlexLoRA: Flower sends its products instead of the factors; train it without Flower"
+        not any(isinstance(part, FlexLoRA) for part in model.parts),
+        "model.parts: FlexLoRA: Flower sends its products instead of the factors; train it without Flower",
     )
     ensure(not model.personal, "model.parts: Flower keeps no models of clients' own; train it without Flower")
     ensure(not datamodule.stream, "data.stream = true: samples are read on the nodes; set it to false")
+    ensure(trainer.clock is None, "trainer.clock: nodes train in the time that they need; set it to null")
     for callback in trainer.callbacks:
         name = type(callback).__name__
         ensure(
@@ -138,8 +137,8 @@ class RemoteRun(Run):
         return kinds if self.min_replies is None else tuple(dict.fromkeys([*kinds, "dropped"]))
 
     @property
-    def how_to_continue(self) -> str:
-        return f"flwr run APP --stream --run-config 'ckpt-path=\"{self.folder.last}\"'"
+    def how_to_continue(self) -> list[str]:
+        return ["flwr", "run", "APP", "--stream", "--run-config", f'ckpt-path="{self.folder.last}"']
 
     def make_engine(self, name: EngineName, compile: bool = True) -> Engine:
         return RemoteEngine(self)
@@ -206,18 +205,15 @@ class RemoteEngine(Engine):
         self._empty: dict[int, Upload] = {}
 
     def train(self, jobs: Sequence[Job]) -> Iterator[LocalResult]:
-        by_node: dict[int, list[Job]] = defaultdict(list)
-        for job in jobs:
-            by_node[job.client % self.run.nodes].append(job)
+        by_node = grouped((job.client % self.run.nodes, job) for job in jobs)
         asked = {node: self._message(its) for node, its in by_node.items()}
-        replies: dict[int, Message | UserError] = dict.fromkeys(asked, NodeLost("no reply"))
-        replies |= self.run.send(asked) if asked else {}
+        answers = self.run.send(asked) if asked else {}
+        replies = {node: answers.get(node, NodeLost("no reply")) for node in asked}
         here = {node: reply for node, reply in replies.items() if isinstance(reply, Message)}
         failed = {node: reply for node, reply in replies.items() if isinstance(reply, UserError)}
         self._check(jobs, sum(len(by_node[node]) for node in here), failed)
-        for job in jobs:
-            if (node := job.client % self.run.nodes) in here:
-                yield self._result(job, here[node])
+        nodes = ((job, job.client % self.run.nodes) for job in jobs)
+        yield from (self._result(job, here[node]) for job, node in nodes if node in here)
 
     def _check(self, jobs: Sequence[Job], replies: int, failed: Mapping[int, UserError]) -> None:
         """Checks that enough clients have replied, and prints which nodes are lost, or are there again, since then.
@@ -246,10 +242,8 @@ class RemoteEngine(Engine):
             "frozen": run.frozen,
             "nodes": run.nodes,
         }
-        clients: dict[str, Mapping[str, Value]] = {}
-        for job in jobs:
-            context = {name: getattr(job.ctx, name) for name in CONTEXT}
-            clients[f"client.{job.client}"] = {**context, "seed": job.seed, **run.clients.versions(job)}
+        contexts = [(job, {name: getattr(job.ctx, name) for name in CONTEXT}) for job in jobs]
+        clients = {f"client.{j.client}": {**of, "seed": j.seed, **run.clients.versions(j)} for j, of in contexts}
         return Message({"down": received}, {"round": about, **clients})
 
     def _result(self, job: Job, reply: Message) -> LocalResult:
@@ -323,7 +317,5 @@ def _version(value: object) -> str:
 
 def _named(failed: Mapping[int, UserError]) -> str:
     """Returns which nodes have failed, and why."""
-    by_reason: dict[str, list[int]] = defaultdict(list)
-    for node, error in sorted(failed.items()):
-        by_reason[str(error)].append(node)
+    by_reason = grouped((str(error), node) for node, error in sorted(failed.items()))
     return "; ".join(f"{listed('node', nodes)}: {reason}" for reason, nodes in by_reason.items())

@@ -37,14 +37,13 @@ class Frozen(Checked, nn.Module, key="model.net"):
         load_pretrained(net, weights, names)
         self.net = net
         net.requires_grad_(False)
-        for name, parameter in net.named_parameters(remove_duplicate=False):  # a shared parameter has several names
-            if _below(name, names):
-                parameter.requires_grad_()
+        named = net.named_parameters(remove_duplicate=False)  # a shared parameter has several names
+        for parameter in (parameter for name, parameter in named if _below(name, names)):
+            parameter.requires_grad_()
         self._constant = list(_frozen_modules(net))
-        for module in self._constant:
-            for each in module.modules():
-                if hasattr(each, "track_running_stats"):  # no one estimates or replaces its statistics
-                    vars(each)["track_running_stats"] = False
+        for each in (each for module in self._constant for each in module.modules()):
+            if hasattr(each, "track_running_stats"):  # no one estimates or replaces its statistics
+                vars(each)["track_running_stats"] = False
         self.train()
 
     def train(self, mode: bool = True) -> "Frozen":

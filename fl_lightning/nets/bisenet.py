@@ -1,6 +1,7 @@
 """BiSeNetV2: real-time segmentation of street scenes."""
 
 from collections import OrderedDict
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -39,8 +40,7 @@ class BiSeNetV2(Checked, nn.Module, key="model.net"):
             S5_4=nn.Sequential(Expansion(64, 128, stride=2), *(Expansion(128, 128) for _ in range(3))),
             S5_5=Context(),
         )
-        self.bga = Aggregation()
-        self.head = _head(128, 1024, num_classes, up=8)
+        self.bga, self.head = Aggregation(), _head(128, 1024, num_classes, up=8)
         sizes = {"aux2": (16, 4), "aux3": (32, 8), "aux4": (64, 16), "aux5_4": (128, 32)}
         self.auxiliary = list(sizes) if auxiliary else []
         for name in self.auxiliary:
@@ -68,9 +68,7 @@ class BiSeNetV2(Checked, nn.Module, key="model.net"):
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
         """Returns logits ``(N, num_classes, H, W)`` of images ``(N, 3, H, W)``; with auxiliary ones in training."""
-        semantic = [x]
-        for stage in self.segment:
-            semantic.append(stage(semantic[-1]))
+        semantic = [*accumulate(self.segment, lambda y, stage: stage(y), initial=x)]
         logits: Tensor = self.head(self.bga(self.detail(x), semantic[-1]))
         if not (self.training and self.auxiliary):
             return logits
@@ -102,8 +100,7 @@ class Stem(nn.Module):
         super().__init__()
         self.conv = ConvBNReLU(3, 16, stride=2)
         self.left = nn.Sequential(ConvBNReLU(16, 8, kernel=1), ConvBNReLU(8, 16, stride=2))
-        self.right = nn.MaxPool2d(3, stride=2, padding=1)
-        self.fuse = ConvBNReLU(32, 16)
+        self.right, self.fuse = nn.MaxPool2d(3, stride=2, padding=1), ConvBNReLU(32, 16)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.conv(x)
@@ -140,8 +137,7 @@ class Context(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.bn = nn.BatchNorm2d(128)
-        self.conv_gap = ConvBNReLU(128, 128, kernel=1)
-        self.conv_last = ConvBNReLU(128, 128)
+        self.conv_gap, self.conv_last = ConvBNReLU(128, 128, kernel=1), ConvBNReLU(128, 128)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.conv_last(x + self.conv_gap(self.bn(x.mean((2, 3), keepdim=True))))

@@ -90,9 +90,8 @@ class ResNet18NoNorm(_TorchvisionNet):
     def __init__(self, num_classes: Size = 100) -> None:
         super().__init__(_resnet([2, 2, 2, 2], num_classes, nn.Identity))
         self.net.conv1, self.net.maxpool = _cifar_stem(), nn.Identity()
-        for module in self.modules():
-            if isinstance(module, nn.Conv2d):
-                module.reset_parameters()
+        for conv in (module for module in self.modules() if isinstance(module, nn.Conv2d)):
+            conv.reset_parameters()
 
 
 class ResNet8GN(_TorchvisionNet):
@@ -136,8 +135,7 @@ class MobileNetV2GN(_TorchvisionNet):
 
         super().__init__(mobilenet_v2(num_classes=num_classes, norm_layer=group_norm(groups, 8), dropout=0.0))
         if pretrained is not None:
-            key = "model.net.pretrained"
-            source = MobileNet_V2_Weights.IMAGENET1K_V1
+            key, source = "model.net.pretrained", MobileNet_V2_Weights.IMAGENET1K_V1
             try:
                 found = source.get_state_dict() if pretrained == "torchvision" else weights.read(pretrained, key)
             except OSError as error:
@@ -167,19 +165,16 @@ class PreActResNet18GN(Checked, nn.Module, key="model.net"):
 
     def __init__(self, num_classes: Size = 100, groups: int = 2) -> None:
         super().__init__()
-        norm = group_norm(groups, 64)
-        channels = [64, 64, 64, 128, 128, 256, 256, 512, 512]
+        norm, channels = group_norm(groups, 64), [64, 64, 64, 128, 128, 256, 256, 512, 512]
         self.stem = nn.Sequential(
             nn.Conv2d(3, 64, 7, stride=2, padding=3, bias=False), norm(64), nn.ReLU(), nn.MaxPool2d(3, 2, padding=1)
         )
         self.blocks = nn.Sequential(
             *(_PreActBlock(channels[i], channels[i + 1], norm, first=i == 0) for i in range(len(channels) - 1))
         )
-        self.norm = norm(512)
-        self.fc = nn.Linear(512, num_classes)
-        for module in self.modules():
-            if isinstance(module, nn.Conv2d):
-                nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
+        self.norm, self.fc = norm(512), nn.Linear(512, num_classes)
+        for conv in (module for module in self.modules() if isinstance(module, nn.Conv2d)):
+            nn.init.kaiming_normal_(conv.weight, nonlinearity="relu")
         nn.init.normal_(self.fc.weight, std=0.01)
         nn.init.zeros_(self.fc.bias)
 

@@ -25,8 +25,7 @@ class FastText(Checked, nn.Module, key="model.net"):
     def __init__(self, vocabulary: Vocabulary = 98_635, dim: Size = 32, num_classes: Size = 4) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, dim, padding_idx=0)
-        self.hidden = nn.Linear(dim, dim)
-        self.fc = nn.Linear(dim, num_classes)
+        self.hidden, self.fc = nn.Linear(dim, dim), nn.Linear(dim, num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns logits ``(N, num_classes)`` of tokens ``(N, length)``, int64."""

@@ -131,9 +131,8 @@ def read_clients(folder: Path) -> ClientTable | None:
     ensure(bool(rows and names), f"{path}: not a table of clients (without values); restore the file, or remove it")
     last = max(row["round"] for row in rows)
     clients: dict[float, dict[str, float]] = {}
-    for row in rows:
-        if row["round"] == last:
-            clients.setdefault(row["client"], {}).update(row)
+    for row in (row for row in rows if row["round"] == last):
+        clients.setdefault(row["client"], {}).update(row)
     columns = {name: np.array([clients[k].get(name, np.nan) for k in sorted(clients)]) for name in ("samples", *names)}
     mode = mode_of(f"{GLOBAL}/{names[0]}", None, read_directions(folder))
     return ClientTable(int(last), names[0], mode, columns.pop("samples"), columns)
@@ -156,7 +155,7 @@ def plot_clients(groups: Mapping[str, Sequence[ClientTable]], column: str = "") 
     """
     first = next(table for tables in groups.values() for table in tables)
     sizes = len({size for tables in groups.values() for table in tables for size in table.samples.tolist()}) > 1
-    with new_figure(PAGE if sizes else COLUMN, 2.5) as figure:
+    with new_figure(PAGE if sizes else COLUMN, 2.5, grid="both") as figure:
         ordered = figure.add_subplot(1, 1 + sizes, 1, xlabel="% of clients, worst first (shaded: worst 10 %)")
         ordered.set_ylabel(f"{label(f'server/test/{first.metric}')} of a client")
         ordered.axvspan(0, 10, color="0.9", zorder=0)
@@ -169,8 +168,6 @@ def plot_clients(groups: Mapping[str, Sequence[ClientTable]], column: str = "") 
             _draw_sizes(
                 figure.add_subplot(1, 2, 2, xlabel="training samples of a client", sharey=ordered), drawn, column
             )
-        for axes in figure.axes:
-            axes.grid(alpha=0.3)
         place_legend(figure)
     return figure
 

@@ -121,11 +121,17 @@ def compare(
     names = _names([next(iter(group.values())) for group in members.values()])
     configs = [settings_of(next(iter(group.values()))) for group in members.values()]
     short = telling(configs) if all(configs) else {}
-    groups = []
-    for name, config, (key, group) in zip(names, configs, members.items(), strict=True):
-        found = [summarise(folder, last, target, metric, mode) for folder in group.values()]
-        settings = {end: plain(config.get(whole)) for end, whole in short.items()}
-        groups.append(Group(name, [*group.values()], [*group], found, left_out.get(key, []), settings))
+    groups = [
+        Group(
+            name=name,
+            folders=[*group.values()],
+            seeds=[*group],
+            runs=[summarise(folder, last, target, metric, mode) for folder in group.values()],
+            left_out=left_out.get(key, []),
+            settings={end: plain(config.get(whole)) for end, whole in short.items()},
+        )
+        for name, config, (key, group) in zip(names, configs, members.items(), strict=True)
+    ]
     if reference is not None and target is None:
         reached = of_run(groups, reference).values("mean")
         ensure(bool(reached), f"reference = {reference}: its {metric} is not finite; give a target")

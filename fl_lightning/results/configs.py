@@ -63,7 +63,7 @@ def _parsed(text: str) -> Any:
 def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     """Returns every setting in which two configs differ, as ``key: old -> new``."""
     old, new = flatten(before), flatten(after)
-    keys = [key for key in {**old, **new} if old.get(key) != new.get(key)]
+    keys = different([old, new])
     return [f"{key}: {_short(old.get(key, 'not set'))} -> {_short(new.get(key, 'not set'))}" for key in keys]
 
 
@@ -78,8 +78,9 @@ def differences(saved: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
         here: Another one.
     """
     old, new = flatten(saved), flatten(here)
-    keys = [key for key in _differing(old, new) if key in old and key in new and not is_execution(key)]
-    return [f"{key} = {_short(old[key])} (here: {_short(new[key])})" for key in keys]
+    keys = different([old, new])
+    kept = [key for key in keys if not any(key.startswith(f"{other}.") for other in keys) and not is_execution(key)]
+    return [f"{key} = {_short(old[key])} (here: {_short(new[key])})" for key in kept if key in old and key in new]
 
 
 def settings_of(folder: Path) -> dict[str, str]:
@@ -180,9 +181,8 @@ def group_key(config: Mapping[str, Any], without: Sequence[str] = ()) -> str:
         without: Further settings of the trainer that may differ.
     """
     parts = {name: dict(config[name]) for name in ("model", "data", "trainer") if isinstance(config.get(name), dict)}
-    for part in parts.values():
-        if part.get("init_args"):
-            part["init_args"] = {key: value for key, value in part["init_args"].items() if key != "seed"}
+    for part in (part for part in parts.values() if part.get("init_args")):
+        part["init_args"] = {key: value for key, value in part["init_args"].items() if key != "seed"}
     trainer, left_out = parts.get("trainer", {}), (*EXECUTION, "seed", *without)
     parts["trainer"] = {key: value for key, value in trainer.items() if key not in left_out}
     return json.dumps(parts, sort_keys=True, default=str)
@@ -207,12 +207,6 @@ def run_key(folder: Path) -> str:
 def group_id(config: dict[str, Any]) -> str:
     """Returns six hexadecimal digits of the `group_key`'s hash."""
     return hashlib.sha256(group_key(hidden(config)).encode()).hexdigest()[:6]
-
-
-def _differing(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
-    """Returns the keys of settings that differ, but for those below another one."""
-    keys = [key for key in {**old, **new} if old.get(key) != new.get(key)]
-    return [key for key in keys if not any(key.startswith(f"{other}.") for other in keys)]
 
 
 def _name(value: Any) -> str:

@@ -36,6 +36,8 @@ from fl_lightning.results.metrics import (
 
 POINTS = 100
 """Number of parts of a long run; the mean over each part is drawn."""
+DIVERGED = 1000.0
+"""Loss above which a panel of losses has a logarithmic axis."""
 MOST = 12
 """Largest number of groups that are told apart by colour and marker."""
 Runs = Path | Sequence[Path]
@@ -142,7 +144,7 @@ def draw_curves(groups: Mapping[str, Sequence[Columns]], names: Sequence[str] | 
     names = [name for name in drawn(groups) if name in MAIN] if names is None else names
     wide = 2 if len(names) > 1 else 1
     rows = max(-(-len(names) // wide), 1)
-    with new_figure(PAGE if wide > 1 else COLUMN, 1.9 * rows + 0.4) as figure:
+    with new_figure(PAGE if wide > 1 else COLUMN, 1.9 * rows + 0.4, grid="both") as figure:
         for i, name in enumerate(names):
             bottom = i + wide >= len(names)
             axes = figure.add_subplot(rows, wide, i + 1, xlabel="round" if bottom else "", ylabel=label(name))
@@ -152,23 +154,23 @@ def draw_curves(groups: Mapping[str, Sequence[Columns]], names: Sequence[str] | 
 
 
 def _panel(axes: Axes, name: str, groups: Mapping[str, Sequence[Columns]]) -> None:
-    ends: list[float] = []
+    means, ends = list[float](), list[float]()
     for i, (text, group) in enumerate(groups.items()):
-        look = {**line_style(i), "gid": f"run-{i}"}
-        found = curve(group, name)
+        look, found = {**line_style(i), "gid": f"run-{i}"}, curve(group, name)
         if found is None:
             continue
         low, high = ([m + sign * sd for m, sd in zip(found.mean, found.sd, strict=True)] for sign in (-1, 1))
-        ends += low
+        means, ends = means + found.mean, ends + low
         axes.plot(found.rounds, found.mean, label=text, marker="." if len(found.rounds) < 30 else None, **look)
         faint = {"color": look["color"], "gid": look["gid"]}
         if len(group) > 1:
             axes.fill_between(found.rounds, low, high, alpha=0.2, linewidth=0, **faint)
         elif len(found.rounds) < len(group[0][name]):
             axes.plot(*zip(*group[0][name], strict=True), linewidth=0.4, alpha=0.3, zorder=1, **faint)
-    axes.grid(alpha=0.3)
     if is_flatness(name):
         scale_axis(axes.yaxis, ends)  # a band that reaches 0 has no place on a logarithmic axis
+    elif name.endswith("loss") and max(means, default=0) > DIVERGED:
+        scale_axis(axes.yaxis, means)  # the others' losses are seen beside that of a run that diverged
 
 
 def plot_tradeoff(groups: Sequence[Group], measure: str) -> Figure:
@@ -189,20 +191,19 @@ def plot_tradeoff(groups: Sequence[Group], measure: str) -> Figure:
     found = {text: values for text, values in points.items() if values}
     if len(found) > MOST:
         return _plot_rows(found, f"{label(name)} (smaller is flatter)", metric)
-    with new_figure(COLUMN, 2.5) as figure:
+    with new_figure(COLUMN, 2.5, grid="both") as figure:
         axes = figure.add_subplot(xlabel=f"{label(name)} (smaller is flatter)", ylabel=label(metric))
         for i, (text, values) in enumerate(points.items()):
             look = {**line_style(i), "linestyle": "none", "marker": MARKERS[i % len(MARKERS)], "gid": f"run-{i}"}
             if values:
                 axes.plot(*zip(*values, strict=True), label=text, clip_on=False, **look)
-        axes.grid(alpha=0.3)
         place_legend(figure)
     return figure
 
 
 def _plot_rows(groups: Mapping[str, Pairs], flatness: str, metric: str) -> Figure:
     order = sorted(groups, key=lambda text: average([y for _, y in groups[text]]))
-    with new_figure(PAGE, 0.14 * len(groups) + 0.6) as figure:
+    with new_figure(PAGE, 0.14 * len(groups) + 0.6, grid="both") as figure:
         left, right = figure.subplots(1, 2, sharey=True)
         for axes, title, column in ((left, label(metric), 1), (right, flatness, 0)):
             values = [[pair[column] for pair in groups[text]] for text in order]
@@ -211,7 +212,6 @@ def _plot_rows(groups: Mapping[str, Pairs], flatness: str, metric: str) -> Figur
                 means, range(len(order)), xerr=sds, fmt="o", markersize=3, linewidth=0.8, color=line_style(0)["color"]
             )
             axes.set(xlabel=title, ylim=(-0.7, len(order) - 0.3))
-            axes.grid(alpha=0.3)
             if column == 1 and min(means) > 0 and max(means) < 1:
                 # 0.9 and 0.99 are as far apart as 0.99 and 0.999; a deviation may reach beyond 0 or 1
                 axes.set_xscale("logit", nonpositive="clip")

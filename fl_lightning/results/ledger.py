@@ -15,6 +15,7 @@ from fl_lightning.results.configs import EXECUTION, config_files, group_id, read
 from fl_lightning.results.curves import plot_curves, plot_tradeoff
 from fl_lightning.results.metrics import FILE as METRICS
 from fl_lightning.results.metrics import Pairs, markdown, read_metrics, read_rows, table_text
+from fl_lightning.results.report.files import PROVENANCE
 from fl_lightning.results.table import Markup, cell, columns, differences
 
 FILE = "row.json"
@@ -96,8 +97,7 @@ def thinned(path: Path) -> str:
     """Returns ``metrics.csv`` with the rounds alone in which something was evaluated or measured, and the last one."""
     head, *lines = read_rows(path)
     looked = [i for i, name in enumerate(head) if name.startswith(("server/", "flatness/"))]
-    sums = {i: 0.0 for i, name in enumerate(head) if name in SUMMED}
-    kept = []
+    sums, kept = {i: 0.0 for i, name in enumerate(head) if name in SUMMED}, list[list[str]]()
     for line in lines:
         sums = {i: total + float(line[i] or 0) for i, total in sums.items()}
         if line is lines[-1] or any(line[i] for i in looked):
@@ -158,20 +158,16 @@ def compare_run(row: Path, run: Path, ran: Mapping[str, Any]) -> Again:
 
 def note(row: Path, again: Again) -> None:
     """Writes into a row what a run of its config has found."""
-    kept = about(row)
-    found = {**again.start, "same": again.same, "final": again.final}
+    kept, found = about(row), {**again.start, "same": again.same, "final": again.final}
     write_atomically(row / FILE, json.dumps({**kept, "checks": [*kept["checks"], found]}, indent=1) + "\n")
 
 
 def _apart(before: Pairs, here: Mapping[float, float]) -> float:
     """Returns the largest relative difference of values by round; infinite, if one is missing or not finite."""
-    found = 0.0
-    for at, value in before:
-        other = here.get(at, math.inf)
-        if value != other and not (math.isnan(value) and math.isnan(other)):
-            finite = math.isfinite(value - other)
-            found = max(found, abs(value - other) / max(abs(value), abs(other)) if finite else math.inf)
-    return found
+    pairs = [(value, here.get(at, math.inf)) for at, value in before]
+    unequal = [(a, b) for a, b in pairs if a != b and not (math.isnan(a) and math.isnan(b))]
+    apart = (abs(a - b) / max(abs(a), abs(b)) if math.isfinite(a - b) else math.inf for a, b in unequal)
+    return max(apart, default=0.0)
 
 
 def _starts(path: Path) -> list[dict[str, Any]]:
@@ -184,7 +180,7 @@ def _starts(path: Path) -> list[dict[str, Any]]:
             "commit": (start["code"]["package"] or {}).get("commit"),
             "changed": bool((start["code"]["package"] or {}).get("changes")),
         }
-        for start in read_json(path, dict[str, Any], {}).get("starts", [])
+        for start in read_json(path, PROVENANCE, {}).get("starts", [])
     ]
 
 
@@ -205,8 +201,7 @@ def page(rows: Sequence[Path]) -> tuple[str, Callable[[], Figure]]:
     Raises:
         UserError: If a row is damaged.
     """
-    heading = _about(rows[0])
-    groups = compare(rows)
+    heading, groups = _about(rows[0]), compare(rows)
     shown = [c for c in columns(groups) if c.table in ("results", "clients") and c.key != "std_rounds"]
     reference = next((group for group in groups if group.name == heading.get("reference")), groups[0])
     kept = {group.name: [about(row) for row in group.folders] for group in groups}
@@ -224,7 +219,10 @@ def page(rows: Sequence[Path]) -> tuple[str, Callable[[], Figure]]:
     ]
     first = kept[groups[0].name][0]["starts"][0]
     starts = [start for of in kept.values() for row in of for start in row["starts"]]
-    commits, cpus = sorted({start["commit"][:7] for start in starts}), sorted({start["cpu"] for start in starts})
+    commits, cpus = (
+        sorted({(start["commit"] or "unknown")[:7] for start in starts}),
+        sorted({start["cpu"] for start in starts}),
+    )
     made = f"Commits {', '.join(commits)}; {' and '.join(cpus)}, torch {first['torch']}, {first['precision']}."
     checked = (
         "*Checked* counts the rows that another process has trained again to the bit. Differences are means over the "
@@ -238,5 +236,4 @@ def page(rows: Sequence[Path]) -> tuple[str, Callable[[], Figure]]:
 
 def _about(row: Path) -> dict[str, str]:
     found = next((folder / ABOUT for folder in row.parents if (folder / ABOUT).is_file()), None)
-    text = {} if found is None else yaml.safe_load(found.read_text(encoding="utf-8"))
-    return {"title": "Ledger", "text": "", **text}
+    return {"title": "Ledger", "text": "", **(yaml.safe_load(found.read_text(encoding="utf-8")) if found else {})}

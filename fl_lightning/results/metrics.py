@@ -8,9 +8,9 @@ from io import StringIO
 from numbers import Real
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any, Literal, NamedTuple, TypedDict
+from typing import Any, Literal, NamedTuple
 
-from fl_lightning.core import UserError, parse_json, read_json, require, write_atomically
+from fl_lightning.core import UserError, grouped, parse_json, read_json, require, write_atomically
 
 Mode = Literal["max", "min"]
 """Whether the largest or the smallest value of a metric is the best."""
@@ -71,10 +71,9 @@ MAIN = (
 
 def known(metric: str) -> Known:
     """Returns the entry of a metric; one that is not in the registry has its own name as title."""
-    _, _, leaf = metric.rpartition("/")
+    leaf = metric.rpartition("/")[2]
     for entry in METRICS:
-        match = re.fullmatch(re.escape(entry.name).replace(r"\{\}", "([a-z0-9]+)"), metric)
-        if match:
+        if match := re.fullmatch(re.escape(entry.name).replace(r"\{\}", "([a-z0-9]+)"), metric):
             evaluated, unit = EVALUATED.get(match[1], (match[1], "")) if match.groups() else ("", entry.unit)
             return Known(metric, entry.title.format(evaluated), unit, entry.key)
     return Known(metric, leaf.replace("_", " ") if metric.startswith("flatness/") else metric, key=leaf)
@@ -97,8 +96,7 @@ def shown(metrics: Iterable[str]) -> list[str]:
         metrics: Names of the metrics that were measured.
     """
     names = dict.fromkeys(metrics)
-    further = [name for name in tested(names) if name not in MAIN]
-    return [name for name in MAIN if name in names] + further
+    return [name for name in MAIN if name in names] + [name for name in tested(names) if name not in MAIN]
 
 
 def tested(metrics: Iterable[str]) -> list[str]:
@@ -200,9 +198,8 @@ def read_numbers(path: Path, what: str, *whole: str) -> tuple[list[str], list[di
     line, found = 1, list[dict[str, float]]()
     try:
         head, *rows = read_rows(path) or [[]]
-        for name in whole:
-            if name not in head:
-                raise ValueError(f"no column named {name}")
+        if absent := [name for name in whole if name not in head]:
+            raise ValueError(f"no column named {absent[0]}")
         for line, row in enumerate(rows, 2):  # noqa: B007  the message names it
             if len(row) != len(head):
                 raise ValueError(f"{len(row)} cells, not {len(head)}")
@@ -224,12 +221,8 @@ def read_metrics(path: Path) -> dict[str, list[tuple[int, float]]]:
     Raises:
         UserError: If the file is no table of numbers by round.
     """
-    columns: dict[str, list[tuple[int, float]]] = {}
-    for row in read_numbers(path, "metrics", "round")[1]:
-        at = int(row.pop("round"))
-        for name, value in row.items():
-            columns.setdefault(name, []).append((at, value))
-    return columns
+    _, rows = read_numbers(path, "metrics", "round")
+    return grouped((name, (int(row["round"]), row[name])) for row in rows for name in row if name != "round")
 
 
 def read_run(folder: Path | None) -> dict[str, list[tuple[int, float]]]:
@@ -300,46 +293,44 @@ Number = Real | None
 """NaN and infinity included."""
 
 
-class Details(TypedDict, total=False):
-    """Further numbers of a measurement."""
-
-    eigenvalues: list[float]
-    grid: list[float]
-    density: list[float]
-    clients: dict[str, float]
-
-
-class Measurement(TypedDict):
-    """A measurement of flatness."""
-
-    name: str
-    value: Number
-    error: Number
-    residual: Number
-    model: str
-    data: str
-    samples: int
-    settings: dict[str, Any]
-    details: Details
+MEASUREMENT: dict[str, Any] = {
+    "name": str,
+    "value": Number,
+    "error": Number,
+    "residual": Number,
+    "model": str,
+    "data": str,
+    "samples": int,
+    "settings": dict[str, Any],
+    "details": {
+        "eigenvalues?": list[float],
+        "grid?": list[float],
+        "density?": list[float],
+        "clients?": dict[str, float],
+    },
+}
+"""The form of a measurement of flatness, see `fits`."""
 
 
-class Monitored(Measurement):
-    """A line of ``flatness.jsonl``."""
-
-    round: int
-
-
-def last_measurements(run: Path) -> dict[str, Monitored]:
-    """Returns the last measurement of each name; a crash may have cut the very last line short.
+def read_measurements(run: Path) -> list[dict[str, Any]]:
+    """Returns the measurements of a run, by round; a crash may have cut the very last line short.
 
     Raises:
         UserError: If the file is damaged.
     """
     path = run / MEASUREMENTS
     lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
-    return {
-        found["name"]: found for found in (parse_json(line, path, Monitored) for line in lines if line.endswith(b"\n"))
-    }
+    form = {**MEASUREMENT, "round": int}
+    return [parse_json(line, path, form) for line in lines if line.endswith(b"\n")]
+
+
+def last_measurements(run: Path) -> dict[str, dict[str, Any]]:
+    """Returns the last measurement of each name.
+
+    Raises:
+        UserError: As `read_measurements`.
+    """
+    return {found["name"]: found for found in read_measurements(run)}
 
 
 def protocol(measured: Mapping[str, Any]) -> str:

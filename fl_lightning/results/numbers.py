@@ -3,7 +3,7 @@
 import csv
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from fl_lightning.core import (
     MARKERS,
     PAGE,
     Figure,
+    grouped,
     line_style,
     new_figure,
     place_legend,
@@ -32,12 +33,11 @@ def plot_bars(numbers: Mapping[str, Mapping[str, Sequence[float]]], name: str) -
     """
     places = list(dict.fromkeys(place for of in numbers.values() for place in of))
     width = 0.8 / len(numbers)
-    with new_figure(COLUMN if len(numbers) * len(places) <= 12 else PAGE, 2.4) as figure:
+    with new_figure(COLUMN if len(numbers) * len(places) <= 12 else PAGE, 2.4, grid="y") as figure:
         axes = figure.add_subplot(ylabel=name)
         for i, (label, of) in enumerate(numbers.items()):
             at = [places.index(place) + (i - (len(numbers) - 1) / 2) * width for place in of]
             heights, errors = [average(v) for v in of.values()], [deviation(v) or 0.0 for v in of.values()]
-            look: dict[str, Any] = {"color": COLORS[i % len(COLORS)], "hatch": HATCHES[i % len(HATCHES)]}
             axes.bar(
                 at,
                 heights,
@@ -47,11 +47,11 @@ def plot_bars(numbers: Mapping[str, Mapping[str, Sequence[float]]], name: str) -
                 linewidth=0.4,
                 error_kw={"linewidth": 0.6},
                 edgecolor="white",
-                **look,
+                color=COLORS[i % len(COLORS)],
+                hatch=HATCHES[i % len(HATCHES)],
             )
         turned = len(places) > 4
         axes.set_xticks(range(len(places)), places, rotation=45 * turned, ha="right" if turned else "center")
-        axes.grid(axis="y", alpha=0.3)
         scale_axis(axes.yaxis, [average(v) for of in numbers.values() for v in of.values()])
         place_legend(figure)
     return figure
@@ -67,7 +67,7 @@ def plot_lines(panels: Mapping[str, Mapping[str, Sequence[tuple[float, Sequence[
     """
     columns = min(len(panels), 2)
     rows = -(-len(panels) // columns)
-    with new_figure(COLUMN if columns == 1 else PAGE, 1.9 * rows + 0.4) as figure:
+    with new_figure(COLUMN if columns == 1 else PAGE, 1.9 * rows + 0.4, grid="both") as figure:
         for place, (across, lines) in enumerate(panels.items()):
             axes = figure.add_subplot(rows, columns, place + 1, xlabel=wrapped(across, 2.6))
             axes.set_ylabel("" if place % columns else name)
@@ -80,7 +80,6 @@ def plot_lines(panels: Mapping[str, Mapping[str, Sequence[tuple[float, Sequence[
             tried, *others = (tuple(at for at, _ in points) for points in lines.values())
             if all(other == tried for other in others):
                 axes.set_xticks(tried, [f"{at:g}" for at in tried])
-            axes.grid(alpha=0.3)
         place_legend(figure)
     return figure
 
@@ -94,7 +93,7 @@ def plot_by_client(panels: Mapping[str, Mapping[int, Sequence[tuple[float, float
     """
     columns = min(len(panels), 2)
     rows = -(-len(panels) // columns)
-    with new_figure(COLUMN if columns == 1 else PAGE, 2.1 * rows + 0.3) as figure:
+    with new_figure(COLUMN if columns == 1 else PAGE, 2.1 * rows + 0.3, grid="both") as figure:
         values = [value for clients in panels.values() for points in clients.values() for _, value in points]
         first = None
         for place, (title, clients) in enumerate(panels.items()):
@@ -106,7 +105,6 @@ def plot_by_client(panels: Mapping[str, Mapping[int, Sequence[tuple[float, float
             axes.set_ylabel("" if place % columns else name)
             axes.locator_params(axis="x", integer=True)
             axes.set_xlabel("round" if place + columns >= len(panels) else "")
-            axes.grid(alpha=0.3)
             scale_axis(axes.yaxis, values)
         place_legend(figure)
     return figure
@@ -133,9 +131,8 @@ class Accuracy(NamedTuple):
 
 def means(rows: Sequence[Accuracy]) -> dict[str, float]:
     """Returns the accuracy on the clean test set, and its mean over corruptions, by severity and over all."""
-    found: dict[str, list[float]] = {CLEAN: []}
-    for row in sorted(rows, key=lambda row: row.severity):
-        found.setdefault(f"severity {row.severity}" if row.severity else CLEAN, []).append(row.acc)
+    ordered = sorted(rows, key=lambda row: row.severity)
+    found = grouped((f"severity {row.severity}" if row.severity else CLEAN, row.acc) for row in ordered)
     found["all"] = [row.acc for row in rows if row.severity]
     return {name: float(np.mean(values)) for name, values in found.items() if values}
 
@@ -158,7 +155,7 @@ def plot_corruptions(runs: Mapping[str, Sequence[Accuracy] | Path]) -> Figure:
     corrupted = [row for rows in tables.values() for row in rows if row.severity]
     names, highest = list(dict.fromkeys(row.corruption for row in corrupted)), max(row.severity for row in corrupted)
     width = 0.8 / len(tables)
-    with new_figure(COLUMN if len(names) * len(tables) <= 8 else PAGE, 4.2) as figure:
+    with new_figure(COLUMN if len(names) * len(tables) <= 8 else PAGE, 4.2, grid="y") as figure:
         for place, (title, least) in enumerate(((f"severity {highest}", highest), ("mean over severities", 1))):
             axes = figure.add_subplot(2, 1, place + 1, title=title, ylabel="test accuracy (%)", ylim=(0, 100))
             for i, (label, rows) in enumerate(tables.items()):
@@ -171,6 +168,5 @@ def plot_corruptions(runs: Mapping[str, Sequence[Accuracy] | Path]) -> Figure:
                     axes.axhline(100 * clean, color=color, linestyle=DASHES[i % len(DASHES)], linewidth=0.8, zorder=0)
             labels = [name.replace("_", " ") for name in names] if place else [""] * len(names)
             axes.set_xticks(range(len(names)), labels, rotation=45, ha="right", rotation_mode="anchor")
-            axes.grid(axis="y", alpha=0.3)
         figure.legend(*axes.get_legend_handles_labels(), loc="outside upper center", ncols=2, frameon=False)
     return figure

@@ -142,10 +142,8 @@ def our_number(run: Path, metric: str, fraction: float = 1.0) -> float | None:
         return _of_client(run, logged, at) if at else headline(run, f"flatness/{logged}")
     if name not in EVALUATED:
         return None
-    due = None
-    if at:
-        due = rounds_done(read_run(run)) * float(at[:-1]) / 100 if at.endswith("%") else float(at) * fraction
-    found = headline(run, EVALUATED[name], at=due)
+    due = rounds_done(read_run(run)) * float(at[:-1]) / 100 if at.endswith("%") else float(at or 0) * fraction
+    found = headline(run, EVALUATED[name], at=due if at else None)
     return None if found is None else 100 * found
 
 

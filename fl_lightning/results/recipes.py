@@ -25,13 +25,11 @@ class Row:
         names: Its names in the tables; with a ``+`` in front, an addition to another row.
         over: Patterns of the files' names.
         settings: Settings over the file, as on the command line.
-        source: Where the settings come from.
     """
 
     names: tuple[str, ...]
     over: tuple[str, ...]
     settings: str
-    source: str
 
 
 @dataclass(frozen=True)
@@ -77,7 +75,6 @@ def recipe(cell: Cell) -> Recipe:
     column = ", ".join((cell.dataset, cell.model, cell.heterogeneity))
     files = columns(cell.paper)
     ensure(column in files, f"{where}: no config for {column}; see docs/experiments.md")
-    found = _parts(cell, files[column])
     cohort, _, clients = cell.participation.partition("/")
     flags = [f"--trainer.clients_per_round={cohort}", f"--data.num_clients={clients}"] if clients else []
     flags += [f"--trainer.local_epochs={cell.epochs}"] if cell.epochs else []
@@ -85,7 +82,7 @@ def recipe(cell: Cell) -> Recipe:
     return Recipe(
         command="centralized" if cell.heterogeneity == "centralized" else "fit",
         config=f"experiment/{cell.paper}/{files[column]}",
-        row=(*(word for row in found for word in shlex.split(row.settings)), *value),
+        row=(*(word for row in _parts(cell, files[column]) for word in shlex.split(row.settings)), *value),
         column=tuple(flags),
     )
 
@@ -116,7 +113,6 @@ def _all() -> dict[str, tuple[dict[str, str], Sequence[Row]]]:
                     names=tuple(names.split(", ")),
                     over=tuple(row.get("over", "*").split(", ")),
                     settings=row.get("settings", ""),
-                    source=row.get("from", ""),
                 )
                 for names, of in part["rows"].items()
                 for row in of
@@ -212,17 +208,14 @@ def figure(paper: str, number: str) -> PaperFigure:
 def _figures() -> dict[str, list[PaperFigure]]:
     return {
         paper: [_figure(paper, str(number), dict(entry)) for number, entry in entries.items()]
-        for paper, entries in yaml.safe_load(
-            Path(__file__).with_name("paper_figures.yaml").read_text(encoding="utf-8")
-        ).items()
+        for paper, entries in _content("paper_figures.yaml").items()
     }
 
 
 def _figure(paper: str, number: str, entry: dict[str, Any]) -> PaperFigure:
     reason = "it is a schematic" if entry.pop("schematic", False) else entry.pop("not", "")
-    entry["runs"] = tuple(Selection(**{**runs, "table": str(runs["table"])}) for runs in entry.get("runs", ()))
-    entry["metrics"] = tuple(entry.get("metrics", ()))
-    return PaperFigure(paper, number, reason=reason, **entry)
+    runs = tuple(Selection(**{**each, "table": str(each["table"])}) for each in entry.pop("runs", ()))
+    return PaperFigure(paper, number, reason=reason, runs=runs, metrics=tuple(entry.pop("metrics", ())), **entry)
 
 
 def _content(file: str) -> Any:

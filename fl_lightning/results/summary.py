@@ -203,8 +203,7 @@ def summarise(
     path = Path(run) / FILE
     ensure(path.is_file(), f"run = {run}: no {FILE} there; give the folder of a run")
     columns = read_metrics(path)
-    if metric is None:
-        metric = next(iter(tested(columns)), "server/test/acc")
+    metric = next(iter(tested(columns)), "server/test/acc") if metric is None else metric
     ensure(
         metric in columns,
         f"metric = {metric}: not in {path}, which has {', '.join(columns) or 'no rows'}; choose one of these",
@@ -220,8 +219,8 @@ def summarise(
     )
     sign = 1 if mode == "max" else -1
     best_round, best = best_of(evaluated, mode)
-    as_good = [] if target is None else [at for at, x in evaluated if sign * x >= sign * target and math.isfinite(x)]
-    reached = next(iter(as_good), None)
+    as_good = (at for at, x in evaluated if target is not None and sign * x >= sign * target and math.isfinite(x))
+    reached = next(as_good, None)
     headlines = {name: average(found) for name, found in counted.items() if found}
 
     def minutes(until: int) -> float | None:

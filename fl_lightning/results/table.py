@@ -189,8 +189,8 @@ def differences(shown: Sequence[Column], reference: Group, name: str) -> list[Co
 
 def paired(group: Group, column: Column) -> Difference | None:
     """Returns the difference of a group in a column of differences; None of the reference, and without common seeds."""
-    reference = column.against
-    return None if reference is None or group is reference else difference(group, reference, column.of)
+    against = column.against
+    return None if against is None or group is against else difference(group, against, column.of)
 
 
 def names(groups: Sequence[Group]) -> list[str]:
@@ -249,9 +249,7 @@ def cell(group: Group, column: Column, groups: Sequence[Group] = (), markup: Mar
     expected = len(group.runs) if column.to_target else group.measured(column.of)
     if not values:
         return markup.never if column.to_target else "nan" if expected else ""
-    text = format(fmean(values), column.form)
-    if is_best(group, column, groups):
-        text = markup.best.format(text)
+    text = (markup.best if is_best(group, column, groups) else "{}").format(format(fmean(values), column.form))
     if column.spread and len(values) > 1:
         text = markup.pair.format(text, format(deviation(values), column.spread))
     return text if len(values) == expected else f"{text} ({len(values)} of {expected})"  # the others never did
@@ -284,14 +282,14 @@ def row(group: Group, shown: Sequence[Column]) -> Mapping[str, str | float | Non
         "reached": len(group.values("target_round")),
     }
     for column in shown:
-        if column.against is not None:
+        if column.against is None:
+            values = [value * column.scale for value in group.values(column.of)]
+            found[column.key] = fmean(values) if values else ""
+            found[f"{column.key}_sd"] = deviation(values) if len(values) > 1 else ""
+        else:
             apart = paired(group, column)
             numbers = (apart.mean, *apart.ends, apart.seeds) if apart else [""] * 4
             found |= zip((column.key + end for end in ("", "_low", "_high", "_seeds")), numbers, strict=True)
-            continue
-        values = [value * column.scale for value in group.values(column.of)]
-        found[column.key] = fmean(values) if values else ""
-        found[f"{column.key}_sd"] = deviation(values) if len(values) > 1 else ""
     return found
 
 

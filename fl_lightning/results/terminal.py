@@ -1,6 +1,10 @@
-"""Tables on the terminal: those that are too wide are divided, and no number is cut."""
+"""Tables and lines on the terminal: what is too wide is divided, and neither a number nor a word is cut."""
 
 import copy
+import shlex
+import shutil
+import sys
+import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -10,6 +14,32 @@ from rich.text import Text
 
 TEXT = 30
 """Most characters in a line of a text, in a table that is too wide."""
+
+
+def wrapped(text: str, stream: Any = None, joint: str = "") -> str:
+    """Returns lines as a stream shows them: a terminal breaks those that are too long between words.
+
+    Args:
+        text: The lines.
+        stream: The stream; None: the standard output.
+        joint: What a broken line ends with.
+    """
+    if not (stream or sys.stdout).isatty():
+        return text
+    width = shutil.get_terminal_size().columns - len(joint)
+    whole = textwrap.TextWrapper(width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    return "\n".join(f"{joint}\n".join(whole.wrap(line)) for line in text.split("\n"))
+
+
+def say(text: str, **options: Any) -> None:
+    """Prints lines; see `wrapped`."""
+    print(wrapped(text, options.get("file")), **options)
+
+
+def command(*args: str, before: str = "") -> str:
+    """Returns a command of the shell after a text; a terminal shows it in lines that can be copied together."""
+    whole = (shlex.quote(arg).replace(" ", "\0") for arg in args)
+    return wrapped(f"{before}{' '.join(whole)}", joint=" \\").replace("\0", " ")
 
 
 def filled(heads: Sequence[str], rows: Iterable[Iterable[str]], left: int = 1, **options: Any) -> Table:

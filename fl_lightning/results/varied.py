@@ -18,6 +18,7 @@ from fl_lightning.core import (
     Figure,
     ensure,
     figure_files,
+    grouped,
     log_levels,
     new_figure,
     require,
@@ -64,18 +65,13 @@ class Pivot:
     @property
     def heads(self) -> list[str]:
         """The heads of its table."""
-        rows, columns = self.names
-        return [rows, *(f"{columns}\u00a0{value}" for value in self.columns)]
+        return [self.names[0], *(f"{self.names[1]}\u00a0{value}" for value in self.columns)]
 
     def text(self, markup: Markup | None = None) -> list[list[str]]:
         """Returns the rows of its table; see `fl_lightning.results.table.cell`."""
         groups = [*self.cells.values()]
-
-        def text(row: str, column: str) -> str:
-            found = self.cells.get((row, column))
-            return "" if found is None else cell(found, self.column, groups, markup)
-
-        return [[row, *(text(row, column) for column in self.columns)] for row in self.rows]
+        texts = {at: cell(group, self.column, groups, markup) for at, group in self.cells.items()}
+        return [[row, *(texts.get((row, column), "") for column in self.columns)] for row in self.rows]
 
     @property
     def best(self) -> str:
@@ -96,11 +92,11 @@ class Pivot:
         rows = [[row, *means] for row, means in zip(self.rows, self._grid().tolist(), strict=True)]
         paper = replace(self, column=self.column.in_paper)
         marked = [[tex(row), *cells] for row, *cells in paper.text(LATEX)]
-        written = {
+        return {
             "pivot.csv": table_text([head.replace("\u00a0", " ") for head in self.heads], rows),
             "pivot.tex": tabulars(self.heads, paper.text(), marked, 1),
+            **figure_files(self.plot(), "pivot"),
         }
-        return {**written, **figure_files(self.plot(), "pivot")}
 
     def plot(self) -> Figure:
         """Draws the means as a heat map with their numbers; bright is good, and what is clearly the best is bold."""
@@ -127,8 +123,7 @@ class Pivot:
         return figure
 
     def _grid(self) -> NDArray[np.float64]:
-        values = {at: group.values("mean") for at, group in self.cells.items()}
-        means = {at: fmean(found) for at, found in values.items() if found}
+        means = {at: fmean(found) for at, group in self.cells.items() if (found := group.values("mean"))}
         return np.array([[means.get((row, column), np.nan) for column in self.columns] for row in self.rows])
 
 
@@ -150,21 +145,25 @@ def pivot(groups: Sequence[Group], names: str) -> Pivot:
     require(
         len(apart) > 1, "pivot", names, f"fewer than two settings vary in these runs: {listed or 'none'}; give more"
     )
-    two = len(given) == 2 and given[0] != given[1]
-    require(two, "pivot", names, f"give two settings, as in rho,alpha; choose from {listed}")
+    require(
+        len({*given}) == len(given) == 2, "pivot", names, f"give two settings, as in rho,alpha; choose from {listed}"
+    )
     keys = [find_setting(apart, name, "pivot") for name in given]
     others = [key for key in apart if key not in keys]
-    parts: dict[tuple[str, str], list[tuple[Group, int]]] = {}
-    kinds: dict[tuple[str | None, ...], int] = {}
-    for group, config in zip(groups, configs, strict=True):
-        at = plain(config.get(keys[0])), plain(config.get(keys[1]))
-        parts.setdefault(at, []).append((group, kinds.setdefault(tuple(config.get(key) for key in others), len(kinds))))
+    kinds = list(dict.fromkeys(tuple(config.get(key) for key in others) for config in configs))
+    parts = grouped(
+        (
+            (plain(config.get(keys[0])), plain(config.get(keys[1]))),
+            (group, kinds.index(tuple(config.get(key) for key in others))),
+        )
+        for group, config in zip(groups, configs, strict=True)
+    )
     cells = {at: _together(", ".join(at), of) for at, of in parts.items()}
     rows, columns = (sorted({at[i] for at in cells}, key=_order) for i in (0, 1))
     run = groups[0].runs[0]
     form = Column("mean", "mean", "mean", run.mode, fraction=known(run.metric).unit == "fraction")
-    pair = short[keys[0]], short[keys[1]]
-    return Pivot(pair, rows, columns, cells, [short[key] for key in others], form, run.metric)
+    named = [short[key] for key in (*keys, *others)]
+    return Pivot((named[0], named[1]), rows, columns, cells, named[2:], form, run.metric)
 
 
 def _together(name: str, parts: Sequence[tuple[Group, int]]) -> Group:

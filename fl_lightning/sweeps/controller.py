@@ -12,13 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from fl_lightning.core import PositiveInt, make_folder, read_json, require, write_atomically
-from fl_lightning.results.metrics import average, read_run, rounds_done, write_table
-from fl_lightning.results.summary import SUFFIX, window_of
+from fl_lightning.results import SUFFIX, average, read_run, rounds_done, window_of, write_table
 from fl_lightning.sweeps.file import Objective, StopEarly, Sweep
 from fl_lightning.sweeps.parameters import Settings
 from fl_lightning.sweeps.trials import Build, Check, Outcome, Trial, name_of, newest_run, run_trials
-from fl_lightning.trainer import RunFolder
-from fl_lightning.trainer.storage.run_folder import locked
+from fl_lightning.trainer import RunFolder, locked
 
 BATCH = 4
 """Fewest settings that bayes proposes at a time."""
@@ -111,10 +109,8 @@ class Controller:
             yield proposed
 
     def _early(self) -> StopEarly | None:
-        if self.sweep.early is None:
-            return None
-        folders = [self.folder / trial.name for trial in self.trials]
-        return StopEarly(self.sweep.early, self.objective.column, self.objective.sign, folders)
+        rule, folders = self.sweep.early, [self.folder / trial.name for trial in self.trials]
+        return None if rule is None else StopEarly(rule, self.objective.column, self.objective.sign, folders)
 
     def _record(self, found: Outcome) -> Outcome:
         value = self.objective.value(found.folder)
@@ -147,8 +143,8 @@ class Controller:
         """Returns the state of a trial, its rounds done, and its metric so far."""
         ended, folder = self.outcomes.get(trial.name), newest_run(trial, self.folder)
         done, value = rounds_done(read_run(folder)), self.objective.value(folder)
-        going = "running" if done else "waiting"
-        return going if ended is None else "failed" if ended.error else "finished", done, value
+        going = ("running" if done else "waiting") if ended is None else "failed" if ended.error else "finished"
+        return going, done, value
 
     def write(self) -> None:
         """Writes ``sweep.csv``, and the config of the best settings as ``best.yaml``."""
@@ -157,10 +153,9 @@ class Controller:
         for trial in self.trials:
             state, done, value = self.state(trial)
             ended = self.outcomes.get(trial.name)
-            where = ended.folder if ended else newest_run(trial, self.folder)
-            error = ended.error if ended and ended.error else ""
+            where, error = (ended.folder, ended.error) if ended else (newest_run(trial, self.folder), None)
             settings = [trial.settings.get(key, "") for key in keys]
-            rows.append([trial.name, *settings, state, done, "" if value is None else value, where or "", error])
+            rows.append([trial.name, *settings, state, done, "" if value is None else value, where or "", error or ""])
         head = ["trial", *keys, "state", "rounds", self.objective.name, "folder", "error"]
         write_table(self.folder / "sweep.csv", head, rows)
         best = self.best()

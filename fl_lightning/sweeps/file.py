@@ -11,9 +11,8 @@ from typing import Any
 import yaml
 
 from fl_lightning.core import UserError, ensure, require
+from fl_lightning.results import SUFFIX, headline, load_yaml
 from fl_lightning.results.metrics import FILE, best_of, read_run
-from fl_lightning.results.summary import SUFFIX, headline
-from fl_lightning.results.yaml_text import load_yaml
 from fl_lightning.sweeps.parameters import LARGEST, Bayes, Parameter, Search, draws, flatten, grid
 from fl_lightning.trainer import Callback, Run
 

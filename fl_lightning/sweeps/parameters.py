@@ -97,20 +97,15 @@ class Parameter:
             self.distribution,
             "a grid takes values, integers from min to max, or q_uniform",
         )
-        match self.distribution:
-            case "constant":
-                return [self.options["value"]]
-            case "categorical":
-                return list(self.options["values"])
-            case "int_uniform":
-                low, high = self.options["min"], self.options["max"]
-                remedy = f"a grid takes at most {LARGEST:,} values"
-                require(high - low < LARGEST, f"parameters.{self.key}", f"{low} to {high}", remedy)
-                return range(low, high + 1)
-            case _:
-                steps = (self.options["max"] - self.options["min"]) / self.options["q"]
-                require(steps <= LARGEST, f"parameters.{self.key}.q", self.options["q"], "too small for a grid")
-                return list(np.arange(self.options["min"], self.options["max"], self.options["q"]).tolist())
+        if self.choices is not None:
+            return list(self.choices)
+        low, high, step = self.options["min"], self.options["max"], self.options.get("q", 1)
+        if self.distribution == "int_uniform":
+            remedy = f"a grid takes at most {LARGEST:,} values"
+            require(high - low < LARGEST, f"parameters.{self.key}", f"{low} to {high}", remedy)
+            return range(low, high + 1)
+        require((high - low) / step <= LARGEST, f"parameters.{self.key}.q", step, "too small for a grid")
+        return list(np.arange(low, high, step).tolist())
 
     @property
     def choices(self) -> list[Any] | None:
@@ -123,8 +118,7 @@ class Parameter:
             n = len(choices)
             ends = [*list(accumulate(self.options.get("probabilities", [1 / n] * n)))[:-1], 1.0]
             return choices[next(i for i, end in enumerate(ends) if u <= end)]
-        options = self.options
-        base = self.distribution.removeprefix("q_")
+        options, base = self.options, self.distribution.removeprefix("q_")
         if base == "int_uniform":
             n = options["max"] - options["min"] + 1
             return options["min"] + min(int(u * n), n - 1)
@@ -148,9 +142,7 @@ class Parameter:
                 from scipy.stats import beta
 
                 x = float(beta.ppf(u, options["a"], options["b"]))
-        if "q" in options:
-            x = round(x / options["q"]) * options["q"]
-        return x
+        return round(x / options["q"]) * options["q"] if "q" in options else x
 
 
 def _default_distribution(given: Mapping[str, Any]) -> str:

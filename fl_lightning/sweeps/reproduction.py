@@ -11,7 +11,7 @@ from typing import Any
 from fl_lightning import algorithms
 from fl_lightning.algorithms.catalogue import Entry
 from fl_lightning.algorithms.parts.ascent import SAM
-from fl_lightning.core import UserError, ensure, require
+from fl_lightning.core import UserError, ensure, grouped, require
 from fl_lightning.results.papers import (
     COLUMNS,
     EVALUATED,
@@ -52,9 +52,11 @@ def scaled(config: Mapping[str, Any], fraction: float) -> dict[str, int | float]
     """
     rounds = scaled_rounds(config, fraction)
     share = rounds / config["trainer"]["max_rounds"]
-    found: dict[str, int | float] = {"trainer.max_rounds": rounds}
-    found |= {key: max(1, round(n * share)) for key in COUNTS if (n := value(config, key)) is not None and n >= 1}
-    found |= {key: x ** (1 / share) for key in FACTORS if (x := value(config, key)) is not None}
+    found: dict[str, int | float] = {
+        "trainer.max_rounds": rounds,
+        **{key: max(1, round(n * share)) for key in COUNTS if (n := value(config, key)) is not None and n >= 1},
+        **{key: x ** (1 / share) for key in FACTORS if (x := value(config, key)) is not None},
+    }
     return {key: number for key, number in found.items() if number != value(config, key)}
 
 
@@ -70,8 +72,7 @@ def check_fraction(fraction: float) -> None:
 def scaled_rounds(config: Mapping[str, Any], fraction: float) -> int:
     """Returns a fraction of a run's rounds; errors as for `scaled`."""
     check_fraction(fraction)
-    whole: int = config["trainer"]["max_rounds"]
-    return max(1, round(whole * fraction))
+    return max(1, round(int(config["trainer"]["max_rounds"]) * fraction))
 
 
 def value(config: Mapping[str, Any], key: str) -> Any:
@@ -130,13 +131,12 @@ class Task:
             seeds: Seeds of the runs.
             more: Further arguments, which win.
         """
-        fewer = scaled(config, fraction)
         metrics = (cell.metric.partition("@")[0] for cell in self.cells)
-        measures = dict.fromkeys(MEASURED[name][1] for name in metrics if name in MEASURED)
-        measures |= {self.measure: None} if self.measure else {}
+        needed = (MEASURED[name][1] for name in metrics if name in MEASURED)
+        measures = dict.fromkeys(filter(None, (*needed, self.measure)))
         every = max(1, scaled_rounds(config, fraction) // self.times)
         settings = f"every_n_rounds: {every}, metrics: [{', '.join(measures)}]"
-        args = [*self.whole, *(f"--{key}={number:.17g}" for key, number in fewer.items())]
+        args = [*self.whole, *(f"--{key}={number:.17g}" for key, number in scaled(config, fraction).items())]
         if measures:
             args.append(f"--trainer.callbacks+={{class_path: FlatnessMonitor, init_args: {{{settings}}}}}")
         return [
@@ -182,13 +182,10 @@ def tasks(cells: Sequence[Cell]) -> tuple[list[Task], list[str]]:
 
     FedAvg's runs are among them where another row is measured by FedAvg.
     """
-    by_run: dict[tuple[str, ...], list[Cell]] = {}
-    reasons: dict[str, list[str]] = {}
-    for cell in cells:
-        if reason := why_not(cell):
-            reasons.setdefault(reason, []).append(cell.algorithm)
-        elif declared(cell) is None:
-            by_run.setdefault((*_place(cell).values(), cell.algorithm), []).append(cell)
+    answers = [(cell, why_not(cell)) for cell in cells]
+    reasons = grouped((reason, cell.algorithm) for cell, reason in answers if reason)
+    made = [cell for cell, reason in answers if not reason and declared(cell) is None]
+    by_run = grouped(((*_place(cell).values(), cell.algorithm), cell) for cell in made)
     for (*place, _), group in [*by_run.items()]:
         if any(beside_fedavg(cell.metric) for cell in group) and (*place, "FedAvg") not in by_run:
             by_run[(*place, "FedAvg")] = find(**_place(group[0]), algorithm="FedAvg", metric="acc")[:1]

@@ -7,10 +7,8 @@ from pathlib import Path
 from rich.markup import escape
 from rich.table import Table
 
-from fl_lightning.results.metrics import last_measurements, markdown, protocol, write_table
+from fl_lightning.results import filled, last_measurements, markdown, protocol, tex, window_of, write_table
 from fl_lightning.results.papers import COLUMNS, EVALUATED, MEASURED, Line
-from fl_lightning.results.summary import window_of
-from fl_lightning.results.table import tex
 from fl_lightning.sweeps.reproduction import column
 
 HEADS = ("", "ours", "paper", "difference", "seeds")
@@ -20,9 +18,9 @@ def title(lines: Sequence[Line]) -> str:
     """Returns the table's title: fraction of the rounds, those of the means, and settings that are not the paper's."""
     first = lines[0]
     rounds = "all rounds" if first.fraction == 1 else f"{100 * first.fraction:.4g} % of the rounds"
-    if counted := window_of(run for line in lines if line.cell.metric in EVALUATED for run in line.folders):
-        rounds += f", means of the {counted}"
-    return ", with ".join(filter(None, (f"{first.cell.paper}, Table {first.cell.table}: {rounds}", first.settings)))
+    counted = window_of(run for line in lines if line.cell.metric in EVALUATED for run in line.folders)
+    what = f"{first.cell.paper}, Table {first.cell.table}: {rounds}" + (f", means of the {counted}" if counted else "")
+    return ", with ".join(filter(None, (what, first.settings)))
 
 
 def protocols(lines: Sequence[Line]) -> list[str]:
@@ -38,23 +36,19 @@ def texts(line: Line) -> list[str]:
     cell = line.cell
     printed = cell.printed.partition(" ± ")[0]
     digits = max(1, len(printed.partition(".")[2])) if printed else 2
-    ours = "" if line.mean is None else f"{line.mean:.{digits}f}"
-    if line.std is not None:
-        ours += f" ± {line.std:.{digits}f}"
+    spread = "" if line.std is None else f" ± {line.std:.{digits}f}"
+    ours = "" if line.mean is None else f"{line.mean:.{digits}f}{spread}"
     name = cell.algorithm if cell.metric == "acc" else f"{cell.algorithm}, {cell.metric}"
     difference = "" if line.difference is None else f"{line.difference:+.{digits}f}"
-    seeds = f"{len(line.values)} of {n}" if (n := len(line.values) + len(line.errors)) > len(line.values) else str(n)
-    if line.values and not line.folders:
-        seeds = "declared"
+    whole = str(len(line.values)) if line.folders or not line.values else "declared"
+    seeds = f"{len(line.values)} of {len(line.values) + len(line.errors)}" if line.errors else whole
     missing = "not reached" if any(error.endswith("not reached") for error in line.errors) else "broke off"
     return [name, ours or missing, cell.printed or cell.note.partition(";")[0], difference, seeds]
 
 
 def table(lines: Sequence[Line]) -> Table:
     """Returns the table for the terminal, a section for each column of the paper's."""
-    found = Table(title=escape(title(lines)))
-    for i, head in enumerate(HEADS):
-        found.add_column(head, justify="right" if i else "left")
+    found = filled(HEADS, (), title=escape(title(lines)))
     for name, group in _sections(lines):
         found.add_section()
         found.add_row(f"[bold]{escape(name)}[/]")
@@ -100,11 +94,10 @@ def latex(lines: Sequence[Line]) -> str:
     def across(text: str) -> str:
         return rf"\multicolumn{{{len(HEADS)}}}{{l}}{{{tex(text)}}} \\"
 
-    body = [rf"\begin{{tabular}}{{l{'r' * (len(HEADS) - 1)}}}", r"\toprule", across(title(lines))]
-    body += [r"\midrule", " & ".join(HEADS) + r" \\"]
+    form = rf"\begin{{tabular}}{{l{'r' * (len(HEADS) - 1)}}}"
+    body = [form, r"\toprule", across(title(lines)), r"\midrule", " & ".join(HEADS) + r" \\"]
     for name, group in _sections(lines):
-        body += [r"\midrule", across(name)]
-        body += [" & ".join(map(tex, texts(line))) + r" \\" for line in group]
+        body += [r"\midrule", across(name), *(" & ".join(map(tex, texts(line))) + r" \\" for line in group)]
     said = [r"\midrule", *map(across, found)] if (found := protocols(lines)) else []
     return "\n".join([*body, *said, r"\bottomrule", r"\end{tabular}", ""])
 

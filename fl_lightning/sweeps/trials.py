@@ -14,15 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.core import UserError, ensure, make_folder
+from fl_lightning.core import UserError, ensure, grouped, make_folder
 from fl_lightning.data import FederatedDataModule
+from fl_lightning.results import SUMMARY, read_run, rounds_done
 from fl_lightning.results.configs import differences, read_config
-from fl_lightning.results.metrics import read_run, rounds_done
-from fl_lightning.results.summary import SUMMARY
 from fl_lightning.sweeps.file import StopEarly
 from fl_lightning.sweeps.workers import train_here, train_in_processes
-from fl_lightning.trainer import FederatedTrainer, RunFolder, loop, parallel_runs
-from fl_lightning.trainer.storage.run_folder import InUse, check_unused, locked
+from fl_lightning.trainer import FederatedTrainer, InUse, RunFolder, check_unused, locked, loop, parallel_runs
 
 WIDTH = 32
 """Largest number of trials that are trained as one program."""
@@ -210,11 +208,15 @@ def _spelled(value: Any) -> str:
 
 def _groups(trials: Sequence[Trial], width: int) -> list[list[Trial]]:
     """Returns the trials in groups that may be one program each."""
-    alike: dict[tuple[str, ...], list[Trial]] = {}
-    for trial in trials:
-        alone = (trial.name,) if trial.command != "fit" else ()
-        alike.setdefault((*(a for a in trial.args if not ONE_PROGRAM.fullmatch(a)), *alone), []).append(trial)
     width = min(width, WIDTH)
+    alike = grouped(
+        (
+            tuple(arg for arg in trial.args if not ONE_PROGRAM.fullmatch(arg))
+            + (trial.name,) * (trial.command != "fit"),
+            trial,
+        )
+        for trial in trials
+    )
     return [group[i : i + width] for group in alike.values() for i in range(0, len(group), width)]
 
 
@@ -303,8 +305,7 @@ def _checkpoint(folder: Path, trial: Trial, resume: bool) -> str | None:
     newest = newest_run(trial, folder) if resume else None
     if newest is None:
         return None
-    last = RunFolder(newest).last
-    if last.exists():
+    if (last := RunFolder(newest).last).exists():
         return str(last)
     check_unused(newest)
     shutil.rmtree(newest)

@@ -90,6 +90,7 @@ def check_centralized(settings: Settings, model: LocalObjective) -> None:
             or under differential privacy, rounds that diverge are to be left out, or there is more than one process.
     """
     model.check_centralized(averaged=True)
+    ensure(settings.clock is None, "trainer.clock: centralized training has no devices of clients; set it to null")
     ensure(not settings.faults.kinds, "trainer.faults: centralized training has no clients that fail; set it to null")
     key = "privacy" if isinstance(settings.aggregation, GaussianPrivacy) else "aggregation"
     ensure(

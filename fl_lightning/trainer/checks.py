@@ -51,8 +51,8 @@ def check_fit(run: Run) -> None:
         scores = objective.scores(data).to(run.fabric.device)
         scores.update(logits, y)
         scores.compute()
-    draw = generator(run.seed, "check")
-    x, y = next(iter(data.client_batches(0, 1, 1, draw, run.dtype)))  # with Mixup its labels are probabilities
+    # with Mixup the labels are probabilities
+    x, y = next(iter(data.client_batches(0, 1, 1, generator(run.seed, "check"), run.dtype)))
     _check_loss(run, evaluator.logits(run.server.w, map_tensors(lambda v: v[:2], x)), y[:2])
     if data.val_fraction:
         objective.check_global_model(f"data.val_fraction = {data.val_fraction}, which must be 0")

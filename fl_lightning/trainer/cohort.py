@@ -1,7 +1,5 @@
 """The clients of a round."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
@@ -11,6 +9,7 @@ from fl_lightning.trainer.participation.faults import NO_FAULTS, Attendance, Fau
 from fl_lightning.trainer.participation.samplers import draw
 from fl_lightning.trainer.run import Run
 from fl_lightning.trainer.runtime.collectives import assign, owner
+from fl_lightning.trainer.timing import Timing
 
 
 @dataclass(frozen=True)
@@ -26,6 +25,7 @@ class Cohort:
         shares: Positions of the cohort that each process trains.
         attendance: Which other clients received the server's state, and which failed.
         faults: How clients fail.
+        timing: The clock, if it decides who is too late.
     """
 
     t: int
@@ -36,19 +36,28 @@ class Cohort:
     shares: list[list[int]]
     attendance: Attendance
     faults: Faults
+    timing: Timing | None = None
 
     @classmethod
-    def draw(cls, run: Run, t: int) -> Cohort:
+    def draw(cls, run: Run, t: int) -> "Cohort":
         """Returns the cohort of round ``t``, a function of (seed, t), or of a secret under privacy."""
-        return cls.of(run, _drawn(run, t), t, run.settings.faults)
+        return cls.of(run, _drawn(run, t), t, run.settings.faults, timing=run.timing)
 
     @classmethod
-    def drawn(cls, run: Run, t: int) -> Cohort:
+    def drawn(cls, run: Run, t: int) -> "Cohort":
         """Returns all clients drawn for round ``t``, as if none failed; if nobody is drawn, the first client."""
         return cls.of(run, _drawn(run, t) or [0], t)
 
     @classmethod
-    def of(cls, run: Run, clients: Sequence[int], t: int, faults: Faults = NO_FAULTS, phase: int = 0) -> Cohort:
+    def of(
+        cls,
+        run: Run,
+        clients: Sequence[int],
+        t: int,
+        faults: Faults = NO_FAULTS,
+        phase: int = 0,
+        timing: Timing | None = None,
+    ) -> "Cohort":
         """Returns some clients as the cohort of round ``t``.
 
         Args:
@@ -57,10 +66,12 @@ class Cohort:
             t: The round, from 0.
             faults: How they fail; by default they do not.
             phase: The phase, from 0.
+            timing: The clock that says who is too late; None: nobody is.
         """
         settings, data = run.settings, run.data
         asked = [data.batches_per_client(k, settings.local_epochs, settings.local_steps) for k in clients]
         attendance = faults.attendance(clients, asked, t, phase, run.seed)
+        attendance = attendance if timing is None else timing.attendance(attendance, phase)
         ctx, lr = run.round_context(t, phase), run.objective.lr(run.round_context(t))
         asked_of = dict(zip(clients, asked, strict=True))
         of_run = {**vars(ctx), "lr": lr, "n_mean": run.mean_samples}
@@ -70,7 +81,7 @@ class Cohort:
         ]
         wishes = [*attendance.steps] if run.clients.inits else []
         shares = assign([*attendance.steps.values()], run.fabric.world_size, wishes)
-        return cls(t, phase, len(clients), [*attendance.steps], contexts, shares, attendance, faults)
+        return cls(t, phase, len(clients), [*attendance.steps], contexts, shares, attendance, faults, timing)
 
     @property
     def trainers(self) -> dict[int, int]:
@@ -83,11 +94,11 @@ class Cohort:
         pairs = {k: (owner(k, len(self.shares)), rank) for k, rank in self.trainers.items()}
         return {k: pair for k, pair in pairs.items() if pair[0] != pair[1]}
 
-    def next_phase(self, run: Run) -> Cohort:
+    def next_phase(self, run: Run) -> "Cohort":
         """Returns the clients of this cohort that also answer in the next phase."""
-        return self.of(run, self.clients, self.t, self.faults, self.phase + 1)
+        return self.of(run, self.clients, self.t, self.faults, self.phase + 1, self.timing)
 
-    def alone(self, run: Run, epochs: int) -> Cohort:
+    def alone(self, run: Run, epochs: int) -> "Cohort":
         """Returns the same clients in what they train by themselves; see `Part.trains_alone`.
 
         Args:
@@ -100,7 +111,7 @@ class Cohort:
             contexts.append(replace(ctx, phase=phase, K=K, K_missed=0, k_lr=K * ctx.lr))
         return replace(self, phase=phase, contexts=contexts)
 
-    def only(self, arrived: Collection[int]) -> Cohort:
+    def only(self, arrived: Collection[int]) -> "Cohort":
         """Returns the cohort of one process after all but some of its clients have dropped out."""
         here = {k: ctx for k, ctx in zip(self.clients, self.contexts, strict=True) if k in arrived}
         dropped = [k for k in self.clients if k not in here]

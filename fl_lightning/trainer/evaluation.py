@@ -15,8 +15,7 @@ from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.algorithms.metrics import Scores
 from fl_lightning.algorithms.parts.buffers import Buffers
 from fl_lightning.core import FlatNet, State, accumulator_dtype, eval_mode, forward_at, seeded, to_device
-from fl_lightning.data import FederatedDataModule
-from fl_lightning.data.tasks import Regression
+from fl_lightning.data import FederatedDataModule, Regression
 from fl_lightning.trainer.runtime import collectives
 
 Split = Literal["train", "val", "test"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -40,6 +41,7 @@ def length(run: Run) -> int:
         and not objective.trains_alone
         and run.data.batch_size is not None
         and run.settings.max_time is None
+        and (run.timing is None or math.isinf(run.timing.clock.max_time_s))
         and not (run.failure_kinds or run.data.stream or run.clients.on_disk or run.should_stop)
     )
     ahead = range(run.rounds_done, run.rounds_done + LONGEST * possible)
@@ -73,7 +75,8 @@ def train(run: Run) -> bool:
         steps = sum(cohort.attendance.steps.values())
         passes = steps * sum(run.objective.passes)
         spent = clock.spent(run, cohort, done.bits, steps, passes, training_s, rounds=len(trained))
-        run.log({"client/train/loss": float(done.losses.mean()), "client/refused": 0, **spent})
+        seconds = run.timing.metrics(run.metrics, [cohort.attendance]) if run.timing else {}
+        run.log({"client/train/loss": float(done.losses.mean()), "client/refused": 0, **seconds, **spent})
         logged = run.write_metrics()
     if not trained:
         return False

@@ -51,8 +51,7 @@ class Arrivals:
         if cohort.clients:
             collectives.all_reduce_sum(run.fabric, table)
         finite, losses = table.cpu().unbind()  # the only time that a round waits for local training
-        self.accepted = [bool(x) for x in finite.tolist()]
-        self.losses = losses[finite.bool()]
+        self.accepted, self.losses = [bool(x) for x in finite.tolist()], losses[finite.bool()]
 
     @property
     def refused(self) -> list[int]:

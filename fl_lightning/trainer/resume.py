@@ -14,13 +14,14 @@ import torch
 from torch import nn
 
 import fl_lightning
-from fl_lightning.core import Checked, State, UserError, constants, ensure, files, load_constants
+from fl_lightning.core import Checked, State, constants, ensure, files, load_constants
 from fl_lightning.engine import EngineName
 from fl_lightning.results.configs import flatten
 from fl_lightning.trainer.aggregation.noise import NoiseKey
 from fl_lightning.trainer.participation import failures
-from fl_lightning.trainer.run import Run, by_key
+from fl_lightning.trainer.run import Run
 from fl_lightning.trainer.runtime.collectives import all_gather_dict, exchange, on_rank_zero
+from fl_lightning.trainer.state import by_key
 from fl_lightning.trainer.storage import checkpoint, records
 from fl_lightning.trainer.storage.checkpoint import REMEDY
 from fl_lightning.trainer.storage.run_folder import RunFolder, check_unused
@@ -115,9 +116,11 @@ def restore(run: Run, ckpt_path: str, resume: bool = True, clients: bool = True)
     run.fabric.barrier()  # rank 0 may still be writing it
     path = RunFolder.find_checkpoint(ckpt_path, run.settings.default_root_dir, run.name)
     content, buffers, w0 = checkpoint.load(path), run.objective.net_buffers, run.server.w
-    if resume and content["kind"] != run.kind:
-        command = "fit" if run.kind == "centralized" else "centralized"
-        raise UserError(f"ckpt_path = {path}: of {content['kind']} training; continue it with `fl-lightning {command}`")
+    command = "fit" if content["kind"] == "federated" else "centralized"
+    ensure(
+        not resume or content["kind"] == run.kind,
+        f"ckpt_path = {path}: of {content['kind']} training; continue it with `fl-lightning {command}`",
+    )
     _check_identity(path, content["identity"], _identity(run) if clients else _model_identity(run))
     frozen = {"model.net (its frozen parameters)": content["frozen"]}
     if resume:

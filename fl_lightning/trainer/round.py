@@ -13,6 +13,7 @@ from fl_lightning.engine import Engine, Job, LocalResult
 from fl_lightning.trainer import divergence
 from fl_lightning.trainer.cohort import Cohort
 from fl_lightning.trainer.participation import failures
+from fl_lightning.trainer.participation.faults import Attendance
 from fl_lightning.trainer.received import Arrivals
 from fl_lightning.trainer.run import Callback, Run
 from fl_lightning.trainer.runtime import collectives
@@ -36,6 +37,7 @@ class Round:
         failed: Clients whose upload was not finite ("refused"), and those of the run's other kinds of failure.
         diverged: Why the round has no finite result, if the run goes on nonetheless.
         aggregated: Metrics of the rule that combines the uploads, of the last phase.
+        attended: Who has answered in each phase.
         bits: Bits that went over the wire.
         steps: Local steps of the clients whose uploads have arrived.
         passes: Their forward and backward passes.
@@ -55,6 +57,7 @@ class Round:
         self.failed: dict[str, list[int]] = {"refused": [], **{kind: [] for kind in run.failure_kinds}}
         self.diverged: DivergenceError | None = None
         self.aggregated: dict[str, float] = {}
+        self.attended = list[Attendance]()
         self.bits = self.steps = self.passes = 0
         self.training_s = 0.0
         self._clock, self._callback_s = Clock(), run.callback_s
@@ -120,6 +123,7 @@ class Round:
             **self.aggregated,
             **{f"client/{kind}": len(clients) for kind, clients in self.failed.items()},
             **({"client/diverged": skipped} if run.settings.on_divergence == "continue" else {}),
+            **(run.timing.metrics(run.metrics, self.attended) if run.timing else {}),
             **self._clock.spent(run, self.cohort, self.bits, self.steps, self.passes, self.training_s, callback_s),
         }
 
@@ -275,6 +279,7 @@ class Phase:
         of.passes += steps * (2 if self.alone else sum(self.run.objective.passes))
         if self.alone:
             return
+        of.attended.append(attendance)
         for kind in self.run.failure_kinds:
             of.failed[kind] += getattr(attendance, kind)
         sent = self.run.objective.bits(self.sent, up=False)

@@ -8,16 +8,14 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 from lightning.fabric.loggers.logger import Logger
 from torch import Tensor
 
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.core import Checked, ClientContext, FlatNet, RoundContext, State, constants, generator
-from fl_lightning.core.frozen import digest
-from fl_lightning.data import FederatedDataModule
-from fl_lightning.data.minibatches import Minibatches
+from fl_lightning.core import Checked, ClientContext, FlatNet, RoundContext, State, constants, digest, generator
+from fl_lightning.data import FederatedDataModule, Minibatches
 from fl_lightning.engine import ENGINES, Engine, EngineName, LocalResult
 from fl_lightning.results.metrics import Mode
 from fl_lightning.trainer.aggregation.base import Aggregation, Mean, Plan
@@ -25,11 +23,10 @@ from fl_lightning.trainer.evaluation import Evaluator, Split
 from fl_lightning.trainer.loggers import RunLogger
 from fl_lightning.trainer.runtime.signals import check_interruption
 from fl_lightning.trainer.settings import Kind, Settings
-from fl_lightning.trainer.state import RunState
+from fl_lightning.trainer.state import RunState, by_key
 from fl_lightning.trainer.storage.client_store import ClientStore
 from fl_lightning.trainer.storage.run_folder import RunFolder
-
-T = TypeVar("T")
+from fl_lightning.trainer.timing import Timing
 
 
 class Callback(Checked, key="trainer.callbacks: {}"):
@@ -107,13 +104,6 @@ class Callback(Checked, key="trainer.callbacks: {}"):
         """Restores what `state_dict` returned; not called if that was empty."""
 
 
-def by_key(objects: Sequence[T]) -> dict[str, T]:
-    """Returns objects by the key of their state: the class, numbered from the second object of the same class on."""
-    names = [type(x).__name__ for x in objects]
-    counts = [names[:i].count(name) for i, name in enumerate(names)]
-    return {f"{name}.{n}" if n else name: x for name, n, x in zip(names, counts, objects, strict=True)}
-
-
 class Run:
     """A run, which callbacks get and ``FederatedTrainer.fit`` returns.
 
@@ -145,6 +135,7 @@ class Run:
         upload_shapes: Shapes of what a client uploads, by phase and name.
         state: The state after the rounds so far.
         clients: The state of the clients that this process owns.
+        timing: The seconds of clients; None: there is no clock.
         before: While a round goes on, the state before it, and those of the callbacks.
         round_metrics: Metrics of the current round so far.
         should_stop: Ends the run; a callback may set it.
@@ -200,6 +191,8 @@ class Run:
         self.upload_shapes: dict[int, dict[str, list[int]]] = {}
         inits = {**objective.server_inits(), **self.aggregation.server_state}
         self.state = RunState(State({"w": w0, **State.initial(inits, w0, w0)}))
+        world = objective, data, self.server, self.round_context(0)
+        self.timing = None if settings.clock is None else Timing(settings, settings.clock, *world)
         place = self.fabric.global_rank, self.fabric.world_size
         self.clients = ClientStore(objective.client_inits(), w0, settings.client_memory, *place)
         self.before: tuple[RunState, list[dict[str, Any]]] = self.state, []
@@ -260,15 +253,15 @@ class Run:
     @property
     def failure_kinds(self) -> tuple[str, ...]:
         """Names of what is counted by client, in addition to refused uploads."""
-        return self.settings.faults.kinds
+        late = self.timing is not None and self.timing.clock.leaves_out
+        return ("dropped", "late") if late else self.settings.faults.kinds
 
     @property
-    def how_to_continue(self) -> str:
+    def how_to_continue(self) -> list[str]:
         """The shell command that resumes the run."""
-        command = "fit" if self.kind == "federated" else "centralized"
-        newest = self.folder.newest_config
-        config = f" --config {newest}" if newest.exists() else ""
-        return f"fl-lightning {command}{config} --ckpt_path {self.folder.last}"
+        command, newest = "fit" if self.kind == "federated" else "centralized", self.folder.newest_config
+        config = ["--config", str(newest)] if newest.exists() else []
+        return ["fl-lightning", command, *config, "--ckpt_path", str(self.folder.last)]
 
     @property
     def finished(self) -> bool:
@@ -276,12 +269,13 @@ class Run:
         return self._stopped or self.rounds_done >= self.max_rounds
 
     def stops(self) -> bool:
-        """Returns whether a callback or the clock ends the run before ``max_rounds``.
+        """Returns whether a callback or a clock ends the run before ``max_rounds``.
 
         Rank 0 decides; every process must call.
         """
         limit = self.settings.max_time
         stop = self.should_stop or (limit is not None and self.elapsed >= limit)
+        stop = stop or (self.timing is not None and self.timing.clock.max_time_s <= self.metrics.get("clock/time_s", 0))
         if self.fabric.world_size > 1:
             stop = bool(self.fabric.broadcast(stop))
         self.should_stop = self._stopped = stop

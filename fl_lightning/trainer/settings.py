@@ -17,6 +17,7 @@ from fl_lightning.results.configs import group_id
 from fl_lightning.trainer.aggregation.base import Aggregation, Mean
 from fl_lightning.trainer.aggregation.privacy import GaussianPrivacy
 from fl_lightning.trainer.loggers import About
+from fl_lightning.trainer.participation.clock import Clock
 from fl_lightning.trainer.participation.faults import NO_FAULTS, Faults
 from fl_lightning.trainer.participation.samplers import CohortSampler, UniformSampler
 from fl_lightning.trainer.runtime import collectives, interface
@@ -38,6 +39,8 @@ class Settings(Checked, key="trainer"):
         faults: How clients fail: dropout, stragglers, availability, corrupted uploads; null: they do not.
         on_divergence: What a round without a finite result does: stop ends the run, which keeps the state before it;
             continue takes it as a round in which nobody answered, and counts it.
+        clock: Logs the seconds that the rounds would take on the clients' devices; with a deadline, or more clients
+            than are needed, the server does not wait for all.
         aggregation: Rule that combines the uploads of a cohort into one update: CoordinateMedian, TrimmedMean,
             NormClipping, Krum, MultiKrum, or your own; null: the mean.
         privacy: Client-level differential privacy: GaussianPrivacy or AdaptivePrivacy; null: none.
@@ -69,6 +72,7 @@ class Settings(Checked, key="trainer"):
         name: Folder of this experiment's runs; by default model and data.
 
     Attributes:
+        wanted: Number of clients that count in a round, of those that are drawn; None: all.
         fabric: The devices; `launch` starts its processes.
         dtype: Dtype of weights and state.
         config: The resolved config; the command line sets it, the run folder and the loggers get it.
@@ -83,6 +87,7 @@ class Settings(Checked, key="trainer"):
         clients_per_round: PositiveInt = 10,
         sampler: CohortSampler | None = None,
         faults: Faults | None = None,
+        clock: Clock | None = None,
         on_divergence: Literal["stop", "continue"] = "stop",
         aggregation: Aggregation | None = None,
         privacy: GaussianPrivacy | None = None,
@@ -115,6 +120,7 @@ class Settings(Checked, key="trainer"):
         self.eval_every, self.eval_last = eval_every, eval_last
         self.sampler = UniformSampler(clients_per_round) if sampler is None else sampler
         self.faults, self.on_divergence = NO_FAULTS if faults is None else faults, on_divergence
+        self.clock, self.wanted = clock, None
         require(
             type(aggregation) is not Aggregation,
             "trainer.aggregation",
@@ -129,6 +135,12 @@ class Settings(Checked, key="trainer"):
         self.aggregation: Aggregation = privacy or aggregation or Mean()
         if privacy is not None:
             self.sampler = privacy.sampler(self.sampler)
+        if clock is not None:
+            self.sampler, self.wanted = clock.enlarged(self.sampler)
+            ensure(
+                clock.deadline_s is None or self.faults.stragglers is None,
+                "trainer.clock.deadline_s: trainer.faults.stragglers has a deadline, too; set one of them to null",
+            )
         self.local_epochs, self.local_steps = local_epochs, local_steps
         self.default_root_dir, self.name = Path(default_root_dir).expanduser(), name
         self.engine: EngineName = engine

@@ -12,7 +12,6 @@ from fl_lightning.data import FederatedDataModule
 from fl_lightning.trainer import resume
 from fl_lightning.trainer.aggregation.privacy import GaussianPrivacy
 from fl_lightning.trainer.callbacks import Callback, with_defaults
-from fl_lightning.trainer.callbacks.clock import Clock
 from fl_lightning.trainer.callbacks.privacy import PrivacyMonitor
 from fl_lightning.trainer.centralized import check_centralized, train_centrally
 from fl_lightning.trainer.checks import check_aggregation, check_fit
@@ -34,7 +33,6 @@ class FederatedTrainer(Settings):
             your own, or one of Lightning's; a list, or a single one.
         callbacks: FlatnessMonitor, Trajectory, Checkpoints, ..., your own, or Lightning's EarlyStopping.
         enable_progress_bar: Show the live progress and the summary, and draw the run's figure at its end.
-        clock: Logs the seconds that the rounds would take on the clients' devices.
         **settings: As for `Settings`.
 
     Attributes:
@@ -50,14 +48,11 @@ class FederatedTrainer(Settings):
         loggers: list[RunLogger | Logger] | RunLogger | Logger | None = None,
         callbacks: list[Annotated[Callback | EarlyStopping, LATER]] | None = None,
         enable_progress_bar: bool = True,
-        clock: Clock | None = None,
         **settings: Any,
     ) -> None:
         super().__init__(**settings)
         monitors = [PrivacyMonitor()] if isinstance(self.aggregation, GaussianPrivacy) else []
-        self.callbacks: list[Callback] = with_defaults(
-            [*([clock] if clock else ()), *(callbacks or ()), *monitors], enable_progress_bar
-        )
+        self.callbacks: list[Callback] = with_defaults([*(callbacks or ()), *monitors], enable_progress_bar)
         given = [loggers] if isinstance(loggers, Logger) else loggers or ()
         self.loggers: list[Logger] = [CSVLogger(), *(each for each in given if not isinstance(each, CSVLogger))]
         self._begun = False

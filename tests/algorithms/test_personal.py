@@ -69,7 +69,7 @@ def equal(a: Run, b: Run) -> None:
     assert a.clients.rows().keys() == b.clients.rows().keys() and a.state.total_bits == b.state.total_bits
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(quick=8)
 @pytest.mark.parametrize("name", [name for name in algorithms.__all__ if name not in AVERAGES_MOMENTS])
 def test_what_stays_is_not_of_the_server(name: str, golden: Golden) -> None:
     """Kept coordinates: the initial ones of the server's models, exactly 0 of duals and variates; of no bits."""
@@ -89,7 +89,7 @@ def test_what_stays_is_not_of_the_server(name: str, golden: Golden) -> None:
     assert {*sizes} <= {D - OWN, 1} and found.state.total_bits == 3 * 64 * objective.phases * sum(sizes)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize("engine", ["sequential", "batched", "graphed"])
 def test_keep_all_is_local_training(engine: Any, golden: Golden) -> None:
     """To the bit: each participation of a client continues from its last one; nothing travels, the server rests."""

@@ -58,7 +58,7 @@ LIGHT = [
 ]
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(quick=6)
 @pytest.mark.parametrize("args", LIGHT)
 def test_neither_torch_nor_lightning_is_imported(args: str, tmp_path: Path) -> None:
     row = Path(fl_lightning.__file__).parents[1] / "ledger/digits/alpha_100/FedGMT/seed_0"
@@ -79,7 +79,7 @@ def import_without_resource() -> None:
         importlib.import_module(f"fl_lightning.commands.{name}")
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize(
     ("line", "offers"),
     [
@@ -191,7 +191,7 @@ def test_last_says_what_it_takes(done: Path, tmp_path: Path, capsys: pytest.Capt
     assert out.startswith(f"last: {done}, round 2; settings that differ: trainer.max_rounds = 2 (here: 3)\n")
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize("command", ["fit", "test", "flatness"])
 @pytest.mark.parametrize(
     ("arg", "says"),

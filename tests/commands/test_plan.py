@@ -50,7 +50,7 @@ def digits() -> Digits:
     return Digits(num_clients=6, batch_size=32)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize("algorithm", [FedAvg, SCAFFOLD, NaiveFedGloSS])
 @pytest.mark.parametrize("precision", ["32-true", "64-true"])
 def test_bits_are_those_that_fit_logs(algorithm: type[LocalObjective], precision: str, tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ class Seen(Callback):
         self.found[-1] = (self.found[-1][0], run.metrics)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(quick=6)
 @pytest.mark.parametrize("kind", KINDS)
 def test_measures_the_run_that_is_planned(kind: str, tmp_path: Path) -> None:
     """Its rule, faults and privacy, and thus its bits; a cohort may be empty."""

@@ -88,7 +88,7 @@ def fit(data: Any, net: type[nn.Module], algorithm: Any, engine: str, folder: Pa
     return trainer.fit(algorithm(net=net()), data)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize("algorithm", [FedAvg, FedSAM, FedSMOO])
 @pytest.mark.parametrize(("x", "net"), [(X, Two), (GRAPHS, Graph)], ids=["two inputs", "graphs"])
 def test_engines_agree(x: Any, net: type[nn.Module], algorithm: Any, tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ class Only(Plain):
         return logits
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_dict_of_one_array_is_that_array_to_the_bit(engine: str, stream: bool, tmp_path: Path) -> None:

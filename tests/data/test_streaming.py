@@ -81,7 +81,7 @@ def readers():
     return {t for t in threading.enumerate() if t.name.startswith("samples")}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize("ahead", [streaming.AHEAD, 5 * 9 * 8 * 3])
 @pytest.mark.parametrize("engine", ["sequential", "batched"])
 @pytest.mark.parametrize("kind", ["files", "memory map", "host memory"])

@@ -46,7 +46,7 @@ class Small(nn.Sequential):
         super().__init__(nn.Flatten(), nn.Linear(72, 4), nn.ReLU(), nn.Linear(4, 3))
 
 
-@pytest.mark.sampled(24)
+@pytest.mark.sampled(quick=24, slow=3)
 @pytest.mark.parametrize("name", algorithms.__all__)
 def test_every_algorithm_trains_what_is_not_frozen(name: str, tmp_path: Path) -> None:
     """On every engine the same; no frozen bit changes; what goes over the wire are the trained weights."""
@@ -282,7 +282,7 @@ def test_a_frozen_module_is_in_eval_mode(engine: str, tmp_path: Path) -> None:
     assert_close(run, train(tmp_path, FedAvg(net=Frozen(Normed(), ["2"])), "sequential", max_rounds=2))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize("policy", ["average", "local", "reset"])
 def test_statistics_of_trained_modules_follow_the_policy(policy: Any, tmp_path: Path) -> None:
     """A frozen BatchNorm next to a trained one: only the trained one's statistics move, also where torch estimates."""

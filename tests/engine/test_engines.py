@@ -100,7 +100,7 @@ def assert_close(a: Run, b: Run) -> None:
     assert a.metrics["client/train/loss"] == pytest.approx(b.metrics["client/train/loss"], rel=1e-12)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(quick=8, slow=2)
 @pytest.mark.parametrize("name", algorithms.__all__)
 def test_every_algorithm_on_every_engine(name: str, tmp_path: Path) -> None:
     """Unequal numbers of steps and samples, momentum, weight decay, clipping, augmentation, a decaying lr."""
@@ -114,7 +114,7 @@ def test_every_algorithm_on_every_engine(name: str, tmp_path: Path) -> None:
         assert_close(train(tmp_path, objective(), engine), sequential)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(quick=4)
 @pytest.mark.parametrize(
     "options",
     [
@@ -204,7 +204,7 @@ class CountsRounds(LocalObjective):
         return sum(grad(w) for _ in range(1 + ctx.t)), client
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(quick=2)
 @pytest.mark.parametrize(
     ("objective", "engine", "says"),
     [
@@ -354,7 +354,7 @@ class Casting(nn.Sequential):
         return super().forward(x.float())  # type: ignore[no-any-return]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(quick=4)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("net", [Doubtful, Casting])
 def test_the_check_raises_no_false_alarm(net: type[nn.Module], precision: str, tmp_path: Path) -> None:
@@ -530,6 +530,7 @@ def starved(folder: Path, engine: Any, results: Any) -> None:
         results.send((run.global_model.numpy(), said))
 
 
+@pytest.mark.sampled(slow=2)
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="limits and sizes of processes as Linux has them")
 @pytest.mark.parametrize("engine", ["batched", "graphed"])

@@ -275,7 +275,7 @@ SAME = ("InPlaceGradient",)
 """Those that give the same on all engines."""
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize("engine", ["batched", "graphed"])
 @pytest.mark.parametrize("wrong", WRONG)
 def test_wrong_hook(wrong: str, engine: str, tmp_path: Path) -> None:

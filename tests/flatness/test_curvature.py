@@ -80,7 +80,7 @@ def relative_error(found: Tensor, exact: Tensor) -> float:
     return ((found - exact).abs() / exact.abs()).max().item()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize("make", NETS)
 @pytest.mark.parametrize("basis", [None, 9])  # the latter has to restart
 def test_spectrum_of_small_nets(make: Callable[[], nn.Module], basis: int | None) -> None:
@@ -99,7 +99,7 @@ def test_spectrum_of_small_nets(make: Callable[[], nn.Module], basis: int | None
     assert found.ratio(5) == pytest.approx((values[-1] / values[-5]).item(), rel=1e-9)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize("make", NETS)
 @pytest.mark.parametrize("method", ["hutch++", "hutchinson"])
 def test_trace_is_within_its_error(make: Callable[[], nn.Module], method: Any) -> None:
@@ -348,7 +348,7 @@ def test_float32_is_as_good_as_float32() -> None:
     assert relative_error(found.values, exact.values) < 1e-5
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize("make", NETS)
 def test_any_batch_size_gives_the_same(make: Callable[[], nn.Module]) -> None:
     one, many = (measures(make(), batches) for batches in (data((12,)), data((1, 9, 2))))

@@ -140,7 +140,7 @@ def on_each(processes: int, measure: Callable[[nn.Module, int, Reduce], T]) -> l
         return list(pool.map(one, range(processes)))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize("keep", [True, False, None])
 def test_processes_share_the_samples(keep: bool | None) -> None:
     """Each has some batches, the last one none; all get what a lone process gets."""

@@ -79,7 +79,7 @@ def softmax_regression() -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(27, 3)).double()
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(quick=6)
 @pytest.mark.parametrize("loss", [CE, mse, of_tanh])
 @pytest.mark.parametrize("make", [mlp, cnn])
 @pytest.mark.parametrize("kind", [gauss_newton, fisher])
@@ -133,7 +133,7 @@ def test_quadratic() -> None:
     )
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize("make", [mlp, lambda: cnn(nn.Identity)])
 @pytest.mark.parametrize(
     ("kind", "name"),
@@ -283,7 +283,7 @@ def test_autocast_and_inference_mode_change_nothing(kind: Make) -> None:
             assert torch.equal(found[0], expected[0]) and found[1] == expected[1]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(quick=2)
 @pytest.mark.parametrize("place", ["cuda", "mps"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_on_a_device(kind: Make, place: str) -> None:

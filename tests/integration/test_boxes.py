@@ -424,7 +424,7 @@ def assert_same(ours: Models, box: Models) -> None:
     assert difference.max() <= 1e-10, f"max abs difference by round {difference.tolist()}"
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(quick=10, slow=3)
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("case", CASES)
 def test_box(golden: Golden, case: str, setting: str) -> None:
@@ -439,7 +439,7 @@ def test_every_algorithm_has_a_box() -> None:
     assert {entry.name for entry in entries()} - made == elsewhere
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(quick=2)
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("case", AVERAGED)
 def test_box_of_average(golden: Golden, case: str, setting: str) -> None:
@@ -465,7 +465,7 @@ UNEQUAL_STEPS = (
 )
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(quick=4)
 @pytest.mark.parametrize("momentum", [0.0, 0.5])
 @pytest.mark.parametrize("case", UNEQUAL_STEPS)
 def test_box_unequal_steps(golden: Golden, case: str, momentum: float, monkeypatch: pytest.MonkeyPatch) -> None:

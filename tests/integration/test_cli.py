@@ -241,7 +241,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
 def test_config_of_the_repository(config: Path, images: Path, tmp_path: Path) -> None:
     data = yaml.safe_load(config.read_text()).get("data", {})
@@ -255,7 +255,7 @@ def test_config_of_the_repository(config: Path, images: Path, tmp_path: Path) ->
     assert last(newest(tmp_path))["round"] == 2
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(quick=9, slow=2)
 @pytest.mark.parametrize("fragment", FRAGMENTS, ids=lambda path: "-".join(path.parts[-2:]))
 def test_fragment_over_the_quickstart(fragment: Path, tmp_path: Path) -> None:
     """Presets and compositions: each is taken as it stands, and trains."""

@@ -251,8 +251,11 @@ def short_sweep(file: str) -> str:
     return str(short)
 
 
-def run_commands(text: str) -> int:
-    """Runs a block: bash reads it, and each ``fl-lightning`` is carried out in this process. Returns their number."""
+def run_commands(text: str, most: int = 1000) -> int:
+    """Runs a block: bash reads it, and each ``fl-lightning`` is carried out in this process. Returns their number.
+
+    After ``most`` commands it stops.
+    """
     (arguments, ask), (answer, code) = os.pipe(), os.pipe()
     fds = f"exec 3>&{ask} 4<&{answer} {ask}>&- {answer}<&-\n"
     count = 0
@@ -261,16 +264,16 @@ def run_commands(text: str) -> int:
         os.close(answer)
         with os.fdopen(arguments, "rb") as said, os.fdopen(code, "w") as reply:
             try:
-                while number := read_word(said):
+                while count < most and (number := read_word(said)):
                     given = [read_word(said) for _ in range(int(number))]
                     with exits_well():
                         cli(*shortened(given))
                     count += 1
                     print(0, file=reply, flush=True)
-            except BaseException:
-                shell.kill()
-                raise
-    assert shell.returncode == 0, f"a command of bash failed in:\n{text}"
+            finally:
+                if count == most or sys.exc_info()[0]:
+                    shell.kill()
+    assert count == most or shell.returncode == 0, f"a command of bash failed in:\n{text}"
     return count
 
 
@@ -342,9 +345,30 @@ def runs(text: Path) -> bool:
     return bool(FENCE.search(text.read_text()))
 
 
+LONG = {
+    "docs/experiments.md": -1,
+    **dict.fromkeys(["docs/cifar10.md", "docs/measuring.md", "docs/gallery.md", "docs/guides/compare.md"], 0),
+}
+"""Pages that take longest, and which of their blocks of commands is quick to begin."""
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*not the .* of the published data set:UserWarning")
-@pytest.mark.parametrize("text", [*filter(runs, TEXTS)], ids=name)
+@pytest.mark.parametrize("page", LONG)
+@pytest.mark.usefixtures("folder")
+def test_a_command_of_a_long_page_runs(page: str) -> None:
+    """`test_page_runs` has the others."""
+    blocks = [block for language, block in FENCE.findall((ROOT / page).read_text()) if language == "sh"]
+    assert run_commands(blocks[LONG[page]], most=1) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*not the .* of the published data set:UserWarning")
+@pytest.mark.parametrize(
+    "text",
+    [pytest.param(text, marks=[pytest.mark.long] * (name(text) in LONG)) for text in filter(runs, TEXTS)],
+    ids=name,
+)
 def test_page_runs(text: Path, folder: Path) -> None:
     """From top to bottom, in one folder: commands, files that begin with their name, and Python."""
     variables = ""

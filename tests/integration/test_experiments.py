@@ -71,7 +71,7 @@ def path(file: Path) -> str:
     return str(file.relative_to(FOLDER))
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(quick=8, slow=2)
 @pytest.mark.parametrize("file", FILES, ids=path)
 def test_experiment_is_made(file: Path, parsed: FederatedCLI) -> None:
     made, settings = parsed.make(*small(file)), said(file)
@@ -80,7 +80,7 @@ def test_experiment_is_made(file: Path, parsed: FederatedCLI) -> None:
     assert made.data.num_clients == settings["data"]["init_args"].get("num_clients", 1)
 
 
-@pytest.mark.sampled(27)
+@pytest.mark.sampled(quick=27, slow=2)
 @pytest.mark.parametrize("file", FILES, ids=path)
 @pytest.mark.filterwarnings("ignore:.*not the .* of the published data set:UserWarning")
 def test_experiment_trains(file: Path, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,7 +258,7 @@ PROGRAMS: dict[str, dict[str, float]] = {"fedsmoo/*": {"clip": 10.0}, "fedgmt/*"
 """Those that the texts do not mention and the authors' programs have, as docs/fidelity.md lists them."""
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(quick=5)
 @pytest.mark.parametrize("pattern", TEXTS)
 def test_config_has_the_values_of_the_text(pattern: str, parsed: FederatedCLI) -> None:
     files = [file for file in FILES if fnmatchcase(path(file).removesuffix(".yaml"), pattern)]

@@ -102,7 +102,7 @@ STATE_OF_MORE: dict[str, Callable[[State], torch.Tensor]] = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(quick=2)
 @pytest.mark.parametrize("name", MORE)
 def test_trajectory_of_more_methods(golden: Golden, name: str) -> None:
     with np.load(GOLDEN / f"{name}.npz") as z:
@@ -141,7 +141,7 @@ def test_trajectory_of_more_methods(golden: Golden, name: str) -> None:
 EXTRA_SERVER = {"extra_sigma": "lam", "extra_final_c_params_list": "c"}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(quick=2)
 @pytest.mark.parametrize(("dtype", "atol"), [(np.float64, 1e-7), (np.float32, 2e-6)], ids=["float64", "float32"])
 @pytest.mark.parametrize("name", RUNS)
 def test_trajectory(golden: Golden, name: str, dtype: Any, atol: float) -> None:

@@ -36,7 +36,7 @@ def line_of(*args: str) -> str:
     return text
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize(
     ("file", "content"),
     [
@@ -116,7 +116,7 @@ def test_compare_of_other_files(file: str, good: Path, tmp_path: Path, monkeypat
         assert "not what a run writes there" in line_of("compare", "r")
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(quick=6)
 @pytest.mark.parametrize("out", ["/proc/x", "file", "file/x", "x" * 300])
 @pytest.mark.parametrize("command", ["compare", "report", "export", "init", "sweep"])
 def test_outputs_that_cannot_be_written(
@@ -137,7 +137,7 @@ def test_outputs_that_cannot_be_written(
     assert Path("file").read_text() == "x" and {path.name for path in Path.cwd().iterdir()} == {"file", "sweep.yaml"}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize(
     ("command", "name"), [("compare", "compare.tex"), ("report", "curves.pdf"), ("report", "report.html")]
 )

@@ -93,7 +93,7 @@ def path(golden: Golden, objective: type[LocalObjective], **options: Any) -> Ten
     return torch.stack([server.w for server in record.server])
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize(("algorithm", "slot"), DUALS)
 @pytest.mark.parametrize("ascent", [None, "SAM"])
 def test_server_slot_is_the_mean_of_all_clients(golden: Golden, algorithm: Any, slot: str, ascent: str | None) -> None:
@@ -503,7 +503,7 @@ def test_fedavg_stays_off_by_its_known_bias(tmp_path: Path) -> None:
     assert (biased - torch.from_numpy((H[:, None] * B).sum(0) / H.sum())).norm() > 0.1
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(quick=6)
 @pytest.mark.parametrize(
     ("algorithm", "options"),
     [
@@ -562,7 +562,7 @@ TEXTS = [
 ]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(quick=4)
 @pytest.mark.parametrize(("algorithm", "ascent"), TEXTS)
 def test_one_text_serves_one_client_and_a_cohort(algorithm: Any, ascent: Any) -> None:
     """The client's hooks on (clients, d) give what they give on each (d,)."""

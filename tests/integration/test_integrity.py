@@ -144,7 +144,7 @@ def change(folder: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
     files.save(folder / "checkpoints" / "last.ckpt", content)
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(quick=7)
 @pytest.mark.parametrize(
     ("named", "edit"),
     [
@@ -250,7 +250,7 @@ def test_a_longer_run_is_of_the_group_of_long_runs(folder: Path) -> None:
     assert [len(group.runs) for group in compare([folder, whole])] == [2]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(quick=4)
 @pytest.mark.parametrize(
     ("harm", "problem"),
     [
@@ -427,7 +427,7 @@ def test_a_signal_does_not_disturb_the_saving_after_an_error(tmp_path: Path, mon
     assert not hasattr(error.value, "__notes__") and last(newest(tmp_path))["round"] == 3
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(quick=8)
 @pytest.mark.parametrize("gap", [0, pytest.param(0.01, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
 def test_signals_save(number: signal.Signals, gap: float, tmp_path: Path) -> None:
@@ -446,6 +446,7 @@ def test_signals_save(number: signal.Signals, gap: float, tmp_path: Path) -> Non
     assert 3 <= last(newest(tmp_path))["round"] <= rows  # a signal takes back a round that has just been logged
 
 
+@pytest.mark.sampled(slow=3)
 @pytest.mark.slow
 @pytest.mark.parametrize("end", ["| head -1", "> /dev/full", ">&-"])
 def test_real_pipes(end: str, tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ data:
 """
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize("engine", ["sequential", "batched", "graphed"])
 def test_label_smoothing(engine: str, tmp_path: Path) -> None:
     """From YAML, with Mixup: trained with smoothed labels, evaluated (and flatness measured) without."""

@@ -353,7 +353,7 @@ def test_torchrun_goes_on_after_a_kill(folder: Path) -> None:
     assert len([*folder.glob("m*/*/version_*")]) == 2
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(quick=2)
 @pytest.mark.parametrize(
     ("model", "fault", "rank"),
     [
@@ -390,6 +390,7 @@ def test_the_end_of_one_process_ends_all(folder: Path, model: str, fault: str, r
     assert_same(state(resumed), state(run("fit", *args, root=folder / "one", model=model)))
 
 
+@pytest.mark.sampled(slow=2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "memory"), [*itertools.product(("FedSMOO", "SCAFFOLD"), (0, 0.00001, 1)), ("FedRep", 1)]

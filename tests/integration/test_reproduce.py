@@ -109,7 +109,7 @@ def test_flatness_and_centralized_cells(
         assert float(row["difference"]) == pytest.approx(float(row["ours"]) - float(row["value"]))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize(
     ("more", "message"),
     [
@@ -238,6 +238,7 @@ def test_spectrum_of_a_figure_is_of_the_tables_runs(tmp_path: Path, monkeypatch:
     assert pictures("runs/reproduce/fedsam_1_0.0005") == ["figure_5/spectrum.png"]
 
 
+@pytest.mark.sampled(slow=2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("paper", "number", "drawn"),

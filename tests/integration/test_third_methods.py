@@ -46,7 +46,7 @@ EVERYBODY = ReplaySampler([[0, 1, 2, 3]] * 3)
 # A-FedPD
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize("method", METHODS)
 def test_nobody_is_absent(golden: Golden, method: Any) -> None:
     """The duals of absent clients change no bit where there are none."""

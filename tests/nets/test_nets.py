@@ -186,7 +186,7 @@ def small(request: Any) -> tuple[Small, nn.Module, Tensor, Tensor]:
     return it, it.make().double(), it.draw(2, 2), torch.randint(0, it.classes, (2, 2))
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(quick=9)
 def test_gradients_flat_batched_and_channels_last(small: Any) -> None:
     """Of FlatNet, of vmap over clients at different weights, and of images in channels_last: all the same."""
     it, net, x, y = small
@@ -210,7 +210,7 @@ def test_gradients_flat_batched_and_channels_last(small: Any) -> None:
         torch.testing.assert_close(batched[k], expected, rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(quick=9)
 def test_hessian_vector_product_is_the_slope_of_the_gradient(small: Any) -> None:
     """Double backward against a central difference."""
     _, net, x, y = small
@@ -231,7 +231,7 @@ def test_hessian_vector_product_is_the_slope_of_the_gradient(small: Any) -> None
     assert (product - slope).norm() < 1e-4 * slope.norm()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(quick=3)
 def test_bfloat16_autocast(small: Any) -> None:
     """Logits near those of float32, gradients finite and in float32."""
     _, net, x, y = small

@@ -16,7 +16,7 @@ from fl_lightning import UserError
 from fl_lightning.core import COLORS, COLUMN, PAGE
 from fl_lightning.results.compare import compare, find_runs, of_run
 from fl_lightning.results.configs import telling
-from fl_lightning.results.curves import curve, plot_curves, read
+from fl_lightning.results.curves import curve, draw_curves, plot_curves, read
 from fl_lightning.results.metrics import mode_of, write_table
 from fl_lightning.results.summary import summarise
 from fl_lightning.results.table import Markup, cell, columns, is_best, label, latex, names, row
@@ -328,6 +328,13 @@ def test_one_colour_a_group(tmp_path: Path) -> None:
     assert alone.get_figwidth() == COLUMN and len(alone.axes) == 1
     with pytest.raises(UserError, match="names = server/test/miou: no run has it; choose from server/test/acc"):
         plot_curves({"pair": paths[:2]}, ["server/test/miou"])
+
+
+def test_losses_beside_one_that_diverged() -> None:
+    losses = [{"server/test/loss": [(1, 2.0), (2, 1.0), (3, end)]} for end in (0.5, 1e20)]
+    for group, scale in ((losses[:1], "linear"), (losses, "log")):
+        (axes,) = draw_curves({"runs": group}).axes
+        assert axes.get_yscale() == scale and len(axes.get_yticks()) < 12
 
 
 def test_compare_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -130,7 +130,7 @@ def test_one_headline_for_a_run(tmp_path: Path) -> None:
     assert window_of([tmp_path]) == "", "no round"
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize("worst", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("mode", ["max", "min"])
 def test_what_is_not_finite_neither_raises_nor_wins(worst: float, mode: Mode, tmp_path: Path) -> None:

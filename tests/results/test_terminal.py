@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+import shlex
+import sys
 
 import pytest
 from rich.console import Console
 from rich.table import Column, Table
 
-from fl_lightning.results.terminal import fitting
+from fl_lightning.results.terminal import command, fitting, wrapped
 
 NUMBERS = [["0.9749 ± 0.0018", "0.00305", "1,234,567", "×", "0.1 (2 of 5)"], ["0.5", "12.25", "1", "8", "nan"]]
 HEADS = ("test accuracy ↑", "sharpness global all ↓", "GB", "rounds to 0.8 ↓", "x")
@@ -57,3 +59,25 @@ def test_words_of_the_settings_stay_whole() -> None:
     shown = console.file.getvalue()
     assert all(word in shown for word in ("FedGloSS", "Dirichlet", "0.9749 ± 0.0018")) and "…" not in shown
     assert max(map(len, shown.splitlines())) <= 80
+
+
+class Screen(io.StringIO):
+    """A terminal as a stream."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_lines_are_broken_between_words_on_a_terminal_only(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    line = "engine: batched (sequential 34.4 ms a round, batched 14.6 and 0.0 s once, graphed-too 12.4 and 0.7 s once)"
+    assert wrapped(line, io.StringIO()) == line
+    shown = wrapped(f"{line}\nsecond", screen := Screen())
+    assert max(map(len, shown.splitlines())) <= columns and wrapped(shown, screen) == shown
+    assert shown.split() == [*line.split(), "second"]
+    args = ["fl-lightning", "fit", "--config", "runs/a b/config.yaml", "--model.optimizer.weight_decay=0.0001", "--x=1"]
+    assert command(*args) == shlex.join(args)  # the tests' output is no terminal
+    monkeypatch.setattr(sys, "stdout", screen)
+    shown = command(*args, before="again: ").removeprefix("again: ")
+    assert shlex.split(shown.replace("\\\n", "")) == args and max(map(len, shown.splitlines())) <= columns

@@ -106,7 +106,7 @@ def test_trials_are_one_program_only_if_they_differ_in_numbers() -> None:
     assert trials._groups(heads, 32) == [heads[:1], heads[1:]]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(quick=2)
 @pytest.mark.parametrize("engine", ["batched", "graphed"])
 @pytest.mark.usefixtures("one_program")
 def test_those_that_end_early_leave_the_others_to_the_bit(engine: str, tmp_path: Path) -> None:

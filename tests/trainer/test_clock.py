@@ -16,16 +16,22 @@ from fl_lightning import (
     SAM,
     SCAFFOLD,
     Arrays,
+    BernoulliSampler,
+    Callback,
     Clock,
     Compress,
+    Faults,
     FedAvg,
     FederatedTrainer,
     FedGMT,
     NaiveFedGloSS,
     Personal,
+    ReplaySampler,
+    Stragglers,
+    UniformSampler,
     UserError,
 )
-from fl_lightning.trainer.callbacks.clock import Device, read_devices
+from fl_lightning.trainer.participation.clock import Device, read_devices
 from fl_lightning.trainer.run import Run
 from tests.integration.test_processes import launch
 from tests.runs import DIGITS, metrics
@@ -46,17 +52,17 @@ def data() -> Arrays:
 def train(folder: Path, kind: Any = FedAvg, clock: Clock | None = None, rounds: int = 2, **options: Any) -> Run:
     torch.manual_seed(0)
     net = nn.Linear(2, 3)
-    settings = {key: options.pop(key) for key in ("local_steps", "local_epochs", "engine") if key in options}
+    of_model = {key: options.pop(key) for key in ("ascent", "parts") if key in options}
     trainer = FederatedTrainer(
-        max_rounds=rounds, clients_per_round=3, accelerator="cpu", threads=1, enable_progress_bar=False,
-        default_root_dir=str(folder), clock=clock, **{"engine": "sequential", **settings},
+        max_rounds=rounds, accelerator="cpu", threads=1, enable_progress_bar=False, default_root_dir=str(folder),
+        clock=clock, **{"engine": "sequential", "clients_per_round": 3, **options},
     )  # fmt: skip
-    return trainer.fit(kind(net, **options), data())
+    return trainer.fit(kind(net, **of_model), data())
 
 
-def file(folder: Path) -> Clock:
+def file(folder: Path, **options: Any) -> Clock:
     (folder / "devices.csv").write_text(CSV)
-    return Clock(devices=str(folder / "devices.csv"))
+    return Clock(devices=str(folder / "devices.csv"), **options)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +81,8 @@ def test_seconds_by_hand(kind: Any, options: Any, passes: Any, numbers: Any, tmp
     """The slowest of three clients, of which the third has the device of one of the two before."""
     clock = file(tmp_path)
     run = train(tmp_path, kind, clock, **options)
-    order = [clock.device(k, run) for k in range(3)]
+    assert run.timing is not None
+    order = [run.timing.device(k) for k in range(3)]
     assert {*order} == {*clock.rows} and order[2] == order[0]
     steps = options.get("local_steps")
     samples = list(SIZES) if steps is None else [4 + 4 + 3 + 4, 4 + 2 + 4 + 2, 4 * 4]
@@ -120,6 +127,76 @@ def test_the_run_does_not_notice(tmp_path: Path) -> None:
         tmp_path, SCAFFOLD, Clock(sec_per_sample=0.2, down_mbps=0.5, up_mbps=0.05, latency_s=0.2, server_s=2)
     )
     assert doubled.metrics["clock/time_s"] == pytest.approx(2 * with_it.metrics["clock/time_s"], rel=1e-12)
+
+
+def seconds(run: Run, t: int, K: dict[int, int] | None = None) -> dict[int, float]:
+    """Of each client of a round in which all count, in the cohort's order."""
+    assert run.timing is not None
+    whole = {k: -(-SIZES[k] // 4) for k in run.settings.sampler(t, 3, run.seed)}
+    return {k: sum(run.timing.spent(k, (K or whole)[k])) for k in whole}
+
+
+@pytest.mark.parametrize("kind", [FedAvg, SCAFFOLD, NaiveFedGloSS])
+def test_an_infinite_deadline_is_none(kind: Any, tmp_path: Path) -> None:
+    """Every client is done in 1e9 seconds."""
+    plain, patient = (train(tmp_path, kind, clock) for clock in (file(tmp_path), file(tmp_path, deadline_s=1e9)))
+    assert all(torch.equal(plain.server[name], patient.server[name]) for name in plain.server)
+    assert patient.metrics["clock/time_s"] == plain.metrics["clock/time_s"]
+
+
+def test_who_misses_the_deadline_is_as_if_not_drawn(tmp_path: Path) -> None:
+    """Clients that are late keep their state, and take the round to its deadline."""
+    open_end = train(tmp_path, SCAFFOLD, file(tmp_path), rounds=1)
+    times = seconds(open_end, 0)
+    slow = max(times, key=times.__getitem__)
+    clock = file(tmp_path, deadline_s=sorted(times.values())[1])
+    strict = train(tmp_path, SCAFFOLD, clock, rounds=3)
+    other = train(tmp_path, SCAFFOLD, file(tmp_path), rounds=3, sampler=ReplaySampler([[*({*times} - {slow})]] * 3))
+    assert all(torch.equal(strict.server[name], other.server[name]) for name in strict.server)
+    assert slow not in strict.clients.rows()
+    assert strict.metrics["client/late"] == 1 and strict.state.failures["late"] == {slow: 3}
+    assert strict.metrics["clock/time_s"] == 3 * (clock.deadline_s or 0)
+    down, up = strict.timing.bits[0] if strict.timing else (0, 0)
+    assert strict.state.total_bits == 3 * (3 * down + 2 * up)
+    nobody = train(tmp_path, SCAFFOLD, file(tmp_path, deadline_s=1e-3), rounds=2)
+    assert torch.equal(nobody.server.w, nobody.clients.w0) and nobody.metrics["clock/time_s"] == 2e-3
+
+
+def test_partial_work_until_the_deadline(tmp_path: Path) -> None:
+    """As many whole steps as there is time for; the run is that of stragglers with as many steps."""
+    run = train(tmp_path, FedAvg, file(tmp_path), rounds=1, local_steps=5)
+    steps = {k: [seconds(run, 0, dict.fromkeys(range(3), K))[k] for K in range(1, 6)] for k in range(3)}
+    deadline = sorted(steps[0] + steps[1] + steps[2])[8]
+    done = {k: sum(each <= deadline for each in steps[k]) for k in steps}
+    assert 0 < min(done.values()) < 5
+    seen: dict[int, tuple[int, int]] = {}
+
+    class See(Callback):
+        def on_local_end(self, run: Run, result: Any) -> None:
+            seen[result.client] = result.ctx.K, result.ctx.K_missed
+
+    clock = file(tmp_path, deadline_s=deadline, late="partial")
+    late = train(tmp_path, FedAvg, clock, rounds=1, local_steps=5, callbacks=[See()])
+    assert seen == {k: (n, 5 - n) for k, n in done.items() if n}
+    assert late.metrics["clock/time_s"] == deadline and late.metrics["client/late"] == sum(n < 5 for n in done.values())
+
+
+def test_the_first_who_are_done_count(tmp_path: Path) -> None:
+    """Of three that are drawn the first two; a round takes until the second one."""
+    clock = file(tmp_path, over_selection=1.5)
+    run = train(tmp_path, SCAFFOLD, clock, rounds=2, clients_per_round=2)
+    times = seconds(run, 0)
+    first = sorted(sorted(times, key=times.__getitem__)[:2])
+    other = train(tmp_path, SCAFFOLD, file(tmp_path), rounds=2, sampler=ReplaySampler([first] * 2))
+    assert all(torch.equal(run.server[name], other.server[name]) for name in run.server)
+    assert run.metrics["clock/time_s"] == other.metrics["clock/time_s"] == 2 * max(times[k] for k in first)
+    assert run.state.failures["late"] == {k: 2 for k in times if k not in first}
+    assert vars(Clock(sec_per_sample=1, over_selection=1.1).enlarged(UniformSampler(10))[0])["clients_per_round"] == 11
+
+
+def test_the_clock_ends_a_run(tmp_path: Path) -> None:
+    one = train(tmp_path, FedAvg, file(tmp_path), rounds=1).metrics["clock/time_s"]
+    assert train(tmp_path, FedAvg, file(tmp_path, max_time_s=2.5 * one), rounds=9).rounds_done == 3
 
 
 def test_a_shorter_upload_takes_less_time(tmp_path: Path) -> None:
@@ -178,3 +255,21 @@ def test_files_that_hold_no_devices(text: str | None, message: str, tmp_path: Pa
 def test_file_or_median(given: Any) -> None:
     with pytest.raises(UserError, match=r"^trainer\.clock: give either devices, a CSV file, or sec_per_sample"):
         Clock(**given)
+
+
+@pytest.mark.parametrize(
+    ("options", "clock", "message"),
+    [
+        ({"faults": Faults(stragglers=Stragglers(3))}, {"deadline_s": 1.0}, "trainer.clock.deadline_s: trainer.fa"),
+        ({"sampler": BernoulliSampler(0.5)}, {"over_selection": 2.0}, "trainer.clock.over_selection = 2.0: only with "),
+        (
+            {"parts": [Personal(["bias"], epochs_alone=1)]},
+            {"deadline_s": 1.0, "late": "partial"},
+            "trainer.clock.late = partial: clients also train before the round; set it to lost",
+        ),
+        ({}, {"over_selection": 1.2}, "trainer.clients_per_round = 4, but there are only 3 clients"),
+    ],
+)
+def test_what_does_not_go_together(options: Any, clock: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="^" + re.escape(message)):
+        train(tmp_path, clock=file(tmp_path, **clock), **options)

@@ -82,7 +82,7 @@ class Survivors(CohortSampler):
         return [*self.faults.attendance(drawn, [3] * len(drawn), t, 0, seed).steps]
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(quick=9)
 @pytest.mark.parametrize("name", algorithms.__all__)
 def test_dropout_is_a_cohort_of_those_that_answer(golden: Golden, name: str) -> None:
     """To the bit: S of every divisor is the number of uploads that arrive."""
@@ -100,7 +100,7 @@ def test_dropout_is_a_cohort_of_those_that_answer(golden: Golden, name: str) -> 
         assert_same(row, two_.clients.rows()[k])
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize(("algorithm", "slot"), DUALS)
 def test_server_slot_stays_the_mean_of_all_clients(golden: Golden, algorithm: Any, slot: str) -> None:
     """Under dropout before and after training, lateness and refusal at once."""
@@ -457,6 +457,7 @@ def test_two_processes(deterministic: bool, tmp_path: Path) -> None:
         torch.testing.assert_close(state(two)[name], value, rtol=0, atol=1e-5)
 
 
+@pytest.mark.sampled(slow=3)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", algorithms.__all__)
 def test_every_algorithm_ends(name: str, tmp_path: Path) -> None:

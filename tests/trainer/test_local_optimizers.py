@@ -49,7 +49,7 @@ ADAMW = [
 ENGINES = ["sequential", "batched", "graphed"]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(quick=2)
 @pytest.mark.parametrize("name", ["FedAvg", "FedSAM", "FedDyn", "FedSWA"])
 def test_sgd_of_torch_is_sgd(name: str, tmp_path: Path) -> None:
     """With momentum, weight decay, clipping and schedules; FedSWA's learning rate falls from step to step."""
@@ -140,7 +140,7 @@ class Convolutional(nn.Sequential):
         )
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(quick=4)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("state", ["reset", "keep"])
 @pytest.mark.parametrize("name", WRITTEN)
@@ -234,7 +234,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     sys.modules.pop("mine", None)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize("kept", ["reset", "keep"])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_an_optimizer_of_ones_own_resumes_to_the_same_bits(engine: str, kept: str, folder: Path) -> None:

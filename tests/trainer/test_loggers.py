@@ -115,7 +115,7 @@ def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(quick=3)
 def test_logger_holds_what_the_csv_has(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """By its short name; the resumed run goes on in the same place. Nothing is left in the working folder."""
     args = [f"--trainer.loggers={kind.removesuffix('Logger').lower()}", "--trainer.callbacks+=Curves"]

@@ -169,7 +169,7 @@ def net() -> nn.Module:
     return DigitsMLP(8)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize("algorithm", [SCAFFOLD, FedSMOO, FedGF, FedGloSS, NaiveFedGloSS])
 def test_a_dry_round_is_the_next_one_and_leaves_nothing(algorithm: type[LocalObjective], tmp_path: Path) -> None:
     dry = DryRounds()
@@ -204,7 +204,7 @@ ALL: list[Measure] = [
 ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(quick=2)
 @pytest.mark.parametrize("algorithm", [FedGloSS, SCAFFOLD])
 def test_nothing_that_is_measured_changes_the_run(algorithm: type[LocalObjective], tmp_path: Path) -> None:
     plain = fit(tmp_path, algorithm(net(), ascent=SAM(0.05), optimizer=SGD(lr=0.1)))
@@ -320,7 +320,7 @@ def tracking() -> FlatnessMonitor:
     )
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(quick=4)
 @pytest.mark.parametrize("hook", HOOKS)
 def test_an_interruption_in_any_hook_gives_the_same_numbers(hook: str, tmp_path: Path) -> None:
     whole = glosses(tmp_path / "whole", tracking()).folder.path
@@ -543,7 +543,7 @@ def test_flatness_of_another_matrix(runs: dict[str, Path], tmp_path: Path) -> No
     assert "gauss_newton_weight_trace" in names
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(quick=4)
 @pytest.mark.parametrize(
     ("args", "files"),
     [
@@ -566,7 +566,7 @@ def test_landscape(args: list[str], files: tuple[str, ...], runs: dict[str, Path
         assert all(float(row["loss"]) > 0 for row in csv.DictReader(file))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(quick=2)
 @pytest.mark.parametrize("same", [False, True])
 def test_directions_of_a_surface(
     same: bool, runs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -210,6 +210,7 @@ def test_epsilon(options: dict[str, Any], rounds: int, rdp: float, pld: float | 
     assert Accountant(**options).epsilon(rounds) == pytest.approx(rdp, abs=6e-5)
 
 
+@pytest.mark.sampled(slow=2)
 @pytest.mark.slow
 @pytest.mark.parametrize(("options", "rounds", "rdp", "pld"), [case for case in EPSILONS if case[3] is not None])
 def test_epsilon_of_loss_distributions(options: dict[str, Any], rounds: int, rdp: float, pld: float) -> None:
@@ -246,7 +247,7 @@ def integrated(loss: Any, normal: Any, rounds: int, delta: float) -> tuple[float
     return found[0], found[1]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(quick=2)
 @pytest.mark.parametrize(("options", "rounds", "rdp", "pld"), [case for case in EPSILONS if case[0]["size"] < 100])
 def test_epsilon_by_integration(options: dict[str, Any], rounds: int, rdp: float, pld: float | None) -> None:
     """PLD is what we get, and RDP is above; so is the bound for a replaced client, of an upload C in place of -C."""

@@ -72,6 +72,7 @@ def check_same(one: Run, other: Run) -> None:
     assert metrics(one.folder.path) == metrics(other.folder.path)
 
 
+@pytest.mark.sampled(slow=3)
 @pytest.mark.parametrize("engine", ["batched", "graphed"])
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in ALGORITHMS])
 def test_the_bits_are_those_of_single_rounds(

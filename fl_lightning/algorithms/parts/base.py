@@ -1,13 +1,22 @@
 """The interface of an objective's parts, and the types of what local training passes around."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, ParamSpec, TypeVar
 
 from torch import Tensor
 
-from fl_lightning.core import Checked, ClientContext, FlatSpec, Init, RoundContext, State, Upload, Uploads, UserError
+from fl_lightning.core import (
+    Checked,
+    ClientContext,
+    FlatSpec,
+    Init,
+    RoundContext,
+    State,
+    Upload,
+    Uploads,
+    UserError,
+    ensure,
+)
 
 Gradient = Callable[..., Tensor]
 """The gradient of the local objective on this step's minibatch, as a function of a point ``(..., d)``. A second
@@ -56,7 +65,7 @@ class Part(Checked, key="model.parts"):
     references: Mapping[str, str | float] = {}
     packs: bool = False
 
-    def bind(self, flat: FlatSpec) -> Part:
+    def bind(self, flat: FlatSpec) -> "Part":
         """Returns the part for one objective: itself, or a copy that depends on the layout of the weights."""
         return self
 
@@ -190,6 +199,17 @@ def pair_of(hook: Callable[P, tuple[A, B]], *args: P.args, **kwargs: P.kwargs) -
     return found
 
 
+def through(hooks: Iterable[Callable[..., A]], value: A, *args: Any) -> A:
+    """Returns a value that has gone through hooks: each gets what the one before has returned, and the arguments.
+
+    Raises:
+        UserError: If one of them returns nothing.
+    """
+    for hook in hooks:
+        value = value_of(hook, value, *args)
+    return value
+
+
 def kept(client: State, before: State) -> State:
     """Returns the declared names of the state that a client's hook returns.
 
@@ -204,10 +224,10 @@ def kept(client: State, before: State) -> State:
     client = client.only(before)
     for name, old in before.items():
         found, declared = client[name].shape, old.shape
-        if found[-1:] != declared[-1:] or len(found) > len(declared):
-            raise UserError(
-                f"state '{name}': a hook returns shape {tuple(found)}; return its declared shape {tuple(declared)}"
-            )
+        ensure(
+            found[-1:] == declared[-1:] and len(found) <= len(declared),
+            f"state '{name}': a hook returns shape {tuple(found)}; return its declared shape {tuple(declared)}",
+        )
     return client
 
 

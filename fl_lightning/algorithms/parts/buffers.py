@@ -6,8 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning.algorithms.parts.base import Part
-from fl_lightning.core import ClientContext, State, Upload, Uploads
-from fl_lightning.core.frozen import moving_buffers
+from fl_lightning.core import ClientContext, State, Upload, Uploads, moving_buffers
 
 Policy = Literal["average", "local", "reset"]
 

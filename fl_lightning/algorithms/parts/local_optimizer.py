@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fl_lightning.algorithms.parts.base import Direction, pair_of
 from fl_lightning.algorithms.parts.schedules import Schedule
-from fl_lightning.core import Checked, ClientContext, FlatSpec, Init, Positive, State, UserError, norm
+from fl_lightning.core import Checked, ClientContext, FlatSpec, Init, Positive, State, ensure, norm
 
 Keep = Literal["reset", "keep"]
 """What happens to an optimizer's state at the end of a round: the next round starts afresh, or the client keeps it."""
@@ -62,8 +62,7 @@ class LocalOptimizer(Checked, ABC, key="model.optimizer"):
     def clipped(self, direction: Direction) -> Tensor:
         """Returns the direction as one vector ``(..., d)``; its part that may be clipped is at most ``clip`` long."""
         u, unclipped = direction if isinstance(direction, tuple) else (direction, None)
-        if self.clip is not None:
-            u = u * (self.clip / (norm(u) + 1e-6)).clamp(max=1.0)  # torch's clip_grad_norm_
+        u = u if self.clip is None else u * (self.clip / (norm(u) + 1e-6)).clamp(max=1.0)  # torch's clip_grad_norm_
         return u if unclipped is None else u + unclipped
 
     def check(self, flat: FlatSpec) -> None:
@@ -82,9 +81,10 @@ class LocalOptimizer(Checked, ABC, key="model.optimizer"):
         Raises:
             UserError: If it takes one client only.
         """
-        if not self.supports_batching:
-            name = type(self).__name__
-            raise UserError(f"{what}: model.optimizer = {name} steps one client at a time; use sequential, or SGD")
+        ensure(
+            self.supports_batching,
+            f"{what}: model.optimizer = {type(self).__name__} steps one client at a time; use sequential, or SGD",
+        )
 
     @property
     def named_state(self) -> dict[str, Init]:
@@ -132,6 +132,8 @@ class LocalOptimizer(Checked, ABC, key="model.optimizer"):
         names = {own: f"{name}.{own}" for own in self.state}
         memory: Any = State({own: client[of] for own, of in names.items()})
         w, memory = pair_of(self.step, w, direction, memory, lr, ctx)  # the memory of a user's may be anything
-        if not isinstance(memory, State) or set(memory) != names.keys():
-            raise UserError(f"model.optimizer = {name}: step must return the state that it declares, {[*names]}")
+        ensure(
+            isinstance(memory, State) and set(memory) == names.keys(),
+            f"model.optimizer = {name}: step must return the state that it declares, {[*names]}",
+        )
         return w, client | {of: memory[own] for own, of in names.items()} if names else client

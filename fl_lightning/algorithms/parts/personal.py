@@ -1,7 +1,5 @@
 """Parameters that stay with each client."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from copy import copy
 from fnmatch import fnmatchcase
@@ -67,9 +65,8 @@ class Personal(Part):
 
     def bind(self, flat: FlatSpec) -> Part:
         """Returns a part for this layout; one that does nothing if no parameter stays."""
-        names = _chosen(flat, "keep", self.keep)
-        if self.share is not None:
-            names = {*flat.names} - _chosen(flat, "share", self.share)
+        shared = None if self.share is None else _chosen(flat, "share", self.share)
+        names = _chosen(flat, "keep", self.keep) if shared is None else {*flat.names} - shared
         if not names:
             if self.keep != []:
                 warn("model.parts: Personal: no parameter of this net stays with a client", stacklevel=2)

@@ -52,8 +52,7 @@ class SGD(LocalOptimizer):
     ) -> tuple[Tensor, State]:
         """Takes one step; see `LocalOptimizer.step`."""
         u = self.clipped(direction)
-        if self.weight_decay:
-            u = torch.add(u, w, alpha=self.weight_decay)
+        u = torch.add(u, w, alpha=self.weight_decay) if self.weight_decay else u
         if self.momentum:
             u = torch.add(u, memory.momentum, alpha=self.momentum)
             memory = State({"momentum": u})

@@ -82,14 +82,12 @@ def model_of_configs(args: Sequence[str]) -> dict[str, Any]:
         args: The arguments, by `prepare`.
     """
     path, settings = "", dict[str, Any]()
-    for arg in args:
-        if _option(arg) == "config":
-            found = yaml.safe_load(Path(arg.removeprefix("--config=")).read_text(encoding="utf-8"))
-            model = found.get("model") if isinstance(found, dict) else None
-            if isinstance(model, dict) and "class_path" in model:
-                own = model.get("init_args") or {}
-                settings = {**settings, **own} if model["class_path"] == path else dict(own)
-                path = model["class_path"]
+    for file in (arg.removeprefix("--config=") for arg in args if _option(arg) == "config"):
+        found = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+        model = found.get("model") if isinstance(found, dict) else None
+        if isinstance(model, dict) and "class_path" in model:
+            own = model.get("init_args") or {}
+            settings, path = {**(settings if model["class_path"] == path else {}), **own}, model["class_path"]
     return {"class_path": path, "init_args": settings} if path else {}
 
 

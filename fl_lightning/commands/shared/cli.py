@@ -14,12 +14,12 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 import fl_lightning
-from fl_lightning.algorithms.base import LocalObjective
+from fl_lightning import FederatedDataModule, LocalObjective
 from fl_lightning.commands.shared.arguments import PARTS, kept, model_of_configs, prepare
 from fl_lightning.commands.shared.parser import INDENT, Command, Parser, readable
 from fl_lightning.core import LEFT_OUT, UserError, generator, hidden, require
-from fl_lightning.data import FederatedDataModule
 from fl_lightning.results.configs import differences, flatten, read_config
+from fl_lightning.results.terminal import say
 from fl_lightning.trainer import FederatedTrainer, Kind, RunFolder, on_rank_zero
 from fl_lightning.trainer.storage import checkpoint
 
@@ -79,12 +79,11 @@ def to_continue(
 
 def _of_same_config(trainer: FederatedTrainer, folder: Path) -> str | None:
     """Returns the last checkpoint of the newest run in a folder that has this config."""
-    paths = folder.glob(f"version_*/{RunFolder.CHECKPOINTS}/last.ckpt")
-    for path in sorted(paths, key=lambda path: path.stat().st_mtime_ns, reverse=True):
-        config = RunFolder.of_checkpoint(path).newest_config
-        if config.is_file() and not differences(read_config(config), trainer.config):
-            return str(path)
-    return None
+    found = folder.glob(f"version_*/{RunFolder.CHECKPOINTS}/last.ckpt")
+    paths = sorted(found, key=lambda path: path.stat().st_mtime_ns, reverse=True)
+    configs = ((path, RunFolder.of_checkpoint(path).newest_config) for path in paths)
+    kept = ((path, read_config(config)) for path, config in configs if config.is_file())
+    return next((str(path) for path, config in kept if not differences(config, trainer.config)), None)
 
 
 for name in fl_lightning.__all__:  # a class goes by its bare name once it is imported
@@ -111,8 +110,8 @@ class FederatedParser(Parser, LightningArgumentParser):
         for key, classes in self.null.items():
             before = kwargs.get(base) or {}
             if f"{key}+" in obj and before.get(key) is None:
-                default = [{"class_path": name} for name in classes]
-                kwargs[base] = Namespace({**before, key: default})  # type: ignore[no-untyped-call]
+                given = {**before, key: [{"class_path": name} for name in classes]}
+                kwargs[base] = Namespace(given)  # type: ignore[no-untyped-call]
         return super().parse_object(obj, *args, **kwargs)
 
     def format_help(self, *args: Any, **kwargs: Any) -> str:
@@ -267,7 +266,7 @@ class FederatedCLI(Command, LightningCLI):
         before = model_of_configs(prepare(self.args))
         if names := kept(before, now):
             (old, new) = (model["class_path"].rpartition(".")[2] for model in (before, now))
-            print(
+            say(
                 f"model = {new}: keeps {', '.join(names)} of the config's {old}; --print_config shows them, "
                 "--model.NAME replaces one"
             )

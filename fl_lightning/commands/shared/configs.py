@@ -33,8 +33,7 @@ def find_config(name: str) -> Path:
     if Path(name).is_file():
         return Path(name)
     # a path of a clone works from an installed wheel, too
-    short = name.removeprefix("configs/").removesuffix(SUFFIX)
-    names = config_names()
+    short, names = name.removeprefix("configs/").removesuffix(SUFFIX), config_names()
     if short in names:
         return configs_folder() / f"{short}{SUFFIX}"
     ends = [known for known in names if known.endswith(f"/{short.rpartition('/')[2]}")]

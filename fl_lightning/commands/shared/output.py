@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
@@ -21,6 +22,12 @@ def show_table(table: Table, keys: int = 1, text: int = TEXT) -> None:
     screen = console()
     for part in fitting(table, screen.width, keys, text):
         screen.print(part)
+
+
+def short_path(folder: Path) -> str:
+    """Returns a path from the working folder on, if it lies there."""
+    here = Path.cwd()
+    return str(folder.relative_to(here) if folder.is_relative_to(here) else folder)
 
 
 def write_new(folder: str, files: Mapping[str, str]) -> None:

@@ -5,26 +5,30 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from fl_lightning.commands.shared.cli import FederatedCLI
-from fl_lightning.core import Figure, ensure, parse_json, save_figure
+from fl_lightning.core import Figure, ensure, grouped, save_figure
 from fl_lightning.flatness.plots import plot_spectrum
+from fl_lightning.results import (
+    PaperFigure,
+    plot_bars,
+    plot_by_client,
+    plot_corruptions,
+    plot_lines,
+    read_config,
+    summarise,
+)
 from fl_lightning.results.clients import FILE as CLIENTS
-from fl_lightning.results.configs import read_config
 from fl_lightning.results.curves import draw_curves, read
 from fl_lightning.results.metrics import (
     FILE,
-    MEASUREMENTS,
-    Monitored,
     average,
     last_measurements,
+    read_measurements,
     read_metrics,
     read_numbers,
     write_table,
 )
 from fl_lightning.results.metrics import label as named
-from fl_lightning.results.numbers import plot_bars, plot_by_client, plot_corruptions, plot_lines
 from fl_lightning.results.papers import EVALUATED, MEASURED, our_number
-from fl_lightning.results.recipes import PaperFigure
-from fl_lightning.results.summary import summarise
 from fl_lightning.sweeps.reproduction import Task, column, value
 from fl_lightning.trainer import RunFolder
 
@@ -160,11 +164,13 @@ def _curves(figure: PaperFigure, runs: Mapping[str, Sequence[Path]]) -> Figure:
 
 
 def _spectrum(figure: PaperFigure, runs: Mapping[str, Sequence[Path]]) -> Figure:
-    measured = {label: last_measurements(of[0]).values() for label, of in runs.items()}
-    found = {label: [m for m in of if m["details"].get("eigenvalues")] for label, of in measured.items()}
-    for label, of in found.items():
-        ensure(bool(of), f"{runs[label][0]}: no eigenvalues are measured; take another --out")
-    return plot_spectrum({label: of[0]["details"]["eigenvalues"] for label, of in found.items()})
+    details = {label: [m["details"] for m in last_measurements(of[0]).values()] for label, of in runs.items()}
+    found: dict[str, list[float]] = {
+        label: next((values for of in its if (values := of.get("eigenvalues"))), []) for label, its in details.items()
+    }
+    for label, values in found.items():
+        ensure(bool(values), f"{runs[label][0]}: no eigenvalues are measured; take another --out")
+    return plot_spectrum(found)
 
 
 def _clients(figure: PaperFigure, runs: Mapping[str, Sequence[Path]]) -> Figure:
@@ -174,18 +180,11 @@ def _clients(figure: PaperFigure, runs: Mapping[str, Sequence[Path]]) -> Figure:
 
 def _by_client(run: Path, name: str) -> dict[int, list[tuple[float, float]]]:
     """Returns rounds and values of each client: its accuracy, or a measure of the local models."""
-    found: dict[int, list[tuple[float, float]]] = {}
     if name == "accuracy":
         _, rows = read_numbers(run / CLIENTS, "clients", "round", "client")
-        for row in rows:
-            found.setdefault(int(row["client"]), []).append((row["round"], row["acc"]))
-        return found
-    for line in (run / MEASUREMENTS).read_bytes().splitlines():
-        measured = parse_json(line, run / MEASUREMENTS, Monitored)
-        if measured["name"] == name:
-            for client, number in measured["details"]["clients"].items():
-                found.setdefault(int(client), []).append((measured["round"], number))
-    return found
+        return grouped((int(row["client"]), (row["round"], row["acc"])) for row in rows)
+    measured = [found for found in read_measurements(run) if found["name"] == name]
+    return grouped((int(k), (found["round"], x)) for found in measured for k, x in found["details"]["clients"].items())
 
 
 def _cost(figure: PaperFigure, runs: Mapping[str, Sequence[Path]]) -> Figure:

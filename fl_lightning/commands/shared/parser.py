@@ -52,12 +52,12 @@ def readable(text: str) -> str:
     text = re.sub(r"(?::\w+:)?`(\w+)`", r"\1", text.replace("``", ""))
     lines = list[str]()
     for line in text.splitlines():
-        if lines and re.match(rf"{INDENT}\S", line) and re.match(r"  .{21} \S", lines[-1]):
+        if lines and re.match(rf"{INDENT}\S", line) and re.match(r"  .{20}  \S", lines[-1]):
             lines[-1] += line[len(INDENT) - 1 :]  # the text of an option is one paragraph
         else:
             lines.append(line)
     text = "\n".join([*lines, ""])
-    return re.sub(r"^(  .{21} |)(.{57,})$", _filled, text, flags=re.M)
+    return re.sub(r"^(  .{20}  |)(.{57,})$", _filled, text, flags=re.M)
 
 
 def _filled(line: re.Match[str]) -> str:

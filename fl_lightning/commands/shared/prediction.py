@@ -17,9 +17,8 @@ from typing import Any
 
 from torch import Tensor
 
-from fl_lightning.algorithms.base import LocalObjective
+from fl_lightning import IID, FederatedDataModule, FromFile, LocalObjective
 from fl_lightning.core import State, UserError
-from fl_lightning.data import IID, FederatedDataModule, FromFile
 from fl_lightning.engine import ENGINES, LocalResult
 from fl_lightning.trainer import (
     Attendance,
@@ -30,10 +29,10 @@ from fl_lightning.trainer import (
     FlatnessMonitor,
     Progress,
     Run,
+    draw,
+    evaluate,
 )
 from fl_lightning.trainer.callbacks.checkpoints import pause
-from fl_lightning.trainer.measurements.clients import evaluate
-from fl_lightning.trainer.participation.samplers import draw
 from fl_lightning.trainer.runtime import collectives
 
 FEWEST, MOST, BUDGET = 4, 20, 5.0

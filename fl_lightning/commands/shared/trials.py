@@ -12,8 +12,7 @@ from fl_lightning.commands.shared.cli import FederatedCLI
 from fl_lightning.commands.shared.messages import ArgumentsError, explain
 from fl_lightning.commands.shared.output import show_table
 from fl_lightning.core import UserError
-from fl_lightning.results.metrics import average, deviation, read_run, shown, title
-from fl_lightning.results.terminal import filled
+from fl_lightning.results import average, deviation, filled, read_run, say, shown, title
 from fl_lightning.sweeps.trials import Built, Outcome, Trial, short
 from fl_lightning.trainer.callbacks.progress import Ending
 
@@ -78,9 +77,8 @@ def show(outcomes: Sequence[Outcome]) -> None:
         means = [f"{average(v):.4f} ± {deviation(v):.4f}" if len(v) > 1 else "" for v in values]
         rows.append(["mean ± sd", *means])
     show_table(filled(heads, rows, len(heads), title=f"{len(outcomes)} runs"), len(keys) or 1)
-    for o in outcomes:
-        if o.folder is not None:
-            print(f"results: {o.folder}")
+    for folder in filter(None, (o.folder for o in outcomes)):
+        say(f"results: {folder}")
     complain(outcomes)
 
 

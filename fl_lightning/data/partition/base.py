@@ -102,8 +102,7 @@ def members(labels: Indices, num_classes: int) -> list[Indices]:
 
 def stratified(y: Indices, n: int, rng: np.random.Generator) -> Indices:
     """Draws ``n`` sorted positions of labels ``y``, with the class shares of the whole to within one sample."""
-    order = rng.permutation(len(y))
-    quantile = np.empty(len(y))
+    order, quantile = rng.permutation(len(y)), np.empty(len(y))
     for label in np.unique(y):
         members = order[y[order] == label]
         quantile[members] = (np.arange(len(members)) + 0.5) / len(members)

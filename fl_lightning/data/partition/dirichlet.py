@@ -104,8 +104,7 @@ class Dirichlet(Partition):
 
     def _multinomial(self, size: int, left: Indices, rng: np.random.Generator) -> Indices:
         """Draws the same as `_rounded`, but sample by sample."""
-        counts = np.zeros_like(left)
-        q = np.zeros(len(left))
+        counts, q = np.zeros_like(left), np.zeros(len(left))
         while missing := size - counts.sum():
             remaining = counts < left
             q = q * remaining

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from fl_lightning.core import UserError, ensure, require
+from fl_lightning.core import UserError, ensure, grouped, require
 from fl_lightning.data.files import read_cifar
 from fl_lightning.data.partition.base import Indices, Partition, check, cut
 
@@ -127,10 +127,8 @@ class FromFile(Partition):
         """Returns ``{client: [(index, label or None), ...]}``."""
         if Path(self.path).suffix.lower() == ".csv":
             with open(self.path, newline="") as file:
-                table: dict[str, list[tuple[int, int | None]]] = {}
-                for row in csv.DictReader(file):
-                    table.setdefault(row["user_id"], []).append((int(row["image_id"]), int(row["class"])))
-                return table
+                rows = csv.DictReader(file)
+                return grouped((row["user_id"], (int(row["image_id"]), int(row["class"]))) for row in rows)
         content: Any = json.loads(Path(self.path).read_text())
         users = content.get("user_data") or content.get("users_data") if isinstance(content, dict) else None
         if users:

@@ -88,8 +88,7 @@ class FLSAMDirichlet(Partition):
         kept = self._long_tail(labels, num_classes, replay(seed))
         rng = replay(seed)
         rng.shuffle(kept)
-        step = int(GROUP / num_clients * len(kept))
-        groups = math.ceil(num_clients / GROUP)
+        step, groups = int(GROUP / num_clients * len(kept)), math.ceil(num_clients / GROUP)
         lists: list[Indices] = []
         for group, chunk in enumerate(np.split(kept, step * np.arange(1, groups))):  # the last one has the remainder
             pools = [chunk[labels[chunk] == c] for c in range(num_classes)]
@@ -108,8 +107,7 @@ class FLSAMDirichlet(Partition):
         """Divides a chunk, given by class, among ``width`` clients."""
         share = sum(map(len, pools)) / width
         for _ in range(TRIES):
-            held = np.zeros(width, np.int64)
-            cuts = []
+            held, cuts = np.zeros(width, np.int64), list[Indices]()
             for pool in pools:
                 p = rng.dirichlet(np.full(width, self.alpha)) * (held < share)
                 # if all are 0 (or NaN, for tiny alpha), 0/0 in the official code gives the class to the last client

@@ -7,96 +7,66 @@ import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypedDict
+from typing import Annotated, Any
 
 import yaml
 
-from fl_lightning.core import Interval, NonNegative, ensure, hidden_text, hidden_words, read_json
+from fl_lightning.core import Interval, NonNegative, ensure, fits, grouped, hidden_text, hidden_words, read_json
 from fl_lightning.results.clients import ClientTable, read_clients
 from fl_lightning.results.compare import Group, Seeds
 from fl_lightning.results.configs import config_files, read_config, settings_of
-from fl_lightning.results.metrics import Measurement, last_measurements
-
-
-class Code(TypedDict):
-    """Code of the working folder or the package."""
-
-    commit: str
-    changes: str | None
-    unknown_files: list[str]
-
-
-class Machine(TypedDict):
-    """The machine of a start."""
-
-    system: str
-    cpu: str
-    cores: int | None
-    threads: int
-    device: str
-    processes: int
-
-
-class Start(TypedDict):
-    """A start of a run."""
-
-    date: str
-    round: int
-    command: str
-    versions: dict[str, str]
-    machine: Machine
-    engine: str | None
-    precision: str
-    code: dict[str, Code | None]
-
-
-class Provenance(TypedDict):
-    """``provenance.json``."""
-
-    starts: list[Start]
-    changes: dict[str, str]
-
-
-class _Partition(TypedDict):
-    clients: int
-    classes: Annotated[int, Interval("[1, 1e5]")]
-    counts: list[dict[str, Annotated[int, Interval("[0, 1e15]")]]]
-
-
-class Partition(_Partition, total=False):
-    """``partition.json``."""
-
-    unit: str
-    names: list[str]
-
-
-class Measured(TypedDict):
-    """A file of the command ``flatness``."""
-
-    round: int
-    measurements: list[Measurement]
-
-
-class _Reproduced(TypedDict):
-    paper: str
-
-
-class Reproduced(_Reproduced, total=False):
-    """A paper's cell that a run reproduces."""
-
-    table: str
-    dataset: str
-    model: str
-    heterogeneity: str
-    participation: str
-    epochs: str
-    algorithm: str
-    metric: str
-    fraction: NonNegative
-    settings: str
-
+from fl_lightning.results.metrics import MEASUREMENT, last_measurements
+from fl_lightning.results.papers import COLUMNS
 
 Json = dict[str, Any]
+
+
+def _is_code(value: Any) -> bool:
+    """Returns whether a value is the code of the working folder and the package, as far as it is known."""
+    code = {"commit": str, "changes": str | None, "unknown_files": list[str]}
+    return fits(value, dict) and all(found is None or fits(found, code) for found in value.values())
+
+
+PROVENANCE: Json = {
+    "starts": [
+        {
+            "date": str,
+            "round": int,
+            "command": str,
+            "versions": dict[str, str],
+            "machine": {
+                "system": str,
+                "cpu": str,
+                "cores": int | None,
+                "threads": int,
+                "device": str,
+                "processes": int,
+            },
+            "engine": str | None,
+            "precision": str,
+            "code": _is_code,
+        }
+    ],
+    "changes": dict[str, str],
+}
+"""The form of ``provenance.json``, see `fits`."""
+PARTITION: Json = {
+    "clients": int,
+    "classes": Annotated[int, Interval("[1, 1e5]")],
+    "counts": list[dict[str, Annotated[int, Interval("[0, 1e15]")]]],
+    "unit?": str,
+    "names?": list[str],
+}
+"""The form of ``partition.json``."""
+MEASURED: Json = {"round": int, "measurements": [MEASUREMENT]}
+"""The form of a file of the command ``flatness``."""
+REPRODUCED: Json = {
+    "paper": str,
+    **dict.fromkeys((f"{name}?" for name in COLUMNS if name != "paper"), str),
+    "fraction?": NonNegative,
+    "settings?": str,
+}
+"""The form of a paper's cell that a run reproduces."""
 
 
 @dataclass(frozen=True)
@@ -140,11 +110,8 @@ def read_group(group: Group) -> list[RunFiles]:
 
 def partitions(runs: Sequence[RunFiles]) -> list[tuple[Json, list[str]]]:
     """Returns the partitions that differ, and the runs that have each."""
-    found: dict[str, tuple[Json, list[str]]] = {}
-    for run in runs:
-        if run.partition:
-            found.setdefault(repr(run.partition), (run.partition, []))[1].append(run.label)
-    return list(found.values())
+    alike = grouped((repr(run.partition), run) for run in runs if run.partition)
+    return [(of[0].partition, [run.label for run in of]) for of in alike.values()]
 
 
 def spectra(runs: Sequence[RunFiles]) -> dict[str, list[float]]:
@@ -183,7 +150,7 @@ def _read(group: Group, folder: Path, seeds: Seeds) -> RunFiles:
         clients=read_clients(folder),
         measurements=[*_monitored(folder), *_measured(folder)],
         pictures=_below(folder, "png", "landscape", "interpolate"),
-        cells=read_json(folder / "reproduction.json", list[Reproduced], []),
+        cells=read_json(folder / "reproduction.json", [REPRODUCED], []),
     )
 
 
@@ -193,7 +160,7 @@ def _text_of(config: Path, round: int) -> str:
 
 def _provenance(path: Path) -> Json:
     """Returns the content of ``provenance.json`` without the secrets that earlier versions have kept."""
-    found: Json = read_json(path, Provenance, {"starts": [], "changes": {}})
+    found: Json = read_json(path, PROVENANCE, {"starts": [], "changes": {}})
     for start in found["starts"]:
         try:
             words = shlex.split(start["command"])
@@ -205,7 +172,7 @@ def _provenance(path: Path) -> Json:
 
 
 def _partition(path: Path) -> Json:
-    found: Json = read_json(path, Partition, {})
+    found: Json = read_json(path, PARTITION, {})
     named = len(found.get("names", range(found.get("classes", 0)))) == found.get("classes", 0)
     ensure(found == {} or (found["counts"] and named), f"{path}: not what a run writes there; restore or remove it")
     return found
@@ -219,12 +186,12 @@ def _monitored(folder: Path) -> list[Json]:
 
 
 def _measured(folder: Path) -> list[Json]:
-    measured = []
-    for path in _below(folder, "json", "flatness"):
-        found = read_json(path, Measured)
-        where = f"{path.relative_to(folder)}, after round {found['round']}"
-        measured += [{**measurement, "where": where} for measurement in found["measurements"]]
-    return measured
+    files = [(path.relative_to(folder), read_json(path, MEASURED)) for path in _below(folder, "json", "flatness")]
+    return [
+        {**measurement, "where": f"{path}, after round {found['round']}"}
+        for path, found in files
+        for measurement in found["measurements"]
+    ]
 
 
 def _below(folder: Path, suffix: str, *names: str) -> list[Path]:

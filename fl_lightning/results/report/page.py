@@ -12,7 +12,7 @@ from typing import Any
 from markupsafe import Markup, escape
 
 from fl_lightning import __version__
-from fl_lightning.core import COLORS, Figure, render
+from fl_lightning.core import COLORS, Figure, grouped, render
 from fl_lightning.results.compare import Group
 from fl_lightning.results.configs import different, is_execution
 from fl_lightning.results.papers import COLUMNS, Line, beside, find
@@ -28,12 +28,12 @@ Cells = tuple[Group, list[tuple[str, bool]]]
 
 def comparison(groups: Sequence[Group], shown: Sequence[Column]) -> list[tuple[str, list[Column], list[Cells]]]:
     """Returns name, columns and rows of the tables of the comparison: results, per-client performance, and costs."""
-    found = []
-    for name in TABLES:
-        columns = [column for column in shown if column.table == name]
-        rows = [(group, [(cell(group, c), is_best(group, c, groups)) for c in columns]) for group in groups]
-        found += [(name, columns, rows)] if columns else []
-    return found
+    tables = {name: [column for column in shown if column.table == name] for name in TABLES}
+    return [
+        (name, columns, [(group, [(cell(group, c), is_best(group, c, groups)) for c in columns]) for group in groups])
+        for name, columns in tables.items()
+        if columns
+    ]
 
 
 def papers(runs: Runs) -> list[tuple[str, Line]]:
@@ -61,14 +61,14 @@ def measurements(runs: Runs) -> list[Json]:
 
 
 def environments(files: Sequence[RunFiles]) -> list[tuple[Json, list[Json]]]:
-    """Returns code, versions and machine of the runs, and the starts (run, date, round, command) that share them."""
-    found: dict[str, tuple[Json, list[Json]]] = {}
-    for run in files:
-        for start in run.provenance["starts"]:
-            what = {key: start[key] for key in ("code", "versions", "machine", "engine", "precision")}
-            _, starts = found.setdefault(json.dumps(what, sort_keys=True), (what, []))
-            starts.append({"run": run.label, **{key: start[key] for key in ("date", "round", "command")}})
-    return list(found.values())
+    """Returns the starts of the runs that share code, versions and machine: the first one, and all of them."""
+    shared = ("code", "versions", "machine", "engine", "precision")
+    alike = grouped(
+        (json.dumps([start[key] for key in shared], sort_keys=True), {"run": run.label, **start})
+        for run in files
+        for start in run.provenance["starts"]
+    )
+    return [(starts[0], starts) for starts in alike.values()]
 
 
 ZOOM = 1.5

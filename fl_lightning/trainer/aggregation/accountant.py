@@ -72,20 +72,21 @@ class Accountant:
         dp = _dp_accounting()
         with quiet(WARNINGS):
             try:
-                found = dp.calibrate_dp_mechanism(
-                    lambda: _fresh(self.method, self.poisson),
-                    lambda noise: dp.SelfComposedDpEvent(replace(self, noise=noise)._event, self.rounds),
-                    epsilon,
-                    self.delta,
-                    dp.LowerEndpointAndGuess(LEAST_NOISE, 1.0),
-                    tol=1e-4,
+                return float(
+                    dp.calibrate_dp_mechanism(
+                        lambda: _fresh(self.method, self.poisson),
+                        lambda noise: dp.SelfComposedDpEvent(replace(self, noise=noise)._event, self.rounds),
+                        epsilon,
+                        self.delta,
+                        dp.LowerEndpointAndGuess(LEAST_NOISE, 1.0),
+                        tol=1e-4,
+                    )
                 )
             except (ValueError, ArithmeticError, dp.mechanism_calibration.NoBracketIntervalFoundError):
                 raise UserError(
                     f"trainer.privacy.epsilon = {epsilon}: no noise multiplier from {LEAST_NOISE} on gives it over "
                     f"{self.rounds} rounds; give noise_multiplier"
                 ) from None
-        return float(found)
 
     @property
     def _event(self) -> Any:

@@ -192,8 +192,7 @@ class Aggregation(Checked, key="trainer.aggregation"):
             like = received.arrived[0][name]
             blocks = [torch.stack([self(b, w.to(b)) for w in weights]) for b in received.blocks(name)]
             means = torch.cat(blocks, dim=1).view(len(weights), *like.shape)
-            if name in received.known:
-                means = means + received.known[name].to(means)
+            means = means + received.known[name].to(means) if name in received.known else means
             return torch.stack([means[min(i, len(means) - 1)] * total for i, (_, total) in enumerate(kinds)]).to(like)
 
         uploads.change(sums)

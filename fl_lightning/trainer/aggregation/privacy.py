@@ -183,8 +183,11 @@ class GaussianPrivacy(Aggregation, key="trainer.privacy"):
 
     @property
     def identity(self) -> str:
-        values = {name: getattr(self, name) for name in ("clip", "noise_multiplier", "delta", "method", "per_tensor")}
-        values |= {"cohort": self._noiseless.size, "poisson": self._noiseless.poisson}
+        values = {
+            **{name: getattr(self, name) for name in ("clip", "noise_multiplier", "delta", "method", "per_tensor")},
+            "cohort": self._noiseless.size,
+            "poisson": self._noiseless.poisson,
+        }
         if self.noise_multiplier is None:
             values |= {"epsilon": self.epsilon, "max_rounds": self._noiseless.rounds}
         return f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in values.items())})"
@@ -215,8 +218,7 @@ class GaussianPrivacy(Aggregation, key="trainer.privacy"):
             if std:
                 draw = key.normal(total.numel(), "noise", ctx.t, ctx.phase, name).view(total.shape)
                 total = total + to_device(rounded(std * draw, grid(std)), total.device, total.dtype)
-            if name in received.known:
-                total = total + received.known[name].to(total) * uploads.n
+            total = total + received.known[name].to(total) * uploads.n if name in received.known else total
             return torch.stack([total, total]).to(received.server.w)
 
         uploads.change(released)

@@ -63,8 +63,7 @@ class Checkpoints(Callback):
     def on_round_logged(self, run: Run, metrics: Mapping[str, float]) -> None:
         if self.monitor is not None:
             value = monitored(run, "Checkpoints", self.monitor, metrics)
-            if run.clients.shared:  # all save, or none
-                value = run.fabric.broadcast(value)
+            value = run.fabric.broadcast(value) if run.clients.shared else value  # all save, or none
             if value is not None:
                 self._keep_best(run, value, mode_of(self.monitor, self.mode, run.directions))
         if run.finished or self._is_due(run):
@@ -100,8 +99,7 @@ class Checkpoints(Callback):
 
     def _keep_best(self, run: Run, value: float, mode: Mode) -> None:
         """Saves this round if it is among the best, and removes the round that no longer is."""
-        sign = -1 if mode == "max" else 1
-        scores = {**self.best, run.rounds_done: value}
+        sign, scores = -1 if mode == "max" else 1, {**self.best, run.rounds_done: value}
         ranked = sorted((r for r in scores if not math.isnan(scores[r])), key=lambda r: (sign * scores[r], r))
         kept = ranked[: self.save_top_k]
         if run.rounds_done not in kept:

@@ -88,9 +88,8 @@ def with_defaults(callbacks: Sequence[Any], progress: bool) -> list[Callback]:
     for once in (Checkpoints, Curves, Progress, Results):
         many = sum(isinstance(callback, once) for callback in found)
         ensure(many <= 1, f"trainer.callbacks: {once.__name__} is there {many} times; give it once")
-    for default in (Results, Checkpoints, *((Curves, Progress) if progress else (Ending,))):
-        if not any(isinstance(callback, default) for callback in found):
-            found.append(default())
+    needed = (Results, Checkpoints, *((Curves, Progress) if progress else (Ending,)))
+    found += [default() for default in needed if not any(isinstance(callback, default) for callback in found)]
     # measurements come first; Progress shows what Results has written; Checkpoints saves when the others have run
     order = (Curves, Results, Progress, Ending, EarlyStoppingAdapter, Checkpoints)
     return sorted(found, key=lambda c: next((i + 1 for i, kind in enumerate(order) if isinstance(c, kind)), 0))

@@ -50,8 +50,7 @@ class FlatnessMonitor(Callback):
 
     def __init__(self, every_n_rounds: PositiveInt = 10, metrics: list[Measure] | None = None) -> None:
         require(metrics != [], "callbacks: FlatnessMonitor.metrics", metrics, "name some, or null for the default")
-        self.every_n_rounds = every_n_rounds
-        self._default = metrics is None
+        self.every_n_rounds, self._default = every_n_rounds, metrics is None
         self.metrics = default_measures() if metrics is None else metrics
         self._tracks = any(metric.tracks for metric in self.metrics)
         self._previous: Tensor | None = None
@@ -132,8 +131,11 @@ class FlatnessMonitor(Callback):
             show(logger, measurements, run.rounds_done, label)
 
     def state_dict(self) -> dict[str, Any]:
-        elapsed = time.perf_counter() - self._started
-        return {"pseudo_gradient": self._previous, "total": self._total, "elapsed": elapsed}
+        return {
+            "pseudo_gradient": self._previous,
+            "total": self._total,
+            "elapsed": time.perf_counter() - self._started,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._previous, self._total = state.get("pseudo_gradient"), state.get("total", 0.0)

@@ -10,9 +10,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as Bar
 
 from fl_lightning.core import NonNegative, NonNegativeInt, read_json
+from fl_lightning.results import SUMMARY, command, filled, fitting, flatness_verdict
 from fl_lightning.results.metrics import FILE, MEASUREMENTS, best_of, mode_of, read_metrics, shown, title
-from fl_lightning.results.summary import SUMMARY, flatness_verdict
-from fl_lightning.results.terminal import filled, fitting
 from fl_lightning.trainer.callbacks.flatness_monitor import FlatnessMonitor
 from fl_lightning.trainer.run import Callback, Run
 
@@ -83,7 +82,7 @@ class Progress(Callback):
             self._last_line = self._bar.get_time()
             known = [f"{title(name)} {_number(run.metrics[name])}" for name in self._columns]
             line = "  ".join([f"round {run.rounds_done}/{run.max_rounds}", *known])
-            self.console.print(line, highlight=False, soft_wrap=True)
+            self.console.print(line, highlight=False, soft_wrap=not self.console.is_terminal)
 
     @rank_zero_only
     def on_exception(self, run: Run, error: BaseException) -> None:
@@ -131,7 +130,7 @@ class Progress(Callback):
 
 def _print_how_to_continue(run: Run) -> None:
     if run.folder.last.exists():
-        run.fabric.print(f"to continue: {run.how_to_continue}")
+        run.fabric.print(command(*run.how_to_continue, before="to continue: "))
 
 
 def _number(value: float | None) -> str:

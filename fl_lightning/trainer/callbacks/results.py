@@ -8,10 +8,7 @@ from typing import Any
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
 from fl_lightning.core import save_figure, write_atomically
-from fl_lightning.results.clients import plot_clients, read_clients
-from fl_lightning.results.curves import plot_curves
-from fl_lightning.results.metrics import tested
-from fl_lightning.results.summary import SUMMARY, summarise
+from fl_lightning.results import SUMMARY, plot_clients, plot_curves, read_clients, summarise, tested
 from fl_lightning.trainer.run import Callback, Run
 
 

@@ -237,10 +237,11 @@ class TrackioLogger(ProgramLogger):
         super().start(run_dir, state, round, about)
         self._name = state.get("name") or self.run_name or f"{run_dir.parent.name}/{run_dir.name} {uuid4().hex[:4]}"
         self._pending: dict[str, Any] = {}
-        resume = "allow" if state else "never"
         with redirect_stdout(None):
             context_vars.current_run.set(None)  # otherwise trackio ends the run that logs beside this one
-            self.experiment = trackio.init(self.project, self._name, about.group, resume=resume, embed=False)
+            self.experiment = trackio.init(
+                self.project, self._name, about.group, resume="allow" if state else "never", embed=False
+            )
             context_vars.current_run.set(None)
         self._done = self.experiment._next_step - 1
 

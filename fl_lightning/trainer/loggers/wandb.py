@@ -14,9 +14,17 @@ from lightning.pytorch.loggers import WandbLogger as LightningWandbLogger
 
 from fl_lightning.core import FROZEN, UserError, style
 from fl_lightning.data import FederatedDataModule
-from fl_lightning.results.configs import config_files
-from fl_lightning.results.metrics import average, best_of, is_result, mode_of, read_directions, read_run
-from fl_lightning.results.summary import SUFFIX, values
+from fl_lightning.results import (
+    SUFFIX,
+    average,
+    best_of,
+    config_files,
+    is_result,
+    mode_of,
+    read_directions,
+    read_run,
+    values,
+)
 from fl_lightning.trainer.loggers.base import About, FigureLogger, Picture, RunLogger
 
 Mode = Literal["offline", "online", "disabled"]
@@ -72,8 +80,7 @@ class WandbLogger(LightningWandbLogger, FigureLogger):
     @rank_zero_only
     def start(self, run_dir: Path, state: Mapping[str, Any], round: int, about: About) -> None:
         self._open(run_dir, state, round, about)
-        self._training = True
-        self._columns = read_run(run_dir)
+        self._training, self._columns = True, read_run(run_dir)
 
     @rank_zero_only
     def reopen(self, run_dir: Path, state: Mapping[str, Any], round: int, about: About) -> None:
@@ -83,8 +90,7 @@ class WandbLogger(LightningWandbLogger, FigureLogger):
     def _open(self, run_dir: Path, state: Mapping[str, Any], round: int, about: About) -> None:
         RunLogger.start(self, run_dir, state, round, about)
         self._about, self._round, self._training = about, round, False
-        self._pending: dict[str, Any] = {}
-        self._defined: set[str] = set()
+        self._pending, self._defined = dict[str, Any](), set[str]()
         self._directions = read_directions(run_dir)
         import wandb
 
@@ -162,10 +168,10 @@ class WandbLogger(LightningWandbLogger, FigureLogger):
             return
         self._flush(self._round)
         if self._training:
-            for name, pairs in self._columns.items():  # of the whole run: W&B's own start over when a run is resumed
-                if is_result(name):
-                    mode = mode_of(name, None, self._directions)
-                    self.run.summary[name] = {mode: best_of(pairs, mode)[1], "last": pairs[-1][1]}
+            # of the whole run: W&B's own start over when a run is resumed
+            for name in filter(is_result, self._columns):
+                mode, pairs = mode_of(name, None, self._directions), self._columns[name]
+                self.run.summary[name] = {mode: best_of(pairs, mode)[1], "last": pairs[-1][1]}
             if self.mode != "disabled":
                 self._log_artifacts()
         self.run.finish(exit_code=0 if status == "success" else 1)

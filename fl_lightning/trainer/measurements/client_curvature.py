@@ -95,9 +95,9 @@ class ClientLambdaMax(CurvatureMeasure):
         if self.clients == "own":
             self._forget()
             context.run.load_statistics(context.model)
-            for client, w in own_models(context.run).items():
-                if context.run.clients.owns(client):
-                    self._at(context.run, client, w)
+            models = own_models(context.run)
+            for client in filter(context.run.clients.owns, models):
+                self._at(context.run, client, models[client])
         for where, mine in self._found.items():
             found = collectives.all_gather_dict(context.run.fabric, mine)
             if not found:  # no client has answered

@@ -8,8 +8,7 @@ from torch import Tensor
 from torchmetrics.classification import MulticlassAccuracy
 
 from fl_lightning.core import NonNegativeInt, PositiveInt, ensure, numpy_generator, require, writing
-from fl_lightning.data.histogram import class_counts
-from fl_lightning.data.samples import Batch
+from fl_lightning.data import Batch, class_counts
 from fl_lightning.engine import LocalResult
 from fl_lightning.results.clients import ADAPTED, FILE, GLOBAL, LOCAL, UNSEEN, statistics
 from fl_lightning.trainer.cohort import Cohort
@@ -257,8 +256,7 @@ def _measurements(run: Run, place: str, scores: Scores, model: str, what: str) -
     """Returns the statistics of scores over clients, none without clients."""
     if not scores:
         return []
-    name = run.data.metric()[0]
-    samples = [int(run.data.client_sizes[k]) for k in scores]
+    name, samples = run.data.metric()[0], [int(run.data.client_sizes[k]) for k in scores]
     metrics, losses = ([score[i] for score in scores.values()] for i in (0, 1))
     data = f"{what}, {len(scores)} clients"
     values = {

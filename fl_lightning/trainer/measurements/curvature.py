@@ -256,8 +256,8 @@ class Spectrum(GlobalCurvature):
             ratio = found.ratio(5)
             if math.isnan(ratio):
                 common |= {"settings": {**common["settings"], "lambda_5": "zero up to rounding"}}
-            value = None if math.isnan(ratio) else ratio
-            measured.append(Measurement(name=f"{self.prefix}lambda_ratio", value=value, **common))
+            finite = None if math.isnan(ratio) else ratio
+            measured.append(Measurement(name=f"{self.prefix}lambda_ratio", value=finite, **common))
         return measured
 
 
@@ -350,14 +350,17 @@ class SpectralDensity(GlobalCurvature):
         sigma = max((high - low) / 100, 1e-12)
         grid = torch.linspace(low - 3 * sigma, high + 3 * sigma, 400, dtype=torch.float64)
         moments = {p: found.moment(p) for p in (1, 2, 3)}
-        details: dict[str, Any] = {"grid": grid.tolist(), "density": found(grid, sigma).tolist(), "sigma": [sigma]}
-        details |= {"moments": {p: m.value for p, m in moments.items()}}
-        if self.probes > 1:
-            details |= {"moment_errors": {p: m.error for p, m in moments.items()}}
+        errors = {"moment_errors": {p: m.error for p, m in moments.items()}} if self.probes > 1 else {}
         common |= {
             "error": moments[1].error if self.probes > 1 else None,
             "iterations": found.products,
             "settings": {"probes": self.probes, "steps": self.steps, **self.protocol},
-            "details": details,
+            "details": {
+                "grid": grid.tolist(),
+                "density": found(grid, sigma).tolist(),
+                "sigma": [sigma],
+                "moments": {p: m.value for p, m in moments.items()},
+                **errors,
+            },
         }
         return [Measurement(name=f"{self.prefix}density_mean", value=moments[1].value, **common)]

@@ -22,9 +22,7 @@ class PseudoGradient:
     """
 
     def __init__(self, run: Run) -> None:
-        self.run = run
-        self._sum = torch.zeros_like(run.server.w)
-        self._weight = 0.0
+        self.run, self._sum, self._weight = run, torch.zeros_like(run.server.w), 0.0
 
     def add(self, result: LocalResult) -> None:
         """Adds a local result of this process; as in the average, one that is not finite is left out."""

@@ -35,12 +35,16 @@ class Attendance:
         receivers: Number of clients that received the server's state.
         dropped: Clients that do not answer.
         late: Clients that miss the deadline; those of them in ``steps`` upload what they have done.
+        times: With a clock: the seconds in which each client in ``steps`` computes, and those in which it exchanges.
+        seconds: With a clock: the time until the server stops waiting.
     """
 
     steps: dict[int, int] = field(default_factory=dict)
     receivers: int = 0
     dropped: list[int] = field(default_factory=list)
     late: list[int] = field(default_factory=list)
+    times: dict[int, tuple[float, float]] = field(default_factory=dict)
+    seconds: float = 0.0
 
 
 class Stragglers(Checked, key="trainer.faults.stragglers"):
@@ -78,10 +82,8 @@ class Stragglers(Checked, key="trainer.faults.stragglers"):
     def speed(self, client: int, seed: int) -> float:
         """Returns the client's speed, in local steps for one of a client of speed 1."""
         draw = numpy_generator(seed, "speed", client)
-        if self.speeds is None:
-            return float(draw.lognormal(0.0, self.sigma))
-        lowest, highest = self.speeds
-        return float(draw.uniform(lowest, highest))
+        speeds = self.speeds
+        return float(draw.lognormal(0.0, self.sigma) if speeds is None else draw.uniform(speeds[0], speeds[1]))
 
     def steps(self, client: int, asked: int, seed: int) -> int:
         """Returns the number of local steps of a phase that count, at most ``asked``."""

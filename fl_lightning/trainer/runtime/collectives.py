@@ -101,8 +101,8 @@ def reports(seconds: float = 10.0) -> tuple[int, bool]:
     try:
         if rank == 0:
             store.set("error", "met")
-            others = size - 1  # they ask while the store exists, which this process holds
-            _soon(lambda: store.add("error seen", 0) == others, seconds / 5)
+            # the others ask while the store exists, which this process holds
+            _soon(lambda: store.add("error seen", 0) == size - 1, seconds / 5)
             return rank, True
         time.sleep(0.2)  # the first process may be about to end
         met = _soon(lambda: _alive(store) and bool(store.check(["error"])), seconds)
@@ -271,9 +271,7 @@ def gather_states(state: Tensor, group: Any = None) -> list[Tensor]:
     kinds: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(kinds, (state.shape, state.dtype), group)
     shape, dtype = max(kinds, key=lambda kind: len(kind[0]) and kind[0].numel())
-    if not state.numel():
-        state = state.new_zeros((0, *shape[1:]), dtype=dtype)
-    return gather_all_tensors(state, group)
+    return gather_all_tensors(state if state.numel() else state.new_zeros((0, *shape[1:]), dtype=dtype), group)
 
 
 def all_reduce_sum(fabric: Fabric, mine: Tensor) -> Tensor:

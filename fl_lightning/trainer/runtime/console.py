@@ -10,13 +10,15 @@ from typing import Any
 
 import lightning as L
 
+from fl_lightning.results.terminal import wrapped
+
 
 class Fabric(L.Fabric):
-    """Lightning's Fabric; it prints once in a run, and not once on each node."""
+    """Lightning's Fabric; it prints once in a run, and not once on each node; a terminal breaks no word."""
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         if self.is_global_zero:
-            print(*args, **kwargs)
+            print(*map(wrapped, map(str, args)), **kwargs)
 
 
 LOGGERS = ("lightning.pytorch", "lightning.fabric")

@@ -29,9 +29,8 @@ def keep_freed_memory(device: torch.device) -> Iterator[None]:
         device: Where the run trains; only the CPU needs it.
     """
     global _depth
-    mallopt = None
-    if device.type == "cpu" and sys.platform.startswith("linux"):
-        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    linux = device.type == "cpu" and sys.platform.startswith("linux")
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if linux else None
     if mallopt is None:
         yield
         return

@@ -4,7 +4,6 @@ import re
 from collections.abc import Mapping
 from numbers import Number
 from pathlib import Path
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -52,7 +51,7 @@ def load(path: Path) -> dict[str, Any]:
         raise UserError(
             f"ckpt_path = {path}: damaged, or not a checkpoint of fl_lightning ({error}); {REMEDY}"
         ) from None
-    wrong = {name for name, right in FORM.items() if not _is(content, {name: right})}
+    wrong = {name for name, right in FORM.items() if not fits(content, {name: right})}
     ensure(
         not wrong, f"ckpt_path = {path}: not a whole checkpoint of fl_lightning ({', '.join(sorted(wrong))}); {REMEDY}"
     )
@@ -67,13 +66,6 @@ def state_dict(path: Path) -> dict[str, Tensor]:
     """
     found = weights.with_constants(load(path), path, "ckpt_path")
     return {name.removeprefix("net."): value for name, value in found.items()}
-
-
-def _is(value: Any, form: Any) -> bool:
-    """Returns whether a value has a form as in `FORM`."""
-    if isinstance(form, dict):
-        return isinstance(value, dict) and all(name in value and _is(value[name], of) for name, of in form.items())
-    return form(value) if isinstance(form, FunctionType) else fits(value, form)
 
 
 def _are_ids(value: Any) -> bool:
@@ -101,7 +93,7 @@ FORM: dict[str, Any] = {
         "ids": _are_ids,
         "rows": Tensors,
         "w0": Tensor,
-        "file": lambda file: file is None or _is(file, ROWS),
+        "file": lambda file: file is None or fits(file, ROWS),
     },
     # whose they are
     "state_dict": Tensors,
@@ -111,7 +103,7 @@ FORM: dict[str, Any] = {
     "identity": dict,
     "config": dict[str, str],
     "engine": EngineName,
-    "noise": lambda noise: noise is None or _is(noise, {"key": _is_key, "settings": str}),
+    "noise": lambda noise: noise is None or fits(noise, {"key": _is_key, "settings": str}),
     "elapsed": float,
     "records": dict[str, int],
     "callbacks": dict,

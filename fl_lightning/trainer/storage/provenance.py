@@ -97,8 +97,8 @@ def _signed(starts: Any, changes: Any) -> dict[str, Any]:
 def package() -> dict[str, Any] | None:
     """Returns the code of this package as the first run of the process found it: later changes are not imported."""
     file = Path(fl_lightning.__file__)
-    known = _git(file.parent, "ls-files", file.name)  # an environment may lie in the clone of something else
-    return _code(file.parent) if known else None
+    # an environment may lie in the clone of something else
+    return _code(file.parent) if _git(file.parent, "ls-files", file.name) else None
 
 
 def write_partition(folder: Path, data: FederatedDataModule) -> None:
@@ -164,8 +164,7 @@ def _code(folder: Path) -> dict[str, Any] | None:
         return None
     names = _git(folder, "ls-files", "--others", "--exclude-standard", "--directory").splitlines()
     diff = _git(folder, "diff", "HEAD", "--no-ext-diff", "--no-textconv", "--no-color")
-    if len(diff) > MOST_CHANGES:
-        diff = f"{diff[:MOST_CHANGES]}\n... cut after {MOST_CHANGES:,} characters\n"
+    diff = diff[:MOST_CHANGES] + f"\n... cut after {MOST_CHANGES:,} characters\n" * (len(diff) > MOST_CHANGES)
     more = [f"... and {len(names) - MOST_FILES:,} more"] if len(names) > MOST_FILES else []
     changes = sha256(diff.encode()).hexdigest()[:12] if diff else None
     return {"commit": commit, "diff": diff, "unknown_files": names[:MOST_FILES] + more, "changes": changes}

@@ -36,8 +36,7 @@ class RunFolder:
         self.failures = path / "clients.csv"
         """Clients that were refused, dropped or late."""
         self.checkpoints = path / self.CHECKPOINTS
-        self.last = self.checkpoints / "last.ckpt"
-        self.best = self.checkpoints / "best.ckpt"
+        self.last, self.best = self.checkpoints / "last.ckpt", self.checkpoints / "best.ckpt"
         self.frozen = self.checkpoints / FROZEN
         """The net's frozen parameters, which all checkpoints share."""
 

@@ -1,17 +1,15 @@
-"""The seconds that a run would take on the clients' devices."""
+"""The clock of the clients' devices: its settings, and the devices."""
 
 import csv
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from fl_lightning.core import NonNegative, Positive, State, UserError, ensure, numpy_generator
-from fl_lightning.engine import LocalResult
-from fl_lightning.trainer.participation.faults import Stragglers
-from fl_lightning.trainer.run import Callback, Run
-from fl_lightning.trainer.runtime import collectives
+from fl_lightning.core import Checked, Interval, NonNegative, Positive, UserError, ensure
+from fl_lightning.trainer.participation.samplers import CohortSampler, UniformSampler
 
 COLUMNS = ("sec_per_sample", "down_mbps", "up_mbps", "latency_s")
 
@@ -47,13 +45,14 @@ class Device:
         return down / (1e6 * self.down_mbps) + up / (1e6 * self.up_mbps) + 2 * self.latency_s
 
 
-class Clock(Callback, key="trainer.clock"):
-    """Logs the seconds that the rounds would take on the clients' devices; the run itself stays as it is, to the bit.
+class Clock(Checked, key="trainer.clock"):
+    """The seconds that rounds would take on the clients' devices; with a deadline, who is too late for them.
 
-    A client takes the time of its download, local training, and upload: of the samples that it has drawn, the passes
-    that the algorithm makes in a step, and the bits that it exchanges. A round takes as long as its slowest client
-    that answers, in each phase. ``clock/time_s`` is the time so far; ``clock/compute_s``, ``clock/comm_s`` and
-    ``clock/idle_s`` are the sums over the clients of what they compute, exchange, and wait for the slowest one.
+    A client takes the time of its download, local training, and upload: of the samples that it draws, the passes that
+    the algorithm makes in a step, and the bits that it exchanges. A phase takes until the server stops waiting: for its
+    slowest client, the deadline, or the last of the clients that it wants. ``clock/time_s`` is the time so far;
+    ``clock/compute_s``, ``clock/comm_s`` and ``clock/idle_s`` are the sums, over the clients whose uploads arrive, of
+    what they compute, exchange, and wait. Without a deadline and over-selection the run stays as it is, to the bit.
 
     Args:
         devices: CSV file with the columns device, sec_per_sample, down_mbps, up_mbps, latency_s: client i has row i, or
@@ -68,6 +67,12 @@ class Clock(Callback, key="trainer.clock"):
         bandwidth_sigma: Standard deviation of the logarithm of a client's bandwidth.
         latency_s: Without a file: seconds that a message travels.
         server_s: Seconds of the server in a round.
+        deadline_s: Seconds after which the server no longer waits for the clients of a phase; null: it waits for all.
+        late: How a client counts that needs longer. lost: it does not. partial: by its model after the whole steps for
+            which it has time, with their number as its K; a client without a step takes no part.
+        over_selection: Factor of the number of clients that are drawn; as many as without it count, those that are
+            done first (1.3 in FedScale).
+        max_time_s: Ends the run after so many of these seconds; null: it does not.
 
     Raises:
         UserError: If there is neither a file nor ``sec_per_sample``, there are both, or the file is not readable.
@@ -83,6 +88,10 @@ class Clock(Callback, key="trainer.clock"):
         bandwidth_sigma: NonNegative = 0.5,
         latency_s: NonNegative = 0.0,
         server_s: NonNegative = 0.0,
+        deadline_s: Positive | None = None,
+        late: Literal["lost", "partial"] = "lost",
+        over_selection: Annotated[float, Interval("[1, 100]")] = 1.0,
+        max_time_s: Positive | None = None,
     ) -> None:
         key = "trainer.clock"
         given = "give either devices, a CSV file, or sec_per_sample, the median seconds of a sample's forward pass"
@@ -90,52 +99,31 @@ class Clock(Callback, key="trainer.clock"):
         self.rows = [] if devices is None else read_devices(devices, f"{key}.devices")
         self.median = Device(sec_per_sample or 0.0, down_mbps or float("inf"), up_mbps or float("inf"), latency_s)
         self.sigma, self.bandwidth_sigma, self.server_s = sigma, bandwidth_sigma, server_s
-        self._devices = dict[int, Device]()
-        self._spent = dict[int, dict[int, tuple[float, float]]]()
+        self.deadline_s, self.late, self.over_selection = deadline_s, late, over_selection
+        self.max_time_s = float("inf") if max_time_s is None else max_time_s
 
-    def device(self, client: int, run: Run) -> Device:
-        """Returns a client's device, a function of the file or of (seed, client)."""
-        if client not in self._devices:
-            self._devices[client] = self._drawn(client, run)
-        return self._devices[client]
+    @property
+    def leaves_out(self) -> bool:
+        """Whether the server may not wait for all clients."""
+        return self.deadline_s is not None or self.over_selection > 1
 
-    def _drawn(self, client: int, run: Run) -> Device:
-        n, m = len(self.rows), run.data.num_clients
-        if n:
-            return self.rows[client if n >= m else numpy_generator(run.seed, "devices").permutation(n)[client % n]]
-        speeds = run.settings.faults.stragglers or Stragglers(1.0, sigma=self.sigma)
-        bandwidth = float(numpy_generator(run.seed, "bandwidth", client).lognormal(0.0, self.bandwidth_sigma))
-        of = self.median
-        seconds = of.sec_per_sample / speeds.speed(client, run.seed)
-        return Device(seconds, of.down_mbps * bandwidth, of.up_mbps * bandwidth, of.latency_s)
+    def enlarged(self, sampler: CohortSampler) -> tuple[CohortSampler, int | None]:
+        """Returns the sampler of a run, and how many of its clients count; None: all.
 
-    def on_fit_start(self, run: Run) -> None:
-        self._devices = {}
-
-    def on_round_start(self, run: Run, ctx: Any, cohort: list[int]) -> None:
-        self._spent = {}
-
-    def on_local_end(self, run: Run, result: LocalResult) -> None:
-        objective, ctx, device = run.objective, result.ctx, self.device(result.client, run)
-        alone = ctx.phase == objective.phases  # training before the round, without an exchange
-        samples = sum(run.data.batch_sizes(len(run.data.clients[result.client]), ctx.K))
-        computed = device.compute_s(samples, *((1, 1) if alone else objective.passes))
-        down, up = objective.bits(State(result.received), up=False), objective.bits(result.upload, up=True)
-        before = self._spent.setdefault(0 if alone else ctx.phase, {}).get(result.client, (0.0, 0.0))
-        exchanged = 0.0 if alone else device.comm_s(down, up)
-        self._spent[0 if alone else ctx.phase][result.client] = before[0] + computed, before[1] + exchanged
-
-    def on_round_end(self, run: Run) -> None:
-        spent = {"time_s": self.server_s, "compute_s": 0.0, "comm_s": 0.0, "idle_s": 0.0}
-        for phase in range(run.objective.phases):
-            found = collectives.all_gather_dict(run.fabric, self._spent.get(phase, {})).values()
-            slowest = max((compute + comm for compute, comm in found), default=0.0)
-            spent["time_s"] += slowest
-            for compute, comm in found:
-                spent["compute_s"] += compute
-                spent["comm_s"] += comm
-                spent["idle_s"] += slowest - (compute + comm)
-        run.log({f"clock/{name}": run.metrics.get(f"clock/{name}", 0.0) + value for name, value in spent.items()})
+        Raises:
+            UserError: If the number of clients of a round is not fixed.
+        """
+        if self.over_selection == 1:
+            return sampler, None
+        ensure(
+            type(sampler) is UniformSampler,
+            f"trainer.clock.over_selection = {self.over_selection}: only with UniformSampler, whose number of clients "
+            "is fixed, and without trainer.privacy; set it to 1",
+        )
+        assert isinstance(sampler, UniformSampler)
+        wanted = sampler.clients_per_round
+        drawn = ceil(round(self.over_selection * wanted, 9))  # 1.1 * 10 is above 11
+        return UniformSampler(drawn, sampler.held_out), wanted
 
 
 def read_devices(path: str, key: str) -> list[Device]:

@@ -1,0 +1,122 @@
+"""The seconds of one run on the clients' devices, and when its server stops waiting for them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from itertools import accumulate
+
+from fl_lightning.algorithms.base import LocalObjective
+from fl_lightning.core import ClientContext, Draws, RoundContext, State, ensure, numpy_generator
+from fl_lightning.data import FederatedDataModule
+from fl_lightning.trainer.participation.clock import Clock, Device
+from fl_lightning.trainer.participation.faults import Attendance, Stragglers
+from fl_lightning.trainer.settings import Settings
+
+
+class Timing:
+    """The clock of one run.
+
+    Args:
+        settings: The trainer's settings.
+        clock: Its clock.
+        objective: The local objective.
+        data: The clients' data.
+        server: The server's first state.
+        ctx: The context of the first round.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        clock: Clock,
+        objective: LocalObjective,
+        data: FederatedDataModule,
+        server: State,
+        ctx: RoundContext,
+    ) -> None:
+        self.clock, self.objective, self.data = clock, objective, data
+        self.seed, self.wanted = settings.seed, settings.wanted
+        self.speeds = settings.faults.stragglers or Stragglers(1.0, sigma=clock.sigma)
+        alone = clock.leaves_out and clock.late == "partial" and objective.trains_alone
+        ensure(not alone, "trainer.clock.late = partial: clients also train before the round; set it to lost")
+        self.bits = [self._exchanged(server, replace(ctx, phase=phase)) for phase in range(objective.phases)]
+        self.device = cache(self._device)
+
+    def _exchanged(self, server: State, ctx: RoundContext) -> tuple[int, int]:
+        """Returns the bits that a client receives and uploads: those of one that takes no step."""
+        objective, w = self.objective, server.w
+        draws = Draws([(self.seed, ctx.t, ctx.phase, 0)], w.device, together=False)
+        of_client = ClientContext(**vars(ctx), lr=1.0, K=1, k_lr=1.0, draws=draws)
+        sent = objective.begin_phase(server, ctx)
+        upload, _ = objective.without_steps(w, sent, of_client)
+        return objective.bits(sent, up=False), objective.bits(upload, up=True)
+
+    def _device(self, client: int) -> Device:
+        """Returns a client's device, a function of the file or of (seed, client)."""
+        rows, m, of = self.clock.rows, self.data.num_clients, self.clock.median
+        n = len(rows)
+        if n:
+            return rows[client if n >= m else numpy_generator(self.seed, "devices").permutation(n)[client % n]]
+        bandwidth = float(numpy_generator(self.seed, "bandwidth", client).lognormal(0.0, self.clock.bandwidth_sigma))
+        seconds = of.sec_per_sample / self.speeds.speed(client, self.seed)
+        return Device(seconds, of.down_mbps * bandwidth, of.up_mbps * bandwidth, of.latency_s)
+
+    def spent(self, client: int, K: int, phase: int = 0) -> tuple[float, float]:
+        """Returns the seconds in which a client computes its K steps of a phase, and those in which it exchanges.
+
+        Training before the round, by itself, belongs to the first phase.
+        """
+        data, objective, device = self.data, self.objective, self.device(client)
+        own, size, before = objective.own_part, len(self.data.clients[client]), 0.0
+        if own is not None and own.trains_alone and not phase:
+            alone = data.batches_per_client(client, own.epochs_alone, None) if own.epochs_alone else K
+            before = device.compute_s(sum(data.batch_sizes(size, alone)), 1, 1)
+        computed = device.compute_s(sum(data.batch_sizes(size, K)), *objective.passes)
+        return before + computed, device.comm_s(*self.bits[phase])
+
+    def attendance(self, found: Attendance, phase: int) -> Attendance:
+        """Returns who is done before the server stops waiting, and when that is.
+
+        Args:
+            found: Who answers at all.
+            phase: The phase.
+        """
+        deadline, wanted = self.clock.deadline_s or float("inf"), None if phase else self.wanted
+        times = {k: self.spent(k, K, phase) for k, K in found.steps.items()}
+        late = [k for k, each in times.items() if sum(each) > deadline]
+        steps = {k: self._steps(k, K, phase) if k in late else K for k, K in found.steps.items()}
+        done = [k for k, K in steps.items() if K]
+        at = {k: deadline if k in late else sum(times[k]) for k in done}
+        first = {*sorted(done, key=at.__getitem__)[:wanted]}  # of two at the same time, the first one of the cohort
+        counted = {k: steps[k] for k in done if k in first}
+        return replace(
+            found,
+            steps=counted,
+            late=[*found.late, *(k for k in found.steps if k not in counted or (k in late and not phase))],
+            times={k: self.spent(k, K, phase) if k in late else times[k] for k, K in counted.items()},
+            seconds=deadline if late and len(counted) != wanted else max((at[k] for k in counted), default=0.0),
+        )
+
+    def _steps(self, client: int, asked: int, phase: int) -> int:
+        """Returns the whole steps for which a client that is late has time."""
+        if self.clock.late == "lost" or self.clock.deadline_s is None:
+            return 0
+        device, left = self.device(client), self.clock.deadline_s - self.spent(client, 0, phase)[1]
+        samples = accumulate(self.data.batch_sizes(len(self.data.clients[client]), asked))
+        return sum(device.compute_s(n, *self.objective.passes) <= left for n in samples)
+
+    def metrics(self, before: Mapping[str, float], phases: Sequence[Attendance]) -> dict[str, float]:
+        """Returns the metrics of a round.
+
+        Args:
+            before: The latest value of every metric.
+            phases: Who has answered in each phase.
+        """
+        spent = {"time_s": self.clock.server_s, "compute_s": 0.0, "comm_s": 0.0, "idle_s": 0.0}
+        for found in phases:
+            spent["time_s"] += found.seconds
+            for compute, comm in found.times.values():
+                spent["compute_s"] += compute
+                spent["comm_s"] += comm
+                spent["idle_s"] += found.seconds - (compute + comm)
+        return {f"clock/{name}": before.get(f"clock/{name}", 0.0) + value for name, value in spent.items()}
