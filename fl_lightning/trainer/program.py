@@ -43,7 +43,6 @@ def length(run: Run) -> int:
         and run.settings.max_time is None
         and (run.timing is None or math.isinf(run.timing.clock.max_time_s))
         and not (run.failure_kinds or run.data.stream or run.clients.on_disk or run.should_stop)
-        and all(type(part).bits is Part.bits for part in objective.all_parts)  # others may depend on the values
     )
     ahead = range(run.rounds_done, run.rounds_done + LONGEST * possible)
     return sum(1 for _ in takewhile(lambda t: not run.needs_round(t), ahead))
@@ -63,9 +62,11 @@ def train(run: Run) -> bool:
     try:
         trained = _train(run, cohorts) if len(cohorts) > 1 else []
     except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
+        # a part may decompose what is not finite; the next round runs by itself, without it or in smaller blocks
+        unfit = is_out_of_memory(error) or isinstance(error, torch.linalg.LinAlgError)  # type: ignore[attr-defined]
+        if not unfit:
             raise
-        trained = []  # the next round runs by itself, in smaller blocks
+        trained = []
     training_s = sum(done.training_s for done in trained)
     rows: dict[int, State] = {}
     for cohort, done in zip(cohorts, trained, strict=False):
@@ -114,6 +115,7 @@ def _train(run: Run, cohorts: Sequence[Cohort]) -> list[Trained]:
     assert isinstance(engine, BatchedEngine)
     batches = [[run.minibatches(k, ctx) for k, ctx in zip(c.clients, c.contexts, strict=True)] for c in cohorts]
     server, rows, scratch = run.server, dict[int, State](), objective.scratch_inits()
+    alike = all(type(part).bits is Part.bits for part in objective.all_parts)  # those of others may depend on values
     results = list[Trained]()
     with engine.checked():
         for cohort, its, block in zip(cohorts, batches, engine.blocks_ahead(batches), strict=True):
@@ -134,7 +136,8 @@ def _train(run: Run, cohorts: Sequence[Cohort]) -> list[Trained]:
             kept = [objective.finish_client(State(row), server) for row in _by_client(state, len(jobs))]
             new = dict(zip(cohort.clients, kept, strict=True))
             rows |= new
-            bits = len(jobs) * (objective.bits(sent, up=False) + objective.bits(arrived[0], up=True))
+            up = [objective.bits(each, up=True) for each in arrived[: 1 if alike else None]]
+            bits = len(jobs) * objective.bits(sent, up=False) + sum(up) * (len(jobs) // len(up))
             finite = (ok.all() & after.finite()).to(accumulator_dtype(losses.device))
             results.append(Trained(server, new, torch.cat([finite[None], losses.to(finite)]), bits, training_s))
     read = torch.cat(

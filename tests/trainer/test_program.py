@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import fl_lightning as fl
-from fl_lightning import Callback, Checkpoints, Digits, DigitsMLP, FedAvg, FederatedTrainer
-from fl_lightning.core import DivergenceError
+from fl_lightning import Callback, Checkpoints, Digits, DigitsMLP, FedAvg, FederatedTrainer, Part
+from fl_lightning.core import DivergenceError, State
 from fl_lightning.engine.batched import BatchedEngine
 from fl_lightning.trainer import program, resume
 from fl_lightning.trainer.callbacks import checkpoints
@@ -46,7 +46,7 @@ class Rounds(Callback):
 
 
 def train(
-    root: Path, make: Any = FedAvg, *callbacks: Callback, resume: Any = None, lr: float = 0.1, **more: Any
+    root: Path, make: Any = FedAvg, *callbacks: Callback, resume: Any = None, parts: Any = (), **more: Any
 ) -> Run:
     torch.manual_seed(0)
     trainer = FederatedTrainer(
@@ -56,9 +56,8 @@ def train(
             "accelerator": "cpu", "threads": 1, "enable_progress_bar": False, "default_root_dir": str(root), **more,
         },
     )  # fmt: skip
-    return trainer.fit(
-        make(DigitsMLP(hidden=8), optimizer=optimizer_for(make.__name__, lr, momentum=0.5)), data(), resume
-    )
+    optimizer = optimizer_for(make.__name__, 0.1, momentum=0.5)
+    return trainer.fit(make(DigitsMLP(hidden=8), optimizer=optimizer, parts=[*parts]), data(), resume)
 
 
 def data() -> Digits:
@@ -95,6 +94,36 @@ def test_the_bits_are_those_of_single_rounds(
     check_same(together, alone)
 
 
+class Positive(Part):
+    """A bit travels for each positive number."""
+
+    def bits(self, bits: Any, values: Any, up: bool) -> Any:
+        return {**bits, "positive": int((values["w"] > 0).sum())} if up else bits
+
+
+class Decomposing(Part):
+    """torch refuses to decompose what is not finite."""
+
+    def phase_end(self, server: State, uploads: Any) -> State:
+        torch.linalg.svdvals(uploads.weighted("w").view(2, -1))
+        return server
+
+
+@pytest.mark.parametrize(
+    "method", ["randk", *(pytest.param(name, marks=pytest.mark.slow) for name in ("topk", "qsgd", "sign"))]
+)
+def test_parts_with_bits_of_their_own(method: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Codes, what is left out of them, and bits that depend on values."""
+    runs = []
+    for _ in range(2):
+        parts = [Positive(), fl.Compress(method)]
+        runs.append(train(tmp_path, fl.SCAFFOLD, seen := Rounds(), parts=parts))
+        assert (10 in seen.seen) and (9 in seen.seen) == (len(runs) == 2)
+        one_by_one(monkeypatch)
+    assert (method == "qsgd") == ("client.Compress.w" not in state(runs[0].folder.path))
+    check_same(*runs)
+
+
 def test_checkpoints_by_time_fall_between_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They cut no program, and change no bit; the last round is always saved."""
     runs = []
@@ -121,7 +150,10 @@ def test_an_interruption_falls_between_programs(tmp_path: Path, monkeypatch: pyt
     check_same(resumed, train(tmp_path, fl.SCAFFOLD))
 
 
-def test_a_program_ends_before_a_round_that_is_not_finite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("part", [Part(), Decomposing()])
+def test_a_program_ends_before_a_round_that_is_not_finite(
+    part: Part, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The same clients are refused as one by one, and then all of them."""
 
     class Grows(FedAvg):
@@ -132,7 +164,7 @@ def test_a_program_ends_before_a_round_that_is_not_finite(tmp_path: Path, monkey
     lines = []
     for _ in range(2):
         with pytest.raises(DivergenceError) as error:
-            train(tmp_path, Grows)
+            train(tmp_path, Grows, parts=[part])
         lines.append(str(error.value))
         one_by_one(monkeypatch)
     together, alone = sorted(tmp_path.glob("*/version_*"))
