@@ -4,7 +4,6 @@ import ast
 import sys
 import warnings
 from collections.abc import Callable
-from functools import cache
 from importlib import import_module
 from pathlib import Path
 
