@@ -73,7 +73,8 @@ class FedGF(LocalObjective):
 
     def server_step(self, server: State, sent: State, uploads: Uploads, ctx: RoundContext) -> State:
         """Window and c from this round's divergence; the next ascent point from this round's step."""
-        window = torch.cat([server.window[1:], (uploads.mean("distance") > self.T_D).to(server.window)])
+        diverged = (uploads.mean("distance") > self.T_D).to(server.window)
+        window = torch.cat([server.window[1:], diverged])
         rounds = self.W if self.window_warmup == "full" else (window != UNKNOWN).sum(0, keepdim=True)
         c = window.clamp(min=0).sum(0, keepdim=True) / rounds if self.c is None else server.c * 0 + self.c
         after = super().server_step(server, sent, uploads, ctx)

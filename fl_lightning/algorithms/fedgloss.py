@@ -116,7 +116,8 @@ class NaiveFedGloSS(FedGloSS):
 
     def local_end(self, w: Tensor, client: State, received: State, ctx: ClientContext) -> tuple[Upload, State]:
         """In the first phase the dual does not change."""
-        return (LocalObjective if ctx.phase == 0 else FedGloSS).local_end(self, w, client, received, ctx)
+        base = LocalObjective if ctx.phase == 0 else FedGloSS
+        return base.local_end(self, w, client, received, ctx)
 
     def server_step(self, server: State, sent: State, uploads: Uploads, ctx: RoundContext) -> State:
         """In the first phase only the pseudo-gradient, then FedGloSS's step."""

@@ -100,7 +100,8 @@ class SWA(Averaging):
             n = server.swa_n * 0 + (1 if self.init_in_average else 0)
             server = server.replace(swa_w=before.w.clone(), swa_n=n)
         at_end = ctx.t % self.cycle == self.cycle - 1
-        if at_end if self.collect == "cycle_end" else past > 0 and past % self.cycle == 0:
+        due = at_end if self.collect == "cycle_end" else past > 0 and past % self.cycle == 0
+        if due:
             n = server.swa_n
             server = server.replace(swa_w=(n * server.swa_w + server.w) / (n + 1), swa_n=n + 1)
         return server
