@@ -25,11 +25,13 @@ class Row:
         names: Its names in the tables; with a ``+`` in front, an addition to another row.
         over: Patterns of the files' names.
         settings: Settings over the file, as on the command line.
+        source: Where the settings come from; docs/experiments.md shows it.
     """
 
     names: tuple[str, ...]
     over: tuple[str, ...]
     settings: str
+    source: str
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,7 @@ def _all() -> dict[str, tuple[dict[str, str], Sequence[Row]]]:
                     names=tuple(names.split(", ")),
                     over=tuple(row.get("over", "*").split(", ")),
                     settings=row.get("settings", ""),
+                    source=row.get("from", ""),
                 )
                 for names, of in part["rows"].items()
                 for row in of

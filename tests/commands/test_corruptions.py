@@ -111,7 +111,7 @@ def batch_norm_net() -> nn.Module:
     )  # fmt: skip
 
 
-@pytest.mark.sampled(quick=3)
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["average", "local", "reset"])
 def test_clean_row_is_the_number_of_test(tmp_path: Path, policy: Any) -> None:
     """Also with running statistics, which are no parameters; fog is here the test set itself."""

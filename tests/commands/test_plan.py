@@ -121,6 +121,7 @@ def test_due_in_the_last_round_too(rounds: int, every: int, expected: int) -> No
     assert due(rounds, every) == expected
 
 
+@pytest.mark.slow
 def test_rounds_are_counted_as_fit_does_them(tmp_path: Path) -> None:
     def listeners() -> list[Any]:
         return [FlatnessMonitor(4, [LambdaMax(samples=50, iterations=3), Discrepancy()]), Checkpoints(3, keep_all=True)]

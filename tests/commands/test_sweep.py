@@ -37,6 +37,7 @@ def table(folder: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(lines))
 
 
+@pytest.mark.slow
 def test_a_sweep_over_algorithms_and_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cli("sweep", str(file(tmp_path)), f"--out={tmp_path}")
     out = capsys.readouterr().out

@@ -140,6 +140,7 @@ def train(data: Any, objective: LocalObjective, engine: str, folder: Path) -> Ru
     return trainer.fit(objective, data)
 
 
+@pytest.mark.slow
 def test_engines_agree(tmp_path: Path) -> None:
     """Auxiliary heads, the hardest pixels, SAM, and augmentation of images with their maps."""
 

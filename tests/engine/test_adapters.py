@@ -128,6 +128,7 @@ def test_lora_on_every_engine(tmp_path: Path) -> None:
     assert float(objective.flat.split(runs[0].server.w)["net.blocks.0.q.lora_B.default.weight"].abs().max()) > 0
 
 
+@pytest.mark.slow
 def test_curvature_by_layer_and_in_the_merged_space(tmp_path: Path) -> None:
     """Blocks of dense Hessians: of the factors, and of a net without adapters and with the weights W + 8 B A."""
     options: dict[str, Any] = {"samples": None, "tol": 1e-7, "iterations": 300}

@@ -255,6 +255,7 @@ class NoisyEnds(Noisy):
     without = ("step",)
 
 
+@pytest.mark.slow
 def test_random_numbers_of_hooks(tmp_path: Path) -> None:
     """They are the same on every engine, whatever torch's global generator holds, with blocks and ragged clients."""
     alone = train(tmp_path, Noisy(net=Small()), "sequential")

@@ -157,6 +157,7 @@ def trained() -> tuple[nn.Module, Data]:
     return net, lambda: [(x, y)]
 
 
+@pytest.mark.slow
 def test_default_density_has_its_moments_and_says_how_well() -> None:
     """Eight seeds; six plain probes of the same cost have 11 and 16 % error in the second and third moment."""
     matrix = dense(*trained())

@@ -275,6 +275,7 @@ OTHERS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor | None], str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["FedAvg", pytest.param("SCAFFOLD", marks=pytest.mark.slow)])
 def test_upload_of_another_form_counts_as_not_finite(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

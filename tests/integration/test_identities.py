@@ -496,6 +496,7 @@ def quadratic(algorithm: type[LocalObjective], **options: Any) -> LocalObjective
     return algorithm(net=Quadratics(), loss=HalfSquare(), optimizer=SGD(lr=0.1), weighting="uniform", **options)
 
 
+@pytest.mark.slow
 def test_fedavg_stays_off_by_its_known_bias(tmp_path: Path) -> None:
     shrink = (1 - (1 - 0.1 * H) ** 5)[:, None]
     biased = torch.from_numpy((shrink * B).sum(0) / shrink.sum())

@@ -78,7 +78,7 @@ def fit(root: Path, name: str, *more: Callback, ckpt_path: str | None = None, **
     return trainer.fit(make(name), data, ckpt_path).folder.path
 
 
-@pytest.mark.sampled(quick=21, slow=3, start=1)
+@pytest.mark.sampled(quick=41, slow=3, start=1)
 @pytest.mark.parametrize("name", [*algorithms.__all__, "everything"])
 def test_same_bits(name: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {"sampler": BernoulliSampler(0.5), "engine": "graphed"} if name == "everything" else {}

@@ -98,6 +98,7 @@ def test_neutral_options_of_fedtoga(golden: Golden) -> None:
 # Muon
 
 
+@pytest.mark.slow
 def test_neutral_options_of_fedmuon(golden: Golden) -> None:
     muon = {"lr": 0.02, "lr_others": 0.5, "momentum": 0.98}
     local = path(golden, LocalMuon, optimizer=Muon(**muon))

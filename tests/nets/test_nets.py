@@ -274,6 +274,7 @@ def test_hessian_vector_products_under_vmap(make: Callable[[], nn.Module]) -> No
 # BiSeNetV2, the one net with running statistics
 
 
+@pytest.mark.slow
 def test_bisenet() -> None:
     torch.manual_seed(0)
     with torch.device("meta"):
@@ -319,6 +320,7 @@ def test_bisenet_takes_a_backbone_by_part(tmp_path: Any) -> None:
         BiSeNetV2(pretrained=str(tmp_path / "short.pth"))
 
 
+@pytest.mark.slow
 def test_mobilenet_takes_weights_of_batchnorm(tmp_path: Any) -> None:
     from torchvision.models import mobilenet_v2
 

@@ -310,6 +310,7 @@ MONITOR = ["--trainer.callbacks+=FlatnessMonitor", "--trainer.callbacks.every_n_
 LOCAL = "[{class_path: ClientEvaluation, init_args: {local_models: true}}]"
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_rows_of_a_whole_one(tmp_path: Path) -> None:
     """Rows of rounds that are trained again, and one that a crash has cut short, are left out."""
     args = [*MONITOR, "--trainer.callbacks.metrics=[ClientEvaluation]"]

@@ -140,7 +140,7 @@ class Convolutional(nn.Sequential):
         )
 
 
-@pytest.mark.sampled(quick=4)
+@pytest.mark.sampled(quick=5)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("state", ["reset", "keep"])
 @pytest.mark.parametrize("name", WRITTEN)

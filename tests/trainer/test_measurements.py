@@ -274,6 +274,7 @@ def test_updates(tmp_path: Path) -> None:
         assert read[t, "delta_epsilon"] == pytest.approx(0.1 * (2 - 2 * turn) ** 0.5)
 
 
+@pytest.mark.slow
 def test_all_clients_in_the_cohort(tmp_path: Path) -> None:
     """With full participation the measures of the cohort and of all clients are the same numbers."""
     both: list[Measure] = [Discrepancy(samples=None), ClientLambdaMax(samples=50, data=["local", "global"])]
@@ -321,7 +322,7 @@ def tracking() -> FlatnessMonitor:
     )
 
 
-@pytest.mark.sampled(quick=4)
+@pytest.mark.slow
 @pytest.mark.parametrize("hook", HOOKS)
 def test_an_interruption_in_any_hook_gives_the_same_numbers(hook: str, tmp_path: Path) -> None:
     whole = glosses(tmp_path / "whole", tracking()).folder.path
@@ -567,7 +568,7 @@ def test_landscape(args: list[str], files: tuple[str, ...], runs: dict[str, Path
         assert all(float(row["loss"]) > 0 for row in csv.DictReader(file))
 
 
-@pytest.mark.sampled(quick=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("same", [False, True])
 def test_directions_of_a_surface(
     same: bool, runs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -128,6 +128,7 @@ def test_parts_that_differ_are_told(tmp_path: Path) -> None:
     assert [trainer.run.rounds_done for trainer in trainers] == [ROUNDS, ROUNDS]
 
 
+@pytest.mark.slow
 def test_one_diverges_the_others_go_on(tmp_path: Path) -> None:
     """And what was broken off is resumed, wherever each run was."""
     trainers = [run(tmp_path, seed, "batched") for seed in (0, 1, 2)]
