@@ -151,6 +151,10 @@ from .trainer.measurements import Sharpness as Sharpness
 from .trainer.measurements import SpectralDensity as SpectralDensity
 from .trainer.measurements import Spectrum as Spectrum
 from .trainer.measurements import Updates as Updates
+from .trainer.participation.asynchronous import Asynchronous as Asynchronous
+from .trainer.participation.asynchronous import FedAsync as FedAsync
+from .trainer.participation.asynchronous import FedBuff as FedBuff
+from .trainer.participation.asynchronous import SemiSynchronous as SemiSynchronous
 from .trainer.participation.clock import Clock as Clock
 from .trainer.participation.faults import Corrupt as Corrupt
 from .trainer.participation.faults import Faults as Faults

@@ -58,6 +58,21 @@ class Composed(Hooks):
         return hooks and type(self.server_update) is ServerUpdate and self.server_update.lr == 1
 
     @property
+    def needs_rounds(self) -> str:
+        """Why the algorithm has no meaning where clients start from models of different age; empty if it has one."""
+        down, up = (", ".join(n for n in names if n not in ("w", "buffers")) for names in self.wire)
+        reasons = {
+            f"its {self.phases} phases need the same clients at one model": self.phases > 1,
+            "its duals belong to one model that all clients start from": not self.adds_updates,
+            f"its clients receive {down}, which the server makes of the clients of a round": down,
+            f"its server needs {up} of clients that started from one model": up,
+            "its server computes with the exact upload w": "w" not in self.all_references,
+            "its clients' states depend on the server's next step": type(self).client_round_end
+            is not Hooks.client_round_end,
+        }
+        return next((reason for reason, holds in reasons.items() if holds), "")
+
+    @property
     def wire(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """All names that are sent to a client, and all names that it uploads."""
         return tuple(n for x in self._owners for n in x.down), tuple(n for x in self._owners for n in x.up)

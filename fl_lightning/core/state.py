@@ -172,6 +172,7 @@ class ClientContext(RoundContext):
         n_mean: Mean number of samples of all M clients.
         class_counts: Number of samples of each class, ``(..., classes)``, for an objective with ``uses_class_counts``.
         draws: The random numbers that `draw` returns.
+        drawn: The cohort that the client was drawn with, if the server has no rounds; its draws are keyed by it.
     """
 
     lr: float = 0.0
@@ -182,6 +183,12 @@ class ClientContext(RoundContext):
     n_mean: float = 1.0
     class_counts: Tensor | None = None
     draws: Draws | None = None
+    drawn: int | None = None
+
+    @property
+    def stream(self) -> int:
+        """The number that keys what a client draws: the round, or the cohort that it was drawn with."""
+        return self.t if self.drawn is None else self.drawn
 
     def draw(self, function: Callable[[torch.Generator], Tensor], purpose: str = "hooks") -> Tensor:
         """Draws random numbers for each client from a stream of its own: the only source of randomness in hooks.

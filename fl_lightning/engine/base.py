@@ -268,7 +268,7 @@ class Engine:
 
     def draws(self, jobs: Sequence[Job]) -> Draws:
         """Returns the source of the random numbers that the hooks of some clients draw."""
-        keys = [(job.seed, job.ctx.t, job.ctx.phase, job.client) for job in jobs]
+        keys = [(job.seed, job.ctx.stream, job.ctx.phase, job.client) for job in jobs]
         return Draws(keys, jobs[0].received.w.device, self.trains_several)
 
     def train_mode(self) -> None:

@@ -27,7 +27,7 @@ class SequentialEngine(Engine):
         objective, losses, buffers = self.objective, list[Tensor](), None
         ctx = replace(self.context(job), draws=self.draws([job]))
         self.train_mode()
-        with seeded(self.net.device, job.seed, "net", ctx.t, ctx.phase, job.client):
+        with seeded(self.net.device, job.seed, "net", ctx.stream, ctx.phase, job.client):
             carry, fixed = self.begin(job.state, job.received, ctx, job.received.w)
             if objective.net_buffers is not None:
                 objective.net_buffers.load(objective.net, carry.state.buffers)

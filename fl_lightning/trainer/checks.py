@@ -67,6 +67,11 @@ def check_aggregation(run: Run) -> None:
         UserError: If processes, cohort or algorithm do not fit it.
     """
     rule, settings, objective = run.aggregation, run.settings, run.objective
+    ensure(
+        settings.asynchronous is None or not objective.needs_rounds,
+        f"trainer.asynchronous = {type(settings.asynchronous).__name__}: {type(objective).__name__} needs rounds, "
+        f"{objective.needs_rounds}; choose another algorithm, or rounds with trainer.clock.deadline_s",
+    )
     check_owners("server state", [("model", objective.server_inits()), ("trainer.aggregation", rule.server_state)])
     ensure(
         settings.deterministic or run.fabric.world_size == 1 or not rule.by_rows,

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 from fl_lightning.core import ClientContext, State
 from fl_lightning.engine import LocalResult
+from fl_lightning.trainer.flight import Flight, Task
 from fl_lightning.trainer.participation.faults import NO_FAULTS, Attendance, Faults
 from fl_lightning.trainer.participation.samplers import draw
 from fl_lightning.trainer.run import Run
@@ -26,6 +27,9 @@ class Cohort:
         attendance: Which other clients received the server's state, and which failed.
         faults: How clients fail.
         timing: The clock, if it decides who is too late.
+        flight: Of a step of an asynchronous server: its clients, of which some may be there twice.
+        waves: The same clients as cohorts that have received the same model, each client once.
+        waits: Whether the server waits for another wave.
     """
 
     t: int
@@ -37,11 +41,44 @@ class Cohort:
     attendance: Attendance
     faults: Faults
     timing: Timing | None = None
+    flight: Flight | None = None
+    waves: tuple[Cohort, ...] = ()
+    waits: bool = False
 
     @classmethod
     def draw(cls, run: Run, t: int) -> "Cohort":
-        """Returns the cohort of round ``t``, a function of (seed, t), or of a secret under privacy."""
+        """Returns the cohort of round ``t``, a function of (seed, t), or of a secret under privacy.
+
+        Without rounds it is that of the server's next step, a function of the run's state.
+        """
+        if run.settings.asynchronous is not None and run.timing is not None:
+            return cls._landed(run, Flight(run, run.settings.asynchronous, run.timing), run.timing)
         return cls.of(run, _drawn(run, t), t, run.settings.faults, timing=run.timing)
+
+    @classmethod
+    def _landed(cls, run: Run, flight: Flight, timing: Timing) -> "Cohort":
+        waves = list[list[Task]]()
+        for task in flight.arrived:
+            if not waves or waves[-1][0].version != task.version or task.client in [of.client for of in waves[-1]]:
+                waves.append([])
+            waves[-1].append(task)
+        cohorts = list[Cohort]()
+        for number, wave in enumerate(waves):
+            of = cls.of(run, [task.client for task in wave], wave[0].version)
+            contexts = [replace(ctx, drawn=task.draw) for ctx, task in zip(of.contexts, wave, strict=True)]
+            times = {k: timing.spent(k, K) for k, K in of.attendance.steps.items()}
+            attendance = replace(of.attendance, receivers=0, times=times, seconds=None)
+            if not number:
+                failed = flight.failed
+                attendance = replace(
+                    attendance, receivers=flight.started, dropped=failed["dropped"], late=failed["late"]
+                )
+            waits = number + 1 < len(waves)
+            faults = run.settings.faults
+            cohorts.append(replace(of, contexts=contexts, attendance=attendance, faults=faults, waits=waits))
+        clients, contexts = [task.client for task in flight.arrived], [ctx for of in cohorts for ctx in of.contexts]
+        whole = replace(cohorts[0], t=flight.t, asked=len(clients), clients=clients, contexts=contexts)
+        return replace(whole, flight=flight, waves=tuple(cohorts))
 
     @classmethod
     def drawn(cls, run: Run, t: int) -> "Cohort":

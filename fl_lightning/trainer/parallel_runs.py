@@ -67,6 +67,8 @@ def start(
         first.fabric.world_size <= 1,
         f"trainer.devices: {first.fabric.world_size} processes; parallel runs take one, set it to 1",
     )
+    rounds = all(trainer.asynchronous is None for trainer in trainers)
+    ensure(rounds, "trainer.asynchronous: parallel runs step together; start them one by one")
     for model in models:
         model.optimizer.check_batched("parallel runs")
     names, runs = differing(models), list[Run]()

@@ -41,6 +41,7 @@ def length(run: Run) -> int:
         and not objective.trains_alone
         and run.data.batch_size is not None
         and run.settings.max_time is None
+        and run.settings.asynchronous is None
         and (run.timing is None or math.isinf(run.timing.clock.max_time_s))
         and not (run.failure_kinds or run.data.stream or run.clients.on_disk or run.should_stop)
     )

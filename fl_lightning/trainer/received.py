@@ -5,7 +5,16 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from fl_lightning.core import RoundContext, State, Upload, Uploads, UserError, accumulator_dtype, to_device
+from fl_lightning.core import (
+    ClientContext,
+    RoundContext,
+    State,
+    Upload,
+    Uploads,
+    UserError,
+    accumulator_dtype,
+    to_device,
+)
 from fl_lightning.engine import LocalResult
 from fl_lightning.trainer import divergence
 from fl_lightning.trainer.aggregation.base import Received
@@ -58,23 +67,11 @@ class Arrivals:
         """Ids of the clients whose upload or state is not finite."""
         return [k for k, accepted in zip(self.cohort.clients, self.accepted, strict=True) if not accepted]
 
-    def average(self, server: State, known: Mapping[str, Tensor], ctx: RoundContext) -> Uploads:
-        """Returns the accepted uploads, combined by the run's rule.
-
-        Args:
-            server: The server's state.
-            known: Reference value of each upload, by name; the upload is expected to lie near it.
-            ctx: The phase's context.
-        """
-        run, cohort, rule = self.run, self.cohort, self.run.aggregation
-        accepted = {k: ctx for k, ctx, yes in zip(cohort.clients, cohort.contexts, self.accepted, strict=True) if yes}
-        uploads = rule.uploads(run.objective, [*accepted.values()], ctx, self.like)
-        here = self._summed_here([*accepted])
-        if not rule.by_rows or run.fabric.is_global_zero:
-            arrived, clients = [*here.values()], [accepted[k] for k in here]
-            rule.fill(uploads, Received(arrived, known, clients, server, ctx, run.seed, len(self.refused)))
-        collectives.reduce(run.fabric, uploads, rule.shapes(self.shapes, known), self.like, run.settings.deterministic)
-        return uploads
+    @property
+    def contexts(self) -> dict[int, ClientContext]:
+        """Context of each accepted client, by id, in cohort order."""
+        each = zip(self.cohort.clients, self.cohort.contexts, self.accepted, strict=True)
+        return {k: ctx for k, ctx, accepted in each if accepted}
 
     def rows(self) -> dict[int, State]:
         """Returns the new states of the accepted clients that this process owns, by id."""
@@ -93,9 +90,9 @@ class Arrivals:
         found = [f"client {k}: {what}" for k, what in collectives.all_gather_dict(self.run.fabric, mine).items()]
         return "; ".join([*found[:3], *["..."] * (len(found) > 3)])
 
-    def _summed_here(self, accepted: Sequence[int]) -> dict[int, Upload]:
+    def summed_here(self) -> dict[int, Upload]:
         """Returns the uploads that this process sums, in cohort order: on rank 0 all, or on each process its own."""
-        fabric, here = self.run.fabric, {r.client: r.upload for r in self.results}
+        fabric, here, accepted = self.run.fabric, {r.client: r.upload for r in self.results}, [*self.contexts]
         if self.run.settings.deterministic and fabric.world_size > 1:
             trainers = self.cohort.trainers
             here |= collectives.exchange(
@@ -111,3 +108,24 @@ class Arrivals:
             shapes = {name: list(v.shape) for name, v in self.results[0].upload.items()} if self.results else {}
             known[phase] = self.run.fabric.broadcast(shapes)
         return known.get(phase, {})
+
+
+def average(arrivals: Sequence[Arrivals], server: State, known: Mapping[str, Tensor], ctx: RoundContext) -> Uploads:
+    """Returns the accepted uploads, combined by the run's rule.
+
+    Args:
+        arrivals: Those since the server's last step.
+        server: The server's state.
+        known: Reference value of each upload, by name; the upload is expected to lie near it.
+        ctx: The phase's context.
+    """
+    run, shapes, like = arrivals[0].run, arrivals[0].shapes, arrivals[0].like
+    rule, accepted = run.aggregation, [of for each in arrivals for of in each.contexts.values()]
+    uploads = rule.uploads(run.objective, accepted, ctx, like)
+    here = [(each.contexts[k], upload) for each in arrivals for k, upload in each.summed_here().items()]
+    if not rule.by_rows or run.fabric.is_global_zero:
+        clients, arrived = [of for of, _ in here], [upload for _, upload in here]
+        refused = sum(len(each.refused) for each in arrivals)
+        rule.fill(uploads, Received(arrived, known, clients, server, ctx, run.seed, refused))
+    collectives.reduce(run.fabric, uploads, rule.shapes(shapes, known), like, run.settings.deterministic)
+    return uploads

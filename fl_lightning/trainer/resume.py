@@ -18,6 +18,7 @@ from fl_lightning.core import Checked, State, constants, ensure, files, load_con
 from fl_lightning.engine import EngineName
 from fl_lightning.results.configs import flatten
 from fl_lightning.trainer.aggregation.noise import NoiseKey
+from fl_lightning.trainer.flight import is_flight
 from fl_lightning.trainer.participation import failures
 from fl_lightning.trainer.run import Run
 from fl_lightning.trainer.runtime.collectives import all_gather_dict, exchange, on_rank_zero
@@ -166,11 +167,13 @@ def _check_state(path: Path, run: Run, content: Mapping[str, Any], same_data: bo
     ids = torch.cat([clients["ids"], *([clients["file"]["ids"]] if clients["file"] else [])])
     shapes = {name: tuple(value.shape) for name, value in content["server"].items()}
     rows = {name: (len(clients["ids"]), *shape) for name, shape in kept.shapes.items()} if len(clients["ids"]) else {}
+    resumes = same_data and run.settings.asynchronous is not None and content["round"] > 0
     for what, fits in (
         ("server", shapes == {name: tuple(value.shape) for name, value in run.server.items()}),
         ("clients.w0", clients["w0"].shape == kept.w0.shape),
         ("clients.ids", len(torch.unique(ids)) == len(ids) and not (same_data and (ids >= run.data.num_clients).any())),
         ("clients.rows", not same_data or {n: tuple(value.shape) for n, value in clients["rows"].items()} == rows),
+        ("training", not resumes or is_flight(content["training"], run, shapes)),
         ("buffers", (content["buffers"] is None) == (run.objective.net_buffers is None)),
     ):
         ensure(fits, f"ckpt_path = {path}: its {what} does not fit this run; {REMEDY}")
@@ -183,6 +186,7 @@ def _identity(run: Run) -> dict[str, Any]:
         "model (its client state)": sorted(run.clients.inits),
         "trainer.seed": run.seed,
         "trainer.precision": run.settings.precision,
+        "trainer.asynchronous": run.settings.asynchronous and type(run.settings.asynchronous).__name__,
         "trainer.privacy": run.aggregation.identity,
         "data": run.data.fingerprint(),
     }

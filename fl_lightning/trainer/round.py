@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -14,7 +15,7 @@ from fl_lightning.trainer import divergence
 from fl_lightning.trainer.cohort import Cohort
 from fl_lightning.trainer.participation import failures
 from fl_lightning.trainer.participation.faults import Attendance
-from fl_lightning.trainer.received import Arrivals
+from fl_lightning.trainer.received import Arrivals, average
 from fl_lightning.trainer.run import Callback, Run
 from fl_lightning.trainer.runtime import collectives
 
@@ -38,6 +39,7 @@ class Round:
         diverged: Why the round has no finite result, if the run goes on nonetheless.
         aggregated: Metrics of the rule that combines the uploads, of the last phase.
         attended: Who has answered in each phase.
+        arrivals: What has arrived since the server's last step.
         bits: Bits that went over the wire.
         steps: Local steps of the clients whose uploads have arrived.
         passes: Their forward and backward passes.
@@ -57,7 +59,7 @@ class Round:
         self.failed: dict[str, list[int]] = {"refused": [], **{kind: [] for kind in run.failure_kinds}}
         self.diverged: DivergenceError | None = None
         self.aggregated: dict[str, float] = {}
-        self.attended = list[Attendance]()
+        self.attended, self.arrivals = list[Attendance](), list[Arrivals]()
         self.bits = self.steps = self.passes = 0
         self.training_s = 0.0
         self._clock, self._callback_s = Clock(), run.callback_s
@@ -83,16 +85,16 @@ class Round:
 
         The first one may be that in which clients train by themselves (`Cohort.alone`).
         """
-        cohort = self.cohort
         own = self.run.objective.own_part
-        if own is not None and own.trains_alone:
-            yield Phase(self, cohort.alone(self.run, own.epochs_alone))
-        for number in range(self.run.objective.phases):
-            if self.diverged:
-                return
-            cohort = cohort.next_phase(self.run) if number else cohort
-            yield (phase := Phase(self, cohort))
-            cohort = phase.cohort
+        for cohort in self.cohort.waves or (self.cohort,):
+            if own is not None and own.trains_alone:
+                yield Phase(self, cohort.alone(self.run, own.epochs_alone))
+            for number in range(self.run.objective.phases):
+                if self.diverged:
+                    return
+                cohort = cohort.next_phase(self.run) if number else cohort
+                yield (phase := Phase(self, cohort))
+                cohort = phase.cohort
 
     def leave(self, why: DivergenceError | None = None) -> None:
         """Leaves server and clients as they were before the round.
@@ -110,7 +112,10 @@ class Round:
             run.fabric.print(line)
         if self.diverged and run.metrics.get("client/diverged", 0) < failures.LINES:
             run.fabric.print(f"left out: {self.diverged}")
-        run.apply(run.state.after_round(self.server, self.bits, self.failed), self.rows)
+        training, flight = None, self.cohort.flight
+        if flight is not None:
+            training = flight.after(run.objective.begin_phase(run.server, run.round_context(flight.t)))
+        run.apply(run.state.after_round(self.server, self.bits, self.failed, training), self.rows)
 
     def metrics(self) -> dict[str, float]:
         """Returns the metrics of the applied round; its time is that since it was made, without callbacks."""
@@ -124,6 +129,7 @@ class Round:
             **{f"client/{kind}": len(clients) for kind, clients in self.failed.items()},
             **({"client/diverged": skipped} if run.settings.on_divergence == "continue" else {}),
             **(run.timing.metrics(run.metrics, self.attended) if run.timing else {}),
+            **(self.cohort.flight.metrics() if self.cohort.flight else {}),
             **self._clock.spent(run, self.cohort, self.bits, self.steps, self.passes, self.training_s, callback_s),
         }
 
@@ -184,9 +190,11 @@ class Phase:
         cohort: The clients whose uploads are to arrive in this phase.
 
     Attributes:
-        ctx: The phase's context.
+        ctx: The context of local training.
+        now: The context of the server's step; of an asynchronous one it is later than that of local training.
         alone: Whether the clients train by themselves, before the round: nothing travels.
-        sent: What the clients receive.
+        sent: What the clients receive, or have received if the server has stepped since.
+        current: What clients receive now.
     """
 
     def __init__(self, of: Round, cohort: Cohort) -> None:
@@ -195,10 +203,14 @@ class Phase:
         self.ctx = self.run.round_context(cohort.t, cohort.phase % objective.phases)
         self.alone = cohort.phase == objective.phases
         self.last = cohort.phase + 1 == objective.phases
-        self.sent = objective.begin_phase(of.server, self.ctx)
+        self.now = self.run.round_context(of.cohort.t, self.ctx.phase)
+        self.sent = self.current = objective.begin_phase(of.server, self.now)
         self.uploaded_bits = 0  # of the clients of this process
         if not of.perturb:
-            self.sent = self.sent.replace(w=of.server.w)
+            self.sent = self.current = self.sent.replace(w=of.server.w)
+        if self.ctx.t < self.now.t:
+            old = self.run.state.training["sent"][self.ctx.t]
+            self.sent = State({name: value.to(of.server.w) for name, value in old.items()})
 
     def jobs(self) -> list[Job]:
         """Returns this process's share of local training. The owners of other clients in it send their states."""
@@ -236,6 +248,10 @@ class Phase:
         if self.alone:
             self.round.rows |= arrivals.rows()
             return
+        self.round.arrivals.append(arrivals)
+        if self.cohort.waits:
+            self._keep(arrivals)
+            return
         try:
             self._step(arrivals)
         except DivergenceError as why:
@@ -254,21 +270,27 @@ class Phase:
 
     def _step(self, arrivals: Arrivals) -> None:
         """Makes the server's step, and takes the clients' rows; if nobody has answered, everything stays as it was."""
-        objective, of, rule = self.run.objective, self.round, self.run.aggregation
+        objective, of, rule, now = self.run.objective, self.round, self.run.aggregation, self.now
+        everything, of.arrivals = of.arrivals, []
         if not self.cohort.clients and not rule.empty:
             return of.leave()
-        if not any(arrivals.accepted) and not rule.empty:
-            raise divergence.diverged(self.run, self.ctx.t, f"every upload is not finite ({arrivals.reasons()})")
-        known = objective.known(self.sent) if rule.by_rows else {}
-        uploads = arrivals.average(of.server, known, self.ctx)
+        if not any(any(each.accepted) for each in everything) and not rule.empty:
+            raise divergence.diverged(self.run, now.t, f"every upload is not finite ({arrivals.reasons()})")
+        known = objective.known(self.current) if rule.by_rows else {}
+        uploads = average(everything, of.server, known, now)
         of.aggregated = rule.metrics(uploads, known, of.server)
-        after = rule.phase_end(objective.finish_phase(of.server, self.sent, uploads, self.ctx), uploads)
-        divergence.check_finite(self.run, after, self.ctx.t)
-        of.server = objective.finish_round(after, self.run.server, self.ctx) if self.last else after
+        after = rule.phase_end(objective.finish_phase(of.server, self.current, uploads, now), uploads)
+        divergence.check_finite(self.run, after, now.t)
+        of.server = objective.finish_round(after, self.run.server, now) if self.last else after
+        self._keep(arrivals)
+        of.losses = torch.cat([each.losses for each in everything])
+
+    def _keep(self, arrivals: Arrivals) -> None:
+        """Takes the clients' rows."""
+        objective, of = self.run.objective, self.round
         if objective.trains_alone:  # who does not count keeps nothing of the training before the round
             of.rows = {k: row for k, row in of.rows.items() if k not in arrivals.refused}
         of.rows |= {k: objective.finish_client(row, of.server) for k, row in arrivals.rows().items()}
-        of.losses = arrivals.losses
 
     def _count(self, refused: list[int]) -> None:
         """Counts which clients failed, and the bits on the wire."""
@@ -294,7 +316,14 @@ class Phase:
         if self.alone:
             return result
         self.uploaded_bits += objective.bits(result.upload, up=True)
-        return self.cohort.arrived(result, State(objective.encoded(result.received)), self.run.seed)
+        result = self.cohort.arrived(result, State(objective.encoded(result.received)), self.run.seed)
+        rule, stale = self.run.settings.asynchronous, self.now.t - self.ctx.t
+        if rule is None or self.round.cohort.flight is None:
+            return result
+        now = objective.known(self.current)
+        before = objective.known(self.sent) if stale else now
+        upload = {name: rule.seen(v, before[name], now[name], stale) for name, v in result.upload.items()}
+        return replace(result, upload=upload)
 
     def _clocked(self, results: Iterable[LocalResult]) -> Iterator[LocalResult]:
         iterator = iter(results)
@@ -314,7 +343,7 @@ class Phase:
         cohort: Cohort | None = None
         if not self.last:
             cohort = self.round.cohort if self.alone else self.cohort.next_phase(run)
-        elif self.ctx.t + 1 < run.max_rounds:
+        elif self.ctx.t + 1 < run.max_rounds and run.settings.asynchronous is None:
             cohort = Cohort.draw(run, self.ctx.t + 1)
         if stream:
             mine = cohort.shares[run.fabric.global_rank] if cohort else []

@@ -253,7 +253,7 @@ class Run:
     @property
     def failure_kinds(self) -> tuple[str, ...]:
         """Names of what is counted by client, in addition to refused uploads."""
-        late = self.timing is not None and self.timing.clock.leaves_out
+        late = self.timing is not None and (self.timing.clock.leaves_out or self.settings.asynchronous is not None)
         return ("dropped", "late") if late else self.settings.faults.kinds
 
     @property
@@ -287,7 +287,7 @@ class Run:
 
     def minibatches(self, client: int, ctx: ClientContext) -> Minibatches:
         """Returns the minibatches of a client in a phase, a function of (seed, round, phase, client)."""
-        draw = generator(self.seed, "batches", ctx.t, self.objective.batches_of(ctx), client)
+        draw = generator(self.seed, "batches", ctx.stream, self.objective.batches_of(ctx), client)
         return self.data.client_batches(client, self.settings.local_epochs, ctx.K, draw, self.dtype)
 
     def make_engine(self, name: EngineName, compile: bool = True) -> Engine:

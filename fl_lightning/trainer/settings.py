@@ -17,6 +17,7 @@ from fl_lightning.results.configs import group_id
 from fl_lightning.trainer.aggregation.base import Aggregation, Mean
 from fl_lightning.trainer.aggregation.privacy import GaussianPrivacy
 from fl_lightning.trainer.loggers import About
+from fl_lightning.trainer.participation.asynchronous import Asynchronous
 from fl_lightning.trainer.participation.clock import Clock
 from fl_lightning.trainer.participation.faults import NO_FAULTS, Faults
 from fl_lightning.trainer.participation.samplers import CohortSampler, UniformSampler
@@ -41,6 +42,8 @@ class Settings(Checked, key="trainer"):
             continue takes it as a round in which nobody answered, and counts it.
         clock: Logs the seconds that the rounds would take on the clients' devices; with a deadline, or more clients
             than are needed, the server does not wait for all.
+        asynchronous: A server without rounds, which counts its steps in their place: FedBuff, FedAsync or
+            SemiSynchronous; it needs the clock. null: rounds.
         aggregation: Rule that combines the uploads of a cohort into one update: CoordinateMedian, TrimmedMean,
             NormClipping, Krum, MultiKrum, or your own; null: the mean.
         privacy: Client-level differential privacy: GaussianPrivacy or AdaptivePrivacy; null: none.
@@ -88,6 +91,7 @@ class Settings(Checked, key="trainer"):
         sampler: CohortSampler | None = None,
         faults: Faults | None = None,
         clock: Clock | None = None,
+        asynchronous: Asynchronous | None = None,
         on_divergence: Literal["stop", "continue"] = "stop",
         aggregation: Aggregation | None = None,
         privacy: GaussianPrivacy | None = None,
@@ -120,7 +124,7 @@ class Settings(Checked, key="trainer"):
         self.eval_every, self.eval_last = eval_every, eval_last
         self.sampler = UniformSampler(clients_per_round) if sampler is None else sampler
         self.faults, self.on_divergence = NO_FAULTS if faults is None else faults, on_divergence
-        self.clock, self.wanted = clock, None
+        self.clock, self.wanted, self.asynchronous = clock, None, asynchronous
         require(
             type(aggregation) is not Aggregation,
             "trainer.aggregation",
@@ -140,6 +144,19 @@ class Settings(Checked, key="trainer"):
             ensure(
                 clock.deadline_s is None or self.faults.stragglers is None,
                 "trainer.clock.deadline_s: trainer.faults.stragglers has a deadline, too; set one of them to null",
+            )
+        for wrong, problem in (
+            (clock is None, "trainer.clock is null, and nobody knows when a client is done; set it to Clock"),
+            (clock is not None and clock.leaves_out, "nobody is late for a round; leave the clock's deadline out"),
+            (clock is not None and clock.server_s, "the server's steps take no time; set trainer.clock.server_s to 0"),
+            (self.faults.stragglers, "trainer.faults.stragglers has a deadline of rounds; set it to null"),
+            (
+                privacy,
+                "trainer.privacy counts on cohorts that are random, and fast clients come more often; leave it out",
+            ),
+        ):
+            ensure(
+                asynchronous is None or not wrong, f"trainer.asynchronous = {type(asynchronous).__name__}: {problem}"
             )
         self.local_epochs, self.local_steps = local_epochs, local_steps
         self.default_root_dir, self.name = Path(default_root_dir).expanduser(), name

@@ -44,7 +44,7 @@ class RunState:
         metrics: The latest value of every metric.
         failures: How often each client was refused, dropped or late, by kind and id.
         norms: Norms of the server's vectors after each of the last rounds.
-        training: What centralized training needs in addition to continue.
+        training: What training without rounds, centralized or asynchronous, needs in addition to continue.
     """
 
     server: State

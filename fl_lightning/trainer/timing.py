@@ -114,9 +114,9 @@ class Timing:
         """
         spent = {"time_s": self.clock.server_s, "compute_s": 0.0, "comm_s": 0.0, "idle_s": 0.0}
         for found in phases:
-            spent["time_s"] += found.seconds
+            spent["time_s"] += found.seconds or 0.0
             for compute, comm in found.times.values():
                 spent["compute_s"] += compute
                 spent["comm_s"] += comm
-                spent["idle_s"] += found.seconds - (compute + comm)
+                spent["idle_s"] += 0.0 if found.seconds is None else found.seconds - (compute + comm)
         return {f"clock/{name}": before.get(f"clock/{name}", 0.0) + value for name, value in spent.items()}

@@ -12,6 +12,7 @@ from fl_lightning.data import FederatedDataModule
 from fl_lightning.trainer import resume
 from fl_lightning.trainer.aggregation.privacy import GaussianPrivacy
 from fl_lightning.trainer.callbacks import Callback, with_defaults
+from fl_lightning.trainer.callbacks.events import EventLog
 from fl_lightning.trainer.callbacks.privacy import PrivacyMonitor
 from fl_lightning.trainer.centralized import check_centralized, train_centrally
 from fl_lightning.trainer.checks import check_aggregation, check_fit
@@ -51,7 +52,8 @@ class FederatedTrainer(Settings):
         **settings: Any,
     ) -> None:
         super().__init__(**settings)
-        monitors = [PrivacyMonitor()] if isinstance(self.aggregation, GaussianPrivacy) else []
+        monitors: list[Callback] = [PrivacyMonitor()] if isinstance(self.aggregation, GaussianPrivacy) else []
+        monitors += [EventLog()] if self.asynchronous else []
         self.callbacks: list[Callback] = with_defaults([*(callbacks or ()), *monitors], enable_progress_bar)
         given = [loggers] if isinstance(loggers, Logger) else loggers or ()
         self.loggers: list[Logger] = [CSVLogger(), *(each for each in given if not isinstance(each, CSVLogger))]

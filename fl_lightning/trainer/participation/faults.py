@@ -36,7 +36,7 @@ class Attendance:
         dropped: Clients that do not answer.
         late: Clients that miss the deadline; those of them in ``steps`` upload what they have done.
         times: With a clock: the seconds in which each client in ``steps`` computes, and those in which it exchanges.
-        seconds: With a clock: the time until the server stops waiting.
+        seconds: With a clock: the time until the server stops waiting; None: it has no rounds.
     """
 
     steps: dict[int, int] = field(default_factory=dict)
@@ -44,7 +44,7 @@ class Attendance:
     dropped: list[int] = field(default_factory=list)
     late: list[int] = field(default_factory=list)
     times: dict[int, tuple[float, float]] = field(default_factory=dict)
-    seconds: float = 0.0
+    seconds: float | None = 0.0
 
 
 class Stragglers(Checked, key="trainer.faults.stragglers"):
@@ -139,9 +139,9 @@ class Corrupt(Checked, key="trainer.faults.corrupt"):
             ctx: Its context.
             seed: Seed of the run.
         """
-        if client not in self.clients(ctx.t, ctx.m, seed):
+        if client not in self.clients(ctx.stream, ctx.m, seed):
             return upload
-        draw = generator(seed, "corrupt", ctx.t, ctx.phase, client)
+        draw = generator(seed, "corrupt", ctx.stream, ctx.phase, client)
         return {name: self._changed(value, received.get(name), draw) for name, value in upload.items()}
 
     def _changed(self, value: Tensor, known: Tensor | None, draw: torch.Generator) -> Tensor:

@@ -129,6 +129,10 @@ class ReplaySampler(CohortSampler):
             )
 
     def __call__(self, t: int, m: int, seed: int) -> list[int]:
+        few = (
+            f"trainer.sampler.rounds holds {len(self.rounds)} rounds, and cohort {t + 1} is needed; take a longer trace"
+        )
+        ensure(t < len(self.rounds), few)
         return list(self.rounds[t])
 
 

@@ -9,7 +9,7 @@ from zlib import crc32
 from fl_lightning.core import ensure
 from fl_lightning.results import clients
 
-FILES = ("flatness.jsonl", clients.FILE)
+FILES = ("flatness.jsonl", clients.FILE, "events.csv")
 ROUND = re.compile(rb'(?:\{"round": )?(\d+),')
 """How a line begins."""
 

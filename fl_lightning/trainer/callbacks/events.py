@@ -1,0 +1,24 @@
+"""The events of an asynchronous server, in ``events.csv`` of the run folder."""
+
+import csv
+from collections.abc import Mapping
+
+from fl_lightning.trainer.flight import EVENTS, Event
+from fl_lightning.trainer.measurements.base import drop_later_rounds
+from fl_lightning.trainer.run import Callback, Run
+
+
+class EventLog(Callback):
+    """Writes a line for each event; the columns are those of `Event`."""
+
+    def on_fit_start(self, run: Run) -> None:
+        path = run.folder.path / EVENTS
+        if run.fabric.is_global_zero:
+            drop_later_rounds(path, run.rounds_done, lambda row: int(row.partition(",")[0]), head=1)
+
+    def on_round_logged(self, run: Run, metrics: Mapping[str, float]) -> None:
+        path = run.folder.path / EVENTS
+        if run.fabric.is_global_zero:
+            new = not path.exists()
+            with path.open("a", newline="") as file:
+                csv.writer(file).writerows([*([Event._fields] if new else ()), *run.state.training["events"]])

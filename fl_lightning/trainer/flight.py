@@ -1,0 +1,216 @@
+"""The clients of an asynchronous server: who trains, until when, and from which version of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from heapq import heapify, heappop, heappush
+from math import inf
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from fl_lightning.core import NonNegativeInt, State, ensure, fits
+from fl_lightning.trainer.participation.asynchronous import Asynchronous
+from fl_lightning.trainer.participation.samplers import draw
+from fl_lightning.trainer.run import Run
+from fl_lightning.trainer.timing import Timing
+
+EVENTS = "events.csv"
+"""In the run folder: a line for each event."""
+COHORTS = 1000
+"""Cohorts that are drawn at one moment until somebody can start."""
+
+
+class Task(NamedTuple):
+    """A client's local training, from its download to its upload.
+
+    Attributes:
+        end: When the upload arrives, in seconds.
+        number: How many tasks started before.
+        client: The client.
+        version: Server steps before its start.
+        draw: The cohort that the client was drawn with.
+        lost: Whether the upload does not arrive.
+    """
+
+    end: float
+    number: int
+    client: int
+    version: int
+    draw: int
+    lost: bool
+
+
+class Event(NamedTuple):
+    """A line of ``events.csv``.
+
+    Attributes:
+        step: The server's step that follows, from 1.
+        time_s: Seconds since the start.
+        event: start, arrival, lost (its upload is), late (older than ``max_staleness``), absent, or step.
+        client: The client; none in a step.
+        version: The version of the model that the client has received; of a step, the one that it makes.
+        staleness: Server steps between start and arrival; of a step their mean.
+    """
+
+    step: int
+    time_s: float
+    event: str
+    client: int | None
+    version: int | None = None
+    staleness: float | None = None
+
+
+class Flight:
+    """What happens from one step of an asynchronous server to the next; a function of the run's state before it.
+
+    At one moment uploads arrive first, in the order of their starts, with the steps that they cause. Then clients
+    start.
+
+    Args:
+        run: The run, with a clock.
+        rule: When the server steps.
+        timing: The clock.
+
+    Attributes:
+        now: Seconds until the server's step.
+        arrived: The tasks whose uploads are in it, in the order of their starts.
+        started: Number of clients that have started since the last step.
+        passed: Number of clients that were drawn while they trained.
+        failed: Clients whose uploads are lost, late or that were absent, by kind.
+        events: The events since the last step.
+    """
+
+    def __init__(self, run: Run, rule: Asynchronous, timing: Timing) -> None:
+        self.run, self.rule, self.timing, self.t = run, rule, timing, run.rounds_done
+        saved = run.state.training
+        self.now: float = saved.get("now", 0.0)
+        self._tasks = [Task(*of) for of in saved.get("tasks", ())]
+        self._drawn: int = saved.get("drawn", 0)
+        self._waiting: list[int] = [*saved.get("waiting", ())]
+        self._starts: int = saved.get("starts", 0)
+        self._ticks: int = saved.get("ticks", 0)
+        heapify(self._tasks)
+        slots = rule.concurrency or max(len(self._cohort(0)), 1)
+        self._slots = min(slots, run.data.num_clients)
+        self.arrived, self.events = list[Task](), list[Event]()
+        self.started = self.passed = 0
+        self.failed: dict[str, list[int]] = {"dropped": [], "late": []}
+        self._advance()
+        self.arrived.sort(key=lambda task: task.number)
+        self.staleness = [self.t - task.version for task in self.arrived]
+        mean = sum(self.staleness) / len(self.staleness)
+        self.events.append(Event(self.t + 1, self.now, "step", None, self.t + 1, mean))
+
+    def _cohort(self, number: int) -> list[int]:
+        return draw(self.run.settings.sampler, number, self.run.data.num_clients, self.run.seed)
+
+    def _advance(self) -> None:
+        """Goes on until the server steps."""
+        while True:
+            tick = inf if self.rule.period_s is None else (self._ticks + 1) * self.rule.period_s
+            if self._tasks and self._tasks[0].end <= self.now:
+                self._arrive(heappop(self._tasks))
+                if len(self.arrived) == self.rule.buffer:
+                    return
+            elif self.now >= tick:
+                self._ticks += 1
+                if self.arrived:
+                    return
+            else:
+                self._start()
+                sampler = type(self.run.settings.sampler).__name__
+                nobody = (
+                    f"trainer.asynchronous: nobody can start in {COHORTS} cohorts of {sampler}; check trainer.faults"
+                )
+                ensure(bool(self._tasks), nobody)
+                self.now = min(self._tasks[0].end, tick)
+
+    def _arrive(self, task: Task) -> None:
+        staleness, most = self.t - task.version, self.rule.max_staleness
+        late = most is not None and staleness > most
+        kind = "lost" if task.lost else "late" if late else "arrival"
+        self.events.append(Event(self.t + 1, self.now, kind, task.client, task.version, staleness))
+        if kind == "arrival":
+            self.arrived.append(task)
+        else:
+            self.failed["dropped" if task.lost else "late"].append(task.client)
+
+    def _start(self) -> None:
+        """Starts clients until all slots are taken."""
+        run, busy, until = self.run, {task.client for task in self._tasks}, self._drawn + COHORTS
+        while len(self._tasks) < self._slots and (self._waiting or self._drawn < until):
+            if not self._waiting:
+                self._waiting, self._drawn = self._cohort(self._drawn), self._drawn + 1
+                continue
+            client, cohort = self._waiting.pop(0), self._drawn - 1
+            if client in busy:
+                self.passed += 1
+                continue
+            K = run.data.batches_per_client(client, run.settings.local_epochs, run.settings.local_steps)
+            found = run.settings.faults.attendance([client], [K], cohort, 0, run.seed)
+            kind = "start" if found.receivers else "absent"
+            self.events.append(Event(self.t + 1, self.now, kind, client, self.t))
+            if not found.receivers:
+                self.failed["dropped"].append(client)
+                continue
+            end = self.now + sum(self.timing.spent(client, K))
+            heappush(self._tasks, Task(end, self._starts, client, self.t, cohort, not found.steps))
+            busy.add(client)
+            until, self._starts, self.started = self._drawn + COHORTS, self._starts + 1, self.started + 1
+
+    def metrics(self) -> dict[str, float]:
+        """Returns the metrics of the step."""
+        stale = {"": sum(self.staleness) / len(self.staleness), "_max": max(self.staleness)}
+        return {
+            **{f"client/staleness{end}": value for end, value in stale.items()},
+            "client/started": self.started,
+            "client/busy": self.passed,
+            "clock/time_s": self.now,
+        }
+
+    def after(self, sent: State) -> dict[str, Any]:
+        """Returns what the next step needs, for `RunState.training`.
+
+        Args:
+            sent: What the clients that have started since the last step have received.
+        """
+        before: Mapping[int, Mapping[str, Any]] = self.run.state.training.get("sent", {})
+        versions = {task.version for task in self._tasks}
+        return {
+            "now": self.now,
+            "tasks": [tuple(task) for task in sorted(self._tasks)],
+            "drawn": self._drawn,
+            "waiting": self._waiting,
+            "starts": self._starts,
+            "ticks": self._ticks,
+            "sent": {v: dict(sent) if v == self.t else before[v] for v in sorted(versions)},
+            "events": [tuple(event) for event in self.events],
+        }
+
+
+FORM = {
+    "now": float, "tasks": list[tuple[float, int, int, int, int, bool]], "drawn": NonNegativeInt,
+    "waiting": list[NonNegativeInt], "starts": NonNegativeInt, "ticks": NonNegativeInt,
+    "sent": dict[NonNegativeInt, dict[str, Tensor]], "events": list,
+}  # fmt: skip
+"""What `Flight.after` returns: annotations by name."""
+
+
+def is_flight(saved: Mapping[str, Any], run: Run, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """Returns whether the `RunState.training` of a checkpoint is what an asynchronous run has left.
+
+    Args:
+        saved: It.
+        run: The run that goes on.
+        shapes: Shapes of the server's state.
+    """
+    whole = all(name in saved and fits(saved[name], form) for name, form in FORM.items())
+    names, m = run.objective.wire[0], run.data.num_clients
+    return (
+        whole
+        and all(0 <= task.client < m and task.version in saved["sent"] for task in map(Task._make, saved["tasks"]))
+        and all(
+            {n: tuple(v.shape) for n, v in of.items()} == {n: shapes[n] for n in names} for of in saved["sent"].values()
+        )
+    )

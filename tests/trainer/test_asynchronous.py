@@ -1,0 +1,321 @@
+"""Asynchronous servers: own transcription, identities to the bit, refusals, and runs that were killed."""
+
+from __future__ import annotations
+
+import csv
+import heapq
+import math
+import re
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from fl_lightning import (
+    MOON,
+    SGD,
+    Arrays,
+    Clock,
+    Compress,
+    CoordinateMedian,
+    Ditto,
+    Faults,
+    FedACG,
+    FedAdam,
+    FedAsync,
+    FedAvg,
+    FedBuff,
+    FederatedTrainer,
+    FedSAM,
+    GaussianPrivacy,
+    Personal,
+    ReplaySampler,
+    SemiSynchronous,
+    UniformSampler,
+    UserError,
+    algorithms,
+)
+from fl_lightning.core import files
+from fl_lightning.trainer.run import Run
+from tests.integration.test_processes import launch
+from tests.runs import DIGITS, assert_same, killed, metrics, state
+from tests.runs import run as fit
+
+DURATIONS = 1, 1.7, 0.6, 3.1
+COHORTS = [[0, 1], [1, 2], [0, 2], [1, 3], [2, 3], [0, 3]]
+N = 6
+
+
+def data(sizes: tuple[int, ...] = (N,) * 4, batch_size: int | None = None) -> Arrays:
+    rng = np.random.default_rng(0)
+    x = [rng.normal(size=(n, 2)) for n in (*sizes, 5)]
+    y = [rng.integers(0, 3, size=len(each)) for each in x]
+    return Arrays(client_arrays=list(zip(x, y, strict=True))[:-1], test=(x[-1], y[-1]), batch_size=batch_size)
+
+
+def train(
+    folder: Path, rule: Any, kind: Any = FedAvg, durations: Any = DURATIONS, rounds: int = 8, **options: Any
+) -> Run:
+    """Four clients whose tasks take this long: of N samples for SGD, three times the forward passes."""
+    torch.manual_seed(0)
+    ckpt_path = options.pop("ckpt_path", None)
+    of_model = {key: options.pop(key) for key in ("parts", "server_update", "optimizer") if key in options}
+    batch_size, steps = options.pop("batch_size", None), options.get("local_steps", 1)
+    net = nn.Linear(2, 3).double()
+    samples = N if batch_size is None else batch_size * steps
+    model = kind(net, **({"optimizer": SGD(lr=0.5)} | of_model))
+    forward, backward = model.passes
+    rows = [f"{k},{d / (samples * (forward + 2 * backward))!r},1e30,1e30,0" for k, d in enumerate(durations)]
+    (folder / "devices.csv").write_text("\n".join(["device,sec_per_sample,down_mbps,up_mbps,latency_s", *rows]))
+    defaults: dict[str, Any] = {"max_rounds": rounds, "engine": "sequential", "precision": "64-true", "local_steps": 1}
+    defaults |= {"sampler": ReplaySampler(COHORTS * 40)}
+    trainer = FederatedTrainer(
+        accelerator="cpu", threads=1, enable_progress_bar=False, default_root_dir=str(folder), asynchronous=rule,
+        clock=Clock(str(folder / "devices.csv")),
+        **defaults | options,
+    )  # fmt: skip
+    return trainer.fit(model, data(batch_size=batch_size), ckpt_path)
+
+
+def events(run: Run) -> list[dict[str, str]]:
+    with (run.folder.path / "events.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def column(run: Run, name: str) -> list[float]:
+    return [value for _, value in metrics(run.folder.path)[name]]
+
+
+def transcription(w: torch.Tensor, K: int, C: int, steps: int, weight: Any, mixes: bool) -> tuple[Any, Any, Any]:
+    """An event loop of its own: softmax regression, one step on all samples, lr 0.5; the mean of K uploads."""
+    arrays, cohorts = data().client_arrays or [], (k for cohort in cycle(COHORTS) for k in cohort)
+
+    def trained(w: torch.Tensor, k: int) -> torch.Tensor:
+        x, y = (torch.as_tensor(v) for v in arrays[k])
+        W, b = w[:6].view(3, 2), w[6:]
+        p = torch.softmax(x.double() @ W.T + b, 1) - nn.functional.one_hot(y.long(), 3)
+        return w - 0.5 * torch.cat([(p.T @ x.double() / len(x)).flatten(), p.mean(0)])
+
+    now, version, number, queue, buffer, times, stale = 0.0, 0, 0, [], [], [], []  # type: ignore[var-annotated]
+    while version < steps:
+        while queue and queue[0][0] <= now and version < steps:
+            _, _, k, sent, of = heapq.heappop(queue)
+            buffer.append((trained(sent, k), sent, version - of))
+            if len(buffer) == K:
+                w = w + sum(weight(s) * (x - (w if mixes else sent)) for x, sent, s in buffer) / K
+                times.append(now)
+                stale.append(sum(s for *_, s in buffer) / K)
+                version, buffer = version + 1, []
+        while len(queue) < C:
+            if (k := next(cohorts)) not in [each[2] for each in queue]:
+                heapq.heappush(queue, (now + DURATIONS[k], number, k, w, version))
+                number += 1
+        now = queue[0][0]
+    return w, times, stale
+
+
+@pytest.mark.parametrize(
+    ("rule", "K", "C", "weight"),
+    [
+        (FedBuff(2, 2), 2, 2, lambda s: (1 + s) ** -0.5),
+        (FedBuff(3, 4, exponent=1), 3, 4, lambda s: 1 / (1 + s)),
+        (FedBuff(1, 3, exponent=0), 1, 3, lambda s: 1.0),
+        (FedAsync(concurrency=3), 1, 3, lambda s: 0.6 / math.sqrt(1 + s)),
+        (FedAsync(0.9, "hinge", grace=1, concurrency=4), 1, 4, lambda s: 0.9 / (10 * max(s - 1, 0) + 1)),
+        (FedAsync(0.5, "constant", concurrency=4), 1, 4, lambda s: 0.5),
+    ],
+)
+def test_transcription(rule: Any, K: int, C: int, weight: Any, tmp_path: Path) -> None:
+    run = train(tmp_path, rule, rounds=16)
+    w, times, stale = transcription(run.clients.w0, K, C, 16, weight, isinstance(rule, FedAsync))
+    assert run.server.w.sub(w).abs().max() < 1e-10 < run.server.w.sub(run.clients.w0).abs().max()
+    assert column(run, "clock/time_s") == pytest.approx(times, rel=1e-12)
+    assert column(run, "client/staleness") == stale and max(stale) > 0
+    assert [rule.weight(s) for s in range(8)] == pytest.approx([weight(s) for s in range(8)], rel=1e-15)
+
+
+def test_times_by_hand(tmp_path: Path) -> None:
+    """0 arrives at 1, where 1 still trains and 2 starts; 2 arrives at 1.6; then 1 at 1.7, and 2 again at 2.3."""
+    run = train(tmp_path, FedBuff(2, 2))
+    assert column(run, "clock/time_s") == pytest.approx([1.6, 2.3, 4.0, 5.6, 6.6, 7.4, 8.2, 10.3])
+    log = [(row["event"], row["client"], float(row["time_s"])) for row in events(run)[:8]]
+    assert log == [
+        ("start", "0", 0), ("start", "1", 0), ("arrival", "0", 1), ("start", "2", 1), ("arrival", "2", 1.6),
+        ("step", "", 1.6), ("start", "0", 1.6), ("arrival", "1", 1.7),
+    ]  # fmt: skip
+    assert {**events(run)[7], "time_s": ""} == {
+        "step": "2", "time_s": "", "event": "arrival", "client": "1", "version": "0", "staleness": "1"
+    }  # fmt: skip
+    down, up = run.timing.bits[0] if run.timing else (0, 0)
+    starts, arrivals = (sum(row["event"] == kind for row in events(run)) for kind in ("start", "arrival"))
+    assert run.state.total_bits == starts * down + arrivals * up and arrivals == 16
+    assert {*run.state.training["sent"]} == {int(task[3]) for task in run.state.training["tasks"]}
+
+
+MINI: dict[str, Any] = {"batch_size": 2, "local_steps": 3, "sampler": UniformSampler(2), "durations": (2.0,) * 4}
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (FedAvg, {"optimizer": SGD(lr=0.5, momentum=0.9, lr_decay=0.9)}),
+        (FedAvg, {"engine": "graphed"}),
+        (FedAdam, {}),
+        (FedACG, {}),
+        (MOON, {}),
+        (FedSAM, {"aggregation": CoordinateMedian()}),
+        (FedAvg, {"parts": [Personal(["bias"])]}),
+        (FedAvg, {"parts": [Ditto()], "durations": (4.0,) * 4}),
+        (FedAvg, {"parts": [Compress("randk", 0.5)]}),
+        (FedAvg, {"faults": Faults(drop_before=0.2)}),
+    ],
+)
+def test_equal_speeds_and_a_full_buffer_are_rounds(kind: Any, options: Any, tmp_path: Path) -> None:
+    """To the bit, with draws of minibatches and all; the semi-synchronous server, too."""
+    rounds = train(tmp_path, None, kind, **MINI | options)
+    rules = [FedBuff(2, 2), SemiSynchronous(MINI["durations"][0])]
+    if "faults" in options or "durations" in options:  # a slot that is free is taken by another one at once
+        rules = rules[:1] if "faults" not in options else []
+    for rule in rules:
+        run = train(tmp_path, rule, kind, **MINI | options)
+        assert all(torch.equal(rounds.server[name], run.server[name]) for name in rounds.server)
+        assert rounds.clients.rows().keys() == run.clients.rows().keys()
+        for k, row in rounds.clients.rows().items():
+            assert all(torch.equal(row[name], run.clients.rows()[k][name]) for name in row)
+        assert column(run, "clock/time_s") == column(rounds, "clock/time_s")
+        assert column(run, "client/train/loss") == column(rounds, "client/train/loss")
+
+
+def test_one_at_a_time(tmp_path: Path) -> None:
+    """FedBuff with a buffer of one, FedAsync with alpha 1, and cohorts of one are the same, whatever the speeds."""
+    one = MINI | {"sampler": UniformSampler(1), "durations": DURATIONS}
+    rounds = train(tmp_path, None, **one)
+    for rule in (FedBuff(1, 1), FedAsync(1.0, concurrency=1), FedBuff(1, 1, exponent=3)):
+        run = train(tmp_path, rule, **one)
+        assert torch.equal(run.server.w, rounds.server.w)
+        assert column(run, "clock/time_s") == pytest.approx(column(rounds, "clock/time_s"))
+
+
+def test_doubled_durations_and_no_weight(tmp_path: Path) -> None:
+    once, twice = (train(tmp_path, FedBuff(2, 3), durations=[x * d for d in DURATIONS]) for x in (1, 2))
+    assert torch.equal(once.server.w, twice.server.w)
+    assert column(twice, "clock/time_s") == [2 * t for t in column(once, "clock/time_s")]
+    still = train(tmp_path, FedAsync(0.0, concurrency=3))
+    assert torch.equal(still.server.w, still.clients.w0)
+
+
+def test_staleness_in_waves(tmp_path: Path) -> None:
+    """C clients that start together and are done together have staleness 0, 1, ..., C - 1."""
+    run = train(tmp_path, FedAsync(concurrency=3), durations=(1.0,) * 4, sampler=UniformSampler(3), rounds=9)
+    assert column(run, "client/staleness") == [0, 1, 2] * 3
+    assert column(run, "clock/time_s") == [1] * 3 + [2] * 3 + [3] * 3
+    strict = train(tmp_path, FedAsync(concurrency=3, max_staleness=1), durations=(1.0,) * 4, sampler=UniformSampler(3))
+    assert column(strict, "client/staleness") == [0, 1] * 4
+    assert sum(row["event"] == "late" for row in events(strict)) == sum(strict.state.failures["late"].values()) == 3
+
+
+def test_lost_uploads(tmp_path: Path) -> None:
+    """Who is dropped frees its slot, and leaves its state as it was."""
+    run = train(tmp_path, FedBuff(2, 2), MOON, faults=Faults(0.2, 0.3), rounds=12)
+    log = events(run)
+    lost = [row for row in log if row["event"] in ("lost", "absent")]
+    assert {row["event"] for row in lost} == {"lost", "absent"}
+    assert sum(run.state.failures["dropped"].values()) == len(lost)
+    with pytest.raises(UserError, match=r"^trainer\.asynchronous: nobody can start in 1000 cohorts of UniformSampler"):
+        train(tmp_path, FedBuff(2, 2), faults=Faults(available=[[]]), sampler=UniformSampler(2))
+
+
+DEFINED = (
+    "FedACG FedAdagrad FedAdam FedASAM FedAvg FedAvgM FedDecorr FedLC FedLESAM FedNSAM FedNTD FedProx FedSAM FedSOL "
+    "FedSWA FedYogi LocalMuon MOON STildeAM"
+)
+
+
+def test_which_algorithms_need_rounds() -> None:
+    reasons = {name: getattr(algorithms, name)(nn.Linear(2, 3)).needs_rounds for name in algorithms.__all__}
+    assert " ".join(sorted((name for name, why in reasons.items() if not why), key=str.lower)) == DEFINED
+    assert reasons["NaiveFedGloSS"] == "its 2 phases need the same clients at one model"
+    assert reasons["FedSMOO"] == "its duals belong to one model that all clients start from"
+    assert reasons["FedCM"] == "its clients receive delta, which the server makes of the clients of a round"
+    assert reasons["FedNova"] == "its server needs update, tau of clients that started from one model"
+    assert algorithms.FedLESAM(nn.Linear(2, 3), ref="previous_round").needs_rounds
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kind": algorithms.FedGMT}, "trainer.asynchronous = FedBuff: FedGMT needs rounds, its duals belong to one"),
+        ({"privacy": GaussianPrivacy(1, 1)}, "trainer.asynchronous = FedBuff: trainer.privacy counts on cohorts"),
+        ({"sampler": ReplaySampler(COHORTS), "rounds": 6}, "trainer.sampler.rounds holds 6 rounds, and cohort 7 is"),
+    ],
+)
+def test_refused(options: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="^" + re.escape(message)):
+        train(tmp_path, FedBuff(2, 2), **options)
+
+
+@pytest.mark.parametrize(
+    ("clock", "message"),
+    [
+        (None, "trainer.asynchronous = FedAsync: trainer.clock is null, and nobody knows when a client is done"),
+        (Clock(sec_per_sample=1, deadline_s=1), "trainer.asynchronous = FedAsync: nobody is late for a round"),
+        (Clock(sec_per_sample=1, server_s=1), "trainer.asynchronous = FedAsync: the server's steps take no time"),
+    ],
+)
+def test_needs_a_clock(clock: Any, message: str) -> None:
+    with pytest.raises(UserError, match="^" + re.escape(message)):
+        FederatedTrainer(asynchronous=FedAsync(), clock=clock, accelerator="cpu")
+
+
+ARGS = [
+    "--trainer.clock=Clock", "--trainer.clock.sec_per_sample=0.01", "--trainer.clock.sigma=1",
+    "--trainer.asynchronous=FedBuff", "--trainer.asynchronous.buffer=2", "--trainer.asynchronous.concurrency=4",
+    "--trainer.faults=Faults", "--trainer.faults.drop_after=0.1",
+]  # fmt: skip
+
+
+def test_a_resumed_run_has_the_same_bits(tmp_path: Path) -> None:
+    """Clients in flight train from the versions that they have received."""
+    options = MINI | {"durations": DURATIONS, "engine": "sequential"}
+    whole, half = (train(tmp_path, FedBuff(2, 3), MOON, rounds=n, **options) for n in (12, 5))
+    assert len(half.state.training["sent"]) > 1
+    on = train(tmp_path, FedBuff(2, 3), MOON, rounds=12, ckpt_path=str(half.folder.last), **options)
+    assert on.folder.path == half.folder.path
+    assert_same(state(on.folder.path), state(whole.folder.path))
+    assert metrics(on.folder.path) == metrics(whole.folder.path)
+    assert events(on) == events(whole)
+    with pytest.raises(UserError, match=r"made with trainer.asynchronous = FedBuff, this run has None"):
+        train(tmp_path, None, MOON, rounds=12, ckpt_path=str(half.folder.last), **options)
+    content = files.load(half.folder.last)
+    damages: list[dict[str, Any]] = [{"sent": {}}, {"tasks": [(1.0, 2)]}, {"waiting": "x"}]
+    for wrong in damages:
+        path = half.folder.checkpoints / "wrong.ckpt"
+        files.save(path, {**content, "training": {**content["training"], **wrong}})
+        with pytest.raises(UserError, match="its training does not fit this run"):
+            train(tmp_path, FedBuff(2, 3), MOON, rounds=12, ckpt_path=str(path), **options)
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_to_the_same_bits(tmp_path: Path) -> None:
+    """Clients in flight train from the versions that they have received; MOON's clients keep state."""
+    args = ["fit", "--model=MOON", *DIGITS, *ARGS, "--trainer.max_rounds=150", "--trainer.callbacks+=Checkpoints",
+            "--trainer.callbacks.every_n_rounds=3"]  # fmt: skip
+    broken = killed(*args, root=tmp_path / "broken")
+    fit("fit", *ARGS, "--trainer.max_rounds=150", "--ckpt_path=last", root=tmp_path / "broken", model="MOON")
+    whole = fit("fit", *ARGS, "--trainer.max_rounds=150", root=tmp_path / "whole", model="MOON")
+    assert_same(state(broken), state(whole))
+    assert metrics(broken) == metrics(whole)
+    assert (broken / "events.csv").read_text() == (whole / "events.csv").read_text()
+    assert max(value for _, value in metrics(whole)["client/staleness"]) > 0
+
+
+@pytest.mark.slow
+def test_two_processes_have_the_same_bits(tmp_path: Path) -> None:
+    whole = fit("fit", *ARGS, "--trainer.max_rounds=12", root=tmp_path / "whole", model="MOON")
+    there = launch(2, "fit", "--model=MOON", *DIGITS, *ARGS, "--trainer.max_rounds=12", cwd=tmp_path)
+    assert_same(state(there), state(whole))
+    assert (there / "events.csv").read_text() == (whole / "events.csv").read_text()
