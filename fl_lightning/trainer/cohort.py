@@ -1,5 +1,7 @@
 """The clients of a round."""
 
+from __future__ import annotations
+
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
@@ -46,7 +48,7 @@ class Cohort:
     waits: bool = False
 
     @classmethod
-    def draw(cls, run: Run, t: int) -> "Cohort":
+    def draw(cls, run: Run, t: int) -> Cohort:
         """Returns the cohort of round ``t``, a function of (seed, t), or of a secret under privacy.
 
         Without rounds it is that of the server's next step, a function of the run's state.
@@ -56,7 +58,7 @@ class Cohort:
         return cls.of(run, _drawn(run, t), t, run.settings.faults, timing=run.timing)
 
     @classmethod
-    def _landed(cls, run: Run, flight: Flight, timing: Timing) -> "Cohort":
+    def _landed(cls, run: Run, flight: Flight, timing: Timing) -> Cohort:
         waves = list[list[Task]]()
         for task in flight.arrived:
             if not waves or waves[-1][0].version != task.version or task.client in [of.client for of in waves[-1]]:
@@ -81,7 +83,7 @@ class Cohort:
         return replace(whole, flight=flight, waves=tuple(cohorts))
 
     @classmethod
-    def drawn(cls, run: Run, t: int) -> "Cohort":
+    def drawn(cls, run: Run, t: int) -> Cohort:
         """Returns all clients drawn for round ``t``, as if none failed; if nobody is drawn, the first client."""
         return cls.of(run, _drawn(run, t) or [0], t)
 
@@ -94,7 +96,7 @@ class Cohort:
         faults: Faults = NO_FAULTS,
         phase: int = 0,
         timing: Timing | None = None,
-    ) -> "Cohort":
+    ) -> Cohort:
         """Returns some clients as the cohort of round ``t``.
 
         Args:
@@ -131,11 +133,11 @@ class Cohort:
         pairs = {k: (owner(k, len(self.shares)), rank) for k, rank in self.trainers.items()}
         return {k: pair for k, pair in pairs.items() if pair[0] != pair[1]}
 
-    def next_phase(self, run: Run) -> "Cohort":
+    def next_phase(self, run: Run) -> Cohort:
         """Returns the clients of this cohort that also answer in the next phase."""
         return self.of(run, self.clients, self.t, self.faults, self.phase + 1, self.timing)
 
-    def alone(self, run: Run, epochs: int) -> "Cohort":
+    def alone(self, run: Run, epochs: int) -> Cohort:
         """Returns the same clients in what they train by themselves; see `Part.trains_alone`.
 
         Args:
@@ -148,7 +150,7 @@ class Cohort:
             contexts.append(replace(ctx, phase=phase, K=K, K_missed=0, k_lr=K * ctx.lr))
         return replace(self, phase=phase, contexts=contexts)
 
-    def only(self, arrived: Collection[int]) -> "Cohort":
+    def only(self, arrived: Collection[int]) -> Cohort:
         """Returns the cohort of one process after all but some of its clients have dropped out."""
         here = {k: ctx for k, ctx in zip(self.clients, self.contexts, strict=True) if k in arrived}
         dropped = [k for k in self.clients if k not in here]
