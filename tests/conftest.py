@@ -52,7 +52,7 @@ provenance._git = lambda folder, *args: (_git_here if folder == ROOT else _git)(
 fake_tensor.traceback = SimpleNamespace(extract_stack=list, format_list=traceback.format_list)
 _extract = proxy_tensor.extract_val
 proxy_tensor.extract_val = lambda value, **options: (
-    torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+    torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
     if type(value) is torch.Tensor and value.layout == torch.strided
     else _extract(value, **options)
 )
