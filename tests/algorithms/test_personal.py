@@ -363,6 +363,15 @@ def test_new_clients(engine: Any, golden: Golden) -> None:
     assert sum(losses["adapted"]) < sum(losses["unseen"])
 
 
+def test_a_new_client_whose_model_is_not_finite_is_left_out(golden: Golden) -> None:
+    golden.arrays[3] = (golden.arrays[3][0] * 1e160, golden.arrays[3][1])
+    sampler, monitor = UniformSampler(2, held_out=2), FlatnessMonitor(1, [ClientEvaluation(adapt_epochs=4)])
+    found, _ = golden.run(made(golden, optimizer=SGD(**RULES)), callbacks=[monitor], sampler=sampler, max_rounds=1)
+    net = golden.net().double()
+    nn.utils.vector_to_parameters(steps(golden, 2, found.server.w, "fc2", 4), net.parameters())
+    assert found.metrics["client/adapted/loss"] == pytest.approx(loss_by_class(golden, net, 2), abs=1e-12)
+
+
 # SAM
 
 
