@@ -188,26 +188,29 @@ class Flight:
 
 
 FORM = {
-    "now": float, "tasks": list[tuple[float, int, int, int, int, bool]], "drawn": NonNegativeInt,
-    "waiting": list[NonNegativeInt], "starts": NonNegativeInt,
+    "now": float, "drawn": NonNegativeInt, "waiting": list[NonNegativeInt], "starts": NonNegativeInt,
+    "tasks": list[tuple[float, NonNegativeInt, NonNegativeInt, NonNegativeInt, NonNegativeInt, bool]],
     "sent": dict[NonNegativeInt, dict[str, Tensor]], "events": list,
 }  # fmt: skip
 """What `Flight.after` returns: annotations by name."""
 
 
-def is_flight(saved: Mapping[str, Any], run: Run, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+def is_flight(saved: Mapping[str, Any], run: Run, steps: int, shapes: Mapping[str, tuple[int, ...]]) -> bool:
     """Returns whether the `RunState.training` of a checkpoint is what an asynchronous run has left.
 
     Args:
         saved: It.
         run: The run that goes on.
+        steps: Steps of its server so far.
         shapes: Shapes of the server's state.
     """
     whole = all(name in saved and fits(saved[name], form) for name, form in FORM.items())
     names, m = run.objective.wire[0], run.data.num_clients
     return (
         whole
-        and all(0 <= task.client < m and task.version in saved["sent"] for task in map(Task._make, saved["tasks"]))
+        and all(of.client < m and of.version in saved["sent"] for of in map(Task._make, saved["tasks"]))
+        and max([*saved["waiting"], 0]) < m
+        and max([*saved["sent"], 0]) < steps
         and all(
             {n: tuple(v.shape) for n, v in of.items()} == {n: shapes[n] for n in names} for of in saved["sent"].values()
         )

@@ -173,7 +173,7 @@ def _check_state(path: Path, run: Run, content: Mapping[str, Any], same_data: bo
         ("clients.w0", clients["w0"].shape == kept.w0.shape),
         ("clients.ids", len(torch.unique(ids)) == len(ids) and not (same_data and (ids >= run.data.num_clients).any())),
         ("clients.rows", not same_data or {n: tuple(value.shape) for n, value in clients["rows"].items()} == rows),
-        ("training", not resumes or is_flight(content["training"], run, shapes)),
+        ("training", not resumes or is_flight(content["training"], run, content["round"], shapes)),
         ("buffers", (content["buffers"] is None) == (run.objective.net_buffers is None)),
     ):
         ensure(fits, f"ckpt_path = {path}: its {what} does not fit this run; {REMEDY}")

@@ -321,7 +321,8 @@ class Phase:
         if rule is None or self.round.cohort.flight is None:
             return result
         now = objective.known(self.current)
-        before = objective.known(self.sent) if stale else now
+        # statistics are no sum of updates, and a mix of variances is none below 0
+        before = objective.known(self.sent) | {n: v for n, v in now.items() if n == "buffers"} if stale else now
         upload = {name: rule.seen(v, before[name], now[name], stale) for name, v in result.upload.items()}
         return replace(result, upload=upload)
 

@@ -140,7 +140,7 @@ class Settings(Checked, key="trainer"):
         if privacy is not None:
             self.sampler = privacy.sampler(self.sampler)
         if clock is not None:
-            self.sampler, self.wanted = clock.enlarged(self.sampler)
+            self.sampler, self.wanted = clock.enlarged(self.sampler, privacy is not None)
             ensure(
                 clock.deadline_s is None or self.faults.stragglers is None,
                 "trainer.clock.deadline_s: trainer.faults.stragglers has a deadline, too; set one of them to null",

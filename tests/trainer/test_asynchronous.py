@@ -20,6 +20,7 @@ from fl_lightning import (
     SGD,
     Arrays,
     Asynchronous,
+    Callback,
     Clock,
     Compress,
     CoordinateMedian,
@@ -64,9 +65,9 @@ def train(
     """Four clients whose tasks take this long: of N samples for SGD, three times the forward passes."""
     torch.manual_seed(0)
     ckpt_path = options.pop("ckpt_path", None)
-    of_model = {key: options.pop(key) for key in ("parts", "server_update", "optimizer") if key in options}
+    of_model = {key: options.pop(key) for key in ("parts", "server_update", "optimizer", "buffers") if key in options}
     batch_size, steps = options.pop("batch_size", None), options.get("local_steps", 1)
-    net = nn.Linear(2, 3).double()
+    net = options.pop("net", nn.Linear(2, 3)).double()
     samples = N if batch_size is None else batch_size * steps
     model = kind(net, **({"optimizer": SGD(lr=0.5)} | of_model))
     forward, backward = model.passes
@@ -231,6 +232,21 @@ def test_staleness_in_waves(tmp_path: Path) -> None:
     assert sum(row["event"] == "late" for row in events(strict)) == sum(strict.state.failures["late"].values()) == 3
 
 
+def test_buffers_of_old_models_are_mixed(tmp_path: Path) -> None:
+    """Added as updates, variances would fall below 0; without a weight the server has those of the last upload."""
+
+    class Buffers(Callback):
+        def on_local_end(self, run: Run, result: Any) -> None:
+            self.last = result.upload["buffers"]
+
+        def on_round_end(self, run: Run) -> None:
+            torch.testing.assert_close(run.server.buffers, self.last)  # of the mean of one, up to rounding
+
+    net = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    run = train(tmp_path, FedBuff(1, 3, exponent=0), net=net, buffers="average", callbacks=[Buffers()], local_steps=5)
+    assert max(column(run, "client/staleness")) > 0
+
+
 def test_lost_uploads(tmp_path: Path) -> None:
     """Who is dropped frees its slot, and leaves its state as it was."""
     run = train(tmp_path, FedBuff(2, 2), MOON, faults=Faults(0.2, 0.3), rounds=12)
@@ -304,7 +320,10 @@ def test_a_resumed_run_has_the_same_bits(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"made with trainer.asynchronous = FedBuff, this run has None"):
         train(tmp_path, None, MOON, rounds=12, ckpt_path=str(half.folder.last), **options)
     content = files.load(half.folder.last)
-    damages: list[dict[str, Any]] = [{"sent": {}}, {"tasks": [(1.0, 2)]}, {"waiting": "x"}]
+    damages: list[dict[str, Any]] = [{"sent": {}}, {"tasks": [(1.0, 2)]}, {"waiting": "x"}, {"waiting": [4]}]
+    (end, number, client, version, *rest), *others = content["training"]["tasks"]
+    later = {**content["training"]["sent"], 99: content["training"]["sent"][version]}
+    damages.append({"tasks": [(end, number, client, 99, *rest), *others], "sent": later})
     for wrong in damages:
         path = half.folder.checkpoints / "wrong.ckpt"
         files.save(path, {**content, "training": {**content["training"], **wrong}})

@@ -24,6 +24,7 @@ from fl_lightning import (
     FedAvg,
     FederatedTrainer,
     FedGMT,
+    GaussianPrivacy,
     NaiveFedGloSS,
     Personal,
     ReplaySampler,
@@ -262,6 +263,7 @@ def test_file_or_median(given: Any) -> None:
     [
         ({"faults": Faults(stragglers=Stragglers(3))}, {"deadline_s": 1.0}, "trainer.clock.deadline_s: trainer.fa"),
         ({"sampler": BernoulliSampler(0.5)}, {"over_selection": 2.0}, "trainer.clock.over_selection = 2.0: only with "),
+        ({"privacy": GaussianPrivacy(1, 1)}, {"over_selection": 2.0}, "trainer.clock.over_selection = 2.0: only with "),
         (
             {"parts": [Personal(["bias"], epochs_alone=1)]},
             {"deadline_s": 1.0, "late": "partial"},

@@ -43,7 +43,7 @@ class Asynchronous(Checked, key="trainer.asynchronous"):
 
         Args:
             upload: What the client has uploaded.
-            received: What it received of the same name.
+            received: What it received of the same name; of buffers, which are mixed, ``now``.
             now: What a client would receive now.
             staleness: As for `weight`.
         """

@@ -107,16 +107,20 @@ class Clock(Checked, key="trainer.clock"):
         """Whether the server may not wait for all clients."""
         return self.deadline_s is not None or self.over_selection > 1
 
-    def enlarged(self, sampler: CohortSampler) -> tuple[CohortSampler, int | None]:
+    def enlarged(self, sampler: CohortSampler, private: bool = False) -> tuple[CohortSampler, int | None]:
         """Returns the sampler of a run, and how many of its clients count; None: all.
 
+        Args:
+            sampler: Draws as many as count.
+            private: Whether the run has `GaussianPrivacy`, which divides the sum by the number that is drawn.
+
         Raises:
-            UserError: If the number of clients of a round is not fixed.
+            UserError: If the number of clients of a round is not fixed, or the run is private.
         """
         if self.over_selection == 1:
             return sampler, None
         ensure(
-            type(sampler) is UniformSampler,
+            type(sampler) is UniformSampler and not private,
             f"trainer.clock.over_selection = {self.over_selection}: only with UniformSampler, whose number of clients "
             "is fixed, and without trainer.privacy; set it to 1",
         )
