@@ -20,7 +20,6 @@ from lightning.fabric.utilities import registry
 from sklearn import datasets
 from torch import nn
 from torch._subclasses import fake_tensor
-from torch.fx.experimental import proxy_tensor
 
 from fl_lightning import (
     SGD,
@@ -48,14 +47,8 @@ _git_here = cache(_git)
 provenance._git = lambda folder, *args: (_git_here if folder == ROOT else _git)(
     folder, *args
 )  # once: nobody commits now
-# for each operation of a record torch keeps the stack, which is deep here, and makes a mode for its layout
+# torch keeps the stack, which is deep here, for each operation of a record
 fake_tensor.traceback = SimpleNamespace(extract_stack=list, format_list=traceback.format_list)
-_extract = proxy_tensor.extract_val
-proxy_tensor.extract_val = lambda value, **options: (
-    torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
-    if type(value) is torch.Tensor and value.layout == torch.strided
-    else _extract(value, **options)
-)
 CACHE = tempfile.TemporaryDirectory()
 os.environ["HF_DATASETS_CACHE"] = CACHE.name  # not in the home of who runs the tests
 for _size in ("COLUMNS", "LINES"):  # readline, which pytest imports, sets them for the processes that it starts

@@ -20,6 +20,10 @@ class DivergenceError(UserError):
     exit_code = 3
 
 
+class NoStateError(UserError, AttributeError):
+    """A hook reads a state that is not there."""
+
+
 def ensure(ok: bool, problem: str) -> None:
     """Raises ``UserError(problem)`` unless ``ok``."""
     if not ok:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from fl_lightning.core.errors import UserError
+from fl_lightning.core.errors import NoStateError, UserError
 from fl_lightning.core.flat import FlatSpec, is_finite, to_device
 from fl_lightning.core.rng import generator
 
@@ -44,7 +44,8 @@ class State(Mapping[str, Tensor]):
 
     def __getattr__(self, name: str) -> Tensor:
         if name.startswith("_") or name not in self._values:
-            raise AttributeError(f"no state '{name}' here; there are: {', '.join(self.__dict__.get('_values', ()))}")
+            there = ", ".join(self.__dict__.get("_values", ()))
+            raise NoStateError(f"no state '{name}' here; there are: {there}; declare what is kept, sent or uploaded")
         return self._values[name]
 
     def replace(self, **new: Tensor) -> "State":
@@ -80,7 +81,7 @@ class State(Mapping[str, Tensor]):
             w: The received model, of the same shape.
 
         Raises:
-            ValueError: If an initial value is an unknown word.
+            UserError: If an initial value is an unknown word.
         """
 
         def value(name: str, init: Init) -> Tensor:
@@ -92,7 +93,7 @@ class State(Mapping[str, Tensor]):
                 case "w":
                     return w.clone()
                 case str():
-                    raise ValueError(f"state '{name}': first value '{init}' is none of 'zeros', 'w0', 'w' or a number")
+                    raise UserError(f"state '{name}' = '{init}': give 'zeros', 'w0', 'w', a number or a function of w0")
                 case int() | float():
                     return w0.new_full((*w0.shape[:-1], 1), init)
                 case _:

@@ -1,5 +1,6 @@
 """One client after another in one net, also with a check at every step."""
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -18,7 +19,10 @@ class SequentialEngine(Engine):
     name = "sequential"
 
     def train(self, jobs: Sequence[Job]) -> Iterator[LocalResult]:
-        for job in jobs:
+        waiting = deque(jobs)
+        del jobs  # the state from which a client has trained is free for the next one
+        while waiting:
+            job = waiting.popleft()
             with self.using(job.settings), variance_needed(ALONE.format(job.client)):
                 result = self._train(job)
             yield result

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from heapq import heapify, heappop, heappush
-from math import inf
+from math import ceil, inf
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -89,7 +89,6 @@ class Flight:
         self._drawn: int = saved.get("drawn", 0)
         self._waiting: list[int] = [*saved.get("waiting", ())]
         self._starts: int = saved.get("starts", 0)
-        self._ticks: int = saved.get("ticks", 0)
         heapify(self._tasks)
         slots = rule.concurrency or max(len(self._cohort(0)), 1)
         self._slots = min(slots, run.data.num_clients)
@@ -108,15 +107,15 @@ class Flight:
     def _advance(self) -> None:
         """Goes on until the server steps."""
         while True:
-            tick = inf if self.rule.period_s is None else (self._ticks + 1) * self.rule.period_s
+            period, tick = self.rule.period_s, inf
+            if period is not None and self.arrived:  # the first one after the first arrival
+                tick = ceil(self.arrived[0].end / period) * period
             if self._tasks and self._tasks[0].end <= self.now:
                 self._arrive(heappop(self._tasks))
                 if len(self.arrived) == self.rule.buffer:
                     return
             elif self.now >= tick:
-                self._ticks += 1
-                if self.arrived:
-                    return
+                return
             else:
                 self._start()
                 sampler = type(self.run.settings.sampler).__name__
@@ -183,7 +182,6 @@ class Flight:
             "drawn": self._drawn,
             "waiting": self._waiting,
             "starts": self._starts,
-            "ticks": self._ticks,
             "sent": {v: dict(sent) if v == self.t else before[v] for v in sorted(versions)},
             "events": [tuple(event) for event in self.events],
         }
@@ -192,7 +190,7 @@ class Flight:
 FORM = {
     "now": float, "drawn": NonNegativeInt, "waiting": list[NonNegativeInt], "starts": NonNegativeInt,
     "tasks": list[tuple[float, NonNegativeInt, NonNegativeInt, NonNegativeInt, NonNegativeInt, bool]],
-    "ticks": NonNegativeInt, "sent": dict[NonNegativeInt, dict[str, Tensor]], "events": list,
+    "sent": dict[NonNegativeInt, dict[str, Tensor]], "events": list,
 }  # fmt: skip
 """What `Flight.after` returns: annotations by name."""
 

@@ -21,7 +21,8 @@ def session(run: Run) -> Iterator[None]:
     Opening creates the folder, or takes that of the checkpoint, locks it, restores callbacks and starts loggers.
 
     Raises:
-        UserError: If the run cannot be opened; a new folder is then removed.
+        UserError: If the run cannot be opened, or a mistake ends it before its first round; a new folder is then
+            removed.
     """
     with ExitStack() as lock:
         try:
@@ -32,8 +33,7 @@ def session(run: Run) -> Iterator[None]:
             with suppress(Exception):
                 _close(run, "failed")
             lock.close()
-            if run.checkpoint is None and run.fabric.is_global_zero and hasattr(run, "folder"):
-                run.folder.remove(run.settings.default_root_dir)
+            _remove(run)
             raise
         run.objective.trained = True
         try:
@@ -45,7 +45,11 @@ def session(run: Run) -> Iterator[None]:
             run.call("on_fit_end")
             _close(run, "success")
         except BaseException as error:
-            if (shown := _fail(run, error)) is not error:
+            shown = _fail(run, error)
+            if isinstance(error, UserError) and error.exit_code == 1 and not run.rounds_done:
+                lock.close()
+                _remove(run)
+            if shown is not error:
                 raise shown from None
             raise
 
@@ -98,6 +102,12 @@ def _start_loggers(run: Run) -> None:
     for logger in run.loggers:
         with suppress(NotImplementedError):  # Fabric's own CSVLogger logs none
             logger.log_hyperparams(run.config)
+
+
+def _remove(run: Run) -> None:
+    """Removes the folder of a run that has not begun, if it is a new one."""
+    if run.checkpoint is None and run.fabric.is_global_zero and hasattr(run, "folder"):
+        run.folder.remove(run.settings.default_root_dir)
 
 
 def _fail(run: Run, error: BaseException) -> BaseException:

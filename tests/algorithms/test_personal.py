@@ -363,6 +363,20 @@ def test_new_clients(engine: Any, golden: Golden) -> None:
     assert sum(losses["adapted"]) < sum(losses["unseen"])
 
 
+def test_a_new_client_whose_model_is_not_finite_is_left_out(golden: Golden) -> None:
+    class Wild(Personal):
+        def direction_alone(self, w: Tensor, g: Tensor, received: Any) -> Tensor:
+            return g * (float("nan") if g.norm() > 1e3 else 1.0)
+
+    golden.arrays[3] = (golden.arrays[3][0] * 1e6, golden.arrays[3][1])
+    sampler, monitor = UniformSampler(2, held_out=2), FlatnessMonitor(1, [ClientEvaluation(adapt_epochs=4)])
+    objective = made(golden, part=Wild(HEAD), optimizer=SGD(**RULES))
+    found, _ = golden.run(objective, callbacks=[monitor], sampler=sampler, max_rounds=1)
+    net = golden.net().double()
+    nn.utils.vector_to_parameters(steps(golden, 2, found.server.w, "fc2", 4), net.parameters())
+    assert found.metrics["client/adapted/loss"] == pytest.approx(loss_by_class(golden, net, 2), abs=1e-12)
+
+
 # SAM
 
 

@@ -540,7 +540,7 @@ def texts(figure: Figure) -> list[Text]:
     return [t for t in figure.findobj(Text) if t.get_visible() and t.get_text().strip()]
 
 
-@pytest.mark.sampled(quick=12)
+@pytest.mark.sampled(quick=12, slow=2)
 @pytest.mark.parametrize("name", FIGURES)
 def test_figure_is_fit_to_print(name: str, tmp_path: Path) -> None:
     figure = FIGURES[name]()

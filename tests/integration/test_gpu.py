@@ -168,6 +168,7 @@ def test_an_item_that_crashes_hangs_or_fails_takes_no_other_with_it(
     assert json.loads(path.read_text())["cpu"]["strange: not reached"] == ["crash", "new"]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_correctness_in_small_killed_after_an_item_and_continued(tmp_path: Path) -> None:
     process = start(tmp_path, "--leg", "correctness")
@@ -188,6 +189,7 @@ def test_speed_in_small_with_its_report(tmp_path: Path) -> None:
     assert "| W3-MLP | FedAvg | graphed | float32 | 3 | 2 |" in (tmp_path / "page.md").read_text()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_science_in_small_killed_within_the_run_and_continued(tmp_path: Path) -> None:
     version = tmp_path / "runs/gpu/cpu/FedAvg/version_0"

@@ -286,6 +286,7 @@ def assert_close(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -
         assert (a[name] - b[name]).abs().max() <= 1e-12 * b[name].abs().max(), name
 
 
+@pytest.mark.sampled(slow=2, start=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", [[SCRIPT], [sys.executable, *TORCHRUN]], ids=["fabric", "torchrun"])
 def test_launchers(folder: Path, launcher: list[str]) -> None:

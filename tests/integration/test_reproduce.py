@@ -87,6 +87,7 @@ def test_runs_and_their_table(
         cli(*TABLE, "--rounds=0.0003", "--out=mine", *DIGITS)
 
 
+@pytest.mark.sampled(slow=2, start=1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("table", "expected"),
@@ -239,7 +240,7 @@ def test_spectrum_of_a_figure_is_of_the_tables_runs(tmp_path: Path, monkeypatch:
     assert pictures("runs/reproduce/fedsam_1_0.0005") == ["figure_5/spectrum.png"]
 
 
-@pytest.mark.sampled(slow=2)
+@pytest.mark.sampled(slow=4)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("paper", "number", "drawn"),

@@ -19,6 +19,7 @@ from fl_lightning import (
     MOON,
     SGD,
     Arrays,
+    Asynchronous,
     Callback,
     Clock,
     Compress,
@@ -207,6 +208,18 @@ def test_doubled_durations_and_no_weight(tmp_path: Path) -> None:
     assert column(twice, "clock/time_s") == [2 * t for t in column(once, "clock/time_s")]
     still = train(tmp_path, FedAsync(0.0, concurrency=3))
     assert torch.equal(still.server.w, still.clients.w0)
+
+
+def test_steps_by_time(tmp_path: Path) -> None:
+    """At the first multiple of the period after an arrival, with all that has arrived until then."""
+    run = train(tmp_path, SemiSynchronous(0.75, 2), rounds=4)
+    assert column(run, "clock/time_s") == [1.5, 2.25, 3.0, 4.5]
+    landed = [(row["client"], round(float(row["time_s"]), 9)) for row in events(run) if row["event"] == "arrival"]
+    assert landed == [("0", 1), ("2", 1.6), ("1", 1.7), ("2", 2.3), ("0", 2.6), ("1", 4)]
+    often = train(tmp_path, SemiSynchronous(1e-9, 2), rounds=4)
+    assert column(often, "clock/time_s") == pytest.approx([1, 1.6, 1.7, 2.3])
+    with pytest.raises(UserError, match=r"^trainer\.asynchronous: give either buffer or period_s"):
+        Asynchronous(None, None, None, None)
 
 
 def test_staleness_in_waves(tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ def check_same(one: Run, other: Run) -> None:
     assert metrics(one.folder.path) == metrics(other.folder.path)
 
 
-@pytest.mark.sampled(slow=3)
+@pytest.mark.sampled(slow=5)
 @pytest.mark.parametrize(
     ("name", "engine"),
     [

@@ -104,7 +104,7 @@ def test_state_at_first_contact() -> None:
         first.replace(lamb=torch.ones(3))
     with pytest.raises(AttributeError, match="no state 'x'"):
         _ = first.x
-    with pytest.raises(ValueError, match="'zero' is none of"):
+    with pytest.raises(UserError, match="'zero': give 'zeros'"):
         State.initial({"a": "zero"}, torch.ones(3), torch.ones(3))
 
 

@@ -2,6 +2,7 @@
 
 import csv
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -226,28 +227,25 @@ def _own(run: Run, clients: Sequence[int], of: ClientData) -> tuple[Scores, Scor
     return seen, unseen
 
 
+def _add(scores: dict[int, Score], of: ClientData, result: LocalResult) -> None:
+    """Adds the score of a client's local model, if it is finite."""
+    if result.finite:
+        scores[result.client] = of.score(result.client, result.w)
+
+
 def _local(run: Run, clients: Sequence[int], of: ClientData, at_once: int) -> Scores:
     """Evaluates each client's local model."""
     mine: dict[int, Score] = {}
-
-    def add(result: LocalResult) -> None:
-        if result.finite:
-            mine[result.client] = of.score(result.client, result.w)
-
-    local_models(run, clients, add, at_once)
+    local_models(run, clients, partial(_add, mine, of), at_once)
     return collectives.all_gather_dict(run.fabric, mine)
 
 
 def _adapted(run: Run, clients: Sequence[int], of: ClientData, at_once: int, epochs: int) -> Scores:
     """Evaluates clients after training by themselves, of which nothing is kept."""
     mine: dict[int, Score] = {}
-
-    def add(result: LocalResult) -> None:
-        mine[result.client] = of.score(result.client, result.w)
-
     for at in range(0, len(clients), at_once):
         cohort = Cohort.of(run, clients[at : at + at_once], run.next_round).alone(run, epochs)
-        phase = Phase(Round(run, cohort, add), cohort)
+        phase = Phase(Round(run, cohort, partial(_add, mine, of)), cohort)
         phase.observe(run.engine.train(phase.jobs()))
     return collectives.all_gather_dict(run.fabric, mine)
 

@@ -4,7 +4,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from fl_lightning.core import Checked, NonNegative, NonNegativeInt, Positive, PositiveInt, UnitInterval, require
+from fl_lightning.core import Checked, NonNegative, NonNegativeInt, Positive, PositiveInt, UnitInterval, ensure, require
 
 
 class Asynchronous(Checked, key="trainer.asynchronous"):
@@ -18,6 +18,9 @@ class Asynchronous(Checked, key="trainer.asynchronous"):
         period_s: Seconds from one step to the next; None: it steps by uploads.
         concurrency: Number of clients that train at once; null: as many as the first cohort has.
         max_staleness: Number of server steps since a client's start beyond which its upload is lost; null: any.
+
+    Raises:
+        UserError: If both or none of ``buffer`` and ``period_s`` are given.
     """
 
     def __init__(
@@ -27,6 +30,7 @@ class Asynchronous(Checked, key="trainer.asynchronous"):
         concurrency: PositiveInt | None,
         max_staleness: NonNegativeInt | None,
     ) -> None:
+        ensure((buffer is None) != (period_s is None), "trainer.asynchronous: give either buffer or period_s")
         self.buffer, self.period_s = buffer, period_s
         self.concurrency, self.max_staleness = concurrency, max_staleness
 
@@ -62,7 +66,7 @@ class FedBuff(Asynchronous):
 
     def __init__(
         self,
-        buffer: PositiveInt | None = 10,
+        buffer: PositiveInt = 10,
         concurrency: PositiveInt | None = None,
         exponent: NonNegative = 0.5,
         max_staleness: NonNegativeInt | None = None,
@@ -91,8 +95,8 @@ class SemiSynchronous(FedBuff):
         exponent: NonNegative = 0.5,
         max_staleness: NonNegativeInt | None = None,
     ) -> None:
-        super().__init__(None, concurrency, exponent, max_staleness)
-        self.period_s = period_s
+        Asynchronous.__init__(self, None, period_s, concurrency, max_staleness)
+        self.exponent = exponent
 
 
 class FedAsync(Asynchronous):
