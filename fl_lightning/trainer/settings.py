@@ -147,7 +147,10 @@ class Settings(Checked, key="trainer"):
             )
         for wrong, problem in (
             (clock is None, "trainer.clock is null, and nobody knows when a client is done; set it to Clock"),
-            (clock is not None and clock.leaves_out, "nobody is late for a round; leave the clock's deadline out"),
+            (
+                clock is not None and clock.leaves_out,
+                "nobody is late for a round; leave the clock's deadline and over_selection out",
+            ),
             (clock is not None and clock.server_s, "the server's steps take no time; set trainer.clock.server_s to 0"),
             (self.faults.stragglers, "trainer.faults.stragglers has a deadline of rounds; set it to null"),
             (
