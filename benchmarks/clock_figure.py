@@ -15,10 +15,11 @@ from typing import Any
 
 import numpy as np
 import yaml
+from pages import between
 
 from fl_lightning.commands.main import main as fl_lightning
 from fl_lightning.core.figures import COLORS, PAGE, new_figure, place_legend
-from fl_lightning.results.metrics import read_metrics
+from fl_lightning.results.metrics import markdown, read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
 CSV, FIGURE, TEXT = ROOT / "docs/clock.csv", ROOT / "docs/clock.png", ROOT / "docs/clock.md"
@@ -117,10 +118,10 @@ def cell(values: list[float], digits: int) -> str:
     return f"{mean(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
 
 
-def markdown(table: list[dict[str, str]]) -> str:
+def by_method(table: list[dict[str, str]]) -> str:
     """A row for each profile and method; the last 0.1 hours count."""
     heads = ("devices", "method", "steps", "hours to 0.9", "accuracy", "lambda_max", "staleness", "late of 10")
-    lines = [heads, ("---", "---", *["--:"] * 6)]
+    lines = [heads]
     for profile in PROFILES:
         for method in METHODS:
             runs = [
@@ -140,7 +141,18 @@ def markdown(table: list[dict[str, str]]) -> str:
                 cell([mean(float(r["lambda_max"]) for r in end if r["lambda_max"]) for end in ends], 2),
                 "" if waits else f"{stale:.1f}", f"{late:.1f}" if waits else "",
             ))  # fmt: skip
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    return markdown(lines)
+
+
+def rows_of_file() -> list[dict[str, str]]:
+    """The rows of docs/clock.csv."""
+    with CSV.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def fill(text: str) -> str:
+    """The page with the table of the file."""
+    return between(text, MARKS, by_method(rows_of_file()))
 
 
 def main() -> None:
@@ -150,11 +162,8 @@ def main() -> None:
     args = parser.parse_args()
     if not args.draw:
         train(args.out)
-    with CSV.open(newline="") as file:
-        table = list(csv.DictReader(file))
-    draw(table)
-    before, _, rest = TEXT.read_text().partition(MARKS[0])
-    TEXT.write_text(before + MARKS[0] + markdown(table) + MARKS[1] + rest.partition(MARKS[1])[2])
+    draw(rows_of_file())
+    TEXT.write_text(fill(TEXT.read_text()))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import tempfile
 from pathlib import Path
 
 import torch
+from pages import between
 
 from fl_lightning import (
     SGD,
@@ -66,11 +67,10 @@ def accuracy(name: str, corrupt: Corrupt | None, rule: type[Aggregation] | None)
 
 def fill(text: str) -> str:
     """The page with the table of the file."""
-    before, _, rest = text.partition(MARKS[0])
     head, *rows = csv.reader(CSV.open())
     lines = [head, ["---", *["--:"] * len(COLUMNS)], *rows]
     table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
-    return before + MARKS[0] + table + MARKS[1] + rest.partition(MARKS[1])[2]
+    return between(text, MARKS, table)
 
 
 def main() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pages import between
 from torch import Tensor
 
 from fl_lightning import (
@@ -143,8 +144,7 @@ def table() -> str:
 
 def main() -> None:
     measured = table()
-    before, _, rest = PAGE.read_text().partition(MARKS[0])
-    PAGE.write_text(before + MARKS[0] + measured + MARKS[1] + rest.partition(MARKS[1])[2])
+    PAGE.write_text(between(PAGE.read_text(), MARKS, measured))
 
 
 if __name__ == "__main__":

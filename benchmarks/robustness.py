@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+from pages import between
 
 from fl_lightning import (
     SAM,
@@ -157,9 +158,8 @@ def draw() -> None:
 
 def fill(text: str) -> str:
     """The page with the table of what was measured."""
-    before, _, rest = text.partition(MARKS[0])
     found = {tuple(row[:4]): float(row[4]) for row in rows()}
-    return before + MARKS[0] + table(found) + MARKS[1] + rest.partition(MARKS[1])[2]
+    return between(text, MARKS, table(found))
 
 
 if __name__ == "__main__":
