@@ -62,15 +62,17 @@ class Event(NamedTuple):
 
 
 class Flight:
-    """What happens from one step of an asynchronous server to the next; a function of the run's state before it.
+    """What happens from one step of an asynchronous server to the next; no training changes it.
 
     At one moment uploads arrive first, in the order of their starts, with the steps that they cause. Then clients
     start.
 
     Args:
-        run: The run, with a clock.
+        run: The run; of its state nothing is read.
         rule: When the server steps.
         timing: The clock.
+        t: Steps of the server so far.
+        saved: What `after` has returned after the last one; empty before the first.
 
     Attributes:
         now: Seconds until the server's step.
@@ -81,9 +83,8 @@ class Flight:
         events: The events since the last step.
     """
 
-    def __init__(self, run: Run, rule: Asynchronous, timing: Timing) -> None:
-        self.run, self.rule, self.timing, self.t = run, rule, timing, run.rounds_done
-        saved = run.state.training
+    def __init__(self, run: Run, rule: Asynchronous, timing: Timing, t: int, saved: Mapping[str, Any]) -> None:
+        self.run, self.rule, self.timing, self.t, self.saved = run, rule, timing, t, saved
         self.now: float = saved.get("now", 0.0)
         self._tasks = [Task(*of) for of in saved.get("tasks", ())]
         self._drawn: int = saved.get("drawn", 0)
@@ -174,7 +175,7 @@ class Flight:
         Args:
             sent: What the clients that have started since the last step have received.
         """
-        before: Mapping[int, Mapping[str, Any]] = self.run.state.training.get("sent", {})
+        before: Mapping[int, Mapping[str, Any]] = self.saved.get("sent", {})
         versions = {task.version for task in self._tasks}
         return {
             "now": self.now,

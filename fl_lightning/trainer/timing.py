@@ -13,6 +13,21 @@ from fl_lightning.trainer.participation.faults import Attendance, Stragglers
 from fl_lightning.trainer.settings import Settings
 
 
+def exchanged(objective: LocalObjective, server: State, ctx: RoundContext) -> tuple[int, int]:
+    """Returns the bits that a client receives and uploads in a phase: those of one that takes no step.
+
+    Args:
+        objective: The local objective.
+        server: The server's state.
+        ctx: The context of the phase.
+    """
+    w, draws = server.w, Draws([(0, ctx.t, ctx.phase, 0)], server.w.device, together=False)
+    of_client = ClientContext(**vars(ctx), lr=1.0, K=1, k_lr=1.0, draws=draws)
+    sent = objective.begin_phase(server, ctx)
+    upload, _ = objective.without_steps(w, sent, of_client)
+    return objective.bits(sent, up=False), objective.bits(upload, up=True)
+
+
 class Timing:
     """The clock of one run.
 
@@ -39,17 +54,8 @@ class Timing:
         self.speeds = settings.faults.stragglers or Stragglers(1.0, sigma=clock.sigma)
         alone = clock.leaves_out and clock.late == "partial" and objective.trains_alone
         ensure(not alone, "trainer.clock.late = partial: clients also train before the round; set it to lost")
-        self.bits = [self._exchanged(server, replace(ctx, phase=phase)) for phase in range(objective.phases)]
+        self.bits = [exchanged(objective, server, replace(ctx, phase=phase)) for phase in range(objective.phases)]
         self.device = cache(self._device)
-
-    def _exchanged(self, server: State, ctx: RoundContext) -> tuple[int, int]:
-        """Returns the bits that a client receives and uploads: those of one that takes no step."""
-        objective, w = self.objective, server.w
-        draws = Draws([(self.seed, ctx.t, ctx.phase, 0)], w.device, together=False)
-        of_client = ClientContext(**vars(ctx), lr=1.0, K=1, k_lr=1.0, draws=draws)
-        sent = objective.begin_phase(server, ctx)
-        upload, _ = objective.without_steps(w, sent, of_client)
-        return objective.bits(sent, up=False), objective.bits(upload, up=True)
 
     def _device(self, client: int) -> Device:
         """Returns a client's device, a function of the file or of (seed, client)."""
