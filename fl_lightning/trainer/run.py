@@ -253,8 +253,8 @@ class Run:
     @property
     def failure_kinds(self) -> tuple[str, ...]:
         """Names of what is counted by client, in addition to refused uploads."""
-        late = self.timing is not None and (self.timing.clock.leaves_out or self.settings.asynchronous is not None)
-        return ("dropped", "late") if late else self.settings.faults.kinds
+        uneven = self.timing is not None and self.timing.uneven
+        return ("dropped", "late") if uneven else self.settings.faults.kinds
 
     @property
     def how_to_continue(self) -> list[str]:

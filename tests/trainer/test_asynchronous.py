@@ -6,6 +6,7 @@ import csv
 import heapq
 import math
 import re
+from collections import Counter
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -152,6 +153,11 @@ def test_times_by_hand(tmp_path: Path) -> None:
     assert {**events(run)[7], "time_s": ""} == {
         "step": "2", "time_s": "", "event": "arrival", "client": "1", "version": "0", "staleness": "1"
     }  # fmt: skip
+    landed = Counter(row["client"] for row in events(run) if row["event"] == "arrival")
+    tenths = (f"clock/uploads_{tenth}" for tenth in (3, 5, 8, 10))  # of four clients
+    assert {name: run.metrics[name] for name in tenths} == dict(
+        zip((f"clock/uploads_{tenth}" for tenth in (3, 5, 8, 10)), (landed[k] for k in "2013"), strict=True)
+    )
     down, up = run.timing.bits[0] if run.timing else (0, 0)
     starts, arrivals = (sum(row["event"] == kind for row in events(run)) for kind in ("start", "arrival"))
     assert run.state.total_bits == starts * down + arrivals * up and arrivals == 16
