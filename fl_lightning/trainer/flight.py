@@ -80,6 +80,8 @@ class Flight:
         started: Number of clients that have started since the last step.
         passed: Number of clients that were drawn while they trained.
         failed: Clients whose uploads are lost, late or that were absent, by kind.
+        refused: Uploads that were not finite, since the last one that was.
+        slots: Number of clients that train at once.
         events: The events since the last step.
     """
 
@@ -90,9 +92,10 @@ class Flight:
         self._drawn: int = saved.get("drawn", 0)
         self._waiting: list[int] = [*saved.get("waiting", ())]
         self._starts: int = saved.get("starts", 0)
+        self.refused: int = saved.get("refused", 0)
         heapify(self._tasks)
         slots = rule.concurrency or max(len(self._cohort(0)), 1)
-        self._slots = min(slots, run.data.num_clients)
+        self.slots = min(slots, run.data.num_clients)
         self.arrived, self.events = list[Task](), list[Event]()
         self.started = self.passed = 0
         self.failed: dict[str, list[int]] = {"dropped": [], "late": []}
@@ -139,7 +142,7 @@ class Flight:
     def _start(self) -> None:
         """Starts clients until all slots are taken."""
         run, busy, until = self.run, {task.client for task in self._tasks}, self._drawn + COHORTS
-        while len(self._tasks) < self._slots and (self._waiting or self._drawn < until):
+        while len(self._tasks) < self.slots and (self._waiting or self._drawn < until):
             if not self._waiting:
                 self._waiting, self._drawn = self._cohort(self._drawn), self._drawn + 1
                 continue
@@ -183,6 +186,7 @@ class Flight:
             "drawn": self._drawn,
             "waiting": self._waiting,
             "starts": self._starts,
+            "refused": self.refused,
             "sent": {v: dict(sent) if v == self.t else before[v] for v in sorted(versions)},
             "events": [tuple(event) for event in self.events],
         }
@@ -190,6 +194,7 @@ class Flight:
 
 FORM = {
     "now": float, "drawn": NonNegativeInt, "waiting": list[NonNegativeInt], "starts": NonNegativeInt,
+    "refused": NonNegativeInt,
     "tasks": list[tuple[float, NonNegativeInt, NonNegativeInt, NonNegativeInt, NonNegativeInt, bool]],
     "sent": dict[NonNegativeInt, dict[str, Tensor]], "events": list,
 }  # fmt: skip
