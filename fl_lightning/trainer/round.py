@@ -304,7 +304,7 @@ class Phase:
         of.failed["refused"] += refused
         steps = sum(ctx.K for ctx in self.cohort.contexts)
         of.steps += steps
-        of.passes += steps * (2 if self.alone else sum(self.run.objective.passes))
+        of.passes += steps * sum(self.run.objective.passes_alone if self.alone else self.run.objective.passes)
         if self.alone:
             return
         of.attended.append(attendance)

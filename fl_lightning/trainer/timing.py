@@ -81,7 +81,7 @@ class Timing:
         own, size, before = objective.own_part, len(self.data.clients[client]), 0.0
         if own is not None and own.trains_alone and not phase:
             alone = data.batches_per_client(client, own.epochs_alone, None) if own.epochs_alone else K
-            before = device.compute_s(sum(data.batch_sizes(size, alone)), 1, 1)
+            before = device.compute_s(sum(data.batch_sizes(size, alone)), *objective.passes_alone)
         computed = device.compute_s(sum(data.batch_sizes(size, K)), *objective.passes)
         return before + computed, device.comm_s(*self.bits[phase])
 
