@@ -114,10 +114,19 @@ class Composed(Hooks):
         """Returns that part if the context is that of this training, a phase beyond those of the algorithm."""
         return self.own_part if ctx.phase == self.phases else None
 
-    def batches_of(self, ctx: RoundContext) -> int:
-        """Returns the phase whose minibatches a client takes: its own, or those of the round's first phase."""
-        alone = self.alone(ctx)
-        return ctx.phase if alone is None or alone.epochs_alone else 0
+    @property
+    def passes_alone(self) -> tuple[int, int]:
+        """Numbers of forward and backward passes of a step before the round."""
+        own, ascent = self.own_part, self.ascent
+        n = 1 if own is None or ascent is None or not own.ascends_alone else ascent.passes
+        return n, n
+
+    def direction_alone(
+        self, part: Part, w: Tensor, grad: Gradient, client: State, received: State, ctx: ClientContext
+    ) -> Tensor:
+        """Returns the direction of a step before the round, given the part that `alone` returns."""
+        g = Composed.local_gradient(self, w, grad, client, received, ctx) if part.ascends_alone else grad(w)
+        return part.direction_alone(w, g, received)
 
     def moving(self, w: Tensor, ctx: RoundContext) -> Tensor | None:
         """Returns a mask of the weights that local steps change; see `Part.moving`."""

@@ -12,9 +12,9 @@ from fl_lightning.commands.shared.cli import FederatedCLI
 from fl_lightning.commands.shared.output import show_table
 from fl_lightning.commands.shared.prediction import (
     Seconds,
+    ahead,
     as_bytes,
     as_time,
-    attendances,
     data_or_like,
     measure,
     row_bytes,
@@ -34,13 +34,17 @@ class Plan:
     Attributes:
         processes: Number of processes, devices times nodes.
         engine: The engine; for "auto" the one that was chosen.
-        rounds: Rounds of the run, T.
+        rounds: Rounds of the run, or steps of an asynchronous server; fewer than T if the clock ends the run.
         measured: Rounds that were measured.
         parts: The work of the run by name, from its first round on: how often it is done, and the seconds of one time.
         memory: Bytes of main memory of the first process at its peak.
         device_memory: Bytes on its accelerator at its peak; 0 on a CPU.
         bits: ``comm/total_bits`` at the end of the run.
         seconds: From the first round to the end of the run.
+        unit: What the server counts, rounds or steps.
+        uploads: Uploads that reach the server.
+        late: Clients that are too late.
+        device_seconds: ``clock/time_s`` at the end of the run; None: there is no clock.
     """
 
     processes: int
@@ -52,6 +56,10 @@ class Plan:
     device_memory: int
     bits: int
     seconds: float
+    unit: str
+    uploads: int
+    late: int
+    device_seconds: float | None
 
     def show(self) -> None:
         """Prints a table."""
@@ -60,12 +68,15 @@ class Plan:
             for name, (times, each) in self.parts.items()
             if times * each >= self.seconds / 1000
         ]
-        title = f"{as_time(self.seconds)} for {self.rounds} rounds"
+        title = f"{as_time(self.seconds)} for {self.rounds} {self.unit}"
         show_table(filled(["", "times", "each", "together"], rows, left=4, title=title))
         on_device = f", {as_bytes(self.device_memory)} on its device" if self.device_memory else ""
         say(f"engine: {self.engine}; {self.measured} rounds measured")
         say(f"memory: {as_bytes(self.memory)}{on_device} (first of {self.processes} processes)")
         say(f"on the wire: {self.bits:,} bits ({as_bytes(self.bits / 8)}) between clients and server")
+        if self.device_seconds is not None:
+            say(f"on the clients' devices: {as_time(self.device_seconds)}, with {self.uploads:,} uploads that count")
+            say(f"too late: {self.late:,} clients")
 
 
 def plan(
@@ -92,27 +103,26 @@ def plan(
     share = None if devices == 1 else max(1, (os.cpu_count() or 1) // devices)  # as Fabric divides the threads
     measured = measure(trainer, model, data, trainer.threads or share)
     run = measured.run
-    rounds = list(attendances(trainer, data, run.aggregation.cohort_seed(run.seed), model.phases))
-    parts = measured.parts(trainer, [[*first.steps.values()] for first, *_ in rounds], world)
-    numbers = [
-        sum(phase.receivers * sent + len(phase.steps) * uploaded
-            for phase, (sent, uploaded) in zip(phases, measured.clock.sizes.values(), strict=False))
-        for phases in rounds
-    ]  # fmt: skip
+    rounds = list(ahead(run))
+    parts = measured.parts(trainer, len(rounds), [of.steps for of in rounds], world)
     # state of clients that no measured round has seen
-    room, kept = int(trainer.client_memory * 2**30), {k for phases in rounds for k in phases[-1].steps}
+    room, kept = int(trainer.client_memory * 2**30), {k for of in rounds for k in of.clients}
     row = row_bytes(model, run.server.w)
     growth = min(row * len(kept), room) - min(row * len(run.clients), room)
     return Plan(
         processes=world,
         engine=run.engine_name,
-        rounds=trainer.max_rounds,
+        rounds=len(rounds),
         measured=run.rounds_done,
         parts=parts,
         memory=measured.memory + (2 if cpu else 1) * growth,  # a checkpoint copies the rows
         device_memory=0 if cpu else torch.cuda.max_memory_allocated() + growth,
-        bits=int(run.metrics["comm/total_bits"]) * sum(numbers) // max(sum(numbers[: run.rounds_done]), 1),
+        bits=sum(of.bits for of in rounds),
         seconds=sum(times * each for times, each in parts.values()),
+        unit="rounds" if trainer.asynchronous is None else "steps of the server",
+        uploads=sum(len(of.clients) for of in rounds),
+        late=sum(of.late for of in rounds),
+        device_seconds=None if run.timing is None else rounds[-1].time_s,
     )
 
 

@@ -92,7 +92,7 @@ class Planned:
             for k in range(data.num_clients)
         )
         one, other = (x.phases * sum(x.passes) for x in (model, like.made.model))
-        parts = measured.parts(trainer, [[1] * cohort], passes=steps * one / other)
+        parts = measured.parts(trainer, trainer.max_rounds, [[1] * cohort], passes=steps * one / other)
         return sum(times * each for times, each in parts.values())
 
     @property

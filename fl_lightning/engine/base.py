@@ -229,7 +229,7 @@ class Engine:
             lr = value_of(objective.step_lr, client, ctx)
             direction, client = pair_of(objective.local_step, carry.w, grad, client, received, ctx)
         else:
-            lr, direction = ctx.lr, alone.direction_alone(carry.w, grad(carry.w), received)
+            lr, direction = ctx.lr, objective.direction_alone(alone, carry.w, grad, client, received, ctx)
         if moving is not None:
             two = direction if isinstance(direction, tuple) else (direction, torch.zeros_like(carry.w))
             direction = torch.where(moving, two[0], 0), torch.where(moving, two[1], 0)

@@ -89,7 +89,8 @@ def check(trainer: FederatedTrainer, model: LocalObjective, datamodule: Federate
         not any(isinstance(part, FlexLoRA) for part in model.parts),
         "model.parts: FlexLoRA: Flower sends its products instead of the factors; train it without Flower",
     )
-    ensure(not model.personal, "model.parts: Flower keeps no models of clients' own; train it without Flower")
+    problem = "with Flower no client keeps a model of its own yet; train without Flower, or leave the part out"
+    ensure(not model.personal, f"model.parts = {', '.join(type(part).__name__ for part in model.parts)}: {problem}")
     ensure(not datamodule.stream, "data.stream = true: samples are read on the nodes; set it to false")
     ensure(trainer.clock is None, "trainer.clock: nodes train in the time that they need; set it to null")
     for callback in trainer.callbacks:

@@ -148,6 +148,8 @@ class Summary:
         target_bits: Bits up to and with that round.
         target_transmissions: Transmissions up to and with that round.
         target_device_s: Seconds on the clients' devices up to and with that round.
+        slow_uploads: Share of the uploads that come from the slowest tenth of the clients; with a deadline or without
+            rounds.
         mode: Whether large (max) or small (min) values of the metric are good.
         flatness: Headline of each measure of flatness, by name.
         clients: Headline of each statistic over clients (``server/clients/...``, ``client/test/...``).
@@ -172,6 +174,7 @@ class Summary:
     target_transmissions: float | None = None
     device_s: float | None = None
     target_device_s: float | None = None
+    slow_uploads: float | None = None
     mode: Mode = "max"
     flatness: dict[str, float] = field(default_factory=dict)
     clients: dict[str, float] = field(default_factory=dict)
@@ -230,6 +233,7 @@ def summarise(
     def at(name: str, until: int | None) -> float | None:
         return None if until is None else dict(columns.get(name, ())).get(until)
 
+    uploads = [at(f"clock/uploads_{tenth}", rounds) or 0.0 for tenth in range(1, 11)]
     return Summary(
         metric=metric,
         rounds=rounds,
@@ -250,6 +254,7 @@ def summarise(
         target_transmissions=at("comm/transmissions", reached),
         device_s=at("clock/time_s", rounds),
         target_device_s=at("clock/time_s", reached),
+        slow_uploads=uploads[-1] / sum(uploads) if any(uploads) else None,
         mode=mode,
         flatness={name.removeprefix("flatness/"): x for name, x in headlines.items() if is_flatness(name)},
         clients={name: x for name, x in headlines.items() if is_of_clients(name)},

@@ -70,7 +70,7 @@ class Column:
             return "differences"
         if is_of_clients(self.of):
             return "clients"
-        return "costs" if self.to_target or self.of in ("minutes", "bits", "device_s") else "results"
+        return "costs" if self.to_target or self.of in ("minutes", "bits", "device_s", "slow_uploads") else "results"
 
     @property
     def in_paper(self) -> "Column":
@@ -153,6 +153,7 @@ def columns(groups: Sequence[Group], reference: Group | None = None) -> list[Col
         Column("minutes", "minutes", "minutes", form=",.2f"),
         Column("gigabytes", "GB", "bits", form=",.3f", scale=1 / 8e9),
         Column("device_hours", "device hours", "device_s", form=",.3g", scale=1 / 3600),
+        Column("slow_uploads", "uploads of slowest 10 %", "slow_uploads", form=",.3f"),
     ]
     if first.target is not None:
         to = f"to {first.target:.4g}"

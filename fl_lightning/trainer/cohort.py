@@ -53,8 +53,9 @@ class Cohort:
 
         Without rounds it is that of the server's next step, a function of the run's state.
         """
-        if run.settings.asynchronous is not None and run.timing is not None:
-            return cls._landed(run, Flight(run, run.settings.asynchronous, run.timing), run.timing)
+        rule, timing = run.settings.asynchronous, run.timing
+        if rule is not None and timing is not None:
+            return cls._landed(run, Flight(run, rule, timing, run.rounds_done, run.state.training), timing)
         return cls.of(run, _drawn(run, t), t, run.settings.faults, timing=run.timing)
 
     @classmethod

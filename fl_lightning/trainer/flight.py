@@ -62,15 +62,17 @@ class Event(NamedTuple):
 
 
 class Flight:
-    """What happens from one step of an asynchronous server to the next; a function of the run's state before it.
+    """What happens from one step of an asynchronous server to the next; no training changes it.
 
     At one moment uploads arrive first, in the order of their starts, with the steps that they cause. Then clients
     start.
 
     Args:
-        run: The run, with a clock.
+        run: The run; of its state nothing is read.
         rule: When the server steps.
         timing: The clock.
+        t: Steps of the server so far.
+        saved: What `after` has returned after the last one; empty before the first.
 
     Attributes:
         now: Seconds until the server's step.
@@ -78,20 +80,22 @@ class Flight:
         started: Number of clients that have started since the last step.
         passed: Number of clients that were drawn while they trained.
         failed: Clients whose uploads are lost, late or that were absent, by kind.
+        refused: Uploads that were not finite, since the last one that was.
+        slots: Number of clients that train at once.
         events: The events since the last step.
     """
 
-    def __init__(self, run: Run, rule: Asynchronous, timing: Timing) -> None:
-        self.run, self.rule, self.timing, self.t = run, rule, timing, run.rounds_done
-        saved = run.state.training
+    def __init__(self, run: Run, rule: Asynchronous, timing: Timing, t: int, saved: Mapping[str, Any]) -> None:
+        self.run, self.rule, self.timing, self.t, self.saved = run, rule, timing, t, saved
         self.now: float = saved.get("now", 0.0)
         self._tasks = [Task(*of) for of in saved.get("tasks", ())]
         self._drawn: int = saved.get("drawn", 0)
         self._waiting: list[int] = [*saved.get("waiting", ())]
         self._starts: int = saved.get("starts", 0)
+        self.refused: int = saved.get("refused", 0)
         heapify(self._tasks)
         slots = rule.concurrency or max(len(self._cohort(0)), 1)
-        self._slots = min(slots, run.data.num_clients)
+        self.slots = min(slots, run.data.num_clients)
         self.arrived, self.events = list[Task](), list[Event]()
         self.started = self.passed = 0
         self.failed: dict[str, list[int]] = {"dropped": [], "late": []}
@@ -138,7 +142,7 @@ class Flight:
     def _start(self) -> None:
         """Starts clients until all slots are taken."""
         run, busy, until = self.run, {task.client for task in self._tasks}, self._drawn + COHORTS
-        while len(self._tasks) < self._slots and (self._waiting or self._drawn < until):
+        while len(self._tasks) < self.slots and (self._waiting or self._drawn < until):
             if not self._waiting:
                 self._waiting, self._drawn = self._cohort(self._drawn), self._drawn + 1
                 continue
@@ -174,7 +178,7 @@ class Flight:
         Args:
             sent: What the clients that have started since the last step have received.
         """
-        before: Mapping[int, Mapping[str, Any]] = self.run.state.training.get("sent", {})
+        before: Mapping[int, Mapping[str, Any]] = self.saved.get("sent", {})
         versions = {task.version for task in self._tasks}
         return {
             "now": self.now,
@@ -182,6 +186,7 @@ class Flight:
             "drawn": self._drawn,
             "waiting": self._waiting,
             "starts": self._starts,
+            "refused": self.refused,
             "sent": {v: dict(sent) if v == self.t else before[v] for v in sorted(versions)},
             "events": [tuple(event) for event in self.events],
         }
@@ -189,6 +194,7 @@ class Flight:
 
 FORM = {
     "now": float, "drawn": NonNegativeInt, "waiting": list[NonNegativeInt], "starts": NonNegativeInt,
+    "refused": NonNegativeInt,
     "tasks": list[tuple[float, NonNegativeInt, NonNegativeInt, NonNegativeInt, NonNegativeInt, bool]],
     "sent": dict[NonNegativeInt, dict[str, Tensor]], "events": list,
 }  # fmt: skip

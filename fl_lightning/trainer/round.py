@@ -274,7 +274,13 @@ class Phase:
         everything, of.arrivals = of.arrivals, []
         if not self.cohort.clients and not rule.empty:
             return of.leave()
-        if not any(any(each.accepted) for each in everything) and not rule.empty:
+        refused, flight = sum(len(each.refused) for each in everything), of.cohort.flight
+        finite = refused < sum(len(each.accepted) for each in everything) or rule.empty
+        if flight is not None:
+            flight.refused = 0 if finite else flight.refused + refused
+        if not finite:
+            if flight is not None and flight.refused < flight.slots:  # others still train
+                return of.leave()
             raise divergence.diverged(self.run, now.t, f"every upload is not finite ({arrivals.reasons()})")
         known = objective.known(self.current) if rule.by_rows else {}
         uploads = average(everything, of.server, known, now)
@@ -298,7 +304,7 @@ class Phase:
         of.failed["refused"] += refused
         steps = sum(ctx.K for ctx in self.cohort.contexts)
         of.steps += steps
-        of.passes += steps * (2 if self.alone else sum(self.run.objective.passes))
+        of.passes += steps * sum(self.run.objective.passes_alone if self.alone else self.run.objective.passes)
         if self.alone:
             return
         of.attended.append(attendance)

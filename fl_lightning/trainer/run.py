@@ -253,8 +253,8 @@ class Run:
     @property
     def failure_kinds(self) -> tuple[str, ...]:
         """Names of what is counted by client, in addition to refused uploads."""
-        late = self.timing is not None and (self.timing.clock.leaves_out or self.settings.asynchronous is not None)
-        return ("dropped", "late") if late else self.settings.faults.kinds
+        uneven = self.timing is not None and self.timing.uneven
+        return ("dropped", "late") if uneven else self.settings.faults.kinds
 
     @property
     def how_to_continue(self) -> list[str]:
@@ -286,9 +286,20 @@ class Run:
         return RoundContext(t, self.max_rounds, self.data.num_clients, self.objective.flat, phase)
 
     def minibatches(self, client: int, ctx: ClientContext) -> Minibatches:
-        """Returns the minibatches of a client in a phase, a function of (seed, round, phase, client)."""
-        draw = generator(self.seed, "batches", ctx.stream, self.objective.batches_of(ctx), client)
-        return self.data.client_batches(client, self.settings.local_epochs, ctx.K, draw, self.dtype)
+        """Returns the minibatches of a client in a phase, a function of (seed, round, phase, client).
+
+        Epochs that it trains alone come first in the minibatches of the first phase.
+        """
+        objective, data, epochs = self.objective, self.data, self.settings.local_epochs
+        alone, first, count = objective.alone(ctx) is not None, 0, ctx.K
+        phase = 0 if alone else ctx.phase
+        if objective.own_part is not None and not phase and (before := objective.own_part.epochs_alone):
+            ahead = data.batches_per_client(client, before, None)
+            first = 0 if alone else ahead
+            count = max(first + ctx.K, ahead + data.batches_per_client(client, epochs, self.settings.local_steps))
+        draw = generator(self.seed, "batches", ctx.stream, phase, client)
+        batches = data.client_batches(client, epochs, count, draw, self.dtype)
+        return batches if count == ctx.K else batches.take(range(first, first + ctx.K))
 
     def make_engine(self, name: EngineName, compile: bool = True) -> Engine:
         """Returns an engine for this run's objective; without ``compile`` not even one compiles that should."""

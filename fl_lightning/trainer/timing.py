@@ -1,8 +1,9 @@
 """The seconds of one run on the clients' devices, and when its server stops waiting for them."""
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, cached_property
 from itertools import accumulate
 
 from fl_lightning.algorithms.base import LocalObjective
@@ -11,6 +12,21 @@ from fl_lightning.data import FederatedDataModule
 from fl_lightning.trainer.participation.clock import Clock, Device
 from fl_lightning.trainer.participation.faults import Attendance, Stragglers
 from fl_lightning.trainer.settings import Settings
+
+
+def exchanged(objective: LocalObjective, server: State, ctx: RoundContext) -> tuple[int, int]:
+    """Returns the bits that a client receives and uploads in a phase: those of one that takes no step.
+
+    Args:
+        objective: The local objective.
+        server: The server's state.
+        ctx: The context of the phase.
+    """
+    w, draws = server.w, Draws([(0, ctx.t, ctx.phase, 0)], server.w.device, together=False)
+    of_client = ClientContext(**vars(ctx), lr=1.0, K=1, k_lr=1.0, draws=draws)
+    sent = objective.begin_phase(server, ctx)
+    upload, _ = objective.without_steps(w, sent, of_client)
+    return objective.bits(sent, up=False), objective.bits(upload, up=True)
 
 
 class Timing:
@@ -23,6 +39,9 @@ class Timing:
         data: The clients' data.
         server: The server's first state.
         ctx: The context of the first round.
+
+    Attributes:
+        uneven: Whether fast clients may take part more often than slow ones.
     """
 
     def __init__(
@@ -34,22 +53,14 @@ class Timing:
         server: State,
         ctx: RoundContext,
     ) -> None:
-        self.clock, self.objective, self.data = clock, objective, data
+        self.clock, self.objective, self.data, self.settings = clock, objective, data, settings
         self.seed, self.wanted = settings.seed, settings.wanted
+        self.uneven = clock.leaves_out or settings.asynchronous is not None
         self.speeds = settings.faults.stragglers or Stragglers(1.0, sigma=clock.sigma)
         alone = clock.leaves_out and clock.late == "partial" and objective.trains_alone
         ensure(not alone, "trainer.clock.late = partial: clients also train before the round; set it to lost")
-        self.bits = [self._exchanged(server, replace(ctx, phase=phase)) for phase in range(objective.phases)]
+        self.bits = [exchanged(objective, server, replace(ctx, phase=phase)) for phase in range(objective.phases)]
         self.device = cache(self._device)
-
-    def _exchanged(self, server: State, ctx: RoundContext) -> tuple[int, int]:
-        """Returns the bits that a client receives and uploads: those of one that takes no step."""
-        objective, w = self.objective, server.w
-        draws = Draws([(self.seed, ctx.t, ctx.phase, 0)], w.device, together=False)
-        of_client = ClientContext(**vars(ctx), lr=1.0, K=1, k_lr=1.0, draws=draws)
-        sent = objective.begin_phase(server, ctx)
-        upload, _ = objective.without_steps(w, sent, of_client)
-        return objective.bits(sent, up=False), objective.bits(upload, up=True)
 
     def _device(self, client: int) -> Device:
         """Returns a client's device, a function of the file or of (seed, client)."""
@@ -70,9 +81,20 @@ class Timing:
         own, size, before = objective.own_part, len(self.data.clients[client]), 0.0
         if own is not None and own.trains_alone and not phase:
             alone = data.batches_per_client(client, own.epochs_alone, None) if own.epochs_alone else K
-            before = device.compute_s(sum(data.batch_sizes(size, alone)), 1, 1)
+            before = device.compute_s(sum(data.batch_sizes(size, alone)), *objective.passes_alone)
         computed = device.compute_s(sum(data.batch_sizes(size, K)), *objective.passes)
         return before + computed, device.comm_s(*self.bits[phase])
+
+    def _place(self, client: int) -> tuple[float, int]:
+        """Returns what sorts the clients by the seconds of a whole task."""
+        K = self.data.batches_per_client(client, self.settings.local_epochs, self.settings.local_steps)
+        return sum(self.spent(client, K)), client
+
+    @cached_property
+    def _tenths(self) -> list[tuple[float, int]]:
+        """Returns the first places of the second to the last tenth of the clients, of up to 1,000 of them."""
+        places = sorted(map(self._place, range(0, m := self.data.num_clients, -(-m // 1000))))
+        return [places[len(places) * tenth // 10] for tenth in range(1, 10)]
 
     def attendance(self, found: Attendance, phase: int) -> Attendance:
         """Returns who is done before the server stops waiting, and when that is.
@@ -113,9 +135,12 @@ class Timing:
             phases: Who has answered in each phase.
         """
         spent = {"time_s": self.clock.server_s, "compute_s": 0.0, "comm_s": 0.0, "idle_s": 0.0}
+        spent |= {f"uploads_{tenth}": 0.0 for tenth in range(1, 11) if self.uneven}
         for found in phases:
             spent["time_s"] += found.seconds or 0.0
-            for compute, comm in found.times.values():
+            for k, (compute, comm) in found.times.items():
+                if self.uneven:
+                    spent[f"uploads_{1 + bisect_right(self._tenths, self._place(k))}"] += 1
                 spent["compute_s"] += compute
                 spent["comm_s"] += comm
                 spent["idle_s"] += 0.0 if found.seconds is None else found.seconds - (compute + comm)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from fl_lightning import (
     CoordinateMedian,
     Corrupt,
     Digits,
+    DigitsMLP,
     Ditto,
     Faults,
     FedAvg,
@@ -41,7 +43,7 @@ from fl_lightning import (
     algorithms,
 )
 from fl_lightning.algorithms.parts.base import Part
-from fl_lightning.core import State
+from fl_lightning.core import State, generator
 from fl_lightning.engine import Job, LocalResult
 from fl_lightning.flower.server import check
 from fl_lightning.trainer.run import Run
@@ -174,7 +176,7 @@ def test_refused(golden: Golden) -> None:
             made(golden, algorithm, optimizer=optimizer)
     trainer = FederatedTrainer(accelerator="cpu", engine="sequential")
     for objective in (made(golden), made(golden, part=Ditto())):
-        with pytest.raises(UserError, match=r"model\.parts: Flower keeps no models of clients' own; train it without"):
+        with pytest.raises(UserError, match=r"model\.parts = (Personal|Ditto): with Flower no client keeps a model"):
             check(trainer, objective, Digits())
         with pytest.raises(UserError, match=r"fl_lightning\.FederatedTrainer, not with lightning"):
             objective.check_centralized()
@@ -323,6 +325,62 @@ def test_ditto(engine: Any, golden: Golden) -> None:
         assert {"server/test/acc", "server/clients/acc"} <= {*found.metrics}
 
 
+def gradient_at(net: nn.Module, v: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    net.zero_grad()
+    nn.utils.vector_to_parameters(v.clone(), net.parameters())
+    nn.functional.cross_entropy(net(x), y).backward()
+    return torch.cat([p.grad.flatten() for p in net.parameters() if p.grad is not None])
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_ditto_with_sam_on_both_models(engine: Any, golden: Golden) -> None:
+    """``v <- v - lr (g(v + rho g / ||g||) + lam (v - w^t))``; the global path is that of SAM clients, to the bit."""
+    options: dict[str, Any] = {"max_rounds": 2, "engine": engine, "local_steps": 2}
+    rules: dict[str, Any] = {"optimizer": SGD(0.1), "ascent": SAM(0.5)}
+    found, record = golden.run(made(golden, part=Ditto(2.0, sam=True), **rules), **options)
+    plain, _ = golden.run(FedAvg(golden.net(), **rules), **options)
+    assert torch.equal(found.server.w, plain.server.w)
+    for name, times in (("steps", 2), ("passes", 2)):
+        assert found.metrics[f"client/{name}"] == times * plain.metrics[f"client/{name}"]
+    net, own = golden.net().double(), dict[int, Tensor]()
+    for t, cohort in enumerate(golden.schedule[:2]):
+        for k in cohort:
+            x, y = torch.as_tensor(golden.arrays[k][0]).double(), torch.as_tensor(golden.arrays[k][1]).long()
+            v, received = own.get(k, record.server[0].w), record.server[t].w
+            for _ in range(2):
+                g = gradient_at(net, v, x, y)
+                v = v - 0.1 * (gradient_at(net, v + 0.5 * g / g.norm(), x, y) + 2.0 * (v - received))
+            own[k] = v
+            torch.testing.assert_close(record.client[t][k].own, v, rtol=0, atol=1e-12)
+
+
+def test_ditto_with_sam_needs_one(golden: Golden) -> None:
+    with pytest.raises(UserError, match=r"Ditto\.sam = true: FedAvg has no SAM or ASAM; set model\.ascent"):
+        made(golden, part=Ditto(sam=True))
+
+
+def test_one_stream_of_minibatches(golden: Golden) -> None:
+    """FedRep's head takes the first epochs of a client, its body the next ones."""
+    found, phases = Digits(num_clients=4, batch_size=20), Phases()
+    trainer = FederatedTrainer(
+        max_rounds=2, clients_per_round=2, local_epochs=2, callbacks=[phases], accelerator="cpu", threads=1,
+        enable_progress_bar=False, default_root_dir=str(golden.folder),
+    )  # fmt: skip
+    done = trainer.fit(FedAvg(DigitsMLP(hidden=4), parts=[Personal(epochs_alone=3)]), found)
+    pairs = [
+        (head, body)
+        for head, body in product(phases.results, repeat=2)
+        if (head.client, head.ctx.t, head.ctx.phase) == (body.client, body.ctx.t, body.ctx.phase + 1)
+    ]
+    assert len(pairs) == 4
+    for head, body in pairs:
+        of = [done.minibatches(each.client, each.ctx) for each in (head, body)]
+        draw = generator(0, "batches", head.ctx.t, 0, head.client)
+        whole = found.client_batches(head.client, 5, None, draw, torch.float32)
+        assert torch.equal(torch.cat([each.indices for each in of]), whole.indices)
+        assert [len(each) for each in of] == [head.ctx.K, body.ctx.K] and 2 * head.ctx.K == 3 * body.ctx.K
+
+
 def test_ditto_of_no_pull_is_local_training(golden: Golden) -> None:
     """To the bit: that of keeping everything, whose minibatches are the same."""
     _, record = golden.run(made(golden, part=Ditto(0.0)))
@@ -393,10 +451,7 @@ def test_perturbed_weights(engine: Any, golden: Golden) -> None:
     x, y = torch.as_tensor(golden.arrays[k][0]).double(), torch.as_tensor(golden.arrays[k][1]).long()
 
     def g(v: Tensor) -> Tensor:
-        net.zero_grad()
-        nn.utils.vector_to_parameters(v.clone(), net.parameters())
-        nn.functional.cross_entropy(net(x), y).backward()
-        return torch.cat([p.grad.flatten() for p in net.parameters() if p.grad is not None])
+        return gradient_at(net, v, x, y)
 
     found = {}
     for perturb, mask in masks.items():

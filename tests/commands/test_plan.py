@@ -15,12 +15,14 @@ from fl_lightning import (
     BernoulliSampler,
     Callback,
     Checkpoints,
+    Clock,
     Corrupt,
     Digits,
     DigitsMLP,
     Discrepancy,
     Faults,
     FedAvg,
+    FedBuff,
     FederatedTrainer,
     FlatnessMonitor,
     GaussianPrivacy,
@@ -28,6 +30,7 @@ from fl_lightning import (
     LambdaMax,
     MultiKrum,
     NaiveFedGloSS,
+    SemiSynchronous,
     Stragglers,
 )
 from fl_lightning.algorithms.base import LocalObjective
@@ -77,6 +80,17 @@ KINDS: dict[str, dict[str, Any]] = {
     "on_divergence": {"faults": Faults(corrupt=Corrupt(1.0)), "on_divergence": "continue"},
     "hardly anybody": {"sampler": BernoulliSampler(0.1), "max_rounds": 60},
 }
+SLOW: dict[str, Any] = {"sec_per_sample": 0.01, "sigma": 1.0, "up_mbps": 0.01}
+CLOCKS: dict[str, dict[str, Any]] = {
+    "deadline": {"clock": Clock(**SLOW, deadline_s=15.0, late="partial"), "faults": Faults(0.1, 0.1)},
+    "over_selection": {"clock": Clock(**SLOW, over_selection=1.5), "clients_per_round": 4},
+    "max_time_s": {"clock": Clock(**SLOW, max_time_s=500.0), "eval_every": 3, "eval_last": 5},
+    "FedBuff": {"clock": Clock(**SLOW), "asynchronous": FedBuff(2, 4), "faults": Faults(0.1, 0.1)},
+    "SemiSynchronous": {
+        "clock": Clock(**SLOW, max_time_s=250.0),
+        "asynchronous": SemiSynchronous(10.0, max_staleness=1),
+    },
+}
 
 
 class Seen(Callback):
@@ -107,6 +121,24 @@ def test_measures_the_run_that_is_planned(kind: str, tmp_path: Path) -> None:
     assert made.measured < mine.max_rounds
     assert made.bits == run.metrics["comm/total_bits"]
     assert made.parts["local training"][1] > 0
+
+
+@pytest.mark.sampled(quick=5)
+@pytest.mark.parametrize("kind", CLOCKS)
+def test_the_clock_of_the_devices(kind: str, tmp_path: Path) -> None:
+    """Who is late, when the run ends, and what it counts; a server without rounds takes steps."""
+    options = {"max_rounds": 40, "eval_every": 40, **CLOCKS[kind]}
+    made, mine = plan(trainer(tmp_path, **options), FedAvg(DigitsMLP(hidden=4)), digits()), trainer(tmp_path, **options)
+    run = mine.fit(FedAvg(DigitsMLP(hidden=4)), digits())
+    assert made.device_seconds == run.metrics["clock/time_s"]
+    assert (made.bits, made.rounds) == (run.state.total_bits, run.rounds_done)
+    assert made.late == sum(run.state.failures.get("late", {}).values())
+    assert made.late > 0 or kind in ("max_time_s", "FedBuff")
+    logged = metrics(run.folder.path)
+    assert (made.rounds < 40) == (mine.clock is not None and mine.clock.max_time_s < 1e9)
+    assert made.parts["evaluation (test)"][0] == len(logged["server/test/acc"])
+    assert made.unit == ("rounds" if mine.asynchronous is None else "steps of the server")
+    made.show()
 
 
 def test_nobody_ever_takes_part(tmp_path: Path) -> None:

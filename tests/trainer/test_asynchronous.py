@@ -6,6 +6,7 @@ import csv
 import heapq
 import math
 import re
+from collections import Counter
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from fl_lightning import (
     Clock,
     Compress,
     CoordinateMedian,
+    Corrupt,
     Ditto,
     Faults,
     FedACG,
@@ -41,7 +43,7 @@ from fl_lightning import (
     UserError,
     algorithms,
 )
-from fl_lightning.core import files
+from fl_lightning.core import DivergenceError, files
 from fl_lightning.trainer.run import Run
 from tests.integration.test_processes import launch
 from tests.runs import DIGITS, assert_same, killed, metrics, state
@@ -152,6 +154,11 @@ def test_times_by_hand(tmp_path: Path) -> None:
     assert {**events(run)[7], "time_s": ""} == {
         "step": "2", "time_s": "", "event": "arrival", "client": "1", "version": "0", "staleness": "1"
     }  # fmt: skip
+    landed = Counter(row["client"] for row in events(run) if row["event"] == "arrival")
+    tenths = (f"clock/uploads_{tenth}" for tenth in (3, 5, 8, 10))  # of four clients
+    assert {name: run.metrics[name] for name in tenths} == dict(
+        zip((f"clock/uploads_{tenth}" for tenth in (3, 5, 8, 10)), (landed[k] for k in "2013"), strict=True)
+    )
     down, up = run.timing.bits[0] if run.timing else (0, 0)
     starts, arrivals = (sum(row["event"] == kind for row in events(run)) for kind in ("start", "arrival"))
     assert run.state.total_bits == starts * down + arrivals * up and arrivals == 16
@@ -258,6 +265,24 @@ def test_lost_uploads(tmp_path: Path) -> None:
         train(tmp_path, FedBuff(2, 2), faults=Faults(available=[[]]), sampler=UniformSampler(2))
 
 
+def test_uploads_that_are_not_finite(tmp_path: Path) -> None:
+    """One broken client ends no run; as many such uploads in a row as clients train at once do."""
+    broken, rule = Faults(corrupt=Corrupt(0.25)), FedAsync(concurrency=3)
+    (bad,) = broken.corrupt.clients(0, 4, 0) if broken.corrupt else ()
+    run = train(tmp_path, rule, MOON, faults=broken, rounds=12)
+    landed = [int(row["client"]) == bad for row in events(run) if row["event"] == "arrival"]
+    assert column(run, "client/refused") == landed and 0 < sum(landed) < 12
+    assert bad not in run.clients.rows() and run.state.failures["refused"] == {bad: sum(landed)}
+    half = train(tmp_path, rule, MOON, faults=broken, rounds=landed.index(True) + 1)
+    last = str(half.folder.last)
+    assert half.state.training["refused"] == 1
+    assert torch.equal(train(tmp_path, rule, MOON, faults=broken, rounds=12, ckpt_path=last).server.w, run.server.w)
+    everyone = Faults(corrupt=Corrupt(1.0))
+    with pytest.raises(DivergenceError, match=r"^round 3: every upload is not finite"):
+        train(tmp_path, rule, faults=everyone)
+    assert column(train(tmp_path, rule, faults=everyone, on_divergence="continue"), "client/diverged")[-1] == 6
+
+
 DEFINED = (
     "FedACG FedAdagrad FedAdam FedASAM FedAvg FedAvgM FedDecorr FedLC FedLESAM FedNSAM FedNTD FedProx FedSAM FedSOL "
     "FedSWA FedYogi LocalMuon MOON STildeAM"
@@ -329,6 +354,17 @@ def test_a_resumed_run_has_the_same_bits(tmp_path: Path) -> None:
         files.save(path, {**content, "training": {**content["training"], **wrong}})
         with pytest.raises(UserError, match="its training does not fit this run"):
             train(tmp_path, FedBuff(2, 3), MOON, rounds=12, ckpt_path=str(path), **options)
+
+
+def test_events_that_are_gone(tmp_path: Path) -> None:
+    """A resumed run says that they are, and goes on with an empty file."""
+    last = str(train(tmp_path, FedBuff(2, 3), rounds=3).folder.last)
+    log = Path(last).parents[1] / "events.csv"
+    log.unlink()
+    with pytest.raises(UserError, match=r"events\.csv: missing; restore the file, or give an empty one"):
+        train(tmp_path, FedBuff(2, 3), rounds=5, ckpt_path=last)
+    log.touch()
+    assert {row["step"] for row in events(train(tmp_path, FedBuff(2, 3), rounds=5, ckpt_path=last))} == {"4", "5"}
 
 
 @pytest.mark.slow

@@ -32,6 +32,7 @@ from fl_lightning import (
     UniformSampler,
     UserError,
 )
+from fl_lightning.results import summarise
 from fl_lightning.trainer.participation.clock import Device, read_devices
 from fl_lightning.trainer.run import Run
 from tests.integration.test_processes import launch
@@ -159,6 +160,9 @@ def test_who_misses_the_deadline_is_as_if_not_drawn(tmp_path: Path) -> None:
     assert strict.metrics["clock/time_s"] == 3 * (clock.deadline_s or 0)
     down, up = strict.timing.bits[0] if strict.timing else (0, 0)
     assert strict.state.total_bits == 3 * (3 * down + 2 * up)
+    counts = {name: value for name, value in strict.metrics.items() if "uploads" in name and value}
+    assert counts == {"clock/uploads_4": 3, "clock/uploads_7": 3}  # of three clients, in order of their times
+    assert summarise(strict.folder.path).slow_uploads == 0 and summarise(other.folder.path).slow_uploads is None
     nobody = train(tmp_path, SCAFFOLD, file(tmp_path, deadline_s=1e-3), rounds=2)
     assert torch.equal(nobody.server.w, nobody.clients.w0) and nobody.metrics["clock/time_s"] == 2e-3
 

@@ -47,6 +47,7 @@ class Part(Checked, key="model.parts"):
         up: Names that a client uploads, in addition to the algorithm's.
         trains_alone: Whether a client also trains before each round, by itself, from its own model (`client_model`).
         epochs_alone: The epochs of that; 0: as many steps as in the round, on the same minibatches.
+        ascends_alone: Whether ``model.ascent`` acts on its steps, too.
         shared: Names of the parameters that do not stay with clients; None: all.
         has_global_model: Whether the server's weights are a model; otherwise those of each client's own model are.
         references: For each of these uploads the value that clipping rules subtract first, as for `LocalObjective`.
@@ -60,6 +61,7 @@ class Part(Checked, key="model.parts"):
     up: tuple[str, ...] = ()
     trains_alone: bool = False
     epochs_alone: int = 0
+    ascends_alone: bool = False
     shared: list[str] | None = None
     has_global_model: ClassVar[bool] = True
     references: Mapping[str, str | float] = {}
@@ -105,7 +107,7 @@ class Part(Checked, key="model.parts"):
         return None
 
     def direction_alone(self, w: Tensor, g: Tensor, received: State) -> Tensor:
-        """Returns the direction of a step before the round, given the gradient of the local objective at ``w``."""
+        """Returns the direction of a step before the round, given the gradient of the local objective for ``w``."""
         return g
 
     def end_alone(self, w: Tensor, client: State) -> State:

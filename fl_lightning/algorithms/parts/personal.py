@@ -4,12 +4,13 @@ from collections.abc import Callable, Mapping
 from copy import copy
 from fnmatch import fnmatchcase
 from functools import cache
-from typing import Literal
+from typing import Any, Literal
 from warnings import warn
 
 import torch
 from torch import Tensor
 
+from fl_lightning.algorithms.parts.ascent import SAM
 from fl_lightning.algorithms.parts.base import Part
 from fl_lightning.core import (
     ClientContext,
@@ -156,13 +157,23 @@ class Ditto(Part):
 
     Args:
         lam: Strength of the pull towards the received model.
+        sam: Whether the ascent of the algorithm, SAM or ASAM, also gives the point of the gradient g.
+
+    Raises:
+        UserError: If there is no such ascent.
     """
 
     client_state = {"own": "w0"}
     trains_alone = True
 
-    def __init__(self, lam: NonNegative = 1.0) -> None:
-        self.lam = lam
+    def __init__(self, lam: NonNegative = 1.0, sam: bool = False) -> None:
+        self.lam, self.sam = lam, sam
+        self.ascends_alone = sam
+
+    def attach(self, objective: Any) -> None:
+        has_one = not self.sam or isinstance(objective.ascent, SAM)
+        name = type(objective).__name__
+        ensure(has_one, f"model.parts: Ditto.sam = true: {name} has no SAM or ASAM; set model.ascent, or sam to false")
 
     def client_model(self, w: Tensor, client: State) -> Tensor:
         return client.own

@@ -13,7 +13,7 @@ from functools import cache, partial
 from itertools import islice
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -21,7 +21,6 @@ from fl_lightning import IID, FederatedDataModule, FromFile, LocalObjective
 from fl_lightning.core import State, UserError
 from fl_lightning.engine import ENGINES, LocalResult
 from fl_lightning.trainer import (
-    Attendance,
     Callback,
     CSVLogger,
     Fabric,
@@ -33,7 +32,9 @@ from fl_lightning.trainer import (
     evaluate,
 )
 from fl_lightning.trainer.callbacks.checkpoints import pause
+from fl_lightning.trainer.flight import Flight
 from fl_lightning.trainer.runtime import collectives
+from fl_lightning.trainer.timing import exchanged
 
 FEWEST, MOST, BUDGET = 4, 20, 5.0
 """Fewest and most rounds with clients that are measured, and the seconds after which no further one begins."""
@@ -49,12 +50,10 @@ class Clock(Callback):
 
     Attributes:
         seconds: Seconds by part, and by round from 1.
-        sizes: Numbers that a client receives and uploads in each phase.
     """
 
     def __init__(self) -> None:
         self.seconds: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))
-        self.sizes: dict[int, tuple[int, int]] = {}
         self.rounds = self.trained = 0
         self.began = self.last = time.perf_counter()
 
@@ -75,9 +74,7 @@ class Clock(Callback):
         self.rounds, self.trained = self.rounds + 1, self.trained + bool(cohort)
 
     def on_local_end(self, run: Run, result: LocalResult) -> None:
-        """Counts what the client has received and uploads."""
-        received, uploaded = (sum(v.numel() for v in state.values()) for state in (result.received, result.upload))
-        self.sizes[result.ctx.phase] = received, uploaded
+        """Begins a lap."""
         self.lap()
 
     def on_round_end(self, run: Run) -> None:
@@ -133,19 +130,25 @@ class Measured:
     memory: int
 
     def parts(
-        self, trainer: FederatedTrainer, steps: Sequence[Sequence[int]], world: int = 1, passes: float = 1.0
+        self,
+        trainer: FederatedTrainer,
+        rounds: int,
+        steps: Sequence[Sequence[int]],
+        world: int = 1,
+        passes: float = 1.0,
     ) -> Seconds:
         """Works out the parts of a run with the same data, network and kind of device.
 
         Args:
             trainer: Its trainer.
+            rounds: Its rounds; fewer than the trainer's if the clock ends it.
             steps: Local steps of each client of some of its cohorts.
             world: Its number of processes.
             passes: Forward and backward passes of one of its steps, as a multiple of those of a measured step.
         """
-        clock, rounds, engine = self.clock, trainer.max_rounds, self.run.engine_name
+        clock, engine, never = self.clock, self.run.engine_name, trainer.max_rounds - rounds
         busiest = fmean(makespan(cohort, world, engine, trainer.client_block) for cohort in steps)
-        evaluations = due(rounds, trainer.eval_every, trainer.eval_last)
+        evaluations = due(rounds, trainer.eval_every, max(1, trainer.eval_last - never))
         first = sum(max(0.0, times[1] - clock.mean(name)) for name, times in clock.seconds.items())
         parts: Seconds = {
             "first round, once more": (1, first),
@@ -192,8 +195,7 @@ def measure(
     with tempfile.TemporaryDirectory(prefix="fl_lightning_plan_") as folder, contextlib.redirect_stdout(io.StringIO()):
         trial.default_root_dir = Path(folder)
         run = trial.fit(copy.deepcopy(model), data)
-    rounds = islice(attendances(trainer, data, run.aggregation.cohort_seed(run.seed)), clock.rounds)
-    steps = [makespan([*first.steps.values()], 1, run.engine_name, trial.client_block) for first, *_ in rounds]
+    steps = [makespan(of.steps, 1, run.engine_name, trial.client_block) for of in islice(ahead(run), clock.rounds)]
     begin = 1 if any(steps[1:]) else 0  # the first round warms up
     seconds = list(clock.seconds["training"].values())
     return Measured(run, clock, sum(seconds[begin:]) / max(sum(steps[begin:]), 1), peak_memory())
@@ -227,17 +229,49 @@ def data_or_like(data: FederatedDataModule) -> tuple[FederatedDataModule, str | 
     return like, reason
 
 
-def attendances(
-    trainer: FederatedTrainer, data: FederatedDataModule, seed: int, phases: int = 1
-) -> Iterator[list[Attendance]]:
-    """Yields for each round of a run, whose cohorts have this seed, which clients answer in each of its phases."""
-    steps = cache(lambda k: data.batches_per_client(k, trainer.local_epochs, trainer.local_steps))
-    for t in range(trainer.max_rounds):
-        clients, found = draw(trainer.sampler, t, data.num_clients, seed), list[Attendance]()
-        for phase in range(phases):
-            found.append(trainer.faults.attendance(clients, [steps(k) for k in clients], t, phase, trainer.seed))
-            clients = [*found[-1].steps]
-        yield found
+class Ahead(NamedTuple):
+    """A round that is not trained, or a step of an asynchronous server.
+
+    Attributes:
+        clients: The clients whose uploads arrive in its last phase.
+        steps: Local steps of those of its first phase.
+        late: Number of clients that are too late.
+        bits: Bits on the wire.
+        time_s: ``clock/time_s`` at its end; 0 without a clock.
+    """
+
+    clients: list[int]
+    steps: list[int]
+    late: int
+    bits: int
+    time_s: float
+
+
+def ahead(run: Run) -> Iterator[Ahead]:
+    """Yields the rounds of a run from the first one on, until its clock ends it."""
+    of, data, timing, phases = run.settings, run.data, run.timing, range(run.objective.phases)
+    steps = cache(lambda k: data.batches_per_client(k, of.local_epochs, of.local_steps))
+    wire = [exchanged(run.objective, run.server, run.round_context(0, phase)) for phase in phases]
+    spent, saved = dict[str, float](), dict[str, Any]()
+    for t in range(run.max_rounds):
+        if of.asynchronous is not None and timing is not None:
+            flight = Flight(run, of.asynchronous, timing, t, saved)
+            saved, spent, late = flight.after(State({})), flight.metrics(), len(flight.failed["late"])
+            clients = [task.client for task in flight.arrived]
+            first, numbers = [steps(k) for k in clients], [(flight.started, len(clients))]
+        else:
+            clients, found = draw(of.sampler, t, data.num_clients, run.aggregation.cohort_seed(run.seed)), []
+            for phase in phases:
+                each = of.faults.attendance(clients, [steps(k) for k in clients], t, phase, run.seed)
+                found.append(each if timing is None else timing.attendance(each, phase))
+                clients = [*found[-1].steps]
+            first, numbers = [*found[0].steps.values()], [(each.receivers, len(each.steps)) for each in found]
+            late = sum(len(each.late) for each in found)
+            spent = {} if timing is None else timing.metrics(spent, found)
+        bits = sum(n * size for pair in zip(numbers, wire, strict=True) for n, size in zip(*pair, strict=True))
+        yield Ahead(clients, first, late, bits, spent.get("clock/time_s", 0.0))
+        if timing is not None and spent["clock/time_s"] >= timing.clock.max_time_s:
+            return
 
 
 def row_bytes(model: LocalObjective, w: Tensor) -> int:

@@ -19,6 +19,6 @@ class EventLog(Callback):
     def on_round_logged(self, run: Run, metrics: Mapping[str, float]) -> None:
         path = run.folder.path / EVENTS
         if run.fabric.is_global_zero:
-            new = not path.exists()
             with path.open("a", newline="") as file:
-                csv.writer(file).writerows([*([Event._fields] if new else ()), *run.state.training["events"]])
+                head = () if file.tell() else (Event._fields,)
+                csv.writer(file).writerows([*head, *run.state.training["events"]])

@@ -200,7 +200,7 @@ def drop_later_rounds(path: Path, rounds: int, round_of: Callable[[str], int], h
             lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
             kept = [line for line in lines[head:] if line.endswith("\n") and round_of(line) <= rounds]
         except (ValueError, KeyError, TypeError):
-            raise UserError(f"{path}: a line has no round; restore the file, or remove it") from None
+            raise UserError(f"{path}: a line has no round; restore the file, or empty it") from None
         write_atomically(path, "".join([*lines[:head], *kept]))
 
 

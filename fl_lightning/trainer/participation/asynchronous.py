@@ -4,7 +4,17 @@ from typing import Literal
 
 from torch import Tensor
 
-from fl_lightning.core import Checked, NonNegative, NonNegativeInt, Positive, PositiveInt, UnitInterval, ensure, require
+from fl_lightning.core import (
+    Checked,
+    Divisor,
+    NonNegative,
+    NonNegativeInt,
+    Positive,
+    PositiveInt,
+    UnitInterval,
+    ensure,
+    require,
+)
 
 
 class Asynchronous(Checked, key="trainer.asynchronous"):
@@ -90,7 +100,7 @@ class SemiSynchronous(FedBuff):
 
     def __init__(
         self,
-        period_s: Positive,
+        period_s: Divisor,
         concurrency: PositiveInt | None = None,
         exponent: NonNegative = 0.5,
         max_staleness: NonNegativeInt | None = None,

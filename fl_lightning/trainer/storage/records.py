@@ -20,7 +20,7 @@ def checksums(folder: Path, rounds: int) -> dict[str, int]:
 
 
 def check(folder: Path, rounds: int, saved: Mapping[str, int]) -> None:
-    """Checks the files of a run that is resumed; one that was removed is right.
+    """Checks the files of a run that is resumed; one that was emptied is right.
 
     Args:
         folder: The run folder.
@@ -28,12 +28,14 @@ def check(folder: Path, rounds: int, saved: Mapping[str, int]) -> None:
         saved: The checkpoint's `checksums`.
 
     Raises:
-        UserError: If a line is not as it was written.
+        UserError: If a line is not as it was written, or a file is missing.
     """
-    for name, found in checksums(folder, rounds).items():
+    found = checksums(folder, rounds)
+    for name, known in saved.items():
+        problem = "a line is not as the run has written it" if name in found else "missing"
         ensure(
-            found == saved.get(name, found),
-            f"{folder / name}: a line is not as the run has written it; restore the file, or remove it",
+            found.get(name) in (known, 0),
+            f"{folder / name}: {problem}; restore the file, or give an empty one to go on without its lines",
         )
 
 
