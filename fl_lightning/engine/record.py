@@ -101,7 +101,7 @@ class Records:
 
 def plain_settings(parts: Iterable[object], inputs: Iterable[Tensor]) -> tuple[Any, ...]:
     """Returns the plain attributes of objects on which a record depends, without those that are its inputs."""
-    given, plain = {id(value) for value in inputs}, (Number, str, tuple, NoneType, Tensor)  # a tensor equals itself only
+    given, plain = {id(value) for value in inputs}, (Number, str, tuple, NoneType, Tensor)  # which equals itself only
     values = [value for part in parts if part is not None for value in vars(part).values()]
     return tuple(value for value in values if isinstance(value, plain) and id(value) not in given)
 

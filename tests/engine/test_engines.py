@@ -155,11 +155,11 @@ def test_a_record_is_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rho", [0.3, np.float32(0.3), torch.tensor(0.3)], ids=["float", "NumPy", "tensor"])
-def test_a_setting_changed_during_the_run_is_seen(rho: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [float, np.float32, torch.tensor])
+def test_a_setting_changed_during_the_run_is_seen(number: Any, tmp_path: Path) -> None:
     class Wider(Callback):
         def on_round_end(self, run: Run) -> None:
-            run.objective.ascent.rho = rho  # type: ignore[union-attr]
+            run.objective.ascent.rho = number(0.2 * run.rounds_done)  # type: ignore[union-attr]
 
     runs = [
         train(tmp_path, FedAvg(net=Net(), ascent=SAM(0.1)), engine, callbacks=[Wider()])
