@@ -46,7 +46,8 @@ class GraphedEngine(BatchedEngine):
 
     def _steps(self, carry: Carry, block: Block, fixed: Fixed, settings: Tensors) -> Carry:
         n, objective = len(block.y), self.objective
-        plain = plain_settings(objective, objective.ascent, objective.optimizer, objective.loss)
+        parts = objective, objective.ascent, objective.optimizer, objective.loss, *objective.parts
+        plain = plain_settings(parts, settings.values())
         unroll = n if self.compile and n <= self.UNROLLED else 1
         inputs: Tensors = {
             **_prefixed("received", fixed.received),

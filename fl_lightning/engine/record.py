@@ -2,11 +2,13 @@
 
 import operator
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from numbers import Number
 from operator import attrgetter
 from pathlib import Path
+from types import NoneType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -97,10 +99,11 @@ class Records:
         return record
 
 
-def plain_settings(*parts: object) -> tuple[Any, ...]:
-    """Returns the plain attributes of objects on which a record depends."""
-    plain = (bool, int, float, str, tuple, type(None))
-    return tuple(v for part in parts if part is not None for v in vars(part).values() if isinstance(v, plain))
+def plain_settings(parts: Iterable[object], inputs: Iterable[Tensor]) -> tuple[Any, ...]:
+    """Returns the plain attributes of objects on which a record depends, without those that are its inputs."""
+    given, plain = {id(value) for value in inputs}, (Number, str, tuple, NoneType, Tensor)  # which equals itself only
+    values = [value for part in parts if part is not None for value in vars(part).values()]
+    return tuple(value for value in values if isinstance(value, plain) and id(value) not in given)
 
 
 def trace(

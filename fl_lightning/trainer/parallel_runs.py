@@ -1,10 +1,16 @@
 """Several runs of one config as one batched program: other seeds, or other values of a setting."""
 
 from collections.abc import Sequence
+from functools import partial
 from operator import attrgetter
+from types import CellType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
 
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.core import ensure
+from fl_lightning.core import UserError, ensure
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.trainer.callbacks.progress import Progress
 from fl_lightning.trainer.checks import check_fit
@@ -14,8 +20,23 @@ from fl_lightning.trainer.run import Run
 from fl_lightning.trainer.trainer import FederatedTrainer
 
 Plain = bool | int | float | str | None
-PARTS = ("", "ascent", "optimizer", "loss")
+PARTS = ("", "ascent", "optimizer", "loss", "net")
 """Parts of an objective that local training uses."""
+SERVER = ("server_update", "averaging", "metrics", "_scores", "_hparams")
+"""Attributes of an objective that local training does not use."""
+TORCHS = vars(nn.Module()).keys() - {"training", "_buffers"}
+"""Attributes of a module that torch makes."""
+OF_FUNCTIONS = (
+    "__code__",
+    "__defaults__",
+    "__kwdefaults__",
+    "__closure__",
+    "cell_contents",
+    "__self__",
+    "func",
+    "args",
+    "keywords",
+)
 
 
 def fit(
@@ -94,35 +115,57 @@ def pays(runs: Sequence[Run]) -> bool:
 def differing(models: Sequence[LocalObjective]) -> list[str]:
     """Returns the names of the numbers that differ between objectives, such as ``ascent.rho``.
 
+    The clients of all runs train by the first one's objective, with these numbers of their own.
+
     Raises:
         UserError: If the objectives differ in more than numbers.
     """
-    names = []
-    remedy = "parallel runs must have the same; start them one by one"
-    ensure(
-        len({(*model.flat.names, *model.flat.shapes) for model in models}) <= 1,
-        f"model.net: {remedy}",
-    )
-    further = [
-        [(type(part), {n: v for n, v in vars(part).items() if isinstance(v, Plain | list)}) for part in model.parts]
-        for model in models
-    ]
-    ensure(all(parts == further[0] for parts in further), f"model.parts: {remedy}")
+    names, remedy = [], "parallel runs must have the same; start them one by one"
+    ensure(len({(*model.flat.names, *model.flat.shapes) for model in models}) <= 1, f"model.net: {remedy}")
     for part in PARTS:
         owners = [getattr(model, part) if part else model for model in models]
-        ensure(
-            len({type(owner) for owner in owners}) <= 1,
-            f"model.{part or 'class_path'}: {remedy}",
-        )
-        for name, value in vars(owners[0]).items() if owners[0] is not None else ():
-            values = [vars(owner)[name] for owner in owners]
-            if name.startswith("_") or name in PARTS or not isinstance(value, Plain) or len(set(values)) == 1:
+        ensure(len({type(owner) for owner in owners}) <= 1, f"model.{part or 'class_path'}: {remedy}")
+        if owners[0] is None:
+            continue
+        each = [_attributes(owner) for owner in owners]
+        for name in dict.fromkeys(name for attributes in each for name in attributes):
+            values = [attributes.get(name) for attributes in each]
+            if (not part and name in (*PARTS, *SERVER)) or all(_alike(values[0], value, set()) for value in values[1:]):
                 continue
             path = f"{part}.{name}".lstrip(".")
+            if not all(isinstance(value, Plain) for value in values):
+                raise UserError(f"model.{part if name.startswith('_') else path}: {remedy}")
             ensure(
-                part != "loss" and all(type(v) in (int, float) for v in values),
+                part not in ("loss", "net") and all(type(v) in (int, float) for v in values),
                 f"model.{path} = {', '.join(map(str, values))}: parallel runs may differ in numbers of the "
                 "objective, its ascent and its optimizer; start them one by one",
             )
             names.append(path)
     return names
+
+
+def _attributes(owner: Any) -> dict[str, Any]:
+    """Returns an object's attributes; those of a module with its submodules, without its parameters."""
+    if not isinstance(owner, nn.Module):
+        return {**vars(owner)}
+    return {**{name: v for name, v in vars(owner).items() if name not in TORCHS}, **dict(owner.named_children())}
+
+
+def _alike(one: Any, other: Any, seen: set[tuple[int, int]]) -> bool:
+    """Returns whether two values have the same content, as far as they can be looked into."""
+    if one is other or (id(one), id(other)) in seen:
+        return True
+    seen.add((id(one), id(other)))
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return [*one] == [*other] and _alike([*one.values()], [*other.values()], seen)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(_alike(a, b, seen) for a, b in zip(one, other, strict=True))
+    if isinstance(one, FunctionType | MethodType | CellType | partial):
+        return all(_alike(getattr(one, name, None), getattr(other, name, None), seen) for name in OF_FUNCTIONS)
+    if hasattr(one, "__dict__") and not isinstance(one, type | ModuleType):
+        return _alike(_attributes(one), _attributes(other), seen)
+    return bool(one == other)

@@ -182,7 +182,8 @@ class Run:
         self.evaluator = Evaluator(self.fabric, objective, data, self.net, self.dtype, self.seed)
         self.engine_name: EngineName = settings.engine
         self.engine = self.make_engine("sequential")
-        steps = settings.local_steps if settings.faults.stragglers is None else None
+        fewer = settings.faults.stragglers is not None or (settings.clock is not None and settings.clock.shortens)
+        steps = None if fewer else settings.local_steps
         plan = Plan(objective, settings.sampler, data.num_clients, settings.max_rounds, steps)
         self.aggregation: Aggregation = settings.aggregation.bind(plan) if kind == "federated" else Mean()
         if self.aggregation.noise_key is not None:  # every process draws the cohorts

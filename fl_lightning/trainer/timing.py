@@ -57,7 +57,7 @@ class Timing:
         self.seed, self.wanted = settings.seed, settings.wanted
         self.uneven = clock.leaves_out or settings.asynchronous is not None
         self.speeds = settings.faults.stragglers or Stragglers(1.0, sigma=clock.sigma)
-        alone = clock.leaves_out and clock.late == "partial" and objective.trains_alone
+        alone = clock.shortens and objective.trains_alone
         ensure(not alone, "trainer.clock.late = partial: clients also train before the round; set it to lost")
         self.bits = [exchanged(objective, server, replace(ctx, phase=phase)) for phase in range(objective.phases)]
         self.device = cache(self._device)
@@ -121,9 +121,9 @@ class Timing:
 
     def _steps(self, client: int, asked: int, phase: int) -> int:
         """Returns the whole steps for which a client that is late has time."""
-        if self.clock.late == "lost" or self.clock.deadline_s is None:
+        if not self.clock.shortens:
             return 0
-        device, left = self.device(client), self.clock.deadline_s - self.spent(client, 0, phase)[1]
+        device, left = self.device(client), (self.clock.deadline_s or 0.0) - self.spent(client, 0, phase)[1]
         samples = accumulate(self.data.batch_sizes(len(self.data.clients[client]), asked))
         return sum(device.compute_s(n, *self.objective.passes) <= left for n in samples)
 

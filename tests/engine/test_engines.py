@@ -155,12 +155,11 @@ def test_a_record_is_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.slow
-def test_a_setting_changed_during_the_run_is_seen(tmp_path: Path) -> None:
-    from fl_lightning import Callback
-
+@pytest.mark.parametrize("number", [float, np.float32, torch.tensor])
+def test_a_setting_changed_during_the_run_is_seen(number: Any, tmp_path: Path) -> None:
     class Wider(Callback):
         def on_round_end(self, run: Run) -> None:
-            run.objective.ascent.rho = 0.3  # type: ignore[union-attr]
+            run.objective.ascent.rho = number(0.2 * run.rounds_done)  # type: ignore[union-attr]
 
     runs = [
         train(tmp_path, FedAvg(net=Net(), ascent=SAM(0.1)), engine, callbacks=[Wider()])

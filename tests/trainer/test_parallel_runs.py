@@ -128,6 +128,48 @@ def test_parts_that_differ_are_told(tmp_path: Path) -> None:
     assert [trainer.run.rounds_done for trainer in trainers] == [ROUNDS, ROUNDS]
 
 
+class Holder(LocalObjective):
+    """Holds a number, and what its constructor has made of it."""
+
+    def __init__(self, number: float, made: Any) -> None:
+        torch.manual_seed(0)
+        super().__init__(DigitsMLP(hidden=8))
+        self._number, self.made = number, made
+
+    def local_step(self, w: Any, grad: Any, client: Any, received: Any, ctx: Any) -> Any:
+        return self._number * grad(w), client
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: Holder(1.0, [x]),
+        lambda x: Holder(1.0, {"mu": x}),
+        lambda x: Holder(1.0, torch.tensor(x)),
+        lambda x: Holder(1.0, SGD(x)),
+        lambda x: Holder(1.0, lambda v: x * v),
+        lambda x: Holder(1.0, torch.nn.LeakyReLU(x)),
+        lambda x: FedGMT(torch.nn.Sequential(DigitsMLP(hidden=8), torch.nn.LeakyReLU(x))),
+    ],
+    ids=["list", "dict", "tensor", "object", "closure", "module", "net"],
+)
+def test_runs_that_differ_in_what_is_made_of_a_number_are_no_program(make: Any) -> None:
+    """The clients of all runs train by the first one's objective."""
+    assert parallel_runs.differing([make(0.1), make(0.1)]) == []
+    with pytest.raises(UserError, match=r"^model\.(made|net\.1): parallel runs must have the same"):
+        parallel_runs.differing([make(0.1), make(0.2)])
+
+
+def test_a_number_that_is_not_public_is_that_of_each_run(tmp_path: Path) -> None:
+    together, alone = ([run(tmp_path / where / str(i), 0, "batched") for i in (0, 1)] for where in "ab")
+    parallel_runs.fit(together, [Holder(x, None) for x in (0.5, 1.5)], data())
+    for trainer, x in zip(alone, (0.5, 1.5), strict=True):
+        trainer.fit(Holder(x, None), data())
+    for one, other in zip(together, alone, strict=True):
+        torch.testing.assert_close(one.run.server.w, other.run.server.w, rtol=0, atol=1e-12)
+    assert not torch.equal(alone[0].run.server.w, alone[1].run.server.w)
+
+
 @pytest.mark.slow
 def test_one_diverges_the_others_go_on(tmp_path: Path) -> None:
     """And what was broken off is resumed, wherever each run was."""

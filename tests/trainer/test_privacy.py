@@ -20,6 +20,7 @@ from fl_lightning import (
     AdaBest,
     AdaptivePrivacy,
     BernoulliSampler,
+    Clock,
     Corrupt,
     Digits,
     DigitsMLP,
@@ -405,6 +406,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
         {"local_steps": None},
         "divides by the number of local steps, .* set trainer.local_steps",
     ),
+    (FedCM, {"clock": Clock(sec_per_sample=1.0, deadline_s=9.0, late="partial")}, "let no deadline make it smaller"),
     (
         FedAvg,
         {"sampler": ReplaySampler([[0]] * 5)},

@@ -34,7 +34,7 @@ class Plan:
         sampler: Draws the cohorts.
         m: Number of clients.
         rounds: Number of rounds.
-        local_steps: Local steps of each client; None: the number depends on the client's samples.
+        local_steps: Local steps of each client; None: clients differ in it.
     """
 
     objective: LocalObjective

@@ -62,8 +62,8 @@ class PrivateUploads(Uploads):
             return super().mean(name)
         if self._k_lr is None:
             raise UserError(
-                f"{KEY}: the server's step divides by the number of local steps, which depends on the clients' numbers "
-                "of samples; set trainer.local_steps, or choose another algorithm"
+                f"{KEY}: the server's step divides by the number of local steps, which differs between clients; set "
+                "trainer.local_steps and let no deadline make it smaller, or choose another algorithm"
             )
         return self._k_lr
 

@@ -107,6 +107,11 @@ class Clock(Checked, key="trainer.clock"):
         """Whether the server may not wait for all clients."""
         return self.deadline_s is not None or self.over_selection > 1
 
+    @property
+    def shortens(self) -> bool:
+        """Whether a client may count with fewer steps than it was asked for."""
+        return self.deadline_s is not None and self.late == "partial"
+
     def enlarged(self, sampler: CohortSampler, private: bool = False) -> tuple[CohortSampler, int | None]:
         """Returns the sampler of a run, and how many of its clients count; None: all.
 
