@@ -6,6 +6,7 @@ from operator import attrgetter
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -168,4 +169,4 @@ def _alike(one: Any, other: Any, seen: set[tuple[int, int]]) -> bool:
         return all(_alike(getattr(one, name, None), getattr(other, name, None), seen) for name in OF_FUNCTIONS)
     if hasattr(one, "__dict__") and not isinstance(one, type | ModuleType):
         return _alike(_attributes(one), _attributes(other), seen)
-    return bool(one == other)
+    return bool(np.all(one == other)) if np.shape(one) == np.shape(other) else False

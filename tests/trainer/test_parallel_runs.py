@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -146,12 +147,13 @@ class Holder(LocalObjective):
         lambda x: Holder(1.0, [x]),
         lambda x: Holder(1.0, {"mu": x}),
         lambda x: Holder(1.0, torch.tensor(x)),
+        lambda x: Holder(1.0, np.array([x, x])),
         lambda x: Holder(1.0, SGD(x)),
         lambda x: Holder(1.0, lambda v: x * v),
         lambda x: Holder(1.0, torch.nn.LeakyReLU(x)),
         lambda x: FedGMT(torch.nn.Sequential(DigitsMLP(hidden=8), torch.nn.LeakyReLU(x))),
     ],
-    ids=["list", "dict", "tensor", "object", "closure", "module", "net"],
+    ids=["list", "dict", "tensor", "array", "object", "closure", "module", "net"],
 )
 def test_runs_that_differ_in_what_is_made_of_a_number_are_no_program(make: Any) -> None:
     """The clients of all runs train by the first one's objective."""
