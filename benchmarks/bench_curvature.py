@@ -31,7 +31,7 @@ from fl_lightning.flatness import gauss_newton, gradient, hessian, lambda_max, l
 
 LOSS = nn.CrossEntropyLoss(reduction="none")
 BATCH, LENGTH, VOCABULARY = 64, 64, 30_000
-TOL, STEPS, PROBES = 1e-3, 30, 60
+TOL, STEPS, PROBES = 1e-3, 20, 60
 """Relative residual of eigenvalues; steps of Lanczos where a library does not stop by itself; products of a trace."""
 QUANTITIES = "lambda_max of H", "lambda_max of G", "lambda_max of H by layer", "lambda_max of G by layer", "trace of G"
 

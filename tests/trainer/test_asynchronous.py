@@ -320,7 +320,7 @@ def test_which_algorithms_need_rounds() -> None:
     [
         ({"kind": algorithms.FedGMT}, "trainer.asynchronous = FedBuff: FedGMT needs rounds, its duals belong to one"),
         ({"privacy": GaussianPrivacy(1, 1)}, "trainer.asynchronous = FedBuff: trainer.privacy counts on cohorts"),
-        ({"sampler": UniformSampler(1, held_out=3)}, "trainer.asynchronous.concurrency = 2: only 1 of the clients take"),
+        ({"sampler": UniformSampler(1, held_out=3)}, "trainer.asynchronous.concurrency = 2: only 1 of the clie"),
         ({"sampler": ReplaySampler(COHORTS), "rounds": 6}, "trainer.sampler.rounds holds 6 rounds, and cohort 7 is"),
     ],
 )
