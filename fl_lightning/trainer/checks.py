@@ -72,6 +72,12 @@ def check_aggregation(run: Run) -> None:
         f"trainer.asynchronous = {type(settings.asynchronous).__name__}: {type(objective).__name__} needs rounds, "
         f"{objective.needs_rounds}; choose another algorithm, or rounds with trainer.clock.deadline_s",
     )
+    m = run.data.num_clients - getattr(settings.sampler, "held_out", 0)
+    at_once = None if settings.asynchronous is None else settings.asynchronous.concurrency
+    ensure(
+        at_once is None or at_once <= m,
+        f"trainer.asynchronous.concurrency = {at_once}: only {m} of the clients take part; give at most {m}",
+    )
     check_owners("server state", [("model", objective.server_inits()), ("trainer.aggregation", rule.server_state)])
     ensure(
         settings.deterministic or run.fabric.world_size == 1 or not rule.by_rows,

@@ -94,8 +94,7 @@ class Flight:
         self._starts: int = saved.get("starts", 0)
         self.refused: int = saved.get("refused", 0)
         heapify(self._tasks)
-        slots = rule.concurrency or max(len(self._cohort(0)), 1)
-        self.slots = min(slots, run.data.num_clients)
+        self.slots = rule.concurrency or max(len(self._cohort(0)), 1)
         self.arrived, self.events = list[Task](), list[Event]()
         self.started = self.passed = 0
         self.failed: dict[str, list[int]] = {"dropped": [], "late": []}

@@ -34,6 +34,7 @@ class Round:
     Attributes:
         server: The server's state after the phases so far.
         rows: The new states of this process's clients, by id.
+        rows_before: Those before clients have last trained by themselves.
         losses: Training loss of each client whose upload was accepted, ``(clients,)``.
         failed: Clients whose upload was not finite ("refused"), and those of the run's other kinds of failure.
         diverged: Why the round has no finite result, if the run goes on nonetheless.
@@ -54,7 +55,7 @@ class Round:
         perturb: bool = True,
     ) -> None:
         self.run, self.cohort, self.on_result, self.perturb = run, cohort, on_result, perturb
-        self.server, self.rows = run.server, dict[int, State]()
+        self.server, self.rows, self.rows_before = run.server, dict[int, State](), dict[int, State]()
         self.losses = torch.zeros(0)
         self.failed: dict[str, list[int]] = {"refused": [], **{kind: [] for kind in run.failure_kinds}}
         self.diverged: DivergenceError | None = None
@@ -246,7 +247,7 @@ class Phase:
         arrivals = Arrivals(self.run, self.cohort, taken, self.sent.w)
         self._count(arrivals.refused)
         if self.alone:
-            self.round.rows |= arrivals.rows()
+            self.round.rows_before, self.round.rows = self.round.rows, self.round.rows | arrivals.rows()
             return
         self.round.arrivals.append(arrivals)
         if self.cohort.waits:
@@ -296,6 +297,7 @@ class Phase:
         objective, of = self.run.objective, self.round
         if objective.trains_alone:  # who does not count keeps nothing of the training before the round
             of.rows = {k: row for k, row in of.rows.items() if k not in arrivals.refused}
+            of.rows |= {k: row for k, row in of.rows_before.items() if k in arrivals.refused}
         of.rows |= {k: objective.finish_client(row, of.server) for k, row in arrivals.rows().items()}
 
     def _count(self, refused: list[int]) -> None:

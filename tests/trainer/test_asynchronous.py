@@ -283,6 +283,22 @@ def test_uploads_that_are_not_finite(tmp_path: Path) -> None:
     assert column(train(tmp_path, rule, faults=everyone, on_divergence="continue"), "client/diverged")[-1] == 6
 
 
+def test_a_client_twice_in_a_step(tmp_path: Path) -> None:
+    """If its second upload is refused, it keeps the state of its first, that of training before the round, too."""
+
+    class Second(Corrupt):
+        def clients(self, t: int, m: int, seed: int) -> frozenset[int]:
+            return frozenset({2}) if t == 2 else frozenset()
+
+    cohorts = ReplaySampler([[2, 0], [2, 1], [2, 3]] * 40)
+    options: dict[str, Any] = {"durations": (5.0, 5.0, 0.6, 5.0), "sampler": cohorts, "rounds": 1, "parts": [Ditto()]}
+    run = train(tmp_path, FedBuff(3, 3), faults=Faults(corrupt=Second(0.25)), **options)
+    first = train(tmp_path, FedBuff(2, 3), **options | {"sampler": ReplaySampler([[2, 0], [1, 3]] * 40)})
+    landed = [row["client"] for row in events(run) if row["event"] == "arrival"]
+    assert landed == ["2", "2", "0"] and run.state.failures["refused"] == {2: 1}
+    assert torch.equal(run.clients.rows()[2].own, first.clients.rows()[2].own)
+
+
 DEFINED = (
     "FedACG FedAdagrad FedAdam FedASAM FedAvg FedAvgM FedDecorr FedLC FedLESAM FedNSAM FedNTD FedProx FedSAM FedSOL "
     "FedSWA FedYogi LocalMuon MOON STildeAM"
@@ -304,6 +320,7 @@ def test_which_algorithms_need_rounds() -> None:
     [
         ({"kind": algorithms.FedGMT}, "trainer.asynchronous = FedBuff: FedGMT needs rounds, its duals belong to one"),
         ({"privacy": GaussianPrivacy(1, 1)}, "trainer.asynchronous = FedBuff: trainer.privacy counts on cohorts"),
+        ({"sampler": UniformSampler(1, held_out=3)}, "trainer.asynchronous.concurrency = 2: only 1 of the clie"),
         ({"sampler": ReplaySampler(COHORTS), "rounds": 6}, "trainer.sampler.rounds holds 6 rounds, and cohort 7 is"),
     ],
 )
