@@ -19,6 +19,7 @@ from fl_lightning.trainer.checks import check_aggregation, check_fit
 from fl_lightning.trainer.loggers import CSVLogger, RunLogger
 from fl_lightning.trainer.loop import train
 from fl_lightning.trainer.measurements.clients import evaluate
+from fl_lightning.trainer.participation.samplers import check_repeats
 from fl_lightning.trainer.run import Run
 from fl_lightning.trainer.settings import Kind, Settings
 
@@ -180,6 +181,7 @@ class FederatedTrainer(Settings):
             resume.restore(self.run, ckpt_path)
         if kind == "federated":
             self.sampler.check(self.max_rounds, datamodule.num_clients)
+            check_repeats(self.sampler, datamodule.num_clients, self.seed)
             self.faults.check(datamodule.num_clients)
             check_aggregation(self.run)
         return self.run

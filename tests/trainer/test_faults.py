@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -80,6 +81,22 @@ class Survivors(CohortSampler):
     def __call__(self, t: int, m: int, seed: int) -> list[int]:
         drawn = self.cohorts[t]
         return [*self.faults.attendance(drawn, [3] * len(drawn), t, 0, seed).steps]
+
+
+class Drifting(CohortSampler):
+    """Draws from a generator of its own."""
+
+    def __init__(self) -> None:
+        self.rng = np.random.default_rng(0)
+
+    def __call__(self, t: int, m: int, seed: int) -> list[int]:
+        return [int(k) for k in self.rng.choice(m, 2, replace=False)]
+
+
+def test_a_sampler_that_draws_something_else_again_is_refused(golden: Golden, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"trainer.sampler = Drifting: gives another cohort of round 0 when .* again"):
+        golden.run(FedAvg(golden.net()), sampler=Drifting())
+    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.sampled(quick=9)

@@ -52,6 +52,19 @@ def draw(sampler: CohortSampler, t: int, m: int, seed: int) -> list[int]:
     return [int(k) for k in cohort]
 
 
+def check_repeats(sampler: CohortSampler, m: int, seed: int) -> None:
+    """Checks that a sampler gives a cohort again, on which resuming, processes, and dry rounds depend.
+
+    Raises:
+        UserError: If it does not.
+    """
+    ensure(
+        draw(sampler, 0, m, seed) == draw(sampler, 0, m, seed),
+        f"trainer.sampler = {type(sampler).__name__}: gives another cohort of round 0 when it is asked again; make it "
+        'a function of t, m and seed, as by fl_lightning.core.numpy_generator(seed, "cohort", t)',
+    )
+
+
 class UniformSampler(CohortSampler):
     """Exactly ``clients_per_round`` clients, without replacement.
 
