@@ -74,7 +74,7 @@ lint: dev ## Check style and formatting
 	$(BIN)/lint-imports
 
 types: dev ## Check types
-	$(RUN) mypy
+	MYPY_NUM_WORKERS=$(JOBS) $(RUN) mypy
 
 format: dev ## Mend style and formatting where that can be done safely
 	$(RUN) ruff check --fix
