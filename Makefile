@@ -11,6 +11,9 @@ RUN := $(BIN)/python -m
 # one thread a test process (threads of several processes fight for the cores), no network, and small notebooks
 TEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 WANDB_MODE=offline FL_ROUNDS=10 FL_POINTS=7 $(RUN) pytest --dist worksteal
 
+# Python keeps what it compiles, so that each process need not compile it again
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
@@ -71,7 +74,7 @@ lint: dev ## Check style and formatting
 	$(BIN)/lint-imports
 
 types: dev ## Check types
-	$(RUN) mypy
+	MYPY_NUM_WORKERS=$(JOBS) $(RUN) mypy
 
 format: dev ## Mend style and formatting where that can be done safely
 	$(RUN) ruff check --fix

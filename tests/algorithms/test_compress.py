@@ -40,8 +40,8 @@ from fl_lightning.algorithms.parts.compress import Compress
 from fl_lightning.algorithms.parts.compressors import QSGD, Compressor, RandK, Sign, TopK, pack, unpack
 from fl_lightning.core import ClientContext, Draws, State, generator
 from tests.algorithms.test_parts import ENGINES, Personal, Rounded, same
-from tests.conftest import Golden
 from tests.integration.test_processes import launch
+from tests.problem import Golden
 from tests.runs import DIGITS, FORKS, assert_same, killed, last, metrics, run, state
 
 D = 1220

@@ -47,7 +47,7 @@ from fl_lightning.core import State, generator
 from fl_lightning.engine import Job, LocalResult
 from fl_lightning.flower.server import check
 from fl_lightning.trainer.run import Run
-from tests.conftest import Golden
+from tests.problem import Golden
 from tests.runs import cli, last, metrics, run
 
 D, OWN = 1220, 4 * 16 + 4

@@ -31,8 +31,8 @@ from fl_lightning import (
 from fl_lightning.algorithms.features import with_features
 from fl_lightning.core.frozen import constants, digest
 from fl_lightning.trainer.run import Run
-from tests.conftest import optimizer_for
 from tests.engine.test_engines import Net, assert_close, train
+from tests.problem import optimizer_for
 from tests.trainer.test_trainer import numbers
 
 ENGINES = ("sequential", "batched", "graphed")

@@ -40,7 +40,7 @@ from fl_lightning.engine.record import RecordedRound
 from fl_lightning.trainer.callbacks import Callback
 from fl_lightning.trainer.engine_choice import choose_engine
 from fl_lightning.trainer.run import Run
-from tests.conftest import optimizer_for
+from tests.problem import optimizer_for
 
 SIZES = (11, 3, 17, 8, 5)
 """Minibatches of 4: between 1 and 5 steps a client, the last ones short."""

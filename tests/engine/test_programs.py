@@ -15,8 +15,8 @@ from fl_lightning.engine import record
 from fl_lightning.engine.record import compiled
 from fl_lightning.trainer import engine_choice
 from fl_lightning.trainer.run import Run
-from tests.conftest import optimizer_for
 from tests.engine.test_engines import Small, train
+from tests.problem import optimizer_for
 
 Owner = Callable[[LocalObjective], Any]
 OWNERS: dict[str, Owner] = {"": lambda x: x, "ascent": lambda x: x.ascent, "optimizer": lambda x: x.optimizer}

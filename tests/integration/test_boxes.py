@@ -10,9 +10,9 @@ import torch
 
 import fl_lightning as fl
 from fl_lightning.algorithms.catalogue import entries
-from tests.conftest import GOLDEN, Golden
 from tests.integration import boxes, further_boxes, third_boxes
 from tests.integration.boxes import Models, Problem, Setting, asam, fedopt, momentum, sam
+from tests.problem import GOLDEN, Golden
 
 Box = Callable[[Problem], Models]
 Averaged = Callable[[Problem], tuple[Models, Models]]
@@ -472,7 +472,7 @@ def test_box_unequal_steps(golden: Golden, case: str, momentum: float, monkeypat
     """Clients that hold copies of one sample: 3, 4, 5, 3 minibatches of 8, with the same gradient on each."""
     s, (box, make) = Setting(momentum=momentum, batch=8, local_steps=None, weight_decay=1e-3), CASES[case]
     golden.arrays = [(x[:1].repeat(len(x), 0), y[:1].repeat(len(y), 0)) for x, y in golden.arrays]
-    monkeypatch.setattr("tests.conftest.Arrays", lambda batch_size, **k: fl.Arrays(batch_size=8, **k))
+    monkeypatch.setattr("tests.problem.Arrays", lambda batch_size, **k: fl.Arrays(batch_size=8, **k))
     record = run(golden, make, s)
     assert_same([server.w for server in record.server], box(problem(golden, s)))
 

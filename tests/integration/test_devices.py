@@ -18,9 +18,9 @@ from fl_lightning.core import State, generator
 from fl_lightning.data import minibatches
 from fl_lightning.engine.record import CudaGraph
 from fl_lightning.trainer.run import Run
-from tests.conftest import optimizer_for
 from tests.devices import Device
 from tests.engine.test_engines import Small, data
+from tests.problem import optimizer_for
 from tests.runs import metrics
 
 NEVER = 10**5

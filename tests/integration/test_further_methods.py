@@ -42,8 +42,8 @@ from fl_lightning import (
 )
 from fl_lightning.core.state import ClientContext, State
 from fl_lightning.data.histogram import class_counts
-from tests.conftest import GOLDEN, Golden
 from tests.integration.test_identities import WD, close, path
+from tests.problem import GOLDEN, Golden
 
 
 @pytest.mark.slow

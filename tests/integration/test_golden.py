@@ -46,7 +46,7 @@ from fl_lightning import (
     Muon,
 )
 from fl_lightning.core import State, norm
-from tests.conftest import GOLDEN, Golden
+from tests.problem import GOLDEN, Golden
 
 Make = Callable[..., LocalObjective]
 

@@ -56,7 +56,7 @@ from fl_lightning import (
 from fl_lightning.core.flat import FlatSpec, norm, to_radius
 from fl_lightning.core.losses import kl_to_teacher, not_true
 from fl_lightning.core.state import ClientContext, State
-from tests.conftest import Golden
+from tests.problem import Golden
 
 WD = SGD(lr=0.1, weight_decay=1e-3)
 DUALS = [

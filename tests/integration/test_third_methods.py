@@ -36,8 +36,8 @@ from fl_lightning import (
 )
 from fl_lightning.algorithms.parts.muon import orthogonalized
 from fl_lightning.core import ClientContext, FlatSpec, State, norm
-from tests.conftest import GOLDEN, Golden
 from tests.integration.test_identities import WD, close, path
+from tests.problem import GOLDEN, Golden
 
 METHODS = [FedDyn, FedGMT, FedGMTv2, FedGloSS, FedLESAMD, FedSMOO, FedSpeed, FedTOGA, NaiveFedGloSS]
 EVERYBODY = ReplaySampler([[0, 1, 2, 3]] * 3)

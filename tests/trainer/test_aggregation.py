@@ -28,7 +28,7 @@ from fl_lightning import (
 from fl_lightning.core import ClientContext, FlatSpec, RoundContext, State, Uploads
 from fl_lightning.trainer.aggregation import base as aggregation
 from fl_lightning.trainer.aggregation.base import Received
-from tests.conftest import Golden
+from tests.problem import Golden
 from tests.runs import DIGITS, assert_same, ended, group, newest, state
 
 FLAT = FlatSpec(nn.Linear(2, 2))

@@ -35,7 +35,7 @@ from fl_lightning.flatness import hessian, lambda_max, sharpness
 from fl_lightning.trainer import parallel_runs
 from fl_lightning.trainer.measurements import Discrepancy, LambdaMax
 from fl_lightning.trainer.run import Run
-from tests.conftest import Golden
+from tests.problem import Golden
 from tests.runs import DIGITS, assert_same, cli, ended, group, killed, last, metrics, newest, state
 
 LR, MOMENTUM, STEPS = 0.1, 0.5, 3

@@ -36,7 +36,7 @@ from fl_lightning import (
 from fl_lightning.commands.main import main
 from fl_lightning.results.metrics import read_metrics
 from fl_lightning.trainer.runtime.console import LOGGERS
-from tests.conftest import Golden
+from tests.problem import Golden
 from tests.runs import run
 
 

@@ -42,8 +42,8 @@ from fl_lightning.core import ClientContext, DivergenceError, State, to_radius
 from fl_lightning.trainer import parallel_runs
 from fl_lightning.trainer.participation.samplers import CohortSampler
 from fl_lightning.trainer.run import Run
-from tests.conftest import Golden
 from tests.integration.test_identities import DUALS
+from tests.problem import Golden
 from tests.runs import DIGITS, assert_same, ended, forked, group, kill, last, metrics, newest, run, state
 
 WD = SGD(lr=0.1, weight_decay=1e-3)

@@ -38,8 +38,8 @@ from fl_lightning.algorithms.parts.muon import orthogonalized
 from fl_lightning.algorithms.parts.schedules import Cosine
 from fl_lightning.core import ClientContext, FlatSpec, State, Uploads, generator
 from fl_lightning.trainer.run import Run
-from tests.conftest import Golden, optimizer_for
 from tests.engine.test_engines import Small, assert_close, train
+from tests.problem import Golden, optimizer_for
 from tests.runs import DIGITS, assert_same, cli, ended, group, last, newest, run, state
 
 ADAMW = [

@@ -28,7 +28,7 @@ from fl_lightning.trainer.aggregation.base import Received
 from fl_lightning.trainer.aggregation.noise import BLOCK, NoiseKey, box_muller, cut, grid, rounded
 from fl_lightning.trainer.run import Run
 from fl_lightning.trainer.storage import checkpoint
-from tests.conftest import Golden
+from tests.problem import Golden
 from tests.runs import assert_same
 from tests.trainer.test_privacy import D, bound, draws, fit, received, release
 

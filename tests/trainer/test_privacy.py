@@ -45,7 +45,7 @@ from fl_lightning.trainer import parallel_runs
 from fl_lightning.trainer.aggregation.accountant import Accountant
 from fl_lightning.trainer.aggregation.base import Plan, Received
 from fl_lightning.trainer.run import Run
-from tests.conftest import Golden
+from tests.problem import Golden
 from tests.runs import DIGITS, assert_same, cli, metrics, state
 
 SLOW = pytest.mark.slow

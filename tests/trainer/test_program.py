@@ -18,7 +18,7 @@ from fl_lightning.trainer import program, resume
 from fl_lightning.trainer.callbacks import checkpoints
 from fl_lightning.trainer.resume import save
 from fl_lightning.trainer.run import Run
-from tests.conftest import optimizer_for
+from tests.problem import optimizer_for
 from tests.runs import assert_same, metrics, state
 
 CLASSES = {name: getattr(fl, name) for name in dir(fl)}

@@ -43,7 +43,7 @@ from fl_lightning.core.state import ClientContext, RoundContext, State
 from fl_lightning.engine import LocalResult
 from fl_lightning.trainer.run import Run
 from fl_lightning.trainer.storage.client_store import ClientStore
-from tests.conftest import Golden
+from tests.problem import Golden
 
 
 def digits_run(folder: Path, objective: LocalObjective, rounds: int = 3, **options: Any) -> Run:
