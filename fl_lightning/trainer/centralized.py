@@ -18,6 +18,7 @@ from fl_lightning.trainer.runtime.console import quiet, unbroken_output
 from fl_lightning.trainer.runtime.signals import Interruption
 from fl_lightning.trainer.session import session
 from fl_lightning.trainer.settings import Settings
+from fl_lightning.trainer.transaction import transaction
 
 
 class InMemory(CheckpointIO):
@@ -55,7 +56,7 @@ class Epochs(L.Callback):
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         """Starts a round without a cohort."""
-        self.epoch.enter_context(self.run.transaction())
+        self.epoch.enter_context(transaction(self.run))
         self._started = time.perf_counter()
         self.run.call("on_round_start", self.run.round_context(self.run.rounds_done), [])
 

@@ -16,6 +16,7 @@ from fl_lightning.trainer.run import Run
 from fl_lightning.trainer.runtime.console import unbroken_output
 from fl_lightning.trainer.runtime.signals import Interruption
 from fl_lightning.trainer.session import session
+from fl_lightning.trainer.transaction import transaction
 
 Steps: TypeAlias = Generator[list[Job], Iterable[LocalResult], None]
 """Gives the jobs of one phase after another, and takes their results."""
@@ -30,7 +31,7 @@ def rounds(run: Run, alone: bool) -> Steps:
     """
     with session(run):
         while not run.finished:
-            with run.transaction():
+            with transaction(run):
                 if alone and program.train(run):
                     continue
                 cohort = Cohort.draw(run, run.rounds_done)

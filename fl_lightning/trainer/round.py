@@ -18,6 +18,7 @@ from fl_lightning.trainer.participation.faults import Attendance
 from fl_lightning.trainer.received import Arrivals, average
 from fl_lightning.trainer.run import Callback, Run
 from fl_lightning.trainer.runtime import collectives
+from fl_lightning.trainer.transaction import before_the_round
 
 
 class Round:
@@ -371,7 +372,7 @@ def replay(run: Run, callback: Callback) -> None:
     t, (_, states) = run.rounds_done - 1, run.before
     if state := states[run.callbacks.index(callback)]:
         callback.load_state_dict(state)
-    with run.as_before():
+    with before_the_round(run):
         if run.kind == "centralized":
             callback.on_round_start(run, run.round_context(t), [])
         else:

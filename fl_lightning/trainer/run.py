@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +20,6 @@ from fl_lightning.results.metrics import Mode
 from fl_lightning.trainer.aggregation.base import Aggregation, Mean, Plan
 from fl_lightning.trainer.evaluation import Evaluator, Split
 from fl_lightning.trainer.loggers import RunLogger
-from fl_lightning.trainer.runtime.signals import check_interruption
 from fl_lightning.trainer.settings import Kind, Settings
 from fl_lightning.trainer.state import RunState, by_key
 from fl_lightning.trainer.storage.client_store import ClientStore
@@ -352,41 +350,6 @@ class Run:
     def load_statistics(self, w: Tensor) -> None:
         """Loads the buffers that weights ``w``, ``(d,)``, are evaluated with into the net; every process must call."""
         self.evaluator.load_statistics(w, self.server.get("buffers"))
-
-    @contextmanager
-    def transaction(self) -> Iterator[None]:
-        """Does a round completely or not at all: an error restores the run and its callbacks.
-
-        If the round's checkpoint has been written, the run stays after the round.
-        """
-        check_interruption()
-        self.before = self.state, [callback.state_dict() for callback in self.callbacks]
-        try:
-            yield
-        except BaseException:
-            state, callbacks = self.before
-            self.round_metrics = {}
-            if self.saved_rounds > state.round:
-                self.clients.commit()
-            else:
-                self.state = state
-                self.clients.rollback()
-                for callback, its in zip(self.callbacks, callbacks, strict=True):
-                    if its:
-                        callback.load_state_dict(its)
-            raise
-        self.clients.commit()
-
-    @contextmanager
-    def as_before(self) -> Iterator[None]:
-        """Within it, state and clients' rows are those before the round that has just been trained."""
-        state, rows = self.state, self.clients.rollback()
-        self.state = self.before[0]
-        try:
-            yield
-        finally:
-            self.state = state
-            self.clients.stage(rows)
 
     def apply(self, state: RunState, rows: Mapping[int, State]) -> None:
         """Takes over the state after a round, and the new rows of the clients that this process owns, by id."""
