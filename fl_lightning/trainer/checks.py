@@ -73,7 +73,9 @@ def check_aggregation(run: Run) -> None:
         f"{objective.needs_rounds}; choose another algorithm, or rounds with trainer.clock.deadline_s",
     )
     m = run.data.num_clients - getattr(settings.sampler, "held_out", 0)
-    at_once = None if settings.asynchronous is None else settings.asynchronous.concurrency
+    at_once, buffer = None, None
+    if settings.asynchronous is not None:
+        at_once, buffer = settings.asynchronous.concurrency, settings.asynchronous.buffer
     ensure(
         at_once is None or at_once <= m,
         f"trainer.asynchronous.concurrency = {at_once}: only {m} of the clients take part; give at most {m}",
@@ -85,7 +87,7 @@ def check_aggregation(run: Run) -> None:
     )
     if not rule.by_rows or run.rounds_done:
         return
-    rule.check(len(settings.sampler(0, run.data.num_clients, run.seed)))
+    rule.check(buffer or settings.wanted or len(settings.sampler(0, run.data.num_clients, run.seed)))
     rule.check_round()
     for phase in range(objective.phases) if rule.empty else ():
         ctx = run.round_context(0, phase)

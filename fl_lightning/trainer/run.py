@@ -252,8 +252,7 @@ class Run:
     @property
     def failure_kinds(self) -> tuple[str, ...]:
         """Names of what is counted by client, in addition to refused uploads."""
-        uneven = self.timing is not None and self.timing.uneven
-        return ("dropped", "late") if uneven else self.settings.faults.kinds
+        return ("dropped", "late") if self.timing and self.timing.uneven else self.settings.faults.kinds
 
     @property
     def how_to_continue(self) -> list[str]:
@@ -285,20 +284,16 @@ class Run:
         return RoundContext(t, self.max_rounds, self.data.num_clients, self.objective.flat, phase)
 
     def minibatches(self, client: int, ctx: ClientContext) -> Minibatches:
-        """Returns the minibatches of a client in a phase, a function of (seed, round, phase, client).
-
-        Epochs that it trains alone come first in the minibatches of the first phase.
-        """
-        objective, data, epochs = self.objective, self.data, self.settings.local_epochs
-        alone, first, count = objective.alone(ctx) is not None, 0, ctx.K
-        phase = 0 if alone else ctx.phase
-        if objective.own_part is not None and not phase and (before := objective.own_part.epochs_alone):
-            ahead = data.batches_per_client(client, before, None)
-            first = 0 if alone else ahead
-            count = max(first + ctx.K, ahead + data.batches_per_client(client, epochs, self.settings.local_steps))
+        """Returns a client's minibatches, a function of (seed, round, phase, client); epochs alone come first."""
+        objective, data, of = self.objective, self.data, self.settings
+        alone, own = objective.alone(ctx) is not None, objective.own_part
+        phase, count = 0 if alone else ctx.phase, ctx.K
+        ahead = 0 if own is None or phase else data.batches_per_client(client, own.epochs_alone, None)
+        if ahead:
+            count = max(count, ahead + data.batches_per_client(client, of.local_epochs, of.local_steps))
         draw = generator(self.seed, "batches", ctx.stream, phase, client)
-        batches = data.client_batches(client, epochs, count, draw, self.dtype)
-        return batches if count == ctx.K else batches.take(range(first, first + ctx.K))
+        batches, first = data.client_batches(client, of.local_epochs, count, draw, self.dtype), 0 if alone else ahead
+        return batches.take(range(first, first + ctx.K)) if ahead else batches
 
     def make_engine(self, name: EngineName, compile: bool = True) -> Engine:
         """Returns an engine for this run's objective; without ``compile`` not even one compiles that should."""

@@ -36,6 +36,7 @@ from fl_lightning import (
     FederatedTrainer,
     FedSAM,
     GaussianPrivacy,
+    Krum,
     Personal,
     ReplaySampler,
     SemiSynchronous,
@@ -199,6 +200,15 @@ def test_equal_speeds_and_a_full_buffer_are_rounds(kind: Any, options: Any, tmp_
         assert column(run, "client/train/loss") == column(rounds, "client/train/loss")
 
 
+def test_rules_see_the_buffer(tmp_path: Path) -> None:
+    """Not the cohorts that are drawn, nor those of over-selection."""
+    assert train(tmp_path, FedBuff(5, 3), aggregation=Krum(0.1), sampler=UniformSampler(1)).rounds_done == 8
+    clock = Clock(sec_per_sample=1, over_selection=2)
+    trainer = FederatedTrainer(clients_per_round=2, aggregation=Krum(0.1), clock=clock, accelerator="cpu")
+    with pytest.raises(UserError, match="and this one has 2, with f = 1"):
+        trainer.start(FedAvg(nn.Linear(2, 3)), data())
+
+
 def test_one_at_a_time(tmp_path: Path) -> None:
     """FedBuff with a buffer of one, FedAsync with alpha 1, and cohorts of one are the same, whatever the speeds."""
     one = MINI | {"sampler": UniformSampler(1), "durations": DURATIONS}
@@ -320,6 +330,10 @@ def test_which_algorithms_need_rounds() -> None:
     [
         ({"kind": algorithms.FedGMT}, "trainer.asynchronous = FedBuff: FedGMT needs rounds, its duals belong to one"),
         ({"privacy": GaussianPrivacy(1, 1)}, "trainer.asynchronous = FedBuff: trainer.privacy counts on cohorts"),
+        (
+            {"aggregation": Krum(0.1), "sampler": UniformSampler(4)},
+            "trainer.aggregation.share = 0.1: Krum needs cohorts",
+        ),
         ({"sampler": UniformSampler(1, held_out=3)}, "trainer.asynchronous.concurrency = 2: only 1 of the clie"),
         ({"sampler": ReplaySampler(COHORTS), "rounds": 6}, "trainer.sampler.rounds holds 6 rounds, and cohort 7 is"),
     ],
