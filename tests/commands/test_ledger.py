@@ -66,6 +66,7 @@ def test_times_of_left_out_rounds_are_summed(ledger: Path) -> None:
         }
 
 
+@pytest.mark.slow
 def test_a_row_trained_again_is_equal_to_the_bit(
     ledger: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

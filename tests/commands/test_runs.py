@@ -25,7 +25,8 @@ def test_a_run_from_its_start_to_its_deletion(
     monkeypatch.chdir(tmp_path)
     done = run("fit", root=tmp_path / "runs")
     long = ["fit", "--model=FedAvg", *DIGITS, "--trainer.name=long", "--trainer.default_root_dir=runs"]
-    with forked(*long, "--trainer.max_rounds=1000000", cwd=tmp_path) as child:
+    saves = ["--trainer.callbacks+=Checkpoints", "--trainer.callbacks.every_n_rounds=1"]
+    with forked(*long, *saves, "--trainer.max_rounds=1000000", cwd=tmp_path) as child:
         while not (tmp_path / "runs/long/version_0/checkpoints/last.ckpt").exists():
             time.sleep(0.1)
         capsys.readouterr()

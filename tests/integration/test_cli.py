@@ -95,6 +95,7 @@ def test_append_adds_to_what_null_stands_for() -> None:
     assert [measure.class_path.rpartition(".")[2] for measure in measures] == [*default, "LPF"]
 
 
+@pytest.mark.slow
 def test_another_algorithm_says_what_it_keeps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of the config's: not what it does not know, nor what the command line gives."""
     args = [f"--config={FOLDER / 'quickstart.yaml'}", *DIGITS, "--trainer.callbacks=null", "--trainer.local_steps=1"]

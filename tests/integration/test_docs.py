@@ -247,9 +247,12 @@ def shortened(args: list[str]) -> list[str]:
 
 
 def short_sweep(file: str) -> str:
-    """A sweep's file with two rounds a trial, under the same name."""
+    """A sweep's file with two values a parameter and two rounds a trial, under the same name."""
     path = find_config(file)
     sweep = yaml.safe_load(path.read_text())
+    for parameter in sweep["parameters"].values():
+        if "values" in parameter:
+            del parameter["values"][2:]
     sweep["parameters"] |= {"trainer.max_rounds": {"value": 2}}
     short = Path("short") / path.name
     short.parent.mkdir(exist_ok=True)

@@ -170,7 +170,7 @@ def test_argument(complaint: Complaint, args: str, key: str, value: str, remedy:
     shows(complaint("fit", *model, *DIGITS, *args.split()), key, value, remedy)
 
 
-@pytest.mark.sampled(quick=25, slow=3)
+@pytest.mark.sampled(quick=25, slow=6)
 @pytest.mark.filterwarnings("ignore:.*samples occur in x_train:UserWarning")
 @pytest.mark.parametrize(("args", "expected"), bad_inputs())
 def test_bad_input(complaint: Complaint, args: str, expected: str) -> None:

@@ -80,7 +80,7 @@ def test_experiment_is_made(file: Path, parsed: FederatedCLI) -> None:
     assert made.data.num_clients == settings["data"]["init_args"].get("num_clients", 1)
 
 
-@pytest.mark.sampled(quick=27, slow=2, start=1)
+@pytest.mark.sampled(quick=27, slow=4, start=1)
 @pytest.mark.parametrize("file", FILES, ids=path)
 @pytest.mark.filterwarnings("ignore:.*not the .* of the published data set:UserWarning")
 def test_experiment_trains(file: Path, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,7 +116,7 @@ def test_compare_of_other_files(file: str, good: Path, tmp_path: Path, monkeypat
         assert "not what a run writes there" in line_of("compare", "r")
 
 
-@pytest.mark.sampled(quick=6)
+@pytest.mark.sampled(quick=6, slow=2)
 @pytest.mark.parametrize("out", ["/proc/x", "file", "file/x", "x" * 300])
 @pytest.mark.parametrize("command", ["compare", "report", "export", "init", "sweep"])
 def test_outputs_that_cannot_be_written(

@@ -470,9 +470,7 @@ def test_tables_into_pipes(end: str, code: int, tmp_path: Path) -> None:
 def test_wandb_without_a_key_leaves_nothing(tmp_path: Path) -> None:
     env = {"WANDB_MODE": "online", "HOME": str(tmp_path / "home"), "NETRC": str(tmp_path / "none"), "WANDB_API_KEY": ""}
     wandb = ["--trainer.loggers+=WandbLogger", f"--trainer.default_root_dir={tmp_path / 'runs'}"]
-    with process(
-        sys.executable, "-m", "fl_lightning", "fit", "--model=FedAvg", *DIGITS, *wandb, cwd=tmp_path, env=env
-    ) as child:
+    with forked("fit", "--model=FedAvg", *DIGITS, *wandb, cwd=tmp_path, env=env) as child:
         _, err = child.communicate(timeout=120)
     assert child.returncode == 1 and "WandbLogger.mode = online" in err.splitlines()[-1]
     assert not list((tmp_path / "runs").rglob("*"))

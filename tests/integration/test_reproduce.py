@@ -31,6 +31,7 @@ DIGITS = [
 TABLE = ["reproduce", "fedgloss", "3", "--rows=FedAvg,FedSAM", "--columns=CIFAR10,HsuCNN,alpha=0"]
 
 
+@pytest.mark.slow
 def test_dry_run_shows_the_runs_and_what_they_take(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

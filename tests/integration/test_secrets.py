@@ -34,6 +34,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "runs"
 
 
+@pytest.mark.slow
 def test_a_run_with_secrets(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     logger = "--trainer.loggers=[{class_path: mine_secret.Logger, init_args: {save_dir: logs}}]"
     folder = run("fit", logger, KEY, ADDRESS, root=root)

@@ -30,11 +30,12 @@ def test_a_wheel_made_from_the_sdist_runs_by_the_names_of_configs(tmp_path: Path
     pytest.importorskip("hatchling", reason="pip install hatchling")
     run(sys.executable, "-m", "build", "--no-isolation", "--outdir", str(tmp_path / "dist"), str(ROOT), cwd=tmp_path)
     (wheel,) = (tmp_path / "dist").glob("*.whl")
-    venv.create(tmp_path / "env", with_pip=True)
+    venv.create(tmp_path / "env")
     python = str(tmp_path / "env/bin/python")
     # the dependencies are those of this environment; its editable install of the clone is not followed
     here = next(path for path in sys.path if path.endswith("site-packages"))
-    run(python, "-m", "pip", "install", "--no-deps", "--no-index", str(wheel), cwd=tmp_path)
+    pip = [sys.executable, "-m", "pip", "--python", python]
+    run(*pip, "install", "--no-deps", "--no-index", str(wheel), cwd=tmp_path)
     lines = list(run(python, "-c", "import sys; print(*sys.path, sep='\\n')", cwd=tmp_path).split("\n"))
     site = next(path for path in lines if path.endswith("site-packages"))
     (Path(site) / "dependencies.pth").write_text(f"import sys; sys.path.append({here!r})\n")

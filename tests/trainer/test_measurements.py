@@ -545,7 +545,7 @@ def test_flatness_of_another_matrix(runs: dict[str, Path], tmp_path: Path) -> No
     assert "gauss_newton_weight_trace" in names
 
 
-@pytest.mark.sampled(quick=4)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("args", "files"),
     [

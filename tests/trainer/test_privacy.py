@@ -231,7 +231,7 @@ def integrated(loss: Any, normal: Any, rounds: int, delta: float) -> tuple[float
         loss: Increasing privacy loss of what is released.
         normal: Its distribution under one of two neighbours, as weights and means of unit normal numbers.
     """
-    x = np.linspace(-12, 12, 2_000_001)
+    x = np.linspace(-12, 12, 500_001)
     mass = np.diff(sum(weight * ndtr(x - mean) for weight, mean in normal))
     step, half, found = 0.03 / rounds, 15.0, []
     for rounded in (np.floor(loss(x[:-1]) / step), np.ceil(loss(x[1:]) / step)):

@@ -27,7 +27,7 @@ ALGORITHMS = [
     for name, each in CLASSES.items()
     if isinstance(each, type) and issubclass(each, fl.LocalObjective) and each is not fl.LocalObjective
 ]
-QUICK = {("FedSMOO", "graphed"), ("FedGMT", "batched"), ("FedAdam", "graphed"), ("NaiveFedGloSS", "batched")}
+QUICK = {("FedSMOO", "graphed"), ("NaiveFedGloSS", "batched")}
 
 
 class Rounds(Callback):
@@ -150,7 +150,7 @@ def test_an_interruption_falls_between_programs(tmp_path: Path, monkeypatch: pyt
     check_same(resumed, train(tmp_path, fl.SCAFFOLD))
 
 
-@pytest.mark.parametrize("part", [Part(), Decomposing()])
+@pytest.mark.parametrize("part", [Part(), pytest.param(Decomposing(), marks=pytest.mark.slow)])
 def test_a_program_ends_before_a_round_that_is_not_finite(
     part: Part, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -128,6 +128,7 @@ def test_a_written_checkpoint_is_not_taken_back(tmp_path: Path) -> None:
     assert_same(state(newest(tmp_path)), state(whole.folder.path))
 
 
+@pytest.mark.slow
 def test_what_a_run_sets_it_restores(tmp_path: Path) -> None:
     """The constructor changes neither torch's threads nor its precision; a run restores both, however it ends."""
     torch.set_float32_matmul_precision("medium")
