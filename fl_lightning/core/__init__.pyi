@@ -42,6 +42,7 @@ from .flat import norm as norm
 from .flat import to_device as to_device
 from .flat import to_radius as to_radius
 from .forward import Autocast as Autocast
+from .forward import call_at as call_at
 from .forward import eval_mode as eval_mode
 from .forward import forward_at as forward_at
 from .forward import unchanged as unchanged

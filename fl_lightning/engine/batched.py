@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.func import functional_call, grad_and_value, vmap
+from torch.func import grad_and_value, vmap
 
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.algorithms.module import Losses
@@ -19,6 +19,7 @@ from fl_lightning.core import (
     State,
     Upload,
     UserError,
+    call_at,
     ensure,
     eval_mode,
     global_generator,
@@ -258,7 +259,7 @@ class BatchedEngine(Engine):
     def _output(self, v: Tensor, x: Tensor) -> Any:
         """Returns the net's output at the weights ``v`` on one client's minibatch."""
         with self.objective.observed():
-            return functional_call(self.objective.net, self.net.spec.split(v), (x,))
+            return call_at(self.objective.net, self.net.spec.split(v), x)
 
     def _loss(self, losses: Losses | None, v: Tensor, x: Tensor, y: Tensor, weight: Tensor, *teacher: Tensor) -> Tensor:
         return self.objective.batch_loss(self._output(v, x), y, *teacher, weight=weight, losses=losses)
