@@ -1,7 +1,7 @@
 """All clients of a block at once: the same hooks on ``(clients, d)``, gradients by vmap."""
 
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -200,20 +200,10 @@ class BatchedEngine(Engine):
     def _results(
         jobs: Sequence[Job], carry: Carry, upload: Upload, state: State, finite: Tensor, loss: Tensor
     ) -> list[LocalResult]:
-        uploads, states = ({name: v.unbind() for name, v in group.items()} for group in (upload, state))
-        each = zip(jobs, carry.w.unbind(), loss.unbind(), finite.unbind(), strict=False)  # padding
+        n = len(jobs)  # the rest is padding
+        each = zip(jobs, carry.w[:n], by_client(upload, n), by_client(state, n), loss, finite, strict=True)
         return [
-            LocalResult(
-                job.client,
-                job.received,
-                w,
-                {name: v[i] for name, v in uploads.items()},
-                State({name: v[i] for name, v in states.items()}),
-                loss,
-                job.ctx,
-                ok,
-            )
-            for i, (job, w, loss, ok) in enumerate(each)
+            LocalResult(job.client, job.received, w, up, State(row), x, job.ctx, ok) for job, w, up, row, x, ok in each
         ]
 
     def _context(self, jobs: Sequence[Job]) -> ClientContext:
@@ -270,6 +260,12 @@ class BatchedEngine(Engine):
         shared = teacher.ndim == 1  # the same for all
         with eval_mode(self.objective.net), self.autocast():
             return vmap(self._output, in_dims=(None if shared else 0, 0))(teacher, x)
+
+
+def by_client(values: Mapping[str, Tensor], n: int) -> list[dict[str, Tensor]]:
+    """Returns the rows of the first ``n`` clients."""
+    columns = {name: v.unbind() for name, v in values.items()}
+    return [{name: column[i] for name, column in columns.items()} for i in range(n)]
 
 
 def is_out_of_memory(error: BaseException) -> bool:
