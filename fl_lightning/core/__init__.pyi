@@ -1,4 +1,5 @@
 from .errors import DivergenceError as DivergenceError
+from .errors import UnwrittenError as UnwrittenError
 from .errors import UserError as UserError
 from .errors import ensure as ensure
 from .errors import imported as imported
