@@ -1,4 +1,5 @@
 from .errors import DivergenceError as DivergenceError
+from .errors import UnwrittenError as UnwrittenError
 from .errors import UserError as UserError
 from .errors import ensure as ensure
 from .errors import imported as imported
@@ -42,6 +43,7 @@ from .flat import norm as norm
 from .flat import to_device as to_device
 from .flat import to_radius as to_radius
 from .forward import Autocast as Autocast
+from .forward import call_at as call_at
 from .forward import eval_mode as eval_mode
 from .forward import forward_at as forward_at
 from .forward import unchanged as unchanged

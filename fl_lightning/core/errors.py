@@ -20,6 +20,10 @@ class DivergenceError(UserError):
     exit_code = 3
 
 
+class UnwrittenError(UserError):
+    """A file cannot be written: the disk is full or fails, or the folder refuses."""
+
+
 class NoStateError(UserError, AttributeError):
     """A hook reads a state that is not there."""
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 from zlib import crc32
 
-from fl_lightning.core.errors import UserError, ensure
+from fl_lightning.core.errors import UnwrittenError, UserError, ensure
 from fl_lightning.core.options import fits
 
 MARK = b"fl_lightning"
@@ -44,8 +44,8 @@ def disk_error(error: OSError, folder: Path) -> UserError | None:
     return _unwritten(path, error) if error.errno in NO_ROOM or folder in path.parents else None
 
 
-def _unwritten(path: Path, error: OSError) -> UserError:
-    return UserError(f"{path}: cannot be written ({error.strerror}); check the disk and the folder")
+def _unwritten(path: Path, error: OSError) -> UnwrittenError:
+    return UnwrittenError(f"{path}: cannot be written ({error.strerror}); check the disk and the folder")
 
 
 def write_atomically(path: Path, content: str | bytes | Callable[[Any], object], checksum: bool = False) -> None:

@@ -1,16 +1,29 @@
 """Forward passes of a net at given weights, and contexts for its modes and buffers."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from fl_lightning.core.errors import UserError
 from fl_lightning.core.flat import FlatNet
 
 Autocast = Callable[[], AbstractContextManager[object]]
 """Context for forward passes: ``fabric.autocast``."""
+
+
+def call_at(net: nn.Module, weights: Mapping[str, Tensor], x: Any) -> Any:
+    """Returns a net's output with other values for some parameters, by their first names; the net keeps its own.
+
+    torch would leave the values in a module that the net has at several places, since it exchanges them once for each.
+    """
+    first = {id(p): name for name, p in net.named_parameters()}
+    own = (m.named_parameters(prefix, recurse=False, remove_duplicate=False) for prefix, m in net.named_modules())
+    values = {name: weights[first[id(p)]] for each in own for name, p in each if first[id(p)] in weights}
+    return functional_call(net, values, (x,), tie_weights=False)
 
 
 @contextmanager

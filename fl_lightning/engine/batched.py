@@ -1,7 +1,7 @@
 """All clients of a block at once: the same hooks on ``(clients, d)``, gradients by vmap."""
 
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.func import functional_call, grad_and_value, vmap
+from torch.func import grad_and_value, vmap
 
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.algorithms.module import Losses
@@ -19,6 +19,7 @@ from fl_lightning.core import (
     State,
     Upload,
     UserError,
+    call_at,
     ensure,
     eval_mode,
     global_generator,
@@ -199,20 +200,10 @@ class BatchedEngine(Engine):
     def _results(
         jobs: Sequence[Job], carry: Carry, upload: Upload, state: State, finite: Tensor, loss: Tensor
     ) -> list[LocalResult]:
-        uploads, states = ({name: v.unbind() for name, v in group.items()} for group in (upload, state))
-        each = zip(jobs, carry.w.unbind(), loss.unbind(), finite.unbind(), strict=False)  # padding
+        n = len(jobs)  # the rest is padding
+        each = zip(jobs, carry.w[:n], by_client(upload, n), by_client(state, n), loss, finite, strict=True)
         return [
-            LocalResult(
-                job.client,
-                job.received,
-                w,
-                {name: v[i] for name, v in uploads.items()},
-                State({name: v[i] for name, v in states.items()}),
-                loss,
-                job.ctx,
-                ok,
-            )
-            for i, (job, w, loss, ok) in enumerate(each)
+            LocalResult(job.client, job.received, w, up, State(row), x, job.ctx, ok) for job, w, up, row, x, ok in each
         ]
 
     def _context(self, jobs: Sequence[Job]) -> ClientContext:
@@ -258,7 +249,7 @@ class BatchedEngine(Engine):
     def _output(self, v: Tensor, x: Tensor) -> Any:
         """Returns the net's output at the weights ``v`` on one client's minibatch."""
         with self.objective.observed():
-            return functional_call(self.objective.net, self.net.spec.split(v), (x,))
+            return call_at(self.objective.net, self.net.spec.split(v), x)
 
     def _loss(self, losses: Losses | None, v: Tensor, x: Tensor, y: Tensor, weight: Tensor, *teacher: Tensor) -> Tensor:
         return self.objective.batch_loss(self._output(v, x), y, *teacher, weight=weight, losses=losses)
@@ -269,6 +260,12 @@ class BatchedEngine(Engine):
         shared = teacher.ndim == 1  # the same for all
         with eval_mode(self.objective.net), self.autocast():
             return vmap(self._output, in_dims=(None if shared else 0, 0))(teacher, x)
+
+
+def by_client(values: Mapping[str, Tensor], n: int) -> list[dict[str, Tensor]]:
+    """Returns the rows of the first ``n`` clients."""
+    columns = {name: v.unbind() for name, v in values.items()}
+    return [{name: column[i] for name, column in columns.items()} for i in range(n)]
 
 
 def is_out_of_memory(error: BaseException) -> bool:

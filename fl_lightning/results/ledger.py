@@ -14,7 +14,7 @@ from fl_lightning.results.compare import compare
 from fl_lightning.results.configs import EXECUTION, config_files, group_id, read_config
 from fl_lightning.results.curves import plot_curves, plot_tradeoff
 from fl_lightning.results.metrics import FILE as METRICS
-from fl_lightning.results.metrics import Pairs, markdown, read_metrics, read_rows, table_text
+from fl_lightning.results.metrics import Pairs, markdown, read_metrics, read_rows, table_text, tested
 from fl_lightning.results.report.files import PROVENANCE
 from fl_lightning.results.table import Markup, cell, columns, differences
 
@@ -150,7 +150,7 @@ def compare_run(row: Path, run: Path, ran: Mapping[str, Any]) -> Again:
     apart = {name: _apart(pairs, dict(here.get(name, ()))) for name, pairs in before.items() if name[:5] != "time/"}
     (start,) = _starts(run / "provenance.json")
     alike = all(each[key] == start[key] for each in kept["starts"] for key in ("cpu", "device", "torch", "engine"))
-    evaluated = next(name for name in before if name.startswith("server/test/") and not name.endswith("/loss"))
+    evaluated = tested(before)[0]
     final = abs(before[evaluated][-1][1] - here[evaluated][-1][1])
     far = {name: value for name, value in apart.items() if value}
     return Again(start, far, not far and kept["weights"] == ran["weights"], alike, final)

@@ -248,8 +248,10 @@ def cell(group: Group, column: Column, groups: Sequence[Group] = (), markup: Mar
         return _difference(group, column)
     values = [value * column.scale for value in group.values(column.of)]
     expected = len(group.runs) if column.to_target else group.measured(column.of)
+    if not values and column.to_target:  # one that was reached has no cost where nothing has measured it
+        return "" if group.values("target_round") else markup.never
     if not values:
-        return markup.never if column.to_target else "nan" if expected else ""
+        return "nan" if expected else ""
     text = (markup.best if is_best(group, column, groups) else "{}").format(format(fmean(values), column.form))
     if column.spread and len(values) > 1:
         text = markup.pair.format(text, format(deviation(values), column.spread))

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.core import UserError, ensure, grouped, make_folder
+from fl_lightning.core import UnwrittenError, UserError, ensure, grouped, make_folder
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.results import SUMMARY, read_run, rounds_done
 from fl_lightning.results.configs import differences, read_config
@@ -313,6 +313,6 @@ def _checkpoint(folder: Path, trial: Trial, resume: bool) -> str | None:
 
 
 def _failed(trial: Trial, folder: Path | None, error: UserError) -> Outcome:
-    if folder is not None:
+    if folder is not None and not isinstance(error, UnwrittenError):  # a disk may have room at the next call
         (folder / FAILED).write_text(f"{error}\n", encoding="utf-8")
     return Outcome(trial, folder, str(error))

@@ -15,7 +15,7 @@ from fl_lightning.algorithms.parts.base import Part
 from fl_lightning.core import State, accumulator_dtype
 from fl_lightning.data.minibatches import CHUNK
 from fl_lightning.engine import Job
-from fl_lightning.engine.batched import BatchedEngine, is_out_of_memory
+from fl_lightning.engine.batched import BatchedEngine, by_client, is_out_of_memory
 from fl_lightning.trainer.aggregation.base import Mean
 from fl_lightning.trainer.cohort import Cohort
 from fl_lightning.trainer.round import Clock
@@ -129,12 +129,12 @@ def _train(run: Run, cohorts: Sequence[Cohort]) -> list[Trained]:
             before = time.perf_counter()
             upload, state, ok, losses = engine.train_together(jobs, block)
             training_s = time.perf_counter() - before
-            uploads, arrived = rule.uploads(objective, cohort.contexts, ctx, sent.w), _by_client(upload, len(jobs))
+            uploads, arrived = rule.uploads(objective, cohort.contexts, ctx, sent.w), by_client(upload, len(jobs))
             for each, client in zip(arrived, cohort.contexts, strict=True):
                 uploads.add(each, client.n_k)
             after = objective.finish_phase(server, sent, uploads, ctx)
             server = objective.finish_round(after, server, ctx)
-            kept = [objective.finish_client(State(row), server) for row in _by_client(state, len(jobs))]
+            kept = [objective.finish_client(State(row), server) for row in by_client(state, len(jobs))]
             new = dict(zip(cohort.clients, kept, strict=True))
             rows |= new
             up = [objective.bits(each, up=True) for each in arrived[: 1 if alike else None]]
@@ -147,9 +147,3 @@ def _train(run: Run, cohorts: Sequence[Cohort]) -> list[Trained]:
     columns = torch.split(read, [len(result.losses) for result in results])
     finite_rounds = takewhile(lambda pair: bool(pair[1][0]), zip(results, columns, strict=True))
     return [replace(result, losses=column[1:]) for result, column in finite_rounds]
-
-
-def _by_client(values: Mapping[str, Tensor], n: int) -> list[dict[str, Tensor]]:
-    """Returns the rows of the first ``n`` clients."""
-    columns = {name: v.unbind() for name, v in values.items()}
-    return [{name: column[i] for name, column in columns.items()} for i in range(n)]

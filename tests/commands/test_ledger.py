@@ -14,6 +14,7 @@ from PIL import Image
 from benchmarks import claims
 from fl_lightning.results.ledger import page, rows
 from tests.runs import DIGITS, cli
+from tests.runs import run as train
 
 LEDGER, DOCS = (Path(__file__).parents[2] / name for name in ("ledger", "docs"))
 MEASURE = "--trainer.callbacks+={class_path: FlatnessMonitor, init_args: {every_n_rounds: 4, metrics: [LambdaMax]}}"
@@ -83,6 +84,14 @@ def test_a_row_trained_again_is_equal_to_the_bit(
     assert "![" in (tmp_path / "pages" / "small.md").read_text()
     with Image.open(tmp_path / "pages" / "small.png") as image:
         image.load()
+
+
+@pytest.mark.slow
+def test_a_row_of_personal_models_trained_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = train("fit", "--model.parts=[Personal]", root=tmp_path / "runs")
+    cli("ledger", "add", str(folder), f"--into={tmp_path / 'rows'}")
+    cli("ledger", "check", str(tmp_path / "rows"))
+    assert "equal to the bit" in capsys.readouterr().out
 
 
 def test_a_row_with_another_bit_is_wrong(ledger: Path, capsys: pytest.CaptureFixture[str]) -> None:

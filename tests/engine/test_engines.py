@@ -27,6 +27,8 @@ from fl_lightning import (
     FedAvg,
     FederatedTrainer,
     FedGMT,
+    FlatnessMonitor,
+    LambdaMax,
     Lion,
     LocalObjective,
     UserError,
@@ -58,6 +60,19 @@ class Small(nn.Sequential):
     def __init__(self) -> None:
         torch.manual_seed(1)
         super().__init__(nn.Flatten(), nn.Linear(72, 4), nn.ReLU(), nn.Linear(4, 3))
+
+
+class Twice(nn.Module):
+    """A module at two places, and a parameter in two modules."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(1)
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(72, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.third, self.head.weight = self.second, self.second.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.third(self.second(self.first(x.flatten(1)).tanh()).tanh()).tanh())[:, :3]  # type: ignore[no-any-return]
 
 
 def data(batch_size: int | None = 4) -> Arrays:
@@ -132,6 +147,14 @@ def test_shapes(options: dict[str, Any], tmp_path: Path) -> None:
     sequential = train(tmp_path, objective(), "sequential", **options)
     for engine in ("batched", "graphed"):
         assert_close(train(tmp_path, objective(), engine, **options), sequential)
+
+
+def test_a_module_at_two_places(tmp_path: Path) -> None:
+    """Nor does a measure of flatness leave other weights in it."""
+    monitor = FlatnessMonitor(every_n_rounds=1, metrics=[LambdaMax(iterations=2)])
+    sequential = train(tmp_path, FedAvg(net=Twice()), "sequential")
+    for engine, callbacks in (("batched", []), ("graphed", []), ("sequential", [monitor])):
+        assert_close(train(tmp_path, FedAvg(net=Twice()), engine, callbacks=callbacks), sequential)
 
 
 @pytest.mark.slow

@@ -193,6 +193,17 @@ def compiled(folder: Path, tables: list[str]) -> str:
     or subprocess.run(["kpsewhich", "booktabs.sty"], capture_output=True).returncode != 0,
     reason="needs pdflatex and booktabs: apt-get install texlive-latex-recommended",
 )
+def test_hours_of_devices_without_a_clock(tmp_path: Path) -> None:
+    """Of a run that has reached the target nothing is known; it is not one that never did."""
+    clocked, plain = write(tmp_path / "clocked", {2: 0.2, 6: 0.5}), write(tmp_path / "plain", {2: 0.8, 6: 0.8})
+    head, *rows = (clocked / "metrics.csv").read_text().splitlines()
+    lines = [f"{head},clock/time_s", *(f"{row},{100 * t}" for t, row in enumerate(rows, 1))]
+    (clocked / "metrics.csv").write_text("\n".join(lines) + "\n")
+    groups = compare([clocked, plain], target=0.7)
+    column = next(c for c in columns(groups) if c.key == "target_device_hours")
+    assert [cell(group, column) for group in groups] == ["×", ""]
+
+
 def test_tables_compile_and_fit_a_column(tmp_path: Path) -> None:
     """With a setting that reads otherwise, differences, targets, a negative number, and long heads."""
     for i, lr in enumerate((0.1, "a_b<%\\~^&#$é")):

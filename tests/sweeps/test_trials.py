@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import re
@@ -93,6 +94,19 @@ def test_a_failed_trial_is_not_repeated_and_the_others_finish(tmp_path: Path) ->
         assert [name for name, error in errors.items() if error] == [asked[1].name]
         assert "not finite" in str(errors[asked[1].name])
     assert len(list(tmp_path.glob("*/version_*"))) == 3
+
+
+def test_a_trial_goes_on_once_the_disk_has_room(tmp_path: Path) -> None:
+    class Full(Callback):
+        def on_round_end(self, run: Run) -> None:
+            if run.rounds_done == 2:
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+    alone = partial(build, engine="sequential")
+    (full,) = run_trials([trial(0.1)], tmp_path, partial(alone, callbacks=[Full()]))
+    assert "cannot be written (No space left on device)" in str(full.error)
+    (again,) = run_trials([trial(0.1)], tmp_path, alone)
+    assert not again.error and again.folder == full.folder
 
 
 def test_trials_are_one_program_only_if_they_differ_in_numbers() -> None:

@@ -244,8 +244,8 @@ def test_fedscales_file(tmp_path: Path) -> None:
             "device,speed\na,1\n",
             "not a CSV file with device, sec_per_sample, down_mbps, up_mbps, latency_s (KeyError: ",
         ),
-        (CSV.replace("0.5", "0"), "speeds are above 0"),
-        (CSV.splitlines()[0], "speeds are above 0; give at least one device"),
+        *((CSV.replace(*of), "speeds are above 0") for of in (("0.5", "0"), ("0.002", "nan"), ("0.25", "inf"))),
+        (CSV.splitlines()[0], "speeds are above 0, and times finite; give at least one device"),
     ],
 )
 def test_files_that_hold_no_devices(text: str | None, message: str, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import csv
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, inf
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -161,8 +161,11 @@ def read_devices(path: str, key: str) -> list[Device]:
     except (KeyError, ValueError, TypeError, AttributeError, OSError, RecursionError) as error:
         form = f"not a CSV file with device, {', '.join(COLUMNS)}"
         raise UserError(f"{key} = {path}: {form} ({type(error).__name__}: {error})") from None
-    positive = all(of.latency_s >= 0 < min(of.sec_per_sample, of.down_mbps, of.up_mbps) for of in devices)
+    numbers = all(  # NaN is none, and only a transfer may be infinitely fast
+        0 <= of.latency_s < inf and 0 < of.sec_per_sample < inf and of.down_mbps > 0 < of.up_mbps for of in devices
+    )
     ensure(
-        bool(devices) and positive, f"{key} = {path}: speeds are above 0; give at least one device, and such numbers"
+        bool(devices) and numbers,
+        f"{key} = {path}: speeds are above 0, and times finite; give at least one device, and such numbers",
     )
     return devices
