@@ -11,6 +11,7 @@ import platform
 import sys
 from collections.abc import Iterator
 from importlib.metadata import version
+from inspect import isabstract
 from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin
 from unittest.mock import patch
@@ -54,7 +55,8 @@ def of_class(kind: type) -> dict[str, Any]:
         parser.add_class_arguments(kind, "it", fail_untyped=False, sub_configs=True)
         settings = of_parser(parser, "--it.")
     bases = [base.__name__ for base in kind.__mro__[1:] if is_own(base)]
-    return {"bases": bases, "key": getattr(kind, "config_key", ""), "settings": settings}
+    abstract = {"abstract": True} if isabstract(kind) else {}
+    return {"bases": bases, "key": getattr(kind, "config_key", ""), "settings": settings} | abstract
 
 
 def of_command(name: str) -> dict[str, Any]:

@@ -179,9 +179,11 @@ class LocalObjective(Composed, SupervisedModule):
             return {}, part.end_alone(w, client)
         client, received = self.seen_state(w, client, received)
         upload, client = pair_of(self.local_end, w, client, received, ctx)
+        given: Any = upload  # a user's hook may return anything
+        what = sorted(given) if isinstance(given, Mapping) else f"a {type(given).__name__}, no mapping of names"
         ensure(
-            set(upload) == set(self.up),
-            f"{type(self).__name__}.local_end uploads {sorted(upload)}, but declares up = {self.up}",
+            isinstance(given, Mapping) and set(given) == set(self.up),
+            f"{type(self).__name__}.local_end uploads {what}, but declares up = {self.up}",
         )
         for part in self.all_parts:
             upload, client = pair_of(part.local_end, w, upload, client, received, ctx)

@@ -75,7 +75,7 @@ def run(
     Raises:
         UserError: If the arguments do not fit, or a checkpoint is of another net.
     """
-    require(points is None or 2 <= points <= 10_000, "points", points, "2 to 10,000")
+    require(points is None or 2 <= points <= 10_000, "points", points, "give 2 to 10,000")
     require(span > 0, "span", span, "above 0")
     require(samples is None or samples >= 1, "samples", samples, "at least 1, or null for all")
     require(kind != "plane" or len(compare) == 2, "compare", list(compare), "a plane goes through two checkpoints more")

@@ -10,6 +10,7 @@ import re
 import signal
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
 from importlib import import_module
 from inspect import signature
 from io import TextIOWrapper
@@ -45,7 +46,9 @@ def main(args: Sequence[str] | None = None) -> None:
         return
     if given[0] not in COMMANDS:
         value = "missing" if given[0].startswith("-") else given[0]
-        sys.exit(f"error: subcommand = {_visible(value)}: choose from {', '.join(COMMANDS)}, or see --help")
+        near = get_close_matches(value.casefold(), COMMANDS, 1, 0.7)
+        choice = f"did you mean {near[0]}?" if near else f"choose from {', '.join(COMMANDS)}, or see --help"
+        sys.exit(f"error: subcommand = {_visible(value)}: {choice}")
     if {"-h", "--help", "--help=all"} & {*given}:
         from fl_lightning.commands.shared.index import help_of
 

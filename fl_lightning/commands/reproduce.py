@@ -5,12 +5,16 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 from jsonargparse import Namespace
+from torch.nn import Module
 
-from fl_lightning.commands.shared.arguments import prepare, seeds_of
+from fl_lightning import LocalObjective
+from fl_lightning.commands.shared.arguments import PARTS, prepare, said_of, seeds_of
 from fl_lightning.commands.shared.cli import FederatedCLI
 from fl_lightning.commands.shared.output import show_table
 from fl_lightning.commands.shared.paper_figures import draw
@@ -99,7 +103,13 @@ class Planned:
     def rows(self) -> int:
         """Bytes of the clients' state in memory, at most."""
         model, room = self.made.model, self.made.trainer.client_memory * 2**30
-        return int(min(room, row_bytes(model, model.flat.vector(model.net)) * self.made.data.num_clients))
+        return int(min(room, _row_bytes(model) * self.made.data.num_clients))
+
+
+@cache
+def _row_bytes(model: LocalObjective) -> int:
+    """Returns the bytes that a client keeps; several tasks have one model."""
+    return row_bytes(model, model.flat.vector(model.net))
 
 
 def run(
@@ -237,16 +247,27 @@ def _show_estimate(planned: Mapping[Planned, Sequence[Path | None]], how: _How) 
 
 
 def _plan(found: Sequence[Task], how: _How) -> Iterator[Planned]:
-    """Builds a run of each task, so that no setting is wrong when they start; a dry run downloads nothing."""
-    cli = FederatedCLI("fit", *found[0].whole)
+    """Builds a run of each task, so that no setting is wrong when they start; a dry run downloads nothing.
+
+    To parse arguments and to make a net takes longer than all else, so each is done once of what several tasks share.
+    """
+    cli, nets = FederatedCLI("fit", *found[0].whole), dict[str, Module]()
+    configs, parts = dict[str, dict[str, Any]](), dict[tuple[str, str], Any]()
     for task in found:
-        of_whole = (*task.whole, f"--trainer.seed={how.seeds[0]}")
-        cli.parse_arguments(cli.parser, prepare(of_whole))  # building may need what the user's settings replace
-        config = cli.resolved()
+        # parsed, and not built, which may need what the user's settings replace; no column has a number of rounds
+        args = prepare([arg for arg in task.whole if arg not in task.recipe.column])
+        if (key := said_of(args, "trainer", "model")) not in configs:
+            cli.parse_arguments(cli.parser, args)
+            configs[key] = cli.resolved()
+        config = configs[key]
         downloads = how.dry_run and value(config, "model.net.pretrained") == "torchvision"
         given = ("--model.net.pretrained=null", *how.settings) if downloads else how.settings
         trials, (built, *_) = (task.trials(config, how.fraction, how.seeds, more) for more in (how.settings, given))
-        made = cli.build() if built.args == of_whole else cli.make(*built.args)
+        keys = {part: (part, said_of(prepare(built.args), part)) for part in PARTS}
+        if not all(key in parts for key in keys.values()):
+            made = cli.make(*built.args, nets=nets)
+            parts.update((key, made[part]) for part, key in keys.items())
+        made = Namespace({part: parts[key] for part, key in keys.items()})  # type: ignore[no-untyped-call]
         fixed = {"max_rounds": scaled_rounds(config, how.fraction), "seed": how.seeds[0]}
         for (key, expected), option in zip(fixed.items(), ("--rounds", "--seeds"), strict=True):
             set_to = getattr(made.trainer, key)

@@ -35,7 +35,7 @@ def run(file: str, /, jobs: int = 1, seeds: str = "0", seed: int = 0, out: str =
         loggers: Whether the runs have their config's loggers, such as W&B; every run writes metrics.csv.
     """
     require(jobs >= 1, "jobs", jobs, "give at least 1")
-    listed, sweep = seeds_of(seeds), Sweep.read(find_config(file))
+    listed, sweep = seeds_of(seeds), Sweep.read(find_config(file, "file"))
     sweep = sweep if loggers else replace(sweep, args=(*sweep.args, "--trainer.loggers=[]"))
     controller = Controller(sweep, Path(out) / sweep.name, listed, seed)
 

@@ -202,7 +202,7 @@ def summarise(
     Raises:
         UserError: If there is no such run or metric, or no evaluation in the last rounds.
     """
-    require(last is None or last >= 1, "last", last, "at least 1 round")
+    require(last is None or last >= 1, "last", last, "give at least 1 round")
     path = Path(run) / FILE
     ensure(path.is_file(), f"run = {run}: no {FILE} there; give the folder of a run")
     columns = read_metrics(path)

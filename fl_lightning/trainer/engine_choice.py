@@ -5,6 +5,7 @@ from functools import partial
 
 from fl_lightning import engine
 from fl_lightning.engine import EngineName, Job
+from fl_lightning.trainer.callbacks.progress import Progress
 from fl_lightning.trainer.cohort import Cohort
 from fl_lightning.trainer.round import Phase, Round
 from fl_lightning.trainer.run import Run
@@ -29,7 +30,7 @@ def choose_engine(runs: Sequence[Run]) -> None:
             rounds = (run.max_rounds - run.rounds_done) * run.objective.phases
             chosen, reason, _ = engine.choose(run.make_engine, jobs, rounds, run.settings.compile)
         chosen, reason = fabric.broadcast((chosen, reason))
-        if reason:
+        if reason and any(isinstance(callback, Progress) for callback in run.callbacks):
             fabric.print(f"engine: {chosen} ({reason})")
     made = run.make_engine(chosen)
     if given != "auto" and made.trains_several and not run.finished:

@@ -4,6 +4,7 @@ import ast
 import json
 import re
 from collections.abc import Mapping, Sequence
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -83,12 +84,30 @@ def model_of_configs(args: Sequence[str]) -> dict[str, Any]:
     """
     path, settings = "", dict[str, Any]()
     for file in (arg.removeprefix("--config=") for arg in args if _option(arg) == "config"):
-        found = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
-        model = found.get("model") if isinstance(found, dict) else None
+        model = _content(Path(file)).get("model")
         if isinstance(model, dict) and "class_path" in model:
             own = model.get("init_args") or {}
             settings, path = {**(settings if model["class_path"] == path else {}), **own}, model["class_path"]
     return {"class_path": path, "init_args": settings} if path else {}
+
+
+def said_of(args: Sequence[str], *parts: str) -> str:
+    """Returns what arguments, by `prepare`, and their configs say of some parts of a run, in their order, as a key."""
+    found = list[Any]()
+    for arg in args:
+        name, _, value = arg.partition("=")
+        if name == "--config":
+            content = _content(Path(value))
+            found.append({part: content[part] for part in parts if part in content})
+        elif _option(arg) in parts:
+            found.append(arg)
+    return json.dumps(found, default=str)
+
+
+@cache
+def _content(config: Path) -> dict[str, Any]:
+    found = yaml.safe_load(config.read_text(encoding="utf-8"))
+    return found if isinstance(found, dict) else {}
 
 
 def kept(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -137,7 +156,8 @@ def _with_config_of_run(args: list[str]) -> list[str]:
         path = Path(value if named else arg if positional else "")
         if not named and path.suffix != ".ckpt":
             continue
-        require(path.is_file(), "ckpt_path", path, "no such file; give a checkpoint file, 'last' or 'best'")
+        kind = "a folder, such as that of a run with checkpoints/last.ckpt" if path.is_dir() else "no such file"
+        require(path.is_file(), "ckpt_path", path, f"{kind}; give a checkpoint file, 'last' or 'best'")
         if (config := RunFolder(path.parent.parent).newest_config).is_file():
             return [f"--config={config}", *args]
         require(

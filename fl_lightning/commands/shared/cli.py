@@ -1,5 +1,6 @@
 """LightningCLI for the federated trainer: one subcommand, its parser, and what its config builds."""
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -195,8 +196,11 @@ class FederatedCLI(Command, LightningCLI):
         """Builds the trainer, if the subcommand needs one."""
         return super().instantiate_trainer(**kwargs) if "trainer" in self.needs else None
 
-    def build(self) -> Namespace:
+    def build(self, nets: dict[str, torch.nn.Module] | None = None) -> Namespace:
         """Builds what the subcommand needs, with initial weights that follow ``trainer.seed``.
+
+        Args:
+            nets: Nets of earlier calls by their settings, which are taken as they are, and get those of this call.
 
         Returns:
             ``trainer``, which has the resolved config, ``model``, ``data``, and the subcommand's own arguments.
@@ -211,8 +215,14 @@ class FederatedCLI(Command, LightningCLI):
             torch.manual_seed(generator(given.seed, "initial weights").initial_seed())
         self.config.pop("seed_everything", None)  # LightningCLI has read it
         config = self.resolved()
+        settings = config["model"].get("init_args", {}) if nets is not None else {}
+        net = json.dumps(settings.get("net"))
+        if nets and net in nets:
+            self.config.model.init_args.net = nets[net]
         super().instantiate_classes()
         made: Namespace = self.config_init
+        if nets is not None:
+            nets[net] = made.model.net
         if "trainer" in self.needs:
             made.trainer = self.trainer
             made.trainer.config = config
@@ -233,17 +243,18 @@ class FederatedCLI(Command, LightningCLI):
             require(not LEFT_OUT.search(value), key, value, remedy)
         return dict(hidden(config))
 
-    def make(self, *args: str) -> Namespace:
+    def make(self, *args: str, nets: dict[str, torch.nn.Module] | None = None) -> Namespace:
         """Parses other arguments, and builds what they describe.
 
         Args:
             args: Arguments of the subcommand, in the place of those of the constructor.
+            nets: As for `build`.
 
         Raises:
             UserError: As `build`.
         """
         self.parse_arguments(self.parser, prepare(args))
-        return self.build()
+        return self.build(nets)
 
     def run(self) -> None:
         """Runs the subcommand."""

@@ -21,11 +21,12 @@ def config_names() -> list[str]:
     return sorted(path.relative_to(folder).as_posix()[: -len(SUFFIX)] for path in folder.rglob(f"*{SUFFIX}"))
 
 
-def find_config(name: str) -> Path:
+def find_config(name: str, key: str = "config") -> Path:
     """Returns the file of a config.
 
     Args:
         name: A path, or the name of a config of the package.
+        key: What it is given for, for the message.
 
     Raises:
         UserError: If there is neither.
@@ -39,4 +40,4 @@ def find_config(name: str) -> Path:
     ends = [known for known in names if known.endswith(f"/{short.rpartition('/')[2]}")]
     near = ends or difflib.get_close_matches(short, names, cutoff=0.5)
     hint = f"did you mean {', '.join(near[:4])}?" if near else "`fl-lightning configs` lists the names"
-    raise UserError(f"config = {name}: no such file or config; {hint}")
+    raise UserError(f"{key} = {name}: no such file or config; {hint}")

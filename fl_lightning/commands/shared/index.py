@@ -119,8 +119,8 @@ def fitting_classes(path: str, bases: Collection[str]) -> list[str]:
     """
     classes = index()["classes"]
     own = [name for name, kind in classes.items() if kind["key"].partition(":")[0] == path]
-    # a base without settings, such as Ascent, and the root of a hierarchy are none of its members
-    roots = [name for name, kind in classes.items() if not kind["settings"] or kind["bases"][:1] == ["Checked"]]
+    # a base without settings, such as Ascent, and an abstract one are none of its members
+    roots = [name for name, kind in classes.items() if not kind["settings"] or "abstract" in kind]
     members = {name: {*([] if name in roots else [name]), *kind["bases"]} for name, kind in classes.items()}
     below = [name for name in members if {*bases} & members[name]]
     return [name for name in below if name in own] or below or own

@@ -4,6 +4,7 @@ import ast
 import os
 import re
 from collections.abc import Sequence
+from importlib import import_module
 from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from fl_lightning.commands.shared.configs import config_names
 from fl_lightning.commands.shared.index import (
     entry,
     fitting_classes,
+    help_of,
     index,
     keys_of,
     named_classes,
@@ -28,6 +30,7 @@ FOREIGN = {
     "model.optimizer": "an optimizer of torch.optim goes by TorchOptimizer, as in "
     "--model.optimizer TorchOptimizer --model.optimizer.name Adam",
     "model.loss": "a loss of torch.nn goes by its name, such as CrossEntropyLoss",
+    "trainer.callbacks": "EarlyStopping of Lightning goes by lightning.pytorch.callbacks.EarlyStopping",
     "trainer.loggers": "another logger of Lightning goes by its dotted path, as in "
     "--trainer.loggers+=lightning.pytorch.loggers.CometLogger",
 }
@@ -75,7 +78,7 @@ def explain(error: Exception, configs: Sequence[str] = (), command: str = "fit")
     nested = [".".join([*keys[:1], key]) for key in re.findall(r"NestedArg\(key='([^']+)'", message)]
     path = max([above, *nested], key=lambda key: key.count("."))  # as it was given, or deeper within a value
     if re.search("Problems parsing config|Unexpected config|codec can't decode", message):
-        what = _fold(re.sub(r"Problems parsing config:|(?<= )in \"<\w+ string>\",", "", message))
+        what = _fold(re.sub(r"Problems parsing config:|(?<= )in \"<\w+ string>\",|: *\Z", "", message))
         remedy = "" if "; " in what else "; give YAML with model, data and trainer"
         return f"config = {' or '.join(configs)}: {what}{remedy}"
     if match := re.search(r"Problem with given class_path '([\w.]+)':\s+(.*)", message):
@@ -92,15 +95,23 @@ def explain(error: Exception, configs: Sequence[str] = (), command: str = "fit")
         dashes, name, value = match.groups()
         if dashes == "--":
             return _unknown_of(command, name, value) or _unknown_option("", name, f"val='{value}'")
-        if name in config_names():
+        options = entry(command)["options"]
+        if name in config_names() and "config" in options:
             return f"{name}: give a config as --config {name}"
-        option = "ckpt_path" if name.endswith(".ckpt") else "config" if name.endswith((".yaml", ".yml")) else "NAME"
-        return f"{dashes}{name}: no option; options have two dashes, as in --{option}={'VALUE' if dashes else name}"
+        if not entry(command)["places"] and set(options) <= {"help"}:
+            return f"{name}: `fl-lightning {command}` takes no arguments; leave it out"
+        run = name.endswith(".ckpt") or os.path.isdir(name)
+        option = "ckpt_path" if run and "ckpt_path" in options else "config" if name.endswith((".yaml", ".yml")) else ""
+        given = message[match.start(2) :].split()[0]
+        example = given if "=" in given else f"{option or 'NAME'}={'VALUE' if dashes else name}"
+        return f"{dashes}{name}: no option; options have two dashes, as in --{example}"
+    if match := re.search(r"argument --([\w.]+): expected one argument", message):
+        return f"{match[1]}: missing; give a value"
     if match := re.search(r"arguments are required: (.*)", message):
         if "ckpt_path" in match[1].split(", "):
             return "ckpt_path: missing; give a checkpoint, such as --ckpt_path runs/.../checkpoints/last.ckpt"
         if not path and match[1] not in ("data, model", "data", "model"):
-            return f"{match[1]}: missing; see `fl-lightning {command} --help`"
+            return f"{match[1]}: missing; {_places(command, match[1])}see `fl-lightning {command} --help`"
         names = ", ".join(f"--{path}.{name}".replace("--.", "--") for name in match[1].split(", "))
         instead = "" if "." in path else ", --config (such as quickstart) or --ckpt_path (runs/...)"
         return f"{names}: missing; give a value{instead}"
@@ -110,6 +121,9 @@ def explain(error: Exception, configs: Sequence[str] = (), command: str = "fit")
         r"Expected an? (?:<class '|typing\.)?(?!path)(.+?)(?:'>)?(?:\. Got value: (.*))?$", message, re.M
     ):
         value = match[2] or _first(r"Given value: (.*)", message)
+        if abstract := re.search(r"class, but (\S+)\.(\w+) is abstract", match[1]):
+            kind = getattr(import_module(abstract[1]), abstract[2])
+            return f"{path} = {abstract[2]}: an abstract class; define {', '.join(sorted(kind.__abstractmethods__))}"
         own = re.findall(r"^ *- (?!Expected|a |Does not validate)(.+)", message, re.M)
         if match[1] == "NoneType" and own:  # raised by the class itself
             kind = re.search(r"subclass of (\w+)|is not iterable", own[-1])
@@ -179,7 +193,7 @@ def meant(given: str) -> list[str]:
     leaf = SYNONYMS.get(leaf, leaf)
     keys = [leaf] if "." in leaf else keys_of(leaf)
     if slip := not keys:
-        keys = [key for name in similar(leaf, sorted(setting_names()), cutoff=0.7) for key in keys_of(name)]
+        keys = [key for name in similar(leaf, sorted(setting_names()), cutoff=0.66) for key in keys_of(name)]
     keys = [key for key in keys if key != given and not any(key.startswith(f"{short}.") for short in keys)]
     near = {key: _shared(key.split("."), above.split(".")) for key in keys}
     found = [key for key in keys if near[key] == max(near.values())]
@@ -213,6 +227,14 @@ def _find(message: str, name: str) -> list[str] | None:
                 return [key for key in path if key != "init_args"]
             trees += [([*path, key], value) for key, value in tree.items()]
     return None
+
+
+def _places(command: str, names: str) -> str:
+    """Returns what a subcommand's help says of some of its arguments that go by their place."""
+    shown = help_of(command)
+    texts = [_first(rf"^  {name.upper()}\s+(\S[^(]*)\.\s+\(", shown) for name in names.split(", ")]
+    found = [f"{text[:1].lower()}{text[1:]}" for text in map(_fold, texts) if text]
+    return f"give {'; '.join(found)}; " if found else ""
 
 
 def _first(pattern: str, text: str) -> str:

@@ -132,7 +132,23 @@ class Clock(Checked, key="trainer.clock"):
         assert isinstance(sampler, UniformSampler)
         wanted = sampler.clients_per_round
         drawn = ceil(round(self.over_selection * wanted, 9))  # 1.1 * 10 is above 11
-        return UniformSampler(drawn, sampler.held_out), wanted
+        return _Enlarged(drawn, sampler.held_out, self.over_selection), wanted
+
+
+class _Enlarged(UniformSampler):
+    """Draws more clients than count."""
+
+    def __init__(self, drawn: int, held_out: int, factor: float) -> None:
+        super().__init__(drawn, held_out)
+        self.factor = factor
+
+    def check(self, rounds: int, m: int) -> None:
+        left = m - self.held_out
+        ensure(
+            self.clients_per_round <= left,
+            f"trainer.clock.over_selection = {self.factor}: draws {self.clients_per_round} clients in a round, but "
+            f"there are only {left}; lower it, or raise data.num_clients",
+        )
 
 
 def read_devices(path: str, key: str) -> list[Device]:
