@@ -5,7 +5,15 @@ for (const formula of document.querySelectorAll(".arithmatex")) {
   katex.render(style + tex, formula, { displayMode: formula.tagName === "DIV", throwOnError: false });
 }
 
-// Keeps keys and options on one line: browsers break them after each hyphen. What is long may break.
+// Keeps keys, and each word of a command, on one line: browsers break them after each hyphen. What is long may break.
 for (const code of document.querySelectorAll(":not(pre) > code")) {
   if (code.textContent.length <= 32) code.style.whiteSpace = "nowrap";
+  else if (!code.children.length) {
+    code.replaceChildren(...code.textContent.split(/( )/).map(word => {
+      if (word === " " || word.length > 32) return word;
+      const span = Object.assign(document.createElement("span"), { textContent: word });
+      span.style.whiteSpace = "nowrap";
+      return span;
+    }));
+  }
 }

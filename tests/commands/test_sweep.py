@@ -85,7 +85,7 @@ def test_a_mistake_is_found_before_the_first_trial(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "line"),
     [
-        (["nowhere.yaml"], "config = nowhere.yaml: no such file"),
+        (["nowhere.yaml"], "file = nowhere.yaml: no such file"),
         (["sweeps/digits", "--jobs=0"], "jobs = 0"),
         (["sweeps/digits", "--seeds=0,0"], "seeds = 0,0"),
         (["sweeps/digits", "--seeds=x"], "seeds = x"),

@@ -118,6 +118,7 @@ class FederatedParser(Parser, LightningArgumentParser):
     def format_help(self, *args: Any, **kwargs: Any) -> str:
         """Returns the help: types in words, and of a setting's classes those of this package that fit its key."""
         whole = super(Parser, self).format_help(*args, **kwargs)
+        whole = re.sub(r"\Ausage: fl-lightning --.*?\n\n", "", whole, flags=re.DOTALL)  # of a class: its usage is none
         return readable(re.sub(r",\s+known\s+subclasses:([^)]*)\)", _own_classes, whole))
 
 
