@@ -247,10 +247,10 @@ def shortened(args: list[str]) -> list[str]:
 
 
 def short_sweep(file: str) -> str:
-    """A sweep's file with two values a parameter and two rounds a trial, under the same name."""
+    """A sweep's file with two rounds a trial, under the same name; with two values of each parameter but the first."""
     path = find_config(file)
     sweep = yaml.safe_load(path.read_text())
-    for parameter in sweep["parameters"].values():
+    for parameter in [*sweep["parameters"].values()][1:]:
         if "values" in parameter:
             del parameter["values"][2:]
     sweep["parameters"] |= {"trainer.max_rounds": {"value": 2}}
