@@ -160,12 +160,7 @@ class FederatedDataModule(SampleStore, ABC):
         """
         if hasattr(self, "clients"):
             return
-        loaded: Any = self.load()
-        ensure(
-            isinstance(loaded, (tuple, list)) and len(loaded) == 4,
-            f"data = {type(self).__name__}: load must return four arrays: x_train, y_train, x_test, y_test",
-        )
-        self.store(*loaded)
+        self.store(self.load())
         sizes = len(self.y_train), len(self.y_test)
         if (known := self.published) is not None and sizes != (known.train, known.test):
             rank_zero_warn(

@@ -18,6 +18,7 @@ from fl_lightning.core import (
     Inputs,
     PositiveInt,
     Threads,
+    ensure,
     map_tensors,
     named_tensors,
     require,
@@ -85,12 +86,15 @@ class SampleStore(Checked, L.LightningDataModule, ABC, key="data"):
 
     # Storage
 
-    def store(self, x_train: Any, y_train: Any, x_test: Any, y_test: Any) -> None:
-        """Checks and keeps the data, in the forms that `load` may return.
+    def store(self, loaded: Any) -> None:
+        """Checks and keeps what `load` has returned.
 
         Raises:
             UserError: If they are faulty, or do not fit together.
         """
+        four = isinstance(loaded, tuple | list) and len(loaded) == 4
+        ensure(four, f"data = {type(self).__name__}: load must return four arrays: x_train, y_train, x_test, y_test")
+        x_train, y_train, x_test, y_test = loaded
         self.x_train, self.y_train = self.as_stored("x_train", x_train), self.task.targets("y_train", y_train)
         self.x_test, self.y_test = self.as_stored("x_test", x_test), self.task.targets("y_test", y_test)
         check_pairs(like(self.x_train), self.y_train, like(self.x_test), self.y_test)

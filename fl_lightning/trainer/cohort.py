@@ -9,7 +9,6 @@ from fl_lightning.core import ClientContext, State
 from fl_lightning.engine import LocalResult
 from fl_lightning.trainer.flight import Flight, Task
 from fl_lightning.trainer.participation.faults import NO_FAULTS, Attendance, Faults
-from fl_lightning.trainer.participation.samplers import draw
 from fl_lightning.trainer.run import Run
 from fl_lightning.trainer.runtime.collectives import assign, owner
 from fl_lightning.trainer.timing import Timing
@@ -56,7 +55,7 @@ class Cohort:
         rule, timing = run.settings.asynchronous, run.timing
         if rule is not None and timing is not None:
             return cls._landed(run, Flight(run, rule, timing, run.rounds_done, run.state.training), timing)
-        return cls.of(run, _drawn(run, t), t, run.settings.faults, timing=run.timing)
+        return cls.of(run, run.drawn(t), t, run.settings.faults, timing=run.timing)
 
     @classmethod
     def _landed(cls, run: Run, flight: Flight, timing: Timing) -> Cohort:
@@ -86,7 +85,7 @@ class Cohort:
     @classmethod
     def drawn(cls, run: Run, t: int) -> Cohort:
         """Returns all clients drawn for round ``t``, as if none failed; if nobody is drawn, the first client."""
-        return cls.of(run, _drawn(run, t) or [0], t)
+        return cls.of(run, run.drawn(t) or [0], t)
 
     @classmethod
     def of(
@@ -177,7 +176,3 @@ class Cohort:
             return result
         upload = self.faults.corrupt(result.upload, known, result.client, result.ctx, seed)
         return replace(result, upload=upload, finite=result.finite & State(upload).finite())
-
-
-def _drawn(run: Run, t: int) -> list[int]:
-    return draw(run.settings.sampler, t, run.data.num_clients, run.aggregation.cohort_seed(run.seed))

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from fl_lightning.core import NonNegativeInt, State, ensure, fits
 from fl_lightning.trainer.participation.asynchronous import Asynchronous
-from fl_lightning.trainer.participation.samplers import draw
 from fl_lightning.trainer.run import Run
 from fl_lightning.trainer.timing import Timing
 
@@ -94,7 +93,7 @@ class Flight:
         self._starts: int = saved.get("starts", 0)
         self.refused: int = saved.get("refused", 0)
         heapify(self._tasks)
-        self.slots = rule.concurrency or max(len(self._cohort(0)), 1)
+        self.slots = rule.concurrency or max(len(run.drawn(0)), 1)
         self.arrived, self.events = list[Task](), list[Event]()
         self.started = self.passed = 0
         self.failed: dict[str, list[int]] = {"dropped": [], "late": []}
@@ -103,9 +102,6 @@ class Flight:
         self.staleness = [self.t - task.version for task in self.arrived]
         mean = sum(self.staleness) / len(self.staleness)
         self.events.append(Event(self.t + 1, self.now, "step", None, self.t + 1, mean))
-
-    def _cohort(self, number: int) -> list[int]:
-        return draw(self.run.settings.sampler, number, self.run.data.num_clients, self.run.seed)
 
     def _advance(self) -> None:
         """Goes on until the server steps."""
@@ -143,7 +139,7 @@ class Flight:
         run, busy, until = self.run, {task.client for task in self._tasks}, self._drawn + COHORTS
         while len(self._tasks) < self.slots and (self._waiting or self._drawn < until):
             if not self._waiting:
-                self._waiting, self._drawn = self._cohort(self._drawn), self._drawn + 1
+                self._waiting, self._drawn = run.drawn(self._drawn), self._drawn + 1
                 continue
             client, cohort = self._waiting.pop(0), self._drawn - 1
             if client in busy:

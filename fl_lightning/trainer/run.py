@@ -20,6 +20,7 @@ from fl_lightning.results.metrics import Mode
 from fl_lightning.trainer.aggregation.base import Aggregation, Mean, Plan
 from fl_lightning.trainer.evaluation import Evaluator, Split
 from fl_lightning.trainer.loggers import RunLogger
+from fl_lightning.trainer.participation.samplers import draw
 from fl_lightning.trainer.settings import Kind, Settings
 from fl_lightning.trainer.state import RunState, by_key
 from fl_lightning.trainer.storage.client_store import ClientStore
@@ -282,6 +283,11 @@ class Run:
     def round_context(self, t: int, phase: int = 0) -> RoundContext:
         """Returns the context of round ``t``."""
         return RoundContext(t, self.max_rounds, self.data.num_clients, self.objective.flat, phase)
+
+    def drawn(self, t: int) -> list[int]:
+        """Returns the clients drawn for round ``t``, a function of (seed, t), or of a secret under privacy."""
+        seed = self.aggregation.cohort_seed(self.seed)
+        return draw(self.settings.sampler, t, self.data.num_clients, seed)
 
     def minibatches(self, client: int, ctx: ClientContext) -> Minibatches:
         """Returns a client's minibatches, a function of (seed, round, phase, client); epochs alone come first."""

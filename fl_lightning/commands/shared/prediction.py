@@ -28,7 +28,6 @@ from fl_lightning.trainer import (
     FlatnessMonitor,
     Progress,
     Run,
-    draw,
     evaluate,
 )
 from fl_lightning.trainer.callbacks.checkpoints import pause
@@ -260,7 +259,7 @@ def ahead(run: Run) -> Iterator[Ahead]:
             clients = [task.client for task in flight.arrived]
             first, numbers = [steps(k) for k in clients], [(flight.started, len(clients))]
         else:
-            clients, found = draw(of.sampler, t, data.num_clients, run.aggregation.cohort_seed(run.seed)), []
+            clients, found = run.drawn(t), []
             for phase in phases:
                 each = of.faults.attendance(clients, [steps(k) for k in clients], t, phase, run.seed)
                 found.append(each if timing is None else timing.attendance(each, phase))
