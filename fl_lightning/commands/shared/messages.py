@@ -121,9 +121,9 @@ def explain(error: Exception, configs: Sequence[str] = (), command: str = "fit")
         r"Expected an? (?:<class '|typing\.)?(?!path)(.+?)(?:'>)?(?:\. Got value: (.*))?$", message, re.M
     ):
         value = match[2] or _first(r"Given value: (.*)", message)
-        if abstract := re.search(r"class, but (\S+)\.(\w+) is abstract", match[1]):
-            kind = getattr(import_module(abstract[1]), abstract[2])
-            return f"{path} = {abstract[2]}: an abstract class; define {', '.join(sorted(kind.__abstractmethods__))}"
+        if match[1].endswith("is abstract") and re.fullmatch(r"[\w.]+\.\w+", value):
+            kind: Any = getattr(import_module(value.rpartition(".")[0]), value.rpartition(".")[2])
+            return f"{path} = {value}: an abstract class; define {', '.join(sorted(kind.__abstractmethods__))}"
         own = re.findall(r"^ *- (?!Expected|a |Does not validate)(.+)", message, re.M)
         if match[1] == "NoneType" and own:  # raised by the class itself
             kind = re.search(r"subclass of (\w+)|is not iterable", own[-1])
