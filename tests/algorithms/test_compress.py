@@ -115,7 +115,7 @@ def test_transcription(given: dict[str, Any], golden: Golden) -> None:
     assert found.state.total_bits == bits and ("Compress.w" in found.clients.shapes) is remembers
 
 
-@pytest.mark.sampled(quick=16, slow=5)
+@pytest.mark.sampled(quick=11, slow=5)
 @each_method
 @pytest.mark.parametrize("algorithm", [FedAvg, SCAFFOLD, FedAdamW, FedMuon])
 def test_engines_agree(algorithm: Any, given: dict[str, Any], golden: Golden) -> None:

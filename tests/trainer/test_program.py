@@ -27,7 +27,7 @@ ALGORITHMS = [
     for name, each in CLASSES.items()
     if isinstance(each, type) and issubclass(each, fl.LocalObjective) and each is not fl.LocalObjective
 ]
-QUICK = {("FedSMOO", "graphed"), ("NaiveFedGloSS", "batched")}
+QUICK = {("FedSMOO", "graphed"), ("FedGMT", "batched"), ("FedAdam", "graphed"), ("NaiveFedGloSS", "batched")}
 
 
 class Rounds(Callback):
