@@ -273,7 +273,11 @@ def test_file_or_median(given: Any) -> None:
             {"deadline_s": 1.0, "late": "partial"},
             "trainer.clock.late = partial: clients also train before the round; set it to lost",
         ),
-        ({}, {"over_selection": 1.2}, "trainer.clients_per_round = 4, but there are only 3 clients"),
+        (
+            {},
+            {"over_selection": 1.2},
+            "trainer.clock.over_selection = 1.2: draws 4 clients in a round, but there are only 3; ",
+        ),
     ],
 )
 def test_what_does_not_go_together(options: Any, clock: Any, message: str, tmp_path: Path) -> None:
