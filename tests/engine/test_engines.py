@@ -484,7 +484,7 @@ def test_auto_measures_and_keeps_its_choice(
     def long() -> Run:
         trainer = FederatedTrainer(
             max_rounds=100_000, clients_per_round=4, precision="64-true", local_steps=4, accelerator="cpu", threads=1,
-            default_root_dir=str(tmp_path), enable_progress_bar=False,
+            default_root_dir=str(tmp_path),
         )  # fmt: skip
         return trainer.start(FedAvg(net=Counted()), data(batch_size=2))
 

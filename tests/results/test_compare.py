@@ -187,12 +187,6 @@ def compiled(folder: Path, tables: list[str]) -> str:
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False).stdout
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(
-    shutil.which("pdflatex") is None
-    or subprocess.run(["kpsewhich", "booktabs.sty"], capture_output=True).returncode != 0,
-    reason="needs pdflatex and booktabs: apt-get install texlive-latex-recommended",
-)
 def test_hours_of_devices_without_a_clock(tmp_path: Path) -> None:
     """Of a run that has reached the target nothing is known; it is not one that never did."""
     clocked, plain = write(tmp_path / "clocked", {2: 0.2, 6: 0.5}), write(tmp_path / "plain", {2: 0.8, 6: 0.8})
@@ -204,6 +198,12 @@ def test_hours_of_devices_without_a_clock(tmp_path: Path) -> None:
     assert [cell(group, column) for group in groups] == ["×", ""]
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(
+    shutil.which("pdflatex") is None
+    or subprocess.run(["kpsewhich", "booktabs.sty"], capture_output=True).returncode != 0,
+    reason="needs pdflatex and booktabs: apt-get install texlive-latex-recommended",
+)
 def test_tables_compile_and_fit_a_column(tmp_path: Path) -> None:
     """With a setting that reads otherwise, differences, targets, a negative number, and long heads."""
     for i, lr in enumerate((0.1, "a_b<%\\~^&#$é")):
