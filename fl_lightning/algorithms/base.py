@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from inspect import BoundArguments
 from typing import Any
+from warnings import warn
 
 import torch
 from torch import Tensor, nn
@@ -194,9 +195,13 @@ class LocalObjective(Composed, SupervisedModule):
         return self.encoded(upload), client
 
     def finish_phase(self, server: State, sent: State, uploads: Uploads, ctx: RoundContext) -> State:
-        """Returns the server's state after a phase."""
+        """Returns the server's state after a phase; warns of what the step keeps on the objective, which is not saved."""
         uploads = through((part.decoded for part in self.parts), uploads, sent, self.models)
+        before = {**vars(self)}
         server = value_of(self.server_step, server, sent, uploads, ctx)
+        for name in [name for name, value in vars(self).items() if before.get(name, self) is not value]:
+            step = f"{type(self).__name__}.server_step"
+            warn(f"{step} sets self.{name}: a resumed run lacks it; declare it in server_state", stacklevel=2)
         return through((part.phase_end for part in self.all_parts), server, uploads)
 
     def finish_client(self, client: State, server: State) -> State:

@@ -397,3 +397,15 @@ def test_check_trains_no_clients_beside_its_own(name: str, tmp_path: Path) -> No
     run = train(tmp_path, FedAvg(net=Small(), optimizer=SGD(0.1)), name, max_rounds=1, clients_per_round=5)
     assert run.engine._widest == 5  # type: ignore[attr-defined]
     assert run.engine.without_autocast()._widest == 2  # type: ignore[attr-defined]
+
+
+class Remembers(LocalObjective):
+    def server_step(self, server: State, sent: State, uploads: Any, ctx: Any) -> State:
+        self.last = uploads.mean("w") - server.w
+        return super().server_step(server, sent, uploads, ctx)
+
+
+@pytest.mark.parametrize("name", ["sequential", "graphed"])
+def test_what_a_resumed_run_lacks_is_a_warning(name: str, tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match=r"Remembers\.server_step sets self\.last: a resumed run lacks it; declare it"):
+        train(tmp_path, Remembers(net=Small()), name, max_rounds=3)
