@@ -195,7 +195,7 @@ class LocalObjective(Composed, SupervisedModule):
         return self.encoded(upload), client
 
     def finish_phase(self, server: State, sent: State, uploads: Uploads, ctx: RoundContext) -> State:
-        """Returns the server's state after a phase; warns of what the step keeps on the objective, which is not saved."""
+        """Returns the server's state after a phase; warns of what its step keeps on the objective, which is lost."""
         uploads = through((part.decoded for part in self.parts), uploads, sent, self.models)
         before = {**vars(self)}
         server = value_of(self.server_step, server, sent, uploads, ctx)
