@@ -99,7 +99,7 @@ def fitting(table: Table, width: int, keys: int = 1, text: int = TEXT) -> Iterat
         shown.title, shown.caption = None if place else table.title, None if part is not parts[-1] else table.caption
         for i, column in zip(part, shown.columns, strict=True):
             more = max(0, min(natural[i] - least[i], spare))
-            column.width, column.overflow, spare = least[i] + more, "fold", spare - more
+            column.width, column.overflow, column.no_wrap, spare = least[i] + more, "fold", False, spare - more
         yield shown
 
 
