@@ -2,7 +2,8 @@
 
 ``python benchmarks/study.py digits --out runs/studies`` reads benchmarks/studies/digits.yaml and fills ledger/digits.
 Each method draws its settings at random, as often as the others, and is judged on held-out training data. A row is one
-run of its own; draws may be trained as one program.
+run of its own; draws may be trained as one program. What the ledger has is not trained again: rows, and the draws of a
+method if one of them is the best.
 """
 
 from __future__ import annotations
@@ -27,6 +28,16 @@ Study = dict[str, Any]
 
 def words(*texts: str) -> list[str]:
     return [word for text in texts for word in shlex.split(text)]
+
+
+def known_best(study: Study, name: str, ledger: Path) -> dict[str, str] | None:
+    """The best draw of a method in ``tuning.csv``, if all are there, and no other one is as accurate."""
+    rows = [row for row in read_tuning(ledger).get(name, []) if len(row) == 4]
+    accuracies = sorted((float(acc) for _, state, acc, _ in rows if state == "finished"), reverse=True)
+    if len(rows) < study["draws"] or len(accuracies) < 2 or accuracies[0] == accuracies[1]:
+        return None
+    best = next(text for _, state, acc, text in rows if state == "finished" and float(acc) == accuracies[0])
+    return dict(setting.split("=", 1) for setting in best.split())  # type: ignore[misc]
 
 
 def tune(study: Study, name: str, folder: Path) -> dict[str, str]:
@@ -62,28 +73,40 @@ def loss(draw: dict[str, str]) -> float:
     return headline(Path(draw["folder"]), "server/val/loss") or math.inf
 
 
-def train(study: Study, name: str, best: dict[str, str], folder: Path) -> None:
-    """The rows of a method: each column and seed, without held-out data."""
+def missing(study: Study, name: str, ledger: Path) -> dict[str, tuple[str, int]]:
+    """The rows of a method that the ledger lacks: settings of the column, and seed."""
+    rows = {
+        f"{column.replace(' ', '_')}/{name}/seed_{seed}": (more, seed)
+        for column, more in study["columns"].items()
+        for seed in study["seeds"]
+    }
+    return {run: of for run, of in rows.items() if not (ledger / run / "row.json").is_file()}
+
+
+def train(study: Study, name: str, best: dict[str, str], folder: Path, ledger: Path) -> None:
+    """The rows of a method that the ledger lacks: each column and seed, without held-out data."""
     args = words(study["fit"], study["methods"][name][0], study["rows"])
     settings = [f"--{key}={value}" for key, value in best.items()]
-    for column, more in study["columns"].items():
-        for seed in study["seeds"]:
-            run = f"{column.replace(' ', '_')}/{name}/seed_{seed}"
-            if list((folder / run).glob("version_*/summary.json")):
-                continue
+    for run, (more, seed) in missing(study, name, ledger).items():
+        if not list((folder / run).glob("version_*/summary.json")):
             place = [f"--trainer.default_root_dir={folder}", f"--trainer.name={run}"]
             seeds = [f"--trainer.seed={seed}", f"--data.seed={seed}"]
             fl_lightning(["fit", *args, *settings, *words(more), *seeds, *place, "--ckpt_path=auto"])
 
 
-def tuning(study: Study, folder: Path, ledger: Path) -> None:
-    """All draws so far, as ``tuning.csv``; methods without a sweep in this folder keep the draws that the file has."""
-    file = ledger / "tuning.csv"
+def read_tuning(ledger: Path) -> dict[str, list[list[str]]]:
+    """The lines of ``tuning.csv`` by method."""
     known: dict[str, list[list[str]]] = {}
-    if file.is_file():
-        with file.open(newline="") as table:
+    if (ledger / "tuning.csv").is_file():
+        with (ledger / "tuning.csv").open(newline="") as table:
             for row in list(csv.reader(table))[1:]:
                 known.setdefault(row[0], []).append(row)
+    return known
+
+
+def tuning(study: Study, folder: Path, ledger: Path) -> None:
+    """All draws so far, as ``tuning.csv``; methods without a sweep in this folder keep the draws that the file has."""
+    known = read_tuning(ledger)
     for name in study["methods"]:
         path = folder / name / "sweep.csv"
         if path.is_file():
@@ -93,7 +116,7 @@ def tuning(study: Study, folder: Path, ledger: Path) -> None:
                     own = [f"{key}={value}" for key, value in draw.items() if key.startswith("model.")]
                     known[name].append([name, draw["state"], draw["server/val/acc"], " ".join(own)])
     rows = [row for name in study["methods"] for row in known.get(name, [])]
-    write_table(file, ["method", "state", "server/val/acc", "settings"], rows)
+    write_table(ledger / "tuning.csv", ["method", "state", "server/val/acc", "settings"], rows)
 
 
 def main() -> None:
@@ -109,10 +132,13 @@ def main() -> None:
     about = {key: study[key] for key in ("title", "text", "reference")}
     (ledger / "about.yaml").write_text(yaml.safe_dump(about, sort_keys=False, width=1000))
     for name in given.methods.split(",") if given.methods else study["methods"]:
-        best = tune(study, name, out / "tuning")
-        train(study, name, best, out / "rows")
+        if not missing(study, name, ledger):
+            continue
+        best = known_best(study, name, ledger) or tune(study, name, out / "tuning")
         tuning(study, out / "tuning", ledger)
-        fl_lightning(["ledger", "add", str(out / "rows"), "--into", str(ledger)])
+        train(study, name, best, out / "rows", ledger)
+        if list((out / "rows").glob("**/summary.json")):
+            fl_lightning(["ledger", "add", str(out / "rows"), "--into", str(ledger)])
 
 
 if __name__ == "__main__":
