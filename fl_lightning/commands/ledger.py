@@ -46,8 +46,10 @@ def run(
     require(action in ACTIONS, "action", action, f"choose from {', '.join(ACTIONS)}")
     if action == "add":
         for given in folders:
-            for folder in find_runs([given]):
-                say(f"added: {_add(folder, Path(given).resolve(), Path(into))}")
+            found = find_runs([given])
+            for folder in found:
+                several = sum(other.parent == folder.parent for other in found) > 1
+                say(f"added: {_add(folder, Path(given).resolve(), Path(into), several)}")
         return
     found = [row for given in folders for row in ledger.rows(Path(given))]
     if action == "check":
@@ -65,11 +67,11 @@ def run(
             write_together({**written, path.parent / name: render(figure(), png={})[0]})
 
 
-def _add(run: Path, given: Path, into: Path) -> Path:
-    """Writes the row of a run, and returns its folder."""
+def _add(run: Path, given: Path, into: Path, several: bool) -> Path:
+    """Writes the row of a run, and returns its folder; of ``several`` versions each is a row."""
     ensure((run / ENDED).is_file(), f"{run}: the run has not ended; let it end first")
-    parts = [part for part in run.relative_to(given).parts if not part.startswith("version_")]
-    row, about = into.joinpath(*parts or [RunFolder(run).name]), _about(run)
+    parts = [part for part in run.relative_to(given).parts if not part.startswith("version_")] or [RunFolder(run).name]
+    row, about = into.joinpath(*parts, *[run.name] * several), _about(run)
     before = ledger.about(row) if row.exists() else {}
     ensure(
         not before or before.get("weights") == about["weights"],

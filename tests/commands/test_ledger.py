@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,15 @@ def test_a_row_is_a_run_without_checkpoints_and_without_its_machine(ledger: Path
     about = json.loads((row(ledger) / "row.json").read_text())
     assert (about["method"], about["rounds"], about["seed"], about["checks"]) == ("FedSAM", 6, 1, [])
     assert about["starts"][0]["engine"] == "sequential"
+
+
+@pytest.mark.slow
+def test_versions_of_a_name_are_rows_each(ledger: Path, tmp_path: Path) -> None:
+    for seed in (0, 1):
+        shutil.copytree(ledger / "runs" / "FedSAM" / f"seed_{seed}" / "version_0", tmp_path / "x" / f"version_{seed}")
+    cli("ledger", "add", str(tmp_path), f"--into={tmp_path / 'rows'}")
+    rows = [tmp_path / "rows" / "x" / f"version_{seed}" / "row.json" for seed in (0, 1)]
+    assert [json.loads(path.read_text())["seed"] for path in rows] == [0, 1]
 
 
 @pytest.mark.slow
