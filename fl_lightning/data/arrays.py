@@ -143,7 +143,10 @@ class FromDataset(FederatedDataModule):
         ensure(test_clients is None or clients is not None, "clients: missing; test_clients are among them")
         for name, users, samples in (("clients", clients, train), ("test_clients", test_clients, test)):
             n = len(cast(Sized, samples))
-            ensure(users is None or len(users) == n, f"{name}: {len(users or ())} for {n} samples; give one per sample")
+            ensure(
+                users is None or len(users) == n,
+                f"{name}: {0 if users is None else len(users)} for {n} samples; give one per sample",
+            )
         super().__init__(**kwargs)
         self.train, self.test = train, test
         if clients is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -228,9 +229,11 @@ def test_any_dataset_with_clients(kind: str, stream: bool, tmp_path: Path) -> No
     assert (train.reads > before) is stream
 
 
-def test_a_client_has_its_own_part_of_the_test_set() -> None:
+@pytest.mark.parametrize("column", [list, np.array])
+def test_a_client_has_its_own_part_of_the_test_set(column: Callable[[list[int]], Any]) -> None:
     train, test = Pairs(IMAGES[:6], [0, 1] * 3), Pairs(IMAGES[6:11], [0, 1, 1, 0, 0])
-    data = FromDataset(train, test, [10, 2, 2, 10, 7, 7], [10, 7, 3, 10, 7])  # user 3 trains nowhere, 2 tests nothing
+    # user 3 trains nowhere, 2 tests nothing
+    data = FromDataset(train, test, column([10, 2, 2, 10, 7, 7]), column([10, 7, 3, 10, 7]))
     data.setup()
     assert [part.tolist() for part in data.clients] == [[1, 2], [4, 5], [0, 3]]
     found = [data.client_test_indices(client) for client in range(3)]
