@@ -38,11 +38,11 @@ def write_new(folder: str, files: Mapping[str, str]) -> None:
         files: The texts, by file name.
 
     Raises:
-        UserError: If the folder is not empty (hidden files do not count), or cannot be written to; nothing is written
+        UserError: If the folder is not empty (hidden files and __pycache__ do not count), or cannot be written to; nothing is written
             then.
     """
     target = make_folder(folder, "folder")
-    there = sorted(path.name for path in target.iterdir() if not path.name.startswith("."))
+    there = sorted(path.name for path in target.iterdir() if not path.name.startswith((".", "__")))
     ensure(not there, f"folder = {folder}: not empty, it has {', '.join(there[:3])}; choose a new folder")
     for name, text in files.items():
         write_atomically(target / name, text)
