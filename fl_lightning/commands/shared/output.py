@@ -38,8 +38,8 @@ def write_new(folder: str, files: Mapping[str, str]) -> None:
         files: The texts, by file name.
 
     Raises:
-        UserError: If the folder is not empty (hidden files and __pycache__ do not count), or cannot be written to; nothing is written
-            then.
+        UserError: If the folder is not empty (hidden files and __pycache__ do not count), or cannot be written to;
+            nothing is written then.
     """
     target = make_folder(folder, "folder")
     there = sorted(path.name for path in target.iterdir() if not path.name.startswith((".", "__")))
