@@ -15,14 +15,20 @@ Autocast = Callable[[], AbstractContextManager[object]]
 """Context for forward passes: ``fabric.autocast``."""
 
 
-def call_at(net: nn.Module, weights: Mapping[str, Tensor], x: Any) -> Any:
-    """Returns a net's output with other values for some parameters, by their first names; the net keeps its own.
-
-    torch would leave the values in a module that the net has at several places, since it exchanges them once for each.
-    """
+def places(net: nn.Module) -> list[tuple[str, str]]:
+    """Returns the names of a net's parameters, each with its first name: a module may stand at several places."""
     first = {id(p): name for name, p in net.named_parameters()}
     own = (m.named_parameters(prefix, recurse=False, remove_duplicate=False) for prefix, m in net.named_modules())
-    values = {name: weights[first[id(p)]] for each in own for name, p in each if first[id(p)] in weights}
+    return [(name, first[id(p)]) for each in own for name, p in each]
+
+
+def call_at(net: nn.Module, weights: Mapping[str, Tensor], x: Any, names: list[tuple[str, str]]) -> Any:
+    """Returns a net's output with other values for some parameters, by their first names; the net keeps its own.
+
+    The ``names`` are those of `places`: torch would leave the values in a module that the net has at several of them,
+    since it exchanges them once for each.
+    """
+    values = {name: weights[first] for name, first in names if first in weights}
     return functional_call(net, values, (x,), tie_weights=False)
 
 

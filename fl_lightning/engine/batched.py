@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import repeat
 from typing import Any
 
@@ -24,6 +24,7 @@ from fl_lightning.core import (
     eval_mode,
     global_generator,
     is_finite,
+    places,
     to_device,
 )
 from fl_lightning.data.minibatches import Block, Minibatches, blocks, whole_blocks
@@ -246,10 +247,15 @@ class BatchedEngine(Engine):
         loss = carry.loss + torch.where(active[:, 0], new.loss, 0)
         return Carry(torch.where(active, new.w, carry.w), state, loss)
 
+    @cached_property
+    def _places(self) -> list[tuple[str, str]]:
+        """The names of the net's parameters, at each of their places."""
+        return places(self.objective.net)
+
     def _output(self, v: Tensor, x: Tensor) -> Any:
         """Returns the net's output at the weights ``v`` on one client's minibatch."""
         with self.objective.observed():
-            return call_at(self.objective.net, self.net.spec.split(v), x)
+            return call_at(self.objective.net, self.net.spec.split(v), x, self._places)
 
     def _loss(self, losses: Losses | None, v: Tensor, x: Tensor, y: Tensor, weight: Tensor, *teacher: Tensor) -> Tensor:
         return self.objective.batch_loss(self._output(v, x), y, *teacher, weight=weight, losses=losses)

@@ -17,7 +17,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fl_lightning.core import FlatSpec, Inputs, accumulator_dtype, call_at, ensure, eval_mode, map_tensors, matching
+from fl_lightning.core import (
+    FlatSpec,
+    Inputs,
+    accumulator_dtype,
+    call_at,
+    ensure,
+    eval_mode,
+    map_tensors,
+    matching,
+    places,
+)
 
 Batch = tuple[Inputs, Tensor]
 """Samples and targets."""
@@ -86,6 +96,7 @@ class LossAt:
         reduce: Reduce | None = None,
     ) -> None:
         self.model, self.loss, self.batches, self.reduce = model, loss, passes(batches), reduce
+        self._places = places(model)
         spec = FlatSpec(model)
         own = spec.vector(model)
         self.names = spec.names if parameters is None else matching(spec.names, parameters)
@@ -106,7 +117,7 @@ class LossAt:
         x, y = map_tensors(lambda v: v.to(self.w.device), x), y.to(self.w.device)
         parts = torch.split(self.w, [shape.numel() for shape in self._shapes])
         weights = {n: p.view(s) for n, p, s in zip(self.names, parts, self._shapes, strict=True)}
-        outputs = call_at(self.model, self._constant | weights, x)
+        outputs = call_at(self.model, self._constant | weights, x, self._places)
         losses = self.loss(outputs, y)
         ensure(
             losses.shape == (len(y),),

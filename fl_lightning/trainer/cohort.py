@@ -108,7 +108,7 @@ class Cohort:
             timing: The clock that says who is too late; None: nobody is.
         """
         settings, data = run.settings, run.data
-        asked = [data.batches_per_client(k, settings.local_epochs, settings.local_steps) for k in clients]
+        asked = [settings.asked(data, k) for k in clients]
         attendance = faults.attendance(clients, asked, t, phase, run.seed)
         attendance = attendance if timing is None else timing.attendance(attendance, phase)
         ctx, lr = run.round_context(t, phase), run.objective.lr(run.round_context(t))

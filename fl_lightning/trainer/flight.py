@@ -145,7 +145,7 @@ class Flight:
             if client in busy:
                 self.passed += 1
                 continue
-            K = run.data.batches_per_client(client, run.settings.local_epochs, run.settings.local_steps)
+            K = run.settings.asked(run.data, client)
             found = run.settings.faults.attendance([client], [K], cohort, 0, run.seed)
             kind = "start" if found.receivers else "absent"
             self.events.append(Event(self.t + 1, self.now, kind, client, self.t))

@@ -296,7 +296,7 @@ class Run:
         phase, count = 0 if alone else ctx.phase, ctx.K
         ahead = 0 if own is None or phase else data.batches_per_client(client, own.epochs_alone, None)
         if ahead:
-            count = max(count, ahead + data.batches_per_client(client, of.local_epochs, of.local_steps))
+            count = max(count, ahead + of.asked(data, client))
         draw = generator(self.seed, "batches", ctx.stream, phase, client)
         batches, first = data.client_batches(client, of.local_epochs, count, draw, self.dtype), 0 if alone else ahead
         return batches.take(range(first, first + ctx.K)) if ahead else batches

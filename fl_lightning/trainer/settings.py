@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 import torch
 
 from fl_lightning.core import Checked, Interval, NonNegativeInt, PositiveInt, Size, Threads, UserError, ensure, require
+from fl_lightning.data import FederatedDataModule
 from fl_lightning.engine import EngineName
 from fl_lightning.results.configs import group_id
 from fl_lightning.trainer.aggregation.base import Aggregation, Mean
@@ -198,6 +199,10 @@ class Settings(Checked, key="trainer"):
         tags = (type(model).__name__, type(data).__name__)
         group = "-".join([*tags, group_id(self.config)]) if self.config else self.run_name(model, data, kind)
         return About("fit" if kind == "federated" else kind, group, tags, self.eval_last)
+
+    def asked(self, data: FederatedDataModule, client: int) -> int:
+        """Returns the number of local steps, K, that a round asks of a client."""
+        return data.batches_per_client(client, self.local_epochs, self.local_steps)
 
     def launch(self) -> None:
         """Starts the processes, at the first call."""

@@ -60,7 +60,7 @@ class Timing:
         alone = clock.shortens and objective.trains_alone
         ensure(not alone, "trainer.clock.late = partial: clients also train before the round; set it to lost")
         self.bits = [exchanged(objective, server, replace(ctx, phase=phase)) for phase in range(objective.phases)]
-        self.device = cache(self._device)
+        self.device, self._place = cache(self._device), cache(self._placed)
 
     def _device(self, client: int) -> Device:
         """Returns a client's device, a function of the file or of (seed, client)."""
@@ -85,10 +85,9 @@ class Timing:
         computed = device.compute_s(sum(data.batch_sizes(size, K)), *objective.passes)
         return before + computed, device.comm_s(*self.bits[phase])
 
-    def _place(self, client: int) -> tuple[float, int]:
+    def _placed(self, client: int) -> tuple[float, int]:
         """Returns what sorts the clients by the seconds of a whole task."""
-        K = self.data.batches_per_client(client, self.settings.local_epochs, self.settings.local_steps)
-        return sum(self.spent(client, K)), client
+        return sum(self.spent(client, self.settings.asked(self.data, client))), client
 
     @cached_property
     def _tenths(self) -> list[tuple[float, int]]:

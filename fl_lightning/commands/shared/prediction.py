@@ -249,7 +249,7 @@ class Ahead(NamedTuple):
 def ahead(run: Run) -> Iterator[Ahead]:
     """Yields the rounds of a run from the first one on, until its clock ends it."""
     of, data, timing, phases = run.settings, run.data, run.timing, range(run.objective.phases)
-    steps = cache(lambda k: data.batches_per_client(k, of.local_epochs, of.local_steps))
+    steps = cache(lambda k: of.asked(data, k))
     wire = [exchanged(run.objective, run.server, run.round_context(0, phase)) for phase in phases]
     spent, saved = dict[str, float](), dict[str, Any]()
     for t in range(run.max_rounds):
