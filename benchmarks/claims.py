@@ -1,7 +1,8 @@
 """What the papers claim, beside the rows of ledgers: ``python benchmarks/claims.py``.
 
-``benchmarks/claims.yaml`` holds the claims and names the ledgers; each claim compares two methods over the same seeds.
-It is seen if the 95 % interval of the paired differences lies on its side of 0.
+``benchmarks/claims.yaml`` holds the claims and names the ledgers; each claim compares two methods over the same seeds,
+one with ``beyond`` their difference in a column with that in another one. It is seen if the 95 % interval of the paired
+differences lies on its side of 0.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from fl_lightning.results.compare import Difference, Group, compare, difference
+from fl_lightning.results.compare import Difference, Group, compare, interval
 from fl_lightning.results.metrics import markdown
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -27,15 +28,32 @@ def verdict(found: Difference, larger: bool) -> str:
     return f"**{text}**" if (found.mean > 0) == larger else f"~~{text}~~"
 
 
+def apart(claim: dict[str, Any], groups: dict[str, Group]) -> dict[object, float]:
+    """The finite differences of a claim's two methods by seed; none if one of them is not there."""
+    found = [
+        {seed: Group.value(run, claim["measure"]) for seed, run in zip(group.seeds, group.runs, strict=True)}
+        for group in map(groups.get, claim["methods"])
+        if group is not None
+    ]
+    if len(found) < 2:
+        return {}
+    both = {seed: (one, other) for seed, one in found[0].items() if (other := found[1].get(seed)) is not None}
+    return {seed: one - other for seed, (one, other) in both.items() if one is not None and math.isfinite(one - other)}
+
+
 def line(claim: dict[str, Any], columns: dict[str, dict[str, Group]]) -> list[str]:
     ours, theirs = claim["methods"]
-    cells = []
-    for groups in columns.values():
-        one, other = groups.get(ours), groups.get(theirs)
-        found = None if one is None or other is None else difference(one, other, claim["measure"])
-        cells.append("not run" if found is None else verdict(found, claim["larger"]))
+    beyond, cells = claim.get("beyond"), []
+    for name, groups in columns.items():
+        found = apart(claim, groups)
+        if beyond is not None:
+            base = apart(claim, columns[f"{name.partition(', ')[0]}, {beyond}"])
+            found = {seed: found[seed] - base[seed] for seed in found if seed in base}
+        text = verdict(interval([*found.values()]), claim["larger"]) if found else "not run"
+        cells.append("" if name.endswith(f", {beyond}") else text)
     measure = claim["measure"].removeprefix("flatness/")
-    return [claim["claim"], claim["paper"], f"{measure}: {ours} − {theirs}", *cells]
+    than = "" if beyond is None else f", more than at {beyond}"
+    return [claim["claim"], claim["paper"], f"{measure}: {ours} − {theirs}{than}", *cells]
 
 
 def page() -> str:

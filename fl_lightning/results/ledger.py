@@ -220,7 +220,7 @@ def page(rows: Sequence[Path]) -> tuple[str, Callable[[], Figure]]:
     first = kept[groups[0].name][0]["starts"][0]
     starts = [start for of in kept.values() for row in of for start in row["starts"]]
     commits, cpus = (
-        sorted({(start["commit"] or "unknown")[:7] for start in starts}),
+        sorted({(start["commit"] or "unknown")[:7] + " with changes" * start["changed"] for start in starts}),
         sorted({start["cpu"] for start in starts}),
     )
     made = f"Commits {', '.join(commits)}; {' and '.join(cpus)}, torch {first['torch']}, {first['precision']}."

@@ -209,7 +209,7 @@ def is_best(group: Group, column: Column, groups: Sequence[Group]) -> bool:
 
     Clearly: the 95 % interval of the paired differences over common seeds leaves out 0; of groups without two common
     seeds, the means are apart by more than the standard deviations over seeds. Groups with a run without a finite value
-    do not qualify.
+    do not qualify, nor does one that alone was measured.
 
     Args:
         group: The row.
@@ -217,7 +217,8 @@ def is_best(group: Group, column: Column, groups: Sequence[Group]) -> bool:
         groups: All rows.
     """
     complete = [each for each in groups if len(each.values(column.of)) == len(each.runs)]
-    if column.mode is None or len(groups) < 2 or group not in complete:
+    rivals = [each for each in groups if each is not group and (column.to_target or each.measured(column.of))]
+    if column.mode is None or not rivals or group not in complete:
         return False
     ours, sign = group.values(column.of), 1 if column.mode == "max" else -1
 

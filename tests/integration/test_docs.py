@@ -191,6 +191,7 @@ NOT_RUN = {
         "trackio show": "the same",
         "corruptions": "tests/commands/test_corruptions.py has its files",
         "ledger/cifar10": "hours",
+        "ledger/digits": "a study has filled it",
         "$W1": "hours on a GPU",
         "--trainer.accelerator gpu": "the same",
     },

@@ -119,6 +119,11 @@ def test_only_what_is_clearly_better_is_bold(tmp_path: Path) -> None:
     for of, expected in cases:
         assert bold(*of) == expected
     assert bold([0.7, 0.9], [0.8, 1.0], first=5) == [] and bold([0.7, 0.7], [0.8, 0.8], first=5) == [1]
+    groups = compare([tmp_path / "0"])
+    measured = [replace(each, runs=[replace(each.runs[0], flatness={"lambda_max": 1.0})]) for each in groups]
+    (column,) = (column for column in columns(measured) if column.key == "lambda_max")
+    measured[1].runs[0].flatness["lambda_max"] = 0.5
+    assert is_best(measured[1], column, measured) and not is_best(measured[1], column, [groups[0], measured[1]])
 
 
 def test_differences_to_a_reference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
