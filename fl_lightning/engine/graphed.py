@@ -6,19 +6,23 @@ from functools import cached_property, partial
 
 import torch
 from torch import Tensor
+from torch.fx import GraphModule
 
-from fl_lightning.core import ClientContext, Draws, State, accumulator_dtype, to_device
+from fl_lightning.core import ClientContext, Draws, State, accumulator_dtype, ensure, to_device
 from fl_lightning.data.minibatches import Block
 from fl_lightning.engine.base import COLUMNS, Carry, Fixed
 from fl_lightning.engine.batched import BatchedEngine
 from fl_lightning.engine.record import (
     CudaGraph,
     Program,
+    Record,
     RecordedRound,
     Records,
     Replay,
     Tensors,
+    alike,
     compiled,
+    described,
     loop,
     plain_settings,
     trace,
@@ -38,6 +42,8 @@ class GraphedEngine(BatchedEngine):
 
     UNROLLED = 8
     """Maximum number of local steps that are compiled into one graph."""
+
+    _compared = False
 
     @cached_property
     def records(self) -> Records:
@@ -64,21 +70,45 @@ class GraphedEngine(BatchedEngine):
         carried = _tensors(replace(carry, w=carry.w.contiguous(), loss=torch.zeros_like(carry.loss)))
         steps = {name: torch.unflatten(v, 0, (-1, unroll)) for name, v in block.tensors().items()}
         first = {name: v[0] for name, v in steps.items()}
-        replay = self.records.find({**carried, **inputs, **first}, fixed.ctx, plain, self._record)
+        named = {**carried, **inputs, **first}
+        record = self.records.find(named, fixed.ctx, plain, self._record)
+        self._compare(record, named, fixed.ctx)
         with torch.no_grad():
-            values = replay(*(tuple(tensors.values()) for tensors in (carried, inputs, steps)))
+            values = record.replay(*(tuple(tensors.values()) for tensors in (carried, inputs, steps)))
         end = _carry(dict(zip(carried, values, strict=True)))
         return replace(end, loss=carry.loss + end.loss)
 
-    def _record(self, named: Tensors, ctx: ClientContext) -> tuple[RecordedRound, Replay]:
+    def _trace(self, named: Tensors, ctx: ClientContext) -> tuple[RecordedRound, GraphModule]:
+        one = {name: value[:1] for name, value in named.items() if name.startswith("block.")}
+        return trace(self._recorded, named | one, ctx)
+
+    def _compare(self, record: Record, named: Tensors, ctx: ClientContext) -> None:
+        """Compares a record with a new one: the first that is used in another round, and each in the last round.
+
+        Raises:
+            UserError: If they differ.
+        """
+        if ctx.t == record.compared or (self._compared and ctx.t + 1 < ctx.rounds):
+            return
+        self._compared, record.compared = True, ctx.t
+        ensure(
+            alike(record.graph, described(self._trace(named, ctx)[1])),
+            f"trainer.engine = graphed: a hook of {type(self.objective).__name__}, its net or its loss reads something "
+            f"that has changed since its step was recorded in round {record.round.t}; keep it as a number or a tensor "
+            "on the objective itself, or use batched or sequential",
+        )
+
+    def _record(self, named: Tensors, ctx: ClientContext) -> Record:
         """Records one step; compiled it is as many steps as ``named`` has minibatches."""
-        steps = [name for name in named if name.startswith("block.")]
-        recorded, graph = trace(self._recorded, named | {name: named[name][:1] for name in steps}, ctx)
+        recorded, graph = self._trace(named, ctx)
+        text = described(graph)
         replay: Replay = simplified(graph).forward
         if self.compile:
-            program, held = Program.of(graph, [*named.values()], len(steps))
+            steps = sum(name.startswith("block.") for name in named)
+            program, held = Program.of(graph, [*named.values()], steps)
             replay = partial(compiled(program), *held)
-        return recorded, CudaGraph(replay) if named["w"].is_cuda else partial(loop, replay)
+        replay = CudaGraph(replay) if named["w"].is_cuda else partial(loop, replay)
+        return Record(recorded, text, replay, ctx.t)
 
     def _recorded(self, named: Tensors, ctx: ClientContext) -> list[Tensor]:
         """Takes a few steps with named tensors; returns those that a step changes, in the same order."""

@@ -9,7 +9,7 @@ from numbers import Number
 from operator import attrgetter
 from pathlib import Path
 from types import NoneType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +20,6 @@ from fl_lightning.core import ClientContext, UserError
 Tensors = dict[str, Tensor]
 Values = tuple[Tensor, ...]
 Replay = Callable[..., Values]
-T = TypeVar("T")
 aten = torch.ops.aten
 TAKE_TENSORS = {aten.mul.Tensor, aten.add.Tensor, aten.sub.Tensor, aten.div.Tensor}
 """Operations whose second argument may be a number or a tensor, with the same result in float32 and float64."""
@@ -74,7 +73,24 @@ for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
     setattr(RecordedRound, f"__r{_name}__", _arithmetic(getattr(operator, _name), swapped=True))
 
 
-Make = Callable[[Tensors, ClientContext], tuple[RecordedRound, T]]
+@dataclass
+class Record:
+    """A function that was recorded.
+
+    Attributes:
+        round: The round, with its guards.
+        graph: What was recorded.
+        replay: Replays it.
+        compared: The round in which it was last recorded, for use or to compare.
+    """
+
+    round: RecordedRound
+    graph: tuple[str, list[Any]]
+    replay: Replay
+    compared: int
+
+
+Make = Callable[[Tensors, ClientContext], Record]
 
 
 class Records:
@@ -84,19 +100,18 @@ class Records:
     """Maximum number of records; the oldest is dropped first."""
 
     def __init__(self) -> None:
-        self._records: dict[Any, tuple[RecordedRound, Any]] = {}
+        self._records: dict[Any, Record] = {}
 
-    def find(self, named: Tensors, ctx: ClientContext, settings: tuple[Any, ...], make: Make[T]) -> T:
+    def find(self, named: Tensors, ctx: ClientContext, settings: tuple[Any, ...], make: Make) -> Record:
         """Returns the result of ``make(named, ctx)`` for these tensors, settings and round, cached if possible."""
         key = (*((n, v.shape, v.dtype) for n, v in named.items()), settings, ctx.rounds, ctx.m, ctx.phase)
         found = self._records.get(key)
-        if found is None or not found[0].hold(ctx.t):
+        if found is None or not found.round.hold(ctx.t):
             self._records.pop(key, None)
             if len(self._records) >= self.KEPT:
                 del self._records[next(iter(self._records))]
             self._records[key] = found = make(named, ctx)
-        record: T = found[1]
-        return record
+        return found
 
 
 def plain_settings(parts: Iterable[object], inputs: Iterable[Tensor]) -> tuple[Any, ...]:
@@ -128,6 +143,18 @@ def trace(
 
     graph = make_fx(flat)(*named.values())  # appends to ``rounds``
     return rounds[-1], graph
+
+
+def described(graph: GraphModule) -> tuple[str, list[Any]]:
+    """Returns the text of a graph, and the objects that it names."""
+    return graph.code, [attrgetter(node.target)(graph) for node in graph.graph.nodes if node.op == "get_attr"]
+
+
+def alike(one: tuple[str, list[Any]], other: tuple[str, list[Any]]) -> bool:
+    """Returns whether two graphs are the same, given what `described` returns of them."""
+    return one[0] == other[0] and all(
+        a is b or not isinstance(a, Tensor) or torch.equal(a, b) for a, b in zip(one[1], other[1], strict=True)
+    )
 
 
 class Compiled:

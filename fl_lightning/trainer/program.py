@@ -11,8 +11,9 @@ from itertools import takewhile
 import torch
 from torch import Tensor
 
+from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.algorithms.parts.base import Part
-from fl_lightning.core import State, accumulator_dtype
+from fl_lightning.core import State, accumulator_dtype, ensure
 from fl_lightning.data.minibatches import CHUNK
 from fl_lightning.engine import Job
 from fl_lightning.engine.batched import BatchedEngine, by_client, is_out_of_memory
@@ -23,6 +24,8 @@ from fl_lightning.trainer.run import Run
 
 LONGEST = 100
 """Maximum number of rounds of a program."""
+MEMORY = 1 << 28
+"""Maximum number of bytes of the states of server and clients that a program holds."""
 
 
 def length(run: Run) -> int:
@@ -79,8 +82,18 @@ def train(run: Run) -> bool:
         seconds = run.timing.metrics(run.metrics, [cohort.attendance]) if run.timing else {}
         run.log({"client/train/loss": float(done.losses.mean()), "client/refused": 0, **seconds, **spent})
         logged = run.write_metrics()
+        if run.should_stop:  # by a logger, as of a single round
+            break
     if not trained:
         return False
+    again = Cohort.draw(run, cohort.t)
+    drawn, now = ((each.clients, [(ctx.lr, ctx.K) for ctx in each.contexts]) for each in (cohort, again))
+    ensure(
+        drawn == now,
+        f"trainer.engine = {run.engine_name}: it draws several rounds ahead, but training has changed clients, steps "
+        f"or learning rate of round {cohort.t}; make sampler and learning rate functions of the round, or use "
+        "sequential",
+    )
     run.clients.stage(rows)
     run.call("on_round_logged", logged)
     return True
@@ -98,13 +111,17 @@ class Trained:
 
 
 def _cohorts(run: Run, n: int) -> list[Cohort]:
-    """Returns the cohorts of up to ``n`` rounds: those before one without clients, whose samples can be gathered."""
+    """Returns the cohorts of up to ``n`` rounds: those before one without clients, for which there is memory."""
     cohorts: list[Cohort] = []
+    server = sum(value.nbytes for value in run.server.values())
+    row = sum(math.prod(shape) for shape in run.clients.shapes.values()) * run.server.w.element_size()
+    memory = MEMORY
     room = CHUNK // ((run.data.batch_size or 1) * run.data.sample_bytes(run.dtype))  # in minibatches
     for t in range(run.rounds_done, run.rounds_done + n):
         cohort = Cohort.draw(run, t)
-        room -= len(cohort.clients) * max(cohort.attendance.steps.values(), default=room + 1)
-        if room < 0:
+        room -= len(cohort.clients) * max(cohort.attendance.steps.values(), default=0)
+        memory -= server + row * len(cohort.clients)
+        if room < 0 or memory < 0 or not cohort.clients:
             break
         cohorts.append(cohort)
     return cohorts
@@ -116,7 +133,9 @@ def _train(run: Run, cohorts: Sequence[Cohort]) -> list[Trained]:
     assert isinstance(engine, BatchedEngine)
     batches = [[run.minibatches(k, ctx) for k, ctx in zip(c.clients, c.contexts, strict=True)] for c in cohorts]
     server, rows, scratch = run.server, dict[int, State](), objective.scratch_inits()
-    alike = all(type(part).bits is Part.bits for part in objective.all_parts)  # those of others may depend on values
+    # those of others may depend on values
+    alike = all(type(part).bits is Part.bits for part in objective.all_parts)
+    alike = alike and type(objective).bits is LocalObjective.bits
     results = list[Trained]()
     with engine.checked():
         for cohort, its, block in zip(cohorts, batches, engine.blocks_ahead(batches), strict=True):

@@ -57,7 +57,7 @@ class Callback(Checked, key="trainer.callbacks: {}"):
         run is never among them.
         """
         hooks = ("on_round_start", "on_local_end", "on_round_end", "on_round_logged")
-        return any(getattr(type(self), hook) is not getattr(Callback, hook) for hook in hooks)
+        return any(hook in vars(self) or getattr(type(self), hook) is not getattr(Callback, hook) for hook in hooks)
 
     def check(self, run: Run) -> None:
         """Called before the run has a folder: raises a `UserError` if the callback does not suit the run."""

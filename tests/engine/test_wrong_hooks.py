@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fl_lightning import SGD, FedAvg, LocalObjective, LocalOptimizer, UserError
+from fl_lightning import SGD, Callback, FedAvg, LocalObjective, LocalOptimizer, UserError
 from fl_lightning.core import State
 from tests.engine.test_engines import Small, assert_close, train
+from tests.runs import metrics, newest
 
 
 class Mixer(LocalObjective):
@@ -409,3 +410,66 @@ class Remembers(LocalObjective):
 def test_what_a_resumed_run_lacks_is_a_warning(name: str, tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=r"Remembers\.server_step sets self\.last: a resumed run lacks it; declare it"):
         train(tmp_path, Remembers(net=Small()), name, max_rounds=3)
+
+
+class Dims(Small):
+    factor = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.factor
+
+
+PULL = {"mu": 0.1}
+"""A setting of a user's module."""
+
+
+class Pulled(Stepping):
+    def of(self, g: Tensor, w: Tensor, ctx: Any) -> Tensor:
+        return g + PULL["mu"] * w
+
+
+class Held(Stepping):
+    """Its setting is a tensor of its own, which it replaces."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.mu = torch.tensor(0.1)
+
+    def of(self, g: Tensor, w: Tensor, ctx: Any) -> Tensor:
+        return g + self.mu * w
+
+
+class Changes(Callback):
+    """Changes a setting after some round."""
+
+    def __init__(self, at: int, change: Any) -> None:
+        self.at, self.change = at, change
+
+    def on_round_end(self, run: Any) -> None:
+        if run.rounds_done == self.at:
+            self.change(run.objective)
+
+
+@pytest.mark.parametrize(("of", "at"), [("global", 1), ("net", 3)])
+def test_what_a_record_does_not_see_ends_the_run(at: int, of: str, tmp_path: Path, monkeypatch: Any) -> None:
+    """A global of the hooks' module, or an attribute of the net: in the next round, or at the latest in the last."""
+    monkeypatch.setitem(PULL, "mu", 0.1)
+    change = Changes(at, lambda x: PULL.update(mu=0.2) if of == "global" else setattr(x.net, "factor", 2.0))
+    objective = Pulled(net=Dims(), optimizer=SGD(0.1))
+    message = "Pulled, its net or its loss reads something that has changed since its step was recorded in round 0"
+    with pytest.raises(UserError, match=message):
+        train(tmp_path, objective, "graphed", max_rounds=5, callbacks=[change])
+    done = [1, 4][at > 1]
+    assert [round_ for round_, _ in metrics(newest(tmp_path))["client/lr"]] == [*range(1, done + 1)]
+
+
+def test_a_tensor_on_the_objective_may_change(tmp_path: Path) -> None:
+    runs = [
+        train(tmp_path, Held(net=Small(), optimizer=SGD(0.1)), name, callbacks=[Changes(1, double)])
+        for name in ("graphed", "sequential")
+    ]
+    assert_close(*runs)
+
+
+def double(objective: Any) -> None:
+    objective.mu = 2 * objective.mu

@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric.loggers.logger import Logger
 
 import fl_lightning as fl
-from fl_lightning import Callback, Checkpoints, Digits, DigitsMLP, FedAvg, FederatedTrainer, Part
+from fl_lightning import Callback, Checkpoints, Digits, DigitsMLP, FedAvg, FederatedTrainer, Part, UserError
 from fl_lightning.core import DivergenceError, State
 from fl_lightning.engine.batched import BatchedEngine
 from fl_lightning.trainer import program, resume
 from fl_lightning.trainer.callbacks import checkpoints
+from fl_lightning.trainer.participation.samplers import CohortSampler
 from fl_lightning.trainer.resume import save
 from fl_lightning.trainer.run import Run
 from tests.problem import optimizer_for
@@ -52,8 +54,9 @@ def train(
     trainer = FederatedTrainer(
         callbacks=[*callbacks, *([] if any(isinstance(c, Checkpoints) for c in callbacks) else [Checkpoints(11)])],
         **{
-            "max_rounds": 26, "clients_per_round": 4, "eval_every": 20, "eval_last": 2, "engine": "graphed",
+            "max_rounds": 26, "eval_every": 20, "eval_last": 2, "engine": "graphed",
             "accelerator": "cpu", "threads": 1, "enable_progress_bar": False, "default_root_dir": str(root), **more,
+            **({} if "sampler" in more else {"clients_per_round": 4}),
         },
     )  # fmt: skip
     optimizer = optimizer_for(make.__name__, 0.1, momentum=0.5)
@@ -209,3 +212,99 @@ def test_what_does_not_fit_into_memory_runs_one_by_one(tmp_path: Path, monkeypat
     monkeypatch.setattr(BatchedEngine, "train_together", fails)
     train(tmp_path, FedAvg, seen := Rounds(), max_rounds=3)
     assert seen.seen == [1, 2, 3]
+
+
+class Listening(Logger):
+    """A logger of the user's, which acts in a round."""
+
+    name, version = "listening", "0"
+
+    def __init__(self, act: Any) -> None:
+        self.act = act
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        self.act(self, step)
+
+    def log_hyperparams(self, *_: Any) -> None:
+        pass
+
+
+class Listener(Callback):
+    """Shows the logger the run; its hook is an attribute."""
+
+    def __init__(self, logger: Listening, hook: Any = None) -> None:
+        self.logger = logger
+        if hook:
+            self.on_round_end = hook
+
+    def on_fit_start(self, run: Run) -> None:
+        self.logger.run = run
+
+
+def stop(logger: Any, step: int | None) -> None:
+    logger.run.should_stop |= step == 6
+
+
+def decay(run: Run) -> None:
+    run.objective.optimizer.lr *= 0.9
+
+
+class Sometimes(CohortSampler):
+    def __call__(self, t: int, m: int, seed: int) -> list[int]:
+        return [] if t % 5 == 3 else [t % m, (t + 1) % m]
+
+
+class Positives(FedAvg):
+    """A bit travels for each positive number."""
+
+    def bits(self, values: Any, up: bool) -> int:
+        return int((values["w"] > 0).sum()) if up else super().bits(values, up)
+
+
+@pytest.mark.sampled(quick=2)
+@pytest.mark.parametrize("kind", ["a logger stops", "a hook of an object", "no clients", "bits of an algorithm"])
+def test_what_users_do_between_rounds(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program sees it: it ends there, or is none."""
+    runs = []
+    for _ in range(2):
+        logger = Listening(stop if kind == "a logger stops" else lambda *_: None)
+        hook = decay if kind == "a hook of an object" else None
+        more: dict[str, Any] = {"sampler": Sometimes()} if kind == "no clients" else {}
+        make = Positives if kind == "bits of an algorithm" else FedAvg
+        runs.append(
+            train(tmp_path, make, Listener(logger, hook), max_rounds=13, engine="batched", loggers=logger, **more)
+        )
+        one_by_one(monkeypatch)
+    assert runs[0].rounds_done == (7 if kind == "a logger stops" else 13)
+    check_same(*runs)
+
+
+class Slows(FedAvg):
+    """Its server keeps the learning rate on itself."""
+
+    def server_step(self, *arguments: Any) -> State:
+        self.optimizer.lr *= 0.9
+        return super().server_step(*arguments)
+
+
+class Remembers(CohortSampler):
+    drawn = 0
+
+    def __call__(self, t: int, m: int, seed: int) -> list[int]:
+        self.drawn += t > 0
+        return [self.drawn % m]
+
+
+@pytest.mark.parametrize(("make", "more"), [(Slows, {}), (FedAvg, {"sampler": Remembers()})], ids=["lr", "sampler"])
+def test_what_was_drawn_ahead_must_not_change(make: Any, more: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"draws several rounds ahead.* of round 9; make sampler and learning rate"):
+        train(tmp_path, make, max_rounds=13, engine="batched", **more)
+
+
+def test_memory_bounds_a_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the variate, the server's state is two models; four clients keep one each."""
+    alone = train(tmp_path, fl.SCAFFOLD, max_rounds=13, engine="batched")
+    monkeypatch.setattr(program, "MEMORY", 3 * 6 * 4 * alone.net.w.numel())
+    few = train(tmp_path, fl.SCAFFOLD, seen := Rounds(), max_rounds=13, engine="batched")
+    assert seen.seen[:3] == [3, 6, 9]
+    check_same(few, alone)
