@@ -59,6 +59,9 @@ from .algorithms.parts.local_optimizer import LocalOptimizer as LocalOptimizer
 from .algorithms.parts.muon import Muon as Muon
 from .algorithms.parts.personal import Ditto as Ditto
 from .algorithms.parts.personal import Personal as Personal
+from .algorithms.parts.schedules import Cosine as Cosine
+from .algorithms.parts.schedules import Cyclic as Cyclic
+from .algorithms.parts.schedules import Poly as Poly
 from .algorithms.parts.server_optimizers import ServerAdagrad as ServerAdagrad
 from .algorithms.parts.server_optimizers import ServerAdam as ServerAdam
 from .algorithms.parts.server_optimizers import ServerMomentum as ServerMomentum

@@ -7,6 +7,7 @@ from warnings import warn
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 
 from fl_lightning.algorithms.composed import Composed
 from fl_lightning.algorithms.lightning_optimizer import CentralizedOptimizer
@@ -108,6 +109,8 @@ class LocalObjective(Composed, SupervisedModule):
                 "average, local or reset, or use GroupNorm"
             )
         self.net_buffers = Buffers(net, buffers) if named and buffers is not None else None
+        lazy = any(isinstance(p, UninitializedParameter) for p in net.parameters())
+        ensure(not lazy, f"model.net = {type(net).__name__} has lazy layers; give their numbers of inputs")
         ensure(
             any(p.requires_grad for p in net.parameters()),
             f"model.net = {type(net).__name__} has no parameter to train; set requires_grad of some",
@@ -186,6 +189,8 @@ class LocalObjective(Composed, SupervisedModule):
             isinstance(given, Mapping) and set(given) == set(self.up),
             f"{type(self).__name__}.local_end uploads {what}, but declares up = {self.up}",
         )
+        none = [f"{n} = a {type(v).__name__}" for n, v in upload.items() if not isinstance(v, Tensor)]
+        ensure(not none, f"{type(self).__name__}.local_end uploads {', '.join(none)}; upload tensors")
         for part in self.all_parts:
             upload, client = pair_of(part.local_end, w, upload, client, received, ctx)
         ensure(
@@ -199,8 +204,9 @@ class LocalObjective(Composed, SupervisedModule):
         uploads = through((part.decoded for part in self.parts), uploads, sent, self.models)
         before = {**vars(self)}
         server = value_of(self.server_step, server, sent, uploads, ctx)
+        step = f"{type(self).__name__}.server_step"
+        ensure(isinstance(server, State), f"{step} returns a {type(server).__name__}; return server.replace(w=...)")
         for name in [name for name, value in vars(self).items() if before.get(name, self) is not value]:
-            step = f"{type(self).__name__}.server_step"
             warn(f"{step} sets self.{name}: a resumed run lacks it; declare it in server_state", stacklevel=2)
         return through((part.phase_end for part in self.all_parts), server, uploads)
 
@@ -268,5 +274,5 @@ class LocalObjective(Composed, SupervisedModule):
         ensure(
             not (state or self.refers_to_received or self.parts),
             f"{type(self).__name__} keeps federated state ({', '.join(sorted(state)) or 'the received model'}): "
-            "train it with fl_lightning.FederatedTrainer, not with lightning.Trainer",
+            "train it with `fl-lightning fit` or FederatedTrainer.fit, not centrally",
         )

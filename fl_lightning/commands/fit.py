@@ -51,6 +51,7 @@ def _grid(seeds: str | None, values: list[str]) -> dict[str, list[Any]]:
         key, equals, listed = given.partition("=")
         require(bool(equals), "values", given, "give a setting and its values, as in model.rho=0.02,0.05")
         require(key not in found, "values", given, f"{key} is there twice; give all its values at once")
+        require(not listed.startswith("["), "values", given, "list them without brackets, as in model.rho=0.02,0.05")
         found[key] = each = listed.split(",")
         require(all(each) and len(set(each)) == len(each), "values", listed, "give different values, such as 0,1,2")
     if seeds is not None:

@@ -48,6 +48,11 @@ class State(Mapping[str, Tensor]):
             raise NoStateError(f"no state '{name}' here; there are: {there}; declare what is kept, sent or uploaded")
         return self._values[name]
 
+    def __setattr__(self, name: str, value: object) -> None:
+        if name != "_values":
+            raise NoStateError(f"state '{name}' is set in place; return the state that replace({name}=...) gives")
+        super().__setattr__(name, value)
+
     def replace(self, **new: Tensor) -> "State":
         """Returns a copy with other values for some names.
 
@@ -92,12 +97,12 @@ class State(Mapping[str, Tensor]):
                     return w0.clone()
                 case "w":
                     return w.clone()
-                case str():
-                    raise UserError(f"state '{name}' = '{init}': give 'zeros', 'w0', 'w', a number or a function of w0")
                 case int() | float():
                     return w0.new_full((*w0.shape[:-1], 1), init)
-                case _:
+                case Callable():
                     return init(w0) if w0.ndim == 1 else vmap(init)(w0)
+                case _:
+                    raise UserError(f"state '{name}' = {init!r}: give 'zeros', 'w0', 'w', a number or a function of w0")
 
         return cls({name: value(name, init) for name, init in inits.items()})
 
@@ -278,4 +283,6 @@ class Uploads:
         """Returns a sum, plain (0) or weighted by samples (1)."""
         while self.share is not None and (name, kind) not in self._shared:
             self._shared.add(self.share(self._sums, name, kind))
+        if name not in self._sums:
+            raise NoStateError(f"no upload '{name}' here; there are: {', '.join(self.names)}; declare it in up")
         return self._sums[name][kind]

@@ -160,12 +160,14 @@ class FromDataset(FederatedDataModule):
 def _pairs(name: str, dataset: Any) -> tuple[IndexedSamples, NDArray[Any]]:
     """Returns the inputs and the labels of a data set of pairs."""
     ensure(len(dataset) != 0, f"{name}: no samples; the {name} data must not be empty")
-    first = dataset[0]
+    first = dataset[0] if hasattr(dataset, "__getitem__") else None  # a DataLoader has none
     if isinstance(first, Mapping):  # as in Hugging Face's data sets
         raise UserError(
             f"{name}: samples are dicts with keys {', '.join(map(str, first))}, not pairs (x, label); "
             "use HuggingFace, or wrap the data set"
         )
+    pair = isinstance(first, tuple | list) and len(first) > 1
+    ensure(pair, f"{name}: a {type(dataset).__name__} has no pairs (x, label); give a map-style data set of pairs")
     known = getattr(dataset, "targets", None)
     labels = [dataset[i][1] for i in range(len(dataset))] if known is None else known
     return IndexedSamples(name, len(dataset), lambda i: dataset[i][0], first[0]), np.asarray(labels)

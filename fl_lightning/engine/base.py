@@ -197,7 +197,7 @@ class Engine:
             initial = State.initial(fresh, first, first)
             client |= {name: value for name, value in initial.items() if client.get(name) is state[name]}
         seen = objective.seen_state(start, client, received)
-        teachers, constants = objective.teachers(*seen), objective.loss_constants(*seen, ctx)
+        teachers, constants = objective.teachers(*seen), value_of(objective.loss_constants, *seen, ctx)
         fixed = Fixed(received, start, teachers, constants, ctx, optimizer.begin(objective.flat, start))
         state = State({name: value.expand_as(state[name]) for name, value in kept(client, state).items()})
         return Carry(start.expand_as(like), state, like.new_zeros(like.shape[:-1])), fixed
@@ -228,6 +228,12 @@ class Engine:
         if alone is None:
             lr = value_of(objective.step_lr, client, ctx)
             direction, client = pair_of(objective.local_step, carry.w, grad, client, received, ctx)
+            for one in direction if isinstance(direction, tuple) else (direction,):
+                if not isinstance(one, Tensor) or one.shape[-1:] != carry.w.shape[-1:]:
+                    what = f"of shape {tuple(one.shape)}" if isinstance(one, Tensor) else f"that is {one!r:.60}"
+                    raise UserError(
+                        f"{type(objective).__name__}.local_step returns a direction {what}; give it w's shape"
+                    )
         else:
             lr, direction = ctx.lr, objective.direction_alone(alone, carry.w, grad, client, received, ctx)
         if moving is not None:

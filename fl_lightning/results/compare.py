@@ -3,6 +3,7 @@
 import math
 import os
 import re
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -104,9 +105,14 @@ def compare(
     named = {Path(run).resolve() for run in runs}
     members: dict[str, dict[Seeds, Path]] = {}
     left_out: dict[str, list[Path]] = {}
-    for folder in find_runs(runs):
+    found = find_runs(runs)
+    metric = metric or summarise(found[0], last, mode=mode).metric  # the same of all
+    lacking = [folder for folder in found if folder not in named and metric not in _head(folder)]
+    for folder in found:
+        if folder in lacking and len(lacking) < len(found):
+            warnings.warn(f"left out: {folder}: its {FILE} has no {metric}", stacklevel=2)
+            continue
         key, seed = _identity(folder)
-        metric = metric or summarise(folder, last, mode=mode).metric  # the same of all
         group = members.setdefault(key, {})
         if twin := group.get(seed):
             ensure(
@@ -142,7 +148,8 @@ def compare(
 def find_runs(folders: Sequence[str | Path]) -> list[Path]:
     """Returns the run folders among and below the given ones, each once.
 
-    A run is a folder with a ``metrics.csv`` of at least one round; nothing is searched below it.
+    A run is a folder with a ``metrics.csv`` of at least one round; nothing is searched below it. A ``metrics.csv``
+    without a column of rounds, which is another program's, is named in a warning.
 
     Args:
         folders: Run folders, or folders above them.
@@ -220,9 +227,18 @@ def _below(root: Path) -> Iterator[Path]:
     for folder, names, files in os.walk(root):
         if FILE in files:
             names.clear()
-            with (Path(folder) / FILE).open("rb") as file:
-                if len(list(islice(file, 2))) == 2:
-                    yield Path(folder)
+            path, head = Path(folder), _head(Path(folder))
+            if path == root or "round" in head:  # what is named is refused if it is no run's
+                yield from [path] if head else []
+            elif head:
+                warnings.warn(f"left out: {path}: its {FILE} has no column named round", stacklevel=2)
+
+
+def _head(folder: Path) -> list[str]:
+    """Returns the columns of a ``metrics.csv`` with a whole row; none of a shorter file."""
+    with (folder / FILE).open(encoding="utf-8", errors="replace") as file:
+        lines = [line.rstrip() for line in islice(file, 2) if line.endswith("\n")]
+    return lines[0].split(",") if len(lines) == 2 else []
 
 
 def _by_number(folder: Path) -> list[float | str]:

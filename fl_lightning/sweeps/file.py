@@ -238,7 +238,8 @@ class Sweep:
         try:
             given = load_yaml(path.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            raise UserError(f"sweep = {path}: {' '.join(str(error).split())}; give a YAML file") from None
+            what = " ".join(str(error).replace('in "<unicode string>", ', "").split())
+            raise UserError(f"sweep = {path}: {what}; give a YAML file") from None
         ensure(isinstance(given, Mapping), f"sweep = {path}: no mapping; give method, parameters and command")
         ensure(
             "parameters" in given or "model" not in given,

@@ -27,12 +27,15 @@ def check_fit(run: Run) -> None:
     x, y = next(iter(data.eval_batches("test", run.dtype)))
     try:
         logits = evaluator.logits(run.server.w, x)
+        what = f"{type(logits).__name__}; its forward must return one tensor, the logits"
+        ensure(isinstance(logits, Tensor), f"model.net = {net} returns a {what}")
         fits = data.task.fit(logits, y, data.num_classes)
+    except UserError:
+        raise
     except MISFIT as error:
         shape = map_tensors(lambda v: tuple(v.shape), x)
         raise UserError(
-            f"model.net = {net} cannot take a batch of shape {shape} ({str(error).splitlines()[0]:.80}); "
-            "choose a net for this data"
+            f"model.net = {net} cannot take a batch of shape {shape} ({_first_line(error)}); choose a net for this data"
         ) from None
     if evaluator.by_batch:
         least = len(data.y_test) % data.eval_batch_size or data.eval_batch_size
@@ -41,10 +44,15 @@ def check_fit(run: Run) -> None:
             "has no variance, and model.buffers = local evaluates by its statistics; choose another size, such as 8"
         ):
             evaluator.logits(run.server.w, map_tensors(lambda v: v[:least], x), by_batch=True)
+    remedy = f"set its num_classes to {data.num_classes}"
+    if data.task.by_class and logits.ndim != y.ndim + 1:
+        remedy = f"it must give {(len(y), data.num_classes, *y.shape[1:])}"
+    elif data.task.by_class and logits.shape[1] == data.num_classes - 1 and 0 not in data.y_train:
+        remedy += ", or number the classes from 0: no sample has class 0"
     ensure(
         fits,
         f"model.net = {net} gives outputs of shape {tuple(logits.shape)} for {data.num_classes} {data.task.unit}; "
-        f"set its num_classes to {data.num_classes}",
+        f"{remedy}",
     )
     _check_loss(run, logits, y)
     if objective.metrics:
@@ -98,6 +106,10 @@ def check_aggregation(run: Run) -> None:
         objective.finish_phase(run.server, sent, uploads, ctx)
 
 
+def _first_line(error: Exception) -> str:
+    return f"{(str(error) or type(error).__name__).splitlines()[0]:.80}"
+
+
 def _zeros(shapes: Mapping[str, list[int]], like: Tensor, name: str, _: object) -> Tensor:
     return like.new_zeros(2, *shapes[name])
 
@@ -111,7 +123,7 @@ def _check_loss(run: Run, logits: Tensor, y: Tensor) -> None:
     except MISFIT as error:
         raise UserError(
             f"model.loss = {loss} cannot take logits {tuple(logits.shape)} and labels {tuple(y.shape)} "
-            f"({str(error).splitlines()[0]:.80}); choose a loss {run.data.task.remedy}"
+            f"({_first_line(error)}); choose a loss {run.data.task.remedy}"
         ) from None
     ensure(
         shape == (len(y),),

@@ -12,6 +12,7 @@ import pytest
 import torch
 from PIL import Image
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from fl_lightning import Arrays, FedAvg, FederatedTrainer, FromDataset, HuggingFace, UserError
 from fl_lightning.core.rng import numpy_generator
@@ -221,6 +222,15 @@ def test_rows_as_pairs_are_refused_by_name() -> None:
     rows = splits()
     with pytest.raises(UserError, match=r"^train: samples are dicts with keys image, [^\n]*; use HuggingFace, or wrap"):
         FromDataset(rows["train"], rows["test"], num_clients=2).setup()
+
+
+def test_what_is_no_data_set_of_pairs_is_refused() -> None:
+    x = torch.zeros(4, 2)
+    for given in (DataLoader(TensorDataset(x, x)), TensorDataset(x), x.numpy()):
+        with pytest.raises(
+            UserError, match=r"^train: a \w+ has no pairs \(x, label\); give a map-style data set of pairs"
+        ):
+            FromDataset(given, given, num_clients=2).setup()
 
 
 def test_from_the_command_line(tmp_path: Path) -> None:

@@ -332,6 +332,45 @@ class NoRow(Mixer):
     def client_round_end(self, client: State, server: State) -> Any: ...
 
 
+class NoGradient(LocalObjective):
+    def local_gradient(self, w: Tensor, grad: Any, client: State, received: State, ctx: Any) -> Any:
+        grad(w)
+
+
+class ShortStep(LocalObjective):
+    def local_step(self, w: Tensor, grad: Any, client: State, received: State, ctx: Any) -> Any:
+        return grad(w)[..., :5], client
+
+
+class NoConstants(LocalObjective):
+    def loss_constants(self, client: State, received: State, ctx: Any) -> Any: ...
+
+
+class NumberUp(LocalObjective):
+    up = ("w", "n")
+
+    def local_end(self, w: Tensor, client: State, received: State, ctx: Any) -> Any:
+        return {"w": w, "n": 3.0}, client
+
+
+class OneServer(LocalObjective):
+    def server_step(self, server: State, sent: State, uploads: Any, ctx: Any) -> Any:
+        return uploads.weighted("w")
+
+
+class OtherUpload(LocalObjective):
+    def server_step(self, server: State, sent: State, uploads: Any, ctx: Any) -> Any:
+        return server.replace(w=uploads.mean("v"))
+
+
+class SetState(LocalObjective):
+    client_state = {"h": "zeros"}
+
+    def local_step(self, w: Tensor, grad: Any, client: Any, received: State, ctx: Any) -> Any:
+        client.h = w
+        return grad(w), client
+
+
 class NoStep(LocalOptimizer):
     def step(self, w: Tensor, direction: Any, memory: State, lr: Any, ctx: Any) -> Any: ...
 
@@ -348,14 +387,37 @@ NONE = "return two values, as the docstring of this hook in the base class says"
         (lambda: NoServer(net=Small()), f"NoServer.server_step returns None; {NONE.replace('two values', 'a value')}"),
         (lambda: NoRow(net=Small()), f"NoRow.client_round_end returns None; {NONE.replace('two values', 'a value')}"),
         (lambda: FedAvg(net=Small(), optimizer=NoStep()), f"NoStep.step returns None; {NONE}"),
+        (lambda: NoGradient(net=Small()), "NoGradient.local_step returns a direction that is None; give it w's shape"),
+        (lambda: ShortStep(net=Small()), "ShortStep.local_step returns a direction of shape (5,); give it w's shape"),
+        (
+            lambda: NoConstants(net=Small()),
+            f"NoConstants.loss_constants returns None; {NONE.replace('two values', 'a value')}",
+        ),
+        (lambda: NumberUp(net=Small()), "NumberUp.local_end uploads n = a float; upload tensors"),
+        (lambda: OneServer(net=Small()), "OneServer.server_step returns a Tensor; return server.replace(w=...)"),
+        (lambda: OtherUpload(net=Small()), "no upload 'v' here; there are: w; declare it in up"),
+        (lambda: SetState(net=Small()), "state 'h' is set in place; return the state that replace(h=...) gives"),
     ],
-    ids=["nothing", "one", "server", "row", "optimizer"],
+    ids=[
+        "nothing",
+        "one",
+        "server",
+        "row",
+        "optimizer",
+        "gradient",
+        "short",
+        "constants",
+        "number",
+        "tensor",
+        "upload",
+        "set",
+    ],
 )
 @pytest.mark.parametrize("engine", ["sequential", "batched", "graphed"])
 def test_hooks_that_return_nothing(wrong: Any, message: str, engine: str, tmp_path: Path) -> None:
     with pytest.raises(UserError) as error:
         train(tmp_path, wrong(), engine, eval_every=3)  # two rounds as one program
-    assert str(error.value) == message
+    assert str(error.value).replace("(2, 5)", "(5,)") == message  # of two clients at once
 
 
 class Taller(SGD):

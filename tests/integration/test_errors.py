@@ -249,6 +249,15 @@ def test_evaluation_of_another_model(complaint: Complaint, files: Path) -> None:
         (["reproduce"], ("paper, table: missing; give the paper: fedsam, ",)),
         (["fit", "--config=quickstart", "model.rho=1"], ("no option; options have two dashes, as in --model.rho=1",)),
         (["fit", "--data=Digits", "--model=FedAvg"], ("--model.net", "missing", "give a value")),
+        (["fit", "--config=quickstart", "--seeds", "0", "1"], ("1: a value without an option", "a list has commas")),
+        (["fit", "--config", "done"], ("config = done: a folder; give a config of it",)),
+        (["fit", "--config", "cut.ckpt"], ("config = cut.ckpt: a checkpoint; give it as --ckpt_path",)),
+        (["test", "--ckpt_path", "done"], ("ckpt_path = done: a folder; give a checkpoint file",)),
+        (
+            ["fit", "--config=quickstart", "--model=a/b.py:Mine"],
+            ("no dotted path of a class; give one, such as a.b.Mine",),
+        ),
+        (["fit", "--config=quickstart", "--values", "model.rho=[1,2]"], ("list them without brackets",)),
         (["fit", "--config", "none.yaml"], ("config = ", "none.yaml", "no such file", "fl-lightning configs")),
         (["fit", "--config", "broken.yaml"], ("config = broken.yaml", "line 2", "give YAML")),
         (["fit", "--config", "word.yaml"], ("config = word.yaml", "hello", "give YAML with model, data and trainer")),
@@ -288,7 +297,51 @@ def fedavg(**init_args: Any) -> dict[str, Any]:
             ("model.optimizer.momentun = 0.9", "did you mean model.optimizer.momentum?"),
         ),
         (fedavg(ascent=made("SAM", rho=[1])), ("model.ascent.rho = [1]", "expected a number")),
-        ({"model": {**fedavg()["model"], "lr": 3}}, ("model: ", "Not a valid subclass of LocalObjective")),
+        (
+            {"model": {**fedavg()["model"], "lr": 3}},
+            ("model.lr = 3: the settings of a class stand under init_args, as",),
+        ),
+        (
+            {"model": {"net": "DigitsMLP", "rho": 0.1}},
+            ("model = {'net'", "class_path is missing; give {class_path: NAME"),
+        ),
+        (
+            {"model": {"class_path": "FedAvg", "init_arg": {}}},
+            ("model.init_arg: no key of a class; did you mean init_args?",),
+        ),
+        (
+            {"model": {"class_path": "FedAvg", "init_args": None}},
+            ("model.init_args: empty; give settings, or leave it out",),
+        ),
+        (
+            fedavg(ascent={"rho": 0.1}),
+            ("model.ascent = {'rho': 0.1}: class_path is missing", "such as ASAM or LESAM or SAM"),
+        ),
+        (fedavg(ascent={"SAM": {"rho": 0.1}}), ("model.ascent = {SAM: ...}: give {class_path: SAM, init_args: ...}",)),
+        (fedavg(ascent="none"), ("model.ascent = none: no such class; null stands for none",)),
+        (fedavg(ascent=True), ("model.ascent = True: no Ascent; give its class by name or dotted path",)),
+        (
+            fedavg(optimizer={"class_path": "SGD", "lr": 0.1}),
+            ("model.optimizer.lr = 0.1: the settings of a class stand",),
+        ),
+        (fedavg(optimizer={"schedule": "cosine"}), ("model.optimizer.schedule = cosine", "did you mean Cosine?")),
+        (
+            fedavg(loss="broken_module.Loss"),
+            ("model.loss = broken_module.Loss: ", "broken_module.py, line 2: KeyError: 'x'; mend"),
+        ),
+        (
+            fedavg(loss="torch.nn.functional.relu"),
+            ("model.loss = torch.nn.functional.relu: no Module; a loss of torch.nn",),
+        ),
+        ({"data": {"num_clients": 3}}, ("data = {'num_clients': 3}: class_path is missing",)),
+        ({"trainer": [{"max_rounds": 3}]}, ("trainer: no mapping of settings; give one",)),
+        ({"trainer": {"callbacks": made("Curves")}}, ("trainer.callbacks = ", "expected a list; give [")),
+        (
+            {"trainer": {"faults": {"drop": 0.3}}},
+            ("trainer.faults.drop = 0.3", "did you mean trainer.faults.drop_after or "),
+        ),
+        ({"models": "FedAvg"}, ("models: no such setting (did you mean model?)",)),
+        ({"method": "grid"}, ("method: a sweep's file is no config; give it to `fl-lightning sweep`",)),
         ({"data": made("Digits", batchsize=3)}, ("data.batchsize = 3", "did you mean data.batch_size")),
         ({"trainer": {"max_round": 3}}, ("trainer.max_round", "did you mean trainer.max_rounds?")),
         ({"trainer": {"callbacks": [made("Trajectry")]}}, ("callbacks = Trajectry", "did you mean Trajectory")),
@@ -303,8 +356,16 @@ def fedavg(**init_args: Any) -> dict[str, Any]:
         ({"training": {"max_rounds": 3}}, ("training", "no such setting", "model, data and trainer")),
     ],
 )
-def test_config_file(complaint: Complaint, tmp_path: Path, config: dict[str, Any], parts: tuple[str, ...]) -> None:
+def test_config_file(
+    complaint: Complaint,
+    tmp_path: Path,
+    config: dict[str, Any],
+    parts: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     whole = {**fedavg(), "data": "Digits", **config}
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "broken_module.py").write_text("# raises\n{}['x']\n")
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(whole))
     shows(complaint("fit", f"--config={tmp_path / 'config.yaml'}"), *parts)
 

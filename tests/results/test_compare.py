@@ -290,6 +290,24 @@ def test_of_twins_below_a_folder_the_last_counts(runs: list[Path]) -> None:
     assert average.left_out == [later] and average.folders == [runs[0], *runs[1:3]]  # what is named counts
 
 
+def test_files_of_other_programs_are_left_out_by_name(runs: list[Path]) -> None:
+    """Below a folder: those of Lightning's CSVLogger, and runs that have not measured the metric."""
+    root = runs[0].parents[1]
+    for name, text in {"lightning": "epoch,step,loss\n0,1,0.5\n", "other": "round,client/lr\n1,0.1\n"}.items():
+        (root / name).mkdir()
+        (root / name / "metrics.csv").write_text(text)
+    with pytest.warns(
+        UserWarning, match=r"^left out: .*: its metrics\.csv has no (column named round|server/test/acc)$"
+    ) as found:
+        groups = compare([root])
+    assert [group.name for group in groups] == ["FedAvg", "rho_0.1"] and len(found) == 2
+    with (
+        pytest.raises(UserError, match=r"^metric = nothing: not in .*; choose one of these$"),
+        pytest.warns(UserWarning, match="^left out"),
+    ):
+        compare([root], metric="nothing")
+
+
 def test_folders_without_runs(runs: list[Path], tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for folder, problem in (("empty", "no run there"), ("nowhere", "no such folder")):

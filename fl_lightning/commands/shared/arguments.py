@@ -15,6 +15,7 @@ from jsonargparse import get_loader
 from fl_lightning.commands.shared.configs import find_config
 from fl_lightning.commands.shared.index import fitting_classes
 from fl_lightning.core import UserError, require
+from fl_lightning.results.configs import read_config
 from fl_lightning.results.yaml_text import NoValueError, load_yaml
 from fl_lightning.trainer import RunFolder
 
@@ -156,9 +157,9 @@ def _with_config_of_run(args: list[str]) -> list[str]:
         path = Path(value if named else arg if positional else "")
         if not named and path.suffix != ".ckpt":
             continue
-        kind = "a folder, such as that of a run with checkpoints/last.ckpt" if path.is_dir() else "no such file"
-        require(path.is_file(), "ckpt_path", path, f"{kind}; give a checkpoint file, 'last' or 'best'")
+        RunFolder.find_checkpoint(str(path), Path(), "")
         if (config := RunFolder(path.parent.parent).newest_config).is_file():
+            read_config(config)
             return [f"--config={config}", *args]
         require(
             "model" in map(_option, args), "ckpt_path", path, "no config.yaml of its run lies above it; give --config"

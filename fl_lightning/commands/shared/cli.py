@@ -18,7 +18,7 @@ import fl_lightning
 from fl_lightning import FederatedDataModule, LocalObjective
 from fl_lightning.commands.shared.arguments import PARTS, kept, model_of_configs, prepare
 from fl_lightning.commands.shared.parser import INDENT, Command, Parser, readable
-from fl_lightning.core import LEFT_OUT, UserError, generator, hidden, require
+from fl_lightning.core import LEFT_OUT, UserError, ensure, generator, hidden, require
 from fl_lightning.results.configs import differences, flatten, read_config
 from fl_lightning.results.terminal import say
 from fl_lightning.trainer import FederatedTrainer, Kind, RunFolder, on_rank_zero
@@ -211,7 +211,7 @@ class FederatedCLI(Command, LightningCLI):
         """
         if "trainer" in self.needs:
             given = self.config.trainer
-            require(hasattr(given, "seed"), "trainer", given, "give a mapping of settings")
+            ensure(hasattr(given, "seed"), "trainer: no mapping of settings; give one, such as {max_rounds: 100}")
             require(given.seed >= 0, "trainer.seed", given.seed, "give a whole number of 0 or more")
             torch.manual_seed(generator(given.seed, "initial weights").initial_seed())
         self.config.pop("seed_everything", None)  # LightningCLI has read it

@@ -3,7 +3,7 @@
 import difflib
 from pathlib import Path
 
-from fl_lightning.core.errors import UserError
+from fl_lightning.core.errors import UserError, ensure
 
 SUFFIX = ".yaml"
 
@@ -31,8 +31,11 @@ def find_config(name: str, key: str = "config") -> Path:
     Raises:
         UserError: If there is neither.
     """
-    if Path(name).is_file():
+    if Path(name).is_file() and not (key == "config" and name.endswith(".ckpt")):
         return Path(name)
+    kinds = {".ckpt": "a checkpoint; give it as --ckpt_path", "": "a folder; give a config of it, such as config.yaml"}
+    there = Path(name).is_dir() or (key == "config" and name.endswith(".ckpt"))
+    ensure(not there, f"{key} = {name}: {kinds.get(Path(name).suffix, kinds[''])}")
     # a path of a clone works from an installed wheel, too
     short, names = name.removeprefix("configs/").removesuffix(SUFFIX), config_names()
     if short in names:

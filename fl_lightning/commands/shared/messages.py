@@ -3,7 +3,8 @@
 import ast
 import os
 import re
-from collections.abc import Sequence
+import traceback
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from itertools import pairwise, takewhile
 from pathlib import Path
@@ -35,6 +36,8 @@ FOREIGN = {
     "--trainer.loggers+=lightning.pytorch.loggers.CometLogger",
 }
 """How classes of other packages are named, by the key of the setting."""
+CLASS_KEYS = ("class_path", "init_args")
+"""Keys of a class in a config."""
 WORDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text", "list": "a list"}
 """Types of Python in words."""
 
@@ -81,6 +84,15 @@ def explain(error: Exception, configs: Sequence[str] = (), command: str = "fit")
         what = _fold(re.sub(r"Problems parsing config:|(?<= )in \"<\w+ string>\",|: *\Z", "", message))
         remedy = "" if "; " in what else "; give YAML with model, data and trainer"
         return f"config = {' or '.join(configs)}: {what}{remedy}"
+    if match := re.search(r"Invalid content in sub-config file (\S+\.py):", message):
+        return _unknown_class(path, match[1], "")
+    if "Unable to load config" in message:
+        return f"{keys[0]} = {_first('config .(.*).$', message):.60}: give a mapping of settings"
+    if line := next(_misshapen(keys[0] if keys else "", _given(message)), None) or _classless(above, message):
+        return line
+    name = _first(r"Given value: (?:.*?(?:'class_path': |val=)')?([A-Za-z_][\w.]*\.\w+)", message)
+    if name and (problem := _import_problem(name)):
+        return f"{path} = {name}: {problem}; mend this file, or give another class"
     if match := re.search(r"Problem with given class_path '([\w.]+)':\s+(.*)", message):
         remedy = f"; check that Python can import '{match[1].rpartition('.')[0]}'" if "No module" in match[2] else ""
         return f"{path or 'class_path'} = {match[1]}: {_fold(match[2])}{remedy}"
@@ -101,8 +113,12 @@ def explain(error: Exception, configs: Sequence[str] = (), command: str = "fit")
         if not entry(command)["places"] and set(options) <= {"help"}:
             return f"{name}: `fl-lightning {command}` takes no arguments; leave it out"
         run = name.endswith(".ckpt") or os.path.isdir(name)
-        option = "ckpt_path" if run and "ckpt_path" in options else "config" if name.endswith((".yaml", ".yml")) else ""
+        config = "config" if "config" in options and name.endswith((".yaml", ".yml")) else ""
+        option = "ckpt_path" if run and "ckpt_path" in options else config
         given = message[match.start(2) :].split()[0]
+        if not option and not dashes and "=" not in given:
+            other = "a config goes by --config, " if "config" in options else ""
+            return f"{name}: a value without an option; {other}a list has commas, as in --seeds 0,1,2"
         example = given if "=" in given else f"{option or 'NAME'}={'VALUE' if dashes else name}"
         return f"{dashes}{name}: no option; options have two dashes, as in --{example}"
     if match := re.search(r"argument --([\w.]+): expected one argument", message):
@@ -126,22 +142,23 @@ def explain(error: Exception, configs: Sequence[str] = (), command: str = "fit")
             return f"{path} = {value}: an abstract class; define {', '.join(sorted(kind.__abstractmethods__))}"
         own = re.findall(r"^ *- (?!Expected|a |Does not validate)(.+)", message, re.M)
         if match[1] == "NoneType" and own:  # raised by the class itself
-            kind = re.search(r"subclass of (\w+)|is not iterable", own[-1])
-            if kind and "'init_args'" not in message:
-                if path in FOREIGN:
-                    value = _first(r"Given value: (.*)", message)
-                    return f"{path} = {value:.60}: no {kind[1] or 'class'}; {FOREIGN[path]}"
+            if kind := next(
+                filter(None, (re.search(r"subclass of (\w+)|is not iterable", line) for line in own)), None
+            ):
                 value = _first(r"Given value: (?:NestedArg\(.*?val=)?(.*?)\)?$", message).strip("'")
+                remedy = FOREIGN.get(path, "") if re.fullmatch(r"[\w.]+", value) else ""
                 early = "; --config, if there is one, goes first" if "NestedArg(key=" in message else ""
-                return f"{path} = {value:.60}: no {kind[1] or 'class'}; give its class by name or dotted path{early}"
+                remedy = remedy or f"give its class by name or dotted path{early}"
+                return f"{path} = {value:.60}: no {kind[1] or 'class'}; {remedy}"
             known = bool(path) or not re.match(r"[\w.]+ = ", own[-1])
             return f"{path or 'model, data or trainer'}: {_fold(own[-1])}" if known else _fold(own[-1])
         if (choices := re.findall(r"'(.+?)'", match[1])) and match[1].startswith("Literal"):
             return f"{path} = {value:.60}: choose from {', '.join(choices)}"
         name, listed = value.strip("[]"), match[1].rpartition(".")[2] in ("list", "Sequence")
-        if listed and path in FOREIGN and name not in fitting_classes(path, ()):
+        if listed and path in FOREIGN and "{" not in name and name not in fitting_classes(path, ()):
             return _unknown_class(path, name, "")
-        remedy = f"; give [{name:.60}], or --{path}+={name:.60}" if listed else ""
+        appended = "" if "{" in name else f", or --{path}+={name:.60}"
+        remedy = f"; give [{name:.60}]{appended}" if listed else ""
         return f"{path} = {value:.60}: expected {WORDS['list'] if listed else WORDS.get(match[1], match[1])}{remedy}"
     return _fold(message)
 
@@ -157,10 +174,13 @@ def _unknown_option(path: str, name: str, message: str) -> str:
     value = _first(rf"'{re.escape(leaf)}': ([^,}}]+)", message) or _first(r"val='([^']*)'", message)
     if nested := re.findall(r"NestedArg\(key='([^']+)'", message):  # from the command line; the outermost is the last
         above = [*(above[:1] if "." in nested[-1] else above), *nested[-1].split(".")[:-1]]
-    elif (inner := _find(message, leaf)) is not None:  # from a file
-        above = [above[0], *inner]
+    elif (inner := _find(_given(message), leaf)) is not None:  # from a file
+        above = [*_first(r'Parser key "([^"]+)', message).split("."), *inner]
+    if above[:1] == ["parameters"] or [*above, leaf] in (["program"], ["method"]):
+        return f"{above[0] if above else leaf}: a sweep's file is no config; give it to `fl-lightning sweep`"
     inside, given = above[:1] in (["model"], ["data"], ["trainer"]), ".".join([*above, leaf])
-    near = meant(given)
+    near = [] if above else similar(leaf, PARTS, cutoff=0.8)
+    near = near or meant(given)
     hint = f" (did you mean {' or '.join(near)}?)" if near else ""
     top = "" if inside or (near and not above) else "; settings stand under model, data and trainer"
     first = 1 + (above[:1] == ["trainer"])  # the trainer is no choice of classes
@@ -192,6 +212,9 @@ def meant(given: str) -> list[str]:
     above, _, leaf = given.replace("-", "_").casefold().rpartition(".")
     leaf = SYNONYMS.get(leaf, leaf)
     keys = [leaf] if "." in leaf else keys_of(leaf)
+    if not keys and len(leaf) > 2:  # those beside it that contain the word
+        beside = (key for name in setting_names() if leaf in name for key in keys_of(name))
+        keys = sorted(key for key in beside if above and key.rpartition(".")[0] == above)
     if slip := not keys:
         keys = [key for name in similar(leaf, sorted(setting_names()), cutoff=0.66) for key in keys_of(name)]
     keys = [key for key in keys if key != given and not any(key.startswith(f"{short}.") for short in keys)]
@@ -208,6 +231,13 @@ def _shared(one: list[str], other: list[str]) -> int:
 def _unknown_class(path: str, name: str, wanted: str) -> str:
     bases = set(re.findall(r"fl_lightning(?:\.\w+)*\.([A-Z]\w*)", _first("Subtypes: (.*)", wanted)))
     known = fitting_classes(path, bases)
+    if name.casefold() == "none":
+        return f"{path} = {name}: no such class; null stands for none"
+    if re.search(r"[/:]|\.py\b", name):
+        dotted = re.sub(r"\.py\b", "", name).strip("./").replace("/", ".").replace(":", ".")
+        return (
+            f"{path} = {name}: no dotted path of a class; give one, such as {dotted}{'' if '.' in dotted else '.CLASS'}"
+        )
     near = similar(name, known)
     choice = f"did you mean {', '.join(near)}?" if near else f"choose from {', '.join(known or sorted(bases))}."
     remedy = FOREIGN.get(path, "")
@@ -215,12 +245,72 @@ def _unknown_class(path: str, name: str, wanted: str) -> str:
     return f"{path} = {name or repr('')}: no such class; {choice} {further}"
 
 
-def _find(message: str, name: str) -> list[str] | None:
-    """Returns the keys that lead to ``name`` in the outermost mapping that the parser shows."""
+def _given(message: str) -> Any:
+    """Returns the outermost value that the parser shows; None if it shows none."""
     try:
-        trees: list[tuple[list[str], Any]] = [([], ast.literal_eval(re.findall(r"Given value: (.*)", message)[-1]))]
+        return ast.literal_eval(re.findall(r"Given value: (.*)", message)[-1])
     except (IndexError, SyntaxError, ValueError):
         return None
+
+
+def _misshapen(path: str, tree: Any) -> Iterator[str]:
+    """Yields what is wrong with the form of classes and their settings in a value of a config.
+
+    Args:
+        path: The key of the value.
+        tree: The value.
+    """
+    if isinstance(tree, list):
+        for each in tree:
+            yield from _misshapen(path, each)
+    if not isinstance(tree, dict):
+        return
+    settings = tree.get("init_args", {})
+    for name, value in tree.items():
+        near = [key for key in CLASS_KEYS if key not in tree and similar(str(name), [key], cutoff=0.75)]
+        if near and name not in CLASS_KEYS:
+            yield f"{path}.{name}: no key of a class; did you mean {near[0]}?"
+        elif "class_path" in tree and name not in (*CLASS_KEYS, "dict_kwargs"):
+            form = f"{{class_path: {tree['class_path']}, init_args: {{{name}: {value}}}}}"
+            yield f"{path}.{name} = {value!s:.60}: the settings of a class stand under init_args, as in {form:.200}"
+        elif len(tree) == 1 and name in index()["classes"]:
+            yield f"{path} = {{{name}: ...}}: give {{class_path: {name}, init_args: ...}}"
+    if settings is None:
+        yield f"{path}.init_args: empty; give settings, or leave it out"
+    if isinstance(settings, dict):
+        for name, value in settings.items():
+            yield from _misshapen(f"{path}.{name}", value)
+
+
+def _classless(path: str, message: str) -> str | None:
+    """Returns the line for settings of a class without the class, at the key where the parser fails."""
+    value = _first(r"Given value: (\{.*\})$", message)
+    names = re.findall(r"'(\w+)': ", value.replace("'init_args': {", ""))
+    choices = [kind for kind in fitting_classes(path, ()) if {*names} & setting_names(kind)]
+    choices.sort(key=lambda kind: -len({*names} & setting_names(kind)))
+    if not choices or "'class_path'" in value:
+        return None
+    form = "{class_path: NAME, init_args: ...}"
+    return f"{path} = {value:.60}: class_path is missing; give {form}, such as {' or '.join(choices[:3])}"
+
+
+def _import_problem(name: str) -> str:
+    """Returns where and why a class's module cannot be imported; empty if it can be, or is not there."""
+    module = name.rpartition(".")[0]
+    try:
+        import_module(module)
+    except Exception as error:  # whatever the module raises
+        if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
+            return ""
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if os.path.isfile(frame.filename)]
+        at: Any = error if isinstance(error, SyntaxError) else frames[-1]
+        return f"{at.filename}, line {at.lineno}: {type(error).__name__}: {_fold(str(getattr(error, 'msg', error)))}"
+    return ""
+
+
+def _find(tree: Any, name: str) -> list[str] | None:
+    """Returns the keys that lead to ``name`` in a mapping."""
+    trees: list[tuple[list[str], Any]] = [([], tree)]
     for path, tree in trees:
         if isinstance(tree, dict):
             if name in tree:

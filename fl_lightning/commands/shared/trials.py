@@ -1,6 +1,7 @@
 """Helpers of the commands that make many runs: building a trial, and the table of all trials."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,12 +25,8 @@ def build(trial: Trial, folder: Path) -> Built:
         UserError: If they are wrong.
     """
     own = [f"--trainer.default_root_dir={folder}", f"--trainer.name={trial.name}"]
-    try:
+    with _explained(trial.command):
         made = _cli(trial.command).make(*trial.args, *own, "--trainer.enable_progress_bar=false")
-    except (ArgumentsError, ValueError) as error:
-        if (line := explain(error)) is None:
-            raise
-        raise UserError(line) from None
     made.trainer.callbacks = [callback for callback in made.trainer.callbacks if not isinstance(callback, Ending)]
     return Built(made.trainer, made.model, made.data)
 
@@ -38,9 +35,21 @@ def check(trial: Trial) -> dict[str, Any]:
     """Parses the arguments of a trial, and returns its resolved config.
 
     Raises:
-        ArgumentsError: If they are wrong.
+        UserError: If they are wrong.
     """
-    return _config(trial.command, trial.args)
+    with _explained(trial.command):
+        return _config(trial.command, trial.args)
+
+
+@contextmanager
+def _explained(command: str) -> Iterator[None]:
+    """Raises what the parser of a subcommand refuses as one line."""
+    try:
+        yield
+    except (ArgumentsError, ValueError) as error:
+        if (line := explain(error, command=command)) is None:
+            raise
+        raise UserError(line) from None
 
 
 @cache

@@ -133,11 +133,11 @@ class RunFolder:
             UserError: If there is none.
         """
         if ckpt_path not in ("last", "best"):
-            ensure(
-                Path(ckpt_path).is_file(),
-                f"ckpt_path = {ckpt_path}: no such file; give a checkpoint file, 'last' or 'best'",
-            )
-            return Path(ckpt_path)
+            path = Path(ckpt_path)
+            within = [str(each) for each in (path / "last.ckpt", path / "checkpoints/last.ckpt") if each.is_file()]
+            kind = " with ".join(["a folder", *within]) if path.is_dir() else "no such file"
+            ensure(path.is_file(), f"ckpt_path = {path}: {kind}; give a checkpoint file, 'last' or 'best'")
+            return path
         found = list((root / name).glob(f"version_*/{RunFolder.CHECKPOINTS}/{ckpt_path}.ckpt"))
         remedy = "start without --ckpt_path" if ckpt_path == "last" else "set monitor of the callback Checkpoints"
         ensure(found != [], f"ckpt_path = {ckpt_path}: no such checkpoint under {root / name}; {remedy}")
