@@ -27,6 +27,8 @@ class FedSMOO(FedDyn):
         rho: Radius of the perturbation.
         s_agg: The mean that gives the global perturbation: of mu minus the last perturbation (the paper), or of mu
             (FL-Simulator).
+        warmup: Rounds over which the radius grows linearly from ``rho0``; 0: none. FedGloSS's FedSMOO+wp has it.
+        rho0: Its first radius.
         **kwargs: As for `FedDyn`; with ``use_dual: false`` it is "FedSMOO w/o Reg" of the FedGF paper.
     """
 

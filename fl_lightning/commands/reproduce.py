@@ -20,7 +20,7 @@ from fl_lightning.commands.shared.output import show_table
 from fl_lightning.commands.shared.paper_figures import draw
 from fl_lightning.commands.shared.prediction import Measured, as_bytes, as_time, data_or_like, measure, row_bytes
 from fl_lightning.commands.shared.trials import build, check, complain
-from fl_lightning.core import ensure, make_folder, require
+from fl_lightning.core import UserError, ensure, make_folder, require
 from fl_lightning.results import PaperFigure, command, figure, filled, read_run, rounds_done, say
 from fl_lightning.sweeps import reproduction_table
 from fl_lightning.sweeps.reproduction import (
@@ -223,27 +223,41 @@ def _show_estimate(planned: Mapping[Planned, Sequence[Path | None]], how: _How) 
         planned: For each task, the folders of its runs that have not ended; None for those that have not begun.
         how: How they are made.
     """
-    measured: dict[tuple[str, str], tuple[Planned, Measured]] = {}
+    measured: dict[tuple[str, str], tuple[Planned, Measured] | None] = {}
     seconds, rows, memory = list[float](), [], 0
     for each, folders in planned.items():
         cell = each.task.cells[0]
         if (kind := (cell.dataset, cell.model)) not in measured:
-            if how.dry_run:
-                each.made.data, missing = data_or_like(each.made.data)
-                if missing is not None:
-                    say(f"measured on random samples of the same shape: {missing}")
-            say(f"measuring a few rounds: {', '.join(kind)}", flush=True)
-            measured[kind] = each, each.measure()
-        one, whole = each.seconds(*measured[kind]), each.made.trainer.max_rounds
+            measured[kind] = _measured(each, how)
+        if (found := measured[kind]) is None:
+            continue
+        one, whole = each.seconds(*found), each.made.trainer.max_rounds
         left = [one * (1 - rounds_done(read_run(folder)) / whole) for folder in folders]
         seconds += left
-        memory = max(memory, measured[kind][1].memory + each.rows)
+        memory = max(memory, found[1].memory + each.rows)
         rows.append([cell.algorithm, column(cell), str(len(left)), f"{whole:,}", as_time(one), as_time(sum(left))])
+    if not rows:
+        return
     heads = ["row", "column", "runs", "rounds", "each", "together"]
     show_table(filled(heads, rows, left=2, title="estimate for this machine"), 2)
     together, at_once = max(max(seconds), sum(seconds) / how.jobs), min(how.jobs, len(seconds))
     text = f"{len(seconds)} run{'s'[: len(seconds) - 1]}, about {as_time(together)} with --jobs {how.jobs}"
     say(f"{text}; about {as_bytes(memory * at_once)} of memory")
+
+
+def _measured(planned: Planned, how: _How) -> tuple[Planned, Measured] | None:
+    """Measures a few rounds; a dry run takes random samples where files are missing, or None if it knows no shape."""
+    cell, made = planned.task.cells[0], planned.made
+    if how.dry_run:
+        try:
+            made.data, missing = data_or_like(made.data)
+        except UserError as error:
+            say(f"no estimate for {cell.dataset}: {error}")
+            return None
+        if missing is not None:
+            say(f"measured on random samples of the same shape: {missing}")
+    say(f"measuring a few rounds: {cell.dataset}, {cell.model}", flush=True)
+    return planned, planned.measure()
 
 
 def _plan(found: Sequence[Task], how: _How) -> Iterator[Planned]:

@@ -35,7 +35,7 @@ from fl_lightning import (
 )
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.commands.plan import plan
-from fl_lightning.commands.shared.prediction import data_or_like, due, makespan
+from fl_lightning.commands.shared.prediction import as_time, data_or_like, due, makespan
 from fl_lightning.core.errors import UserError
 from fl_lightning.data import images
 from fl_lightning.data.streaming import Published
@@ -182,6 +182,11 @@ def test_memory_counts_the_rows_of_clients_not_seen_yet(tmp_path: Path, monkeypa
     cohorts = [mine.sampler(t, 40, mine.seed) for t in range(60)]
     unseen = len(set().union(*cohorts)) - len(set().union(*cohorts[: made.measured]))
     assert made.memory == 2 * unseen * row > 0 and made.device_memory == 0
+
+
+def test_amounts_have_no_exponent() -> None:
+    seconds = [4_444_200.0, 3_598_920.0, 12.0, 0.01234]
+    assert [as_time(each) for each in seconds] == ["1,234 h", "1,000 h", "12 s", "12.3 ms"]
 
 
 def test_makespan_of_the_busiest_process() -> None:

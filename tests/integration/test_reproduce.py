@@ -49,6 +49,18 @@ def test_dry_run_shows_the_runs_and_what_they_take(
     assert "FedGMT, minutes@82: a time of the paper's machine" in shown and "known: 2 of 3 cells" in shown
 
 
+@pytest.mark.slow
+def test_dry_run_without_data_of_unknown_shape(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It shows the commands, and why it has no estimate."""
+    monkeypatch.chdir(tmp_path)
+    cli("reproduce", "fedsam", "8", "--rows=FedAvg", "--columns=Cityscapes,uniform", "--dry-run")
+    *_, command, reason = capsys.readouterr().out.splitlines()
+    assert command == "fl-lightning fit --config experiment/fedsam/cityscapes_uniform --trainer.seed=0"
+    assert reason.startswith("no estimate for Cityscapes: data.data_dir = 'data/cityscapes': ")
+
+
 def test_declared_numbers_need_no_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

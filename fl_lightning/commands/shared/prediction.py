@@ -316,7 +316,7 @@ def peak_memory() -> int:
 
 def _amount(value: float, **units: float) -> str:
     name, size = next((unit for unit in units.items() if value >= unit[1]), [*units.items()][-1])
-    return f"{value / size:.3g} {name}"
+    return f"{value / size:{',.0f' if value >= 999.5 * size else '.3g'}} {name}"
 
 
 as_time: Callable[[float], str] = partial(_amount, h=3600.0, min=60.0, s=1.0, ms=1e-3)
