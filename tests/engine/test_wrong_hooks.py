@@ -357,6 +357,13 @@ def test_hooks_that_return_nothing(wrong: Any, message: str, engine: str, tmp_pa
     assert str(error.value) == message
 
 
+class Number(LocalOptimizer):
+    state = {"n": 0.0}
+
+    def step(self, w: Tensor, direction: Any, memory: State, lr: Any, ctx: Any) -> Any:
+        return w - lr * self.clipped(direction), memory.replace(n=1.0)
+
+
 class Taller(SGD):
     def step(self, w: Tensor, direction: Any, memory: State, lr: Any, ctx: Any) -> Any:
         return (w - lr * direction).unsqueeze(0), memory
@@ -373,6 +380,10 @@ class Taller(SGD):
             for kind in (WrongState, WrongRow)
         ],
         (
+            lambda: FedAvg(net=Small(), optimizer=Number(0.1)),
+            "state 'Number.n': a hook returns 1.0; return a tensor",
+        ),
+        (
             lambda: FedAvg(net=Small(), optimizer=Taller(0.1)),
             "model.optimizer = Taller: weights of shape (307,) have shape (1, 307) after a step; the direction and the "
             "step must keep it",
@@ -382,7 +393,7 @@ class Taller(SGD):
             "no state 'extra' here; there are: start; declare what is kept, sent or uploaded",
         ),
     ],
-    ids=["state", "row", "weights", "undeclared"],
+    ids=["state", "row", "number", "weights", "undeclared"],
 )
 def test_sequential_refuses_other_shapes_and_names(wrong: Any, message: str, tmp_path: Path) -> None:
     with pytest.raises(UserError) as error:
@@ -409,3 +420,20 @@ class Remembers(LocalObjective):
 def test_what_a_resumed_run_lacks_is_a_warning(name: str, tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=r"Remembers\.server_step sets self\.last: a resumed run lacks it; declare it"):
         train(tmp_path, Remembers(net=Small()), name, max_rounds=3)
+
+
+class Counting(LocalOptimizer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.n = 0
+
+    def step(self, w: Tensor, direction: Any, memory: State, lr: Any, ctx: Any) -> Any:
+        self.n += 1
+        return w - lr / self.n * self.clipped(direction), memory
+
+
+def test_what_other_processes_lack_is_a_warning(tmp_path: Path) -> None:
+    with pytest.warns(
+        UserWarning, match=r"^Counting changes self\.n while clients train: a resumed run, and each other"
+    ):
+        train(tmp_path, FedAvg(net=Small(), optimizer=Counting()), "sequential", max_rounds=1)
