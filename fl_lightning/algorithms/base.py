@@ -160,8 +160,11 @@ class LocalObjective(Composed, SupervisedModule):
             up: Whether it uploads it, encoded.
         """
         values = values if up else self.encoded(values)
-        bits: Mapping[str, int] = {name: 8 * value.nbytes for name, value in values.items()}
-        return sum(through((part.bits for part in self.all_parts), bits, values, up).values())
+        bits: Mapping[str, Any] = {name: 8 * value.nbytes for name, value in values.items()}
+        bits = through((part.bits for part in self.all_parts), bits, values, up)
+        for name, n in bits.items():
+            ensure(isinstance(n, int) and n >= 0, f"model.parts: bits of {name} = {n!r:.40}: give an int of at least 0")
+        return sum(bits.values())
 
     def begin_local(self, client: State, received: State, ctx: ClientContext) -> tuple[Tensor, State]:
         """Returns the weights where local training starts, and the client's state, with these weights as ``start``."""

@@ -1,5 +1,6 @@
 """``fl-lightning plan``: a few rounds of a run, measured here on one process, and arithmetic."""
 
+import math
 import os
 import sys
 from dataclasses import asdict, dataclass
@@ -104,7 +105,14 @@ def plan(
     measured = measure(trainer, model, data, trainer.threads or share)
     run = measured.run
     rounds = list(ahead(run))
+
+    def seconds() -> float:
+        return sum(times * each for times, each in parts.values())
+
     parts = measured.parts(trainer, len(rounds), [of.steps for of in rounds], world)
+    if trainer.max_time is not None and seconds() > trainer.max_time:
+        rounds = rounds[: max(1, math.ceil(len(rounds) * trainer.max_time / seconds()))]
+        parts = measured.parts(trainer, len(rounds), [of.steps for of in rounds], world)
     # state of clients that no measured round has seen
     room, kept = int(trainer.client_memory * 2**30), {k for of in rounds for k in of.clients}
     row = row_bytes(model, run.server.w)
@@ -118,7 +126,7 @@ def plan(
         memory=measured.memory + (2 if cpu else 1) * growth,  # a checkpoint copies the rows
         device_memory=0 if cpu else torch.cuda.max_memory_allocated() + growth,
         bits=sum(of.bits for of in rounds),
-        seconds=sum(times * each for times, each in parts.values()),
+        seconds=seconds(),
         unit="rounds" if trainer.asynchronous is None else "steps of the server",
         uploads=sum(len(of.clients) for of in rounds),
         late=sum(of.late for of in rounds),

@@ -103,7 +103,7 @@ class FlatSpec:
     def split(self, vector: Tensor) -> dict[str, Tensor]:
         """Returns views of ``vector`` by parameter name, ``(..., d)`` to ``(..., *shape)``."""
         parts, lead = torch.split(vector, self.numels, dim=-1), vector.shape[:-1]
-        return {n: p.view(*lead, *s) for n, p, s in zip(self.names, parts, self.shapes, strict=True)}
+        return {n: p.view((*lead, *s)) for n, p, s in zip(self.names, parts, self.shapes, strict=True)}
 
     def not_finite(self, vector: Tensor) -> str:
         """Returns the first parameter in which a vector ``(d,)`` has a value that is not finite."""

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
+from warnings import warn
 
 import torch
 
@@ -208,6 +209,7 @@ class Phase:
         self.now = self.run.round_context(of.cohort.t, self.ctx.phase)
         self.sent = self.current = objective.begin_phase(of.server, self.now)
         self.uploaded_bits = 0  # of the clients of this process
+        self._owners = [(owner, {**vars(owner)}) for owner in (objective, objective.optimizer, *objective.all_parts)]
         if not of.perturb:
             self.sent = self.current = self.sent.replace(w=of.server.w)
         if self.ctx.t < self.now.t:
@@ -243,6 +245,13 @@ class Phase:
             UserError: If training diverges.
         """
         taken = [self._take(result) for result in self._clocked(results)]
+        for owner, before in self._owners:  # what is new may be a cache
+            for name in [name for name, old in before.items() if vars(owner).get(name) is not old and name[0] != "_"]:
+                warn(
+                    f"{type(owner).__name__} changes self.{name} while clients train: a resumed run, and each other "
+                    "process, lacks it; declare it in client_state",
+                    stacklevel=2,
+                )
         if len(taken) < len(self.cohort.shares[self.run.fabric.global_rank]):
             self.cohort = self.cohort.only([result.client for result in taken])
         arrivals = Arrivals(self.run, self.cohort, taken, self.sent.w)

@@ -13,6 +13,9 @@ from fl_lightning.trainer.participation.clock import Clock, Device
 from fl_lightning.trainer.participation.faults import Attendance, Stragglers
 from fl_lightning.trainer.settings import Settings
 
+LONGEST = 1e15
+"""Most seconds of a client in a phase; in sums of longer ones those of the others would be lost."""
+
 
 def exchanged(objective: LocalObjective, server: State, ctx: RoundContext) -> tuple[int, int]:
     """Returns the bits that a client receives and uploads in a phase: those of one that takes no step.
@@ -82,8 +85,11 @@ class Timing:
         if own is not None and own.trains_alone and not phase:
             alone = data.batches_per_client(client, own.epochs_alone, None) if own.epochs_alone else K
             before = device.compute_s(sum(data.batch_sizes(size, alone)), *objective.passes_alone)
-        computed = device.compute_s(sum(data.batch_sizes(size, K)), *objective.passes)
-        return before + computed, device.comm_s(*self.bits[phase])
+        computed = before + device.compute_s(sum(data.batch_sizes(size, K)), *objective.passes)
+        comm = device.comm_s(*self.bits[phase])
+        slow = f"trainer.clock: client {client} takes {computed + comm:.3g} seconds; give devices and bandwidths"
+        ensure(computed + comm <= LONGEST, f"{slow} with which it takes at most {LONGEST:.0e}")
+        return computed, comm
 
     def _placed(self, client: int) -> tuple[float, int]:
         """Returns what sorts the clients by the seconds of a whole task."""

@@ -173,6 +173,8 @@ def test_randk() -> None:
     torch.testing.assert_close(scaled, x, rtol=1e-14, atol=0)
     torch.testing.assert_close(plain, 0.4 * x, rtol=1e-14, atol=0)
     assert c(RandK(0.5, True), torch.tensor([3.0, 4.0]), torch.tensor([1])).tolist() == [0, 8]
+    for bad in (math.inf, math.nan):  # that stays on the client: the upload is refused all the same
+        assert not c(RandK(0.5), torch.tensor([bad, 4.0]), torch.tensor([1])).isfinite().all()
 
 
 def test_qsgd() -> None:

@@ -82,6 +82,16 @@ class Rounded(Part):
         return bits if up else {**bits, "w": 16 * values["w"].numel()}
 
 
+class Odd(Part):
+    def bits(self, bits: Mapping[str, int], values: Mapping[str, Tensor], up: bool) -> Mapping[str, Any]:
+        return {**bits, "w": 1.5 if up else bits["w"]}
+
+
+def test_bits_are_whole_numbers(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"^model\.parts: bits of w = 1\.5: give an int of at least 0$"):
+        FederatedTrainer(accelerator="cpu", max_rounds=1).fit(FedAvg(DigitsMLP(4), parts=[Odd()]), Digits())
+
+
 class Lossless(Part):
     """A client uploads value and index of the entries above 0: their number differs from client to client."""
 

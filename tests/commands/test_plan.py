@@ -123,6 +123,12 @@ def test_measures_the_run_that_is_planned(kind: str, tmp_path: Path) -> None:
     assert made.parts["local training"][1] > 0
 
 
+def test_a_run_that_max_time_ends(tmp_path: Path) -> None:
+    made = plan(trainer(tmp_path, max_time="00:00:00"), FedAvg(DigitsMLP(hidden=4)), digits())
+    assert (made.rounds, made.parts["local training"][0], made.bits) == (1, 1, 3 * 2 * 32 * 310)
+    assert plan(trainer(tmp_path, max_time="01:00:00"), FedAvg(DigitsMLP(hidden=4)), digits()).rounds == 5
+
+
 @pytest.mark.sampled(quick=5)
 @pytest.mark.parametrize("kind", CLOCKS)
 def test_the_clock_of_the_devices(kind: str, tmp_path: Path) -> None:

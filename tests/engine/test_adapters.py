@@ -225,6 +225,19 @@ def test_mean_of_products(tmp_path: Path) -> None:
         torch.testing.assert_close(w, found[0], rtol=0, atol=1e-10)
 
 
+def test_a_rank_above_the_shorter_side(tmp_path: Path) -> None:
+    """The mean of products is exact; what the factors have beyond that side is 0."""
+    pytest.importorskip("peft")
+    net = LoRA(nn.Sequential(nn.Flatten(), nn.Linear(72, 3)), ["1"], rank=5)
+    objective, record = FedAvg(net=net, parts=[FlexLoRA()]), Trajectory()
+    run = train(tmp_path, objective, "sequential", max_rounds=1, callbacks=[record])
+    ends = [(run.data.client_sizes[k], objective.flat.split(end.w).values()) for k, end in record.local[0].items()]
+    mean = sum(n * B @ A for n, (A, B) in ends) / sum(n for n, _ in ends)
+    A, B = objective.flat.split(run.server.w).values()
+    torch.testing.assert_close(B @ A, mean, rtol=0, atol=1e-14)
+    assert A.shape == (5, 72) and not A[3:].any() and not B[:, 3:].any() and mean.norm() > 1e-6
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [

@@ -420,6 +420,13 @@ def test_hooks_that_return_nothing(wrong: Any, message: str, engine: str, tmp_pa
     assert str(error.value).replace("(2, 5)", "(5,)") == message  # of two clients at once
 
 
+class Number(LocalOptimizer):
+    state = {"n": 0.0}
+
+    def step(self, w: Tensor, direction: Any, memory: State, lr: Any, ctx: Any) -> Any:
+        return w - lr * self.clipped(direction), memory.replace(n=1.0)
+
+
 class Taller(SGD):
     def step(self, w: Tensor, direction: Any, memory: State, lr: Any, ctx: Any) -> Any:
         return (w - lr * direction).unsqueeze(0), memory
@@ -436,6 +443,10 @@ class Taller(SGD):
             for kind in (WrongState, WrongRow)
         ],
         (
+            lambda: FedAvg(net=Small(), optimizer=Number(0.1)),
+            "state 'Number.n': a hook returns 1.0; return a tensor",
+        ),
+        (
             lambda: FedAvg(net=Small(), optimizer=Taller(0.1)),
             "model.optimizer = Taller: weights of shape (307,) have shape (1, 307) after a step; the direction and the "
             "step must keep it",
@@ -445,7 +456,7 @@ class Taller(SGD):
             "no state 'extra' here; there are: start; declare what is kept, sent or uploaded",
         ),
     ],
-    ids=["state", "row", "weights", "undeclared"],
+    ids=["state", "row", "number", "weights", "undeclared"],
 )
 def test_sequential_refuses_other_shapes_and_names(wrong: Any, message: str, tmp_path: Path) -> None:
     with pytest.raises(UserError) as error:
@@ -535,3 +546,20 @@ def test_a_tensor_on_the_objective_may_change(tmp_path: Path) -> None:
 
 def double(objective: Any) -> None:
     objective.mu = 2 * objective.mu
+
+
+class Counting(LocalOptimizer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.n = 0
+
+    def step(self, w: Tensor, direction: Any, memory: State, lr: Any, ctx: Any) -> Any:
+        self.n += 1
+        return w - lr / self.n * self.clipped(direction), memory
+
+
+def test_what_other_processes_lack_is_a_warning(tmp_path: Path) -> None:
+    with pytest.warns(
+        UserWarning, match=r"^Counting changes self\.n while clients train: a resumed run, and each other"
+    ):
+        train(tmp_path, FedAvg(net=Small(), optimizer=Counting()), "sequential", max_rounds=1)

@@ -210,6 +210,13 @@ def test_gradients_flat_batched_and_channels_last(small: Any) -> None:
         torch.testing.assert_close(batched[k], expected, rtol=1e-9, atol=1e-11)
 
 
+def test_a_parameter_without_axes() -> None:
+    net = nn.Linear(2, 1)
+    net.gate = nn.Parameter(torch.tensor(3.0))
+    parts = FlatSpec(net).split(torch.arange(4.0))
+    assert {name: v.tolist() for name, v in parts.items()} == {"weight": [[0, 1]], "bias": [2], "gate": 3}
+
+
 @pytest.mark.sampled(quick=9)
 def test_hessian_vector_product_is_the_slope_of_the_gradient(small: Any) -> None:
     """Double backward against a central difference."""

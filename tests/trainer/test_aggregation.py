@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
-from torch import nn
+from torch import Tensor, nn
 
 from fl_lightning import (
     SCAFFOLD,
@@ -23,6 +23,7 @@ from fl_lightning import (
     MultiKrum,
     NormClipping,
     TrimmedMean,
+    UniformSampler,
     UserError,
 )
 from fl_lightning.core import ClientContext, FlatSpec, RoundContext, State, Uploads
@@ -198,6 +199,20 @@ def test_refused_before_anything_is_written(
 
 
 @pytest.mark.slow
+class Rows(Aggregation):
+    def __call__(self, rows: Tensor, weights: Tensor) -> Tensor:
+        return rows if len(rows) > 1 else None  # type: ignore[return-value]
+
+
+def test_a_rule_of_ones_own_with_a_mistake(golden: Golden) -> None:
+    for clients, message in (
+        (2, r"trainer\.aggregation = Rows: returns shape \(2, 1220\)"),
+        (1, r"Rows\.__call__ returns None"),
+    ):
+        with pytest.raises(UserError, match="^" + message):
+            golden.run(FedAvg(golden.net()), aggregation=Rows(), sampler=UniformSampler(clients), max_rounds=1)
+
+
 def test_processes(tmp_path: Path) -> None:
     """Two give the same bits as one; without the gathering that the rules need they are refused in one line."""
     args = ["--model=SCAFFOLD", *DIGITS, "--trainer.aggregation=TrimmedMean", "--trainer.aggregation.share=0.34"]

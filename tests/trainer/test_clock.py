@@ -234,6 +234,9 @@ def test_fedscales_file(tmp_path: Path) -> None:
     text = json.dumps({"1": {"computation": 50.0, "communication": 4000.0}})
     (tmp_path / "of.json").write_text(text)
     assert read_devices(str(tmp_path / "of.json"), "x") == [Device(0.05, 4.0, 4.0, 0.0)]
+    (tmp_path / "half.JSON").write_text(text.replace("communication", "speed"))
+    with pytest.raises(UserError, match=r"not a JSON file with computation and communication by device \(KeyError"):
+        read_devices(str(tmp_path / "half.JSON"), "x")
 
 
 @pytest.mark.parametrize(
@@ -246,6 +249,10 @@ def test_fedscales_file(tmp_path: Path) -> None:
         ),
         *((CSV.replace(*of), "speeds are above 0") for of in (("0.5", "0"), ("0.002", "nan"), ("0.25", "inf"))),
         (CSV.splitlines()[0], "speeds are above 0, and times finite; give at least one device"),
+        (
+            CSV.replace("0.002", "0,002"),
+            "not a CSV file with device, sec_per_sample, down_mbps, up_mbps, latency_s (ValueE",
+        ),
     ],
 )
 def test_files_that_hold_no_devices(text: str | None, message: str, tmp_path: Path) -> None:
@@ -254,6 +261,11 @@ def test_files_that_hold_no_devices(text: str | None, message: str, tmp_path: Pa
         path.write_text(text)
     with pytest.raises(UserError, match=re.escape(f"trainer.clock.devices = {path}: {message}")):
         Clock(devices=str(path))
+
+
+def test_times_that_floats_cannot_add(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"^trainer\.clock: client 0 takes 3\.3e\+301 seconds; give .* at most 1e\+15$"):
+        train(tmp_path, clock=Clock(sec_per_sample=1e300, sigma=0))
 
 
 @pytest.mark.parametrize("given", [{}, {"devices": "x.csv", "sec_per_sample": 1.0}])

@@ -63,6 +63,25 @@ def test_sgd_of_torch_is_sgd(name: str, tmp_path: Path) -> None:
     assert_close(*runs)
 
 
+class Replacing(torch.optim.Optimizer):
+    """SGD that gives parameters other memory, and counts its steps in a Python number."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for of in self.param_groups:
+            for p in of["params"]:
+                n = self.state[p]["n"] = self.state[p].get("n", 0) + 1
+                p.data = p.data - n * of["lr"] / n * p.grad
+
+
+def test_an_optimizer_that_replaces_its_parameters(tmp_path: Path) -> None:
+    theirs = TorchOptimizer(f"{__name__}.Replacing", 0.1)
+    runs = [train(tmp_path, FedAvg(net=Small(), optimizer=of), "sequential") for of in (theirs, SGD(0.1))]
+    assert_close(*runs)
+
+
 def test_adamw_is_that_of_torch(tmp_path: Path) -> None:
     """Whole rounds with clipping and schedules, on all engines."""
     shared: dict[str, Any] = {"lr": 0.01, "clip": 1.0, "lr_decay": 0.9, "schedule": Cosine(0.1)}

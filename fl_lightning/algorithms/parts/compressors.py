@@ -67,7 +67,8 @@ class RandK(TopK):
         return ctx.draw(lambda generator: torch.randperm(d := x.shape[-1], generator=generator)[: self.k(d)], "randk")
 
     def encode(self, x: Tensor, drawn: Tensor) -> Code:
-        return (x.gather(-1, drawn) * (x.shape[-1] / drawn.shape[-1] if self.scaled else 1),)
+        one = 0 * x.abs().amax(-1, keepdim=True)  # NaN if some number is not finite, which is refused though it stays
+        return (x.gather(-1, drawn) * (x.shape[-1] / drawn.shape[-1] if self.scaled else 1) + one,)
 
     def decode(self, code: Code, d: int, drawn: Tensor) -> Tensor:
         return super().decode((*code, drawn), d, drawn)

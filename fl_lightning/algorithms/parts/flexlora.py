@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from fl_lightning.algorithms.parts.base import Part
 from fl_lightning.core import ClientContext, FlatSpec, State, Upload, Uploads, ensure
@@ -60,5 +61,7 @@ class FlexLoRA(Part):
             U, S, V = torch.linalg.svd(products[at : at + rows * columns].view(rows, columns), full_matrices=False)
             U, V, root = U[:, :rank], V[:rank], S[:rank].sqrt()
             sign = U.gather(0, U.abs().argmax(0, keepdim=True)).sign()  # of two equal decompositions, always one
-            by[a], by[b], at = (sign * root).T * V, U * (sign * root), at + rows * columns
+            more = rank - len(root)  # a rank above the shorter side has no more singular values
+            by[a], by[b] = pad((sign * root).T * V, (0, 0, 0, more)), pad(U * (sign * root), (0, more))
+            at += rows * columns
         return server.replace(w=torch.cat([value.reshape(-1) for value in by.values()]))

@@ -59,20 +59,20 @@ class TorchOptimizer(LocalOptimizer):
         self.make([nn.Parameter(torch.zeros(()).expand(shape)) for shape in flat.shapes])  # takes no memory
 
     def begin(self, flat: FlatSpec, start: Tensor) -> Take:
-        held = start.clone()
-        parameters = [nn.Parameter(part) for part in flat.split(held).values()]  # they share its memory
+        parameters = [nn.Parameter(part) for part in flat.split(start.clone()).values()]
         optimizer = self.make(parameters)
 
         def take(
             w: Tensor, direction: Direction, client: State, lr: float | Tensor, ctx: ClientContext
         ) -> tuple[Tensor, State]:
-            held.copy_(w)
-            for parameter, part in zip(parameters, flat.split(self.clipped(direction)).values(), strict=True):
+            vectors = w, self.clipped(direction)
+            for parameter, at, part in zip(parameters, *(flat.split(v).values() for v in vectors), strict=True):
+                parameter.data.copy_(at)
                 parameter.grad = part
             for group in optimizer.param_groups:
                 group["lr"] = float(lr)
             optimizer.step()
-            return held.clone(), client
+            return torch.cat([parameter.detach().reshape(-1) for parameter in parameters]), client
 
         return take
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.algorithms.base import LocalObjective
+from fl_lightning.algorithms.parts.base import value_of
 from fl_lightning.core import (
     Checked,
     ClientContext,
@@ -16,6 +17,7 @@ from fl_lightning.core import (
     Upload,
     Uploads,
     accumulator_dtype,
+    ensure,
     to_device,
 )
 from fl_lightning.trainer.aggregation.noise import NoiseKey
@@ -190,12 +192,18 @@ class Aggregation(Checked, key="trainer.aggregation"):
 
         def sums(name: str, _: object) -> Tensor:
             like = received.arrived[0][name]
-            blocks = [torch.stack([self(b, w.to(b)) for w in weights]) for b in received.blocks(name)]
+            blocks = [torch.stack([self._combined(b, w.to(b)) for w in weights]) for b in received.blocks(name)]
             means = torch.cat(blocks, dim=1).view(len(weights), *like.shape)
             means = means + received.known[name].to(means) if name in received.known else means
             return torch.stack([means[min(i, len(means) - 1)] * total for i, (_, total) in enumerate(kinds)]).to(like)
 
         uploads.change(sums)
+
+    def _combined(self, rows: Tensor, weights: Tensor) -> Tensor:
+        found, n = value_of(self.__call__, rows, weights), rows.shape[1]
+        wrong = f"trainer.aggregation = {type(self).__name__}: returns shape {tuple(found.shape)}"
+        ensure(found.shape == (n,), f"{wrong}; return one value for each coordinate, ({n},)")
+        return found
 
     def phase_end(self, server: State, uploads: Uploads) -> State:
         """Returns the server's state after its step, with the rule's own state updated."""

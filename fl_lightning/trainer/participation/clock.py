@@ -161,22 +161,26 @@ def read_devices(path: str, key: str) -> list[Device]:
     Raises:
         UserError: If it is missing or of another format, or a number is not positive.
     """
+    scale = Path(path).suffix.lower() == ".json"
+    form = f"a CSV file with device, {', '.join(COLUMNS)}"
     try:
         text = Path(path).read_text()
-        if path.endswith(".json"):
-            found: list[Mapping[str, Any]] = [
+        if scale:
+            found: list[Mapping[Any, Any]] = [
                 {"sec_per_sample": float(of["computation"]) / 1e3, "latency_s": 0.0,
                  **dict.fromkeys(("down_mbps", "up_mbps"), float(of["communication"]) / 1e3)}
                 for of in json.loads(text).values()
             ]  # fmt: skip
         else:
             found = list(csv.DictReader(text.splitlines()))
+        if any(None in row for row in found):  # as with a comma in place of a decimal point
+            raise ValueError("a line has more values than there are columns")
         devices = [Device(*(float(row[name]) for name in COLUMNS)) for row in found]
     except FileNotFoundError:
-        raise UserError(f"{key} = {path}: no such file; give a CSV file with device, {', '.join(COLUMNS)}") from None
+        raise UserError(f"{key} = {path}: no such file; give {form}") from None
     except (KeyError, ValueError, TypeError, AttributeError, OSError, RecursionError) as error:
-        form = f"not a CSV file with device, {', '.join(COLUMNS)}"
-        raise UserError(f"{key} = {path}: {form} ({type(error).__name__}: {error})") from None
+        form = "a JSON file with computation and communication by device" if scale else form
+        raise UserError(f"{key} = {path}: not {form} ({type(error).__name__}: {error})") from None
     numbers = all(  # NaN is none, and only a transfer may be infinitely fast
         0 <= of.latency_s < inf and 0 < of.sec_per_sample < inf and of.down_mbps > 0 < of.up_mbps for of in devices
     )
