@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from copy import deepcopy
@@ -274,7 +275,8 @@ from tests.algorithms.test_lightning import Lines, linear, trainer
 folder, devices = Path(sys.argv[1]), int(sys.argv[2])
 callbacks = [ModelCheckpoint(folder, monitor="val/loss"), EarlyStopping("train/loss")]
 objective = FedSAM(net=linear(), rho=0.1, optimizer=SGD(0.3))
-fit = trainer(folder, 5, devices=devices, strategy="ddp", callbacks=callbacks, enable_checkpointing=True)
+fit = trainer(folder, 5, devices=devices, strategy="ddp" if devices > 1 else "auto", callbacks=callbacks,
+              enable_checkpointing=True)
 fit.fit(objective, Lines(32 // devices))
 if fit.is_global_zero:
     values = {name: float(v) for name, v in fit.callback_metrics.items()}
@@ -283,7 +285,7 @@ if fit.is_global_zero:
 
 
 @pytest.mark.slow
-def test_two_ddp_processes_train_the_same_model(tmp_path: Path) -> None:
+def test_two_ddp_processes_train_the_same_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """SAM's two passes on 2 x 16 samples are those on 32: the same weights, losses and metrics."""
     root, found = Path(__file__).parents[2], []
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
@@ -291,7 +293,11 @@ def test_two_ddp_processes_train_the_same_model(tmp_path: Path) -> None:
     for devices in (1, 2):
         (tmp_path / str(devices)).mkdir()
         command = [sys.executable, str(tmp_path / "run.py"), str(tmp_path / str(devices)), str(devices)]
-        subprocess.run(command, check=True, timeout=300, cwd=root, env=env)
+        if devices == 1:
+            monkeypatch.setattr(sys, "argv", command[1:])
+            runpy.run_path(command[1], run_name="__main__")
+        else:
+            subprocess.run(command, check=True, timeout=300, cwd=root, env=env)
         found.append(json.loads((tmp_path / str(devices) / "result.json").read_text()))
     assert found[0].keys() == found[1].keys() >= {"train/loss", "val/loss", "val/acc"}
     for name, value in found[0].items():

@@ -286,7 +286,7 @@ def assert_close(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -
         assert (a[name] - b[name]).abs().max() <= 1e-12 * b[name].abs().max(), name
 
 
-@pytest.mark.sampled(slow=2, start=1)
+@pytest.mark.sampled(slow=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", [[SCRIPT], [sys.executable, *TORCHRUN]], ids=["fabric", "torchrun"])
 def test_launchers(folder: Path, launcher: list[str]) -> None:
@@ -311,8 +311,14 @@ with with_starter():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="by prctl")
-@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("fit", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("fit", "number"),
+    [
+        (False, signal.SIGKILL),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((False, signal.SIGTERM), (True, signal.SIGKILL))),
+        pytest.param(True, signal.SIGTERM, marks=pytest.mark.long),
+    ],
+)
 def test_who_waits_for_others_ends_with_the_first_process(folder: Path, fit: bool, number: int) -> None:
     """Whether it waits already, or is still being started; else it would hold the pipes open."""
     (folder / "waits.py").write_text(WAITS)
@@ -332,24 +338,21 @@ def test_who_waits_for_others_ends_with_the_first_process(folder: Path, fit: boo
 def test_torchrun_goes_on_after_a_kill(folder: Path) -> None:
     """By itself, as often as it may; started again by hand with three processes in place of two, too."""
     root = f"--trainer.default_root_dir={folder / 'many'}"
-    args = ["-m", "fl_lightning", "fit", "--model=SCAFFOLD", *DIGITS, "--trainer.max_rounds=4", root]
+    args = ["fit", "--model=SCAFFOLD", *DIGITS, "--trainer.max_rounds=4", root]
     args += ["--trainer.callbacks+=many.KilledOnce", "--trainer.callbacks.rank=1", "--ckpt_path=auto"]
     args += ["--trainer.callbacks+=Checkpoints", "--trainer.callbacks.every_n_rounds=2"]
 
-    def torchrun(number: int, restarts: int, code: int = 0) -> str:
-        many = ["--standalone", f"--nproc_per_node={number}", f"--max-restarts={restarts}"]
-        with process(sys.executable, "-m", "torch.distributed.run", *many, *args, cwd=folder) as child:
-            (said,) = ended([child], code)
-        return str(said)
-
-    said = torchrun(2, 1)
+    with process(sys.executable, *TORCHRUN[:-2], "--max-restarts=1", *TORCHRUN[-2:], *args, cwd=folder) as child:
+        said = str(ended([child]))
     assert said.count("auto: no run of this config") == said.count("version_0, round 2") == 1
     one = state(run("fit", "--trainer.max_rounds=4", root=folder / "one", model="SCAFFOLD"))
     assert_same(state(newest(folder / "many")), one)
     (folder / "killed").unlink()
     args[args.index(root)] = f"--trainer.default_root_dir={folder / 'more'}"
-    torchrun(2, 0, 1)
-    assert "version_0, round 2" in torchrun(3, 0)
+    with group(2, *args, *processes(2), cwd=folder) as children:
+        assert [(child.communicate(timeout=120), child.returncode)[1] for child in children] == [1, -signal.SIGKILL]
+    with group(3, *args, *processes(3), cwd=folder) as children:
+        assert "version_0, round 2" in str(ended(children))
     assert_same(state(newest(folder / "more")), one)
     assert len([*folder.glob("m*/*/version_*")]) == 2
 
@@ -495,9 +498,8 @@ def test_private_run_on_two_processes(tmp_path: Path) -> None:
     """The process that aggregates draws the noise, and all draw the same cohorts, also those of a secret key."""
     one = run("fit", *PRIVATE, "--trainer.privacy.noise_seed=3", root=tmp_path / "one")
     for name, seed in (("same", ["--trainer.privacy.noise_seed=3"]), ("secret", [])):
-        args = [*DIGITS, *PRIVATE, *seed, f"--trainer.default_root_dir={tmp_path / name}"]
-        with process(SCRIPT, "fit", *args, "--trainer.devices=2", "--trainer.strategy=ddp", cwd=tmp_path) as child:
-            _, err = child.communicate(timeout=300)
-        assert child.returncode == 0, err
+        args = [*DIGITS, *PRIVATE, *seed, *processes(2), f"--trainer.default_root_dir={tmp_path / name}"]
+        with group(2, "fit", *args, cwd=tmp_path) as children:
+            ended(children)
     assert_same(state(newest(tmp_path / "same")), state(one))
     assert not torch.equal(state(newest(tmp_path / "secret"))["server.w"], state(one)["server.w"])

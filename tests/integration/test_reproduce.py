@@ -194,6 +194,7 @@ def test_dry_run_of_a_figure(
     assert len(lines) == 8 and "8 runs, about" in shown and list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.sampled(slow=3)
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [(p, f.number) for p in PAPERS for f in figures(p)][::4], ids=" ".join)
 def test_dry_run_of_many_figures(

@@ -16,21 +16,26 @@ ROOT = Path(__file__).parents[2]
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 PROBE = """<!doctype html><body><script>
 const pages = %s, found = [];
-const look = (page, width) => new Promise(done => {
-  const frame = Object.assign(document.createElement("iframe"), {src: page, width, height: 900});
-  frame.onload = () => setTimeout(() => {
-    const inside = frame.contentDocument, root = inside.documentElement;
-    const raw = [...inside.querySelectorAll(".arithmatex")].filter(f => !f.querySelector(".katex"));
-    found.push({page, width, overflow: root.scrollWidth - root.clientWidth, raw: raw.map(f => f.textContent),
-      errors: [...inside.querySelectorAll(".katex-error")].map(e => e.title),
-      formulas: inside.querySelectorAll(".katex").length});
+const wait = () => new Promise(done => setTimeout(done, 50));
+const look = page => new Promise(done => {
+  const frame = Object.assign(document.createElement("iframe"), {src: page, width: 1300, height: 900});
+  frame.onload = async () => {
+    for (const width of [1300, 420]) {
+      frame.width = width;
+      await wait();
+      const inside = frame.contentDocument, root = inside.documentElement;
+      const raw = [...inside.querySelectorAll(".arithmatex")].filter(f => !f.querySelector(".katex"));
+      found.push({page, width: root.clientWidth, overflow: root.scrollWidth - root.clientWidth,
+        raw: raw.map(f => f.textContent), errors: [...inside.querySelectorAll(".katex-error")].map(e => e.title),
+        formulas: inside.querySelectorAll(".katex").length});
+    }
     frame.remove();
     done();
-  }, 50);
+  };
   document.body.append(frame);
 });
 (async () => {
-  for (const page of pages) for (const width of [1300, 420]) await look(page, width);
+  for (const page of pages) await look(page);
   document.body.textContent = "FOUND" + JSON.stringify(found) + "END";
 })();
 </script>"""
@@ -70,4 +75,5 @@ def test_pages_are_whole_in_a_browser(site: Path) -> None:
     dom = subprocess.run(command, capture_output=True, text=True, timeout=300).stdout
     found = json.loads(html.unescape(re.findall("FOUND(.*)END", dom, re.DOTALL)[0]))
     assert len(found) == 2 * len(pages(site)) - 2 and sum(page["formulas"] for page in found) > 400
+    assert [page["width"] < 500 for page in found] == [False, True] * (len(found) // 2)
     assert [page for page in found if page["overflow"] > 0 or page["errors"] or page["raw"]] == []

@@ -45,8 +45,7 @@ def test_a_wheel_made_from_the_sdist_runs_by_the_names_of_configs(tmp_path: Path
     assert where.startswith(str(tmp_path / "env"))
     assert "experiment/fedgloss/cifar10_alpha0.05" in run(program, "configs", cwd=tmp_path)
     run(program, "init", "mine", cwd=tmp_path)
-    run(program, "fit", "--config", "config.yaml", "--trainer.max_rounds", "2", cwd=tmp_path / "mine")
-    short = ["--trainer.max_rounds=2", "--trainer.callbacks=[]"]
-    run(program, "fit", "--config", "quickstart", *short, cwd=tmp_path)
-    (folder,) = (tmp_path / "runs").glob("*/version_0")
+    both = ["--config", "quickstart", "--config", "config.yaml"]
+    run(program, "fit", *both, "--trainer.max_rounds=2", "--trainer.callbacks=[]", cwd=tmp_path / "mine")
+    (folder,) = (tmp_path / "mine/runs").glob("*/version_0")
     assert (folder / "summary.json").exists()
