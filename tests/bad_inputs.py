@@ -126,7 +126,7 @@ SPLITtrace.json -> data.num_clients = 3, but 'trace.json' has 2 clients
 --model.net=subprocess.Popen -> model.net = subprocess.Popen: no Module; give its class
 --model.net.hidden=1000000000 -> model.net.hidden = 1000000000: give a whole number from 1 to 1,000,000
 --model.net=HsuCNN --model.net.in_channels=0 -> model.net.in_channels = 0: give a whole number
---model={class_path:5} -> {class_path:5}
+--model={class_path:5} -> model = {class_path:5}: no such class; a mapping is {class_path: NAME}, with a space after the colon
 --config=twice.yaml -> config = twice.yaml: line 4: trainer is there twice; give it once
 --config=self.yaml -> config = self.yaml: line 1: *a stands within itself
 --config=nested.yaml -> config = nested.yaml: line 1: nested deeper than 50

@@ -192,7 +192,7 @@ class LocalObjective(Composed, SupervisedModule):
             isinstance(given, Mapping) and set(given) == set(self.up),
             f"{type(self).__name__}.local_end uploads {what}, but declares up = {self.up}",
         )
-        none = [f"{n} = a {type(v).__name__}" for n, v in upload.items() if not isinstance(v, Tensor)]
+        none = [f"{n} = a {type(v).__name__}" for n, v in given.items() if not isinstance(v, Tensor)]
         ensure(not none, f"{type(self).__name__}.local_end uploads {', '.join(none)}; upload tensors")
         for part in self.all_parts:
             upload, client = pair_of(part.local_end, w, upload, client, received, ctx)

@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 from typing import Literal
 
+from rich.cells import cell_len
 from rich.markup import escape
 
-from fl_lightning.commands.shared.output import short_path, show_table
+from fl_lightning.commands.shared.output import console, short_path, show_table
 from fl_lightning.core import figure_files, make_folder, write_together
 from fl_lightning.results import curve_files, filled, say, varied
 from fl_lightning.results.compare import Group, compare, of_run
@@ -44,22 +45,29 @@ def run(
     """
     groups = compare(runs, target, last, metric, reference, mode)
     shown = columns(groups, None if reference is None else of_run(groups, reference))
+    keys = [*map(escape, names(groups))]
+    labels = [[*map(escape, label(group))] for group in groups]
+    least = sum(max(map(cell_len, column)) + 3 for column in zip(keys, *labels, strict=True))
+    numbered = len(keys) > 1 and least > console().width / 2  # the names stand in the first table alone
     table = None if pivot is None else varied.pivot(groups, pivot)
     settings = varied.tried(groups) if importance else None
     rounds = ", ".join(f"{n:,}" for n in sorted({run.rounds for group in groups for run in group.runs}))
     for name, title in {**TABLES, "results": f"{groups[0].runs[0].metric} of {rounds} rounds"}.items():
         of = [column for column in shown if column.table == name]
         if of and table is None and settings is None:
-            keys, heads = [*map(escape, names(groups))], ["seeds", *(column.head for column in of)]
+            named = not numbered or name == "results"
+            heads = [*(["#"] if numbered else []), *(keys if named else []), "seeds", *(column.head for column in of)]
             lines = [
                 [
-                    *map(escape, label(group)),
+                    *([str(i)] if numbered else []),
+                    *(of_one if named else []),
                     str(len(group.runs)),
                     *(cell(group, column, groups, BEST) for column in of),
                 ]
-                for group in groups
+                for i, (group, of_one) in enumerate(zip(groups, labels, strict=True), 1)
             ]
-            show_table(filled([*keys, *heads], lines, len(keys), title=title), len(keys))
+            left = numbered + named * len(keys)
+            show_table(filled(heads, lines, left, title=title), 1 if numbered else left)
     if table is not None:
         rows = [[escape(row), *means] for row, *means in table.text(BEST)]
         show_table(filled([*map(escape, table.heads)], rows, title=table.title))

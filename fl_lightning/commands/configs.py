@@ -7,6 +7,7 @@ from rich.text import Text
 
 from fl_lightning.commands.shared.configs import config_names, configs_folder
 from fl_lightning.commands.shared.output import console
+from fl_lightning.core import require
 
 SUMMARY = "List the configs that come with the package; --config takes their names."
 
@@ -18,6 +19,7 @@ def run(folder: str = "") -> None:
         folder: Only those below this folder, such as experiment/fedgloss.
     """
     texts = {name: _description(name) for name in config_names() if name.startswith(folder)}
+    require(bool(texts), "folder", folder, "no config there; leave it out to see all")
     screen, width = console(), max(map(len, texts), default=0)
     table = Table.grid(Column(no_wrap=True, overflow="fold"), "", padding=(0, 2))
     for name, text in texts.items():

@@ -25,7 +25,7 @@ def run(ckpt: str, out: str, /, client: int | None = None) -> None:
 
     Args:
         ckpt: The checkpoint, in its run folder.
-        out: The file; no checkpoint.
+        out: The file to write, such as net.pt.
         client: The client whose own model is written; null: the global one.
     """
     target = Path(out)

@@ -5,13 +5,14 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import fill
 
 from rich.console import Console
 from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
-from fl_lightning.commands.shared.output import short_path, show_table
+from fl_lightning.commands.shared.output import console, short_path, show_table
 from fl_lightning.core import UserError, ensure, read_json
 from fl_lightning.results import SUMMARY as ENDED
 from fl_lightning.results import config_files, read_config, say, summarise, window
@@ -120,12 +121,18 @@ def _listed(folder: Path) -> Listed:
 def _table(found: list[Listed]) -> Table:
     table = Table(box=None, padding=(0, 1, 0, 0))
     lasts = [each.last for each in found if each.last]
-    for head in ("run", "state", "rounds", window(lasts) if lasts else "headline", "minutes", "MB"):
+    heads = ("run", "state", "rounds", window(lasts) if lasts else "headline", "minutes", "MB")
+    for head in heads:
         narrow = head != "run"
         table.add_column(head, justify="left" if head in ("run", "state") else "right", overflow="fold", no_wrap=narrow)
-    for each in found:
-        name, size = escape(short_path(each.folder)), f"{each.size / 1e6:.1f}"
-        table.add_row(name, each.state, each.rounds, each.headline, each.minutes, size)
+    rows = [[each.state, each.rounds, each.headline, each.minutes, f"{each.size / 1e6:.1f}"] for each in found]
+    others = [max(head.split(), key=len) for head in heads[1:]], *rows
+    room = console().width - sum(max(map(len, column)) + 1 for column in zip(*others, strict=True)) - 1
+    for each, row in zip(found, rows, strict=True):  # a long path is broken after a slash
+        name = fill(
+            short_path(each.folder).replace("/", "/ "), max(room, 20), break_long_words=False, break_on_hyphens=False
+        )
+        table.add_row(escape(name.replace("/ ", "/")), *row)
     return table
 
 

@@ -160,7 +160,7 @@ class FromDataset(FederatedDataModule):
 def _pairs(name: str, dataset: Any) -> tuple[IndexedSamples, NDArray[Any]]:
     """Returns the inputs and the labels of a data set of pairs."""
     ensure(len(dataset) != 0, f"{name}: no samples; the {name} data must not be empty")
-    first = dataset[0] if hasattr(dataset, "__getitem__") else None  # a DataLoader has none
+    first: Any = dataset[0] if hasattr(dataset, "__getitem__") else None  # a DataLoader has none
     if isinstance(first, Mapping):  # as in Hugging Face's data sets
         raise UserError(
             f"{name}: samples are dicts with keys {', '.join(map(str, first))}, not pairs (x, label); "

@@ -228,7 +228,8 @@ class Engine:
         if alone is None:
             lr = value_of(objective.step_lr, client, ctx)
             direction, client = pair_of(objective.local_step, carry.w, grad, client, received, ctx)
-            for one in direction if isinstance(direction, tuple) else (direction,):
+            found: Any = direction  # that of a user's class may be anything
+            for one in found if isinstance(found, tuple) else (found,):
                 if not isinstance(one, Tensor) or one.shape[-1:] != carry.w.shape[-1:]:
                     what = f"of shape {tuple(one.shape)}" if isinstance(one, Tensor) else f"that is {one!r:.60}"
                     raise UserError(

@@ -3,7 +3,7 @@
 import math
 import os
 import re
-import warnings
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -14,6 +14,7 @@ from fl_lightning.core import UserError, ensure
 from fl_lightning.results.configs import config_files, read_config, run_key, settings_of, telling
 from fl_lightning.results.metrics import FILE, NUMBER, Mode, average, deviation
 from fl_lightning.results.summary import Summary, summarise
+from fl_lightning.results.terminal import say
 
 OWN_CLASS = re.compile(r"[a-z_]\w*(\.[a-z_]\w*)*\.[A-Z]\w*")
 """The dotted path of a class."""
@@ -110,7 +111,7 @@ def compare(
     lacking = [folder for folder in found if folder not in named and metric not in _head(folder)]
     for folder in found:
         if folder in lacking and len(lacking) < len(found):
-            warnings.warn(f"left out: {folder}: its {FILE} has no {metric}", stacklevel=2)
+            say(f"left out: {folder}: its {FILE} has no {metric}", file=sys.stderr)
             continue
         key, seed = _identity(folder)
         group = members.setdefault(key, {})
@@ -149,7 +150,7 @@ def find_runs(folders: Sequence[str | Path]) -> list[Path]:
     """Returns the run folders among and below the given ones, each once.
 
     A run is a folder with a ``metrics.csv`` of at least one round; nothing is searched below it. A ``metrics.csv``
-    without a column of rounds, which is another program's, is named in a warning.
+    without a column of rounds, which is another program's, is named on stderr.
 
     Args:
         folders: Run folders, or folders above them.
@@ -231,7 +232,7 @@ def _below(root: Path) -> Iterator[Path]:
             if path == root or "round" in head:  # what is named is refused if it is no run's
                 yield from [path] if head else []
             elif head:
-                warnings.warn(f"left out: {path}: its {FILE} has no column named round", stacklevel=2)
+                say(f"left out: {path}: its {FILE} has no column named round", file=sys.stderr)
 
 
 def _head(folder: Path) -> list[str]:

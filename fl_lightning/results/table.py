@@ -309,22 +309,30 @@ def latex(groups: Sequence[Group], shown: Sequence[Column]) -> str:
     return tabulars([head.replace(" ↑", "\u00a0↑").replace(" ↓", "\u00a0↓") for head in heads], plain, rows, keys)
 
 
-def tabulars(heads: Sequence[str], plain: Sequence[Sequence[str]], rows: Sequence[Sequence[str]], keys: int) -> str:
+def tabulars(
+    heads: Sequence[str], plain: Sequence[Sequence[str]], rows: Sequence[Sequence[str]], keys: int, left: int = 0
+) -> str:
     """Returns a table as tabulars of LaTeX, each as wide as a column of a paper.
+
+    Several keys that take more than half of it are shown once: the rows then have numbers, which each tabular repeats.
 
     Args:
         heads: The heads as plain text; no-break spaces keep words in one line.
         plain: The cells as plain text, for their widths.
         rows: The cells for LaTeX.
         keys: Columns at the left that each tabular repeats.
+        left: Number of columns, from the first one on, that are flush left; at least the keys.
     """
     widths = [max(map(len, [*head.split(" "), *cells])) for head, *cells in zip(heads, *plain, strict=True)]
+    if keys > 1 and sum(widths[:keys]) + BETWEEN * keys > ACROSS / 2:
+        plain, rows = ([[str(i), *row] for i, row in enumerate(of, 1)] for of in (plain, rows))
+        return tabulars(["#", *heads], plain, rows, 1, keys + 1)
     stacks = [[tex(line.replace("\u00a0", " ")) for line in wrap(*of)] for of in zip(heads, widths, strict=True)]
     tables = []
     for part in divided([width + BETWEEN for width in widths], ACROSS, keys):
         top = [_stacked(stacks[i]) for i in part]
         lines = [" & ".join(line) + r" \\" for line in (top, *([row[i] for i in part] for row in rows))]
-        form = "l" * keys + "r" * (len(part) - keys)
+        form = "".join("l" if i < max(keys, left) else "r" for i in part)
         body = [r"\toprule", lines[0], r"\midrule", *lines[1:], r"\bottomrule"]
         tables.append("\n".join([rf"\begin{{tabular}}{{{form}}}", *body, r"\end{tabular}", ""]))
     return "\n".join(tables)

@@ -475,5 +475,5 @@ def test_a_part_uploads_what_it_declares(tmp_path: Path) -> None:
 
 
 def test_parts_need_a_federation() -> None:
-    with pytest.raises(UserError, match=r"not with lightning\.Trainer"):
+    with pytest.raises(UserError, match=r"train it with `fl-lightning fit` or FederatedTrainer\.fit, not centrally$"):
         made(FedSAM, parts=[Rounded()]).check_centralized()

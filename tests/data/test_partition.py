@@ -4,6 +4,7 @@ import pickle
 import re
 import runpy
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,7 +29,7 @@ from fl_lightning.data import (
     Natural,
 )
 from fl_lightning.data.histogram import Histogram, class_counts, heat_map
-from fl_lightning.data.partition.base import sizes
+from fl_lightning.data.partition.base import Partition, sizes
 from fl_lightning.data.partition.dirichlet import CIFAR100_COARSE
 from tests.generated import pickled as written
 from tests.runs import cli, forked
@@ -728,3 +729,15 @@ def test_an_alpha_that_vanishes_is_refused():
     with pytest.raises(UserError, match=message):
         Dirichlet(5e-324)(y, 10, 10, 0)
     assert sorted(np.concatenate(Dirichlet(1e-320)(y, 10, 10, 0))) == list(range(200))
+
+
+@pytest.mark.parametrize("found", [None, {0: np.arange(3)}, [np.array([0.0, 1.0])], [[True, False]], [3]])
+def test_what_is_no_list_of_indices_is_refused(found: Any) -> None:
+    class Mine(Partition):
+        def split(self, labels: Any, num_clients: int, num_classes: int, seed: int) -> Any:
+            return found
+
+    with pytest.raises(
+        UserError, match=r"^Mine\.split: give a list of index arrays, whole numbers, one for each client$"
+    ):
+        Mine()(np.zeros(4, np.int64), 1, 1, 0)

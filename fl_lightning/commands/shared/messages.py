@@ -90,8 +90,8 @@ def explain(error: Exception, configs: Sequence[str] = (), command: str = "fit")
         return f"{keys[0]} = {_first('config .(.*).$', message):.60}: give a mapping of settings"
     if line := next(_misshapen(keys[0] if keys else "", _given(message)), None) or _classless(above, message):
         return line
-    name = _first(r"Given value: (?:.*?(?:'class_path': |val=)')?([A-Za-z_][\w.]*\.\w+)", message)
-    if name and (problem := _import_problem(name)):
+    name = _first(r"Given value: (?:.*?(?:'class_path': |val=)')?([A-Za-z_][\w.]*\.[A-Z]\w*)", message)
+    if problem := _import_problem(name) if name else "":
         return f"{path} = {name}: {problem}; mend this file, or give another class"
     if match := re.search(r"Problem with given class_path '([\w.]+)':\s+(.*)", message):
         remedy = f"; check that Python can import '{match[1].rpartition('.')[0]}'" if "No module" in match[2] else ""
@@ -117,7 +117,8 @@ def explain(error: Exception, configs: Sequence[str] = (), command: str = "fit")
         option = "ckpt_path" if run and "ckpt_path" in options else config
         given = message[match.start(2) :].split()[0]
         if not option and not dashes and "=" not in given:
-            other = "a config goes by --config, " if "config" in options else ""
+            hints = {"config": "a config goes by --config, ", "folder": f"--folder {name} shows a part, "}
+            other = next((hint for known, hint in hints.items() if known in options), "")
             return f"{name}: a value without an option; {other}a list has commas, as in --seeds 0,1,2"
         example = given if "=" in given else f"{option or 'NAME'}={'VALUE' if dashes else name}"
         return f"{dashes}{name}: no option; options have two dashes, as in --{example}"
@@ -233,16 +234,16 @@ def _unknown_class(path: str, name: str, wanted: str) -> str:
     known = fitting_classes(path, bases)
     if name.casefold() == "none":
         return f"{path} = {name}: no such class; null stands for none"
+    if name[:1] in ("{", "["):
+        return f"{path} = {name}: no such class; a mapping is {{class_path: NAME}}, with a space after the colon"
     if re.search(r"[/:]|\.py\b", name):
         dotted = re.sub(r"\.py\b", "", name).strip("./").replace("/", ".").replace(":", ".")
-        return (
-            f"{path} = {name}: no dotted path of a class; give one, such as {dotted}{'' if '.' in dotted else '.CLASS'}"
-        )
+        dotted += ".CLASS" * ("." not in dotted)
+        return f"{path} = {name}: no dotted path of a class; give one, such as {dotted}"
     near = similar(name, known)
     choice = f"did you mean {', '.join(near)}?" if near else f"choose from {', '.join(known or sorted(bases))}."
-    remedy = FOREIGN.get(path, "")
-    further = f"{remedy[:1].upper()}{remedy[1:]}" if remedy else "A class of your own goes by its dotted path"
-    return f"{path} = {name or repr('')}: no such class; {choice} {further}"
+    remedy = FOREIGN.get(path, "A class of your own goes by its dotted path")
+    return f"{path} = {name or repr('')}: no such class; {choice} {remedy[:1].upper()}{remedy[1:]}"
 
 
 def _given(message: str) -> Any:
@@ -267,8 +268,8 @@ def _misshapen(path: str, tree: Any) -> Iterator[str]:
         return
     settings = tree.get("init_args", {})
     for name, value in tree.items():
-        near = [key for key in CLASS_KEYS if key not in tree and similar(str(name), [key], cutoff=0.75)]
-        if near and name not in CLASS_KEYS:
+        near = similar(str(name), [key for key in CLASS_KEYS if key not in tree], cutoff=0.75)
+        if near:
             yield f"{path}.{name}: no key of a class; did you mean {near[0]}?"
         elif "class_path" in tree and name not in (*CLASS_KEYS, "dict_kwargs"):
             form = f"{{class_path: {tree['class_path']}, init_args: {{{name}: {value}}}}}"
@@ -290,8 +291,8 @@ def _classless(path: str, message: str) -> str | None:
     choices.sort(key=lambda kind: -len({*names} & setting_names(kind)))
     if not choices or "'class_path'" in value:
         return None
-    form = "{class_path: NAME, init_args: ...}"
-    return f"{path} = {value:.60}: class_path is missing; give {form}, such as {' or '.join(choices[:3])}"
+    form = f"{{class_path: NAME, init_args: ...}}, such as {' or '.join(choices[:3])}"
+    return f"{path} = {value:.60}: class_path is missing; give {form}"
 
 
 def _import_problem(name: str) -> str:

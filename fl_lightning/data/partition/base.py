@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,7 +45,12 @@ class Partition(Checked, ABC, key="data.partition"):
         Raises:
             UserError: If the split is impossible or wrong.
         """
-        parts = [np.asarray(p, np.int64) for p in self.split(labels, num_clients, num_classes, seed)]
+        found: Any = self.split(labels, num_clients, num_classes, seed)  # that of a user's may be anything
+        listed = isinstance(found, Sequence | np.ndarray)
+        given = [np.asarray(p) for p in found] if listed else []
+        good = listed and all(p.ndim == 1 and (p.dtype.kind in "iu" or not p.size) for p in given)
+        ensure(good, f"{type(self).__name__}.split: give a list of index arrays, whole numbers, one for each client")
+        parts = [p.astype(np.int64, copy=False) for p in given]
         check(parts, len(labels), num_clients, type(self).__name__, self.replacement)
         return parts
 
