@@ -221,12 +221,13 @@ def digest(run: Run, engine: EngineName) -> str:
         run: The run.
         engine: Its engine; "auto" says less than the one that was chosen.
     """
+    config = run.settings.config
     parts = [
         engine,
         _arguments(run.settings),
         dict(run.objective.hparams) | _arguments(run.objective),
         _arguments(run.data) | {"samples": run.data.fingerprint()},
-        {**run.config, "trainer": {**run.config["trainer"], "engine": None}},
+        config and {**config, "trainer": {**config["trainer"], "engine": None}},
         [fl_lightning.__version__, str(torch.__version__), numpy.__version__],
         [run.fabric.device.type, run.fabric.world_size, torch.get_num_threads()],
     ]
