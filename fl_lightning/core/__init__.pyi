@@ -57,6 +57,9 @@ from .groups import grouped as grouped
 from .losses import enlarged as enlarged
 from .losses import kl_to_teacher as kl_to_teacher
 from .losses import not_true as not_true
+from .made import MADE as MADE
+from .made import config_of as config_of
+from .made import described as described
 from .names import SYNONYMS as SYNONYMS
 from .names import similar as similar
 from .nested import Inputs as Inputs

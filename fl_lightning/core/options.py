@@ -26,6 +26,7 @@ import numpy as np
 
 from fl_lightning.core.errors import UserError, ensure, require
 from fl_lightning.core.names import SYNONYMS, similar
+from fl_lightning.core.overrides import check_overrides
 from fl_lightning.core.secrets import hidden
 
 CheckedMethod = TypeVar("CheckedMethod", bound=Callable[..., Any])
@@ -274,9 +275,12 @@ def _items_fit(items: Sequence[Any], kind: Any, args: tuple[Any, ...]) -> bool:
 def _checking(init: Callable[..., None]) -> Callable[..., None]:
     @wraps(init)
     def checked_init(self: Checked, *args: Any, **kwargs: Any) -> None:
+        from fl_lightning.core.made import Made  # it imports torch, which takes seconds; a table needs none
+
         key = self.config_key.format(type(self).__name__)
         check_arguments(init, key, self, *args, **kwargs)
-        vars(self).setdefault(RAN, set()).add(checked_init)
+        bound = _signature(init)[0].bind(self, *args, **kwargs)
+        vars(self).setdefault(RAN, {})[checked_init] = _exact(bound, _signature(init)[1])
         incomplete = (
             f"{type(self).__name__}: its constructor must call super().__init__() first, with the other arguments"
         )
@@ -289,13 +293,29 @@ def _checking(init: Callable[..., None]) -> Callable[..., None]:
             _refuse_second(error, key, kwargs)
             raise
         if type(self).__init__ is checked_init:
+            check_overrides(type(self))
             constructors = [c.__init__ for c in type(self).__mro__ if issubclass(c, Checked) and "__init__" in vars(c)]
-            ensure(constructors[-1] in vars(self).pop(RAN), incomplete)
-            bound = _signature(init)[0].bind(self, *args, **kwargs)
+            calls = vars(self).pop(RAN)
+            ensure(constructors[-1] in calls, incomplete)
+            Made.note(self, [*calls.values()])
             bound.apply_defaults()
             self.constructed(bound)
 
     return checked_init
+
+
+def _exact(bound: inspect.BoundArguments, hints: Mapping[str, Any]) -> inspect.BoundArguments:
+    """Returns a copy of bound arguments in which whole numbers that are floats by their annotations are floats."""
+
+    def exact(value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return [*map(exact, value)]
+        return float(value) if PLAIN[int][1](value) else value
+
+    words = {name: _words(hints.get(name)) for name in bound.arguments}
+    floats = {name for name, text in words.items() if PLAIN[float][0] in text and PLAIN[int][0] not in text}
+    given = {name: exact(value) if name in floats else value for name, value in bound.arguments.items()}
+    return inspect.BoundArguments(bound.signature, given)
 
 
 @cache

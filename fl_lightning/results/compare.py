@@ -191,10 +191,11 @@ def _identity(folder: Path) -> tuple[str, Seeds]:
     """Returns a run's config without its seeds, as text, and the seeds; without a config, its path and None."""
     path = folder / "config.yaml"
     if not path.is_file():
-        return str(folder), None  # it was started from Python
+        return str(folder), None
     try:
         config = read_config(list(config_files(folder).values())[-1])
-        seeds = config["trainer"]["seed"], config["data"]["init_args"]["seed"]
+        own = config["data"].get("init_args", {})  # a class of one's own may have none
+        seeds = config["trainer"]["seed"], own.get("seed", 0)
         hash(seeds)
         return run_key(folder), seeds
     except (AttributeError, KeyError, TypeError) as error:

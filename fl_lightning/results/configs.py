@@ -20,6 +20,8 @@ EXECUTION = (
 """Settings of the trainer that change how a run is executed, and not its results."""
 
 
+ONLY_PYTHON = re.compile(r"\((?:[^()]*, )?id [0-9a-f]{6}\)|\b__main__\.|<locals>")
+"""Is found in settings that no config can make: what a description of `core.made` has, and classes of a script."""
 LENGTH = ("max_rounds", "max_time")
 """Settings of the trainer that extend a run."""
 
@@ -84,7 +86,7 @@ def differences(saved: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
 
 
 def settings_of(folder: Path) -> dict[str, str]:
-    """Returns the present settings of a run, see `flatten`; none of a run from Python.
+    """Returns the present settings of a run, see `flatten`; none of a run without a config.
 
     Raises:
         UserError: If its config is not readable.
@@ -176,6 +178,11 @@ def flatten(config: Mapping[str, Any]) -> dict[str, str]:
         if isinstance(below, dict):
             found |= {f"{key}.{name}": text for name, text in flatten(below).items()}
     return found
+
+
+def only_python(config: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the settings of a config, as `flatten` does, that only the program which has made the run can make."""
+    return {key: text for key, text in flatten(config).items() if ONLY_PYTHON.search(text)}
 
 
 def group_key(config: Mapping[str, Any], without: Sequence[str] = ()) -> str:

@@ -57,6 +57,10 @@ def row_files(run: Path, ran: Mapping[str, Any]) -> dict[str, str]:
     configs = config_files(run)
     ensure(len(configs) == 1, f"{run}: has {len(configs)} configs; a row is a run of one config, without changes")
     config, starts = portable(read_config(configs[0])), _starts(run / "provenance.json")
+    ensure(
+        not any(start.get("made_by") == "a program" for start in _read(run)),
+        f"{run}: a program has made its objects and weights; a row is a run of `fl-lightning fit`",
+    )
     engines = {start["engine"] for start in starts}
     ensure(len(engines) == 1, f"{run}: trained by {len(engines)} engines; a row is a run of one engine")
     config["trainer"]["engine"] = engines.pop()  # where it was auto
@@ -180,8 +184,13 @@ def _starts(path: Path) -> list[dict[str, Any]]:
             "commit": (start["code"]["package"] or {}).get("commit"),
             "changed": bool((start["code"]["package"] or {}).get("changes")),
         }
-        for start in read_json(path, PROVENANCE, {}).get("starts", [])
+        for start in _read(path.parent)
     ]
+
+
+def _read(run: Path) -> list[dict[str, Any]]:
+    """Returns what a run has noted of each of its starts."""
+    return list(read_json(run / "provenance.json", PROVENANCE, {}).get("starts", []))
 
 
 ABOUT = "about.yaml"

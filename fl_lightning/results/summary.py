@@ -68,7 +68,7 @@ def window_of(folders: Iterable[Path]) -> str:
 
 
 def eval_last_of(folder: Path) -> int:
-    """Returns ``trainer.eval_last`` of a run from its config; of a run from Python, the window of its ``summary.json``.
+    """Returns ``trainer.eval_last`` of a run from its config; without one, the window of its ``summary.json``.
 
     Raises:
         UserError: If the file is not readable.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.core import UserError, ensure
+from fl_lightning.core import MADE, UserError, ensure
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.trainer.callbacks.progress import Progress
 from fl_lightning.trainer.checks import check_fit
@@ -147,9 +147,9 @@ def differing(models: Sequence[LocalObjective]) -> list[str]:
 
 def _attributes(owner: Any) -> dict[str, Any]:
     """Returns an object's attributes; those of a module with its submodules, without its parameters."""
-    if not isinstance(owner, nn.Module):
-        return {**vars(owner)}
-    return {**{name: v for name, v in vars(owner).items() if name not in TORCHS}, **dict(owner.named_children())}
+    modules = dict(owner.named_children()) if isinstance(owner, nn.Module) else {}
+    left_out = {MADE, *(TORCHS if isinstance(owner, nn.Module) else ())}
+    return {**{name: v for name, v in vars(owner).items() if name not in left_out}, **modules}
 
 
 def _alike(one: Any, other: Any, seen: set[tuple[int, int]]) -> bool:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import fl_lightning
-from fl_lightning.core import Checked, State, constants, ensure, files, load_constants
+from fl_lightning.core import Checked, State, constants, described, ensure, files, load_constants
 from fl_lightning.engine import EngineName
 from fl_lightning.results.configs import flatten
 from fl_lightning.trainer.aggregation.noise import NoiseKey
@@ -255,10 +255,6 @@ def _plain(value: Any) -> Any:
         return [_plain(item) for item in value]
     kind = value if isinstance(value, type) else type(value)
     if isinstance(value, nn.Module):
-        return [repr(value), _plain(_public(value, bool | int | float | str))]
-    return [kind.__module__, kind.__qualname__, *([_plain(_public(value))] if isinstance(value, Checked) else [])]
-
-
-def _public(value: object, kind: Any = object) -> dict[str, Any]:
-    names = {name: item for name, item in vars(value).items() if not name.startswith("_")}
-    return {name: item for name, item in names.items() if isinstance(item, kind) and name != "training"}
+        return described(value)
+    public = {name: item for name, item in vars(value).items() if name[0] != "_"} if isinstance(value, Checked) else {}
+    return [kind.__module__, kind.__qualname__, _plain(public)]

@@ -13,13 +13,24 @@ from lightning.fabric.loggers.logger import Logger
 from torch import Tensor
 
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.core import Checked, ClientContext, FlatNet, RoundContext, State, constants, digest, generator
+from fl_lightning.core import (
+    Checked,
+    ClientContext,
+    FlatNet,
+    RoundContext,
+    State,
+    config_of,
+    constants,
+    digest,
+    generator,
+)
 from fl_lightning.data import FederatedDataModule, Minibatches
 from fl_lightning.engine import ENGINES, Engine, EngineName, LocalResult
+from fl_lightning.results.configs import group_id, only_python
 from fl_lightning.results.metrics import Mode
 from fl_lightning.trainer.aggregation.base import Aggregation, Mean, Plan
 from fl_lightning.trainer.evaluation import Evaluator, Split
-from fl_lightning.trainer.loggers import RunLogger
+from fl_lightning.trainer.loggers import About, RunLogger
 from fl_lightning.trainer.participation.samplers import draw
 from fl_lightning.trainer.settings import Kind, Settings
 from fl_lightning.trainer.state import RunState, by_key
@@ -240,9 +251,20 @@ class Run:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The resolved config with the engine's name; empty without the command line."""
-        config = self.settings.config
-        return config and {**config, "trainer": {**config["trainer"], "engine": self.engine_name}}
+        """The resolved config with the engine's name; without the command line that of the objects."""
+        return {**self._config, "trainer": {**self._config["trainer"], "engine": self.engine_name}}
+
+    @cached_property
+    def _config(self) -> dict[str, Any]:
+        return self.settings.config or config_of(self.settings, self.objective, self.data)
+
+    @property
+    def about(self) -> About:
+        """What loggers sort runs by."""
+        kind: Kind = self.restored.get("kind", self.kind)
+        tags = (type(self.objective).__name__, type(self.data).__name__)
+        group = "-".join([*tags, group_id(self._config)])
+        return About("fit" if kind == "federated" else kind, group, tags, self.settings.eval_last)
 
     @property
     def run_loggers(self) -> dict[RunLogger, dict[str, Any]]:
@@ -257,10 +279,11 @@ class Run:
 
     @property
     def how_to_continue(self) -> list[str]:
-        """The shell command that resumes the run."""
+        """The shell command that resumes the run; none if the program must that has made its objects."""
+        if not self.settings.config and (self.frozen or only_python(self._config)):
+            return []
         command, newest = "fit" if self.kind == "federated" else "centralized", self.folder.newest_config
-        config = ["--config", str(newest)] if newest.exists() else []
-        return ["fl-lightning", command, *config, "--ckpt_path", str(self.folder.last)]
+        return ["fl-lightning", command, "--config", str(newest), "--ckpt_path", str(self.folder.last)]
 
     @property
     def finished(self) -> bool:

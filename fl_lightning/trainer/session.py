@@ -77,13 +77,14 @@ def _prepare_folder(run: Run, lock: ExitStack) -> None:
             logger.check(run.folder.path, state, run.rounds_done)
         records.check(run.folder.path, run.rounds_done, run.restored.get("records", {}))
         before = run.restored.get("config", {})
-        if run.config and (said := run.folder.write_config(run.config, run.rounds_done, before)):
+        if said := run.folder.write_config(run.config, run.rounds_done, before):
             run.fabric.print(said)
         provenance.write(
             run.folder.path, run.rounds_done, run.fabric.device, run.fabric.world_size,
             engine=None if run.kind == "centralized" else run.engine_name,
             precision=run.settings.precision,
-            config=run.folder.newest_config.name if run.config else None,
+            config=run.folder.newest_config.name,
+            made_by="a config" if run.settings.config else "a program",
         )  # fmt: skip
         provenance.write_directions(run.folder.path, run.directions)
         if run.checkpoint is None:
@@ -94,9 +95,8 @@ def _prepare_folder(run: Run, lock: ExitStack) -> None:
 
 
 def _start_loggers(run: Run) -> None:
-    about = run.settings.about(run.objective, run.data, run.kind)
     for own, state in run.run_loggers.items():
-        own.start(run.folder.path, state, run.rounds_done, about)
+        own.start(run.folder.path, state, run.rounds_done, run.about)
         if run.fabric.is_global_zero and not run.rounds_done:
             own.log_partition(run.data)
     for logger in run.loggers:

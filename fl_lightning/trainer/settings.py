@@ -14,10 +14,8 @@ import torch
 from fl_lightning.core import Checked, Interval, NonNegativeInt, PositiveInt, Size, Threads, UserError, ensure, require
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.engine import EngineName
-from fl_lightning.results.configs import group_id
 from fl_lightning.trainer.aggregation.base import Aggregation, Mean
 from fl_lightning.trainer.aggregation.privacy import GaussianPrivacy
-from fl_lightning.trainer.loggers import About
 from fl_lightning.trainer.participation.asynchronous import Asynchronous
 from fl_lightning.trainer.participation.clock import Clock
 from fl_lightning.trainer.participation.faults import NO_FAULTS, Faults
@@ -79,7 +77,7 @@ class Settings(Checked, key="trainer"):
         wanted: Number of clients that count in a round, of those that are drawn; None: all.
         fabric: The devices; `launch` starts its processes.
         dtype: Dtype of weights and state.
-        config: The resolved config; the command line sets it, the run folder and the loggers get it.
+        config: The resolved config, which the command line sets; empty: a run makes it from its objects.
 
     Raises:
         UserError: If a setting is out of range, or the devices are not available.
@@ -193,12 +191,6 @@ class Settings(Checked, key="trainer"):
         """Returns the folder of this experiment's runs: ``name``, by default model and data."""
         middle = "-" if kind == "federated" else f"-{kind}-"
         return self.name or f"{type(model).__name__}{middle}{type(data).__name__}"
-
-    def about(self, model: object, data: object, kind: Kind = "federated") -> About:
-        """Returns what loggers sort runs by."""
-        tags = (type(model).__name__, type(data).__name__)
-        group = "-".join([*tags, group_id(self.config)]) if self.config else self.run_name(model, data, kind)
-        return About("fit" if kind == "federated" else kind, group, tags, self.eval_last)
 
     def asked(self, data: FederatedDataModule, client: int) -> int:
         """Returns the number of local steps, K, that a round asks of a client."""

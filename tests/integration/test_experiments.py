@@ -19,6 +19,7 @@ import yaml
 from benchmarks import paper_tables
 from benchmarks.paper_tables import BLOCK
 from fl_lightning.commands.shared.cli import FederatedCLI
+from fl_lightning.core import config_of
 from fl_lightning.core.errors import UserError
 from fl_lightning.results.papers import PAPERS, Cell, find
 from fl_lightning.results.recipes import CODE, columns, figure, recipe, rows
@@ -78,6 +79,8 @@ def test_experiment_is_made(file: Path, parsed: FederatedCLI) -> None:
     assert made.trainer.max_rounds == 2
     assert made.model.optimizer.lr == settings["model"]["init_args"]["optimizer"]["init_args"]["lr"]
     assert made.data.num_clients == settings["data"]["init_args"].get("num_clients", 1)
+    own = config_of(made.trainer, made.model, made.data)  # as a program has it that makes the same objects
+    assert own == {**made.trainer.config, "trainer": {**made.trainer.config["trainer"], "callbacks": []}}
 
 
 @pytest.mark.sampled(quick=27, slow=4, start=1)

@@ -15,7 +15,7 @@ from jsonargparse import get_loader
 from fl_lightning.commands.shared.configs import find_config
 from fl_lightning.commands.shared.index import fitting_classes
 from fl_lightning.core import UserError, require
-from fl_lightning.results.configs import read_config
+from fl_lightning.results.configs import ONLY_PYTHON, only_python, read_config
 from fl_lightning.results.yaml_text import NoValueError, load_yaml
 from fl_lightning.trainer import RunFolder
 
@@ -170,7 +170,7 @@ def _with_config_of_run(args: list[str]) -> list[str]:
 def _readable(arg: str) -> str:
     name, equals, value = arg.partition("=")
     if equals and name == "--config":
-        return f"{name}={find_config(value)}"
+        return f"{name}={_loadable(find_config(value))}"
     if not equals or _option(arg) not in PARTS:
         return arg
     try:
@@ -180,6 +180,15 @@ def _readable(arg: str) -> str:
     except yaml.YAMLError:
         pass  # the parser takes it as text
     return f"{name}={_logger(value) if name.removesuffix('+') == '--trainer.loggers' else _yaml(value)}"
+
+
+def _loadable(config: Path) -> Path:
+    """Refuses the config of a run that a program has made of objects that no config can name."""
+    unnamed = only_python(_content(config)) if ONLY_PYTHON.search(config.read_text(encoding="utf-8")) else {}
+    for key, text in unnamed.items():
+        remedy = "made by a program, and a config cannot; run the program, or name a class of a module"
+        raise UserError(f"config = {config}: {key} = {text:.80}: {remedy}")
+    return config
 
 
 def _logger(value: str) -> str:

@@ -92,9 +92,8 @@ def save_figures(run: Run, folder: Path, drawn: Mapping[str, Callable[[], Figure
     """
     of_run = run.checkpoint is not None and run.checkpoint.parent.name == RunFolder.CHECKPOINTS
     loggers = run.run_loggers if of_run and run.fabric.is_global_zero else {}
-    about = run.settings.about(run.objective, run.data, run.restored.get("kind", run.kind))
     for logger, state in loggers.items():
-        logger.reopen(run.folder.path, state, run.rounds_done, about)
+        logger.reopen(run.folder.path, state, run.rounds_done, run.about)
     try:
         for name, draw in drawn.items():
             _, png = save_figure(draw(), folder / f"{name}{number}")

@@ -129,8 +129,11 @@ class Progress(Callback):
 
 
 def _print_how_to_continue(run: Run) -> None:
-    if run.folder.last.exists():
-        run.fabric.print(command(*run.how_to_continue, before="to continue: "))
+    if run.folder.last.exists() and (words := run.how_to_continue):
+        run.fabric.print(command(*words, before="to continue: "))
+    elif run.folder.last.exists():
+        method = "fit" if run.kind == "federated" else "centralized"
+        run.fabric.print(f'to continue: trainer.{method}(model, data, ckpt_path="{run.folder.last}")')
 
 
 def _number(value: float | None) -> str:

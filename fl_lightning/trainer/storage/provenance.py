@@ -48,7 +48,7 @@ def write(folder: Path, round: int, device: torch.device, processes: int, **exec
         round: Rounds done.
         device: The device.
         processes: Number of processes.
-        **execution: Engine, precision, and name of the config's file.
+        **execution: Engine, precision, name of the config's file, and whether a config or a program has made the run.
 
     Raises:
         UserError: If the file of a resumed run is damaged.

@@ -1,0 +1,253 @@
+"""How objects were made: the arguments of their constructors, in the form of a config."""
+
+import hashlib
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence, Sized
+from dataclasses import dataclass, is_dataclass
+from enum import Enum
+from functools import partial
+from inspect import BoundArguments, Parameter, signature
+from itertools import islice
+from numbers import Integral, Real
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fl_lightning.core.secrets import hidden
+
+MADE = "_made_with"
+"""Attribute of an object: its `Made`."""
+OF_NO_FILE = re.compile(r"^(__main__|builtins)\.|\w+\.<locals>\.|[<>]")
+"""Is left out of a path in a description."""
+ARRAYS = ("torch.Tensor (", "numpy.ndarray (", "tuple (", "list (")
+"""How descriptions of arrays, and of lists of them, begin."""
+MOST = 1000
+"""Entries of lists, all together, that a config holds; longer ones are described."""
+LOOKED_AT = 1_000_000
+"""Values of an array, or entries of a list, that a description depends on."""
+DEPTH = 8
+"""Depth of nested objects that a description depends on."""
+
+
+@dataclass(frozen=True)
+class Made:
+    """How an object was made.
+
+    Attributes:
+        arguments: The arguments that its class takes, by name, defaults included.
+        attributes: The attributes of these names when the object was made.
+        form: Layers and weights of a net, without their values.
+    """
+
+    arguments: Mapping[str, Any]
+    attributes: Mapping[str, Any]
+    form: list[Any] | None = None
+
+    @classmethod
+    def note(cls, owner: object, calls: Sequence[BoundArguments]) -> None:
+        """Notes how an object was made, in the object.
+
+        Args:
+            owner: The object.
+            calls: The calls of its constructors, the outermost first. What one of them gives the next, and the caller
+                has not given, is no argument of the class.
+        """
+        free, found, fixed = dict[str, Any](), dict[str, Any](), set[str]()
+        for call in calls:
+            given = set(call.arguments)
+            call.apply_defaults()
+            further = None
+            for name, parameter in [*call.signature.parameters.items()][1:]:
+                value = call.arguments[name]
+                if parameter.kind is Parameter.VAR_KEYWORD:
+                    further = value
+                elif call is not calls[0] and name in given and name not in free:
+                    fixed.add(name)
+                elif name not in fixed and not (parameter.kind is Parameter.VAR_POSITIONAL and not value):
+                    found.setdefault(name, value)
+            if further is None:
+                break
+            free = free or further
+        found |= {name: value for name, value in free.items() if name not in found}
+        attributes = {name: vars(owner).get(name) for name in found}
+        vars(owner)[MADE] = cls(found, attributes, _form(owner) if isinstance(owner, nn.Module) else None)
+
+    @classmethod
+    def of(cls, owner: object) -> "Made":
+        """Returns how an object was made; of one that has not noted it, the attributes that its constructor names."""
+        if MADE not in vars(owner):
+            named = (name for name in signature(type(owner)).parameters if name in vars(owner))
+            own = {name: vars(owner)[name] for name in named}
+            return cls(own, own)
+        return vars(owner)[MADE]  # type: ignore[no-any-return]
+
+    def now(self, owner: object) -> dict[str, Any]:
+        """Returns the arguments that would make the object as it is now: attributes may have been set since."""
+
+        def value(name: str) -> Any:
+            attribute, argument = vars(owner).get(name), self.arguments[name]
+            as_made = attribute is self.attributes[name] and (attribute is argument or not _changed(attribute))
+            return argument if as_made else attribute
+
+        return {name: value(name) for name in self.arguments}
+
+
+def _changed(owner: object) -> bool:
+    """Returns whether an argument of an object, or of its parts, has been set since it was made."""
+    made = getattr(owner, "__dict__", {}).get(MADE)
+    return made is not None and any(
+        now is not made.arguments[name] or _changed(now) for name, now in made.now(owner).items()
+    )
+
+
+def config_of(trainer: object, model: object, data: object) -> dict[str, Any]:
+    """Returns the config of a run that a program has made, without secrets; `as_setting` says what it holds."""
+    found = {"trainer": as_setting(trainer)["init_args"], "model": as_setting(model), "data": as_setting(data)}
+    return dict(hidden(found))
+
+
+def as_setting(value: Any) -> Any:
+    """Returns an argument as a config has it: plain values, and objects by ``class_path`` and ``init_args``.
+
+    What YAML cannot say is described by a short text, which is the same for equal things in every process.
+    """
+    match value:
+        case Enum():
+            return value.name
+        case str():
+            return str(value)
+        case None | bool():
+            return value
+        case np.bool_():
+            return bool(value)
+        case Integral():
+            return int(value)
+        case Real():
+            return float(value)
+        case os.PathLike():
+            return os.fspath(value)
+        case torch.dtype() | torch.device():
+            return str(value)
+        case Mapping():
+            found = {str(key): as_setting(each) for key, each in value.items()}
+            return found if _is_short(found) else described(value)
+        case list() | tuple() | set() | frozenset():
+            entries = [*map(as_setting, value)] if len(value) <= MOST else [None] * len(value)
+            kept = sorted(entries, key=str) if isinstance(value, set | frozenset) else entries
+            return kept if _is_short(kept) else described(value)
+        case np.ndarray() if value.dtype.kind in "iub" and value.size <= MOST:
+            return value.tolist()
+        case FunctionType() | BuiltinFunctionType() | type():
+            return _path(value) if _is_importable(value) else described(value)
+    kind = type(value)
+    if kind.__module__ == "torch.nn.modules.loss":  # these keep all arguments but two, whose default is None
+        given = {name: getattr(value, name, None) for name in signature(kind).parameters}
+    elif hasattr(kind, "config_key") or is_dataclass(value):
+        made = Made.of(value)
+        if made.form is not None and made.form != _form(value):
+            return described(value)  # its layers have been changed since
+        given = made.now(value)
+    else:
+        return described(value)
+    found = {name: as_setting(each) for name, each in given.items()}
+    return {"class_path": _path(kind), **({"init_args": found} if found else {})}
+
+
+def described(value: Any) -> str:
+    """Returns a description of an object: its class, its size, and an identifier of its content.
+
+    Of a net the shapes of the weights count, and not the weights.
+    """
+    parts = [f"id {hashlib.sha256(repr(_content(value)).encode()).hexdigest()[:6]}"]
+    if isinstance(value, nn.Module):
+        parts.insert(0, f"{sum(p.numel() for p in value.parameters()):,} weights")
+    elif isinstance(value, Tensor | np.ndarray):
+        parts.insert(0, f"{str(value.dtype).removeprefix('torch.')} {'x'.join(map(str, value.shape))}")
+    elif isinstance(value, Sized):
+        parts.insert(0, f"{len(value):,} entries")
+    path = _path(value if isinstance(value, FunctionType | BuiltinFunctionType) else type(value))
+    return f"{OF_NO_FILE.sub('', path)} ({', '.join(parts)})"
+
+
+def _content(value: Any, depth: int = 0) -> Any:
+    """Returns what tells an object apart from others of its class, as nested lists of text and numbers."""
+    if value is None or isinstance(value, bool | Integral | Real | str):
+        return value if value is None or isinstance(value, str) else float(value)
+    path, within = _path(type(value)), partial(_content, depth=depth + 1)
+    if depth == DEPTH:
+        return path
+    if isinstance(value, Tensor | np.ndarray) and value.dtype != object:
+        array = value.detach() if isinstance(value, Tensor) else torch.from_numpy(np.ascontiguousarray(value))
+        flat = array.reshape(-1)
+        some = flat[:: -(-flat.numel() // LOOKED_AT) or 1].cpu().contiguous().view(torch.uint8).numpy()
+        return [str(array.dtype), [*array.shape], hashlib.sha256(some.data).hexdigest()]
+    if isinstance(value, Mapping):
+        return sorted(([str(key), within(each)] for key, each in value.items()), key=lambda pair: pair[0])
+    if isinstance(value, Sequence | set | frozenset | np.ndarray):
+        found = [within(each) for each in islice(value, 0, None, -(-len(value) // LOOKED_AT) or 1)]
+        return [len(value), sorted(found, key=repr) if isinstance(value, set | frozenset) else found]
+    if isinstance(value, CodeType):
+        return [value.co_code.hex(), [*value.co_names], [within(each) for each in value.co_consts]]
+    if isinstance(value, FunctionType):
+        cells = [cell.cell_contents for cell in value.__closure__ or ()]
+        return [_path(value), within(value.__code__), within([value.__defaults__, value.__kwdefaults__, cells])]
+    if isinstance(value, type | BuiltinFunctionType):
+        return _path(value)
+    if isinstance(value, MethodType):
+        return [within(value.__func__), within(value.__self__)]
+    if isinstance(value, partial):
+        return [path, within([value.func, value.args, value.keywords])]
+    if isinstance(value, nn.Module):
+        layers = [[name, within(_public(each))] for name, each in value.named_modules()]
+        return [repr(_form(value)), layers]
+    if isinstance(value, os.PathLike | Enum):
+        return str(value)
+    return [path, within(_public(value))]
+
+
+def _form(net: nn.Module) -> list[Any]:
+    """Returns layers and weights of a net, without their values."""
+    weights = [(name, tuple(p.shape), p.requires_grad) for name, p in net.named_parameters()]
+    return [[(name, _path(type(layer))) for name, layer in net.named_modules()], weights]
+
+
+def _public(value: object) -> dict[str, Any]:
+    """Returns the attributes of an object that describe it; of a layer those that torch does not change."""
+    names = {name: item for name, item in getattr(value, "__dict__", {}).items() if not name.startswith("_")}
+    if not isinstance(value, nn.Module):
+        return names
+    return {n: list(v.shape) if isinstance(v, Tensor) else v for n, v in names.items() if n != "training"}
+
+
+def _is_short(found: Any) -> bool:
+    """Returns whether a config can hold entries: they are few, and none of them is a described array."""
+    leaves = [*islice(_leaves(found), MOST + 1)]
+    return len(leaves) <= MOST and not any(str(leaf).startswith(ARRAYS) for leaf in leaves)
+
+
+def _leaves(found: Any) -> Iterator[Any]:
+    entries = found.values() if isinstance(found, dict) else found if isinstance(found, list) else None
+    if entries is None:
+        yield found
+    else:
+        for each in entries:
+            yield from _leaves(each)
+
+
+def _path(kind: Any) -> str:
+    """Returns the dotted path of a class or function, the shortest by which it can be imported."""
+    module, name = getattr(kind, "__module__", None) or "builtins", getattr(kind, "__qualname__", str(kind))
+    parts = module.split(".")
+    above = (".".join(parts[: n + 1]) for n in range(len(parts)))
+    short = (place for place in above if getattr(sys.modules.get(place), name, None) is kind)
+    return f"{next(short, module)}.{name}"
+
+
+def _is_importable(kind: Any) -> bool:
+    module, name = kind.__module__ or "builtins", kind.__qualname__
+    return module != "__main__" and getattr(sys.modules.get(module), name, None) is kind

@@ -1,0 +1,117 @@
+"""A run from Python has the config that the command line would give it, or says what only the program can make."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fl_lightning import SAM, Digits, DigitsMLP, FedAvg, FederatedTrainer, FedSAM, LocalObjective, UserError
+from fl_lightning.core import State, config_of, generator
+from fl_lightning.core.made import as_setting
+from fl_lightning.results.compare import compare
+from fl_lightning.results.configs import only_python, read_config
+from fl_lightning.trainer import Run
+from fl_lightning.trainer.storage import checkpoint
+from tests.runs import cli, newest
+
+
+class Net(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Flatten(), nn.Linear(64, width), nn.ReLU(), nn.Linear(width, 10))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)  # type: ignore[no-any-return]
+
+
+def fit(root: Path, model: LocalObjective, seed: int = 0, rounds: int = 1, ckpt_path: str | None = None) -> Run:
+    trainer = FederatedTrainer(
+        max_rounds=rounds,
+        clients_per_round=2,
+        threads=1,
+        seed=seed,
+        engine="sequential",
+        enable_progress_bar=False,
+        default_root_dir=str(root),
+    )
+    return trainer.fit(model, Digits(num_clients=6, seed=seed), ckpt_path)
+
+
+def test_config_of_a_run_from_python_gives_the_same_run(tmp_path: Path) -> None:
+    torch.manual_seed(generator(3, "initial weights").initial_seed())
+    loss = nn.CrossEntropyLoss(label_smoothing=0.1)
+    run = fit(tmp_path, FedSAM(net=DigitsMLP(hidden=8), rho=1, loss=loss), seed=3)
+    config = run.folder.config
+    cli("fit", f"--config={config}")
+    again = newest(tmp_path)
+    assert again != run.folder.path and read_config(again / "config.yaml") == read_config(config)
+    one, other = (checkpoint.load(folder / "checkpoints/last.ckpt")["server"]["w"] for folder in (config.parent, again))
+    assert torch.equal(one, other)
+    assert run.how_to_continue[:3] == ["fl-lightning", "fit", "--config"]
+
+
+def test_seeds_are_a_group_and_widths_are_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for width in (4, 8):
+        for seed in (0, 1):
+            torch.manual_seed(seed)
+            run = fit(tmp_path, FedAvg(Net(width)), seed)
+    groups = compare(tmp_path)
+    assert [group.seeds for group in groups] == [[(0, 0), (1, 1)]] * 2
+    assert [group.settings["net"].split(" (")[1][:11] for group in groups] == ["310 weights", "610 weights"]
+    # no config can make the net: nothing says that one could
+    assert run.how_to_continue == [] and [*only_python(run.config)] == ["model.net"]
+    with pytest.raises(SystemExit, match=r"model.net = .*Net .* run the program"):
+        cli("fit", f"--config={run.folder.config}")
+    with pytest.raises(SystemExit, match="a program has made"):
+        cli("ledger", "add", str(run.folder.path), f"--into={tmp_path / 'ledger'}")
+    fit(tmp_path, FedAvg(Net(8)), seed=1, rounds=2, ckpt_path="last")
+    assert "settings changed after round 1" in capsys.readouterr().out
+
+
+def test_settings_that_are_set_later_count() -> None:
+    model, net = FedAvg(DigitsMLP()), DigitsMLP()
+    model.optimizer.lr = 0.5
+    assert as_setting(model)["init_args"]["optimizer"]["init_args"]["lr"] == 0.5
+    net[-1] = nn.Linear(64, 3)
+    assert isinstance(as_setting(net), str) and isinstance(as_setting(model.net), dict)
+
+
+def scaled(x: Any, k: float) -> Any:
+    return k * x
+
+
+def by(k: float) -> Any:
+    return lambda x: k * x
+
+
+@pytest.mark.parametrize(
+    "make",
+    [Net, by, lambda k: partial(scaled, k=k), lambda k: torch.full((3,), k), lambda k: {"a": torch.zeros(k)}],
+    ids=["net", "closure", "partial", "tensor", "state_dict"],
+)
+def test_description_tells_things_apart_by_their_content(make: Any) -> None:
+    one, same, other = (as_setting(make(k)) for k in (2, 2, 3))
+    assert one == same != other and only_python({"x": one}) and "0x" not in one
+
+
+def test_secrets_are_hidden() -> None:
+    class Mine(SAM):
+        def __init__(self, api_key: str = "", **kwargs: Any) -> None:
+            super().__init__(**kwargs)
+
+    model = FedAvg(DigitsMLP(), ascent=Mine(api_key="s3cret-s3cret", rho=0.1))
+    assert "s3cret" not in repr(config_of(FederatedTrainer(), model, Digits()))
+
+
+def test_hook_with_other_arguments_is_named() -> None:
+    class Short(LocalObjective):
+        def local_end(self, w: Any, client: State, ctx: Any) -> Any:  # type: ignore[override]
+            return {"w": w}, client
+
+    with pytest.raises(UserError, match=r"^Short.local_end\(self, w, client, ctx\): .* client, received, ctx\)$"):
+        Short(DigitsMLP())
