@@ -2,6 +2,7 @@
 
 import operator
 import os
+import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -168,9 +169,11 @@ class Compiled:
     """
 
     def __init__(self, program: GraphModule) -> None:
-        # the compiler's cache: its default, a temporary folder, is lost at the next boot
+        # the compiler's cache: its default, which torch has set by now, is a temporary folder, lost at the next boot
         cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"), "fl_lightning", "inductor")
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
+        default = str(Path(tempfile.gettempdir(), "torchinductor_"))
+        if os.environ.get("TORCHINDUCTOR_CACHE_DIR", default).startswith(default):
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
         self._function: Replay = torch.compile(program, dynamic=False, fullgraph=True)
 
     def __call__(self, *tensors: Tensor) -> Values:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -123,3 +126,14 @@ def test_dtypes_and_steps_have_code_of_their_own(tmp_path: Path, programs: list[
     for options in ({}, {"precision": "32-true"}, {"precision": "bf16-mixed"}, {"local_steps": 3}):
         train(tmp_path, FedAvg(net=Small()), "graphed", **{"compile": True, "local_steps": 2, **options})  # type: ignore[arg-type]
     assert len(programs) == 4
+
+
+@pytest.mark.slow
+def test_compiled_code_is_kept_in_the_users_folder(tmp_path: Path) -> None:
+    """torch has chosen a temporary folder when it is imported; so this is a new process."""
+    code = "import fl_lightning; from fl_lightning.engine.record import Compiled; Compiled(lambda x: x)\n"
+    code += "from torch._inductor.runtime.cache_dir_utils import cache_dir; print(cache_dir())"
+    kept = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"}
+    env = {**kept, "XDG_CACHE_HOME": str(tmp_path)}
+    said = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True).stdout
+    assert said.strip() == str(tmp_path / "fl_lightning" / "inductor")
