@@ -178,7 +178,7 @@ def test_refused(golden: Golden) -> None:
     for objective in (made(golden), made(golden, part=Ditto())):
         with pytest.raises(UserError, match=r"model\.parts = (Personal|Ditto): with Flower no client keeps a model"):
             check(trainer, objective, Digits())
-        with pytest.raises(UserError, match="train it with `fl-lightning fit` or FederatedTrainer.fit, not centrally"):
+        with pytest.raises(UserError, match=r"train it with `fl-lightning fit` or FederatedTrainer.fit, not centrally"):
             objective.check_centralized()
     private = {"privacy": GaussianPrivacy(1.0, 1.0, per_tensor=True, delta=0.1), "sampler": BernoulliSampler(0.5)}
     with pytest.raises(UserError, match=r"per_tensor = true: .* FedAvg uploads a part of it; set it to false"):
