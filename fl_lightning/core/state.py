@@ -27,7 +27,8 @@ class State(Mapping[str, Tensor]):
     """Named tensors, read as attributes (``client.lam``) and never changed in place: ``replace`` returns a new one."""
 
     def __init__(self, values: Mapping[str, Tensor]) -> None:
-        self._values = dict(values)
+        self._values: dict[str, Tensor]
+        self.__dict__["_values"] = dict(values)
 
     def __getitem__(self, name: str) -> Tensor:
         return self._values[name]
@@ -49,9 +50,7 @@ class State(Mapping[str, Tensor]):
         return self._values[name]
 
     def __setattr__(self, name: str, value: object) -> None:
-        if name != "_values":
-            raise NoStateError(f"state '{name}' is set in place; return the state that replace({name}=...) gives")
-        super().__setattr__(name, value)
+        raise NoStateError(f"state '{name}' is set in place; return the state that replace({name}=...) gives")
 
     def replace(self, **new: Tensor) -> "State":
         """Returns a copy with other values for some names.

@@ -226,7 +226,8 @@ def kept(client: State, before: State) -> State:
     client = client.only(before)
     for name, old in before.items():
         value: Any = client[name]  # that of a user's hook may be anything
-        ensure(isinstance(value, Tensor), f"state '{name}': a hook returns {value!r:.40}; return a tensor")
+        if not isinstance(value, Tensor):
+            raise UserError(f"state '{name}': a hook returns {value!r:.40}; return a tensor")
         found, declared = value.shape, old.shape
         ensure(
             found[-1:] == declared[-1:] and len(found) <= len(declared),
