@@ -183,8 +183,9 @@ class Compiled:
             if type(error).__module__.startswith("torch._"):
                 cause = str(error.__cause__ or error).strip().splitlines()[0]
                 raise UserError(
-                    f"trainer.compile = true: the compiler failed ({cause:.150}); install a C++ compiler, or set it to "
-                    "false"
+                    f"trainer.compile = true: the compiler failed ({cause:.150}); install a C++ compiler, delete its "
+                    f"cache {os.environ['TORCHINDUCTOR_CACHE_DIR']} if a process was killed while it wrote, or set it "
+                    "to false"
                 ) from None
             raise
 
