@@ -28,6 +28,16 @@ def test_a_file_of_the_working_folder_comes_first(tmp_path: Path, monkeypatch: p
     assert find_config("quickstart").resolve() == tmp_path / "quickstart"
 
 
+def test_a_folder_does_not_hide_a_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As that which ``init quickstart`` makes; one of another name is called a folder."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("quickstart", "mine"):
+        (tmp_path / name).mkdir()
+    assert find_config("quickstart") == configs_folder() / "quickstart.yaml"
+    with pytest.raises(UserError, match="config = mine: a folder; give a config of it"):
+        find_config("mine")
+
+
 @pytest.mark.parametrize(
     ("name", "hint"),
     [

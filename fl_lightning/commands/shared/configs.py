@@ -31,15 +31,15 @@ def find_config(name: str, key: str = "config") -> Path:
     Raises:
         UserError: If there is neither.
     """
-    if Path(name).is_file() and not (key == "config" and name.endswith(".ckpt")):
+    checkpoint = key == "config" and name.endswith(".ckpt")
+    ensure(not checkpoint, f"{key} = {name}: a checkpoint; give it as --ckpt_path")
+    if Path(name).is_file():
         return Path(name)
-    kinds = {".ckpt": "a checkpoint; give it as --ckpt_path", "": "a folder; give a config of it, such as config.yaml"}
-    there = Path(name).is_dir() or (key == "config" and name.endswith(".ckpt"))
-    ensure(not there, f"{key} = {name}: {kinds.get(Path(name).suffix, kinds[''])}")
     # a path of a clone works from an installed wheel, too
     short, names = name.removeprefix("configs/").removesuffix(SUFFIX), config_names()
     if short in names:
         return configs_folder() / f"{short}{SUFFIX}"
+    ensure(not Path(name).is_dir(), f"{key} = {name}: a folder; give a config of it, such as config.yaml")
     ends = [known for known in names if known.endswith(f"/{short.rpartition('/')[2]}")]
     near = ends or difflib.get_close_matches(short, names, cutoff=0.5)
     hint = f"did you mean {', '.join(near[:4])}?" if near else "`fl-lightning configs` lists the names"
