@@ -2,15 +2,16 @@
 
 import zipfile
 from collections.abc import Mapping, Sequence, Sized
+from os import PathLike
 from pathlib import Path
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-from fl_lightning.core import Divisor, PositiveInt, UserError, ensure, named_tensors, numpy_generator
+from fl_lightning.core import LATER, Divisor, PositiveInt, UserError, ensure, named_tensors, numpy_generator
 from fl_lightning.core.nested import nested
 from fl_lightning.data.module import FederatedDataModule
 from fl_lightning.data.partition import Given
@@ -42,12 +43,17 @@ class Arrays(FederatedDataModule):
 
     def __init__(
         self,
-        path: str | None = None,
+        path: Annotated[str | PathLike[str] | None, LATER] = None,
         client_arrays: list[tuple[Any, Any]] | None = None,
         test: tuple[Any, Any] | None = None,
         scale: Divisor = 255.0,
         **kwargs: Any,
     ) -> None:
+        ensure(
+            path is None or isinstance(path, str | PathLike),
+            f"data.path = a {type(path).__name__}: give an .npz file or a folder; "
+            "arrays go by client_arrays=[(x, y), ...], test=(x, y)",
+        )
         ensure(
             (path is None) != (client_arrays is None),
             "path: give either path (an .npz file or a folder) or client_arrays (from Python)",

@@ -58,7 +58,7 @@ class Controller:
         """Trains all trials, yields each when it has ended, and writes ``sweep.csv`` and ``best.yaml`` after each.
 
         Settings that are drawn again are one trial. A trial whose metric is not finite has failed. The sweep ends when
-        the metric has reached its target.
+        the metric has reached its target, and after the first trial if that has not measured it.
 
         Args:
             build: Makes the run of a trial.
@@ -86,7 +86,7 @@ class Controller:
                 for found in ended:
                     yield self._record(found)
                     self.write()
-                    if self._target_reached():
+                    if self._target_reached() or self._is_unknown():
                         return
                 for settings, of_one in asked:
                     value = self.value(of_one)
@@ -169,6 +169,11 @@ class Controller:
         fixed = {parameter.key for parameter in self.sweep.parameters if parameter.distribution == "constant"}
         varied = {key: value for key, value in shown.items() if key not in fixed - {SEED}}
         return Trial(name_of(varied), args, self.sweep.command, shown)
+
+    def _is_unknown(self) -> bool:
+        """Returns whether trials have finished, and none of them has measured the metric."""
+        finished = [found.folder for found in self.outcomes.values() if found.error is None]
+        return bool(finished) and all(self.objective.value(folder) is None for folder in finished)
 
     def _target_reached(self) -> bool:
         best = self.best()

@@ -68,11 +68,12 @@ def test_a_failed_trial_is_in_the_table_and_the_code(tmp_path: Path) -> None:
 
 
 def test_a_metric_that_no_run_measures_is_an_error(tmp_path: Path) -> None:
-    path = file(tmp_path, metric={"name": "server/test/mae"}, parameters={"model": {"value": "FedAvg"}})
+    """After the first trial: the others are not trained in vain."""
+    path = file(tmp_path, metric={"name": "server/test/mae"}, parameters={"model": {"values": ["FedAvg", "FedSAM"]}})
     message = r"metric.name = server/test/mae: no run has measured it; choose from [^\n]*server/test/acc"
     with pytest.raises(SystemExit, match=message):
         cli("sweep", str(path), f"--out={tmp_path}")
-    assert [row["state"] for row in table(tmp_path / "mine")] == ["finished"]
+    assert [row["state"] for row in table(tmp_path / "mine")] == ["finished", "waiting"]
 
 
 def test_a_mistake_is_found_before_the_first_trial(tmp_path: Path) -> None:

@@ -455,6 +455,7 @@ def test_client_arrays():
     ("kwargs", "message"),
     [
         ({}, "path: give either path .* or client_arrays"),
+        ({"path": np.zeros(3)}, r"data.path = a ndarray: give an .npz file .*; arrays go by client_arrays=\[\(x, y\)"),
         ({"path": "a.npz", "client_arrays": []}, "path: give either path .* or client_arrays"),
         ({"client_arrays": [(XF, Y)]}, "test: missing; client_arrays need the central test set"),
         (

@@ -175,6 +175,7 @@ def test_the_end_of_a_run_is_ten_lines(tmp_path: Path) -> None:
         assert len(lines) <= 10 and all(len(line) <= width for line in lines[:-1])
         assert any(line.startswith("last 2 of 20 rounds: mean test accuracy") for line in map(plain, lines))
         assert "flatness.jsonl" in shown and "weight decay" not in shown
+        assert [len(line.split()) for line in map(plain, lines) if line.startswith("lambda_max")] == [2]  # no best
         assert plain(lines[-1]) == f"results: {run.folder.path}"
 
 

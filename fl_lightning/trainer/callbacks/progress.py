@@ -11,7 +11,7 @@ from rich.progress import Progress as Bar
 
 from fl_lightning.core import NonNegative, NonNegativeInt, read_json
 from fl_lightning.results import SUMMARY, command, filled, fitting, flatness_verdict
-from fl_lightning.results.metrics import FILE, MEASUREMENTS, best_of, mode_of, read_metrics, shown, title
+from fl_lightning.results.metrics import FILE, MEASUREMENTS, best_of, is_flatness, mode_of, read_metrics, shown, title
 from fl_lightning.trainer.callbacks.flatness_monitor import FlatnessMonitor
 from fl_lightning.trainer.run import Callback, Run
 
@@ -95,7 +95,11 @@ class Progress(Callback):
         self._stop()
         columns = read_metrics(run.folder.metrics)
         bests = {name: best_of(columns[name], mode_of(name, None, run.directions)) for name in shown(columns)}
-        rows = [[title(n), _number(columns[n][-1][1]), _number(best), str(at)] for n, (at, best) in bests.items()]
+        rows = [
+            # of flatness no best: an untrained net is flat
+            [title(n), _number(columns[n][-1][1]), *([] if is_flatness(n) else [_number(best), str(at)])]
+            for n, (at, best) in bests.items()
+        ]
         self.console.print(filled(["", "last", "best", "at round"], rows, box=None))
         if found := read_json(run.folder.path / SUMMARY, dict):
             spread = f" ± {_number(found['std'])}" if found["std"] else ""
