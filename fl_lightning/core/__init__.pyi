@@ -57,6 +57,7 @@ from .groups import grouped as grouped
 from .losses import enlarged as enlarged
 from .losses import kl_to_teacher as kl_to_teacher
 from .losses import not_true as not_true
+from .machine import processor as processor
 from .made import MADE as MADE
 from .made import config_of as config_of
 from .made import described as described

@@ -2,6 +2,7 @@
 
 import operator
 import os
+import re
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule
 
-from fl_lightning.core import ClientContext, UserError
+from fl_lightning.core import ClientContext, UserError, processor
 
 Tensors = dict[str, Tensor]
 Values = tuple[Tensor, ...]
@@ -169,8 +170,10 @@ class Compiled:
     """
 
     def __init__(self, program: GraphModule) -> None:
-        # the compiler's cache: its default, which torch has set by now, is a temporary folder, lost at the next boot
-        cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"), "fl_lightning", "inductor")
+        # the compiler's cache: its default, which torch has set by now, is a temporary folder, lost at the next boot;
+        # code in it is for one processor, and another one that shares the folder would compute wrong numbers with it
+        user = os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")
+        cache = Path(user, "fl_lightning", "inductor", re.sub(r"\W+", "_", processor()))
         default = str(Path(tempfile.gettempdir(), "torchinductor_"))
         if os.environ.get("TORCHINDUCTOR_CACHE_DIR", default).startswith(default):
             os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache)

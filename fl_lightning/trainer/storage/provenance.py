@@ -3,7 +3,6 @@
 import json
 import os
 import platform
-import re
 import shlex
 import subprocess
 import sys
@@ -19,7 +18,7 @@ from zlib import crc32
 import torch
 
 import fl_lightning
-from fl_lightning.core import UserError, fits, hidden_text, hidden_words, write_atomically
+from fl_lightning.core import UserError, fits, hidden_text, hidden_words, processor, write_atomically
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.data.histogram import histogram
 from fl_lightning.results.metrics import DIRECTIONS, Mode, mode_of
@@ -74,7 +73,7 @@ def write(folder: Path, round: int, device: torch.device, processes: int, **exec
             "versions": versions(),
             "machine": {  # nothing that names the host
                 "system": f"{platform.system()} {platform.machine()}",
-                "cpu": _cpu(),
+                "cpu": processor(),
                 "cores": os.cpu_count(),
                 "threads": torch.get_num_threads(),
                 "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
@@ -143,18 +142,6 @@ def versions() -> dict[str, str]:
     cuda = {"cuda": torch.version.cuda} if torch.version.cuda else {}
     ours = {"python": platform.python_version(), "fl_lightning": fl_lightning.__version__}
     return {**ours, **{package: version(package) for package in PACKAGES}, **cuda}
-
-
-def _cpu() -> str:
-    """Returns the processor's name, generation and instructions, which decide how sums are rounded."""
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        text = ""
-    named = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
-    generation = re.findall(r"^(?:cpu family|model)\s*:\s*(\d+)$", text, re.MULTILINE)[:2]
-    name = named[1] if named else platform.processor() or platform.machine()
-    return f"{name} ({'.'.join([*generation, torch.backends.cpu.get_cpu_capability()])})"
 
 
 def _code(folder: Path) -> dict[str, Any] | None:
