@@ -131,7 +131,7 @@ def test_dtypes_and_steps_have_code_of_their_own(tmp_path: Path, programs: list[
 @pytest.mark.slow
 @pytest.mark.parametrize("instructions", [None, "default"])
 def test_compiled_code_is_kept_in_the_users_folder(tmp_path: Path, instructions: str | None) -> None:
-    """In one for each kind of processor; torch has chosen a temporary folder when it is imported, so in a new process."""
+    """In one for each kind of processor. torch chooses another one when it is imported, hence a new process."""
     code = "import fl_lightning; from fl_lightning.engine.record import Compiled; Compiled(lambda x: x)\n"
     code += "from torch._inductor.runtime.cache_dir_utils import cache_dir; print(cache_dir())"
     kept = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"}
