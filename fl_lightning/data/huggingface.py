@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 
 from fl_lightning.core import Fraction, Size, UserError, ensure, imported, numpy_generator, require
 from fl_lightning.data.module import FederatedDataModule
-from fl_lightning.data.partition import Natural
-from fl_lightning.data.partition.base import stratified
+from fl_lightning.data.partition import Natural, stratified
 from fl_lightning.data.streaming import IndexedSamples
 from fl_lightning.data.text import basic_english, numbered, vocabulary
 

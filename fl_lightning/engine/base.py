@@ -11,8 +11,7 @@ from torch import Tensor
 
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.algorithms.module import Losses
-from fl_lightning.algorithms.parts.base import kept, pair_of, value_of
-from fl_lightning.algorithms.parts.local_optimizer import Take
+from fl_lightning.algorithms.parts import Take, kept, pair_of, value_of
 from fl_lightning.core import Autocast, ClientContext, Draws, FlatNet, State, Upload, UserError
 from fl_lightning.data.minibatches import Minibatches
 

@@ -2,7 +2,11 @@ from .clients import plot_clients as plot_clients
 from .clients import read_clients as read_clients
 from .clients import with_values as with_values
 from .compare import find_runs as find_runs
+from .configs import ONLY_PYTHON as ONLY_PYTHON
 from .configs import config_files as config_files
+from .configs import differences as differences
+from .configs import flatten as flatten
+from .configs import only_python as only_python
 from .configs import read_config as read_config
 from .configs import short_names as short_names
 from .curves import curve_files as curve_files
@@ -30,12 +34,17 @@ from .numbers import plot_bars as plot_bars
 from .numbers import plot_by_client as plot_by_client
 from .numbers import plot_corruptions as plot_corruptions
 from .numbers import plot_lines as plot_lines
+from .papers import EVALUATED as EVALUATED
+from .papers import MEASURED as MEASURED
+from .papers import our_number as our_number
 from .recipes import PaperFigure as PaperFigure
 from .recipes import figure as figure
 from .report.files import densities as densities
 from .report.files import partitions as partitions
 from .report.files import read_group as read_group
 from .report.files import spectra as spectra
+from .report.page import Runs as Runs
+from .report.page import report_page as report_page
 from .summary import SUFFIX as SUFFIX
 from .summary import SUMMARY as SUMMARY
 from .summary import flatness_verdict as flatness_verdict
@@ -51,4 +60,5 @@ from .terminal import fitting as fitting
 from .terminal import say as say
 from .varied import LEAST as LEAST
 from .varied import tried as tried
+from .yaml_text import NoValueError as NoValueError
 from .yaml_text import load_yaml as load_yaml

@@ -16,8 +16,7 @@ from typing import Any
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.core import UnwrittenError, UserError, ensure, grouped, make_folder
 from fl_lightning.data import FederatedDataModule
-from fl_lightning.results import SUMMARY, read_run, rounds_done
-from fl_lightning.results.configs import differences, read_config
+from fl_lightning.results import SUMMARY, differences, read_config, read_run, rounds_done
 from fl_lightning.sweeps.file import StopEarly
 from fl_lightning.sweeps.workers import train_here, train_in_processes
 from fl_lightning.trainer import FederatedTrainer, InUse, RunFolder, check_unused, locked, loop, parallel_runs

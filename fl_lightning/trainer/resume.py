@@ -23,9 +23,8 @@ from fl_lightning.trainer.participation import failures
 from fl_lightning.trainer.run import Run
 from fl_lightning.trainer.runtime.collectives import all_gather_dict, exchange, on_rank_zero
 from fl_lightning.trainer.state import by_key
-from fl_lightning.trainer.storage import checkpoint, records
+from fl_lightning.trainer.storage import RunFolder, check_unused, checkpoint, records
 from fl_lightning.trainer.storage.checkpoint import REMEDY
-from fl_lightning.trainer.storage.run_folder import RunFolder, check_unused
 
 BLOCK = 1 << 24
 """Numbers that rank 0 receives at once for a checkpoint, or one row."""

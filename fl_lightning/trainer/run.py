@@ -34,8 +34,7 @@ from fl_lightning.trainer.loggers import About, RunLogger
 from fl_lightning.trainer.participation.samplers import draw
 from fl_lightning.trainer.settings import Kind, Settings
 from fl_lightning.trainer.state import RunState, by_key
-from fl_lightning.trainer.storage.client_store import ClientStore
-from fl_lightning.trainer.storage.run_folder import RunFolder
+from fl_lightning.trainer.storage import ClientStore, RunFolder
 from fl_lightning.trainer.timing import Timing
 
 

@@ -23,8 +23,8 @@ from fl_lightning.trainer.measurements import (
     check_measures,
     check_statistics,
     default_measures,
+    drop_later_rounds,
 )
-from fl_lightning.trainer.measurements.base import drop_later_rounds
 from fl_lightning.trainer.round import replay
 from fl_lightning.trainer.run import Callback, Run
 
