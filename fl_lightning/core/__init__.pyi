@@ -2,6 +2,7 @@ from .errors import DivergenceError as DivergenceError
 from .errors import UnwrittenError as UnwrittenError
 from .errors import UserError as UserError
 from .errors import ensure as ensure
+from .errors import folded as folded
 from .errors import imported as imported
 from .errors import require as require
 from .figures import COLORMAP as COLORMAP

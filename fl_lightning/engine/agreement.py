@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.core import State, UserError, accumulator_dtype
+from fl_lightning.core import State, UserError, accumulator_dtype, folded
 from fl_lightning.engine.base import Engine, Job, LocalResult
 
 Expected = dict[str, tuple[Tensor, float]]
@@ -126,7 +126,7 @@ def _compare_with(expected: Sequence[Expected], engine: Engine, jobs: Sequence[J
     except UserError:
         raise
     except Exception as error:  # what runs for one client fails for several
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        reason = folded(f"{type(error).__name__}: {error}")
         raise _refused(engine, f"cannot be batched ({reason:.100}); use sequential") from None
     for one, result in zip(expected, found, strict=True):
         several = _leaving(result)

@@ -11,7 +11,18 @@ from typing import Annotated, Any, Literal
 
 import torch
 
-from fl_lightning.core import Checked, Interval, NonNegativeInt, PositiveInt, Size, Threads, UserError, ensure, require
+from fl_lightning.core import (
+    Checked,
+    Interval,
+    NonNegativeInt,
+    PositiveInt,
+    Size,
+    Threads,
+    UserError,
+    ensure,
+    folded,
+    require,
+)
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.engine import EngineName
 from fl_lightning.trainer.aggregation.base import Aggregation, Mean
@@ -187,7 +198,7 @@ class Settings(Checked, key="trainer"):
         except (ImportError, RuntimeError, TypeError, ValueError) as error:
             raise UserError(
                 f"trainer.accelerator = {accelerator}, devices = {devices}, strategy = {strategy}, precision = "
-                f"{precision}: {' '.join(str(error).split())} (accelerator cpu, devices 1, strategy auto always work)"
+                f"{precision}: {folded(error)} (accelerator cpu, devices 1, strategy auto always work)"
             ) from None
         self._launched, self._nodes = False, num_nodes
 

@@ -12,7 +12,7 @@ import numpy as np
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.loggers import WandbLogger as LightningWandbLogger
 
-from fl_lightning.core import FROZEN, UserError, style
+from fl_lightning.core import FROZEN, UserError, folded, style
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.results import (
     SUFFIX,
@@ -112,7 +112,7 @@ class WandbLogger(LightningWandbLogger, FigureLogger):
             )
         except wandb.errors.Error as error:
             raise UserError(
-                f"trainer.loggers: WandbLogger.mode = {self.mode}: {' '.join(str(error).split())[:120]}; "
+                f"trainer.loggers: WandbLogger.mode = {self.mode}: {folded(error):.120}; "
                 "run `wandb login`, or use mode: offline"
             ) from None
         self.run.define_metric("round")
