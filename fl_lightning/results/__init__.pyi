@@ -11,6 +11,7 @@ from .configs import read_config as read_config
 from .configs import short_names as short_names
 from .curves import curve_files as curve_files
 from .curves import plot_curves as plot_curves
+from .metrics import NUMBER as NUMBER
 from .metrics import PROTOCOL as PROTOCOL
 from .metrics import average as average
 from .metrics import best_of as best_of

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from fl_lightning.core import UserError, ensure, folded, hidden
+from fl_lightning.core import UserError, earlier, ensure, folded, hidden
 from fl_lightning.results.yaml_text import load_yaml
 
 EXECUTION = (
@@ -170,8 +170,7 @@ def flatten(config: Mapping[str, Any]) -> dict[str, str]:
         if isinstance(value, list):
             parts = [entry for entry in value if isinstance(entry, dict)]
             kinds = [str(part.get("class_path", place)).rpartition(".")[2] for place, part in enumerate(parts)]
-            earlier = [kinds[:place].count(kind) for place, kind in enumerate(kinds)]
-            named = [f"{kind}_{n + 1}" if n else kind for kind, n in zip(kinds, earlier, strict=True)]
+            named = [f"{kind}_{n + 1}" if n else kind for kind, n in zip(kinds, earlier(kinds), strict=True)]
             below = dict(zip(named, parts, strict=True))
         elif isinstance(value, dict) and "class_path" in value:
             below = value.get("init_args")

@@ -1,7 +1,5 @@
 """The clients of an asynchronous server: who trains, until when, and from which version of the model."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from heapq import heapify, heappop, heappush
 from math import ceil, inf
