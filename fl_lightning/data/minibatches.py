@@ -250,5 +250,4 @@ class BatchLoader(DataLoader[Batch]):
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]  # torch declares its own iterator class
         # read at the first batch: Lightning sets the first epoch of a resumed run only after it has called iter()
-        epoch = getattr(self.sampler, "epoch", 0)
-        yield from self.dataset.make([*self.sampler], epoch)
+        yield from self.dataset.make([*self.sampler], getattr(self.sampler, "epoch", 0))

@@ -89,8 +89,7 @@ def at_the_end(job: Job, objective: LocalObjective) -> Job:
     """
     counters = [name for name, init in objective.scratch_inits().items() if isinstance(init, int | float)]
     state = job.state | {name: job.state[name] + job.ctx.K_missed for name in counters}
-    ctx = replace(job.ctx, t=job.ctx.rounds - 1, phase=objective.phases - 1)
-    return replace(job, state=state, ctx=ctx)
+    return replace(job, state=state, ctx=replace(job.ctx, t=job.ctx.rounds - 1, phase=objective.phases - 1))
 
 
 class _NotPrecise(Exception):
@@ -152,8 +151,7 @@ def _expected(engine: Engine, sequential: Engine, job: Job, rounding: float, tol
     known = [*job.received.values(), *job.state.values()]
     near, repeated = _leaving(nearby), _leaving(again)
     for what, value in _leaving(one).items():
-        scale = min(float((value - v).norm()) for v in (value * 0, *known) if v.shape == value.shape)
-        limit = tolerance * scale
+        limit = tolerance * min(float((value - v).norm()) for v in (value * 0, *known) if v.shape == value.shape)
         if not float((repeated[what] - value).norm()) <= limit:
             raise _refused(
                 engine,
