@@ -13,19 +13,21 @@ from fl_lightning.algorithms.composed import Composed
 from fl_lightning.algorithms.lightning_optimizer import CentralizedOptimizer
 from fl_lightning.algorithms.metrics import Metrics
 from fl_lightning.algorithms.module import SupervisedModule
-from fl_lightning.algorithms.parts.adaptive import AdamW, Lion  # noqa: F401  # in a config they go by bare name
-from fl_lightning.algorithms.parts.ascent import Ascent
-from fl_lightning.algorithms.parts.averaging import Averaging
-from fl_lightning.algorithms.parts.base import Part, check_owners, kept, pair_of, through, value_of
-from fl_lightning.algorithms.parts.buffers import Buffers, Policy
-from fl_lightning.algorithms.parts.compress import Compress  # noqa: F401
-from fl_lightning.algorithms.parts.flexlora import FlexLoRA  # noqa: F401
-from fl_lightning.algorithms.parts.local_optimizer import LocalOptimizer
-from fl_lightning.algorithms.parts.muon import Muon  # noqa: F401
-from fl_lightning.algorithms.parts.personal import Ditto, Personal  # noqa: F401
-from fl_lightning.algorithms.parts.server_optimizers import ServerUpdate
-from fl_lightning.algorithms.parts.sgd import SGD
-from fl_lightning.algorithms.parts.torch_optimizer import TorchOptimizer  # noqa: F401
+from fl_lightning.algorithms.parts import (
+    SGD,
+    Ascent,
+    Averaging,
+    Buffers,
+    LocalOptimizer,
+    Part,
+    Policy,
+    ServerUpdate,
+    check_owners,
+    kept,
+    pair_of,
+    through,
+    value_of,
+)
 from fl_lightning.core import (
     ClientContext,
     FlatSpec,

@@ -8,12 +8,17 @@ import torch
 from torch import Tensor
 
 from fl_lightning.algorithms.hooks import Hooks
-from fl_lightning.algorithms.parts.averaging import Averaging
-from fl_lightning.algorithms.parts.base import Gradient, Part, pair_of, through
-from fl_lightning.algorithms.parts.buffers import Buffers
-from fl_lightning.algorithms.parts.local_optimizer import LocalOptimizer
-from fl_lightning.algorithms.parts.relaxed import RelaxedInit
-from fl_lightning.algorithms.parts.server_optimizers import ServerUpdate
+from fl_lightning.algorithms.parts import (
+    Averaging,
+    Buffers,
+    Gradient,
+    LocalOptimizer,
+    Part,
+    RelaxedInit,
+    ServerUpdate,
+    pair_of,
+    through,
+)
 from fl_lightning.core import ClientContext, Init, RoundContext, State, ensure
 
 

@@ -5,9 +5,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.algorithms.parts.base import Gradient, Step
-from fl_lightning.algorithms.parts.drift import prox_pull
-from fl_lightning.algorithms.parts.server_optimizers import ServerMomentum
+from fl_lightning.algorithms.parts import Gradient, ServerMomentum, Step, prox_pull
 from fl_lightning.core import ClientContext, Fraction, NonNegative, RoundContext, State, Weighting
 
 

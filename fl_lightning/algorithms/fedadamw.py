@@ -7,8 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning.algorithms.alignment import Aligned
-from fl_lightning.algorithms.parts.adaptive import AdamW
-from fl_lightning.algorithms.parts.muon import Muon
+from fl_lightning.algorithms.parts import AdamW, Muon
 from fl_lightning.core import ClientContext, RoundContext, State, UnitInterval, Upload, Uploads, ensure
 
 

@@ -5,8 +5,7 @@ from typing import Annotated, Any, Literal
 from torch import Tensor, nn
 
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.algorithms.parts.ascent import SAM
-from fl_lightning.algorithms.parts.base import Gradient, Step
+from fl_lightning.algorithms.parts import SAM, Gradient, Step
 from fl_lightning.core import ClientContext, Interval, NonNegative, RoundContext, State, Uploads, Weighting
 
 

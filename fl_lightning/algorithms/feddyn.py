@@ -5,8 +5,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.algorithms.parts.base import Direction, Gradient, Step
-from fl_lightning.algorithms.parts.drift import admm_dual, admm_pull
+from fl_lightning.algorithms.parts import Direction, Gradient, Step, admm_dual, admm_pull
 from fl_lightning.core import (
     ClientContext,
     Positive,

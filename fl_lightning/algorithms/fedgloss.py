@@ -6,8 +6,7 @@ from torch import Tensor, nn
 
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.algorithms.feddyn import FedDyn
-from fl_lightning.algorithms.parts.ascent import SAM, warm_up
-from fl_lightning.algorithms.parts.drift import admm_dual
+from fl_lightning.algorithms.parts import SAM, admm_dual, warm_up
 from fl_lightning.core import (
     ClientContext,
     NonNegative,

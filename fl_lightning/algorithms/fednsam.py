@@ -5,8 +5,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from fl_lightning.algorithms.fedacg import LookAhead
-from fl_lightning.algorithms.parts.ascent import SAM, Ascent
-from fl_lightning.algorithms.parts.base import Gradient
+from fl_lightning.algorithms.parts import SAM, Ascent, Gradient
 from fl_lightning.core import ClientContext, Fraction, NonNegative, RoundContext, State, to_radius
 
 

@@ -5,8 +5,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.algorithms.parts.base import Gradient, Step
-from fl_lightning.algorithms.parts.drift import prox_pull
+from fl_lightning.algorithms.parts import Gradient, Step, prox_pull
 from fl_lightning.core import ClientContext, NonNegative, State
 
 

@@ -5,8 +5,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from fl_lightning.algorithms.feddyn import FedDyn
-from fl_lightning.algorithms.parts.ascent import warm_up
-from fl_lightning.algorithms.parts.base import Gradient, Step
+from fl_lightning.algorithms.parts import Gradient, Step, warm_up
 from fl_lightning.core import (
     ClientContext,
     NonNegative,

@@ -6,8 +6,7 @@ from typing import Annotated, Any
 from torch import Tensor, nn
 
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.algorithms.parts.base import Gradient, Step
-from fl_lightning.algorithms.parts.server_optimizers import ServerUpdate
+from fl_lightning.algorithms.parts import Gradient, ServerUpdate, Step
 from fl_lightning.algorithms.scaffold import SCAFFOLD
 from fl_lightning.core import ClientContext, Interval, Positive, State, UnitInterval, Upload, Weighting
 

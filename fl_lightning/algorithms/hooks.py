@@ -5,9 +5,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from fl_lightning.algorithms.parts.ascent import Ascent
-from fl_lightning.algorithms.parts.base import Gradient, Step
-from fl_lightning.algorithms.parts.server_optimizers import ServerUpdate
+from fl_lightning.algorithms.parts import Ascent, Gradient, ServerUpdate, Step
 from fl_lightning.core import ClientContext, Init, RoundContext, State, Upload, Uploads, Weighting
 
 

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from fl_lightning.algorithms.hooks import Hooks
 from fl_lightning.algorithms.module import Losses
-from fl_lightning.algorithms.parts.base import value_of
-from fl_lightning.algorithms.parts.local_optimizer import LocalOptimizer
+from fl_lightning.algorithms.parts import LocalOptimizer, value_of
 from fl_lightning.core import ClientContext, FlatSpec, State, UserError, ensure, unchanged
 
 

@@ -13,7 +13,7 @@ import torchmetrics
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from fl_lightning.core import UserError, ensure, require
+from fl_lightning.core import UserError, ensure, folded, require
 
 Given = str | Metric
 Metrics = list[Given] | dict[str, Given]
@@ -152,6 +152,6 @@ def _fitting(name: str) -> Iterator[None]:
 
 def _misfit(name: str, what: object) -> UserError:
     return UserError(
-        f"model.metrics = {name}: not one number of these outputs and targets ({' '.join(str(what).split()):.120}); "
+        f"model.metrics = {name}: not one number of these outputs and targets ({folded(what):.120}); "
         "choose another metric, or give it as class_path and init_args"
     )

@@ -6,9 +6,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.algorithms.parts.ascent import SAM
-from fl_lightning.algorithms.parts.base import Gradient, Step
-from fl_lightning.algorithms.parts.drift import control_variate, effective_steps
+from fl_lightning.algorithms.parts import SAM, Gradient, Step, control_variate, effective_steps
 from fl_lightning.core import ClientContext, NonNegative, RoundContext, State, Upload, Uploads, Weighting
 
 

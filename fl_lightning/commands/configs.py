@@ -5,8 +5,7 @@ from itertools import takewhile
 from rich.table import Column, Table
 from rich.text import Text
 
-from fl_lightning.commands.shared.configs import config_names, configs_folder
-from fl_lightning.commands.shared.output import console
+from fl_lightning.commands.shared import config_names, configs_folder, console
 from fl_lightning.core import require
 
 SUMMARY = "List the configs that come with the package; --config takes their names."

@@ -3,9 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from fl_lightning.commands.shared import trials
-from fl_lightning.commands.shared.arguments import seeds_of, without
-from fl_lightning.commands.shared.cli import FederatedCLI, to_continue
+from fl_lightning.commands.shared import FederatedCLI, seeds_of, to_continue, trials, without
 from fl_lightning.core import require
 from fl_lightning.sweeps.parameters import combinations
 from fl_lightning.sweeps.trials import Trial, name_of, run_trials

@@ -19,8 +19,7 @@ from fl_lightning.commands.shared.landscapes import (
 )
 from fl_lightning.commands.shared.output import show_table
 from fl_lightning.engine import LocalResult
-from fl_lightning.results.metrics import PROTOCOL, write_table
-from fl_lightning.results.terminal import say
+from fl_lightning.results import PROTOCOL, say, write_table
 from fl_lightning.trainer import (
     Cohort,
     FederatedTrainer,

@@ -9,12 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from fl_lightning.commands.shared.cli import FederatedCLI
-from fl_lightning.commands.shared.output import write_new
+from fl_lightning.commands.shared import FederatedCLI, write_new
 from fl_lightning.core import LEFT_OUT, ensure
 from fl_lightning.flower import server
-from fl_lightning.results.configs import flatten
-from fl_lightning.results.terminal import say
+from fl_lightning.results import flatten, say
 
 if TYPE_CHECKING:
     from flwr.clientapp import ClientApp

@@ -9,8 +9,7 @@ from json import dumps
 import torch
 
 from fl_lightning import FederatedDataModule, FederatedTrainer, LocalObjective
-from fl_lightning.commands.shared.cli import FederatedCLI
-from fl_lightning.commands.shared.output import show_table
+from fl_lightning.commands.shared import FederatedCLI, show_table
 from fl_lightning.commands.shared.prediction import (
     Seconds,
     ahead,

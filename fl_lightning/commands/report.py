@@ -13,10 +13,12 @@ from fl_lightning.flatness.plots import plot_density, plot_spectrum
 from fl_lightning.results import (
     LEAST,
     PROTOCOL,
+    Runs,
     densities,
     partitions,
     plot_clients,
     read_group,
+    report_page,
     say,
     spectra,
     title,
@@ -25,7 +27,6 @@ from fl_lightning.results import (
 )
 from fl_lightning.results.compare import compare, of_run
 from fl_lightning.results.curves import curve_files, draw_curves, drawn, plot_tradeoff, read
-from fl_lightning.results.report.page import Runs, report_page
 from fl_lightning.results.table import Column, columns, table_files
 
 SUMMARY = "Write a report of runs: one HTML page that opens offline, with its tables and figures beside it."

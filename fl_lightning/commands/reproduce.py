@@ -14,9 +14,7 @@ from jsonargparse import Namespace
 from torch.nn import Module
 
 from fl_lightning import LocalObjective
-from fl_lightning.commands.shared.arguments import PARTS, prepare, said_of, seeds_of
-from fl_lightning.commands.shared.cli import FederatedCLI
-from fl_lightning.commands.shared.output import show_table
+from fl_lightning.commands.shared import PARTS, FederatedCLI, prepare, said_of, seeds_of, show_table
 from fl_lightning.commands.shared.paper_figures import draw
 from fl_lightning.commands.shared.prediction import Measured, as_bytes, as_time, data_or_like, measure, row_bytes
 from fl_lightning.commands.shared.trials import build, check, complain

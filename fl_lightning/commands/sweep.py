@@ -9,9 +9,7 @@ from rich.console import Group
 from rich.live import Live
 from rich.markup import escape
 
-from fl_lightning.commands.shared import output, trials
-from fl_lightning.commands.shared.arguments import seeds_of
-from fl_lightning.commands.shared.configs import find_config
+from fl_lightning.commands.shared import find_config, output, seeds_of, trials
 from fl_lightning.core import UserError, require
 from fl_lightning.results import command, filled, fitting, say, short_names
 from fl_lightning.sweeps.controller import Controller

@@ -2,6 +2,7 @@ from .errors import DivergenceError as DivergenceError
 from .errors import UnwrittenError as UnwrittenError
 from .errors import UserError as UserError
 from .errors import ensure as ensure
+from .errors import folded as folded
 from .errors import imported as imported
 from .errors import require as require
 from .figures import COLORMAP as COLORMAP
@@ -27,6 +28,7 @@ from .figures import style as style
 from .figures import wrapped as wrapped
 from .files import FROZEN as FROZEN
 from .files import disk_error as disk_error
+from .files import json_values as json_values
 from .files import make_folder as make_folder
 from .files import parse_json as parse_json
 from .files import read_json as read_json
@@ -53,6 +55,7 @@ from .frozen import constants as constants
 from .frozen import digest as digest
 from .frozen import load_constants as load_constants
 from .frozen import moving_buffers as moving_buffers
+from .groups import earlier as earlier
 from .groups import grouped as grouped
 from .losses import enlarged as enlarged
 from .losses import kl_to_teacher as kl_to_teacher

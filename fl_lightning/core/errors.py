@@ -34,6 +34,12 @@ def ensure(ok: bool, problem: str) -> None:
         raise UserError(problem)
 
 
+def folded(text: object, most: int | None = None) -> str:
+    """Returns a text, such as that of another package's error, on one line; what exceeds ``most`` letters is cut."""
+    line = " ".join(str(text).split())
+    return line if most is None or len(line) <= most else f"{line[:most]}…"
+
+
 def imported(module: str, needs: str) -> Any:
     """Returns a module of a package that is not always installed.
 

@@ -5,9 +5,12 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 from zlib import crc32
+
+import numpy as np
 
 from fl_lightning.core.errors import UnwrittenError, UserError, ensure
 from fl_lightning.core.options import fits
@@ -173,6 +176,16 @@ def parse_json(text: bytes, path: Path, form: Any) -> Any:
         raise UserError(f"{path}: not readable ({error}); restore or remove it") from None
     ensure(fits(found, form), f"{path}: not what a run writes there; restore or remove it")
     return found
+
+
+def json_values(value: Any) -> Any:
+    """Returns mappings, dataclasses, arrays and numbers as values of JSON, which has neither NaN nor infinity."""
+    value = vars(value) if is_dataclass(value) else value
+    if isinstance(value, Mapping):
+        return {key: json_values(each) for key, each in value.items()}
+    if isinstance(value, np.ndarray | float):
+        return np.where(np.isfinite(value), value, None).tolist()  # type: ignore[call-overload]  # an array of objects
+    return value
 
 
 def fault(path: Path) -> str | None:

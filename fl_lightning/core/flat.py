@@ -154,5 +154,4 @@ class FlatNet:
 
     def gradient(self, loss: Tensor) -> Tensor:
         """Returns the gradient of a scalar that the module computed, ``(d,)``."""
-        grads = torch.autograd.grad(loss, self._parameters, materialize_grads=True)
-        return torch.cat([g.reshape(-1) for g in grads])
+        return torch.cat([g.reshape(-1) for g in torch.autograd.grad(loss, self._parameters, materialize_grads=True)])

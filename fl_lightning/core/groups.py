@@ -1,6 +1,6 @@
-"""Values by key."""
+"""Values by key, and keys that are there several times."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 K = TypeVar("K")
@@ -13,3 +13,8 @@ def grouped(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
     for key, value in pairs:
         found.setdefault(key, []).append(value)
     return found
+
+
+def earlier(names: Sequence[str]) -> list[int]:
+    """Returns how often each name stands before its place, to number those that are equal."""
+    return [names[:place].count(name) for place, name in enumerate(names)]

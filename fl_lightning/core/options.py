@@ -24,7 +24,7 @@ from typing import (
 
 import numpy as np
 
-from fl_lightning.core.errors import UserError, ensure, require
+from fl_lightning.core.errors import UserError, ensure, folded, require
 from fl_lightning.core.names import SYNONYMS, similar
 from fl_lightning.core.overrides import check_overrides
 from fl_lightning.core.secrets import hidden
@@ -381,8 +381,7 @@ def _brief(value: Any) -> str:
         return repr(value)
     if isinstance(value, list | tuple):
         value = f"[{', '.join(type(each).__name__ if isinstance(each, Checked) else str(each) for each in value)}]"
-    text = " ".join(str(value).split())
-    return text if len(text) <= 60 else f"{text[:60]}…"
+    return folded(value, 60)
 
 
 def _shown(value: Any) -> str:
@@ -391,4 +390,4 @@ def _shown(value: Any) -> str:
         return f"the class {value.__name__}"
     if not (value is None or isinstance(value, str | Real | Sequence | Mapping | os.PathLike)):
         return f"a {type(value).__name__}"
-    return f"{' '.join(str(value).split()):.60}"
+    return f"{folded(value):.60}"

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from fl_lightning.core.errors import NoStateError, UserError
+from fl_lightning.core.errors import NoStateError, UserError, ensure
 from fl_lightning.core.flat import FlatSpec, is_finite, to_device
 from fl_lightning.core.rng import generator
 
@@ -137,8 +137,7 @@ class Draws:
 
     def __call__(self, function: Callable[[torch.Generator], Tensor], purpose: str = "hooks") -> Tensor:
         """Returns what a function draws from the stream of each client; see `ClientContext.draw`."""
-        if self.refused:
-            raise UserError(self.refused)
+        ensure(not self.refused, self.refused)
         if purpose not in self._generators:
             self._generators[purpose] = [generator(seed, purpose, *key, self._moment) for seed, *key in self.keys]
         drawn = [function(each) for each in self._generators[purpose]]

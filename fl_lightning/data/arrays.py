@@ -14,8 +14,7 @@ from torch.utils.data import Dataset
 from fl_lightning.core import LATER, Divisor, PositiveInt, UserError, ensure, named_tensors, numpy_generator
 from fl_lightning.core.nested import nested
 from fl_lightning.data.module import FederatedDataModule
-from fl_lightning.data.partition import Given
-from fl_lightning.data.partition.base import stratified
+from fl_lightning.data.partition import Given, stratified
 from fl_lightning.data.streaming import IndexedSamples
 from fl_lightning.data.validation import check_alike, inputs
 

@@ -9,8 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fl_lightning.core import numpy_generator, require
-from fl_lightning.data.partition import Partition
-from fl_lightning.data.partition.base import cut, stratified
+from fl_lightning.data.partition import Partition, cut, stratified
 
 
 class ClientIndices(Sequence[Tensor]):

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_lightning.core import UserError, ensure, require
+from fl_lightning.core import UserError, ensure, folded, require
 
 
 def find_files(key: str, folder: str | Path, layout: Sequence[str], home: str) -> list[Path]:
@@ -33,7 +33,7 @@ def find_files(key: str, folder: str | Path, layout: Sequence[str], home: str) -
 
 def corrupt_file(key: str, path: str | Path, what: object, home: str) -> str:
     """Returns the message of the error for a file that is not as published."""
-    return f"{key} = '{path}': {' '.join(str(what).split())}; get it again from {home}"
+    return f"{key} = '{path}': {folded(what)}; get it again from {home}"
 
 
 class Inert:

@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_lightning.core import Fraction, Size, UserError, ensure, imported, numpy_generator, require
+from fl_lightning.core import Fraction, Size, UserError, ensure, folded, imported, numpy_generator, require
 from fl_lightning.data.module import FederatedDataModule
-from fl_lightning.data.partition import Natural
-from fl_lightning.data.partition.base import stratified
+from fl_lightning.data.partition import Natural, stratified
 from fl_lightning.data.streaming import IndexedSamples
 from fl_lightning.data.text import basic_english, numbered, vocabulary
 
@@ -158,8 +157,9 @@ def _from_path(path: Path) -> Any:
             return datasets.load_dataset(str(path))
         return datasets.load_dataset(KINDS[path.suffix], data_files=str(path))
     except Exception as error:  # many packages raise their own
-        what = " ".join(str(error.__cause__ or error).split())
-        raise UserError(f"data.dataset = '{path}': cannot be read ({what:.120}); {forms}") from None
+        raise UserError(
+            f"data.dataset = '{path}': cannot be read ({folded(error.__cause__ or error):.120}); {forms}"
+        ) from None
 
 
 def _check_column(part: Any, column: str, key: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_lightning.core import PositiveInt, Size, UserError, ensure, require
+from fl_lightning.core import PositiveInt, Size, UserError, ensure, folded, require
 from fl_lightning.data.files import corrupt_file, find_files, read_image, read_rows
 from fl_lightning.data.module import FederatedDataModule
 from fl_lightning.data.partition import Natural, Partition
@@ -101,7 +101,7 @@ class TorchvisionData(FederatedDataModule):
         except (RuntimeError, OSError, EOFError, AssertionError) as error:
             raise UserError(
                 f"data.data_dir = {self.data_dir}: {self.dataset} cannot be read from there "
-                f"({' '.join(str(error).split())}); put there {LAYOUT.get(self.dataset, 'its files')}, or set "
+                f"({folded(error)}); put there {LAYOUT.get(self.dataset, 'its files')}, or set "
                 "download: true"
             ) from None
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate, pairwise
 from operator import itemgetter
 from typing import Any
@@ -119,11 +118,10 @@ def blocks(clients: Sequence[Minibatches], width: int, batch: int) -> Iterator[B
     at = 0
     with first.source.reading_ahead(client.indices for client in clients):
         for chunk in chunks([batch] * steps, first.source.sample_bytes(first.dtype) * width):
-            end, shape = at + len(chunk), (len(chunk), width, batch)
+            end = at + len(chunk)
             rows = slice(at * step, end * step)
-            x, y = first.source.samples(indices[rows], {name: v[rows] for name, v in draws.items()}, first.dtype)
-            shaped = partial(_steps, rows=slice(None), shape=shape)
-            yield Block(map_tensors(shaped, x), shaped(y), weight[at:end], active[at:end])
+            samples = first.source.samples(indices[rows], {name: v[rows] for name, v in draws.items()}, first.dtype)
+            yield _stacked(samples, width, batch, weight[at:end], active[at:end])
             at = end
 
 
@@ -136,20 +134,16 @@ def whole_blocks(rounds: Sequence[Sequence[Minibatches]], width: int, batch: int
         batch: As for `blocks`.
     """
     first, each = rounds[0][0], [_Places.of(clients, width, batch) for clients in rounds]
-    steps, step = [len(places.active) for places in each], width * batch
-    (indices, draws), (weight, active) = _Places.joined(each).moved(first)
-    x, y = first.source.samples(indices, draws, first.dtype)
-    found, end = [], 0
-    for n, *its in zip(steps, torch.split(weight, steps), torch.split(active, steps), strict=True):
-        start, end = end, end + n * step
-        shaped = partial(_steps, rows=slice(start, end), shape=(n, width, batch))
-        found.append(Block(map_tensors(shaped, x), shaped(y), *its))
-    return found
+    (indices, draws), weights = _Places.joined(each).moved(first)
+    whole = _stacked(first.source.samples(indices, draws, first.dtype), width, batch, *weights).tensors()
+    parts = {name: torch.split(v, [len(places.active) for places in each]) for name, v in whole.items()}
+    return [Block.of({name: its[i] for name, its in parts.items()}) for i in range(len(each))]
 
 
-def _steps(v: Tensor, rows: slice, shape: tuple[int, ...]) -> Tensor:
-    """Returns some rows of ``(n, ...)`` as ``(steps, clients, batch, ...)``."""
-    return torch.unflatten(v[rows], 0, shape)
+def _stacked(samples: Batch, width: int, batch: int, weight: Tensor, active: Tensor) -> Block:
+    """Returns samples ``(steps * clients * batch, ...)`` with their labels as a block."""
+    x, y = (map_tensors(lambda v: torch.unflatten(v, 0, (-1, width, batch)), each) for each in samples)
+    return Block(x, y, weight, active)
 
 
 @dataclass(frozen=True)
@@ -256,5 +250,4 @@ class BatchLoader(DataLoader[Batch]):
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]  # torch declares its own iterator class
         # read at the first batch: Lightning sets the first epoch of a resumed run only after it has called iter()
-        epoch = getattr(self.sampler, "epoch", 0)
-        yield from self.dataset.make([*self.sampler], epoch)
+        yield from self.dataset.make([*self.sampler], getattr(self.sampler, "epoch", 0))

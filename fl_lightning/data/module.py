@@ -30,8 +30,7 @@ from fl_lightning.core import (
 from fl_lightning.data.augment import Augment
 from fl_lightning.data.clients import ClientIndices, divide
 from fl_lightning.data.minibatches import Batches, BatchLoader, EpochSampler, Minibatches
-from fl_lightning.data.partition import IID, Natural, Partition
-from fl_lightning.data.partition.base import stratified
+from fl_lightning.data.partition import IID, Natural, Partition, stratified
 from fl_lightning.data.samples import Batch, SampleStore, like
 from fl_lightning.data.streaming import Published, Stream, stored_bytes
 from fl_lightning.data.tasks import TaskName

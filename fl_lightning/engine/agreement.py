@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.core import State, UserError, accumulator_dtype
+from fl_lightning.core import State, UserError, accumulator_dtype, folded
 from fl_lightning.engine.base import Engine, Job, LocalResult
 
 Expected = dict[str, tuple[Tensor, float]]
@@ -89,8 +89,7 @@ def at_the_end(job: Job, objective: LocalObjective) -> Job:
     """
     counters = [name for name, init in objective.scratch_inits().items() if isinstance(init, int | float)]
     state = job.state | {name: job.state[name] + job.ctx.K_missed for name in counters}
-    ctx = replace(job.ctx, t=job.ctx.rounds - 1, phase=objective.phases - 1)
-    return replace(job, state=state, ctx=ctx)
+    return replace(job, state=state, ctx=replace(job.ctx, t=job.ctx.rounds - 1, phase=objective.phases - 1))
 
 
 class _NotPrecise(Exception):
@@ -126,7 +125,7 @@ def _compare_with(expected: Sequence[Expected], engine: Engine, jobs: Sequence[J
     except UserError:
         raise
     except Exception as error:  # what runs for one client fails for several
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        reason = folded(f"{type(error).__name__}: {error}")
         raise _refused(engine, f"cannot be batched ({reason:.100}); use sequential") from None
     for one, result in zip(expected, found, strict=True):
         several = _leaving(result)
@@ -152,8 +151,7 @@ def _expected(engine: Engine, sequential: Engine, job: Job, rounding: float, tol
     known = [*job.received.values(), *job.state.values()]
     near, repeated = _leaving(nearby), _leaving(again)
     for what, value in _leaving(one).items():
-        scale = min(float((value - v).norm()) for v in (value * 0, *known) if v.shape == value.shape)
-        limit = tolerance * scale
+        limit = tolerance * min(float((value - v).norm()) for v in (value * 0, *known) if v.shape == value.shape)
         if not float((repeated[what] - value).norm()) <= limit:
             raise _refused(
                 engine,

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.algorithms.module import Losses
-from fl_lightning.algorithms.parts.base import kept, pair_of, value_of
-from fl_lightning.algorithms.parts.local_optimizer import Take
+from fl_lightning.algorithms.parts import Take, kept, pair_of, value_of
 from fl_lightning.core import Autocast, ClientContext, Draws, FlatNet, State, Upload, UserError
 from fl_lightning.data.minibatches import Minibatches
 
@@ -270,8 +269,7 @@ class Engine:
         """Returns the context that the hooks see: with the client's class counts if the objective uses them."""
         if not self.objective.uses_class_counts:
             return job.ctx
-        counts = job.minibatches.source.class_counts(job.client)
-        return replace(job.ctx, class_counts=counts.to(job.received.w))
+        return replace(job.ctx, class_counts=job.minibatches.source.class_counts(job.client).to(job.received.w))
 
     def draws(self, jobs: Sequence[Job]) -> Draws:
         """Returns the source of the random numbers that the hooks of some clients draw."""

@@ -114,7 +114,11 @@ class BatchedEngine(Engine):
             batch = clients[0].source.batch_size or 1 << (max(max(each.sizes) for each in clients) - 1).bit_length()
             carry, upload, state = self._trained(rows, blocks(clients, len(rows), batch))
             finite, loss = self._summary(jobs, carry, upload, state)
-            return self._results(jobs, carry, upload, state, finite, loss)
+        n = len(jobs)  # the rest is padding
+        each = zip(jobs, carry.w[:n], by_client(upload, n), by_client(state, n), loss, finite, strict=True)
+        return [
+            LocalResult(job.client, job.received, w, up, State(row), x, job.ctx, ok) for job, w, up, row, x, ok in each
+        ]
 
     @contextmanager
     def checked(self) -> Iterator[None]:
@@ -197,16 +201,6 @@ class BatchedEngine(Engine):
         steps = to_device([max(job.ctx.K, 1) for job in jobs], carry.loss.device, carry.loss.dtype)
         return finite[:n], carry.loss[:n] / steps
 
-    @staticmethod
-    def _results(
-        jobs: Sequence[Job], carry: Carry, upload: Upload, state: State, finite: Tensor, loss: Tensor
-    ) -> list[LocalResult]:
-        n = len(jobs)  # the rest is padding
-        each = zip(jobs, carry.w[:n], by_client(upload, n), by_client(state, n), loss, finite, strict=True)
-        return [
-            LocalResult(job.client, job.received, w, up, State(row), x, job.ctx, ok) for job, w, up, row, x, ok in each
-        ]
-
     def _context(self, jobs: Sequence[Job]) -> ClientContext:
         """Returns the clients' contexts as one; attributes that differ between clients are ``(clients, 1)``."""
         like, contexts = jobs[0].received.w, [self.context(job) for job in jobs]
@@ -263,9 +257,8 @@ class BatchedEngine(Engine):
     @torch.no_grad()
     def _teach(self, teacher: Tensor, x: Tensor) -> Any:
         """Returns a teacher's output on every client's minibatch, in eval mode."""
-        shared = teacher.ndim == 1  # the same for all
         with eval_mode(self.objective.net), self.autocast():
-            return vmap(self._output, in_dims=(None if shared else 0, 0))(teacher, x)
+            return vmap(self._output, in_dims=(None if teacher.ndim == 1 else 0, 0))(teacher, x)  # one is for all
 
 
 def by_client(values: Mapping[str, Tensor], n: int) -> list[dict[str, Tensor]]:

@@ -104,8 +104,7 @@ class GraphedEngine(BatchedEngine):
         text = described(graph)
         replay: Replay = simplified(graph).forward
         if self.compile:
-            steps = sum(name.startswith("block.") for name in named)
-            program, held = Program.of(graph, [*named.values()], steps)
+            program, held = Program.of(graph, [*named.values()], sum(name.startswith("block.") for name in named))
             replay = partial(compiled(program), *held)
         replay = CudaGraph(replay) if named["w"].is_cuda else partial(loop, replay)
         return Record(recorded, text, replay, ctx.t)

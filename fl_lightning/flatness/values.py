@@ -1,7 +1,7 @@
 """Results of loss landscapes, and planes in the weight space, where models have places."""
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fl_lightning.core import require
+from fl_lightning.core import json_values, require
 
 Array = NDArray[np.float64]
 
@@ -152,7 +152,7 @@ class Values:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain values for a JSON file; non-finite numbers become None."""
-        return {f.name: _plain(getattr(self, f.name)) for f in fields(self)}
+        return dict(json_values(self))
 
 
 @dataclass(frozen=True, eq=False)
@@ -215,7 +215,7 @@ class Interpolation(Values):
 
     def to_dict(self) -> dict[str, Any]:
         """Returns what :class:`Values` does, and the barrier of each data set."""
-        return {**super().to_dict(), "barrier": {name: _plain(self.barrier(name)) for name in self.loss}}
+        return {**super().to_dict(), "barrier": {name: json_values(self.barrier(name)) for name in self.loss}}
 
 
 @dataclass(frozen=True, eq=False)
@@ -240,13 +240,3 @@ class Surface(Values):
         """Returns the sum over the data sets of the loss, scaled to [0, 1] here (FedGMT Fig. 6c), ``(ny, nx)``."""
         scaled = [(z - np.nanmin(z)) / (np.nanmax(z) - np.nanmin(z)) for z in self.loss.values()]
         return np.asarray(np.sum(scaled, axis=0))
-
-
-def _plain(value: Any) -> Any:
-    """Returns mappings, projections and arrays as JSON values."""
-    value = vars(value) if isinstance(value, Projection) else value
-    if isinstance(value, Mapping):
-        return {key: _plain(v) for key, v in value.items()}
-    if isinstance(value, np.ndarray | float):
-        return np.where(np.isfinite(value), value, None).tolist()  # type: ignore[call-overload]  # an array of objects
-    return value

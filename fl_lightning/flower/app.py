@@ -15,7 +15,7 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 from torch import Tensor
 
-from fl_lightning.core import UserError, require
+from fl_lightning.core import UserError, folded, require
 from fl_lightning.flower import server
 from fl_lightning.flower.messages import Message, NodeLost
 from fl_lightning.flower.node import Folder, Node
@@ -123,8 +123,7 @@ class GridSend:
             if reply.has_content():
                 replies[node] = unpacked(reply.content)
             else:
-                reason = " ".join(reply.error.reason.split())
-                replies[node] = (UserError if reply.error.code == FAILED else NodeLost)(reason)
+                replies[node] = (UserError if reply.error.code == FAILED else NodeLost)(folded(reply.error.reason))
         return replies
 
     def _ids(self, wanted: set[int]) -> dict[int, int]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from fl_lightning.core import UserError, ensure, hidden
+from fl_lightning.core import UserError, earlier, ensure, folded, hidden
 from fl_lightning.results.yaml_text import load_yaml
 
 EXECUTION = (
@@ -48,8 +48,8 @@ def read_config(path: Path) -> dict[str, Any]:
     try:
         found = _parsed(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, TypeError, yaml.YAMLError, RecursionError) as error:
-        what = " ".join(f"{type(error).__name__}: {error}".split())
-        raise UserError(f"{path}: not readable ({what:.120}); put the run's own file back") from None
+        what = f"{type(error).__name__}: {error}"
+        raise UserError(f"{path}: not readable ({folded(what):.120}); put the run's own file back") from None
     ensure(isinstance(found, dict), f"{path}: no mapping of settings; put the run's own file back")
     return dict(found)
 
@@ -66,7 +66,7 @@ def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     """Returns every setting in which two configs differ, as ``key: old -> new``."""
     old, new = flatten(before), flatten(after)
     keys = different([old, new])
-    return [f"{key}: {_short(old.get(key, 'not set'))} -> {_short(new.get(key, 'not set'))}" for key in keys]
+    return [f"{key}: {folded(old.get(key, 'not set'), 60)} -> {folded(new.get(key, 'not set'), 60)}" for key in keys]
 
 
 def differences(saved: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
@@ -82,7 +82,9 @@ def differences(saved: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
     old, new = flatten(saved), flatten(here)
     keys = different([old, new])
     kept = [key for key in keys if not any(key.startswith(f"{other}.") for other in keys) and not is_execution(key)]
-    return [f"{key} = {_short(old[key])} (here: {_short(new[key])})" for key in kept if key in old and key in new]
+    return [
+        f"{key} = {folded(old[key], 60)} (here: {folded(new[key], 60)})" for key in kept if key in old and key in new
+    ]
 
 
 def settings_of(folder: Path) -> dict[str, str]:
@@ -168,8 +170,7 @@ def flatten(config: Mapping[str, Any]) -> dict[str, str]:
         if isinstance(value, list):
             parts = [entry for entry in value if isinstance(entry, dict)]
             kinds = [str(part.get("class_path", place)).rpartition(".")[2] for place, part in enumerate(parts)]
-            earlier = [kinds[:place].count(kind) for place, kind in enumerate(kinds)]
-            named = [f"{kind}_{n + 1}" if n else kind for kind, n in zip(kinds, earlier, strict=True)]
+            named = [f"{kind}_{n + 1}" if n else kind for kind, n in zip(kinds, earlier(kinds), strict=True)]
             below = dict(zip(named, parts, strict=True))
         elif isinstance(value, dict) and "class_path" in value:
             below = value.get("init_args")
@@ -224,7 +225,3 @@ def group_id(config: dict[str, Any]) -> str:
 
 def _name(value: Any) -> str:
     return str(value.get("class_path", value) if isinstance(value, dict) else value).removeprefix("fl_lightning.")
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= 60 else f"{text[:60]}…"

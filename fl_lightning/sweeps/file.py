@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from fl_lightning.core import UserError, ensure, require
+from fl_lightning.core import UserError, ensure, folded, require
 from fl_lightning.results import SUFFIX, headline, load_yaml
 from fl_lightning.results.metrics import FILE, best_of, read_run
 from fl_lightning.sweeps.parameters import LARGEST, Bayes, Parameter, Search, draws, flatten, grid
@@ -238,8 +238,8 @@ class Sweep:
         try:
             given = load_yaml(path.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            what = " ".join(str(error).replace('in "<unicode string>", ', "").split())
-            raise UserError(f"sweep = {path}: {what}; give a YAML file") from None
+            what = str(error).replace('in "<unicode string>", ', "")
+            raise UserError(f"sweep = {path}: {folded(what)}; give a YAML file") from None
         ensure(isinstance(given, Mapping), f"sweep = {path}: no mapping; give method, parameters and command")
         ensure(
             "parameters" in given or "model" not in given,

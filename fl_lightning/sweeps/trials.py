@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.core import UnwrittenError, UserError, ensure, grouped, make_folder
+from fl_lightning.core import UnwrittenError, UserError, ensure, folded, grouped, make_folder
 from fl_lightning.data import FederatedDataModule
-from fl_lightning.results import SUMMARY, read_run, rounds_done
-from fl_lightning.results.configs import differences, read_config
+from fl_lightning.results import SUMMARY, differences, read_config, read_run, rounds_done
 from fl_lightning.sweeps.file import StopEarly
 from fl_lightning.sweeps.workers import train_here, train_in_processes
 from fl_lightning.trainer import FederatedTrainer, InUse, RunFolder, check_unused, locked, loop, parallel_runs
@@ -285,7 +284,7 @@ def _alone(folder: Path, build: Build, resume: bool, early: StopEarly | None, tr
         return [_failed(trial, after if after != before else None, error)]
     except Exception as error:  # not remembered: it may lie in the machine, or in code that will be mended
         traceback.print_exc()
-        return [Outcome(trial, newest_run(trial, folder), " ".join(f"{type(error).__name__}: {error}".split()))]
+        return [Outcome(trial, newest_run(trial, folder), folded(f"{type(error).__name__}: {error}"))]
     return [Outcome(trial, run.folder.path)]
 
 

@@ -14,8 +14,7 @@ from fl_lightning.trainer.aggregation.privacy import GaussianPrivacy
 from fl_lightning.trainer.divergence import check_finite
 from fl_lightning.trainer.loop import close
 from fl_lightning.trainer.run import Run
-from fl_lightning.trainer.runtime.console import quiet, unbroken_output
-from fl_lightning.trainer.runtime.signals import Interruption
+from fl_lightning.trainer.runtime import Interruption, quiet, unbroken_output
 from fl_lightning.trainer.session import session
 from fl_lightning.trainer.settings import Settings
 from fl_lightning.trainer.transaction import transaction

@@ -1,7 +1,5 @@
 """The clients of an asynchronous server: who trains, until when, and from which version of the model."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from heapq import heapify, heappop, heappush
 from math import ceil, inf
@@ -118,10 +116,10 @@ class Flight:
             else:
                 self._start()
                 sampler = type(self.run.settings.sampler).__name__
-                nobody = (
-                    f"trainer.asynchronous: nobody can start in {COHORTS} cohorts of {sampler}; check trainer.faults"
+                ensure(
+                    bool(self._tasks),
+                    f"trainer.asynchronous: nobody can start in {COHORTS} cohorts of {sampler}; check trainer.faults",
                 )
-                ensure(bool(self._tasks), nobody)
                 self.now = min(self._tasks[0].end, tick)
 
     def _arrive(self, task: Task) -> None:

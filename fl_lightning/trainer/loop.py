@@ -13,8 +13,7 @@ from fl_lightning.trainer.engine_choice import choose_engine
 from fl_lightning.trainer.measurements.clients import evaluate
 from fl_lightning.trainer.round import Round
 from fl_lightning.trainer.run import Run
-from fl_lightning.trainer.runtime.console import unbroken_output
-from fl_lightning.trainer.runtime.signals import Interruption
+from fl_lightning.trainer.runtime import Interruption, unbroken_output
 from fl_lightning.trainer.session import session
 from fl_lightning.trainer.transaction import transaction
 

@@ -1,7 +1,5 @@
 """Consecutive rounds as one program, where nobody looks at the run between them."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Mapping, Sequence

@@ -2,6 +2,7 @@
 
 import hashlib
 import inspect
+import json
 import math
 from collections.abc import Mapping
 from functools import partial
@@ -23,9 +24,8 @@ from fl_lightning.trainer.participation import failures
 from fl_lightning.trainer.run import Run
 from fl_lightning.trainer.runtime.collectives import all_gather_dict, exchange, on_rank_zero
 from fl_lightning.trainer.state import by_key
-from fl_lightning.trainer.storage import checkpoint, records
+from fl_lightning.trainer.storage import RunFolder, check_unused, checkpoint, records
 from fl_lightning.trainer.storage.checkpoint import REMEDY
-from fl_lightning.trainer.storage.run_folder import RunFolder, check_unused
 
 BLOCK = 1 << 24
 """Numbers that rank 0 receives at once for a checkpoint, or one row."""
@@ -231,30 +231,21 @@ def digest(run: Run, engine: EngineName) -> str:
         [fl_lightning.__version__, str(torch.__version__), numpy.__version__],
         [run.fabric.device.type, run.fabric.world_size, torch.get_num_threads()],
     ]
-    return hashlib.sha256(repr(_plain(parts)).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(parts, skipkeys=True, default=_plain).encode()).hexdigest()
 
 
 def _arguments(owner: object) -> dict[str, Any]:
     """Returns the attributes of an object that its constructors' parameters name."""
-    names = {name for kind in type(owner).__mro__ if "__init__" in vars(kind) for name in _parameters(kind)}
-    found = {name: getattr(owner, name) for name in names - {*LEFT_OUT} if hasattr(owner, name)}
+    constructors = [vars(kind)["__init__"] for kind in type(owner).__mro__ if "__init__" in vars(kind)]
+    names = {name for init in constructors for name in inspect.signature(init).parameters}
+    found = {name: getattr(owner, name) for name in sorted(names - {*LEFT_OUT}) if hasattr(owner, name)}
     return {"class": type(owner).__qualname__, **found}
 
 
-def _parameters(kind: type) -> list[str]:
-    return list(inspect.signature(kind.__init__).parameters)  # type: ignore[misc]
-
-
 def _plain(value: Any) -> Any:
-    """Returns a value as nested lists of numbers and text, the same in every process."""
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, Mapping):
-        return sorted(([str(name), _plain(item)] for name, item in value.items()), key=lambda pair: pair[0])
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    kind = value if isinstance(value, type) else type(value)
+    """Returns what JSON can hold of another value, the same in every process."""
     if isinstance(value, nn.Module):
         return described(value)
+    kind = value if isinstance(value, type) else type(value)
     public = {name: item for name, item in vars(value).items() if name[0] != "_"} if isinstance(value, Checked) else {}
-    return [kind.__module__, kind.__qualname__, _plain(public)]
+    return [kind.__module__, kind.__qualname__, public]

@@ -14,8 +14,7 @@ from fl_lightning.core import DivergenceError, State
 from fl_lightning.engine import Engine, Job, LocalResult
 from fl_lightning.trainer import divergence
 from fl_lightning.trainer.cohort import Cohort
-from fl_lightning.trainer.participation import failures
-from fl_lightning.trainer.participation.faults import Attendance
+from fl_lightning.trainer.participation import Attendance, failures
 from fl_lightning.trainer.received import Arrivals, average
 from fl_lightning.trainer.run import Callback, Run
 from fl_lightning.trainer.runtime import collectives

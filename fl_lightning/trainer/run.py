@@ -34,8 +34,7 @@ from fl_lightning.trainer.loggers import About, RunLogger
 from fl_lightning.trainer.participation.samplers import draw
 from fl_lightning.trainer.settings import Kind, Settings
 from fl_lightning.trainer.state import RunState, by_key
-from fl_lightning.trainer.storage.client_store import ClientStore
-from fl_lightning.trainer.storage.run_folder import RunFolder
+from fl_lightning.trainer.storage import ClientStore, RunFolder
 from fl_lightning.trainer.timing import Timing
 
 
@@ -309,8 +308,7 @@ class Run:
 
     def drawn(self, t: int) -> list[int]:
         """Returns the clients drawn for round ``t``, a function of (seed, t), or of a secret under privacy."""
-        seed = self.aggregation.cohort_seed(self.seed)
-        return draw(self.settings.sampler, t, self.data.num_clients, seed)
+        return draw(self.settings.sampler, t, self.data.num_clients, self.aggregation.cohort_seed(self.seed))
 
     def minibatches(self, client: int, ctx: ClientContext) -> Minibatches:
         """Returns a client's minibatches, a function of (seed, round, phase, client); epochs alone come first."""

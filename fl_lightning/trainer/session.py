@@ -7,11 +7,9 @@ from pathlib import Path
 
 from fl_lightning.core import UserError, disk_error
 from fl_lightning.trainer.run import Run
-from fl_lightning.trainer.runtime.collectives import on_rank_zero
-from fl_lightning.trainer.runtime.signals import undisturbed
+from fl_lightning.trainer.runtime import on_rank_zero, undisturbed
 from fl_lightning.trainer.state import by_key
-from fl_lightning.trainer.storage import provenance, records
-from fl_lightning.trainer.storage.run_folder import RunFolder, locked
+from fl_lightning.trainer.storage import RunFolder, locked, provenance, records
 
 
 @contextmanager

@@ -11,19 +11,34 @@ from typing import Annotated, Any, Literal
 
 import torch
 
-from fl_lightning.core import Checked, Interval, NonNegativeInt, PositiveInt, Size, Threads, UserError, ensure, require
+from fl_lightning.core import (
+    Checked,
+    Interval,
+    NonNegativeInt,
+    PositiveInt,
+    Size,
+    Threads,
+    UserError,
+    ensure,
+    folded,
+    require,
+)
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.engine import EngineName
 from fl_lightning.trainer.aggregation.base import Aggregation, Mean
 from fl_lightning.trainer.aggregation.privacy import GaussianPrivacy
-from fl_lightning.trainer.participation.asynchronous import Asynchronous
-from fl_lightning.trainer.participation.clock import Clock
-from fl_lightning.trainer.participation.faults import NO_FAULTS, Faults
-from fl_lightning.trainer.participation.samplers import CohortSampler, UniformSampler
-from fl_lightning.trainer.runtime import collectives, interface
-from fl_lightning.trainer.runtime.console import Fabric, quiet
-from fl_lightning.trainer.runtime.environment import cpu_threads, float32_products, keep_freed_memory
-from fl_lightning.trainer.runtime.signals import default_actions, with_starter
+from fl_lightning.trainer.participation import NO_FAULTS, Asynchronous, Clock, CohortSampler, Faults, UniformSampler
+from fl_lightning.trainer.runtime import (
+    Fabric,
+    collectives,
+    cpu_threads,
+    default_actions,
+    float32_products,
+    interface,
+    keep_freed_memory,
+    quiet,
+    with_starter,
+)
 
 Kind = Literal["federated", "centralized"]
 """Kinds of training."""
@@ -183,7 +198,7 @@ class Settings(Checked, key="trainer"):
         except (ImportError, RuntimeError, TypeError, ValueError) as error:
             raise UserError(
                 f"trainer.accelerator = {accelerator}, devices = {devices}, strategy = {strategy}, precision = "
-                f"{precision}: {' '.join(str(error).split())} (accelerator cpu, devices 1, strategy auto always work)"
+                f"{precision}: {folded(error)} (accelerator cpu, devices 1, strategy auto always work)"
             ) from None
         self._launched, self._nodes = False, num_nodes
 

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from fl_lightning.core import State, accumulator_dtype
+from fl_lightning.core import State, accumulator_dtype, earlier
 from fl_lightning.trainer.participation.failures import Failures, counted
 
 T = TypeVar("T")
@@ -20,8 +20,7 @@ Norms = Sequence[Mapping[str, Tensor]]
 def by_key(objects: Sequence[T]) -> dict[str, T]:
     """Returns objects by the key of their state: the class, numbered from the second object of the same class on."""
     names = [type(x).__name__ for x in objects]
-    counts = [names[:i].count(name) for i, name in enumerate(names)]
-    return {f"{name}.{n}" if n else name: x for name, n, x in zip(names, counts, objects, strict=True)}
+    return {f"{name}.{n}" if n else name: x for name, n, x in zip(names, earlier(names), objects, strict=True)}
 
 
 def norms(server: State) -> dict[str, Tensor]:

@@ -9,8 +9,7 @@ from itertools import accumulate
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.core import ClientContext, Draws, RoundContext, State, ensure, numpy_generator
 from fl_lightning.data import FederatedDataModule
-from fl_lightning.trainer.participation.clock import Clock, Device
-from fl_lightning.trainer.participation.faults import Attendance, Stragglers
+from fl_lightning.trainer.participation import Attendance, Clock, Device, Stragglers
 from fl_lightning.trainer.settings import Settings
 
 LONGEST = 1e15

@@ -11,9 +11,7 @@ from fl_lightning.core import LATER, checked, ensure
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.trainer import resume
 from fl_lightning.trainer.aggregation.privacy import GaussianPrivacy
-from fl_lightning.trainer.callbacks import Callback, with_defaults
-from fl_lightning.trainer.callbacks.events import EventLog
-from fl_lightning.trainer.callbacks.privacy import PrivacyMonitor
+from fl_lightning.trainer.callbacks import Callback, EventLog, PrivacyMonitor, with_defaults
 from fl_lightning.trainer.centralized import check_centralized, train_centrally
 from fl_lightning.trainer.checks import check_aggregation, check_fit
 from fl_lightning.trainer.loggers import CSVLogger, RunLogger

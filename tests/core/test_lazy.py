@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-ROOMS = ("core", "data", "data.partition", "flatness", "algorithms", "nets", "trainer", "trainer.callbacks",
-         "trainer.loggers", "trainer.measurements")  # fmt: skip
+ROOMS = ("core", "data", "data.partition", "flatness", "algorithms", "algorithms.parts", "nets", "trainer",
+         "trainer.callbacks", "trainer.loggers", "trainer.measurements", "trainer.participation", "trainer.runtime",
+         "trainer.storage", "commands.shared")  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["fl_lightning", *(f"fl_lightning.{room}" for room in ROOMS)])

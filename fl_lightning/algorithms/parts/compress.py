@@ -1,7 +1,5 @@
 """Compressed uploads with error feedback."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from copy import copy
 from functools import partial

@@ -1,7 +1,5 @@
 """Compressors of vectors ``(..., d)``: a short code, and what it decodes to."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Protocol
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from fl_lightning.algorithms.parts.base import Direction
 from fl_lightning.algorithms.parts.local_optimizer import LocalOptimizer, Take
 from fl_lightning.algorithms.parts.schedules import Schedule
-from fl_lightning.core import ClientContext, FlatSpec, Positive, State, UserError, require
+from fl_lightning.core import ClientContext, FlatSpec, Positive, State, UserError, folded, require
 
 
 class TorchOptimizer(LocalOptimizer):
@@ -95,8 +95,9 @@ class TorchOptimizer(LocalOptimizer):
         return made
 
     def _refused(self, error: Exception) -> UserError:
-        reason = " ".join(str(error).split())
-        return UserError(f"model.optimizer = {self.name}: {reason:.150}; choose other options, or another optimizer")
+        return UserError(
+            f"model.optimizer = {self.name}: {folded(error):.150}; choose other options, or another optimizer"
+        )
 
 
 def _find(name: str) -> Any:

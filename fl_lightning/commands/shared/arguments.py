@@ -15,8 +15,7 @@ from jsonargparse import get_loader
 from fl_lightning.commands.shared.configs import find_config
 from fl_lightning.commands.shared.index import fitting_classes
 from fl_lightning.core import UserError, require
-from fl_lightning.results.configs import ONLY_PYTHON, only_python, read_config
-from fl_lightning.results.yaml_text import NoValueError, load_yaml
+from fl_lightning.results import ONLY_PYTHON, NoValueError, load_yaml, only_python, read_config
 from fl_lightning.trainer import RunFolder
 
 PARTS = ("trainer", "model", "data")

@@ -19,8 +19,7 @@ from fl_lightning import FederatedDataModule, LocalObjective
 from fl_lightning.commands.shared.arguments import PARTS, kept, model_of_configs, prepare
 from fl_lightning.commands.shared.parser import INDENT, Command, Parser, readable
 from fl_lightning.core import LEFT_OUT, UserError, ensure, generator, hidden, require
-from fl_lightning.results.configs import differences, flatten, read_config
-from fl_lightning.results.terminal import say
+from fl_lightning.results import differences, flatten, read_config, say
 from fl_lightning.trainer import FederatedTrainer, Kind, RunFolder, on_rank_zero
 from fl_lightning.trainer.storage import checkpoint
 

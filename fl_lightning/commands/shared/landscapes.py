@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.core import Figure, ensure, make_folder, require, save_figure
+from fl_lightning.core import Figure, earlier, ensure, make_folder, require, save_figure
 from fl_lightning.flatness import Batches, Values
 from fl_lightning.results.metrics import PROTOCOL, write_table
 from fl_lightning.trainer import MeasurementContext, Run, RunFolder, Split
@@ -68,8 +68,7 @@ def labels_of(paths: Sequence[Path]) -> list[str]:
     for more in ([f"/{run.name}" for run in runs], [f", {path.stem}" for path in paths]):
         twice = [of_run and labels.count(name) > 1 for name, of_run in zip(labels, inside, strict=True)]
         labels = [name + end if add else name for name, end, add in zip(labels, more, twice, strict=True)]
-    seen = [labels[:i].count(name) for i, name in enumerate(labels)]
-    return [f"{name} ({n + 1})" if n else name for name, n in zip(labels, seen, strict=True)]
+    return [f"{name} ({n + 1})" if n else name for name, n in zip(labels, earlier(labels), strict=True)]
 
 
 def _run_name(folder: Path) -> str:

@@ -24,7 +24,7 @@ from fl_lightning.commands.shared.index import (
     options_of,
     setting_names,
 )
-from fl_lightning.core import SYNONYMS, UserError, similar
+from fl_lightning.core import SYNONYMS, UserError, folded, similar
 
 FOREIGN = {
     "data": "another data set of torchvision goes by TorchvisionData, as in --data TorchvisionData --data.name MNIST",
@@ -40,6 +40,8 @@ CLASS_KEYS = ("class_path", "init_args")
 """Keys of a class in a config."""
 WORDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text", "list": "a list"}
 """Types of Python in words."""
+MOST = 300
+"""Letters of the parser's own words that a message shows."""
 
 
 class ArgumentsError(Exception):
@@ -81,7 +83,7 @@ def explain(error: Exception, configs: Sequence[str] = (), command: str = "fit")
     nested = [".".join([*keys[:1], key]) for key in re.findall(r"NestedArg\(key='([^']+)'", message)]
     path = max([above, *nested], key=lambda key: key.count("."))  # as it was given, or deeper within a value
     if re.search("Problems parsing config|Unexpected config|codec can't decode", message):
-        what = _fold(re.sub(r"Problems parsing config:|(?<= )in \"<\w+ string>\",|: *\Z", "", message))
+        what = folded(re.sub(r"Problems parsing config:|(?<= )in \"<\w+ string>\",|: *\Z", "", message), MOST)
         remedy = "" if "; " in what else "; give YAML with model, data and trainer"
         return f"config = {' or '.join(configs)}: {what}{remedy}"
     if match := re.search(r"Invalid content in sub-config file (\S+\.py):", message):
@@ -95,7 +97,7 @@ def explain(error: Exception, configs: Sequence[str] = (), command: str = "fit")
         return f"{path} = {name}: {problem}; mend this file, or give another class"
     if match := re.search(r"Problem with given class_path '([\w.]+)':\s+(.*)", message):
         remedy = f"; check that Python can import '{match[1].rpartition('.')[0]}'" if "No module" in match[2] else ""
-        return f"{path or 'class_path'} = {match[1]}: {_fold(match[2])}{remedy}"
+        return f"{path or 'class_path'} = {match[1]}: {folded(match[2], MOST)}{remedy}"
     if match := re.search(r"-(?:-([\w.]+))?\.help: .*import path string: *(.*)", message):
         path = ".".join([*keys[:1], match[1]])
         return f"{path}.help = {_unknown_class(path, match[2], '').partition(' = ')[2]}"
@@ -152,7 +154,7 @@ def explain(error: Exception, configs: Sequence[str] = (), command: str = "fit")
                 remedy = remedy or f"give its class by name or dotted path{early}"
                 return f"{path} = {value:.60}: no {kind[1] or 'class'}; {remedy}"
             known = bool(path) or not re.match(r"[\w.]+ = ", own[-1])
-            return f"{path or 'model, data or trainer'}: {_fold(own[-1])}" if known else _fold(own[-1])
+            return f"{path or 'model, data or trainer'}: {folded(own[-1], MOST)}" if known else folded(own[-1], MOST)
         if (choices := re.findall(r"'(.+?)'", match[1])) and match[1].startswith("Literal"):
             return f"{path} = {value:.60}: choose from {', '.join(choices)}"
         name, listed = value.strip("[]"), match[1].rpartition(".")[2] in ("list", "Sequence")
@@ -161,13 +163,7 @@ def explain(error: Exception, configs: Sequence[str] = (), command: str = "fit")
         appended = "" if "{" in name else f", or --{path}+={name:.60}"
         remedy = f"; give [{name:.60}]{appended}" if listed else ""
         return f"{path} = {value:.60}: expected {WORDS['list'] if listed else WORDS.get(match[1], match[1])}{remedy}"
-    return _fold(message)
-
-
-def _fold(text: str, limit: int = 300) -> str:
-    """Folds white space, and cuts."""
-    text = " ".join(text.split())
-    return text if len(text) <= limit else f"{text[:limit]}…"
+    return folded(message, MOST)
 
 
 def _unknown_option(path: str, name: str, message: str) -> str:
@@ -305,7 +301,7 @@ def _import_problem(name: str) -> str:
             return ""
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if os.path.isfile(frame.filename)]
         at: Any = error if isinstance(error, SyntaxError) else frames[-1]
-        return f"{at.filename}, line {at.lineno}: {type(error).__name__}: {_fold(str(getattr(error, 'msg', error)))}"
+        return f"{at.filename}, line {at.lineno}: {type(error).__name__}: {folded(getattr(error, 'msg', error), MOST)}"
     return ""
 
 
@@ -324,7 +320,7 @@ def _places(command: str, names: str) -> str:
     """Returns what a subcommand's help says of some of its arguments that go by their place."""
     shown = help_of(command)
     texts = [_first(rf"^  {name.upper()}\s+(\S[^(]*)\.\s+\(", shown) for name in names.split(", ")]
-    found = [f"{text[:1].lower()}{text[1:]}" for text in map(_fold, texts) if text]
+    found = [f"{text[:1].lower()}{text[1:]}" for text in map(folded, texts) if text]
     return f"give {'; '.join(found)}; " if found else ""
 
 

@@ -8,7 +8,10 @@ from fl_lightning.commands.shared.cli import FederatedCLI
 from fl_lightning.core import Figure, ensure, grouped, save_figure
 from fl_lightning.flatness.plots import plot_spectrum
 from fl_lightning.results import (
+    EVALUATED,
+    MEASURED,
     PaperFigure,
+    our_number,
     plot_bars,
     plot_by_client,
     plot_corruptions,
@@ -28,7 +31,6 @@ from fl_lightning.results.metrics import (
     write_table,
 )
 from fl_lightning.results.metrics import label as named
-from fl_lightning.results.papers import EVALUATED, MEASURED, our_number
 from fl_lightning.sweeps.reproduction import Task, column, value
 from fl_lightning.trainer import RunFolder
 

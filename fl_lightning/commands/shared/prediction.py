@@ -160,8 +160,7 @@ class Measured:
             },
         }
         for callback in trainer.callbacks:  # Checkpoints is the last one
-            seconds = clock.mean(name := type(callback).__name__)
-            each = seconds / (world if isinstance(callback, FlatnessMonitor) else 1)
+            each = clock.mean(name := type(callback).__name__) / (world if isinstance(callback, FlatnessMonitor) else 1)
             every = getattr(callback, "every_n_rounds", 1)
             if every is None:
                 every = math.ceil(pause(each) * rounds / sum(times * one for times, one in parts.values()))

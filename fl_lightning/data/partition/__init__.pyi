@@ -1,5 +1,7 @@
 from .base import Indices as Indices
 from .base import Partition as Partition
+from .base import cut as cut
+from .base import stratified as stratified
 from .dirichlet import IID as IID
 from .dirichlet import PAM as PAM
 from .dirichlet import Dirichlet as Dirichlet

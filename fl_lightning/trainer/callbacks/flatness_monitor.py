@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 
-from fl_lightning.core import Figure, PositiveInt, RoundContext, require
+from fl_lightning.core import Figure, PositiveInt, RoundContext, earlier, require
 from fl_lightning.engine import LocalResult
 from fl_lightning.flatness.plots import plot_density, plot_spectrum
 from fl_lightning.results.metrics import MEASUREMENTS
@@ -23,8 +23,8 @@ from fl_lightning.trainer.measurements import (
     check_measures,
     check_statistics,
     default_measures,
+    drop_later_rounds,
 )
-from fl_lightning.trainer.measurements.base import drop_later_rounds
 from fl_lightning.trainer.round import replay
 from fl_lightning.trainer.run import Callback, Run
 
@@ -144,9 +144,8 @@ class FlatnessMonitor(Callback):
 
 def numbered(measurements: Sequence[Measurement]) -> list[Measurement]:
     """Returns the measurements; the second one of a name, as of LambdaMax on other data, has the ending ``_2``."""
-    names = [m.name for m in measurements]
-    times = [names[: i + 1].count(name) for i, name in enumerate(names)]
-    return [m if k == 1 else replace(m, name=f"{m.name}_{k}") for m, k in zip(measurements, times, strict=True)]
+    before = earlier([m.name for m in measurements])
+    return [replace(m, name=f"{m.name}_{n + 1}") if n else m for m, n in zip(measurements, before, strict=True)]
 
 
 def scalars(measurements: Sequence[Measurement]) -> dict[str, float]:

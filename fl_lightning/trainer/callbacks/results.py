@@ -1,13 +1,10 @@
 """The statistics of a run."""
 
 import json
-import math
-from dataclasses import asdict
-from typing import Any
 
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
-from fl_lightning.core import save_figure, write_atomically
+from fl_lightning.core import json_values, save_figure, write_atomically
 from fl_lightning.results import SUMMARY, plot_clients, plot_curves, read_clients, summarise, tested
 from fl_lightning.trainer.run import Callback, Run
 
@@ -30,13 +27,7 @@ class Results(Callback):
         metric = next((metric for metric in metrics if metric.endswith(f"/{name}")), None)
         if run.fabric.is_global_zero and metric:  # a run may stop before its first evaluation
             found = summarise(run.folder.path, None, self.target, metric, eval_last=run.settings.eval_last)
-            write_atomically(run.folder.path / SUMMARY, json.dumps(_plain(asdict(found)), indent=2) + "\n")
-
-
-def _plain(values: dict[str, Any]) -> dict[str, Any]:
-    """Returns the values with None for NaN and infinity, which JSON does not have."""
-    plain = {key: _plain(value) if isinstance(value, dict) else value for key, value in values.items()}
-    return {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in plain.items()}
+            write_atomically(run.folder.path / SUMMARY, json.dumps(json_values(found), indent=2) + "\n")
 
 
 class Curves(Callback):

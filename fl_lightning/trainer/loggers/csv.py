@@ -1,7 +1,6 @@
 """The log that every run has."""
 
 import csv
-import io
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -10,8 +9,8 @@ from zlib import crc32
 
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
-from fl_lightning.core import UserError, ensure, write_atomically, writing
-from fl_lightning.results.metrics import FILE, read_rows
+from fl_lightning.core import UserError, ensure, writing
+from fl_lightning.results.metrics import FILE, NUMBER, read_rows, write_table
 from fl_lightning.trainer.loggers.base import About, RunLogger
 
 
@@ -62,9 +61,7 @@ class CSVLogger(RunLogger):
             os.fsync(file.fileno())
 
     def _rewrite(self, columns: list[str], rows: list[dict[str, Any]]) -> None:
-        text = io.StringIO()
-        csv.writer(text).writerows([columns, *([row.get(name, "") for name in columns] for row in rows)])
-        write_atomically(self.path, text.getvalue())
+        write_table(self.path, columns, ([row.get(name, "") for name in columns] for row in rows))
         self.columns = columns
 
 
@@ -100,7 +97,8 @@ def _rows(path: Path, state: Mapping[str, Any], rounds: int) -> tuple[list[str],
         raise UserError(f"{path}: has not one column {absent[0]}; {remedy}")
     at = head.index("round")
     for k, row in enumerate(rows[:rounds]):
-        fit = len(row) == len(head) and row[at] == str(k + 1) and all(map(_is_number, row))
+        numbers = all(not cell or NUMBER.fullmatch(cell) for cell in row)
+        fit = numbers and len(row) == len(head) and row[at] == str(k + 1)
         ensure(fit, f"{path}: line {k + 2} is not a row of numbers for round {k + 1}; {remedy}")
     for row in rows[rounds:]:
         if len(row) == len(head) and row[at].isdecimal() and int(row[at]) <= rounds:
@@ -112,10 +110,3 @@ def _rows(path: Path, state: Mapping[str, Any], rounds: int) -> tuple[list[str],
         f"{path}: its rows are not those that the run has written; {remedy}",
     )
     return head, found
-
-
-def _is_number(cell: str) -> bool:
-    try:
-        return not cell or float(cell) is not None
-    except ValueError:
-        return False

@@ -15,7 +15,7 @@ from uuid import uuid4
 import numpy as np
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
-from fl_lightning.results.configs import flatten
+from fl_lightning.results import NUMBER, flatten
 from fl_lightning.trainer.loggers.base import About, FigureLogger, Picture, needs, pixels
 from fl_lightning.trainer.runtime.console import quiet
 
@@ -163,15 +163,17 @@ class TensorBoardLogger(ProgramLogger):
         self.dir = run_dir
         self._package = "torch.utils.tensorboard" if find_spec("tensorboard") else "tensorboardX"
         suffix = f".{time.time_ns()}"  # tensorboardX would replace a file of the same second
-        self.experiment = _from(self._package, "SummaryWriter")(
+        self.experiment = import_module(self._package).SummaryWriter(
             str(run_dir), purge_step=purge_step, filename_suffix=suffix
         )
 
     @rank_zero_only
     def log_hyperparams(self, params: dict[str, Any], *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
         """Logs the settings of the resolved config."""
-        settings = {name: _number(text) for name, text in flatten(params).items()}
-        for summary in _from(f"{self._package}.summary", "hparams")(settings, dict.fromkeys(METRICS, 0.0)):
+        texts = flatten(params)  # TensorBoard sorts and draws numbers
+        settings = {name: float(text) if NUMBER.fullmatch(text) else text for name, text in texts.items()}
+        hparams = import_module(f"{self._package}.summary").hparams
+        for summary in hparams(settings, dict.fromkeys(METRICS, 0.0)):
             self.experiment._get_file_writer().add_summary(summary)
 
     @rank_zero_only
@@ -194,18 +196,6 @@ class TensorBoardLogger(ProgramLogger):
     def end(self, status: str) -> None:
         """Closes the file."""
         self.experiment.close()
-
-
-def _from(module: str, name: str) -> Any:
-    return getattr(import_module(module), name)
-
-
-def _number(text: str) -> float | str:
-    """Returns a setting as a number if it is one: TensorBoard sorts and draws numbers."""
-    try:
-        return float(text)
-    except ValueError:
-        return text
 
 
 class TrackioLogger(ProgramLogger):

@@ -12,7 +12,7 @@ import numpy as np
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.loggers import WandbLogger as LightningWandbLogger
 
-from fl_lightning.core import FROZEN, UserError, style
+from fl_lightning.core import FROZEN, UserError, folded
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.results import (
     SUFFIX,
@@ -25,7 +25,7 @@ from fl_lightning.results import (
     read_run,
     values,
 )
-from fl_lightning.trainer.loggers.base import About, FigureLogger, Picture, RunLogger
+from fl_lightning.trainer.loggers.base import About, FigureLogger, Picture, RunLogger, pixels
 
 Mode = Literal["offline", "online", "disabled"]
 
@@ -112,7 +112,7 @@ class WandbLogger(LightningWandbLogger, FigureLogger):
             )
         except wandb.errors.Error as error:
             raise UserError(
-                f"trainer.loggers: WandbLogger.mode = {self.mode}: {' '.join(str(error).split())[:120]}; "
+                f"trainer.loggers: WandbLogger.mode = {self.mode}: {folded(error):.120}; "
                 "run `wandb login`, or use mode: offline"
             ) from None
         self.run.define_metric("round")
@@ -154,7 +154,9 @@ class WandbLogger(LightningWandbLogger, FigureLogger):
 
     def log_figure(self, name: str, picture: Picture, round: int) -> None:
         if self.run and self.mode != "disabled":
-            self._pending[name] = _image(picture)
+            import wandb
+
+            self._pending[name] = wandb.Image(pixels(picture))
 
     @rank_zero_only
     def log_hyperparams(self, params: dict[str, Any], *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
@@ -205,17 +207,6 @@ class WandbLogger(LightningWandbLogger, FigureLogger):
             made.add_file(str(kept), str(name), policy="immutable", skip_cache=True)
         if made.manifest.entries:
             self.run.log_artifact(made, aliases=[alias])
-
-
-def _image(picture: Picture) -> Any:
-    import wandb
-
-    if isinstance(picture, Path):
-        return wandb.Image(str(picture))
-    with style():
-        figure = picture()
-        figure.set_dpi(200)
-        return wandb.Image(figure)
 
 
 def _kept(file: Path, to: Path) -> Path:

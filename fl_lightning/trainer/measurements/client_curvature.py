@@ -67,11 +67,8 @@ class ClientLambdaMax(CurvatureMeasure):
         none = "no part gives clients models of their own; choose cohort or all"
         require(self.clients != "own" or run.objective.personal, "measure: ClientLambdaMax.clients", "own", none)
 
-    def _forget(self) -> None:
-        self._found: dict[str, dict[int, tuple[float, float, int]]] = {where: {} for where in self.data}
-
     def begin(self, run: Run, cohort: Sequence[int]) -> None:
-        self._forget()
+        self._found: dict[str, dict[int, tuple[float, float, int]]] = {where: {} for where in self.data}
         if self.clients == "all" and cohort:
             local_models(run, range(run.data.num_clients), partial(self._add, run), len(cohort))
 
@@ -93,7 +90,7 @@ class ClientLambdaMax(CurvatureMeasure):
     def compute(self, context: MeasurementContext) -> list[Measurement]:
         measurements, end = [], "" if self.clients == "cohort" else f"_{self.clients}"
         if self.clients == "own":
-            self._forget()
+            self.begin(context.run, ())
             context.run.load_statistics(context.model)
             models = own_models(context.run)
             for client in filter(context.run.clients.owns, models):

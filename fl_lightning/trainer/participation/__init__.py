@@ -1,1 +1,5 @@
 """Which clients take part in a round, and how they fail."""
+
+from fl_lightning.core.lazy import lazy
+
+__getattr__, __all__ = lazy(__name__, __file__)

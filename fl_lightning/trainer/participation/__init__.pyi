@@ -1,0 +1,9 @@
+from .asynchronous import Asynchronous as Asynchronous
+from .clock import Clock as Clock
+from .clock import Device as Device
+from .faults import NO_FAULTS as NO_FAULTS
+from .faults import Attendance as Attendance
+from .faults import Faults as Faults
+from .faults import Stragglers as Stragglers
+from .samplers import CohortSampler as CohortSampler
+from .samplers import UniformSampler as UniformSampler
