@@ -2,7 +2,6 @@
 
 import hashlib
 import inspect
-import json
 import math
 from collections.abc import Mapping
 from functools import partial
@@ -231,7 +230,7 @@ def digest(run: Run, engine: EngineName) -> str:
         [fl_lightning.__version__, str(torch.__version__), numpy.__version__],
         [run.fabric.device.type, run.fabric.world_size, torch.get_num_threads()],
     ]
-    return hashlib.sha256(json.dumps(parts, skipkeys=True, default=_plain).encode()).hexdigest()
+    return hashlib.sha256(repr(_plain(parts)).encode()).hexdigest()
 
 
 def _arguments(owner: object) -> dict[str, Any]:
@@ -243,9 +242,15 @@ def _arguments(owner: object) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Returns what JSON can hold of another value, the same in every process."""
+    """Returns a value as nested lists of numbers and text, the same in every process."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Mapping):
+        return sorted(([str(name), _plain(item)] for name, item in value.items()), key=lambda pair: pair[0])
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
     if isinstance(value, nn.Module):
         return described(value)
     kind = value if isinstance(value, type) else type(value)
     public = {name: item for name, item in vars(value).items() if name[0] != "_"} if isinstance(value, Checked) else {}
-    return [kind.__module__, kind.__qualname__, public]
+    return [kind.__module__, kind.__qualname__, _plain(public)]

@@ -10,6 +10,7 @@ from warnings import warn
 
 import torch
 
+from fl_lightning.algorithms.parts.base import value_of
 from fl_lightning.core import DivergenceError, State
 from fl_lightning.engine import Engine, Job, LocalResult
 from fl_lightning.trainer import divergence
@@ -340,7 +341,7 @@ class Phase:
         now = objective.known(self.current)
         # statistics are no sum of updates, and a mix of variances is none below 0
         before = objective.known(self.sent) | {n: v for n, v in now.items() if n == "buffers"} if stale else now
-        upload = {name: rule.seen(v, before[name], now[name], stale) for name, v in result.upload.items()}
+        upload = {name: value_of(rule.seen, v, before[name], now[name], stale) for name, v in result.upload.items()}
         return replace(result, upload=upload)
 
     def _clocked(self, results: Iterable[LocalResult]) -> Iterator[LocalResult]:

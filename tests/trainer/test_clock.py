@@ -234,9 +234,17 @@ def test_fedscales_file(tmp_path: Path) -> None:
     text = json.dumps({"1": {"computation": 50.0, "communication": 4000.0}})
     (tmp_path / "of.json").write_text(text)
     assert read_devices(str(tmp_path / "of.json"), "x") == [Device(0.05, 4.0, 4.0, 0.0)]
-    (tmp_path / "half.JSON").write_text(text.replace("communication", "speed"))
-    with pytest.raises(UserError, match=r"not a JSON file with computation and communication by device \(KeyError"):
-        read_devices(str(tmp_path / "half.JSON"), "x")
+    for wrong in (text.replace("communication", "speed"), text.replace("50.0", "1" * 400)):
+        (tmp_path / "half.JSON").write_text(wrong)
+        with pytest.raises(UserError, match=r"not a JSON file with computation and communication by device \((K|Ov)"):
+            read_devices(str(tmp_path / "half.JSON"), "x")
+
+
+def test_rows_count_in_their_order(tmp_path: Path) -> None:
+    """Whatever their names; blanks after commas are none of a name."""
+    path = tmp_path / "devices.csv"
+    path.write_text("device, sec_per_sample, down_mbps, up_mbps, latency_s\n1, 0.5, 1, 1, 0\n0, 0.25, 2, 2, 0\n")
+    assert read_devices(str(path), "x") == [Device(0.5, 1, 1, 0), Device(0.25, 2, 2, 0)]
 
 
 @pytest.mark.parametrize(

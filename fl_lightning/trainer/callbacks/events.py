@@ -21,4 +21,4 @@ class EventLog(Callback):
         if run.fabric.is_global_zero:
             with path.open("a", newline="") as file:
                 head = () if file.tell() else (Event._fields,)
-                csv.writer(file).writerows([*head, *run.state.training["events"]])
+                csv.writer(file, lineterminator="\n").writerows([*head, *run.state.training["events"]])

@@ -1,5 +1,6 @@
 """Servers without rounds: when they step, and how they weigh models that are old."""
 
+from math import isfinite
 from typing import Literal
 
 from torch import Tensor
@@ -57,7 +58,9 @@ class Asynchronous(Checked, key="trainer.asynchronous"):
             now: What a client would receive now.
             staleness: As for `weight`.
         """
-        weight = self.weight(staleness)
+        weight, name = self.weight(staleness), type(self).__name__
+        problem = f"weight({staleness}) returns {weight!r:.40}; return a finite number"
+        ensure(hasattr(weight, "__float__") and isfinite(weight), f"trainer.asynchronous = {name}: {problem}")
         return upload if weight == 1 and received is now else now + weight * (upload - received)
 
 

@@ -55,10 +55,10 @@ class Clock(Checked, key="trainer.clock"):
     what they compute, exchange, and wait. Without a deadline and over-selection the run stays as it is, to the bit.
 
     Args:
-        devices: CSV file with the columns device, sec_per_sample, down_mbps, up_mbps, latency_s: client i has row i, or
-            of fewer rows than clients row i mod rows, in an order drawn by the seed. Or a JSON file in FedScale's form:
-            ``computation`` (milliseconds of a sample's forward pass) and ``communication`` (kilobits a second) by
-            device.
+        devices: CSV file with the columns device, sec_per_sample, down_mbps, up_mbps, latency_s: client i has row i,
+            counted from 0, or of fewer rows than clients row i mod rows, in an order drawn by the seed. What is in
+            ``device`` is not read. Or a JSON file in FedScale's form, in the order of its entries: ``computation``
+            (milliseconds of a sample's forward pass) and ``communication`` (kilobits a second) by device.
         sec_per_sample: Without a file: median of the seconds of a forward pass of one sample. The speeds are those of
             ``trainer.faults.stragglers``, if there are any, otherwise log-normal with ``sigma``.
         sigma: Standard deviation of the logarithm of the speeds.
@@ -163,6 +163,7 @@ def read_devices(path: str, key: str) -> list[Device]:
     """
     scale = Path(path).suffix.lower() == ".json"
     form = f"a CSV file with device, {', '.join(COLUMNS)}"
+    form = "a JSON file with computation and communication by device" if scale else form
     try:
         text = Path(path).read_text()
         if scale:
@@ -172,14 +173,13 @@ def read_devices(path: str, key: str) -> list[Device]:
                 for of in json.loads(text).values()
             ]  # fmt: skip
         else:
-            found = list(csv.DictReader(text.splitlines()))
+            found = list(csv.DictReader(text.splitlines(), skipinitialspace=True))
         if any(None in row for row in found):  # as with a comma in place of a decimal point
             raise ValueError("a line has more values than there are columns")
         devices = [Device(*(float(row[name]) for name in COLUMNS)) for row in found]
     except FileNotFoundError:
         raise UserError(f"{key} = {path}: no such file; give {form}") from None
-    except (KeyError, ValueError, TypeError, AttributeError, OSError, RecursionError) as error:
-        form = "a JSON file with computation and communication by device" if scale else form
+    except (KeyError, ValueError, TypeError, AttributeError, OSError, OverflowError, RecursionError) as error:
         raise UserError(f"{key} = {path}: not {form} ({type(error).__name__}: {error})") from None
     numbers = all(  # NaN is none, and only a transfer may be infinitely fast
         0 <= of.latency_s < inf and 0 < of.sec_per_sample < inf and of.down_mbps > 0 < of.up_mbps for of in devices
