@@ -154,4 +154,5 @@ class FlatNet:
 
     def gradient(self, loss: Tensor) -> Tensor:
         """Returns the gradient of a scalar that the module computed, ``(d,)``."""
-        return torch.cat([g.reshape(-1) for g in torch.autograd.grad(loss, self._parameters, materialize_grads=True)])
+        grads = torch.autograd.grad(loss, self._parameters, materialize_grads=True)
+        return torch.cat([g.reshape(-1) for g in grads])

@@ -32,7 +32,8 @@ def generator(seed: int, purpose: str, *keys: int, device: torch.device | str = 
     Raises:
         UserError: If the seed is negative.
     """
-    return torch.Generator(device).manual_seed(int(_sequence(seed, purpose, keys).generate_state(1, np.uint64)[0]))
+    state = int(_sequence(seed, purpose, keys).generate_state(1, np.uint64)[0])
+    return torch.Generator(device).manual_seed(state)
 
 
 def numpy_generator(seed: int, purpose: str, *keys: int) -> np.random.Generator:

@@ -51,10 +51,9 @@ def with_constants(content: Mapping[str, Any], path: Path, key: str) -> dict[str
     file = path.parent / FROZEN
     ensure(file.is_file(), f"{key} = {path}: its frozen parameters, {FROZEN}, are not next to it; copy both")
     constants = read(str(file), key)
+    fits = isinstance(constants, Mapping) and all(isinstance(value, Tensor) for value in constants.values())
     ensure(
-        isinstance(constants, Mapping)
-        and all(isinstance(value, Tensor) for value in constants.values())
-        and digest(constants) == content["frozen"],
+        fits and digest(constants) == content["frozen"],
         f"{key} = {path}: {FROZEN} next to it holds the frozen parameters of another net; copy both",
     )
     return {**content["state_dict"], **{f"net.{name}": value for name, value in constants.items()}}

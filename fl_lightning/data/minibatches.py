@@ -250,4 +250,5 @@ class BatchLoader(DataLoader[Batch]):
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]  # torch declares its own iterator class
         # read at the first batch: Lightning sets the first epoch of a resumed run only after it has called iter()
-        yield from self.dataset.make([*self.sampler], getattr(self.sampler, "epoch", 0))
+        epoch = getattr(self.sampler, "epoch", 0)
+        yield from self.dataset.make([*self.sampler], epoch)

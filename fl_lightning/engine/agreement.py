@@ -89,7 +89,8 @@ def at_the_end(job: Job, objective: LocalObjective) -> Job:
     """
     counters = [name for name, init in objective.scratch_inits().items() if isinstance(init, int | float)]
     state = job.state | {name: job.state[name] + job.ctx.K_missed for name in counters}
-    return replace(job, state=state, ctx=replace(job.ctx, t=job.ctx.rounds - 1, phase=objective.phases - 1))
+    ctx = replace(job.ctx, t=job.ctx.rounds - 1, phase=objective.phases - 1)
+    return replace(job, state=state, ctx=ctx)
 
 
 class _NotPrecise(Exception):
@@ -151,7 +152,8 @@ def _expected(engine: Engine, sequential: Engine, job: Job, rounding: float, tol
     known = [*job.received.values(), *job.state.values()]
     near, repeated = _leaving(nearby), _leaving(again)
     for what, value in _leaving(one).items():
-        limit = tolerance * min(float((value - v).norm()) for v in (value * 0, *known) if v.shape == value.shape)
+        scale = min(float((value - v).norm()) for v in (value * 0, *known) if v.shape == value.shape)
+        limit = tolerance * scale
         if not float((repeated[what] - value).norm()) <= limit:
             raise _refused(
                 engine,

@@ -269,7 +269,8 @@ class Engine:
         """Returns the context that the hooks see: with the client's class counts if the objective uses them."""
         if not self.objective.uses_class_counts:
             return job.ctx
-        return replace(job.ctx, class_counts=job.minibatches.source.class_counts(job.client).to(job.received.w))
+        counts = job.minibatches.source.class_counts(job.client)
+        return replace(job.ctx, class_counts=counts.to(job.received.w))
 
     def draws(self, jobs: Sequence[Job]) -> Draws:
         """Returns the source of the random numbers that the hooks of some clients draw."""

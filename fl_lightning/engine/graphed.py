@@ -104,7 +104,8 @@ class GraphedEngine(BatchedEngine):
         text = described(graph)
         replay: Replay = simplified(graph).forward
         if self.compile:
-            program, held = Program.of(graph, [*named.values()], sum(name.startswith("block.") for name in named))
+            steps = sum(name.startswith("block.") for name in named)
+            program, held = Program.of(graph, [*named.values()], steps)
             replay = partial(compiled(program), *held)
         replay = CudaGraph(replay) if named["w"].is_cuda else partial(loop, replay)
         return Record(recorded, text, replay, ctx.t)

@@ -161,7 +161,8 @@ def interpolate(
     Raises:
         UserError: As :func:`evaluate`.
     """
-    g = np.union1d(_numbers(np.linspace(-1, 2, 61) if gammas is None else gammas).round(12), [0.0, 1.0])
+    given = _numbers(np.linspace(-1, 2, 61) if gammas is None else gammas)
+    g = np.union1d(given.round(12), [0.0, 1.0])
     start = exact(b)
     order = np.argsort(~np.isin(g, [0.0, 1.0]), kind="stable")  # the ends first: the barrier needs them
     line = _affine(start, (a.to(start) - start)[None], g[order, None])

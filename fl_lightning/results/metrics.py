@@ -164,7 +164,7 @@ Pairs = Sequence[tuple[float, float]]
 """Values by round."""
 Columns = Mapping[str, Pairs]
 """Values by metric and round."""
-NUMBER = re.compile(r"[-+]?([\d.]+(e[-+]?\d+)?|inf|nan)", re.IGNORECASE)
+NUMBER = re.compile(r"[-+]?((\d+\.?\d*|\.\d+)(e[-+]?\d+)?|inf|nan)", re.IGNORECASE)
 
 
 def read_rows(path: Path) -> list[list[str]]:

@@ -116,10 +116,10 @@ class Flight:
             else:
                 self._start()
                 sampler = type(self.run.settings.sampler).__name__
-                ensure(
-                    bool(self._tasks),
-                    f"trainer.asynchronous: nobody can start in {COHORTS} cohorts of {sampler}; check trainer.faults",
+                nobody = (
+                    f"trainer.asynchronous: nobody can start in {COHORTS} cohorts of {sampler}; check trainer.faults"
                 )
+                ensure(bool(self._tasks), nobody)
                 self.now = min(self._tasks[0].end, tick)
 
     def _arrive(self, task: Task) -> None:

@@ -29,9 +29,9 @@ class FlexLoRA(Part):
         """Returns a part that knows the factors."""
         bound, shapes = copy(self), dict(zip(flat.names, flat.shapes, strict=True))
         bound.flat, bound.pairs = flat, [(n, n.replace("lora_A", "lora_B")) for n in flat.names if "lora_A" in n]
+        linear = all(b in shapes and len(shapes[a]) == len(shapes[b]) == 2 for a, b in bound.pairs)
         ensure(
-            bool(bound.pairs) and all(b in shapes and len(shapes[a]) == len(shapes[b]) == 2 for a, b in bound.pairs),
-            "model.parts: FlexLoRA needs a LoRA net that trains A and B of linear layers",
+            bool(bound.pairs) and linear, "model.parts: FlexLoRA needs a LoRA net that trains A and B of linear layers"
         )
         return bound
 

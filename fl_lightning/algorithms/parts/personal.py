@@ -82,7 +82,8 @@ class Personal(Part):
         return bound
 
     def client_model(self, w: Tensor, client: State) -> Tensor:
-        return w.expand(*client.own.shape[:-1], -1).index_copy(-1, self._places(w.device, True), client.own)
+        places = self._places(w.device, True)
+        return w.expand(*client.own.shape[:-1], -1).index_copy(-1, places, client.own)
 
     def local_start(self, w: Tensor, client: State, received: State, ctx: ClientContext) -> tuple[Tensor, State]:
         """The client's own values take the place of the received ones."""

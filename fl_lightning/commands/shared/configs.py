@@ -31,7 +31,8 @@ def find_config(name: str, key: str = "config") -> Path:
     Raises:
         UserError: If there is neither.
     """
-    ensure(not (key == "config" and name.endswith(".ckpt")), f"{key} = {name}: a checkpoint; give it as --ckpt_path")
+    checkpoint = key == "config" and name.endswith(".ckpt")
+    ensure(not checkpoint, f"{key} = {name}: a checkpoint; give it as --ckpt_path")
     if Path(name).is_file():
         return Path(name)
     # a path of a clone works from an installed wheel, too

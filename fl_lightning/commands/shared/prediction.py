@@ -160,7 +160,8 @@ class Measured:
             },
         }
         for callback in trainer.callbacks:  # Checkpoints is the last one
-            each = clock.mean(name := type(callback).__name__) / (world if isinstance(callback, FlatnessMonitor) else 1)
+            seconds = clock.mean(name := type(callback).__name__)
+            each = seconds / (world if isinstance(callback, FlatnessMonitor) else 1)
             every = getattr(callback, "every_n_rounds", 1)
             if every is None:
                 every = math.ceil(pause(each) * rounds / sum(times * one for times, one in parts.values()))

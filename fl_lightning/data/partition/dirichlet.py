@@ -71,8 +71,9 @@ class Dirichlet(Partition):
 
     def split(self, labels: Indices, num_clients: int, num_classes: int, seed: int) -> Sequence[Indices]:
         """See :meth:`Partition.__call__`."""
+        share = self.alpha / num_classes
         require(
-            self.alpha / num_classes > 0 or self.alpha == 0,
+            share > 0 or self.alpha == 0,
             "data.partition.alpha",
             self.alpha,
             f"is 0 when it is divided by {num_classes} classes; use 0 for one class a client, or a larger one",

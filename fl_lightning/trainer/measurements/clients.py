@@ -89,7 +89,8 @@ class ByClasses:
 
     def _weighted(self, clients: Sequence[int], sums: Tensor) -> dict[int, Score]:
         correct, losses, samples = sums.cpu().double()
-        rows = self.weights[torch.as_tensor(clients)] @ (torch.stack([correct, losses]) / samples.clamp(min=1)).T
+        means = torch.stack([correct, losses]) / samples.clamp(min=1)
+        rows = self.weights[torch.as_tensor(clients)] @ means.T
         return {k: (metric, loss) for k, (metric, loss) in zip(clients, rows.tolist(), strict=True)}
 
 
@@ -106,11 +107,9 @@ def client_data(run: Run) -> ClientData:
     if run.data.client_test_indices(0) is not None:
         return OwnSamples(run)
     name, metric = run.data.metric()
+    plain = type(metric) is MulticlassAccuracy and metric.average == "micro" and metric.top_k == 1
     ensure(
-        type(metric) is MulticlassAccuracy
-        and metric.average == "micro"
-        and metric.top_k == 1
-        and run.data.y_test.ndim == 1,
+        plain and run.data.y_test.ndim == 1,
         f"data = {type(run.data).__name__}: says of no client which test samples are its own, and {name} has no mean "
         "over classes; set test_clients of the data, or leave out what evaluates each client",
     )
