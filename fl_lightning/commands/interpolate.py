@@ -1,18 +1,20 @@
 """``fl-lightning interpolate``: the loss on the line between two checkpoints."""
 
 from collections.abc import Sequence
+from typing import Annotated
 
 import numpy as np
 
 from fl_lightning import FederatedDataModule, LocalObjective, flatness
 from fl_lightning.commands.shared.landscapes import Landscape, check_no_buffers, models_of, output_folder, progress_bar
-from fl_lightning.core import require
+from fl_lightning.core import Interval, PositiveInt, checked
 from fl_lightning.flatness.plots import plot_interpolation
 from fl_lightning.trainer import FederatedTrainer, Split
 
 SUMMARY = "Measure the loss on the line between two checkpoints, and its barrier."
 
 
+@checked
 def run(
     trainer: FederatedTrainer,
     model: LocalObjective,
@@ -22,8 +24,8 @@ def run(
     /,
     labels: Sequence[str] = (),
     splits: Sequence[Split] = ("train", "test"),
-    samples: int | None = 10_000,
-    points: int = 61,
+    samples: PositiveInt | None = 10_000,
+    points: Annotated[int, Interval("[3, 1e6]")] = 61,
     out: str | None = None,
 ) -> None:
     """Measures loss and accuracy on the line through two checkpoints, γ a + (1-γ) b, and the barrier between them.
@@ -43,7 +45,6 @@ def run(
     Raises:
         UserError: If a checkpoint is of another net.
     """
-    require(3 <= points <= 1_000_000, "points", points, "3 to 1,000,000")
     check_no_buffers(model)
     loaded = trainer.load(model, data, a)
     models, folder = models_of(loaded, [b], labels), output_folder(loaded, out, "interpolate")

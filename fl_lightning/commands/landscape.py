@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fl_lightning import FedAvg, FederatedDataModule, FedGMT, FedSAM, LocalObjective
 from fl_lightning.commands.shared.landscapes import Landscape, check_no_buffers, models_of, output_folder, progress_bar
-from fl_lightning.core import State, require
+from fl_lightning.core import Interval, Positive, PositiveInt, State, checked, require
 from fl_lightning.engine import SequentialEngine
 from fl_lightning.flatness import (
     Plane,
@@ -28,6 +28,7 @@ from fl_lightning.trainer.runtime import collectives
 SUMMARY = "Draw the loss around checkpoints: surfaces, planes, perturbations, local trajectories."
 
 
+@checked
 def run(
     trainer: FederatedTrainer,
     model: LocalObjective,
@@ -38,10 +39,10 @@ def run(
     labels: Sequence[str] = (),
     splits: Sequence[Split] = ("train",),
     clients: Sequence[int] = (),
-    samples: int | None = 1000,
-    points: int | None = None,
-    span: float = 1.0,
-    directions: int = 10,
+    samples: PositiveInt | None = 1000,
+    points: Annotated[int, Interval("[2, 1e4]")] | None = None,
+    span: Positive = 1.0,
+    directions: Annotated[int, Interval("[2, inf)")] = 10,
     same_directions: bool = False,
     out: str | None = None,
 ) -> None:
@@ -75,9 +76,6 @@ def run(
     Raises:
         UserError: If the arguments do not fit, or a checkpoint is of another net.
     """
-    require(points is None or 2 <= points <= 10_000, "points", points, "give 2 to 10,000")
-    require(span > 0, "span", span, "above 0")
-    require(samples is None or samples >= 1, "samples", samples, "at least 1, or null for all")
     require(kind != "plane" or len(compare) == 2, "compare", list(compare), "a plane goes through two checkpoints more")
     require(kind != "trajectory" or len(clients) == 1, "clients", list(clients), "a trajectory is that of one client")
     check_no_buffers(model)

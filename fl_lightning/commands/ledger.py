@@ -6,25 +6,35 @@ from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Literal
 
-from fl_lightning.core import UserError, ensure, files, make_folder, render, require, write_atomically, write_together
+from fl_lightning.core import (
+    PositiveInt,
+    UserError,
+    checked,
+    ensure,
+    files,
+    make_folder,
+    render,
+    write_atomically,
+    write_together,
+)
 from fl_lightning.results import SUMMARY as ENDED
 from fl_lightning.results import find_runs, ledger, say
 from fl_lightning.trainer import RunFolder
 
 SUMMARY = "Keep finished runs as rows of a ledger; train rows again and compare their bits; write the ledger's page."
-ACTIONS = ("add", "check", "page")
 COMMANDS = {"federated": "fit", "centralized": "centralized"}
 
 
+@checked
 def run(
-    action: str,
+    action: Literal["add", "check", "page"],
     folders: list[str],
     /,
     *settings: str,
     into: str = "ledger",
-    count: int = 1,
+    count: PositiveInt = 1,
     tolerance: float = 0.02,
     out: str | None = None,
 ) -> None:
@@ -43,7 +53,6 @@ def run(
             so far away.
         out: For page: the file, beside which its figure lies; null: the page is printed.
     """
-    require(action in ACTIONS, "action", action, f"choose from {', '.join(ACTIONS)}")
     if action == "add":
         for given in folders:
             found = find_runs([given])
@@ -53,7 +62,6 @@ def run(
         return
     found = [row for given in folders for row in ledger.rows(Path(given))]
     if action == "check":
-        require(count >= 1, "count", count, "give at least 1")
         _check(random.sample(found, min(count, len(found))), settings, tolerance)
     else:
         text, figure = ledger.page(found)

@@ -19,7 +19,7 @@ from fl_lightning.commands.shared.prediction import (
     measure,
     row_bytes,
 )
-from fl_lightning.core import require
+from fl_lightning.core import PositiveInt, checked, require
 from fl_lightning.results import filled, say
 
 SUMMARY = "Predict hours, memory and bits of a fit, from a few rounds that are measured here."
@@ -79,8 +79,13 @@ class Plan:
             say(f"too late: {self.late:,} clients")
 
 
+@checked
 def plan(
-    trainer: FederatedTrainer, model: LocalObjective, data: FederatedDataModule, devices: int = 1, nodes: int = 1
+    trainer: FederatedTrainer,
+    model: LocalObjective,
+    data: FederatedDataModule,
+    devices: PositiveInt = 1,
+    nodes: PositiveInt = 1,
 ) -> Plan:
     """Predicts what ``trainer.fit(model, data)`` takes, from a few of its rounds.
 
@@ -96,8 +101,6 @@ def plan(
     Raises:
         UserError: If a number is out of range, or where `fit` raises one.
     """
-    require(devices >= 1, "devices", devices, "give at least 1")
-    require(nodes >= 1, "nodes", nodes, "give at least 1")
     require(trainer.max_rounds <= MOST, "trainer.max_rounds", trainer.max_rounds, f"at most {MOST:,} to go through")
     cpu, world = trainer.fabric.device.type == "cpu", devices * nodes
     share = None if devices == 1 else max(1, (os.cpu_count() or 1) // devices)  # as Fabric divides the threads

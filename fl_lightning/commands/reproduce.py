@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Annotated, Any
 
 from jsonargparse import Namespace
 from torch.nn import Module
@@ -18,7 +18,7 @@ from fl_lightning.commands.shared import PARTS, FederatedCLI, prepare, said_of, 
 from fl_lightning.commands.shared.paper_figures import draw
 from fl_lightning.commands.shared.prediction import Measured, as_bytes, as_time, data_or_like, measure, row_bytes
 from fl_lightning.commands.shared.trials import build, check, complain
-from fl_lightning.core import UserError, ensure, make_folder, require
+from fl_lightning.core import Interval, PositiveInt, UserError, checked, ensure, make_folder
 from fl_lightning.results import PaperFigure, command, figure, filled, read_run, rounds_done, say
 from fl_lightning.sweeps import reproduction_table
 from fl_lightning.sweeps.reproduction import (
@@ -110,6 +110,7 @@ def _row_bytes(model: LocalObjective) -> int:
     return row_bytes(model, model.flat.vector(model.net))
 
 
+@checked
 def run(
     paper: str,
     table: str,
@@ -119,10 +120,10 @@ def run(
     columns: str | None = None,
     seeds: str = "0",
     rounds: float = 1.0,
-    jobs: int = 1,
+    jobs: PositiveInt = 1,
     dry_run: bool = False,
     out: str | None = None,
-    points: int | None = None,
+    points: Annotated[int, Interval("[3, 1e4]")] | None = None,
 ) -> None:
     """Makes the runs of a table's cells, and a table of their numbers beside the paper's; or a figure and its runs.
 
@@ -142,8 +143,6 @@ def run(
         out: Folder of the runs and of table.csv, table.tex and table.md, or of the figure; null: one in runs/reproduce.
         points: Points along each axis of a figure's loss landscape; null: the paper's, or those of ``landscape``.
     """
-    require(jobs >= 1, "jobs", jobs, "give at least 1")
-    require(points is None or 3 <= points <= 10_000, "points", points, "give 3 to 10,000")
     check_fraction(rounds)
     how, paper = _How(settings, seeds_of(seeds), rounds, jobs, dry_run), paper.casefold()
     share = "" if rounds == 1 else f"_{rounds:g}"

@@ -10,7 +10,7 @@ from rich.live import Live
 from rich.markup import escape
 
 from fl_lightning.commands.shared import find_config, output, seeds_of, trials
-from fl_lightning.core import UserError, require
+from fl_lightning.core import PositiveInt, UserError, checked
 from fl_lightning.results import command, filled, fitting, say, short_names
 from fl_lightning.sweeps.controller import Controller
 from fl_lightning.sweeps.file import Sweep
@@ -21,7 +21,10 @@ SHOWN = 30
 """Trials of the live table."""
 
 
-def run(file: str, /, jobs: int = 1, seeds: str = "0", seed: int = 0, out: str = "runs", loggers: bool = False) -> None:
+@checked
+def run(
+    file: str, /, jobs: PositiveInt = 1, seeds: str = "0", seed: int = 0, out: str = "runs", loggers: bool = False
+) -> None:
     """Runs the trials of a sweep; called again, it goes on where it was.
 
     Args:
@@ -32,7 +35,6 @@ def run(file: str, /, jobs: int = 1, seeds: str = "0", seed: int = 0, out: str =
         out: Folder in which the sweep's own one, named after it, lies.
         loggers: Whether the runs have their config's loggers, such as W&B; every run writes metrics.csv.
     """
-    require(jobs >= 1, "jobs", jobs, "give at least 1")
     listed, sweep = seeds_of(seeds), Sweep.read(find_config(file, "file"))
     sweep = sweep if loggers else replace(sweep, args=(*sweep.args, "--trainer.loggers=[]"))
     controller = Controller(sweep, Path(out) / sweep.name, listed, seed)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fl_lightning.core import ensure, generator
+from fl_lightning.core import PositiveInt, checked, ensure, generator
 from fl_lightning.flatness.functional import Progress, arithmetic
 from fl_lightning.flatness.krylov import Lanczos
 from fl_lightning.flatness.operators import Matrix, Products
@@ -138,12 +138,13 @@ def lambda_max(
     return Eigenpair(value, residual, found.iterations, found.converged, found.vectors[0])
 
 
+@checked
 def spectrum(
     a: Matrix,
     *,
-    k: int = 50,
+    k: PositiveInt = 50,
     method: Method = "lanczos",
-    iterations: int | None = None,
+    iterations: PositiveInt | None = None,
     tol: float | None = None,
     basis: int | None = None,
     vectors: bool = False,
@@ -184,12 +185,10 @@ def spectrum(
         Interrupted: On KeyboardInterrupt after the first product; ``partial`` is a :class:`Spectrum` without vectors,
             with ``power`` of the eigenvalues found so far.
     """
-    ensure(method in ("lanczos", "power"), f"method: {method!r} is unknown; use 'lanczos' or 'power'")
     steps, accuracy = (100 + 10 * k, 1e-2) if method == "lanczos" else (20, 1e-4)
     steps, accuracy = steps if iterations is None else iterations, accuracy if tol is None else tol
     size = max(2 * k, k + 50) if basis is None else basis
-    for key, number, least in (("k", k, 1), ("iterations", steps, 1), ("basis", size, k + 2)):
-        ensure(number >= least, f"{key}: {number} is too few; use {least} or more")
+    ensure(size >= k + 2, f"basis: {size} is too few; use {k + 2} or more")
     k = min(k, a.shape[0])
     product = Products(a, generator(seed, "spectrum"), steps if method == "lanczos" else steps * k, progress)
     with arithmetic(product.like.device):

@@ -10,14 +10,14 @@ the model's own everywhere: BatchNorm's running statistics are not estimated at 
 
 from collections.abc import Callable, Mapping
 from functools import lru_cache
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike
 from torch import Tensor, nn
 
-from fl_lightning.core import FlatSpec, generator, require, to_radius
+from fl_lightning.core import FlatSpec, Interval, PositiveInt, checked, generator, require, to_radius
 from fl_lightning.flatness.functional import Batches, Loss, Progress, Reduce, gradient, mean_losses
 from fl_lightning.flatness.values import Array, Interpolation, Perturbation, Surface, Values, exact, project
 
@@ -25,6 +25,7 @@ Data = Mapping[str, Batches]
 """Data sets by name, such as ``{"train": ..., "test": ...}``; with several processes each one's share of every set."""
 
 
+@checked
 def evaluate(
     model: nn.Module,
     loss: Loss,
@@ -32,7 +33,7 @@ def evaluate(
     point: Callable[[int], Tensor],
     n: int,
     *,
-    per_pass: int = 4,
+    per_pass: PositiveInt = 4,
     reduce: Reduce | None = None,
     progress: Progress | None = None,
     protocol: Mapping[str, Any] | None = None,
@@ -59,7 +60,6 @@ def evaluate(
             weights as the network, or ``loss`` does not return one value per sample.
     """
     require(len(data) > 0, "data", dict(data), "at least one data set")
-    require(per_pass >= 1, "per_pass", per_pass, "give at least 1")
     require(n >= 1, "points", n, "give at least 1")
     d, done = FlatSpec(model).d, 0
     values = {name: np.full((2, n), np.nan) for name in data}
@@ -81,6 +81,7 @@ def evaluate(
     return Values(losses, accuracies, n - done, dict(protocol or {}))
 
 
+@checked
 def perturbation_curves(
     model: nn.Module,
     loss: Loss,
@@ -88,7 +89,7 @@ def perturbation_curves(
     at: Tensor | None = None,
     radii: ArrayLike | None = None,
     *,
-    directions: int = 10,
+    directions: Annotated[int, Interval("[2, inf)")] = 10,
     seed: int = 0,
     **options: Any,
 ) -> Perturbation:
@@ -114,7 +115,6 @@ def perturbation_curves(
     Raises:
         UserError: As :func:`evaluate`, or if there are fewer than two directions.
     """
-    require(directions >= 2, "directions", directions, "at least 2, for their spread")
     require(len(data) > 0, "data", dict(data), "at least one data set")
     spec = FlatSpec(model)
     w = exact(spec.vector(model) if at is None else at)

@@ -2,24 +2,36 @@
 
 from collections.abc import Sequence
 from itertools import chain
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor, nn
 
-from fl_lightning.core import EPS, FlatSpec, ensure, generator, norm, require, to_radius
+from fl_lightning.core import (
+    EPS,
+    FlatSpec,
+    Interval,
+    NonNegative,
+    PositiveInt,
+    checked,
+    ensure,
+    generator,
+    norm,
+    to_radius,
+)
 from fl_lightning.flatness.functional import Batches, Estimate, Loss, Reduce, batch_sizes, gradient, mean_loss, passes
 
 
+@checked
 def sharpness(
     model: nn.Module,
     loss: Loss,
     batches: Batches,
-    rho: float = 0.05,
-    steps: int = 1,
+    rho: NonNegative = 0.05,
+    steps: PositiveInt = 1,
     at: Tensor | None = None,
     *,
-    eta: float | None = None,
+    eta: NonNegative | None = None,
     reduce: Reduce | None = None,
 ) -> float:
     """Returns max_{‖δ‖≤rho} F(w+δ) - F(w), approximated from below by gradient ascent.
@@ -46,8 +58,6 @@ def sharpness(
     Raises:
         UserError: If ``rho`` or ``eta`` is negative or ``steps`` is not positive; else as ``mean_loss``.
     """
-    ensure(rho >= 0 and steps >= 1, f"sharpness: needs rho >= 0 and steps >= 1, not {rho} and {steps}")
-    require(eta is None or eta >= 0, "sharpness: eta", eta, "0 or more, or None for the plain sharpness")
     spec = FlatSpec(model)
     w = spec.vector(model) if at is None else at
     T = torch.ones(()).to(w) if eta is None else spec.adaptive_scale(w, eta)
@@ -59,12 +69,13 @@ def sharpness(
     return after - before
 
 
+@checked
 def lpf(
     model: nn.Module,
     loss: Loss,
     batches: Batches,
-    sigma: float = 0.01,
-    draws: int = 100,
+    sigma: NonNegative = 0.01,
+    draws: Annotated[int, Interval("[2, inf)")] = 100,
     at: Tensor | None = None,
     *,
     scale: Literal["none", "filter"] = "none",
@@ -94,9 +105,6 @@ def lpf(
     Raises:
         UserError: If ``sigma`` is negative, ``draws`` below 2 or ``scale`` unknown; else as ``mean_loss``.
     """
-    require(sigma >= 0, "lpf: sigma", sigma, "0 or more")
-    require(draws >= 2, "lpf: draws", draws, "2 or more, for the standard error")
-    require(scale in ("none", "filter"), "lpf: scale", scale, "use 'none' or 'filter'")
     spec = FlatSpec(model)
     w = spec.vector(model) if at is None else at
     width = sigma * (filter_scale(spec, w) if scale == "filter" else torch.ones(()).to(w))

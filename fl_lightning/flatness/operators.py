@@ -14,7 +14,7 @@ model's own predictions, and equals G for the cross-entropy (Kunstner et al., Ne
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, Protocol, TypedDict, Unpack
+from typing import Any, Literal, Protocol, TypedDict, Unpack, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -98,6 +98,7 @@ Linearize = Callable[[Tensor, Tensor, Tensor, int], Share]
 """A batch's share from its losses ``(n,)``, its outputs, the weights, and the number of samples of all batches."""
 
 
+@runtime_checkable
 class Matrix(Protocol):
     """A symmetric matrix as the measures take it: an `Operator`, a tensor, or an operator of curvlinops."""
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from fl_lightning.core import ensure, generator
+from fl_lightning.core import PositiveInt, checked, ensure, generator
 from fl_lightning.flatness.eigenvalues import interruptible
 from fl_lightning.flatness.functional import Estimate, Progress, arithmetic
 from fl_lightning.flatness.krylov import Lanczos
@@ -65,6 +65,7 @@ class Density:
         return known + mean[..., 0], error
 
 
+@checked
 def trace(
     a: Matrix,
     *,
@@ -98,7 +99,6 @@ def trace(
             square.
         Interrupted: On KeyboardInterrupt after the second probe; ``partial`` is the estimate from the probes so far.
     """
-    ensure(method in ("hutch++", "hutchinson"), f"method: {method!r} is unknown; use 'hutch++' or 'hutchinson'")
     least = 4 if method == "hutch++" else 2
     ensure(samples >= least, f"samples: {samples} is too few for {method}; use {least} or more")
     d = a.shape[0]
@@ -125,7 +125,15 @@ def trace(
     return estimate()
 
 
-def density(a: Matrix, *, probes: int = 5, steps: int = 50, seed: int = 0, progress: Progress | None = None) -> Density:
+@checked
+def density(
+    a: Matrix,
+    *,
+    probes: PositiveInt = 5,
+    steps: PositiveInt = 50,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> Density:
     """Returns the spectral density of a symmetric matrix, by deflated stochastic Lanczos quadrature.
 
     A first Lanczos run finds the eigenvalues that stand apart, of either sign: those whose relative residual is at most
@@ -152,8 +160,6 @@ def density(a: Matrix, *, probes: int = 5, steps: int = 50, seed: int = 0, progr
         UserError: If ``probes`` or ``steps`` is not positive, or the matrix not square.
         Interrupted: On KeyboardInterrupt after the first probe; ``partial`` is the density from the probes so far.
     """
-    for key, number in (("probes", probes), ("steps", steps)):
-        ensure(number >= 1, f"{key}: {number} is too few; use 1 or more")
     product = Products(a, generator(seed, "spectral_density"), (probes + 1) * steps, progress)
     quadratures: list[tuple[Tensor, Tensor]] = []
 

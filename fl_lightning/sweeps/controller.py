@@ -48,7 +48,7 @@ class Controller:
         self.sweep, self.folder, self.seeds = sweep, folder, list(seeds)
         varied = any(parameter.key == SEED for parameter in sweep.parameters)
         require(not varied or self.seeds == [0], "seeds", self.seeds, f"the sweep varies {SEED} itself; leave it out")
-        self.objective = sweep.objective or Objective("server/test/acc_headline", maximize=True)
+        self.objective = sweep.objective or Objective("server/test/acc_headline", "maximize")
         self.search = sweep.search(seed)
         self.trials: list[Trial] = []
         self.outcomes: dict[str, Outcome] = {}

@@ -6,27 +6,27 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
 
-from fl_lightning.core import UserError, ensure, folded, require
+from fl_lightning.core import Checked, Interval, PositiveInt, UserError, ensure, folded, require
 from fl_lightning.results import SUFFIX, headline, load_yaml
 from fl_lightning.results.metrics import FILE, best_of, read_run
 from fl_lightning.sweeps.parameters import LARGEST, Bayes, Parameter, Search, draws, flatten, grid
 from fl_lightning.trainer import Callback, Run
 
-RULE = ("type", "min_iter", "max_iter", "s", "eta", "strict")
+Entry = TypeVar("Entry", bound=Checked)
 
 
-@dataclass(frozen=True)
-class Hyperband:
+class Hyperband(Checked, key="early_terminate"):
     """Hyperband's rule (Li et al. 2018) in the form of W&B.
 
     A trial is compared at brackets, which are numbers of evaluations. It ends if its metric at a bracket is worse than
     the metric of the best ``1/eta`` of all trials that have reached the bracket.
 
-    Attributes:
+    Args:
+        type: The rule's name in W&B's files.
         min_iter: The first bracket; each further one is eta times as far.
         max_iter: Alternative to ``min_iter``: the brackets are at ``max_iter / eta**k`` for k = 1, ..., s.
         s: Number of these brackets.
@@ -34,37 +34,20 @@ class Hyperband:
         strict: Whether the value at the bracket counts; else the best one so far.
     """
 
-    min_iter: int | None = None
-    max_iter: int | None = None
-    s: int = 0
-    eta: float = 3.0
-    strict: bool = True
-
-    @classmethod
-    def of(cls, given: Any) -> "Hyperband":
-        """Returns the rule from ``early_terminate`` of a sweep's file.
-
-        Raises:
-            UserError: If it is not W&B's.
-        """
-        key = "early_terminate"
-        require(isinstance(given, Mapping), key, given, "give {type: hyperband, min_iter: ...}")
-        for name in given:
-            require(name in RULE, f"{key}.{name}", given[name], f"choose from {', '.join(RULE)}")
-        require(given.get("type") == "hyperband", f"{key}.type", given.get("type"), "only hyperband is known")
-        ensure(
-            ("min_iter" in given) != ("max_iter" in given),
-            f"{key} = {dict(given)}: give either min_iter, or max_iter and s",
-        )
-        ensure("max_iter" not in given or "s" in given, f"{key}.s: missing; max_iter needs it")
-        for name in ("min_iter", "max_iter", "s"):
-            number = given.get(name, 1)
-            require(type(number) is int and number >= 1, f"{key}.{name}", number, "give an integer of at least 1")
-        eta = given.get("eta", 3)
-        require(isinstance(eta, (int, float)) and eta > 1, f"{key}.eta", eta, "more than 1")
-        rule = cls(**{name: value for name, value in given.items() if name != "type"})
-        ensure(bool(rule.brackets(10**9)), f"{key} = {dict(given)}: no bracket; take a larger max_iter or a smaller s")
-        return rule
+    def __init__(
+        self,
+        type: Literal["hyperband"],
+        min_iter: PositiveInt | None = None,
+        max_iter: PositiveInt | None = None,
+        s: PositiveInt | None = None,
+        eta: Annotated[float, Interval("(1, inf)")] = 3.0,
+        strict: bool = True,
+    ) -> None:
+        key = self.config_key
+        ensure((min_iter is None) != (max_iter is None), f"{key}: give either min_iter, or max_iter and s")
+        ensure(max_iter is None or s is not None, f"{key}.s: missing; max_iter needs it")
+        self.min_iter, self.max_iter, self.s, self.eta, self.strict = min_iter, max_iter, s or 0, eta, strict
+        ensure(bool(self.brackets(10**9)), f"{key} = {self}: no bracket; take a larger max_iter or a smaller s")
 
     def brackets(self, evaluations: int) -> list[int]:
         """Returns the brackets up to a number of evaluations, ascending."""
@@ -145,46 +128,26 @@ ARGUMENTS = ("${args}", "${args_no_boolean_flags}")
 BEFORE = ("${env}", "${interpreter}", "${program}")
 
 
-@dataclass(frozen=True)
-class Objective:
+class Objective(Checked, key="metric"):
     """The metric that a sweep optimises.
 
-    Attributes:
+    Args:
         name: A column of ``metrics.csv``, whose last value counts. With ``.max`` or ``.min`` after it, as W&B has them,
             its largest or smallest value; with ``_headline``, as our `WandbLogger` has it, its headline.
-        maximize: Whether larger is better.
+        goal: What the sweep does with it.
         target: A value that ends the sweep.
+
+    Attributes:
+        column: The column of ``metrics.csv``.
+        sign: A factor by which smaller is better.
     """
 
-    name: str
-    maximize: bool = False
-    target: float | None = None
-
-    @classmethod
-    def of(cls, given: Any) -> "Objective":
-        """Returns the objective from ``metric`` of a sweep's file.
-
-        Raises:
-            UserError: If the entry is not W&B's.
-        """
-        require(isinstance(given, Mapping), "metric", given, "give {name: server/test/acc, goal: maximize}")
-        for key in given:
-            require(key in ("name", "goal", "target"), f"metric.{key}", given[key], "choose from name, goal, target")
-        ensure(isinstance(given.get("name"), str), "metric.name: missing; give a metric, such as server/test/acc")
-        goal, target = given.get("goal", "minimize"), given.get("target")
-        require(goal in ("minimize", "maximize"), "metric.goal", goal, "choose from minimize, maximize")
-        require(target is None or isinstance(target, (int, float)), "metric.target", target, "give a number")
-        return cls(given["name"], goal == "maximize", target)
-
-    @property
-    def column(self) -> str:
-        """The column of ``metrics.csv``."""
-        return re.sub(rf"(\.max|\.min|{SUFFIX})$", "", self.name)
-
-    @property
-    def sign(self) -> int:
-        """A factor by which smaller is better."""
-        return -1 if self.maximize else 1
+    def __init__(
+        self, name: str, goal: Literal["minimize", "maximize"] = "minimize", target: float | None = None
+    ) -> None:
+        self.name, self.target = name, target
+        self.column = re.sub(rf"(\.max|\.min|{SUFFIX})$", "", name)
+        self.sign = -1 if goal == "maximize" else 1
 
     def value(self, folder: Path | None) -> float | None:
         """Returns the metric of a run so far; None if it was not measured, NaN if it is not finite.
@@ -262,8 +225,7 @@ class Sweep:
         )
         entries = flatten(given.get("parameters"))
         ensure(bool(entries), "parameters: missing; give at least one")
-        objective = Objective.of(given["metric"]) if "metric" in given else None
-        early = Hyperband.of(given["early_terminate"]) if "early_terminate" in given else None
+        objective, early = _entry(Objective, given), _entry(Hyperband, given)
         for key, present in (("early_terminate", early is not None), ("method = bayes", method == "bayes")):
             ensure(objective is not None or not present, f"metric: missing; {key} needs it")
         command, args = _command(given.get("command"))
@@ -284,6 +246,16 @@ class Sweep:
             return grid(self.parameters, self.run_cap)
         assert self.run_cap is not None
         return (draws if self.method == "random" else Bayes)(self.parameters, self.run_cap, seed)
+
+
+def _entry(kind: type[Entry], given: Mapping[str, Any]) -> Entry | None:
+    """Returns what the entry under the key of a class describes; None: there is no such entry."""
+    key = kind.config_key
+    if key not in given:
+        return None
+    settings = given[key]
+    require(isinstance(settings, Mapping), key, settings, "give a mapping, as W&B has it")
+    return kind(**{str(name): value for name, value in settings.items()})
 
 
 def _command(given: Any) -> tuple[str, tuple[str, ...]]:

@@ -125,9 +125,9 @@ def test_a_row_with_another_bit_is_wrong(ledger: Path, capsys: pytest.CaptureFix
 @pytest.mark.parametrize(
     ("args", "line"),
     [
-        (["melt", "runs"], "action = melt: choose from add, check, page"),
+        (["melt", "runs"], "action = melt: give one of add, check, page"),
         (["check", "runs"], "no row of a ledger there"),
-        (["check", "rows", "--count=0"], "count = 0: give at least 1"),
+        (["check", "rows", "--count=0"], "count = 0: give a whole number of at least 1"),
         (["check", "rows/FedSAM/seed_1", "--data.batch_size=31"], "not met"),
         (["check", "rows/FedSAM/seed_1", "--data.num_clients=5"], "trained on other data"),
         (["add", "rows"], "the run has not ended"),

@@ -263,7 +263,7 @@ def test_command_takes_devices_of_the_config(tmp_path: Path, capsys: pytest.Capt
 @pytest.mark.parametrize(
     ("arg", "says"),
     [
-        ("--devices=0", "devices = 0: give at least 1"),
+        ("--devices=0", "devices = 0: give a whole number of at least 1"),
         ("--trainer.max_rounds=1000000000000", "trainer.max_rounds = 1000000000000: at most 1,000,000 to go through"),
         ("--devices=two", "devices = two: expected a whole number"),
         ("--trainer.devices=auto", "trainer.devices = auto: give their number by --devices"),

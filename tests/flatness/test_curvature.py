@@ -479,7 +479,7 @@ def test_errors() -> None:
     net, batches = mlp(), data()
     for options, key in (
         ({"method": "qr"}, "method"),
-        ({"k": 0}, "k: 0"),
+        ({"k": 0}, "k = 0"),
         ({"iterations": 0}, "iterations"),
         ({"k": 5, "basis": 6}, "basis: 6 is too few; use 7"),
     ):

@@ -158,7 +158,7 @@ def test_a_folder_where_a_file_should_be(command: str, name: str, good: Path, tm
         ("fit --config quickstart --model.optimizer.weight_decay=1e308", "weight_decay = 1e+308: give a finite number"),
         ("fit --config quickstart --trainer.aggregation=Aggregation", "trainer.aggregation = Aggregation: give a rule"),
         ("fit --config /proc/self/mem", "check this file or folder"),
-        ("reproduce fedsam 1 --dry-run --jobs 0", "jobs = 0: give at least 1"),
+        ("reproduce fedsam 1 --dry-run --jobs 0", "jobs = 0: give a whole number of at least 1"),
         ("compare runs --lst 3", "lst = 3: no such option (did you mean --last?); see `fl-lightning compare --help`"),
         ("configs --all", "all: no such option; choose from --folder; see `fl-lightning configs --help`"),
         ("fit --config quickstart --ckpt_pth x", "ckpt_pth = x: no such option (did you mean --ckpt_path?)"),

@@ -132,7 +132,7 @@ def test_flatness_and_centralized_cells(
         (["--trainer.seed=7"], "trainer.seed = 7: the table sets it; give --seeds"),
         (["--seeds=0,0"], "seeds = 0,0: give different numbers, such as 0,1,2"),
         (["--rounds=2"], "rounds = 2.0: give a fraction of the paper's rounds"),
-        (["--points=2"], "points = 2: give 3 to 10,000"),
+        (["--points=2"], "points = 2: give a whole number from 3 to 10,000"),
         (["--data.num_client=7"], "data.num_client = 7: no such setting"),
     ],
 )

@@ -148,7 +148,7 @@ def test_early_termination_reads_a_file_once_a_change(tmp_path: Path, monkeypatc
         file.write_text(f"round,a\n1,{value}\n")
     read: list[Path] = []
     monkeypatch.setattr(metrics, "read_metrics", lambda path, of=metrics.read_metrics: read.append(path) or of(path))
-    early = StopEarly(Hyperband(min_iter=2, eta=2), "a", 1, [tmp_path / f"t{k}" for k in range(3)])
+    early = StopEarly(Hyperband("hyperband", min_iter=2, eta=2), "a", 1, [tmp_path / f"t{k}" for k in range(3)])
 
     class Of:
         """The attributes of a run that the rule looks at; its file lacks the round."""

@@ -22,13 +22,13 @@ THEIRS = json.loads((Path(__file__).parents[1] / "golden" / "wandb_sweeps.json")
 def test_the_same_trials_end(rule: Any, goal: str, histories: Any, running: list[bool], stopped: list[int]) -> None:
     sign = -1 if goal == "maximize" else 1
     costs = [[sign * value for value in values] for values in histories]
-    mine = Hyperband.of(rule)
+    mine = Hyperband(**rule)
     assert [i for i, cost in enumerate(costs) if running[i] and mine.stops(cost, costs)] == stopped
 
 
 def test_the_brackets_of_the_manual() -> None:
-    assert Hyperband.of({"type": "hyperband", "min_iter": 3}).brackets(81) == [3, 9, 27, 81]
-    assert Hyperband.of({"type": "hyperband", "max_iter": 27, "s": 2}).brackets(100) == [3, 9]
+    assert Hyperband("hyperband", min_iter=3).brackets(81) == [3, 9, 27, 81]
+    assert Hyperband("hyperband", max_iter=27, s=2).brackets(100) == [3, 9]
 
 
 @pytest.mark.parametrize(("entry", "values"), THEIRS["quantiles"], ids=str)
@@ -122,7 +122,8 @@ def test_a_file_as_wandb_takes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     found = sweep(tmp_path, command=command, program="cli.py", project="p", run_cap=3, name="n",
                   metric={"name": "server/test/acc.max", "goal": "maximize"})  # fmt: skip
     assert (found.name, found.command, found.args, found.run_cap) == ("n", "centralized", ("--data.data_dir=/data",), 3)
-    assert found.objective == Objective("server/test/acc.max", True) and found.objective.column == "server/test/acc"
+    assert found.objective is not None and found.objective.name == "server/test/acc.max"
+    assert (found.objective.column, found.objective.sign) == ("server/test/acc", -1)
     assert sweep(tmp_path).name == "mine"
 
 
@@ -146,13 +147,13 @@ def test_a_file_as_wandb_takes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         ({"parameters": {"a": {"distribution": "cauchy"}}}, "parameters.a = .*distribution of W&B's"),
         ({"parameters": {"a": {"distribution": ["uniform"]}}}, "parameters.a = .*distribution of W&B's"),
         ({"metric": {"goal": "maximize"}}, "metric.name: missing"),
-        ({"metric": {"name": "m", "goal": "max"}}, "metric.goal = max: choose from"),
+        ({"metric": {"name": "m", "goal": "max"}}, "metric.goal = max: give one of minimize"),
         ({"early_terminate": {"type": "hyperband", "min_iter": 3}}, "metric: missing; early_terminate"),
-        ({"early_terminate": {"type": "envelope"}}, "early_terminate.type = envelope: only hyperband"),
-        ({"early_terminate": {"type": "hyperband"}}, "early_terminate = .*either min_iter, or max_iter"),
+        ({"early_terminate": {"type": "envelope"}}, "early_terminate.type = envelope: give one of hyperband"),
+        ({"early_terminate": {"type": "hyperband"}}, "early_terminate: give either min_iter, or max_iter"),
         ({"early_terminate": {"type": "hyperband", "max_iter": 9}}, "early_terminate.s: missing"),
         ({"early_terminate": {"type": "hyperband", "max_iter": 2, "s": 1}}, "no bracket"),
-        ({"early_terminate": {"type": "hyperband", "min_iter": 1, "eta": 1}}, "eta = 1: more than 1"),
+        ({"early_terminate": {"type": "hyperband", "min_iter": 1, "eta": 1}}, "eta = 1: give a finite number above 1"),
         ({"command": None}, "command: missing; give"),
         ({"command": ["fl-lightning", "fit"]}, r"command = .*no \$\{args\}"),
         ({"command": ["fl-lightning", "${args}"]}, "command = .*neither fit nor centralized"),

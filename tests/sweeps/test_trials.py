@@ -126,7 +126,9 @@ def test_trials_are_one_program_only_if_they_differ_in_numbers() -> None:
 def test_those_that_end_early_leave_the_others_to_the_bit(engine: str, tmp_path: Path) -> None:
     """Three brackets; of three trials one goes on. The others are compared with the same program without a rule."""
     asked = [trial(rho) for rho in (0.01, 0.5, 0.9)]
-    early = StopEarly(Hyperband(min_iter=2), "server/test/acc", -1, [tmp_path / "early" / of.name for of in asked])
+    early = StopEarly(
+        Hyperband("hyperband", min_iter=2), "server/test/acc", -1, [tmp_path / "early" / of.name for of in asked]
+    )
 
     make = partial(build, engine=engine)
 

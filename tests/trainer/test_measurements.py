@@ -631,8 +631,11 @@ def test_fedgmt_has_a_fourth_path(tmp_path: Path) -> None:
         (["landscape", "--ckpt_path=CKPT", "--kind=plane"], "compare = []: a plane goes through two checkpoints more"),
         (["landscape", "--ckpt_path=CKPT", "--clients=[77]"], "clients = 77: from 0 to 5"),
         (["landscape", "--ckpt_path=CKPT", "--labels=[a,b]"], "labels = ['a', 'b']: give a name for each model, none"),
-        (["landscape", "--ckpt_path=CKPT", "--points=1"], "points = 1: give 2 to 10,000"),
-        (["landscape", "--ckpt_path=CKPT", "--points=99999999999"], "points = 99999999999: give 2 to 10,000"),
+        (["landscape", "--ckpt_path=CKPT", "--points=1"], "points = 1: give a whole number from 2 to 10,000"),
+        (
+            ["landscape", "--ckpt_path=CKPT", "--points=99999999999"],
+            "points = 99999999999: give a whole number from 2 to",
+        ),
         (["interpolate", "CKPT", "CKPT", "--model.net.hidden=9"], "made with model.net"),
         (["flatness", "--ckpt_path=CKPT", "--metrics=[LambdaMin]"], "LambdaMax"),
     ],

@@ -241,9 +241,10 @@ class Faults(Checked, key="trainer.faults"):
         return found
 
     def _is_there(self, client: int, t: int, seed: int) -> bool:
-        if self.available is not None and client not in self.available[t % len(self.available)]:
-            return False
-        return not self.drop_before or numpy_generator(seed, "drop before", t, client).random() >= self.drop_before
+        online = self.available is None or client in self.available[t % len(self.available)]
+        return online and (
+            not self.drop_before or numpy_generator(seed, "drop before", t, client).random() >= self.drop_before
+        )
 
 
 NO_FAULTS = Faults()
