@@ -33,8 +33,8 @@ class Personal(Part):
     client's own values. The server's model keeps the initial values.
 
     Parameters are chosen by their names, with ``*``, ``?`` and ``[...]`` as in a shell (``head.*``); by the type of
-    their module (``type:BatchNorm*``); or as those of the last layers of the net (``last:1``). One that modules share has
-    all its names.
+    their module (``type:BatchNorm*``); or as those of the last layers of the net (``last:1``). One of several
+    modules has a name in each.
 
     Args:
         keep: The parameters that stay; null: the last layer; none: the algorithm as it is.
