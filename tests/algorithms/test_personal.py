@@ -184,7 +184,7 @@ def test_a_lost_client_leaves_its_row(part: Part, golden: Golden) -> None:
 
 def test_refused(golden: Golden) -> None:
     for algorithm, optimizer in ((algorithms.FedMuon, Muon()), (algorithms.FedAdamW, None)):
-        with pytest.raises(UserError, match=r"model\.parts: \w+ averages optimizers' states whole; no client"):
+        with pytest.raises(UserError, match=r"model\.parts: \w+ averages optimizers' states whole, so no client"):
             made(golden, algorithm, optimizer=optimizer)
     trainer = FederatedTrainer(accelerator="cpu", engine="sequential")
     for objective in (made(golden), made(golden, part=Ditto())):
