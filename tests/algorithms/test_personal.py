@@ -537,6 +537,9 @@ def test_robust_rules_and_noise_act_on_what_is_shared(golden: Golden) -> None:
         first = record.server[0].w
         assert torch.equal(found.server.w[-OWN:], first[-OWN:])
         assert not torch.equal(found.server.w[:-OWN], first[:-OWN])
+        if "aggregation" in options:  # nothing to combine
+            nothing, record = golden.run(made(golden, part=Personal(["*"])), max_rounds=1, **options)
+            assert torch.equal(nothing.server.w, record.server[0].w)
 
 
 def test_an_optimizer_of_torch_freezes_as_well(golden: Golden) -> None:
