@@ -29,7 +29,8 @@ class Aligned(LocalObjective):
         )
         ensure(
             not self.personal,
-            f"model.parts: {type(self).__name__} averages optimizers' states whole; no client may have an own model",
+            f"model.parts: {type(self).__name__} averages optimizers' states whole, so no client may have an own "
+            "model; leave that part out",
         )
         self.gamma = gamma
 

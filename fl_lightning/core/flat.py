@@ -69,7 +69,8 @@ class FlatSpec:
     Attributes:
         names: Parameter names, in order.
         shapes: Their shapes.
-        types: Class names of the modules that they belong to.
+        tied: Of every name of a parameter, which has several if modules share it, that in ``names``.
+        types: Class names of the modules, by each of these names.
         d: Number of weights.
 
     Raises:
@@ -81,7 +82,9 @@ class FlatSpec:
         if not named:
             raise ValueError(f"{type(module).__name__} has no trainable parameter")
         self.names, self.shapes = [name for name, _ in named], [p.shape for _, p in named]
-        self.types = [type(module.get_submodule(name.rpartition(".")[0])).__name__ for name in self.names]
+        first, every = {id(p): name for name, p in named}, module.named_parameters(remove_duplicate=False)
+        self.tied = {name: first[id(p)] for name, p in every if id(p) in first}
+        self.types = {name: type(module.get_submodule(name.rpartition(".")[0])).__name__ for name in self.tied}
         self.numels = [p.numel() for _, p in named]
         self.d = sum(self.numels)
         self._masks: dict[tuple[frozenset[str], torch.device], Tensor] = {}

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache, cached_property
 from itertools import accumulate
+from warnings import warn
 
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.core import ClientContext, Draws, RoundContext, State, ensure, numpy_generator
@@ -112,6 +113,9 @@ class Timing:
         late = [k for k, each in times.items() if sum(each) > deadline]
         steps = {k: self._steps(k, K, phase) if k in late else K for k, K in found.steps.items()}
         done = [k for k, K in steps.items() if K]
+        if late and not done:
+            nobody = "nobody was done in time in some round, which leaves the model as it was; see client/late"
+            warn(f"trainer.clock.deadline_s = {deadline:g}: {nobody}", stacklevel=2)
         at = {k: deadline if k in late else sum(times[k]) for k in done}
         first = {*sorted(done, key=at.__getitem__)[:wanted]}  # of two at the same time, the first one of the cohort
         counted = {k: steps[k] for k in done if k in first}

@@ -276,6 +276,12 @@ def test_personal_weights_are_left_out(given: dict[str, Any], engine: Any, golde
     torch.testing.assert_close(found.server.c, torch.stack(rows).sum(0) / 4, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("given", METHODS[:4], ids=NAMES[:4])
+def test_nothing_shared_has_no_code(given: dict[str, Any], golden: Golden) -> None:
+    found, _ = golden.run(FedAvg(golden.net(), parts=[Personal(["*"]), Compress(**given)]), max_rounds=1)
+    assert found.state.total_bits == 0 and [*found.clients.shapes] == ["own"]
+
+
 def test_nothing_kept_is_compression_alone(golden: Golden) -> None:
     some, none = ([*parts, Compress(rate=0.1)] for parts in ([Personal([])], []))
     same(*(golden.run(FedSAM(golden.net(), parts=parts))[0] for parts in (some, none)))

@@ -130,6 +130,18 @@ def test_choices(golden: Golden) -> None:
     normed = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Sequential(nn.BatchNorm1d(4))), nn.Linear(4, 2))
     part = LocalObjective(normed, parts=[Personal(["type:BatchNorm*"])], buffers="local").parts[0]
     assert part.client_state["own"](torch.arange(38.0)).tolist() == [*range(20, 28)]  # type: ignore[operator]
+    with pytest.warns(UserWarning, match="all parameters stay with a client, so nothing is shared"):
+        LocalObjective(nn.Linear(4, 4), parts=[Personal()])
+
+
+@pytest.mark.parametrize("keep", ["last:1", "2.*", "type:Linear"])
+def test_a_parameter_of_two_modules_has_both_names(keep: str) -> None:
+    tied = nn.Sequential(nn.Embedding(4, 3), nn.Flatten(), nn.Linear(3, 4), nn.LayerNorm(4))
+    tied[2].weight = tied[0].weight
+    part = LocalObjective(nn.Sequential(nn.LayerNorm(4), *tied[:3]), parts=[Personal([keep.replace("2", "3")])]).parts[
+        0
+    ]
+    assert part.shared == ["0.weight", "0.bias"]  # type: ignore[attr-defined]
 
 
 def test_a_single_client_is_fedavg(golden: Golden) -> None:
@@ -172,7 +184,7 @@ def test_a_lost_client_leaves_its_row(part: Part, golden: Golden) -> None:
 
 def test_refused(golden: Golden) -> None:
     for algorithm, optimizer in ((algorithms.FedMuon, Muon()), (algorithms.FedAdamW, None)):
-        with pytest.raises(UserError, match=r"model\.parts: \w+ averages optimizers' states whole; no client"):
+        with pytest.raises(UserError, match=r"model\.parts: \w+ averages optimizers' states whole, so no client"):
             made(golden, algorithm, optimizer=optimizer)
     trainer = FederatedTrainer(accelerator="cpu", engine="sequential")
     for objective in (made(golden), made(golden, part=Ditto())):
@@ -525,6 +537,9 @@ def test_robust_rules_and_noise_act_on_what_is_shared(golden: Golden) -> None:
         first = record.server[0].w
         assert torch.equal(found.server.w[-OWN:], first[-OWN:])
         assert not torch.equal(found.server.w[:-OWN], first[:-OWN])
+        if "aggregation" in options:  # nothing to combine
+            nothing, record = golden.run(made(golden, part=Personal(["*"])), max_rounds=1, **options)
+            assert torch.equal(nothing.server.w, record.server[0].w)
 
 
 def test_an_optimizer_of_torch_freezes_as_well(golden: Golden) -> None:

@@ -84,6 +84,7 @@ class Compress(Part):
         shared, d = objective.encoded({"w": torch.arange(objective.flat.d)})["w"], objective.flat.d
         self.places = {d: shared} if len(shared) < d else {}
         vectors = [n for n in objective.up if isinstance(of[n], str) and not isinstance(inits.get(of[n]), int | float)]
+        vectors = vectors if len(shared) else []  # otherwise nothing travels
         self.uploads = [(n, of[n], f"Compress.{n}", objective.sums.get(n)) for n in vectors]
         kept = {e: inits.get(r, "zeros") for _, r, e, total in self.uploads if self.error_feedback and total is None}
         self.client_state = {e: partial(_zeros, init, self.places) for e, init in kept.items()}

@@ -33,7 +33,8 @@ class Personal(Part):
     client's own values. The server's model keeps the initial values.
 
     Parameters are chosen by their names, with ``*``, ``?`` and ``[...]`` as in a shell (``head.*``); by the type of
-    their module (``type:BatchNorm*``); or as those of the last layers of the net (``last:1``).
+    their module (``type:BatchNorm*``); or as those of the last layers of the net (``last:1``). One of several
+    modules has a name in each.
 
     Args:
         keep: The parameters that stay; null: the last layer; none: the algorithm as it is.
@@ -77,6 +78,8 @@ class Personal(Part):
         bound._kept = lambda device: flat.mask(names, device)
         bound._places = cache(lambda device, own: (bound._kept(device) == own).nonzero().flatten())
         bound._sizes = flat.d, len(bound._places(torch.device("cpu"), False))
+        if not bound.shared and self.keep != ["*"] and self.share != []:
+            warn("model.parts: Personal: all parameters stay with a client, so nothing is shared", stacklevel=2)
         ensure(bound._sizes[1] != 1, "model.parts: Personal: only one weight is shared; share several, or none")
         bound.client_state = {"own": lambda w0: w0[bound._places(w0.device, True)]}
         return bound
@@ -134,18 +137,18 @@ class Personal(Part):
 
 def _chosen(flat: FlatSpec, key: str, patterns: list[str]) -> set[str]:
     """Returns the names of the parameters that patterns choose; see `Personal`."""
-    chosen, layers = set[str](), list(dict.fromkeys(name.rpartition(".")[0] for name in flat.names))
+    chosen, layers = set[str](), list(dict.fromkeys(name.rpartition(".")[0] for name in flat.tied))
     for pattern in patterns:
         way, _, of = pattern.rpartition(":")
         setting = f"model.parts: Personal.{key}"
         if way == "type":
-            chosen |= {name for name, kind in zip(flat.names, flat.types, strict=True) if fnmatchcase(kind, of)}
+            chosen |= {name for name, kind in flat.types.items() if fnmatchcase(kind, of)}
         elif way == "last":
             ensure(of.isdecimal() and int(of) > 0, f"{setting} = {pattern}: give a number of layers, such as last:1")
-            chosen |= {name for name in flat.names if name.rpartition(".")[0] in layers[-int(of) :]}
+            chosen |= {name for name in flat.tied if name.rpartition(".")[0] in layers[-int(of) :]}
         else:
-            chosen |= {*matching(flat.names, [pattern], setting)}
-    return chosen
+            chosen |= {*matching([*flat.tied], [pattern], setting)}
+    return {flat.tied[name] for name in chosen}
 
 
 class Ditto(Part):

@@ -81,7 +81,7 @@ class Received:
         for name in names or self.arrived[0]:
             rows = [upload[name].reshape(-1) for upload in self.arrived]
             dtype = accumulator_dtype(rows[0].device)
-            for start in range(0, len(rows[0]), width):
+            for start in range(0, max(1, len(rows[0])), width):
                 block = torch.stack([row[start : start + width] for row in rows]).to(dtype)
                 known = self.known.get(name)
                 yield block if known is None else block - known.reshape(-1)[start : start + width].to(dtype)
