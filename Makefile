@@ -57,8 +57,7 @@ test: dev ## Run the quick tests
 	$(TEST) -n $(JOBS) -m "not slow" tests
 
 test-slow: dev ## Run the slow tests and the notebooks
-	$(TEST) -n $(JOBS) -m "slow and not long" --durations 40 tests
-	$(TEST) -n $(JOBS) --nbmake notebooks
+	$(TEST) -n $(JOBS) -m "slow and not long" --durations 40 --nbmake tests notebooks
 
 test-long: dev ## Run what both leave out: every case of the tests with very many cases, the longest pages and runs
 	$(TEST) -n $(JOBS) -m long --durations 40 tests

@@ -23,7 +23,7 @@ def _rates(quick: int = 1, slow: int = 1, start: int = 0) -> tuple[int, int, int
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What is long is slow as well, so that ``not slow`` is what is quick."""
+    """What is long is slow as well, as notebooks are, so that ``not slow`` is what is quick."""
     cases: Counter[str] = Counter()
     for item in items:
         if sampled := item.get_closest_marker("sampled"):
@@ -34,9 +34,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker("slow")
                 if (case - start) % slow:
                     item.add_marker("long")
-        elif item.get_closest_marker("long"):
+        elif item.get_closest_marker("long") or item.path.suffix == ".ipynb":
             item.add_marker("slow")
-    items.sort(key=lambda item: item.path.name not in LONG)
+    items.sort(key=lambda item: item.path.suffix != ".ipynb" and item.path.name not in LONG)
 
 
 def pytest_collection_finish() -> None:
