@@ -118,7 +118,7 @@ def find(**where: str) -> list[Cell]:
             column in COLUMNS,
             f"papers: {column} is no column; choose from {', '.join(COLUMNS)}",
         )
-        have = list(dict.fromkeys(getattr(cell, column) for cell in found))
+        have = sorted({getattr(cell, column) for cell in found})
         found = [cell for cell in found if getattr(cell, column).casefold() == value.casefold()]
         if not found:
             choice = ", ".join(filter(None, dict.fromkeys([*difflib.get_close_matches(value, have), *have])))
