@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from fl_lightning.core import PositiveInt, checked, ensure, generator
+from fl_lightning.core import Positive, PositiveInt, checked, ensure, generator
 from fl_lightning.flatness.eigenvalues import interruptible
 from fl_lightning.flatness.functional import Estimate, Progress, arithmetic
 from fl_lightning.flatness.krylov import Lanczos
@@ -34,7 +34,8 @@ class Density:
     d: int
     products: int
 
-    def __call__(self, grid: Tensor, sigma: float) -> Tensor:
+    @checked
+    def __call__(self, grid: Tensor, sigma: Positive) -> Tensor:
         """Returns the density convolved with a Gaussian, at the points of ``grid``; it integrates to 1.
 
         Args:
@@ -44,7 +45,6 @@ class Density:
         Raises:
             UserError: If ``sigma`` is not positive.
         """
-        ensure(sigma > 0, f"sigma: {sigma} is not positive; use a width such as a hundredth of the range")
         at, scale = grid.cpu().double()[..., None, None], sigma * math.sqrt(2 * math.pi)
         return self._mean(lambda t: torch.exp(-(((at - t) / sigma) ** 2) / 2) / scale)[0].to(grid.device)
 

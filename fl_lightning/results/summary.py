@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fl_lightning.core import ensure, read_json, require
+from fl_lightning.core import PositiveInt, checked, ensure, read_json
 from fl_lightning.results.configs import config_files, read_config
 from fl_lightning.results.metrics import (
     FILE,
@@ -180,9 +180,10 @@ class Summary:
     clients: dict[str, float] = field(default_factory=dict)
 
 
+@checked
 def summarise(
     run: str | Path,
-    last: int | None = None,
+    last: PositiveInt | None = None,
     target: float | None = None,
     metric: str | None = None,
     mode: Mode | None = None,
@@ -202,7 +203,6 @@ def summarise(
     Raises:
         UserError: If there is no such run or metric, or no evaluation in the last rounds.
     """
-    require(last is None or last >= 1, "last", last, "give at least 1 round")
     path = Path(run) / FILE
     ensure(path.is_file(), f"run = {run}: no {FILE} there; give the folder of a run")
     columns = read_metrics(path)

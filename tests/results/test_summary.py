@@ -60,7 +60,7 @@ def test_what_cannot_be_summarised(tmp_path: Path) -> None:
         summarise(folder, metric="server/val/acc")
     with pytest.raises(UserError, match="last = 2: no server/test/acc in the last 2 of 6 rounds"):
         summarise(folder, last=2)
-    with pytest.raises(UserError, match="last = 0: give at least 1 round"):
+    with pytest.raises(UserError, match="last = 0: give a whole number of at least 1"):
         summarise(folder, last=0)
 
 
