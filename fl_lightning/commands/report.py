@@ -26,7 +26,7 @@ from fl_lightning.results import (
     with_values,
 )
 from fl_lightning.results.compare import compare, of_run
-from fl_lightning.results.curves import curve_files, draw_curves, drawn, plot_tradeoff, read
+from fl_lightning.results.curves import all_timed, curve_files, draw_curves, drawn, plot_tradeoff, read
 from fl_lightning.results.table import Column, columns, table_files
 
 SUMMARY = "Write a report of runs: one HTML page that opens offline, with its tables and figures beside it."
@@ -99,7 +99,11 @@ def draw(runs: Runs, shown: Sequence[Column]) -> dict[str, list[tuple[str, str, 
     data = next((table.metric for tables in clients.values() for table in tables), "")
     eigenvalues, density = spectra(files), densities(files)
     return {
-        "curves": [(title(name), name.replace("/", "_"), draw_curves(metrics, [name])) for name in drawn(metrics)],
+        "curves": [
+            (title(name) + of, name.replace("/", "_") + of.replace(" ", "_"), draw_curves(metrics, [name], bool(of)))
+            for name in drawn(metrics)
+            for of in (("", " by device hours") if all_timed(metrics) and name in MAIN else ("",))
+        ],
         "per-client": [
             (text, name, plot_clients(having, column))
             for text, name, column in (

@@ -7,6 +7,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
+import numpy as np
+
 from fl_lightning.core import (
     COLUMN,
     MARKERS,
@@ -38,6 +40,8 @@ POINTS = 100
 """Number of parts of a long run; the mean over each part is drawn."""
 DIVERGED = 1000.0
 """Loss above which a panel of losses has a logarithmic axis."""
+CLOCK = "clock/time_s"
+"""Seconds on the clients' devices so far."""
 MOST = 12
 """Largest number of groups that are told apart by colour and marker."""
 Runs = Path | Sequence[Path]
@@ -102,7 +106,10 @@ def drawn(groups: Mapping[str, Sequence[Columns]]) -> list[str]:
 
 
 def curve_files(runs: Mapping[str, Runs]) -> dict[str, str | bytes]:
-    """Returns ``curves.csv``, with means, deviations and number of seeds, ``curves.png`` and ``.pdf``, by name."""
+    """Returns ``curves.csv``, with means, deviations and number of seeds, ``curves.png`` and ``.pdf``, by name.
+
+    If all runs have a clock of the devices, there are ``curves_hours.png`` and ``.pdf``, too.
+    """
     groups = read(runs)
     bands = [(text, name, curve(group, name), group) for text, group in groups.items() for name in drawn(groups)]
     rows = (
@@ -112,7 +119,8 @@ def curve_files(runs: Mapping[str, Runs]) -> dict[str, str | bytes]:
         for point in zip(*found, strict=True)
     )
     head = ["run", "metric", "round", "mean", "sd", "seeds"]
-    return {"curves.csv": table_text(head, rows), **figure_files(draw_curves(groups), "curves")}
+    hours = figure_files(draw_curves(groups, hours=True), "curves_hours") if all_timed(groups) else {}
+    return {"curves.csv": table_text(head, rows), **figure_files(draw_curves(groups), "curves"), **hours}
 
 
 def plot_curves(runs: Mapping[str, Runs], names: Sequence[str] | None = None) -> Figure:
@@ -134,26 +142,42 @@ def plot_curves(runs: Mapping[str, Runs], names: Sequence[str] | None = None) ->
     return draw_curves(groups, names)
 
 
-def draw_curves(groups: Mapping[str, Sequence[Columns]], names: Sequence[str] | None = None) -> Figure:
+def all_timed(groups: Mapping[str, Sequence[Columns]]) -> bool:
+    """Returns whether all runs have a clock of the clients' devices."""
+    return all(run.get(CLOCK) for runs in groups.values() for run in runs)
+
+
+def draw_curves(
+    groups: Mapping[str, Sequence[Columns]], names: Sequence[str] | None = None, hours: bool = False
+) -> Figure:
     """Draws metrics that are read already, as `plot_curves` does.
 
     Args:
         groups: The metrics of each run, by group; see `read`.
         names: The metrics; None: those of `MAIN` that were measured.
+        hours: Whether against the mean hours of the clients' devices, which all runs have, in place of rounds.
     """
+    across = "device hours" if hours else "round"
     names = [name for name in drawn(groups) if name in MAIN] if names is None else names
     wide = 2 if len(names) > 1 else 1
     rows = max(-(-len(names) // wide), 1)
     with new_figure(PAGE if wide > 1 else COLUMN, 1.9 * rows + 0.4, grid="both") as figure:
         for i, name in enumerate(names):
             bottom = i + wide >= len(names)
-            axes = figure.add_subplot(rows, wide, i + 1, xlabel="round" if bottom else "", ylabel=label(name))
-            _panel(axes, name, groups)
+            axes = figure.add_subplot(rows, wide, i + 1, xlabel=across if bottom else "", ylabel=label(name))
+            _panel(axes, name, groups, hours)
         place_legend(figure)
     return figure
 
 
-def _panel(axes: Axes, name: str, groups: Mapping[str, Sequence[Columns]]) -> None:
+def _hours(runs: Sequence[Columns], rounds: Sequence[float]) -> list[float]:
+    """Returns the mean hours of runs at rounds, also at those between two."""
+    times = [dict(run[CLOCK]) for run in runs]
+    common = sorted(set(times[0]).intersection(*times[1:]))
+    return [float(x) for x in np.interp(rounds, common, [fmean(of[at] for of in times) / 3600 for at in common])]
+
+
+def _panel(axes: Axes, name: str, groups: Mapping[str, Sequence[Columns]], hours: bool) -> None:
     means, ends = list[float](), list[float]()
     for i, (text, group) in enumerate(groups.items()):
         look, found = {**line_style(i), "gid": f"run-{i}"}, curve(group, name)
@@ -161,12 +185,14 @@ def _panel(axes: Axes, name: str, groups: Mapping[str, Sequence[Columns]]) -> No
             continue
         low, high = ([m + sign * sd for m, sd in zip(found.mean, found.sd, strict=True)] for sign in (-1, 1))
         means, ends = means + found.mean, ends + low
-        axes.plot(found.rounds, found.mean, label=text, marker="." if len(found.rounds) < 30 else None, **look)
+        at = _hours(group, found.rounds) if hours else found.rounds
+        axes.plot(at, found.mean, label=text, marker="." if len(at) < 30 else None, **look)
         faint = {"color": look["color"], "gid": look["gid"]}
         if len(group) > 1:
-            axes.fill_between(found.rounds, low, high, alpha=0.2, linewidth=0, **faint)
-        elif len(found.rounds) < len(group[0][name]):
-            axes.plot(*zip(*group[0][name], strict=True), linewidth=0.4, alpha=0.3, zorder=1, **faint)
+            axes.fill_between(at, low, high, alpha=0.2, linewidth=0, **faint)
+        elif len(at) < len(group[0][name]):
+            each, values = zip(*group[0][name], strict=True)
+            axes.plot(_hours(group, each) if hours else each, values, linewidth=0.4, alpha=0.3, zorder=1, **faint)
     if is_flatness(name):
         scale_axis(axes.yaxis, ends)  # a band that reaches 0 has no place on a logarithmic axis
     elif name.endswith("loss") and max(means, default=0) > DIVERGED:

@@ -64,6 +64,9 @@ class Timing:
         ensure(not alone, "trainer.clock.late = partial: clients also train before the round; set it to lost")
         self.bits = [exchanged(objective, server, replace(ctx, phase=phase)) for phase in range(objective.phases)]
         self.device, self._place = cache(self._device), cache(self._placed)
+        nobody = "nobody is done in time in some round, which leaves the model as it is; see client/late"
+        text = f"trainer.clock.deadline_s = {clock.deadline_s}: {nobody}"
+        self._nobody = cache(lambda: warn(text, stacklevel=3))  # once a run
 
     def _device(self, client: int) -> Device:
         """Returns a client's device, a function of the file or of (seed, client)."""
@@ -114,8 +117,7 @@ class Timing:
         steps = {k: self._steps(k, K, phase) if k in late else K for k, K in found.steps.items()}
         done = [k for k, K in steps.items() if K]
         if late and not done:
-            nobody = "nobody was done in time in some round, which leaves the model as it was; see client/late"
-            warn(f"trainer.clock.deadline_s = {deadline:g}: {nobody}", stacklevel=2)
+            self._nobody()
         at = {k: deadline if k in late else sum(times[k]) for k in done}
         first = {*sorted(done, key=at.__getitem__)[:wanted]}  # of two at the same time, the first one of the cohort
         counted = {k: steps[k] for k in done if k in first}

@@ -16,7 +16,7 @@ from fl_lightning import UserError
 from fl_lightning.core import COLORS, COLUMN, PAGE
 from fl_lightning.results.compare import compare, find_runs, of_run
 from fl_lightning.results.configs import telling
-from fl_lightning.results.curves import curve, draw_curves, plot_curves, read
+from fl_lightning.results.curves import all_timed, curve, draw_curves, plot_curves, read
 from fl_lightning.results.metrics import mode_of, write_table
 from fl_lightning.results.summary import summarise
 from fl_lightning.results.table import Markup, cell, columns, is_best, label, latex, names, row
@@ -358,6 +358,17 @@ def test_one_colour_a_group(tmp_path: Path) -> None:
     assert alone.get_figwidth() == COLUMN and len(alone.axes) == 1
     with pytest.raises(UserError, match="names = server/test/miou: no run has it; choose from server/test/acc"):
         plot_curves({"pair": paths[:2]}, ["server/test/miou"])
+
+
+def test_curves_by_device_hours() -> None:
+    """At the mean hours of the seeds, where each run has a clock."""
+    runs = [
+        {"server/test/acc": [(2, 0.5), (4, 0.7)], "clock/time_s": [(t, s * 3600.0 * t) for t in (1, 2, 3, 4)]}
+        for s in (1, 3)
+    ]
+    (axes,) = draw_curves({"runs": runs}, hours=True).axes
+    assert axes.lines[0].get_xdata().tolist() == [4, 8] and axes.get_xlabel() == "device hours"  # type: ignore[union-attr]
+    assert all_timed({"runs": runs}) and not all_timed({"runs": [*runs, {"server/test/acc": [(2, 0.5)]}]})
 
 
 def test_losses_beside_one_that_diverged() -> None:
