@@ -27,6 +27,7 @@ from fl_lightning.results import (
 )
 from fl_lightning.results.compare import compare, of_run
 from fl_lightning.results.curves import all_timed, curve_files, draw_curves, drawn, plot_tradeoff, read
+from fl_lightning.results.metrics import MAIN
 from fl_lightning.results.table import Column, columns, table_files
 
 SUMMARY = "Write a report of runs: one HTML page that opens offline, with its tables and figures beside it."
