@@ -39,7 +39,7 @@ def test_rows_and_columns_of_a_table() -> None:
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        (("fedglos", "3"), r"^paper = fedglos: not in the papers' tables; choose from fedgloss, .*fedgmt$"),
+        (("fedglos", "3"), r"^paper = fedglos: not in the papers' tables; choose from fedgloss, .*, fedsmoo$"),
         (("fedgloss", "30"), r"^table = 30: not in the papers' tables; choose from 3, .*1"),
         (("fedgloss", "3", ["FedSMO"]), r"^rows = FedSMO: not in table 3; choose from FedAvg, FedProx"),
         (

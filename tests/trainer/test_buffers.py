@@ -480,6 +480,6 @@ def test_refusals(golden: Golden) -> None:
     ):
         alone.fit(objective(policy="local"), data)
     with pytest.raises(UserError, match="keeps buffers, and a landscape would need"):
-        landscape.run(fit, objective(), fit.data, str(fit.folder.path / "checkpoints/last.ckpt"))
+        landscape.run(alone, objective(), fit.data, str(fit.folder.path / "checkpoints/last.ckpt"))
     plain = FedAvg(net=nn.Sequential(nn.Flatten(), nn.Linear(192, 4)), buffers="average")  # nothing to keep
     assert plain.net_buffers is None and plain.wire == (("w",), ("w",))
