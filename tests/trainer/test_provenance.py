@@ -30,8 +30,9 @@ def written(folder: Path, **more: Any) -> dict[str, Any]:
 def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A repository with one commit as the working folder."""
     folder = tmp_path / "clone"
-    folder.mkdir()
-    (folder / "mine.py").write_text("a = 1\n")
+    (folder / "package").mkdir(parents=True)
+    for name in ("mine.py", "package/mine.py"):
+        (folder / name).write_text("a = 1\n")
     who = ["-c", "user.name=A", "-c", "user.email=a@b.c"]
     for args in (["init", "-q"], ["add", "."], [*who, "commit", "-qm", "First"]):
         subprocess.run(["git", "-C", str(folder), *args], check=True)
@@ -93,6 +94,17 @@ def test_code_of_the_package_is_what_was_imported(clone: Path, tmp_path: Path, m
     second = found["starts"][1]["code"]
     assert first["package"] == first["working folder"] == second["package"] != second["working folder"]
     assert len(found["changes"]) == 2 and first["package"]["changes"] in found["changes"]
+
+
+def test_code_of_the_package_is_that_of_its_folder(
+    clone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A ledger beside it, say, is no code of the package."""
+    monkeypatch.setattr(fl_lightning, "__file__", str(clone / "package" / "mine.py"))
+    monkeypatch.setattr(provenance, "package", cache(provenance.package.__wrapped__))
+    (clone / "mine.py").write_text("a = 2\n")
+    found = written(tmp_path)["starts"][0]["code"]
+    assert found["package"]["changes"] is None and found["working folder"]["changes"]
 
 
 def test_outside_of_a_clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

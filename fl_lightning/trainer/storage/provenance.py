@@ -97,7 +97,7 @@ def package() -> dict[str, Any] | None:
     """Returns the code of this package as the first run of the process found it: later changes are not imported."""
     file = Path(fl_lightning.__file__)
     # an environment may lie in the clone of something else
-    return _code(file.parent) if _git(file.parent, "ls-files", file.name) else None
+    return _code(file.parent, ".") if _git(file.parent, "ls-files", file.name) else None
 
 
 def write_partition(folder: Path, data: FederatedDataModule) -> None:
@@ -144,13 +144,18 @@ def versions() -> dict[str, str]:
     return {**ours, **{package: version(package) for package in PACKAGES}, **cuda}
 
 
-def _code(folder: Path) -> dict[str, Any] | None:
-    """Returns commit, difference to it, and files that git does not know; None outside a clone with a commit."""
+def _code(folder: Path, paths: str = ":/") -> dict[str, Any] | None:
+    """Returns commit, difference to it, and files that git does not know; None outside a clone with a commit.
+
+    Args:
+        folder: A folder of the clone.
+        paths: What the difference is of, as git names it from there; by default the whole clone.
+    """
     commit = _git(folder, "rev-parse", "HEAD").strip()
     if not commit:
         return None
     names = _git(folder, "ls-files", "--others", "--exclude-standard", "--directory").splitlines()
-    diff = _git(folder, "diff", "HEAD", "--no-ext-diff", "--no-textconv", "--no-color")
+    diff = _git(folder, "diff", "HEAD", "--no-ext-diff", "--no-textconv", "--no-color", "--", paths)
     diff = diff[:MOST_CHANGES] + f"\n... cut after {MOST_CHANGES:,} characters\n" * (len(diff) > MOST_CHANGES)
     more = [f"... and {len(names) - MOST_FILES:,} more"] if len(names) > MOST_FILES else []
     changes = sha256(diff.encode()).hexdigest()[:12] if diff else None
