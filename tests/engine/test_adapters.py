@@ -267,7 +267,7 @@ def test_an_adapter_is_no_classifier() -> None:
     assert features[0].shape == (2, 8) and torch.equal(*features)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_lora_compiled(tmp_path: Path) -> None:
     options = {"arrays": tokens(), "clients_per_round": 2, "local_steps": 1}
     runs = [

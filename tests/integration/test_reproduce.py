@@ -242,7 +242,7 @@ def test_landscape_of_a_figure_in_the_same_directions(tmp_path: Path, monkeypatc
     assert list(json.loads(Path("mine/figure_1/surface.json").read_text())) == ["alpha=0", "alpha=1000"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_spectrum_of_a_figure_is_of_the_tables_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     cli("reproduce", "fedsam", "1", *SMALL)
@@ -279,7 +279,7 @@ def test_every_drawing(
     assert pictures("mine") == [f"figure_{number}/{name}.png" for name in drawn]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*not the .* of the published data set:UserWarning")
 def test_drawing_of_corruptions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each data set has its own files, beside the data."""
