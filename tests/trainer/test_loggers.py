@@ -173,6 +173,15 @@ def test_a_missing_package_is_named(make: Any, monkeypatch: pytest.MonkeyPatch) 
         make()
 
 
+def test_a_column_that_comes_later_keeps_the_others(tmp_path: Path) -> None:
+    """Whatever their names are."""
+    logger = CSVLogger()
+    logger.start(tmp_path, {}, 0, ABOUT)
+    for step, names in enumerate((["@1"], ["@1", "-x"], ["=y"]), 1):
+        logger.log_metrics({name: float(step) for name in names}, step)
+    assert read_metrics(tmp_path / "metrics.csv") == {"@1": [(1, 1), (2, 2)], "-x": [(2, 2)], "=y": [(3, 3)]}
+
+
 def test_one_logger_and_the_csv_that_is_there_already(tmp_path: Path) -> None:
     """A single logger needs no list; a second log of metrics.csv is the first one."""
     assert [type(each) for each in FederatedTrainer(loggers=CSVLogger()).loggers] == [CSVLogger]

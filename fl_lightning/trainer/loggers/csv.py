@@ -1,6 +1,7 @@
 """The log that every run has."""
 
 import csv
+import io
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -9,8 +10,8 @@ from zlib import crc32
 
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
-from fl_lightning.core import UserError, ensure, writing
-from fl_lightning.results.metrics import FILE, NUMBER, read_rows, write_table
+from fl_lightning.core import UserError, ensure, write_atomically, writing
+from fl_lightning.results.metrics import FILE, NUMBER, read_rows
 from fl_lightning.trainer.loggers.base import About, RunLogger
 
 
@@ -61,7 +62,9 @@ class CSVLogger(RunLogger):
             os.fsync(file.fileno())
 
     def _rewrite(self, columns: list[str], rows: list[dict[str, Any]]) -> None:
-        write_table(self.path, columns, ([row.get(name, "") for name in columns] for row in rows))
+        text = io.StringIO()  # a name stays as it is, also one that a spreadsheet would take for a formula
+        csv.writer(text).writerows([columns, *([row.get(name, "") for name in columns] for row in rows)])
+        write_atomically(self.path, text.getvalue())
         self.columns = columns
 
 
