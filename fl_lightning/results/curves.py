@@ -24,6 +24,7 @@ from fl_lightning.core import (
 )
 from fl_lightning.results.compare import Group
 from fl_lightning.results.metrics import (
+    CLOCK,
     MAIN,
     Columns,
     Pairs,
@@ -40,8 +41,6 @@ POINTS = 100
 """Number of parts of a long run; the mean over each part is drawn."""
 DIVERGED = 1000.0
 """Loss above which a panel of losses has a logarithmic axis."""
-CLOCK = "clock/time_s"
-"""Seconds on the clients' devices so far."""
 MOST = 12
 """Largest number of groups that are told apart by colour and marker."""
 Runs = Path | Sequence[Path]

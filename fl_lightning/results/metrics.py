@@ -158,6 +158,8 @@ def is_result(metric: str) -> bool:
     return is_flatness(metric) or metric.startswith("server/") or metric == "client/train/loss"
 
 
+CLOCK = "clock/time_s"
+"""Seconds on the clients' devices so far."""
 FILE = "metrics.csv"
 """In the run folder: a row for each round, a column for each metric."""
 Pairs = Sequence[tuple[float, float]]

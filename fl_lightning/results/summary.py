@@ -8,6 +8,7 @@ from pathlib import Path
 from fl_lightning.core import PositiveInt, checked, ensure, read_json
 from fl_lightning.results.configs import config_files, read_config
 from fl_lightning.results.metrics import (
+    CLOCK,
     FILE,
     Columns,
     Mode,
@@ -252,8 +253,8 @@ def summarise(
         target_minutes=None if reached is None else minutes(reached),
         target_bits=at("comm/total_bits", reached),
         target_transmissions=at("comm/transmissions", reached),
-        device_s=at("clock/time_s", rounds),
-        target_device_s=at("clock/time_s", reached),
+        device_s=at(CLOCK, rounds),
+        target_device_s=at(CLOCK, reached),
         slow_uploads=uploads[-1] / sum(uploads) if any(uploads) else None,
         mode=mode,
         flatness={name.removeprefix("flatness/"): x for name, x in headlines.items() if is_flatness(name)},

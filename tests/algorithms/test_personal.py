@@ -138,9 +138,8 @@ def test_choices(golden: Golden) -> None:
 def test_a_parameter_of_two_modules_has_both_names(keep: str) -> None:
     tied = nn.Sequential(nn.Embedding(4, 3), nn.Flatten(), nn.Linear(3, 4), nn.LayerNorm(4))
     tied[2].weight = tied[0].weight
-    part = LocalObjective(nn.Sequential(nn.LayerNorm(4), *tied[:3]), parts=[Personal([keep.replace("2", "3")])]).parts[
-        0
-    ]
+    net = nn.Sequential(nn.LayerNorm(4), *tied[:3])
+    (part,) = LocalObjective(net, parts=[Personal([keep.replace("2", "3")])]).parts
     assert part.shared == ["0.weight", "0.bias"]  # type: ignore[attr-defined]
 
 
