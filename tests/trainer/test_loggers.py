@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from fl_lightning import CSVLogger, FederatedTrainer, MLFlowLogger, TensorBoardLogger, TrackioLogger, UserError
 from fl_lightning.results.configs import flatten
@@ -171,6 +173,12 @@ def test_a_missing_package_is_named(make: Any, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(base, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"^trainer.loggers = (\w+)Logger: needs (\w+); pip install \2$"):
         make()
+
+
+@pytest.mark.parametrize("name", ["a.png", "a.jpg"])
+def test_pixels_of_a_file(name: str, tmp_path: Path) -> None:
+    Image.fromarray(np.full((3, 2, 3), 128, np.uint8)).save(tmp_path / name)
+    assert base.pixels(tmp_path / name).tolist() == [[[128, 128, 128, 255]] * 2] * 3
 
 
 def test_a_column_that_comes_later_keeps_the_others(tmp_path: Path) -> None:

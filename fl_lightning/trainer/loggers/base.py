@@ -26,11 +26,11 @@ def needs(logger: str, *packages: str) -> None:
 
 def pixels(picture: Picture) -> np.ndarray:
     """Returns a picture as bytes ``(height, width, 4)``."""
-    from matplotlib.image import imread
+    from PIL import Image
 
     with style():
-        (png,) = [picture.read_bytes()] if isinstance(picture, Path) else render(picture(), png={})
-    return np.asarray(np.rint(255 * imread(BytesIO(png))), np.uint8)
+        (file,) = [picture.read_bytes()] if isinstance(picture, Path) else render(picture(), png={})
+    return np.asarray(Image.open(BytesIO(file)).convert("RGBA"))
 
 
 @dataclass(frozen=True)
