@@ -16,6 +16,8 @@ EVENTS = "events.csv"
 """In the run folder: a line for each event."""
 COHORTS = 1000
 """Cohorts that are drawn at one moment until somebody can start."""
+UPLOADS = 10_000
+"""Most uploads of a step."""
 
 
 class Task(NamedTuple):
@@ -111,6 +113,11 @@ class Flight:
                 self._arrive(heappop(self._tasks))
                 if len(self.arrived) == self.rule.buffer:
                     return
+                ensure(
+                    len(self.arrived) <= UPLOADS,
+                    f"trainer.asynchronous.period_s = {period:g}: more than {UPLOADS:,} uploads arrive in one period; "
+                    "give fewer seconds",
+                )
             elif self.now >= tick:
                 return
             else:

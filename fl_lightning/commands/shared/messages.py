@@ -6,7 +6,7 @@ import re
 import traceback
 from collections.abc import Iterator, Sequence
 from importlib import import_module
-from itertools import pairwise, takewhile
+from itertools import groupby, pairwise, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +78,8 @@ def explain(error: Exception, configs: Sequence[str] = (), command: str = "fit")
     for name in {*re.findall(r'- Parser key "(\w+)":', message)}:
         message = re.sub(rf"^ *- Option '{name}' is not accepted\n", "", message, flags=re.MULTILINE)
     message = re.sub(r'( *- Parser key "\w+":\n.*\n)\1+', r"\1", message)
-    keys = re.findall(r'(?:Parser key "|Group \')([^"\']+)', message)
+    # a key stands once for each class that is tried
+    keys = [key for key, _ in groupby(re.findall(r'(?:Parser key "|Group \')([^"\']+)', message))]
     above = ".".join(keys)
     nested = [".".join([*keys[:1], key]) for key in re.findall(r"NestedArg\(key='([^']+)'", message)]
     path = max([above, *nested], key=lambda key: key.count("."))  # as it was given, or deeper within a value
@@ -96,7 +97,11 @@ def explain(error: Exception, configs: Sequence[str] = (), command: str = "fit")
     if problem := _import_problem(name) if name else "":
         return f"{path} = {name}: {problem}; mend this file, or give another class"
     if match := re.search(r"Problem with given class_path '([\w.]+)':\s+(.*)", message):
-        remedy = f"; check that Python can import '{match[1].rpartition('.')[0]}'" if "No module" in match[2] else ""
+        module, _, wanted = match[1].rpartition(".")
+        remedy = f"; check that Python can import '{module}'" if "No module" in match[2] else ""
+        if "has no attribute" in match[2]:
+            own = [name for name, of in vars(import_module(module)).items() if getattr(of, "__module__", "") == module]
+            remedy = f"; it has {', '.join(similar(wanted, own) or own[:5])}" * bool(own)
         return f"{path or 'class_path'} = {match[1]}: {folded(match[2], MOST)}{remedy}"
     if match := re.search(r"-(?:-([\w.]+))?\.help: .*import path string: *(.*)", message):
         path = ".".join([*keys[:1], match[1]])
@@ -154,7 +159,8 @@ def explain(error: Exception, configs: Sequence[str] = (), command: str = "fit")
                 remedy = remedy or f"give its class by name or dotted path{early}"
                 return f"{path} = {value:.60}: no {kind[1] or 'class'}; {remedy}"
             known = bool(path) or not re.match(r"[\w.]+ = ", own[-1])
-            return f"{path or 'model, data or trainer'}: {folded(own[-1], MOST)}" if known else folded(own[-1], MOST)
+            what = re.sub(r"^'[^']*'$", r"KeyError: \g<0>", folded(own[-1], MOST))
+            return f"{path or 'model, data or trainer'}: {what}" if known else what
         if (choices := re.findall(r"'(.+?)'", match[1])) and match[1].startswith("Literal"):
             return f"{path} = {value:.60}: choose from {', '.join(choices)}"
         name, listed = value.strip("[]"), match[1].rpartition(".")[2] in ("list", "Sequence")
