@@ -97,7 +97,12 @@ def shows(message: str, *parts: str) -> None:
         ("--data=json.Sensors", "data = ", "json.Sensors", "module 'json' has no attribute 'Sensors'"),
         ("--data=json.decoder.Sensors", "data = ", "json.decoder.Sensors", "; it has JSONDecodeError, "),
         ("--data=json.decoder.JSONDecode", "data = ", "JSONDecode", "; it has JSONDecodeError, JSONDecoder"),
-        ("--trainer.loggers=WandbLogger --trainer.loggers.mode=on", "error: trainer.loggers.mode = ", "on", "choose from "),
+        (
+            "--trainer.loggers=WandbLogger --trainer.loggers.mode=on",
+            "error: trainer.loggers.mode = ",
+            "on",
+            "choose from ",
+        ),
         ("--data=CIFAR-10", "data = ", "CIFAR-10: ", "did you mean CIFAR10"),
         ("--model.net=DigitsMPL", "model.net = ", "DigitsMPL", "did you mean DigitsMLP"),
         ("--data=Digit", "data = ", "Digit", "did you mean Digits?"),

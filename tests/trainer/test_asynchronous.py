@@ -262,7 +262,9 @@ def test_steps_by_time(tmp_path: Path) -> None:
     assert landed == [("0", 1), ("2", 1.6), ("1", 1.7), ("2", 2.3), ("0", 2.6), ("1", 4)]
     often = train(tmp_path, SemiSynchronous(1e-9, 2), rounds=4)
     assert column(often, "clock/time_s") == pytest.approx([1, 1.6, 1.7, 2.3])
-    with pytest.raises(UserError, match=r"^trainer\.asynchronous\.period_s = 1e\+12: more than 10,000 uploads .* fewer"):
+    with pytest.raises(
+        UserError, match=r"^trainer\.asynchronous\.period_s = 1e\+12: more than 10,000 uploads .* fewer"
+    ):
         train(tmp_path, SemiSynchronous(1e12, 2), rounds=1, sampler=UniformSampler(2))
     with pytest.raises(UserError, match=r"^trainer\.asynchronous: give either buffer or period_s"):
         Asynchronous(None, None, None, None)
