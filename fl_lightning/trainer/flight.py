@@ -17,7 +17,7 @@ EVENTS = "events.csv"
 COHORTS = 1000
 """Cohorts that are drawn at one moment until somebody can start."""
 UPLOADS = 10_000
-"""Most uploads of a step."""
+"""Most uploads of a period."""
 
 
 class Task(NamedTuple):
@@ -109,15 +109,15 @@ class Flight:
             period, tick = self.rule.period_s, inf
             if period is not None and self.arrived:  # the first one after the first arrival
                 tick = ceil(self.arrived[0].end / period) * period
-            if self._tasks and self._tasks[0].end <= self.now:
-                self._arrive(heappop(self._tasks))
-                if len(self.arrived) == self.rule.buffer:
-                    return
                 ensure(
                     len(self.arrived) <= UPLOADS,
                     f"trainer.asynchronous.period_s = {period:g}: more than {UPLOADS:,} uploads arrive in one period; "
                     "give fewer seconds",
                 )
+            if self._tasks and self._tasks[0].end <= self.now:
+                self._arrive(heappop(self._tasks))
+                if len(self.arrived) == self.rule.buffer:
+                    return
             elif self.now >= tick:
                 return
             else:
