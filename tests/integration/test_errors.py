@@ -95,7 +95,6 @@ def shows(message: str, *parts: str) -> None:
         ("--model.ascent=SAMM", "model.ascent = ", "SAMM", "did you mean SAM, "),
         ("--model.ascent=SAMM", "ascent", "SAMM", "LESAM? A class of your own goes by its dotted path"),
         ("--data=json.Sensors", "data = ", "json.Sensors", "module 'json' has no attribute 'Sensors'"),
-        ("--data=json.decoder.Sensors", "data = ", "json.decoder.Sensors", "; it has JSONDecodeError, "),
         ("--data=json.decoder.JSONDecode", "data = ", "JSONDecode", "; it has JSONDecodeError, JSONDecoder"),
         (
             "--trainer.loggers=WandbLogger --trainer.loggers.mode=on",

@@ -78,8 +78,8 @@ def explain(error: Exception, configs: Sequence[str] = (), command: str = "fit")
     for name in {*re.findall(r'- Parser key "(\w+)":', message)}:
         message = re.sub(rf"^ *- Option '{name}' is not accepted\n", "", message, flags=re.MULTILINE)
     message = re.sub(r'( *- Parser key "\w+":\n.*\n)\1+', r"\1", message)
-    # a key stands once for each class that is tried
-    keys = [key for key, _ in groupby(re.findall(r'(?:Parser key "|Group \')([^"\']+)', message))]
+    found = re.findall(r'(?:Parser key "|Group \')([^"\']+)', message)
+    keys = [key for key, _ in groupby(found)]  # a key stands there once for each class that is tried
     above = ".".join(keys)
     nested = [".".join([*keys[:1], key]) for key in re.findall(r"NestedArg\(key='([^']+)'", message)]
     path = max([above, *nested], key=lambda key: key.count("."))  # as it was given, or deeper within a value
@@ -97,11 +97,7 @@ def explain(error: Exception, configs: Sequence[str] = (), command: str = "fit")
     if problem := _import_problem(name) if name else "":
         return f"{path} = {name}: {problem}; mend this file, or give another class"
     if match := re.search(r"Problem with given class_path '([\w.]+)':\s+(.*)", message):
-        module, _, wanted = match[1].rpartition(".")
-        remedy = f"; check that Python can import '{module}'" if "No module" in match[2] else ""
-        if "has no attribute" in match[2]:
-            own = [name for name, of in vars(import_module(module)).items() if getattr(of, "__module__", "") == module]
-            remedy = f"; it has {', '.join(similar(wanted, own) or own[:5])}" * bool(own)
+        remedy = f"; check that Python can import '{match[1].rpartition('.')[0]}'" if "No module" in match[2] else ""
         return f"{path or 'class_path'} = {match[1]}: {folded(match[2], MOST)}{remedy}"
     if match := re.search(r"-(?:-([\w.]+))?\.help: .*import path string: *(.*)", message):
         path = ".".join([*keys[:1], match[1]])
@@ -158,9 +154,8 @@ def explain(error: Exception, configs: Sequence[str] = (), command: str = "fit")
                 early = "; --config, if there is one, goes first" if "NestedArg(key=" in message else ""
                 remedy = remedy or f"give its class by name or dotted path{early}"
                 return f"{path} = {value:.60}: no {kind[1] or 'class'}; {remedy}"
-            known = bool(path) or not re.match(r"[\w.]+ = ", own[-1])
             what = re.sub(r"^'[^']*'$", r"KeyError: \g<0>", folded(own[-1], MOST))
-            return f"{path or 'model, data or trainer'}: {what}" if known else what
+            return what if re.match(r"[\w.]+ = ", what) and not path else f"{path or 'model, data or trainer'}: {what}"
         if (choices := re.findall(r"'(.+?)'", match[1])) and match[1].startswith("Literal"):
             return f"{path} = {value:.60}: choose from {', '.join(choices)}"
         name, listed = value.strip("[]"), match[1].rpartition(".")[2] in ("list", "Sequence")
@@ -298,17 +293,20 @@ def _classless(path: str, message: str) -> str | None:
 
 
 def _import_problem(name: str) -> str:
-    """Returns where and why a class's module cannot be imported; empty if it can be, or is not there."""
-    module = name.rpartition(".")[0]
+    """Returns where and why a class's module cannot be imported, or that the class is not in it; else an empty text."""
+    module, _, wanted = name.rpartition(".")
     try:
-        import_module(module)
+        if hasattr(imported := import_module(module), wanted):
+            return ""
     except Exception as error:  # whatever the module raises
         if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
             return ""
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if os.path.isfile(frame.filename)]
         at: Any = error if isinstance(error, SyntaxError) else frames[-1]
         return f"{at.filename}, line {at.lineno}: {type(error).__name__}: {folded(getattr(error, 'msg', error), MOST)}"
-    return ""
+    own = [each for each in dir(imported) if each[:1].isupper()]
+    has = f"; it has {', '.join(similar(wanted, own) or own[:5])}" if own else ""
+    return f"module '{module}' has no attribute '{wanted}'{has}"
 
 
 def _find(tree: Any, name: str) -> list[str] | None:
