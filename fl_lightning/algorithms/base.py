@@ -207,10 +207,17 @@ class LocalObjective(Composed, SupervisedModule):
     def finish_phase(self, server: State, sent: State, uploads: Uploads, ctx: RoundContext) -> State:
         """Returns the server's state after a phase; warns of what its step keeps on the objective, which is lost."""
         uploads = through((part.decoded for part in self.parts), uploads, sent, self.models)
-        before = {**vars(self)}
+        before, old_server = {**vars(self)}, server
         server = value_of(self.server_step, server, sent, uploads, ctx)
         step = f"{type(self).__name__}.server_step"
         ensure(isinstance(server, State), f"{step} returns a {type(server).__name__}; return server.replace(w=...)")
+        values: Mapping[str, Any] = server  # a user's hook may return anything
+        for name, value in values.items():
+            old = old_server[name]
+            ensure(
+                isinstance(value, Tensor) and (value.shape, value.dtype) == (old.shape, old.dtype),
+                f"{step} returns '{name}' as {_form(value)}; return {_form(old)}, as it was",
+            )
         for name in [name for name, value in vars(self).items() if before.get(name, self) is not value]:
             warn(f"{step} sets self.{name}: a resumed run lacks it; declare it in server_state", stacklevel=2)
         return through((part.phase_end for part in self.all_parts), server, uploads)
@@ -281,3 +288,10 @@ class LocalObjective(Composed, SupervisedModule):
             f"{type(self).__name__} keeps federated state ({', '.join(sorted(state)) or 'the received model'}): "
             "train it with `fl-lightning fit` or FederatedTrainer.fit, not centrally",
         )
+
+
+def _form(value: Any) -> str:
+    """Returns the shape and dtype of a tensor, in words."""
+    if not isinstance(value, Tensor):
+        return f"a {type(value).__name__}"
+    return f"{str(value.dtype).removeprefix('torch.')} of shape {tuple(value.shape)}"

@@ -5,7 +5,7 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fl_lightning.algorithms.hooks import Hooks
 from fl_lightning.algorithms.parts import (
@@ -26,6 +26,7 @@ class Composed(Hooks):
     """An algorithm with its parts; see `LocalObjective`."""
 
     config_key: ClassVar[str]
+    loss: nn.Module
     optimizer: LocalOptimizer
     averaging: Averaging | None
     net_buffers: Buffers | None
@@ -42,6 +43,24 @@ class Composed(Hooks):
     @property
     def _owners(self) -> "tuple[Composed | Part, ...]":
         return self, *self.all_parts
+
+    @property
+    def _configured(self) -> tuple[object, ...]:
+        return *self._owners, self.optimizer, self.loss
+
+    def plain_settings(self) -> dict[str, Any]:
+        """Returns the numbers and text among the attributes of the objective and its parts, by owner and name."""
+        found = ((f"{i}.{name}", v) for i, owner in enumerate(self._configured) for name, v in vars(owner).items())
+        return {
+            name: v
+            for name, v in found
+            if isinstance(v, bool | int | float | str) and not name.endswith(".training") and "._" not in name
+        }
+
+    def change_setting(self, name: str, value: Any) -> None:
+        """Changes one of the `plain_settings`."""
+        i, _, attribute = name.partition(".")
+        setattr(self._configured[int(i)], attribute, value)
 
     def client_inits(self) -> dict[str, Init]:
         """Returns the initial values of all state that a client keeps."""

@@ -151,7 +151,7 @@ def as_setting(value: Any) -> Any:
         made = Made.of(value)
         if made.form is not None and made.form != _form(value):
             return described(value)  # its layers have been changed since
-        given = made.now(value)
+        given = made.now(value) | _overriding(value)
     else:
         return described(value)
     found = {name: as_setting(each) for name, each in given.items()}
@@ -222,6 +222,14 @@ def _public(value: object) -> dict[str, Any]:
     if not isinstance(value, nn.Module):
         return names
     return {n: list(v.shape) if isinstance(v, Tensor) else v for n, v in names.items() if n != "training"}
+
+
+def _overriding(owner: object) -> dict[str, Any]:
+    """Returns the plain attributes of an object that stand in place of other ones of a class of the user's."""
+    kinds = [kind for kind in type(owner).__mro__ if hasattr(kind, "config_key")]
+    own = [vars(kind) for kind in kinds if not kind.__module__.startswith("fl_lightning.")]
+    plain = {n: v for n, v in vars(owner).items() if isinstance(v, bool | Real | str)}
+    return {n: v for n, v in plain.items() for of_class in own if n in of_class and of_class[n] != v}
 
 
 def _is_short(found: Any) -> bool:

@@ -122,7 +122,7 @@ class FromDataset(FederatedDataModule):
     """Map-style torch data sets of pairs ``(x, label)``; x is an array, a tensor, a PIL image, or a dict of these.
 
     Threads read the samples once, or with ``stream`` whenever they are needed. The labels come from the attribute
-    ``targets`` if there is one; otherwise every sample is read for its label.
+    ``targets`` if some samples have them, too; otherwise every sample is read for its label.
 
     Args:
         train: The training data.
@@ -147,6 +147,9 @@ class FromDataset(FederatedDataModule):
     ) -> None:
         ensure(test_clients is None or clients is not None, "clients: missing; test_clients are among them")
         for name, users, samples in (("clients", clients, train), ("test_clients", test_clients, test)):
+            what = "train" if samples is train else "test"
+            sized = isinstance(samples, Sized)
+            ensure(sized, f"{what}: a {type(samples).__name__} has no length; give a map-style data set of pairs")
             n = len(cast(Sized, samples))
             ensure(
                 users is None or len(users) == n,
@@ -173,8 +176,16 @@ def _pairs(name: str, dataset: Any) -> tuple[IndexedSamples, NDArray[Any]]:
         )
     pair = isinstance(first, tuple | list) and len(first) > 1
     ensure(pair, f"{name}: a {type(dataset).__name__} has no pairs (x, label); give a map-style data set of pairs")
-    known = getattr(dataset, "targets", None)
-    labels = [dataset[i][1] for i in range(len(dataset))] if known is None else known
+    known, n = getattr(dataset, "targets", None), len(dataset)
+    same = (
+        known is not None
+        and len(known) == n
+        and all(  # a target_transform may change them
+            np.array_equal(np.asarray(dataset[i][1]), np.asarray(known[i]))
+            for i in {*range(0, n, max(n // 8, 1)), n - 1}
+        )
+    )
+    labels = known if same else [dataset[i][1] for i in range(n)]
     return IndexedSamples(name, len(dataset), lambda i: dataset[i][0], first[0]), np.asarray(labels)
 
 

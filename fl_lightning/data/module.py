@@ -4,7 +4,6 @@ import hashlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from itertools import cycle, islice
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -214,16 +213,6 @@ class FederatedDataModule(SampleStore, ABC):
             dtype: Floating dtype of the samples.
         """
         return self._minibatches(self.clients[client], self.batches_per_client(client, epochs, steps), generator, dtype)
-
-    def _sizes(self, n: int) -> list[int]:
-        """Returns the number of samples of each minibatch in one pass over ``n`` samples; never empty."""
-        size = self.batch_size or n
-        full, rest = divmod(n, size)
-        return [size] * full + [rest] * (rest > 0 and not (self.drop_last and full))
-
-    def batch_sizes(self, n: int, count: int) -> list[int]:
-        """Returns the number of samples of each of ``count`` minibatches of ``n`` samples."""
-        return list(islice(cycle(self._sizes(n)), count))
 
     def _minibatches(self, indices: Tensor, count: int, generator: torch.Generator, dtype: torch.dtype) -> Minibatches:
         n, once = len(indices), self._sizes(len(indices))

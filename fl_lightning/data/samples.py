@@ -5,6 +5,7 @@ from abc import ABC
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from functools import cache
+from itertools import cycle, islice
 from typing import Any, Self
 
 import lightning as L
@@ -44,6 +45,7 @@ class SampleStore(Checked, L.LightningDataModule, ABC, key="data"):
     scale: float = 255.0
     """Value of a uint8 pixel that becomes 1.0."""
     batch_size: int | None
+    drop_last: bool
     num_classes: int
     input_shape: Any
     clients: ClientIndices
@@ -73,6 +75,20 @@ class SampleStore(Checked, L.LightningDataModule, ABC, key="data"):
             return own
         samples = f"{int(self.clients.sizes.sum()):,} training samples of shape {self.input_shape}"
         return f"{own}: {samples}, {self.num_classes} {self.task.unit}"
+
+    def _sizes(self, n: int) -> list[int]:
+        """Returns the number of samples of each minibatch in one pass over ``n`` samples; never empty."""
+        size = self.batch_size or n
+        full, rest = divmod(n, size)
+        return [size] * full + [rest] * (rest > 0 and not (self.drop_last and full))
+
+    def batch_sizes(self, n: int, count: int) -> list[int]:
+        """Returns the number of samples of each of ``count`` minibatches of ``n`` samples."""
+        return list(islice(cycle(self._sizes(n)), count))
+
+    def minibatch_sizes(self) -> set[int]:
+        """Returns the numbers of samples that minibatches of the clients have."""
+        return {size for n in {*self.clients.sizes.tolist()} for size in {*self._sizes(n)}}
 
     def pair(self, x: Inputs, y: Tensor, evaluation: bool) -> Batch:
         """Splits stored samples into the input of the net and its target.

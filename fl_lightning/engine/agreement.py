@@ -39,6 +39,9 @@ def check(engine: Engine, sequential: Engine, jobs: Sequence[Job]) -> None:
     hooks that change once in the run, as after a warm-up; it cannot see what a hook does only in rounds in between, or
     what a local optimizer does only from its fourth step on.
 
+    One of the minibatches is shorter than others, and padded, if that happens in the run: a term over a whole
+    minibatch, as of contrastive losses or of BatchNorm without running statistics, must leave out the padding.
+
     Both engines train in float64 and without autocast, where they agree to rounding, so that the comparison holds at
     any learning rate. Where rounding is amplified (the sign of a gradient that is zero, a kink of ReLU), more is
     tolerated: ten times what a change of the weights by rounding makes. A net or a device that cannot run in float64 is
@@ -55,7 +58,7 @@ def check(engine: Engine, sequential: Engine, jobs: Sequence[Job]) -> None:
     Raises:
         UserError: If the hooks give different results for several clients at once and for each.
     """
-    jobs = unlike(jobs)
+    jobs = with_padding(unlike(jobs))
     try:
         _compare(engine, sequential, jobs, precise=accumulator_dtype(sequential.net.device) == torch.float64)
     except _NotPrecise:
@@ -74,6 +77,24 @@ def unlike(jobs: Sequence[Job]) -> list[Job]:
     if len(chosen) > 1:
         steps[0] = last[:1]
     return [*map(excerpt, chosen, steps)]
+
+
+def with_padding(jobs: Sequence[Job]) -> list[Job]:
+    """Returns jobs of which one has a short last minibatch, if theirs have one size, and the run's have several."""
+    sizes = {size for job in jobs for size in job.minibatches.sizes}
+    others = jobs[0].minibatches.source.minibatch_sizes() - sizes
+    if len(sizes) > 1 or not others:
+        return [*jobs]
+    size = max(sizes)
+    fewer = size - max((n for n in others if n < size), default=max(1, size - 1))
+    last = jobs[-1].minibatches
+    short = replace(
+        last,
+        indices=last.indices[: len(last.indices) - fewer],
+        sizes=[*last.sizes[:-1], size - fewer],
+        draws={name: v[: len(v) - fewer] for name, v in last.draws.items()},
+    )
+    return [*jobs[:-1], replace(jobs[-1], minibatches=short)]
 
 
 def excerpt(job: Job, steps: Sequence[int]) -> Job:
@@ -135,7 +156,8 @@ def _compare_with(expected: Sequence[Expected], engine: Engine, jobs: Sequence[J
                 raise _refused(
                     engine,
                     f"gives for several clients at once (vectors of shape (clients, d)) something else than for each, "
-                    f"in {what}; reduce over the last axis only, with keepdim, or use sequential",
+                    f"in {what}; reduce over the last axis only, with keepdim, leave padding, whose weight is 0, out "
+                    "of a term over a minibatch (BatchNorm without running statistics cannot), or use sequential",
                 )
 
 

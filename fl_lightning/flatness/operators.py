@@ -38,11 +38,18 @@ Settings = tuple[Sequence[int], Sequence[int], Sequence[int], int]
 
 
 class ConstantInputs(TorchFunctionMode):
-    """While it is active, ``conv2d`` of an input that requires no gradient is :class:`_Convolution`."""
+    """While it is active, ``conv2d`` of an input that requires no gradient is :class:`_Convolution`.
+
+    Weight normalisation is written out: the second derivative of torch's own is wrong.
+    """
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if func is torch._weight_norm and not kwargs:
+            v, scale, dim = (*args, 0)[:3]
+            others = [i for i in range(v.ndim) if dim == -1 or i != dim]  # -1: one norm of all
+            return v * (scale / torch.linalg.vector_norm(v, dim=others, keepdim=True))
         as_module = func is torch.conv2d and not kwargs and len(args) == 7  # as nn.Conv2d calls it
         if as_module and not isinstance(args[4], str):  # padding can be "same"
             x, weight, bias, *settings = args

@@ -3,10 +3,11 @@
 from collections.abc import Mapping
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 
 from fl_lightning.algorithms.parts.base import check_owners
-from fl_lightning.core import UserError, ensure, generator, map_tensors, variance_needed
+from fl_lightning.core import Inputs, UserError, ensure, generator, map_tensors, named_tensors, variance_needed
 from fl_lightning.trainer.run import Run
 
 MISFIT = (RuntimeError, ValueError, IndexError, TypeError, AttributeError)
@@ -37,6 +38,10 @@ def check_fit(run: Run) -> None:
         raise UserError(
             f"model.net = {net} cannot take a batch of shape {shape} ({_first_line(error)}); choose a net for this data"
         ) from None
+    embeddings = (nn.Embedding, nn.EmbeddingBag)
+    sparse = [n for n, each in objective.net.named_modules() if isinstance(each, embeddings) and each.sparse]
+    ensure(not sparse, f"model.net = {net}: {', '.join(sparse)} has sparse gradients; set its sparse to false")
+    _check_in_place(run, x)
     if evaluator.by_batch:
         least = len(data.y_test) % data.eval_batch_size or data.eval_batch_size
         with variance_needed(
@@ -66,6 +71,25 @@ def check_fit(run: Run) -> None:
         objective.check_global_model(f"data.val_fraction = {data.val_fraction}, which must be 0")
     for callback in run.callbacks:
         callback.check(run)
+
+
+def _check_in_place(run: Run, x: Inputs) -> None:
+    """Checks that the net's forward changes neither its weights, which are the server's, nor its input."""
+    net, few = run.objective.net, map_tensors(lambda v: v[:2].clone(), x)
+    versions = [p._version for p in net.parameters()]
+    run.evaluator.logits(run.server.w, few)
+    ensure(
+        versions == [p._version for p in net.parameters()],
+        f"model.net = {type(net).__name__} changes its own weights in forward, as nn.Embedding(max_norm=...) does; "
+        "they are the server's, too: leave it out",
+    )
+    once = named_tensors(map_tensors(torch.clone, few), "")
+    run.evaluator.logits(run.server.w, few)
+    ensure(
+        all(torch.equal(v, once[name]) for name, v in named_tensors(few, "").items()),
+        f"model.net = {type(net).__name__} changes its input in place, which a step of SAM uses twice; compute new "
+        "tensors, as x - 1 in place of x.sub_(1)",
+    )
 
 
 def check_aggregation(run: Run) -> None:

@@ -89,6 +89,7 @@ def _about(run: Run, pin: bool) -> dict[str, Any]:
         "kind": run.kind,
         "identity": _identity(run),
         "config": flatten(run.config),
+        "settings": _changed_settings(run),
         "engine": run.engine_name,
         "noise": None if key is None else {"key": key.secret.hex(), "settings": digest(run, run.engine_name)},
         "buffers": None if buffers is None else buffers.first,
@@ -98,6 +99,12 @@ def _about(run: Run, pin: bool) -> dict[str, Any]:
         "callbacks": {key: x.state_dict() for key, x in by_key(run.callbacks).items()},
         "loggers": {key: x.state_dict() for key, x in by_key([*run.run_loggers]).items()},
     }
+
+
+def _changed_settings(run: Run) -> dict[str, list[Any]]:
+    """Returns the plain settings that have changed since the run was made: the first value and that of now, by name."""
+    first = run.first_settings
+    return {n: [first[n], now] for n, now in run.objective.plain_settings().items() if n in first and first[n] != now}
 
 
 def restore(run: Run, ckpt_path: str, resume: bool = True, clients: bool = True) -> None:
@@ -121,6 +128,10 @@ def restore(run: Run, ckpt_path: str, resume: bool = True, clients: bool = True)
         not resume or content["kind"] == run.kind,
         f"ckpt_path = {path}: of {content['kind']} training; continue it with `fl-lightning {command}`",
     )
+    _ = run.config  # that of the settings that were given
+    for name, (first, now) in content["settings"].items():
+        if run.first_settings.get(name) == first:  # else the user gives another one
+            run.objective.change_setting(name, now)
     _check_identity(path, content["identity"], _identity(run) if clients else _model_identity(run))
     frozen = {"model.net (its frozen parameters)": content["frozen"]}
     if resume:

@@ -19,6 +19,7 @@ from fl_lightning.core import (
     FlatNet,
     RoundContext,
     State,
+    UserError,
     config_of,
     constants,
     digest,
@@ -149,6 +150,7 @@ class Run:
         round_metrics: Metrics of the current round so far.
         should_stop: Ends the run; a callback may set it.
         checkpoint: The checkpoint that the run was restored from.
+        first_settings: The objective's plain settings when the run was made; callbacks may change them.
         restored: Content of that checkpoint, without the clients' rows, which would lie in memory twice.
         folder: The run's folder; of a restored run, that of the checkpoint.
         callback_s: Seconds spent in callbacks.
@@ -209,6 +211,7 @@ class Run:
         self.round_metrics: dict[str, float] = {}
         self.checkpoint: Path | None = None
         self.restored: dict[str, Any] = {}
+        self.first_settings = objective.plain_settings()
         self.should_stop = self._stopped = False
         self.saved_rounds, self.callback_s, self._opened = -1, 0.0, time.monotonic()
 
@@ -330,7 +333,11 @@ class Run:
 
     def log(self, metrics: Mapping[str, float]) -> None:
         """Adds metrics to this round's; names say what was measured where, as in ``server/test/acc``."""
-        metrics = {name: float(value) for name, value in metrics.items()}
+        try:
+            metrics = {name: float(value) for name, value in metrics.items()}
+            "".join(metrics)  # names are text
+        except (TypeError, ValueError):
+            raise UserError(f"run.log: {dict(metrics)!r:.80}: give numbers by name") from None
         self.round_metrics.update(metrics)
         self.state = replace(self.state, metrics={**self.metrics, **metrics})
 

@@ -17,16 +17,18 @@ LONGEST = 1e15
 """Most seconds of a client in a phase; in sums of longer ones those of the others would be lost."""
 
 
-def exchanged(objective: LocalObjective, server: State, ctx: RoundContext) -> tuple[int, int]:
+def exchanged(objective: LocalObjective, server: State, ctx: RoundContext, num_classes: int) -> tuple[int, int]:
     """Returns the bits that a client receives and uploads in a phase: those of one that takes no step.
 
     Args:
         objective: The local objective.
         server: The server's state.
         ctx: The context of the phase.
+        num_classes: Number of classes.
     """
     w, draws = server.w, Draws([(0, ctx.t, ctx.phase, 0)], server.w.device, together=False)
-    of_client = ClientContext(**vars(ctx), lr=1.0, K=1, k_lr=1.0, draws=draws)
+    counts = w.new_ones(num_classes) if objective.uses_class_counts else None
+    of_client = ClientContext(**vars(ctx), lr=1.0, K=1, k_lr=1.0, class_counts=counts, draws=draws)
     sent = objective.begin_phase(server, ctx)
     upload, _ = objective.without_steps(w, sent, of_client)
     return objective.bits(sent, up=False), objective.bits(upload, up=True)
@@ -62,7 +64,8 @@ class Timing:
         self.speeds = settings.faults.stragglers or Stragglers(1.0, sigma=clock.sigma)
         alone = clock.shortens and objective.trains_alone
         ensure(not alone, "trainer.clock.late = partial: clients also train before the round; set it to lost")
-        self.bits = [exchanged(objective, server, replace(ctx, phase=phase)) for phase in range(objective.phases)]
+        phases = [replace(ctx, phase=phase) for phase in range(objective.phases)]
+        self.bits = [exchanged(objective, server, each, data.num_classes) for each in phases]
         self.device, self._place = cache(self._device), cache(self._placed)
         nobody = "nobody is done in time in some round, which leaves the model as it is; see client/late"
         text = f"trainer.clock.deadline_s = {clock.deadline_s}: {nobody}"

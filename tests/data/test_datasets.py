@@ -13,7 +13,7 @@ import torch
 import yaml
 from PIL import Image
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 import fl_lightning
 from fl_lightning import CIFAR10, CIFAR100, CINIC10, AGNews, FedAvg, FederatedTrainer, FromDataset, Landmarks
@@ -244,11 +244,24 @@ def test_a_client_has_its_own_part_of_the_test_set(column: Callable[[list[int]],
 
 
 def test_targets_spare_reading(tmp_path: Path) -> None:
-    train = Pairs(IMAGES[:6], [0, 1] * 3)
-    train.targets = [0, 1] * 3  # type: ignore[attr-defined]
+    train = Pairs([*IMAGES[:6]] * 10, [0, 1] * 30)
+    train.targets = [0, 1] * 30  # type: ignore[attr-defined]
     data = FromDataset(train, Pairs(IMAGES[6:8], [1, 0]), num_clients=2, stream=True)
     data.setup()
-    assert train.reads == 1 and data.y_train.tolist() == [0, 1] * 3
+    assert train.reads < 15 and data.y_train.tolist() == [0, 1] * 30
+
+
+def test_labels_are_those_that_a_target_transform_makes() -> None:
+    train = Pairs([*IMAGES[:6]] * 10, [0, 1] * 30)
+    train.targets = [k % 10 for k in range(60)]  # type: ignore[attr-defined]
+    data = FromDataset(train, Pairs(IMAGES[6:8], [1, 0]), num_clients=2, stream=True)
+    data.setup()
+    assert data.num_classes == 2 and data.y_train.tolist() == [0, 1] * 30
+
+
+class Endless(IterableDataset):  # type: ignore[type-arg]
+    def __iter__(self) -> Any:
+        yield IMAGES[0], 0
 
 
 def test_faulty_datasets() -> None:
@@ -257,6 +270,8 @@ def test_faulty_datasets() -> None:
         FromDataset(good, good, [0, 1, 1])
     with pytest.raises(UserError, match="test_clients: 1 for 4 samples; give one per sample"):
         FromDataset(good, good, [0, 1, 1, 0], [0])
+    with pytest.raises(UserError, match=r"^train: a Endless has no length; give a map-style data set of pairs$"):
+        FromDataset(Endless(), good, num_clients=2)
     odd = Pairs([*IMAGES[:3], IMAGES[3, :5]], [0, 1, 0, 1])
     with pytest.raises(UserError, match=r"train: sample 3 is uint8 \(5, 32, 3\), the first is uint8 \(32, 32, 3\)"):
         FromDataset(odd, good, num_clients=2).setup()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import resource
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +32,7 @@ from fl_lightning import (
     LambdaMax,
     Lion,
     LocalObjective,
+    ReplaySampler,
     UserError,
     algorithms,
 )
@@ -355,6 +357,54 @@ def test_the_check_sees_mistakes_at_any_learning_rate(lr: float, tmp_path: Path)
 
     with pytest.raises(UserError, match="something else than for each, in the weights; reduce over the last axis"):
         train(tmp_path, NormOfAll(net=Net(), optimizer=SGD(lr)), "batched", precision="32-true")
+
+
+class Entropy(LocalObjective):
+    """Adds the entropy of a minibatch's mean prediction, padding included."""
+
+    def batch_loss(self, output: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        p = output.softmax(-1).mean(0)
+        return super().batch_loss(output, target, *args, **kwargs) + (p * p.log()).sum()
+
+
+@pytest.mark.parametrize(
+    ("make", "sizes", "refused"),
+    [
+        (
+            lambda: Entropy(nn.Linear(6, 4)),
+            (8, 8, 8, 8, 10, 11),
+            True,
+        ),  # a short minibatch comes in the last round only
+        (lambda: Entropy(nn.Linear(6, 4)), (8, 8, 8, 12, 4, 8), False),  # none is short
+        (lambda: FedAvg(nn.Linear(6, 4)), (8, 8, 8, 8, 10, 11), False),
+        (
+            lambda: FedAvg(nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4, track_running_stats=False))),
+            (8, 8, 8, 8, 10, 11),
+            True,
+        ),
+    ],
+)
+@pytest.mark.parametrize("engine", ["batched", "graphed"])
+def test_a_term_over_a_minibatch_may_not_see_padding(
+    engine: str, make: Any, sizes: Sequence[int], refused: bool, tmp_path: Path
+) -> None:
+    draw = np.random.default_rng(0)
+    clients = [(draw.normal(size=(n, 6)), np.arange(n) % 4) for n in sizes]
+
+    def trained(engine: str) -> Tensor:
+        torch.manual_seed(0)
+        trainer = FederatedTrainer(
+            max_rounds=2, sampler=ReplaySampler([[0, 1, 2], [0, 4, 5]]), engine=engine, precision="64-true", threads=1,
+            accelerator="cpu", default_root_dir=str(tmp_path), enable_progress_bar=False,
+        )  # fmt: skip
+        test = draw.normal(size=(8, 6)), np.arange(8) % 4
+        return trainer.fit(make(), Arrays(client_arrays=clients, test=test, batch_size=4)).server.w
+
+    if refused:
+        with pytest.raises(UserError, match="leave padding, whose weight is 0, out of a term over a minibatch"):
+            trained(engine)
+    else:
+        torch.testing.assert_close(trained(engine), trained("sequential"), rtol=0, atol=1e-12)
 
 
 class Doubtful(nn.Sequential):

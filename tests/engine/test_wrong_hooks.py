@@ -358,6 +358,18 @@ class OneServer(LocalObjective):
         return uploads.weighted("w")
 
 
+class Longer(LocalObjective):
+    server_state = {"h": 0.0}
+
+    def server_step(self, server: State, sent: State, uploads: Any, ctx: Any) -> Any:
+        return server.replace(w=uploads.weighted("w"), h=torch.cat([server.h, server.h]))
+
+
+class Single(LocalObjective):
+    def server_step(self, server: State, sent: State, uploads: Any, ctx: Any) -> Any:
+        return server.replace(w=uploads.weighted("w").float())
+
+
 class OtherUpload(LocalObjective):
     def server_step(self, server: State, sent: State, uploads: Any, ctx: Any) -> Any:
         return server.replace(w=uploads.mean("v"))
@@ -395,6 +407,14 @@ NONE = "return two values, as the docstring of this hook in the base class says"
         ),
         (lambda: NumberUp(net=Small()), "NumberUp.local_end uploads n = a float; upload tensors"),
         (lambda: OneServer(net=Small()), "OneServer.server_step returns a Tensor; return server.replace(w=...)"),
+        (
+            lambda: Longer(net=Small()),
+            "Longer.server_step returns 'h' as float64 of shape (2,); return float64 of shape (1,), as it was",
+        ),
+        (
+            lambda: Single(net=Small()),
+            "Single.server_step returns 'w' as float32 of shape (307,); return float64 of shape (307,), as it was",
+        ),
         (lambda: OtherUpload(net=Small()), "no upload 'v' here; there are: w; declare it in up"),
         (lambda: SetState(net=Small()), "state 'h' is set in place; return the state that replace(h=...) gives"),
     ],
@@ -409,6 +429,8 @@ NONE = "return two values, as the docstring of this hook in the base class says"
         "constants",
         "number",
         "tensor",
+        "longer",
+        "single",
         "upload",
         "set",
     ],

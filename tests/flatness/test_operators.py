@@ -133,6 +133,27 @@ def test_quadratic() -> None:
     )
 
 
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+@pytest.mark.parametrize("normalized", [nn.utils.parametrizations.weight_norm, nn.utils.weight_norm])
+@pytest.mark.parametrize(
+    "layer", [lambda: nn.Linear(6, 7), lambda: nn.Sequential(nn.Unflatten(1, (1, 6)), nn.Conv1d(1, 2, 3))]
+)
+def test_weight_normalisation(layer: Callable[[], nn.Module], normalized: Any) -> None:
+    """torch's own second derivative of it is wrong: the matrix against differences of gradients."""
+    torch.manual_seed(0)
+    first = layer()
+    normalized(first[-1] if isinstance(first, nn.Sequential) else first)
+    net = nn.Sequential(first, nn.Flatten(), nn.Tanh(), nn.LazyLinear(4)).double()
+    batches = [(torch.randn(20, 6).double(), torch.arange(20) % 4)]
+    net(batches[0][0])
+    w = FlatSpec(net).vector(net)
+    steps = 1e-5 * torch.eye(len(w), dtype=w.dtype)
+    differences = [gradient(net, CE, batches, w + s) - gradient(net, CE, batches, w - s) for s in steps]
+    found = matrix(hessian(net, CE, batches))
+    torch.testing.assert_close(found, torch.stack(differences) / 2e-5, rtol=0, atol=1e-8)
+    torch.testing.assert_close(found, found.T, rtol=0, atol=1e-14)
+
+
 @pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize("make", [mlp, lambda: cnn(nn.Identity)])
 @pytest.mark.parametrize(

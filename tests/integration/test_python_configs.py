@@ -81,6 +81,17 @@ def test_settings_that_are_set_later_count() -> None:
     assert isinstance(as_setting(net), str) and isinstance(as_setting(model.net), dict)
 
 
+class Pulled(LocalObjective):
+    beta = 0.1
+
+
+def test_class_attributes_that_an_object_overrides_count() -> None:
+    model, other = Pulled(DigitsMLP()), Pulled(DigitsMLP())
+    other.beta = 10.0
+    one, two = (as_setting(each)["init_args"] for each in (model, other))
+    assert "beta" not in one and two == one | {"beta": 10.0}
+
+
 def scaled(x: Any, k: float) -> Any:
     return k * x
 

@@ -95,6 +95,23 @@ def test_same_bits(name: str, tmp_path: Path) -> None:
     assert [at for at, _ in metrics(whole)["client/train/loss"]] == [1, 2, 3, 4, 5, 6]
 
 
+class Halve(Callback):
+    def on_round_end(self, run: Run) -> None:
+        run.objective.optimizer.lr *= 0.5
+
+
+def test_settings_that_a_callback_changes(tmp_path: Path) -> None:
+    whole = fit(tmp_path / "whole", "FedSAM", Halve())
+    with pytest.raises(KeyboardInterrupt):
+        fit(tmp_path / "broken", "FedSAM", Halve(), Stop(3, KeyboardInterrupt))
+    broken = fit(tmp_path / "broken", "FedSAM", Halve(), ckpt_path="last")
+    assert_same(state(broken), state(whole))
+    assert metrics(broken) == metrics(whole)
+    assert metrics(whole)["client/lr"][-1][1] == metrics(whole)["client/lr"][0][1] / 2**5
+    lr = [[line for line in file.read_text().splitlines() if "lr: " in line] for file in broken.glob("config*.yaml")]
+    assert len(lr) == 2 and lr[0] == lr[1]
+
+
 def test_broken_off_twice_and_by_an_error(tmp_path: Path) -> None:
     whole = fit(tmp_path / "whole", "SCAFFOLD")
     with pytest.raises(ZeroDivisionError):

@@ -25,6 +25,7 @@ from fl_lightning import (
     FederatedTrainer,
     FedGMT,
     GaussianPrivacy,
+    LocalObjective,
     NaiveFedGloSS,
     Personal,
     ReplaySampler,
@@ -60,6 +61,25 @@ def train(folder: Path, kind: Any = FedAvg, clock: Clock | None = None, rounds: 
         clock=clock, **{"engine": "sequential", "clients_per_round": 3, **options},
     )  # fmt: skip
     return trainer.fit(kind(net, **of_model), data())
+
+
+class Counting(LocalObjective):
+    """Weighs clients by their classes."""
+
+    up = ("aw", "a")
+    uses_class_counts = needs_classes = True
+
+    def local_end(self, w: torch.Tensor, client: Any, received: Any, ctx: Any) -> Any:
+        a = (ctx.class_counts > 0).to(w).mean(-1, keepdim=True)
+        return {"aw": a * w, "a": a}, client
+
+    def server_step(self, server: Any, sent: Any, uploads: Any, ctx: Any) -> Any:
+        return server.replace(w=uploads.mean("aw") / uploads.mean("a"))
+
+
+def test_class_counts_at_the_end_of_local_training(tmp_path: Path) -> None:
+    run = train(tmp_path, Counting, Clock(sec_per_sample=0.5))
+    assert run.timing is not None and run.timing.bits == [(32 * D, 32 * (D + 1))]
 
 
 def file(folder: Path, **options: Any) -> Clock:

@@ -10,6 +10,7 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import fl_lightning
 from fl_lightning import (
@@ -28,6 +29,8 @@ from fl_lightning import (
     LoRA,
     UserError,
 )
+from fl_lightning.trainer.callbacks import Callback
+from fl_lightning.trainer.run import Run
 
 DATA = "Digits(num_clients=4, partition=Dirichlet(alpha=0.1))"
 
@@ -106,6 +109,85 @@ def test_slips_in_python(call: Callable[[], object], message: str) -> None:
     with pytest.raises(UserError) as error:
         call()
     assert str(error.value).startswith(message)  # the class that is named as an example is any that was imported
+
+
+class Token(nn.Sequential):
+    """Means of embeddings, in one of several ways."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(nn.Embedding(9, 5, **options), nn.Linear(5, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self[1](self[0](x).mean(1))  # type: ignore[no-any-return]
+
+
+class Bag(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.EmbeddingBag(9, 5), nn.Linear(5, 3))
+
+
+class Centred(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.float().sub_(1) if x.dtype != torch.float32 else x.sub_(1))
+
+
+class Crooked(torch.autograd.Function):
+    """Its second derivative is wrong."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx: Any, *g: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return g[0] * 3 * x.detach().square() * (x.flip(-1) / x.detach().flip(-1))
+
+
+class Bent(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Crooked.apply(super().forward(x))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("net", "dtype", "message"),
+    [
+        (
+            lambda: Token(max_norm=0.5),
+            np.int64,
+            "model.net = Token changes its own weights in forward, as nn.Embedding(max_norm=...) does; they are the "
+            "server's, too: leave it out",
+        ),
+        (lambda: Token(sparse=True), np.int64, "model.net = Token: 0 has sparse gradients; set its sparse to false"),
+        (lambda: Centred(6, 3), np.float32, "model.net = Centred changes its input in place, which a step of SAM "),
+        (Bag, np.int64, "measure: LambdaMax: Bag has no second derivative (the derivative for '_embedding_bag_"),
+        (lambda: Bent(6, 3), np.float32, "measure: LambdaMax: the second derivatives of Bent are no symmetric matrix"),
+        (Token, np.int64, ""),
+        (lambda: nn.Sequential(nn.ReLU(inplace=True), nn.Linear(6, 3)), np.float32, ""),  # twice is once
+    ],
+)
+def test_nets_that_would_go_wrong_in_silence(net: Any, dtype: Any, message: str, tmp_path: Path) -> None:
+    draw = np.random.default_rng(0)
+    clients = [(draw.integers(0, 9, (8, 6)).astype(dtype), np.arange(8) % 3) for _ in range(4)]
+    made = trainer(callbacks=[FlatnessMonitor()], default_root_dir=str(tmp_path))
+    model, data = FedAvg(net()), Arrays(client_arrays=clients[:3], test=clients[3])
+    if message:
+        with pytest.raises(UserError) as error:
+            made.fit(model, data)
+        assert str(error.value).startswith(message)
+    else:
+        made.fit(model, data)
+
+
+@pytest.mark.parametrize("metrics", [{"a": "x"}, {"a": None}, {3: 1.0}, {"a": torch.zeros(2)}])
+def test_metrics_are_numbers(metrics: Any, tmp_path: Path) -> None:
+    class Log(Callback):
+        def on_round_end(self, run: Run) -> None:
+            run.log(metrics)
+
+    with pytest.raises(UserError, match=r"^run\.log: .*: give numbers by name$"):
+        trainer(callbacks=[Log()], default_root_dir=str(tmp_path)).fit(FedAvg(DigitsMLP()), Digits(num_clients=4))
 
 
 def test_a_slip_without_a_likeness_gets_all_settings() -> None:

@@ -250,7 +250,7 @@ def ahead(run: Run) -> Iterator[Ahead]:
     """Yields the rounds of a run from the first one on, until its clock ends it."""
     of, data, timing, phases = run.settings, run.data, run.timing, range(run.objective.phases)
     steps = cache(lambda k: of.asked(data, k))
-    wire = [exchanged(run.objective, run.server, run.round_context(0, phase)) for phase in phases]
+    wire = [exchanged(run.objective, run.server, run.round_context(0, phase), data.num_classes) for phase in phases]
     spent, saved = dict[str, float](), dict[str, Any]()
     for t in range(run.max_rounds):
         if of.asynchronous is not None and timing is not None:

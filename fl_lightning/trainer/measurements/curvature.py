@@ -9,7 +9,17 @@ from typing import Any, Literal, Self, cast
 import torch
 
 from fl_lightning import flatness
-from fl_lightning.core import FlatSpec, Positive, PositiveInt, ensure, matching, require
+from fl_lightning.core import (
+    FlatSpec,
+    Positive,
+    PositiveInt,
+    UserError,
+    ensure,
+    folded,
+    map_tensors,
+    matching,
+    require,
+)
 from fl_lightning.flatness import OPERATORS, Interrupted, Kind, Matrix, Mixture, Operator, layers
 from fl_lightning.nets.adapters import LoRA
 from fl_lightning.trainer.measurements.base import (
@@ -85,6 +95,25 @@ class CurvatureMeasure(Measure):
         names = self.spec(run).names
         if self.parameters is not None:
             matching(names, self.parameters)
+        x, y = next(iter(run.data.eval_batches("test", run.dtype)))
+        few = map_tensors(lambda v: v[:4], x), y[:4]
+        loss, net = run.objective.evaluation_loss, run.objective.net
+        _check_derivatives(type(net).__name__, self, {"model": net, "loss": loss, "batches": [few], "at": run.server.w})
+
+
+def _check_derivatives(net: str, measure: CurvatureMeasure, loss: Mapping[str, Any]) -> None:
+    """Checks on a few samples that a net has second derivatives, and that their matrix is symmetric."""
+    name, remedy = type(measure).__name__, "leave this measure out, or write the layer in other operations of torch"
+    try:
+        matrix = measure.matrix(loss)
+        draw = torch.Generator().manual_seed(0)
+        u, v = (torch.randn(matrix.shape[0], generator=draw).to(loss["at"]) for _ in range(2))
+        one, other = matrix @ u, matrix @ v
+    except (NotImplementedError, RuntimeError) as error:
+        raise UserError(f"measure: {name}: {net} has no second derivative ({folded(error):.100}); {remedy}") from None
+    apart, scale = float(v @ one - u @ other), float(one.norm() * v.norm())
+    wrong = f"measure: {name}: the second derivatives of {net} are no symmetric matrix, so torch's are wrong; {remedy}"
+    ensure(not abs(apart) > 1e-3 * scale, wrong)
 
 
 def check_measures(measures: Sequence[Measure], run: Run) -> None:

@@ -102,6 +102,7 @@ FORM: dict[str, Any] = {
     "kind": Kind,
     "identity": dict,
     "config": dict[str, str],
+    "settings": dict[str, list[Any]],
     "engine": EngineName,
     "noise": lambda noise: noise is None or fits(noise, {"key": _is_key, "settings": str}),
     "elapsed": float,
