@@ -362,7 +362,9 @@ def runs(text: Path) -> bool:
 
 LONG = {
     "docs/experiments.md": -1,
-    **dict.fromkeys(["docs/cifar10.md", "docs/measuring.md", "docs/gallery.md", "docs/guides/compare.md"], 0),
+    **dict.fromkeys(
+        ["docs/cifar10.md", "docs/measuring.md", "docs/sweeps.md", "docs/gallery.md", "docs/guides/compare.md"], 0
+    ),
 }
 """Pages that take longest, and which of their blocks of commands is quick to begin."""
 
