@@ -115,7 +115,7 @@ def test_transcription(given: dict[str, Any], golden: Golden) -> None:
     assert found.state.total_bits == bits and ("Compress.w" in found.clients.shapes) is remembers
 
 
-@pytest.mark.sampled(quick=11, slow=5)
+@pytest.mark.sampled(quick=11, slow=7)
 @each_method
 @pytest.mark.parametrize("algorithm", [FedAvg, SCAFFOLD, FedAdamW, FedMuon])
 def test_engines_agree(algorithm: Any, given: dict[str, Any], golden: Golden) -> None:
@@ -128,7 +128,7 @@ def test_engines_agree(algorithm: Any, given: dict[str, Any], golden: Golden) ->
         assert other.state.total_bits == first.state.total_bits
 
 
-@pytest.mark.sampled(quick=3)
+@pytest.mark.sampled(quick=3, slow=2)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("method", ["topk", "randk"])
 def test_rate_1_is_the_algorithm(method: Any, engine: str, golden: Golden) -> None:
@@ -252,7 +252,7 @@ def test_variates_stay_the_mean(algorithm: Any, given: dict[str, Any], golden: G
     assert found.server.c.norm() > 1e-3 and "Compress.delta_c" not in found.clients.shapes
 
 
-@pytest.mark.sampled(quick=3)
+@pytest.mark.sampled(quick=3, slow=2)
 @pytest.mark.parametrize("given", METHODS[:4], ids=NAMES[:4])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_personal_weights_are_left_out(given: dict[str, Any], engine: Any, golden: Golden) -> None:

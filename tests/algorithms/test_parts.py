@@ -146,7 +146,7 @@ def same(a: Run, b: Run, places: float = 0.0) -> None:
             torch.testing.assert_close(ours[name], theirs[name], rtol=0, atol=places)
 
 
-@pytest.mark.sampled(quick=4)
+@pytest.mark.sampled(quick=4, slow=4, start=1)
 @pytest.mark.parametrize("part", [TopK(0.05), Personal(["3.*"]), Slot()])
 @pytest.mark.parametrize("algorithm", [FedAvg, SCAFFOLD])
 def test_engines_agree(part: Part, algorithm: Any, tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ def test_engines_agree(part: Part, algorithm: Any, tmp_path: Path) -> None:
         assert other.state.total_bits == first.state.total_bits
 
 
-@pytest.mark.sampled(quick=3)
+@pytest.mark.sampled(quick=3, slow=2)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("parts", [[TopK(1.0)], [Personal([])], [Personal([]), TopK(1.0)]])
 def test_parts_without_effect_are_fedavg(parts: list[Part], engine: str, tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def equal(a: Run, b: Run) -> None:
     assert a.clients.rows().keys() == b.clients.rows().keys() and a.state.total_bits == b.state.total_bits
 
 
-@pytest.mark.sampled(quick=8)
+@pytest.mark.sampled(quick=8, slow=2, start=1)
 @pytest.mark.parametrize("name", [name for name in algorithms.__all__ if name not in AVERAGES_MOMENTS])
 def test_what_stays_is_not_of_the_server(name: str, golden: Golden) -> None:
     """Kept coordinates: the initial ones of the server's models, exactly 0 of duals and variates; of no bits."""

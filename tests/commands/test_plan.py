@@ -53,7 +53,7 @@ def digits() -> Digits:
     return Digits(num_clients=6, batch_size=32)
 
 
-@pytest.mark.sampled(quick=3)
+@pytest.mark.sampled(quick=6)
 @pytest.mark.parametrize("algorithm", [FedAvg, SCAFFOLD, NaiveFedGloSS])
 @pytest.mark.parametrize("precision", ["32-true", "64-true"])
 def test_bits_are_those_that_fit_logs(algorithm: type[LocalObjective], precision: str, tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ class Small(nn.Sequential):
         super().__init__(nn.Flatten(), nn.Linear(72, 4), nn.ReLU(), nn.Linear(4, 3))
 
 
-@pytest.mark.sampled(quick=24, slow=3, start=2)
+@pytest.mark.sampled(quick=48, slow=9, start=8)
 @pytest.mark.parametrize("name", algorithms.__all__)
 def test_every_algorithm_trains_what_is_not_frozen(name: str, tmp_path: Path) -> None:
     """On every engine the same; no frozen bit changes; what goes over the wire are the trained weights."""

@@ -117,7 +117,7 @@ def assert_close(a: Run, b: Run) -> None:
     assert a.metrics["client/train/loss"] == pytest.approx(b.metrics["client/train/loss"], rel=1e-12)
 
 
-@pytest.mark.sampled(quick=11, slow=2, start=1)
+@pytest.mark.sampled(quick=22, slow=4, start=1)
 @pytest.mark.parametrize("name", algorithms.__all__)
 def test_every_algorithm_on_every_engine(name: str, tmp_path: Path) -> None:
     """Unequal numbers of steps and samples, momentum, weight decay, clipping, augmentation, a decaying lr."""
@@ -568,12 +568,12 @@ class StillDropout(nn.Sequential):
 def test_modes_of_submodules_are_kept(engine: str, tmp_path: Path) -> None:
     """In local training, for a teacher and in evaluation."""
     for objective in (FedAvg(net=StillDropout()), FedGMT(net=StillDropout())):
-        trained = train(tmp_path, objective, engine)
+        trained = train(tmp_path, objective, engine, max_rounds=1)
         assert [module.training for module in objective.net.modules()] == [True, True, False, True]
         assert not torch.equal(objective.flat.split(trained.server.w)["2.weight"], StillDropout()[2].weight.double())
     if engine == "sequential":  # a net in eval mode is trained in train mode
         net = StillDropout().eval()
-        trained = train(tmp_path, FedAvg(net=net), engine)
+        trained = train(tmp_path, FedAvg(net=net), engine, max_rounds=1)
         weight = trained.objective.flat.split(trained.server.w)["2.weight"]
         assert net.training and torch.equal(weight, StillDropout()[2].weight.double())
 

@@ -56,7 +56,7 @@ def numbers(owner: Any) -> dict[str, float]:
     return {name: v + 1 if isinstance(v, int) else 0.9 * v or 0.05 for name, v in found.items()}
 
 
-@pytest.mark.sampled(slow=4, start=3)
+@pytest.mark.sampled(slow=8, start=7)
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[] if n == "FedProx" else pytest.mark.slow) for n in algorithms.__all__]
 )

@@ -276,7 +276,7 @@ SAME = ("InPlaceGradient",)
 """Those that give the same on all engines."""
 
 
-@pytest.mark.sampled(quick=8)
+@pytest.mark.sampled(quick=8, slow=2, start=1)
 @pytest.mark.parametrize("engine", ["batched", "graphed"])
 @pytest.mark.parametrize("wrong", WRONG)
 def test_wrong_hook(wrong: str, engine: str, tmp_path: Path) -> None:

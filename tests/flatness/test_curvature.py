@@ -369,6 +369,7 @@ def measures(net: nn.Module, batches: Data, **options: Any) -> list[Tensor]:
     ]  # fmt: skip
 
 
+@pytest.mark.sampled(quick=2)
 @pytest.mark.parametrize("keep", [True, False])
 def test_processes_share_the_samples(keep: bool) -> None:
     batches = data((5, 3, 4))

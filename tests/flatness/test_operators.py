@@ -79,7 +79,7 @@ def softmax_regression() -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(27, 3)).double()
 
 
-@pytest.mark.sampled(quick=6)
+@pytest.mark.sampled(quick=6, slow=2)
 @pytest.mark.parametrize("loss", [CE, mse, of_tanh])
 @pytest.mark.parametrize("make", [mlp, cnn])
 @pytest.mark.parametrize("kind", [gauss_newton, fisher])
@@ -176,6 +176,7 @@ def test_curvlinops_agrees(kind: Make, name: str, make: Callable[[], nn.Module])
 # Groups of parameters
 
 
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_block_of_a_group(kind: Make) -> None:
     net, batches = cnn(), data((2, 3))
@@ -228,6 +229,7 @@ def test_is_a_linear_operator(kind: Make) -> None:
             a @ wrong
 
 
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_measures_take_any_matrix(kind: Make) -> None:
     """An operator, its dense matrix, and what only has shape, dtype, device and products."""
@@ -274,6 +276,7 @@ def test_losses_of_a_list() -> None:
     assert measure_discrepancy(net, CE, as_lists) == measure_discrepancy(net, CE, as_functions)
 
 
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize("keep", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 def test_processes_share_the_samples(kind: Make, keep: bool) -> None:
@@ -304,7 +307,7 @@ def test_autocast_and_inference_mode_change_nothing(kind: Make) -> None:
             assert torch.equal(found[0], expected[0]) and found[1] == expected[1]
 
 
-@pytest.mark.sampled(quick=2)
+@pytest.mark.sampled(quick=6)
 @pytest.mark.parametrize("place", ["cuda", "mps"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_on_a_device(kind: Make, place: str) -> None:

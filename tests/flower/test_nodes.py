@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import re
+import shutil
 import signal
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -200,14 +201,21 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor
     return dict(trained(tmp_path_factory.mktemp("expected"), *STATEFUL).server)
 
 
-@pytest.fixture
-def dead(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def left(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What is left of server and nodes that died in round 4; the last checkpoint is that of round 2."""
-    process = multiprocessing.get_context("fork").Process(target=lambda: Dying(tmp_path, *STATEFUL, stored=True).fit())
+    root = tmp_path_factory.mktemp("left")
+    process = multiprocessing.get_context("fork").Process(target=lambda: Dying(root, *STATEFUL, stored=True).fit())
     process.start()
     process.join(100)
     assert process.exitcode == -signal.SIGKILL
-    return tmp_path
+    return root
+
+
+@pytest.fixture
+def dead(left: Path, tmp_path: Path) -> Path:
+    """A test's own copy of it."""
+    return Path(shutil.copytree(left, tmp_path, dirs_exist_ok=True))
 
 
 forks = pytest.mark.skipif(not FORKS, reason="a fork cannot train here")

@@ -424,7 +424,7 @@ def assert_same(ours: Models, box: Models) -> None:
     assert difference.max() <= 1e-10, f"max abs difference by round {difference.tolist()}"
 
 
-@pytest.mark.sampled(quick=21, slow=3)
+@pytest.mark.sampled(quick=43, slow=7)
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("case", CASES)
 def test_box(golden: Golden, case: str, setting: str) -> None:
@@ -493,6 +493,7 @@ GOLDEN_RUNS: dict[str, tuple[str, Box]] = {
 }
 
 
+@pytest.mark.sampled(quick=4)
 @pytest.mark.parametrize("name", GOLDEN_RUNS)
 def test_box_meets_official_code(golden: Golden, name: str) -> None:
     weighting, box = GOLDEN_RUNS[name]

@@ -80,7 +80,7 @@ def assert_same(a: Trained, b: Trained) -> None:
     assert metrics(a.run.folder.path) == metrics(b.run.folder.path)
 
 
-@pytest.mark.sampled(quick=116, slow=8)
+@pytest.mark.sampled(quick=116, slow=16, start=5)
 @pytest.mark.parametrize("engine", ["sequential", *BATCHED])
 @pytest.mark.parametrize("name", algorithms.__all__)
 def test_every_algorithm_on_a_simulated_device(name: str, engine: str, tmp_path: Path) -> None:
@@ -105,7 +105,8 @@ def test_every_algorithm_on_a_simulated_device(name: str, engine: str, tmp_path:
     assert_same(trained, fit(tmp_path / "cpu", objective(name), engine=engine, max_rounds=3, local_steps=4))
 
 
-@pytest.mark.parametrize("engine", ["sequential", *(pytest.param(e, marks=pytest.mark.slow) for e in BATCHED)])
+@pytest.mark.sampled(quick=3, slow=2)
+@pytest.mark.parametrize("engine", ["sequential", *BATCHED])
 def test_neither_copies_nor_waits_in_a_step(engine: str, tmp_path: Path) -> None:
     base, steps, clients, evaluated = (
         events(tmp_path / str(i), objective(), engine=engine, **{"local_steps": 3, **options})
@@ -211,7 +212,7 @@ def test_what_else_a_run_uses(case: str, tmp_path: Path) -> None:
     assert {at: n for at, n in waits.items() if Path(at).stem in OPTIONAL} == WAITS.get(case, {})
 
 
-@pytest.mark.sampled(quick=14)
+@pytest.mark.sampled(quick=14, slow=2)
 @pytest.mark.parametrize("case", CASE)
 def test_without_float64(case: str, tmp_path: Path) -> None:
     """Apple's MPS refuses float64: sums are float32 there, so metrics differ in their last digits."""
@@ -226,7 +227,8 @@ def test_without_float64(case: str, tmp_path: Path) -> None:
     assert device.metrics["client/train/loss"] == pytest.approx(cpu.metrics["client/train/loss"], rel=1e-5)
 
 
-@pytest.mark.parametrize("engine", ["sequential", *(pytest.param(e, marks=pytest.mark.slow) for e in BATCHED)])
+@pytest.mark.sampled(quick=3, slow=2)
+@pytest.mark.parametrize("engine", ["sequential", *BATCHED])
 def test_resume_on_a_device(engine: str, tmp_path: Path) -> None:
     """Checkpoint and rows go through the host, in memory and on disk."""
     options = {"engine": engine, "eval_every": 1, "client_memory": 0.0 if engine == "sequential" else 1.0}

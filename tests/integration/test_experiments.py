@@ -311,12 +311,12 @@ def check(parsed: FederatedCLI, command: Command, cell: Cell) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(slow=4)
-@pytest.mark.parametrize("quarter", range(4))
+@pytest.mark.sampled(slow=8)
+@pytest.mark.parametrize("part", range(8))
 @pytest.mark.parametrize("paper", PAPERS)
-def test_every_cell_is_made(paper: str, quarter: int, parsed: FederatedCLI) -> None:
+def test_every_cell_is_made(paper: str, part: int, parsed: FederatedCLI) -> None:
     made = [(command, cells[-1]) for command, cells in commands().items() if cells[0].paper == paper]
-    for command, cell in made[quarter::4]:
+    for command, cell in made[part::8]:
         check(parsed, command, cell)
     assert len(made) > 50
 

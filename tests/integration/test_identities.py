@@ -505,7 +505,7 @@ def test_fedavg_stays_off_by_its_known_bias(tmp_path: Path) -> None:
     assert (biased - torch.from_numpy((H[:, None] * B).sum(0) / H.sum())).norm() > 0.1
 
 
-@pytest.mark.sampled(quick=6, slow=2)
+@pytest.mark.sampled(quick=12, slow=3)
 @pytest.mark.parametrize(
     ("algorithm", "options"),
     [

@@ -194,7 +194,7 @@ def test_dry_run_of_a_figure(
     assert len(lines) == 8 and "8 runs, about" in shown and list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.sampled(slow=3)
+@pytest.mark.sampled(slow=5)
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [(p, f.number) for p in PAPERS for f in figures(p)][::4], ids=" ".join)
 def test_dry_run_of_many_figures(
@@ -254,7 +254,7 @@ def test_spectrum_of_a_figure_is_of_the_tables_runs(tmp_path: Path, monkeypatch:
     assert pictures("runs/reproduce/fedsam_1_0.0005") == ["figure_5/spectrum.png"]
 
 
-@pytest.mark.sampled(slow=4)
+@pytest.mark.sampled(slow=9)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("paper", "number", "drawn"),

@@ -62,26 +62,29 @@ def make(name: str) -> LocalObjective:
     return getattr(algorithms, name)(net=net)  # type: ignore[no-any-return]
 
 
-def fit(root: Path, name: str, *more: Callback, ckpt_path: str | None = None, **options: Any) -> Path:
+def fit(
+    root: Path, name: str, *more: Callback, ckpt_path: str | None = None, monitor: bool = False, **options: Any
+) -> Path:
+    measures = [LambdaMax(samples=100), Discrepancy(), Updates(), DeltaEpsilon(rho=0.1)]
     data = Digits(num_clients=6, batch_size=32, partition=Dirichlet(1.0))
     trainer = FederatedTrainer(
         **{"max_rounds": ROUNDS, "clients_per_round": 3, "accelerator": "cpu", "threads": 1, "engine": "sequential"}
         | options,
-        callbacks=[
-            Checkpoints(every_n_rounds=2),
-            FlatnessMonitor(2, [LambdaMax(samples=100), Discrepancy(), Updates(), DeltaEpsilon(rho=0.1)]),
-            *more,
-        ],
+        callbacks=[Checkpoints(every_n_rounds=2), *([FlatnessMonitor(2, measures)] if monitor else []), *more],
         default_root_dir=str(root),
         enable_progress_bar=False,
     )
     return trainer.fit(make(name), data, ckpt_path).folder.path
 
 
-@pytest.mark.sampled(quick=41, slow=3, start=1)
+MONITORED = ("FedAvg", "FedGAMMA", "NaiveFedGloSS", "everything")
+
+
+@pytest.mark.sampled(quick=41, slow=6, start=1)
 @pytest.mark.parametrize("name", [*algorithms.__all__, "everything"])
 def test_same_bits(name: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {"sampler": BernoulliSampler(0.5), "engine": "graphed"} if name == "everything" else {}
+    options["monitor"] = name in MONITORED
     whole = fit(tmp_path / "whole", name, **options)
     with pytest.raises(KeyboardInterrupt):
         fit(tmp_path / "broken", name, Stop(3, KeyboardInterrupt), **options)
@@ -157,17 +160,17 @@ def test_wandb_run_keeps_its_id(tmp_path: Path) -> None:
 @pytest.mark.parametrize("every", [7, pytest.param(None, marks=pytest.mark.skipif(not FORKS, reason="is patched"))])
 def test_kill_9(every: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A real process, killed with its children between two checkpoints, by rounds or by time."""
-    rounds = "--trainer.max_rounds=150"
+    rounds = "--trainer.max_rounds=60"
     saves = [] if every is None else ["--trainer.callbacks+=Checkpoints", f"--trainer.callbacks.every_n_rounds={every}"]
     monkeypatch.setattr(checkpoints, "PAUSE", 0.0)
     broken = killed("fit", "--model=SCAFFOLD", *DIGITS, rounds, *saves, root=tmp_path / "broken")
     done = last(broken)["round"]
-    assert done % (every or 1) == 0 and 0 < done < 150
+    assert done % (every or 1) == 0 and 0 < done < 60
     assert run("fit", rounds, *saves, "--ckpt_path=last", root=tmp_path / "broken", model="SCAFFOLD") == broken
     whole = run("fit", rounds, *saves, root=tmp_path / "whole", model="SCAFFOLD")
     assert_same(state(broken), state(whole))
     assert metrics(broken) == metrics(whole)
-    assert [at for at, _ in metrics(broken)["comm/total_bits"]] == list(range(1, 151))
+    assert [at for at, _ in metrics(broken)["comm/total_bits"]] == list(range(1, 61))
 
 
 @pytest.mark.slow

@@ -186,7 +186,7 @@ def small(request: Any) -> tuple[Small, nn.Module, Tensor, Tensor]:
     return it, it.make().double(), it.draw(2, 2), torch.randint(0, it.classes, (2, 2))
 
 
-@pytest.mark.sampled(quick=9)
+@pytest.mark.sampled(quick=11)
 def test_gradients_flat_batched_and_channels_last(small: Any) -> None:
     """Of FlatNet, of vmap over clients at different weights, and of images in channels_last: all the same."""
     it, net, x, y = small
@@ -217,7 +217,7 @@ def test_a_parameter_without_axes() -> None:
     assert {name: v.tolist() for name, v in parts.items()} == {"weight": [[0, 1]], "bias": [2], "gate": 3}
 
 
-@pytest.mark.sampled(quick=9)
+@pytest.mark.sampled(quick=11)
 def test_hessian_vector_product_is_the_slope_of_the_gradient(small: Any) -> None:
     """Double backward against a central difference."""
     _, net, x, y = small

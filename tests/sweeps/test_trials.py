@@ -7,22 +7,24 @@ import multiprocessing
 import os
 import re
 import signal
+from collections import deque
 from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from fl_lightning import SGD, Checkpoints, Digits, DigitsMLP, FederatedTrainer, FedSAM, UserError
-from fl_lightning.sweeps import trials
+from fl_lightning.sweeps import trials, workers
 from fl_lightning.sweeps.file import Hyperband, StopEarly
 from fl_lightning.sweeps.trials import Built, Trial, name_of, newest_run, run_trials
 from fl_lightning.trainer.run import Callback, Run
 from fl_lightning.trainer.storage.run_folder import locked
-from tests.runs import assert_same, metrics, state
+from tests.runs import FORKS, assert_same, metrics, state
 
 ROUNDS = 6
 
@@ -234,6 +236,17 @@ class Kill(Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+START = multiprocessing.get_context("fork" if FORKS else "spawn")
+"""How processes of these tests begin: one that begins anew loads torch and Lightning first."""
+
+
+@pytest.fixture
+def quick_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For processes of a sweep, too, which begin anew."""
+    own = SimpleNamespace(get_context=lambda _: START, parent_process=multiprocessing.parent_process)
+    monkeypatch.setattr(workers, "multiprocessing", own)
+
+
 def build_killed(of: Trial, folder: Path) -> Built:
     """Its process is killed once, in the run with rho 0.1; at every start in that with rho 0.3."""
     callbacks: list[Callback] = [Checkpoints(every_n_rounds=2)]
@@ -247,6 +260,16 @@ def build_killed(of: Trial, folder: Path) -> Built:
 
 
 @pytest.mark.slow
+def test_a_process_begins_anew(tmp_path: Path) -> None:
+    """With what is pickled, and nothing else of the process that starts it."""
+    train = partial(trials._train, tmp_path, build, True, None)
+    [(group, found)] = workers.train_in_processes(train, deque([[trial(0.1)]]), 1, tmp_path / "log")
+    assert [(o.trial, o.error) for o in found or ()] == [(group[0], None)]
+    assert run_folder(tmp_path, group[0]).name == "version_0"
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quick_start")
 def test_a_killed_process_is_replaced(tmp_path: Path) -> None:
     asked = [trial(0.1), trial(0.2), trial(0.3), trial(0.4)]
     found = {o.trial.name: o.error for o in run_trials(asked, tmp_path / "two", build_killed, jobs=2)}
@@ -269,9 +292,8 @@ def sweep_in_a_process(folder: Path, seen: Any) -> None:
 
 @pytest.mark.slow
 def test_two_processes_share_the_trials_of_a_folder(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
-    seen = context.Queue()
-    both = [context.Process(target=sweep_in_a_process, args=(tmp_path, seen)) for _ in range(2)]
+    seen = START.Queue()
+    both = [START.Process(target=sweep_in_a_process, args=(tmp_path, seen)) for _ in range(2)]
     for process in both:
         process.start()
     found = [sorted(seen.get()) for _ in both]

@@ -99,7 +99,7 @@ def test_a_sampler_that_draws_something_else_again_is_refused(golden: Golden, tm
     assert not [*tmp_path.iterdir()]
 
 
-@pytest.mark.sampled(quick=9)
+@pytest.mark.sampled(quick=9, slow=2, start=1)
 @pytest.mark.parametrize("name", algorithms.__all__)
 def test_dropout_is_a_cohort_of_those_that_answer(golden: Golden, name: str) -> None:
     """To the bit: S of every divisor is the number of uploads that arrive."""
@@ -474,7 +474,7 @@ def test_two_processes(deterministic: bool, tmp_path: Path) -> None:
         torch.testing.assert_close(state(two)[name], value, rtol=0, atol=1e-5)
 
 
-@pytest.mark.sampled(slow=3)
+@pytest.mark.sampled(slow=6)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", algorithms.__all__)
 def test_every_algorithm_ends(name: str, tmp_path: Path) -> None:

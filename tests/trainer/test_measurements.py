@@ -322,10 +322,15 @@ def tracking() -> FlatnessMonitor:
     )
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that is not interrupted."""
+    return glosses(tmp_path_factory.mktemp("whole"), tracking()).folder.path
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("hook", HOOKS)
-def test_an_interruption_in_any_hook_gives_the_same_numbers(hook: str, tmp_path: Path) -> None:
-    whole = glosses(tmp_path / "whole", tracking()).folder.path
+def test_an_interruption_in_any_hook_gives_the_same_numbers(hook: str, whole: Path, tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         glosses(tmp_path / "broken", tracking(), Stop(hook))
     broken = glosses(tmp_path / "broken", tracking(), ckpt_path="last").folder.path

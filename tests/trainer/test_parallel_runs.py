@@ -80,7 +80,7 @@ def test_two_runs_of_one_name_do_not_share_a_folder(tmp_path: Path) -> None:
     assert last(newest(tmp_path))["round"] == 1
 
 
-@pytest.mark.sampled(quick=12)
+@pytest.mark.sampled(quick=12, slow=2)
 @pytest.mark.parametrize("engine", ["sequential", "batched", "graphed"])
 @pytest.mark.parametrize("make", [algorithms.SCAFFOLD, FedGMT, algorithms.FedGloSS])
 def test_seeds(make: Any, engine: str, tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ def test_seeds(make: Any, engine: str, tmp_path: Path) -> None:
     assert_equal(together, alone)
 
 
-@pytest.mark.sampled(quick=3)
+@pytest.mark.sampled(quick=3, slow=2)
 @pytest.mark.parametrize("engine", ["sequential", "batched", "graphed"])
 def test_values(engine: str, tmp_path: Path) -> None:
     """A number of the ascent, one of the optimizer and one of the algorithm, and learning rates."""

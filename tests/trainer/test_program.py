@@ -76,7 +76,7 @@ def check_same(one: Run, other: Run) -> None:
     assert metrics(one.folder.path) == metrics(other.folder.path)
 
 
-@pytest.mark.sampled(slow=5)
+@pytest.mark.sampled(slow=9)
 @pytest.mark.parametrize(
     ("name", "engine"),
     [

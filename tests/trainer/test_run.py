@@ -53,7 +53,7 @@ def model(make: Any = FedSMOO, **options: Any) -> Any:
     return make(DigitsMLP(hidden=8), **options)
 
 
-@pytest.mark.sampled(quick=2)
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize("make", [FedSMOO, NaiveFedGloSS, SCAFFOLD])
 def test_a_round_that_is_not_applied_is_a_dry_run(make: Any, tmp_path: Path) -> None:
     """In every hook, also while another round is open: the run ends as it would have, and the dry round is the next."""
@@ -73,8 +73,8 @@ def test_a_round_that_is_not_applied_is_a_dry_run(make: Any, tmp_path: Path) -> 
         def on_round_end(self, run: Run) -> None:
             self.train(run)
 
-    plain = trainer(tmp_path / "plain").fit(model(make), data())
-    watched = trainer(tmp_path / "watched", Dry(), Servers()).fit(model(make), data())
+    plain = trainer(tmp_path / "plain", rounds=3).fit(model(make), data())
+    watched = trainer(tmp_path / "watched", Dry(), Servers(), rounds=3).fit(model(make), data())
     assert_same(state(watched.folder.path), state(plain.folder.path))
     for rounds, w in Servers.seen.items():
         if rounds:
