@@ -98,6 +98,16 @@ def test_same_bits(name: str, tmp_path: Path) -> None:
     assert [at for at, _ in metrics(whole)["client/train/loss"]] == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.parametrize("name", ["FedASAM", "FedGF"])
+def test_the_chosen_engine_goes_on_without_a_check(name: str, tmp_path: Path) -> None:
+    """Nothing has been computed before its first record."""
+    whole = fit(tmp_path / "whole", name, engine="graphed")
+    with pytest.raises(KeyboardInterrupt):
+        fit(tmp_path / "broken", name, Stop(3, KeyboardInterrupt), engine="graphed")
+    broken = fit(tmp_path / "broken", name, engine="auto", ckpt_path="last")
+    assert_same(state(broken), state(whole))
+
+
 class Halve(Callback):
     def on_round_end(self, run: Run) -> None:
         run.objective.optimizer.lr *= 0.5
