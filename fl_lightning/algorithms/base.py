@@ -211,9 +211,8 @@ class LocalObjective(Composed, SupervisedModule):
         server = value_of(self.server_step, server, sent, uploads, ctx)
         step = f"{type(self).__name__}.server_step"
         ensure(isinstance(server, State), f"{step} returns a {type(server).__name__}; return server.replace(w=...)")
-        values: Mapping[str, Any] = server  # a user's hook may return anything
-        for name, value in values.items():
-            old = old_server[name]
+        for name, old in old_server.items():
+            value: Any = server.get(name)  # a user's hook may return anything
             ensure(
                 isinstance(value, Tensor) and (value.shape, value.dtype) == (old.shape, old.dtype),
                 f"{step} returns '{name}' as {_form(value)}; return {_form(old)}, as it was",

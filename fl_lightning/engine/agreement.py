@@ -83,7 +83,7 @@ def with_padding(jobs: Sequence[Job]) -> list[Job]:
     """Returns jobs of which one has a short last minibatch, if theirs have one size, and the run's have several."""
     sizes = {size for job in jobs for size in job.minibatches.sizes}
     others = jobs[0].minibatches.source.minibatch_sizes() - sizes
-    if len(sizes) > 1 or not others:
+    if len(sizes) != 1 or not others:
         return [*jobs]
     size = max(sizes)
     fewer = size - max((n for n in others if n < size), default=max(1, size - 1))

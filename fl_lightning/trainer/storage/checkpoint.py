@@ -102,7 +102,7 @@ FORM: dict[str, Any] = {
     "kind": Kind,
     "identity": dict,
     "config": dict[str, str],
-    "settings": dict[str, list[Any]],
+    "settings": dict[str, tuple[Any, Any]],
     "engine": EngineName,
     "noise": lambda noise: noise is None or fits(noise, {"key": _is_key, "settings": str}),
     "elapsed": float,
