@@ -48,7 +48,7 @@ class Composed(Hooks):
     def _configured(self) -> tuple[object, ...]:
         return *self._owners, self.optimizer, self.loss
 
-    def plain_settings(self) -> dict[str, Any]:
+    def named_settings(self) -> dict[str, Any]:
         """Returns the numbers and text among the attributes of the objective and its parts, by owner and name."""
         found = ((f"{i}.{name}", v) for i, owner in enumerate(self._configured) for name, v in vars(owner).items())
         return {
@@ -58,7 +58,7 @@ class Composed(Hooks):
         }
 
     def change_setting(self, name: str, value: Any) -> None:
-        """Changes one of the `plain_settings`."""
+        """Changes one of the `named_settings`."""
         i, _, attribute = name.partition(".")
         setattr(self._configured[int(i)], attribute, value)
 

@@ -104,7 +104,7 @@ def _about(run: Run, pin: bool) -> dict[str, Any]:
 def _changed_settings(run: Run) -> dict[str, list[Any]]:
     """Returns the plain settings that have changed since the run was made: the first value and that of now, by name."""
     first = run.first_settings
-    return {n: [first[n], now] for n, now in run.objective.plain_settings().items() if n in first and first[n] != now}
+    return {n: [first[n], now] for n, now in run.objective.named_settings().items() if n in first and first[n] != now}
 
 
 def restore(run: Run, ckpt_path: str, resume: bool = True, clients: bool = True) -> None:

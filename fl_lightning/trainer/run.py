@@ -211,7 +211,7 @@ class Run:
         self.round_metrics: dict[str, float] = {}
         self.checkpoint: Path | None = None
         self.restored: dict[str, Any] = {}
-        self.first_settings = objective.plain_settings()
+        self.first_settings = objective.named_settings()
         self.should_stop = self._stopped = False
         self.saved_rounds, self.callback_s, self._opened = -1, 0.0, time.monotonic()
 

@@ -370,11 +370,7 @@ class Entropy(LocalObjective):
 @pytest.mark.parametrize(
     ("make", "sizes", "refused"),
     [
-        (
-            lambda: Entropy(nn.Linear(6, 4)),
-            (8, 8, 8, 8, 10, 11),
-            True,
-        ),  # a short minibatch comes in the last round only
+        (lambda: Entropy(nn.Linear(6, 4)), (8, 8, 8, 8, 10, 11), True),  # one is short, in the last round
         (lambda: Entropy(nn.Linear(6, 4)), (8, 8, 8, 12, 4, 8), False),  # none is short
         (lambda: FedAvg(nn.Linear(6, 4)), (8, 8, 8, 8, 10, 11), False),
         (
