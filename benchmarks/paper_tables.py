@@ -78,7 +78,7 @@ def settings(paper: str) -> str:
 
 def drawings(paper: str) -> str:
     """Returns the figures of a paper: what they show and how they are drawn, or why not."""
-    lines = [["figure", "shows", "drawing", "tables of its runs", "taken where our notes leave it open"]]
+    lines = [["figure", "shows", "drawing", "tables of its runs", "assumed"]]
     for each in figures(paper):
         tables = ", ".join(dict.fromkeys(runs.table for runs in each.runs))
         lines.append([each.number, each.shows or f"not known: {each.reason}", each.draws, tables, each.taken])

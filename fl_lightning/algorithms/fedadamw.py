@@ -30,7 +30,7 @@ class FedAdamW(Aligned):
         **kwargs: As for `LocalObjective`.
     """
 
-    paper = "Liu et al., 2025 (arXiv:2510.27486)"
+    paper = "Liu et al., AAAI 2026"
     server_state = {**Aligned.server_state, "v": "zeros", "n": 0.0}
     down = (*Aligned.down, "v", "n")
     up = ("w", "v")

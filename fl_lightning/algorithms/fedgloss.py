@@ -40,7 +40,7 @@ class FedGloSS(FedDyn):
         **kwargs: As for `FedDyn`; ``use_dual: false`` is "without ADMM" (Table 9).
     """
 
-    paper = "Caldarola et al., 2024 (arXiv:2412.03752)"
+    paper = "Caldarola et al., CVPR 2025"
     server_state = {**FedDyn.server_state, "delta": "zeros"}
     default_weighting: Weighting = "samples"
 

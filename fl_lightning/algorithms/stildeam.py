@@ -21,7 +21,7 @@ class STildeAM(LocalObjective):
         **kwargs: As for `LocalObjective`.
     """
 
-    paper = "Caldarola et al., 2024 (arXiv:2412.03752), Table 6"
+    paper = "Caldarola et al., CVPR 2025, Table 6"
     scratch_state = {"g": "zeros"}
 
     def __init__(self, net: nn.Module, rho: NonNegative = 0.05, **kwargs: Any) -> None:

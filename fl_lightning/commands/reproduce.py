@@ -179,7 +179,7 @@ def _figure(drawn: PaperFigure, folder: Path, how: _How, points: int | None) -> 
     """Makes the runs of a figure, and draws it."""
     say(f"{drawn.paper}, Figure {drawn.number}: {drawn.shows} ({drawn.draws})")
     if drawn.taken:
-        say(f"our notes on the paper do not say this; taken are: {drawn.taken}")
+        say(f"the text that we had does not say this; assumed: {drawn.taken}")
     made = _make(figure_tasks(drawn), folder, how)
     if how.dry_run:
         return

@@ -17,7 +17,7 @@ PAPERS = {
     "fedsam": "Caldarola et al., ECCV 2022: FedSAM, FedASAM, SWA",
     "fedsmoo": "Sun et al., ICML 2023: FedSMOO; table FL-Simulator is that of its code's README",
     "fedgf": "Lee and Yoon, ICML 2024: FedGF",
-    "fedgloss": "Caldarola et al., 2024 (arXiv:2412.03752): FedGloSS; table 5/10: rounds and costs of both",
+    "fedgloss": "Caldarola et al., CVPR 2025: FedGloSS; table 5/10: rounds and costs of both",
     "fedgmt": "Li et al., ICML 2025: FedGMT; table FL-SAM is that of its code's README",
 }
 

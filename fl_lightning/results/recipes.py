@@ -160,7 +160,7 @@ class PaperFigure:
         metrics: Metrics of curves.
         value: The metric of bars, lines and clients, as a `Cell` names it.
         options: Options of a command that draws.
-        taken: What our notes on the paper do not say, and is taken here.
+        taken: What the text that we had does not say, and is assumed here.
         reason: Why it cannot be drawn; empty if it can.
     """
 

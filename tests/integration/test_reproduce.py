@@ -189,7 +189,7 @@ def test_dry_run_of_a_figure(
     cli("reproduce", "fedgloss", "fig9", "--seeds=0,1", "--dry-run", *SMALL)
     shown = capsys.readouterr().out
     assert shown.startswith("fedgloss, Figure 9: training and test loss on the line through two global models (Eq. 8)")
-    assert "our notes on the paper do not say this; taken are: the two models and the columns\n" in shown
+    assert "the text that we had does not say this; assumed: the two models and the columns\n" in shown
     lines = [line for line in shown.splitlines() if line.startswith("fl-lightning fit")]
     assert len(lines) == 8 and "8 runs, about" in shown and list(tmp_path.iterdir()) == []
 

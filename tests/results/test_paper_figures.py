@@ -26,7 +26,7 @@ def test_every_figure_is_known_or_says_why_not() -> None:
     ] for paper in PAPERS)  # fmt: skip
     reasons = Counter(each.reason for each in ALL)
     assert (len(KNOWN), reasons["it is a schematic"]) == (31, 4)
-    assert reasons["our notes on the paper do not say what it shows"] == 14
+    assert reasons["we had no access to this figure"] == 14
     assert all(bool(each.reason) != bool(each.draws and each.shows and each.runs) for each in ALL)
     assert {each.draws for each in KNOWN} == {*DRAWN, *LANDSCAPES, "line", "bars", "lines"}
 
