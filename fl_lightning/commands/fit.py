@@ -6,7 +6,7 @@ from typing import Any
 from fl_lightning.commands.shared import FederatedCLI, seeds_of, to_continue, trials, without
 from fl_lightning.core import require
 from fl_lightning.sweeps.parameters import combinations
-from fl_lightning.sweeps.trials import Trial, name_of, run_trials
+from fl_lightning.sweeps.trials import Trial, check_alone, name_of, run_trials
 
 SUMMARY = "Train for trainer.max_rounds rounds."
 
@@ -30,6 +30,7 @@ def run(
             made.trainer.fit(made.model, made.data, ckpt_path)
         return
     require(ckpt_path in (None, "last"), "ckpt_path", ckpt_path, "several runs continue with last")
+    check_alone(made.trainer)
     name = made.trainer.run_name(made.model, made.data)
     args = without(cli.args, "seeds", "values", "ckpt_path", "trainer.name", "trainer.default_root_dir")
     asked = [
@@ -53,5 +54,6 @@ def _grid(seeds: str | None, values: list[str]) -> dict[str, list[Any]]:
         found[key] = each = listed.split(",")
         require(all(each) and len(set(each)) == len(each), "values", listed, "give different values, such as 0,1,2")
     if seeds is not None:
+        require("trainer.seed" not in found, "seeds", seeds, "values has trainer.seed; give the seeds once")
         found["trainer.seed"] = seeds_of(seeds)
     return found

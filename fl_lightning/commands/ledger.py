@@ -80,7 +80,7 @@ def _add(run: Path, given: Path, into: Path, several: bool) -> Path:
     ensure((run / ENDED).is_file(), f"{run}: the run has not ended; let it end first")
     parts = [part for part in run.relative_to(given).parts if not part.startswith("version_")] or [RunFolder(run).name]
     row, about = into.joinpath(*parts, *[run.name] * several), _about(run)
-    before = ledger.about(row) if row.exists() else {}
+    before = ledger.about(row) if (row / ledger.FILE).exists() else {}
     ensure(
         not before or before.get("weights") == about["weights"],
         f"{row}: a row with other weights; remove it, or give another folder by --into",

@@ -3,10 +3,12 @@
 import errno
 import json
 import os
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import is_dataclass
 from pathlib import Path
+from types import NoneType
 from typing import Any, BinaryIO
 from zlib import crc32
 
@@ -20,6 +22,7 @@ MARK = b"fl_lightning"
 UNMARKED, WRONG = "no checksum at its end", "its checksum is wrong"
 FROZEN = "frozen.pt"
 """File with the constants of a run's net, next to its checkpoints, once for all of them."""
+PLAIN = (NoneType, bool, int, float, complex, str, bytes, bytearray)
 CHUNK = 2**20
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 """Numbers of the errors of a full or failing disk, which may name any file."""
@@ -135,6 +138,31 @@ def save(path: Path, content: Any) -> None:
     import torch  # takes seconds; most commands read text only
 
     write_atomically(path, lambda file: torch.save(content, file), checksum=True)
+
+
+def check_plain(where: str, value: Any) -> None:
+    """Checks that `load` reads what `save` writes of a value: tensors, numbers, text, and lists and dicts of them.
+
+    Args:
+        where: The name of the value, for the message.
+        value: The value.
+
+    Raises:
+        UserError: If it is, or holds, something else.
+    """
+    import torch
+
+    if type(value) in (dict, OrderedDict, Counter):
+        for key, entry in value.items():
+            check_plain(where, key)
+            check_plain(f"{where}.{key}", entry)
+    elif type(value) in (list, tuple, set):
+        for entry in value:
+            check_plain(where, entry)
+    else:
+        plain = type(value) in PLAIN or isinstance(value, (torch.Tensor, torch.Size, torch.dtype, torch.device))
+        remedy = "a checkpoint takes tensors, numbers, text, and lists and dicts of them (float(x) of a NumPy number)"
+        ensure(plain, f"{where}: a {type(value).__module__}.{type(value).__qualname__}; {remedy}")
 
 
 def load(path: Path) -> Any:

@@ -13,8 +13,8 @@ from fl_lightning.core import Figure, ensure, read_json, write_atomically
 from fl_lightning.results.compare import compare
 from fl_lightning.results.configs import EXECUTION, config_files, group_id, read_config
 from fl_lightning.results.curves import plot_curves, plot_tradeoff
+from fl_lightning.results.metrics import DIRECTIONS, Pairs, markdown, read_metrics, read_rows, table_text, tested
 from fl_lightning.results.metrics import FILE as METRICS
-from fl_lightning.results.metrics import Pairs, markdown, read_metrics, read_rows, table_text, tested
 from fl_lightning.results.report.files import PROVENANCE
 from fl_lightning.results.table import Markup, cell, columns, differences
 
@@ -72,11 +72,12 @@ def row_files(run: Path, ran: Mapping[str, Any]) -> dict[str, str]:
         "starts": starts,
         "checks": [],
     }
+    more = [*run.glob(DIRECTIONS), *run.glob("flatness*/*.json")]
     return {
         "config.yaml": yaml.safe_dump(config, sort_keys=False),
         METRICS: thinned(run / METRICS),
         FILE: json.dumps(text, indent=1) + "\n",
-        **{str(path.relative_to(run)): path.read_text() for path in run.glob("flatness*/*.json")},
+        **{str(path.relative_to(run)): path.read_text() for path in more},
     }
 
 

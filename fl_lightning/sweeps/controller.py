@@ -2,27 +2,32 @@
 
 import json
 import math
-import shutil
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from fl_lightning.core import PositiveInt, make_folder, read_json, require, write_atomically
-from fl_lightning.results import SUFFIX, average, read_run, rounds_done, window_of, write_table
+from fl_lightning.results import SUFFIX, average, read_config, read_run, rounds_done, window_of, write_table
 from fl_lightning.sweeps.file import Objective, StopEarly, Sweep
 from fl_lightning.sweeps.parameters import Settings
 from fl_lightning.sweeps.trials import Build, Check, Outcome, Trial, name_of, newest_run, run_trials
-from fl_lightning.trainer import RunFolder, locked
+from fl_lightning.trainer import InUse, RunFolder, locked
 
 BATCH = 4
 """Fewest settings that bayes proposes at a time."""
 BATCHES = "batches.json"
 """In the sweep's folder: how many settings bayes has proposed at each time, so that a sweep resumes with other jobs."""
 SEED = "trainer.seed"
+WRITES = ".writes.lock"
+OF_TRIAL = ("name", "default_root_dir", "enable_progress_bar")
+"""Settings of a trial that its config would pass on to other runs."""
 
 
 class Controller:
@@ -157,11 +162,18 @@ class Controller:
             settings = [trial.settings.get(key, "") for key in keys]
             rows.append([trial.name, *settings, state, done, "" if value is None else value, where or "", error or ""])
         head = ["trial", *keys, "state", "rounds", self.objective.name, "folder", "error"]
-        write_table(self.folder / "sweep.csv", head, rows)
         best = self.best()
-        config = self.outcomes[best[1][0].name].folder if best else None
-        if config is not None and (newest := RunFolder(config).newest_config).exists():
-            shutil.copyfile(newest, self.folder / "best.yaml")
+        run = self.outcomes[best[1][0].name].folder if best else None
+        config = read_config(newest) if run and (newest := RunFolder(run).newest_config).exists() else None
+        while True:
+            with suppress(InUse), locked(self.folder, WRITES):  # other calls on this folder write them, too
+                write_table(self.folder / "sweep.csv", head, rows)
+                if config is not None:
+                    kept = {key: value for key, value in config["trainer"].items() if key not in OF_TRIAL}
+                    text = yaml.safe_dump({**config, "trainer": kept}, sort_keys=False)
+                    write_atomically(self.folder / "best.yaml", text)
+                return
+            time.sleep(0.02)
 
     def _trial(self, settings: Mapping[str, Any], seed: int) -> Trial:
         shown = {**settings, SEED: settings.get(SEED, seed)}

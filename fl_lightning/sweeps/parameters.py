@@ -58,6 +58,10 @@ class Parameter:
         known = {**NUMBERS, **{f"q_{name}": (*NUMBERS[name], "q") for name in QUANTIZED}, **LISTS}
         require(str(kind) in known, where, dict(given), "give value, values, min and max, or a distribution of W&B's")
         names = known[kind]
+        if kind == "int_uniform":
+            given = {n: int(v) if isinstance(v, float) and v.is_integer() else v for n, v in given.items()}
+            for name, value in given.items():
+                require(not isinstance(value, float), f"{where}.{name}", value, "give a whole number")
         if extra := given.keys() - {"distribution", *names}:
             ensure(False, f"{where}.{min(extra)} = {given[min(extra)]}: {kind} has {', '.join(names)}")
         options = {name: given.get(name, DEFAULTS.get(name)) for name in names}
@@ -76,7 +80,8 @@ class Parameter:
             require(isinstance(values, list) and bool(values), f"{where}.values", values, "give a list")
         if "probabilities" in options:
             shares = options["probabilities"]
-            fit = len(shares) == len(options["values"]) and math.isclose(sum(shares), 1.0, abs_tol=1e-6)
+            numbers = isinstance(shares, list) and all(isinstance(share, (int, float)) for share in shares)
+            fit = numbers and len(shares) == len(options["values"]) and math.isclose(sum(shares), 1.0, abs_tol=1e-6)
             require(fit, f"{where}.probabilities", shares, "one for each value, with sum 1")
         if "min" in options:
             low, high = options["min"], options["max"]

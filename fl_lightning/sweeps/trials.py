@@ -288,8 +288,20 @@ def _alone(folder: Path, build: Build, resume: bool, early: StopEarly | None, tr
     return [Outcome(trial, run.folder.path)]
 
 
+def check_alone(trainer: FederatedTrainer) -> None:
+    """Checks that a trainer has one process; others would wait for the trials that the first one trains.
+
+    Raises:
+        UserError: If it has several.
+    """
+    n = trainer.fabric.world_size
+    remedy = "each of several runs is trained by one; set devices and num_nodes to 1"
+    ensure(n == 1, f"trainer.devices: {n} processes; {remedy}")
+
+
 def _build(folder: Path, build: Build, early: StopEarly | None, trial: Trial) -> Built:
     built = build(trial, folder)
+    check_alone(built.trainer)
     if early is not None:
         built.trainer.callbacks.append(early)
     return built
@@ -312,6 +324,7 @@ def _checkpoint(folder: Path, trial: Trial, resume: bool) -> str | None:
 
 
 def _failed(trial: Trial, folder: Path | None, error: UserError) -> Outcome:
+    folder = folder if folder is not None and folder.is_dir() else None  # a mistake in round 1 leaves none
     if folder is not None and not isinstance(error, UnwrittenError):  # a disk may have room at the next call
         (folder / FAILED).write_text(f"{error}\n", encoding="utf-8")
     return Outcome(trial, folder, str(error))

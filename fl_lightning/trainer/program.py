@@ -17,11 +17,10 @@ from fl_lightning.engine import Job
 from fl_lightning.engine.batched import BatchedEngine, by_client, is_out_of_memory
 from fl_lightning.trainer.aggregation.base import Mean
 from fl_lightning.trainer.cohort import Cohort
-from fl_lightning.trainer.round import Clock
+from fl_lightning.trainer.loggers.base import TAKEN_BACK
+from fl_lightning.trainer.round import Clock, divergences
 from fl_lightning.trainer.run import Run
 
-LONGEST = 100
-"""Maximum number of rounds of a program."""
 MEMORY = 1 << 28
 """Maximum number of bytes of the states of server and clients that a program holds."""
 
@@ -46,7 +45,7 @@ def length(run: Run) -> int:
         and (run.timing is None or math.isinf(run.timing.clock.max_time_s))
         and not (run.failure_kinds or run.data.stream or run.clients.on_disk or run.should_stop)
     )
-    ahead = range(run.rounds_done, run.rounds_done + LONGEST * possible)
+    ahead = range(run.rounds_done, run.rounds_done + TAKEN_BACK * possible)
     return sum(1 for _ in takewhile(lambda t: not run.needs_round(t), ahead))
 
 
@@ -78,7 +77,8 @@ def train(run: Run) -> bool:
         passes = steps * sum(run.objective.passes)
         spent = clock.spent(run, cohort, done.bits, steps, passes, training_s, rounds=len(trained))
         seconds = run.timing.metrics(run.metrics, [cohort.attendance]) if run.timing else {}
-        run.log({"client/train/loss": float(done.losses.mean()), "client/refused": 0, **seconds, **spent})
+        loss = {"client/train/loss": float(done.losses.mean()), "client/refused": 0}
+        run.log({**loss, **divergences(run), **seconds, **spent})
         logged = run.write_metrics()
         if run.should_stop:  # by a logger, as of a single round
             break

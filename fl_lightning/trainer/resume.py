@@ -83,7 +83,6 @@ def _about(run: Run, pin: bool) -> dict[str, Any]:
     return {
         # what LightningModule.load_from_checkpoint reads
         "pytorch-lightning_version": lightning.__version__,
-        "hyper_parameters": dict(objective.hparams),
         "state_dict": {f"net.{name}": value.clone() for name, value in trained.items()},
         "frozen": run.frozen,
         "kind": run.kind,
@@ -96,9 +95,24 @@ def _about(run: Run, pin: bool) -> dict[str, Any]:
         "clients": run.clients.state_dict(pin=pin),
         "elapsed": run.elapsed,
         "records": records.checksums(run.folder.path, run.rounds_done),
+        **states(run),
+    }
+
+
+def states(run: Run) -> dict[str, Any]:
+    """Returns the states of callbacks and loggers, and the model's hyperparameters, as a checkpoint has them.
+
+    Raises:
+        UserError: If one of them has something that no checkpoint takes.
+    """
+    found = {
+        "hyper_parameters": dict(run.objective.hparams),
         "callbacks": {key: x.state_dict() for key, x in by_key(run.callbacks).items()},
         "loggers": {key: x.state_dict() for key, x in by_key([*run.run_loggers]).items()},
     }
+    for name, entries in found.items():
+        files.check_plain(f"{name} of the run", entries)
+    return found
 
 
 def _changed_settings(run: Run) -> dict[str, list[Any]]:

@@ -125,16 +125,21 @@ class Round:
         run = self.run
         callback_s = run.callback_s - self._callback_s
         loss = {"client/train/loss": float(self.losses.mean())} if len(self.losses) else {}
-        skipped = run.metrics.get("client/diverged", 0) + (self.diverged is not None)
         return {
             **loss,
             **self.aggregated,
             **{f"client/{kind}": len(clients) for kind, clients in self.failed.items()},
-            **({"client/diverged": skipped} if run.settings.on_divergence == "continue" else {}),
+            **divergences(run, self.diverged is not None),
             **(run.timing.metrics(run.metrics, self.attended) if run.timing else {}),
             **(self.cohort.flight.metrics() if self.cohort.flight else {}),
             **self._clock.spent(run, self.cohort, self.bits, self.steps, self.passes, self.training_s, callback_s),
         }
+
+
+def divergences(run: Run, one_more: bool = False) -> dict[str, float]:
+    """Returns how many rounds have been left out, if a run goes on after a divergence."""
+    count = run.metrics.get("client/diverged", 0) + one_more
+    return {"client/diverged": count} if run.settings.on_divergence == "continue" else {}
 
 
 class Clock:

@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from fl_lightning.core import UserError, disk_error
+from fl_lightning.trainer import resume
 from fl_lightning.trainer.run import Run
 from fl_lightning.trainer.runtime import on_rank_zero, undisturbed
 from fl_lightning.trainer.state import by_key
@@ -36,6 +37,7 @@ def session(run: Run) -> Iterator[None]:
         run.objective.trained = True
         try:
             run.call("on_fit_start")
+            resume.states(run)  # else no checkpoint could be read
             run.stops()  # before the first round, too
             yield
             run.net.move_to(run.global_model.clone())  # from now on it holds the global model

@@ -134,6 +134,8 @@ class FederatedTrainer(Settings):
         Returns:
             ``server/test/acc`` and ``server/test/loss``; of clients' own models ``server/clients/acc``, and so on.
         """
+        remedy = "give the run's ckpt_path, such as \"last\", which has the clients' own"
+        ensure(ckpt_path is not None or not (model.personal and model.trained), f"ckpt_path = None: {remedy}")
         with self.environment():
             run = self.load(model, datamodule, ckpt_path, clients=model.personal)
             return _report(run, evaluate(run, "test"))

@@ -14,6 +14,7 @@ from PIL import Image
 
 from benchmarks import claims
 from fl_lightning.results.ledger import page, rows
+from fl_lightning.results.metrics import read_directions
 from tests.runs import DIGITS, cli
 from tests.runs import run as train
 
@@ -102,6 +103,16 @@ def test_a_row_of_personal_models_trained_again(tmp_path: Path, capsys: pytest.C
     cli("ledger", "add", str(folder), f"--into={tmp_path / 'rows'}")
     cli("ledger", "check", str(tmp_path / "rows"))
     assert "equal to the bit" in capsys.readouterr().out
+
+
+def test_a_row_knows_whether_small_values_are_good(tmp_path: Path) -> None:
+    """Which the name of the metric does not tell."""
+    folder = train("fit", "--model.metrics=[HammingDistance]", root=tmp_path / "runs")
+    row = tmp_path / "rows" / "mine"
+    row.mkdir(parents=True)  # as after an addition that was broken off
+    cli("ledger", "add", str(folder), f"--into={row}")
+    (about,) = row.rglob("row.json")
+    assert read_directions(about.parent) == read_directions(folder) != {}
 
 
 def test_a_row_with_another_bit_is_wrong(ledger: Path, capsys: pytest.CaptureFixture[str]) -> None:

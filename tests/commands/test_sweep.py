@@ -164,6 +164,8 @@ def test_values_make_a_grid_of_any_keys(tmp_path: Path, capsys: pytest.CaptureFi
     assert "4 runs" in capsys.readouterr().out
     with pytest.raises(SystemExit, match=r"values = model.mu=2: model.mu is there twice"):
         cli("fit", "--model=FedProx", *DIGITS, "--values=model.mu=1", "--values=model.mu=2")
+    with pytest.raises(SystemExit, match="seeds = 5,6: values has trainer"):
+        cli("fit", "--model=FedProx", *DIGITS, "--values=trainer.seed=1,2", "--seeds=5,6")
 
 
 def test_init_writes_what_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

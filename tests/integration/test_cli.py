@@ -95,6 +95,31 @@ def test_append_adds_to_what_null_stands_for() -> None:
     assert [measure.class_path.rpartition(".")[2] for measure in measures] == [*default, "LPF"]
 
 
+def test_a_list_that_is_given_anew_has_nothing_of_the_one_before(tmp_path: Path) -> None:
+    """In a config and as an argument: else a trace would be measured on the test set because lambda_max was."""
+    first, second = (tmp_path / name for name in ("first.yaml", "second.yaml"))
+    measure = {"class_path": "LambdaMax", "init_args": {"samples": 64, "split": "test"}}
+    monitor = {"class_path": "FlatnessMonitor", "init_args": {"every_n_rounds": 5, "metrics": [measure]}}
+    parts = [{"class_path": "Compress", "init_args": {"rate": 0.5}}]
+    first.write_text(yaml.safe_dump({"trainer": {"callbacks": [monitor]}, "model": {"init_args": {"parts": parts}}}))
+    anew = {"class_path": "FlatnessMonitor", "init_args": {"metrics": ["HessianTrace"]}}
+    compress = {"class_path": "Compress", "init_args": {"method": "qsgd"}}
+    second.write_text(yaml.safe_dump({"trainer": {"callbacks": [anew]}, "model": {"init_args": {"parts": [compress]}}}))
+
+    def made(*args: str) -> Any:
+        return FederatedCLI("fit", "--model=FedAvg", *DIGITS, *args).config
+
+    alone = made(f"--config={second}")
+    lists = f"--trainer.callbacks={[anew]}", f"--model.parts={[compress]}"
+    for given in ([f"--config={second}"], lists):
+        found = made(f"--config={first}", *given)
+        assert found.trainer.callbacks == alone.trainer.callbacks
+        assert found.model.init_args.parts == alone.model.init_args.parts
+    (kept,) = made(f"--config={first}", "--trainer.callbacks.metrics=[HessianTrace]").trainer.callbacks
+    assert kept.init_args.every_n_rounds == 5
+    assert kept.init_args.metrics == alone.trainer.callbacks[0].init_args.metrics
+
+
 @pytest.mark.slow
 def test_another_algorithm_says_what_it_keeps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of the config's: not what it does not know, nor what the command line gives."""

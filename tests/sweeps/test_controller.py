@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,16 @@ def test_a_trial_whose_metric_is_not_finite_has_failed(tmp_path: Path) -> None:
     assert best is not None and best[0] == {"model.rho": 0.1}
     states = {trial.settings["model.rho"]: sweep.state(trial)[0] for trial in sweep.trials}
     assert states == {0.1: "finished", 0.2: "failed"}
+
+
+def test_calls_on_one_folder_write_its_table_at_the_same_time(tmp_path: Path) -> None:
+    sweep = controller(tmp_path, [0.1])
+    for _ in sweep.run(build):
+        pass
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(lambda _: sweep.write(), range(40)))
+    best = yaml.safe_load((tmp_path / "out" / "best.yaml").read_text())
+    assert not {"name", "default_root_dir", "enable_progress_bar"} & best["trainer"].keys()
 
 
 def test_settings_that_are_drawn_again_are_one_trial(tmp_path: Path) -> None:

@@ -142,6 +142,14 @@ def test_a_file_as_wandb_takes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         ({"parameters": {"a": {"values": []}}}, "parameters.a.values = .*give a list"),
         ({"parameters": {"a": {"min": 2, "max": 1}}}, "parameters.a.min = 2: less than max = 1"),
         ({"parameters": {"a": {"min": 0.1, "max": 1.0}}}, "parameters.a.distribution = uniform: a grid takes"),
+        (
+            {"parameters": {"a": {"distribution": "int_uniform", "min": 1, "max": 2.5}}},
+            "parameters.a.max = 2.5: give a whole",
+        ),
+        (
+            {"parameters": {"a": {"values": [1], "probabilities": 0.5}}},
+            "parameters.a.probabilities = 0.5: one for each",
+        ),
         ({"parameters": {"a": {"values": [1], "q": 2}}}, "parameters.a.q = 2: categorical has values"),
         ({"parameters": {"a": {"distribution": "log_uniform_values", "min": 0, "max": 1}}}, "a.min = 0: .*positive"),
         ({"parameters": {"a": {"distribution": "cauchy"}}}, "parameters.a = .*distribution of W&B's"),

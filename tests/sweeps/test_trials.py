@@ -98,6 +98,20 @@ def test_a_failed_trial_is_not_repeated_and_the_others_finish(tmp_path: Path) ->
     assert len(list(tmp_path.glob("*/version_*"))) == 3
 
 
+@pytest.mark.usefixtures("one_program")
+def test_a_mistake_in_the_first_round_is_that_of_each_trial(tmp_path: Path) -> None:
+    """It leaves no folder."""
+    wrong = partial(build, callbacks=[Checkpoints(monitor="server/tset/acc")])
+    found = list(run_trials([trial(0.1), trial(0.2)], tmp_path, wrong))
+    assert all("monitor = server/tset/acc: no such metric" in str(o.error) for o in found)
+
+
+def test_a_trial_takes_one_process(tmp_path: Path) -> None:
+    """Others would wait for it without an end."""
+    (found,) = run_trials([trial(0.1)], tmp_path, partial(build, devices=2, strategy="ddp"))
+    assert str(found.error).startswith("trainer.devices: 2 processes; each of several runs is trained by one")
+
+
 def test_a_trial_goes_on_once_the_disk_has_room(tmp_path: Path) -> None:
     class Full(Callback):
         def on_round_end(self, run: Run) -> None:

@@ -5,14 +5,18 @@ from __future__ import annotations
 import io
 import json
 import re
+from collections import Counter, OrderedDict, defaultdict, deque
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch.callbacks as theirs
+import numpy as np
 import pytest
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch import nn
 
 from fl_lightning import (
     SGD,
@@ -20,11 +24,13 @@ from fl_lightning import (
     Checkpoints,
     Digits,
     DigitsMLP,
+    Faults,
     FedAvg,
     FederatedTrainer,
     FedSAM,
     FlatnessMonitor,
     Progress,
+    UniformSampler,
     UserError,
 )
 from fl_lightning.core import files
@@ -63,6 +69,53 @@ def test_early_stopping_is_lightnings(tmp_path: Path, capsys: Any) -> None:
         fit(tmp_path / "broken", theirs.EarlyStopping("server/test/loss", patience=2), Interrupt(), lr=1e-30, rounds=9)
     again = theirs.EarlyStopping("server/test/loss", patience=2)
     assert fit(tmp_path / "broken", again, lr=1e-30, rounds=9, ckpt_path="last").rounds_done == 3
+
+    # once it has stopped, it stays, unless it gets more patience
+    for patience, rounds in ((2, 3), (3, 4)):
+        again = theirs.EarlyStopping("server/test/loss", patience=patience)
+        assert fit(tmp_path, again, lr=1e-30, rounds=9, ckpt_path="last").rounds_done == rounds
+
+
+def test_a_state_that_no_checkpoint_takes_is_refused_at_once(tmp_path: Path) -> None:
+    class Best(Callback):
+        def state_dict(self) -> dict[str, Any]:
+            return {"best": [np.float64(1.0)]}
+
+    with pytest.raises(UserError, match=r"^callbacks of the run\.Best\.best: a numpy\.float64; a checkpoint takes"):
+        fit(tmp_path, Best())
+    assert not list(tmp_path.rglob("version_*"))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None, True, 1, 1.5, 1j, "a", b"a", bytearray(b"a"), [1, (2, {3})], {"a": {1: 2}}, OrderedDict(a=1),
+        Counter("a"), torch.zeros(2), nn.Parameter(torch.zeros(2)), torch.Size([1]), torch.float32,
+        torch.device("cpu"), np.float64(1), np.zeros(2), np.bool_(True), deque([1]), defaultdict(int), Path("a"),
+        frozenset([1]), range(3), Fraction(1, 2), theirs.EarlyStopping("x"),
+    ],
+    ids=lambda value: type(value).__name__,
+)  # fmt: skip
+def test_what_a_checkpoint_takes_can_be_read(value: Any, tmp_path: Path) -> None:
+    """And what it does not take cannot."""
+    files.save(tmp_path / "x", {"a": [value]})
+    try:
+        files.check_plain("x", {"a": [value]})
+    except UserError:
+        with pytest.raises(ValueError, match="not readable"):
+            files.load(tmp_path / "x")
+    else:
+        files.load(tmp_path / "x")
+
+
+def test_a_metric_that_clients_have_not_measured_yet_is_awaited(tmp_path: Path) -> None:
+    """Nobody answers in the first round."""
+    faults = Faults(available=[[], list(range(6))])
+    monitor = Checkpoints(monitor="client/train/loss")
+    run = fit(tmp_path, monitor, rounds=4, faults=faults, sampler=UniformSampler(2), on_divergence="continue")
+    assert run.rounds_done == 4 and monitor.best
+    with pytest.raises(UserError, match="no such metric"):
+        fit(tmp_path, Checkpoints(monitor="client/train/lss", mode="min"), rounds=4)
 
 
 @pytest.mark.parametrize(

@@ -156,6 +156,22 @@ def test_rounds_after_the_checkpoint_are_logged_once(kind: str, tmp_path: Path) 
     assert sorted(READERS[kind](tmp_path).metrics["time/round_s"]) == [(round, round / 4) for round in range(1, 7)]
 
 
+def test_mlflow_keeps_the_status_of_a_run_that_is_looked_at(tmp_path: Path) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    logger = MLFlowLogger()
+    logger.start(tmp_path, {}, 0, ABOUT)
+    logger.finalize("failed")
+    logger.reopen(tmp_path, state := logger.state_dict(), 0, ABOUT)
+    logger.finalize("success")
+    client = mlflow.MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}")
+    assert client.get_run(logger.run_id).info.status == "FAILED"
+    logger.start(tmp_path, state, 0, ABOUT)
+    logger.finalize("success")
+    assert client.get_run(logger.run_id).info.status == "FINISHED"
+    with pytest.raises(UserError, match=r"^trainer.loggers = MLFlowLogger: tracking_uri = .*: Run with id=0 not found"):
+        MLFlowLogger().start(tmp_path, {"run_id": "0"}, 0, ABOUT)
+
+
 def test_tensorboard_reads_it(tmp_path: Path) -> None:
     """TensorBoard itself: one run with each round once, and the settings."""
     pytest.importorskip("tensorboard")

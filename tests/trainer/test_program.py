@@ -68,7 +68,7 @@ def data() -> Digits:
 
 
 def one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(program, "LONGEST", 0)
+    monkeypatch.setattr(program, "TAKEN_BACK", 0)
 
 
 def check_same(one: Run, other: Run) -> None:
@@ -151,6 +151,22 @@ def test_an_interruption_falls_between_programs(tmp_path: Path, monkeypatch: pyt
     resumed = train(tmp_path, fl.SCAFFOLD, Rounds(), resume=str(broken))
     one_by_one(monkeypatch)
     check_same(resumed, train(tmp_path, fl.SCAFFOLD))
+
+
+def test_what_an_interruption_undoes_may_lie_beyond_the_last_checkpoint(tmp_path: Path) -> None:
+    """Rounds 21 to 24 are undone, whose rows are in the log."""
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path, fl.SCAFFOLD, Rounds(fails_at=24), Checkpoints())
+    [broken] = tmp_path.glob("*/*/checkpoints/last.ckpt")
+    assert torch.load(broken, weights_only=False)["round"] == 20
+    check_same(train(tmp_path, fl.SCAFFOLD, Rounds(), resume=str(broken)), train(tmp_path, fl.SCAFFOLD))
+
+
+def test_the_count_of_divergences_is_in_every_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    together = train(tmp_path, on_divergence="continue")
+    assert [value for _, value in metrics(together.folder.path)["client/diverged"]] == [0] * 26
+    one_by_one(monkeypatch)
+    check_same(together, train(tmp_path, on_divergence="continue"))
 
 
 @pytest.mark.parametrize("part", [Part(), pytest.param(Decomposing(), marks=pytest.mark.slow)])

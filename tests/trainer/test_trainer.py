@@ -31,6 +31,7 @@ from fl_lightning import (
     FlatnessMonitor,
     LambdaMax,
     LocalObjective,
+    Personal,
     ReplaySampler,
     UniformSampler,
     UserError,
@@ -353,6 +354,16 @@ def test_ten_lines_of_python(tmp_path: Path) -> None:
     trainer = FederatedTrainer(max_rounds=10, clients_per_round=3, default_root_dir=str(tmp_path), accelerator="cpu")
     run = trainer.fit(FedAvg(net=nn.Linear(5, 3)), data)
     assert trainer.test(run.objective, data)["server/test/acc"] > 0.9
+
+
+def test_clients_own_models_are_tested_from_a_checkpoint(tmp_path: Path) -> None:
+    """The trained objective has none of them."""
+    trainer = FederatedTrainer(max_rounds=1, clients_per_round=3, default_root_dir=str(tmp_path), accelerator="cpu")
+    data = Digits(num_clients=4)
+    run = trainer.fit(FedAvg(DigitsMLP(hidden=8), parts=[Personal(["*"])]), data)
+    with pytest.raises(UserError, match=r'^ckpt_path = None: give the run\'s ckpt_path, such as "last"'):
+        trainer.test(run.objective, data)
+    assert "server/clients/acc" in trainer.test(run.objective, data, "last")
 
 
 def test_a_round_broken_off_while_it_is_measured_is_undone(golden: Golden) -> None:

@@ -4,6 +4,7 @@ import ast
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -50,8 +51,19 @@ def prepare(args: Sequence[str]) -> list[str]:
     """
     args = _with_config_of_run(joined(args))
     values = [arg.removeprefix("--values=") for arg in args if _option(arg) == "values"]
-    readable = [_readable(arg) for arg in without(args, "values")]
+    readable = [each for arg in without(args, "values") for each in _afresh(_readable(arg))]
     return [*readable, f"--values={json.dumps(values)}"] if values else readable
+
+
+def _afresh(arg: str) -> list[str]:
+    """Empties a list of classes before it is given anew: else an entry would get settings of the one in its place."""
+    name, _, value = arg.partition("=")
+    if not value.startswith("[") or name.endswith("+") or _option(arg) not in PARTS:
+        return [arg]
+    with suppress(yaml.YAMLError):
+        if any(isinstance(entry, (str, dict)) for entry in yaml.safe_load(value)):
+            return [f"{name}=[]", arg]
+    return [arg]
 
 
 def without(args: Sequence[str], *names: str) -> list[str]:
@@ -84,7 +96,7 @@ def model_of_configs(args: Sequence[str]) -> dict[str, Any]:
     """
     path, settings = "", dict[str, Any]()
     for file in (arg.removeprefix("--config=") for arg in args if _option(arg) == "config"):
-        model = _content(Path(file)).get("model")
+        model = settings_in(Path(file)).get("model")
         if isinstance(model, dict) and "class_path" in model:
             own = model.get("init_args") or {}
             settings, path = {**(settings if model["class_path"] == path else {}), **own}, model["class_path"]
@@ -97,7 +109,7 @@ def said_of(args: Sequence[str], *parts: str) -> str:
     for arg in args:
         name, _, value = arg.partition("=")
         if name == "--config":
-            content = _content(Path(value))
+            content = settings_in(Path(value))
             found.append({part: content[part] for part in parts if part in content})
         elif _option(arg) in parts:
             found.append(arg)
@@ -105,7 +117,8 @@ def said_of(args: Sequence[str], *parts: str) -> str:
 
 
 @cache
-def _content(config: Path) -> dict[str, Any]:
+def settings_in(config: Path) -> dict[str, Any]:
+    """Returns the settings in a config; nothing of a file without a mapping."""
     found = yaml.safe_load(config.read_text(encoding="utf-8"))
     return found if isinstance(found, dict) else {}
 
@@ -183,7 +196,7 @@ def _readable(arg: str) -> str:
 
 def _loadable(config: Path) -> Path:
     """Refuses the config of a run that a program has made of objects that no config can name."""
-    unnamed = only_python(_content(config)) if ONLY_PYTHON.search(config.read_text(encoding="utf-8")) else {}
+    unnamed = only_python(settings_in(config)) if ONLY_PYTHON.search(config.read_text(encoding="utf-8")) else {}
     for key, text in unnamed.items():
         remedy = "made by a program, and a config cannot; run the program, or name a class of a module"
         raise UserError(f"config = {config}: {key} = {text:.80}: {remedy}")

@@ -16,7 +16,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 import fl_lightning
 from fl_lightning import FederatedDataModule, LocalObjective
-from fl_lightning.commands.shared.arguments import PARTS, kept, model_of_configs, prepare
+from fl_lightning.commands.shared.arguments import PARTS, kept, model_of_configs, prepare, settings_in
 from fl_lightning.commands.shared.parser import INDENT, Command, Parser, readable
 from fl_lightning.core import LEFT_OUT, UserError, ensure, generator, hidden, require
 from fl_lightning.results import differences, flatten, read_config, say
@@ -88,6 +88,28 @@ def _of_same_config(trainer: FederatedTrainer, folder: Path) -> str | None:
 
 for name in fl_lightning.__all__:  # a class goes by its bare name once it is imported
     getattr(fl_lightning, name)
+
+
+class _Config(ActionConfigFile):
+    """A config whose lists replace earlier ones: else an entry would get settings of the one in its place before."""
+
+    def __call__(self, parser: Any, settings: Namespace, file: str, *more: Any) -> None:  # type: ignore[override]
+        """Adds the settings in a config to those before."""
+        path = Path(file)
+        _empty_lists(settings, settings_in(path) if path.is_file() else {})
+        super().__call__(parser, settings, file, *more)  # type: ignore[no-untyped-call]
+
+
+def _empty_lists(settings: Namespace, given: Mapping[str, Any]) -> None:
+    """Empties the lists in settings that are given anew."""
+    for key, value in given.items():
+        own = settings if key in settings else settings.get("init_args")
+        if not isinstance(own, Namespace) or key not in own:
+            continue
+        if isinstance(value, list):
+            own[key] = []
+        elif isinstance(value, dict) and isinstance(own[key], Namespace):
+            _empty_lists(own[key], value)
 
 
 class FederatedParser(Parser, LightningArgumentParser):
@@ -165,7 +187,7 @@ class FederatedCLI(Command, LightningCLI):
             prog=f"fl-lightning {self.command}", description=self.summary, dump_header=["fl_lightning"], **kwargs
         )
         text = "A YAML file with any of these settings; later ones win."
-        parser.add_argument("-c", "--config", action=ActionConfigFile, help=text)
+        parser.add_argument("-c", "--config", action=_Config, help=text)
         return parser
 
     def add_default_arguments_to_parser(self, parser: LightningArgumentParser) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import lightning.pytorch.callbacks as theirs
 import torch
 from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
 from lightning.pytorch.trainer.states import TrainerFn
 
 from fl_lightning.core import UserError, ensure
@@ -28,6 +29,15 @@ class EarlyStoppingAdapter(Callback):
     def __init__(self, inner: EarlyStopping, state: Mapping[str, Any]) -> None:
         self.inner = inner
         self.load_state_dict(state)
+
+    def on_fit_start(self, run: Run) -> None:
+        reason, inner = self.inner.stopping_reason, self.inner
+        patient = reason is EarlyStoppingReason.PATIENCE_EXHAUSTED and inner.wait_count < inner.patience
+        if inner.stopped_epoch == run.rounds_done > 0 and not patient:
+            run.should_stop = True
+            run.fabric.print(
+                f"stopped early in round {run.rounds_done}: to go on, give EarlyStopping more patience, or leave it out"
+            )
 
     def on_round_end(self, run: Run) -> None:
         metrics = run.round_metrics
@@ -56,7 +66,7 @@ class EarlyStoppingAdapter(Callback):
         return self.inner.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.inner.load_state_dict(dict(state))
+        self.inner.load_state_dict({**state, "patience": self.inner.patience})  # that of now
 
 
 OURS = {

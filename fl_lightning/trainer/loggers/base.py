@@ -15,6 +15,8 @@ from fl_lightning.core import Checked, Figure, ensure, render, style
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.data.histogram import class_counts, heat_map, histogram
 
+TAKEN_BACK = 100
+"""Most rounds that an error takes back: those that run as one program."""
 Picture = Path | Callable[[], Figure]
 """A file, or a function that draws: loggers without pictures do not call it."""
 

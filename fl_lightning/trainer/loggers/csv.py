@@ -12,7 +12,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 
 from fl_lightning.core import UserError, ensure, write_atomically, writing
 from fl_lightning.results.metrics import FILE, NUMBER, read_rows
-from fl_lightning.trainer.loggers.base import About, RunLogger
+from fl_lightning.trainer.loggers.base import TAKEN_BACK, About, RunLogger
 
 
 class CSVLogger(RunLogger):
@@ -27,7 +27,7 @@ class CSVLogger(RunLogger):
     def __init__(self) -> None:
         self.columns: list[str] = ["round"]
         self.checksums: dict[int, int] = {}
-        """Of the rows up to the last round, and up to the one before: a round that breaks off is taken back."""
+        """Of the rows up to the last round, and up to those before that an error may take back."""
 
     def check(self, run_dir: Path, state: Mapping[str, Any], round: int) -> None:
         _rows(run_dir / FILE, state, round)
@@ -55,7 +55,8 @@ class CSVLogger(RunLogger):
                 file.seek(0, os.SEEK_END)
                 csv.DictWriter(file, self.columns).writerow(new_row)
         *_, (last, checksum) = self.checksums.items()
-        self.checksums = {last: checksum, last + 1: _checksum([new_row], checksum)}
+        known = [*self.checksums.items(), (last + 1, _checksum([new_row], checksum))]
+        self.checksums = dict(known[-TAKEN_BACK - 1 :])
 
     def flush(self) -> None:
         with writing(self.path), self.path.open("r+b") as file:

@@ -15,6 +15,7 @@ from uuid import uuid4
 import numpy as np
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
+from fl_lightning.core import UserError
 from fl_lightning.results import NUMBER, flatten
 from fl_lightning.trainer.loggers.base import About, FigureLogger, Picture, needs, pixels
 from fl_lightning.trainer.runtime.console import quiet
@@ -74,10 +75,25 @@ class MLFlowLogger(ProgramLogger):
         needs("MLFlowLogger", "mlflow")
         self.experiment_name, self.run_name, self.tags = experiment_name, run_name, tags
         self.tracking_uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
-        self.run_id = ""
+        self.run_id, self._trains = "", True
+
+    @rank_zero_only
+    def reopen(self, run_dir: Path, state: Mapping[str, Any], round: int, about: About) -> None:
+        self._trains = False  # the run's status stays as it is
+        super().reopen(run_dir, state, round, about)
 
     @rank_zero_only
     def start(self, run_dir: Path, state: Mapping[str, Any], round: int, about: About) -> None:
+        from mlflow.exceptions import MlflowException
+
+        try:
+            self._open(run_dir, state, round, about)
+        except MlflowException as error:
+            where = self.tracking_uri or "mlflow.db in the run folder"
+            reason = f"{error}".partition("\n")[0]
+            raise UserError(f"trainer.loggers = MLFlowLogger: tracking_uri = {where}: {reason}") from None
+
+    def _open(self, run_dir: Path, state: Mapping[str, Any], round: int, about: About) -> None:
         from mlflow import MlflowClient
 
         super().start(run_dir, state, round, about)
@@ -86,7 +102,8 @@ class MLFlowLogger(ProgramLogger):
             self.experiment = client = MlflowClient(self.tracking_uri or f"sqlite:///{own / 'mlflow.db'}")
         self.run_id, self._done = state.get("run_id", ""), 0
         if self.run_id:
-            client.update_run(self.run_id, status="RUNNING")
+            if self._trains:
+                client.update_run(self.run_id, status="RUNNING")
             self._done = max((each.step for each in client.get_metric_history(self.run_id, "time/round_s")), default=0)
             return
         found = client.get_experiment_by_name(self.experiment_name)
@@ -127,8 +144,10 @@ class MLFlowLogger(ProgramLogger):
         self.experiment.log_image(self.run_id, pixels(picture), f"figures/{name}_round_{round}.png")
 
     def end(self, status: str) -> None:
-        """Marks the run as finished or failed."""
-        self.experiment.set_terminated(self.run_id, "FINISHED" if status == "success" else "FAILED")
+        """Marks the run as finished or failed, if it was training."""
+        if self._trains:
+            self.experiment.set_terminated(self.run_id, "FINISHED" if status == "success" else "FAILED")
+        self._trains = True
 
 
 METRICS = ("server/test/acc", "server/test/loss")
