@@ -1,6 +1,7 @@
 """A federated algorithm as a LightningModule: its parts, and what engines and the trainer call."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from inspect import BoundArguments
 from typing import Any
 from warnings import warn
@@ -234,14 +235,16 @@ class LocalObjective(Composed, SupervisedModule):
         """Returns the server's state after a round that began with the state ``before``."""
         return through((part.round_end for part in self.all_parts), server, before, ctx)
 
-    def without_steps(self, w0: Tensor, sent: State, ctx: ClientContext) -> tuple[Upload, State]:
+    def without_steps(self, w0: Tensor, sent: State, ctx: ClientContext, classes: int) -> tuple[Upload, State]:
         """Returns what a client uploads at first contact that takes no local step, and its state.
 
         Args:
             w0: The initial model, ``(d,)``.
             sent: What it receives.
             ctx: Its context.
+            classes: Number of classes, of each of which it has one sample.
         """
+        ctx = replace(ctx, class_counts=sent.w.new_ones(classes) if self.uses_class_counts else None)
         client = State.initial({**self.client_inits(), **self.scratch_inits()}, w0, sent.w)
         return self.finish_local(*self.begin_local(client, sent, ctx), sent, ctx)
 

@@ -48,7 +48,7 @@ class Entry(NamedTuple):
         ctx = ClientContext(t=0, rounds=1, m=1, flat=it.flat, lr=1.0, K=1, k_lr=1.0)
         server = State({"w": w, **State.initial(it.server_inits(), w, w)})
         sent = it.begin_phase(server, ctx)
-        upload, client = it.without_steps(w, sent, ctx)
+        upload, client = it.without_steps(w, sent, ctx, 3)
         groups = (client, it.client_inits()), (server, it.server_inits()), (sent, it.wire[0]), (upload, it.wire[1])
         matrices = sum(n for n, shape in zip(it.flat.numels, it.flat.shapes, strict=True) if len(shape) > 1)
         remarks = {it.flat.d: "", matrices: " (of the matrices)", 1: " (scalar)"}

@@ -282,13 +282,10 @@ class RemoteEngine(Engine):
     def _upload_without_steps(self, job: Job) -> Upload:
         """Returns the upload of a new client that takes no step: names, shapes and dtypes of every client's."""
         if job.ctx.phase not in self._empty:
-            run, objective, w = self.run, self.objective, job.received.w
-            state = State.initial({**objective.client_inits(), **objective.scratch_inits()}, run.clients.w0, w)
-            counts = w.new_ones(run.data.num_classes) if objective.uses_class_counts else None
-            ctx = replace(job.ctx, class_counts=counts, draws=self.draws([job]))
+            w0, classes, ctx = self.run.clients.w0, self.run.data.num_classes, replace(job.ctx, draws=self.draws([job]))
             with seeded(self.net.device, job.seed, "net", ctx.t, ctx.phase, job.client):
-                upload, _ = self.finish(*self.begin(state, job.received, ctx, w))
-            self._empty[ctx.phase] = {name: upload[name] for name in objective.wire[1]}
+                upload, _ = self.objective.without_steps(w0, job.received, ctx, classes)
+            self._empty[ctx.phase] = {name: upload[name] for name in self.objective.wire[1]}
         return self._empty[job.ctx.phase]
 
 

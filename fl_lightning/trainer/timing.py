@@ -27,10 +27,9 @@ def exchanged(objective: LocalObjective, server: State, ctx: RoundContext, num_c
         num_classes: Number of classes.
     """
     w, draws = server.w, Draws([(0, ctx.t, ctx.phase, 0)], server.w.device, together=False)
-    counts = w.new_ones(num_classes) if objective.uses_class_counts else None
-    of_client = ClientContext(**vars(ctx), lr=1.0, K=1, k_lr=1.0, class_counts=counts, draws=draws)
+    of_client = ClientContext(**vars(ctx), lr=1.0, K=1, k_lr=1.0, draws=draws)
     sent = objective.begin_phase(server, ctx)
-    upload, _ = objective.without_steps(w, sent, of_client)
+    upload, _ = objective.without_steps(w, sent, of_client, num_classes)
     return objective.bits(sent, up=False), objective.bits(upload, up=True)
 
 

@@ -95,6 +95,21 @@ class Received:
         return torch.stack([(block * block).sum(1) for block in self.blocks()]).sum(0).sqrt()
 
 
+def check_references(key: str, objective: LocalObjective) -> None:
+    """Checks that what is new in each upload of an algorithm is known.
+
+    Args:
+        key: The setting that needs it.
+        objective: The local objective.
+
+    Raises:
+        UserError: If an upload has no reference.
+    """
+    missing = [name for name in objective.wire[1] if name not in objective.all_references]
+    unknown = f"{type(objective).__name__} has no references for its upload {', '.join(missing)}"
+    ensure(not missing, f"{key}: {unknown}, so that what it says of a client has no bound; choose another algorithm")
+
+
 class Aggregation(Checked, key="trainer.aggregation"):
     """Base class of the rules. A subclass defines ``__call__``, which combines one block of coordinates of all uploads.
 

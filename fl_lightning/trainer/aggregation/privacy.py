@@ -28,7 +28,7 @@ from fl_lightning.core import (
     to_device,
 )
 from fl_lightning.trainer.aggregation.accountant import Accountant, Method, cohorts
-from fl_lightning.trainer.aggregation.base import Aggregation, Plan, Received
+from fl_lightning.trainer.aggregation.base import Aggregation, Plan, Received, check_references
 from fl_lightning.trainer.aggregation.noise import NoiseKey, cut, grid, rounded
 from fl_lightning.trainer.aggregation.rules import shortening
 from fl_lightning.trainer.participation.samplers import BernoulliSampler, CohortSampler
@@ -147,12 +147,7 @@ class GaussianPrivacy(Aggregation, key="trainer.privacy"):
             f"model.buffers = reset: under {KEY} statistics would be estimated on the clients' data without noise; "
             "set it to average or local",
         )
-        missing = [upload for upload in objective.wire[1] if upload not in objective.all_references]
-        ensure(
-            not missing,
-            f"{KEY}: {name} has no references for its upload {', '.join(missing)}, so that what it says of a client is "
-            "not bounded; choose another algorithm",
-        )
+        check_references(KEY, objective)
         bound._noiseless = Accountant(
             **drawn, noise=0.0, delta=self.delta, releases=objective.phases, method=self.method, rounds=plan.rounds
         )

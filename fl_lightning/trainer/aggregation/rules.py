@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.core import Interval, Positive, PositiveInt, ensure
-from fl_lightning.trainer.aggregation.base import Aggregation, Plan, Received
+from fl_lightning.trainer.aggregation.base import Aggregation, Plan, Received, check_references
 
 Minority = Annotated[float, Interval("[0, 0.5)")]
 
@@ -69,13 +69,7 @@ class NormClipping(WeightedSum):
         self.clip = clip
 
     def bind(self, plan: Plan) -> "NormClipping":
-        objective = plan.objective
-        missing = [name for name in objective.wire[1] if name not in objective.all_references]
-        ensure(
-            not missing,
-            f"trainer.aggregation = {type(self).__name__}: {type(objective).__name__} has no references for its upload "
-            f"{', '.join(missing)}, so that what is new in it is unknown; choose another rule",
-        )
+        check_references(f"trainer.aggregation = {type(self).__name__}", plan.objective)
         return self
 
     def weigh(self, received: Received, weights: Tensor) -> Tensor:

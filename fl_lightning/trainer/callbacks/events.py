@@ -1,10 +1,9 @@
 """The events of an asynchronous server, in ``events.csv`` of the run folder."""
 
-import csv
 from collections.abc import Mapping
 
 from fl_lightning.trainer.flight import EVENTS, Event
-from fl_lightning.trainer.measurements.base import drop_later_rounds
+from fl_lightning.trainer.measurements.base import append_rows, drop_later_rounds, first_cell
 from fl_lightning.trainer.run import Callback, Run
 
 
@@ -14,11 +13,9 @@ class EventLog(Callback):
     def on_fit_start(self, run: Run) -> None:
         path = run.folder.path / EVENTS
         if run.fabric.is_global_zero:
-            drop_later_rounds(path, run.rounds_done, lambda row: int(row.partition(",")[0]), head=1)
+            drop_later_rounds(path, run.rounds_done, first_cell, head=1)
 
     def on_round_logged(self, run: Run, metrics: Mapping[str, float]) -> None:
         path = run.folder.path / EVENTS
         if run.fabric.is_global_zero:
-            with path.open("a", newline="") as file:
-                head = () if file.tell() else (Event._fields,)
-                csv.writer(file, lineterminator="\n").writerows([*head, *run.state.training["events"]])
+            append_rows(path, Event._fields, run.state.training["events"])

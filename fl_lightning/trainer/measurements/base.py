@@ -1,6 +1,7 @@
 """Base class of the measures, the context they get, and the measurements they return."""
 
-from collections.abc import Callable, Mapping, Sequence
+import csv
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.core import Checked, State, UserError, ensure, write_atomically
+from fl_lightning.core import Checked, State, UserError, ensure, write_atomically, writing
 from fl_lightning.engine import LocalResult
 from fl_lightning.flatness import Batches, Progress
 from fl_lightning.results.metrics import protocol
@@ -181,6 +182,21 @@ def own_models(run: Run) -> dict[int, Tensor]:
     """Returns the own models of all clients that have trained, ``(d,)`` by id, those of other processes included."""
     mine = {k: run.objective.client_model(run.global_model, row).cpu() for k, row in run.clients.rows().items()}
     return {k: w.to(run.server.w) for k, w in collectives.all_gather_dict(run.fabric, mine).items()}
+
+
+def append_rows(path: Path, head: Sequence[object], rows: Iterable[Sequence[object]]) -> None:
+    """Appends rows to a CSV file, after the head if it is new.
+
+    Raises:
+        UserError: If it cannot be written.
+    """
+    with writing(path), path.open("a", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows([*([] if file.tell() else [head]), *rows])
+
+
+def first_cell(line: str) -> int:
+    """Returns the round of a line of such a file, which is its first cell."""
+    return int(line.partition(",")[0])
 
 
 def drop_later_rounds(path: Path, rounds: int, round_of: Callable[[str], int], head: int = 0) -> None:

@@ -1,6 +1,5 @@
 """The evaluation of each client: the global model, and local models, on the client's own test data."""
 
-import csv
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
@@ -8,7 +7,7 @@ import torch
 from torch import Tensor
 from torchmetrics.classification import MulticlassAccuracy
 
-from fl_lightning.core import NonNegativeInt, PositiveInt, ensure, numpy_generator, require, writing
+from fl_lightning.core import NonNegativeInt, PositiveInt, ensure, numpy_generator, require
 from fl_lightning.data import Batch, class_counts
 from fl_lightning.engine import LocalResult
 from fl_lightning.results.clients import ADAPTED, FILE, GLOBAL, LOCAL, UNSEEN, statistics
@@ -18,7 +17,9 @@ from fl_lightning.trainer.measurements.base import (
     Measure,
     Measurement,
     MeasurementContext,
+    append_rows,
     drop_later_rounds,
+    first_cell,
     local_models,
 )
 from fl_lightning.trainer.round import Phase, Round
@@ -195,12 +196,10 @@ class ClientEvaluation(Measure):
         return found
 
     def keep(self, run: Run) -> None:
-        path = run.folder.path / FILE
-        with writing(path), path.open("a", newline="") as file:
-            csv.writer(file, lineterminator="\n").writerows(self._rows if file.tell() else [self._head, *self._rows])
+        append_rows(run.folder.path / FILE, self._head, self._rows)
 
     def resume(self, run: Run) -> None:
-        drop_later_rounds(run.folder.path / FILE, run.rounds_done, lambda row: int(row.partition(",")[0]), head=1)
+        drop_later_rounds(run.folder.path / FILE, run.rounds_done, first_cell, head=1)
 
 
 def evaluate(run: Run, split: Split) -> dict[str, float]:
