@@ -105,6 +105,9 @@ class LocalObjective(Composed, SupervisedModule):
         self.relaxed_init = relaxed_init
         if init_weights is not None:
             weights.initialize(net, init_weights)
+        complex = [n for n, x in (*net.named_parameters(), *net.named_buffers()) if x.is_complex()]
+        remedy = "and training casts nets to real numbers; store torch.view_as_real of it"
+        ensure(not complex, f"model.net = {type(net).__name__}: {', '.join(complex)} is complex, {remedy}")
         named = moving_buffers(net)
         if named and buffers is None:
             raise UserError(

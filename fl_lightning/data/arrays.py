@@ -65,6 +65,8 @@ class Arrays(FederatedDataModule):
                 all(len(pair) == 2 for pair in client_arrays),
                 "client_arrays: give a list of pairs (x, y), one for each client",
             )
+            both = {"num_clients", "partition"} & kwargs.keys()
+            ensure(not both, f"{', '.join(sorted(both))}: client_arrays divides the samples already; leave it out")
             given = Given.consecutive(len(y) for _, y in client_arrays)
             kwargs = {**kwargs, "num_clients": len(client_arrays), "partition": given}
         super().__init__(**kwargs)
@@ -121,8 +123,8 @@ def _read(path: Path, mode: Any) -> tuple[dict[str, Any], str]:
 class FromDataset(FederatedDataModule):
     """Map-style torch data sets of pairs ``(x, label)``; x is an array, a tensor, a PIL image, or a dict of these.
 
-    Threads read the samples once, or with ``stream`` whenever they are needed. The labels come from the attribute
-    ``targets`` if some samples have them, too; otherwise every sample is read for its label.
+    Threads read the samples once, or with ``stream`` whenever they are needed. Every sample is read for its label
+    before, but for torchvision's own data sets without a ``target_transform``, whose ``targets`` hold the labels.
 
     Args:
         train: The training data.
@@ -159,6 +161,8 @@ class FromDataset(FederatedDataModule):
         self.train, self.test = train, test
         if clients is not None:
             self.set_clients(clients, test_clients)
+            asked, found = kwargs.get("num_clients", self.num_clients), self.num_clients
+            ensure(asked == found, f"num_clients = {asked}: clients has {found} of them; leave it out")
 
     def load(self) -> tuple[Any, Any, Any, Any]:
         """See :class:`FederatedDataModule`."""
@@ -177,15 +181,9 @@ def _pairs(name: str, dataset: Any) -> tuple[IndexedSamples, NDArray[Any]]:
     pair = isinstance(first, tuple | list) and len(first) > 1
     ensure(pair, f"{name}: a {type(dataset).__name__} has no pairs (x, label); give a map-style data set of pairs")
     known, n = getattr(dataset, "targets", None), len(dataset)
-    same = (
-        known is not None
-        and len(known) == n
-        and all(  # a target_transform may change them
-            np.array_equal(np.asarray(dataset[i][1]), np.asarray(known[i]))
-            for i in {*range(0, n, max(n // 8, 1)), n - 1}
-        )
-    )
-    labels = known if same else [dataset[i][1] for i in range(n)]
+    of_torchvision = type(dataset).__getitem__.__module__.startswith("torchvision.")  # a wrapper may change labels
+    given = of_torchvision and getattr(dataset, "target_transform", None) is None and len(known or ()) == n
+    labels = known if given else [dataset[i][1] for i in range(n)]
     return IndexedSamples(name, len(dataset), lambda i: dataset[i][0], first[0]), np.asarray(labels)
 
 

@@ -61,6 +61,9 @@ class TorchvisionData(FederatedDataModule):
         dataset_kwargs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
+        changes = {"transform", "target_transform", "transforms"} & (dataset_kwargs or {}).keys()
+        remedy = "images are read as they are stored; see data.augment, mean and std, or FromDataset from Python"
+        ensure(not changes, f"data.dataset_kwargs: {', '.join(sorted(changes))} has no effect, since {remedy}")
         super().__init__(**kwargs)
         self.dataset = name  # `name` is an attribute of Lightning's
         self.data_dir, self.download = data_dir, download

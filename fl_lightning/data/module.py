@@ -143,7 +143,13 @@ class FederatedDataModule(SampleStore, ABC):
         Args:
             users: The user of each training sample, in the order of the samples.
             test_users: The user of each test sample.
+
+        Raises:
+            UserError: If there is another partition.
         """
+        kind = type(self.partition).__name__
+        known = isinstance(self.partition, (IID, Natural))
+        ensure(known, f"data.partition = {kind}: the data say whose each sample is; leave it out")
         self.partition = natural = Natural([str(user) for user in users])
         self.num_clients = len({*natural.users})
         self.test_clients = None if test_users is None else natural.clients(test_users)
@@ -167,11 +173,13 @@ class FederatedDataModule(SampleStore, ABC):
                 stacklevel=4,
             )
         self.num_classes = (self.classes if self.task.by_class else None) or self.task.outputs(self.y_train)
-        label, row, top = int(self.y_test.max()), int(self.y_test.argmax()), self.num_classes - 1
-        ensure(
-            not self.task.by_class or label <= top,
-            f"y_test: label {label} at row {row} exceeds y_train's largest, {top}; number the classes of both alike",
-        )
+        for name, labels in (("y_train", self.y_train), ("y_test", self.y_test)):
+            label, row, top = int(labels.max()), int(labels.argmax()), self.num_classes - 1
+            largest = f"exceeds {top}, the largest of classes" if self.classes else f"exceeds y_train's largest, {top}"
+            ensure(
+                not self.task.by_class or label <= top,
+                f"{name}: label {label} at row {row} {largest}; number the classes of both alike",
+            )
         ensure(
             self.task.by_class or not self.partition.by_class,
             f"data.partition: {type(self.partition).__name__} divides by class, and these targets are none; "
@@ -183,9 +191,11 @@ class FederatedDataModule(SampleStore, ABC):
             y, strata, self.partition, self.num_clients, self.num_classes, self.val_fraction, self.seed
         )
         self.client_sizes, self._union = self.clients.sizes, self.clients.indices.sort().values
-        owners, n = self.test_clients, len(self.y_test)
+        owners, n = None if self.test_clients is None else np.asarray(self.test_clients), len(self.y_test)
         named = n if owners is None else len(owners)
         ensure(named == n, f"test_clients: {named} for {n} samples; give one per sample")
+        least, most, m = (-1, -1, 0) if owners is None else (owners.min(), owners.max(), self.num_clients)
+        ensure(least >= -1 and most < m, f"test_clients: {least} to {most}; number the {m} clients from 0, -1 is none")
         self._test_shares = None if owners is None else ClientIndices.of(owners, self.num_clients)
 
     @property

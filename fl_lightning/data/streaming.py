@@ -93,8 +93,8 @@ class IndexedSamples(Samples):
 
 
 def _array(x: Any) -> NDArray[Any]:
-    """Converts a value to an array; the channels of a PIL image come first."""
-    array = np.asarray(x)
+    """Converts a value to an array; the channels of a PIL image come first, and numbers of colours become colours."""
+    array = np.asarray(x.convert("RGB") if getattr(x, "mode", None) == "P" else x)
     return array.transpose(2, 0, 1) if hasattr(x, "getbands") and array.ndim == 3 else array
 
 

@@ -72,7 +72,7 @@ def statistics(values: ArrayLike, samples: ArrayLike, mode: Mode = "max") -> dic
         with n), ``_worst_decile`` (the mean of the worst n // 10 clients, of at least one), and ``_worst``.
     """
     found = np.asarray(values, dtype=np.float64)
-    ordered = worst_first(found, mode)
+    ordered = worst_first(found, mode) if np.isfinite(found).all() else np.full(len(found), found.mean())
     return {
         "": float(found.mean()),
         "_weighted": float(np.average(found, weights=np.asarray(samples, dtype=np.float64))),

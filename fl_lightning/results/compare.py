@@ -13,7 +13,7 @@ from statistics import fmean
 from fl_lightning.core import UserError, ensure
 from fl_lightning.results.configs import config_files, read_config, run_key, settings_of, telling
 from fl_lightning.results.metrics import FILE, NUMBER, Mode, average, deviation
-from fl_lightning.results.summary import Summary, summarise
+from fl_lightning.results.summary import SUMMARY, Summary, summarise
 from fl_lightning.results.terminal import say
 
 OWN_CLASS = re.compile(r"[a-z_]\w*(\.[a-z_]\w*)*\.[A-Z]\w*")
@@ -143,6 +143,11 @@ def compare(
         reached = of_run(groups, reference).values("mean")
         ensure(bool(reached), f"reference = {reference}: its {metric} is not finite; give a target")
         return compare(runs, fmean(reached), last, metric, mode=mode)
+    for row in groups:
+        most = max(each.rounds for each in row.runs)
+        for folder, each in zip(row.folders, row.runs, strict=True):
+            if each.rounds < most and not (folder / SUMMARY).is_file():
+                say(f"not ended: {folder} has {each.rounds} of {most} rounds, and counts all the same", file=sys.stderr)
     return groups
 
 
@@ -244,7 +249,7 @@ def _head(folder: Path) -> list[str]:
 
 
 def _by_number(folder: Path) -> list[float | str]:
-    return [float(part) if part[:1].isdigit() else part for part in re.split(r"(\d+(?:\.\d+)?)", str(folder))]
+    return [float(part) if part[:1].isdecimal() else part for part in re.split(r"(\d+(?:\.\d+)?)", str(folder))]
 
 
 @dataclass(frozen=True)

@@ -232,7 +232,7 @@ def _plot_rows(groups: Mapping[str, Pairs], flatness: str, metric: str) -> Figur
         left, right = figure.subplots(1, 2, sharey=True)
         for axes, title, column in ((left, label(metric), 1), (right, flatness, 0)):
             values = [[pair[column] for pair in groups[text]] for text in order]
-            means, sds = [average(each) for each in values], [deviation(each) for each in values]
+            means, sds = [average(each) for each in values], [deviation(each) or 0.0 for each in values]
             axes.errorbar(
                 means, range(len(order)), xerr=sds, fmt="o", markersize=3, linewidth=0.8, color=line_style(0)["color"]
             )

@@ -110,8 +110,9 @@ def tested(metrics: Iterable[str]) -> list[str]:
 def mode_of(metric: str, mode: Mode | None = None, directions: Mapping[str, Mode] | None = None) -> Mode:
     """Returns whether large or small values of a metric are good.
 
-    Large values of what the data evaluate (``server/...``, ``client/test/...``: accuracy, mIoU) are good, unless the
-    metric itself declares otherwise. Small losses, deviations over clients, flatness, times and bits are good.
+    Large values of what the data evaluate (``server/...``, ``client/test/...``, ``client/adapted/...``: accuracy, mIoU)
+    are good, unless the metric itself declares otherwise. Small losses, deviations over clients, flatness, times and
+    bits are good.
 
     Args:
         metric: Name of the metric.
@@ -129,7 +130,7 @@ def mode_of(metric: str, mode: Mode | None = None, directions: Mapping[str, Mode
         return found
     if re.search(r"(^|/)loss$|_std$", metric) or metric.startswith(("flatness/", "time/", "comm/")):
         return "min"
-    evaluated = metric.startswith(("server/", "client/test/"))
+    evaluated = metric.startswith(("server/", "client/test/", "client/adapted/"))
     require(evaluated, "metric", metric, "set mode to max or min: its name does not tell")
     return "max"
 
@@ -150,7 +151,7 @@ def is_flatness(metric: str) -> bool:
 
 def is_of_clients(metric: str) -> bool:
     """Returns whether a metric is a statistic over the evaluations of each client."""
-    return metric.startswith(("server/clients/", "client/test/"))
+    return metric.startswith(("server/clients/", "server/unseen_clients/", "client/adapted/", "client/test/"))
 
 
 def is_result(metric: str) -> bool:
@@ -305,10 +306,10 @@ MEASUREMENT: dict[str, Any] = {
     "samples": int,
     "settings": dict[str, Any],
     "details": {
-        "eigenvalues?": list[float],
-        "grid?": list[float],
-        "density?": list[float],
-        "clients?": dict[str, float],
+        "eigenvalues?": list[Real],
+        "grid?": list[Real],
+        "density?": list[Real],
+        "clients?": dict[str, Real],
     },
 }
 """The form of a measurement of flatness, see `fits`."""

@@ -248,7 +248,7 @@ def cell(group: Group, column: Column, groups: Sequence[Group] = (), markup: Mar
     if column.against is not None:
         return _difference(group, column)
     values = [value * column.scale for value in group.values(column.of)]
-    expected = len(group.runs) if column.to_target else group.measured(column.of)
+    expected = len(group.runs) if column.to_target or group.measured(column.of) else 0
     if not values and column.to_target:  # one that was reached has no cost where nothing has measured it
         return "" if group.values("target_round") else markup.never
     if not values:

@@ -42,11 +42,13 @@ def check_fit(run: Run) -> None:
     sparse = [n for n, each in objective.net.named_modules() if isinstance(each, embeddings) and each.sparse]
     ensure(not sparse, f"model.net = {net}: {', '.join(sparse)} has sparse gradients; set its sparse to false")
     _check_in_place(run, x)
-    if evaluator.by_batch:
-        least = len(data.y_test) % data.eval_batch_size or data.eval_batch_size
+    policy = objective.net_buffers.policy if objective.net_buffers else None
+    if evaluator.by_batch or policy == "reset":
+        kind, n = ("test", len(data.y_test)) if evaluator.by_batch else ("training", len(data.y_train))
+        least = n % data.eval_batch_size or data.eval_batch_size
         with variance_needed(
-            f"data.eval_batch_size = {data.eval_batch_size} leaves a batch of one test sample, in which BatchNorm "
-            "has no variance, and model.buffers = local evaluates by its statistics; choose another size, such as 8"
+            f"data.eval_batch_size = {data.eval_batch_size} leaves a batch of one {kind} sample, in which BatchNorm "
+            f"has no variance, and model.buffers = {policy} evaluates by its statistics; choose another size, such as 8"
         ):
             evaluator.logits(run.server.w, map_tensors(lambda v: v[:least], x), by_batch=True)
     remedy = f"set its num_classes to {data.num_classes}"

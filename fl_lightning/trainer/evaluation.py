@@ -14,7 +14,7 @@ from torchmetrics import Metric
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.algorithms.metrics import Scores
 from fl_lightning.algorithms.parts.buffers import Buffers
-from fl_lightning.core import FlatNet, State, accumulator_dtype, eval_mode, forward_at, seeded, to_device
+from fl_lightning.core import FlatNet, State, UserError, accumulator_dtype, eval_mode, forward_at, seeded, to_device
 from fl_lightning.data import FederatedDataModule, Regression
 from fl_lightning.trainer.runtime import collectives
 
@@ -143,7 +143,12 @@ class Evaluator:
             z, losses = self._outputs(w, x, y)
             sums += torch.stack([losses.sum().to(sums.dtype), sums.new_full((), len(y))])
             metric.update(z, y)
-        return float(metric.compute()), float(sums[0] / sums[1])
+        try:
+            value = float(metric.compute())
+        except ValueError as error:
+            what, remedy = f"{type(metric).__name__} of {int(sums[1])} samples", "take a metric that few samples have"
+            raise UserError(f"{what} of a client: {error}; {remedy}") from None
+        return value, float(sums[0] / sums[1])
 
     def by_class(self, batches: Iterable[tuple[Tensor, Tensor]], w: Tensor) -> Tensor:
         """Returns correct predictions, losses and samples of each class, with the buffers that the net holds.

@@ -318,6 +318,24 @@ def test_faulty_data_and_settings(arrays, kwargs, message):
         toy(arrays, **kwargs)
 
 
+class Known(Arrays):
+    """Data that say how many classes there are, and whose the test samples are."""
+
+    classes, test_clients = 3, None
+
+
+def test_numbers_beyond_those_that_the_data_name(tmp_path):
+    np.savez(tmp_path / "a.npz", x_train=XF, y_train=Y, x_test=XF, y_test=Y)
+    for name, value, line in (
+        ("classes", 2, r"y_train: label 2 at row \d+ exceeds 1, the largest of classes; number"),
+        ("test_clients", [0, 1, 3] * 20, "test_clients: 0 to 3; number the 3 clients from 0, -1 is none"),
+    ):
+        data = Known(str(tmp_path / "a.npz"), num_clients=3)
+        setattr(data, name, value)
+        with pytest.raises(UserError, match=f"^{line}"):
+            data.setup()
+
+
 def test_other_mistakes():
     with pytest.raises(
         UserError, match=r"data.val_fraction = 0.0 holds out nothing to validate on; use for example 0.1"

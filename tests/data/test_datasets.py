@@ -14,9 +14,22 @@ import yaml
 from PIL import Image
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset
+from torchvision import datasets
 
 import fl_lightning
-from fl_lightning import CIFAR10, CIFAR100, CINIC10, AGNews, FedAvg, FederatedTrainer, FromDataset, Landmarks
+from fl_lightning import (
+    CIFAR10,
+    CIFAR100,
+    CINIC10,
+    AGNews,
+    Arrays,
+    Dirichlet,
+    FedAvg,
+    FederatedTrainer,
+    FromDataset,
+    Landmarks,
+    TorchvisionData,
+)
 from fl_lightning.core.errors import UserError
 from fl_lightning.core.rng import numpy_generator
 from fl_lightning.data.text import basic_english, vocabulary
@@ -243,20 +256,57 @@ def test_a_client_has_its_own_part_of_the_test_set(column: Callable[[list[int]],
     assert plain.client_test_indices(0) is None
 
 
-def test_targets_spare_reading(tmp_path: Path) -> None:
-    train = Pairs([*IMAGES[:6]] * 10, [0, 1] * 30)
-    train.targets = [0, 1] * 30  # type: ignore[attr-defined]
-    data = FromDataset(train, Pairs(IMAGES[6:8], [1, 0]), num_clients=2, stream=True)
-    data.setup()
-    assert train.reads == 11 and data.y_train.tolist() == [0, 1] * 30
+def test_targets_of_torchvision_spare_reading(tmp_path: Path) -> None:
+    for k, image in enumerate(IMAGES[:20]):
+        path = tmp_path / "ab"[k % 2] / f"{k}.png"
+        path.parent.mkdir(exist_ok=True)
+        Image.fromarray(image).save(path)
+    reads: list[str] = []
+
+    def loader(path: str) -> Any:
+        reads.append(path)
+        return Image.open(path)
+
+    for given, labels in (({}, [0, 1]), ({"target_transform": lambda y: 1 - y}, [1, 0])):
+        reads.clear()
+        train = datasets.ImageFolder(str(tmp_path), loader=loader, **given)
+        data = FromDataset(train, Pairs(IMAGES[6:8], [1, 0]), num_clients=2, stream=True)
+        data.setup()
+        assert data.y_train.tolist() == [y for y in labels for _ in range(10)]
+        assert len(reads) == (1 if not given else 21)
 
 
-def test_labels_are_those_that_a_target_transform_makes() -> None:
+def test_labels_are_those_of_the_samples() -> None:
+    """A data set may change a few of those in its ``targets``."""
     train = Pairs([*IMAGES[:6]] * 10, [0, 1] * 30)
-    train.targets = [k % 10 for k in range(60)]  # type: ignore[attr-defined]
+    train.targets = [1, *train.labels[1:]]  # type: ignore[attr-defined]
     data = FromDataset(train, Pairs(IMAGES[6:8], [1, 0]), num_clients=2, stream=True)
     data.setup()
-    assert data.num_classes == 2 and data.y_train.tolist() == [0, 1] * 30
+    assert data.y_train.tolist() == [0, 1] * 30
+
+
+def test_colours_of_a_palette_are_colours() -> None:
+    images = [Image.fromarray(x) for x in IMAGES[:4]]
+    few = [image.quantize(200) for image in images]
+    data = FromDataset(Pairs(few, [0, 1] * 2), Pairs(images, [0, 1] * 2), num_clients=2)
+    data.setup()
+    for one, other in zip(data.x_train.numpy(), few, strict=True):
+        np.testing.assert_array_equal(one, np.asarray(other.convert("RGB")).transpose(2, 0, 1))
+
+
+def test_who_has_a_sample_is_said_once() -> None:
+    train, test = Pairs(IMAGES[:6], [0, 1] * 3), Pairs(IMAGES[6:8], [1, 0])
+    with pytest.raises(
+        UserError, match=r"^data\.partition = Dirichlet: the data say whose each sample is; leave it out$"
+    ):
+        FromDataset(train, test, [0, 0, 1, 1, 2, 2], partition=Dirichlet(0.1))
+    with pytest.raises(UserError, match=r"^num_clients = 30: clients has 3 of them; leave it out$"):
+        FromDataset(train, test, [0, 0, 1, 1, 2, 2], num_clients=30)
+    pairs = [(IMAGES[:2], [0, 1])] * 2
+    with pytest.raises(UserError, match=r"^num_clients, partition: client_arrays divides the samples already"):
+        Arrays(client_arrays=pairs, test=pairs[0], num_clients=2, partition=Dirichlet(0.1))
+    with pytest.raises(UserError, match=r"^data\.dataset_kwargs: target_transform has no effect"):
+        TorchvisionData("MNIST", dataset_kwargs={"target_transform": int})
 
 
 class Endless(IterableDataset):  # type: ignore[type-arg]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -227,7 +228,7 @@ def test_state_that_cannot_be_saved_leaves_the_previous_checkpoint(tmp_path: Pat
         def on_round_start(self, run: Run, ctx: Any, cohort: list[int]) -> None:
             self.round = ctx.t + 1
 
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(UserError, match=r"^callbacks of the run\.Odd\.odd: a tests\.\S+Unsavable; a checkpoint takes"):
         fit(tmp_path, "SCAFFOLD", Odd())
     assert last(newest(tmp_path))["round"] == 2
     fit(tmp_path, "SCAFFOLD", ckpt_path="last")
@@ -243,6 +244,24 @@ def test_longer_run_goes_on(tmp_path: Path) -> None:
     before = metrics(longer)
     assert fit(tmp_path, "FedAvg", max_rounds=5, ckpt_path="last") == longer
     assert metrics(longer) == before
+
+
+def test_an_average_begins_again_if_it_had_begun_too_early(tmp_path: Path) -> None:
+    """At three quarters of 4 rounds, and of 8: until then the model itself is evaluated."""
+
+    class Seen(Callback):
+        def __init__(self) -> None:
+            self.averaged = dict[int, bool]()
+
+        def on_round_end(self, run: Run) -> None:
+            self.averaged[run.rounds_done] = not torch.equal(run.global_model, run.server.w)
+
+    options = {"max_rounds": 4, "clients_per_round": 3, "accelerator": "cpu", "default_root_dir": str(tmp_path)}
+    data, seen = Digits(num_clients=6, batch_size=32), Seen()
+    made = partial(algorithms.FedAvg, averaging=SWA(start=0.75))
+    FederatedTrainer(**options).fit(made(DigitsMLP(hidden=8)), data)
+    FederatedTrainer(**{**options, "max_rounds": 8}, callbacks=[seen]).fit(made(DigitsMLP(hidden=8)), data, "last")
+    assert seen.averaged == {5: False, 6: False, 7: True, 8: False}  # the first model that it collects is the last one
 
 
 def test_auto_continues_the_run_of_the_same_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -55,6 +55,11 @@ def test_statistics(clients: list[tuple[float, int]]) -> None:
     )
 
 
+def test_a_client_without_a_value_leaves_no_statistic() -> None:
+    """The worst one is not the worst of the others."""
+    assert all(np.isnan(value) for value in statistics([0.5, np.nan, 0.9], [1, 1, 1]).values())
+
+
 def test_the_table_of_the_last_round(tmp_path: Path) -> None:
     """Of two measures in one round the columns go together; a line that a crash has cut short does not count."""
     assert read_clients(tmp_path) is None

@@ -13,10 +13,10 @@ from statistics import stdev
 import pytest
 
 from fl_lightning import UserError
-from fl_lightning.core import COLORS, COLUMN, PAGE
+from fl_lightning.core import COLORS, COLUMN, PAGE, save_figure
 from fl_lightning.results.compare import compare, find_runs, of_run
 from fl_lightning.results.configs import telling
-from fl_lightning.results.curves import all_timed, curve, draw_curves, plot_curves, read
+from fl_lightning.results.curves import all_timed, curve, draw_curves, plot_curves, plot_tradeoff, read
 from fl_lightning.results.metrics import mode_of, write_table
 from fl_lightning.results.summary import summarise
 from fl_lightning.results.table import Markup, cell, columns, is_best, label, latex, names, row
@@ -172,8 +172,38 @@ def test_settings_that_tell_configs_apart() -> None:
     three = {**two, "model.rho": "0.2"}
     assert telling([one, two, three]) == {"model": "model", "rho": "model.rho"}
     other = {**two, "model.ascent.rho": "0.1"}
+    deep = {**one, "model.net.model": "3"}  # a net of one's own may have an argument with this name
+    assert telling([deep, {**two, "model.net.model": "4"}]) == {"model": "model", "net.model": "model.net.model"}
     both = [other, {**other, "model.rho": "1", "model.ascent.rho": "2"}]
     assert telling(both) == {"model.rho": "model.rho", "ascent.rho": "model.ascent.rho"}
+
+
+def test_runs_that_have_not_ended_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ended, short = (configured(tmp_path / str(seed), {6: 0.5}, seed=seed) for seed in (0, 1))
+    lines = (short / "metrics.csv").read_text().splitlines(keepends=True)
+    (short / "metrics.csv").write_text("".join(lines[:3]))
+    (ended / "summary.json").write_text("{}")
+    compare([ended, short], reference=ended, metric="server/test/loss")
+    said = f"not ended: {short} has 2 of 6 rounds, and counts all the same\n"
+    assert capsys.readouterr().err == said
+    (short / "summary.json").write_text("{}")  # by EarlyStopping, for instance
+    compare([ended, short], metric="server/test/loss")
+    assert not capsys.readouterr().err
+
+
+def test_a_measure_that_some_seeds_lack_says_so(tmp_path: Path) -> None:
+    runs = [
+        configured(tmp_path / "a" / str(seed), {6: 0.5}, seed=seed, lambdas={6: 2.0} if seed < 2 else None)
+        for seed in range(3)
+    ]
+    groups = compare(runs)
+    (flatness,) = (column for column in columns(groups) if column.key == "lambda_max")
+    assert cell(groups[0], flatness).endswith(" (2 of 3)")
+
+
+def test_rows_of_single_seeds_are_drawn(tmp_path: Path) -> None:
+    runs = [configured(tmp_path / str(k), {6: 0.5}, lr=k, lambdas={6: 1.0 + k}) for k in range(14)]
+    save_figure(plot_tradeoff(compare(runs), "lambda_max"), tmp_path / "rows")
 
 
 def test_what_latex_reads_otherwise(tmp_path: Path) -> None:

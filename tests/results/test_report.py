@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import html
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -18,7 +19,8 @@ from matplotlib.figure import Figure
 
 from fl_lightning.commands.report import draw
 from fl_lightning.results.compare import compare
-from fl_lightning.results.report.files import read_group, spectra
+from fl_lightning.results.metrics import read_measurements
+from fl_lightning.results.report.files import densities, read_group, spectra
 from fl_lightning.results.report.page import Runs
 from fl_lightning.results.table import Column, cell, columns, label
 from tests.results.folders import configured
@@ -119,6 +121,17 @@ def run_folders(root: Path) -> Path:
 def files(folder: Path) -> tuple[Runs, list[Column]]:
     groups = compare([folder], target=0.6, last=1)
     return [(group, read_group(group)) for group in groups], columns(groups)
+
+
+def test_what_a_diverged_model_has_measured_is_read_and_not_drawn(folder: Path) -> None:
+    one = folder / "FedAvg" / "version_0"
+    names = {"eigenvalues": [math.nan, 1.0], "density": [math.inf], "grid": [math.nan]}
+    line = {"round": 6, "seed": 0, **measurement("lambda_1", math.nan, details={**names, "clients": {"0": math.nan}})}
+    (one / "flatness.jsonl").write_text(json.dumps(line) + "\n")
+    (one / "flatness" / "flatness.json").unlink()
+    runs = [run for _, found in files(folder)[0] for run in found]
+    assert not spectra(runs) and not densities(runs)
+    assert len(read_measurements(one)) == 1
 
 
 def test_each_spectrum_of_a_run_has_its_own_line(folder: Path) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torchmetrics import Metric
+from torchmetrics import Metric, R2Score
 from torchmetrics.classification import MulticlassF1Score
 
 from fl_lightning import (
@@ -165,6 +165,20 @@ class Users(FromDataset):
 class F1(Users):
     def metric(self) -> tuple[str, Metric]:
         return "f1", MulticlassF1Score(self.num_classes, average="macro")
+
+
+def test_a_metric_that_one_sample_does_not_have(tmp_path: Path) -> None:
+    class OfNumbers(Arrays):
+        def metric(self) -> tuple[str, Metric]:
+            return "r2", R2Score()
+
+    x = np.random.default_rng(0).normal(size=(12, 3)).astype(np.float32)
+    np.savez(tmp_path / "n.npz", x_train=x, y_train=x.sum(1), x_test=x, y_test=x.sum(1))
+    data = OfNumbers(str(tmp_path / "n.npz"), num_clients=3, task="regression", batch_size=4)
+    data.test_clients = np.array([0, *[1] * 6, *[2] * 5])
+    net = nn.Linear(3, 1)
+    with pytest.raises(UserError, match=r"^R2Score of 1 samples of a client: .*; take a metric that few samples have$"):
+        fit(tmp_path, FedAvg(net, loss=nn.MSELoss()), data, watched(), max_rounds=1)
 
 
 @pytest.mark.parametrize("kind", [Users, F1])

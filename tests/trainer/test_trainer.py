@@ -356,6 +356,16 @@ def test_ten_lines_of_python(tmp_path: Path) -> None:
     assert trainer.test(run.objective, data)["server/test/acc"] > 0.9
 
 
+def test_complex_numbers_of_a_net_are_refused() -> None:
+    """Torch would leave out their imaginary part."""
+    net = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+    net.register_buffer("freqs", torch.polar(torch.ones(3), torch.arange(3.0)), persistent=False)
+    with pytest.raises(
+        UserError, match=r"^model\.net = Sequential: freqs is complex, .*; store torch.view_as_real of it$"
+    ):
+        FedAvg(net)
+
+
 def test_clients_own_models_are_tested_from_a_checkpoint(tmp_path: Path) -> None:
     """The trained objective has none of them."""
     trainer = FederatedTrainer(max_rounds=1, clients_per_round=3, default_root_dir=str(tmp_path), accelerator="cpu")

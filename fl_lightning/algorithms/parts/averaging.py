@@ -94,8 +94,8 @@ class SWA(Averaging):
 
     def round_end(self, server: State, before: State, ctx: RoundContext) -> State:
         past = ctx.t - self.start_round(ctx.rounds)
-        if past < 0:
-            return server
+        if past < 0:  # again, if a run goes on with more rounds: a fraction of them then ends later
+            return server.replace(swa_n=server.swa_n * 0 - 1)
         if past == 0 or float(server.swa_n) < 0:  # nobody may have answered in its first round
             n = server.swa_n * 0 + (1 if self.init_in_average else 0)
             server = server.replace(swa_w=before.w.clone(), swa_n=n)

@@ -3,6 +3,7 @@
 Files that others may have written are taken as they are; one that is not readable is an error.
 """
 
+import math
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -128,9 +129,10 @@ def _details(runs: Sequence[RunFiles], key: str) -> Iterator[tuple[str, Json]]:
     """Yields the details of the measurements that have a key, with a label.
 
     The label is the run, the matrix unless it is the Hessian of all weights, and data and place if they are not the
-    same in all measurements.
+    same in all measurements. What is not finite is left out.
     """
-    found = [(run, measured) for run in runs for measured in run.measurements if measured["details"].get(key)]
+    values = [(run, of, of["details"].get(key)) for run in runs for of in run.measurements]
+    found = [(run, measured) for run, measured, given in values if given and all(map(math.isfinite, given))]
     differing = [name for name in ("data", "where") if len({measured[name] for _, measured in found}) > 1]
     for run, measured in found:
         matrix = [measured["settings"].get(name) for name in ("operator", "parameters")]
