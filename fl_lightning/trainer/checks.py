@@ -44,7 +44,7 @@ def check_fit(run: Run) -> None:
     _check_in_place(run, x)
     policy = objective.net_buffers.policy if objective.net_buffers else None
     if evaluator.by_batch or policy == "reset":
-        kind, n = ("test", len(data.y_test)) if evaluator.by_batch else ("training", len(data.y_train))
+        kind, n = ("test", len(data.y_test)) if evaluator.by_batch else ("training", int(data.client_sizes.sum()))
         least = n % data.eval_batch_size or data.eval_batch_size
         with variance_needed(
             f"data.eval_batch_size = {data.eval_batch_size} leaves a batch of one {kind} sample, in which BatchNorm "
