@@ -248,7 +248,8 @@ class LocalObjective(Composed, SupervisedModule):
             classes: Number of classes, of each of which it has one sample.
         """
         ctx = replace(ctx, class_counts=sent.w.new_ones(classes) if self.uses_class_counts else None)
-        client = State.initial({**self.client_inits(), **self.scratch_inits()}, w0, sent.w)
+        fresh = {} if self.optimizer.keeps_state else self.optimizer.named_state
+        client = State.initial({**self.client_inits(), **self.scratch_inits(), **fresh}, w0, sent.w)
         return self.finish_local(*self.begin_local(client, sent, ctx), sent, ctx)
 
     # Centralized training under lightning.Trainer

@@ -7,6 +7,7 @@ from inspect import BoundArguments
 from typing import Any, ClassVar
 
 import lightning as L
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torchmetrics.classification import MulticlassAccuracy
@@ -96,6 +97,7 @@ class SupervisedModule(Checked, L.LightningModule, key="model"):
     def constructed(self, arguments: BoundArguments) -> None:
         """Keeps the plain arguments of the outermost constructor as ``hparams``."""
         given = {**arguments.arguments, **arguments.kwargs}
+        given = {name: v.item() if isinstance(v, np.generic) else v for name, v in given.items()}
         plain = {name: v for name, v in given.items() if isinstance(v, bool | int | float | str | None)}
         self.hparams.update({name: v for name, v in plain.items() if name not in ("loss", "init_weights")})
 

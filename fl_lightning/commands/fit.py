@@ -30,7 +30,7 @@ def run(
             made.trainer.fit(made.model, made.data, ckpt_path)
         return
     require(ckpt_path in (None, "last"), "ckpt_path", ckpt_path, "several runs continue with last")
-    check_alone(made.trainer)
+    check_alone(made.trainer.fabric.world_size)
     name = made.trainer.run_name(made.model, made.data)
     args = without(cli.args, "seeds", "values", "ckpt_path", "trainer.name", "trainer.default_root_dir")
     asked = [

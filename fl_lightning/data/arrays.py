@@ -65,8 +65,9 @@ class Arrays(FederatedDataModule):
                 all(len(pair) == 2 for pair in client_arrays),
                 "client_arrays: give a list of pairs (x, y), one for each client",
             )
-            both = {"num_clients", "partition"} & kwargs.keys()
-            ensure(not both, f"{', '.join(sorted(both))}: client_arrays divides the samples already; leave it out")
+            n, asked = len(client_arrays), kwargs.get("num_clients", len(client_arrays))
+            ensure(asked == n, f"num_clients = {asked}: client_arrays has {n}; leave it out")
+            ensure(kwargs.get("partition") is None, "partition: client_arrays is one; leave it out")
             given = Given.consecutive(len(y) for _, y in client_arrays)
             kwargs = {**kwargs, "num_clients": len(client_arrays), "partition": given}
         super().__init__(**kwargs)
@@ -180,11 +181,20 @@ def _pairs(name: str, dataset: Any) -> tuple[IndexedSamples, NDArray[Any]]:
         )
     pair = isinstance(first, tuple | list) and len(first) > 1
     ensure(pair, f"{name}: a {type(dataset).__name__} has no pairs (x, label); give a map-style data set of pairs")
-    known, n = getattr(dataset, "targets", None), len(dataset)
-    of_torchvision = type(dataset).__getitem__.__module__.startswith("torchvision.")  # a wrapper may change labels
-    given = of_torchvision and getattr(dataset, "target_transform", None) is None and len(known or ()) == n
-    labels = known if given else [dataset[i][1] for i in range(n)]
-    return IndexedSamples(name, len(dataset), lambda i: dataset[i][0], first[0]), np.asarray(labels)
+    n, labels = len(dataset), _known_labels(dataset)
+    labels = np.asarray([dataset[i][1] for i in range(n)]) if labels is None else labels
+    return IndexedSamples(name, n, lambda i: dataset[i][0], first[0]), labels
+
+
+def _known_labels(dataset: Any) -> NDArray[Any] | None:
+    """Returns the labels that a data set of torchvision keeps; None of others, since a wrapper may change them."""
+    module = getattr(type(dataset).__getitem__, "__module__", None) or ""  # that of a list has none
+    kept = getattr(dataset, "targets", None) if module.startswith("torchvision.") else None
+    if kept is None or getattr(dataset, "target_transform", None) is not None:
+        return None
+    labels, n = np.asarray(kept), len(dataset)
+    fit = labels.shape == (n,) and labels.dtype.kind in "iu"  # QMNIST has eight columns, Cityscapes paths
+    return labels if fit and all(dataset[i][1] == labels[i] for i in (0, n - 1)) else None
 
 
 class Digits(FederatedDataModule):

@@ -18,6 +18,8 @@ from fl_lightning.results.terminal import say
 
 OWN_CLASS = re.compile(r"[a-z_]\w*(\.[a-z_]\w*)*\.[A-Z]\w*")
 """The dotted path of a class."""
+ROW = "row.json"
+"""File of a row of a ledger: a run that has ended, without what it has left on its machine."""
 MISSING = "–"
 """A setting that a config does not have."""
 Seeds = tuple[int, ...] | None
@@ -144,10 +146,14 @@ def compare(
         ensure(bool(reached), f"reference = {reference}: its {metric} is not finite; give a target")
         return compare(runs, fmean(reached), last, metric, mode=mode)
     for row in groups:
-        most = max(each.rounds for each in row.runs)
         for folder, each in zip(row.folders, row.runs, strict=True):
-            if each.rounds < most and not (folder / SUMMARY).is_file():
-                say(f"not ended: {folder} has {each.rounds} of {most} rounds, and counts all the same", file=sys.stderr)
+            if (folder / SUMMARY).is_file() or (folder / ROW).is_file():
+                continue  # it has ended
+            asked = settings_of(folder).get("trainer.max_rounds", "0")
+            if asked.isdecimal() and each.rounds < int(asked):
+                say(
+                    f"not ended: {folder} has {each.rounds} of {asked} rounds, and counts all the same", file=sys.stderr
+                )
     return groups
 
 

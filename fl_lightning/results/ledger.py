@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from fl_lightning.core import Figure, ensure, read_json, write_atomically
-from fl_lightning.results.compare import compare
+from fl_lightning.results.compare import ROW, compare
 from fl_lightning.results.configs import EXECUTION, config_files, group_id, read_config
 from fl_lightning.results.curves import plot_curves, plot_tradeoff
 from fl_lightning.results.metrics import DIRECTIONS, Pairs, markdown, read_metrics, read_rows, table_text, tested
@@ -18,7 +18,7 @@ from fl_lightning.results.metrics import FILE as METRICS
 from fl_lightning.results.report.files import PROVENANCE
 from fl_lightning.results.table import Markup, cell, columns, differences
 
-FILE = "row.json"
+FILE = ROW
 """In a row: whose run it is, and what `compare_run` found when somebody trained it again."""
 SUMMED = ("time/round_s", "time/cpu_s")
 """Metrics whose values since the row before are summed when rows are left out."""

@@ -288,20 +288,19 @@ def _alone(folder: Path, build: Build, resume: bool, early: StopEarly | None, tr
     return [Outcome(trial, run.folder.path)]
 
 
-def check_alone(trainer: FederatedTrainer) -> None:
-    """Checks that a trainer has one process; others would wait for the trials that the first one trains.
+def check_alone(n: int) -> None:
+    """Checks the number of processes of a trial: others would wait for the trials that the first one trains.
 
     Raises:
-        UserError: If it has several.
+        UserError: If there are several.
     """
-    n = trainer.fabric.world_size
     remedy = "each of several runs is trained by one; set devices and num_nodes to 1"
     ensure(n == 1, f"trainer.devices: {n} processes; {remedy}")
 
 
 def _build(folder: Path, build: Build, early: StopEarly | None, trial: Trial) -> Built:
     built = build(trial, folder)
-    check_alone(built.trainer)
+    check_alone(built.trainer.fabric.world_size)
     if early is not None:
         built.trainer.callbacks.append(early)
     return built

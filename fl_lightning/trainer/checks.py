@@ -46,11 +46,12 @@ def check_fit(run: Run) -> None:
     if evaluator.by_batch or policy == "reset":
         kind, n = ("test", len(data.y_test)) if evaluator.by_batch else ("training", int(data.client_sizes.sum()))
         least = n % data.eval_batch_size or data.eval_batch_size
+        of_source, _ = next(iter(data.eval_batches("test" if evaluator.by_batch else "train", run.dtype)))
         with variance_needed(
             f"data.eval_batch_size = {data.eval_batch_size} leaves a batch of one {kind} sample, in which BatchNorm "
             f"has no variance, and model.buffers = {policy} evaluates by its statistics; choose another size, such as 8"
         ):
-            evaluator.logits(run.server.w, map_tensors(lambda v: v[:least], x), by_batch=True)
+            evaluator.logits(run.server.w, map_tensors(lambda v: v[:least], of_source), by_batch=True)
     remedy = f"set its num_classes to {data.num_classes}"
     if data.task.by_class and logits.ndim != y.ndim + 1:
         remedy = f"it must give {(len(y), data.num_classes, *y.shape[1:])}"

@@ -273,7 +273,18 @@ def test_targets_of_torchvision_spare_reading(tmp_path: Path) -> None:
         data = FromDataset(train, Pairs(IMAGES[6:8], [1, 0]), num_clients=2, stream=True)
         data.setup()
         assert data.y_train.tolist() == [y for y in labels for _ in range(10)]
-        assert len(reads) == (1 if not given else 21)
+        assert len(reads) == (3 if not given else 21)
+
+
+def test_labels_that_torchvision_keeps_otherwise() -> None:
+    """MNIST has a tensor of them, QMNIST eight columns; a list of pairs has none."""
+    for kind, targets in ((datasets.MNIST, torch.arange(20) % 3), (datasets.QMNIST, torch.arange(20)[:, None] % 3)):
+        train = kind.__new__(kind)
+        train.__dict__ |= {"data": torch.zeros(20, 28, 28, dtype=torch.uint8), "targets": targets, "compat": True}
+        train.transform = train.target_transform = None
+        data = FromDataset(train, [(Image.new("L", (28, 28)), 2)] * 4, num_clients=2)
+        data.setup()
+        assert data.y_train.tolist() == [k % 3 for k in range(20)] and data.y_test.tolist() == [2] * 4
 
 
 def test_labels_are_those_of_the_samples() -> None:
@@ -303,7 +314,9 @@ def test_who_has_a_sample_is_said_once() -> None:
     with pytest.raises(UserError, match=r"^num_clients = 30: clients has 3 of them; leave it out$"):
         FromDataset(train, test, [0, 0, 1, 1, 2, 2], num_clients=30)
     pairs = [(IMAGES[:2], [0, 1])] * 2
-    with pytest.raises(UserError, match=r"^num_clients, partition: client_arrays divides the samples already"):
+    with pytest.raises(UserError, match=r"^num_clients = 3: client_arrays has 2; leave it out$"):
+        Arrays(client_arrays=pairs, test=pairs[0], num_clients=3)
+    with pytest.raises(UserError, match=r"^partition: client_arrays is one; leave it out$"):
         Arrays(client_arrays=pairs, test=pairs[0], num_clients=2, partition=Dirichlet(0.1))
     with pytest.raises(UserError, match=r"^data\.dataset_kwargs: target_transform has no effect"):
         TorchvisionData("MNIST", dataset_kwargs={"target_transform": int})

@@ -115,6 +115,12 @@ def test_a_list_that_is_given_anew_has_nothing_of_the_one_before(tmp_path: Path)
         found = made(f"--config={first}", *given)
         assert found.trainer.callbacks == alone.trainer.callbacks
         assert found.model.init_args.parts == alone.model.init_args.parts
+    second.write_text("data:\n  augment: {class_path: ScaledCrop, init_args: {size: [3, 4]}}\n")
+    two = [f"--config={second}"] * 2  # a pair is no list
+    assert made(*two, "--data.augment.size=[4,5]").data.init_args.augment.init_args.size == (4, 5)
+    second.write_text("trainer: [")
+    with pytest.raises(SystemExit, match=r"error: config = .*second.yaml: while parsing a flow"):
+        cli("fit", f"--config={second}")
     (kept,) = made(f"--config={first}", "--trainer.callbacks.metrics=[HessianTrace]").trainer.callbacks
     assert kept.init_args.every_n_rounds == 5
     assert kept.init_args.metrics == alone.trainer.callbacks[0].init_args.metrics

@@ -179,11 +179,13 @@ def test_settings_that_tell_configs_apart() -> None:
 
 
 def test_runs_that_have_not_ended_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    ended, short = (configured(tmp_path / str(seed), {6: 0.5}, seed=seed) for seed in (0, 1))
+    ended, short, row = (configured(tmp_path / str(seed), {6: 0.5}, seed=seed) for seed in range(3))
     lines = (short / "metrics.csv").read_text().splitlines(keepends=True)
-    (short / "metrics.csv").write_text("".join(lines[:3]))
+    for folder in (short, row):
+        (folder / "metrics.csv").write_text("".join(lines[:3]))
+    (row / "row.json").write_text("{}")
     (ended / "summary.json").write_text("{}")
-    compare([ended, short], reference=ended, metric="server/test/loss")
+    compare([ended, short, row], reference=ended, metric="server/test/loss")
     said = f"not ended: {short} has 2 of 6 rounds, and counts all the same\n"
     assert capsys.readouterr().err == said
     (short / "summary.json").write_text("{}")  # by EarlyStopping, for instance

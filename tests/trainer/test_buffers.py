@@ -482,6 +482,10 @@ def test_refusals(golden: Golden) -> None:
     data = Arrays(client_arrays=[(x, y)], test=golden.test, batch_size=len(x), eval_batch_size=len(x) - 1)
     with pytest.raises(UserError, match=r"leaves a batch of one training sample, .*, and model.buffers = reset"):
         alone.fit(objective(policy="reset"), data)
+    data = Arrays(
+        client_arrays=[(x, y)], test=[v[:1] for v in golden.test], batch_size=len(x), eval_batch_size=len(x) - 2
+    )
+    alone.fit(objective(policy="reset"), data)
     with pytest.raises(UserError, match="keeps buffers, and a landscape would need"):
         landscape.run(alone, objective(), fit.data, str(fit.folder.path / "checkpoints/last.ckpt"))
     plain = FedAvg(net=nn.Sequential(nn.Flatten(), nn.Linear(192, 4)), buffers="average")  # nothing to keep

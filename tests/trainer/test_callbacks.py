@@ -76,6 +76,13 @@ def test_early_stopping_is_lightnings(tmp_path: Path, capsys: Any) -> None:
         assert fit(tmp_path, again, lr=1e-30, rounds=9, ckpt_path="last").rounds_done == rounds
 
 
+def test_settings_of_numpy_are_numbers_in_a_checkpoint(tmp_path: Path) -> None:
+    model = FedSAM(DigitsMLP(hidden=8), rho=np.logspace(-2, -1, 2)[0])
+    trainer = FederatedTrainer(max_rounds=1, default_root_dir=str(tmp_path), **OPTIONS)
+    run = trainer.fit(model, Digits(num_clients=6, batch_size=32))
+    assert type(last(run.folder.path)["hyper_parameters"]["rho"]) is float
+
+
 def test_a_state_that_no_checkpoint_takes_is_refused_at_once(tmp_path: Path) -> None:
     class Best(Callback):
         def state_dict(self) -> dict[str, Any]:

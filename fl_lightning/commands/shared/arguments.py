@@ -61,9 +61,16 @@ def _afresh(arg: str) -> list[str]:
     if not value.startswith("[") or name.endswith("+") or _option(arg) not in PARTS:
         return [arg]
     with suppress(yaml.YAMLError):
-        if any(isinstance(entry, (str, dict)) for entry in yaml.safe_load(value)):
+        if lists_classes(yaml.safe_load(value)):
             return [f"{name}=[]", arg]
     return [arg]
+
+
+def lists_classes(value: Any) -> bool:
+    """Returns whether a value is a list that names a class."""
+    entries = value if isinstance(value, list) else []
+    names = [each.get("class_path") if isinstance(each, dict) else each for each in entries]
+    return any(re.fullmatch(r"(\w+\.)*[A-Z]\w*", str(name)) for name in names)
 
 
 def without(args: Sequence[str], *names: str) -> list[str]:

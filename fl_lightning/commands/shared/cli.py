@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from textwrap import fill
 from typing import Any
@@ -16,7 +16,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 import fl_lightning
 from fl_lightning import FederatedDataModule, LocalObjective
-from fl_lightning.commands.shared.arguments import PARTS, kept, model_of_configs, prepare, settings_in
+from fl_lightning.commands.shared.arguments import PARTS, kept, lists_classes, model_of_configs, prepare, settings_in
 from fl_lightning.commands.shared.parser import INDENT, Command, Parser, readable
 from fl_lightning.core import LEFT_OUT, UserError, ensure, generator, hidden, require
 from fl_lightning.results import differences, flatten, read_config, say
@@ -95,8 +95,8 @@ class _Config(ActionConfigFile):
 
     def __call__(self, parser: Any, settings: Namespace, file: str, *more: Any) -> None:  # type: ignore[override]
         """Adds the settings in a config to those before."""
-        path = Path(file)
-        _empty_lists(settings, settings_in(path) if path.is_file() else {})
+        with suppress(yaml.YAMLError):  # which the parser names
+            _empty_lists(settings, settings_in(Path(file)) if Path(file).is_file() else {})
         super().__call__(parser, settings, file, *more)  # type: ignore[no-untyped-call]
 
 
@@ -106,7 +106,7 @@ def _empty_lists(settings: Namespace, given: Mapping[str, Any]) -> None:
         own = settings if key in settings else settings.get("init_args")
         if not isinstance(own, Namespace) or key not in own:
             continue
-        if isinstance(value, list):
+        if lists_classes(value) and isinstance(own[key], list):
             own[key] = []
         elif isinstance(value, dict) and isinstance(own[key], Namespace):
             _empty_lists(own[key], value)

@@ -14,7 +14,7 @@ from fl_lightning.commands.shared.messages import ArgumentsError, explain
 from fl_lightning.commands.shared.output import show_table
 from fl_lightning.core import UserError
 from fl_lightning.results import average, deviation, filled, read_run, say, shown, title
-from fl_lightning.sweeps.trials import Built, Outcome, Trial, short
+from fl_lightning.sweeps.trials import Built, Outcome, Trial, check_alone, short
 from fl_lightning.trainer.callbacks.progress import Ending
 
 
@@ -38,7 +38,10 @@ def check(trial: Trial) -> dict[str, Any]:
         UserError: If they are wrong.
     """
     with _explained(trial.command):
-        return _config(trial.command, trial.args)
+        config = _config(trial.command, trial.args)
+    devices, nodes = config["trainer"]["devices"], config["trainer"]["num_nodes"]
+    check_alone(nodes * devices if isinstance(devices, int) else nodes)
+    return config
 
 
 @contextmanager

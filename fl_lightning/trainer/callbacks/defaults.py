@@ -31,9 +31,9 @@ class EarlyStoppingAdapter(Callback):
         self.load_state_dict(state)
 
     def on_fit_start(self, run: Run) -> None:
-        reason, inner = self.inner.stopping_reason, self.inner
-        patient = reason is EarlyStoppingReason.PATIENCE_EXHAUSTED and inner.wait_count < inner.patience
-        if inner.stopped_epoch == run.rounds_done > 0 and not patient:
+        inner = self.inner
+        waited = inner.stopping_reason is EarlyStoppingReason.PATIENCE_EXHAUSTED and inner.wait_count >= inner.patience
+        if waited and inner.stopped_epoch == run.rounds_done:
             run.should_stop = True
             run.fabric.print(
                 f"stopped early in round {run.rounds_done}: to go on, give EarlyStopping more patience, or leave it out"
