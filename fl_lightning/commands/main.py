@@ -66,7 +66,9 @@ def main(args: Sequence[str] | None = None) -> None:
     interruption = None
     try:
         from fl_lightning.commands.shared.arguments import joined
-        from fl_lightning.commands.shared.messages import ArgumentsError, check_early, explain, find_user_error
+        from fl_lightning.commands.shared.early import check_early
+        from fl_lightning.commands.shared.messages import explain, find_user_error
+        from fl_lightning.commands.shared.unknown import ArgumentsError
         from fl_lightning.trainer.runtime.signals import Interruption
 
         with (interruption := Interruption(ends_process=True)):

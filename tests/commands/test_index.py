@@ -14,8 +14,10 @@ import pytest
 from fl_lightning.commands.main import COMMANDS
 from fl_lightning.commands.shared.cli import FederatedCLI
 from fl_lightning.commands.shared.configs import config_names
+from fl_lightning.commands.shared.early import check_early
 from fl_lightning.commands.shared.index import FILE, help_of, index, keys_of
-from fl_lightning.commands.shared.messages import ArgumentsError, check_early, explain
+from fl_lightning.commands.shared.messages import explain
+from fl_lightning.commands.shared.unknown import ArgumentsError
 from fl_lightning.core import UserError
 
 

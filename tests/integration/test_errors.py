@@ -18,7 +18,9 @@ import yaml
 import fl_lightning
 from fl_lightning import DigitsMLP, UserError
 from fl_lightning.commands.main import COMMANDS
-from fl_lightning.commands.shared.messages import ArgumentsError, check_early, explain
+from fl_lightning.commands.shared.early import check_early
+from fl_lightning.commands.shared.messages import explain
+from fl_lightning.commands.shared.unknown import ArgumentsError
 from tests.bad_inputs import COMPARED, bad_inputs, write_bad_files
 from tests.runs import DIGITS, cli, last, newest, process, run
 
