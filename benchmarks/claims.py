@@ -49,7 +49,8 @@ def line(claim: dict[str, Any], columns: dict[str, dict[str, Group]]) -> list[st
         if beyond is not None:
             base = apart(claim, columns[f"{name.partition(', ')[0]}, {beyond}"])
             found = {seed: found[seed] - base[seed] for seed in found if seed in base}
-        text = verdict(interval([*found.values()]), claim["larger"]) if found else "not run"
+        missing = "not measured" if ours in groups and theirs in groups else "not run"
+        text = verdict(interval([*found.values()]), claim["larger"]) if found else missing
         cells.append("" if name.endswith(f", {beyond}") else text)
     measure = claim["measure"].removeprefix("flatness/")
     than = "" if beyond is None else f", more than at {beyond}"
