@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from inspect import BoundArguments
 from typing import Any
-from warnings import warn
 
 import torch
 from torch import Tensor, nn
@@ -209,9 +208,13 @@ class LocalObjective(Composed, SupervisedModule):
         return self.encoded(upload), client
 
     def finish_phase(self, server: State, sent: State, uploads: Uploads, ctx: RoundContext) -> State:
-        """Returns the server's state after a phase; warns of what its step keeps on the objective, which is lost."""
+        """Returns the server's state after a phase.
+
+        Raises:
+            UserError: If `server_step` returns no state, or one of other shapes or dtypes.
+        """
         uploads = through((part.decoded for part in self.parts), uploads, sent, self.models)
-        before, old_server = {**vars(self)}, server
+        old_server = server
         server = value_of(self.server_step, server, sent, uploads, ctx)
         step = f"{type(self).__name__}.server_step"
         ensure(isinstance(server, State), f"{step} returns a {type(server).__name__}; return server.replace(w=...)")
@@ -221,8 +224,6 @@ class LocalObjective(Composed, SupervisedModule):
                 isinstance(value, Tensor) and (value.shape, value.dtype) == (old.shape, old.dtype),
                 f"{step} returns '{name}' as {_form(value)}; return {_form(old)}, as it was",
             )
-        for name in [name for name, value in vars(self).items() if before.get(name, self) is not value]:
-            warn(f"{step} sets self.{name}: a resumed run lacks it; declare it in server_state", stacklevel=2)
         return through((part.phase_end for part in self.all_parts), server, uploads)
 
     def finish_client(self, client: State, server: State) -> State:

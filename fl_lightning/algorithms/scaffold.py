@@ -6,7 +6,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.algorithms.parts import SAM, Gradient, Step, control_variate, effective_steps
+from fl_lightning.algorithms.parts import SAM, Gradient, Step, check_fresh_momentum, control_variate, effective_steps
 from fl_lightning.core import ClientContext, NonNegative, RoundContext, State, Upload, Uploads, Weighting
 
 
@@ -34,6 +34,8 @@ class SCAFFOLD(LocalObjective):
     def __init__(self, net: nn.Module, cv_scale: float = 1.0, momentum_aware: bool = False, **kwargs: Any) -> None:
         super().__init__(net, **kwargs)
         self.cv_scale, self.momentum_aware = cv_scale, momentum_aware
+        if momentum_aware:
+            check_fresh_momentum(self.optimizer, "momentum_aware")
 
     def local_step(self, w: Tensor, grad: Gradient, client: State, received: State, ctx: ClientContext) -> Step:
         """Line 10: ``g - c_i + c``."""

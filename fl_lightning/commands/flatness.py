@@ -30,7 +30,6 @@ from fl_lightning.trainer import (
     PseudoGradient,
     Run,
     check_measures,
-    check_statistics,
     default_measures,
     dry_round,
     figures,
@@ -39,6 +38,11 @@ from fl_lightning.trainer import (
 SUMMARY = "Measure the flatness of a checkpoint: Hessian, sharpness, discrepancy, drift."
 NULL = FlatnessMonitor.NULL
 """What null stands for, as in a config."""
+UNMEASURED = (
+    "need clients that have trained, or the pseudo-gradient of the round before, which a run with FlatnessMonitor and "
+    "this measure keeps"
+)
+"""What is missing where measures give no number."""
 RETRAINED = "(cohort retrained from the checkpoint)"
 
 
@@ -69,7 +73,6 @@ def run(
     Returns:
         The measurements.
     """
-    check_statistics(model)
     measures = default_measures(model) if metrics is None else metrics
     found: list[Measurement] = []
     loaded = trainer.load(model, data, ckpt_path, clients=True)
@@ -79,6 +82,8 @@ def run(
     try:
         with progress_bar(loaded.fabric) as step:
             _measure(loaded, measures, found, step)
+        if not found:
+            say(f"nothing was measured: {', '.join(type(m).__name__ for m in measures)} {UNMEASURED}")
     finally:
         if found and loaded.fabric.is_global_zero:
             number = number_of(folder, "flatness.json")
@@ -125,10 +130,10 @@ def _after_dry_round(context: MeasurementContext, measures: Sequence[Measure]) -
             for measure in measures:
                 measure.update(run, result)
 
-    after = dry_round(run, context.cohort, update).w
+    after = dry_round(run, context.cohort, update)
     monitors = [its for key, its in run.restored.get("callbacks", {}).items() if key.startswith("FlatnessMonitor")]
-    previous = next((v.to(after) for its in monitors if (v := its["pseudo_gradient"]) is not None), None)
-    return replace(context, after=after, pseudo_gradient=mean.value(), previous=previous)
+    previous = next((v.to(after.w) for its in monitors if (v := its["pseudo_gradient"]) is not None), None)
+    return replace(context, new=after, pseudo_gradient=mean.value(), previous=previous)
 
 
 def _save(folder: Path, number: str, run: Run, measurements: Sequence[Measurement]) -> None:

@@ -143,11 +143,14 @@ def _perturbation(landscape: Landscape, points: int, span: float, directions: in
 
 
 def _trajectory(landscape: Landscape, client: int, points: int) -> None:
-    """Draws local training of a client by its own algorithm, FedAvg and FedSAM; of FedGMT four paths (its Fig. 6)."""
+    """Draws local training of a client by the run's algorithm, FedAvg and FedSAM; of FedGMT four paths (its Fig. 6)."""
     run, own = landscape.run, landscape.run.objective
     kinds = (FedAvg,) if type(own) is FedSAM else (FedAvg, FedSAM)
     rivals: list[LocalObjective] = [kind(own.net, loss=own.loss, optimizer=own.optimizer) for kind in kinds]
-    objectives = {type(o).__name__: o for o in (rivals if type(own) is FedAvg else [own, *rivals])}
+    objectives = {type(o).__name__: o for o in rivals}
+    if type(own) is not FedAvg or own.ascent is not None or own.parts or own.relaxed_init:
+        name = type(own).__name__
+        objectives = {f"{name} of this run" if name in objectives else name: own, **objectives}
     if isinstance(own, FedGMT) and own.use_dual:
         objectives[f"{type(own).__name__} without ADMM"] = alone = copy(own)
         alone.use_dual = False

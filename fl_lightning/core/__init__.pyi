@@ -1,3 +1,4 @@
+from .changes import Watched as Watched
 from .errors import DivergenceError as DivergenceError
 from .errors import UnwrittenError as UnwrittenError
 from .errors import UserError as UserError

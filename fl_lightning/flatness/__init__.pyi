@@ -25,6 +25,7 @@ from .neighbourhood import flatness_discrepancy as flatness_discrepancy
 from .neighbourhood import lpf as lpf
 from .neighbourhood import measure_discrepancy as measure_discrepancy
 from .neighbourhood import sharpness as sharpness
+from .operators import KEEP_BYTES as KEEP_BYTES
 from .operators import OPERATORS as OPERATORS
 from .operators import Kind as Kind
 from .operators import Matrix as Matrix

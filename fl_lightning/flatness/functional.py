@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from fl_lightning.core import (
     FlatSpec,
@@ -82,7 +83,8 @@ class LossAt:
         names: The parameters that they belong to.
 
     Raises:
-        UserError: If a pattern matches no trainable parameter, or ``batches`` can be read only once.
+        UserError: If a pattern matches no trainable parameter, ``at`` has another size, ``batches`` can be read only
+            once, or the network normalizes each batch by its own statistics.
     """
 
     def __init__(
@@ -99,6 +101,15 @@ class LossAt:
         self._places = places(model)
         spec = FlatSpec(model)
         own = spec.vector(model)
+        ensure(
+            at is None or at.shape == (spec.d,),
+            f"at: {() if at is None else tuple(at.shape)} does not fit {type(model).__name__}, which has ({spec.d},)",
+        )
+        ensure(
+            not any(isinstance(m, _BatchNorm) and m.running_mean is None for m in model.modules()),
+            f"model: {type(model).__name__} has BatchNorm without running statistics, so that the loss depends on how "
+            "the data are divided into batches; set track_running_stats",
+        )
         self.names = spec.names if parameters is None else matching(spec.names, parameters)
         with torch.inference_mode(False):  # an inference tensor cannot require gradients
             w = (own if at is None else at.to(own)).detach().clone()
@@ -161,7 +172,13 @@ def mean_loss(
 
 
 def mean_losses(
-    model: nn.Module, loss: Loss, batches: Batches, at: Tensor, *, reduce: Reduce | None = None
+    model: nn.Module,
+    loss: Loss,
+    batches: Batches,
+    at: Tensor,
+    *,
+    reduce: Reduce | None = None,
+    classes: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns F(w) and the accuracy at many points, from one pass over the data.
 
@@ -171,6 +188,7 @@ def mean_losses(
         batches: The data, as in :func:`mean_loss`.
         at: Flat weights, ``(p, d)``.
         reduce: As in :func:`mean_loss`; called once.
+        classes: Number of classes, of a network with more outputs; None: all outputs are classes.
 
     Returns:
         The mean losses ``(p,)`` and the shares of samples whose largest output is their label's ``(p,)``, float64 on
@@ -186,7 +204,7 @@ def mean_losses(
         for x, y in points[0].batches():
             scores = [point.scores(x, y) for point in points]
             losses = [values.sum(dtype=sums.dtype) for values, _ in scores]
-            correct = [_correct(outputs, y.to(device)).to(sums.dtype) for _, outputs in scores]
+            correct = [_correct(outputs, y.to(device), classes).to(sums.dtype) for _, outputs in scores]
             sums = sums + torch.stack([*losses, *correct, sums.new_tensor(len(y))])
     sums = points[0].total(sums).cpu().double()
     means = sums[:-1] / _some(int(sums[-1]))
@@ -233,6 +251,16 @@ def arithmetic(device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
+def plain_recurrence(model: nn.Module) -> Iterator[None]:
+    """Lets recurrent layers compute without cuDNN, which has no derivative in eval mode, and no second one."""
+    if any(isinstance(module, nn.RNNBase) for module in model.modules()):
+        with torch.backends.cudnn.flags(enabled=False):
+            yield
+    else:
+        yield
+
+
+@contextmanager
 def measuring(model: nn.Module) -> Iterator[None]:
     """Enters eval mode and :func:`arithmetic`; restores the modes and the global random state."""
     with (
@@ -240,15 +268,16 @@ def measuring(model: nn.Module) -> Iterator[None]:
         torch.random.fork_rng(devices=[]),  # a DataLoader draws a base seed in every pass
         arithmetic(next(model.parameters()).device),
         sdpa_kernel(SDPBackend.MATH),  # fused attention has no second derivative
+        plain_recurrence(model),
     ):
         yield
 
 
-def _correct(outputs: Tensor, y: Tensor) -> Tensor:
+def _correct(outputs: Tensor, y: Tensor, classes: int | None) -> Tensor:
     """Returns the number of samples that are classified correctly; NaN if the outputs are not scores of classes."""
     if outputs.ndim != 2 or y.ndim != 1 or y.is_floating_point():
         return torch.full((), math.nan, device=outputs.device)
-    return (outputs.argmax(1) == y).sum()
+    return (outputs[:, :classes].argmax(1) == y).sum()
 
 
 def vjp(

@@ -37,6 +37,7 @@ def evaluate(
     reduce: Reduce | None = None,
     progress: Progress | None = None,
     protocol: Mapping[str, Any] | None = None,
+    classes: int | None = None,
 ) -> Values:
     """Returns loss and accuracy at ``n`` points.
 
@@ -51,6 +52,7 @@ def evaluate(
         reduce: Sums over the processes, as in :func:`~fl_lightning.flatness.mean_loss`.
         progress: Called after every pass over the data with the number of points done, and of all points.
         protocol: Stored in the result.
+        classes: As in :func:`~fl_lightning.flatness.mean_losses`.
 
     Returns:
         The values; each loss and accuracy is ``(n,)``.
@@ -68,7 +70,10 @@ def evaluate(
             until = min(done + per_pass, n)
             points = torch.stack([point(i) for i in range(done, until)])
             require(points.shape[1:] == (d,), "weights", f"{tuple(points.shape[1:])}", f"the network has ({d},)")
-            found = {name: mean_losses(model, loss, batches, points, reduce=reduce) for name, batches in data.items()}
+            found = {
+                name: mean_losses(model, loss, batches, points, reduce=reduce, classes=classes)
+                for name, batches in data.items()
+            }
             for name, measured in found.items():
                 values[name][:, done:until] = torch.stack(measured)
             done = until
@@ -107,7 +112,7 @@ def perturbation_curves(
         radii: r, ``(r,)``; by default 21 from 0 to 1.
         directions: Number of random directions k, at least 2.
         seed: Seed of the random directions, which are the same for all models of a net before normalisation.
-        **options: ``per_pass``, ``reduce``, ``progress`` and ``protocol`` of :func:`evaluate`.
+        **options: ``per_pass``, ``reduce``, ``progress``, ``protocol`` and ``classes`` of :func:`evaluate`.
 
     Returns:
         The curves; each loss is ``(1 + k, r)``.
@@ -153,16 +158,17 @@ def interpolate(
         a: Weights of γ = 1, ``(d,)``.
         b: Weights of γ = 0, ``(d,)``.
         gammas: γ, ``(n,)``; by default 61 from -1 to 2. 0 and 1 are added if missing.
-        **options: ``per_pass``, ``reduce``, ``progress`` and ``protocol`` of :func:`evaluate`.
+        **options: ``per_pass``, ``reduce``, ``progress``, ``protocol`` and ``classes`` of :func:`evaluate`.
 
     Returns:
         Values and barrier. The ends are measured first, so that an interrupted measurement has a barrier.
 
     Raises:
-        UserError: As :func:`evaluate`.
+        UserError: As :func:`evaluate`, or if the models have different sizes.
     """
     given = _numbers(np.linspace(-1, 2, 61) if gammas is None else gammas)
     g = np.union1d(given.round(12), [0.0, 1.0])
+    require(a.shape == b.shape, "b", f"{tuple(b.shape)}", f"a has {tuple(a.shape)}; give weights of one network")
     start = exact(b)
     order = np.argsort(~np.isin(g, [0.0, 1.0]), kind="stable")  # the ends first: the barrier needs them
     line = _affine(start, (a.to(start) - start)[None], g[order, None])
@@ -195,16 +201,18 @@ def surface(
         x: Coordinates along d_1, ``(nx,)``; by default 51 from -1 to 1.
         y: Coordinates along d_2, ``(ny,)``; by default those of ``x``.
         models: Further models ``(d,)`` or trajectories ``(n, d)`` by name, which are projected into the plane.
-        **options: ``per_pass``, ``reduce``, ``progress`` and ``protocol`` of :func:`evaluate`.
+        **options: ``per_pass``, ``reduce``, ``progress``, ``protocol`` and ``classes`` of :func:`evaluate`.
 
     Returns:
         The surface; each loss is ``(ny, nx)``.
 
     Raises:
-        UserError: As :func:`evaluate`, or if the directions do not span a plane and there are models to project.
+        UserError: As :func:`evaluate`, if the directions are not two vectors of the size of w, or if they do not span a
+            plane and there are models to project.
     """
     xs = _numbers(np.linspace(-1, 1, 51) if x is None else x)
     ys = xs if y is None else _numbers(y)
+    require(directions.shape == (2, *at.shape), "directions", f"{tuple(directions.shape)}", f"give {(2, *at.shape)}")
     grid = np.stack([a.ravel() for a in np.meshgrid(xs, ys)], -1)
     projected = {name: project(w, at, directions) for name, w in (models or {}).items()}
     values = evaluate(model, loss, data, _affine(at, directions, grid), len(grid), **options)

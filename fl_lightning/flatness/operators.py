@@ -155,6 +155,7 @@ class Operator:
         shape: ``(d, d)``, d the number of weights of the group.
         dtype: The model's dtype.
         device: The model's device.
+        kept_bytes: Memory of the graphs that it keeps, judged by that of the first batch.
 
     Raises:
         UserError: If there is no sample, ``loss`` does not return one value per sample, or a pattern of ``parameters``
@@ -175,6 +176,7 @@ class Operator:
         self.f, self._linearize = LossAt(model, loss, batches, at, **options), linearize
         w = self.f.w
         self.shape, self.dtype, self.device = (len(w), len(w)), w.dtype, w.device
+        self.kept_bytes = 0
         sizes = batch_sizes(self.f.batches)
         self._n = self.f.samples(sum(sizes))
         self._kept: list[Share] = []
@@ -190,8 +192,9 @@ class Operator:
                 rest = self._shares()
                 with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
                     first = next(rest)
-                fits = len(sizes) == 1 or sum(saved.values()) * sum(sizes) <= KEEP_BYTES * sizes[0]
-                self._kept = [first, *rest] if keep_graph or fits else []
+                needed = sum(saved.values()) * sum(sizes) // sizes[0]
+                if keep_graph or len(sizes) == 1 or needed <= KEEP_BYTES:
+                    self._kept, self.kept_bytes = [first, *rest], needed
 
     def _shares(self) -> Iterator[Share]:
         for x, y in self.f.batches():

@@ -119,8 +119,9 @@ class LoRA(Frozen):
             FlatSpec(net).load(net, at)
         for name, layer in [*net.named_modules()]:
             if hasattr(layer, "get_base_layer"):
-                layer.merge()
                 base = layer.get_base_layer()
+                base.weight = nn.Parameter(base.weight.detach().clone())  # another layer may share it
+                layer.merge()
                 base.weight.requires_grad_()
                 net.set_submodule(name, base)
         return net

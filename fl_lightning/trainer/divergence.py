@@ -33,6 +33,11 @@ def diverged(run: Run, t: int, what: str) -> DivergenceError:
             ", find where it begins with trainer.engine = debug, or leave such rounds out with trainer.on_divergence = "
             "continue"
         )
+    if not run.objective.lr(run.round_context(t)):
+        remedy = (
+            f"the learning rate of this round is 0, by which {type(run.objective).__name__} may divide; give "
+            "model.averaging.lr_min, or the floor of model.optimizer.schedule, a value above 0"
+        )
     history = growth(run.state.norms or [norms(run.server)])
     return DivergenceError(f"round {t + 1}: {what}, training has diverged; in the last rounds: {history}; {remedy}")
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.algorithms.parts.base import Part
-from fl_lightning.core import State, accumulator_dtype, ensure
+from fl_lightning.core import State, Watched, accumulator_dtype, ensure
 from fl_lightning.data.minibatches import CHUNK
 from fl_lightning.engine import Job
 from fl_lightning.engine.batched import BatchedEngine, by_client, is_out_of_memory
@@ -149,8 +149,10 @@ def _train(run: Run, cohorts: Sequence[Cohort]) -> list[Trained]:
             uploads, arrived = rule.uploads(objective, cohort.contexts, ctx, sent.w), by_client(upload, len(jobs))
             for each, client in zip(arrived, cohort.contexts, strict=True):
                 uploads.add(each, client.n_k)
+            watched = Watched((objective, *objective.all_parts))
             after = objective.finish_phase(server, sent, uploads, ctx)
             server = objective.finish_round(after, server, ctx)
+            watched.warn_of_server(numbers=False)
             kept = [objective.finish_client(State(row), server) for row in by_client(state, len(jobs))]
             new = dict(zip(cohort.clients, kept, strict=True))
             rows |= new

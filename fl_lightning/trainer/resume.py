@@ -5,6 +5,7 @@ import inspect
 import math
 from collections.abc import Mapping
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -227,11 +228,18 @@ def _model_identity(run: Run) -> dict[str, Any]:
 
 def _check_identity(path: Path, saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:
     for key, value in here.items():
+        made, has = _apart(str(saved.get(key)), str(value))
         ensure(
             saved.get(key) == value,
-            f"ckpt_path = {path}: made with {key} = {saved.get(key)!s:.60}, this run has {value!s:.60}; "
-            "resume with the run's own config.yaml",
+            f"ckpt_path = {path}: made with {key} = {made}, this run has {has}; resume with the run's own config.yaml",
         )
+
+
+def _apart(*texts: str, length: int = 60) -> list[str]:
+    """Returns texts at most ``length`` long: of longer ones what follows from the word in which they differ."""
+    same = len([*takewhile(lambda letters: len({*letters}) == 1, zip(*texts, strict=False))])
+    start = 0 if max(map(len, texts)) <= length else texts[0].rfind(" ", 0, same + 1) + 1
+    return [f"{'... ' * (start > 0)}{text[start:]:.{length}}" for text in texts]
 
 
 LEFT_OUT = ("accelerator", "strategy", "devices", "num_nodes", "engine", "callbacks", "loggers")

@@ -11,7 +11,7 @@ from warnings import warn
 import torch
 
 from fl_lightning.algorithms.parts.base import value_of
-from fl_lightning.core import DivergenceError, State
+from fl_lightning.core import DivergenceError, State, Watched
 from fl_lightning.engine import Engine, Job, LocalResult
 from fl_lightning.trainer import divergence
 from fl_lightning.trainer.cohort import Cohort
@@ -214,7 +214,7 @@ class Phase:
         self.now = self.run.round_context(of.cohort.t, self.ctx.phase)
         self.sent = self.current = objective.begin_phase(of.server, self.now)
         self.uploaded_bits = 0  # of the clients of this process
-        self._owners = [(owner, {**vars(owner)}) for owner in (objective, objective.optimizer, *objective.all_parts)]
+        self._watched = Watched((objective, objective.optimizer, *objective.all_parts))
         if not of.perturb:
             self.sent = self.current = self.sent.replace(w=of.server.w)
         if self.ctx.t < self.now.t:
@@ -250,8 +250,8 @@ class Phase:
             UserError: If training diverges.
         """
         taken = [self._take(result) for result in self._clocked(results)]
-        for owner, before in self._owners:  # what is new may be a cache
-            for name in [name for name, old in before.items() if vars(owner).get(name) is not old and name[0] != "_"]:
+        for owner, name, new in self._watched.changed():
+            if not new and name[0] != "_":  # what is new may be a cache
                 warn(
                     f"{type(owner).__name__} changes self.{name} while clients train: a resumed run, and each other "
                     "process, lacks it; declare it in client_state",
@@ -299,11 +299,14 @@ class Phase:
                 return of.leave()
             raise divergence.diverged(self.run, now.t, f"every upload is not finite ({arrivals.reasons()})")
         known = objective.known(self.current) if rule.by_rows else {}
+        watched, of_rule = Watched((objective, *objective.all_parts)), Watched((rule,))
         uploads = average(everything, of.server, known, now)
         of.aggregated = rule.metrics(uploads, known, of.server)
         after = rule.phase_end(objective.finish_phase(of.server, self.current, uploads, now), uploads)
         divergence.check_finite(self.run, after, now.t)
         of.server = objective.finish_round(after, self.run.server, now) if self.last else after
+        watched.warn_of_server(numbers=False)
+        of_rule.warn_of_server(numbers=True)
         self._keep(arrivals)
         of.losses = torch.cat([each.losses for each in everything])
 

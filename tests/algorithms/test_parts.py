@@ -17,6 +17,7 @@ from fl_lightning import (
     SAM,
     SCAFFOLD,
     SGD,
+    SWA,
     ClientEvaluation,
     Digits,
     DigitsMLP,
@@ -24,6 +25,7 @@ from fl_lightning import (
     FedAvg,
     FedDyn,
     FederatedTrainer,
+    FedNova,
     FedProx,
     FedSAM,
     FlatnessMonitor,
@@ -34,9 +36,10 @@ from fl_lightning import (
     ServerMomentum,
     Trajectory,
     UserError,
+    algorithms,
 )
 from fl_lightning.algorithms.parts.base import Part
-from fl_lightning.core import ClientContext, FlatSpec, RoundContext, State, Upload
+from fl_lightning.core import ClientContext, DivergenceError, FlatSpec, RoundContext, State, Upload
 from fl_lightning.results.clients import read_clients
 from fl_lightning.trainer.run import Run
 from tests.runs import assert_same, cli, last, newest, run, state
@@ -135,8 +138,12 @@ def net() -> DigitsMLP:
 
 
 def made(algorithm: Any = FedAvg, **options: Any) -> LocalObjective:
-    objective: LocalObjective = algorithm(net=net(), optimizer=SGD(lr=0.1, momentum=0.5), **options)
+    objective: LocalObjective = algorithm(**{"net": net(), "optimizer": SGD(lr=0.1, momentum=0.5), **options})
     return objective
+
+
+def kept() -> SGD:
+    return SGD(lr=0.1, momentum=0.5, state="keep")
 
 
 def same(a: Run, b: Run, places: float = 0.0) -> None:
@@ -345,11 +352,27 @@ def test_each_name_has_one_owner(make: Any, what: str, owners: tuple[str, str]) 
     [
         (lambda: made(Body), r"Body\.down = \('body',\): lacks 'w'"),
         (lambda: made(parts=[SAM()]), r"model\.parts = SAM: not in this list; set model\.ascent to it"),
+        (
+            lambda: made(FedNova, optimizer=kept()),
+            r"model\.optimizer\.state = keep: FedNova counts the steps of a momentum",
+        ),
+        (
+            lambda: made(SCAFFOLD, optimizer=kept(), momentum_aware=True),
+            r"model\.optimizer\.state = keep: momentum_aware counts",
+        ),
     ],
 )
 def test_refused(make: Any, message: str) -> None:
     with pytest.raises(UserError, match=f"^{message}"):
         make()
+
+
+@pytest.mark.parametrize("name", ["SCAFFOLD", "FedCM"])
+def test_a_learning_rate_of_0_by_which_an_algorithm_divides(name: str, tmp_path: Path) -> None:
+    averaging = SWA(start=0, cycle=2, lr_min=0.0)
+    with pytest.raises(DivergenceError, match=rf"; the learning rate of this round is 0, by which {name} may divide"):
+        fit(tmp_path, made(getattr(algorithms, name), averaging=averaging))
+    fit(tmp_path, made(FedAvg, averaging=averaging))
 
 
 HOOKS = {

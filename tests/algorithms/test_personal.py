@@ -46,6 +46,7 @@ from fl_lightning.algorithms.parts.base import Part
 from fl_lightning.core import State, generator
 from fl_lightning.engine import Job, LocalResult
 from fl_lightning.flower.server import check
+from fl_lightning.trainer.measurements import curvature
 from fl_lightning.trainer.run import Run
 from tests.problem import Golden
 from tests.runs import cli, last, metrics, run
@@ -105,6 +106,14 @@ def test_keep_all_is_local_training(engine: Any, golden: Golden) -> None:
         for alone in plain.engine.train(jobs):
             models[alone.client] = alone.w
             assert torch.equal(record.client[t][alone.client].own, alone.w)
+
+
+def test_keep_all_under_rules_of_what_travels(golden: Golden) -> None:
+    """Nothing does: there is no noise, and nothing to clip."""
+    for name, rule in (("privacy", GaussianPrivacy(1.0, 1.0, delta=0.1)), ("aggregation", NormClipping(1.0))):
+        objective = made(golden, part=Personal(["*"]), weighting="uniform")
+        found, record = golden.run(objective, max_rounds=2, sampler=BernoulliSampler(0.5), **{name: rule})
+        assert torch.equal(found.server.w, record.server[0].w) and "privacy/snr" not in found.metrics
 
 
 @pytest.mark.sampled(quick=2)
@@ -262,6 +271,34 @@ def test_own_statistics(policy: Any, golden: Golden) -> None:
         objective.net_buffers.load(net, row.buffers if policy == "local" else found.server.buffers)  # type: ignore[union-attr]
         losses.append(loss_by_class(golden, net.double().eval(), k))
     assert found.metrics["server/clients/loss"] == pytest.approx(sum(losses) / len(losses), abs=1e-12)
+
+
+def test_own_statistics_are_evaluated_by_a_monitor(golden: Golden) -> None:
+    """FedBN with the measure that its page recommends."""
+    net = nn.Sequential(nn.Flatten(), nn.Linear(192, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4))
+    objective = LocalObjective(net, optimizer=SGD(0.1), buffers="local", parts=[Personal(["type:BatchNorm*"])])
+    found, _ = golden.run(objective, max_rounds=1, callbacks=[FlatnessMonitor(1, [ClientEvaluation()])])
+    assert (found.folder.path / "client_evaluation.csv").exists()
+
+
+def test_nothing_shared_has_no_shared_curvature(golden: Golden) -> None:
+    found, _ = golden.run(made(golden, part=Personal(["*"])), max_rounds=1, callbacks=[FlatnessMonitor(1)])
+    assert not [name for name in found.metrics if "lambda" in name]
+    for measure in (LambdaMax(), LambdaMax(by_layer=True)):
+        with pytest.raises(UserError, match=r"LambdaMax: all weights stay with clients; take ClientLambdaMax"):
+            golden.run(made(golden, part=Personal(["*"])), max_rounds=1, callbacks=[FlatnessMonitor(1, [measure])])
+    with pytest.raises(UserError, match=r"^measure: split = test: clients' own models are measured on train$"):
+        golden.run(made(golden), max_rounds=2, callbacks=[FlatnessMonitor(2, [LambdaMax(split="test")])])
+
+
+def test_graphs_of_many_clients_have_one_budget(golden: Golden, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the products are the same to the bit."""
+    values = [
+        golden.run(made(golden), max_rounds=2, callbacks=[FlatnessMonitor(2, [LambdaMax()])])[0].metrics
+        for _ in range(2)
+        if monkeypatch.setattr(curvature, "KEEP_BYTES", 1 if _ else 2**30) is None
+    ]
+    assert values[0]["flatness/lambda_max"] == values[1]["flatness/lambda_max"]
 
 
 # Training before the round, by oneself

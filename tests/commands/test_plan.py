@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -176,6 +177,25 @@ def test_rounds_are_counted_as_fit_does_them(tmp_path: Path) -> None:
     assert found["FlatnessMonitor"] == len(done["flatness/lambda_max"]) == 3
     assert found["Checkpoints"] == len(list((newest(tmp_path) / "checkpoints").glob("round_*.ckpt"))) == 4
     assert all(made.parts[name][1] > 0 for name in ("local training", "FlatnessMonitor", "Checkpoints"))
+
+
+class Sleeps(Callback):
+    """Takes time at the start of rounds."""
+
+    def __init__(self, seconds: float, every_n_rounds: int) -> None:
+        self.seconds, self.every_n_rounds = seconds, every_n_rounds
+
+    def on_round_start(self, run: Any, ctx: Any, cohort: Any) -> None:
+        time.sleep(self.seconds)
+
+
+def test_time_at_the_start_of_rounds_counts(tmp_path: Path) -> None:
+    """Of each of two callbacks of one class by itself."""
+    made = plan(
+        trainer(tmp_path, callbacks=[Sleeps(0.02, 4), Sleeps(0.0, 2)], max_rounds=8), FedAvg(DigitsMLP(4)), digits()
+    )
+    (times, each), (others, other) = made.parts["Sleeps"], made.parts["Sleeps 2"]
+    assert (times, others) == (2, 4) and other < 0.02 <= each
 
 
 def test_memory_counts_the_rows_of_clients_not_seen_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

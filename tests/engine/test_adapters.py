@@ -128,6 +128,19 @@ def test_lora_on_every_engine(tmp_path: Path) -> None:
     assert float(objective.flat.split(runs[0].server.w)["net.blocks.0.q.lora_B.default.weight"].abs().max()) > 0
 
 
+@pytest.mark.parametrize("target", ["1", "3"])
+def test_merged_weights_of_a_layer_that_another_one_shares(target: str) -> None:
+    """The adapter belongs to one of them."""
+    pytest.importorskip("peft")
+    plain = nn.Sequential(nn.Flatten(), nn.Linear(6, 6, bias=False), nn.Tanh(), nn.Linear(6, 6, bias=False))
+    plain[3].weight = plain[1].weight
+    net, x = LoRA(plain, [target]), torch.randn(5, 6)
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.copy_(torch.randn_like(parameter) / 4)
+        torch.testing.assert_close(net.merged()(x), net(x))
+
+
 @pytest.mark.slow
 def test_curvature_by_layer_and_in_the_merged_space(tmp_path: Path) -> None:
     """Blocks of dense Hessians: of the factors, and of a net without adapters and with the weights W + 8 B A."""
@@ -223,6 +236,14 @@ def test_mean_of_products(tmp_path: Path) -> None:
         found.append(record.server[-1].w)
     for w in found[1:]:
         torch.testing.assert_close(w, found[0], rtol=0, atol=1e-10)
+
+
+def test_flexlora_with_relaxed_init_is_refused() -> None:
+    """Its products are those of the clients' models, the other weights are not."""
+    pytest.importorskip("peft")
+    net = LoRA(nn.Sequential(nn.Flatten(), nn.Linear(72, 3)), ["1"])
+    with pytest.raises(UserError, match=r"FlexLoRA: the server averages models, and nothing else; .*relaxed_init"):
+        FedAvg(net=net, parts=[FlexLoRA()], relaxed_init=0.1)
 
 
 def test_a_rank_above_the_shorter_side(tmp_path: Path) -> None:

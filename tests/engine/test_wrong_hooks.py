@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from fl_lightning import SGD, Callback, FedAvg, LocalObjective, LocalOptimizer, UserError
+from fl_lightning import (
+    SGD,
+    Aggregation,
+    Callback,
+    FedAvg,
+    LocalObjective,
+    LocalOptimizer,
+    ServerUpdate,
+    UserError,
+)
 from fl_lightning.core import State
 from tests.engine.test_engines import Small, assert_close, train
 from tests.runs import metrics, newest
@@ -503,8 +513,63 @@ class Remembers(LocalObjective):
 
 @pytest.mark.parametrize("name", ["sequential", "graphed"])
 def test_what_a_resumed_run_lacks_is_a_warning(name: str, tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match=r"Remembers\.server_step sets self\.last: a resumed run lacks it; declare it"):
+    with pytest.warns(
+        UserWarning, match=r"Remembers sets self\.last in the server's step: a resumed run lacks it; declare it"
+    ):
         train(tmp_path, Remembers(net=Small()), name, max_rounds=3)
+
+
+class HeavyBall(ServerUpdate):
+    """Keeps its momentum on itself: as a tensor, in place, in a list, or in a private attribute."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where, self.v, self._v = where, torch.zeros(307, dtype=torch.float64), 0.0
+        self.all: list[Tensor] = []
+        self.calls = 0
+
+    def __call__(self, server: State, delta: Tensor, ctx: Any) -> State:
+        self.calls += 1  # a checkpoint has it
+        if self.where == "tensor":
+            self.v = 0.9 * self.v + delta
+        elif self.where == "in place":
+            self.v.mul_(0.9).add_(delta)
+        elif self.where == "list":
+            self.all.append(delta)
+        elif self.where == "private":
+            self._v = float(delta.norm())
+        return super().__call__(server, delta, ctx)
+
+
+@pytest.mark.parametrize("name", ["sequential", "graphed"])
+def test_what_the_server_s_parts_keep_is_a_warning(name: str, tmp_path: Path) -> None:
+    for where, of in (("tensor", "v"), ("in place", "v"), ("list", "all"), ("private", "_v")):
+        objective = FedAvg(net=Small(), server_update=HeavyBall(where))
+        with pytest.warns(
+            UserWarning, match=rf"HeavyBall sets self\.{of} in the server's step: a resumed run lacks it"
+        ):
+            train(tmp_path, objective, name, max_rounds=3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(tmp_path, FedAvg(net=Small(), server_update=HeavyBall("nowhere")), name, max_rounds=3)
+
+
+class RunningMean(Aggregation):
+    def __init__(self) -> None:
+        self.old: dict[int, Tensor] = {}
+        self.calls = 0
+
+    def __call__(self, rows: Tensor, weights: Tensor) -> Tensor:
+        self.calls += 1
+        self.old[rows.shape[1]] = rows.mean(0)
+        return self.old[rows.shape[1]]
+
+
+def test_what_a_rule_keeps_is_a_warning(tmp_path: Path) -> None:
+    """Numbers as well: no checkpoint has those of a rule."""
+    with pytest.warns(UserWarning, match=r"RunningMean sets self\.old in") as found:
+        train(tmp_path, FedAvg(net=Small()), "sequential", aggregation=RunningMean(), max_rounds=2)
+    assert any("RunningMean sets self.calls in the server's step" in str(each.message) for each in found)
 
 
 class Dims(Small):

@@ -25,6 +25,7 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from fl_lightning.core.errors import UserError
 from fl_lightning.core.figures import COLUMN, PAGE, save_figure
 from fl_lightning.core.flat import FlatSpec
 from fl_lightning.flatness import (
@@ -127,6 +128,23 @@ def test_many_points_are_what_each_is_alone() -> None:
 def test_accuracy_is_unknown_without_classes() -> None:
     _, accuracy = mean_losses(Wells(), output, data(), torch.ones(1, 2))
     assert accuracy.isnan().all()
+
+
+def test_weights_of_another_network_are_refused() -> None:
+    net, w = mlp(), other(mlp())
+    with pytest.raises(UserError, match=r"^at: \(3,\) does not fit "):
+        mean_loss(net, CE, data(), torch.zeros(3))
+    with pytest.raises(UserError, match=r"^b = \(3,\): a has "):
+        interpolate(net, CE, {"all": data()}, w, torch.zeros(3))
+    with pytest.raises(UserError, match=rf"^directions = \(1, {len(w)}\): give \(2, {len(w)}\)"):
+        surface(net, CE, {"all": data()}, w, w[None], GRID)
+
+
+def test_batches_that_normalize_themselves_are_refused() -> None:
+    """The loss would depend on how the data are divided."""
+    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, track_running_stats=False))
+    with pytest.raises(UserError, match="BatchNorm without running statistics"):
+        mean_loss(net, CE, data())
 
 
 @pytest.mark.parametrize("per_pass", [1, 3, 100])

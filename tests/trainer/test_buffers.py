@@ -30,10 +30,18 @@ from fl_lightning import (
     ReplaySampler,
     UserError,
 )
-from fl_lightning.commands import landscape
-from fl_lightning.flatness import hessian, lambda_max, sharpness
+from fl_lightning.commands import flatness, landscape
+from fl_lightning.flatness import hessian, lambda_max, mean_loss, sharpness
 from fl_lightning.trainer import parallel_runs
-from fl_lightning.trainer.measurements import Discrepancy, LambdaMax
+from fl_lightning.trainer.measurements import (
+    ClientEvaluation,
+    ClientLambdaMax,
+    CohortLoss,
+    Discrepancy,
+    LambdaMax,
+    Measure,
+    Updates,
+)
 from fl_lightning.trainer.run import Run
 from tests.problem import Golden
 from tests.runs import DIGITS, assert_same, cli, ended, group, killed, last, metrics, newest, state
@@ -283,6 +291,36 @@ def test_flatness_monitor_measures_with_the_right_statistics(golden: Golden, pol
         rise = sharpness(net, loss, lambda k=k: data.eval_batches(data.clients[k], torch.float64), 0.1, at=result.w)
         local, total = local + result.ctx.n_k * rise, total + result.ctx.n_k
     assert fit.metrics["flatness/sharpness_local"] == pytest.approx(local / total, rel=1e-9)
+
+
+@pytest.mark.parametrize("policy", ["average", "reset"])
+def test_each_model_is_measured_with_its_own_statistics(golden: Golden, policy: Any) -> None:
+    """The model before a round, the mean of all clients' models, and that after a round from a checkpoint."""
+    monitor = FlatnessMonitor(1, [CohortLoss(), Discrepancy(rho=0.1, samples=None, clients="all"), Discrepancy(0.1)])
+    fit, record = golden.run(objective(0.1, policy), max_rounds=3, callbacks=[monitor])
+    net, loss, data = fit.objective.net, fit.objective.loss, fit.data
+    chosen = torch.cat([data.clients[k] for k in record.local[2]])
+    losses = []
+    for before in record.server[2:]:
+        fit.evaluator.load_statistics(before.w, before.get("buffers"))
+        losses.append(mean_loss(net, loss, lambda: data.eval_batches(chosen, torch.float64), before.w))
+    assert fit.metrics["flatness/loss_drop_cohort"] == pytest.approx(losses[0] - losses[1], rel=1e-9)
+
+    half, _ = golden.run(objective(0.1, policy), max_rounds=2)
+    path, again = str(half.folder.path / "checkpoints/last.ckpt"), objective(0.1, policy)
+    half.settings.max_rounds = 3
+    measures: list[Measure] = [Discrepancy(0.1), Discrepancy(0.1, samples=None, clients="all"), CohortLoss()]
+    for found in flatness.run(half.settings, again, fit.data, path, measures):  # type: ignore[arg-type]
+        assert found.value == pytest.approx(fit.metrics[found.metric], rel=1e-9), found.name
+
+
+def test_local_statistics_are_no_matter_to_what_measures_no_global_model(golden: Golden) -> None:
+    measures: list[Measure] = [Updates(), ClientLambdaMax()]
+    fit, _ = golden.run(objective(policy="local"), max_rounds=1, callbacks=[FlatnessMonitor(1, measures)])
+    assert {"flatness/norm_w", "flatness/client_lambda_max_local"} <= fit.metrics.keys()
+    for wrong in (LambdaMax(), ClientEvaluation(), Discrepancy()):
+        with pytest.raises(UserError, match=r"model.buffers = local: .*or do not measure it"):
+            golden.run(objective(policy="local"), max_rounds=1, callbacks=[FlatnessMonitor(1, [*measures, wrong])])
 
 
 # Checkpoints

@@ -449,11 +449,8 @@ def test_a_ratio_to_zero_is_undefined() -> None:
             assert len(found.values) == 6 and math.isnan(found.ratio(5)) and math.isnan(found.ratio(2))
     one, ratio = Spectrum(k=6).measurements(found, data="", samples=1)
     assert ratio.value is None and "lambda_5 zero up to rounding" in ratio.protocol()
-    assert scalars([one, ratio]).keys() == {
-        "flatness/lambda_1",
-        "flatness/lambda_1_residual",
-        "flatness/lambda_ratio_residual",
-    }
+    assert scalars([one, ratio]).keys() == {"flatness/lambda_1", "flatness/lambda_1_residual"}
+    assert one.residual == found.residuals[0] and one.details["residuals"] == found.residuals.tolist()
     whole = flatness.spectrum(
         flatness.hessian(Quadratic(symmetric([5.0, 4.0, 3.0, 2.0, -1.0])), output, data()), k=5, tol=1e-10
     )
@@ -467,6 +464,10 @@ def test_settings(tmp_path: Path) -> None:
         (lambda: LambdaMax(tol=-1.0), "LambdaMax.tol = -1.0"),
         (lambda: Discrepancy(clients="some"), "Discrepancy.clients = some"),  # type: ignore[arg-type]
         (lambda: FlatnessMonitor(metrics=[]), "FlatnessMonitor.metrics"),
+        (lambda: HessianTrace(probes=3), r"HessianTrace.probes = 3: hutch\+\+ needs at least 4"),
+        (lambda: HessianTrace("hutchinson", probes=1), "HessianTrace.probes = 1: hutchinson needs at least 2"),
+        (lambda: Sharpness([]), r"Sharpness.data = \[\]: name all, cohort or both"),
+        (lambda: ClientLambdaMax([]), r"ClientLambdaMax.data = \[\]: name local, global or both"),
     ):
         with pytest.raises(UserError, match=text):
             make()
@@ -608,6 +609,38 @@ def test_plane_and_line_through_checkpoints(runs: dict[str, Path], tmp_path: Pat
     cli("test", "--config", str(runs["a"] / "config.yaml"), "--ckpt_path", a)
     found = dict(zip(line["gammas"], line["loss"]["test"], strict=True))
     assert found[1.0] != found[0.0]
+
+
+def test_paths_of_an_algorithm_with_parts(tmp_path: Path) -> None:
+    """FedAvg with an ascent is neither FedAvg nor FedSAM of the figure; a plain FedAvg is its own rival."""
+    for ascent, names in (
+        (["--model.ascent=SAM"], ["FedAvg of this run", "FedAvg", "FedSAM"]),
+        ([], ["FedAvg", "FedSAM"]),
+    ):
+        folder = run("fit", *ascent, root=tmp_path)
+        args = [
+            "--kind=trajectory",
+            "--clients=[2]",
+            "--points=2",
+            "--samples=60",
+            f"--out={tmp_path / str(len(names))}",
+        ]
+        cli("landscape", "--ckpt_path", ckpt(folder), *args)
+        (found,) = json.loads((tmp_path / str(len(names)) / "trajectory.json").read_text()).values()
+        assert list(found["models"]) == names
+
+
+def test_accuracies_of_a_net_with_more_outputs_than_classes(tmp_path: Path) -> None:
+    """A landscape counts as the evaluation does: among the classes."""
+    folder = run("fit", "--model.net.num_classes=40", root=tmp_path)
+    cli("interpolate", ckpt(folder), ckpt(folder), "--points=3", f"--out={tmp_path}")
+    (line,) = json.loads((tmp_path / "interpolate.json").read_text()).values()
+    assert line["accuracy"]["test"][0] == pytest.approx(dict(metrics(folder)["server/test/acc"])[2], abs=1e-7)
+
+
+def test_nothing_measured_says_why(runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cli("flatness", "--ckpt_path", ckpt(runs["a"]), "--metrics=[{class_path: DeltaEpsilon, init_args: {rho: 0.1}}]")
+    assert "nothing was measured: DeltaEpsilon need" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -391,7 +391,8 @@ def test_resumed_run_is_the_same(privacy: GaussianPrivacy, golden: Golden, tmp_p
     for name, value in whole.server.items():
         assert torch.equal(value, resumed.server[name])
     assert metrics(whole.folder.path) == metrics(resumed.folder.path)
-    for other in (GaussianPrivacy(0.5, 0.9, delta=0.1), GaussianPrivacy(0.4, 1.0, delta=0.1)):
+    unseeded = type(privacy)(0.5, 1.0, delta=0.1)  # its epsilon would count the rounds with public noise
+    for other in (GaussianPrivacy(0.5, 0.9, delta=0.1), GaussianPrivacy(0.4, 1.0, delta=0.1), unseeded):
         with pytest.raises(UserError, match=r"made with trainer.privacy = "):
             fit(golden, NaiveFedGloSS, other, sampler, ckpt_path="last", max_rounds=6)
     with pytest.raises(UserError, match=r"made with trainer.privacy = "):
@@ -439,6 +440,16 @@ def test_refused_before_anything_is_written(
     with pytest.raises(UserError, match=message):
         fit(golden, make, **options)
     assert not [*tmp_path.iterdir()]
+
+
+def test_cohorts_of_another_number_of_clients_are_refused(golden: Golden) -> None:
+    """Their epsilon would count for the rounds before, too."""
+    privacy = GaussianPrivacy(0.5, 1.0, delta=0.1)
+    fit(golden, privacy=privacy, sampler=UniformSampler(2, held_out=2), max_rounds=2)
+    with pytest.raises(
+        UserError, match=r"made with trainer\.privacy = \.\.\. clients=2.* this run has \.\.\. clients=4"
+    ):
+        fit(golden, privacy=privacy, sampler=UniformSampler(2), ckpt_path="last", max_rounds=3)
 
 
 def test_noise_or_epsilon_is_given() -> None:

@@ -18,6 +18,7 @@ from .buffers import Policy as Policy
 from .compress import Compress as Compress
 from .drift import admm_dual as admm_dual
 from .drift import admm_pull as admm_pull
+from .drift import check_fresh_momentum as check_fresh_momentum
 from .drift import control_variate as control_variate
 from .drift import effective_steps as effective_steps
 from .drift import prox_pull as prox_pull

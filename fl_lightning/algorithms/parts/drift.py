@@ -2,6 +2,9 @@
 
 from torch import Tensor
 
+from fl_lightning.algorithms.parts.local_optimizer import LocalOptimizer
+from fl_lightning.core import ensure
+
 
 def prox_pull(w: Tensor, w0: Tensor, mu: float) -> Tensor:
     """Returns the gradient of ``mu/2 ||w - w0||^2`` (FedProx)."""
@@ -21,6 +24,18 @@ def admm_dual(dual: Tensor, w: Tensor, w0: Tensor, beta: float) -> Tensor:
 def control_variate(c_i: Tensor, c: Tensor, w: Tensor, w0: Tensor, k_lr: float) -> Tensor:
     """Returns a client's new variate ``c_i - c + (w0 - w) / (K lr)`` (SCAFFOLD, option II)."""
     return c_i - c + (w0 - w) / k_lr
+
+
+def check_fresh_momentum(optimizer: LocalOptimizer, needs: str) -> None:
+    """Checks that momentum starts from 0 in each round, as `effective_steps` takes it.
+
+    Raises:
+        UserError: If clients keep the momentum of their last round.
+    """
+    ensure(
+        not (optimizer.keeps_state and optimizer.momentum),
+        f"model.optimizer.state = keep: {needs} counts the steps of a momentum that starts from 0; set it to reset",
+    )
 
 
 def effective_steps(K: int, momentum: float) -> float:

@@ -39,9 +39,10 @@ class FlexLoRA(Part):
     pairs: list[tuple[str, str]]
 
     def attach(self, objective: Any) -> None:
-        alone = objective.only_averages and len(objective.parts) == 1
+        alone = objective.only_averages and len(objective.parts) == 1 and not objective.relaxed_init
         needs = (
-            "the server averages models, and nothing else; take FedAvg or FedSAM, without server_update and other parts"
+            "the server averages models, and nothing else; take FedAvg or FedSAM, without server_update, relaxed_init "
+            "and other parts"
         )
         ensure(alone, f"model.parts: FlexLoRA: {needs}")
 

@@ -187,6 +187,7 @@ class Landscape:
             "loss": self.run.objective.evaluation_loss,
             "data": self.sets,
             "reduce": partial(collectives.all_reduce_sum, self.run.fabric),
+            "classes": self.run.data.num_classes,
             "progress": lambda done, total: self.step(done, total, label),
             "protocol": {**self.about, **protocol},
         }

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from fl_lightning import IID, FederatedDataModule, FromFile, LocalObjective
-from fl_lightning.core import State, UserError
+from fl_lightning.core import State, UserError, earlier
 from fl_lightning.engine import ENGINES, LocalResult
 from fl_lightning.trainer import (
     Callback,
@@ -68,9 +68,10 @@ class Clock(Callback):
         return fmean(times[1:] or times)
 
     def on_round_start(self, run: Run, ctx: Any, cohort: list[int]) -> None:
-        """Counts the rounds."""
+        """Counts the rounds, and begins a lap."""
         self.began = self.began if self.rounds else time.perf_counter()
         self.rounds, self.trained = self.rounds + 1, self.trained + bool(cohort)
+        self.lap()
 
     def on_local_end(self, run: Run, result: LocalResult) -> None:
         """Begins a lap."""
@@ -109,7 +110,13 @@ class Lap(Callback):
         """Ends the lap."""
         self.clock.lap(self.name)
 
-    on_local_end = on_round_logged = on_round_end
+    on_round_start = on_local_end = on_round_logged = on_round_end
+
+
+def named(callbacks: Sequence[Any]) -> dict[str, Any]:
+    """Returns callbacks by the names of their classes, the second of a class as ``Name 2``."""
+    names = [type(callback).__name__ for callback in callbacks]
+    return {f"{name} {n + 1}" if n else name: c for name, n, c in zip(names, earlier(names), callbacks, strict=True)}
 
 
 @dataclass(frozen=True)
@@ -159,8 +166,8 @@ class Measured:
                 if split in clock.seconds
             },
         }
-        for callback in trainer.callbacks:  # Checkpoints is the last one
-            seconds = clock.mean(name := type(callback).__name__)
+        for name, callback in named(trainer.callbacks).items():  # Checkpoints is the last one
+            seconds = clock.mean(name)
             each = seconds / (world if isinstance(callback, FlatnessMonitor) else 1)
             every = getattr(callback, "every_n_rounds", 1)
             if every is None:
@@ -184,10 +191,12 @@ def measure(
     """
     clock, trial = Clock(), copy.copy(trainer)
     trial.callbacks = [clock]
-    for callback in (copy.deepcopy(c) for c in trainer.callbacks if not isinstance(c, Progress)):
-        if hasattr(callback, "every_n_rounds"):
-            callback.every_n_rounds = 1
-        trial.callbacks += [callback, Lap(clock, type(callback).__name__)]
+    for name, each in named(trainer.callbacks).items():
+        if not isinstance(each, Progress):
+            callback = copy.deepcopy(each)
+            if hasattr(callback, "every_n_rounds"):
+                callback.every_n_rounds = 1
+            trial.callbacks += [callback, Lap(clock, name)]
     trial.loggers, trial.threads, trial.max_time = [CSVLogger()], threads or trainer.threads, None
     trial.eval_every, trial.eval_last = trainer.max_rounds, 1  # the clock evaluates
     trial.fabric = Fabric(accelerator=trainer.fabric.device.type, devices=1, precision=trainer.precision)

@@ -181,7 +181,9 @@ class GaussianPrivacy(Aggregation, key="trainer.privacy"):
         values = {
             **{name: getattr(self, name) for name in ("clip", "noise_multiplier", "delta", "method", "per_tensor")},
             "cohort": self._noiseless.size,
+            "clients": self._noiseless.m,
             "poisson": self._noiseless.poisson,
+            "secret": self.noise_seed is None,
         }
         if self.noise_multiplier is None:
             values |= {"epsilon": self.epsilon, "max_rounds": self._noiseless.rounds}
@@ -220,7 +222,7 @@ class GaussianPrivacy(Aggregation, key="trainer.privacy"):
 
     def metrics(self, uploads: Uploads, known: Mapping[str, Tensor], server: State) -> dict[str, float]:
         """Returns ``privacy/snr``, the norm of the sum over the norm of its noise, from released values only."""
-        if not self.accountant.noise:
+        if not self.accountant.noise or not any(value.numel() for value in known.values()):
             return {}
         steps = [uploads.mean(name) - value for name, value in known.items()]
         square = sum(float(step.to(accumulator_dtype(step.device)).square().sum()) for step in steps)

@@ -21,7 +21,6 @@ from fl_lightning.trainer.measurements import (
     MeasurementContext,
     PseudoGradient,
     check_measures,
-    check_statistics,
     default_measures,
     drop_later_rounds,
 )
@@ -60,7 +59,6 @@ class FlatnessMonitor(Callback):
         return self._tracks or (t + 1) % self.every_n_rounds == 0
 
     def check(self, run: Run) -> None:
-        check_statistics(run.objective)
         if self._default:
             self.metrics = default_measures(run.objective)
         check_measures(self.metrics, run)
@@ -79,7 +77,7 @@ class FlatnessMonitor(Callback):
     def on_round_start(self, run: Run, ctx: RoundContext, cohort: list[int]) -> None:
         started = time.perf_counter()
         self._due = (ctx.t + 1) % self.every_n_rounds == 0 or ctx.t + 1 == ctx.rounds or run.should_stop
-        self._before, self._cohort = run.server.w, cohort
+        self._before, self._cohort = run.server, cohort
         self._mean = PseudoGradient(run) if self._tracks else None
         for measure in self._measures():
             measure.begin(run, cohort)
@@ -100,7 +98,7 @@ class FlatnessMonitor(Callback):
         mean = None if self._mean is None else self._mean.value()
         if self._due:
             context = MeasurementContext(
-                run, run.global_model, self._before, run.server.w, self._cohort, mean, self._previous
+                run, run.global_model, self._before, run.server, self._cohort, mean, self._previous
             )
             found = numbered([m for measure in self._measures() for m in measure.compute(context)])
             self._write(run, found)

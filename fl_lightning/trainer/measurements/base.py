@@ -69,8 +69,8 @@ class MeasurementContext:
     Attributes:
         run: The run.
         model: The global model that is evaluated, ``(d,)``.
-        before: The server's model w^t before the round, ``(d,)``.
-        after: The server's model w^{t+1} after it, the average of the local models, ``(d,)``.
+        old: The server's state before the round.
+        new: The server's state after it.
         cohort: Ids of the round's clients.
         pseudo_gradient: Δ̃ of the round, ``(d,)``; None if no measure `tracks` it.
         previous: Δ̃ of the round before; None in the first.
@@ -79,8 +79,8 @@ class MeasurementContext:
 
     run: Run
     model: Tensor
-    before: Tensor
-    after: Tensor
+    old: State
+    new: State
     cohort: Sequence[int] = ()
     pseudo_gradient: Tensor | None = None
     previous: Tensor | None = None
@@ -89,7 +89,17 @@ class MeasurementContext:
     @classmethod
     def between_rounds(cls, run: Run, cohort: Sequence[int] = ()) -> "MeasurementContext":
         """Returns the context of a run whose next round has not begun."""
-        return cls(run, run.global_model, run.server.w, run.server.w, cohort)
+        return cls(run, run.global_model, run.server, run.server, cohort)
+
+    @property
+    def before(self) -> Tensor:
+        """The server's model w^t before the round, ``(d,)``."""
+        return self.old.w
+
+    @property
+    def after(self) -> Tensor:
+        """The server's model w^{t+1} after it, the average of the local models, ``(d,)``."""
+        return self.new.w
 
     def train(self, samples: int | None, split: Split = "train") -> tuple[Batches, int, str]:
         """Returns samples of a split.
@@ -111,6 +121,7 @@ class MeasurementContext:
 
     def union(self, clients: Sequence[int]) -> tuple[Batches, int, str]:
         """Returns the data of some clients, as `train` does."""
+        clients = list(dict.fromkeys(clients))  # one may be twice in a step of an asynchronous server
         chosen = torch.cat([self.run.data.clients[k] for k in clients])
         many = f"{len(clients)} of {self.run.data.num_clients} clients"
         return self.share(chosen), len(chosen), f"training data of {many}"
@@ -120,17 +131,20 @@ class MeasurementContext:
         run = self.run
         return partial(run.data.eval_batches, split, run.dtype, (run.fabric.global_rank, run.fabric.world_size))
 
-    def loss(self, batches: Batches, w: Tensor | None = None) -> dict[str, Any]:
+    def loss(self, batches: Batches, at: Tensor | State | None = None) -> dict[str, Any]:
         """Returns the loss at given weights: the first arguments of the functions of `fl_lightning.flatness`.
 
-        The net gets the statistics that the global model is evaluated with.
+        The net gets the statistics that the global model is evaluated with, or those of the given state.
 
         Args:
             batches: This process's share of the data.
-            w: Weights ``(d,)``; by default the global model.
+            at: Weights ``(d,)``, or a server's state, of which its model; by default the global model.
         """
-        objective = self.run.objective
-        self.run.load_statistics(self.model)
+        objective, w = self.run.objective, at.w if isinstance(at, State) else at
+        if isinstance(at, State):
+            self.run.evaluator.load_statistics(at.w, at.get("buffers"))
+        else:
+            self.run.load_statistics(self.model)
         return {
             "model": objective.net,
             "loss": objective.evaluation_loss,
@@ -146,11 +160,13 @@ class Measure(Checked, key="measure: {}"):
     Attributes:
         local: Whether it needs local models: centralized training leaves it out.
         of_global_model: Whether it needs a global model.
+        needs_statistics: Whether it measures with running statistics of the global model, if the net keeps any.
         tracks: Whether it needs the pseudo-gradient of every round, not only of the measured ones.
     """
 
     local = False
     of_global_model = True
+    needs_statistics = True
     tracks = False
 
     @property

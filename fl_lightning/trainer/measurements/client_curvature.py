@@ -55,8 +55,13 @@ class ClientLambdaMax(CurvatureMeasure):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
+        require(data != [], "measure: ClientLambdaMax.data", data, "name local, global or both")
         self.data: list[Literal["local", "global"]] = ["local"] if data is None else data
         self.samples, self.iterations, self.tol, self.clients = samples, iterations, tol, clients
+
+    @property
+    def needs_statistics(self) -> bool:  # type: ignore[override]
+        return self.clients == "own"  # local models have those of the round
 
     @property
     def of_round(self) -> bool:

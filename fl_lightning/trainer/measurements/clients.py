@@ -18,6 +18,7 @@ from fl_lightning.trainer.measurements.base import (
     Measurement,
     MeasurementContext,
     append_rows,
+    check_statistics,
     drop_later_rounds,
     first_cell,
     local_models,
@@ -146,7 +147,7 @@ class ClientEvaluation(Measure):
         clients: Number of clients, a seeded sample that is the same in every round; null: all that have test data.
     """
 
-    of_global_model = False
+    of_global_model = needs_statistics = False
 
     def __init__(
         self, local_models: bool = False, clients: PositiveInt | None = None, adapt_epochs: NonNegativeInt = 0
@@ -163,6 +164,8 @@ class ClientEvaluation(Measure):
         own = run.objective.own_part is not None
         which = "no part gives clients models of their own; set it to 0"
         require(own or not self.adapt_epochs, f"measure: {name}.adapt_epochs", self.adapt_epochs, which)
+        if not run.objective.personal or self.local_models:
+            check_statistics(run.objective)
         alone = "centralized training has no local models; set it to false"
         require(not self.local_models or run.kind == "federated", f"measure: {name}.local_models", "true", alone)
 

@@ -20,13 +20,14 @@ from fl_lightning.core import (
     matching,
     require,
 )
-from fl_lightning.flatness import OPERATORS, Interrupted, Kind, Matrix, Mixture, Operator, layers
+from fl_lightning.flatness import KEEP_BYTES, OPERATORS, Interrupted, Kind, Matrix, Mixture, Operator, layers
 from fl_lightning.nets.adapters import LoRA
 from fl_lightning.trainer.measurements.base import (
     Measure,
     Measurement,
     MeasurementContext,
     Split,
+    check_statistics,
     own_models,
 )
 from fl_lightning.trainer.run import Run
@@ -124,6 +125,8 @@ def check_measures(measures: Sequence[Measure], run: Run) -> None:
     """
     matrices: dict[str, dict[str, Any]] = {}
     for measure in measures:
+        if measure.needs_statistics:
+            check_statistics(run.objective)
         if measure.of_global_model:
             run.objective.check_global_model(type(measure).__name__)
         measure.check(run)
@@ -168,8 +171,12 @@ class GlobalCurvature(CurvatureMeasure):
         return found
 
     def check(self, run: Run) -> None:
-        super().check(run)
         shared, spec = run.objective.shared, run.net.spec.names
+        nothing = f"measure: {type(self).__name__}: all weights stay with clients; take ClientLambdaMax(clients: own)"
+        ensure(shared != [], nothing)
+        split = f"measure: split = {self.split}: clients' own models are measured on train"
+        ensure(shared is None or self.split == "train", split)
+        super().check(run)
         stays = {*matching(spec, self.parameters)} - {*shared} if self.parameters and shared is not None else ()
         ensure(not stays, f"parameters = {self.parameters}: some stay with each client; take ClientLambdaMax for these")
         problem = "measure: merged = true: some weights stay with each client; set it to false"
@@ -217,15 +224,15 @@ class GlobalCurvature(CurvatureMeasure):
 
     def _own(self, context: MeasurementContext, shared: list[str]) -> list[tuple[int, Operator]]:
         """Returns the block of what is shared at each client's own model, with its number of samples."""
-        run, parameters = context.run, self.parameters or shared
-        ensure(self.split == "train", f"measure: split = {self.split}: clients' own models are measured on train")
-        chosen, found = run.data.sample_indices(self.samples, run.seed), []
+        run, parameters, kept_bytes = context.run, self.parameters or shared, 0
+        chosen, found = run.data.sample_indices(self.samples, run.seed), list[tuple[int, Operator]]()
         for k, w in own_models(run).items():
             own = run.data.clients[k]
             own = own[torch.isin(own, chosen)]
             if len(own):
-                loss = context.loss(context.share(own), w)
-                found.append((len(own), OPERATORS[self.operator](**loss, parameters=parameters)))
+                loss, keep = context.loss(context.share(own), w), None if kept_bytes < KEEP_BYTES else False
+                found.append((len(own), OPERATORS[self.operator](**loss, parameters=parameters, keep_graph=keep)))
+                kept_bytes += found[-1][1].kept_bytes
         return found
 
 
@@ -275,12 +282,13 @@ class Spectrum(GlobalCurvature):
         """Returns ``lambda_1`` with all eigenvalues, and the ratio if there are five."""
         values = found.values.tolist()
         common |= {
-            "residual": float(found.residuals.max()),
             "iterations": found.iterations,
             "settings": {"method": self.method, "k": self.k, **self.protocol},
         }
         name = f"{self.prefix}lambda_1"
-        measured = [Measurement(name=name, value=values[0], details={"eigenvalues": values}, **common)]
+        residuals = found.residuals.tolist()
+        details = {"eigenvalues": values, "residuals": residuals}
+        measured = [Measurement(name=name, value=values[0], residual=residuals[0], details=details, **common)]
         if len(values) >= 5:
             ratio = found.ratio(5)
             if math.isnan(ratio):
@@ -336,6 +344,8 @@ class HessianTrace(GlobalCurvature):
         **kwargs: Any,
     ) -> None:
         super().__init__(samples, **kwargs)
+        least = 4 if method == "hutch++" else 2
+        require(probes >= least, "measure: HessianTrace.probes", probes, f"{method} needs at least {least}")
         self.method, self.probes = method, probes
 
     def estimate(self, matrix: Matrix, **options: Any) -> flatness.Estimate:

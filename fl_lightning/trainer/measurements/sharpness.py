@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import torch
 
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.core import Interval, NonNegative, Positive, PositiveInt, accumulator_dtype
+from fl_lightning.core import Interval, NonNegative, Positive, PositiveInt, accumulator_dtype, require
 from fl_lightning.engine import LocalResult
 from fl_lightning.flatness import lpf, mean_loss, sharpness
 from fl_lightning.trainer.measurements.base import (
@@ -69,7 +69,7 @@ class Discrepancy(LocalMean):
     def begin(self, run: Run, cohort: Sequence[int]) -> None:
         super().begin(run, cohort)
         everyone, all_train = range(run.data.num_clients), self.clients == "all" and len(cohort) > 0
-        self._after = dry_round(run, everyone, partial(self._add, run)).w if all_train else None
+        self._after = dry_round(run, everyone, partial(self._add, run)) if all_train else None
 
     def update(self, run: Run, result: LocalResult) -> None:
         if self.clients == "cohort":
@@ -81,8 +81,8 @@ class Discrepancy(LocalMean):
 
     def compute(self, context: MeasurementContext) -> list[Measurement]:
         batches, n, what = context.train(self.samples)
-        w = context.after if self._after is None else self._after
-        rise = sharpness(**context.loss(batches, w), rho=self.rho, steps=self.steps)
+        after = context.new if self._after is None else self._after
+        rise = sharpness(**context.loss(batches, after), rho=self.rho, steps=self.steps)
         end = "" if self.clients == "cohort" else "_all"
         common: dict[str, Any] = {"iterations": self.steps, "settings": {"rho": self.rho}}
         measurements = [
@@ -131,6 +131,7 @@ class Sharpness(Measure):
         samples: PositiveInt | None = 10_000,
         eta: NonNegative | None = None,
     ) -> None:
+        require(data != [], "measure: Sharpness.data", data, "name all, cohort or both")
         self.data: list[Clients] = ["all", "cohort"] if data is None else data
         self.rho, self.steps, self.samples, self.eta = rho, steps, samples, eta
 
@@ -210,7 +211,7 @@ class CohortLoss(LocalMean):
 
     def compute(self, context: MeasurementContext) -> list[Measurement]:
         batches, n, what = context.union(context.cohort)
-        before, after = (mean_loss(**context.loss(batches, w)) for w in (context.before, context.after))
+        before, after = (mean_loss(**context.loss(batches, each)) for each in (context.old, context.new))
         local, m = self.mean(context)
         found = (
             ("loss_drop_cohort", before - after, "models before and after the round"),
@@ -222,4 +223,6 @@ class CohortLoss(LocalMean):
 def default_measures(objective: LocalObjective | None = None) -> list[Measure]:
     """Returns the measures that are taken if none are given, of those that an objective has."""
     measures: list[Measure] = [LambdaMax(), Discrepancy()]
-    return [m for m in measures if objective is None or objective.has_global_model or not m.of_global_model]
+    if objective is None or objective.has_global_model:
+        return measures
+    return [m for m in measures if objective.shared != [] and not m.of_global_model]

@@ -54,6 +54,7 @@ class Updates(Measure):
     """
 
     tracks = True
+    needs_statistics = False
 
     def __init__(self, rho: Positive = 0.05) -> None:
         self.rho = rho
@@ -85,7 +86,7 @@ class Updates(Measure):
             values["pseudo_gradient_norm"] = float(context.pseudo_gradient.norm())
             if context.previous is not None:
                 values["pseudo_gradient_cosine"] = cosine(context.pseudo_gradient, context.previous)
-        values |= {f"server_{name}": float(v) for name, v in context.run.server.items() if v.numel() == 1}
+        values |= {f"server_{name}": float(v) for name, v in context.new.items() if v.numel() == 1}
         settings = {"step_sharpness": {"rho": self.rho}}
         data = f"{len(found)} clients" if found else ""
         return [
@@ -106,6 +107,7 @@ class DeltaEpsilon(Measure):
 
     local = True
     tracks = True
+    needs_statistics = False
 
     def __init__(self, rho: Positive | None = None) -> None:
         self.rho = rho
