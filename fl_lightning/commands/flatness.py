@@ -18,6 +18,7 @@ from fl_lightning.commands.shared.landscapes import (
     save_figures,
 )
 from fl_lightning.commands.shared.output import show_table
+from fl_lightning.core import ensure
 from fl_lightning.engine import LocalResult
 from fl_lightning.results import PROTOCOL, say, write_table
 from fl_lightning.trainer import (
@@ -38,11 +39,6 @@ from fl_lightning.trainer import (
 SUMMARY = "Measure the flatness of a checkpoint: Hessian, sharpness, discrepancy, drift."
 NULL = FlatnessMonitor.NULL
 """What null stands for, as in a config."""
-UNMEASURED = (
-    "need clients that have trained, or the pseudo-gradient of the round before, which a run with FlatnessMonitor and "
-    "this measure keeps"
-)
-"""What is missing where measures give no number."""
 RETRAINED = "(cohort retrained from the checkpoint)"
 
 
@@ -74,6 +70,7 @@ def run(
         The measurements.
     """
     measures = default_measures(model) if metrics is None else metrics
+    ensure(len(measures) > 0, "metrics: none suits this model; give some, such as ClientLambdaMax(clients: own)")
     found: list[Measurement] = []
     loaded = trainer.load(model, data, ckpt_path, clients=True)
     check_measures(measures, loaded)
@@ -83,7 +80,11 @@ def run(
         with progress_bar(loaded.fabric) as step:
             _measure(loaded, measures, found, step)
         if not found:
-            say(f"nothing was measured: {', '.join(type(m).__name__ for m in measures)} {UNMEASURED}")
+            names = ", ".join(type(measure).__name__ for measure in measures)
+            loaded.fabric.print(
+                f"{names}: nothing was measured; no client has trained, or the pseudo-gradient of the round before is "
+                "missing, which a run keeps if its FlatnessMonitor has this measure"
+            )
     finally:
         if found and loaded.fabric.is_global_zero:
             number = number_of(folder, "flatness.json")

@@ -155,6 +155,8 @@ def _trajectory(landscape: Landscape, client: int, points: int) -> None:
         objectives[f"{type(own).__name__} without ADMM"] = alone = copy(own)
         alone.use_dual = False
     paths = {name: trajectory(run, o, client) for name, o in objectives.items()}
+    if len(paths) > 2 and type(own) is FedAvg and torch.equal(*list(paths.values())[:2]):
+        paths.pop(next(iter(paths)))  # its parts do not change local training
     first, second = list(paths.values())[:2]
     plane = Plane.through(first[0], first[-1], second[-1])
     x, y = plane.grid(points, include=[plane.project(path) for path in paths.values()])

@@ -1,5 +1,6 @@
 """Which attributes of objects change, and would be lost when a run is resumed."""
 
+from collections import deque
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 from itertools import islice
@@ -22,42 +23,49 @@ class Watched:
     def __init__(self, owners: Iterable[object]) -> None:
         self._before = [(owner, {name: _held(value) for name, value in vars(owner).items()}) for owner in owners]
 
-    def changed(self) -> Iterator[tuple[object, str, bool]]:
-        """Yields each object with an attribute that is not what it was, and whether the attribute is new."""
+    def changed(self) -> Iterator[tuple[object, str]]:
+        """Yields each object with an attribute that is not what it was; what is new may be a cache."""
         for owner, before in self._before:
             for name, value in vars(owner).items():
-                if name not in before or not _same(before[name], _held(value)):
-                    yield owner, name, name not in before
+                if name in before and not _same(before[name], _held(value)):
+                    yield owner, name
 
     def warn_of_server(self, numbers: bool) -> None:
         """Warns of what the server's step has changed.
 
         Args:
-            numbers: Whether plain numbers and text count, because no checkpoint has those of these objects.
+            numbers: Whether public numbers and text count, because no checkpoint has those of these objects.
         """
-        for owner, name, new in self.changed():
-            plain = isinstance(vars(owner)[name], bool | int | float | str)
-            known = plain and not (numbers or new or name[0] == "_")
+        old = {id(owner): before for owner, before in self._before}
+        for owner, name in self.changed():
+            values = (old[id(owner)][name][0], vars(owner)[name])
+            known = not numbers and name[0] != "_" and all(isinstance(v, bool | int | float | str) for v in values)
             if not known and not isinstance(getattr(type(owner), name, None), cached_property):
                 warn(
                     f"{type(owner).__name__} sets self.{name} in the server's step: a resumed run lacks it; declare it "
-                    "in server_state",
+                    "in server_state, unless each round sets it anew",
                     stacklevel=3,
                 )
 
 
-def _held(value: Any, depth: int = 2) -> list[Any]:
+def _held(value: Any, inside: bool = True) -> list[Any]:
     """Returns a value, and what differs after it has been changed in place."""
     if isinstance(value, Tensor):
         return [value, None if value.is_inference() else value._version]
-    if isinstance(value, dict | list) and depth:
-        entries = islice(value.values() if isinstance(value, dict) else value, MOST)
-        return [value, len(value), *(_held(entry, depth - 1) for entry in entries)]
+    if isinstance(value, list | set | deque):
+        return [value, len(value), *(_held(entry, False) for entry in islice(value if inside else (), MOST))]
+    if isinstance(value, dict) and inside:
+        return [value, {key: _held(entry, False) for key, entry in islice(value.items(), MOST)}]
     return [value]
 
 
 def _same(one: list[Any], other: list[Any]) -> bool:
-    """Returns whether `_held` has found the same objects."""
+    """Returns whether `_held` has found the same objects, and in a mapping those of before."""
     (a, *inside), (b, *within) = one, other
-    alike = (_same(x, y) if isinstance(x, list) else x == y for x, y in zip(inside, within, strict=True))
-    return a is b and len(inside) == len(within) and all(alike)
+    return a is b and len(inside) == len(within) and all(map(_alike, inside, within))
+
+
+def _alike(one: Any, other: Any) -> bool:
+    if isinstance(one, dict):
+        return all(key in other and _same(held, other[key]) for key, held in one.items())
+    return _same(one, other) if isinstance(one, list) else bool(one == other)

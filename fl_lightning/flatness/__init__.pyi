@@ -9,6 +9,7 @@ from .functional import Loss as Loss
 from .functional import LossAt as LossAt
 from .functional import Progress as Progress
 from .functional import Reduce as Reduce
+from .functional import check_running as check_running
 from .functional import gradient as gradient
 from .functional import mean_loss as mean_loss
 from .functional import mean_losses as mean_losses

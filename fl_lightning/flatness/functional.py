@@ -64,6 +64,19 @@ class Estimate:
     samples: int
 
 
+def check_running(model: nn.Module) -> None:
+    """Checks that a network gives a sample the same output in every batch.
+
+    Raises:
+        UserError: If it has BatchNorm without running statistics.
+    """
+    ensure(
+        not any(isinstance(module, _BatchNorm) and module.running_mean is None for module in model.modules()),
+        f"model: {type(model).__name__} has BatchNorm without running statistics, so that the loss depends on how the "
+        "data are divided into batches; set track_running_stats",
+    )
+
+
 class LossAt:
     """The data loss F at fixed flat weights, as a function of all weights or of those of some parameters.
 
@@ -105,11 +118,7 @@ class LossAt:
             at is None or at.shape == (spec.d,),
             f"at: {() if at is None else tuple(at.shape)} does not fit {type(model).__name__}, which has ({spec.d},)",
         )
-        ensure(
-            not any(isinstance(m, _BatchNorm) and m.running_mean is None for m in model.modules()),
-            f"model: {type(model).__name__} has BatchNorm without running statistics, so that the loss depends on how "
-            "the data are divided into batches; set track_running_stats",
-        )
+        check_running(model)
         self.names = spec.names if parameters is None else matching(spec.names, parameters)
         with torch.inference_mode(False):  # an inference tensor cannot require gradients
             w = (own if at is None else at.to(own)).detach().clone()

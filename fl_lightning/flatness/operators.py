@@ -196,6 +196,10 @@ class Operator:
                 if keep_graph or len(sizes) == 1 or needed <= KEEP_BYTES:
                     self._kept, self.kept_bytes = [first, *rest], needed
 
+    def drop_graphs(self) -> None:
+        """Frees the graphs; each product makes them anew."""
+        self._kept, self.kept_bytes = [], 0
+
     def _shares(self) -> Iterator[Share]:
         for x, y in self.f.batches():
             with ConstantInputs():

@@ -34,9 +34,9 @@ def diverged(run: Run, t: int, what: str) -> DivergenceError:
             "continue"
         )
     if not run.objective.lr(run.round_context(t)):
-        remedy = (
-            f"the learning rate of this round is 0, by which {type(run.objective).__name__} may divide; give "
-            "model.averaging.lr_min, or the floor of model.optimizer.schedule, a value above 0"
+        remedy += (
+            "; the learning rate of this round is 0, by which some algorithms divide: give model.averaging.lr_min, or "
+            "the floor of model.optimizer.schedule, a value above 0"
         )
     history = growth(run.state.norms or [norms(run.server)])
     return DivergenceError(f"round {t + 1}: {what}, training has diverged; in the last rounds: {history}; {remedy}")

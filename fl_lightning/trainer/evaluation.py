@@ -44,7 +44,7 @@ class Evaluator:
     ) -> None:
         self.fabric, self.objective, self.data, self.net = fabric, objective, data, net
         self.dtype, self.seed = dtype, seed
-        self._estimated: tuple[Tensor, Tensor] | None = None
+        self._estimated: list[tuple[Tensor, Tensor]] = []
         self._scores: dict[str, Scores] = {}
         self._of_client = False
 
@@ -202,10 +202,11 @@ class Evaluator:
         if buffers is None:
             return
         if buffers.policy == "reset":
-            if self._estimated is None or self._estimated[0] is not w:
+            statistics = next((found for at, found in self._estimated if at is w), None)
+            if statistics is None:
                 buffers.load(net, buffers.first)
-                self._estimated = w, self._estimate(w, buffers)
-            statistics = self._estimated[1]
+                statistics = self._estimate(w, buffers)
+                self._estimated = [(w, statistics), *self._estimated[:1]]  # the server's model, and an average
         buffers.load(net, buffers.first if statistics is None else statistics)
 
     def _estimate(self, w: Tensor, buffers: Buffers) -> Tensor:

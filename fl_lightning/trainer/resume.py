@@ -238,7 +238,7 @@ def _check_identity(path: Path, saved: Mapping[str, Any], here: Mapping[str, Any
 def _apart(*texts: str, length: int = 60) -> list[str]:
     """Returns texts at most ``length`` long: of longer ones what follows from the word in which they differ."""
     same = len([*takewhile(lambda letters: len({*letters}) == 1, zip(*texts, strict=False))])
-    start = 0 if max(map(len, texts)) <= length else texts[0].rfind(" ", 0, same + 1) + 1
+    start = 0 if max(map(len, texts)) <= length else texts[0].rfind(" ", 0, same) + 1
     return [f"{'... ' * (start > 0)}{text[start:]:.{length}}" for text in texts]
 
 

@@ -250,8 +250,8 @@ class Phase:
             UserError: If training diverges.
         """
         taken = [self._take(result) for result in self._clocked(results)]
-        for owner, name, new in self._watched.changed():
-            if not new and name[0] != "_":  # what is new may be a cache
+        for owner, name in self._watched.changed():
+            if name[0] != "_":
                 warn(
                     f"{type(owner).__name__} changes self.{name} while clients train: a resumed run, and each other "
                     "process, lacks it; declare it in client_state",

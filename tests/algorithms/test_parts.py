@@ -370,7 +370,7 @@ def test_refused(make: Any, message: str) -> None:
 @pytest.mark.parametrize("name", ["SCAFFOLD", "FedCM"])
 def test_a_learning_rate_of_0_by_which_an_algorithm_divides(name: str, tmp_path: Path) -> None:
     averaging = SWA(start=0, cycle=2, lr_min=0.0)
-    with pytest.raises(DivergenceError, match=rf"; the learning rate of this round is 0, by which {name} may divide"):
+    with pytest.raises(DivergenceError, match=r"; the learning rate of this round is 0, by which some algorithms"):
         fit(tmp_path, made(getattr(algorithms, name), averaging=averaging))
     fit(tmp_path, made(FedAvg, averaging=averaging))
 

@@ -46,6 +46,7 @@ from fl_lightning.algorithms.parts.base import Part
 from fl_lightning.core import State, generator
 from fl_lightning.engine import Job, LocalResult
 from fl_lightning.flower.server import check
+from fl_lightning.trainer.evaluation import Evaluator
 from fl_lightning.trainer.measurements import curvature
 from fl_lightning.trainer.run import Run
 from tests.problem import Golden
@@ -279,6 +280,24 @@ def test_own_statistics_are_evaluated_by_a_monitor(golden: Golden) -> None:
     objective = LocalObjective(net, optimizer=SGD(0.1), buffers="local", parts=[Personal(["type:BatchNorm*"])])
     found, _ = golden.run(objective, max_rounds=1, callbacks=[FlatnessMonitor(1, [ClientEvaluation()])])
     assert (found.folder.path / "client_evaluation.csv").exists()
+
+
+def test_no_own_model_is_normalized_by_what_it_is_tested_on(golden: Golden, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither new ones after adaptation nor local ones."""
+    net = nn.Sequential(nn.Flatten(), nn.Linear(192, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4))
+    objective = LocalObjective(net, optimizer=SGD(0.1), buffers="local", parts=[Personal(["type:BatchNorm*"])])
+    monitor = FlatnessMonitor(1, [ClientEvaluation(local_models=True, adapt_epochs=1)])
+    outputs, by_batches = Evaluator._outputs, list[bool]()
+
+    def recorded(self: Any, w: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        by_batches.append(self.by_batch)
+        return outputs(self, w, x, y)
+
+    monkeypatch.setattr(Evaluator, "_outputs", recorded)
+    found, _ = golden.run(
+        objective, max_rounds=1, callbacks=[monitor], sampler=UniformSampler(2, held_out=2), local_steps=3
+    )
+    assert {"client/adapted/loss", "client/test/loss"} <= found.metrics.keys() and not any(by_batches)
 
 
 def test_nothing_shared_has_no_shared_curvature(golden: Golden) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -520,12 +521,14 @@ def test_what_a_resumed_run_lacks_is_a_warning(name: str, tmp_path: Path) -> Non
 
 
 class HeavyBall(ServerUpdate):
-    """Keeps its momentum on itself: as a tensor, in place, in a list, or in a private attribute."""
+    """Keeps something on itself: as a tensor, in place, in a list, in a private attribute, ..."""
 
     def __init__(self, where: str) -> None:
         super().__init__()
         self.where, self.v, self._v = where, torch.zeros(307, dtype=torch.float64), 0.0
         self.all: list[Tensor] = []
+        self.best: float | None = None
+        self.window, self.means, self.memo = deque[Tensor](maxlen=2), dict[str, Tensor](), dict[int, Tensor]()
         self.calls = 0
 
     def __call__(self, server: State, delta: Tensor, ctx: Any) -> State:
@@ -538,12 +541,29 @@ class HeavyBall(ServerUpdate):
             self.all.append(delta)
         elif self.where == "private":
             self._v = float(delta.norm())
+        elif self.where == "none":
+            self.best = float(delta.norm())
+        elif self.where == "entries":
+            self.window.append(delta)
+            self.means["w"] = delta
+        elif self.where == "nowhere":  # caches
+            self.memo[ctx.t] = delta
+            if not hasattr(self, "_mask"):
+                self._mask = torch.ones_like(delta)
         return super().__call__(server, delta, ctx)
 
 
 @pytest.mark.parametrize("name", ["sequential", "graphed"])
 def test_what_the_server_s_parts_keep_is_a_warning(name: str, tmp_path: Path) -> None:
-    for where, of in (("tensor", "v"), ("in place", "v"), ("list", "all"), ("private", "_v")):
+    found = {
+        "tensor": "v",
+        "in place": "v",
+        "list": "all",
+        "private": "_v",
+        "none": "best",
+        "entries": "(window|means)",
+    }
+    for where, of in found.items():
         objective = FedAvg(net=Small(), server_update=HeavyBall(where))
         with pytest.warns(
             UserWarning, match=rf"HeavyBall sets self\.{of} in the server's step: a resumed run lacks it"

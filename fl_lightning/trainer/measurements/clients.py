@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torchmetrics.classification import MulticlassAccuracy
 
-from fl_lightning.core import NonNegativeInt, PositiveInt, ensure, numpy_generator, require
+from fl_lightning.core import NonNegativeInt, PositiveInt, State, ensure, numpy_generator, require
 from fl_lightning.data import Batch, class_counts
 from fl_lightning.engine import LocalResult
 from fl_lightning.results.clients import ADAPTED, FILE, GLOBAL, LOCAL, UNSEEN, statistics
@@ -164,7 +164,7 @@ class ClientEvaluation(Measure):
         own = run.objective.own_part is not None
         which = "no part gives clients models of their own; set it to 0"
         require(own or not self.adapt_epochs, f"measure: {name}.adapt_epochs", self.adapt_epochs, which)
-        if not run.objective.personal or self.local_models:
+        if not run.objective.personal:
             check_statistics(run.objective)
         alone = "centralized training has no local models; set it to false"
         require(not self.local_models or run.kind == "federated", f"measure: {name}.local_models", "true", alone)
@@ -229,16 +229,17 @@ def _own(run: Run, clients: Sequence[int], of: ClientData) -> tuple[Scores, Scor
     return seen, unseen
 
 
-def _add(scores: dict[int, Score], of: ClientData, result: LocalResult) -> None:
-    """Adds the score of a client's local model, if it is finite."""
+def _add(run: Run, scores: dict[int, Score], of: ClientData, result: LocalResult) -> None:
+    """Adds the score of a client's local model, if it is finite, with its statistics, which the net holds."""
     if result.finite:
-        scores[result.client] = of.score(result.client, result.w)
+        with run.evaluator.statistics_of(State({})):
+            scores[result.client] = of.score(result.client, result.w)
 
 
 def _local(run: Run, clients: Sequence[int], of: ClientData, at_once: int) -> Scores:
     """Evaluates each client's local model."""
     mine: dict[int, Score] = {}
-    local_models(run, clients, partial(_add, mine, of), at_once)
+    local_models(run, clients, partial(_add, run, mine, of), at_once)
     return collectives.all_gather_dict(run.fabric, mine)
 
 
@@ -247,7 +248,7 @@ def _adapted(run: Run, clients: Sequence[int], of: ClientData, at_once: int, epo
     mine: dict[int, Score] = {}
     for at in range(0, len(clients), at_once):
         cohort = Cohort.of(run, clients[at : at + at_once], run.next_round).alone(run, epochs)
-        phase = Phase(Round(run, cohort, partial(_add, mine, of)), cohort)
+        phase = Phase(Round(run, cohort, partial(_add, run, mine, of)), cohort)
         phase.observe(run.engine.train(phase.jobs()))
     return collectives.all_gather_dict(run.fabric, mine)
 

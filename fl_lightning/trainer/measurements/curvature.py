@@ -126,6 +126,7 @@ def check_measures(measures: Sequence[Measure], run: Run) -> None:
     matrices: dict[str, dict[str, Any]] = {}
     for measure in measures:
         if measure.needs_statistics:
+            flatness.check_running(run.objective.net)
             check_statistics(run.objective)
         if measure.of_global_model:
             run.objective.check_global_model(type(measure).__name__)
@@ -231,8 +232,11 @@ class GlobalCurvature(CurvatureMeasure):
             own = own[torch.isin(own, chosen)]
             if len(own):
                 loss, keep = context.loss(context.share(own), w), None if kept_bytes < KEEP_BYTES else False
-                found.append((len(own), OPERATORS[self.operator](**loss, parameters=parameters, keep_graph=keep)))
-                kept_bytes += found[-1][1].kept_bytes
+                operator = OPERATORS[self.operator](**loss, parameters=parameters, keep_graph=keep)
+                kept_bytes += operator.kept_bytes
+                if kept_bytes > KEEP_BYTES:
+                    operator.drop_graphs()
+                found.append((len(own), operator))
         return found
 
 
