@@ -43,7 +43,7 @@ class Watched:
             if not known and not isinstance(getattr(type(owner), name, None), cached_property):
                 warn(
                     f"{type(owner).__name__} sets self.{name} in the server's step: a resumed run lacks it; declare it "
-                    "in server_state, unless each round sets it anew",
+                    "in server_state, unless each round sets it again",
                     stacklevel=3,
                 )
 

@@ -197,7 +197,7 @@ class Operator:
                     self._kept, self.kept_bytes = [first, *rest], needed
 
     def drop_graphs(self) -> None:
-        """Frees the graphs; each product makes them anew."""
+        """Frees the graphs; each product makes them again."""
         self._kept, self.kept_bytes = [], 0
 
     def _shares(self) -> Iterator[Share]:

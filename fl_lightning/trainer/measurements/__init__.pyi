@@ -6,10 +6,6 @@ from .base import drop_later_rounds as drop_later_rounds
 from .base import dry_round as dry_round
 from .client_curvature import ClientLambdaMax as ClientLambdaMax
 from .clients import ClientEvaluation as ClientEvaluation
-from .curvature import HessianTrace as HessianTrace
-from .curvature import LambdaMax as LambdaMax
-from .curvature import SpectralDensity as SpectralDensity
-from .curvature import Spectrum as Spectrum
 from .curvature import check_measures as check_measures
 from .sharpness import LPF as LPF
 from .sharpness import AdaptiveSharpness as AdaptiveSharpness
@@ -17,6 +13,10 @@ from .sharpness import CohortLoss as CohortLoss
 from .sharpness import Discrepancy as Discrepancy
 from .sharpness import Sharpness as Sharpness
 from .sharpness import default_measures as default_measures
+from .spectra import HessianTrace as HessianTrace
+from .spectra import LambdaMax as LambdaMax
+from .spectra import SpectralDensity as SpectralDensity
+from .spectra import Spectrum as Spectrum
 from .updates import DeltaEpsilon as DeltaEpsilon
 from .updates import PseudoGradient as PseudoGradient
 from .updates import Updates as Updates

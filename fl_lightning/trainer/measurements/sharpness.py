@@ -18,7 +18,7 @@ from fl_lightning.trainer.measurements.base import (
     dry_round,
     local_loss,
 )
-from fl_lightning.trainer.measurements.curvature import LambdaMax
+from fl_lightning.trainer.measurements.spectra import LambdaMax
 from fl_lightning.trainer.run import Run
 from fl_lightning.trainer.runtime import collectives
 

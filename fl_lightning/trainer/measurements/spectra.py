@@ -1,0 +1,184 @@
+"""Measures of curvature: eigenvalues, trace and spectral density of the Hessian, Gauss-Newton or Fisher matrix."""
+
+import math
+from typing import Any, Literal
+
+import torch
+
+from fl_lightning import flatness
+from fl_lightning.core import Positive, PositiveInt, matching, require
+from fl_lightning.flatness import Matrix
+from fl_lightning.trainer.measurements.base import Measurement
+from fl_lightning.trainer.measurements.curvature import GlobalCurvature
+from fl_lightning.trainer.run import Run
+
+Method = Literal["lanczos", "power"]
+
+
+class Spectrum(GlobalCurvature):
+    """``lambda_1`` to ``lambda_k`` of the Hessian, or another matrix, at the global model.
+
+    The first is logged, and ``lambda_ratio``: lambda_1 / lambda_5 (ECCV, Table 1), undefined if lambda_5 is zero up to
+    rounding. All eigenvalues go to ``flatness.jsonl``.
+
+    Args:
+        k: Number of eigenvalues.
+        samples: Size of the stratified sample of the training data; null: all.
+        method: lanczos, or the papers' power iteration (20 steps each, largest in magnitude).
+        iterations: Maximum number of products; null: as in `flatness.spectrum`.
+        tol: Relative residual to stop at (power: relative change); null: as in `flatness.spectrum`.
+        **kwargs: Data and matrix, as for `GlobalCurvature`.
+    """
+
+    def __init__(
+        self,
+        k: PositiveInt = 50,
+        samples: PositiveInt | None = 1000,
+        method: Method = "lanczos",
+        iterations: PositiveInt | None = None,
+        tol: Positive | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(samples, **kwargs)
+        self.k, self.method, self.iterations, self.tol = k, method, iterations, tol
+
+    def check(self, run: Run) -> None:
+        super().check(run)
+        spec = self.spec(run)
+        sizes = dict(zip(spec.names, spec.numels, strict=True))
+        groups = [block.parameters for block in self.blocks(run)]
+        d = min(sum(sizes[name] for name in matching(spec.names, group or ["*"])) for group in groups)
+        what = "a layer" if self.by_layer else "the net" if self.parameters is None else "the group"
+        require(self.k <= d, f"measure: {type(self).__name__}.k", self.k, f"{what} has {d} weights; give at most {d}")
+
+    def estimate(self, matrix: Matrix, **options: Any) -> flatness.Spectrum:
+        """Returns the spectrum."""
+        return flatness.spectrum(
+            matrix, k=self.k, method=self.method, iterations=self.iterations, tol=self.tol, **options
+        )
+
+    def measurements(self, found: flatness.Spectrum, **common: Any) -> list[Measurement]:
+        """Returns ``lambda_1`` with all eigenvalues, and the ratio if there are five."""
+        values = found.values.tolist()
+        common |= {
+            "iterations": found.iterations,
+            "settings": {"method": self.method, "k": self.k, **self.protocol},
+        }
+        name = f"{self.prefix}lambda_1"
+        residuals = found.residuals.tolist()
+        details = {"eigenvalues": values, "residuals": residuals}
+        measured = [Measurement(name=name, value=values[0], residual=residuals[0], details=details, **common)]
+        if len(values) >= 5:
+            ratio = found.ratio(5)
+            if math.isnan(ratio):
+                common |= {"settings": {**common["settings"], "lambda_5": "zero up to rounding"}}
+            finite = None if math.isnan(ratio) else ratio
+            measured.append(Measurement(name=f"{self.prefix}lambda_ratio", value=finite, **common))
+        return measured
+
+
+class LambdaMax(Spectrum):
+    """``lambda_max``: the largest eigenvalue of the Hessian, or another matrix, at the global model.
+
+    Args:
+        samples: Size of the stratified sample of the training data; null: all.
+        method: lanczos, or the papers' power iteration (20 steps, largest in magnitude).
+        iterations: Maximum number of products; null: 110, with power 20.
+        tol: Relative residual to stop at (power: relative change); null: as in `flatness.lambda_max`.
+        **kwargs: Data and matrix, as for `GlobalCurvature`.
+    """
+
+    def __init__(
+        self,
+        samples: PositiveInt | None = 1000,
+        method: Method = "lanczos",
+        iterations: PositiveInt | None = None,
+        tol: Positive | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(1, samples, method, iterations, tol, **kwargs)
+
+    def measurements(self, found: flatness.Spectrum, **common: Any) -> list[Measurement]:
+        """Returns ``lambda_max`` with its residual."""
+        value, residual = float(found.values[0]), float(found.residuals[0])
+        common |= {"iterations": found.iterations, "settings": {"method": self.method, **self.protocol}}
+        return [Measurement(name=f"{self.prefix}lambda_max", value=value, residual=residual, **common)]
+
+
+class HessianTrace(GlobalCurvature):
+    """``trace`` of the Hessian, or another matrix, at the global model, with its standard error.
+
+    Args:
+        method: hutch++ (less variance), or hutchinson as in the papers.
+        probes: Number of products.
+        samples: Size of the stratified sample of the training data; null: all.
+        **kwargs: Data and matrix, as for `GlobalCurvature`.
+    """
+
+    def __init__(
+        self,
+        method: Literal["hutch++", "hutchinson"] = "hutch++",
+        probes: PositiveInt = 60,
+        samples: PositiveInt | None = 1000,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(samples, **kwargs)
+        least = 4 if method == "hutch++" else 2
+        require(probes >= least, "measure: HessianTrace.probes", probes, f"{method} needs at least {least}")
+        self.method, self.probes = method, probes
+
+    def estimate(self, matrix: Matrix, **options: Any) -> flatness.Estimate:
+        """Returns the trace."""
+        return flatness.trace(matrix, method=self.method, samples=self.probes, **options)
+
+    def measurements(self, found: flatness.Estimate, **common: Any) -> list[Measurement]:
+        """Returns ``trace`` with its standard error."""
+        settings = {"method": self.method, **self.protocol}
+        common |= {"error": found.error, "iterations": found.samples, "settings": settings}
+        return [Measurement(name=f"{self.prefix}trace", value=found.value, **common)]
+
+
+class SpectralDensity(GlobalCurvature):
+    """The density of the spectrum of the Hessian, or another matrix, at the global model.
+
+    It logs ``density_mean``, tr(H)/d, with its standard error. ``flatness.jsonl`` also holds the density, and the first
+    three moments, tr(H^p)/d, with their standard errors.
+
+    Args:
+        probes: Number of random vectors; the standard error needs two or more.
+        steps: Number of products with each, and before them to find the eigenvalues that stand apart.
+        samples: Size of the stratified sample of the training data; null: all.
+        **kwargs: Data and matrix, as for `GlobalCurvature`.
+    """
+
+    def __init__(
+        self, probes: PositiveInt = 5, steps: PositiveInt = 50, samples: PositiveInt | None = 1000, **kwargs: Any
+    ) -> None:
+        super().__init__(samples, **kwargs)
+        self.probes, self.steps = probes, steps
+
+    def estimate(self, matrix: Matrix, **options: Any) -> flatness.Density:
+        """Returns the density."""
+        return flatness.density(matrix, probes=self.probes, steps=self.steps, **options)
+
+    def measurements(self, found: flatness.Density, **common: Any) -> list[Measurement]:
+        """Returns ``density_mean``, with the density smoothed by a hundredth of its range on 400 points."""
+        nodes = torch.cat([found.eigenvalues, found.nodes.flatten()])
+        low, high = float(nodes.min()), float(nodes.max())
+        sigma = max((high - low) / 100, 1e-12)
+        grid = torch.linspace(low - 3 * sigma, high + 3 * sigma, 400, dtype=torch.float64)
+        moments = {p: found.moment(p) for p in (1, 2, 3)}
+        errors = {"moment_errors": {p: m.error for p, m in moments.items()}} if self.probes > 1 else {}
+        common |= {
+            "error": moments[1].error if self.probes > 1 else None,
+            "iterations": found.products,
+            "settings": {"probes": self.probes, "steps": self.steps, **self.protocol},
+            "details": {
+                "grid": grid.tolist(),
+                "density": found(grid, sigma).tolist(),
+                "sigma": [sigma],
+                "moments": {p: m.value for p, m in moments.items()},
+                **errors,
+            },
+        }
+        return [Measurement(name=f"{self.prefix}density_mean", value=moments[1].value, **common)]
