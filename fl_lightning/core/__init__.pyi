@@ -20,6 +20,7 @@ from .figures import drawing as drawing
 from .figures import figure_files as figure_files
 from .figures import line_style as line_style
 from .figures import log_levels as log_levels
+from .figures import marked_style as marked_style
 from .figures import new_figure as new_figure
 from .figures import place_legend as place_legend
 from .figures import render as render

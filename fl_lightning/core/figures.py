@@ -57,6 +57,12 @@ def line_style(i: int) -> dict[str, Any]:
     return {"color": COLORS[i % n], "linestyle": DASHES[(i + i // n) % n]}
 
 
+def marked_style(i: int) -> dict[str, Any]:
+    """Returns colour, dashes and marker of the i-th line; the first 49 differ in colour and marker, too."""
+    n = len(MARKERS)
+    return {**line_style(i), "marker": MARKERS[(i + i // n) % n]}
+
+
 def style() -> Any:
     """Returns the context in which figures are made and saved."""
     import matplotlib

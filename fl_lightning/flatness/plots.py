@@ -18,13 +18,12 @@ from fl_lightning.core import (
     COLORMAP,
     COLORS,
     COLUMN,
-    MARKERS,
     PAGE,
     SPAN,
     Axes,
     Figure,
-    line_style,
     log_levels,
+    marked_style,
     new_figure,
     place_legend,
     require,
@@ -305,9 +304,7 @@ def label_outer(panels: Sequence[Axes], columns: int) -> None:
 
 def line_styles() -> Iterator[dict[str, Any]]:
     """Returns colour, dashes and marker of each line in turn; the first 49 all differ."""
-    n = len(COLORS)
-    for i in range(n * n):
-        yield {**line_style(i), "marker": MARKERS[i % n]}
+    return map(marked_style, range(len(COLORS) ** 2))
 
 
 def aspect(surface: Surface) -> float:

@@ -9,12 +9,12 @@ from numpy.typing import ArrayLike, NDArray
 
 from fl_lightning.core import (
     COLUMN,
-    MARKERS,
     PAGE,
     Axes,
     Figure,
     ensure,
     line_style,
+    marked_style,
     new_figure,
     place_legend,
     scale_axis,
@@ -179,5 +179,5 @@ def _draw_sizes(axes: Axes, drawn: Sequence[tuple[int, str, Sequence[ClientTable
         look = {**line_style(i), "gid": f"run-{i}"}
         cloud = {"linestyle": "none", "marker": ".", "markersize": 4, "alpha": 0.4, "markeredgewidth": 0}
         axes.plot(samples, values, rasterized=len(samples) > 500, **{**look, **cloud})
-        axes.plot(*by_samples(tables, column), marker=MARKERS[i % len(MARKERS)], **look)
+        axes.plot(*by_samples(tables, column), **{**look, **marked_style(i)})
     scale_axis(axes.xaxis, np.concatenate([together(tables, column)[0] for _, _, tables in drawn]))

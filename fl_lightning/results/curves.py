@@ -11,12 +11,12 @@ import numpy as np
 
 from fl_lightning.core import (
     COLUMN,
-    MARKERS,
     PAGE,
     Axes,
     Figure,
     figure_files,
     line_style,
+    marked_style,
     new_figure,
     place_legend,
     require,
@@ -219,7 +219,7 @@ def plot_tradeoff(groups: Sequence[Group], measure: str) -> Figure:
     with new_figure(COLUMN, 2.5, grid="both") as figure:
         axes = figure.add_subplot(xlabel=f"{label(name)} (smaller is flatter)", ylabel=label(metric))
         for i, (text, values) in enumerate(points.items()):
-            look = {**line_style(i), "linestyle": "none", "marker": MARKERS[i % len(MARKERS)], "gid": f"run-{i}"}
+            look = {**marked_style(i), "linestyle": "none", "gid": f"run-{i}"}
             if values:
                 axes.plot(*zip(*values, strict=True), label=text, clip_on=False, **look)
         place_legend(figure)

@@ -11,11 +11,10 @@ from fl_lightning.core import (
     COLORS,
     COLUMN,
     DASHES,
-    MARKERS,
     PAGE,
     Figure,
     grouped,
-    line_style,
+    marked_style,
     new_figure,
     place_legend,
     scale_axis,
@@ -74,8 +73,8 @@ def plot_lines(panels: Mapping[str, Mapping[str, Sequence[tuple[float, Sequence[
             for i, (label, points) in enumerate(lines.items()):
                 x, y = [at for at, _ in points], [average(values) for _, values in points]
                 spread = [deviation(values) or 0.0 for _, values in points]
-                look = {**line_style(i), "marker": MARKERS[i % len(MARKERS)]}
-                axes.errorbar(x, y, spread if any(spread) else None, label=label, elinewidth=0.6, capsize=2, **look)
+                look = {"elinewidth": 0.6, "capsize": 2, **marked_style(i)}
+                axes.errorbar(x, y, spread if any(spread) else None, label=label, **look)
             scale_axis(axes.xaxis, [at for points in lines.values() for at, _ in points])
             tried, *others = (tuple(at for at, _ in points) for points in lines.values())
             if all(other == tried for other in others):

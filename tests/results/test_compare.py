@@ -208,6 +208,13 @@ def test_rows_of_single_seeds_are_drawn(tmp_path: Path) -> None:
     save_figure(plot_tradeoff(compare(runs), "lambda_max"), tmp_path / "rows")
 
 
+def test_points_of_each_group_look_different(tmp_path: Path) -> None:
+    """By colour and marker, of as many as are drawn as points."""
+    runs = [configured(tmp_path / str(k), {6: 0.5}, lr=k, lambdas={6: 1.0 + k}) for k in range(12)]
+    (axes,) = plot_tradeoff(compare(runs), "lambda_max").axes
+    assert len({(line.get_color(), line.get_marker()) for line in axes.lines}) == 12
+
+
 def test_what_latex_reads_otherwise(tmp_path: Path) -> None:
     group = replace(compare([write(tmp_path / "run", {6: 0.5})])[0], name=r"a_b%{c}\d~e^f&g#h$i<j>|")
     name = latex([group], columns([group])).splitlines()[4].partition(" & ")[0]
