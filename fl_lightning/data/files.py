@@ -114,13 +114,17 @@ def read_image(
         mode: Pillow's mode to which the image is converted before; None keeps the mode of the file.
 
     Raises:
-        UserError: If the file is not an image.
+        UserError: If the file is not an image, or has more than 8 bits a channel and would be converted.
     """
     from PIL import Image
 
     try:
         with Image.open(path) as image:
+            deep = mode is not None and image.mode[0] in "IF"  # Pillow cuts these off at 255
+            ensure(not deep, f"{key} = '{path}': has more than 8 bits a channel ({image.mode}); convert it to 8 bits")
             converted = image if mode is None else image.convert(mode)
             return np.asarray(converted.resize(size[::-1], Image.Resampling[resample]))
-    except OSError as error:
+    except UserError:
+        raise
+    except (OSError, ValueError, Image.DecompressionBombError) as error:
         raise UserError(f"{key} = '{path}' is not a readable image ({error}); replace it") from None

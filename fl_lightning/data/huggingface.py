@@ -81,7 +81,8 @@ class HuggingFace(FederatedDataModule):
                 require(name in columns, f"data.{key}", name, f"no such column; there are {', '.join(columns)}")
                 _check_column(part, name, key)
         for name in self.targets:
-            known, other = (getattr(part.features[name], "names", None) for part in (train, test))
+            features = (part.features[name] for part in (train, test))
+            known, other = (getattr(getattr(of, "feature", None) or of, "names", None) for of in features)
             require(known == other, "data.target", name, f"the test data have other classes, {other}, not {known}")
         if self.client is not None:
             self.set_clients(train[self.client], test[self.client] if self.client in test.column_names else None)
@@ -102,6 +103,8 @@ class HuggingFace(FederatedDataModule):
         users = train[self.client] if self.client in train.column_names else [""] * n
         rng = numpy_generator(0, "Hugging Face test set")  # independent of data.seed
         rows = stratified(Natural(users).clients(users), round(self.test_fraction * n), rng)
+        few = f"holds out {len(rows)} of {n} samples; leave some for both parts"
+        require(0 < len(rows) < n, "data.test_fraction", self.test_fraction, few)
         return train.select(np.setdiff1d(np.arange(n), rows)), train.select(rows)
 
     def _input_reader(self, train: Any) -> Callable[[Any], Any]:

@@ -194,9 +194,9 @@ class ImageFolder(FederatedDataModule):
     def load(self) -> tuple[Any, Any, Any, Any]:
         """See :class:`FederatedDataModule`."""
         *train, test = [self._part(name) for name in (*self.training, "test")]
-        classes = train[0].classes
-        odd = f"class '{min({*classes} ^ {*test.classes}, default='')}' is not in both train and test"
-        ensure(classes == test.classes, f"root: {odd} of '{self.root}'; name classes alike")
+        for name, part in zip(self.training, train, strict=True):
+            odd = f"class '{min({*part.classes} ^ {*test.classes}, default='')}' is not in both {name} and test"
+            ensure(part.classes == test.classes, f"root: {odd} of '{self.root}'; name classes alike")
         return *self._samples(train), *self._samples([test])
 
     def _samples(self, parts: Sequence[Any]) -> tuple[IndexedSamples, list[int]]:

@@ -277,7 +277,9 @@ def _listed(folder: Path) -> dict[str, list[tuple[str, str]]]:
         return (int(found[1]) if found else 0), path.name
 
     parts = [read_json(path, _pairs, LISTS) for path in sorted(folder.glob("*.json"), key=number)]
-    users = {user: pairs for part in parts for user, pairs in part.items()}
+    users: dict[str, list[tuple[str, str]]] = {}
+    for user, pairs in ((user, pairs) for part in parts for user, pairs in part.items()):
+        users.setdefault(user, []).extend(pairs)
     ensure(bool(users), corrupt_file("data.data_dir", folder, "no lists (*.json)", LISTS))
     return users
 

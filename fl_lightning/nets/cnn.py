@@ -19,7 +19,7 @@ class FullyConnected(Checked, nn.Sequential, key="model.net"):
         num_classes: Number of classes.
     """
 
-    def __init__(self, in_features: Size = 784, hidden: tuple[int, ...] = (200, 200), num_classes: Size = 10) -> None:
+    def __init__(self, in_features: Size = 784, hidden: tuple[Size, ...] = (200, 200), num_classes: Size = 10) -> None:
         widths = (in_features, *hidden)
         layers = [layer for a, b in pairwise(widths) for layer in (nn.Linear(a, b), nn.ReLU())]
         super().__init__(nn.Flatten(), *layers, nn.Linear(widths[-1], num_classes))

@@ -573,6 +573,9 @@ def test_image_folder(tmp_path):
     (tmp_path / "train" / "cat" / "0.png").write_bytes(b"rubbish")
     with pytest.raises(UserError, match=r"root = '.*0.png' is not a readable image [^\n]*; replace it"):
         ImageFolder(str(tmp_path), 5).setup()
+    Image.fromarray(np.full((5, 5), 40_000, np.uint16)).save(tmp_path / "train" / "cat" / "0.png")
+    with pytest.raises(UserError, match=r"0.png': has more than 8 bits a channel \(I;16\); convert it to 8 bits$"):
+        ImageFolder(str(tmp_path), 5).setup()
     with pytest.raises(
         UserError, match=r"root: no images of each class under '.*train'; expected .*/train/<class>/\*.png"
     ):

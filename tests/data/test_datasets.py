@@ -100,6 +100,10 @@ def test_cinic10(valid: bool, tmp_path: Path) -> None:
     if valid:
         assert torch.equal(x[8:], torch.from_numpy(IMAGES[40:48]))
     assert data.std == [0.24205776, 0.23828046, 0.25874835]
+    if valid:
+        (tmp_path / "valid" / "airplane").rename(tmp_path / "lost")
+        with pytest.raises(UserError, match="root: class 'airplane' is not in both valid and test"):
+            CINIC10(str(tmp_path), valid).setup()
     (tmp_path / "test").rename(tmp_path / "other")
     message = (
         r"^data.root = '[^\n]*': 'test' is missing; expected there train, [^\n]*from https://github.com/BayesWatch"
@@ -325,6 +329,15 @@ def test_who_has_a_sample_is_said_once() -> None:
 class Endless(IterableDataset):  # type: ignore[type-arg]
     def __iter__(self) -> Any:
         yield IMAGES[0], 0
+
+
+def test_users_of_two_columns_with_other_forms_of_a_number() -> None:
+    """A column of a table that once held a missing value is one of floats."""
+    good = Pairs(IMAGES[:4], [0, 1, 0, 1])
+    for users, others in (((3, 4, 3, 4), (4.0, 3.0, 5.0, 4.0)), ((3.0, 4.0, 3.0, 4.0), (4, 3, 5, 4))):
+        data = FromDataset(good, good, np.array(users), np.array(others))
+        data.setup()
+        assert data.test_clients.tolist() == [1, 0, -1, 1]
 
 
 def test_faulty_datasets() -> None:

@@ -203,6 +203,23 @@ def test_splits_with_other_classes_are_refused() -> None:
         HuggingFace(found, "a", num_clients=2).setup()
 
 
+def test_lists_of_labels_with_other_classes_are_refused() -> None:
+    def part(names: list[str]) -> Any:
+        tags = datasets.Features(
+            {"a": datasets.Value("float32"), "tags": datasets.List(datasets.ClassLabel(names=names))}
+        )
+        return datasets.Dataset.from_dict({"a": [0.0, 1.0], "tags": [[0], [1]]}, features=tags)
+
+    given = {"train": part(["cat", "dog"]), "test": part(["dog", "cat"])}
+    with pytest.raises(UserError, match=r"^data.target = tags: the test data have other classes, \['dog', 'cat'\]"):
+        HuggingFace(given, "a", "tags", task="multilabel", num_clients=2).setup()
+
+
+def test_a_share_of_no_sample_is_refused() -> None:
+    with pytest.raises(UserError, match=r"^data.test_fraction = 0.01: holds out 0 of \d+ samples; leave some for both"):
+        HuggingFace(splits(), "a", test_fraction=0.01, num_clients=2).setup()
+
+
 def test_class_labels_as_numbers_are_one_number() -> None:
     data = HuggingFace(splits(), "a", task="regression", num_clients=2)
     data.setup()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from fl_lightning.core.rng import generator, numpy_generator
 from fl_lightning.data import FederatedDataModule, Samples
 from fl_lightning.data.minibatches import blocks
 from fl_lightning.flatness import hessian, lambda_max
+from fl_lightning.nets import TextTransformer
 from fl_lightning.trainer.run import Run
 
 RNG = numpy_generator(0, "test nested samples")
@@ -292,6 +294,18 @@ def test_training_and_test_samples_must_be_alike(test: Any, message: str) -> Non
     data.test = test
     with pytest.raises(UserError, match=rf"^{message}[^\n]*$"):
         data.setup()
+
+
+def test_a_token_beyond_the_net_is_named_before_the_run(tmp_path: Path) -> None:
+    """In the last sample of the last client, which neither the first test batch nor the first client has."""
+    x = np.arange(60).reshape(12, 5) % 20
+    x[-1, -1] = 40
+    data = Arrays(client_arrays=[(x[:6], Y[:6]), (x[6:], Y[6:12])], test=(x[:6], Y[:6]), batch_size=3)
+    net: Any = partial(TextTransformer, 20, length=5, dim=8, blocks=1, heads=2, num_classes=3)
+    message = r"^model.net = TextTransformer cannot take a batch of shape \(1, 5\) \(index out"
+    with pytest.raises(UserError, match=message):
+        fit(data, net, FedAvg, "sequential", tmp_path)
+    assert not [*tmp_path.iterdir()]
 
 
 def test_a_net_for_other_inputs_is_named_before_the_run(tmp_path: Path) -> None:

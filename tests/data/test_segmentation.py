@@ -60,6 +60,15 @@ def train_ids(labels: Any) -> Any:
     return table[labels]
 
 
+def test_a_user_of_two_lists_has_the_samples_of_both(tmp_path: Path) -> None:
+    cityscapes(tmp_path)
+    path = tmp_path / "heterogeneous" / "train" / "all_data_10.json"
+    path.write_text(path.read_text().replace("ulm2", "ulm0"))
+    data = cityscapes(tmp_path)
+    data.setup()
+    assert data.client_sizes.tolist() == [5, 5] and len(data.y_train) == 10
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_cityscapes(stream: bool, tmp_path: Path) -> None:
     data = cityscapes(tmp_path, stream=stream)

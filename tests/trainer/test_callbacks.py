@@ -268,6 +268,9 @@ def test_best_checkpoint(tmp_path: Path) -> None:
     assert_same(state(run.folder.path), whole)
     with pytest.raises(UserError, match="ckpt_path = best: no such checkpoint"):
         fit(tmp_path / "none", ckpt_path="best")
+    kept = fit(tmp_path / "all", scores, Checkpoints(1, keep_all=True, monitor="mine/score", mode="max"), rounds=2)
+    fit(tmp_path / "all", scores, Checkpoints(monitor="mine/score", mode="max"), ckpt_path="last")
+    assert {"round_1.ckpt", "round_2.ckpt"} <= {path.name for path in kept.folder.checkpoints.iterdir()}
 
 
 def test_two_callbacks_of_a_class_keep_their_own_state(tmp_path: Path) -> None:

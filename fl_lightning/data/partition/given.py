@@ -3,8 +3,9 @@
 import csv
 import json
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import accumulate, pairwise
+from numbers import Real
 from pathlib import Path
 from typing import Any, Self
 
@@ -71,7 +72,14 @@ class Natural(Partition):
     def clients(self, users: Iterable[int | str]) -> Indices:
         """Returns the client of each user, ``(n,)``, such as those of test samples; -1 for users without a client."""
         number = {user: client for client, user in enumerate(_ordered(dict.fromkeys(self.users)))}
-        return np.array([number.get(str(user), -1) for user in users], np.int64)
+        return np.array([next((number[n] for n in _names(user) if n in number), -1) for user in users], np.int64)
+
+
+def _names(user: Any) -> Iterator[str]:
+    """Yields the names of a user; one column of a table has whole numbers as 3, another as 3.0, beside missing ones."""
+    yield str(user)
+    if isinstance(user, Real) and (number := float(user)).is_integer():
+        yield from (f"{number:.0f}", str(number))
 
 
 class FromFile(Partition):

@@ -109,7 +109,7 @@ class Checkpoints(Callback):
             resume.save(run, self._path(run, run.rounds_done))
         if kept[0] == run.rounds_done:
             resume.save(run, run.folder.best)
-        if run.fabric.is_global_zero and not self.keep_all:
+        if run.fabric.is_global_zero and not self.keep_all and self.save_top_k > 1:
             for dropped in before.keys() - self.best.keys():
                 self._path(run, dropped).unlink(missing_ok=True)
 
