@@ -300,7 +300,8 @@ def test_a_token_beyond_the_net_is_named_before_the_run(tmp_path: Path) -> None:
     """In the last sample of the last client, which neither the first test batch nor the first client has."""
     x = np.arange(60).reshape(12, 5) % 20
     x[-1, -1] = 40
-    data = Arrays(client_arrays=[(x[:6], Y[:6]), (x[6:], Y[6:12])], test=(x[:6], Y[:6]), batch_size=3)
+    parts = [(x[i : i + 4], Y[i : i + 4]) for i in (0, 4, 8)]
+    data = Arrays(client_arrays=parts, test=parts[0], batch_size=3)
     net: Any = partial(TextTransformer, 20, length=5, dim=8, blocks=1, heads=2, num_classes=3)
     message = r"^model.net = TextTransformer cannot take a batch of shape \(1, 5\) \(index out"
     with pytest.raises(UserError, match=message):
