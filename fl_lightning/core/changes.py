@@ -11,6 +11,8 @@ from torch import Tensor
 
 MOST = 1000
 """Entries of a list or mapping that are compared, the first ones."""
+CHANGEABLE = (list, set, deque, dict, Tensor)
+"""What can change in place."""
 
 
 class Watched:
@@ -21,14 +23,15 @@ class Watched:
     """
 
     def __init__(self, owners: Iterable[object]) -> None:
-        self._before = [(owner, {name: _held(value) for name, value in vars(owner).items()}) for owner in owners]
+        self._before = [(owner, {**vars(owner)}, _inside(owner)) for owner in owners]
 
     def changed(self) -> Iterator[tuple[object, str]]:
         """Yields each object with an attribute that is not what it was; what is new may be a cache."""
-        for owner, before in self._before:
-            for name, value in vars(owner).items():
-                if name in before and not _same(before[name], _held(value)):
-                    yield owner, name
+        for owner, before, inside in self._before:
+            set_again = {name for name, value in vars(owner).items() if before.get(name, value) is not value}
+            now = _inside(owner)
+            within = {name for name, held in inside.items() if name in now and not _same(held, now[name])}
+            yield from ((owner, name) for name in sorted(set_again | within))
 
     def warn_of_server(self, numbers: bool) -> None:
         """Warns of what the server's step has changed.
@@ -36,9 +39,9 @@ class Watched:
         Args:
             numbers: Whether public numbers and text count, because no checkpoint has those of these objects.
         """
-        old = {id(owner): before for owner, before in self._before}
+        old = {id(owner): before for owner, before, _ in self._before}
         for owner, name in self.changed():
-            values = (old[id(owner)][name][0], vars(owner)[name])
+            values = (old[id(owner)][name], vars(owner)[name])
             known = not numbers and name[0] != "_" and all(isinstance(v, bool | int | float | str) for v in values)
             if not known and not isinstance(getattr(type(owner), name, None), cached_property):
                 warn(
@@ -46,6 +49,13 @@ class Watched:
                     "in server_state, unless each round sets it again",
                     stacklevel=3,
                 )
+
+
+def _inside(owner: object) -> dict[str, list[Any]]:
+    """Returns what differs after attributes have been changed in place: tensors, and public lists and mappings."""
+    items = vars(owner).items()
+    # a look at the class is faster than isinstance, which asks the class of tensors
+    return {n: _held(v) for n, v in items if issubclass(type(v), Tensor if n[0] == "_" else CHANGEABLE)}
 
 
 def _held(value: Any, inside: bool = True) -> list[Any]:
