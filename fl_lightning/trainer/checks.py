@@ -29,9 +29,10 @@ def check_fit(run: Run) -> None:
     try:
         logits = evaluator.logits(run.server.w, x)
         if isinstance(data.x_train, Tensor) and data.x_train.dtype == torch.int64:  # the largest token
-            row = data.x_train.flatten(1).amax(1).argmax()[None]
+            batch, row = x, data.x_train.flatten(1).amax(1).argmax()[None]
             x, _ = next(iter(data.eval_batches(row, run.dtype)))
             evaluator.logits(run.server.w, x)
+            x = batch
         what = f"{type(logits).__name__}; its forward must return one tensor, the logits"
         ensure(isinstance(logits, Tensor), f"model.net = {net} returns a {what}")
         fits = data.task.fit(logits, y, data.num_classes)
