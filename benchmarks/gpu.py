@@ -1,63 +1,87 @@
 """What this package does on a GPU, in three legs: correctness, speed, science.
 
-    python benchmarks/gpu.py --leg correctness --seconds 540 --device cuda
+    python benchmarks/gpu.py correctness=130
+    python benchmarks/gpu.py speed=180 science=230 -- --data Arrays --data.path cifar10.npz ...
 
-A leg does its items in order of value until its seconds are over, and writes ``--out`` after each. What is there is not
-done again, so a leg that was cut short goes on where it stopped; what was not reached is listed. Items are done by
-other processes, which are ended after their time: what crashes, hangs or breaks its device is an error in ``--out``,
-with its last output in a file ``.log``, and the other items go on. ``--device cpu`` does the same in small, to try the
-program. Arguments after ``--`` are those of ``fl-lightning fit`` in the last leg:
-
-    python benchmarks/gpu.py --leg science --device cuda -- --data Arrays --data.path cifar10.npz
+A leg does its items in order of value for as many seconds, and gets what the legs before it leave; half a minute after
+the sum of all seconds everything has ended. ``--out`` is written after each item. What is there is not done again, so a
+leg that was cut short goes on where it stopped; what was not reached is listed. Items are done by other processes,
+which are ended after their time: what crashes, hangs or breaks its device is an error in ``--out``, with its last output
+in a file ``.log``, and the other items go on. ``--device cpu`` does the same in small, to try the program. Arguments
+after ``--`` are those of ``fl-lightning fit`` in the last leg.
 
 ``--report docs/guides/gpu.md`` puts the tables of what is in ``--out`` between the page's comments ``<!-- gpu -->`` and
-``<!-- /gpu -->``; ``--leg none`` does nothing else.
+``<!-- /gpu -->``; without a leg it does nothing else. Benchmarks/gpu.sh does all this on a machine lent for minutes.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
+from itertools import accumulate
 from math import inf
 from pathlib import Path
 
-from legs.items import Results
-from legs.workers import Leg, Task, fill
+from legs.items import Results, Task
+from legs.workers import Leg, fill
 
-LEGS = {"correctness": Leg(jobs=8, seconds=180), "speed": Leg(jobs=1, seconds=120), "science": Leg(jobs=3, seconds=inf)}
+LEGS = {"correctness": Leg(jobs=8, seconds=90), "speed": Leg(jobs=1, seconds=60), "science": Leg(jobs=6, seconds=inf)}
 
 
 def main(arguments: list[str]) -> int:
     at = arguments.index("--") if "--" in arguments else len(arguments)
     own, fit = arguments[:at], arguments[at + 1 :]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--leg", choices=(*LEGS, "all", "none"), default="all")
-    parser.add_argument("--seconds", type=float, default=540.0, help="of a leg, after which no item begins")
+    parser.add_argument("legs", nargs="*", type=leg, metavar="LEG=SECONDS", help=" or ".join(LEGS))
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--out", type=Path, default=Path("runs/gpu/gpu.json"))
     parser.add_argument("--only", default="", help="items whose name contains this")
+    parser.add_argument("--join", type=Path, help="file of results that --out takes over first")
     parser.add_argument("--report", type=Path, help="page that gets the tables at the end")
     args = parser.parse_args(own)
-    legs = {"all": list(LEGS), "none": []}.get(args.leg, [args.leg])
-    if legs and args.device == "cuda" and not has_gpu():
+    if args.legs and args.device == "cuda" and not has_gpu():
         print("gpu.py: torch finds no CUDA device here; --device cpu runs every leg in small", file=sys.stderr)
         return 1
-    failed = False
+    failed, started = False, time.monotonic()
+    ends = accumulate((seconds for _, seconds in args.legs), initial=started)
+    next(ends)
+    if args.join:
+        join(args.join, args.out)
     try:
-        for leg in legs:
-            results = Results(args.out, leg, args.device)
-            fill(results, Task(f"legs.{leg}", args.device, time.monotonic() + args.seconds, fit), LEGS[leg], args.only)
+        for (name, _), end in zip(args.legs, ends, strict=True):
+            results = Results(args.out.absolute(), name)
+            fill(results, Task(f"legs.{name}", args.device, end, results.path, fit), LEGS[name], args.only)
             failed |= bool(results.failed)
-            print(results.text())
+            print(results.text(), flush=True)
         if args.report:
             from legs.report import renew
 
-            renew(args.report, args.device, Results(args.out, "", args.device).content.get(args.device))
+            renew(args.report, Results(args.out, "").content)
     except ValueError as error:
         print(f"gpu.py: {error}", file=sys.stderr)
         return 1
     return int(failed)
+
+
+def join(new: Path, out: Path) -> None:
+    """Puts the results of a file in place of those with the same machine, leg and item in another one."""
+    content, found = (json.loads(path.read_text()) if path.exists() else {} for path in (out, new))
+    for machine, legs in found.items():
+        known = content.setdefault(machine, {})
+        known |= {
+            name: {**known[name], **leg} if isinstance(known.get(name), dict) else leg for name, leg in legs.items()
+        }
+    out.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def leg(text: str) -> tuple[str, float]:
+    """A leg and its seconds."""
+    name, _, seconds = text.partition("=")
+    if name not in LEGS:
+        raise argparse.ArgumentTypeError(f"{name} is none of {', '.join(LEGS)}")
+    return name, float(seconds)
 
 
 def has_gpu() -> bool:

@@ -14,6 +14,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -22,7 +23,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 import fl_lightning
 from fl_lightning import FederatedTrainer
@@ -162,13 +163,16 @@ class Device:
         """What the package calls of ``torch.cuda``."""
 
         @contextmanager
-        def graph(recorded: Graph) -> Iterator[None]:
-            self.launch("capture")
-            self.captured = recorded.operations
+        def graph(recorded: Graph, pool: object = None, capture_error_mode: str = "global") -> Iterator[None]:
+            assert capture_error_mode == "thread_local", "other threads may pin memory meanwhile"
+            self.captured = []
             try:
                 yield
+                recorded.take(self.captured)
             finally:
-                self.captured = None
+                launched, self.captured = bool(self.captured), None
+            if launched:  # the pool's own graph is empty
+                self.launch("capture")
 
         return {
             "synchronize": lambda: self.note("wait", "torch.cuda.synchronize"),
@@ -179,6 +183,7 @@ class Device:
             "stream": lambda stream: nullcontext(),
             "CUDAGraph": type("CUDAGraph", (Graph,), {"device": self}),
             "graph": graph,
+            "graph_pool_handle": object,
         }
 
 
@@ -190,19 +195,50 @@ class Stream:
 
 
 class Graph:
-    """Operations repeated on the same tensors, with their results in the same memory."""
+    """Operations repeated in the same memory, with their results in the same memory.
+
+    As on a GPU, the graph keeps what was allocated in its capture, and nothing else: it knows but the address of what
+    it reads and writes besides.
+    """
 
     device: Device
 
     def __init__(self) -> None:
-        self.operations: list[tuple[Any, ...]] = []
+        self._operations: list[tuple[Any, ...]] = []
+
+    def take(self, operations: list[tuple[Any, ...]]) -> None:
+        """Takes the operations of a capture."""
+        own = {storage_key(x) for *_, fresh in operations for x in fresh if x is not None}
+        at = partial(tree_map_only, Tensor, lambda x: x if storage_key(x) in own else Address(x))
+        self._operations = [(function, at(args), at(kwargs), fresh) for function, args, kwargs, fresh in operations]
 
     def replay(self) -> None:
+        """Repeats the operations.
+
+        Raises:
+            RuntimeError: If something else may lie by now in memory that the capture has used.
+        """
         self.device.launch("graph")
         self.device.replaying = True
+        there = partial(tree_map_only, Address, Address.tensor)
         with torch.no_grad():
-            for function, args, kwargs, fresh in self.operations:
-                for old, new in zip(fresh, tree_leaves(function(*args, **kwargs)), strict=True):
+            for function, args, kwargs, fresh in self._operations:
+                for old, new in zip(fresh, tree_leaves(function(*there(args), **there(kwargs))), strict=True):
                     if old is not None:
                         old.copy_(new)
         self.device.replaying = False
+
+
+class Address:
+    """Where a tensor lies, which does not keep it."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.storage = StorageWeakRef(x.untyped_storage())
+        self.dtype, self.layout = x.dtype, (x.storage_offset(), x.size(), x.stride())
+
+    def tensor(self) -> Tensor:
+        """The tensor there."""
+        storage = torch.UntypedStorage._new_with_weak_ptr(self.storage.cdata)
+        if storage is None:
+            raise RuntimeError("a CUDA graph reads or writes memory that was freed after its capture")
+        return torch.empty(0, dtype=self.dtype).set_(storage, *self.layout)

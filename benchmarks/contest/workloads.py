@@ -102,7 +102,7 @@ class Work:
         per_epoch = -(-len(y) // self.batch)
         for step in range(self.steps):
             if step % per_epoch == 0:
-                order = torch.randperm(len(y))
+                order = torch.randperm(len(y), device=y.device)
             at = order[step % per_epoch * self.batch :][: self.batch]
             yield self._augmented(x[at]) if self.augment else x[at], y[at]
 

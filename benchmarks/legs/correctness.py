@@ -1,4 +1,4 @@
-"""The device against the CPU: all algorithms, resume, flatness, precisions, processes."""
+"""The device against the CPU: all algorithms, resume, nets, features, flatness, precisions, processes."""
 
 from __future__ import annotations
 
@@ -6,30 +6,24 @@ import os
 import socket
 import subprocess
 import sys
-import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 import fl_lightning as fl
 from fl_lightning import algorithms
 from fl_lightning.trainer import measurements
-from fl_lightning.trainer.run import Run
-from legs.items import Item, accelerator
+from legs import features
+from legs.features import ENGINES, EXACT, agreement, algorithm, compare, data, exact, folder, results, train, verdict
+from legs.items import Item, Task, accelerator
 
-ENGINES: dict[str, dict[str, Any]] = {
-    **{name: {"engine": name} for name in ("sequential", "batched", "graphed")},
-    "compiled": {"engine": "graphed", "compile": True},
-}  # fmt: skip
 FIRST = ("FedAvg", "FedSAM", "FedGloSS", "FedSMOO", "FedGMT", "FedGF")
-EXACT = 1e-9
-"""Largest relative difference in float64."""
 PRECISIONS: dict[str, dict[str, Any]] = {
     "float32": {}, "tf32": {"tf32": True}, "bf16-mixed": {"precision": "bf16-mixed"}
 }  # fmt: skip
@@ -42,116 +36,90 @@ MEASURES: dict[str, Callable[[], measurements.Measure]] = {
     "LPF": measurements.LPF,
     "ClientLambdaMax": measurements.ClientLambdaMax,
 }
+PATIENCE = 90.0
+"""Seconds that processes have which talk to each other."""
+SMALL = (
+    "longer blocks, SCAFFOLD, rows on disk, graphed",
+    "records dropped by turns, graphed",
+    "memory littered, FedSMOO, graphed",
+    "net LEAFLSTM, batched",
+    "net with BatchNorm, average, sequential",
+    "net Frozen, graphed",
+    "streamed, graphed",
+    "compressed by topk, graphed",
+    "rule MultiKrum, graphed",
+    "privacy GaussianPrivacy, graphed",
+    "faults, graphed",
+    "clients evaluated, graphed",
+    "same bits again, sequential",
+    "rounds as one program, batched",
+    "two seeds at once, batched",
+    "landscape",
+)
+"""Checks of nets and features that the CPU does, one of a kind."""
 
 
-def items(device: str, end: float, _: list[str]) -> dict[str, Item]:
-    """The checks, in order of value; compiling takes longest, so all but two of its checks are last."""
-    rest = [name for name in algorithms.__all__ if name not in FIRST]
-    *engines, compiled = ENGINES
+def items(task: Task) -> dict[str, Item]:
+    """The checks, in order of value; compiling takes longest, so all but one of its checks are last."""
+    device = task.device
+    further = features.items(device)
+    precisions: dict[str, Item] = {
+        **{f"precision, {name}": partial(precision, name, device) for name in PRECISIONS},
+        "precision, set beforehand": partial(set_beforehand, device),
+    }
     if device == "cpu":
         return {
-            **{f"FedAvg, {engine}": partial(compare, "FedAvg", engine, device) for engine in engines},
+            **of_algorithms(("FedAvg",), ("graphed", "batched", "sequential"), device),
             "resume, sequential": partial(resume, "sequential", device),
-            **{f"precision, {name}": partial(precision, name, device) for name in PRECISIONS},
-            "precision, set beforehand": partial(set_beforehand, device),
+            **{name: further[name] for name in SMALL},
+            **precisions,
             **{f"flatness, {name}": partial(flatness, name, device) for name in ("LambdaMax", "Discrepancy")},
             "two processes, gloo": partial(processes, 2, "gloo", device),
         }
+    rest = [name for name in algorithms.__all__ if name not in FIRST]
     return {
-        **{f"{name}, {engine}": partial(compare, name, engine, device) for name in FIRST for engine in engines},
-        **{f"resume, {engine}": partial(resume, engine, device) for engine in engines},
-        **{f"precision, {name}": partial(precision, name, device) for name in PRECISIONS},
-        "precision, set beforehand": partial(set_beforehand, device),
+        **of_algorithms(FIRST, ("graphed",), device),
+        **{f"resume, {engine}": partial(resume, engine, device) for engine in ("graphed", "batched", "sequential")},
+        **further,
+        **precisions,
         **{f"flatness, {name}": partial(flatness, name, device) for name in MEASURES},
-        "two processes, gloo": partial(processes, 2, "gloo", device),
+        **of_algorithms(rest, ("graphed",), device),
         "one process, nccl": partial(processes, 1, "nccl", device),
-        "FedSAM, compiled": partial(compare, "FedSAM", compiled, device),
-        "resume, compiled": partial(resume, compiled, device),
-        **{f"{name}, {engine}": partial(compare, name, engine, device) for name in rest for engine in engines},
-        **{f"{name}, {compiled}": partial(compare, name, compiled, device) for name in (*FIRST, *rest)},
+        "two processes, gloo": partial(processes, 2, "gloo", device),
+        **of_algorithms(FIRST, ("sequential", "batched"), device),
+        **of_algorithms(("FedSAM",), ("compiled",), device),
+        **of_algorithms(rest, ("batched", "sequential"), device),
+        "resume, compiled": partial(resume, "compiled", device),
+        **of_algorithms((*FIRST, *rest), ("compiled",), device),
     }
 
 
-class Net(torch.nn.Sequential):
-    """Convolution, GroupNorm and two linear layers: 5,000 weights."""
-
-    def __init__(self) -> None:
-        torch.manual_seed(1)
-        super().__init__(
-            torch.nn.Conv2d(3, 16, 3), torch.nn.GroupNorm(4, 16), torch.nn.MaxPool2d(2), torch.nn.ReLU(),
-            torch.nn.Flatten(), torch.nn.Linear(144, 32), torch.nn.ReLU(), torch.nn.Linear(32, 5),
-        )  # fmt: skip
-
-
-def data() -> fl.Arrays:
-    """Clients with 3 to 31 images."""
-    rng = np.random.default_rng(0)
-    pairs = [(rng.integers(0, 256, (n, 8, 8, 3), np.uint8), np.arange(n) % 5) for n in (19, 7, 31, 12, 3, 24, 40)]
-    return fl.Arrays(client_arrays=pairs[:-1], test=pairs[-1], batch_size=8, augment=fl.Augment(crop=1))
-
-
-def train(device: str, name: str = "FedSMOO", rounds: int = 3, ckpt_path: str | None = None, **options: Any) -> Run:
-    """A short run with momentum, weight decay, clipping and a decaying learning rate."""
-    settings = {"precision": "64-true", "engine": "sequential", "default_root_dir": "runs", "name": "run", **options}
-    trainer = fl.FederatedTrainer(
-        max_rounds=rounds, clients_per_round=4, accelerator=accelerator(device), enable_progress_bar=False, **settings
-    )
-    own = name in ("FedAdamW", "FedMuon", "LocalMuon")  # an optimizer
-    sgd = None if own else fl.SGD(0.05, momentum=0.9, weight_decay=1e-3, clip=1.0, lr_decay=0.9)
-    return trainer.fit(getattr(algorithms, name)(net=Net(), optimizer=sgd), data(), ckpt_path)
-
-
-@contextmanager
-def folder() -> Any:
-    with tempfile.TemporaryDirectory() as path:
-        yield path
-
-
-@cache
-def exact(name: str = "FedSMOO") -> Run:
-    """A run in float64 on the CPU, one client after another."""
-    with folder() as path:
-        return train("cpu", name, default_root_dir=path)
-
-
-def compare(name: str, engine: str, device: str) -> dict[str, Any]:
-    """The largest difference of the server's vectors to those of the CPU, relative to the largest entry; float64."""
-    cpu = exact(name).server
-    with folder() as path:
-        there = train(device, name, default_root_dir=path, **ENGINES[engine]).server
-    pairs = [(there[n].cpu().double(), cpu[n].double()) for n in cpu]
-    return verdict([float((x - y).abs().max() / y.abs().max().clamp(min=1e-3)) for x, y in pairs], EXACT)
-
-
-def verdict(differences: list[float], limit: float) -> dict[str, Any]:
-    """The largest of some differences, which is NaN if one is, and whether it is small enough."""
-    difference = float(np.max(differences))
-    return {"ok": difference <= limit, "difference": difference}
+def of_algorithms(names: Iterable[str], engines: Iterable[str], device: str) -> dict[str, Item]:
+    return {f"{name}, {engine}": partial(compare, name, engine, device) for engine in engines for name in names}
 
 
 def resume(engine: str, device: str) -> dict[str, Any]:
     """Bit for bit: a run repeated, and one that is resumed, with rows in memory and on disk."""
     with folder() as path:
         options = {**ENGINES[engine], "precision": "32-true"}
-        whole, again = (train(device, rounds=4, default_root_dir=f"{path}/{i}", **options) for i in range(2))
+        whole, again = (results(train(device, f"{path}/{i}", max_rounds=4, **options)) for i in range(2))
         same = {"repeated": again}
         for where, memory in (("in memory", 1.0), ("on disk", 0.0)):
-            options |= {"default_root_dir": f"{path}/{where}", "client_memory": memory}
-            half = train(device, rounds=2, **options)
-            same[where] = train(device, rounds=4, ckpt_path=str(half.folder.last), **options)
-        found = {
-            where: all(torch.equal(run.server[n], whole.server[n]) for n in whole.server) for where, run in same.items()
-        }
+            options |= {"client_memory": memory}
+            half = train(device, f"{path}/{where}", max_rounds=2, **options)
+            last = str(half.folder.last)
+            same[where] = results(train(device, f"{path}/{where}", ckpt_path=last, max_rounds=4, **options))
+        found = {where: agreement(run, whole, limit=0.0)["ok"] for where, run in same.items()}
     return {"ok": all(found.values()), **found}
 
 
 def precision(name: str, device: str) -> dict[str, Any]:
     """The update of three rounds against that in float64 on the CPU."""
     with folder() as path:
-        other = train(device, default_root_dir=path, **{"precision": "32-true", **PRECISIONS[name]})
-    start = exact().clients.w0.double()
-    moved, update = other.server.w.cpu().double() - start, exact().server.w - start
-    return {"difference": float((moved - update).norm() / update.norm()), "loss": other.metrics["client/train/loss"]}
+        other = results(train(device, path, **{"precision": "32-true", **PRECISIONS[name]}))
+    start, end = exact()["w0"], exact()["server.w"]
+    difference = (other["server.w"] - end).norm() / (end - start).norm()
+    return {"difference": float(difference), "loss": float(other["client/train/loss"])}
 
 
 def set_beforehand(device: str) -> dict[str, Any]:
@@ -160,7 +128,7 @@ def set_beforehand(device: str) -> dict[str, Any]:
     for value in ("high", "medium"):
         torch.set_float32_matmul_precision(value)
         with folder() as path:
-            train(device, precision="32-true", default_root_dir=path)
+            train(device, path, precision="32-true")
         found[value] = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     return {"ok": all(key == value for key, value in found.items()), **found}
@@ -171,9 +139,8 @@ def flatness(name: str, device: str) -> dict[str, Any]:
     values = []
     for where in ("cpu", device):
         with folder() as path:
-            run = train(
-                where, "FedAvg", 1, default_root_dir=path, callbacks=[fl.FlatnessMonitor(1, [MEASURES[name]()])]
-            )
+            monitor = fl.FlatnessMonitor(1, [MEASURES[name]()])
+            run = train(where, path, "FedAvg", max_rounds=1, callbacks=[monitor])
             values.append({n: v for n, v in run.metrics.items() if n.startswith("flatness/")})
     cpu, there = values
     numbers = [n for n in cpu if not n.endswith("_residual")]
@@ -188,18 +155,36 @@ def processes(count: int, backend: str, device: str) -> dict[str, Any]:
             port = str(free.getsockname()[1])
         env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "gpu"}
         env |= {"LOCAL_RANK": "0", "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": "1"}
-        command = [sys.executable, "-m", "legs.correctness", device, backend, path]
-        home = Path(__file__).parents[1]
-        children = [
-            subprocess.Popen(command, cwd=home, env={**env, "RANK": str(rank), "GROUP_RANK": str(rank)})
-            for rank in range(count)
-        ]
-        codes = [child.wait() for child in children]
-        if any(codes):
-            raise RuntimeError(f"exit codes {codes} of the processes; the log has their errors")
+        command, home = [sys.executable, "-m", "legs.correctness", device, backend, path], Path(__file__).parents[1]
+        children, logs = [], [Path(path, f"{rank}.log") for rank in range(count)]
+        for rank, log in enumerate(logs):
+            with log.open("w") as file:
+                own = {**env, "RANK": str(rank), "GROUP_RANK": str(rank)}
+                children.append(subprocess.Popen(command, cwd=home, env=own, stdout=file, stderr=file))
+        until = time.monotonic() + PATIENCE
+        while any(child.poll() is None for child in children) and not any(child.poll() for child in children):
+            if time.monotonic() > until:
+                break
+            time.sleep(0.1)
+        if any(child.poll() is None for child in children):
+            time.sleep(2)  # another one may be about to say why
+        codes = [child.poll() for child in children]
+        for child in children:
+            child.kill()
+            child.wait()
+        said = [log.read_text(errors="replace") for log in logs]
+        print(*said, sep="\n")
+        if any(code != 0 for code in codes):
+            raise RuntimeError(f"exit codes {codes} (None: it hung): {' | '.join(map(last_error, said))}")
         found = torch.load(f"{path}/w.pt", weights_only=True)
-    alone = exact("FedAvg").server.w
+    alone = exact("FedAvg")["server.w"]
     return verdict([float((found - alone).abs().max() / alone.abs().max())], EXACT)
+
+
+def last_error(output: str) -> str:
+    """Returns the last line of an output that names an error, or else its last line."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()] or ["no output"]
+    return ([line for line in lines if "Error" in line] or lines)[-1][:140]
 
 
 def process(device: str, backend: str, path: str) -> None:
@@ -213,31 +198,46 @@ def process(device: str, backend: str, path: str) -> None:
     )  # fmt: skip
     assert isinstance(trainer.fabric.strategy, DDPStrategy)
     trainer.fabric.strategy._process_group_backend = backend
-    sgd = fl.SGD(0.05, momentum=0.9, weight_decay=1e-3, clip=1.0, lr_decay=0.9)
-    run = trainer.fit(fl.FedAvg(net=Net(), optimizer=sgd), data())
+    run = trainer.fit(algorithm("FedAvg"), data())
     collectives(run.fabric.device)
     if run.fabric.is_global_zero:
         torch.save(run.server.w.cpu(), f"{path}/w.pt")
 
 
 def collectives(device: torch.device) -> None:
-    """Fails if one of the backend's collectives returns something else than the processes have sent."""
+    """Calls each of the backend's collectives; fails if one returns something else than the processes have sent."""
     rank, world = dist.get_rank(), dist.get_world_size()
     mine, ranks = torch.full((3,), float(rank), device=device), [torch.full((3,), float(i)) for i in range(world)]
     everyone = [torch.empty_like(mine) for _ in ranks]
-    dist.all_gather(everyone, mine)
-    assert all(torch.equal(got.cpu(), sent) for got, sent in zip(everyone, ranks, strict=True))
+    with collective("all_gather"):
+        dist.all_gather(everyone, mine)
+        assert all(torch.equal(got.cpu(), sent) for got, sent in zip(everyone, ranks, strict=True))
     gathered = [torch.empty_like(mine) for _ in ranks] if rank == 0 else None
-    dist.gather(mine, gathered, dst=0)
-    assert gathered is None or all(torch.equal(got.cpu(), sent) for got, sent in zip(gathered, ranks, strict=True))
+    with collective("gather"):
+        dist.gather(mine, gathered, dst=0)
+        assert gathered is None or all(torch.equal(got.cpu(), sent) for got, sent in zip(gathered, ranks, strict=True))
     scattered = torch.empty_like(mine)
-    dist.scatter(scattered, [each.to(device) for each in ranks] if rank == 0 else None, src=0)
-    assert torch.equal(scattered, mine)
+    with collective("scatter"):
+        dist.scatter(scattered, [each.to(device) for each in ranks] if rank == 0 else None, src=0)
+        assert torch.equal(scattered, mine)
     total = mine.clone()
-    dist.all_reduce(total)
-    assert torch.equal(total.cpu(), sum(ranks, torch.zeros(3)))
-    dist.broadcast(mine, src=0)
-    assert torch.equal(mine.cpu(), ranks[0])
+    with collective("all_reduce"):
+        dist.all_reduce(total)
+        assert torch.equal(total.cpu(), sum(ranks, torch.zeros(3)))
+    with collective("broadcast"):
+        dist.broadcast(mine, src=0)
+        assert torch.equal(mine.cpu(), ranks[0])
+
+
+@contextmanager
+def collective(name: str) -> Iterator[None]:
+    """Names a collective before it is called, since it may hang, and if it fails."""
+    print("calls", name, flush=True)
+    try:
+        yield
+    except Exception as error:
+        reason = (str(error).splitlines() or ["it returns something else than was sent"])[0]
+        raise RuntimeError(f"{name} of {dist.get_backend()}: {type(error).__name__}: {reason:.200}") from error
 
 
 if __name__ == "__main__":

@@ -6,42 +6,53 @@ import json
 import platform
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 Item = Callable[[], dict[str, Any]]
 
 
+class Task(NamedTuple):
+    """What a leg works on.
+
+    Attributes:
+        module: The leg's module; its ``items(task)`` returns functions by name, in order of value.
+        device: cuda or cpu.
+        end: The time (`time.monotonic`, which all processes of a machine share) after which no item begins.
+        out: The file of results; what else is kept lies beside it.
+        fit: Arguments for ``fl-lightning fit``.
+    """
+
+    module: str
+    device: str
+    end: float
+    out: Path
+    fit: list[str]
+
+
 class Results:
-    """A small JSON file of what a leg has found so far, by device, leg and item.
+    """A small JSON file of what legs have found so far, by machine, leg and item.
 
     Args:
         path: The file.
         leg: The leg.
-        device: Where it runs.
 
     Attributes:
         content: All of the file.
-        found: The leg's part of it.
+        found: The leg's part of it on this machine, once it has begun.
         failed: Items of this call that ended in an error, or whose check failed, now or in an earlier call.
     """
 
-    def __init__(self, path: Path, leg: str, device: str) -> None:
-        self.path, self.leg, self.device = path, leg, device
+    def __init__(self, path: Path, leg: str) -> None:
+        self.path, self.leg = path, leg
         self.content: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-        self.found: dict[str, Any] = self.content.get(device, {}).get(leg, {})
+        self.found: dict[str, Any] = {}
         self.failed: list[str] = []
 
     def begin(self, machine: dict[str, str], names: Sequence[str], only: str = "") -> list[str]:
-        """Returns the items to do whose name contains ``only``, those that failed before at the end.
-
-        Raises:
-            ValueError: If the file holds results of another machine.
-        """
+        """Returns the items to do whose name contains ``only``, those that failed before at the end."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        here = self.content.setdefault(self.device, {"machine": machine})
-        if here["machine"] != machine:
-            raise ValueError(f"{self.path} is of {here['machine']}, this is {machine}: give another file with --out")
-        here[self.leg] = self.found
+        self._here = self.content.setdefault(machine_name(machine), {"machine": machine})
+        self.found = self._here.setdefault(self.leg, {})
         self._names = names
         self._write()
         todo = [name for name in names if only in name and not self._done(name)]
@@ -60,7 +71,7 @@ class Results:
 
     def text(self) -> str:
         """What was not reached."""
-        missing = self.content[self.device][f"{self.leg}: not reached"]
+        missing = self._here[f"{self.leg}: not reached"]
         return f"{self.leg}: {len(self.found)} items in {self.path}; not reached: {', '.join(missing) or 'none'}"
 
     def _done(self, name: str) -> bool:
@@ -71,7 +82,7 @@ class Results:
     def _write(self) -> None:
         self.failed = [n for n in self._names if is_failure(self.found.get(n, {}))]
         missing = [name for name in self._names if not self._done(name)]
-        self.content[self.device][f"{self.leg}: not reached"] = missing
+        self._here[f"{self.leg}: not reached"] = missing
         temporary = self.path.with_suffix(".part")
         temporary.write_text(json.dumps(self.content, indent=1) + "\n")
         temporary.replace(self.path)
@@ -87,11 +98,17 @@ def machine(device: str) -> dict[str, str]:
 
     name = torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine()
     return {
+        "kind": device,
         "device": name,
         "torch": torch.__version__,
         "cuda": str(torch.version.cuda),
         "python": platform.python_version(),
     }
+
+
+def machine_name(machine: dict[str, str]) -> str:
+    """What tells machines apart in a file of results."""
+    return f"{machine['device']}, torch {machine['torch']}, Python {machine['python']}"
 
 
 def wait(device: str) -> None:

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from fl_lightning.core import UserError
-from fl_lightning.results.metrics import markdown
+from fl_lightning.results.metrics import markdown, read_run
 from fl_lightning.results.papers import find
 from legs.items import is_failure
+from legs.science import EVAL_LAST, ROUNDS, SEED, summary
 
 BLOCK = re.compile(r"(<!-- gpu -->\n).*?(<!-- /gpu -->)", re.DOTALL)
 ENGINES = ("sequential", "batched", "graphed", "compiled")
@@ -23,23 +24,26 @@ PAPERS = {
 """Tables with the accuracy of the science leg's setting."""
 PER_CLASS = {"alpha=0.05": "alpha=0.005"}
 """FedGF prints the parameter of a class, the others that of all ten."""
+LEDGER = Path(__file__).parents[2] / "ledger/cifar10"
+LEDGER_ROWS = {"FedGloSS+SAM": "FedGloSS"}
+"""Rows of the ledger that have another name than the run."""
 Found = dict[str, dict[str, Any]]
 Lines = list[list[str]]
 
 
-def renew(page: Path, device: str, found: dict[str, Any] | None) -> None:
-    """Puts the tables between the comments of a page.
+def renew(page: Path, content: Found) -> None:
+    """Puts the tables of all machines between the comments of a page.
 
     Raises:
         ValueError: If there are no results, or the page has no place for them.
     """
     text = page.read_text()
-    if not found:
+    if not content:
         raise ValueError("there is nothing to report: run a leg first, or name its file with --out")
     if not BLOCK.search(text):
         raise ValueError(f"{page} has no comments <!-- gpu --> and <!-- /gpu --> to put the tables between")
-    head = "Measured" if device == "cuda" else "In small, to try the program"
-    page.write_text(BLOCK.sub(lambda match: f"{match[1]}\n## {head}: {section(found)}\n{match[2]}", text))
+    sections = "\n".join(section(found) for found in content.values())
+    page.write_text(BLOCK.sub(lambda match: f"{match[1]}\n{sections}\n{match[2]}", text))
 
 
 def section(found: dict[str, Any]) -> str:
@@ -48,7 +52,8 @@ def section(found: dict[str, Any]) -> str:
     about = ", ".join(
         f"{name} {machine[key]}" for name, key in (("torch", "torch"), ("CUDA", "cuda"), ("Python", "python"))
     )
-    parts = [f"{machine['device']}\n\n{about}.\n"]
+    head = "Measured" if machine["kind"] == "cuda" else "In small, to try the program"
+    parts = [f"## {head}: {machine['device']}\n\n{about}.\n"]
     for leg, tables in (("correctness", correctness), ("speed", speed), ("science", science)):
         if items := found.get(leg):
             parts += [f"### {leg.capitalize()}\n", *tables(items)]
@@ -111,13 +116,30 @@ def speed(items: Found) -> list[str]:
         "work", "method", "who", "format", "cohort", "seeds", "ms a round", "local steps/s", "clients/s",
         "times the plain loop", "of the launch floor", "of the FLOP floor", "peak GiB", "start, s",
     ]  # fmt: skip
-    units = [["", "a second"], *([name.removesuffix("_per_s"), f"{v:.3g}"] for name, v in floors.items() if v > 1e3)]
+    rated = {name: v for name, v in floors.items() if name.endswith(("_per_s", "_flops"))}
+    units = [["", "a second"], *([name.removesuffix("_per_s"), f"{v:.3g}"] for name, v in rated.items())]
     explained = (
-        "The plain loop is that of the same format, and float32 for bf16. The launch floor is the time of as many small"
-        " operations as its step has: for each client in turn (plain loop, sequential), for all at once (batched), in a"
-        " CUDA graph (graphed). The FLOP floor is the time of its FLOPs at the rate of a large product.\n"
+        "The plain loop is that of the same format, or of float32 if there is none. The launch floor is the time of as"
+        " many small operations as its step has: for each client in turn (plain loop, sequential), for all at once"
+        " (batched), in a CUDA graph (graphed). The FLOP floor is the time of its FLOPs at the rate of a large product."
+        "\n"
     )
-    return [*([markdown(units)] if floors else []), explained, markdown([head, *body])]
+    forms = convolutions(items.get("conv_forms", {}))
+    return [*([markdown(units)] if rated else []), *forms, explained, markdown([head, *body])]
+
+
+def convolutions(found: dict[str, Any]) -> list[str]:
+    """TFLOP/s of a convolution of several clients: settings by form."""
+    rates = {tuple(key.split("; ")): v for key, v in found.items() if "; " in key}
+    if not rates:
+        return []
+    names, settings = (list(dict.fromkeys(key[i] for key in rates)) for i in (0, 1))
+    shown = {key: f"{v:.3g}" if v else "fails" for key, v in rates.items()}
+    lines = [[setting, *(shown.get((name, setting), "") for name in names)] for setting in settings]
+    explained = (
+        'A convolution, 5x5 with 64 channels, forward and backward, in a CUDA graph; "groups" is what vmap does.\n'
+    )
+    return [explained, markdown([["TFLOP/s", *names], *lines])]
 
 
 def launches_s(v: dict[str, Any], plain: dict[str, Any], floors: dict[str, Any]) -> float | None:
@@ -139,27 +161,50 @@ def share(floor: float | None, v: dict[str, Any]) -> str:
 
 
 def science(items: Found) -> list[str]:
-    """Runs next to the papers' numbers."""
-    head = ["run", "rounds", "accuracy", *(f"in {name}" for name in PAPERS), "lambda_max", "in FedGloSS", "discrepancy"]
+    """Runs next to those of the ledger on a CPU, and to the papers' numbers."""
+    head = [
+        "run", "rounds", "accuracy", "on the CPU", "of the last evaluations, not comparable", "lambda_max",
+        "on the CPU", *(f"accuracy in {name}" for name in PAPERS), "lambda_max in FedGloSS", "engine", "ms a round",
+    ]  # fmt: skip
     body: Lines = []
     for name, v in items.items():
-        if "error" in v:
+        if "rounds" not in v:  # it has ended before it could train
             continue
-        algorithm, *setting = name.split(", ")
-        heterogeneity = setting[0].replace(" ", "=") if setting else ""
-        accuracy = f"{v['accuracy'] * 100:.2f} ± {v['deviation'] * 100:.2f}" if "accuracy" in v else ""
+        cpu = ledger(name)
+        measured = number(v, "flatness/lambda_max")
+        if measured and not v["whole"]:
+            measured += f" (round {v['flatness_round']})"
         body.append([
-            name, f"{v['rounds']}{'' if v['whole'] else ', goes on'}", accuracy,
-            *(printed(algorithm, heterogeneity, where) for where in PAPERS.values()),
-            number(v, "flatness/lambda_max"),
-            printed(algorithm, heterogeneity, {"paper": "fedgloss", "table": "8", "metric": "lambda_max"}),
-            number(v, "flatness/discrepancy"),
+            name, f"{v['rounds']}{'' if v['whole'] else ', cut off'}", accuracy(v), accuracy(cpu), last_evaluations(v),
+            measured, number(cpu, "flatness/lambda_max"),
+            *(printed(name, "alpha=0.05", where) for where in PAPERS.values()),
+            printed(name, "alpha=0.05", {"paper": "fedgloss", "table": "8", "metric": "lambda_max"}),
+            v.get("engine", ""), f"{v['seconds a round'] * 1e3:.3g}" if "seconds a round" in v else "",
         ])  # fmt: skip
     explained = (
-        "CIFAR-10, `HsuCNN`, 5 of 100 clients. Accuracy in percent: mean and deviation of the last 100 evaluations,"
-        " which are those of the last 100 rounds where all 10,000 are done, as in the papers.\n"
+        f"CIFAR-10, alpha 0.05, `HsuCNN`, 5 of 100 clients, seed {SEED}, {ROUNDS:,} rounds, bf16-mixed; the numbers of"
+        " the papers are after 10,000 rounds. Accuracy in percent: mean and deviation over the last"
+        f" {EVAL_LAST} rounds, all evaluated, of runs that are whole. A run that was cut off has the mean of its last"
+        " evaluations in a column of its own. On the CPU: the same settings in the repository's `ledger/cifar10`.\n"
     )
     return [explained, markdown([head, *body])]
+
+
+def ledger(name: str) -> dict[str, Any]:
+    """The row of the ledger with the settings of a run; nothing if there is none."""
+    return summary(read_run(LEDGER / LEDGER_ROWS.get(name, name)), ROUNDS, EVAL_LAST)
+
+
+def accuracy(v: dict[str, Any]) -> str:
+    return f"{v['accuracy'] * 100:.2f} ± {v['deviation'] * 100:.2f}" if "accuracy" in v else ""
+
+
+def last_evaluations(v: dict[str, Any]) -> str:
+    """Accuracy of a run that was cut off, with its rounds."""
+    if "accuracy_of_last_evaluations" not in v:
+        return ""
+    rounds = v["rounds_of_last_evaluations"]
+    return f"{v['accuracy_of_last_evaluations'] * 100:.2f} ({len(rounds)}, rounds {rounds[0]} to {rounds[-1]})"
 
 
 def printed(algorithm: str, heterogeneity: str, where: dict[str, str]) -> str:

@@ -1,16 +1,20 @@
-"""Local steps and clients a second: floors of the device, engines, cohorts, seeds as one program, and a plain loop."""
+"""Local steps and clients a second: floors, forms of a convolution, engines, a plain loop, JAX, several seeds."""
 
 from __future__ import annotations
 
 import copy
 import gc
+import json
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
-from itertools import islice
+from itertools import islice, product
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -18,6 +22,7 @@ import torch
 from contest import plain
 from contest.ours import OPTIONS, Data
 from contest.workloads import WORKS, Work
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -26,9 +31,10 @@ from fl_lightning.trainer import parallel_runs
 from fl_lightning.trainer.callbacks import Callback, Checkpoints
 from fl_lightning.trainer.run import Run
 from fl_lightning.trainer.runtime.environment import float32_products
-from legs.items import Item, accelerator, wait
+from legs.conv_forms import conv_forms
+from legs.items import Item, Task, accelerator, wait
 
-PLAIN = "plain loop"
+PLAIN, JAX, FREE = "plain loop", "JAX", "nondeterministic cuDNN"
 ENGINES: dict[str, dict[str, Any]] = {
     "sequential": {"engine": "sequential"},
     "batched": {"engine": "batched"},
@@ -36,100 +42,194 @@ ENGINES: dict[str, dict[str, Any]] = {
     "compiled": {"engine": "graphed", "compile": True},
 }
 FORMATS: dict[str, dict[str, Any]] = {"float32": {}, "tf32": {"tf32": True}, "bf16": {"precision": "bf16-mixed"}}
-COHORTS = (5, 10, 20, 50, 100)
-SEEDS = (1, 4, 16, 32)
-ROUNDS = {"W1": 20, "W3-MLP": 20}
-"""Rounds that count, 3 of other works; the one before them does not."""
+ORDER = ("graphed", PLAIN, "sequential", "batched")
+ROUNDS = {"W1": 20, "W2": 3, "W3-MLP": 20}
+"""Rounds that count, one of other works."""
+WARM = 2
+"""Rounds that do not count: the steps of a run's first round are recorded apart, those of the others in the second."""
+BRIEF = 2
+"""Local steps of a warm-up that is no whole round."""
+JAX_SECONDS = 2.5
+"""After which JAX begins no round."""
 
 
-def resnet() -> torch.nn.Module:
+def resnet() -> nn.Module:
     return fl.ResNet18GN()
 
 
-def works(device: str) -> dict[str, Work]:
-    """The works of bench_engine.py on images, with 10 local steps of W2, and one with a large net; or the digits."""
-    if device == "cpu":
-        return {"W3-MLP": replace(WORKS["W3-MLP"], cohort=3)}
-    w2 = replace(WORKS["W2"], steps=10)
-    heavy = replace(w2, name="W2, ResNet18GN", ours="ResNet18GN", net=resnet)
-    return {work.name: work for work in (WORKS["W1"], w2, heavy)}
+HEAVY = replace(WORKS["W2"], name="W2, ResNet18GN", ours="ResNet18GN", net=resnet)
 
 
-def items(device: str, end: float, _: list[str]) -> dict[str, Item]:
+def items(task: Task) -> dict[str, Item]:
     """The measurements, in order of value; compiling takes longest, and is last."""
-    small, chosen = device == "cpu", works(device)
-    *engines, compiled = ENGINES
-    found: dict[str, Item] = {"floors": partial(floors, device)}
+    chosen = List(task.device)
+    return in_small(chosen) if task.device == "cpu" else in_full(chosen)
 
-    def add(work: Work, who: str, *, method: str = "FedAvg", form: str = "float32", seeds: int = 1) -> None:
-        parts = [work.name, method, who, form, f"cohort of {work.cohort}", *([f"{seeds} seeds"] if seeds > 1 else [])]
-        do = partial(loop, form=form) if who == PLAIN else partial(ours, engine=who, form=form, seeds=seeds)
-        found[", ".join(parts)] = partial(do, work, device, method)
 
-    for work in chosen.values():
-        for who in (PLAIN, *engines):
-            add(work, who)
-    first = next(iter(chosen.values()))
-    for cohort in (5,) if small else COHORTS:
-        for who in engines[1:]:
-            add(replace(first, cohort=cohort), who)
-    for seeds in (2,) if small else SEEDS:
-        for who in engines[1:]:
-            add(first, who, seeds=seeds)
-    if small:
-        return found
-    for work in chosen.values():
-        for method in ("FedSAM", "FedSMOO", "FedGMT"):
-            for who in (PLAIN, engines[-1]):
-                add(work, who, method=method)
-    for form in ("tf32", "bf16"):
-        for work in chosen.values():
-            for who in (*([PLAIN] if form == "tf32" else []), *reversed(engines)):
-                add(work, who, form=form)
+class List:
+    """The measurements so far; it begins with the floors."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self.found: dict[str, Item] = {"floors": partial(floors, device), "conv_forms": partial(conv_forms, device)}
+
+    def add(self, work: Work, who: str, form: str, method: str = "FedAvg", seeds: int = 1, free: bool = False) -> None:
+        """Adds a plain loop, or an engine, with several seeds as one program or with ``free`` cuDNN."""
+        parts = [work.name, method, who, form, f"cohort of {work.cohort}"]
+        parts += [f"{seeds} seeds"] * (seeds > 1) + [FREE] * free
+        do = loop if who == PLAIN else partial(ours, engine=who, seeds=seeds, free=free)
+        self.found[", ".join(parts)] = partial(do, work, self.device, method, form=form)
+
+    def add_jax(self, work: Work, form: str, vmap: bool = True) -> None:
+        """Adds JAX where it is installed, with the clients at once or one after another."""
+        if find_spec("jax"):
+            who = JAX if vmap else f"{JAX}, one by one"
+            self.found[f"{work.name}, FedAvg, {who}, {form}"] = partial(jax_rounds, work, self.device, who, form)
+
+
+def in_full(chosen: List) -> dict[str, Item]:
+    w1, add = WORKS["W1"], chosen.add
+    for form, whos in (
+        ("float32", (PLAIN, JAX, "sequential", "batched", "graphed")),
+        ("bf16", ("graphed", PLAIN, JAX, "batched", "sequential")),
+        ("tf32", ("graphed", PLAIN, "batched")),
+    ):
+        for who in whos:
+            chosen.add_jax(w1, form) if who == JAX else add(w1, who, form)
+    for work, form, who in product((HEAVY, WORKS["W2"]), ("bf16", "float32", "tf32"), ORDER):
+        add(work, who, form)
+    for form, method, who in product(("float32", "bf16"), ("FedSAM", "FedSMOO", "FedGMT"), ORDER[:2]):
+        add(w1, who, form, method)
+    for form in ("bf16", "float32"):
+        add(w1, "graphed", form, free=True)
+        for who in ("graphed", "batched"):
+            add(w1, who, form, seeds=16)
+        for cohort, who in product((100, 20), ("graphed", "batched")):
+            add(replace(w1, cohort=cohort), who, form)
+        chosen.add_jax(w1, form, vmap=False)
+    chosen.add_jax(w1, "tf32")
     if find_spec("pfl"):
-        found |= {f"{name}, pfl": partial(pfl, name) for name in ("W1", "W2")}
-    for form in FORMATS:
-        for work in chosen.values():
-            add(work, compiled, form=form)
-    return found
+        chosen.found |= {f"{name}, pfl": partial(pfl, WORKS[name]) for name in ("W1", "W2")}
+    for form, work in product(("bf16", "float32", "tf32"), (w1, WORKS["W2"], HEAVY)):
+        add(work, "compiled", form)
+    return chosen.found
+
+
+def in_small(chosen: List) -> dict[str, Item]:
+    """Something of every kind but compiled records, to try the program."""
+    mlp, cnn = (replace(WORKS[name], cohort=3) for name in ("W3-MLP", "W3-CNN"))
+    add = chosen.add
+    for who in (PLAIN, "sequential", "batched", "graphed"):
+        add(mlp, who, "float32")
+    for form, who in product(("bf16", "tf32"), ORDER[:2]):
+        add(mlp, who, form)
+    for who in ORDER[:3]:
+        add(cnn, who, "float32")
+    for who in ORDER[:2]:
+        add(mlp, who, "float32", "FedSMOO")
+    add(mlp, "graphed", "float32", free=True)
+    add(mlp, "graphed", "float32", seeds=2)
+    small = replace(WORKS["W1"], name="W1, small", clients=4, cohort=2, samples=10, batch=4, steps=4)
+    chosen.add_jax(small, "bf16")
+    return chosen.found
 
 
 class Times(Callback):
-    """The seconds of each round."""
+    """The seconds of each round; those of a program are alike. It ends the run.
 
-    def __init__(self) -> None:
+    Args:
+        warm: First rounds, which do not count: each runs by itself.
+        count: Those that do.
+
+    Attributes:
+        rounds: The seconds of all rounds.
+        logged: When one or more rounds had ended, and the number of all until then.
+        longest: Most rounds of a program.
+    """
+
+    def __init__(self, warm: int, count: int) -> None:
+        self.warm, self.last = warm, warm + count
         self.rounds: list[float] = []
+        self.logged: list[tuple[float, int]] = []
+        self.longest = 0
+
+    def needs_round(self, t: int) -> bool:
+        return t < self.warm or t + 1 >= self.last
+
+    def on_round_end(self, run: Run) -> None:
+        run.should_stop = run.rounds_done >= self.last
 
     def on_round_logged(self, run: Run, metrics: Mapping[str, float]) -> None:
-        self.rounds.append(metrics["time/round_s"])
+        new = run.rounds_done - len(self.rounds)
+        self.rounds += [metrics["time/round_s"]] * new
+        self.logged.append((time.perf_counter(), run.rounds_done))
+        self.longest = max(self.longest, new)
+
+    def wall(self) -> dict[str, float]:
+        """The mean time of a round with all that a run does between two; without the last one, which is evaluated."""
+        between = self.logged[self.warm - 1 : -1] if self.warm else []
+        if len(between) < 2:
+            return {}
+        (begun, first), (ended, last) = between[0], between[-1]
+        return {"wall_round_s": (ended - begun) / (last - first)}
 
 
-def ours(work: Work, device: str, method: str, engine: str, form: str, seeds: int) -> dict[str, Any]:
-    """This package; with several seeds as one program."""
+def ours(work: Work, device: str, method: str, engine: str, form: str, seeds: int, free: bool) -> dict[str, Any]:
+    """This package; with several seeds as one program.
+
+    Rounds warm up, or a run of few steps where only one round counts and nothing is recorded.
+    """
     forget(device)
-    data, every, rounds = Data(work), [Times() for _ in range(seeds)], ROUNDS.get(work.name, 3)
+    rounds, brief = ROUNDS.get(work.name, 1), work.name not in ROUNDS and engine in ("sequential", "batched")
+    train = partial(fit, device=device, method=method, engine=engine, form=form, seeds=seeds, deterministic=not free)
+    started = time.perf_counter()
+    if brief:
+        train(replace(work, steps=BRIEF), warm=0, count=1)
+    every = train(work, warm=0 if brief else WARM, count=rounds)
+    total = time.perf_counter() - started
+    # several runs share their rounds: each sees the time of all
+    seconds = median(max(same) for same in zip(*(times.rounds[-rounds:] for times in every), strict=True))
+    who = f"{engine}, {FREE}" if free else engine
+    return {
+        "work": work.name, "method": method, "who": who, "form": form, "seeds": seeds, **rates(work, seconds, seeds),
+        "first_s": total - rounds * seconds, "program": every[0].longest, **every[0].wall(), **memory(device),
+    }  # fmt: skip
+
+
+def fit(
+    work: Work,
+    *,
+    device: str,
+    method: str,
+    engine: str,
+    form: str,
+    seeds: int,
+    deterministic: bool,
+    warm: int,
+    count: int,
+) -> list[Times]:
+    """Trains some rounds with every seed; returns the times that each run sees.
+
+    With one process, ``deterministic`` only chooses cuDNN's kernels.
+    """
+    every = [Times(warm, count) for _ in range(seeds)]
     with tempfile.TemporaryDirectory() as folder:
         trainers = [
             fl.FederatedTrainer(
-                max_rounds=1 + rounds, clients_per_round=work.cohort, local_steps=work.steps, eval_every=10**5,
+                max_rounds=10**5, clients_per_round=work.cohort, local_steps=work.steps, eval_every=10**5,
                 accelerator=accelerator(device), seed=seed, name=f"seed {seed}", default_root_dir=folder,
                 callbacks=[times, Checkpoints(every_n_rounds=10**5)], enable_progress_bar=False,
-                **ENGINES[engine], **FORMATS[form],
+                deterministic=deterministic, **ENGINES[engine], **FORMATS[form],
             )
             for seed, times in enumerate(every)
         ]  # fmt: skip
         sgd = fl.SGD(lr=work.lr, momentum=work.momentum)
         models = [getattr(fl, method)(net=getattr(fl, work.ours)(), optimizer=sgd, **OPTIONS[method]) for _ in trainers]
-        started = time.perf_counter()
         if seeds == 1:
-            trainers[0].fit(models[0], data)
+            trainers[0].fit(models[0], Data(work))
         else:
-            parallel_runs.fit(trainers, models, data)
-        total = time.perf_counter() - started
-    # several runs share their rounds: each sees the time of all
-    seconds = median(max(rounds) for rounds in zip(*(times.rounds[1:] for times in every), strict=True))
-    about = {"work": work.name, "method": method, "who": engine, "form": form, "seeds": seeds}
-    return {**about, **rates(work, seconds, seeds), "first_s": total - rounds * seconds, **memory(device)}
+            parallel_runs.fit(trainers, models, Data(work))
+    return every
 
 
 def forget(device: str) -> None:
@@ -140,18 +240,32 @@ def forget(device: str) -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
+class Mixed(nn.Module):
+    """A net under autocast, which is left before the optimizer's step, as it keeps the weights that it has cast."""
+
+    def __init__(self, net: nn.Module, device: str) -> None:
+        super().__init__()
+        self.net, self.device = net, device
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(self.device, torch.bfloat16):
+            return self.net(x).float()
+
+
 def loop(work: Work, device: str, method: str, form: str) -> dict[str, Any]:
     """A deep copy and a torch optimizer for each client; the data lie on the device."""
     forget(device)
-    trainer = plain.METHODS[method](work.net().to(device), work)
-    data = [(x.to(device), y.to(device)) for x, y in work.data()]
+    net, data = work.net().to(device), [(x.to(device), y.to(device)) for x, y in work.data()]
+    if form == "bf16":
+        net = Mixed(net, device)
 
-    def one() -> None:
+    def one(trainer: plain.FedAvg) -> None:
         trainer.round(torch.randperm(work.clients)[: work.cohort].tolist(), data)
 
     with float32_products(form == "tf32"):
-        one()
-        seconds = median(timed(one, device) for _ in range(ROUNDS.get(work.name, 3)))
+        one(plain.METHODS[method](net, replace(work, steps=BRIEF)))
+        trainer = plain.METHODS[method](net, work)
+        seconds = median(timed(partial(one, trainer), device) for _ in range(ROUNDS.get(work.name, 1)))
     about = {"work": work.name, "method": method, "who": PLAIN, "form": form, "seeds": 1}
     return {**about, **rates(work, seconds), **memory(device), **cost(trainer, work, data[0])}
 
@@ -179,14 +293,32 @@ def cost(trainer: plain.FedAvg, work: Work, client: tuple[torch.Tensor, torch.Te
     return {"step_flops": flops.get_total_flops(), "step_operations": operations.count}
 
 
-def pfl(name: str) -> dict[str, Any]:
+def jax_rounds(work: Work, device: str, who: str, form: str) -> dict[str, Any]:
+    """JAX in a process of its own, on the same device.
+
+    Raises:
+        RuntimeError: If it fails.
+    """
+    forget(device)
+    of_work = {name: getattr(work, name) for name in ("clients", "cohort", "batch", "steps", "lr")}
+    spec = {**of_work, "samples": int(work.samples), "device": device, "form": form, "vmap": who == JAX}
+    spec |= {"seconds": JAX_SECONDS, "rounds": 100}
+    command = [sys.executable, "-m", "legs.jax_rounds", json.dumps(spec)]
+    done = subprocess.run(command, cwd=Path(__file__).parents[1], stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise RuntimeError(f"JAX ended with exit code {done.returncode}; the log has its error")
+    found = json.loads(done.stdout.splitlines()[-1])
+    about = {"work": work.name, "method": "FedAvg", "who": who, "form": form, "seeds": 1}
+    return {**about, **rates(work, found["round_s"]), **found}
+
+
+def pfl(work: Work) -> dict[str, Any]:
     """pfl in a process of its own, on the device that it chooses."""
     from bench_engine import compete
 
-    work = works("cuda")[name]
-    spec = {"kind": "peer_pfl", "work": name, "method": "FedAvg", "steps": work.steps}
+    spec = {"kind": "peer_pfl", "work": work.name, "method": "FedAvg", "steps": work.steps}
     (player,) = compete({"pfl": spec}, 2, 1, 1.0)
-    about = {"work": name, "method": "FedAvg", "who": "pfl", "form": "float32", "seeds": 1}
+    about = {"work": work.name, "method": "FedAvg", "who": "pfl", "form": "float32", "seeds": 1}
     return {**about, **rates(work, median(turn.seconds for turn in player.turns))}
 
 
@@ -212,25 +344,25 @@ def timed(do: Callable[[], object], device: str) -> float:
 
 def floors(device: str) -> dict[str, Any]:
     """Small operations a second, launched one by one and as a CUDA graph, and FLOP/s of a large matrix product."""
-    x, count, size = torch.zeros(64, device=device), 1000, 512 if device == "cpu" else 8192
+    x, y = torch.randn(2, 64, device=device)
+    count, size = 1000, 512 if device == "cpu" else 8192
 
     def small() -> None:
         for _ in range(count):
-            x.add_(1.0)
+            x.add_(y)
 
     timed(small, device)
     found = {"launches_per_s": count / min(timed(small, device) for _ in range(5))}
     if device == "cuda":
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             small()
+        timed(graph.replay, device)
         found["graphed_launches_per_s"] = count / min(timed(graph.replay, device) for _ in range(5))
-    for label, dtype, tf32 in (
-        ("float32", torch.float32, "highest"), ("tf32", torch.float32, "high"), ("bf16", torch.bfloat16, "highest")
-    ):  # fmt: skip
-        torch.set_float32_matmul_precision(tf32)
-        a, b = torch.randn(2, size, size, device=device, dtype=dtype)
-        timed(lambda a=a, b=b: a @ b, device)
-        found[f"{label}_flops"] = 2 * size**3 / min(timed(lambda a=a, b=b: a @ b, device) for _ in range(5))
-    torch.set_float32_matmul_precision("highest")
+    for label in FORMATS:
+        a, b = torch.randn(2, size, size, device=device, dtype=torch.bfloat16 if label == "bf16" else torch.float32)
+        with float32_products(label == "tf32"):
+            multiply = partial(torch.matmul, a, b)
+            timed(multiply, device)
+            found[f"{label}_flops"] = 2 * size**3 / min(timed(multiply, device) for _ in range(5))
     return found

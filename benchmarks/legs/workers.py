@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from legs.items import Item, Results, machine
+from legs.items import Item, Results, Task, machine
 
 GRACE = 30.0
 """Seconds that an item may take beyond the end of its leg. One that is ended then has not been reached."""
@@ -33,20 +33,11 @@ class Leg(NamedTuple):
     seconds: float
 
 
-class Task(NamedTuple):
-    """A leg's module, its device, the time (`time.monotonic`) after which no item begins, and arguments for ``fit``."""
-
-    module: str
-    device: str
-    end: float
-    fit: list[str]
-
-
 def fill(results: Results, task: Task, leg: Leg, only: str = "") -> None:
     """Does what is not done yet.
 
     Raises:
-        ValueError: If the results are those of another machine, or no process can be started.
+        ValueError: If no process can be started.
     """
     cores = os.cpu_count() or 1
     jobs = max(1, min(leg.jobs, cores // 2))
@@ -147,7 +138,7 @@ def serve(connection: Connection, log: str, task: Task, threads: int) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     faulthandler.enable()
     os.environ["OMP_NUM_THREADS"] = str(threads)  # before torch is imported
-    items = importlib.import_module(task.module).items(task.device, task.end, task.fit)
+    items = importlib.import_module(task.module).items(task)
     with suppress(EOFError):
         while True:
             match connection.recv():

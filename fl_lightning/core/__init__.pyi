@@ -51,6 +51,7 @@ from .forward import call_at as call_at
 from .forward import eval_mode as eval_mode
 from .forward import forward_at as forward_at
 from .forward import places as places
+from .forward import plain_recurrence as plain_recurrence
 from .forward import unchanged as unchanged
 from .forward import variance_needed as variance_needed
 from .frozen import constants as constants

@@ -39,6 +39,10 @@ def accumulator_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
+PAGEABLE = 1 << 16
+"""Most bytes of ordinary memory that CUDA takes along with a command; it copies more at once, and the host waits."""
+
+
 def to_device(values: Tensor | Sequence[Any] | float, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
     """Copies values to a device; the host does not wait for the GPU.
 
@@ -48,7 +52,10 @@ def to_device(values: Tensor | Sequence[Any] | float, device: torch.device, dtyp
         dtype: Dtype of the result; by default that of the values.
     """
     x = values if isinstance(values, Tensor) else torch.tensor(values, dtype=dtype)
-    return x.to(device, dtype, non_blocking=device.type == "cuda")
+    on_gpu = device.type == "cuda"
+    if on_gpu and not x.is_cuda and x.nbytes > PAGEABLE:
+        x = x.pin_memory()  # which torch frees when the copy is done
+    return x.to(device, dtype, non_blocking=on_gpu)
 
 
 def matching(names: Sequence[str], patterns: Sequence[str], key: str = "parameters") -> list[str]:

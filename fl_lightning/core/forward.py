@@ -41,6 +41,16 @@ def eval_mode(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
+def plain_recurrence(model: nn.Module) -> Iterator[None]:
+    """Lets recurrent layers compute without cuDNN, which has no second derivative, none in eval mode, and no vmap."""
+    if any(isinstance(module, nn.RNNBase) for module in model.modules()):
+        with torch.backends.cudnn.flags(enabled=False):
+            yield
+    else:
+        yield
+
+
+@contextmanager
 def modes_kept(module: nn.Module) -> Iterator[None]:
     """Puts a module and each of its submodules back into their own modes on exit."""
     modes = [(submodule, submodule.training) for submodule in module.modules()]

@@ -25,6 +25,7 @@ from fl_lightning.core import (
     global_generator,
     is_finite,
     places,
+    plain_recurrence,
     to_device,
 )
 from fl_lightning.data.minibatches import Block, Minibatches, blocks, whole_blocks
@@ -122,14 +123,15 @@ class BatchedEngine(Engine):
 
     @contextmanager
     def checked(self) -> Iterator[None]:
-        """Checks within it that hooks and net suit this engine, and use no global randomness.
+        """Checks within it that hooks and net suit this engine, and use no global randomness; vmap has no cuDNN RNN.
 
         Raises:
             UserError: If they do not.
         """
         before = self._global_states()
         try:
-            yield
+            with plain_recurrence(self.objective.net):
+                yield
         except (RuntimeError, TypeError) as error:
             if not any(sign in str(error) for sign in self.SIGNS):
                 raise

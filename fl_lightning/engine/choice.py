@@ -91,9 +91,10 @@ def seconds(engine: Engine, jobs: Sequence[Job]) -> float:
 def _seconds(engine: Engine, jobs: Sequence[Job], steps: int) -> float:
     """Returns the time of the first ``steps`` steps of each job."""
     short = [excerpt(job, range(min(steps, len(job.minibatches)))) for job in jobs]
+    wait = torch.cuda.synchronize if engine.net.device.type == "cuda" else lambda: None
+    wait()  # for what was launched before
     started = time.perf_counter()
     for _ in engine.train(short):
         pass
-    if engine.net.device.type == "cuda":
-        torch.cuda.synchronize()
+    wait()
     return time.perf_counter() - started

@@ -4,9 +4,10 @@ import operator
 import os
 import re
 import tempfile
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from numbers import Number
 from operator import attrgetter
 from pathlib import Path
@@ -276,7 +277,7 @@ def loop(function: Replay, carried: Values, fixed: Values, steps: Values) -> Val
 
 
 class Captured(NamedTuple):
-    """A CUDA graph, and the memory that it reads and writes.
+    """A CUDA graph, and the memory that it reads and writes; the graph itself knows no more than the addresses.
 
     Attributes:
         graph: The graph of a step.
@@ -284,6 +285,7 @@ class Captured(NamedTuple):
         carried: The tensors that a step changes.
         fixed: Those that stay the same.
         steps: Those of each step.
+        now: Those of the present step.
     """
 
     graph: torch.cuda.CUDAGraph
@@ -291,6 +293,7 @@ class Captured(NamedTuple):
     carried: Values
     fixed: Values
     steps: Values
+    now: Values
 
 
 class CudaGraph:
@@ -329,7 +332,7 @@ class CudaGraph:
     def _capture(self, carried: Values, fixed: Values, steps: Values) -> Captured:
         graph, at = torch.cuda.CUDAGraph(), torch.zeros(1, dtype=torch.int64, device=steps[0].device)
         carried, fixed, steps = (tuple(v.clone() for v in values) for values in (carried, fixed, steps))
-        now = [v[:1].clone() for v in steps]  # in the memory format of each
+        now = tuple(v[:1].clone() for v in steps)  # in the memory format of each
 
         def step() -> Values:
             for buffer, one in zip(steps, now, strict=True):
@@ -342,11 +345,24 @@ class CudaGraph:
             for _ in range(self.WARM_UP):
                 step()
         torch.cuda.current_stream().wait_stream(stream)
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, pool=graph_pool(at.device)[0], capture_error_mode="thread_local"):
             values = step()
             memory = {v.untyped_storage().data_ptr() for v in carried}
             apart = [v.clone() if v.untyped_storage().data_ptr() in memory else v for v in values]
             for static, value in zip(carried, apart, strict=True):
                 static.copy_(value)
             at += 1
-        return Captured(graph, at, carried, fixed, steps)
+        return Captured(graph, at, carried, fixed, steps, now)
+
+
+@cache
+def graph_pool(device: torch.device) -> tuple[Any, torch.cuda.CUDAGraph]:
+    """Returns the memory that all graphs of a device share: they run one after another, and keep nothing in it.
+
+    A first, empty graph keeps the pool when others are dropped. A capture in mode ``thread_local`` permits other
+    threads to pin memory, as the one does that reads rows ahead.
+    """
+    pool, empty = torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph()
+    with warnings.catch_warnings(action="ignore"), torch.cuda.graph(empty, pool, capture_error_mode="thread_local"):
+        pass  # torch warns that it is empty
+    return pool, empty

@@ -28,6 +28,7 @@ from fl_lightning.core import (
     map_tensors,
     matching,
     places,
+    plain_recurrence,
 )
 
 Batch = tuple[Inputs, Tensor]
@@ -256,16 +257,6 @@ def batch_sizes(batches: Batches) -> list[int]:
 def arithmetic(device: torch.device) -> Iterator[None]:
     """Enables gradients and disables autocast, whatever is active outside."""
     with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
-        yield
-
-
-@contextmanager
-def plain_recurrence(model: nn.Module) -> Iterator[None]:
-    """Lets recurrent layers compute without cuDNN, which has no derivative in eval mode, and no second one."""
-    if any(isinstance(module, nn.RNNBase) for module in model.modules()):
-        with torch.backends.cudnn.flags(enabled=False):
-            yield
-    else:
         yield
 
 

@@ -29,7 +29,8 @@ def length(run: Run) -> int:
     """Returns how many rounds may run as one program, from the next one on.
 
     A program needs rounds of one phase, and clients that train in one block on one process, never fail, and are
-    averaged by their mean. It ends before a round that is evaluated, or that a callback needs.
+    averaged by their mean. It ends before a round that is evaluated, or that a callback needs, and takes no more than
+    half of the time that is left, at the pace of the last round.
     """
     objective, engine = run.objective, run.engine
     possible = (
@@ -40,12 +41,15 @@ def length(run: Run) -> int:
         and objective.phases == 1
         and not objective.trains_alone
         and run.data.batch_size is not None
-        and run.settings.max_time is None
         and run.settings.asynchronous is None
         and (run.timing is None or math.isinf(run.timing.clock.max_time_s))
         and not (run.failure_kinds or run.data.stream or run.clients.on_disk or run.should_stop)
     )
-    ahead = range(run.rounds_done, run.rounds_done + TAKEN_BACK * possible)
+    most = TAKEN_BACK * possible
+    if most and run.settings.max_time is not None:
+        pace = run.metrics.get("time/round_s", math.inf)
+        most = min(most, int((run.settings.max_time - run.elapsed) / 2 / pace))
+    ahead = range(run.rounds_done, run.rounds_done + most)
     return sum(1 for _ in takewhile(lambda t: not run.needs_round(t), ahead))
 
 

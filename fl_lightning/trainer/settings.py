@@ -37,6 +37,7 @@ from fl_lightning.trainer.runtime import (
     interface,
     keep_freed_memory,
     quiet,
+    repeatable_convolutions,
     with_starter,
 )
 
@@ -81,8 +82,8 @@ class Settings(Checked, key="trainer"):
         client_block: Clients that the batched and graphed engines train at once; null: all of a process's share.
         compile: Let the graphed engine compile its record, which takes up to a minute (less if cached) and pays off
             in long runs of tiny nets.
-        deterministic: With several processes, sum the uploads in cohort order, so that any number of processes gives
-            the same bits; otherwise one all-reduce for each uploaded name, which moves less data.
+        deterministic: Repeat a run to the bit: cuDNN uses only kernels that do, and several processes sum the uploads
+            in cohort order, as one would. Otherwise they reduce each uploaded name at once, which moves less data.
         client_memory: Memory for the clients' state between rounds, in GiB; the rest goes to the run folder.
         seed: Seed of everything drawn during the run: initial weights (from the command line), cohorts, minibatches.
         default_root_dir: Folder of the run folders.
@@ -242,6 +243,7 @@ class Settings(Checked, key="trainer"):
             collectives.lost_process(self.fabric),
             keep_freed_memory(self.fabric.device),
             float32_products(self.tf32),
+            repeatable_convolutions(self.deterministic),
         ):
             yield
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -200,12 +201,22 @@ def test_a_program_ends_before_a_round_that_is_not_finite(
         {"client_block": 2},
         {"aggregation": fl.CoordinateMedian()},
         {"faults": fl.Faults(drop_after=0.2)},
-        {"max_time": "00:01:00:00"},
     ],
 )
 def test_rounds_that_run_one_by_one(more: dict[str, Any], tmp_path: Path) -> None:
     assert train(tmp_path, FedAvg, seen := Rounds(), max_rounds=3, **more).rounds_done == 3
     assert seen.seen == [1, 2, 3]
+
+
+def test_a_program_takes_half_of_the_time_that_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first round shows how long one takes; an hour is enough for all the others that nobody needs."""
+    run = train(tmp_path, FedAvg, seen := Rounds(), max_rounds=9, max_time="00:01:00:00")
+    assert seen.seen == [1, 7, 8, 9]
+    run.state = replace(run.state, round=1, metrics={"time/round_s": 100.0})
+    for elapsed, rounds in ((0.0, 6), (2900.0, 3), (3450.0, 0), (3700.0, 0)):
+        monkeypatch.setattr(Run, "elapsed", elapsed)
+        run.should_stop = False
+        assert program.length(run) == rounds
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Settings of the process during a run: threads, the C library's allocator, float32 products on an Nvidia GPU."""
+"""Settings of the process during a run: threads, the C library's allocator, products and convolutions on a GPU."""
 
 import ctypes
 import sys
@@ -84,6 +84,16 @@ def float32_products(tf32: bool) -> Iterator[None]:
             backends.cudnn.allow_tf32 = older["cudnn"]
         for owner, value in newer:
             owner.fp32_precision = value
+
+
+@contextmanager
+def repeatable_convolutions(wanted: bool) -> Iterator[None]:
+    """Sets whether cuDNN may only use kernels that give the same bits again, and restores what was set before."""
+    before, backends.cudnn.deterministic = backends.cudnn.deterministic, wanted
+    try:
+        yield
+    finally:
+        backends.cudnn.deterministic = before
 
 
 @contextmanager
