@@ -7,11 +7,11 @@ A leg does its items in order of value for as many seconds, and gets what the le
 the sum of all seconds everything has ended. ``--out`` is written after each item. What is there is not done again, so a
 leg that was cut short goes on where it stopped; what was not reached is listed. Items are done by other processes,
 which are ended after their time: what crashes, hangs or breaks its device is an error in ``--out``, with its last
-output in a file ``.log``, and the other items go on. ``--device cpu`` does the same in small, to try the program. Arguments
-after ``--`` are those of ``fl-lightning fit`` in the last leg.
+output in a file ``.log``, and the other items go on. ``--device cpu`` does the same in small, to try the program.
+Arguments after ``--`` are those of ``fl-lightning fit`` in the last leg.
 
 ``--report docs/guides/gpu.md`` puts the tables of what is in ``--out`` between the page's comments ``<!-- gpu -->`` and
-``<!-- /gpu -->``; without a leg it does nothing else. Benchmarks/gpu.sh does all this on a machine lent for minutes.
+``<!-- /gpu -->``; without a leg it does nothing else. ``benchmarks/gpu.sh`` does all this on a machine lent for minutes.
 """
 
 from __future__ import annotations

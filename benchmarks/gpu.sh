@@ -45,8 +45,8 @@ leg() { # the rest are legs and arguments of gpu.py; what hangs all the same end
 }
 
 keep() { # at most 16 MiB come back: what the runs have measured, not their weights
-    tar czf "$OUT/.runs" -C /tmp gpu_runs --exclude=checkpoints --exclude='rows*' 2>/dev/null || true
-    mv -f "$OUT/.runs" "$OUT/runs.tgz"
+    tar czf /tmp/gpu_runs.tgz --exclude=checkpoints --exclude='rows*' -C /tmp gpu_runs 2>/dev/null || true
+    mv -f /tmp/gpu_runs.tgz "$OUT/runs.tgz"
 }
 
 measure() {

@@ -91,10 +91,14 @@ def seconds(engine: Engine, jobs: Sequence[Job]) -> float:
 def _seconds(engine: Engine, jobs: Sequence[Job], steps: int) -> float:
     """Returns the time of the first ``steps`` steps of each job."""
     short = [excerpt(job, range(min(steps, len(job.minibatches)))) for job in jobs]
-    wait = torch.cuda.synchronize if engine.net.device.type == "cuda" else lambda: None
-    wait()  # for what was launched before
+    _wait(engine)  # for what was launched before
     started = time.perf_counter()
     for _ in engine.train(short):
         pass
-    wait()
+    _wait(engine)
     return time.perf_counter() - started
+
+
+def _wait(engine: Engine) -> None:
+    if engine.net.device.type == "cuda":
+        torch.cuda.synchronize()
