@@ -11,7 +11,7 @@ output in a file ``.log``, and the other items go on. ``--device cpu`` does the 
 Arguments after ``--`` are those of ``fl-lightning fit`` in the last leg.
 
 ``--report docs/guides/gpu.md`` puts the tables of what is in ``--out`` between the page's comments ``<!-- gpu -->`` and
-``<!-- /gpu -->``; without a leg it does nothing else. ``benchmarks/gpu.sh`` does all this on a machine lent for minutes.
+``<!-- /gpu -->``; without a leg it does nothing else. ``benchmarks/gpu.sh`` does it all on a machine lent for minutes.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.func import grad_and_value, vmap
+from torch.func import grad_and_value, vjp, vmap
 
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.algorithms.module import Losses
@@ -260,7 +260,13 @@ class BatchedEngine(Engine):
     def _teach(self, teacher: Tensor, x: Tensor) -> Any:
         """Returns a teacher's output on every client's minibatch, in eval mode."""
         with eval_mode(self.objective.net), self.autocast():
-            return vmap(self._output, in_dims=(None if teacher.ndim == 1 else 0, 0))(teacher, x)  # one is for all
+            mixed = torch.is_autocast_enabled(teacher.device.type)
+            output = self._output_of_mixed if mixed else self._output
+            return vmap(output, in_dims=(None if teacher.ndim == 1 else 0, 0))(teacher, x)  # one is for all
+
+    def _output_of_mixed(self, v: Tensor, x: Tensor) -> Any:
+        """Returns `_output` under autocast, which sees a convolution before vmap only within a derivative."""
+        return vjp(partial(self._output, x=x), v)[0]
 
 
 def by_client(values: Mapping[str, Tensor], n: int) -> list[dict[str, Tensor]]:

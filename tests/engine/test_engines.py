@@ -257,6 +257,30 @@ def test_layer_norm_of_bfloat16_is_refused(tmp_path: Path) -> None:
     train(tmp_path, FedAvg(net=net), "sequential", precision="bf16-mixed")
 
 
+class Convolved(nn.Module):
+    """Notes the dtypes in which its convolution computes under autocast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, *rest = Net()
+        self.rest, self.dtypes = nn.Sequential(*rest), set[torch.dtype]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        if torch.is_autocast_enabled("cpu"):
+            self.dtypes.add(y.dtype)
+        return self.rest(y)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("engine", ["sequential", "batched", "graphed"])
+@pytest.mark.parametrize("name", ["FedGMT", "MOON"])  # one teacher for all, and one for each
+def test_teachers_compute_in_the_precision_of_the_run(name: str, engine: str, tmp_path: Path) -> None:
+    """vmap alone hides convolutions from autocast; on CUDA it mixed dtypes, and failed."""
+    objective = getattr(algorithms, name)(net=Convolved())
+    train(tmp_path, objective, engine, precision="bf16-mixed", eval_every=99)
+    assert objective.net.dtypes == {torch.bfloat16}
+
+
 class Noisy(LocalObjective):
     """Draws in all hooks of a client but those in `without`."""
 
