@@ -86,7 +86,7 @@ bench: venv ## Measure the engines and renew docs/benchmarks.md (a quarter of an
 	$(BIN)/python benchmarks/bench_engine.py
 
 gpu: venv ## Check a CUDA device, measure on it, train the papers' runs (half an hour; again to go on)
-	@$(BIN)/python benchmarks/gpu.py --leg all --device cuda --report docs/guides/gpu.md
+	@$(BIN)/python benchmarks/gpu.py correctness=300 speed=600 science=900 --report docs/guides/gpu.md
 
 clean: ## Remove caches and built files (.venv, runs/ and data/ stay)
 	rm -rf build dist site .cache htmlcov .coverage .pytest_cache .mypy_cache .ruff_cache .hypothesis

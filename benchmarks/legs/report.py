@@ -58,7 +58,11 @@ def section(found: dict[str, Any]) -> str:
         if items := found.get(leg):
             parts += [f"### {leg.capitalize()}\n", *tables(items)]
             errors = [f"{name}: `{value['error']}`" for name, value in items.items() if "error" in value]
-            parts += named("Errors", errors, "\n- ") + named("Not reached", found[f"{leg}: not reached"], ", ")
+            missing = found[f"{leg}: not reached"]
+            more = [f"and {len(missing) - 8} more, which `gpu.json` names"] if len(missing) > 9 else []
+            parts += named("Errors", errors, "\n- ") + named(
+                "Not reached", [*missing[: 8 if more else None], *more], ", "
+            )
     return "\n".join(parts)
 
 
