@@ -37,7 +37,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("legs", nargs="*", type=leg, metavar="LEG=SECONDS", help=" or ".join(LEGS))
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--out", type=Path, default=Path("runs/gpu/gpu.json"))
-    parser.add_argument("--only", default="", help="items whose name contains this")
+    parser.add_argument("--only", default="", help="items whose name has this regular expression")
     parser.add_argument("--join", type=Path, help="file of results that --out takes over first")
     parser.add_argument("--report", type=Path, help="page that gets the tables at the end")
     args = parser.parse_args(own)

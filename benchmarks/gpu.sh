@@ -6,9 +6,9 @@
 #   here:   benchmarks/gpu.sh unpack [OUT]      the whole checkout again; results of OUT join docs/gpu.json and its page
 # DATA has cifar10_jpeg.npz, cifar10_npz.py and splits/, as docs/guides/gpu.md says. Each leg takes half a minute more
 # than its seconds at most. There, $OUT gets gpu.json, gpu.log, machine.txt and runs.tgz while the work goes on, so a
-# kill loses nothing. DEVICE=cpu does everything in small.
+# kill loses nothing. DEVICE=cpu does everything in small. What follows check or measure is for gpu.py.
 set -euo pipefail
-DEVICE=${DEVICE:-cuda} PYTHON=${PYTHON:-python3} OUT=${OUT:-$PWD/runs/gpu}
+DEVICE=${DEVICE:-cuda} PYTHON=${PYTHON:-python3} OUT=${OUT:-$PWD/runs/gpu} WORK=${WORK:-/tmp/gpu}
 SPLIT=cifar10_federated_train_alpha_0.05.json
 LIMIT=62 # MiB
 
@@ -32,11 +32,11 @@ pack() {
 }
 
 start() {
-    mkdir -p "$OUT" /tmp/gpu_runs
-    ln -sfn /tmp/gpu_runs "$OUT/runs" # checkpoints do not come back
+    mkdir -p "$OUT" "$WORK/runs"
+    ln -sfn "$WORK/runs" "$OUT/runs" # checkpoints do not come back
     read -r check speed science <.gpu/limits
-    export PYTHONPATH=$PWD:/tmp/site PYTHONUNBUFFERED=1 WANDB_MODE=offline TORCHINDUCTOR_CACHE_DIR=/tmp/inductor
-    $PYTHON -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target /tmp/site .gpu/*.whl
+    export PYTHONPATH=$PWD:$WORK/site PYTHONUNBUFFERED=1 WANDB_MODE=offline TORCHINDUCTOR_CACHE_DIR=$WORK/inductor
+    $PYTHON -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target "$WORK/site" .gpu/*.whl
     { date && { nvidia-smi || true; } && uname -a && nproc && $PYTHON -m pip list; } >"$OUT/machine.txt" 2>&1
 }
 
@@ -45,16 +45,16 @@ leg() { # the rest are legs and arguments of gpu.py; what hangs all the same end
 }
 
 keep() { # at most 16 MiB come back: what the runs have measured, not their weights
-    tar czf /tmp/gpu_runs.tgz --exclude=checkpoints --exclude='rows*' -C /tmp gpu_runs 2>/dev/null || true
-    mv -f /tmp/gpu_runs.tgz "$OUT/runs.tgz"
+    tar czf "$WORK/runs.tgz" --exclude=checkpoints --exclude='rows*' -C "$WORK" runs 2>/dev/null || true
+    mv -f "$WORK/runs.tgz" "$OUT/runs.tgz"
 }
 
 measure() {
     $PYTHON .gpu/cifar10_npz.py "$PWD/.gpu/cifar10.npz" & decoding=$!
     (while sleep 15; do keep; done) & keeping=$!
-    leg $((speed + science)) "speed=$speed"
+    leg $((speed + science)) "speed=$speed" "$@"
     wait $decoding
-    leg "$science" "science=$science" -- --data Arrays --data.path "$PWD/.gpu/cifar10.npz" \
+    leg "$science" "science=$science" "$@" -- --data Arrays --data.path "$PWD/.gpu/cifar10.npz" \
         --data.partition FromFile --data.partition.path "$PWD/.gpu/$SPLIT"
     kill $keeping
     keep
@@ -68,8 +68,8 @@ unpack() {
 
 case ${1:-} in
 pack) [[ $# -gt 1 ]] || { echo "gpu.sh: pack needs the folder of the data" >&2; exit 1; }; pack "${@:2}" ;;
-check) start && leg "$check" "correctness=$check" ;;
-measure) start && measure ;;
+check) start && leg "$check" "correctness=$check" "${@:2}" ;;
+measure) start && measure "${@:2}" ;;
 unpack) unpack "${@:2}" ;;
 *) sed -n '2,10s/^# \?//p' "$0"; exit 1 ;;
 esac

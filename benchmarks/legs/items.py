@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -49,13 +50,13 @@ class Results:
         self.failed: list[str] = []
 
     def begin(self, machine: dict[str, str], names: Sequence[str], only: str = "") -> list[str]:
-        """Returns the items to do whose name contains ``only``, those that failed before at the end."""
+        """Returns the items to do whose name has the pattern ``only``, those that failed before at the end."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._here = self.content.setdefault(machine_name(machine), {"machine": machine})
         self.found = self._here.setdefault(self.leg, {})
         self._names = names
         self._write()
-        todo = [name for name in names if only in name and not self._done(name)]
+        todo = [name for name in names if re.search(only, name) and not self._done(name)]
         return sorted(todo, key=lambda name: "error" in self.found.get(name, {}))
 
     def add(self, name: str, value: dict[str, Any], log: str = "") -> None:

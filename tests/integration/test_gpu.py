@@ -7,7 +7,9 @@ import os
 import runpy
 import subprocess
 import sys
+import tarfile
 import time
+import zipfile
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -199,6 +201,49 @@ def test_speed_in_small_with_its_report(tmp_path: Path) -> None:
     run(tmp_path, "speed=600", "--report", "page.md")
     whole(tmp_path, "speed")
     assert "| W3-MLP | FedAvg | graphed | float32 | 3 | 2 |" in (tmp_path / "page.md").read_text()
+
+
+LIMIT, DATA = 62.0, 55.5
+"""MiB that travel to a machine that is lent, and those of CIFAR-10, its split and three wheels."""
+
+
+def test_what_travels_to_a_lent_machine_is_small() -> None:
+    there = subprocess.run(["git", "ls-files", "-z"], cwd=BENCHMARKS.parent, capture_output=True, text=True, check=True)
+    left = ("ledger/", "docs/", "tests/", "notebooks/")
+    assert all(f"'!/{name}'" in (BENCHMARKS / "gpu.sh").read_text() for name in left)
+    files = [BENCHMARKS.parent / name for name in there.stdout.split("\0") if name and not name.startswith(left)]
+    assert sum(path.stat().st_size for path in files if path.exists()) / 2**20 + DATA < LIMIT
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("verb", ["check", "measure"])
+def test_a_lent_machine_in_small(verb: str, tmp_path: Path) -> None:
+    """What pack brings is made here: CIFAR-10's decoder, which writes nothing, and one wheel."""
+    brought, out = tmp_path / ".gpu", tmp_path / "out"
+    brought.mkdir()
+    (brought / "limits").write_text("90 90 90\n")
+    (brought / "cifar10_npz.py").touch()
+    with zipfile.ZipFile(brought / "brought-1-py3-none-any.whl", "w") as wheel:
+        for name, text in {
+            "METADATA": "Name: brought\nVersion: 1\n",
+            "WHEEL": "Wheel-Version: 1.0\n",
+            "RECORD": "",
+        }.items():
+            wheel.writestr(f"brought-1.dist-info/{name}", text)
+        wheel.writestr("brought.py", "")
+    for name in ("benchmarks", "fl_lightning", "configs", "ledger"):
+        (tmp_path / name).symlink_to(BENCHMARKS.parent / name)
+    env = {**os.environ, "DEVICE": "cpu", "PYTHON": sys.executable, "OUT": str(out), "WORK": str(tmp_path / "work")}
+    command = ["bash", str(BENCHMARKS / "gpu.sh"), verb, "--only", "^FedAvg(, sequential)?$|^floors"]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (found,) = json.loads((out / "gpu.json").read_text()).values()
+    assert all(found[leg] for leg in (["correctness"] if verb == "check" else ["speed", "science"]))
+    assert "torch" in (out / "machine.txt").read_text() and (tmp_path / "work/site/brought.py").exists()
+    if verb == "measure":
+        with tarfile.open(out / "runs.tgz") as runs:
+            names = runs.getnames()
+        assert any(name.endswith("metrics.csv") for name in names) and not any("checkpoints" in name for name in names)
 
 
 def kill(process: subprocess.Popen[str], folder: Path) -> None:
