@@ -116,9 +116,10 @@ class GridSend:
         sent = {node: flwr.app.Message(packed(m), ids[node], "train") for node, m in messages.items() if node in ids}
         lost, late = NodeLost("not connected"), NodeLost(f"no reply after {self.wait:g} s")
         replies: dict[int, Message | UserError] = {node: late if node in sent else lost for node in messages}
-        # the reply for a node that has gone is the superlink's
+        received = self.grid.send_and_receive([*sent.values()], timeout=self.wait) if sent else ()
+        # sending gives a message its id; the reply for a node that has gone is the superlink's
         nodes = {message.metadata.message_id: node for node, message in sent.items()}
-        for reply in self.grid.send_and_receive([*sent.values()], timeout=self.wait) if sent else ():
+        for reply in received:
             node = nodes[reply.metadata.reply_to_message_id]
             if reply.has_content():
                 replies[node] = unpacked(reply.content)

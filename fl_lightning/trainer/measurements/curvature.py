@@ -2,10 +2,11 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from copy import copy
+from copy import copy, deepcopy
 from typing import Any, Self, cast
 
 import torch
+from torch import Tensor
 
 from fl_lightning import flatness
 from fl_lightning.core import (
@@ -94,23 +95,48 @@ class CurvatureMeasure(Measure):
             matching(names, self.parameters)
         x, y = next(iter(run.data.eval_batches("test", run.dtype)))
         few = map_tensors(lambda v: v[:4], x), y[:4]
-        loss, net = run.objective.evaluation_loss, run.objective.net
-        _check_derivatives(type(net).__name__, self, {"model": net, "loss": loss, "batches": [few], "at": run.server.w})
+        net = run.objective.net
+        loss = {"model": net, "loss": run.objective.evaluation_loss, "batches": [few], "at": run.server.w}
+        _check_derivatives(type(net).__name__, self, loss, fresh=not run.rounds_done)
 
 
-def _check_derivatives(net: str, measure: CurvatureMeasure, loss: Mapping[str, Any]) -> None:
-    """Checks on a few samples that a net has second derivatives, and that their matrix is symmetric."""
+def _check_derivatives(net: str, measure: CurvatureMeasure, loss: Mapping[str, Any], fresh: bool) -> None:
+    """Checks on a few samples that a net has second derivatives, and in a fresh run that their matrix is symmetric.
+
+    In float64: in float32 the rounding of a flat model's products may be as large as the products.
+    """
     name, remedy = type(measure).__name__, "leave this measure out, or write the layer in other operations of torch"
     try:
-        matrix = measure.matrix(loss)
-        draw = torch.Generator().manual_seed(0)
-        u, v = (torch.randn(matrix.shape[0], generator=draw).to(loss["at"]) for _ in range(2))
-        one, other = matrix @ u, matrix @ v
+        _products(measure, loss)
     except (NotImplementedError, RuntimeError) as error:
         raise UserError(f"measure: {name}: {net} has no second derivative ({folded(error):.100}); {remedy}") from None
+    if not fresh:
+        return
+    try:
+        u, v, one, other = _products(measure, _in_float64(loss))
+    except Exception:  # a net that cannot be copied, or has a dtype of its own, or a device without float64
+        return
     apart, scale = float(v @ one - u @ other), float(one.norm() * v.norm())
     wrong = f"measure: {name}: the second derivatives of {net} are no symmetric matrix, so torch's are wrong; {remedy}"
     ensure(not abs(apart) > 1e-3 * scale, wrong)
+
+
+def _products(measure: CurvatureMeasure, loss: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Returns two vectors ``(d,)``, and their products with the matrix."""
+    matrix = measure.matrix(loss)
+    draw = torch.Generator().manual_seed(0)
+    u, v = (torch.randn(matrix.shape[0], generator=draw).to(loss["at"]) for _ in range(2))
+    return u, v, matrix @ u, matrix @ v
+
+
+def _in_float64(loss: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns a loss in float64; what is no float stays as it is."""
+
+    def double(v: Tensor) -> Tensor:
+        return v.double() if v.is_floating_point() else v
+
+    batches = [(map_tensors(double, x), double(y)) for x, y in loss["batches"]]
+    return {**loss, "model": deepcopy(loss["model"]).double(), "batches": batches, "at": double(loss["at"])}
 
 
 def check_measures(measures: Sequence[Measure], run: Run) -> None:
