@@ -24,7 +24,7 @@ from itertools import accumulate
 from math import inf
 from pathlib import Path
 
-from legs.items import Results, Task
+from legs.items import Results, Task, is_done
 from legs.workers import Leg, fill
 
 LEGS = {"correctness": Leg(jobs=8, seconds=90), "speed": Leg(jobs=1, seconds=60), "science": Leg(jobs=6, seconds=inf)}
@@ -68,11 +68,13 @@ def main(arguments: list[str]) -> int:
 def join(new: Path, out: Path) -> None:
     """Puts the results of a file in place of those with the same machine, leg and item in another one."""
     content, found = (json.loads(path.read_text()) if path.exists() else {} for path in (out, new))
-    for machine, legs in found.items():
+    for machine, parts in found.items():
         known = content.setdefault(machine, {})
-        known |= {
-            name: {**known[name], **leg} if isinstance(known.get(name), dict) else leg for name, leg in legs.items()
-        }
+        for name, part in parts.items():
+            known[name] = {**known.get(name, {}), **part} if name in LEGS else part
+        for name in LEGS:
+            if missing := known.get(f"{name}: not reached"):
+                missing[:] = [item for item in missing if not is_done(known[name].get(item))]
     out.write_text(json.dumps(content, indent=1) + "\n")
 
 

@@ -12,9 +12,11 @@ DEVICE=${DEVICE:-cuda} PYTHON=${PYTHON:-python3} OUT=${OUT:-$PWD/runs/gpu} WORK=
 SPLIT=cifar10_federated_train_alpha_0.05.json
 LIMIT=62 # MiB
 
-travelling() { # names of all files that would travel
-    git ls-files -co --exclude-standard -z | xargs -0 -I{} sh -c 'test ! -e "{}" || echo "{}"'
-    find .gpu -type f
+travelling() { # names of all files that would travel, each with a 0 behind it
+    git ls-files -co --exclude-standard -z | while IFS= read -r -d '' name; do
+        [[ ! -e $name ]] || printf '%s\0' "$name"
+    done
+    find .gpu -type f -print0
 }
 
 pack() {
@@ -27,7 +29,7 @@ pack() {
     cp benchmarks/gpu.sh "$data/cifar10_jpeg.npz" "$data/cifar10_npz.py" "$data/splits/$SPLIT" .gpu/
     echo "${limits[@]}" >.gpu/limits
     git sparse-checkout set --no-cone '/*' '!/ledger/' '!/docs/' '!/tests/' '!/notebooks/'
-    travelling | tr '\n' '\0' | du -b --files0-from=- -c | tail -1 |
+    travelling | du -b --files0-from=- -c | tail -1 |
         awk -v limit=$LIMIT '{printf "%.1f MiB of %d travel\n", $1 / 1048576, limit; exit $1 > limit * 1048576}'
 }
 

@@ -30,6 +30,8 @@ from fl_lightning import FederatedTrainer
 from tests.device_modes import Functions, Operations, plain, storage_key
 
 ROOT = Path(fl_lightning.__file__).parent
+HELPERS = ("to_device", "wait_for")
+"""Functions of the package in whose place their callers count."""
 
 
 class Event(NamedTuple):
@@ -146,7 +148,7 @@ class Device:
         """
         frame = sys._getframe(1)
         while frame is not None and not (
-            frame.f_code.co_filename.startswith(str(ROOT)) and frame.f_code.co_name != "to_device"
+            frame.f_code.co_filename.startswith(str(ROOT)) and frame.f_code.co_name not in HELPERS
         ):
             frame = frame.f_back  # type: ignore[assignment]
         where = function = ""

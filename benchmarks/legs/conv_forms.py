@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import contextmanager
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fl_lightning.trainer.runtime.environment import float32_products
+from fl_lightning.trainer.runtime.environment import float32_products, repeatable_convolutions
 from legs.items import wait
 
 LAST = torch.channels_last
@@ -88,7 +87,7 @@ def conv_forms(device: str) -> dict[str, Any]:
             key = f"{name}; {clients} clients, {channels} channels, {label}"
             step = both_ways(form, x, w, g, of_images=channels > 3)
             try:
-                with float32_products(label == "tf32"), deterministic(form.deterministic):
+                with float32_products(label == "tf32"), repeatable_convolutions(form.deterministic):
                     out = torch.cat([v.flatten() for v in step()])
                     first = out if first is None else first
                     compare(out, first)
@@ -145,16 +144,6 @@ def compare(out: Tensor, first: Tensor) -> None:
     difference = float((out - first).float().norm() / first.float().norm())
     if not difference < LIMIT:
         raise RuntimeError(f"its numbers differ by {difference:.2g}")
-
-
-@contextmanager
-def deterministic(on: bool) -> Any:
-    """Sets whether cuDNN may take only what gives the same bits each time."""
-    before, torch.backends.cudnn.deterministic = torch.backends.cudnn.deterministic, on
-    try:
-        yield
-    finally:
-        torch.backends.cudnn.deterministic = before
 
 
 def seconds(step: Step, device: str) -> float:

@@ -20,8 +20,8 @@ import fl_lightning as fl
 from fl_lightning import algorithms
 from fl_lightning.trainer import measurements
 from legs import features
-from legs.features import ENGINES, EXACT, agreement, algorithm, compare, data, exact, folder, results, train, verdict
-from legs.items import Item, Task, accelerator
+from legs.features import EXACT, agreement, algorithm, compare, data, exact, folder, results, train, verdict
+from legs.items import ENGINES, Item, Task, accelerator
 
 FIRST = ("FedAvg", "FedSAM", "FedGloSS", "FedSMOO", "FedGMT", "FedGF")
 PRECISIONS: dict[str, dict[str, Any]] = {

@@ -22,14 +22,9 @@ from fl_lightning.engine.record import Records
 from fl_lightning.trainer import parallel_runs
 from fl_lightning.trainer.callbacks import Callback
 from fl_lightning.trainer.run import Run
-from legs.items import Item, accelerator
+from legs.items import ENGINES, Item, accelerator
 
-BATCHED: dict[str, dict[str, Any]] = {name: {"engine": name} for name in ("batched", "graphed")}
-ENGINES: dict[str, dict[str, Any]] = {
-    "sequential": {"engine": "sequential"},
-    **BATCHED,
-    "compiled": {"engine": "graphed", "compile": True},
-}  # fmt: skip
+BATCHED = ("batched", "graphed")
 EXACT = 1e-9
 """Largest relative difference in float64."""
 NEVER = 10**5

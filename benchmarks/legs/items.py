@@ -10,6 +10,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 Item = Callable[[], dict[str, Any]]
+ENGINES: dict[str, dict[str, Any]] = {
+    "sequential": {"engine": "sequential"},
+    "batched": {"engine": "batched"},
+    "graphed": {"engine": "graphed"},
+    "compiled": {"engine": "graphed", "compile": True},
+}
+"""Settings of the trainer."""
 
 
 class Task(NamedTuple):
@@ -56,7 +63,7 @@ class Results:
         self.found = self._here.setdefault(self.leg, {})
         self._names = names
         self._write()
-        todo = [name for name in names if re.search(only, name) and not self._done(name)]
+        todo = [name for name in names if re.search(only, name) and not is_done(self.found.get(name))]
         return sorted(todo, key=lambda name: "error" in self.found.get(name, {}))
 
     def add(self, name: str, value: dict[str, Any], log: str = "") -> None:
@@ -75,18 +82,18 @@ class Results:
         missing = self._here[f"{self.leg}: not reached"]
         return f"{self.leg}: {len(self.found)} items in {self.path}; not reached: {', '.join(missing) or 'none'}"
 
-    def _done(self, name: str) -> bool:
-        """Whether an item has ended without an error; one that says that it is not whole goes on."""
-        found = self.found.get(name)
-        return found is not None and "error" not in found and found.get("whole", True)
-
     def _write(self) -> None:
         self.failed = [n for n in self._names if is_failure(self.found.get(n, {}))]
-        missing = [name for name in self._names if not self._done(name)]
+        missing = [name for name in self._names if not is_done(self.found.get(name))]
         self._here[f"{self.leg}: not reached"] = missing
         temporary = self.path.with_suffix(".part")
         temporary.write_text(json.dumps(self.content, indent=1) + "\n")
         temporary.replace(self.path)
+
+
+def is_done(value: dict[str, Any] | None) -> bool:
+    """Whether an item has ended without an error; one that says that it is not whole goes on."""
+    return value is not None and "error" not in value and value.get("whole", True)
 
 
 def is_failure(value: dict[str, Any]) -> bool:

@@ -92,8 +92,7 @@ def callbacks(every: int) -> list[str]:
 def train(job: Job, task: Task) -> dict[str, Any]:
     """Trains until the run or the time ends, and returns what it has logged in either case.
 
-    It ends by a signal at ``task.end``, however late it has begun; ``max_time`` would keep rounds from running as one
-    program.
+    It ends by a signal at ``task.end``, however late it has begun; ``max_time`` counts from the making of the run.
     """
     folder = task.out.absolute().parent / "runs" / job.name.replace(", ", "-")
     engine = [] if task.device == "cpu" else ["--trainer.engine", engine_for(task.out, task.device)]

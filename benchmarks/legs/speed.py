@@ -32,15 +32,9 @@ from fl_lightning.trainer.callbacks import Callback, Checkpoints
 from fl_lightning.trainer.run import Run
 from fl_lightning.trainer.runtime.environment import float32_products
 from legs.conv_forms import conv_forms
-from legs.items import Item, Task, accelerator, wait
+from legs.items import ENGINES, Item, Task, accelerator, wait
 
 PLAIN, JAX, FREE = "plain loop", "JAX", "nondeterministic cuDNN"
-ENGINES: dict[str, dict[str, Any]] = {
-    "sequential": {"engine": "sequential"},
-    "batched": {"engine": "batched"},
-    "graphed": {"engine": "graphed"},
-    "compiled": {"engine": "graphed", "compile": True},
-}
 FORMATS: dict[str, dict[str, Any]] = {"float32": {}, "tf32": {"tf32": True}, "bf16": {"precision": "bf16-mixed"}}
 ORDER = ("graphed", PLAIN, "sequential", "batched")
 ROUNDS = {"W1": 20, "W2": 3, "W3-MLP": 20}

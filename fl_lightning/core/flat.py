@@ -39,6 +39,12 @@ def accumulator_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
+def wait_for(device: torch.device) -> None:
+    """Returns when a GPU has done what was launched; nothing else works behind the host's back."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
 PAGEABLE = 1 << 16
 """Most bytes of ordinary memory that CUDA takes along with a command; it copies more at once, and the host waits."""
 

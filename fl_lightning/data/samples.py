@@ -283,9 +283,7 @@ class SampleStore(Checked, L.LightningDataModule, ABC, key="data"):
         def gathered(v: Tensor) -> Tensor:
             if not isinstance(x, Stream):
                 v = v.permute(0, 2, 3, 1)[indices].permute(0, 3, 1, 2) if v.ndim == 4 else v[indices]
-            if self.stream and self.device.type == "cuda":  # the copy from pinned memory does not block the host
-                v = v.pin_memory()
-            return v.to(self.device, non_blocking=True)
+            return to_device(v, self.device)
 
         rows = (prefetcher or Prefetcher(x, ())).take(indices.tolist()) if isinstance(x, Stream) else x
         return map_tensors(gathered, rows)

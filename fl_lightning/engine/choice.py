@@ -4,9 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
-import torch
-
-from fl_lightning.core import UserError
+from fl_lightning.core import UserError, wait_for
 from fl_lightning.engine.agreement import check, excerpt
 from fl_lightning.engine.base import Engine, Job
 from fl_lightning.engine.batched import BatchedEngine
@@ -91,14 +89,9 @@ def seconds(engine: Engine, jobs: Sequence[Job]) -> float:
 def _seconds(engine: Engine, jobs: Sequence[Job], steps: int) -> float:
     """Returns the time of the first ``steps`` steps of each job."""
     short = [excerpt(job, range(min(steps, len(job.minibatches)))) for job in jobs]
-    _wait(engine)  # for what was launched before
+    wait_for(engine.net.device)  # what was launched before does not count
     started = time.perf_counter()
     for _ in engine.train(short):
         pass
-    _wait(engine)
+    wait_for(engine.net.device)
     return time.perf_counter() - started
-
-
-def _wait(engine: Engine) -> None:
-    if engine.net.device.type == "cuda":
-        torch.cuda.synchronize()

@@ -11,7 +11,7 @@ from warnings import warn
 import torch
 
 from fl_lightning.algorithms.parts.base import value_of
-from fl_lightning.core import DivergenceError, State, Watched
+from fl_lightning.core import DivergenceError, State, Watched, wait_for
 from fl_lightning.engine import Engine, Job, LocalResult
 from fl_lightning.trainer import divergence
 from fl_lightning.trainer.cohort import Cohort
@@ -171,8 +171,7 @@ class Clock:
             callback_s: Seconds of callbacks, which do not count.
             rounds: Rounds since the clock was made, which share its time.
         """
-        if run.fabric.device.type == "cuda":
-            torch.cuda.synchronize()
+        wait_for(run.fabric.device)
         seconds = (time.perf_counter() - self._started - callback_s) / rounds
         cpu_seconds = (time.process_time() - self._cpu_started) / rounds
         models = bits / (max(cohort.asked, 1) * 8 * run.server.w.nbytes)

@@ -171,15 +171,19 @@ def test_an_item_that_crashes_hangs_or_fails_takes_no_other_with_it(
 
 def test_results_of_a_loan_join_those_that_are_there(tmp_path: Path, legs: None) -> None:
     join = runpy.run_path(str(BENCHMARKS / "gpu.py"))["join"]
-    old = {"A": {"speed": {"a": 1, "b": 2}, "speed: not reached": ["c"]}}
-    new = {"A": {"speed": {"b": 3}, "speed: not reached": []}, "B": {"speed": {}}}
+    old = {"A": {"speed": {"a": {}, "b": {"x": 2}}, "speed: not reached": ["c"]}}
+    new = {"A": {"speed": {"b": {"x": 3}}, "speed: not reached": []}, "B": {"speed": {}}}
     for name, content in (("old.json", old), ("new.json", new)):
         (tmp_path / name).write_text(json.dumps(content))
     for out in ("old.json", "none.json"):
         join(tmp_path / "new.json", tmp_path / out)
-    both = {"A": {"speed": {"a": 1, "b": 3}, "speed: not reached": []}, "B": {"speed": {}}}
+    both = {"A": {"speed": {"a": {}, "b": {"x": 3}}, "speed: not reached": []}, "B": {"speed": {}}}
     assert json.loads((tmp_path / "old.json").read_text()) == both
     assert json.loads((tmp_path / "none.json").read_text()) == new
+    later = {"A": {"speed": {"d": {}}, "speed: not reached": ["a", "c"]}}
+    (tmp_path / "later.json").write_text(json.dumps(later))
+    join(tmp_path / "later.json", tmp_path / "old.json")
+    assert json.loads((tmp_path / "old.json").read_text())["A"]["speed: not reached"] == ["c"]  # a was, before
 
 
 @pytest.mark.long
