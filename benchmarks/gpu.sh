@@ -6,7 +6,8 @@
 #   here:   benchmarks/gpu.sh unpack [OUT]      the whole checkout again; results of OUT join docs/gpu.json and its page
 # DATA has cifar10_jpeg.npz, cifar10_npz.py and splits/, as docs/guides/gpu.md says. Each leg takes half a minute more
 # than its seconds at most. There, $OUT gets gpu.json, gpu.log, machine.txt and runs.tgz while the work goes on, so a
-# kill loses nothing. DEVICE=cpu does everything in small. What follows check or measure is for gpu.py.
+# kill loses nothing. What docs/gpu.json has of a like machine, and was right, is not done again. DEVICE=cpu does
+# everything in small. What follows check or measure is for gpu.py.
 set -euo pipefail
 DEVICE=${DEVICE:-cuda} PYTHON=${PYTHON:-python3} OUT=${OUT:-$PWD/runs/gpu} WORK=${WORK:-/tmp/gpu}
 SPLIT=cifar10_federated_train_alpha_0.05.json
@@ -28,6 +29,8 @@ pack() {
     $PYTHON -m pip download -q --no-deps --only-binary=:all: --python-version 3.12 -d .gpu jsonargparse docstring-parser typeshed-client
     cp benchmarks/gpu.sh "$data/cifar10_jpeg.npz" "$data/cifar10_npz.py" "$data/splits/$SPLIT" .gpu/
     echo "${limits[@]}" >.gpu/limits
+    git rev-parse --short HEAD >.gpu/commit
+    [[ ! -e docs/gpu.json ]] || cp docs/gpu.json .gpu/
     git sparse-checkout set --no-cone '/*' '!/ledger/' '!/docs/' '!/tests/' '!/notebooks/'
     travelling | du -b --files0-from=- -c | tail -1 |
         awk -v limit=$LIMIT '{printf "%.1f MiB of %d travel\n", $1 / 1048576, limit; exit $1 > limit * 1048576}'
@@ -37,7 +40,9 @@ start() {
     mkdir -p "$OUT" "$WORK/runs"
     ln -sfn "$WORK/runs" "$OUT/runs" # checkpoints do not come back
     read -r check speed science <.gpu/limits
-    export PYTHONPATH=$PWD:$WORK/site PYTHONUNBUFFERED=1 WANDB_MODE=offline TORCHINDUCTOR_CACHE_DIR=$WORK/inductor
+    COMMIT=$(cat .gpu/commit)
+    [[ -e $OUT/gpu.json || ! -e .gpu/gpu.json ]] || cp .gpu/gpu.json "$OUT/gpu.json"
+    export COMMIT PYTHONPATH=$PWD:$WORK/site PYTHONUNBUFFERED=1 WANDB_MODE=offline TORCHINDUCTOR_CACHE_DIR=$WORK/inductor
     $PYTHON -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target "$WORK/site" .gpu/*.whl
     { date && { nvidia-smi || true; } && uname -a && nproc && $PYTHON -m pip list; } >"$OUT/machine.txt" 2>&1
 }
@@ -73,5 +78,5 @@ pack) [[ $# -gt 1 ]] || { echo "gpu.sh: pack needs the folder of the data" >&2; 
 check) start && leg "$check" "correctness=$check" "${@:2}" ;;
 measure) start && measure "${@:2}" ;;
 unpack) unpack "${@:2}" ;;
-*) sed -n '2,10s/^# \?//p' "$0"; exit 1 ;;
+*) sed -n '2,11s/^# \?//p' "$0"; exit 1 ;;
 esac

@@ -65,6 +65,11 @@ def items(task: Task) -> dict[str, Item]:
     further = features.items(device)
     precisions: dict[str, Item] = {
         **{f"precision, {name}": partial(precision, name, device) for name in PRECISIONS},
+        **{
+            f"precision, bf16-mixed, {method}, {engine}": partial(precision, "bf16-mixed", device, method, engine)
+            for method in ("FedGMT", "MOON")
+            for engine in ("graphed", "batched", "sequential")
+        },
         "precision, set beforehand": partial(set_beforehand, device),
     }
     if device == "cpu":
@@ -113,11 +118,12 @@ def resume(engine: str, device: str) -> dict[str, Any]:
     return {"ok": all(found.values()), **found}
 
 
-def precision(name: str, device: str) -> dict[str, Any]:
+def precision(name: str, device: str, method: str = "FedSMOO", engine: str = "sequential") -> dict[str, Any]:
     """The update of three rounds against that in float64 on the CPU."""
+    options = {"precision": "32-true", **PRECISIONS[name], **ENGINES[engine]}
     with folder() as path:
-        other = results(train(device, path, **{"precision": "32-true", **PRECISIONS[name]}))
-    start, end = exact()["w0"], exact()["server.w"]
+        other = results(train(device, path, method, **options))
+    start, end = exact(method)["w0"], exact(method)["server.w"]
     difference = (other["server.w"] - end).norm() / (end - start).norm()
     return {"difference": float(difference), "loss": float(other["client/train/loss"])}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import re
 from collections.abc import Callable, Sequence
@@ -64,11 +65,12 @@ class Results:
         self._names = names
         self._write()
         todo = [name for name in names if re.search(only, name) and not is_done(self.found.get(name))]
-        return sorted(todo, key=lambda name: "error" in self.found.get(name, {}))
+        return sorted(todo, key=lambda name: is_failure(self.found.get(name, {})))
 
     def add(self, name: str, value: dict[str, Any], log: str = "") -> None:
-        """Writes what an item has found; ``log`` is kept in a file of its own."""
-        self.found[name] = value
+        """Writes what an item has found, and at which commit; ``log`` is kept in a file of its own."""
+        at = os.environ.get("COMMIT")
+        self.found[name] = {**value, **({"commit": at} if at else {})}
         self._write()
         if log:
             with self.path.with_suffix(".log").open("a") as file:
@@ -92,8 +94,8 @@ class Results:
 
 
 def is_done(value: dict[str, Any] | None) -> bool:
-    """Whether an item has ended without an error; one that says that it is not whole goes on."""
-    return value is not None and "error" not in value and value.get("whole", True)
+    """Whether an item has ended, and was right; one that says that it is not whole goes on."""
+    return value is not None and not is_failure(value) and value.get("whole", True)
 
 
 def is_failure(value: dict[str, Any]) -> bool:

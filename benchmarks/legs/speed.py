@@ -90,9 +90,9 @@ def in_full(chosen: List) -> dict[str, Item]:
     ):
         for who in whos:
             chosen.add_jax(w1, form) if who == JAX else add(w1, who, form)
-    for work, form, who in product((HEAVY, WORKS["W2"]), ("bf16", "float32", "tf32"), ORDER):
-        add(work, who, form)
-    for form, method, who in product(("float32", "bf16"), ("FedSAM", "FedSMOO", "FedGMT"), ORDER[:2]):
+    for who in ORDER:
+        add(HEAVY, who, "bf16")
+    for form, method, who in product(("bf16", "float32"), ("FedSAM", "FedSMOO", "FedGMT"), ORDER[:2]):
         add(w1, who, form, method)
     for form in ("bf16", "float32"):
         add(w1, "graphed", form, free=True)
@@ -102,6 +102,8 @@ def in_full(chosen: List) -> dict[str, Item]:
             add(replace(w1, cohort=cohort), who, form)
         chosen.add_jax(w1, form, vmap=False)
     chosen.add_jax(w1, "tf32")
+    for work, form, who in product((WORKS["W2"], HEAVY), ("bf16", "tf32", "float32"), ORDER):
+        add(work, who, form)
     if find_spec("pfl"):
         chosen.found |= {f"{name}, pfl": partial(pfl, WORKS[name]) for name in ("W1", "W2")}
     for form, work in product(("bf16", "float32", "tf32"), (w1, WORKS["W2"], HEAVY)):

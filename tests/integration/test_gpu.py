@@ -226,6 +226,7 @@ def test_a_lent_machine_in_small(verb: str, tmp_path: Path) -> None:
     brought, out = tmp_path / ".gpu", tmp_path / "out"
     brought.mkdir()
     (brought / "limits").write_text("90 90 90\n")
+    (brought / "commit").write_text("abc\n")
     (brought / "cifar10_npz.py").touch()
     with zipfile.ZipFile(brought / "brought-1-py3-none-any.whl", "w") as wheel:
         for name, text in {
@@ -242,7 +243,10 @@ def test_a_lent_machine_in_small(verb: str, tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     (found,) = json.loads((out / "gpu.json").read_text()).values()
-    assert all(found[leg] for leg in (["correctness"] if verb == "check" else ["speed", "science"]))
+    items = [
+        item for leg in (["correctness"] if verb == "check" else ["speed", "science"]) for item in found[leg].values()
+    ]
+    assert items and all(item["commit"] == "abc" for item in items)
     assert "torch" in (out / "machine.txt").read_text() and (tmp_path / "work/site/brought.py").exists()
     if verb == "measure":
         with tarfile.open(out / "runs.tgz") as runs:
