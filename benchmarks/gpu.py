@@ -71,7 +71,10 @@ def join(new: Path, out: Path) -> None:
     for machine, parts in found.items():
         known = content.setdefault(machine, {})
         for name, part in parts.items():
-            known[name] = {**known.get(name, {}), **part} if name in LEGS else part
+            if name in LEGS:  # what was cut short replaces nothing that is whole
+                old = known.get(name, {})
+                part = {**old, **{item: v for item, v in part.items() if is_done(v) or not is_done(old.get(item))}}
+            known[name] = part
         for name in LEGS:
             if missing := known.get(f"{name}: not reached"):
                 missing[:] = [item for item in missing if not is_done(known[name].get(item))]

@@ -180,10 +180,11 @@ def test_results_of_a_loan_join_those_that_are_there(tmp_path: Path, legs: None)
     both = {"A": {"speed": {"a": {}, "b": {"x": 3}}, "speed: not reached": []}, "B": {"speed": {}}}
     assert json.loads((tmp_path / "old.json").read_text()) == both
     assert json.loads((tmp_path / "none.json").read_text()) == new
-    later = {"A": {"speed": {"d": {}}, "speed: not reached": ["a", "c"]}}
+    later = {"A": {"speed": {"d": {}, "a": {"whole": False}}, "speed: not reached": ["a", "c"]}}
     (tmp_path / "later.json").write_text(json.dumps(later))
     join(tmp_path / "later.json", tmp_path / "old.json")
-    assert json.loads((tmp_path / "old.json").read_text())["A"]["speed: not reached"] == ["c"]  # a was, before
+    found = json.loads((tmp_path / "old.json").read_text())["A"]
+    assert found["speed: not reached"] == ["c"] and found["speed"]["a"] == {}  # a was, before
 
 
 @pytest.mark.long
