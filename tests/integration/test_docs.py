@@ -10,7 +10,7 @@ import runpy
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -226,6 +226,24 @@ SHORT = {
     ],
 }
 """What makes a command quick; those that build no trainer are run as they are."""
+HOURS = {
+    "cifar10.npz": "1,000 rounds of CIFAR-10",
+    "experiment/": "a paper's experiment",
+    "reproduce": "all runs of a table",
+}
+"""What stays short where a page runs as it is written, by a part of the command, with the reason."""
+WRITTEN = [
+    "docs/adapters.md",
+    "docs/data.md",
+    "docs/faq.md",
+    "docs/guides/own-algorithm.md",
+    "docs/index.md",
+    "docs/partitions.md",
+    "docs/personal.md",
+    "docs/planning.md",
+    "docs/start.md",
+]
+"""Pages whose commands `make test-slow` runs as they are written; `make test-long` has the others."""
 MEASURED = 2
 """Rounds that an estimate of hours measures."""
 COMMON = ["--trainer.loggers=[]", "--trainer.accelerator=cpu", "--trainer.devices=1", "--trainer.strategy=auto"]
@@ -234,6 +252,12 @@ fl-lightning() { printf '%s\\0' "$#" "$@" >&3; read -r code <&4; return "$code";
 .venv/bin/fl-lightning() { fl-lightning "$@"; }
 set -e
 """
+
+
+def as_written(args: list[str]) -> list[str]:
+    """The arguments, but of what takes hours."""
+    hours = args[0] in ("fit", "reproduce") and any(part in " ".join(args) for part in HOURS)
+    return shortened(args) if hours and not {"--dry-run", "debug/any"} & {*args} else args
 
 
 def shortened(args: list[str]) -> list[str]:
@@ -264,7 +288,7 @@ def short_sweep(file: str) -> str:
     return str(short)
 
 
-def run_commands(text: str, most: int = 1000) -> int:
+def run_commands(text: str, most: int = 1000, arguments_of: Callable[[list[str]], list[str]] = shortened) -> int:
     """Runs a block: bash reads it, and each ``fl-lightning`` is carried out in this process. Returns their number.
 
     After ``most`` commands it stops.
@@ -280,7 +304,7 @@ def run_commands(text: str, most: int = 1000) -> int:
                 while count < most and (number := read_word(said)):
                     given = [read_word(said) for _ in range(int(number))]
                     with exits_well():
-                        cli(*shortened(given))
+                        cli(*arguments_of(given))
                     count += 1
                     print(0, file=reply, flush=True)
             finally:
@@ -375,20 +399,36 @@ LONG = {
 @pytest.mark.parametrize("page", LONG)
 @pytest.mark.usefixtures("folder")
 def test_a_command_of_a_long_page_runs(page: str) -> None:
-    """`test_page_runs` has the others."""
+    """`test_page_runs_in_small` and `test_page_runs_as_written` have the others."""
     blocks = [block for language, block in FENCE.findall((ROOT / page).read_text()) if language == "sh"]
     assert run_commands(blocks[LONG[page]], most=1) == 1
+
+
+SITE = [text for text in filter(runs, TEXTS) if text.parent != ROOT]
+"""README has a test of its own, and CONTRIBUTING makes the environment of this one."""
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*not the .* of the published data set:UserWarning")
+@pytest.mark.parametrize("text", [text for text in SITE if name(text) not in {*LONG, *WRITTEN}], ids=name)
+def test_page_runs_in_small(text: Path, folder: Path) -> None:
+    """From top to bottom, in one folder: commands, files that begin with their name, and Python."""
+    run_page(text, folder, shortened)
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*not the .* of the published data set:UserWarning")
 @pytest.mark.parametrize(
     "text",
-    [pytest.param(text, marks=[pytest.mark.long] * (name(text) in LONG)) for text in filter(runs, TEXTS)],
+    [pytest.param(text, marks=[pytest.mark.long] * (name(text) not in WRITTEN)) for text in SITE],
     ids=name,
 )
-def test_page_runs(text: Path, folder: Path) -> None:
-    """From top to bottom, in one folder: commands, files that begin with their name, and Python."""
+def test_page_runs_as_written(text: Path, folder: Path) -> None:
+    """The same at the length at which the page has it."""
+    run_page(text, folder, as_written)
+
+
+def run_page(text: Path, folder: Path, arguments_of: Callable[[list[str]], list[str]]) -> None:
     variables = ""
     names: dict[str, Any] = {"__name__": "__main__"}
     for language, block in FENCE.findall(text.read_text()):
@@ -397,7 +437,7 @@ def test_page_runs(text: Path, folder: Path) -> None:
         elif language == "sh":
             lines = re.sub(r" *\\\n *", " ", block).splitlines(keepends=True)
             left = "".join(line for line in lines if not any(part in line for part in NOT_RUN["sh"]))
-            run_commands(variables + left)
+            run_commands(variables + left, arguments_of=arguments_of)
             variables += "".join(re.findall(r'^[A-Z]\w*=(?:"[^"]*"|\S+)\n', left, re.MULTILINE))
         elif language == "python" and not left_out(text, block):
             exec(compile(block, name(text), "exec"), names)

@@ -1,4 +1,4 @@
-"""README's first commands, as they are written, at their length, each on what the ones before left."""
+"""README's commands, as they are written, at their length, each on what the ones before left."""
 
 from __future__ import annotations
 
@@ -8,28 +8,70 @@ import subprocess
 import sys
 from pathlib import Path
 
-README = Path(__file__).parents[2] / "README.md"
+import pytest
+
+ROOT = Path(__file__).parents[2]
 FIRST = ("fl-lightning test", "fl-lightning fit --config $RUN", "fl-lightning flatness")
 """Of a flat, trained model: its Hessian is nearly zero, and float32's rounding as large as its products."""
+NOT_RUN = {"make test": "this test is one of those that it runs"}
+MAKE = f'make() {{ command make VENV="{sys.prefix}" -o "{sys.prefix}/.installed" "$@"; }}'
+"""make, with the environment that the tests run in."""
+
+
+def blocks(language: str) -> list[str]:
+    """Returns README's blocks in a language."""
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
 
 
 def commands() -> list[str]:
-    """All lines of README that call the package, with the lines that they need."""
-    blocks = re.findall(r"```sh\n(.*?)```", README.read_text(), re.DOTALL)
-    return [line for block in blocks for line in block.splitlines() if line.strip()]
+    """Returns the lines of all blocks for a shell."""
+    lines = [line for block in blocks("sh") for line in block.splitlines() if line.strip()]
+    assert [part for part in NOT_RUN if not any(line.startswith(part) for line in lines)] == []
+    return [line for line in lines if not line.startswith(tuple(NOT_RUN))]
+
+
+def clone(to: Path) -> None:
+    """Copies what belongs to the repository, and commits it."""
+    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    files = subprocess.run(listed, cwd=ROOT, capture_output=True, check=True).stdout
+    subprocess.run(["xargs", "-0", "cp", "--parents", "-t", to], input=files, cwd=ROOT, check=True)
+    git = "git -c user.name=test -c user.email=test@localhost"
+    subprocess.run(f"git init -q && git add -A && {git} commit -qm all", shell=True, cwd=to, check=True)
+
+
+def run(lines: list[str], folder: Path) -> str:
+    """Runs lines in bash, 80 columns wide; the first that fails ends it. Returns what they print."""
+    env = {**os.environ, "PATH": f"{sys.prefix}/bin{os.pathsep}{os.environ['PATH']}", "COLUMNS": "80"}
+    script = "\n".join(["set -ex", MAKE, *lines])
+    done = subprocess.run(["bash", "-c", script], cwd=folder, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
 
 
 def test_the_first_commands(tmp_path: Path) -> None:
     """The demo, a test, 20 rounds more, and flatness."""
-    setting, *_ = [line for line in commands() if line.startswith("RUN=")]
-    lines = [line for start in FIRST for line in commands() if line.startswith(start)]
-    assert len(lines) == len(FIRST)
-    demo = (README.parent / "Makefile").read_text().partition("demo: venv")[2].splitlines()[1]
-    (tmp_path / "configs").symlink_to(README.parent / "configs")
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "fl-lightning").symlink_to(Path(sys.executable).with_name("fl-lightning"))
-    script = "\n".join(["set -e", demo.strip().replace("$(BIN)/", ""), setting, *lines])
-    env = {**os.environ, "PATH": f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert "round 220" in done.stdout or "220 rounds" in done.stdout, done.stdout[-3000:]
+    for entry in ("configs", "Makefile", "pyproject.toml"):
+        (tmp_path / entry).symlink_to(ROOT / entry)
+    first = [line for line in commands() if line.startswith(("make demo", "RUN=", *FIRST))]
+    assert len(first) == len(FIRST) + 2
+    printed = run(first, tmp_path)
+    assert "round 220" in printed or "220 rounds" in printed, printed[-3000:]
+
+
+@pytest.mark.slow
+def test_all_commands(tmp_path: Path) -> None:
+    """In a fresh copy of the repository, of which git sees no change afterwards; settings and Python as well."""
+    clone(tmp_path)
+    printed = run(commands(), tmp_path)
+    assert "flatness: flatter" in printed, printed[-3000:]  # as README shows
+    (settings,), (python, _) = blocks("yaml"), blocks("python")
+    run(
+        [
+            f"cat > runs/settings.yaml <<'END'\n{settings}END",
+            "fl-lightning fit --config quickstart --config runs/settings.yaml --trainer.name settings",
+            f"python - <<'END'\n{python}END",
+        ],
+        tmp_path,
+    )
+    changed = subprocess.run(["git", "status", "--porcelain"], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert changed.stdout == ""
