@@ -4,7 +4,7 @@ import copy
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from statistics import fmean
@@ -14,9 +14,17 @@ from jsonargparse import Namespace
 from torch.nn import Module
 
 from fl_lightning import LocalObjective
-from fl_lightning.commands.shared import PARTS, FederatedCLI, prepare, said_of, seeds_of, show_table
+from fl_lightning.commands.shared import PARTS, FederatedCLI, prediction, prepare, said_of, seeds_of, show_table
 from fl_lightning.commands.shared.paper_figures import draw
-from fl_lightning.commands.shared.prediction import Measured, as_bytes, as_time, data_or_like, measure, row_bytes
+from fl_lightning.commands.shared.prediction import (
+    Measured,
+    Step,
+    as_bytes,
+    as_time,
+    data_like,
+    data_or_like,
+    row_bytes,
+)
 from fl_lightning.commands.shared.trials import build, check, complain
 from fl_lightning.core import Interval, PositiveInt, UserError, checked, ensure, make_folder
 from fl_lightning.results import PaperFigure, command, figure, filled, read_run, rounds_done, say
@@ -54,6 +62,7 @@ class _How:
     fraction: float
     jobs: int
     dry_run: bool
+    measure: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,31 +79,37 @@ class Planned:
     trials: list[Trial]
     made: Namespace
 
+    @property
+    def cohort(self) -> int:
+        """Clients of a round; each, without rounds."""
+        trainer, m = self.made.trainer, self.made.data.num_clients
+        return m if self.task.recipe.command == "centralized" else len(trainer.sampler(0, m, trainer.seed))
+
     def measure(self) -> Measured:
         """Measures a few rounds of a few local steps; the data are loaded."""
         trainer = copy.copy(self.made.trainer)
         trainer.local_steps = STEPS
         if self.task.recipe.command == "centralized":
             trainer.sampler = UniformSampler(self.made.data.num_clients)
-        return measure(trainer, self.made.model, self.made.data)
+        return prediction.measure(trainer, self.made.model, self.made.data)
 
-    def seconds(self, like: "Planned", measured: Measured) -> float:
+    def seconds(self, like: "Planned", measured: Measured | Step) -> float:
         """Estimates the seconds of a run.
 
         Args:
-            like: The task that was measured, which has the same data set and network.
+            like: The task that was measured, which has the same data set and network; its data are set up.
             measured: Its measurement.
         """
         trainer, model, m = self.made.trainer, self.made.model, self.made.data.num_clients
-        cohort = m if self.task.recipe.command == "centralized" else len(trainer.sampler(0, m, trainer.seed))
-        # the samples are the same, only divided otherwise
-        data, fixed = like.made.data, trainer.local_steps
+        data, fixed = like.made.data, trainer.local_steps  # the samples are the same, only divided otherwise
+        if isinstance(measured, Step):
+            return measured.run(trainer, model, data, self.cohort * data.num_clients / m)
         steps = fixed or fmean(
             data.batches_per_client(k, trainer.local_epochs, None) * data.num_clients / m
             for k in range(data.num_clients)
         )
         one, other = (x.phases * sum(x.passes) for x in (model, like.made.model))
-        parts = measured.parts(trainer, trainer.max_rounds, [[1] * cohort], passes=steps * one / other)
+        parts = measured.parts(trainer, trainer.max_rounds, [[1] * self.cohort], passes=steps * one / other)
         return sum(times * each for times, each in parts.values())
 
     @property
@@ -102,6 +117,12 @@ class Planned:
         """Bytes of the clients' state in memory, at most."""
         model, room = self.made.model, self.made.trainer.client_memory * 2**30
         return int(min(room, _row_bytes(model) * self.made.data.num_clients))
+
+    @property
+    def samples(self) -> int:
+        """Bytes of a published data set's samples, if a run keeps them in memory and they are not loaded here."""
+        data = self.made.data
+        return data.published.nbytes if data.published and not data.stream and not hasattr(data, "clients") else 0
 
 
 @cache
@@ -122,6 +143,7 @@ def run(
     rounds: float = 1.0,
     jobs: PositiveInt = 1,
     dry_run: bool = False,
+    measure: bool = False,
     out: str | None = None,
     points: Annotated[int, Interval("[3, 1e4]")] | None = None,
 ) -> None:
@@ -140,11 +162,12 @@ def run(
         rounds: Fraction of the paper's rounds.
         jobs: Runs at the same time.
         dry_run: Show the runs and what they take, and make none.
+        measure: Measure a few rounds for what they take, with flatness and logs, in place of one step.
         out: Folder of the runs and of table.csv, table.tex and table.md, or of the figure; null: one in runs/reproduce.
         points: Points along each axis of a figure's loss landscape; null: the paper's, or those of ``landscape``.
     """
     check_fraction(rounds)
-    how, paper = _How(settings, seeds_of(seeds), rounds, jobs, dry_run), paper.casefold()
+    how, paper = _How(settings, seeds_of(seeds), rounds, jobs, dry_run, measure), paper.casefold()
     share = "" if rounds == 1 else f"_{rounds:g}"
     if number := re.fullmatch(r"fig(?:ure)?[. _]*(\d+)", table, re.IGNORECASE):
         ensure(not rows and not columns, f"table = {table}: a figure has rows and columns of its own; leave them out")
@@ -220,7 +243,7 @@ def _show_estimate(planned: Mapping[Planned, Sequence[Path | None]], how: _How) 
         planned: For each task, the folders of its runs that have not ended; None for those that have not begun.
         how: How they are made.
     """
-    measured: dict[tuple[str, str], tuple[Planned, Measured] | None] = {}
+    measured: dict[tuple[str, str], tuple[Planned, Measured | Step] | None] = {}
     seconds, rows, memory = list[float](), [], 0
     for each, folders in planned.items():
         cell = each.task.cells[0]
@@ -231,7 +254,8 @@ def _show_estimate(planned: Mapping[Planned, Sequence[Path | None]], how: _How) 
         one, whole = each.seconds(*found), each.made.trainer.max_rounds
         left = [one * (1 - rounds_done(read_run(folder)) / whole) for folder in folders]
         seconds += left
-        memory = max(memory, found[1].memory + each.rows)
+        of_data = each.samples if isinstance(found[1], Step) else 0
+        memory = max(memory, found[1].memory + each.rows + of_data)
         rows.append([cell.algorithm, column(cell), str(len(left)), f"{whole:,}", as_time(one), as_time(sum(left))])
     if not rows:
         return
@@ -242,19 +266,27 @@ def _show_estimate(planned: Mapping[Planned, Sequence[Path | None]], how: _How) 
     say(f"{text}; about {as_bytes(memory * at_once)} of memory")
 
 
-def _measured(planned: Planned, how: _How) -> tuple[Planned, Measured] | None:
-    """Measures a few rounds; a dry run takes random samples where files are missing, or None if it knows no shape."""
-    cell, made = planned.task.cells[0], planned.made
-    if how.dry_run:
-        try:
-            made.data, missing = data_or_like(made.data)
-        except UserError as error:
-            say(f"no estimate for {cell.dataset}: {error}")
-            return None
-        if missing is not None:
-            say(f"measured on random samples of the same shape: {missing}")
-    say(f"measuring a few rounds: {cell.dataset}, {cell.model}", flush=True)
-    return planned, planned.measure()
+def _measured(planned: Planned, how: _How) -> tuple[Planned, Measured | Step] | None:
+    """Measures a step, or a few rounds; a dry run does without files, and returns None if it knows no shape."""
+    cell, data, missing = planned.task.cells[0], planned.made.data, None
+    try:
+        if not how.dry_run:
+            data.prepare_data()
+            data.setup()
+        elif how.measure:
+            data, missing = data_or_like(data)
+        else:
+            data = data_like(data)
+    except UserError as error:
+        if not how.dry_run:
+            raise
+        say(f"no estimate for {cell.dataset}: {error}")
+        return None
+    if missing is not None:
+        say(f"measured on random samples of the same shape: {missing}")
+    say(f"measuring {'a few rounds' if how.measure else 'a step'}: {cell.dataset}, {cell.model}", flush=True)
+    like = replace(planned, made=Namespace(**{**vars(planned.made), "data": data}))  # type: ignore[no-untyped-call]
+    return like, like.measure() if how.measure else Step.measure(like.made.trainer, like.made.model, data)
 
 
 def _plan(found: Sequence[Task], how: _How) -> Iterator[Planned]:

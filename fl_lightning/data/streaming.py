@@ -1,5 +1,6 @@
 """Samples in files or memory maps, which threads read when they are needed."""
 
+import math
 from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -248,6 +249,11 @@ class Published:
     shape: tuple[int, ...]
     classes: int
     tokens: int | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all samples in memory."""
+        return (self.train + self.test) * math.prod(self.shape) * (1 if self.tokens is None else 8)
 
     def random(self, stream: bool) -> tuple[Any, Any, Any, Any]:
         """Returns random data of this form, as `FederatedDataModule.load` does; streamed, all samples are equal."""

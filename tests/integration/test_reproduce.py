@@ -12,11 +12,13 @@ import pytest
 from PIL import Image
 from torchvision.models import _api
 
-from fl_lightning import CIFAR10, CIFAR100
+from fl_lightning import CIFAR10, CIFAR100, Digits, DigitsMLP, FederatedTrainer, FedSAM
 from fl_lightning.commands import landscape
+from fl_lightning.commands.shared import prediction
+from fl_lightning.commands.shared.prediction import Step
 from fl_lightning.data.images import CORRUPTIONS
 from fl_lightning.results.compare import compare
-from fl_lightning.results.papers import PAPERS
+from fl_lightning.results.papers import PAPERS, find
 from fl_lightning.results.recipes import figures
 from fl_lightning.results.report.files import read_group
 from fl_lightning.results.report.page import papers
@@ -59,6 +61,40 @@ def test_dry_run_without_data_of_unknown_shape(
     *_, command, reason = capsys.readouterr().out.splitlines()
     assert command == "fl-lightning fit --config experiment/fedsam/cityscapes_uniform --trainer.seed=0"
     assert reason.startswith("no estimate for Cityscapes: data.data_dir = 'data/cityscapes': ")
+
+
+@pytest.mark.sampled(slow=10)
+@pytest.mark.slow
+@pytest.mark.parametrize("table", sorted({(cell.paper, cell.table) for cell in find()}), ids=" ".join)
+def test_dry_run_of_every_table(
+    table: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At full size, without data: no round is trained, one step is measured for each data set and net."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(prediction, "measure", None)
+    cli("reproduce", *table, "--dry-run")
+    shown = capsys.readouterr().out
+    steps = re.findall(r"measuring a step: (.*)", shown)
+    assert len(steps) == len({*steps}) and (re.search(r"runs?, about [\d.,]+ ", shown) or "no estimate" in shown)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_seconds_by_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sample's seconds times the samples that a run trains on, and a third of them for those that it evaluates."""
+    data = Digits(num_clients=10, batch_size=20)
+    data.setup()
+    model, trainer = (
+        FedSAM(DigitsMLP()),
+        FederatedTrainer(max_rounds=30, eval_every=10, local_epochs=2, accelerator="cpu"),
+    )
+    n, tested = len(data.y_train), len(data.y_test)
+    assert Step(1e-3, 0).run(trainer, model, data, 5) == pytest.approx(
+        30 * 5 * 2 * n / 10 * 2e-3 + 3 * tested * 1e-3 / 3
+    )
+    trainer.local_steps = 7
+    assert Step(1.0, 0).run(trainer, model, data, 5) == pytest.approx(30 * 5 * 7 * 20 * 2 + tested)
+    measured = Step.measure(trainer, model, data)
+    assert measured.seconds > 0 and not any(p.grad is not None for p in model.net.parameters())
 
 
 def test_declared_numbers_need_no_run(

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from fl_lightning import IID, FederatedDataModule, FromFile, LocalObjective
-from fl_lightning.core import State, UserError, earlier
+from fl_lightning.core import State, UserError, earlier, generator, map_tensors, named_tensors
 from fl_lightning.engine import ENGINES, LocalResult
 from fl_lightning.trainer import (
     Callback,
@@ -33,6 +33,7 @@ from fl_lightning.trainer import (
 from fl_lightning.trainer.callbacks.checkpoints import pause
 from fl_lightning.trainer.flight import Flight
 from fl_lightning.trainer.runtime import collectives
+from fl_lightning.trainer.runtime.environment import cpu_threads
 from fl_lightning.trainer.timing import exchanged
 
 FEWEST, MOST, BUDGET = 4, 20, 5.0
@@ -223,18 +224,92 @@ def data_or_like(data: FederatedDataModule) -> tuple[FederatedDataModule, str | 
     Raises:
         UserError: If files are missing, and the data set is not a published one whose shape is known.
     """
-    like, reason = copy.copy(data), None
     try:
-        loaded = data.load()
+        return _with(data, data.load()), None
     except UserError as error:
         if data.published is None:
             raise
-        loaded, reason = data.published.random(data.stream), str(error)
-        if isinstance(data.partition, FromFile) and not Path(data.partition.path).is_file():
-            like.partition = IID()
-    vars(like).update(load=lambda: loaded, prepare_data=lambda: None)
+        return data_like(data, data.stream), str(error)
+
+
+def data_like(data: FederatedDataModule, stream: bool = True) -> FederatedDataModule:
+    """Returns data of the published numbers and shape that are set up, without a look at the files.
+
+    Args:
+        data: The data; they are loaded if nothing is published of them.
+        stream: Keep one sample in memory for all.
+
+    Raises:
+        UserError: If nothing is published of the data, and their files are missing.
+    """
+    if data.published is None:
+        return _with(data, data.load())
+    like = _with(data, data.published.random(stream), setup=False)
+    like.stream = stream
+    if isinstance(data.partition, FromFile) and not Path(data.partition.path).is_file():
+        like.partition = IID()
     like.setup()
-    return like, reason
+    return like
+
+
+def _with(data: FederatedDataModule, loaded: tuple[Any, Any, Any, Any], setup: bool = True) -> FederatedDataModule:
+    """Returns the data with samples that are loaded already."""
+    copied = copy.copy(data)
+    vars(copied).update(load=lambda: loaded, prepare_data=lambda: None)
+    if setup:
+        copied.setup()
+    return copied
+
+
+ELEMENTS = 20_000
+"""Numbers in the samples of the step that an estimate by arithmetic measures, so that its memory is small."""
+
+
+class Step(NamedTuple):
+    """A forward and a backward pass of a batch on this machine.
+
+    Attributes:
+        seconds: Seconds of a sample.
+        memory: Peak of this process's main memory, in bytes.
+    """
+
+    seconds: float
+    memory: int
+
+    @classmethod
+    def measure(cls, trainer: FederatedTrainer, model: LocalObjective, data: FederatedDataModule) -> "Step":
+        """Measures the second of two steps; the data are set up, and the model stays as it is."""
+        fabric, net = trainer.fabric, copy.deepcopy(model.net)
+        x, _ = next(iter(data.client_batches(0, 1, 1, generator(0, "step"), trainer.dtype)))
+        one = sum(v[:1].numel() for v in named_tensors(x, "").values())
+        n = max(2, min(data.batch_size or ELEMENTS, ELEMENTS // one))
+        x = map_tensors(lambda v: v[:1].expand(n, *v.shape[1:]).to(fabric.device), x)
+        net.to(fabric.device, trainer.dtype).train()
+        with cpu_threads(trainer.threads):
+            for _ in range(2):
+                begin = time.perf_counter()
+                with fabric.autocast():
+                    out = net(x)
+                out.float().mean().backward()
+                out.sum().item()  # waits for the device
+                seconds = time.perf_counter() - begin
+        return cls(seconds / n, peak_memory())
+
+    def run(self, trainer: FederatedTrainer, model: LocalObjective, data: FederatedDataModule, clients: int) -> float:
+        """Works out the seconds of a run's training and evaluation.
+
+        Args:
+            trainer: Its trainer.
+            model: Its local objective, of the same net.
+            data: Its data, set up.
+            clients: Clients of a round.
+        """
+        passes, steps = model.phases * sum(model.passes), trainer.local_steps
+        batch = data.batch_size or data.client_sizes.float().mean().item()
+        trained = steps * batch if steps else trainer.local_epochs * data.client_sizes.float().mean().item()
+        evaluations = due(trainer.max_rounds, trainer.eval_every, trainer.eval_last)
+        evaluated = evaluations * len(data.y_test) / 3  # a backward pass takes as long as two forward passes
+        return self.seconds * (trainer.max_rounds * clients * trained * passes + evaluated)
 
 
 class Ahead(NamedTuple):
