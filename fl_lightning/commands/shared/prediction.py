@@ -304,11 +304,12 @@ class Step(NamedTuple):
             data: Its data, set up.
             clients: Clients of a round.
         """
-        passes, steps = model.phases * sum(model.passes), trainer.local_steps
+        (forward, backward), steps = model.passes, trainer.local_steps
+        passes = model.phases * (forward + 2 * backward) / 3  # a backward pass takes as long as two forward passes
         batch = data.batch_size or data.client_sizes.float().mean().item()
         trained = steps * batch if steps else trainer.local_epochs * data.client_sizes.float().mean().item()
         evaluations = due(trainer.max_rounds, trainer.eval_every, trainer.eval_last)
-        evaluated = evaluations * len(data.y_test) / 3  # a backward pass takes as long as two forward passes
+        evaluated = evaluations * len(data.y_test) / 3
         return self.seconds * (trainer.max_rounds * clients * trained * passes + evaluated)
 
 
