@@ -4,6 +4,7 @@ import hashlib
 import inspect
 import math
 from collections.abc import Mapping
+from dataclasses import is_dataclass
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
@@ -24,7 +25,7 @@ from fl_lightning.trainer.participation import failures
 from fl_lightning.trainer.run import Run
 from fl_lightning.trainer.runtime.collectives import all_gather_dict, exchange, on_rank_zero
 from fl_lightning.trainer.state import by_key
-from fl_lightning.trainer.storage import RunFolder, check_unused, checkpoint, records
+from fl_lightning.trainer.storage import RunFolder, check_unused, checkpoint, provenance, records
 from fl_lightning.trainer.storage.checkpoint import REMEDY
 
 BLOCK = 1 << 24
@@ -174,13 +175,20 @@ def restore(run: Run, ckpt_path: str, resume: bool = True, clients: bool = True)
     run.resume(path, content, checkpoint.state_of(content, w0), folder if inside else None)
 
 
+def note_sources(run: Run) -> None:
+    """Notes in a run under privacy what its sums depend on. What is edited while it goes on is not what it has read."""
+    if run.aggregation.noise_key is not None:
+        run.sources = f"{run.data.content()} {provenance.digest_of_files(run.config)}"
+
+
 def _take_noise_key(run: Run, path: Path, content: Mapping[str, Any], resume: bool) -> None:
     """Takes over the key of the noise where no other sum can get the noise of a round; else the run's is a new one."""
     rule, noise, last = run.aggregation, content["noise"], RunFolder(path.parent.parent).last
     if rule.noise_key is None or noise is None or getattr(rule, "noise_seed", None) is not None:
         return
     engine = content["engine"] if run.settings.engine == "auto" else run.settings.engine
-    if not resume or (path.resolve() == last.resolve() and noise["settings"] == digest(run, engine)):
+    same = not resume or (path.resolve() == last.resolve() and noise["settings"] == digest(run, engine))
+    if run.fabric.broadcast(same):  # files of other nodes may differ, and the key may not
         rule.noise_key = NoiseKey(bytes.fromhex(noise["key"]))
     else:
         run.fabric.print(f"privacy: new noise and cohorts from round {content['round'] + 1} on")
@@ -247,7 +255,9 @@ LEFT_OUT = ("accelerator", "strategy", "devices", "num_nodes", "engine", "callba
 
 
 def digest(run: Run, engine: EngineName) -> str:
-    """Returns a digest of settings, algorithm, data, versions and devices; what it cannot describe counts by its class.
+    """Returns a digest of settings, algorithm, `Run.sources`, versions and devices.
+
+    What it cannot describe counts by its class.
 
     Args:
         run: The run.
@@ -258,7 +268,8 @@ def digest(run: Run, engine: EngineName) -> str:
         engine,
         _arguments(run.settings),
         dict(run.objective.hparams) | _arguments(run.objective),
-        _arguments(run.data) | {"samples": run.data.fingerprint()},
+        _arguments(run.data),
+        run.sources,
         config and {**config, "trainer": {**config["trainer"], "engine": None}},
         [fl_lightning.__version__, str(torch.__version__), numpy.__version__],
         [run.fabric.device.type, run.fabric.world_size, torch.get_num_threads()],
@@ -285,5 +296,5 @@ def _plain(value: Any) -> Any:
     if isinstance(value, nn.Module):
         return described(value)
     kind = value if isinstance(value, type) else type(value)
-    public = {name: item for name, item in vars(value).items() if name[0] != "_"} if isinstance(value, Checked) else {}
+    public = {name: item for name, item in vars(value).items() if name[0] != "_"} if isinstance(value, Checked) or is_dataclass(value) else {}
     return [kind.__module__, kind.__qualname__, _plain(public)]

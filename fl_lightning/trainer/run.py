@@ -152,6 +152,7 @@ class Run:
         should_stop: Ends the run; a callback may set it.
         checkpoint: The checkpoint that the run was restored from.
         first_settings: The objective's plain settings when the run was made; callbacks may change them.
+        sources: Hash of samples, code and files as they were when the run began; None: not under privacy.
         restored: Content of that checkpoint, without the clients' rows, which would lie in memory twice.
         folder: The run's folder; of a restored run, that of the checkpoint.
         callback_s: Seconds spent in callbacks.
@@ -211,6 +212,7 @@ class Run:
         self.before: tuple[RunState, list[dict[str, Any]]] = self.state, []
         self.round_metrics: dict[str, float] = {}
         self.checkpoint: Path | None = None
+        self.sources: str | None = None
         self.restored: dict[str, Any] = {}
         self.first_settings = objective.named_settings()
         self.should_stop = self._stopped = False
