@@ -234,8 +234,8 @@ def _overriding(owner: object) -> dict[str, Any]:
 
 def _is_short(found: Any) -> bool:
     """Returns whether a config can hold entries: they are few, and none of them is a described array."""
-    leaves = [*islice(leaves(found), MOST + 1)]
-    return len(leaves) <= MOST and not any(str(leaf).startswith(ARRAYS) for leaf in leaves)
+    some = [*islice(leaves(found), MOST + 1)]
+    return len(some) <= MOST and not any(str(leaf).startswith(ARRAYS) for leaf in some)
 
 
 def leaves(found: Any) -> Iterator[Any]:

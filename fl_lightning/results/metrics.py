@@ -154,6 +154,11 @@ def is_of_clients(metric: str) -> bool:
     return metric.startswith(("server/clients/", "server/unseen_clients/", "client/adapted/", "client/test/"))
 
 
+def is_protected(metric: str) -> bool:
+    """Returns whether a metric of a run under ``trainer.privacy`` is a function of its releases and of test data."""
+    return re.fullmatch(r"client/(diverged|lr)|privacy/\w+|server/test/.+", metric) is not None
+
+
 def is_result(metric: str) -> bool:
     """Returns whether a metric is a result, with a best value and a curve: evaluation, training loss and flatness."""
     return is_flatness(metric) or metric.startswith("server/") or metric == "client/train/loss"

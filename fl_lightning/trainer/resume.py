@@ -177,14 +177,14 @@ def restore(run: Run, ckpt_path: str, resume: bool = True, clients: bool = True)
 
 def note_sources(run: Run) -> None:
     """Notes in a run under privacy what its sums depend on. What is edited while it goes on is not what it has read."""
-    if run.aggregation.noise_key is not None:
+    if run.private:
         run.sources = f"{run.data.content()} {provenance.digest_of_files(run.config)}"
 
 
 def _take_noise_key(run: Run, path: Path, content: Mapping[str, Any], resume: bool) -> None:
     """Takes over the key of the noise where no other sum can get the noise of a round; else the run's is a new one."""
     rule, noise, last = run.aggregation, content["noise"], RunFolder(path.parent.parent).last
-    if rule.noise_key is None or noise is None or getattr(rule, "noise_seed", None) is not None:
+    if noise is None or not run.private:
         return
     engine = content["engine"] if run.settings.engine == "auto" else run.settings.engine
     same = not resume or (path.resolve() == last.resolve() and noise["settings"] == digest(run, engine))

@@ -29,7 +29,7 @@ from fl_lightning.core import (
 from fl_lightning.data import FederatedDataModule, Minibatches
 from fl_lightning.engine import ENGINES, Engine, EngineName, LocalResult
 from fl_lightning.results.configs import group_id, only_python
-from fl_lightning.results.metrics import Mode
+from fl_lightning.results.metrics import Mode, is_protected
 from fl_lightning.trainer.aggregation.base import Aggregation, Mean, Plan
 from fl_lightning.trainer.evaluation import Evaluator, Split
 from fl_lightning.trainer.loggers import About, RunLogger
@@ -269,13 +269,25 @@ class Run:
         kind: Kind = self.restored.get("kind", self.kind)
         tags = (type(self.objective).__name__, type(self.data).__name__)
         group = "-".join([*tags, group_id(self._config)])
-        return About("fit" if kind == "federated" else kind, group, tags, self.settings.eval_last)
+        job = "fit" if kind == "federated" else kind
+        return About(job, group, tags, self.settings.eval_last, self.private)
 
     @property
     def run_loggers(self) -> dict[RunLogger, dict[str, Any]]:
         """The loggers that survive a resumption, each with its state in the checkpoint, which is empty in a new run."""
         states = self.restored.get("loggers", {})
         return {x: states.get(key, {}) for key, x in by_key(self.loggers).items() if isinstance(x, RunLogger)}
+
+    @property
+    def private(self) -> bool:
+        """Whether noise of a secret key protects the clients."""
+        rule = self.aggregation
+        return rule.noise_key is not None and getattr(rule, "noise_seed", None) is None
+
+    @property
+    def own_loggers(self) -> list[RunLogger]:
+        """The loggers that get everything; of a private run those that publish nothing."""
+        return [logger for logger in self.run_loggers if not (self.private and logger.publishes)]
 
     @property
     def failure_kinds(self) -> tuple[str, ...]:
@@ -347,8 +359,9 @@ class Run:
     def write_metrics(self) -> Mapping[str, float]:
         """Gives the round's metrics to the loggers, and returns them; later ones belong to the next round."""
         logged, self.round_metrics = self.round_metrics, {}
+        protected = {name: value for name, value in logged.items() if not self.private or is_protected(name)}
         for logger in self.loggers:
-            logger.log_metrics(metrics=logged, step=self.rounds_done)
+            logger.log_metrics(metrics=logged if logger in self.own_loggers else protected, step=self.rounds_done)
         return logged
 
     def call(self, hook: str, *arguments: Any) -> None:

@@ -23,6 +23,7 @@ class CSVLogger(RunLogger):
     """
 
     path: Path
+    publishes = False
 
     def __init__(self) -> None:
         self.columns: list[str] = ["round"]

@@ -19,6 +19,7 @@ from fl_lightning.results import (
     average,
     best_of,
     config_files,
+    is_protected,
     is_result,
     mode_of,
     read_directions,
@@ -80,7 +81,9 @@ class WandbLogger(LightningWandbLogger, FigureLogger):
     @rank_zero_only
     def start(self, run_dir: Path, state: Mapping[str, Any], round: int, about: About) -> None:
         self._open(run_dir, state, round, about)
-        self._training, self._columns = True, read_run(run_dir)
+        columns = read_run(run_dir).items()
+        self._training = True
+        self._columns = {name: pairs for name, pairs in columns if not about.private or is_protected(name)}
 
     @rank_zero_only
     def reopen(self, run_dir: Path, state: Mapping[str, Any], round: int, about: About) -> None:
