@@ -22,6 +22,8 @@ EXECUTION = (
 
 ONLY_PYTHON = re.compile(r"\((?:[^()]*, )?id [0-9a-f]{6}\)|\b__main__\.|<locals>")
 """Is found in settings that no config can make: what a description of `core.made` has, and classes of a script."""
+
+
 def is_private(config: Mapping[str, Any]) -> bool:
     """Returns whether a run of this config protects its clients: by ``trainer.privacy`` with a secret key."""
     privacy = config.get("trainer", {}).get("privacy")

@@ -251,4 +251,4 @@ def page(rows: Sequence[Path]) -> tuple[str, Callable[[], Figure]]:
 
 def _about(row: Path) -> dict[str, str]:
     found = next((folder / ABOUT for folder in row.parents if (folder / ABOUT).is_file()), None)
-    return {"title": "Ledger", "text": "", **(yaml.safe_load(found.read_text(encoding="utf-8")) if found else {})}
+    return {"title": "Ledger", "text": "", **(read_config(found) if found else {})}

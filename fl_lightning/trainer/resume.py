@@ -296,5 +296,5 @@ def _plain(value: Any) -> Any:
     if isinstance(value, nn.Module):
         return described(value)
     kind = value if isinstance(value, type) else type(value)
-    public = {name: item for name, item in vars(value).items() if name[0] != "_"} if isinstance(value, Checked) or is_dataclass(value) else {}
-    return [kind.__module__, kind.__qualname__, _plain(public)]
+    own = vars(value) if isinstance(value, Checked) or (is_dataclass(value) and value is not kind) else {}
+    return [kind.__module__, kind.__qualname__, _plain({name: v for name, v in own.items() if name[0] != "_"})]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import re
 from collections.abc import Iterator
 from itertools import pairwise
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from jsonargparse import get_loader
 from torch import nn
 
 import fl_lightning
@@ -168,7 +170,7 @@ def test_lists_name_the_key() -> None:
         ("a: &a [*a]", r"line 1: \*a stands within itself"),
         ("[" * 900 + "]" * 900, "line 1: nested deeper than 50"),
             ("[" * 3000 + "]" * 3000, "nest"),  # PyYAML 6.0.4 says it before us
-        *((text, "Error: ") for text in ("2026-99-99", "!!bool x", "!!timestamp x", "!!int x", "9" * 5000, "\udcff")),
+        *((text, "Error: ") for text in ("!!timestamp 2026-99-99", "!!bool x", "!!timestamp x", "!!int x", "9" * 5000, "\udcff")),
         ("a: &a [1, 1]\n" + "\n".join(f"{b}: &{b} [*{a}{f', *{a}' * 9}]" for a, b in pairwise("abcdefg")), "unfolds"),
     ],
 )  # fmt: skip
@@ -182,3 +184,7 @@ def test_yaml_that_does_not() -> None:
     expected = "a: {x: 1, y: {x: 2}}\nb: [{a: 1}, {a: 2}]\nc: {a: 1}\nd: {a: 3}"
     assert load_yaml(text.rpartition("\n?")[0]) == yaml.safe_load(expected)
     assert load_yaml("") is None
+    numbers = ["1e-2", "1E5", "+1.5e3", ".5", "1_0.5", "-.inf", "09", "0x1F", "1e", "-", "2026-11-27", "v1.0"]
+    found = load_yaml(f"[{', '.join(numbers)}]")  # as to the command line
+    assert found == [0.01, 1e5, 1500.0, 0.5, 10.5, -math.inf, "09", 31, "1e", "-", "2026-11-27", "v1.0"]
+    assert [type(each) for each in found[:9]] == [type(get_loader("yaml")(each)) for each in numbers[:9]]

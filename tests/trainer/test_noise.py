@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from importlib import import_module
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 

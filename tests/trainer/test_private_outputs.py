@@ -115,7 +115,8 @@ def everything(root: Path, number: int) -> Path:
     torch.manual_seed(0)
     trainer = FederatedTrainer(
         max_rounds=8, local_steps=6, sampler=fl.BernoulliSampler(0.6), accelerator="cpu", engine="sequential",
-        clock=fl.Clock(sec_per_sample=0.1), faults=faults, on_divergence="continue", privacy=AdaptivePrivacy(noise_multiplier=1.0, delta=0.1, noise_seed=1),
+        clock=fl.Clock(sec_per_sample=0.1), faults=faults, on_divergence="continue",
+        privacy=AdaptivePrivacy(noise_multiplier=1.0, delta=0.1, noise_seed=1),
         callbacks=[fl.FlatnessMonitor(1, measures)], enable_progress_bar=False, default_root_dir=str(root),
     )  # fmt: skip
     data = fl.Arrays(client_arrays=clients, test=test, batch_size=5, val_fraction=0.25)
@@ -155,8 +156,8 @@ def group(name: str) -> str:
 def test_private_runs_leave_no_more(tmp_path: Path) -> None:
     options = ("privacy=GaussianPrivacy", "privacy.delta=0.1", "privacy.noise_multiplier=1")
     folder = run("fit", "--model.weighting=uniform", *(f"--trainer.{option}" for option in options), root=tmp_path)
-    for command in (("ledger", "add", str(folder), f"--into={tmp_path / 'rows'}"),
-                    ("export", str(folder / "checkpoints/last.ckpt"), str(tmp_path / "net.pt"), "--client=0")):  # fmt: skip
+    add = ("ledger", "add", str(folder), f"--into={tmp_path / 'rows'}")
+    for command in (add, ("export", str(folder / "checkpoints/last.ckpt"), str(tmp_path / "net.pt"), "--client=0")):
         with pytest.raises(SystemExit, match=r"error: [^\n]*under trainer.privacy"):
             cli(*command)
     assert not (tmp_path / "net.pt").exists() and not (tmp_path / "rows").exists()

@@ -59,7 +59,7 @@ class RunLogger(Checked, Logger, key="trainer.loggers: {}"):
 
     dir: Path | None = None
     publishes = True
-    """Whether others than the owner of the run folder may see what is logged: of private runs, the protected metrics."""
+    """Whether others than the run folder's owner may see what is logged: of private runs, it gets what is protected."""
 
     def check(self, run_dir: Path, state: Mapping[str, Any], round: int) -> None:
         """Checks the log of a run that is resumed, before anything is written; rank 0 calls. Arguments as for `start`.

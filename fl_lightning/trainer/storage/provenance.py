@@ -7,8 +7,8 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Mapping
-from datetime import UTC, datetime
 from contextlib import suppress
+from datetime import UTC, datetime
 from functools import cache
 from hashlib import file_digest, sha256
 from importlib.metadata import version
@@ -146,7 +146,7 @@ def digest_of_files(config: Any) -> str:
         path = Path(getattr(module, "__file__", None) or "")
         if path.suffix and STDLIB not in path.parents and not {"site-packages", "dist-packages"} & {*path.parts}:
             own.add(path)
-    named = {Path(text) for text in map(str, leaves(config)) if os.path.isfile(text)}  # noqa: PTH113  Path refuses long texts
+    named = {Path(text) for text in map(str, leaves(config)) if os.path.isfile(text)}
     found = sha256() if hasattr(main, "__file__") else sha256(os.urandom(32))
     for path in [*sorted(own), *sorted(named)]:
         with suppress(OSError), path.open("rb") as file:
