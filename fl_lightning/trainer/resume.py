@@ -32,7 +32,7 @@ BLOCK = 1 << 24
 """Numbers that rank 0 receives at once for a checkpoint, or one row."""
 
 
-def save(run: Run, path: Path) -> None:
+def save(run: Run, path: Path, stays: bool = True) -> None:
     """Writes a checkpoint; rank 0 writes. The file is whole, whenever the process dies.
 
     If other processes keep rows of clients, all must call, and rank 0 gets those that have changed.
@@ -40,13 +40,14 @@ def save(run: Run, path: Path) -> None:
     Args:
         run: The run, between two rounds.
         path: The file. Any but the run's last.ckpt stays valid when later ones are written.
+        stays: Whether the file is neither replaced nor removed later, as last.ckpt and best.ckpt are.
     """
     if run.clients.shared:
         _fetch_rows(run)
-        on_rank_zero(run.fabric, partial(_write, run, path))
+        on_rank_zero(run.fabric, partial(_write, run, path, stays))
         run.clients.saved()
     else:
-        _write(run, path)
+        _write(run, path, stays)
     run.saved_rounds = run.rounds_done
 
 
@@ -61,19 +62,19 @@ def _fetch_rows(run: Run) -> None:
         store.stage({k: State(row) for k, row in exchange(fabric, moves, rows, store.shapes, store.w0).items()})
 
 
-def _write(run: Run, path: Path) -> None:
+def _write(run: Run, path: Path, stays: bool) -> None:
     if run.fabric.is_global_zero:
         if run.frozen and run.saved_rounds < 0:  # once in a process: a file that is lost or damaged is whole again
             files.save(run.folder.frozen, {name: value.cpu() for name, value in constants(run.objective.net).items()})
         failures.write(run.folder.failures, run.state.failures)  # first: a resumed run writes it again
-        about = _about(run, pin=path != run.folder.last)
+        about = _about(run, pin=path != run.folder.last and (stays or path))
         for logger in run.run_loggers:
             logger.flush()  # a checkpoint never knows of more rounds than the log
         checkpoint.save(path, run.state, about)
         run.clients.saved()
 
 
-def _about(run: Run, pin: bool) -> dict[str, Any]:
+def _about(run: Run, pin: bool | Path) -> dict[str, Any]:
     objective, buffers = run.objective, run.objective.net_buffers
     key = run.aggregation.noise_key
     values, net = objective.flat.split(run.global_model.cpu()), objective.net
