@@ -14,6 +14,7 @@ from .curves import curve_files as curve_files
 from .curves import plot_curves as plot_curves
 from .metrics import NUMBER as NUMBER
 from .metrics import PROTOCOL as PROTOCOL
+from .metrics import Series as Series
 from .metrics import average as average
 from .metrics import best_of as best_of
 from .metrics import deviation as deviation

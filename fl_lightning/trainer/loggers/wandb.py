@@ -16,6 +16,7 @@ from fl_lightning.core import FROZEN, UserError, folded
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.results import (
     SUFFIX,
+    Series,
     average,
     best_of,
     config_files,
@@ -137,7 +138,7 @@ class WandbLogger(LightningWandbLogger, FigureLogger):
                 self._defined.add(name)
                 mode = mode_of(name, None, self._directions)
                 self.run.define_metric(name, step_metric="round", summary=f"{mode},last")
-            self._columns.setdefault(name, []).append((step, value))
+            self._columns.setdefault(name, Series()).append(step, value)
             if name.startswith("server/test/") and not name.endswith("/loss"):
                 row[f"{name}{SUFFIX}"] = average(values(name, self._columns[name], step, self._about.eval_last))
         self.run.log(row)
