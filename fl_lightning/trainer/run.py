@@ -350,8 +350,8 @@ class Run:
         """Adds metrics to this round's; names say what was measured where, as in ``server/test/acc``."""
         try:
             metrics = {"" + name: float(value) for name, value in metrics.items()}  # names are text
-        except (TypeError, ValueError):
-            raise UserError(f"run.log: {dict(metrics)!r:.80}: give numbers by name") from None
+        except (AttributeError, TypeError, ValueError):
+            raise UserError(f"run.log: {metrics!r:.80}: give numbers by name") from None
         ensure("round" not in metrics, "run.log: round is the column of the rounds; give your metric another name")
         self.round_metrics.update(metrics)
         self.state = replace(self.state, metrics={**self.metrics, **metrics})
