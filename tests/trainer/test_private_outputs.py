@@ -157,10 +157,15 @@ def test_private_runs_leave_no_more(tmp_path: Path) -> None:
     options = ("privacy=GaussianPrivacy", "privacy.delta=0.1", "privacy.noise_multiplier=1")
     folder = run("fit", "--model.weighting=uniform", *(f"--trainer.{option}" for option in options), root=tmp_path)
     add = ("ledger", "add", str(folder), f"--into={tmp_path / 'rows'}")
-    for command in (add, ("export", str(folder / "checkpoints/last.ckpt"), str(tmp_path / "net.pt"), "--client=0")):
+    report = ("report", str(folder), f"--out={tmp_path / 'page'}")
+    for command in (
+        add,
+        report,
+        ("export", str(folder / "checkpoints/last.ckpt"), str(tmp_path / "net.pt"), "--client=0"),
+    ):
         with pytest.raises(SystemExit, match=r"error: [^\n]*under trainer.privacy"):
             cli(*command)
-    assert not (tmp_path / "net.pt").exists() and not (tmp_path / "rows").exists()
+    assert not any((tmp_path / name).exists() for name in ("net.pt", "rows", "page"))
 
 
 # Files and messages
@@ -186,7 +191,7 @@ def of_others() -> Iterator[Row]:
     yield "`fl-lightning export`", "weights and buffers", "-"
     yield "messages to Flower's nodes", "what the server sends", f"to the node of a client: `seed`, {listed(about)}"
     yield "W&B, MLflow, trackio", "settings, the protected metrics", "-"
-    yield "`ledger add`, `export --client`", "-", "refused"
+    yield "`ledger add`, `report`, `export --client`", "-", "refused"
     yield "printed lines", "-", "progress, clients that were refused"
 
 
