@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -20,8 +21,10 @@ from torch import nn
 import fl_lightning
 import fl_lightning.commands.shared.cli  # every class of the package is defined then
 from fl_lightning import SAM, SGD, Checkpoints, Digits, DigitsMLP, Dirichlet, FedAvg, FederatedTrainer, UserError
+from fl_lightning.commands.shared.early import check_early
 from fl_lightning.core import LATER, Checked, Interval, NonNegative
 from fl_lightning.results.yaml_text import load_yaml
+from tests.runs import cli
 
 POOL: dict[str, Any] = {
     "nan": float("nan"), "inf": float("inf"), "huge": 10**400, "text": "nonsense", "float": 2.5, "bool": True, "int": 1,
@@ -177,6 +180,18 @@ def test_lists_name_the_key() -> None:
 def test_yaml_that_misleads(text: str, problem: str) -> None:
     with pytest.raises(yaml.YAMLError, match=problem):
         load_yaml(text)
+
+
+@pytest.mark.parametrize("deep", [True, False])
+def test_yaml_is_checked_before_anything_reads_it(deep: bool, tmp_path: Path) -> None:
+    nets = "".join(
+        f"a{i}: &a{i} {{{', '.join(f'p{j}: {{init_args: *a{i - 1}}}' for j in range(9))}}}\n" for i in range(1, 12)
+    )
+    bomb = f"a0: &a0 {{class_path: X}}\n{nets}model: {{class_path: FedAvg, init_args: *a11}}\n"
+    (path := tmp_path / "bomb.yaml").write_text(f"model: {'{a: ' * 3000}1{'}' * 3000}" if deep else bomb)
+    check_early("fit", "--config", str(path))  # leaves it to the parser
+    with pytest.raises(SystemExit, match=r"error: config = .*: line \d: (nested deeper|unfolds)"):
+        cli("fit", "--config", str(path))
 
 
 def test_yaml_that_does_not() -> None:
