@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from fl_lightning.core import ensure, files, make_folder, write_atomically
-from fl_lightning.results.terminal import say
+from fl_lightning.results import is_private, read_config, say
 from fl_lightning.trainer import Run, RunFolder
 from fl_lightning.trainer.storage import checkpoint
 
@@ -31,13 +31,29 @@ def run(ckpt: str, out: str, /, client: int | None = None) -> None:
     target = Path(out)
     ensure(not target.is_dir() and target.name != "", f"out = {out}: a folder; give the path of a file")
     ensure(
-        not target.is_file() or files.fault(target) == files.UNMARKED,
-        f"out = {out}: a checkpoint or another file of a run; give the path of a new file",
+        not target.is_file() or _is_export(target),
+        f"out = {out}: a file that no export has written; give the path of a new file",
+    )
+    config = RunFolder(Path(ckpt).parent.parent).newest_config
+    ensure(
+        client is None or not config.is_file() or not is_private(read_config(config)),
+        f"client = {client}: a client's own model is not private, and this run is one under trainer.privacy; leave "
+        "it out, or take it from fl_lightning.load_net, which writes no file",
     )
     net = load_net(ckpt, client)
     make_folder(target.parent)
     write_atomically(target, partial(torch.save, net.state_dict()))
     say(f"{type(net).__name__}, {sum(p.numel() for p in net.parameters()):,} weights: {out}")
+
+
+def _is_export(path: Path) -> bool:
+    """Returns whether a file holds a state_dict, and nothing that a run has marked as its own."""
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception:  # torch's own depend on what the file holds
+        return False
+    plain = isinstance(found, dict) and all(isinstance(value, torch.Tensor) for value in found.values())
+    return plain and files.fault(path) == files.UNMARKED
 
 
 def load_net(run_folder: str | Path, client: int | None = None) -> nn.Module:
@@ -79,6 +95,10 @@ def load_net(run_folder: str | Path, client: int | None = None) -> nn.Module:
                     _load_own(loaded, client)
             weights |= made.model.net.state_dict()
     net: nn.Module = made.model.net
+    ensure(
+        weights.keys() == net.state_dict().keys(),
+        f"ckpt = {path}: its weights are not those of the net in {config}; restore both",
+    )
     net.to(weights[next(name for name, _ in net.named_parameters())].dtype)
     net.load_state_dict(weights)
     return net

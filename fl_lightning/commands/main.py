@@ -62,7 +62,10 @@ def main(args: Sequence[str] | None = None) -> None:
     if isinstance(sys.stdout, TextIOWrapper):  # a name may have letters that the terminal does not, or be no text
         sys.stdout.reconfigure(errors="backslashreplace")
     # classes in files of the working folder can be named; absolute, since a config is read from within its own folder
-    sys.path.insert(0, os.getcwd())
+    try:
+        sys.path.insert(0, os.getcwd())
+    except FileNotFoundError:
+        sys.exit("error: the working folder has been removed; change to another one")
     interruption = None
     try:
         from fl_lightning.commands.shared.arguments import joined

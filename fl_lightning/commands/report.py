@@ -7,16 +7,19 @@ from typing import Any, Literal
 import numpy as np
 
 from fl_lightning.commands.compare import say_left_out
-from fl_lightning.core import Figure, drawing, figure_files, make_folder, write_together
+from fl_lightning.core import Figure, drawing, ensure, figure_files, make_folder, write_together
 from fl_lightning.data.histogram import Histogram, heat_map
 from fl_lightning.flatness.plots import plot_density, plot_spectrum
 from fl_lightning.results import (
     LEAST,
     PROTOCOL,
     Runs,
+    config_files,
     densities,
+    is_private,
     partitions,
     plot_clients,
+    read_config,
     read_group,
     report_page,
     say,
@@ -59,6 +62,12 @@ def run(
             folder mine/ beside it for the others.
     """
     groups = compare(runs, target, last, metric, reference, mode)
+    for folder in (folder for group in groups for folder in group.folders):
+        ensure(
+            not any(is_private(read_config(path)) for path in config_files(folder).values()),
+            f"runs = {folder}: a run under trainer.privacy, whose losses and clients are not private; leave it out: "
+            "fl-lightning compare shows it here",
+        )
     shown = columns(groups, None if reference is None else of_run(groups, reference))
     files = [(group, read_group(group)) for group in groups]
     page = Path(out) if out.endswith(".html") else Path(out) / "report.html"

@@ -68,6 +68,7 @@ from .machine import processor as processor
 from .made import MADE as MADE
 from .made import config_of as config_of
 from .made import described as described
+from .made import leaves as leaves
 from .names import SYNONYMS as SYNONYMS
 from .names import similar as similar
 from .nested import Inputs as Inputs

@@ -234,17 +234,18 @@ def _overriding(owner: object) -> dict[str, Any]:
 
 def _is_short(found: Any) -> bool:
     """Returns whether a config can hold entries: they are few, and none of them is a described array."""
-    leaves = [*islice(_leaves(found), MOST + 1)]
-    return len(leaves) <= MOST and not any(str(leaf).startswith(ARRAYS) for leaf in leaves)
+    some = [*islice(leaves(found), MOST + 1)]
+    return len(some) <= MOST and not any(str(leaf).startswith(ARRAYS) for leaf in some)
 
 
-def _leaves(found: Any) -> Iterator[Any]:
+def leaves(found: Any) -> Iterator[Any]:
+    """Yields the values of nested dicts and lists."""
     entries = found.values() if isinstance(found, dict) else found if isinstance(found, list) else None
     if entries is None:
         yield found
     else:
         for each in entries:
-            yield from _leaves(each)
+            yield from leaves(each)
 
 
 def _path(kind: Any) -> str:

@@ -10,7 +10,8 @@ HIDDEN = "***"
 LEFT_OUT = re.compile(r"(?<![^/:,\s])\*{3}(?![^@,])")
 """Finds where one stood."""
 NAME = re.compile(
-    r"passw|passphrase|secret|credential|bearer|authori[sz]ation|^key$|(?<![a-z])(o?auth|pass|pwd)$"
+    r"passw|passphrase|secret|credential|bearer|cookies?$|authori[sz]ation|^key$|webhook([-_ ]?url)?$"
+    r"|amz[-_]signature$|(?<![a-z])(o?auth|pass|pwd|sig)$"
     r"|(api|access|account|auth|client|private|service|session|signing|ssh|hf|hub|wandb|comet|neptune)[-_ ]?key"
     r"|(?<!bos_)(?<!cls_)(?<!eos_)(?<!mask_)(?<!pad_)(?<!sep_)(?<!unk_)token$",
     re.IGNORECASE,
@@ -18,7 +19,8 @@ NAME = re.compile(
 """Is found in the name of a secret; the special tokens of a vocabulary are none."""
 VALUE = re.compile(
     r"\b(?:hf_|gh[opsu]_|github_pat_|glpat-|sk-|xox[abp]-|wandb_v1_|AKIA)[\w-]{12,}|\beyJ[\w-]+\.[\w-]+\.[\w-]*"
-    r"|(?i:bearer\s+)\S+|-----BEGIN[^-]* PRIVATE KEY-----"
+    r"|(?i:bearer\s+)\S+|\b(?:hooks\.slack\.com/|discord(?:app)?\.com/api/webhooks/|\w+\.webhook\.office\.com/)\S+"
+    r"|-----BEGIN[^-]* PRIVATE KEY-----"
 )
 """A key that its form gives away, whatever its name."""
 RANDOM = re.compile(r"(-[\w.+-]+=)?(?=\D*\d)(?=[^A-Za-z]*[A-Za-z])[A-Za-z0-9+]{20,}={0,2}")

@@ -77,9 +77,8 @@ class Arrays(FederatedDataModule):
         if self.path is not None:
             arrays, suffix = _read(Path(self.path), "r" if self.stream else None)
             x_train, y_train, x_test, y_test = (nested(arrays, key) for key in KEYS)
-            missing = [
-                key for key, part in zip(KEYS, (x_train, y_train, x_test, y_test), strict=True) if len(part) == 0
-            ]
+            four = zip(KEYS, (x_train, y_train, x_test, y_test), strict=True)
+            missing = [key for key, part in four if not (isinstance(part, Mapping) or np.ndim(part)) or not len(part)]
             needed = ", ".join(f"{key}{suffix}" for key in KEYS)
             ensure(not missing, f"data.path = '{self.path}' lacks {', '.join(missing)}; it needs {needed}")
             return x_train, np.array(y_train), x_test, np.array(y_test)
@@ -115,7 +114,7 @@ def _read(path: Path, mode: Any) -> tuple[dict[str, Any], str]:
             return {name: file[name] for name in file if name.partition(".")[0] in KEYS}, ""
     except FileNotFoundError:
         raise UserError(f"data.path = '{path}': no such file; give an .npz file with {', '.join(KEYS)}") from None
-    except (OSError, ValueError, EOFError, TypeError, zipfile.BadZipFile) as error:
+    except (OSError, ValueError, EOFError, TypeError, MemoryError, zipfile.BadZipFile) as error:
         kind, them = ("has no readable .npy files", "them") if path.is_dir() else ("is not a readable .npz file", "it")
         again = f"write {them} again with np.{'save' if path.is_dir() else 'savez'}"
         raise UserError(f"data.path = '{path}' {kind} ({error}); {again}") from None

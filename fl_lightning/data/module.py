@@ -38,6 +38,8 @@ Split: TypeAlias = Literal["train", "val", "test"] | Sequence[int] | Tensor
 """A named part of the data, or indices into the training data."""
 FINGERPRINTED = 1000
 """Training and test samples whose bits are part of a fingerprint; of fewer, all are."""
+HASHED_AT_ONCE = 256
+"""Samples that a hash of all of them copies at once."""
 
 
 class FederatedDataModule(SampleStore, ABC):
@@ -339,3 +341,11 @@ class FederatedDataModule(SampleStore, ABC):
                 digest.update(stored_bytes(x, sorted(indices.tolist())))
             self._fingerprint = digest.hexdigest()[:16]
         return self._fingerprint
+
+    def content(self) -> str:
+        """Returns a hash of the fingerprint and of all stored samples, which are read once for it."""
+        digest = hashlib.sha256(self.fingerprint().encode())
+        for x, n in ((self.x_train, len(self.y_train)), (self.x_test, len(self.y_test))):
+            for at in range(0, n, HASHED_AT_ONCE):
+                digest.update(stored_bytes(x, range(at, min(at + HASHED_AT_ONCE, n))))
+        return digest.hexdigest()

@@ -172,7 +172,7 @@ class Versions(ClientStore):
         kept = {self._saved.get(job.client, ""), version_in(row[KEPT]) if row else ""} - {""}
         return {"version": version_in(job.state[KEPT]) if self.inits else "", "keep": " ".join(sorted(kept))}
 
-    def state_dict(self, pin: bool = False) -> dict[str, Any]:
+    def state_dict(self, pin: bool | Path = False) -> dict[str, Any]:
         self._being_saved = self._saved if pin else self._all()
         return {**super().state_dict(pin), "owner": self.owner}
 

@@ -6,6 +6,7 @@ from .configs import ONLY_PYTHON as ONLY_PYTHON
 from .configs import config_files as config_files
 from .configs import differences as differences
 from .configs import flatten as flatten
+from .configs import is_private as is_private
 from .configs import only_python as only_python
 from .configs import read_config as read_config
 from .configs import short_names as short_names
@@ -13,9 +14,11 @@ from .curves import curve_files as curve_files
 from .curves import plot_curves as plot_curves
 from .metrics import NUMBER as NUMBER
 from .metrics import PROTOCOL as PROTOCOL
+from .metrics import Series as Series
 from .metrics import average as average
 from .metrics import best_of as best_of
 from .metrics import deviation as deviation
+from .metrics import is_protected as is_protected
 from .metrics import is_result as is_result
 from .metrics import last_measurements as last_measurements
 from .metrics import markdown as markdown

@@ -105,6 +105,7 @@ def compare(
             reference has a finite value.
     """
     runs = [runs] if isinstance(runs, str | Path) else runs
+    ensure(bool(runs), "runs = []: give the folders of runs, or a folder above them")
     named = {Path(run).resolve() for run in runs}
     members: dict[str, dict[Seeds, Path]] = {}
     left_out: dict[str, list[Path]] = {}

@@ -39,6 +39,8 @@ from fl_lightning.results.metrics import (
 
 POINTS = 100
 """Number of parts of a long run; the mean over each part is drawn."""
+SINGLE = 5000
+"""Most single values of a run that a line joins."""
 DIVERGED = 1000.0
 """Loss above which a panel of losses has a logarithmic axis."""
 MOST = 12
@@ -126,7 +128,7 @@ def plot_curves(runs: Mapping[str, Runs], names: Sequence[str] | None = None) ->
     """Draws metrics of one or more groups of runs by round, one colour a group: as wide as a page, one as a column.
 
     The band is the mean ± the standard deviation over the seeds. For a long run, the means over hundredths of its
-    rounds are drawn; if it is the only one of its group, a thin line joins its single values.
+    rounds are drawn; if it is the only one of its group, a thin line joins its single values, or `SINGLE` of them.
 
     Args:
         runs: ``metrics.csv`` of a run, or of several with different seeds, by label.
@@ -190,7 +192,8 @@ def _panel(axes: Axes, name: str, groups: Mapping[str, Sequence[Columns]], hours
         if len(group) > 1:
             axes.fill_between(at, low, high, alpha=0.2, linewidth=0, **faint)
         elif len(at) < len(group[0][name]):
-            each, values = zip(*group[0][name], strict=True)
+            pairs = group[0][name]
+            each, values = zip(*pairs[:: -(-len(pairs) // SINGLE)], strict=True)
             axes.plot(_hours(group, each) if hours else each, values, linewidth=0.4, alpha=0.3, zorder=1, **faint)
     if is_flatness(name):
         scale_axis(axes.yaxis, ends)  # a band that reaches 0 has no place on a logarithmic axis

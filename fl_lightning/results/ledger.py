@@ -11,7 +11,7 @@ import yaml
 
 from fl_lightning.core import Figure, ensure, read_json, write_atomically
 from fl_lightning.results.compare import ROW, compare
-from fl_lightning.results.configs import EXECUTION, config_files, group_id, read_config
+from fl_lightning.results.configs import EXECUTION, config_files, group_id, is_private, read_config
 from fl_lightning.results.curves import plot_curves, plot_tradeoff
 from fl_lightning.results.metrics import DIRECTIONS, Pairs, markdown, read_metrics, read_rows, table_text, tested
 from fl_lightning.results.metrics import FILE as METRICS
@@ -56,7 +56,12 @@ def row_files(run: Path, ran: Mapping[str, Any]) -> dict[str, str]:
     """
     configs = config_files(run)
     ensure(len(configs) == 1, f"{run}: has {len(configs)} configs; a row is a run of one config, without changes")
-    config, starts = portable(read_config(configs[0])), _starts(run / "provenance.json")
+    given, starts = read_config(configs[0]), _starts(run / "provenance.json")
+    ensure(
+        not is_private(given),
+        f"{run}: a run under trainer.privacy, whose folder is not public; publish its net, by fl-lightning export",
+    )
+    config = portable(given)
     ensure(
         not any(start.get("made_by") == "a program" for start in _read(run)),
         f"{run}: a program has made its objects and weights; a row is a run of `fl-lightning fit`",
@@ -246,4 +251,4 @@ def page(rows: Sequence[Path]) -> tuple[str, Callable[[], Figure]]:
 
 def _about(row: Path) -> dict[str, str]:
     found = next((folder / ABOUT for folder in row.parents if (folder / ABOUT).is_file()), None)
-    return {"title": "Ledger", "text": "", **(yaml.safe_load(found.read_text(encoding="utf-8")) if found else {})}
+    return {"title": "Ledger", "text": "", **(read_config(found) if found else {})}

@@ -3,14 +3,16 @@
 import csv
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from io import StringIO
 from numbers import Real
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, overload
 
-from fl_lightning.core import UserError, grouped, parse_json, read_json, require, write_atomically
+from fl_lightning.core import UserError, parse_json, read_json, require, write_atomically
 
 Mode = Literal["max", "min"]
 """Whether the largest or the smallest value of a metric is the best."""
@@ -154,6 +156,11 @@ def is_of_clients(metric: str) -> bool:
     return metric.startswith(("server/clients/", "server/unseen_clients/", "client/adapted/", "client/test/"))
 
 
+def is_protected(metric: str) -> bool:
+    """Returns whether a metric of a run under ``trainer.privacy`` is a function of its releases and of test data."""
+    return re.fullmatch(r"client/(diverged|lr)|privacy/\w+|server/test/.+", metric) is not None
+
+
 def is_result(metric: str) -> bool:
     """Returns whether a metric is a result, with a best value and a curve: evaluation, training loss and flatness."""
     return is_flatness(metric) or metric.startswith("server/") or metric == "client/train/loss"
@@ -167,7 +174,43 @@ Pairs = Sequence[tuple[float, float]]
 """Values by round."""
 Columns = Mapping[str, Pairs]
 """Values by metric and round."""
+LARGEST = 2**63 - 1
 NUMBER = re.compile(r"[-+]?((\d+\.?\d*|\.\d+)(e[-+]?\d+)?|inf|nan)", re.IGNORECASE)
+
+
+@dataclass(frozen=True, eq=False)
+class Series(Sequence[tuple[int, float]]):
+    """Values by round, as pairs (round, value) in 16 bytes each."""
+
+    rounds: "array[int]" = field(default_factory=lambda: array("q"))
+    values: "array[float]" = field(default_factory=lambda: array("d"))
+
+    def __len__(self) -> int:
+        """Returns the number of pairs."""
+        return len(self.rounds)
+
+    @overload
+    def __getitem__(self, at: int) -> tuple[int, float]: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[tuple[int, float]]: ...
+    def __getitem__(self, at: int | slice) -> Any:
+        """Returns a pair, or a list of some."""
+        if isinstance(at, slice):
+            return [*zip(self.rounds[at], self.values[at], strict=True)]
+        return self.rounds[at], self.values[at]
+
+    def __iter__(self) -> Iterator[tuple[int, float]]:
+        """Yields the pairs."""
+        return zip(self.rounds, self.values, strict=True)
+
+    def append(self, round: int, value: float) -> None:
+        """Adds a pair."""
+        self.rounds.append(round)
+        self.values.append(value)
+
+    def __eq__(self, other: object) -> bool:
+        """Returns whether another sequence has the same pairs."""
+        return isinstance(other, Sequence) and [*self] == [*other]
 
 
 def read_rows(path: Path) -> list[list[str]]:
@@ -181,10 +224,12 @@ def read_rows(path: Path) -> list[list[str]]:
         csv.Error: If it is no CSV.
     """
     with path.open(newline="", encoding="utf-8") as file:
-        lines = file.readlines()
-    if len(lines) > 1 and not lines[-1].endswith("\n"):
-        del lines[-1]
-    return [row for row in csv.reader(lines, strict=True) if row]
+        return [*_rows(file)]
+
+
+def _rows(file: Iterable[str]) -> Iterator[list[str]]:
+    whole = (line for n, line in enumerate(file) if not n or line.endswith("\n"))
+    return (row for row in csv.reader(whole, strict=True) if row)
 
 
 def read_numbers(path: Path, what: str, *whole: str) -> tuple[list[str], list[dict[str, float]]]:
@@ -198,37 +243,52 @@ def read_numbers(path: Path, what: str, *whole: str) -> tuple[list[str], list[di
     Raises:
         UserError: If the file is no such table.
     """
-    line, found = 1, list[dict[str, float]]()
+    head, *rows = _numbers(path, what, *whole)
+    return [*head], rows
+
+
+def _numbers(path: Path, what: str, *whole: str) -> Iterator[dict[str, float]]:
+    """Yields a mapping of the columns, in their order, and then the rows; see `read_numbers`."""
+    line = 1
     try:
-        head, *rows = read_rows(path) or [[]]
-        if absent := [name for name in whole if name not in head]:
-            raise ValueError(f"no column named {absent[0]}")
-        for line, row in enumerate(rows, 2):  # noqa: B007  the message names it
-            if len(row) != len(head):
-                raise ValueError(f"{len(row)} cells, not {len(head)}")
-            cells = zip(head, row, strict=True)
-            found.append({n: int(cell) if n in whole else float(cell) for n, cell in cells if cell or n in whole})
-            for name in whole:
-                float(found[-1][name])  # a whole number of 400 digits is none to calculate with
+        with path.open(newline="", encoding="utf-8") as file:
+            rows = _rows(file)
+            head = next(rows, [])
+            if absent := [name for name in whole if name not in head]:
+                raise ValueError(f"no column named {absent[0]}")
+            yield dict.fromkeys(head, 0.0)
+            for line, row in enumerate(rows, 2):  # noqa: B007  the message names it
+                if len(row) != len(head):
+                    raise ValueError(f"{len(row)} cells, not {len(head)}")
+                cells = zip(head, row, strict=True)
+                found = {n: int(cell) if n in whole else float(cell) for n, cell in cells if cell or n in whole}
+                for name in whole:
+                    if not -LARGEST <= found[name] <= LARGEST:
+                        raise ValueError(f"{name} beyond {LARGEST}")
+                yield found
     except (ValueError, OverflowError, csv.Error) as error:
         where = "" if line == 1 else f"line {line}: "
         raise UserError(
             f"{path}: not a table of {what} ({where}{error}); restore the file, or leave its run out"
         ) from None
-    return head, found
 
 
-def read_metrics(path: Path) -> dict[str, list[tuple[int, float]]]:
+def read_metrics(path: Path) -> dict[str, Series]:
     """Returns the columns of a ``metrics.csv`` as (round, value) pairs, without empty cells.
 
     Raises:
         UserError: If the file is no table of numbers by round.
     """
-    _, rows = read_numbers(path, "metrics", "round")
-    return grouped((name, (int(row["round"]), row[name])) for row in rows for name in row if name != "round")
+    rows, found = _numbers(path, "metrics", "round"), dict[str, Series]()
+    next(rows)
+    for row in rows:
+        at = int(row.pop("round"))
+        for name, value in row.items():
+            found.setdefault(name, Series()).append(at, value)
+    return found
 
 
-def read_run(folder: Path | None) -> dict[str, list[tuple[int, float]]]:
+def read_run(folder: Path | None) -> dict[str, Series]:
     """Returns the metrics of a run folder; none if there is no folder, or nothing was logged yet.
 
     Raises:

@@ -8,10 +8,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from fl_lightning.core import UserError, ensure
 from fl_lightning.results.papers import PAPERS, Cell
+from fl_lightning.results.yaml_text import load_yaml
 
 CODE = {"FL-Simulator": "configs/presets/flsim", "FL-SAM": "configs/presets/flsam"}
 """Tables of the README files of the papers' codes, whose settings are others, and the presets of these codes."""
@@ -222,4 +221,4 @@ def _figure(paper: str, number: str, entry: dict[str, Any]) -> PaperFigure:
 
 
 def _content(file: str) -> Any:
-    return yaml.safe_load(Path(__file__).with_name(file).read_text(encoding="utf-8"))
+    return load_yaml(Path(__file__).with_name(file).read_text(encoding="utf-8"))

@@ -1,6 +1,7 @@
 """Tables and lines on the terminal: what is too wide is divided, and neither a number nor a word is cut."""
 
 import copy
+import re
 import shlex
 import shutil
 import sys
@@ -16,14 +17,19 @@ TEXT = 30
 """Most characters in a line of a text, in a table that is too wide."""
 
 
+CONTROL = re.compile(r"[\x01-\x08\x0b-\x1f\x7f-\x9f]")
+"""What a terminal takes for a command, as a name may hold it."""
+
+
 def wrapped(text: str, stream: Any = None, joint: str = "") -> str:
-    """Returns lines as a stream shows them: a terminal breaks those that are too long between words.
+    """Returns lines as a stream shows them: controls escaped; a terminal breaks those too long between words.
 
     Args:
         text: The lines.
         stream: The stream; None: the standard output.
         joint: What a broken line ends with.
     """
+    text = CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
     if not (stream or sys.stdout).isatty():
         return text
     width = shutil.get_terminal_size().columns - len(joint)

@@ -1,5 +1,6 @@
 """Reads YAML, but refuses a key that is given twice and aliases that unfold without end."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -8,7 +9,23 @@ import yaml
 
 DEPTH, SIZE = 50, 100_000
 """Largest depth, and number of values with aliases unfolded."""
-LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+FLOAT, DATE = "tag:yaml.org,2002:float", "tag:yaml.org,2002:timestamp"
+
+
+class Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+    """PyYAML's loader of plain values, to which 1e-2 is a number, and a date text: as to the command line."""
+
+    yaml_implicit_resolvers = {
+        first: [(tag, form) for tag, form in resolvers if tag not in (FLOAT, DATE)]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+
+NUMBER = re.compile(
+    r"([-+]?[0-9][0-9_]*(\.[0-9_]*([eE][-+]?[0-9]+)?|[eE][-+]?[0-9]+|(:[0-5]?[0-9])+\.[0-9_]*)"
+    r"|\.[0-9_]+([eE][-+][0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN))$"
+)
+Loader.add_implicit_resolver(FLOAT, NUMBER, [*"-+0123456789."])
 
 
 class NoValueError(yaml.YAMLError):  # type: ignore[misc]
@@ -30,7 +47,7 @@ def load_yaml(text: str, load: Callable[[str], Any] | None = None) -> Any:
 
     Args:
         text: The text.
-        load: Loads it once it is checked; None: PyYAML's loader of plain values.
+        load: Loads it once it is checked; None: `Loader`.
 
     Raises:
         yaml.YAMLError: With the line, if a mapping has a key twice, an alias stands within its own anchor, or the text
@@ -38,8 +55,8 @@ def load_yaml(text: str, load: Callable[[str], Any] | None = None) -> Any:
     """
     try:
         _check(text)
-        return yaml.load(text, Loader=LOADER) if load is None else load(text)
-    # those of PyYAML for 2026-99-99, !!bool x, 5,000 digits, half of a character; of jsonargparse for "?"
+        return yaml.load(text, Loader=Loader) if load is None else load(text)
+    # those of PyYAML for !!bool x, 5,000 digits, half of a character; of jsonargparse for "?"
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise NoValueError(f"no value of YAML ({type(error).__name__}: {error})") from None
 
@@ -47,7 +64,7 @@ def load_yaml(text: str, load: Callable[[str], Any] | None = None) -> Any:
 def _check(text: str) -> None:
     """Checks a text before it is loaded, in one pass over it."""
     stack, sizes = [_Open()], dict[str | None, int]()
-    for event in yaml.parse(text, Loader=LOADER):
+    for event in yaml.parse(text, Loader=Loader):
         line, key = f"line {event.start_mark.line + 1}", None
         match event:
             case yaml.MappingStartEvent() | yaml.SequenceStartEvent():

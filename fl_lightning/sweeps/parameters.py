@@ -80,9 +80,11 @@ class Parameter:
             require(isinstance(values, list) and bool(values), f"{where}.values", values, "give a list")
         if "probabilities" in options:
             shares = options["probabilities"]
-            numbers = isinstance(shares, list) and all(isinstance(share, (int, float)) for share in shares)
+            numbers = isinstance(shares, list) and all(
+                isinstance(share, (int, float)) and share >= 0 for share in shares
+            )
             fit = numbers and len(shares) == len(options["values"]) and math.isclose(sum(shares), 1.0, abs_tol=1e-6)
-            require(fit, f"{where}.probabilities", shares, "one for each value, with sum 1")
+            require(fit, f"{where}.probabilities", shares, "one for each value, none below 0, with sum 1")
         if "min" in options:
             low, high = options["min"], options["max"]
             require(low < high, f"{where}.min", low, f"less than max = {high}")

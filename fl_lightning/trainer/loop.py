@@ -65,7 +65,7 @@ def close(run: Run, metrics: Mapping[str, float], losses: Sequence[float] = ()) 
 def _evaluate(run: Run, losses: Sequence[float]) -> None:
     for split in ("val", "test") if run.data.val_fraction else ("test",):
         run.log(evaluate(run, split))
-    for logger in run.run_loggers if losses and run.fabric.is_global_zero else ():
+    for logger in run.own_loggers if losses and run.fabric.is_global_zero else ():
         logger.log_clients("client/train/loss", losses, run.rounds_done)
 
 

@@ -4,6 +4,7 @@ import hashlib
 import inspect
 import math
 from collections.abc import Mapping
+from dataclasses import is_dataclass
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
@@ -24,14 +25,14 @@ from fl_lightning.trainer.participation import failures
 from fl_lightning.trainer.run import Run
 from fl_lightning.trainer.runtime.collectives import all_gather_dict, exchange, on_rank_zero
 from fl_lightning.trainer.state import by_key
-from fl_lightning.trainer.storage import RunFolder, check_unused, checkpoint, records
+from fl_lightning.trainer.storage import RunFolder, check_unused, checkpoint, provenance, records
 from fl_lightning.trainer.storage.checkpoint import REMEDY
 
 BLOCK = 1 << 24
 """Numbers that rank 0 receives at once for a checkpoint, or one row."""
 
 
-def save(run: Run, path: Path) -> None:
+def save(run: Run, path: Path, stays: bool = True) -> None:
     """Writes a checkpoint; rank 0 writes. The file is whole, whenever the process dies.
 
     If other processes keep rows of clients, all must call, and rank 0 gets those that have changed.
@@ -39,13 +40,14 @@ def save(run: Run, path: Path) -> None:
     Args:
         run: The run, between two rounds.
         path: The file. Any but the run's last.ckpt stays valid when later ones are written.
+        stays: Whether the file is neither replaced nor removed later, as last.ckpt and best.ckpt are.
     """
     if run.clients.shared:
         _fetch_rows(run)
-        on_rank_zero(run.fabric, partial(_write, run, path))
+        on_rank_zero(run.fabric, partial(_write, run, path, stays))
         run.clients.saved()
     else:
-        _write(run, path)
+        _write(run, path, stays)
     run.saved_rounds = run.rounds_done
 
 
@@ -60,19 +62,19 @@ def _fetch_rows(run: Run) -> None:
         store.stage({k: State(row) for k, row in exchange(fabric, moves, rows, store.shapes, store.w0).items()})
 
 
-def _write(run: Run, path: Path) -> None:
+def _write(run: Run, path: Path, stays: bool) -> None:
     if run.fabric.is_global_zero:
         if run.frozen and run.saved_rounds < 0:  # once in a process: a file that is lost or damaged is whole again
             files.save(run.folder.frozen, {name: value.cpu() for name, value in constants(run.objective.net).items()})
         failures.write(run.folder.failures, run.state.failures)  # first: a resumed run writes it again
-        about = _about(run, pin=path != run.folder.last)
+        about = _about(run, pin=path != run.folder.last and (stays or path))
         for logger in run.run_loggers:
             logger.flush()  # a checkpoint never knows of more rounds than the log
         checkpoint.save(path, run.state, about)
         run.clients.saved()
 
 
-def _about(run: Run, pin: bool) -> dict[str, Any]:
+def _about(run: Run, pin: bool | Path) -> dict[str, Any]:
     objective, buffers = run.objective, run.objective.net_buffers
     key = run.aggregation.noise_key
     values, net = objective.flat.split(run.global_model.cpu()), objective.net
@@ -174,13 +176,20 @@ def restore(run: Run, ckpt_path: str, resume: bool = True, clients: bool = True)
     run.resume(path, content, checkpoint.state_of(content, w0), folder if inside else None)
 
 
+def note_sources(run: Run) -> None:
+    """Notes in a run under privacy what its sums depend on. What is edited while it goes on is not what it has read."""
+    if run.private:
+        run.sources = f"{run.data.content()} {provenance.digest_of_files(run.config)}"
+
+
 def _take_noise_key(run: Run, path: Path, content: Mapping[str, Any], resume: bool) -> None:
     """Takes over the key of the noise where no other sum can get the noise of a round; else the run's is a new one."""
     rule, noise, last = run.aggregation, content["noise"], RunFolder(path.parent.parent).last
-    if rule.noise_key is None or noise is None or getattr(rule, "noise_seed", None) is not None:
+    if noise is None or not run.private:
         return
     engine = content["engine"] if run.settings.engine == "auto" else run.settings.engine
-    if not resume or (path.resolve() == last.resolve() and noise["settings"] == digest(run, engine)):
+    same = not resume or (path.resolve() == last.resolve() and noise["settings"] == digest(run, engine))
+    if run.fabric.broadcast(same):  # files of other nodes may differ, and the key may not
         rule.noise_key = NoiseKey(bytes.fromhex(noise["key"]))
     else:
         run.fabric.print(f"privacy: new noise and cohorts from round {content['round'] + 1} on")
@@ -247,7 +256,9 @@ LEFT_OUT = ("accelerator", "strategy", "devices", "num_nodes", "engine", "callba
 
 
 def digest(run: Run, engine: EngineName) -> str:
-    """Returns a digest of settings, algorithm, data, versions and devices; what it cannot describe counts by its class.
+    """Returns a digest of settings, algorithm, `Run.sources`, versions and devices.
+
+    What it cannot describe counts by its class.
 
     Args:
         run: The run.
@@ -258,7 +269,8 @@ def digest(run: Run, engine: EngineName) -> str:
         engine,
         _arguments(run.settings),
         dict(run.objective.hparams) | _arguments(run.objective),
-        _arguments(run.data) | {"samples": run.data.fingerprint()},
+        _arguments(run.data),
+        run.sources,
         config and {**config, "trainer": {**config["trainer"], "engine": None}},
         [fl_lightning.__version__, str(torch.__version__), numpy.__version__],
         [run.fabric.device.type, run.fabric.world_size, torch.get_num_threads()],
@@ -285,5 +297,5 @@ def _plain(value: Any) -> Any:
     if isinstance(value, nn.Module):
         return described(value)
     kind = value if isinstance(value, type) else type(value)
-    public = {name: item for name, item in vars(value).items() if name[0] != "_"} if isinstance(value, Checked) else {}
-    return [kind.__module__, kind.__qualname__, _plain(public)]
+    own = vars(value) if isinstance(value, Checked) or (is_dataclass(value) and value is not kind) else {}
+    return [kind.__module__, kind.__qualname__, _plain({name: v for name, v in own.items() if name[0] != "_"})]

@@ -29,7 +29,7 @@ from fl_lightning.core import (
 from fl_lightning.data import FederatedDataModule, Minibatches
 from fl_lightning.engine import ENGINES, Engine, EngineName, LocalResult
 from fl_lightning.results.configs import group_id, only_python
-from fl_lightning.results.metrics import Mode
+from fl_lightning.results.metrics import Mode, is_protected
 from fl_lightning.trainer.aggregation.base import Aggregation, Mean, Plan
 from fl_lightning.trainer.evaluation import Evaluator, Split
 from fl_lightning.trainer.loggers import About, RunLogger
@@ -152,6 +152,7 @@ class Run:
         should_stop: Ends the run; a callback may set it.
         checkpoint: The checkpoint that the run was restored from.
         first_settings: The objective's plain settings when the run was made; callbacks may change them.
+        sources: Hash of samples, code and files as they were when the run began; None: not under privacy.
         restored: Content of that checkpoint, without the clients' rows, which would lie in memory twice.
         folder: The run's folder; of a restored run, that of the checkpoint.
         callback_s: Seconds spent in callbacks.
@@ -211,6 +212,7 @@ class Run:
         self.before: tuple[RunState, list[dict[str, Any]]] = self.state, []
         self.round_metrics: dict[str, float] = {}
         self.checkpoint: Path | None = None
+        self.sources: str | None = None
         self.restored: dict[str, Any] = {}
         self.first_settings = objective.named_settings()
         self.should_stop = self._stopped = False
@@ -267,13 +269,25 @@ class Run:
         kind: Kind = self.restored.get("kind", self.kind)
         tags = (type(self.objective).__name__, type(self.data).__name__)
         group = "-".join([*tags, group_id(self._config)])
-        return About("fit" if kind == "federated" else kind, group, tags, self.settings.eval_last)
+        job = "fit" if kind == "federated" else kind
+        return About(job, group, tags, self.settings.eval_last, self.private)
 
     @property
     def run_loggers(self) -> dict[RunLogger, dict[str, Any]]:
         """The loggers that survive a resumption, each with its state in the checkpoint, which is empty in a new run."""
         states = self.restored.get("loggers", {})
         return {x: states.get(key, {}) for key, x in by_key(self.loggers).items() if isinstance(x, RunLogger)}
+
+    @property
+    def private(self) -> bool:
+        """Whether noise of a secret key protects the clients."""
+        rule = self.aggregation
+        return rule.noise_key is not None and getattr(rule, "noise_seed", None) is None
+
+    @property
+    def own_loggers(self) -> list[RunLogger]:
+        """The loggers that get everything; of a private run those that publish nothing."""
+        return [logger for logger in self.run_loggers if not (self.private and logger.publishes)]
 
     @property
     def failure_kinds(self) -> tuple[str, ...]:
@@ -336,8 +350,8 @@ class Run:
         """Adds metrics to this round's; names say what was measured where, as in ``server/test/acc``."""
         try:
             metrics = {"" + name: float(value) for name, value in metrics.items()}  # names are text
-        except (TypeError, ValueError):
-            raise UserError(f"run.log: {dict(metrics)!r:.80}: give numbers by name") from None
+        except (AttributeError, TypeError, ValueError):
+            raise UserError(f"run.log: {metrics!r:.80}: give numbers by name") from None
         ensure("round" not in metrics, "run.log: round is the column of the rounds; give your metric another name")
         self.round_metrics.update(metrics)
         self.state = replace(self.state, metrics={**self.metrics, **metrics})
@@ -345,8 +359,9 @@ class Run:
     def write_metrics(self) -> Mapping[str, float]:
         """Gives the round's metrics to the loggers, and returns them; later ones belong to the next round."""
         logged, self.round_metrics = self.round_metrics, {}
+        protected = {name: value for name, value in logged.items() if not self.private or is_protected(name)}
         for logger in self.loggers:
-            logger.log_metrics(metrics=logged, step=self.rounds_done)
+            logger.log_metrics(metrics=logged if logger in self.own_loggers else protected, step=self.rounds_done)
         return logged
 
     def call(self, hook: str, *arguments: Any) -> None:

@@ -97,7 +97,7 @@ def _prepare_folder(run: Run, lock: ExitStack) -> None:
 def _start_loggers(run: Run) -> None:
     for own, state in run.run_loggers.items():
         own.start(run.folder.path, state, run.rounds_done, run.about)
-        if run.fabric.is_global_zero and not run.rounds_done:
+        if run.fabric.is_global_zero and not run.rounds_done and own in run.own_loggers:
             own.log_partition(run.data)
     for logger in run.loggers:
         with suppress(NotImplementedError):  # Fabric's own CSVLogger logs none

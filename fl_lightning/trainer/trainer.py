@@ -177,6 +177,7 @@ class FederatedTrainer(Settings):
         self.run = self.make_run(
             self, self.callbacks if callbacks is None else callbacks, self.loggers, model, datamodule, kind, varied
         )
+        resume.note_sources(self.run)
         if ckpt_path is not None:
             resume.restore(self.run, ckpt_path)
         if kind == "federated":

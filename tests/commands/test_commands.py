@@ -248,13 +248,17 @@ def test_export(done: Path, tmp_path: Path) -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_export_never_replaces_a_checkpoint(done: Path, tmp_path: Path) -> None:
-    last_ckpt = done / "checkpoints" / "last.ckpt"
-    before = last_ckpt.read_bytes()
-    for out, line in ((last_ckpt, "a checkpoint"), (done, "a folder"), (Path("/proc/x/net.pt"), "cannot create")):
+def test_export_replaces_nothing_but_exports(done: Path, tmp_path: Path) -> None:
+    last_ckpt, own = done / "checkpoints" / "last.ckpt", tmp_path / "own.py"
+    own.write_text("a day's work\n")
+    torch.save({"net": {"w": torch.zeros(1)}}, tmp_path / "other.pt")
+    kept = [last_ckpt, done / "metrics.csv", done / "config.yaml", own, tmp_path / "other.pt"]
+    before = [path.read_bytes() for path in kept]
+    lines = {**dict.fromkeys(kept, "a file that no"), done: "a folder", Path("/proc/x/net.pt"): "cannot create"}
+    for out, line in lines.items():
         with pytest.raises(SystemExit, match=rf"error: out = .*: {line}"):
             cli("export", str(last_ckpt), str(out))
-    assert last_ckpt.read_bytes() == before
+    assert [path.read_bytes() for path in kept] == before
     net = tmp_path / "net.pt"
     for _ in range(2):
         cli("export", str(last_ckpt), str(net))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import math
 import re
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -13,13 +15,16 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from jsonargparse import get_loader
 from torch import nn
 
 import fl_lightning
 import fl_lightning.commands.shared.cli  # every class of the package is defined then
 from fl_lightning import SAM, SGD, Checkpoints, Digits, DigitsMLP, Dirichlet, FedAvg, FederatedTrainer, UserError
+from fl_lightning.commands.shared.early import check_early
 from fl_lightning.core import LATER, Checked, Interval, NonNegative
 from fl_lightning.results.yaml_text import load_yaml
+from tests.runs import cli
 
 POOL: dict[str, Any] = {
     "nan": float("nan"), "inf": float("inf"), "huge": 10**400, "text": "nonsense", "float": 2.5, "bool": True, "int": 1,
@@ -168,7 +173,7 @@ def test_lists_name_the_key() -> None:
         ("a: &a [*a]", r"line 1: \*a stands within itself"),
         ("[" * 900 + "]" * 900, "line 1: nested deeper than 50"),
             ("[" * 3000 + "]" * 3000, "nest"),  # PyYAML 6.0.4 says it before us
-        *((text, "Error: ") for text in ("2026-99-99", "!!bool x", "!!timestamp x", "!!int x", "9" * 5000, "\udcff")),
+        *((text, "Error: ") for text in ("!!timestamp 2026-99-99", "!!bool x", "!!int x", "9" * 5000, "\udcff")),
         ("a: &a [1, 1]\n" + "\n".join(f"{b}: &{b} [*{a}{f', *{a}' * 9}]" for a, b in pairwise("abcdefg")), "unfolds"),
     ],
 )  # fmt: skip
@@ -177,8 +182,24 @@ def test_yaml_that_misleads(text: str, problem: str) -> None:
         load_yaml(text)
 
 
+@pytest.mark.parametrize("deep", [True, False])
+def test_yaml_is_checked_before_anything_reads_it(deep: bool, tmp_path: Path) -> None:
+    nets = "".join(
+        f"a{i}: &a{i} {{{', '.join(f'p{j}: {{init_args: *a{i - 1}}}' for j in range(9))}}}\n" for i in range(1, 12)
+    )
+    bomb = f"a0: &a0 {{class_path: X}}\n{nets}model: {{class_path: FedAvg, init_args: *a11}}\n"
+    (path := tmp_path / "bomb.yaml").write_text(f"model: {'{a: ' * 3000}1{'}' * 3000}" if deep else bomb)
+    check_early("fit", "--config", str(path))  # leaves it to the parser
+    with pytest.raises(SystemExit, match=r"error: config = .*: line \d: (nested deeper|unfolds)"):
+        cli("fit", "--config", str(path))
+
+
 def test_yaml_that_does_not() -> None:
     text = "a: {x: 1, y: {x: 2}}\nb: [&l {a: 1}, {a: 2}]\nc: *l\nd: {<<: *l, a: 3}\n? [1]\n: ''"
     expected = "a: {x: 1, y: {x: 2}}\nb: [{a: 1}, {a: 2}]\nc: {a: 1}\nd: {a: 3}"
     assert load_yaml(text.rpartition("\n?")[0]) == yaml.safe_load(expected)
     assert load_yaml("") is None
+    numbers = ["1e-2", "1E5", "+1.5e3", ".5", "1_0.5", "-.inf", "09", "0x1F", "1e", "-", "2026-11-27", "v1.0"]
+    found = load_yaml(f"[{', '.join(numbers)}]")  # as to the command line
+    assert found == [0.01, 1e5, 1500.0, 0.5, 10.5, -math.inf, "09", 31, "1e", "-", "2026-11-27", "v1.0"]
+    assert [type(each) for each in found[:9]] == [type(get_loader("yaml")(each)) for each in numbers[:9]]

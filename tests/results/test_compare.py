@@ -77,6 +77,8 @@ def test_what_cannot_be_compared(runs: list[Path], tmp_path: Path) -> None:
         compare(runs, reference="elsewhere")
     with pytest.raises(UserError, match="nothing"):
         compare("nothing")  # one folder, not its letters
+    with pytest.raises(UserError, match=r"runs = \[\]: give"):
+        compare([])
     other = write(tmp_path / "segmentation" / "version_0", {6: 0.5}, name="miou")
     with pytest.raises(UserError, match="metric = server/test/acc: not in"):
         compare([*runs, other])

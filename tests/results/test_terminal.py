@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 from rich.table import Column, Table
 
-from fl_lightning.results.terminal import command, fitting, wrapped
+from fl_lightning.results.terminal import command, fitting, say, wrapped
 
 NUMBERS = [["0.9749 ± 0.0018", "0.00305", "1,234,567", "×", "0.1 (2 of 5)"], ["0.5", "12.25", "1", "8", "nan"]]
 HEADS = ("test accuracy ↑", "sharpness global all ↓", "GB", "rounds to 0.8 ↓", "x")
@@ -81,3 +81,8 @@ def test_lines_are_broken_between_words_on_a_terminal_only(columns: int, monkeyp
     monkeypatch.setattr(sys, "stdout", screen)
     shown = command(*args, before="again: ").removeprefix("again: ")
     assert shlex.split(shown.replace("\\\n", "")) == args and max(map(len, shown.splitlines())) <= columns
+
+
+def test_names_send_the_terminal_no_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    say("results: a\x1b[31m\x9b\r\n\tb")
+    assert capsys.readouterr().out == "results: a\\x1b[31m\\x9b\\x0d\n\tb\n"

@@ -150,6 +150,7 @@ def test_a_file_as_wandb_takes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             {"parameters": {"a": {"values": [1], "probabilities": 0.5}}},
             "parameters.a.probabilities = 0.5: one for each",
         ),
+        ({"parameters": {"a": {"values": [1, 2], "probabilities": [2, -1]}}}, "parameters.a.probabilities = .*below 0"),
         ({"parameters": {"a": {"values": [1], "q": 2}}}, "parameters.a.q = 2: categorical has values"),
         ({"parameters": {"a": {"distribution": "log_uniform_values", "min": 0, "max": 1}}}, "a.min = 0: .*positive"),
         ({"parameters": {"a": {"distribution": "cauchy"}}}, "parameters.a = .*distribution of W&B's"),

@@ -72,7 +72,7 @@ def play(store: ClientStore, clients: Any, number: int) -> dict[int, State]:
     return rows
 
 
-def write(store: ClientStore, path: Path, pin: bool = False, **more: Any) -> None:
+def write(store: ClientStore, path: Path, pin: bool | Path = False, **more: Any) -> None:
     save(path, {"clients": store.state_dict(pin), **more})
     store.saved()
 
@@ -227,11 +227,25 @@ class AnyHistory(RuleBasedStateMachine):
         if finished == "all":
             self.store.saved()
 
+    @rule(name=st.sampled_from(["best", "round_1", "round_2"]))
+    def keep(self, name: str) -> None:
+        path = self.root / f"{name}.ckpt"
+        write(self.store, path, pin=path)
+        self.kept[path] = self.rows | self.pending
+
     @rule()
-    def keep(self) -> None:
-        path = self.root / f"{len(self.kept)}.ckpt"
+    def keep_for_good(self) -> None:
+        self.number += 1
+        path = self.root / f"{self.number}.ckpt"
         write(self.store, path, pin=True)
         self.kept[path] = self.rows | self.pending
+
+    @precondition(lambda self: self.kept)
+    @rule(data=st.data())
+    def remove(self, data: st.DataObject) -> None:
+        path = data.draw(st.sampled_from(sorted(self.kept)))
+        path.unlink()
+        del self.kept[path]
 
     def _resume(self, path: Path, rows: dict[int, State]) -> None:
         lost, self.store = self.store, read(path, self.folder, self.memory)
@@ -351,6 +365,22 @@ def test_positions_are_used_again(tmp_path: Path) -> None:
             write(store, tmp_path / "last.ckpt")
             sizes.append((tmp_path / "rows.bin").stat().st_size // row)
     assert sizes[-1] == sizes[3] <= 2 * 12 + 4
+
+
+def test_positions_of_removed_checkpoints_are_used_again(tmp_path: Path) -> None:
+    """Those of a file that is replaced, too, and although a process has died in between."""
+    store = make(tmp_path)
+    for t in range(60):
+        play(store, [(3 * t + k) % 12 for k in range(4)], t)
+        for path in (tmp_path / "best.ckpt", tmp_path / f"round_{t}.ckpt"):
+            write(store, path, pin=path)
+        (tmp_path / f"round_{t - 2}.ckpt").unlink(missing_ok=True)
+        write(store, tmp_path / "last.ckpt")
+        if t % 20 == 10:
+            store.close()
+            store = read(tmp_path / "last.ckpt", tmp_path)
+    row = store.state_dict()["file"]["row_bytes"]
+    assert (tmp_path / "rows.bin").stat().st_size // row <= 12 * (4 + 2)
 
 
 def test_kept_checkpoints_stay_whole(tmp_path: Path) -> None:

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import yaml
 
-from fl_lightning import WandbLogger
+from fl_lightning import CSVLogger, UserError, WandbLogger
 from fl_lightning.results.metrics import read_metrics
+from fl_lightning.trainer.loggers import About
 from tests.runs import cli, last, metrics, run
 
 MEASURED = '[LambdaMax,Discrepancy,{"class_path":"Spectrum","init_args":{"k":5}},ClientLambdaMax,ClientEvaluation]'
@@ -284,3 +285,15 @@ def test_loggers_of_lightning_work_beside_ours(logged: Path) -> None:
     for name, values in read_metrics(logged / "metrics.csv").items():
         theirs = {int(row["step"]): float(row[name]) for row in rows if row[name]}
         assert theirs == pytest.approx(dict(values)), name
+
+
+def test_a_link_in_place_of_the_log_is_not_followed(tmp_path: Path) -> None:
+    log, other = CSVLogger(), tmp_path / "other"
+    log.start(tmp_path, {}, 0, About("fit", "", (), 1))
+    log.log_metrics({"a": 1.0}, 1)
+    other.write_text("mine")
+    log.path.unlink()
+    log.path.symlink_to(other)
+    with pytest.raises(UserError, match=r"metrics\.csv: cannot be written"):
+        log.log_metrics({"a": 2.0}, 2)
+    assert other.read_text() == "mine"

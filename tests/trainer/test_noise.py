@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from fl_lightning import (
     BernoulliSampler,
     Callback,
     Checkpoints,
+    Clock,
+    Curves,
     Faults,
     FedAvg,
     GaussianPrivacy,
@@ -26,10 +29,11 @@ from fl_lightning import (
 from fl_lightning.core import State
 from fl_lightning.trainer.aggregation.base import Received
 from fl_lightning.trainer.aggregation.noise import BLOCK, NoiseKey, box_muller, cut, grid, rounded
+from fl_lightning.trainer.loggers.base import FigureLogger
 from fl_lightning.trainer.run import Run
 from fl_lightning.trainer.storage import checkpoint
 from tests.problem import Golden
-from tests.runs import assert_same
+from tests.runs import assert_same, metrics
 from tests.trainer.test_privacy import D, bound, draws, fit, received, release
 
 KEY = NoiseKey.of_seed(0)
@@ -218,6 +222,36 @@ def test_another_learning_rate_has_new_noise(golden: Golden) -> None:
         assert run.aggregation.noise_key is not None and run.aggregation.noise_key.secret.hex() != key
 
 
+@pytest.mark.parametrize("what", ["nothing", "a sample", "a device", "a line of code"])
+def test_noise_depends_on_samples_code_and_files(
+    what: str, golden: Golden, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beyond the samples of the fingerprint: a sum that may be another one gets other noise."""
+    monkeypatch.setattr("fl_lightning.data.module.FINGERPRINTED", 0)
+    monkeypatch.syspath_prepend(tmp_path)
+    head, row = "device,sec_per_sample,down_mbps,up_mbps,latency_s\n", "phone,0.1,1,1,0\n"
+    code, devices = tmp_path / f"own_{what.replace(' ', '_')}.py", tmp_path / "devices.csv"
+    code.write_text("from fl_lightning import FedAvg\n\n\nclass Own(FedAvg):\n    pass\n")
+    devices.write_text(head + 4 * row)
+    own = import_module(code.stem).Own
+
+    def options() -> dict[str, Any]:
+        model = own(golden.net(), weighting="uniform")
+        return {"model": model, "clock": Clock(devices=str(devices), deadline_s=1e9)}
+
+    folder = broken_off(golden, 2, **options())
+    match what:
+        case "a sample":
+            golden.arrays[0][0][0] += 1
+        case "a device":
+            devices.write_text(head + 3 * row + "slow,9,1,1,0\n")
+        case "a line of code":
+            code.write_text(code.read_text() + "# more\n")
+    key = resumed(golden, folder, **options()).aggregation.noise_key
+    assert key is not None
+    assert (key.secret.hex() == checkpoint.load(folder / LAST)["noise"]["key"]) == (what == "nothing")
+
+
 def test_key_is_in_the_checkpoint_alone(golden: Golden) -> None:
     """No other file of the run folder has it, as bytes or as text; a run without privacy has none."""
     folder = broken_off(golden, 2, model=FedAvg(golden.net(), weighting="uniform"))
@@ -245,6 +279,32 @@ def test_checkpoints_are_no_artifacts(golden: Golden, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"^trainer.loggers: WandbLogger.log_model = true: [^\n]*; set it to false$"):
         private(golden, loggers=[WandbLogger(mode="offline")])
     assert not [*tmp_path.iterdir()]
+
+
+class Public(FigureLogger):
+    """Keeps what it gets."""
+
+    def __init__(self) -> None:
+        self.got = set[str]()
+
+    def log_metrics(self, metrics: Any, step: Any = None) -> None:
+        self.got |= {*metrics}
+
+    def log_clients(self, name: str, values: Any, round: int) -> None:
+        self.got.add(name)
+
+    log_figure = log_clients
+
+
+def test_loggers_that_publish_get_what_is_protected(golden: Golden) -> None:
+    """The run folder has everything; a run that a public seed makes is not private."""
+    of = {seed: Public() for seed in (None, 1)}
+    for seed, logger in of.items():
+        privacy = GaussianPrivacy(0.5, 1.0, delta=0.1, noise_seed=seed)
+        run = private(golden, privacy=privacy, loggers=[logger], callbacks=[Curves()], max_rounds=2)
+        assert "client/train/loss" in metrics(run.folder.path)
+    assert of[None].got == {"server/test/acc", "server/test/loss", "privacy/epsilon", "privacy/snr", "client/lr"}
+    assert {"client/train/loss", "partition/samples", "curves"} < of[1].got
 
 
 @pytest.mark.parametrize("kind", [GaussianPrivacy, AdaptivePrivacy])

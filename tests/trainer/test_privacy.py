@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from copy import deepcopy
+from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -284,6 +286,16 @@ def test_epsilon_of_one_release_by_hand() -> None:
     once, twice = ({**Q5, "poisson": True, "noise": z, "delta": 1e-3} for z in (1.0 / math.sqrt(2), 1.0))
     assert Accountant(**once).epsilon(30) == pytest.approx(Accountant(**twice, releases=2).epsilon(30), rel=1e-12)
     assert Accountant(**twice, releases=2).epsilon(30) > Accountant(**twice).epsilon(60)
+
+
+@pytest.mark.parametrize("poisson", [True, False])
+def test_small_epsilons_have_a_useful_noise(poisson: bool) -> None:
+    """At most that of the mechanism without sampling; epsilon falls with the noise."""
+    of = Accountant(m=6, size=3.0, poisson=poisson, noise=1.0, delta=1e-5, rounds=3)
+    found = [replace(of, noise=z).epsilon(3) for z in (10, 100, 1000, 10_000)]
+    assert all(0 < later < before / 3 for before, later in pairwise(found))
+    plain = 2 * math.sqrt(3 * 2 * math.log(1.25e5)) / 0.1
+    assert 20 < of.least_noise(0.1) < plain
 
 
 def test_noise_for_an_epsilon() -> None:

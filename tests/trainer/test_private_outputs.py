@@ -23,9 +23,9 @@ from fl_lightning import AdaptivePrivacy, FedAvg, FederatedTrainer, UserError, a
 from fl_lightning.algorithms.parts.base import Part
 from fl_lightning.algorithms.parts.local_optimizer import LocalOptimizer
 from fl_lightning.flower.messages import CONTEXT
-from fl_lightning.results.metrics import read_metrics
+from fl_lightning.results.metrics import is_protected, read_metrics
 from fl_lightning.trainer.aggregation.base import Plan
-from tests.runs import run
+from tests.runs import cli, run
 
 PAGE = Path(__file__).parents[2] / "docs/privacy.md"
 TABLE = re.compile(r"(?<=<!-- what leaves -->\n).*?(?=<!-- /what leaves -->)", re.DOTALL)
@@ -115,7 +115,8 @@ def everything(root: Path, number: int) -> Path:
     torch.manual_seed(0)
     trainer = FederatedTrainer(
         max_rounds=8, local_steps=6, sampler=fl.BernoulliSampler(0.6), accelerator="cpu", engine="sequential",
-        faults=faults, on_divergence="continue", privacy=AdaptivePrivacy(noise_multiplier=1.0, delta=0.1, noise_seed=1),
+        clock=fl.Clock(sec_per_sample=0.1), faults=faults, on_divergence="continue",
+        privacy=AdaptivePrivacy(noise_multiplier=1.0, delta=0.1, noise_seed=1),
         callbacks=[fl.FlatnessMonitor(1, measures)], enable_progress_bar=False, default_root_dir=str(root),
     )  # fmt: skip
     data = fl.Arrays(client_arrays=clients, test=test, batch_size=5, val_fraction=0.25)
@@ -142,6 +143,7 @@ def of_metrics(root: Path) -> Iterator[Row]:
     for name, equal in same.items():
         groups.setdefault(group(name), set()).add(equal)
     private = sorted(name for name, found in groups.items() if found == {True})
+    assert all(is_protected(name) == (group(name) in private) for name in same)
     yield "metrics", listed(private), listed(sorted(groups.keys() - {*private}))
 
 
@@ -149,6 +151,21 @@ def group(name: str) -> str:
     """Metrics of one measurement are private if all of them are."""
     first, *rest = name.split("/")
     return name if first in ("client", "comm", "privacy") and len(rest) == 1 else "/".join([first, *rest[:-1], "..."])
+
+
+def test_private_runs_leave_no_more(tmp_path: Path) -> None:
+    options = ("privacy=GaussianPrivacy", "privacy.delta=0.1", "privacy.noise_multiplier=1")
+    folder = run("fit", "--model.weighting=uniform", *(f"--trainer.{option}" for option in options), root=tmp_path)
+    add = ("ledger", "add", str(folder), f"--into={tmp_path / 'rows'}")
+    report = ("report", str(folder), f"--out={tmp_path / 'page'}")
+    for command in (
+        add,
+        report,
+        ("export", str(folder / "checkpoints/last.ckpt"), str(tmp_path / "net.pt"), "--client=0"),
+    ):
+        with pytest.raises(SystemExit, match=r"error: [^\n]*under trainer.privacy"):
+            cli(*command)
+    assert not any((tmp_path / name).exists() for name in ("net.pt", "rows", "page"))
 
 
 # Files and messages
@@ -173,7 +190,8 @@ def of_others() -> Iterator[Row]:
     about = [name for name in CONTEXT if name not in ("t", "rounds", "phase", "lr")]
     yield "`fl-lightning export`", "weights and buffers", "-"
     yield "messages to Flower's nodes", "what the server sends", f"to the node of a client: `seed`, {listed(about)}"
-    yield "W&B", "the protected metrics", "the other metrics, histograms over clients, partition"
+    yield "W&B, MLflow, trackio", "settings, the protected metrics", "-"
+    yield "`ledger add`, `report`, `export --client`", "-", "refused"
     yield "printed lines", "-", "progress, clients that were refused"
 
 

@@ -61,7 +61,7 @@ def _afresh(arg: str) -> list[str]:
     if not value.startswith("[") or name.endswith("+") or _option(arg) not in PARTS:
         return [arg]
     with suppress(yaml.YAMLError):
-        if lists_classes(yaml.safe_load(value)):
+        if lists_classes(load_yaml(value)):
             return [f"{name}=[]", arg]
     return [arg]
 
@@ -126,7 +126,7 @@ def said_of(args: Sequence[str], *parts: str) -> str:
 @cache
 def settings_in(config: Path) -> dict[str, Any]:
     """Returns the settings in a config; nothing of a file without a mapping."""
-    found = yaml.safe_load(config.read_text(encoding="utf-8"))
+    found = load_yaml(config.read_text(encoding="utf-8"))
     return found if isinstance(found, dict) else {}
 
 

@@ -11,6 +11,7 @@ from argcomplete.completers import FilesCompleter
 from fl_lightning.commands.shared.arguments import PARTS, joined
 from fl_lightning.commands.shared.configs import config_names, find_config
 from fl_lightning.commands.shared.index import fitting_classes, index, named_classes, options_of
+from fl_lightning.results.yaml_text import load_yaml
 
 
 def add_options(parser: ArgumentParser, command: str, words: Sequence[str]) -> None:
@@ -26,7 +27,7 @@ def add_options(parser: ArgumentParser, command: str, words: Sequence[str]) -> N
         name, _, value = arg.removeprefix("--").partition("=")
         if name == "config":
             with suppress(ValueError, OSError, AttributeError, yaml.YAMLError):
-                chosen |= named_classes(yaml.safe_load(find_config(value).read_text(encoding="utf-8")))
+                chosen |= named_classes(load_yaml(find_config(value).read_text(encoding="utf-8")))
         chosen[name.removesuffix("+")] = value.rpartition(".")[2]
     options, classes = options_of(command), index()["classes"]
     coming = [*options]

@@ -11,6 +11,7 @@ import yaml
 from fl_lightning.commands.shared.arguments import PARTS, prepare
 from fl_lightning.commands.shared.index import entry, fitting_classes, index, named_classes, options_of
 from fl_lightning.commands.shared.unknown import FOREIGN, ArgumentsError
+from fl_lightning.results.yaml_text import load_yaml
 
 DOTTED = re.compile(r"(?<![\w./])(?!fl_lightning\.)[A-Za-z_]\w*\.[A-Za-z_]")
 """Is found in the dotted path of a class that is not the package's; its module may define further classes."""
@@ -40,7 +41,7 @@ def check_early(command: str, *args: str) -> None:
         if name == "config":
             try:
                 text = re.sub(r"#.*", "", Path(value).read_text(encoding="utf-8"))
-                chosen |= named_classes(yaml.safe_load(text))
+                chosen |= named_classes(load_yaml(text))
             except (OSError, ValueError, AttributeError, RecursionError, yaml.YAMLError):
                 return
         else:
@@ -74,6 +75,6 @@ def _check_class(path: str, name: str, setting: dict[str, Any]) -> None:
     known = name in index()["classes"] or name in index()["others"] or os.path.exists(name)
     own = "classes" in setting or (path not in FOREIGN and fitting_classes(path, ()))  # a net is any Module
     closed = own and not {"list", "open"} & {*setting}
-    if closed and re.fullmatch(r"[A-Za-z_]\w*", name) and not known and yaml.safe_load(name) == name:
+    if closed and re.fullmatch(r"[A-Za-z_]\w*", name) and not known and load_yaml(name) == name:
         bases = " ".join(f"fl_lightning.{base}" for base in setting.get("classes", ()))
         raise ArgumentsError(f'Parser key "{path}":\nSubtypes: {bases}\nExpected a dot import path string: {name}')

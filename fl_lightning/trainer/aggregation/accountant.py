@@ -3,7 +3,10 @@
 import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from types import SimpleNamespace
 from typing import Any, Literal
+
+import numpy as np
 
 from fl_lightning.core import UserError, imported
 from fl_lightning.trainer.participation.samplers import BernoulliSampler, CohortSampler, UniformSampler
@@ -12,8 +15,10 @@ from fl_lightning.trainer.runtime.console import quiet
 Method = Literal["RDP", "PLD"]
 LEAST_NOISE = 0.05
 """Smallest noise multiplier of the search."""
+LARGE = 2.0 ** np.arange(11, 31)
+"""Rényi orders beyond dp-accounting's, at which small epsilons have their minimum."""
 WARNINGS = "absl"
-"""Logger of the warnings about single Rényi orders that do not converge; the minimum leaves them out."""
+"""Logger of the warnings about single Rényi orders that do not converge."""
 
 
 @dataclass(frozen=True)
@@ -74,8 +79,10 @@ class Accountant:
             try:
                 return float(
                     dp.calibrate_dp_mechanism(
-                        lambda: _fresh(self.method, self.poisson),
-                        lambda noise: dp.SelfComposedDpEvent(replace(self, noise=noise)._event, self.rounds),
+                        lambda: SimpleNamespace(ledger=dp.NoOpDpEvent(), compose=lambda planned: planned),
+                        lambda noise: SimpleNamespace(
+                            get_epsilon=lambda _: replace(self, noise=noise).epsilon(self.rounds)
+                        ),
                         epsilon,
                         self.delta,
                         dp.LowerEndpointAndGuess(LEAST_NOISE, 1.0),
@@ -102,10 +109,17 @@ class Accountant:
 
 @lru_cache(maxsize=32)
 def _divergences(event: Any, poisson: bool) -> tuple[Any, Any]:
-    """Returns the orders, and the Rényi divergences of one round."""
+    """Returns the orders, and the Rényi divergences of one round: at most those of the Gaussian without sampling.
+
+    dp-accounting finds none, or none above 0, where a sum does not converge, and its bound without replacement may be
+    the larger one.
+    """
     with quiet(WARNINGS):
         accountant = _fresh("RDP", poisson).compose(event)
-    return accountant.orders, accountant.rdp
+    orders = np.append(accountant.orders, LARGE)
+    found = np.append(accountant.rdp, np.full(len(LARGE), np.inf))
+    whole = orders / (2 * getattr(event, "event", event).noise_multiplier ** 2)
+    return orders, np.where(found > 0, np.fmin(found, whole), whole)
 
 
 @lru_cache(maxsize=256)

@@ -106,9 +106,9 @@ class Checkpoints(Callback):
             return
         before, self.best = self.best, {r: scores[r] for r in kept}
         if self.save_top_k > 1:
-            resume.save(run, self._path(run, run.rounds_done))
+            resume.save(run, self._path(run, run.rounds_done), stays=self.keep_all)
         if kept[0] == run.rounds_done:
-            resume.save(run, run.folder.best)
+            resume.save(run, run.folder.best, stays=False)
         if run.fabric.is_global_zero and not self.keep_all and self.save_top_k > 1:
             for dropped in before.keys() - self.best.keys():
                 self._path(run, dropped).unlink(missing_ok=True)

@@ -125,7 +125,7 @@ class FlatnessMonitor(Callback):
             for measurement in measurements:
                 file.write(json.dumps({"round": run.rounds_done, "seed": run.seed, **asdict(measurement)}) + "\n")
         label = f"{run.folder.label}, round {run.rounds_done}"
-        for logger in run.run_loggers:
+        for logger in run.own_loggers:
             show(logger, measurements, run.rounds_done, label)
 
     def state_dict(self) -> dict[str, Any]:

@@ -43,5 +43,5 @@ class Curves(Callback):
             drawn["clients"] = plot_clients({run.folder.name: [clients]})
         for name, figure in drawn.items():
             _, png = save_figure(figure, run.folder.path / name)
-            for logger in run.run_loggers:
+            for logger in run.own_loggers:
                 logger.log_figure(name, png, run.rounds_done)

@@ -44,18 +44,22 @@ class About:
         group: Common to the runs of a config with different seeds.
         tags: The algorithm and the data set.
         eval_last: ``trainer.eval_last`` of the run.
+        private: Whether the run is one under ``trainer.privacy``.
     """
 
     job: str
     group: str
     tags: Sequence[str]
     eval_last: int
+    private: bool = False
 
 
 class RunLogger(Checked, Logger, key="trainer.loggers: {}"):
     """A logger that starts with the run, in its folder, and continues when the run is resumed."""
 
     dir: Path | None = None
+    publishes = True
+    """Whether others than the run folder's owner may see what is logged: of private runs, it gets what is protected."""
 
     def check(self, run_dir: Path, state: Mapping[str, Any], round: int) -> None:
         """Checks the log of a run that is resumed, before anything is written; rank 0 calls. Arguments as for `start`.

@@ -23,6 +23,7 @@ class CSVLogger(RunLogger):
     """
 
     path: Path
+    publishes = False
 
     def __init__(self) -> None:
         self.columns: list[str] = ["round"]
@@ -51,7 +52,8 @@ class CSVLogger(RunLogger):
             if new := [key for key in metrics if key not in self.columns]:
                 head, *rows = read_rows(self.path)
                 self._rewrite([*self.columns, *new], [dict(zip(head, row, strict=True)) for row in rows])
-            with self.path.open("r+", newline="") as file:  # which must exist
+            # it must exist, and no link is followed that somebody has put there
+            with open(self.path, "r+", newline="", opener=_no_link) as file:
                 file.seek(0, os.SEEK_END)
                 csv.DictWriter(file, self.columns).writerow(new_row)
         *_, (last, checksum) = self.checksums.items()
@@ -67,6 +69,10 @@ class CSVLogger(RunLogger):
         csv.writer(text).writerows([columns, *([row.get(name, "") for name in columns] for row in rows)])
         write_atomically(self.path, text.getvalue())
         self.columns = columns
+
+
+def _no_link(path: str, flags: int) -> int:
+    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0))
 
 
 def _checksum(rows: Iterable[Mapping[str, str]], before: int = 0) -> int:

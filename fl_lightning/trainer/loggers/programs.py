@@ -75,6 +75,7 @@ class MLFlowLogger(ProgramLogger):
         needs("MLFlowLogger", "mlflow")
         self.experiment_name, self.run_name, self.tags = experiment_name, run_name, tags
         self.tracking_uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
+        self.publishes = self.tracking_uri is not None
         self.run_id, self._trains = "", True
 
     @rank_zero_only
@@ -166,6 +167,8 @@ class TensorBoardLogger(ProgramLogger):
     Raises:
         UserError: If neither tensorboard nor tensorboardX is installed.
     """
+
+    publishes = False
 
     def __init__(self) -> None:
         needs("TensorBoardLogger", "tensorboard", "tensorboardX")

@@ -16,9 +16,11 @@ from fl_lightning.core import FROZEN, UserError, folded
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.results import (
     SUFFIX,
+    Series,
     average,
     best_of,
     config_files,
+    is_protected,
     is_result,
     mode_of,
     read_directions,
@@ -80,7 +82,9 @@ class WandbLogger(LightningWandbLogger, FigureLogger):
     @rank_zero_only
     def start(self, run_dir: Path, state: Mapping[str, Any], round: int, about: About) -> None:
         self._open(run_dir, state, round, about)
-        self._training, self._columns = True, read_run(run_dir)
+        columns = read_run(run_dir).items()
+        self._training = True
+        self._columns = {name: pairs for name, pairs in columns if not about.private or is_protected(name)}
 
     @rank_zero_only
     def reopen(self, run_dir: Path, state: Mapping[str, Any], round: int, about: About) -> None:
@@ -134,7 +138,7 @@ class WandbLogger(LightningWandbLogger, FigureLogger):
                 self._defined.add(name)
                 mode = mode_of(name, None, self._directions)
                 self.run.define_metric(name, step_metric="round", summary=f"{mode},last")
-            self._columns.setdefault(name, []).append((step, value))
+            self._columns.setdefault(name, Series()).append(step, value)
             if name.startswith("server/test/") and not name.endswith("/loss"):
                 row[f"{name}{SUFFIX}"] = average(values(name, self._columns[name], step, self._about.eval_last))
         self.run.log(row)

@@ -164,6 +164,7 @@ def read_devices(path: str, key: str) -> list[Device]:
     scale = Path(path).suffix.lower() == ".json"
     form = f"a CSV file with device, {', '.join(COLUMNS)}"
     form = "a JSON file with computation and communication by device" if scale else form
+    ensure(Path(path).is_file() or not Path(path).exists(), f"{key} = {path}: no file; give {form}")
     try:
         text = Path(path).read_text()
         if scale:

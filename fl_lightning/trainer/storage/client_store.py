@@ -187,7 +187,7 @@ class ClientStore:
                 ahead[client] = self._ahead.get(client) or self._thread.submit(self._disk.read, self._index[client])
         self._ahead = ahead
 
-    def state_dict(self, pin: bool = False) -> dict[str, Any]:
+    def state_dict(self, pin: bool | Path = False) -> dict[str, Any]:
         """Returns the state, pending rows included, for a checkpoint. What it refers to in the file is then on disk.
 
         Neither its positions nor those of the checkpoint before are written to until `saved`. Nothing is committed: if
@@ -195,7 +195,7 @@ class ClientStore:
 
         Args:
             pin: Whether later checkpoints do not replace this one: its positions are then never written to again,
-                whichever checkpoint the run is resumed from.
+                whichever checkpoint the run is resumed from. Its path: until that file is replaced or removed.
 
         Returns:
             Rows in memory as tensors by name, ``(clients, d)``, in the order of ``ids``; the initial model; and the
@@ -257,7 +257,7 @@ class ClientStore:
     def saved(self) -> None:
         """Call it when the checkpoint of the last `state_dict` is on disk and replaces the one before.
 
-        Positions that neither it nor a pinned one refers to become free. After a pinned `state_dict` nothing changes.
+        Positions that neither it nor another one refers to become free, once last.ckpt has been written.
         On other processes than rank 0 it says that rank 0 has put all rows into the checkpoint.
         """
         self._unsaved.clear()

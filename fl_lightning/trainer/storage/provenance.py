@@ -7,9 +7,10 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from functools import cache
-from hashlib import sha256
+from hashlib import file_digest, sha256
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from zlib import crc32
 import torch
 
 import fl_lightning
-from fl_lightning.core import UserError, fits, hidden_text, hidden_words, processor, write_atomically
+from fl_lightning.core import UserError, fits, hidden_text, hidden_words, leaves, processor, write_atomically
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.data.histogram import histogram
 from fl_lightning.results.metrics import DIRECTIONS, Mode, mode_of
@@ -31,6 +32,7 @@ MOST_FILES = 50
 """Files unknown to git that are named."""
 MOST_CLIENTS = 1000
 """Clients whose classes are counted."""
+STDLIB = Path(os.__file__).parent
 GIT_SECONDS = 5.0
 """Longest time of one call of git."""
 
@@ -127,6 +129,29 @@ def write_directions(folder: Path, directions: Mapping[str, Mode]) -> None:
     unnamed = {name: mode for name, mode in directions.items() if mode != mode_of(f"server/test/{name}")}
     if unnamed:
         write_atomically(folder / DIRECTIONS, json.dumps(unnamed) + "\n")
+
+
+def digest_of_files(config: Any) -> str:
+    """Returns a hash of the code that the process has loaded, and of the files that settings name.
+
+    The code is this package, and all modules that are neither installed nor Python's. A program without a file, such as
+    a notebook, may be any: its hash never occurs again.
+
+    Args:
+        config: The settings, as plain values.
+    """
+    main = sys.modules["__main__"]
+    own = {*Path(fl_lightning.__file__).parent.rglob("*.py")}
+    for module in [*sys.modules.values()]:
+        path = Path(getattr(module, "__file__", None) or "")
+        if path.suffix and STDLIB not in path.parents and not {"site-packages", "dist-packages"} & {*path.parts}:
+            own.add(path)
+    named = {Path(text) for text in map(str, leaves(config)) if os.path.isfile(text)}
+    found = sha256() if hasattr(main, "__file__") else sha256(os.urandom(32))
+    for path in [*sorted(own), *sorted(named)]:
+        with suppress(OSError), path.open("rb") as file:
+            found.update(file_digest(file, "sha256").digest())
+    return found.hexdigest()
 
 
 def command_line() -> str:

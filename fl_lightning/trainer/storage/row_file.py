@@ -24,6 +24,8 @@ HEADER = CHECKSUM + STAMP
 """Bytes before the values of each row in the file."""
 COLUMNS = ("ids", "positions", "stamps")
 """Entries of `RowFile.state` with a number for each row."""
+LAST, FOR_GOOD = "", "*"
+"""Names of what `RowFile.kept` holds of last.ckpt, and of all checkpoints that stay; others have those of files."""
 REMEDY = "put the run's own file back, take another checkpoint, or start again"
 Bytes = np.ndarray[Any, Any]
 
@@ -47,9 +49,10 @@ class RowFile:
         self.stamps = array("q", bytes(STAMP * end))
         self.free: list[int] = []
         self.pins = path.with_suffix(".pins")
-        self.pinned = _read_pins(self.pins) if self.pins.exists() else np.zeros(0, np.int64)
-        self.pinned = self.pinned[self.pinned < end]
-        self.snapshot: np.ndarray[Any, Any] | None = None  # positions of the last state, None if it is pinned
+        pins = _read_pins(self.pins) if self.pins.exists() else {}
+        self.kept: dict[str, Bytes] = {name: of[of < end] for name, of in pins.items()}  # by checkpoint, see `state`
+        self.written = "", np.zeros(0, np.int64)  # the last `state`
+        self.knows_last = False
         self.stamp = secrets.randbits(62)
         self._fd: int | None = None
 
@@ -58,7 +61,12 @@ class RowFile:
         """The open file."""
         if self._fd is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
+            try:
+                self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
+            except OSError as error:  # a run that is only looked at
+                if error.errno not in (errno.EROFS, errno.EACCES):
+                    raise
+                self._fd = os.open(self.path, os.O_RDONLY)
             if not self.named:
                 self.path.unlink()
         return self._fd
@@ -135,7 +143,7 @@ class RowFile:
         if not self.held[position]:
             self.free.append(position)
 
-    def state(self, index: Mapping[int, int], pin: bool) -> dict[str, Any]:
+    def state(self, index: Mapping[int, int], pin: bool | Path) -> dict[str, Any]:
         """Flushes rows to disk and returns their positions; see `ClientStore.state_dict`.
 
         Args:
@@ -144,15 +152,16 @@ class RowFile:
         """
         positions = as_array(index.values())
         np.asarray(self.held)[positions] = 1
-        self.snapshot = None if pin else positions
-        if pin:
-            self.pinned = np.union1d(self.pinned, positions)
+        name = os.path.relpath(pin, self.path.parent) if isinstance(pin, Path) else FOR_GOOD if pin else LAST
+        self.written = name, positions
+        self.kept[name] = np.union1d(self.kept.get(name, positions), positions)  # of either, until one is on disk
         if len(positions):
             files.restore_removed(self.path, self.fd)
             with self._in_one_line("flushed to disk"):
                 os.fsync(self.fd)
             if pin:  # recorded before there is such a checkpoint
-                files.save(self.pins, {"positions": torch.from_numpy(self.pinned)})
+                pins = {name: torch.from_numpy(of) for name, of in self.kept.items() if name != LAST}
+                files.save(self.pins, {"pins": pins})
         return {
             "name": self.path.name,
             "row_bytes": self.size,
@@ -162,12 +171,20 @@ class RowFile:
         }
 
     def saved(self, used: Bytes) -> None:
-        """Frees positions that are neither used, nor pinned, nor in the last `state`."""
-        if self.snapshot is None:
+        """Frees positions that are neither used nor those of a checkpoint that there is: that of `state` is on disk."""
+        name, positions = self.written
+        if name != FOR_GOOD:
+            self.kept[name] = positions
+        self.knows_last |= name == LAST
+        if not self.knows_last:
             return
+        self.kept = {
+            name: of for name, of in self.kept.items() if name in (LAST, FOR_GOOD) or (self.path.parent / name).exists()
+        }
         self.held = bytearray(len(self.held))
         held = np.asarray(self.held)
-        held[self.snapshot] = held[self.pinned] = 1
+        for of in self.kept.values():
+            held[of] = 1
         taken = held.copy()
         taken[used] = 1
         self.free = np.flatnonzero(taken == 0)[::-1].tolist()  # the first ones are taken first
@@ -209,9 +226,9 @@ def _runs(positions: Bytes, most: int) -> Iterator[Bytes]:
         yield from (run[at : at + most] for at in range(0, len(run), most))
 
 
-def _read_pins(path: Path) -> Bytes:
+def _read_pins(path: Path) -> dict[str, Bytes]:
     try:
-        return np.asarray(files.load(path)["positions"].numpy())
+        return {str(name): np.asarray(of.numpy()) for name, of in files.load(path)["pins"].items()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise UserError(
             f"{path}: damaged ({error}); put it back, or remove it together with best.ckpt and round_<n>.ckpt, which "
