@@ -315,7 +315,7 @@ def test_who_has_a_sample_is_said_once() -> None:
         UserError, match=r"^data\.partition = Dirichlet: the data say whose each sample is; leave it out$"
     ):
         FromDataset(train, test, [0, 0, 1, 1, 2, 2], partition=Dirichlet(0.1))
-    with pytest.raises(UserError, match=r"^num_clients = 30: clients has 3 of them; leave it out$"):
+    with pytest.raises(UserError, match=r"^data\.num_clients = 30: the data name 3 clients; leave it out$"):
         FromDataset(train, test, [0, 0, 1, 1, 2, 2], num_clients=30)
     pairs = [(IMAGES[:2], [0, 1])] * 2
     with pytest.raises(UserError, match=r"^num_clients = 3: client_arrays has 2; leave it out$"):
