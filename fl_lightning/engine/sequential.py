@@ -82,7 +82,8 @@ class SequentialEngine(Engine):
 
 ALONE = (
     "data.batch_size: client {} has a minibatch of one sample, in which BatchNorm has no variance; choose one that "
-    "leaves more for the end of an epoch, or set data.drop_last: true"
+    "leaves more for the end of an epoch, or set data.drop_last: true; a client of one sample needs GroupNorm, or to "
+    "be left out"
 )
 
 
