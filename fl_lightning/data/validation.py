@@ -20,7 +20,8 @@ def inputs(name: str, array: Any, rows: Sequence[int] | None = None) -> Inputs:
     """Converts samples to a tensor: images ``(N, C, H, W)`` or features ``(N, ...)``, in the memory format of `layout`.
 
     uint8 arrays are images: ``(N, H, W)`` gets a channel, and ``(N, H, W, 1, 3 or 4)`` becomes ``(N, C, H, W)`` if H
-    exceeds 4. So do floats, if W exceeds 4 as well, and ``(N, H, W, 1)`` only if H = W. Floats keep their dtype; int32 and int64 (tokens) become int64; booleans (masks) stay.
+    exceeds 4. So do floats, if W exceeds 4 as well, with one channel only if H = W; they keep their dtype. int32 and
+    int64 (tokens) become int64; booleans (masks) stay.
 
     Args:
         name: Name of the samples in errors.
@@ -61,7 +62,7 @@ def _channels_come_last(x: Tensor) -> bool:
     if x.dtype == torch.uint8:
         return last in (1, 3, 4) and rows > CHANNELS
     images = x.is_floating_point() and min(rows, columns) > CHANNELS
-    return images and (last in (3, 4) or last == 1 and rows == columns)
+    return images and (last in (3, 4) or (last == 1 and rows == columns))
 
 
 def layout(ndim: int) -> torch.memory_format:
