@@ -328,16 +328,12 @@ def test_classes_that_only_the_test_set_has():
     data = Arrays(client_arrays=pairs, test=(XF, Y), num_classes=3)
     data.setup()
     assert data.num_classes == 3
-    with pytest.raises(
-        UserError, match=r"^data\.num_classes = 3: data\.task = regression has no classes; leave it out$"
-    ):
+    with pytest.raises(UserError, match=r"^data\.num_classes = 3: data\.task = regression has no classes; leave"):
         Toy(task="regression", num_classes=3)
 
 
 def test_numbers_of_something_else_are_no_classes():
-    message = (
-        r"^y_train: only 3 of the classes 0 to 2000000000 occur; number them 0, 1, ..., or set data.num_classes = "
-    )
+    message = r"^y_train: only 3 of the classes 0 to 2000000000 occur; number them 0, 1, \.\.\., or set data\.num_c"
     with pytest.raises(UserError, match=message):
         toy((XF, Y * 10**9, XF, Y), partition=Dirichlet(0.1))
     with pytest.warns(UserWarning, match=r"^y_train: only 3 of the classes 0 to 8 occur; number .* if all are meant$"):
