@@ -91,9 +91,9 @@ def variance_needed(message: str) -> Iterator[None]:
 def batch_statistics(net: nn.Module) -> Iterator[None]:
     """Normalizes by the statistics of each batch; running statistics do not change. The caller restores the modes."""
     with unchanged(net):
+        net.train()  # what a net keeps in eval mode, such as its frozen modules, stays there
         for module in net.modules():
-            if getattr(module, "track_running_stats", False):
-                module.training = True
+            module.training = module.training and getattr(module, "track_running_stats", False)
         yield
 
 

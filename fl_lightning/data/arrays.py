@@ -160,9 +160,7 @@ class FromDataset(FederatedDataModule):
         super().__init__(**kwargs)
         self.train, self.test = train, test
         if clients is not None:
-            self.set_clients(clients, test_clients)
-            asked, found = kwargs.get("num_clients", self.num_clients), self.num_clients
-            ensure(asked == found, f"num_clients = {asked}: clients has {found} of them; leave it out")
+            self.set_clients(clients, test_clients, kwargs.get("num_clients"))
 
     def load(self) -> tuple[Any, Any, Any, Any]:
         """See :class:`FederatedDataModule`."""

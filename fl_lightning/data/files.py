@@ -31,6 +31,16 @@ def find_files(key: str, folder: str | Path, layout: Sequence[str], home: str) -
     return [Path(folder, name) for name in layout]
 
 
+def hidden(*names: str) -> bool:
+    """Returns whether one of the names is that of a hidden file or folder, or of what macOS adds: these are no data."""
+    return any(name.startswith(".") or name == "__MACOSX" for name in names)
+
+
+def visible(folder: Path, pattern: str = "*") -> list[Path]:
+    """Returns what a folder has by a pattern, in the order of names, but for what is `hidden`."""
+    return sorted(path for path in folder.glob(pattern) if not hidden(path.name))
+
+
 def corrupt_file(key: str, path: str | Path, what: object, home: str) -> str:
     """Returns the message of the error for a file that is not as published."""
     return f"{key} = '{path}': {folded(what)}; get it again from {home}"

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fl_lightning.core import Fraction, Size, UserError, ensure, folded, imported, numpy_generator, require
-from fl_lightning.data.module import FederatedDataModule
+from fl_lightning.data.module import CLIENTS, FederatedDataModule
 from fl_lightning.data.partition import Natural, stratified
 from fl_lightning.data.streaming import IndexedSamples
 from fl_lightning.data.text import basic_english, numbered, vocabulary
@@ -75,17 +75,21 @@ class HuggingFace(FederatedDataModule):
         """See :class:`FederatedDataModule`."""
         train, test = self._parts(_splits(self.dataset))
         named = [("inputs", name) for name in self.inputs] + [("target", name) for name in self.targets]
-        for part, names in ((train, [*named, ("client", self.client)] if self.client else named), (test, named)):
-            for key, name in names:
-                columns = part.column_names
-                require(name in columns, f"data.{key}", name, f"no such column; there are {', '.join(columns)}")
+        parts = {"train": train, "test": test}
+        for part in parts.values():
+            for key, name in named:
                 _check_column(part, name, key)
         for name in self.targets:
             features = (part.features[name] for part in (train, test))
             known, other = (getattr(getattr(of, "feature", None) or of, "names", None) for of in features)
             require(known == other, "data.target", name, f"the test data have other classes, {other}, not {known}")
+        held = [(f"{name} of {split}", _kind(part, name)) for split, part in parts.items() for name in self.inputs]
+        odd = next((f"{column} {kind}" for column, kind in held if kind != held[0][1]), None)
+        remedy = f"{held[0][0]} holds {held[0][1]}, {odd}; choose columns of one kind"
+        require(odd is None, "data.inputs", ", ".join(self.inputs), remedy)
         if self.client is not None:
-            self.set_clients(train[self.client], test[self.client] if self.client in test.column_names else None)
+            users = test[self.client] if self.client in test.column_names else None
+            self.set_clients(train[self.client], users, None if self.num_clients == CLIENTS else self.num_clients)
         inputs, targets = self._input_reader(train), self._target_reader(train)
         return inputs(train), targets(train), inputs(test), targets(test)
 
@@ -97,10 +101,12 @@ class HuggingFace(FederatedDataModule):
             require(name in splits, f"data.{key}", name, f"no such split; there are {', '.join(splits)}{remedy}")
             ensure(len(splits[name]) != 0, f"{key}: no samples; the {key} data must not be empty")
         train = splits[self.train]
+        if self.client is not None:
+            _check_column(train, self.client, "client")
         if not self.test_fraction:
             return train, splits[self.test]
         n = len(train)
-        users = train[self.client] if self.client in train.column_names else [""] * n
+        users = [""] * n if self.client is None else train[self.client]
         rng = numpy_generator(0, "Hugging Face test set")  # independent of data.seed
         rows = stratified(Natural(users).clients(users), round(self.test_fraction * n), rng)
         few = f"holds out {len(rows)} of {n} samples; leave some for both parts"
@@ -109,12 +115,14 @@ class HuggingFace(FederatedDataModule):
 
     def _input_reader(self, train: Any) -> Callable[[Any], Any]:
         """Returns a function that reads the inputs of a part, chosen by the columns of the training data."""
-        import datasets
-
-        kinds = [train.features[name] for name in self.inputs]
-        if len(kinds) == 1 and isinstance(kinds[0], datasets.Image):
-            return lambda part: _images("train" if part is train else "test", part, self.inputs[0])
-        if not all(_is_text(kind) for kind in kinds):
+        name, *others = self.inputs
+        kind = _kind(train, name)
+        if kind == "images":
+            require(
+                not others, "data.inputs", ", ".join(self.inputs), "images do not join with other columns; give one"
+            )
+            return lambda part: _images("train" if part is train else "test", part, name)
+        if kind != "text":
             return lambda part: _numbers(part, self.inputs, "inputs")
         known = self.vocabulary = vocabulary(_texts(train, self.inputs))
         return lambda part: numbered(_texts(part, self.inputs), known, self.max_length)
@@ -133,7 +141,7 @@ class HuggingFace(FederatedDataModule):
         if _is_text(kind) and self.task.by_class:
             classes = sorted({*map(str, train[name])})
             return lambda part: _places(name, part[name], classes)
-        self.classes = getattr(kind, "num_classes", None)
+        self.classes = self.classes or getattr(kind, "num_classes", None)
         return lambda part: _array(part, name, "target")
 
 
@@ -166,20 +174,30 @@ def _from_path(path: Path) -> Any:
 
 
 def _check_column(part: Any, column: str, key: str) -> None:
-    """Refuses missing values, which would become numbers or names; texts and images are checked when they are read."""
-    import datasets
+    """Refuses an unknown column, and missing values, which would become numbers or names; images are checked later."""
     import pyarrow as arrow
     import pyarrow.compute
 
-    feature = part.features[column]
-    if key == "inputs" and (_is_text(feature) or isinstance(feature, datasets.Image)):
+    columns = part.column_names
+    require(column in columns, f"data.{key}", column, f"no such column; there are {', '.join(columns)}")
+    if key == "inputs" and _kind(part, column) == "images":
         return
     values = part.select_columns([column]).with_format("arrow")[:][column]
-    missing = values.null_count
+    nan = key == "client" and arrow.types.is_floating(values.type)
+    missing = pyarrow.compute.sum(values.is_null(nan_is_null=nan)).as_py()
     while arrow.types.is_nested(values.type) and not arrow.types.is_struct(values.type):
         values = pyarrow.compute.list_flatten(values)
         missing += values.null_count
-    require(missing == 0, f"data.{key}", column, f"{missing} values are missing; leave their rows out by filter")
+    lacking = "1 value is" if missing == 1 else f"{missing} values are"
+    require(missing == 0, f"data.{key}", column, f"{lacking} missing; leave out their rows by filter")
+
+
+def _kind(part: Any, column: str) -> str:
+    """Returns what a column holds: images, text, or numbers."""
+    import datasets
+
+    feature = part.features[column]
+    return "images" if isinstance(feature, datasets.Image) else "text" if _is_text(feature) else "numbers"
 
 
 def _is_text(feature: Any) -> bool:
@@ -188,7 +206,7 @@ def _is_text(feature: Any) -> bool:
 
 def _texts(part: Any, columns: Sequence[str]) -> list[list[str]]:
     rows = zip(*(part[name] for name in columns), strict=True)
-    return [basic_english(" ".join(text or "" for text in row)) for row in rows]
+    return [basic_english(" ".join(row)) for row in rows]
 
 
 def _images(split: str, part: Any, column: str) -> IndexedSamples:

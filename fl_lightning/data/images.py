@@ -3,6 +3,7 @@
 import csv
 import difflib
 import inspect
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fl_lightning.core import PositiveInt, Size, UserError, ensure, folded, require
-from fl_lightning.data.files import corrupt_file, find_files, read_image, read_rows
+from fl_lightning.data.files import corrupt_file, find_files, hidden, read_image, read_rows, visible
 from fl_lightning.data.module import FederatedDataModule
 from fl_lightning.data.partition import Natural, Partition
 from fl_lightning.data.streaming import IndexedSamples, Published
@@ -171,7 +172,7 @@ def image_files(paths: Sequence[str | Path], size: int, key: str) -> IndexedSamp
 
 
 class ImageFolder(FederatedDataModule):
-    """Image files in ``root/train/<class>/`` and ``root/test/<class>/``, as RGB.
+    """Image files in ``root/train/<class>/`` and ``root/test/<class>/``, as RGB; hidden files and folders are none.
 
     With ``stream``, a file is read, and so checked, only when it is needed.
 
@@ -195,25 +196,37 @@ class ImageFolder(FederatedDataModule):
         """See :class:`FederatedDataModule`."""
         *train, test = [self._part(name) for name in (*self.training, "test")]
         for name, part in zip(self.training, train, strict=True):
-            odd = f"class '{min({*part.classes} ^ {*test.classes}, default='')}' is not in both {name} and test"
-            ensure(part.classes == test.classes, f"root: {odd} of '{self.root}'; name classes alike")
+            odd = f"class '{min({*part} ^ {*test}, default='')}' is not in both {name} and test"
+            ensure([*part] == [*test], f"root: {odd} of '{self.root}'; name classes alike")
         return *self._samples(train), *self._samples([test])
 
-    def _samples(self, parts: Sequence[Any]) -> tuple[IndexedSamples, list[int]]:
-        paths = [path for part in parts for path, _ in part.samples]
-        return image_files(paths, self.image_size, "data.root"), [label for part in parts for label in part.targets]
+    def _samples(self, parts: Sequence[dict[str, list[str]]]) -> tuple[IndexedSamples, list[int]]:
+        labelled = [(path, c) for part in parts for c, paths in enumerate(part.values()) for path in paths]
+        paths, labels = zip(*labelled, strict=True)
+        return image_files(paths, self.image_size, "data.root"), [*labels]
 
-    def _part(self, part: str) -> Any:
-        from torchvision.datasets import ImageFolder as Files
-
+    def _part(self, part: str) -> dict[str, list[str]]:
+        """Returns the images of each class, in the order of names."""
         folder = Path(self.root, part)
-        try:
-            return Files(str(folder))
-        except FileNotFoundError:
-            raise UserError(
-                f"root: no images of each class under '{folder}'; expected {self.root}/train/<class>/*.png "
-                f"and {self.root}/test/<class>/*.png"
-            ) from None
+        found = {each.name: _images_below(each) for each in visible(folder) if each.is_dir()}
+        empty = next((f"class '{name}'" for name, paths in found.items() if not paths), None if found else "each class")
+        ensure(
+            empty is None,
+            f"root: no images of {empty} under '{folder}'; expected {self.root}/train/<class>/*.png "
+            f"and {self.root}/test/<class>/*.png",
+        )
+        return found
+
+
+def _images_below(folder: Path) -> list[str]:
+    """Returns the images of a folder and of those in it, in torchvision's order."""
+    from torchvision.datasets.folder import is_image_file
+
+    walk = sorted(os.walk(folder, followlinks=True))
+    folders = [(root, names) for root, _, names in walk if not hidden(*Path(root).relative_to(folder).parts)]
+    return [
+        os.path.join(root, n) for root, names in folders for n in sorted(names) if is_image_file(n) and not hidden(n)
+    ]
 
 
 class CINIC10(ImageFolder):

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fl_lightning.core import ensure
-from fl_lightning.data.files import corrupt_file, find_files, read_json
-from fl_lightning.data.module import FederatedDataModule
+from fl_lightning.data.files import corrupt_file, find_files, read_json, visible
+from fl_lightning.data.module import CLIENTS, FederatedDataModule
 from fl_lightning.data.partition import Partition
 
 HOME = "https://github.com/TalwalkarLab/leaf"
@@ -57,12 +57,12 @@ class LEAF(FederatedDataModule):
         folders = find_files("data.data_dir", self.data_dir, ("train", "test"), HOME)
         (users, x_train, y_train), (test_users, x_test, y_test) = map(self._part, folders)
         if self._by_user:
-            self.set_clients(users, test_users)
+            self.set_clients(users, test_users, None if self.num_clients == CLIENTS else self.num_clients)
         return x_train, y_train, x_test, y_test
 
     def _part(self, folder: Path) -> tuple[list[str], NDArray[Any], NDArray[np.int64]]:
         """Returns each sample's user, the samples and the labels of a folder's files, in the order of their names."""
-        found = [part for path in sorted(folder.glob("*.json")) for part in read_json(path, self._users, HOME)]
+        found = [part for path in visible(folder, "*.json") for part in read_json(path, self._users, HOME)]
         ensure(
             any(len(y) for _, _, y in found), corrupt_file("data.data_dir", folder, "no JSON file with samples", HOME)
         )

@@ -40,6 +40,10 @@ FINGERPRINTED = 1000
 """Training and test samples whose bits are part of a fingerprint; of fewer, all are."""
 HASHED_AT_ONCE = 256
 """Samples that a hash of all of them copies at once."""
+CLIENTS = 100
+"""Number of clients, where neither settings nor data say one."""
+UNSAID = 100_000
+"""Classes that labels may count; more than these and than the samples are numbers of something else."""
 
 
 class FederatedDataModule(SampleStore, ABC):
@@ -67,6 +71,8 @@ class FederatedDataModule(SampleStore, ABC):
         workers: Threads that read files and memory maps.
         task: Kind of the targets: classification (one class per sample), regression (one number per sample, or several,
             ``(N, k)``) or multilabel (zeros and ones ``(N, labels)``).
+        num_classes: Number of classes, if the training samples do not have all of them; null: as many as the data set
+            says, or the largest training label + 1.
 
     Attributes:
         num_classes: Number of classes, labels or target values. This and the following attributes exist after setup.
@@ -93,7 +99,7 @@ class FederatedDataModule(SampleStore, ABC):
 
     def __init__(
         self,
-        num_clients: PositiveInt = 100,
+        num_clients: PositiveInt = CLIENTS,
         partition: Partition | None = None,
         batch_size: PositiveInt | None = 64,
         eval_batch_size: PositiveInt = 500,
@@ -107,9 +113,14 @@ class FederatedDataModule(SampleStore, ABC):
         stream: bool = False,
         workers: Threads = 4,
         task: TaskName = "classification",
+        num_classes: PositiveInt | None = None,
     ) -> None:
         super().__init__(eval_batch_size, augment, mean, std, standardise, stream, workers, task)
-        self.num_clients, self.partition = num_clients, partition or IID()
+        classes = num_classes is None or self.task.by_class
+        require(classes, "data.num_classes", num_classes, f"data.task = {task} has no classes; leave it out")
+        self.classes = num_classes or self.classes
+        self._default = IID()
+        self.num_clients, self.partition = num_clients, partition or self._default
         self.batch_size, self.drop_last = batch_size, drop_last
         self.val_fraction, self.seed = val_fraction, seed
         self._fingerprint: str | None = None
@@ -139,21 +150,25 @@ class FederatedDataModule(SampleStore, ABC):
         """Returns parts of the test set that get a metric of their own: masks ``(n_test,)`` bool by name."""
         return {}
 
-    def set_clients(self, users: Sequence[int | str], test_users: Sequence[int | str] | None = None) -> None:
+    def set_clients(
+        self, users: Sequence[int | str], test_users: Sequence[int | str] | None = None, asked: int | None = None
+    ) -> None:
         """Makes each user a client: sets the partition, the number of clients and, if known, `test_clients`.
 
         Args:
             users: The user of each training sample, in the order of the samples.
             test_users: The user of each test sample.
+            asked: Number of clients that the user has set; None: none.
 
         Raises:
-            UserError: If there is another partition.
+            UserError: If there is another partition, or another number of clients is set.
         """
-        kind = type(self.partition).__name__
-        known = isinstance(self.partition, (IID, Natural))
-        ensure(known, f"data.partition = {kind}: the data say whose each sample is; leave it out")
-        self.partition = natural = Natural([str(user) for user in users])
-        self.num_clients = len({*natural.users})
+        natural, kind = Natural([str(user) for user in users]), type(self.partition).__name__
+        same = self.partition is self._default or getattr(self.partition, "users", None) == natural.users
+        ensure(same, f"data.partition = {kind}: the data say whose each sample is; leave it out")
+        self.partition, self.num_clients = natural, len({*natural.users})
+        found = f"the data name {self.num_clients} clients; leave it out"
+        require(asked in (None, self.num_clients), "data.num_clients", asked, found)
         self.test_clients = None if test_users is None else natural.clients(test_users)
 
     # Setup
@@ -174,14 +189,9 @@ class FederatedDataModule(SampleStore, ABC):
                 f"{known.train} and {known.test} of the published data set; results do not compare",
                 stacklevel=4,
             )
-        self.num_classes = (self.classes if self.task.by_class else None) or self.task.outputs(self.y_train)
-        for name, labels in (("y_train", self.y_train), ("y_test", self.y_test)):
-            label, row, top = int(labels.max()), int(labels.argmax()), self.num_classes - 1
-            largest = f"exceeds {top}, the largest of classes" if self.classes else f"exceeds y_train's largest, {top}"
-            ensure(
-                not self.task.by_class or label <= top,
-                f"{name}: label {label} at row {row} {largest}; number the classes of both alike",
-            )
+        self._num_classes = (self.classes if self.task.by_class else None) or self.task.outputs(self.y_train)
+        if self.task.by_class:
+            self._check_classes()
         ensure(
             self.task.by_class or not self.partition.by_class,
             f"data.partition: {type(self.partition).__name__} divides by class, and these targets are none; "
@@ -199,6 +209,25 @@ class FederatedDataModule(SampleStore, ABC):
         least, most, m = (-1, -1, 0) if owners is None else (owners.min(), owners.max(), self.num_clients)
         ensure(least >= -1 and most < m, f"test_clients: {least} to {most}; number the {m} clients from 0, -1 is none")
         self._test_shares = None if owners is None else ClientIndices.of(owners, self.num_clients)
+
+    def _check_classes(self) -> None:
+        """Checks the labels of training and test data against the number of classes."""
+        top = self.num_classes - 1
+        if not self.classes:
+            occur = len(np.unique(self.y_train.numpy()))
+            numbering = f"only {occur} of the classes 0 to {top} occur; number them 0, 1, ..."
+            remedy = f"or set data.num_classes = {top + 1}"
+            ensure(top < max(len(self.y_train), UNSAID), f"y_train: {numbering}, {remedy}")
+            if occur <= top:
+                rank_zero_warn(f"y_train: {numbering}, {remedy} if all are meant", stacklevel=5)
+        for name, labels in (("y_train", self.y_train), ("y_test", self.y_test)):
+            label, row = int(labels.max()), int(labels.argmax())
+            largest = f"exceeds {top}, the largest of classes" if self.classes else f"exceeds y_train's largest, {top}"
+            ensure(
+                label <= top,
+                f"{name}: label {label} at row {row} {largest}; number the classes of both alike, or set "
+                f"data.num_classes = {label + 1}",
+            )
 
     @property
     def strata(self) -> Tensor:

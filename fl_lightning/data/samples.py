@@ -46,7 +46,7 @@ class SampleStore(Checked, L.LightningDataModule, ABC, key="data"):
     """Value of a uint8 pixel that becomes 1.0."""
     batch_size: int | None
     drop_last: bool
-    num_classes: int
+    _num_classes: int
     input_shape: Any
     clients: ClientIndices
 
@@ -75,6 +75,11 @@ class SampleStore(Checked, L.LightningDataModule, ABC, key="data"):
             return own
         samples = f"{int(self.clients.sizes.sum()):,} training samples of shape {self.input_shape}"
         return f"{own}: {samples}, {self.num_classes} {self.task.unit}"
+
+    @property
+    def num_classes(self) -> int:
+        """Number of classes, labels or target values; exists after setup."""
+        return self._num_classes
 
     def _sizes(self, n: int) -> list[int]:
         """Returns the number of samples of each minibatch in one pass over ``n`` samples; never empty."""

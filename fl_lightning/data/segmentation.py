@@ -15,7 +15,7 @@ from torchmetrics.classification import MulticlassConfusionMatrix
 
 from fl_lightning.core import Divisor, PositiveInt, UserError, enlarged, ensure
 from fl_lightning.data.augment import IGNORED, Augment, ScaledCrop
-from fl_lightning.data.files import corrupt_file, find_files, read_image, read_json
+from fl_lightning.data.files import corrupt_file, find_files, read_image, read_json, visible
 from fl_lightning.data.module import FederatedDataModule
 from fl_lightning.data.partition import Given
 from fl_lightning.data.samples import Batch
@@ -137,6 +137,7 @@ class Segmentation(FederatedDataModule):
             augment is None or isinstance(augment, ScaledCrop),
             f"data.augment = {type(augment).__name__}: ignores label maps; use ScaledCrop or null",
         )
+        ensure(kwargs.get("partition") is None, "data.partition: the lists name the clients; leave it out")
         super().__init__(
             num_clients=1 if num_clients is None else num_clients,
             augment=augment,
@@ -148,7 +149,7 @@ class Segmentation(FederatedDataModule):
         )
         self.data_dir, self.layout = data_dir, (train, test, images, maps)
         self.size, self.class_of, self.eval_size = size, classes, eval_size
-        self.classes, self._as_listed = max(classes.values()) + 1, num_clients is None
+        self.classes, self._as_listed = self.classes or max(classes.values()) + 1, num_clients is None
         self._parts: dict[str, Tensor] = {}
 
     def load(self) -> tuple[Any, Any, Any, Any]:
@@ -272,11 +273,11 @@ class IDDA(Segmentation):
 def _listed(folder: Path) -> dict[str, list[tuple[str, str]]]:
     """Returns image and label map of each sample by user, from a folder's lists in the order of their numbers."""
 
-    def number(path: Path) -> tuple[int, str]:
+    def number(path: Path) -> int:
         found = re.search(r"(\d+)$", path.stem)
-        return (int(found[1]) if found else 0), path.name
+        return int(found[1]) if found else 0
 
-    parts = [read_json(path, _pairs, LISTS) for path in sorted(folder.glob("*.json"), key=number)]
+    parts = [read_json(path, _pairs, LISTS) for path in sorted(visible(folder, "*.json"), key=number)]
     users: dict[str, list[tuple[str, str]]] = {}
     for user, pairs in ((user, pairs) for part in parts for user, pairs in part.items()):
         users.setdefault(user, []).extend(pairs)

@@ -94,8 +94,15 @@ class IndexedSamples(Samples):
 
 
 def _array(x: Any) -> NDArray[Any]:
-    """Converts a value to an array; the channels of a PIL image come first, and numbers of colours become colours."""
-    array = np.asarray(x.convert("RGB") if getattr(x, "mode", None) == "P" else x)
+    """Converts a value to an array; the channels of a PIL image come first, and its numbers of colours become colours.
+
+    Raises:
+        UserError: If it is an image of more than 8 bits a channel.
+    """
+    mode = getattr(x, "mode", None) if hasattr(x, "getbands") else None
+    deep = mode is not None and mode[0] in "IF"
+    ensure(not deep, f"an image has more than 8 bits a channel ({mode}); convert it to 8 bits, or give an array")
+    array = np.asarray(x.convert({"P": "RGB", "1": "L"}[mode]) if mode in ("P", "1") else x)
     return array.transpose(2, 0, 1) if hasattr(x, "getbands") and array.ndim == 3 else array
 
 

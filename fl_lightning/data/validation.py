@@ -13,14 +13,15 @@ from fl_lightning.core import Inputs, UserError, ensure, named_tensors
 LEAK = 0.01
 """Largest share of the test samples that may occur in the training data without a warning."""
 CHANNELS = 4
-"""Largest number of channels: 4-dimensional uint8 arrays with more rows than that may be NHWC."""
+"""Largest number of channels: 4-dimensional arrays with more rows than that may be NHWC."""
 
 
 def inputs(name: str, array: Any, rows: Sequence[int] | None = None) -> Inputs:
     """Converts samples to a tensor: images ``(N, C, H, W)`` or features ``(N, ...)``, in the memory format of `layout`.
 
-    uint8 arrays are images: ``(N, H, W)`` gets a channel, and ``(N, H, W, 1 or 3)`` becomes ``(N, C, H, W)`` if H
-    exceeds 4. Floats keep their dtype; int32 and int64 (tokens) become int64; booleans (masks) stay.
+    uint8 arrays are images: ``(N, H, W)`` gets a channel, and ``(N, H, W, 1, 3 or 4)`` becomes ``(N, C, H, W)`` if H
+    exceeds 4. So do floats, if W exceeds 4 as well, with one channel only if H = W; they keep their dtype. int32 and
+    int64 (tokens) become int64; booleans (masks) stay.
 
     Args:
         name: Name of the samples in errors.
@@ -39,11 +40,10 @@ def inputs(name: str, array: Any, rows: Sequence[int] | None = None) -> Inputs:
         )
         return {key: inputs(f"{name}.{key}", each, rows) for key, each in array.items()}
     x = numeric(name, array)
+    if x.ndim == 4 and _channels_come_last(x):
+        x = x.movedim(-1, 1)
     if x.dtype == torch.uint8:
-        if x.ndim == 3:
-            x = x[:, None]
-        elif x.ndim == 4 and x.shape[-1] in (1, 3) and x.shape[1] > CHANNELS:
-            x = x.movedim(-1, 1)
+        x = x[:, None] if x.ndim == 3 else x
     elif x.is_floating_point():
         x = finite(name, x, rows)
     elif x.dtype in (torch.int32, torch.int64):
@@ -54,6 +54,15 @@ def inputs(name: str, array: Any, rows: Sequence[int] | None = None) -> Inputs:
             f"{name}: dtype {x.dtype} is not supported; use uint8 (images), float or int64 (tokens)",
         )
     return x.contiguous(memory_format=layout(x.ndim))
+
+
+def _channels_come_last(x: Tensor) -> bool:
+    """Returns whether samples ``(N, a, b, c)`` are images NHWC; floats may also be maps of many channels."""
+    _, rows, columns, last = x.shape
+    if x.dtype == torch.uint8:
+        return last in (1, 3, 4) and rows > CHANNELS
+    images = x.is_floating_point() and min(rows, columns) > CHANNELS
+    return images and (last in (3, 4) or (last == 1 and rows == columns))
 
 
 def layout(ndim: int) -> torch.memory_format:

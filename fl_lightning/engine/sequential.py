@@ -23,7 +23,7 @@ class SequentialEngine(Engine):
         del jobs  # the state from which a client has trained is free for the next one
         while waiting:
             job = waiting.popleft()
-            with self.using(job.settings), variance_needed(ALONE.format(job.client)):
+            with self.using(job.settings), variance_needed(_alone(job)):
                 result = self._train(job)
             yield result
 
@@ -80,10 +80,15 @@ class SequentialEngine(Engine):
         """Does nothing; `DebugEngine` checks a value here."""
 
 
-ALONE = (
-    "data.batch_size: client {} has a minibatch of one sample, in which BatchNorm has no variance; choose one that "
-    "leaves more for the end of an epoch, or set data.drop_last: true"
-)
+def _alone(job: Job) -> str:
+    """Returns the message for a minibatch in which BatchNorm has no variance."""
+    remedy = "choose one that leaves more for the end of an epoch, or set data.drop_last: true"
+    if max(job.minibatches.sizes) == 1:
+        remedy = "choose a larger one; for a client of one sample GroupNorm, or leave the client out"
+    return (
+        f"data.batch_size: client {job.client} has a minibatch of one sample, in which BatchNorm has no variance; "
+        f"{remedy}"
+    )
 
 
 class DebugEngine(SequentialEngine):

@@ -5,6 +5,7 @@ from copy import deepcopy
 from typing import Any, Literal
 
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from fl_lightning.core import Checked, FlatSpec, Fraction, Positive, Size, UserError, ensure, imported, require, weights
 
@@ -17,7 +18,8 @@ class Frozen(Checked, nn.Module, key="model.net"):
 
     The weight vector of the algorithms holds the trained parameters only: the others are neither sent nor part of any
     state. A module that has parameters, all of them frozen, stays in eval mode: it drops nothing out, and BatchNorm
-    normalizes by the statistics that it has.
+    normalizes by the statistics that it has. So does a norm without weights that is not named and comes before all that
+    is trained.
 
     Args:
         net: The network.
@@ -41,10 +43,10 @@ class Frozen(Checked, nn.Module, key="model.net"):
         for name, parameter in named:
             if _below(name, names):
                 parameter.requires_grad_()
-        self._constant = list(_frozen_modules(net))
+        self._constant = [*_frozen_modules(net), *_early_norms(net, names)]
         for module in self._constant:
             for each in module.modules():
-                if hasattr(each, "track_running_stats"):  # no one estimates or replaces its statistics
+                if isinstance(each, _BatchNorm):  # else update_bn would reset its statistics
                     vars(each)["track_running_stats"] = False
         self.train()
 
@@ -145,7 +147,7 @@ def load_pretrained(net: nn.Module, source: str | None, trained: Sequence[str]) 
 
 
 def _check_names(net: nn.Module, trained: Sequence[str]) -> None:
-    names = [name for name, _ in net.named_parameters(remove_duplicate=False)]
+    names = [name for find in (net.named_parameters, net.named_buffers) for name, _ in find(remove_duplicate=False)]
     known = ", ".join({name.partition(".")[0]: None for name in names})
     for name in trained:
         fits = any(_below(each, [name]) for each in names)
@@ -179,3 +181,12 @@ def _frozen_modules(module: nn.Module) -> Iterator[nn.Module]:
     else:
         for child in module.children():
             yield from _frozen_modules(child)
+
+
+def _early_norms(net: nn.Module, trained: Collection[str]) -> Iterator[nn.Module]:
+    """Yields modules with running statistics but no parameters, if they are not named and precede all trained ones."""
+    for name, module in net.named_modules():
+        if any(p.requires_grad for p in module.parameters(recurse=False)):
+            return
+        if getattr(module, "track_running_stats", False) and not [*module.parameters()] and not _below(name, trained):
+            yield module

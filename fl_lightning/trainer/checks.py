@@ -2,8 +2,10 @@
 
 from collections.abc import Mapping
 from functools import partial
+from inspect import signature
 
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
 from fl_lightning.algorithms.parts.base import check_owners
@@ -58,15 +60,22 @@ def check_fit(run: Run) -> None:
         ):
             evaluator.logits(run.server.w, map_tensors(lambda v: v[:least], of_source), by_batch=True)
     remedy = f"set its num_classes to {data.num_classes}"
-    if data.task.by_class and logits.ndim != y.ndim + 1:
-        remedy = f"it must give {(len(y), data.num_classes, *y.shape[1:])}"
-    elif data.task.by_class and logits.shape[1] == data.num_classes - 1 and 0 not in data.y_train:
+    if logits.ndim != y.ndim + data.task.by_class or "num_classes" not in signature(type(objective.net)).parameters:
+        remedy = f"it must give {(len(y), data.num_classes, *y.shape[1:]) if data.task.by_class else tuple(y.shape)}"
+    if (
+        data.task.by_class
+        and logits.ndim == y.ndim + 1
+        and logits.shape[1] == data.num_classes - 1
+        and 0 not in data.y_train
+    ):
         remedy += ", or number the classes from 0: no sample has class 0"
     ensure(
         fits,
         f"model.net = {net} gives outputs of shape {tuple(logits.shape)} for {data.num_classes} {data.task.unit}; "
         f"{remedy}",
     )
+    if data.task.by_class and logits.shape[1] > data.num_classes:
+        rank_zero_warn(f"model.net = {net} has {logits.shape[1]} outputs for {data.num_classes} classes", stacklevel=4)
     _check_loss(run, logits, y)
     if objective.metrics:
         scores = objective.scores(data).to(run.fabric.device)

@@ -1,5 +1,7 @@
 import ast
+import shutil
 import struct
+import warnings
 from pathlib import Path
 
 import lightning as L
@@ -318,6 +320,30 @@ def test_faulty_data_and_settings(arrays, kwargs, message):
         toy(arrays, **kwargs)
 
 
+def test_classes_that_only_the_test_set_has():
+    with pytest.raises(UserError, match=r"number the classes of both alike, or set data\.num_classes = 10$"):
+        toy((XF, Y, XF, Y + 7))
+    assert toy((XF, Y, XF, Y + 7), num_classes=10).num_classes == 10
+    pairs = [(XF[:30], Y[:30] % 2), (XF[30:], Y[30:] % 2)]
+    data = Arrays(client_arrays=pairs, test=(XF, Y), num_classes=3)
+    data.setup()
+    assert data.num_classes == 3
+    with pytest.raises(UserError, match=r"^data\.num_classes = 3: data\.task = regression has no classes; leave"):
+        Toy(task="regression", num_classes=3)
+
+
+def test_numbers_of_something_else_are_no_classes():
+    message = r"^y_train: only 3 of the classes 0 to 2000000000 occur; number them 0, 1, \.\.\., or set data\.num_c"
+    with pytest.raises(UserError, match=message):
+        toy((XF, Y * 10**9, XF, Y), partition=Dirichlet(0.1))
+    with pytest.warns(UserWarning, match=r"^y_train: only 3 of the classes 0 to 8 occur; number .* if all are meant$"):
+        assert toy((XF, Y * 4, XF, Y)).num_classes == 9
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        toy((XF, Y * 4, XF, Y), num_classes=9)
+    assert not any("occur;" in str(each.message) for each in seen)
+
+
 class Known(Arrays):
     """Data that say how many classes there are, and whose the test samples are."""
 
@@ -566,6 +592,17 @@ def test_image_folder(tmp_path):
     resized.setup()
     assert resized.input_shape == (3, 16, 16)
 
+    for hidden in ("train/.cache/0.png", "train/__MACOSX/._0.png", "train/cat/._0.png", "train/cat/.copies/0.png"):
+        (tmp_path / hidden).parent.mkdir(exist_ok=True)
+        shutil.copy(tmp_path / "train" / "cat" / "0.png", tmp_path / hidden)
+    again = ImageFolder(str(tmp_path), 5, num_clients=2, batch_size=1)
+    again.setup()
+    assert torch.equal(again.x_train, data.x_train)
+    (tmp_path / "train" / "emu").mkdir()
+    with pytest.raises(UserError, match=r"^root: no images of class 'emu' under '.*train'; expected"):
+        ImageFolder(str(tmp_path), 5).setup()
+    (tmp_path / "train" / "emu").rmdir()
+
     (tmp_path / "test" / "dog").rename(tmp_path / "test" / "wolf")
     with pytest.raises(UserError, match="root: class 'dog' is not in both train and test"):
         ImageFolder(str(tmp_path), 5).setup()
@@ -611,6 +648,23 @@ def test_an_unknown_split_is_one_line():
     message = r"^split = 'validation': choose from train, val, test, or give indices$"
     with pytest.raises(UserError, match=message):
         toy().eval_batches("validation")
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "turned"),
+    [
+        ((2, 6, 5, 3), "f4", True),
+        ((2, 6, 5, 4), "f8", True),
+        ((2, 6, 5, 4), "u1", True),
+        ((2, 6, 6, 1), "f4", True),
+        ((2, 9, 128, 1), "f4", False),  # sensors by time
+        ((2, 64, 4, 4), "f4", False),  # maps of a net
+        ((2, 3, 8, 8), "f4", False),
+    ],
+)
+def test_images_of_which_channels_come_last(shape, dtype, turned):
+    array = (numpy_generator(0, "channels").random(shape) * 255).astype(dtype)
+    np.testing.assert_array_equal(inputs("x", array), array.transpose(0, 3, 1, 2) if turned else array)
 
 
 @pytest.mark.parametrize("shape", [(2, 4, 5, 3), (2, 2, 9, 1), (2, 3, 9, 3), (2, 1, 8, 1)])

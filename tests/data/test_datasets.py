@@ -309,13 +309,24 @@ def test_colours_of_a_palette_are_colours() -> None:
         np.testing.assert_array_equal(one, np.asarray(other.convert("RGB")).transpose(2, 0, 1))
 
 
+def test_images_of_one_bit_are_black_and_white_and_deeper_ones_are_refused() -> None:
+    grey = [Image.fromarray(x).convert("L") for x in IMAGES[:4]]
+    data = FromDataset(*[Pairs([each.convert("1") for each in grey], [0, 1] * 2)] * 2, num_clients=2)
+    data.setup()
+    assert data.x_train.dtype == torch.uint8 and {0, 255} == {*data.x_train.unique().tolist()}
+    for mode in ("I", "F", "I;16"):
+        pairs = Pairs([each.convert("I").convert(mode) for each in grey], [0, 1] * 2)
+        with pytest.raises(UserError, match=rf"^an image has more than 8 bits a channel \({mode}\); convert it"):
+            FromDataset(pairs, pairs, num_clients=2).setup()
+
+
 def test_who_has_a_sample_is_said_once() -> None:
     train, test = Pairs(IMAGES[:6], [0, 1] * 3), Pairs(IMAGES[6:8], [1, 0])
     with pytest.raises(
         UserError, match=r"^data\.partition = Dirichlet: the data say whose each sample is; leave it out$"
     ):
         FromDataset(train, test, [0, 0, 1, 1, 2, 2], partition=Dirichlet(0.1))
-    with pytest.raises(UserError, match=r"^num_clients = 30: clients has 3 of them; leave it out$"):
+    with pytest.raises(UserError, match=r"^data\.num_clients = 30: the data name 3 clients; leave it out$"):
         FromDataset(train, test, [0, 0, 1, 1, 2, 2], num_clients=30)
     pairs = [(IMAGES[:2], [0, 1])] * 2
     with pytest.raises(UserError, match=r"^num_clients = 3: client_arrays has 2; leave it out$"):

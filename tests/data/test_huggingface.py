@@ -14,7 +14,7 @@ from PIL import Image
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from fl_lightning import Arrays, FedAvg, FederatedTrainer, FromDataset, HuggingFace, UserError
+from fl_lightning import IID, Arrays, FedAvg, FederatedTrainer, FromDataset, HuggingFace, Natural, UserError
 from fl_lightning.core.rng import numpy_generator
 from tests.runs import cli, newest
 
@@ -173,15 +173,20 @@ TAGGED = {"a": [0.5, 1.5, 2.5], "tags": [[0], [1], [1, 0]]}
 @pytest.mark.parametrize(
     ("columns", "options", "message"),
     [
-        (FEW, {"inputs": "n"}, "data.inputs = n: 1 values are missing; leave their rows out by filter"),
-        (FEW, {"inputs": "a", "target": "name"}, "data.target = name: 1 values are missing"),
-        (FEW, {"inputs": "a", "client": "name"}, "data.client = name: 1 values are missing"),
-        ({**FEW, "n": [[1, 2], [3, None], [5, 6]]}, {"inputs": "n"}, "data.inputs = n: 1 values are missing"),
-        (TAGGED | {"tags": [[0], None, [1]]}, {"inputs": "a", "target": "tags"}, "data.target = tags: 1 values"),
+        (FEW, {"inputs": "n"}, "data.inputs = n: 1 value is missing; leave out their rows by filter"),
+        (FEW, {"inputs": "a", "target": "name"}, "data.target = name: 1 value is missing"),
+        (FEW, {"inputs": "a", "client": "name"}, "data.client = name: 1 value is missing"),
+        ({**FEW, "n": [[1, 2], [3, None], [5, 6]]}, {"inputs": "n"}, "data.inputs = n: 1 value is missing"),
+        (TAGGED | {"tags": [[0], None, [1]]}, {"inputs": "a", "target": "tags"}, "data.target = tags: 1 value"),
         (TAGGED | {"tags": [[0], [-1], [1]]}, {"inputs": "a", "target": "tags"}, "data.target = tags: a label is"),
         ({**FEW, "name": ["x", "z", "y"]}, {"inputs": "a", "target": "name", "task": "regression"},
          "data.target = name: Value.* holds no numbers"),
         (FEW, {"inputs": []}, r"data.inputs = \[\]: name a column"),
+        (FEW, {"inputs": "name"}, "data.inputs = name: 1 value is missing; leave"),
+        (FEW, {"inputs": "a", "client": "name", "test_fraction": 0.4}, "data.client = name: 1 value is missing"),
+        (FEW | {"n": [1.0, float("nan"), 2.0]}, {"inputs": "a", "client": "n"}, "data.client = n: 1 value is missing"),
+        (FEW | {"name": ["x", "z", "y"]}, {"inputs": ["a", "name"]},
+         "data.inputs = a, name: a of train holds numbers, name of train text; choose columns of one kind"),
     ],
 )  # fmt: skip
 def test_missing_and_odd_values_are_refused(columns: Any, options: Any, message: str) -> None:
@@ -192,6 +197,35 @@ def test_missing_and_odd_values_are_refused(columns: Any, options: Any, message:
         data = data.cast_column("tags", datasets.List(datasets.ClassLabel(names=["p", "q"])))
     with pytest.raises(UserError, match=rf"^{message}[^\n]*$"):
         HuggingFace({"train": data, "test": data}, num_clients=2, **options).setup()
+
+
+def test_text_beside_numbers_of_the_test_data_is_refused() -> None:
+    train, test = (datasets.Dataset.from_dict({"t": t, "label": [0, 1]}) for t in (["a b", "c"], [1, 2]))
+    for given, kinds in (((train, test), "text, t of test numbers"), ((test, train), "numbers, t of test text")):
+        with pytest.raises(
+            UserError, match=rf"^data\.inputs = t: t of train holds {kinds}; choose columns of one kind$"
+        ):
+            HuggingFace(dict(zip(("train", "test"), given, strict=True)), "t", num_clients=2).setup()
+
+
+def test_images_go_alone() -> None:
+    with pytest.raises(
+        UserError, match=r"^data\.inputs = image, image: images do not join with other columns; give one$"
+    ):
+        HuggingFace(splits(), ["image", "image"], num_clients=2).setup()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_clients": 5}, r"data\.num_clients = 5: the data name 3 clients; leave it out"),
+        ({"partition": IID(power=1.0)}, r"data\.partition = IID: the data say whose each sample is; leave it out"),
+        ({"partition": Natural([0, 1])}, r"data\.partition = Natural: the data say whose each sample is; leave it out"),
+    ],
+)
+def test_what_the_client_column_says_is_not_said_otherwise(options: Any, message: str) -> None:
+    with pytest.raises(UserError, match=f"^{message}$"):
+        HuggingFace(splits(), "a", client="who", **options).setup()
 
 
 def test_splits_with_other_classes_are_refused() -> None:

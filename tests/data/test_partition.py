@@ -347,6 +347,41 @@ def test_fl_sam_path(classes, n, r, size):
     assert distinct.min() < r  # a label may come twice
 
 
+@pytest.mark.parametrize(
+    ("classes", "n", "clients", "alpha"),
+    [(10, 2000, 20, 0.02), (2, 400, 10, 0.4), (3, 90, 7, 0.3), (100, 300, 20, 0.1)],
+)
+def test_fl_sam_draws_as_the_official_loop(classes, n, clients, alpha):
+    """One try after another, as the official program; ours looks at many at once."""
+    y, rng, lists, tried = np.arange(n) % classes, np.random.RandomState(3), [], []
+    keep, partition = np.random.RandomState(3), FLSAMDirichlet(alpha, 1.0)
+    kept = np.concatenate([keep.permutation(np.flatnonzero(y == c)) for c in range(classes)])
+    rng.shuffle(kept)
+    step = int(10 / clients * n)
+    for group, chunk in enumerate(np.split(kept, step * np.arange(1, -(-clients // 10)))):
+        width, tries, pools = min(10, clients - 10 * group), 0, [chunk[y[chunk] == c] for c in range(classes)]
+        held, parts = np.zeros(width), []
+        while tries == 0 or held.min() < int(0.5 * len(chunk) / width):
+            tries, held, parts = tries + 1, np.zeros(width), []
+            for pool in pools:
+                p = rng.dirichlet(np.full(width, alpha)) * (held < len(chunk) / width)
+                ends = (p / p.sum()).cumsum() * len(pool) if p.sum() > 0 else np.zeros(width)
+                parts.append(np.split(pool, ends[:-1].astype(int)))
+                held += [len(part) for part in parts[-1]]
+        lists += [np.concatenate(of_client) for of_client in zip(*parts, strict=True)]
+        tried.append(tries)
+    expected = np.array_split(np.concatenate(lists), clients)
+    for part, same in zip(partition(y, clients, classes, 3), expected, strict=True):
+        np.testing.assert_array_equal(part, same)
+    assert max(tried) > 1
+
+
+def test_fl_sam_of_very_many_classes_ends():
+    y = np.arange(12_000) % 2_000
+    with pytest.raises(UserError, match=r"alpha = 0.5: 250 draws gave no group .*; use fewer clients or Dirichlet$"):
+        FLSAMDirichlet(0.5)(y, 100, 2_000, 0)
+
+
 def test_fl_sam_gives_up(monkeypatch):
     monkeypatch.setattr("fl_lightning.data.partition.official_code.TRIES", 20)
     message = r"alpha = {}: 20 draws gave no group of 10 clients in which each has half .*; use a larger alpha"
@@ -453,7 +488,9 @@ def test_parameters_that_do_not_fit(partition, clients, seed, message):
 
 
 def test_class_without_samples():
-    with pytest.raises(UserError, match="data = no sample of class 1: number the classes without gaps"):
+    with pytest.raises(
+        UserError, match=r"data = no sample of class 1: number the classes without gaps, or set data\.part"
+    ):
         FLSimDirichlet(1.0)(np.array([0, 0, 2, 2]), 2, 3, 0)
 
 

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from fl_lightning import (
     IDDA,
+    IID,
     SAM,
     Augment,
     Cityscapes,
@@ -52,6 +53,11 @@ def cityscapes(root: Path, **kwargs: Any) -> Cityscapes:
     data = Cityscapes(str(root), **{"batch_size": 2, **kwargs})
     data.size = SIZE
     return data
+
+
+def test_a_partition_beside_the_lists_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"^data\.partition: the lists name the clients; leave it out$"):
+        cityscapes(tmp_path, partition=IID())
 
 
 def train_ids(labels: Any) -> Any:

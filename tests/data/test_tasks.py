@@ -174,7 +174,8 @@ NONE = "for classes, these targets are none; choose"
         ("multilabel", {}, {"loss": None}, f"model.loss = CrossEntropyLoss: {NONE} a loss for several labels, such as"),
         ("regression", {}, {"net": nn.Linear(3, 1)}, r"model.net = Linear gives outputs of shape \(10, 1\) for 2 val"),
         ("multilabel", {}, {"net": nn.Linear(3, 4)}, r"model.net = Linear gives outputs of shape \(10, 4\) for 2 lab"),
-        ("regression", {"y": NUMBERS[:, 0]}, {"net": Flat(3, 1)}, r"model.net = Flat gives outputs of shape \(10,\)"),
+        ("regression", {"y": NUMBERS[:, 0]}, {"net": Flat(3, 1)},
+         r"model.net = Flat gives outputs of shape \(10,\) for 1 values of a target; it must give \(10, 1\)$"),
         ("regression", {"y": np.where(NUMBERS > 5, np.nan, 1.0)}, {}, "y_train: row .* holds NaN or infinity"),
         ("regression", {"y": NUMBERS[:, :, None]}, {}, r"y_train: torch.float64 \(30, 2, 1\) are not numbers"),
         ("multilabel", {"y": NUMBERS}, {}, r"y_train: torch.float64 \(30, 2\) are not zeros and ones"),
@@ -189,6 +190,11 @@ def test_refused_in_one_line(task: str, options: Any, parts: Any, message: str, 
     with pytest.raises(UserError, match=rf"^{message}[^\n]*$"):
         fit(arrays(tmp_path, task, **options), tmp_path, **parts)
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_net_of_more_outputs_than_classes_says_so(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match=r"^model\.net = Linear has 5 outputs for 2 classes$"):
+        fit(arrays(tmp_path, "classification", TAGS[:, 0]), tmp_path, net=nn.Linear(3, 5))
 
 
 def test_mixup_needs_classes(tmp_path: Path) -> None:

@@ -29,7 +29,8 @@ from fl_lightning import (
     algorithms,
 )
 from fl_lightning.algorithms.features import with_features
-from fl_lightning.core.frozen import constants, digest
+from fl_lightning.core.forward import batch_statistics, eval_mode
+from fl_lightning.core.frozen import constants, digest, moving_buffers
 from fl_lightning.trainer.run import Run
 from tests.engine.test_engines import Net, assert_close, train
 from tests.problem import optimizer_for
@@ -338,6 +339,29 @@ def test_statistics_of_trained_modules_follow_the_policy(policy: Any, tmp_path: 
     assert int(net.net[0][1].num_batches_tracked) == 0
     with pytest.raises(UserError, match=r"buffer 'net\.2\.running_mean'"):
         FedAvg(net=Frozen(nn.Sequential(nn.Linear(4, 4), nn.Flatten(), nn.BatchNorm1d(4)), ["2"]))
+
+
+def test_a_frozen_norm_computes_what_it_did() -> None:
+    """Also where evaluation takes the statistics of each batch."""
+    torch.manual_seed(0)
+    norm = nn.InstanceNorm2d(4, affine=True, track_running_stats=True)
+    net, x = nn.Sequential(nn.Conv2d(2, 4, 3), norm, nn.Flatten(), nn.Linear(64, 3)), torch.randn(9, 2, 6, 6) * 3 + 1
+    net(x)
+    expected = net.eval()(x)
+    frozen = Frozen(net, ["3"])
+    assert torch.equal(frozen.eval()(x), expected)
+    with eval_mode(frozen), batch_statistics(frozen):
+        assert torch.equal(frozen(x), expected)
+
+
+@pytest.mark.parametrize(("trained", "moves"), [(["3"], False), (["1", "3"], True), (["0.1", "3"], True)])
+def test_a_norm_without_weights_is_frozen_with_what_comes_before(trained: list[str], moves: bool) -> None:
+    net = nn.Sequential(nn.Sequential(nn.Conv2d(2, 4, 3), nn.PReLU()), nn.BatchNorm2d(4, affine=False))
+    net.extend([nn.Flatten(), nn.Linear(64, 3)])
+    frozen = Frozen(net, trained)
+    frozen.train()(torch.randn(9, 2, 6, 6) + 1)
+    assert bool(net[1].running_mean.any()) is moves
+    assert moving_buffers(frozen) == [f"net.1.{name}" for name, _ in net[1].named_buffers()] * moves
 
 
 def test_a_net_frozen_by_hand(tmp_path: Path) -> None:

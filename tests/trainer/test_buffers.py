@@ -512,6 +512,9 @@ def test_refusals(golden: Golden) -> None:
         alone.fit(objective(), data)
     data = Arrays(client_arrays=[(x, y)], test=golden.test, batch_size=len(x) - 1, drop_last=True)
     alone.fit(objective(), data)
+    data = Arrays(client_arrays=[(x[:1], y[:1])], test=golden.test, batch_size=16, drop_last=True, num_classes=4)
+    with pytest.raises(UserError, match=r"no variance; choose a larger one; for a client of one sample GroupNorm, or"):
+        alone.fit(objective(), data)
     data = Arrays(client_arrays=[(x, y)], test=golden.test, eval_batch_size=len(golden.test[0]) - 1)
     with pytest.raises(
         UserError, match=r"^data.eval_batch_size = \d+ leaves a batch of one test sample, .*, such as 8$"

@@ -102,15 +102,14 @@ def cut(samples: Indices, lengths: Indices) -> list[Indices]:
 
 def members(labels: Indices, num_classes: int) -> list[Indices]:
     """Returns the indices of the samples of each class, in order."""
-    return [np.flatnonzero(labels == c) for c in range(num_classes)]
+    return cut(labels.argsort(kind="stable"), np.bincount(labels, minlength=num_classes))
 
 
 def stratified(y: Indices, n: int, rng: np.random.Generator) -> Indices:
     """Draws ``n`` sorted positions of labels ``y``, with the class shares of the whole to within one sample."""
     order, quantile = rng.permutation(len(y)), np.empty(len(y))
-    for label in np.unique(y):
-        members = order[y[order] == label]
-        quantile[members] = (np.arange(len(members)) + 0.5) / len(members)
+    counts = np.unique(y, return_counts=True)[1]
+    quantile[order[y[order].argsort(kind="stable")]] = np.concatenate([(np.arange(n) + 0.5) / n for n in counts])
     return np.sort(order[np.argsort(quantile[order], kind="stable")[:n]])
 
 

@@ -18,7 +18,10 @@ GROUP = 10
 """Number of clients among which a chunk of the data is divided."""
 
 TRIES = 100_000
-"""Draws for one group, a few seconds, until a split counts as impossible."""
+"""Draws for one group, a few seconds, until a split of up to a hundred classes counts as impossible."""
+
+AT_ONCE = 10**6
+"""Random numbers that are drawn and looked at together."""
 
 
 class FLSAMPath(Partition):
@@ -91,7 +94,7 @@ class FLSAMDirichlet(Partition):
         step, groups = int(GROUP / num_clients * len(kept)), math.ceil(num_clients / GROUP)
         lists: list[Indices] = []
         for group, chunk in enumerate(np.split(kept, step * np.arange(1, groups))):  # the last one has the remainder
-            pools = [chunk[labels[chunk] == c] for c in range(num_classes)]
+            pools = [chunk[at] for at in members(labels[chunk], num_classes)]
             lists += self._divide(pools, min(GROUP, num_clients - group * GROUP), rng)
         return np.array_split(np.concatenate(lists), num_clients)
 
@@ -105,23 +108,45 @@ class FLSAMDirichlet(Partition):
 
     def _divide(self, pools: list[Indices], width: int, rng: np.random.RandomState) -> list[Indices]:
         """Divides a chunk, given by class, among ``width`` clients."""
-        share = sum(map(len, pools)) / width
-        for _ in range(TRIES):
-            held, cuts = np.zeros(width, np.int64), list[Indices]()
-            for pool in pools:
-                p = rng.dirichlet(np.full(width, self.alpha)) * (held < share)
-                # if all are 0 (or NaN, for tiny alpha), 0/0 in the official code gives the class to the last client
-                ends = (p / p.sum()).cumsum() * len(pool) if p.sum() > 0 else np.zeros(width)
-                cut = ends[:-1].astype(np.int64)
-                cuts.append(cut)
-                held += np.diff(cut, prepend=0, append=len(pool))
-            if held.min() >= int(0.5 * share):
-                shares = [np.split(pool, at) for pool, at in zip(pools, cuts, strict=True)]
+        lengths, alpha = [len(pool) for pool in pools], np.full(width, self.alpha)
+        # the more classes, the less the sums differ from draw to draw: fewer draws tell that none will do
+        tries, done = min(TRIES, max(30, int(TRIES * (100 / len(pools)) ** 2))), 0
+        while done < tries:
+            n = min(2 * done + 1, tries - done, max(1, AT_ONCE // (width * len(pools))))
+            before, done = rng.get_state(), done + n
+            cuts, held = _cuts(rng.dirichlet(alpha, (n, len(pools))), lengths)
+            good = np.flatnonzero(held.min(1) >= int(0.5 * (sum(lengths) / width)))
+            if len(good):
+                rng.set_state(before)
+                rng.dirichlet(alpha, (int(good[0]) + 1, len(pools)))  # as the official program, which stops there
+                shares = [np.split(pool, at[good[0]]) for pool, at in zip(pools, cuts, strict=True)]
                 return [np.concatenate(of_client) for of_client in zip(*shares, strict=True)]
+        few = sum(lengths) < width * len(pools)  # whole samples: the last client gets what is cut off of the others
+        remedy = "fewer clients or Dirichlet" if few else "a larger alpha, or data with more classes"
         raise UserError(
-            f"data.partition.alpha = {self.alpha}: {TRIES} draws gave no group of {width} clients in which each has "
-            "half of its share of the samples; use a larger alpha, or data with more classes"
+            f"data.partition.alpha = {self.alpha}: {tries} draws gave no group of {width} clients in which each has "
+            f"half of its share of the samples; use {remedy}"
         )
+
+
+def _cuts(draws: Floats, lengths: list[int]) -> tuple[list[Indices], Indices]:
+    """Returns where each of ``n`` draws cuts each class, ``(n, width - 1)``, and what clients hold, ``(n, width)``.
+
+    Args:
+        draws: Each class's shares of the clients, ``(n, classes, width)``.
+        lengths: Samples of each class.
+    """
+    n, _, width = draws.shape
+    share, held, cuts = sum(lengths) / width, np.zeros((n, width), np.int64), list[Indices]()
+    with np.errstate(invalid="ignore", divide="ignore"):
+        for shares, length in zip(draws.swapaxes(0, 1), lengths, strict=True):
+            p = shares * (held < share)
+            total = p.sum(1, keepdims=True)
+            # if all are 0 (or NaN, for tiny alpha), 0/0 in the official code gives the class to the last client
+            ends = np.where(total > 0, (p / total).cumsum(1) * length, 0.0)
+            cuts.append(ends[:, :-1].astype(np.int64))
+            held += np.diff(cuts[-1], prepend=0, append=length)
+    return cuts, held
 
 
 class FLSimulator(Partition):
@@ -152,8 +177,9 @@ class FLSimulator(Partition):
         order = rng.permutation(len(labels))
         pools = [order[positions].tolist() for positions in members(labels[order], num_classes)]
         if self.replacement and [] in pools:
-            require(False, "data", f"no sample of class {pools.index([])}", "number the classes without gaps")
-        left = [len(pool) for pool in pools]
+            remedy = "number the classes without gaps, or set data.partition.replacement to false"
+            require(False, "data", f"no sample of class {pools.index([])}", remedy)
+        left = np.array([len(pool) for pool in pools])
         shares, sums = self.distributions(rng, num_clients, num_classes)
         bounds: list[list[float]] = sums.tolist()
         room = [len(labels) // num_clients] * num_clients
@@ -172,7 +198,7 @@ class FLSimulator(Partition):
                     left[c] = len(pools[c])
                     c = _draw(rng, bounds[k])
                 else:
-                    c = _draw_left(rng, shares[k], np.array(left))
+                    c = _draw_left(rng, shares[k], left)
             left[c] -= 1
             parts[k].append(pools[c][left[c]])
         return [np.array(part, np.int64) for part in parts]
