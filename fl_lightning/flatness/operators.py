@@ -324,6 +324,7 @@ class Products:
     Attributes:
         like: An empty tensor of the dtype and device of the vectors.
         d: Their length.
+        eps: The dtype's relative rounding.
         done: Number of products computed.
         agreed: Makes one decision for all processes that share the products.
 
@@ -336,6 +337,7 @@ class Products:
         ensure(len(shape) == 2 and shape[0] == shape[1], f"matrix: its shape {shape} is not (d, d)")
         self._a, self._draws, self._most, self._progress = a, draws, most, progress
         self.like, self.d, self.done = torch.empty(0, dtype=a.dtype, device=a.device), shape[0], 0
+        self.eps = torch.finfo(a.dtype).eps
         self.agreed: Callable[[bool], bool] = getattr(a, "agreed", bool)
 
     def __call__(self, v: Tensor) -> Tensor:
