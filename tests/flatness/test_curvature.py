@@ -516,9 +516,22 @@ def test_errors() -> None:
 # The Hessian-vector product itself
 
 
+class ByPlace(nn.Conv2d):
+    """Calls the function with the settings by place, each as it is given."""
+
+    def __init__(self, *settings: Any) -> None:
+        super().__init__(3, 6, 2)
+        self.settings = settings
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.conv2d(x, self.weight, self.bias, *self.settings)
+
+
 @pytest.mark.parametrize(
     "conv",
     [
+        lambda: ByPlace(1, 1, 1, 1),
+        lambda: ByPlace(2, (1, 2), 2, 1),
         lambda: nn.Conv2d(3, 6, 2, bias=False),
         lambda: nn.Conv2d(3, 6, 2, stride=2, padding=1, dilation=2),
         lambda: nn.Conv2d(3, 6, 3, padding="same"),

@@ -168,7 +168,9 @@ def _curves(figure: PaperFigure, runs: Mapping[str, Sequence[Path]]) -> Figure:
 def _spectrum(figure: PaperFigure, runs: Mapping[str, Sequence[Path]]) -> Figure:
     details = {label: [m["details"] for m in last_measurements(of[0]).values()] for label, of in runs.items()}
     measured = {label: [of.get("eigenvalues", [None]) for of in its] for label, its in details.items()}
-    found = {label: next((values for values in its if None not in values), []) for label, its in measured.items()}
+    found: dict[str, list[float]] = {
+        label: next((values for values in its if None not in values), []) for label, its in measured.items()
+    }
     for label, values in found.items():
         ensure(bool(values), f"{runs[label][0]}: no eigenvalues are measured; take another --out")
     return plot_spectrum(found)
