@@ -720,5 +720,5 @@ def test_a_run_says_where_it_keeps_how_it_was_measured(tmp_path: Path, capsys: p
     text = protocol(found["lambda_max"])
     assert text.startswith("global model, training data of all clients, stratified sample (1,000), method lanczos")
     text = protocol(found["discrepancy"])
-    assert text.startswith("aggregated and local models") and text.endswith("rho 0.05")
+    assert text.startswith("aggregated and local models") and text.endswith("rho 0.05, steps 1")
     assert {json.loads(line)["seed"] for line in (folder / "flatness.jsonl").read_text().splitlines()} == {0}
