@@ -98,8 +98,12 @@ def assert_same(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) ->
 
 
 def measurements(path: Path) -> list[dict[str, Any]]:
-    """The lines of a ``flatness.jsonl``, without one that a crash has cut short."""
-    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    """The lines of a ``flatness.jsonl``, without one that a crash has cut short; NaN is no JSON."""
+    return [
+        json.loads(line, parse_constant=int)
+        for line in path.read_text().splitlines(keepends=True)
+        if line.endswith("\n")
+    ]
 
 
 def metrics(folder: Path) -> dict[str, list[tuple[int, float]]]:

@@ -1,8 +1,7 @@
 """``fl-lightning flatness``: measures of flatness on a checkpoint."""
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from fl_lightning.commands.shared.landscapes import (
     save_figures,
 )
 from fl_lightning.commands.shared.output import show_table
-from fl_lightning.core import ensure
+from fl_lightning.core import ensure, json_text
 from fl_lightning.engine import LocalResult
 from fl_lightning.results import PROTOCOL, say, write_table
 from fl_lightning.trainer import (
@@ -139,10 +138,10 @@ def _after_dry_round(context: MeasurementContext, measures: Sequence[Measure]) -
 
 def _save(folder: Path, number: str, run: Run, measurements: Sequence[Measurement]) -> None:
     about = {"checkpoint": str(run.checkpoint), "round": run.rounds_done, "seed": run.seed, "protocol": PROTOCOL}
-    rows = [asdict(measurement) for measurement in measurements]
-    (folder / f"flatness{number}.json").write_text(json.dumps({**about, "measurements": rows}, indent=1) + "\n")
+    rows = [*map(vars, measurements)]
+    (folder / f"flatness{number}.json").write_text(json_text({**about, "measurements": rows}, indent=1))
     columns = [column.name for column in fields(Measurement) if column.name != "details"]
-    cells = ({**row, "settings": json.dumps(row["settings"])} for row in rows)
+    cells = ({**row, "settings": json_text(row["settings"]).strip()} for row in rows)
     write_table(folder / f"flatness{number}.csv", columns, ([row[name] for name in columns] for row in cells))
 
 

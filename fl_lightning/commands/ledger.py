@@ -14,6 +14,7 @@ from fl_lightning.core import (
     checked,
     ensure,
     files,
+    json_text,
     make_folder,
     render,
     write_atomically,
@@ -87,7 +88,7 @@ def _add(run: Path, given: Path, into: Path, several: bool) -> Path:
     )
     for name, text in ledger.row_files(run, about).items():
         if name == ledger.FILE and before:
-            text = json.dumps({**json.loads(text), "checks": before["checks"]}, indent=1) + "\n"
+            text = json_text({**json.loads(text), "checks": before["checks"]}, indent=1)
         write_atomically(make_folder((row / name).parent, "into") / name.rpartition("/")[2], text)
     return row
 

@@ -3,8 +3,7 @@
 import math
 import os
 import sys
-from dataclasses import asdict, dataclass
-from json import dumps
+from dataclasses import dataclass
 
 import torch
 
@@ -19,7 +18,7 @@ from fl_lightning.commands.shared.prediction import (
     measure,
     row_bytes,
 )
-from fl_lightning.core import PositiveInt, checked, require
+from fl_lightning.core import PositiveInt, checked, json_text, require
 from fl_lightning.results import filled, say
 
 SUMMARY = "Predict hours, memory and bits of a fit, from a few rounds that are measured here."
@@ -155,4 +154,4 @@ def run(cli: FederatedCLI, devices: int | None = None, nodes: int | None = None,
     if missing:
         say(f"on random samples of the same shape: {missing}", file=sys.stderr)
     found = plan(made.trainer, made.model, data, *numbers)
-    print(dumps(asdict(found))) if json else found.show()
+    print(json_text(found), end="") if json else found.show()

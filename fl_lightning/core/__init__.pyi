@@ -30,6 +30,7 @@ from .figures import style as style
 from .figures import wrapped as wrapped
 from .files import FROZEN as FROZEN
 from .files import disk_error as disk_error
+from .files import json_text as json_text
 from .files import json_values as json_values
 from .files import make_folder as make_folder
 from .files import parse_json as parse_json

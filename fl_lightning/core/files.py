@@ -197,9 +197,9 @@ def read_json(path: Path, form: Any, empty: Any = None) -> Any:
 
 
 def parse_json(text: bytes, path: Path, form: Any) -> Any:
-    """Returns the content of a JSON text from a file; errors as for `read_json`."""
+    """Returns the content of a JSON text from a file, NaN and infinity as None; errors as for `read_json`."""
     try:
-        found = json.loads(text.decode())
+        found = json_values(json.loads(text.decode()))
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: not readable ({error}); restore or remove it") from None
     ensure(fits(found, form), f"{path}: not what a run writes there; restore or remove it")
@@ -213,7 +213,12 @@ def json_values(value: Any) -> Any:
         return {key: json_values(each) for key, each in value.items()}
     if isinstance(value, np.ndarray | float):
         return np.where(np.isfinite(value), value, None).tolist()  # type: ignore[call-overload]  # an array of objects
-    return value
+    return [json_values(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def json_text(value: Any, indent: int | None = None) -> str:
+    """Returns the text of a JSON file: `json_values`, and a line's end."""
+    return json.dumps(json_values(value), indent=indent, allow_nan=False) + "\n"
 
 
 def fault(path: Path) -> str | None:

@@ -19,7 +19,7 @@ Expected = dict[str, tuple[Tensor, float]]
 CLIENTS = 4
 """How many clients the check trains at most."""
 ROUNDING, TOLERANCE = 1e-13, 1e-6
-"""In float64: relative change of the weights that stands for rounding, and tolerated share of a change."""
+"""In float64: relative change of a vector that stands for rounding, and tolerated share of a change."""
 COARSE_ROUNDING, COARSE_TOLERANCE = 1e-6, 0.1
 """The same in the precision of the run."""
 
@@ -43,10 +43,11 @@ def check(engine: Engine, sequential: Engine, jobs: Sequence[Job]) -> None:
     minibatch, as of contrastive losses or of BatchNorm without running statistics, must leave out the padding.
 
     Both engines train in float64 and without autocast, where they agree to rounding, so that the comparison holds at
-    any learning rate. Where rounding is amplified (the sign of a gradient that is zero, a kink of ReLU), more is
-    tolerated: ten times what a change of the weights by rounding makes. A net or a device that cannot run in float64 is
-    compared in the run's precision. Hooks may not look at values of tensors, and must give the same when they are
-    repeated.
+    any learning rate. A value may be the sum of larger ones, as a dual that a step takes back, so the rounding of the
+    largest vector of its shape is tolerated. Where rounding is amplified (the sign of a gradient that is zero, a kink
+    of ReLU), more is: ten times what a change of the weights by rounding makes. A net or a device that cannot run in
+    float64 is compared in the run's precision. Hooks may not look at values of tensors, and must give the same when
+    they are repeated.
 
     In memory the check holds the results of these clients twice, in float64, and no others.
 
@@ -174,8 +175,10 @@ def _expected(engine: Engine, sequential: Engine, job: Job, rounding: float, tol
     known = [*job.received.values(), *job.state.values()]
     near, repeated = _leaving(nearby), _leaving(again)
     for what, value in _leaving(one).items():
-        scale = min(float((value - v).norm()) for v in (value * 0, *known) if v.shape == value.shape)
-        limit = tolerance * scale
+        like = [v for v in (value * 0, *known) if v.shape == value.shape]
+        change = min(float((value - v).norm()) for v in like)
+        terms = max(float(v.norm()) for v in (value, *like))  # it may be their sum, of which rounding is left
+        limit = tolerance * change + rounding * terms
         if not float((repeated[what] - value).norm()) <= limit:
             raise _refused(
                 engine,

@@ -46,7 +46,7 @@ class Eigenpair:
 
     Attributes:
         value: θ = vᵀAv.
-        residual: ‖Av - θv‖ / |θ|. A has an eigenvalue within ``residual * |value|`` of θ.
+        residual: ‖Av - θv‖ / |θ|, at least that of rounding. A has an eigenvalue within ``residual * |value|`` of θ.
         iterations: Number of products computed.
         converged: Whether the stopping rule was met; for the power iteration that alone says little.
         vector: v, unit length, ``(d,)``, in the dtype of A.
@@ -66,9 +66,11 @@ class Spectrum:
     Attributes:
         values: θ_i = v_iᵀAv_i, ``(k,)``, float64; fewer than requested if A has fewer rows, or if the measurement was
             interrupted early.
-        residuals: ‖Av_i - θ_i v_i‖ / |θ_i|, ``(k,)``. A has an eigenvalue within ``residuals[i] * |values[i]|`` of θ_i.
+        residuals: ‖Av_i - θ_i v_i‖ / |θ_i|, ``(k,)``, at least that of rounding, 50 eps λ_1 / |θ_i| (λ_1: the largest
+            |θ|). A has an eigenvalue within ``residuals[i] * |values[i]|`` of θ_i.
         iterations: Number of products computed.
-        converged: Whether the stopping rule was met for all.
+        converged: Whether the stopping rule was met for all; with ``lanczos`` a residual of rounding above ``tol`` does
+            not meet it, unless the value is zero up to rounding.
         vectors: v_i, unit length, ``(k, d)``, in the dtype of A; None unless requested.
         dtype: The dtype of A, in which the products are computed.
     """
@@ -202,7 +204,10 @@ def _lanczos(product: Products, k: int, steps: int, tol: float, basis: int, vect
 
     def found(with_vectors: bool = False) -> Spectrum:
         values, residuals = (x[-k:].flip(0) for x in (lanczos.values, lanczos.residuals))
-        return _spectrum(product, values, residuals, converged, lanczos.vectors() if with_vectors else None)
+        rounding = lanczos.floor
+        known = residuals.clamp(min=rounding) <= values.abs() * max(tol, Lanczos.ROUNDING * product.eps)
+        reached = converged and bool((known | (values.abs() <= rounding)).all())
+        return _spectrum(product, values, residuals, rounding, reached, lanczos.vectors() if with_vectors else None)
 
     with interruptible(found, lambda: len(lanczos.values) > 0):
         while product.done < steps and not converged and not lanczos.failed:
@@ -224,7 +229,9 @@ def _power(product: Products, k: int, steps: int, tol: float, vectors: bool) -> 
         values = torch.tensor([pair.value for pair in ordered], dtype=torch.float64)
         residuals = torch.tensor([pair.residual for pair in ordered], dtype=torch.float64)
         vectors = torch.stack([pair.vector for pair in ordered]) if with_vectors else None
-        return _spectrum(product, values, residuals, len(pairs) == k and all(pair.converged for pair in pairs), vectors)
+        rounding = Lanczos.ROUNDING * product.eps * values.abs().max().item()
+        reached = len(pairs) == k and all(pair.converged for pair in pairs)
+        return _spectrum(product, values, residuals, rounding, reached, vectors)
 
     with interruptible(found, lambda: bool(pairs)):
         while len(pairs) < k:
@@ -249,7 +256,8 @@ def _next_pair(product: Products, pairs: Sequence[Eigenpair], steps: int, tol: f
 
 
 def _spectrum(
-    product: Products, values: Tensor, residuals: Tensor, converged: bool, vectors: Tensor | None
+    product: Products, values: Tensor, residuals: Tensor, rounding: float, converged: bool, vectors: Tensor | None
 ) -> Spectrum:
+    residuals = residuals.clamp(min=rounding)
     relative = torch.where(residuals == 0, 0.0, residuals / values.abs())
     return Spectrum(values, relative, product.done, converged, vectors, product.like.dtype)

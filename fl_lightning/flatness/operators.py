@@ -50,12 +50,18 @@ class ConstantInputs(TorchFunctionMode):
             v, scale, dim = (*args, 0)[:3]
             others = [i for i in range(v.ndim) if dim == -1 or i != dim]  # -1: one norm of all
             return v * (scale / torch.linalg.vector_norm(v, dim=others, keepdim=True))
-        as_module = func is torch.conv2d and not kwargs and len(args) == 7  # as nn.Conv2d calls it
-        if as_module and not isinstance(args[4], str):  # padding can be "same"
-            x, weight, bias, *settings = args
+        by_place = func is torch.conv2d and not kwargs and len(args) == 7  # as nn.Conv2d calls it
+        if by_place and not isinstance(args[4], str):  # padding can be "same"
+            x, weight, bias, *sizes, groups = args
             if x.ndim == 4 and not x.requires_grad and weight.requires_grad:
-                return _Convolution.apply(x, weight, bias, settings)
+                return _Convolution.apply(x, weight, bias, (*map(_pair, sizes), groups))
         return func(*args, **(kwargs or {}))
+
+
+def _pair(size: int | Sequence[int]) -> Sequence[int]:
+    """Returns the sizes in both directions of what may be one number for both."""
+    sizes = size if isinstance(size, Sequence) else (size,)
+    return sizes if len(sizes) == 2 else (*sizes, *sizes)
 
 
 class _Convolution(torch.autograd.Function):
@@ -324,6 +330,7 @@ class Products:
     Attributes:
         like: An empty tensor of the dtype and device of the vectors.
         d: Their length.
+        eps: The dtype's relative rounding.
         done: Number of products computed.
         agreed: Makes one decision for all processes that share the products.
 
@@ -336,6 +343,7 @@ class Products:
         ensure(len(shape) == 2 and shape[0] == shape[1], f"matrix: its shape {shape} is not (d, d)")
         self._a, self._draws, self._most, self._progress = a, draws, most, progress
         self.like, self.d, self.done = torch.empty(0, dtype=a.dtype, device=a.device), shape[0], 0
+        self.eps = torch.finfo(a.dtype).eps
         self.agreed: Callable[[bool], bool] = getattr(a, "agreed", bool)
 
     def __call__(self, v: Tensor) -> Tensor:

@@ -1,6 +1,5 @@
 """Rows of the ledger: run folders without their checkpoints, which anybody can train again and compare to the bit."""
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from fl_lightning.core import Figure, ensure, read_json, write_atomically
+from fl_lightning.core import Figure, ensure, json_text, read_json, write_atomically
 from fl_lightning.results.compare import ROW, compare
 from fl_lightning.results.configs import EXECUTION, config_files, group_id, is_private, read_config
 from fl_lightning.results.curves import plot_curves, plot_tradeoff
@@ -81,7 +80,7 @@ def row_files(run: Path, ran: Mapping[str, Any]) -> dict[str, str]:
     return {
         "config.yaml": yaml.safe_dump(config, sort_keys=False),
         METRICS: thinned(run / METRICS),
-        FILE: json.dumps(text, indent=1) + "\n",
+        FILE: json_text(text, indent=1),
         **{str(path.relative_to(run)): path.read_text() for path in more},
     }
 
@@ -169,7 +168,7 @@ def compare_run(row: Path, run: Path, ran: Mapping[str, Any]) -> Again:
 def note(row: Path, again: Again) -> None:
     """Writes into a row what a run of its config has found."""
     kept, found = about(row), {**again.start, "same": again.same, "final": again.final}
-    write_atomically(row / FILE, json.dumps({**kept, "checks": [*kept["checks"], found]}, indent=1) + "\n")
+    write_atomically(row / FILE, json_text({**kept, "checks": [*kept["checks"], found]}, indent=1))
 
 
 def _apart(before: Pairs, here: Mapping[float, float]) -> float:

@@ -353,7 +353,7 @@ MEASUREMENTS = "flatness.jsonl"
 """In the run folder: a line for each measurement."""
 PROTOCOL = "loss without weight decay, eval mode, no augmentation, in the precision of the weights"
 Number = Real | None
-"""NaN and infinity included."""
+"""None: not finite, or undefined."""
 
 
 MEASUREMENT: dict[str, Any] = {
@@ -366,10 +366,10 @@ MEASUREMENT: dict[str, Any] = {
     "samples": int,
     "settings": dict[str, Any],
     "details": {
-        "eigenvalues?": list[Real],
-        "grid?": list[Real],
-        "density?": list[Real],
-        "clients?": dict[str, Real],
+        "eigenvalues?": list[Number],
+        "grid?": list[Number],
+        "density?": list[Number],
+        "clients?": dict[str, Number],
     },
 }
 """The form of a measurement of flatness, see `fits`."""

@@ -1,6 +1,5 @@
 """The controller of a sweep: its trials, their outcomes, and the best settings."""
 
-import json
 import math
 import sys
 import time
@@ -13,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from fl_lightning.core import PositiveInt, make_folder, read_json, require, write_atomically
+from fl_lightning.core import PositiveInt, json_text, make_folder, read_json, require, write_atomically
 from fl_lightning.results import SUFFIX, average, read_config, read_run, rounds_done, window_of, write_table
 from fl_lightning.sweeps.file import Objective, StopEarly, Sweep
 from fl_lightning.sweeps.parameters import Settings
@@ -110,7 +109,7 @@ class Controller:
                 return
             if k == len(sizes):
                 sizes.append(len(proposed))
-                write_atomically(file, json.dumps(sizes))
+                write_atomically(file, json_text(sizes))
             yield proposed
 
     def _early(self) -> StopEarly | None:

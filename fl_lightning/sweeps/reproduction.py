@@ -1,6 +1,5 @@
 """Reproduction of a paper's table or figure: the chosen cells, the runs that they need, and our numbers."""
 
-import json
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -11,7 +10,7 @@ from typing import Any
 from fl_lightning import algorithms
 from fl_lightning.algorithms.catalogue import Entry
 from fl_lightning.algorithms.parts.ascent import SAM
-from fl_lightning.core import UserError, ensure, grouped, require
+from fl_lightning.core import UserError, ensure, grouped, json_text, require
 from fl_lightning.results.papers import (
     COLUMNS,
     EVALUATED,
@@ -278,7 +277,7 @@ def mark(folder: Path, task: Task, fraction: float, settings: str = "") -> None:
         {**{name: getattr(cell, name) for name in COLUMNS}, "fraction": fraction, "settings": settings}
         for cell in task.cells
     ]
-    (folder / FILE).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    (folder / FILE).write_text(json_text(found, indent=2), encoding="utf-8")
 
 
 def column(cell: Cell) -> str:

@@ -458,6 +458,17 @@ def test_the_check_raises_no_false_alarm(net: type[nn.Module], precision: str, t
         assert run.server.w.dtype == torch.float32 == next(objective.net.parameters()).dtype
 
 
+@pytest.mark.parametrize("seed", [5, 10, 52])
+def test_an_upload_may_be_a_known_vector_but_for_rounding(seed: int, tmp_path: Path) -> None:
+    """FedSMOO's s after one step is mu + s_hat - s_hat."""
+    draw = np.random.default_rng(seed)
+    clients = [(draw.normal(size=(n, 6)), draw.integers(3, size=n)) for n in (7, 12, 5, 9, 16)]
+    torch.manual_seed(seed)
+    objective = algorithms.FedSMOO(nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)), warmup=3)
+    arrays = Arrays(client_arrays=clients, test=(draw.normal(size=(6, 6)), np.arange(6) % 3), batch_size=4)
+    train(tmp_path, objective, "batched", arrays=arrays, seed=seed, clients_per_round=3, max_rounds=6)
+
+
 def test_blocks_hold_clients_of_like_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sorted stably, so clients of equal length stay in their order; the results come in the cohort's."""
     seen: list[list[int]] = []

@@ -260,6 +260,20 @@ def test_known_spectra(eigenvalues: list[float], k: int, basis: int | None) -> N
     torch.testing.assert_close(found.values, expected, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize(("top", "dtype"), [(150.0, torch.float32), (1e4, torch.float32), (1e30, torch.float64)])
+def test_residuals_know_the_rounding_of_the_largest_eigenvalue(top: float, dtype: torch.dtype) -> None:
+    """An eigenvalue lies within ``residual * |value|``, also where the products round away more than the value."""
+    torch.manual_seed(0)
+    a = symmetric([top, 1.0, 1e-3, 1e-6, 1e-7, 0.0, 0.0, 0.0]).to(dtype)
+    exact = torch.linalg.eigvalsh(a.double())
+    for method in ("lanczos", "power"):
+        found = spectrum(a, k=6, method=method, iterations=1000)  # type: ignore[arg-type]
+        away = (exact - found.values[:, None]).abs().min(1).values
+        assert (away / found.values.abs() <= found.residuals).all()
+    first, second = (spectrum(a, k=k).converged for k in (1, 2))
+    assert first and second == (top != 1e4)  # there 1 is known to 6 %; of 1e30 it is zero up to rounding
+
+
 def test_zero_hessian() -> None:
     net = Quadratic(torch.zeros(8, 8, dtype=torch.float64), torch.ones(8, dtype=torch.float64))
     for method in ("lanczos", "power"):
@@ -502,9 +516,22 @@ def test_errors() -> None:
 # The Hessian-vector product itself
 
 
+class ByPlace(nn.Conv2d):
+    """Calls the function with the settings by place, each as it is given."""
+
+    def __init__(self, *settings: Any) -> None:
+        super().__init__(3, 6, 2)
+        self.settings = settings
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.conv2d(x, self.weight, self.bias, *self.settings)
+
+
 @pytest.mark.parametrize(
     "conv",
     [
+        lambda: ByPlace(1, 1, 1, 1),
+        lambda: ByPlace(2, (1, 2), 2, 1),
         lambda: nn.Conv2d(3, 6, 2, bias=False),
         lambda: nn.Conv2d(3, 6, 2, stride=2, padding=1, dilation=2),
         lambda: nn.Conv2d(3, 6, 3, padding="same"),

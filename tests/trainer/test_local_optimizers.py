@@ -223,6 +223,17 @@ def test_newton_schulz_by_hand() -> None:
     assert torch.equal(orthogonalized(0 * u, 5), 0 * u)
 
 
+def test_newton_schulz_in_bfloat16_is_that_of_the_program() -> None:
+    """Bit for bit: each product is rounded, so the brackets matter."""
+    g = torch.randn(5, 12, generator=generator(0, "g")).bfloat16()
+    x = g / (g.norm() + 1e-7)
+    for _ in range(5):
+        A = x @ x.T
+        B = -4.7750 * A + 2.0315 * A @ A
+        x = 3.4445 * x + B @ x
+    assert torch.equal(orthogonalized(g, 5), x)
+
+
 OWN = '''
 import torch
 from fl_lightning import LocalOptimizer

@@ -522,6 +522,18 @@ def test_flatness_says_what_the_monitor_does(runs: dict[str, Path], tmp_path: Pa
         assert [row["name"] for row in csv.DictReader(file)] == [r["name"] for r in made["measurements"]]
 
 
+def test_what_is_not_finite_is_null(tmp_path: Path) -> None:
+    """In flatness.jsonl and in flatness.json, and they are read."""
+    few = "{samples: 20, k: 2}"
+    given = f"=[{{class_path: Spectrum, init_args: {few}}}]"
+    more = ["--trainer.max_rounds=1", "--trainer.callbacks+=FlatnessMonitor", f"--trainer.callbacks.metrics{given}"]
+    folder = run("fit", *more, "--model.optimizer.lr=1e25", "--trainer.local_steps=1", root=tmp_path)
+    cli("flatness", "--ckpt_path", ckpt(folder), f"--metrics{given}", f"--out={tmp_path}")
+    made = json.loads((tmp_path / "flatness.json").read_text(), parse_constant=int)["measurements"]
+    for found in (*made, *measurements(folder / "flatness.jsonl"), *last_measurements(folder).values()):
+        assert found["value"] is None and found["details"]["eigenvalues"] == [None]
+
+
 FISHER = "{class_path: LambdaMax, init_args: {samples: 100, tol: 1.0e-6, operator: fisher, parameters: ['*.bias']}}"
 
 
@@ -708,5 +720,5 @@ def test_a_run_says_where_it_keeps_how_it_was_measured(tmp_path: Path, capsys: p
     text = protocol(found["lambda_max"])
     assert text.startswith("global model, training data of all clients, stratified sample (1,000), method lanczos")
     text = protocol(found["discrepancy"])
-    assert text.startswith("aggregated and local models") and text.endswith("rho 0.05")
+    assert text.startswith("aggregated and local models") and text.endswith("rho 0.05, steps 1")
     assert {json.loads(line)["seed"] for line in (folder / "flatness.jsonl").read_text().splitlines()} == {0}

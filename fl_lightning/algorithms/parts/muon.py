@@ -93,5 +93,6 @@ def orthogonalized(u: Tensor, steps: int) -> Tensor:
     x = x / (torch.linalg.matrix_norm(x, keepdim=True) + 1e-7)
     for _ in range(steps):
         a = x @ x.mT
-        x = 3.4445 * x + (-4.7750 * a + 2.0315 * (a @ a)) @ x
+        square = 2.0315 * a @ a if a.dtype == torch.bfloat16 else 2.0315 * (a @ a)  # FedMuon's program rounds so
+        x = 3.4445 * x + (-4.7750 * a + square) @ x
     return x.mT if u.shape[-2] > u.shape[-1] else x

@@ -1,6 +1,5 @@
 """Labels, folders, a progress bar, figures and landscapes for the commands on checkpoints."""
 
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.core import Figure, earlier, ensure, make_folder, require, save_figure
+from fl_lightning.core import Figure, earlier, ensure, json_text, make_folder, require, save_figure
 from fl_lightning.flatness import Batches, Values
 from fl_lightning.results.metrics import PROTOCOL, write_table
 from fl_lightning.trainer import MeasurementContext, Run, RunFolder, Split
@@ -214,7 +213,7 @@ class Landscape:
         if self.run.fabric.is_global_zero:
             number = number_of(self.folder, f"{name}.json")
             plain = {label: result.to_dict() for label, result in results.items()}
-            (self.folder / f"{name}{number}.json").write_text(json.dumps(plain) + "\n")
+            (self.folder / f"{name}{number}.json").write_text(json_text(plain))
             rows = [{"model": label, **row} for label, result in results.items() for row in result.rows()]
             write_table(self.folder / f"{name}{number}.csv", rows[0], [row.values() for row in rows])
             save_figures(self.run, self.folder, figures, number, "landscape/")

@@ -167,8 +167,9 @@ def _curves(figure: PaperFigure, runs: Mapping[str, Sequence[Path]]) -> Figure:
 
 def _spectrum(figure: PaperFigure, runs: Mapping[str, Sequence[Path]]) -> Figure:
     details = {label: [m["details"] for m in last_measurements(of[0]).values()] for label, of in runs.items()}
+    measured = {label: [of.get("eigenvalues", [None]) for of in its] for label, its in details.items()}
     found: dict[str, list[float]] = {
-        label: next((values for of in its if (values := of.get("eigenvalues"))), []) for label, its in details.items()
+        label: next((values for values in its if None not in values), []) for label, its in measured.items()
     }
     for label, values in found.items():
         ensure(bool(values), f"{runs[label][0]}: no eigenvalues are measured; take another --out")
@@ -186,7 +187,8 @@ def _by_client(run: Path, name: str) -> dict[int, list[tuple[float, float]]]:
         _, rows = read_numbers(run / CLIENTS, "clients", "round", "client")
         return grouped((int(row["client"]), (row["round"], row["acc"])) for row in rows)
     measured = [found for found in read_measurements(run) if found["name"] == name]
-    return grouped((int(k), (found["round"], x)) for found in measured for k, x in found["details"]["clients"].items())
+    values = ((int(k), found["round"], x) for found in measured for k, x in found["details"]["clients"].items())
+    return grouped((k, (t, x)) for k, t, x in values if x is not None)
 
 
 def _cost(figure: PaperFigure, runs: Mapping[str, Sequence[Path]]) -> Figure:

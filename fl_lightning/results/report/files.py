@@ -3,7 +3,6 @@
 Files that others may have written are taken as they are; one that is not readable is an error.
 """
 
-import math
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -132,7 +131,7 @@ def _details(runs: Sequence[RunFiles], key: str) -> Iterator[tuple[str, Json]]:
     same in all measurements. What is not finite is left out.
     """
     values = [(run, of, of["details"].get(key)) for run in runs for of in run.measurements]
-    found = [(run, measured) for run, measured, given in values if given and all(map(math.isfinite, given))]
+    found = [(run, measured) for run, measured, given in values if given and None not in given]
     differing = [name for name in ("data", "where") if len({measured[name] for _, measured in found}) > 1]
     for run, measured in found:
         matrix = [measured["settings"].get(name) for name in ("operator", "parameters")]

@@ -3,14 +3,14 @@
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 
-from fl_lightning.core import Figure, PositiveInt, RoundContext, earlier, require
+from fl_lightning.core import Figure, PositiveInt, RoundContext, earlier, json_text, require
 from fl_lightning.engine import LocalResult
 from fl_lightning.flatness.plots import plot_density, plot_spectrum
 from fl_lightning.results.metrics import MEASUREMENTS
@@ -123,7 +123,7 @@ class FlatnessMonitor(Callback):
             measure.keep(run)
         with (run.folder.path / MEASUREMENTS).open("a") as file:
             for measurement in measurements:
-                file.write(json.dumps({"round": run.rounds_done, "seed": run.seed, **asdict(measurement)}) + "\n")
+                file.write(json_text({"round": run.rounds_done, "seed": run.seed, **vars(measurement)}))
         label = f"{run.folder.label}, round {run.rounds_done}"
         for logger in run.own_loggers:
             show(logger, measurements, run.rounds_done, label)

@@ -1,10 +1,8 @@
 """The statistics of a run."""
 
-import json
-
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
-from fl_lightning.core import json_values, save_figure, write_atomically
+from fl_lightning.core import json_text, save_figure, write_atomically
 from fl_lightning.results import SUMMARY, plot_clients, plot_curves, read_clients, summarise, tested
 from fl_lightning.trainer.run import Callback, Run
 
@@ -27,7 +25,7 @@ class Results(Callback):
         metric = next((metric for metric in metrics if metric.endswith(f"/{name}")), None)
         if run.fabric.is_global_zero and metric:  # a run may stop before its first evaluation
             found = summarise(run.folder.path, None, self.target, metric, eval_last=run.settings.eval_last)
-            write_atomically(run.folder.path / SUMMARY, json.dumps(json_values(found), indent=2) + "\n")
+            write_atomically(run.folder.path / SUMMARY, json_text(found, indent=2))
 
 
 class Curves(Callback):

@@ -51,7 +51,7 @@ class Discrepancy(LocalMean):
 
     Args:
         rho: Radius of the sharpness.
-        steps: Number of ascent steps.
+        steps: Number of ascent steps; one is a lower bound, see `fl_lightning.flatness.sharpness`.
         samples: Size of the stratified sample for S; null: all training data.
         clients: cohort: the local models of the round. all: the local models of all clients, each trained from w^t for
             this measure; the global model is then their average, and the names end in ``_all``.
@@ -84,7 +84,7 @@ class Discrepancy(LocalMean):
         after = context.new if self._after is None else self._after
         rise = sharpness(**context.loss(batches, after), rho=self.rho, steps=self.steps)
         end = "" if self.clients == "cohort" else "_all"
-        common: dict[str, Any] = {"iterations": self.steps, "settings": {"rho": self.rho}}
+        common: dict[str, Any] = {"iterations": self.steps, "settings": {"rho": self.rho, "steps": self.steps}}
         measurements = [
             Measurement(
                 name=f"sharpness_global{end}", value=rise, model="aggregated model", data=what, samples=n, **common
@@ -118,7 +118,7 @@ class Sharpness(Measure):
     Args:
         data: all, cohort, or both.
         rho: Radius.
-        steps: Number of ascent steps.
+        steps: Number of ascent steps; one is a lower bound, see `fl_lightning.flatness.sharpness`.
         samples: Size of the stratified sample of all clients' data; null: all. The cohort's data are used whole.
         eta: Added to the absolute weights in the adaptive sharpness; null: the plain one.
     """
@@ -138,7 +138,7 @@ class Sharpness(Measure):
     def compute(self, context: MeasurementContext) -> list[Measurement]:
         measurements = []
         prefix = "sharpness" if self.eta is None else "adaptive_sharpness"
-        settings = {"rho": self.rho} | ({} if self.eta is None else {"eta": self.eta})
+        settings = {"rho": self.rho, "steps": self.steps} | ({} if self.eta is None else {"eta": self.eta})
         for of in self.data if context.cohort else ["all"]:
             batches, n, what = context.train(self.samples) if of == "all" else context.union(context.cohort)
             rise = sharpness(**context.loss(batches), rho=self.rho, steps=self.steps, eta=self.eta)

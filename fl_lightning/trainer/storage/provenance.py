@@ -19,7 +19,7 @@ from zlib import crc32
 import torch
 
 import fl_lightning
-from fl_lightning.core import UserError, fits, hidden_text, hidden_words, leaves, processor, write_atomically
+from fl_lightning.core import UserError, fits, hidden_text, hidden_words, json_text, leaves, processor, write_atomically
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.data.histogram import histogram
 from fl_lightning.results.metrics import DIRECTIONS, Mode, mode_of
@@ -85,7 +85,7 @@ def write(folder: Path, round: int, device: torch.device, processes: int, **exec
             "code": code,
         }
     )
-    write_atomically(path, json.dumps(_signed(starts, changes), indent=1) + "\n")
+    write_atomically(path, json_text(_signed(starts, changes), indent=1))
 
 
 def _signed(starts: Any, changes: Any) -> dict[str, Any]:
@@ -115,8 +115,8 @@ def write_partition(folder: Path, data: FederatedDataModule) -> None:
     found = histogram(data, MOST_CLIENTS)
     counts = [{int(group): int(row[group]) for group in row.nonzero()[0]} for row in found.counts]
     groups = {} if data.task.by_class else {"unit": found.unit, "names": found.names}
-    text = json.dumps({"clients": data.num_clients, "classes": len(found.names), "counts": counts, **groups})
-    write_atomically(folder / PARTITION, text + "\n")
+    text = json_text({"clients": data.num_clients, "classes": len(found.names), "counts": counts, **groups})
+    write_atomically(folder / PARTITION, text)
 
 
 def write_directions(folder: Path, directions: Mapping[str, Mode]) -> None:
@@ -128,7 +128,7 @@ def write_directions(folder: Path, directions: Mapping[str, Mode]) -> None:
     """
     unnamed = {name: mode for name, mode in directions.items() if mode != mode_of(f"server/test/{name}")}
     if unnamed:
-        write_atomically(folder / DIRECTIONS, json.dumps(unnamed) + "\n")
+        write_atomically(folder / DIRECTIONS, json_text(unnamed))
 
 
 def digest_of_files(config: Any) -> str:
