@@ -17,7 +17,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help venv lock dev demo test test-slow test-long test-all soak lint types format docs bench gpu clean
+.PHONY: help venv lock dev flower-env demo test test-slow test-long test-all soak lint types format docs bench gpu clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  \033[1mmake %-10s\033[0m %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -50,13 +50,24 @@ $(VENV)/.installed-dev: pyproject.toml | $(BIN)/pip
 	$(RUN) pip install -e '.[dev]'
 	@touch $(VENV)/.installed $@
 
+# Flower pins old versions of what others need new: two small environments that find all else in the main one
+flower-env: .venv-flower/.installed ## Make .venv-flower: Flower in its lowest and in its newest version, for the slow tests
+
+.venv-flower/.installed: pyproject.toml | $(VENV)/.installed-dev
+	@for each in lowest newest; do $(RUN) venv --clear .venv-flower/$$each && $(BIN)/python -c \
+		'import sys, sysconfig as s; p = s.get_path; print(p("purelib"), file=open(p("purelib", vars={"base": sys.argv[1]}) + "/main.pth", "w"))' \
+		.venv-flower/$$each || exit 1; done
+	.venv-flower/lowest/bin/python -m pip install --quiet -e '.[flower]' 'flwr==1.41.0'
+	.venv-flower/newest/bin/python -m pip install --quiet -e '.[flower]' 'flwr[simulation]'
+	@touch $@
+
 demo: venv ## Train on a small data set that needs no download
 	$(BIN)/fl-lightning fit --config configs/quickstart.yaml
 
 test: dev ## Run the quick tests
 	$(TEST) -n $(JOBS) -m "not slow" tests
 
-test-slow: dev ## Run the slow tests and the notebooks
+test-slow: dev flower-env ## Run the slow tests and the notebooks
 	$(TEST) -n $(JOBS) -m "slow and not long" --durations 40 --nbmake tests notebooks
 
 test-long: dev ## Run what both leave out: every case of the tests with very many cases, the longest pages and runs

@@ -1,8 +1,7 @@
 """``fl-lightning flower``: a run as a Flower app."""
 
 import re
-from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,7 @@ from fl_lightning.commands.shared import FederatedCLI, write_new
 from fl_lightning.core import LEFT_OUT, ensure
 from fl_lightning.flower import server
 from fl_lightning.results import flatten, say
+from fl_lightning.trainer import Run
 
 if TYPE_CHECKING:
     from flwr.clientapp import ClientApp
@@ -58,7 +58,7 @@ def client_app(config: str | Path) -> "ClientApp":
     """
     from fl_lightning.flower import app
 
-    return app.client_app(partial(_build, config, ON_NODE))
+    return app.client_app(partial(_node_run, str(config)))
 
 
 def server_app(config: str | Path) -> "ServerApp":
@@ -69,8 +69,15 @@ def server_app(config: str | Path) -> "ServerApp":
     """
     from fl_lightning.flower import app
 
-    return app.server_app(partial(_build, config, ()))
+    return app.server_app(partial(_build, config))
 
 
-def _build(config: str | Path, settings: Sequence[str]) -> Any:
+def _build(config: str | Path, *settings: str) -> Any:
     return FederatedCLI("fit", "--config", str(config), *settings).build()
+
+
+@cache
+def _node_run(config: str) -> Run:
+    made = _build(config, *ON_NODE)
+    loaded: Run = made.trainer.load(made.model, made.data, None)
+    return loaded

@@ -4,7 +4,6 @@ import time
 from collections import UserDict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,22 +26,15 @@ QUERY = 120.0
 """Seconds that a node has to report its number: Flower may list a node for a while after it has gone."""
 
 
-def client_app(build: Callable[[], Any]) -> ClientApp:
+def client_app(run: Callable[[], Run]) -> ClientApp:
     """Returns the app of the nodes.
 
     A node's number is the ``partition-id`` of its node config. The node keeps its clients' states in its context, or in
     files if the node config names a ``state-folder``.
 
     Args:
-        build: Builds the objects that the config describes, ``trainer``, ``model`` and ``data``; called once in a
-            process.
+        run: Returns the run with the node's config, for every message. Flower's simulation pickles it with each.
     """
-
-    @cache
-    def run() -> Run:
-        made = build()
-        loaded: Run = made.trainer.load(made.model, made.data, None)
-        return loaded
 
     def number(message: flwr.app.Message, context: Context) -> flwr.app.Message:
         node = ConfigRecord({"number": int(context.node_config.get("partition-id", 0))})
@@ -73,7 +65,7 @@ def server_app(build: Callable[[], Any]) -> ServerApp:
     of clients that must reply (0: all).
 
     Args:
-        build: As for `client_app`.
+        build: Builds the objects that the config describes, ``trainer``, ``model`` and ``data``.
     """
 
     def main(grid: Grid, context: Context) -> None:
@@ -128,24 +120,51 @@ class GridSend:
         return replies
 
     def _ids(self, wanted: set[int]) -> dict[int, int]:
-        """Returns Flower's ids of the nodes by number; of two nodes with one number, the one that connected last."""
+        """Returns Flower's ids of the nodes by number: of several with one number, the first one that replies."""
         end = time.monotonic() + self.wait
         while True:
             check_interruption()
             connected = {*self.grid.get_node_ids()}
-            if new := connected - self._numbers.keys():
-                asked = [flwr.app.Message(RecordDict(), node, "query") for node in new]
-                replies = self.grid.send_and_receive(asked, timeout=min(self.wait, QUERY))
-                for reply in replies:
-                    if reply.has_content():
-                        node = reply.content.config_records["node"]
-                        self._numbers[reply.metadata.src_node_id] = int(node["number"])
-            ids = {number: node for node, number in self._numbers.items() if node in connected}
+            self._numbers = {node: number for node, number in self._numbers.items() if node in connected}
+            for node, number in self._answers(connected - self._numbers.keys()).items():
+                first = self._by_number().get(number)
+                self._numbers[node] = number
+                if first is not None and self._answers({first}).get(first) == number:
+                    print(
+                        f"node {number}: {first} and {node} connect as this node; {node} trains no clients while "
+                        f"{first} replies (give each its own partition-id)"
+                    )
+                elif first is not None:
+                    self._numbers[first] = self._numbers.pop(first)  # after the others
+            ids = self._by_number()
             missing = wanted - ids.keys()
             if missing <= self._gone or time.monotonic() > end:
                 self._gone = (self._gone - ids.keys()) | missing
                 return ids
             time.sleep(1)
+
+    def _by_number(self) -> dict[int, int]:
+        return {number: node for node, number in reversed(self._numbers.items()) if number >= 0}
+
+    def _answers(self, nodes: set[int]) -> dict[int, int]:
+        """Returns the numbers of nodes; of one whose answer holds none, -1 after a line."""
+        asked = [flwr.app.Message(RecordDict(), node, "query") for node in nodes]
+        numbers = {}
+        for reply in self.grid.send_and_receive(asked, timeout=min(self.wait, QUERY)) if asked else ():
+            node = reply.metadata.src_node_id
+            if reply.has_content():
+                number: object = reply.content.config_records.get("node", {}).get("number")
+                what = f"its number is {number!r:.20}"
+            elif reply.error.code == FAILED:
+                number, what = None, folded(reply.error.reason, 200)
+            else:
+                continue
+            if type(number) is int and number >= 0:
+                numbers[node] = number
+            else:
+                numbers[node] = -1
+                print(f"Flower's node {node}: {what}; it trains no clients (give partition-id a number from 0 on)")
+        return numbers
 
 
 class Records(UserDict[str, Mapping[str, Tensor]]):

@@ -35,6 +35,14 @@ def parsed(*args: str) -> FederatedCLI:
     return FederatedCLI("fit", *DIGITS, *SHORT, *args)
 
 
+@cache
+def loaded(*args: str) -> Run:
+    """The run of a node, which never starts."""
+    made = build(Path("unused"), *args)
+    run: Run = made.trainer.load(made.model, made.data, None)
+    return run
+
+
 def trained(root: Path, *args: str, ckpt_path: str | None = None) -> Run:
     """The run that the trainer makes."""
     made = build(root, *args)

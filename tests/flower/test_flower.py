@@ -1,172 +1,115 @@
-"""Flower itself: its messages and contexts in one process, and a superlink with two supernodes."""
+"""Flower's own programs in the environments of ``make flower-env``: the guide as it stands, with a node that is lost."""
 
 from __future__ import annotations
 
 import os
 import re
+import shlex
+import shutil
 import signal
 import socket
 import subprocess
-import sys
+import tempfile
 import time
-import traceback
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tests.flower.nodes import build, trained
 from tests.runs import assert_same, cli, last, metrics, newest, state
 
-flwr = pytest.importorskip("flwr.app", reason="needs the extra flower, in an environment of its own")
-from flwr.serverapp import Grid  # noqa: E402
-from flwr.supercore.task_identity import TaskIdentity  # noqa: E402
+pytestmark = pytest.mark.slow
 
-from fl_lightning.flower import app  # noqa: E402
-
-TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 0, 1  # as the process of a ServerApp has them
-
-
-class OneProcess(Grid):
-    """A grid whose nodes are calls of the ClientApp."""
-
-    set_run = create_message = push_messages = pull_messages = None
-    run = None
-
-    def __init__(self, client: Any, configs: list[dict[str, Any]]) -> None:
-        self.client = client
-        self.contexts = {id: flwr.Context(1, id, config, flwr.RecordDict(), {}) for id, config in enumerate(configs, 7)}
-
-    def get_node_ids(self) -> Iterable[int]:
-        return list(self.contexts)
-
-    def send_and_receive(self, messages: Iterable[Any], *, timeout: float | None = None) -> Iterable[Any]:
-        for message in messages:
-            message.metadata.__dict__["_message_id"] = message.object_id  # as Flower's own grid does
-        return [reply for message in messages if (reply := self.reply(message)) is not None]
-
-    def reply(self, message: Any) -> Any:
-        return self.client(message, self.contexts[message.metadata.dst_node_id])
+ROOT = Path(__file__).parents[2]
+BLOCKS = re.findall(r"```(sh|toml)\n(.*?)```", (ROOT / "docs/guides/flower.md").read_text(), re.DOTALL)
+INSTALL, APP, START, GO_ON, SIMULATE = (block.splitlines() for language, block in BLOCKS if language == "sh")
+(CONFIG,) = (block for language, block in BLOCKS if language == "toml")
+ENVIRONMENTS = ROOT / ".venv-flower"
+MOST = 900.0
+"""Seconds after which something hangs."""
 
 
-class Unreliable(OneProcess):
-    """A grid whose node 1 fails in the third exchange: Flower says so, or nothing comes, or what comes is no upload."""
+class Network:
+    """Shells in one folder, in one of Flower's environments; each of the page's ports is a free one.
 
-    failure = "silent"
-    exchanges = 0
+    Args:
+        root: The folder.
+        environment: Name of the environment.
+    """
 
-    def reply(self, message: Any) -> Any:
-        reply, node = super().reply(message), self.contexts[message.metadata.dst_node_id].node_config["partition-id"]
-        self.exchanges += message.metadata.message_type == "train" and node == 1
-        if message.metadata.message_type != "train" or node != 1 or self.exchanges != 3:
-            return reply
-        if self.failure == "gone":  # from the superlink, as in flwr/server/superlink/linkstate/utils.py
-            reply = flwr.Message(flwr.Error(5, "Error: Node Unavailable - \n it is gone"), reply_to=message)
-            reply.metadata.__dict__["_src_node_id"] = 1
-        elif self.failure == "garbage":
-            for record in reply.content.array_records.values():
-                for name in record:
-                    record[name] = flwr.Array("float32", (3,), "numpy.ndarray", b"no array")
-        return None if self.failure == "silent" else reply
+    def __init__(self, root: Path, environment: str) -> None:
+        self.root, self.bin, self.started = root, ENVIRONMENTS / environment / "bin", list[Any]()
+        self.ports = {port: str(free_port()) for port in ("8000", "9001", "9002")}
+        self.ray = tempfile.mkdtemp(prefix="ray")  # paths of its sockets have at most 107 letters
+        (home := root / "home").mkdir()
+        (home / "config.toml").write_text(self.local(CONFIG))
+        self.env = {**os.environ, "OMP_NUM_THREADS": "1", "FLWR_HOME": str(home), "RAY_TMPDIR": self.ray}
+        self.env |= {"PATH": f"{self.bin}{os.pathsep}{os.environ['PATH']}", "RAY_USAGE_STATS_ENABLED": "0"}
+        self.env |= dict(pair.split("=") for line in INSTALL for pair in shlex.split(line)[1:] if "=" in pair)
 
+    def local(self, text: str) -> str:
+        return re.sub(r"\b(8000|9001|9002)\b", lambda port: self.ports[port[0]], text)
 
-def fit(grid: OneProcess, root: Path, *args: str, nodes: int = 2, ckpt_path: str = "", min_replies: int = 0) -> None:
-    config = {"nodes": nodes, "ckpt-path": ckpt_path, "wait": 1, "min-replies": min_replies}
-    app.server_app(partial(build, root, *args))(grid, flwr.Context(1, 0, {}, flwr.RecordDict(), config))
+    def start(self, line: str, name: str) -> subprocess.Popen[bytes]:
+        """A line of the page in a shell of its own, which writes to ``<name>.log``."""
+        with (self.root / f"{name}.log").open("w") as log:
+            shell = ["bash", "-c", f"exec {self.local(line)}"]
+            self.started.append(
+                subprocess.Popen(
+                    shell, cwd=self.root, env=self.env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+                )
+            )
+        return self.started[-1]
 
+    def log(self, name: str) -> str:
+        return (self.root / f"{name}.log").read_text()
 
-@pytest.mark.parametrize(
-    "args",
-    [
-        ["--model=FedSMOO"],
-        ["--model=SCAFFOLD"],
-        ["--model=FedDyn"],
-        ["--model=MOON"],
-        ["--model=FedGAMMA"],
-        ["--model=NaiveFedGloSS"],
-    ],
-    ids=lambda args: args[0],
-)
-@pytest.mark.parametrize("stored", [False, True], ids=["in the context", "in files"])
-def test_apps_give_the_bits_of_the_trainer(args: list[str], stored: bool, tmp_path: Path) -> None:
-    """The second node has connected first; the server starts again, with files after another run of the same name."""
-    client = app.client_app(partial(build, tmp_path / "unused", *args))
-    folder = {"state-folder": str(tmp_path / "states")} if stored else {}
-    grid = OneProcess(client, [{"partition-id": 1, **folder}, {"partition-id": 0, **folder}])
-    fit(grid, tmp_path, *args, "--trainer.max_rounds=2")
-    run = newest(tmp_path)
-    if stored:
-        fit(grid, tmp_path / "other", *args, "--model.optimizer.lr=0.01")
-    fit(grid, tmp_path, *args, "--trainer.max_rounds=4", ckpt_path="last")
-    trained(tmp_path / "trainer", *args, "--trainer.max_rounds=4")
-    assert_same(
-        last(run)["server"],
-        last(newest(tmp_path / "trainer"))["server"],
-    )
-    assert all(bool(context.state) != stored for context in grid.contexts.values())
+    def serve(self, line: str, port: str) -> None:
+        """A superlink, when it listens."""
+        link = self.start(line, "link")
 
+        def listens() -> bool:
+            with suppress(OSError), socket.create_connection(("127.0.0.1", int(port))):
+                return True
+            return link.poll() is not None
 
-ALL = ["--model=SCAFFOLD", "--trainer.clients_per_round=6", "--trainer.max_rounds=4"]
+        until(listens)
 
+    def run(self, line: str, name: str) -> str:
+        """What a command says until it ends."""
+        self.start(line, name).wait(MOST)
+        return self.log(name)
 
-@pytest.mark.parametrize(
-    ("failure", "kind", "line"),
-    [
-        ("silent", "dropped", "node 1: no reply after 1 s; until"),
-        ("gone", "dropped", "node 1: Error: Node Unavailable - it is gone; until"),
-        ("garbage", "refused", "client 1: its reply lacks"),
-    ],
-)
-def test_node_that_fails_costs_its_clients_a_round(
-    failure: str, kind: str, line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    client = app.client_app(partial(build, tmp_path / "unused", *ALL))
-    grid = Unreliable(client, [{"partition-id": 0}, {"partition-id": 1}])
-    grid.failure = failure
-    fit(grid, tmp_path, *ALL, min_replies=2)
-    assert [n for _, n in metrics(newest(tmp_path))[f"client/{kind}"]] == [0, 0, 3, 0]
-    assert capsys.readouterr().out.count(line) == 1
+    @property
+    def folder(self) -> Path:
+        """The run's."""
+        return newest(self.root / "runs")
 
+    def rounds(self) -> int:
+        """Rounds in the metrics of the run."""
+        found = [*self.root.glob("runs/*/*/metrics.csv")]
+        return len(found[0].read_text().splitlines()) - 1 if found else 0
 
-def test_node_that_is_not_connected_is_waited_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And takes part when it is there."""
-    client = app.client_app(partial(build, tmp_path / "unused", *ALL))
-    grid, waited = OneProcess(client, [{"partition-id": 0}, {"partition-id": 1}]), list[float]()
-    later, rounds = grid.contexts.pop(8), iter(range(3))
+    def lose(self, node: subprocess.Popen[bytes], app: subprocess.Popen[bytes], how: signal.Signals) -> None:
+        """Ends a node once the first round is complete, which takes it seconds before its next reply."""
+        until(lambda: self.rounds() >= 1 or app.poll() is not None)
+        node.send_signal(how)
+        node.wait(MOST)
 
-    def sleep(seconds: float) -> None:
-        waited.append(seconds)
-        time.sleep(seconds)
-
-    monkeypatch.setattr(app, "time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep))
-    answer = grid.reply
-
-    def reply(message: Any) -> Any:
-        if message.metadata.message_type == "train" and next(rounds, None) == 2:
-            grid.contexts[8] = later
-        return answer(message)
-
-    grid.reply = reply
-    fit(grid, tmp_path, *ALL, min_replies=2)
-    assert [n for _, n in metrics(newest(tmp_path))["client/dropped"]] == [3, 3, 3, 0]
-    assert 1 <= len(waited) <= 2
-
-
-def test_errors_are_lines(tmp_path: Path) -> None:
-    """Of a node, and of a node that does not connect; Flower, which prints tracebacks, finds none."""
-    from fl_lightning import UserError
-
-    client = app.client_app(partial(build, tmp_path / "unused", "--model=FedSMOO"))
-    grid = OneProcess(client, [{"partition-id": 0}])
-    with pytest.raises(UserError, match=r"^node 1: not connected; start it again") as error:
-        fit(grid, tmp_path, "--model=FedSMOO")
-    assert traceback.format_exception(error.value) == [f"fl_lightning.flower.app.Ended: {error.value}\n"]
-    with pytest.raises(UserError, match=r"^node 0: makes another model"):
-        fit(grid, tmp_path, "--model=FedSMOO", "--trainer.seed=1", nodes=1)
+    def end(self) -> None:
+        """Kills every process that has this folder's FLWR_HOME, since Flower and Ray start new sessions."""
+        for child in self.started:
+            with suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+        mine = f"FLWR_HOME={self.env['FLWR_HOME']}".encode()
+        for environment in Path("/proc").glob("[0-9]*/environ"):
+            with suppress(OSError):
+                if mine in environment.read_bytes().split(b"\0"):
+                    os.kill(int(environment.parent.name), signal.SIGKILL)
+        shutil.rmtree(self.ray, ignore_errors=True)
 
 
 def free_port() -> int:
@@ -175,132 +118,94 @@ def free_port() -> int:
         return int(free.getsockname()[1])
 
 
-def wait_for(port: int) -> None:
-    """Returns when something listens there."""
-    end = time.monotonic() + 120
-    while time.monotonic() < end:
-        with suppress(OSError), socket.create_connection(("127.0.0.1", port)):
-            return
-        time.sleep(0.2)
-    raise AssertionError(f"nothing listens on port {port}")
+def until(holds: Callable[[], bool]) -> None:
+    end = time.monotonic() + MOST
+    while not holds():
+        assert time.monotonic() < end, "it hangs"
+        time.sleep(0.1)
 
 
-@contextmanager
-def running(*command: str, log: Path, env: dict[str, str]) -> Iterator[int]:
-    """A process of Flower's; it and its children end with the block."""
-    with log.open("w") as file:
-        child = subprocess.Popen(command, cwd=log.parent, env=env, stdout=file, stderr=file, start_new_session=True)
-        try:
-            yield child.pid
-        finally:
-            child.terminate()
-            with suppress(subprocess.TimeoutExpired):
-                child.wait(30)
-            with suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
+@pytest.fixture(params=["lowest", "newest"])
+def environment(request: pytest.FixtureRequest) -> str:
+    if not (ENVIRONMENTS / ".installed").is_file():
+        pytest.fail("Flower is in an environment of its own, which is not there yet: make flower-env", pytrace=False)
+    return str(request.param)
 
 
-SMALL = ["--model.net=DigitsMLP", "--model.net.hidden=8", "--data=Digits", "--data.num_clients=4"]
-SMALL += ["--trainer.clients_per_round=4", "--trainer.accelerator=cpu", "--trainer.threads=1"]
-SMALL += ["--trainer.enable_progress_bar=false", "--trainer.engine=sequential"]
+@pytest.fixture
+def network(environment: str, tmp_path: Path) -> Iterator[Network]:
+    """With the page's app."""
+    network = Network(tmp_path, environment)
+    try:
+        (line,) = APP
+        said = network.run(line, "app")
+        assert "start with: flwr run digits" in said, said
+        yield network
+    finally:
+        network.end()
 
 
-class Network:
-    """A superlink, its supernodes, and the apps that run on them.
-
-    Args:
-        root: Folder of everything.
-        stack: Ends all processes.
-    """
-
-    def __init__(self, root: Path, stack: ExitStack) -> None:
-        self.root, self.stack, self.port, self.bin = root, stack, free_port(), Path(sys.executable).parent
-        (home := root / "home").mkdir()
-        address = f'address = "127.0.0.1:{self.port}"\ninsecure = true\n'
-        (home / "config.toml").write_text(f'[superlink]\ndefault = "here"\n[superlink.here]\n{address}')
-        self.env = {**os.environ, "FLWR_HOME": str(home), "FLWR_TELEMETRY_ENABLED": "0", "OMP_NUM_THREADS": "1"}
-        self.env |= {"FLWR_DISABLE_UPDATE_CHECK": "1", "PATH": f"{self.bin}{os.pathsep}{os.environ['PATH']}"}
-        link = ["--insecure", "--port", str(self.port), "--disable-runtime-dependency-installation"]
-        self.start("link", "flower-superlink", *link)
-        wait_for(self.port)
-
-    def start(self, name: str, program: str, *args: str) -> int:
-        command = [str(self.bin / program), *args]
-        return self.stack.enter_context(running(*command, log=self.root / f"{name}.log", env=self.env))
-
-    def node(self, p: int) -> int:
-        config = f'partition-id={p} state-folder="{self.root}/state{p}"'
-        ports = ["--superlink", f"127.0.0.1:{self.port}", "--port", str(free_port())]
-        return self.start(f"node{p}", "flower-supernode", "--insecure", *ports, "--node-config", config)
-
-    def app(self, name: str, nodes: int, *args: str) -> str:
-        folder = str(self.root / name)
-        cli("flower", folder, f"--nodes={nodes}", *SMALL, *args, f"--trainer.default_root_dir={self.root}/runs")
-        return folder
-
-    def run(self, folder: str, *settings: str) -> Any:
-        """Starts an app."""
-        config = ["--run-config", " ".join(settings)] if settings else []
-        command = [str(self.bin / "flwr"), "run", folder, "--stream", *config]
-        pipe = subprocess.PIPE
-        return subprocess.Popen(command, cwd=self.root, env=self.env, stdout=pipe, stderr=subprocess.STDOUT, text=True)
-
-    def logs(self) -> str:
-        return "".join(log.read_text()[-3000:] for log in self.root.glob("*.log"))
-
-    def rounds(self) -> int:
-        """Rounds of the newest run's last checkpoint."""
-        found = [*self.root.glob("runs/*/*/checkpoints/last.ckpt")]
-        return int(last(newest(self.root / "runs"))["round"]) if found else 0
-
-
-@pytest.mark.slow
-def test_superlink_and_supernodes_give_the_bits_of_the_trainer(tmp_path: Path) -> None:
-    """FedSMOO on the digits over loopback.
-
-    A second app continues the first one's run from its checkpoint, after a node was killed and started again.
-    """
-    rounds = "--trainer.max_rounds={}".format
-    with ExitStack() as stack:
-        network = Network(tmp_path, stack)
-        nodes = [network.node(p) for p in range(2)]
-        for number in (1, 2):
-            if number == 2:
-                os.killpg(nodes[1], signal.SIGKILL)
-                network.node(1)
-            folder = network.app(f"app{number}", 2, "--model=FedSMOO", rounds(number))
-            said, _ = network.run(folder, *(['ckpt-path="last"'] * (number == 2))).communicate(timeout=600)
-            assert network.rounds() == number, said + network.logs()
-    cli("fit", "--model=FedSMOO", *SMALL, rounds(2), f"--trainer.default_root_dir={tmp_path}/trainer")
-    found, expected = state(newest(tmp_path / "runs")), state(newest(tmp_path / "trainer"))
+def assert_bits_of_fit(network: Network) -> None:
+    """All that the server keeps, but the clients' states, which are on the nodes."""
+    config, root = network.root / "digits/config.yaml", network.root / "fit"
+    cli("fit", "--config", str(config), f"--trainer.default_root_dir={root}", "--trainer.enable_progress_bar=false")
+    found, expected = state(network.folder), state(newest(root))
     assert_same(*({k: v for k, v in each.items() if not k.startswith("client.")} for each in (found, expected)))
-    states = [file.name for file in tmp_path.glob("state*/*/*.state")]
-    assert {re.match(r"\d+", name)[0] for name in states} == {"0", "1", "2", "3"}
 
 
-@pytest.mark.slow
-def test_run_goes_on_without_a_killed_and_a_hanging_node(tmp_path: Path) -> None:
-    """Their clients are dropped; without that leave a run of the same nodes ends in one line, and is saved."""
-    with ExitStack() as stack:
-        network = Network(tmp_path, stack)
-        nodes = [network.node(p) for p in range(3)]
-        every = "[{class_path: Checkpoints, init_args: {every_n_rounds: 1}}]"
-        model = ["--model=SCAFFOLD", f"--trainer.callbacks={every}"]
-        app = network.run(network.app("app1", 3, *model, "--trainer.max_rounds=3"), "wait=100", "min-replies=1")
-        end = time.monotonic() + 400
-        while network.rounds() < 1 and time.monotonic() < end and app.poll() is None:
-            time.sleep(0.5)
-        os.killpg(nodes[1], signal.SIGKILL)
-        os.killpg(nodes[2], signal.SIGSTOP)
-        said, _ = app.communicate(timeout=600)
-        dropped = [n for _, n in metrics(newest(tmp_path / "runs"))["client/dropped"]]
-        assert len(dropped) == 3 and dropped[0] == 0 and dropped[2] == 2, said + network.logs()
-        assert re.search(r"round [23]: node.*; until it replies again, its clients are dropped", said)
-        folder = network.app("app2", 3, *model, "--trainer.max_rounds=4")
-        said, _ = network.run(folder, "wait=60", 'ckpt-path="last"').communicate(timeout=600)
-        os.killpg(nodes[2], signal.SIGCONT)
-    assert network.rounds() == 3
-    assert "Traceback" not in said
-    lines = [line for line in said.splitlines() if "continue with ckpt-path = last" in line]
-    assert len(lines) == 1 and "nodes 1, 2: not connected; start it again" in lines[0], said
+newest_only = pytest.mark.parametrize("environment", ["newest"], indirect=True)
+
+
+def test_apps_in_one_process(environment: str) -> None:
+    python = ENVIRONMENTS / environment / "bin/python"
+    command = [str(python), "-m", "pytest", "-p", "no:cacheprovider", "tests/flower/in_flower.py"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_guide_with_a_lost_node(network: Network, environment: str) -> None:
+    """The second node ends after the first round, stopped or killed; the run ends in a line, and goes on from there."""
+    link, *nodes, run = START
+    network.serve(link, network.ports["8000"])
+    _, lost = (network.start(line, f"node{p}") for p, line in enumerate(nodes))
+    app = network.start(run, "first")
+    network.lose(lost, app, signal.SIGTERM if environment == "lowest" else signal.SIGKILL)
+    app.wait(MOST)
+    said = network.log("first")
+    assert re.search(r"node 1: [^\n]*; start it again, then continue with ckpt-path = last", said), said
+    assert "Traceback" not in said and last(network.folder)["round"] == 1, said
+    network.start(nodes[1], "node1 again")
+    (line,) = GO_ON
+    said = network.run(line, "second")
+    assert last(network.folder)["round"] == 2 and "Traceback" not in said, said
+    assert_bits_of_fit(network)
+    states = [file.name for file in network.root.glob("states/*/*/*.state")]
+    assert states and {int(name.partition(".")[0]) % 2 for name in states} == {0, 1}
+
+
+@pytest.mark.long
+@newest_only
+def test_run_goes_on_without_a_killed_node(network: Network) -> None:
+    """Its clients are dropped."""
+    link, *nodes, run = START
+    network.serve(link, network.ports["8000"])
+    _, lost = (network.start(line, f"node{p}") for p, line in enumerate(nodes))
+    app = network.start(f"{run} --run-config min-replies=1", "run")
+    network.lose(lost, app, signal.SIGKILL)
+    app.wait(MOST)
+    said = network.log("run")
+    first, second = (n for _, n in metrics(network.folder)["client/dropped"])
+    assert first == 0 < second, said
+    assert re.search(r"round 2: node 1: .*; until it replies again, its clients are dropped", said), said
+
+
+@newest_only
+def test_local_simulation(network: Network) -> None:
+    """The superlink that ``flwr run`` would start itself, and leave behind, is there already."""
+    port = network.ports["8000"]
+    network.env["FLWR_LOCAL_SUPERLINK_HTTP_API_PORT"] = port
+    network.serve(f"flower-superlink --insecure --simulation --host 127.0.0.1 --port {port}", port)
+    *_, line = SIMULATE
+    said = network.run(line, "run")
+    assert last(network.folder)["round"] == 2 and "Traceback" not in said, said
+    assert_bits_of_fit(network)
