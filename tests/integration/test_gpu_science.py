@@ -21,6 +21,7 @@ OWN = {"accelerator", "engine", "loggers", "default_root_dir", "name", "enable_p
 """Settings of the trainer that are those of a machine or a run's own; a ledger leaves most of them out."""
 MEASURE = ".trainer.callbacks.fl_lightning.FlatnessMonitor.metrics.fl_lightning.LambdaMax"
 LATER = {
+    ".data.init_args.num_classes": None,
     ".trainer.asynchronous": None,
     ".trainer.clock": None,
     ".model.init_args.absent": "kept",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -37,6 +38,12 @@ from tests.runs import assert_same, metrics
 from tests.trainer.test_privacy import D, bound, draws, fit, received, release
 
 KEY = NoiseKey.of_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process of tests has a program with a file, as `fl-lightning` has; without one the key is always new."""
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", __file__, raising=False)
 
 
 # The stream
