@@ -75,7 +75,9 @@ def check_fit(run: Run) -> None:
         f"{remedy}",
     )
     if data.task.by_class and logits.shape[1] > data.num_classes:
-        rank_zero_warn(f"model.net = {net} has {logits.shape[1]} outputs for {data.num_classes} classes", stacklevel=4)
+        more, meant = logits.shape[1], f"give it {data.num_classes}, or set data.num_classes"
+        text = f"model.net = {net} has {more} outputs for {data.num_classes} classes; {meant} = {more} if all are meant"
+        rank_zero_warn(text, stacklevel=4)
     _check_loss(run, logits, y)
     if objective.metrics:
         scores = objective.scores(data).to(run.fabric.device)

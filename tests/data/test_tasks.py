@@ -193,7 +193,7 @@ def test_refused_in_one_line(task: str, options: Any, parts: Any, message: str, 
 
 
 def test_a_net_of_more_outputs_than_classes_says_so(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match=r"^model\.net = Linear has 5 outputs for 2 classes$"):
+    with pytest.warns(UserWarning, match=r"^model\.net = Linear has 5 outputs for 2 classes; give it 2, or set data"):
         fit(arrays(tmp_path, "classification", TAGS[:, 0]), tmp_path, net=nn.Linear(3, 5))
 
 
