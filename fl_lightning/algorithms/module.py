@@ -14,7 +14,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from fl_lightning.algorithms.features import with_features
 from fl_lightning.algorithms.metrics import Metrics, Scores, named
-from fl_lightning.core import Checked, constants, digest, ensure, require
+from fl_lightning.core import Checked, constants, digest, ensure, mend_group_norms, require
 
 ELEMENTWISE = (
     nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCEWithLogitsLoss, nn.BCELoss, nn.PoissonNLLLoss,
@@ -75,6 +75,7 @@ class SupervisedModule(Checked, L.LightningModule, key="model"):
 
     def __init__(self, net: nn.Module, loss: nn.Module | None = None, metrics: Metrics | None = None) -> None:
         super().__init__()
+        mend_group_norms(net)
         self.net = net
         self.loss = nn.CrossEntropyLoss(reduction="none") if loss is None else loss
         smoothing = getattr(self.loss, "label_smoothing", 0.0)

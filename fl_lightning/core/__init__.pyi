@@ -52,6 +52,7 @@ from .forward import Autocast as Autocast
 from .forward import call_at as call_at
 from .forward import eval_mode as eval_mode
 from .forward import forward_at as forward_at
+from .forward import mend_group_norms as mend_group_norms
 from .forward import places as places
 from .forward import plain_recurrence as plain_recurrence
 from .forward import unchanged as unchanged

@@ -32,6 +32,23 @@ def call_at(net: nn.Module, weights: Mapping[str, Tensor], x: Any, names: list[t
     return functional_call(net, values, (x,), tie_weights=False)
 
 
+def mend_group_norms(net: nn.Module) -> None:
+    """Gives a net's GroupNorms contiguous inputs where torch would crash.
+
+    Before torch 2.15 the backward pass on the CPU has a segmentation fault if the input is channels_last and needs no
+    gradient, as behind frozen layers.
+    """
+    for module in net.modules() if torch.__version__ < "2.15" else ():
+        if isinstance(module, nn.GroupNorm) and _contiguous not in module._forward_pre_hooks.values():
+            module.register_forward_pre_hook(_contiguous)
+
+
+def _contiguous(module: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
+    (x,) = inputs
+    crashes = torch.is_grad_enabled() and not x.requires_grad and x.device.type == "cpu"
+    return (x.contiguous(),) if crashes else inputs
+
+
 @contextmanager
 def eval_mode(module: nn.Module) -> Iterator[None]:
     """Puts a module into eval mode, and each of its submodules back into its own mode on exit."""

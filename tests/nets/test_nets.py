@@ -383,3 +383,22 @@ def test_heads_must_divide_the_width(net: Callable[[], nn.Module]) -> None:
     message = r"^model.net.heads = 7: does not divide the width, dim = (384|128); use a divisor$"
     with pytest.raises(UserError, match=message):
         net()
+
+
+def test_group_norm_behind_frozen_layers_gets_contiguous_inputs_where_torch_crashes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before torch 2.15, on the CPU; an input that needs a gradient stays channels_last."""
+    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.13.0"))
+    net, seen = nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4)), list[Tensor]()
+    FedAvg(net), FedAvg(net)
+    assert len(net[1]._forward_pre_hooks) == 1
+    net[1].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    x = torch.randn(2, 3, 6, 6).contiguous(memory_format=torch.channels_last)
+    for frozen in (True, False):
+        net[0].requires_grad_(not frozen)
+        net(x).sum().backward()
+        assert seen[-1].is_contiguous() == frozen
+    monkeypatch.undo()
+    FedAvg(same := nn.GroupNorm(2, 4))
+    assert bool(same._forward_pre_hooks) == (torch.__version__ < "2.15")

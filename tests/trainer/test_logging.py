@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import struct
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -275,6 +276,16 @@ def test_the_mode_of_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("WANDB_MODE", "disabled")
     folder = run("fit", "--trainer.loggers+=fl_lightning.WandbLogger", root=tmp_path)
     assert not (folder / "wandb").exists() and last(folder)["round"] == 2
+
+
+def test_a_run_without_wandb_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It trains, and a mode that is asked for is refused."""
+    monkeypatch.setitem(sys.modules, "wandb", None)  # as where it is not installed
+    with pytest.warns(match="wandb is not installed"):
+        folder = run("fit", "--trainer.loggers=[CSVLogger,WandbLogger]", root=tmp_path)
+    assert len(metrics(folder)["server/test/acc"]) == 2 and not (folder / "wandb").exists()
+    with pytest.raises(SystemExit, match=r"^error: .*WandbLogger\.mode = offline: wandb is missing"):
+        run("fit", "--trainer.loggers=WandbLogger", "--trainer.loggers.mode=offline", root=tmp_path)
 
 
 def test_loggers_of_lightning_work_beside_ours(logged: Path) -> None:

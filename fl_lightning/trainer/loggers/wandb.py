@@ -5,14 +5,16 @@ import os
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.loggers import WandbLogger as LightningWandbLogger
+from lightning.pytorch.utilities import rank_zero_warn
 
-from fl_lightning.core import FROZEN, UserError, folded
+from fl_lightning.core import FROZEN, UserError, ensure, folded
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.results import (
     SUFFIX,
@@ -41,6 +43,8 @@ class WandbLogger(LightningWandbLogger, FigureLogger):
     histograms over the clients; spectra, landscapes and curves as images, also those of ``fl-lightning flatness`` and
     ``landscape``; config and checkpoints as artifacts.
 
+    Without the package wandb the run says so, and trains without this logger, unless a mode asks for it.
+
     Args:
         project: W&B project; null: WANDB_PROJECT, else fl_lightning.
         group: Group within it; null: WANDB_RUN_GROUP, else algorithm, data set and a number of the config, which runs
@@ -52,6 +56,9 @@ class WandbLogger(LightningWandbLogger, FigureLogger):
         entity: W&B user or team.
         log_model: Whether the run's checkpoints become an artifact when it ends: ``model-<id>``, with the aliases
             ``last`` and ``best``.
+
+    Raises:
+        UserError: If a mode is given, and wandb is not installed.
     """
 
     def __init__(
@@ -65,7 +72,10 @@ class WandbLogger(LightningWandbLogger, FigureLogger):
         log_model: bool = True,
     ) -> None:
         project = project or os.environ.get("WANDB_PROJECT") or "fl_lightning"
-        super().__init__(project=project, name=name)
+        self.installed = find_spec("wandb") is not None
+        ensure(self.installed or mode is None, f"WandbLogger.mode = {mode}: wandb is missing; run pip install wandb")
+        if self.installed:
+            super().__init__(project=project, name=name)
         self.project, self.group, self.tags = project, group, tags
         self.run_name, self.entity, self.log_model = name, entity, log_model
         # an agent of a sweep on W&B waits for the run
@@ -96,6 +106,9 @@ class WandbLogger(LightningWandbLogger, FigureLogger):
         self._about, self._round, self._training = about, round, False
         self._pending, self._defined = dict[str, Any](), set[str]()
         self._directions = read_directions(run_dir)
+        if not self.installed:
+            rank_zero_warn("WandbLogger: wandb is not installed, so W&B gets nothing; run pip install wandb")
+            return
         import wandb
 
         tags = [tag for tag in os.environ.get("WANDB_TAGS", "").split(",") if tag]
@@ -130,6 +143,8 @@ class WandbLogger(LightningWandbLogger, FigureLogger):
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:  # type: ignore[override]
         """Logs the metrics of round ``step``, and what was logged since the last round."""
+        if not self.run:
+            return
         self._round = step
         row = {"round": step, **self._pending, **metrics}
         self._pending = {}
@@ -144,7 +159,7 @@ class WandbLogger(LightningWandbLogger, FigureLogger):
         self.run.log(row)
 
     def log_partition(self, data: FederatedDataModule) -> None:
-        if self.mode != "disabled":
+        if self.run and self.mode != "disabled":
             super().log_partition(data)
             self._flush(0)
 
@@ -165,7 +180,8 @@ class WandbLogger(LightningWandbLogger, FigureLogger):
     @rank_zero_only
     def log_hyperparams(self, params: dict[str, Any], *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
         """Logs the resolved config."""
-        self.run.config.update(params, allow_val_change=True)
+        if self.run:
+            self.run.config.update(params, allow_val_change=True)
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
