@@ -1,4 +1,4 @@
-"""Flower's own programs in the environments of ``make flower-env``: the guide as it stands, with a lost node."""
+"""Flower's programs in the environments of ``make flower-env``: the guide as it stands, with a node that is lost."""
 
 from __future__ import annotations
 
