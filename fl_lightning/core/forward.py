@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fl_lightning.core.errors import UserError
 from fl_lightning.core.flat import FlatNet
@@ -30,6 +31,15 @@ def call_at(net: nn.Module, weights: Mapping[str, Tensor], x: Any, names: list[t
     """
     values = {name: weights[first] for name, first in names if first in weights}
     return functional_call(net, values, (x,), tie_weights=False)
+
+
+class WithoutCasts(TorchDispatchMode):
+    """Takes float64 wherever an operation asks for a dtype of floats, so that a net's own casts do not round."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        dtype = (kwargs or {}).get("dtype")
+        wide = {"dtype": torch.float64} if dtype is not None and dtype.is_floating_point else {}
+        return func(*args, **((kwargs or {}) | wide))
 
 
 @contextmanager
