@@ -33,8 +33,11 @@ def call_at(net: nn.Module, weights: Mapping[str, Tensor], x: Any, names: list[t
     return functional_call(net, values, (x,), tie_weights=False)
 
 
-class WithoutCasts(TorchDispatchMode):
+class WithoutCasts(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Takes float64 wherever an operation asks for a dtype of floats, so that a net's own casts do not round."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         dtype = (kwargs or {}).get("dtype")
