@@ -49,6 +49,7 @@ from .flat import to_device as to_device
 from .flat import to_radius as to_radius
 from .flat import wait_for as wait_for
 from .forward import Autocast as Autocast
+from .forward import WithoutCasts as WithoutCasts
 from .forward import call_at as call_at
 from .forward import eval_mode as eval_mode
 from .forward import forward_at as forward_at

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fl_lightning.core.errors import UserError
 from fl_lightning.core.flat import FlatNet
@@ -47,6 +48,18 @@ def _contiguous(module: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
     (x,) = inputs
     crashes = torch.is_grad_enabled() and not x.requires_grad and x.device.type == "cpu"
     return (x.contiguous(),) if crashes else inputs
+
+
+class WithoutCasts(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Takes float64 wherever an operation asks for a dtype of floats, so that a net's own casts do not round."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        dtype = (kwargs or {}).get("dtype")
+        wide = {"dtype": torch.float64} if dtype is not None and dtype.is_floating_point else {}
+        return func(*args, **((kwargs or {}) | wide))
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.core import State, UserError, accumulator_dtype, folded
+from fl_lightning.core import State, UserError, WithoutCasts, accumulator_dtype, folded
 from fl_lightning.engine.base import Engine, Job, LocalResult
 
 Expected = dict[str, tuple[Tensor, float]]
@@ -42,12 +42,12 @@ def check(engine: Engine, sequential: Engine, jobs: Sequence[Job]) -> None:
     One of the minibatches is shorter than others, and padded, if that happens in the run: a term over a whole
     minibatch, as of contrastive losses or of BatchNorm without running statistics, must leave out the padding.
 
-    Both engines train in float64 and without autocast, where they agree to rounding, so that the comparison holds at
-    any learning rate. A value may be the sum of larger ones, as a dual that a step takes back, so the rounding of the
-    largest vector of its shape is tolerated. Where rounding is amplified (the sign of a gradient that is zero, a kink
-    of ReLU), more is: ten times what a change of the weights by rounding makes. A net or a device that cannot run in
-    float64 is compared in the run's precision. Hooks may not look at values of tensors, and must give the same when
-    they are repeated.
+    Both engines train in float64, without autocast and without casts of the net's own, where they agree to rounding, so
+    that the comparison holds at any learning rate. A value may be the sum of larger ones, as a dual that a step takes
+    back, so the rounding of the largest vector of its shape is tolerated. Where rounding is amplified (the sign of a
+    gradient that is zero, a kink of ReLU), more is: ten times what a change of the weights by rounding makes. A net or
+    a device that cannot run in float64 is compared in the run's precision. Hooks may not look at values of tensors, and
+    must give the same when they are repeated.
 
     In memory the check holds the results of these clients twice, in float64, and no others.
 
@@ -125,6 +125,7 @@ def _compare(engine: Engine, sequential: Engine, jobs: Sequence[Job], precise: b
         if precise:
             engine, sequential = engine.without_autocast(), sequential.without_autocast()
             stack.enter_context(_float64(sequential))
+            stack.enter_context(WithoutCasts())
             jobs = _converted(jobs)
         try:
             jobs = [

@@ -26,10 +26,12 @@ from fl_lightning import (
     FedGMT,
     FedTOGA,
     FlatnessMonitor,
+    LambdaMax,
     LoRA,
     UserError,
 )
 from fl_lightning.trainer.callbacks import Callback
+from fl_lightning.trainer.measurements.curvature import _check_derivatives
 from fl_lightning.trainer.run import Run
 
 DATA = "Digits(num_clients=4, partition=Dirichlet(alpha=0.1))"
@@ -178,6 +180,32 @@ def test_nets_that_would_go_wrong_in_silence(net: Any, dtype: Any, message: str,
         assert str(error.value).startswith(message)
     else:
         made.fit(model, data)
+
+
+class Casts(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        low = nn.functional.linear(x.bfloat16(), self.weight.bfloat16(), self.bias.bfloat16())
+        return low.tanh().to(x.dtype)
+
+
+@pytest.mark.parametrize("net", [nn.Linear, lambda *sizes: nn.Sequential(nn.Linear(*sizes), nn.Tanh()), Bent, Casts])
+def test_symmetry_at_saturated_models(net: Any) -> None:
+    """The loss of a saturated model has no second derivatives but rounding; those of its net are still looked at."""
+    found = 0
+    for scale in (1.0, 3.0, 10.0, 30.0, 100.0, 1000.0):
+        for seed in range(5):
+            torch.manual_seed(seed)
+            model, x = net(2, 3), torch.randn(4, 2)
+            at = torch.cat([p.detach().flatten() for p in model.parameters()]) * scale
+            for p in model.parameters():
+                p.data *= scale
+            losses = nn.CrossEntropyLoss(reduction="none")
+            loss = {"model": model, "loss": losses, "batches": [(x, model(x).argmax(1))], "at": at}
+            try:
+                _check_derivatives("net", LambdaMax(), loss, fresh=True)
+            except UserError:
+                found += 1
+    assert found >= 25 if net is Bent else not found
 
 
 @pytest.mark.parametrize("metrics", [{"a": "x"}, {"a": None}, {3: 1.0}, {"a": torch.zeros(2)}, {"round": 3}])
