@@ -309,6 +309,21 @@ def test_wrong_hook(wrong: str, engine: str, tmp_path: Path) -> None:
         assert "draw those of a loss in loss_constants, by ctx.randn_like(v) or ctx.draw(function)" in message
 
 
+class Low(Small):
+    """Computes in bfloat16 inside its forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        low = torch.nn.functional.linear(x.flatten(1).bfloat16(), self[1].weight.bfloat16())
+        return self[3](low.relu().to(x.dtype))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("engine", ["batched", "graphed"])
+def test_a_slight_mistake_is_found_where_the_net_casts(engine: str, tmp_path: Path) -> None:
+    train(tmp_path, LocalObjective(net=Low(), optimizer=SGD(0.1)), engine, max_rounds=1)
+    with pytest.raises(UserError, match="something else than for each"):
+        train(tmp_path, SlightlyCentered(net=Low(), optimizer=SGD(0.1)), engine, max_rounds=1)
+
+
 class Undeclared(Stepping):
     """Puts a vector into the client's state that it does not declare."""
 
