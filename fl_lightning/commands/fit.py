@@ -1,5 +1,6 @@
 """``fl-lightning fit``: one run, or a grid of them."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +51,9 @@ def _grid(seeds: str | None, values: list[str]) -> dict[str, list[Any]]:
         key, equals, listed = given.partition("=")
         require(bool(equals), "values", given, "give a setting and its values, as in model.rho=0.02,0.05")
         require(key not in found, "values", given, f"{key} is there twice; give all its values at once")
-        require(not listed.startswith("["), "values", given, "list them without brackets, as in model.rho=0.02,0.05")
-        found[key] = each = listed.split(",")
+        found[key] = each = re.split(r",(?![^\[{]*[]}])", listed)  # a value may be a list: [1],[2]
+        one = len(each) == 1 and listed.startswith("[")
+        require(not one, "values", given, "list them without brackets, as in model.rho=0.02,0.05")
         require(all(each) and len(set(each)) == len(each), "values", listed, "give different values, such as 0,1,2")
     if seeds is not None:
         require("trainer.seed" not in found, "seeds", seeds, "values has trainer.seed; give the seeds once")

@@ -134,20 +134,25 @@ class Objective(Checked, key="metric"):
     Args:
         name: A column of ``metrics.csv``, whose last value counts. With ``.max`` or ``.min`` after it, as W&B has them,
             its largest or smallest value; with ``_headline``, as our `WandbLogger` has it, its headline.
-        goal: What the sweep does with it.
+        goal: What the sweep does with it; null: minimize, as W&B does, unless the column is known as an accuracy.
         target: A value that ends the sweep.
 
     Attributes:
         column: The column of ``metrics.csv``.
         sign: A factor by which smaller is better.
+
+    Raises:
+        UserError: If there is no goal, and the column is known as an accuracy.
     """
 
     def __init__(
-        self, name: str, goal: Literal["minimize", "maximize"] = "minimize", target: float | None = None
+        self, name: str, goal: Literal["minimize", "maximize"] | None = None, target: float | None = None
     ) -> None:
         self.name, self.target = name, target
         self.column = re.sub(rf"(\.max|\.min|{SUFFIX})$", "", name)
         self.sign = -1 if goal == "maximize" else 1
+        asked = goal is not None or not re.search(r"/(acc|miou)(_|$)", self.column)
+        ensure(asked, f"metric.goal: missing, and W&B would minimize {name}; give goal: maximize (or minimize)")
 
     def value(self, folder: Path | None) -> float | None:
         """Returns the metric of a run so far; None if it was not measured, NaN if it is not finite.

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
+from fl_lightning.commands import fit
 from fl_lightning.commands.shared.arguments import prepare
 from fl_lightning.commands.shared.cli import FederatedCLI
 from fl_lightning.commands.shared.configs import configs_folder, find_config
@@ -153,6 +154,13 @@ def test_a_sweep_over_seeds(tmp_path: Path) -> None:
     assert rows[0]["server/test/acc.max"] != rows[1]["server/test/acc.max"]
     with pytest.raises(SystemExit, match=r"seeds = \[5, 6\]: the sweep varies trainer.seed itself; leave it out"):
         cli("sweep", str(seeds), "--seeds=5,6", f"--out={tmp_path}")
+
+
+def test_values_may_be_lists() -> None:
+    assert fit._grid(None, ["data.mean=[0.3],[0.5,0.1]", "model=A,B"]) == {
+        "data.mean": ["[0.3]", "[0.5,0.1]"],
+        "model": ["A", "B"],
+    }
 
 
 @pytest.mark.slow

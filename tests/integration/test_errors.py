@@ -92,6 +92,12 @@ def shows(message: str, *parts: str) -> None:
     [
         # classes
         ("--model=FedSMO", "model = ", "FedSMO", "did you mean FedSMOO"),
+        (
+            "--model=FedAvg+SAM+SWA",
+            "model = ",
+            "FedAvg+SAM+SWA",
+            "give --model FedAvg --model.ascent SAM --model.averaging SWA",
+        ),
         ("--model=Nothing", "model = ", "Nothing", "choose from AFedPD, AFedPDSAM, AdaBest, FedACG, "),
         ("--model=my.own.Thing", "model = ", "my.own.Thing", "Python can import 'my.own'"),
         ("--model.ascent=SAMM", "model.ascent = ", "SAMM", "did you mean SAM, "),

@@ -97,8 +97,8 @@ def test_what_is_not_finite_is_a_failure_for_bayes() -> None:
 def test_the_value_of_a_trial(name: str, values: list[float], expected: float | None, tmp_path: Path) -> None:
     rows = [f"{t},{value}\n" for t, value in enumerate(values, 1)]
     (tmp_path / "metrics.csv").write_text("".join(["round,server/test/acc\n", *rows]))
-    assert Objective(name).value(tmp_path) == (expected if expected is None else pytest.approx(expected))
-    assert Objective(name).value(None) is None and Objective(name).value(tmp_path / "nowhere") is None
+    assert Objective(name, "minimize").value(tmp_path) == (expected if expected is None else pytest.approx(expected))
+    assert Objective(name, "minimize").value(None) is None and Objective(name).value(tmp_path / "nowhere") is None
 
 
 def test_nested_parameters_get_dotted_keys() -> None:
@@ -156,6 +156,10 @@ def test_a_file_as_wandb_takes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         ({"parameters": {"a": {"distribution": "cauchy"}}}, "parameters.a = .*distribution of W&B's"),
         ({"parameters": {"a": {"distribution": ["uniform"]}}}, "parameters.a = .*distribution of W&B's"),
         ({"metric": {"goal": "maximize"}}, "metric.name: missing"),
+        (
+            {"metric": {"name": "server/test/acc.max"}},
+            "metric.goal: missing, and W&B would minimize",
+        ),
         ({"metric": {"name": "m", "goal": "max"}}, "metric.goal = max: give one of minimize"),
         ({"early_terminate": {"type": "hyperband", "min_iter": 3}}, "metric: missing; early_terminate"),
         ({"early_terminate": {"type": "envelope"}}, "early_terminate.type = envelope: give one of hyperband"),

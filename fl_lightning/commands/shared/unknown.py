@@ -114,6 +114,12 @@ def unknown_class(path: str, name: str, wanted: str) -> str:
         dotted = re.sub(r"\.py\b", "", name).strip("./").replace("/", ".").replace(":", ".")
         dotted += ".CLASS" * ("." not in dotted)
         return f"{path} = {name}: no dotted path of a class; give one, such as {dotted}"
+    method, *parts = name.split("+")  # as the papers' tables name it
+    keys = {
+        part: key for key in ("model.ascent", "model.averaging") for part in parts if part in fitting_classes(key, ())
+    }
+    if method in known and parts and len(keys) == len(parts):
+        return f"{path} = {name}: no such class; give --{path} {method} " + " ".join(f"--{keys[p]} {p}" for p in parts)
     near = similar(name, known)
     choice = f"did you mean {', '.join(near)}?" if near else f"choose from {', '.join(known or sorted(bases))}."
     remedy = FOREIGN.get(path, "A class of your own goes by its dotted path")
