@@ -97,8 +97,9 @@ def test_what_is_not_finite_is_a_failure_for_bayes() -> None:
 def test_the_value_of_a_trial(name: str, values: list[float], expected: float | None, tmp_path: Path) -> None:
     rows = [f"{t},{value}\n" for t, value in enumerate(values, 1)]
     (tmp_path / "metrics.csv").write_text("".join(["round,server/test/acc\n", *rows]))
-    assert Objective(name, "minimize").value(tmp_path) == (expected if expected is None else pytest.approx(expected))
-    assert Objective(name, "minimize").value(None) is None and Objective(name).value(tmp_path / "nowhere") is None
+    found = Objective(name, "minimize")
+    assert found.value(tmp_path) == (expected if expected is None else pytest.approx(expected))
+    assert found.value(None) is None and found.value(tmp_path / "nowhere") is None
 
 
 def test_nested_parameters_get_dotted_keys() -> None:
