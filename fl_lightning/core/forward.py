@@ -44,10 +44,11 @@ def mend_group_norms(net: nn.Module) -> None:
             module.register_forward_pre_hook(_contiguous)
 
 
-def _contiguous(module: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
-    (x,) = inputs
-    crashes = torch.is_grad_enabled() and not x.requires_grad and x.device.type == "cpu"
-    return (x.contiguous(),) if crashes else inputs
+def _contiguous(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def crashes(x: Tensor) -> bool:
+        return torch.is_grad_enabled() and not x.requires_grad and x.device.type == "cpu"
+
+    return tuple(x.contiguous() if crashes(x) else x for x in inputs)
 
 
 class WithoutCasts(TorchDispatchMode):  # type: ignore[no-untyped-call]

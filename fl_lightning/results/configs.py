@@ -22,16 +22,14 @@ EXECUTION = (
 
 ONLY_PYTHON = re.compile(r"\((?:[^()]*, )?id [0-9a-f]{6}\)|\b__main__\.|<locals>")
 """Is found in settings that no config can make: what a description of `core.made` has, and classes of a script."""
+LENGTH = ("max_rounds", "max_time")
+"""Settings of the trainer that extend a run."""
 
 
 def is_private(config: Mapping[str, Any]) -> bool:
     """Returns whether a run of this config protects its clients: by ``trainer.privacy`` with a secret key."""
     privacy = config.get("trainer", {}).get("privacy")
     return privacy is not None and privacy.get("init_args", {}).get("noise_seed") is None
-
-
-LENGTH = ("max_rounds", "max_time")
-"""Settings of the trainer that extend a run."""
 
 
 def config_files(folder: Path) -> dict[int, Path]:

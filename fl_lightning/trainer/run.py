@@ -285,9 +285,10 @@ class Run:
         return rule.noise_key is not None and getattr(rule, "noise_seed", None) is None
 
     @property
-    def own_loggers(self) -> list[RunLogger]:
-        """The loggers that get everything; of a private run those that publish nothing."""
-        return [logger for logger in self.run_loggers if not (self.private and logger.publishes)]
+    def own_loggers(self) -> dict[RunLogger, dict[str, Any]]:
+        """Those of `run_loggers` that get everything: of a private run the ones that publish nothing."""
+        private = self.private
+        return {logger: state for logger, state in self.run_loggers.items() if not (private and logger.publishes)}
 
     @property
     def failure_kinds(self) -> tuple[str, ...]:
@@ -359,9 +360,10 @@ class Run:
     def write_metrics(self) -> Mapping[str, float]:
         """Gives the round's metrics to the loggers, and returns them; later ones belong to the next round."""
         logged, self.round_metrics = self.round_metrics, {}
-        protected = {name: value for name, value in logged.items() if not self.private or is_protected(name)}
+        published = {name: value for name, value in logged.items() if is_protected(name)} if self.private else logged
+        own = self.own_loggers if self.private else self.loggers
         for logger in self.loggers:
-            logger.log_metrics(metrics=logged if logger in self.own_loggers else protected, step=self.rounds_done)
+            logger.log_metrics(metrics=logged if logger in own else published, step=self.rounds_done)
         return logged
 
     def call(self, hook: str, *arguments: Any) -> None:

@@ -393,12 +393,13 @@ def test_group_norm_behind_frozen_layers_gets_contiguous_inputs_where_torch_cras
     net, seen = nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4)), list[Tensor]()
     FedAvg(net), FedAvg(net)
     assert len(net[1]._forward_pre_hooks) == 1
-    net[1].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    net[1].register_forward_pre_hook(lambda _, inputs: seen.extend(inputs))
     x = torch.randn(2, 3, 6, 6).contiguous(memory_format=torch.channels_last)
     for frozen in (True, False):
         net[0].requires_grad_(not frozen)
         net(x).sum().backward()
         assert seen[-1].is_contiguous() == frozen
+    assert net[1](input=net[0](x)).shape == (2, 4, 4, 4)
     monkeypatch.undo()
     FedAvg(same := nn.GroupNorm(2, 4))
     assert bool(same._forward_pre_hooks) == (torch.__version__ < "2.15")

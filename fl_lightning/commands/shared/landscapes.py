@@ -89,9 +89,9 @@ def save_figures(run: Run, folder: Path, drawn: Mapping[str, Callable[[], Figure
         section: Beginning of the names in the loggers.
     """
     of_run = run.checkpoint is not None and run.checkpoint.parent.name == RunFolder.CHECKPOINTS
-    loggers = run.own_loggers if of_run and run.fabric.is_global_zero else []
-    for logger in loggers:
-        logger.reopen(run.folder.path, run.run_loggers[logger], run.rounds_done, run.about)
+    loggers = run.own_loggers if of_run and run.fabric.is_global_zero else {}
+    for logger, state in loggers.items():
+        logger.reopen(run.folder.path, state, run.rounds_done, run.about)
     try:
         for name, draw in drawn.items():
             _, png = save_figure(draw(), folder / f"{name}{number}")

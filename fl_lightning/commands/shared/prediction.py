@@ -244,20 +244,15 @@ def data_like(data: FederatedDataModule, stream: bool = True) -> FederatedDataMo
     """
     if data.published is None:
         return _with(data, data.load())
-    like = _with(data, data.published.random(stream), setup=False)
-    like.stream = stream
-    if isinstance(data.partition, FromFile) and not Path(data.partition.path).is_file():
-        like.partition = IID()
-    like.setup()
-    return like
+    lost = isinstance(data.partition, FromFile) and not Path(data.partition.path).is_file()
+    return _with(data, data.published.random(stream), stream=stream, partition=IID() if lost else data.partition)
 
 
-def _with(data: FederatedDataModule, loaded: tuple[Any, Any, Any, Any], setup: bool = True) -> FederatedDataModule:
-    """Returns the data with samples that are loaded already."""
+def _with(data: FederatedDataModule, loaded: tuple[Any, Any, Any, Any], **settings: Any) -> FederatedDataModule:
+    """Returns a copy with other settings that is set up with samples that are loaded already."""
     copied = copy.copy(data)
-    vars(copied).update(load=lambda: loaded, prepare_data=lambda: None)
-    if setup:
-        copied.setup()
+    vars(copied).update(load=lambda: loaded, prepare_data=lambda: None, **settings)
+    copied.setup()
     return copied
 
 
@@ -306,8 +301,8 @@ class Step(NamedTuple):
         """
         (forward, backward), steps = model.passes, trainer.local_steps
         passes = model.phases * (forward + 2 * backward) / 3  # a backward pass takes as long as two forward passes
-        batch = data.batch_size or data.client_sizes.float().mean().item()
-        trained = steps * batch if steps else trainer.local_epochs * data.client_sizes.float().mean().item()
+        held = data.client_sizes.float().mean().item()
+        trained = steps * (data.batch_size or held) if steps else trainer.local_epochs * held
         evaluations = due(trainer.max_rounds, trainer.eval_every, trainer.eval_last)
         evaluated = evaluations * len(data.y_test) / 3
         return self.seconds * (trainer.max_rounds * clients * trained * passes + evaluated)
