@@ -30,7 +30,7 @@ from fl_lightning import FederatedTrainer
 from tests.device_modes import Functions, Operations, plain, storage_key
 
 ROOT = Path(fl_lightning.__file__).parent
-HELPERS = ("to_device", "wait_for")
+HELPERS = ("to_device", "wait_for", "__torch_dispatch__")
 """Functions of the package in whose place their callers count."""
 
 
