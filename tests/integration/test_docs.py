@@ -107,11 +107,16 @@ def test_site_asks_no_other_host() -> None:
     assert len(fonts) > 10 and all(font.is_file() for font in fonts)
 
 
-def test_citation_names_what_the_references_have() -> None:
+def test_citation_and_bibliography_name_what_the_references_have() -> None:
     found = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    known = (ROOT / "REFERENCES.md").read_text()
+    known = (ROOT / "docs" / "references.md").read_text()
     addresses = [paper["url"] for paper in found["references"]]
     assert len(addresses) == 5 and all(address in known for address in addresses)
+    entries = re.split(r"^@", (ROOT / "docs" / "references.bib").read_text(), flags=re.MULTILINE)[1:]
+    keys = [re.match(r"\w+\{(\w+),\n", entry)[1] for entry in entries]  # type: ignore[index]
+    assert len(keys) == len({*keys}) and all("  title = {{" in entry and "  year = {" in entry for entry in entries)
+    papers = {*re.findall(r"arxiv\.org/abs/([\d.]+)\)", known)}
+    assert papers == {*re.findall(r"eprint = \{([\d.]+)\}", "".join(entries))}
 
 
 @pytest.mark.parametrize("book", sorted(ROOT.glob("notebooks/*.ipynb")), ids=name)
