@@ -187,7 +187,6 @@ NOT_RUN = {
         "pre-commit": "the same",
         "pip": "nothing is installed by a test",
         "benchmarks/": "they measure for minutes; tests run their functions",
-        "gpu.sh": "on another machine; test_gpu.py runs it here in small",
         "torchrun": "several processes: test_processes.py",
         "flwr ": "it needs flwr, in an environment of its own: tests/flower/test_flower.py",
         "flower-super": "the same",
