@@ -1,4 +1,4 @@
-"""The tables of docs/experiments.md and of the papers' pages: their numbers, how their cells are run, and their figures.
+"""The tables of docs/experiments.md and of the papers' pages: their numbers, how their cells are run, their figures.
 
 ``python benchmarks/paper_tables.py docs/experiments.md docs/experiments/*.md`` renews every block of pages between
 ``<!-- papers: fedsam 2 -->`` (``files: fedsam``, ``rows: fedsam``, ``figures: fedsam``, ``known: cells``,

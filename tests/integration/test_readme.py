@@ -1,4 +1,4 @@
-"""README's commands, as they are written, at their length, each on what the ones before left; docs/tour.md has the others."""
+"""README's commands, as they are written, at their length, each on what the ones before left."""
 
 from __future__ import annotations
 
