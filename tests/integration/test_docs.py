@@ -259,9 +259,10 @@ set -e
 
 
 def as_written(args: list[str]) -> list[str]:
-    """The arguments, but of what takes hours."""
+    """The arguments, but of what takes hours, and of several processes, which would end this one with them."""
     hours = args[0] in ("fit", "reproduce") and any(part in " ".join(args) for part in HOURS)
-    return shortened(args) if hours and not {"--dry-run", "debug/any"} & {*args} else args
+    several = "--trainer.strategy" in args
+    return shortened(args) if several or (hours and not {"--dry-run", "debug/any"} & {*args}) else args
 
 
 def shortened(args: list[str]) -> list[str]:
