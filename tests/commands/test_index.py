@@ -32,7 +32,7 @@ def test_the_index_is_that_of_the_code() -> None:
             del found["made with"], found["texts"]
             for command in found["commands"].values():
                 del command["help"]
-    assert made == kept, "renew it: python -m tests.command_index"
+    assert made == kept, "index.json is out of date: run `make renew`"
 
 
 def test_help_has_every_option() -> None:
