@@ -18,6 +18,29 @@ SYNONYMS = {
     "output_dir": "trainer.default_root_dir",
 }
 """Settings by their names in other programs."""
+OF_LIGHTNING = {
+    "EarlyStopping": "lightning.pytorch.callbacks.EarlyStopping",
+    "ModelCheckpoint": "Checkpoints (monitor, mode, save_top_k)",
+    "Timer": "trainer.max_time",
+    "ModelSummary": "Progress",
+    "LearningRateMonitor": "the metric client/lr, which every run logs",
+    "StochasticWeightAveraging": "model.averaging: SWA",
+    "WeightAveraging": "model.averaging: EMA",
+    "EMAWeightAveraging": "model.averaging: EMA",
+    "GradientAccumulationScheduler": "data.batch_size",
+    **dict.fromkeys(("ProgressBar", "TQDMProgressBar", "RichProgressBar"), "Progress"),
+}
+"""What takes the place of a callback of Lightning, by the name of that callback."""
+
+
+def callback_of_lightning(name: str) -> str:
+    """Returns the message for a callback of Lightning that a federated run does not call.
+
+    Args:
+        name: The name of its class.
+    """
+    remedy = f"use {OF_LIGHTNING[name]}" if name in OF_LIGHTNING else "write a subclass of fl_lightning.Callback"
+    return f"trainer.callbacks = {name}: a callback of lightning.Trainer; {remedy}"
 
 
 def similar(name: str, known: Iterable[str], cutoff: float = 0.55) -> list[str]:

@@ -121,6 +121,31 @@ def shows(message: str, *parts: str) -> None:
             "FlatnesMonitor",
             "did you mean FlatnessMonitor",
         ),
+        (
+            "--trainer.callbacks=ModelCheckpoint",
+            "trainer.callbacks = ",
+            "ModelCheckpoint",
+            "; use Checkpoints (monitor",
+        ),
+        (
+            "--trainer.callbacks+=lightning.pytorch.callbacks.BatchSizeFinder",
+            "trainer.callbacks = ",
+            "BatchSizeFinder",
+            ": a callback of lightning.Trainer; write a subclass of fl_lightning.Callback",
+        ),
+        (
+            "--trainer.callbacks=pytorch_lightning.callbacks.EarlyStopping",
+            "trainer.callbacks = ",
+            "EarlyStopping",
+            "; use lightning.pytorch.callbacks.EarlyStopping",
+        ),
+        (
+            "--trainer.callbacks=[Curves,lightning.pytorch.callbacks.ModelChekpoint]",
+            "trainer.callbacks = ",
+            "ModelChekpoint",
+            "it has ModelCheckpoint",
+        ),
+        ("--model.optimizer=torch.optim.Adam", "model.optimizer = ", "torch.optim.Adam: no SGD; ", "TorchOptimizer"),
         ("--trainer.callbacks=FlatnessMonitor", "trainer.callbacks = ", "FlatnessMonitor", "--trainer.callbacks+=Flat"),
         # keys
         ("--model.averagin=SWA", "model.averagin = ", "SWA", "did you mean model.averaging"),
@@ -312,6 +337,21 @@ def fedavg(**init_args: Any) -> dict[str, Any]:
             ("model.optimizer.momentun = 0.9", "did you mean model.optimizer.momentum?"),
         ),
         (fedavg(ascent=made("SAM", rho=[1])), ("model.ascent.rho = [1]", "expected a number")),
+        (
+            fedavg(optimizer=made("torch.optim.Adam", lr=0.1)),
+            ("model.optimizer = torch.optim.Adam: no SGD; an optimizer of torch.optim goes by TorchOptimizer",),
+        ),
+        *(
+            (
+                fedavg() | {"trainer": {"callbacks": ["Curves", made(f"{package}.callbacks.{name}", **settings)]}},
+                (f"trainer.callbacks = {name}: a callback of lightning.Trainer; use {ours}",),
+            )
+            for package, name, settings, ours in (
+                ("lightning.pytorch", "ModelCheckpoint", {"monitor": "val_loss"}, "Checkpoints (monitor, mode"),
+                ("pytorch_lightning", "Timer", {}, "trainer.max_time"),
+                ("pytorch_lightning", "EarlyStopping", {}, "lightning.pytorch.callbacks.EarlyStopping"),
+            )
+        ),
         (
             {"model": {**fedavg()["model"], "lr": 3}},
             ("model.lr = 3: the settings of a class stand under init_args, as",),

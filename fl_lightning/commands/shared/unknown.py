@@ -10,7 +10,7 @@ from typing import Any
 
 from fl_lightning.commands.shared.arguments import PARTS
 from fl_lightning.commands.shared.index import entry, fitting_classes, keys_of, setting_names
-from fl_lightning.core import SYNONYMS, folded, similar
+from fl_lightning.core import OF_LIGHTNING, SYNONYMS, callback_of_lightning, folded, similar
 
 FOREIGN = {
     "data": "another data set of torchvision goes by TorchvisionData, as in --data TorchvisionData --data.name MNIST",
@@ -120,6 +120,8 @@ def unknown_class(path: str, name: str, wanted: str) -> str:
     }
     if method in known and parts and len(keys) == len(parts):
         return f"{path} = {name}: no such class; give --{path} {method} " + " ".join(f"--{keys[p]} {p}" for p in parts)
+    if path == "trainer.callbacks" and name in OF_LIGHTNING:
+        return callback_of_lightning(name)
     near = similar(name, known)
     choice = f"did you mean {', '.join(near)}?" if near else f"choose from {', '.join(known or sorted(bases))}."
     remedy = FOREIGN.get(path, "A class of your own goes by its dotted path")
