@@ -2,7 +2,9 @@
 
 import difflib
 from collections.abc import Iterable
+from typing import TypeVar
 
+Value = TypeVar("Value")
 SYNONYMS = {
     "lr": "model.optimizer.lr",
     "learning_rate": "model.optimizer.lr",
@@ -31,6 +33,23 @@ OF_LIGHTNING = {
     **dict.fromkeys(("ProgressBar", "TQDMProgressBar", "RichProgressBar"), "Progress"),
 }
 """What takes the place of a callback of Lightning, by the name of that callback."""
+
+
+class UnknownKeyError(KeyError):
+    """A name that a mapping lacks, with those that it has: all are searched when the message is read."""
+
+    def __str__(self) -> str:
+        name, known = self.args
+        near = [each for each in known if str(name) in each] or similar(str(name), known)
+        remedy = f"did you mean {' or '.join(near[:3])}?" if near else f"choose from {', '.join(known)}"
+        return f"{name!r}: no such name; {remedy}"
+
+
+class Named(dict[str, Value]):
+    """A dict whose error for a name that it lacks says which it has."""
+
+    def __missing__(self, name: str) -> Value:
+        raise UnknownKeyError(name, [*self])
 
 
 def callback_of_lightning(name: str) -> str:
