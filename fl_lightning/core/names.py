@@ -12,14 +12,14 @@ SYNONYMS = {
     "max_epochs": "trainer.max_rounds",
     "num_rounds": "trainer.max_rounds",
     "rounds": "trainer.max_rounds",
-    "epochs": "trainer.local_epochs",
+    "epochs": "trainer.max_rounds or trainer.local_epochs",
     "clients": "data.num_clients",
     "gpus": "trainer.devices",
     "logger": "trainer.loggers",
     "wandb": "trainer.loggers",
     "output_dir": "trainer.default_root_dir",
 }
-"""Settings by their names in other programs."""
+"""Settings by their names in other programs; of a name that has two meanings both."""
 OF_LIGHTNING = {
     "EarlyStopping": "lightning.pytorch.callbacks.EarlyStopping",
     "ModelCheckpoint": "Checkpoints (monitor, mode, save_top_k)",

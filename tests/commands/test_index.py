@@ -113,7 +113,7 @@ def test_a_wrong_name_is_refused_in_the_same_words(slip: str) -> None:
         ("--data.alpha 0.1", "did you mean data.partition.alpha?"),
         ("--trainer.max_epochs 3", "did you mean trainer.max_rounds?"),
         ("--max-rounds 3", "did you mean trainer.max_rounds?"),
-        ("--epochs 3", "did you mean trainer.local_epochs?"),
+        ("--epochs 3", "did you mean trainer.max_rounds or trainer.local_epochs?"),
         ("--net DigitsMLP", "did you mean model.net?"),
         ("--model=FedGF --model.ascent SAM", "no such setting of this class; "),
         ("quickstart", "quickstart: give a config as --config quickstart"),

@@ -190,7 +190,7 @@ def _missing(refusal: _Refusal) -> str | None:
         if not path and match[1] not in ("data, model", "data", "model"):
             return f"{match[1]}: missing; {_places(command, match[1])}see `fl-lightning {command} --help`"
         names = ", ".join(f"--{path}.{name}".replace("--.", "--") for name in match[1].split(", "))
-        instead = "" if "." in path else ", --config (such as quickstart) or --ckpt_path (runs/...)"
+        instead = "" if path else ", --config (such as quickstart) or --ckpt_path (runs/...)"
         return f"{names}: missing; give a value{instead}"
     if match := refusal.find(r"^ *- (\S+ = \w+: needs .*)"):  # a class whose package is missing
         return match[1]
@@ -216,6 +216,8 @@ def _unexpected(refusal: _Refusal) -> str | None:
         return unknown_class(path, name, "")
     appended = "" if "{" in name else f", or --{path}+={name:.60}"
     remedy = f"; give [{name:.60}]{appended}" if listed else ""
+    if kind == "int" and re.fullmatch(r"-?\d+\.0", value):  # also 1e3, as YAML reads it
+        remedy = f"; write {value.removesuffix('.0')}"
     return f"{path} = {value:.60}: expected {WORDS['list'] if listed else WORDS.get(kind, kind)}{remedy}"
 
 

@@ -5,7 +5,9 @@ import os
 import re
 import traceback
 from importlib import import_module
+from importlib.util import find_spec
 from itertools import takewhile
+from pathlib import Path
 from typing import Any
 
 from fl_lightning.commands.shared.arguments import PARTS
@@ -22,6 +24,8 @@ FOREIGN = {
     "--trainer.loggers+=lightning.pytorch.loggers.CometLogger",
 }
 """How classes of other packages are named, by the key of the setting."""
+WHERE = {"data": ("torchvision", "datasets", "MNIST"), "model.optimizer": ("torch", "optim", "Adam")}
+"""Packages and modules whose classes `FOREIGN` tells how to give, and the one that it has as an example."""
 MOST = 300
 """Letters of the parser's own words that a message shows."""
 
@@ -125,6 +129,11 @@ def unknown_class(path: str, name: str, wanted: str) -> str:
     near = similar(name, known)
     choice = f"did you mean {', '.join(near)}?" if near else f"choose from {', '.join(known or sorted(bases))}."
     remedy = FOREIGN.get(path, "A class of your own goes by its dotted path")
+    if path in WHERE:
+        package, module, example = WHERE[path]
+        home = find_spec(package)  # read and not imported, which takes seconds
+        text = Path(home.origin).with_name(module).joinpath("__init__.py").read_text() if home and home.origin else ""
+        remedy = remedy.replace(example, name) if re.search(rf"\b{re.escape(name)}\b", text) else remedy
     return f"{path} = {name or repr('')}: no such class; {choice} {remedy[:1].upper()}{remedy[1:]}"
 
 
