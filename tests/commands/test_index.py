@@ -123,6 +123,16 @@ def test_a_wrong_name_is_refused_in_the_same_words(slip: str) -> None:
         ("--data.partition iid", "did you mean IID?"),
         ("--trainer.aggregation mean", "choose from CoordinateMedian, Krum, MultiKrum, NormClipping, TrimmedMean. "),
         ("--model.optimizer Adam", "did you mean AdamW? An optimizer of torch.optim goes by TorchOptimizer, as in "),
+        (
+            "--model.optimizer RMSprop",
+            "goes by TorchOptimizer, as in --model.optimizer TorchOptimizer --model.optimizer.name RMSprop",
+        ),
+        (
+            "--data FashionMNIST",
+            "did you mean FEMNIST? Another data set of torchvision goes by TorchvisionData, as in "
+            "--data TorchvisionData --data.name FashionMNIST",
+        ),
+        ("--data Mnist", "as in --data TorchvisionData --data.name MNIST"),
         ("--ckpt_path none/last.ckpt", "ckpt_path = none/last.ckpt: no such file; give a checkpoint file"),
     ],
 )

@@ -163,6 +163,7 @@ def shows(message: str, *parts: str) -> None:
         ("--trainer.sampler=ReplaySampler", "trainer.sampler.rounds", "", "missing; give a value"),
         # types and ranges
         ("--trainer.max_rounds=many", "trainer.max_rounds = ", "many", "expected a whole number"),
+        ("--trainer.max_rounds=1e3", "trainer.max_rounds = ", "1000.0", "expected a whole number; write 1000"),
         ("--trainer.max_rounds=0", "trainer.max_rounds = ", "0", "at least 1"),
         ("--model.ascent=SAM --model.ascent.rho=big", "model.ascent.rho = ", "big", "expected a number"),
         ("--model.ascent=SAM --model.ascent.rho=-1", "ascent.rho = ", "-1", "0 or more"),
@@ -208,6 +209,12 @@ def shows(message: str, *parts: str) -> None:
 def test_argument(complaint: Complaint, args: str, key: str, value: str, remedy: str) -> None:
     model = () if "--model=" in args else ("--model=FedAvg",)
     shows(complaint("fit", *model, *DIGITS, *args.split()), key, value, remedy)
+
+
+def test_a_setting_that_a_class_needs_is_asked_for_alone(complaint: Complaint) -> None:
+    """A config would replace the class."""
+    message = complaint("fit", "--model=FedAvg", "--model.net=DigitsMLP", "--data=ImageFolder", "--data.root=flat")
+    assert message == "error: --data.image_size: missing; give a value"
 
 
 @pytest.mark.sampled(quick=25, slow=6)
