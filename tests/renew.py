@@ -15,6 +15,7 @@ import textwrap
 from collections.abc import Callable, Iterable
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 from torch import nn
@@ -38,10 +39,15 @@ def between(start: str, end: str, content: Callable[[], str]) -> Renewal:
 
 
 @cache
-def script(file: str, function: str = "fill") -> Renewal:
-    """The function of a script in benchmarks/ that fills a page with what the script has measured."""
+def names_of(script: str) -> dict[str, Any]:
+    """What a script in benchmarks/ defines."""
     with patch.object(sys, "path", [str(SCRIPTS), *sys.path]):
-        return runpy.run_path(str(SCRIPTS / file))[function]  # type: ignore[no-any-return]
+        return runpy.run_path(str(SCRIPTS / script))
+
+
+def measured(script: str, function: str = "fill") -> Renewal:
+    """The function of a script that fills a page with what the script has measured."""
+    return lambda text: names_of(script)[function](text)
 
 
 def modules() -> list[str]:
@@ -83,7 +89,7 @@ def renewals() -> dict[Path, Iterable[Renewal]]:
         page: (
             between("<!-- catalogue -->\n", "<!-- /catalogue -->", partial(catalogue.markdown, page.name)),
             page_code.fill,
-            script("digits_table.py"),
+            measured("digits_table.py"),
         )
         for page in sorted(PAGES.glob("*.md"))
     }
@@ -91,16 +97,16 @@ def renewals() -> dict[Path, Iterable[Renewal]]:
     return pages | {
         DOCS / "architecture.md": (loop_quotes,),
         DOCS / "clock.md": (
-            script("clock_figure.py"),
+            measured("clock_figure.py"),
             between("<!-- without rounds -->\n", "\n<!-- /without rounds -->", without_rounds),
         ),
-        DOCS / "compression.md": (script("compression_table.py"),),
-        DOCS / "experiments.md": (script("paper_tables.py", "renew"),),
-        DOCS / "faults.md": (script("faults_table.py"),),
+        DOCS / "compression.md": (measured("compression_table.py"),),
+        DOCS / "experiments.md": (measured("paper_tables.py", "renew"),),
+        DOCS / "faults.md": (measured("faults_table.py"),),
         DOCS / "guides/cluster.md": (between("```bash\n#!", "```", partial(batch.removeprefix, "#!")),),
         DOCS / "privacy.md": (test_private_outputs.fill,),
         DOCS / "reference.md": (between("<!-- algorithms -->\n", "<!-- /algorithms -->", references),),
-        DOCS / "robust.md": (script("robustness.py"),),
+        DOCS / "robust.md": (measured("robustness.py"),),
         ROOT / "mkdocs.yml": (navigation,),
     }
 

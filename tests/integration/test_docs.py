@@ -35,13 +35,19 @@ def name(text: Path) -> str:
     return str(text.relative_to(ROOT))
 
 
-@pytest.mark.parametrize("file", renew.renewals(), ids=name)
+@pytest.mark.parametrize(
+    "file",
+    [
+        pytest.param(file, marks=[pytest.mark.slow] * (file.name == "privacy.md")) for file in renew.renewals()
+    ],  # it trains
+    ids=name,
+)
 def test_file_says_what_the_code_says(file: Path) -> None:
     assert file.read_text() == renew.renewed(file), f"{name(file)} is out of date: run `make renew`"
 
 
 def test_figure_of_the_digits_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    draw: Any = renew.script("digits_table.py", "draw")
+    draw = renew.names_of("digits_table.py")["draw"]
     monkeypatch.setitem(draw.__globals__, "FIGURE", tmp_path / "digits.png")
     draw()
     assert Image.open(tmp_path / "digits.png").size == Image.open(PAGES / "digits.png").size
