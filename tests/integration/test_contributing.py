@@ -111,7 +111,7 @@ def test_the_steps_take_a_new_algorithm_in(tmp_path: Path) -> None:
     add(tmp_path, "REFERENCES.md", "| FedLeash | A test of this package. |\n", "| FedACG | ")
     add(tmp_path, "docs/algorithms/fedleash.md", page)
     # 5, 6
-    run(f"{MAKE} renew format lint", tmp_path)
+    run(f"{MAKE} format renew lint", tmp_path)
     run(f"{sys.executable} -m pytest {' '.join(HOUSE)} -m 'not slow'", tmp_path)
     run(
         f"{sys.executable} -m pytest tests -k 'FedLeash or fedleash or says_what_the_code_says or index_is_that'",
