@@ -17,7 +17,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help venv lock dev flower-env demo test test-slow test-long test-all soak lint types format docs bench gpu clean
+.PHONY: help venv lock dev flower-env demo test test-slow test-long test-all soak lint types format renew docs bench gpu clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  \033[1mmake %-10s\033[0m %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -89,6 +89,9 @@ types: dev ## Check types
 format: dev ## Mend style and formatting where that can be done safely
 	$(RUN) ruff check --fix
 	$(RUN) ruff format
+
+renew: dev ## Renew what files say of the code: index of the command line, tables, code and navigation of the pages
+	$(RUN) tests.renew
 
 docs: dev ## Build the documentation into site/
 	$(RUN) zensical build --strict --clean

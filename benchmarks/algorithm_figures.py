@@ -16,6 +16,7 @@ import torch
 from digits_table import PAGES, RUNS
 
 from fl_lightning import SGD, Digits, DigitsMLP, Dirichlet, FederatedTrainer, algorithms
+from fl_lightning.algorithms.catalogue import entries
 from fl_lightning.core.figures import COLORS, DASHES, PAGE, style
 from fl_lightning.core.flat import FlatSpec
 from fl_lightning.core.rng import generator
@@ -25,40 +26,33 @@ from fl_lightning.results.metrics import read_metrics
 
 ROUNDS, EVERY, POINTS = 200, 4, 25
 SHOWN = {
-    "adabest": ["AdaBest"],
     "afedpd": ["FedDyn", "AFedPD", "AFedPDSAM"],
     "averaging": ["FedAvg + SWA", "FedAvg + EMA"],
     "compositions": ["FedAvgM + ASAM", "SCAFFOLD + ASAM", "FedDyn + SAM"],
-    "fedacg": ["FedACG"],
-    "fedadamw": ["FedAdamW"],
     "fedavg": ["FedAvgM", "FedAdam", "FedYogi", "FedAdagrad"],
-    "fedcm": ["FedCM", "MoFedSAM"],
     "feddecorr": ["FedDecorr", "FedDecorr (scale: code)"],
     "feddyn": ["FedDyn", "FedDyn + SAM"],
-    "fedexp": ["FedExP"],
     "fedgf": ["FedSAM", "FedGF"],
     "fedgloss": ["FedGloSS", "FedGloSS + SAM", "NaiveFedGloSS"],
-    "fedgmt": ["FedGMT", "FedGMTv2"],
     "fedinit": ["FedAvg + relaxed_init 0.1"],
-    "fedlc": ["FedLC"],
-    "fedlesam": ["FedLESAM", "FedLESAMD", "FedLESAMS"],
     "fedmuon": ["LocalMuon", "FedMuon"],
-    "fednova": ["FedNova"],
     "fednsam": ["FedNSAM", "FedNSAM (along: momentum)"],
-    "fedntd": ["FedNTD"],
-    "fedprox": ["FedProx"],
     "fedsam": ["FedSAM", "FedASAM"],
     "fedsmoo": ["FedDyn", "FedSMOO"],
-    "fedsol": ["FedSOL"],
     "fedspeed": ["FedDyn", "FedSpeed"],
     "fedswa": ["FedSWA", "FedMoSWA"],
     "fedtoga": ["FedSpeed", "FedTOGA"],
-    "fedwmsam": ["FedWMSAM"],
-    "moon": ["MOON"],
     "scaffold": ["SCAFFOLD", "FedGAMMA"],
-    "stildeam": ["STildeAM"],
 }
-"""By page, the runs of digits_table.py that are drawn beside FedAvg; surfaces of the first three."""
+"""Pages that show other runs of digits_table.py beside FedAvg than those of their algorithms."""
+
+
+def shown() -> dict[str, list[str]]:
+    """By page, the runs that are drawn beside FedAvg; surfaces of the first three."""
+    own: dict[str, list[str]] = {}
+    for entry in entries():
+        own.setdefault(entry.page.removesuffix(".md"), []).append(entry.name)
+    return own | SHOWN
 
 
 def train(label: str, data: Digits) -> tuple[list[tuple[int, float]], torch.Tensor]:
@@ -88,7 +82,7 @@ def draw(page: str, curves: dict[str, Any], surfaces: dict[str, Any]) -> None:
     from matplotlib.figure import Figure
     from PIL import Image
 
-    labels = ["FedAvg", *SHOWN[page]]
+    labels = ["FedAvg", *shown()[page]]
     drawn = labels[:4]
     with style():
         figure = Figure(figsize=(PAGE, 1.9), layout="constrained")
@@ -112,10 +106,11 @@ def draw(page: str, curves: dict[str, Any], surfaces: dict[str, Any]) -> None:
 
 def main() -> None:
     torch.set_num_threads(1)
-    pages = sys.argv[1:] or list(SHOWN)
+    runs = shown()
+    pages = sys.argv[1:] or list(runs)
     data = Digits(num_clients=50, batch_size=16, partition=Dirichlet(alpha=0.05))
     curves, surfaces = {}, {}
-    for label in dict.fromkeys(["FedAvg", *(label for page in pages for label in SHOWN[page])]):
+    for label in dict.fromkeys(["FedAvg", *(label for page in pages for label in runs[page])]):
         curves[label], w = train(label, data)
         surfaces[label] = landscape(w, data)
         print(label, f"{curves[label][-1][1]:.3f}", flush=True)

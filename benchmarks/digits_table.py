@@ -165,7 +165,9 @@ def table(labels: Sequence[str]) -> str:
     ]
     found = read()
     for label in labels:
-        rows = found[label]
+        if not (rows := found.get(label)):
+            lines.append(f"| {label} | not measured yet | | | | | | |")
+            continue
         if broken := [f"seed {row['seed']}: {row['diverged_in_round']}" for row in rows if row["diverged_in_round"]]:
             lines.append(f"| {label} | diverged in round ({', '.join(broken)}) | | | | | | |")
             continue
@@ -208,12 +210,13 @@ def draw() -> None:
     axes.xaxis.set_minor_formatter(lambda x, _: f"{x:.1g}" if f"{x:.0e}"[0] in "2346" else "")
     points: dict[tuple[float, float], list[str]] = {}
     found = read()
-    for label, (name, _) in ALGORITHMS.items():
+    for label in filter(found.get, ALGORITHMS):
+        name, _ = ALGORITHMS[label]
         if any(row["diverged_in_round"] or float(row["acc_mean_last5"]) < 0.5 for row in found[label]):
             continue
         x, y = ([float(row[c]) for row in found[label]] for c in ("lambda_max", "acc_mean_last5"))
         at = (statistics.mean(x), statistics.mean(y))
-        marker, face, _ = kinds[bool(models[name].client), "SAM" in label.split() or models[name].passes[1] > 1]
+        marker, face, _ = kinds[models[name].cells[1] != "-", "SAM" in label.split() or models[name].passes[1] > 1]
         axes.errorbar(
             *at, xerr=deviation(x), yerr=deviation(y), fmt=marker, color="0.2", markerfacecolor=face,
             ecolor="0.8", elinewidth=0.8, markersize=7 if face == "white" else 4.5, zorder=3 + (face != "white"),

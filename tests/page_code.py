@@ -1,4 +1,4 @@
-"""The lines of the package beside the papers' boxes in docs/algorithms: ``python -m tests.page_code`` renews them.
+"""The lines of the package beside the papers' boxes in docs/algorithms; ``make renew`` renews them.
 
 A page names what it shows, relative to ``fl_lightning``, in a comment, ``code: algorithms.fedsmoo.FedSMOO.local_step``.
 Annotations of types are left out; the rest is the source as it is.
@@ -11,9 +11,7 @@ import inspect
 import pkgutil
 import re
 from itertools import groupby
-from pathlib import Path
 
-PAGES = Path(__file__).parents[1] / "docs" / "algorithms"
 BLOCK = re.compile(r"(<!-- code: (.*?) -->\n).*?(<!-- /code -->)", re.DOTALL)
 
 
@@ -53,8 +51,3 @@ def fences(names: list[str]) -> str:
 def fill(text: str) -> str:
     """A page with the package's lines between its comments."""
     return BLOCK.sub(lambda match: match[1] + fences(match[2].split()) + match[3], text)
-
-
-if __name__ == "__main__":
-    for page in PAGES.glob("*.md"):
-        page.write_text(fill(page.read_text()))

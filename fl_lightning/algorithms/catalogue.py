@@ -6,6 +6,7 @@ that page.
 
 import sys
 from collections.abc import Iterable, Mapping
+from functools import cache
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -31,6 +32,7 @@ class Entry(NamedTuple):
         page: Its page in docs/algorithms, named after its module.
         cells: Its cells of the table after the name, in the order of `HEADS`.
         models: Numbers of vectors of the size of a model that a client receives and uploads in a phase.
+        scalars: How many single numbers it receives and uploads.
         passes: Numbers of forward and backward passes of a local step.
     """
 
@@ -38,6 +40,7 @@ class Entry(NamedTuple):
     page: str
     cells: list[str]
     models: tuple[int, int]
+    scalars: int
     passes: tuple[int, int]
 
     @classmethod
@@ -55,8 +58,10 @@ class Entry(NamedTuple):
         lists = [sizes(values, names, remarks) for values, names in groups]
         cells = [it.paper, *lists, str(it.phases), "/".join(map(str, it.passes)), it.weighting]
         whole = it.flat.d, matrices
-        down, up = (sum(values[name].numel() in whole for name in names) for values, names in groups[2:])
-        return cls(algorithm.__name__, algorithm.__module__.rpartition(".")[2] + ".md", cells, (down, up), it.passes)
+        down, up = ([values[name].numel() for name in names] for values, names in groups[2:])
+        models = sum(n in whole for n in down), sum(n in whole for n in up)
+        page = algorithm.__module__.rpartition(".")[2] + ".md"
+        return cls(algorithm.__name__, page, cells, models, (down + up).count(1), it.passes)
 
 
 def sizes(values: Mapping[str, Tensor], names: Iterable[str], remarks: Mapping[int, str]) -> str:
@@ -64,9 +69,10 @@ def sizes(values: Mapping[str, Tensor], names: Iterable[str], remarks: Mapping[i
     return ", ".join(name + remarks.get(n := values[name].numel(), f" ({n} numbers)") for name in names) or "-"
 
 
-def entries() -> list[Entry]:
+@cache
+def entries() -> tuple[Entry, ...]:
     """Returns all algorithms of the package, by name."""
-    return [Entry.of(getattr(algorithms, name)) for name in sorted(algorithms.__all__, key=str.lower)]
+    return tuple(Entry.of(getattr(algorithms, name)) for name in sorted(algorithms.__all__, key=str.lower))
 
 
 def markdown(page: str = "index.md") -> str:

@@ -55,6 +55,8 @@ def run(
         named = ", ".join(f"{key} = {chosen}" for key, chosen in settings.items())
         mean = f"mean of {len(of_one)} seeds " if len(of_one) > 1 else ""
         say(f"best: {named}; {controller.label}: {mean}{value:.4g}")
+        for doubt in controller.doubts():
+            say(f"  {doubt}")
         say(f"its config: {controller.folder / 'best.yaml'}")
     say(f"results: {controller.folder / 'sweep.csv'}")
     varied = list(dict.fromkeys(key for trial in controller.trials for key in trial.settings if key != "trainer.seed"))

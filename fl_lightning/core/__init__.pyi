@@ -72,7 +72,10 @@ from .made import MADE as MADE
 from .made import config_of as config_of
 from .made import described as described
 from .made import leaves as leaves
+from .names import OF_LIGHTNING as OF_LIGHTNING
 from .names import SYNONYMS as SYNONYMS
+from .names import Named as Named
+from .names import callback_of_lightning as callback_of_lightning
 from .names import similar as similar
 from .nested import Inputs as Inputs
 from .nested import map_tensors as map_tensors

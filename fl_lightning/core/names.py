@@ -2,7 +2,9 @@
 
 import difflib
 from collections.abc import Iterable
+from typing import TypeVar
 
+Value = TypeVar("Value")
 SYNONYMS = {
     "lr": "model.optimizer.lr",
     "learning_rate": "model.optimizer.lr",
@@ -10,14 +12,54 @@ SYNONYMS = {
     "max_epochs": "trainer.max_rounds",
     "num_rounds": "trainer.max_rounds",
     "rounds": "trainer.max_rounds",
-    "epochs": "trainer.local_epochs",
+    "epochs": "trainer.max_rounds or trainer.local_epochs",
     "clients": "data.num_clients",
     "gpus": "trainer.devices",
     "logger": "trainer.loggers",
     "wandb": "trainer.loggers",
     "output_dir": "trainer.default_root_dir",
 }
-"""Settings by their names in other programs."""
+"""Settings by their names in other programs; of a name that has two meanings both."""
+OF_LIGHTNING = {
+    "EarlyStopping": "lightning.pytorch.callbacks.EarlyStopping",
+    "ModelCheckpoint": "Checkpoints (monitor, mode, save_top_k)",
+    "Timer": "trainer.max_time",
+    "ModelSummary": "Progress",
+    "LearningRateMonitor": "the metric client/lr, which every run logs",
+    "StochasticWeightAveraging": "model.averaging: SWA",
+    "WeightAveraging": "model.averaging: EMA",
+    "EMAWeightAveraging": "model.averaging: EMA",
+    "GradientAccumulationScheduler": "data.batch_size",
+    **dict.fromkeys(("ProgressBar", "TQDMProgressBar", "RichProgressBar"), "Progress"),
+}
+"""What takes the place of a callback of Lightning, by the name of that callback."""
+
+
+class UnknownKeyError(KeyError):
+    """A name that a mapping lacks, with those that it has: all are searched when the message is read."""
+
+    def __str__(self) -> str:
+        name, known = self.args
+        near = [each for each in known if str(name) in each] or similar(str(name), known)
+        remedy = f"did you mean {' or '.join(near[:3])}?" if near else f"choose from {', '.join(known)}"
+        return f"{name!r}: no such name; {remedy}"
+
+
+class Named(dict[str, Value]):
+    """A dict whose error for a name that it lacks says which it has."""
+
+    def __missing__(self, name: str) -> Value:
+        raise UnknownKeyError(name, [*self])
+
+
+def callback_of_lightning(name: str) -> str:
+    """Returns the message for a callback of Lightning that a federated run does not call.
+
+    Args:
+        name: The name of its class.
+    """
+    remedy = f"use {OF_LIGHTNING[name]}" if name in OF_LIGHTNING else "write a subclass of fl_lightning.Callback"
+    return f"trainer.callbacks = {name}: a callback of lightning.Trainer; {remedy}"
 
 
 def similar(name: str, known: Iterable[str], cutoff: float = 0.55) -> list[str]:

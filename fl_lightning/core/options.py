@@ -158,19 +158,35 @@ def check_arguments(function: Callable[..., Any], key: str, *args: Any, **kwargs
         raise UserError(f"{function.__qualname__}({names}): {error}; give each argument once, by its name") from None
     for name, value in given.items():
         if name in hints and not fits(value, hints[name]):
-            words, kind = _words(hints[name]), value if isinstance(value, type) else type(value)
-            if kind.__module__.startswith("torch.optim"):
-                words = f'TorchOptimizer("{kind.__name__}", lr=0.1), which makes one for each client'
-            else:  # of a class, or a name, in the place of an object the likest; else any class that was imported
-                asked = value if isinstance(value, str) else kind.__name__
-                near = similar(asked, _classes_of(hints[name], object)) or _classes_of(hints[name], Checked)
-                words += f", such as {near[0]}(...)" if near else ""
+            words = _words(hints[name])
             shown = repr(value) if isinstance(value, str) and "number" in words else _shown(value)
-            require(False, f"{key}.{name}".lstrip("."), shown, f"give {words}")
+            require(False, f"{key}.{name}".lstrip("."), shown, f"give {_remedy(name, value, hints)}")
     for name, parameter in parameters.items():
         if name not in given and parameter.default is parameter.empty and parameter.kind not in SEVERAL:
-            words = _words(hints[name]).rstrip(",") if name in hints else "a value"
+            words = _words(hints[name]).rstrip(",") + _such_as(name, hints[name]) if name in hints else "a value"
             raise UserError(f"{key}.{name}".lstrip(".") + f": missing; give {words}")
+
+
+def _remedy(name: str, value: Any, hints: Mapping[str, Any]) -> str:
+    """Returns what to give in the place of a value that does not fit its annotation."""
+    hint, one = hints[name], value[0] if isinstance(value, list | tuple) and value else value
+    kind = one if isinstance(one, type) else type(one)
+    if kind.__module__.startswith("torch.optim"):
+        return f'TorchOptimizer("{kind.__name__}", lr=0.1), which makes one for each client'
+    if isinstance(value, float) and value.is_integer() and fits(int(value), hint):
+        return f"{_words(hint)}, written {int(value)}"
+    meant = [other for other, h in hints.items() if isinstance(h, type) and h not in PLAIN and isinstance(value, h)]
+    swapped = f"; it is no {name} but a {meant[0]}" if meant else ""
+    return _words(hint) + _such_as(name, hint, one if isinstance(one, str) else kind.__name__) + swapped
+
+
+def _such_as(name: str, hint: Any, asked: str = "") -> str:
+    """Returns an example of an argument: of its classes the likest to a name that was given, else a usual one."""
+    likest = similar(asked, _classes_of(hint, object))
+    if not likest and name in EXAMPLES:
+        return f", such as {EXAMPLES[name]}"
+    classes = likest or (_classes_of(hint, Checked) if asked else [])
+    return f", such as {classes[0]}(...)" if classes else ""
 
 
 def checked(method: CheckedMethod) -> CheckedMethod:
@@ -184,6 +200,8 @@ def checked(method: CheckedMethod) -> CheckedMethod:
     return cast(CheckedMethod, checked_method)
 
 
+EXAMPLES = {"model": "FedAvg(net)", "datamodule": "Digits()", "net": "DigitsMLP()", "loggers": "WandbLogger()"}
+"""Objects for arguments that many classes fit."""
 PLAIN: dict[Any, tuple[str, Callable[[Any], bool]]] = {
     float: ("a finite number", lambda v: not isinstance(v, bool) and isinstance(v, Real) and _finite(v)),
     int: ("a whole number", lambda v: not isinstance(v, bool) and isinstance(v, Integral)),
@@ -346,12 +364,16 @@ def _words(hint: Any) -> str:
     if kind is Annotated:
         return " ".join([_words(args[0]), *(str(limit) for limit in args[1:] if isinstance(limit, Interval))])
     if kind in UNIONS:
-        return " or ".join(_words(each) for each in args)
+        items = {each: get_args(get_args(each)[0]) for each in args if get_origin(each) in LISTS and get_args(each)}
+        several = [each for each in items if items[each] and {*items[each]} <= {*args}]  # of what is taken alone, too
+        words = " or ".join(_words(each) for each in args if each not in several)
+        return words + ", or a list of them" * bool(several)
     if kind is Literal:
         return f"one of {', '.join(map(str, args))}"
     if kind in LISTS:
         return "a list" + (f", each {_words(args[0]).rstrip(',')}," if args else "")
-    return str(getattr(kind, "__name__", kind))
+    package = "torch.nn." if getattr(kind, "__module__", "").startswith("torch.nn.") else ""
+    return package + str(getattr(kind, "__name__", kind))
 
 
 def _classes_of(hint: Any, base: type) -> list[str]:

@@ -212,7 +212,7 @@ class ImageFolder(FederatedDataModule):
         empty = next((f"class '{name}'" for name, paths in found.items() if not paths), None if found else "each class")
         ensure(
             empty is None,
-            f"root: no images of {empty} under '{folder}'; expected {self.root}/train/<class>/*.png "
+            f"data.root = {self.root}: no images of {empty} under '{folder}'; expected {self.root}/train/<class>/*.png "
             f"and {self.root}/test/<class>/*.png",
         )
         return found

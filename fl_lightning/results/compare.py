@@ -219,6 +219,8 @@ def plain(text: str | None) -> str:
     """Returns a setting as tables show it: a class without its modules, a number with a fraction with four digits."""
     if text is None:
         return MISSING
+    if text == "None":
+        return "null"  # as a config has it
     if OWN_CLASS.fullmatch(text):
         return text.rpartition(".")[2]
     return f"{float(text):.4g}" if NUMBER.fullmatch(text) and not text.lstrip("-").isdecimal() else text

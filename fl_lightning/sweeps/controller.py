@@ -1,6 +1,7 @@
 """The controller of a sweep: its trials, their outcomes, and the best settings."""
 
 import math
+import re
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,11 +19,14 @@ from fl_lightning.sweeps.file import Objective, StopEarly, Sweep
 from fl_lightning.sweeps.parameters import Settings
 from fl_lightning.sweeps.trials import Build, Check, Outcome, Trial, name_of, newest_run, run_trials
 from fl_lightning.trainer import InUse, RunFolder, locked
+from fl_lightning.trainer.storage.provenance import PARTITION
 
 BATCH = 4
 """Fewest settings that bayes proposes at a time."""
 BATCHES = "batches.json"
 """In the sweep's folder: how many settings bayes has proposed at each time, so that a sweep resumes with other jobs."""
+ABOVE_CHANCE = 1.05
+"""An accuracy below this many times 1 / classes is called chance: classes of a test set are not all of one size."""
 SEED = "trainer.seed"
 WRITES = ".writes.lock"
 OF_TRIAL = ("name", "default_root_dir", "enable_progress_bar")
@@ -139,9 +143,29 @@ class Controller:
 
     def best(self) -> tuple[Settings, list[Trial], float] | None:
         """Returns the settings with the best mean over their seeds, their trials, and that mean."""
+        return min(self._valued(), key=lambda item: self.objective.sign * item[2], default=None)
+
+    def _valued(self) -> list[tuple[Settings, list[Trial], float]]:
         found = [(settings, of_one, self.value(of_one)) for settings, of_one in self._settings.values()]
-        valued = [(settings, of_one, value) for settings, of_one, value in found if value is not None]
-        return min(valued, key=lambda item: self.objective.sign * item[2], default=None)
+        return [(settings, of_one, value) for settings, of_one, value in found if value is not None]
+
+    def doubts(self) -> list[str]:
+        """Returns what speaks against the best settings: that others are as good, or that a guess is."""
+        if (best := self.best()) is None:
+            return []
+        (_, of_one, value), valued = best, self._valued()
+        lines = []
+        if (tied := sum(math.isclose(each, value) for *_, each in valued)) > 1:
+            lines.append(
+                f"a tie: {tied} of {len(valued)} settings reach it, and the first is named; a loss may tell more"
+            )
+        run = self.outcomes[of_one[0].name].folder
+        data = read_json(run / PARTITION, dict[str, Any], {}) if run else {}
+        classes = 1 if "unit" in data else data.get("classes", 1)  # a unit: of data without classes
+        accuracy = re.search(r"/acc(_|$)", self.objective.column)
+        if accuracy and classes > 1 and value < ABOVE_CHANCE / classes:
+            lines.append(f"at chance: a guess among {classes} classes is right in {1 / classes:.4g} of all cases")
+        return lines
 
     def state(self, trial: Trial) -> tuple[str, int, float | None]:
         """Returns the state of a trial, its rounds done, and its metric so far."""

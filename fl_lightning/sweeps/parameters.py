@@ -56,6 +56,9 @@ class Parameter:
         require(isinstance(given, Mapping), where, given, "give a mapping, such as {values: [0.05, 0.1]}")
         kind = given.get("distribution") or _default_distribution(given)
         known = {**NUMBERS, **{f"q_{name}": (*NUMBERS[name], "q") for name in QUANTIZED}, **LISTS}
+        if str(kind) not in known and (inner := _nested(given)):
+            form = f"{key.rpartition('.')[2]}: {{parameters: {{{inner.partition('.')[0]}: ...}}}}"
+            ensure(False, f"{where}: nested settings stand under parameters; write {form}, or {key}.{inner} as one key")
         require(str(kind) in known, where, dict(given), "give value, values, min and max, or a distribution of W&B's")
         names = known[kind]
         if kind == "int_uniform":
@@ -161,6 +164,15 @@ def _default_distribution(given: Mapping[str, Any]) -> str:
     if "min" in given and "max" in given:
         return "int_uniform" if all(type(given[name]) is int for name in ("min", "max")) else "uniform"
     return ""
+
+
+def _nested(entry: Any) -> str:
+    """Returns the dotted key of the first parameter that is nested in an entry; empty if it has no further ones."""
+    if not isinstance(entry, Mapping) or not entry or not all(isinstance(each, Mapping) for each in entry.values()):
+        return ""
+    first = next(iter(entry))
+    deeper = "" if {"value", "values"} & {*entry[first]} else _nested(entry[first])
+    return f"{first}.{deeper}".rstrip(".")
 
 
 def flatten(given: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -17,6 +17,7 @@ from fl_lightning.core import (
     Checked,
     ClientContext,
     FlatNet,
+    Named,
     RoundContext,
     State,
     UserError,
@@ -236,7 +237,7 @@ class Run:
     @property
     def metrics(self) -> Mapping[str, float]:
         """The latest value of every metric."""
-        return self.state.metrics
+        return Named(self.state.metrics)
 
     @property
     def global_model(self) -> Tensor:

@@ -32,7 +32,7 @@ def test_the_index_is_that_of_the_code() -> None:
             del found["made with"], found["texts"]
             for command in found["commands"].values():
                 del command["help"]
-    assert made == kept, "renew it: python -m tests.command_index"
+    assert made == kept, "index.json is out of date: run `make renew`"
 
 
 def test_help_has_every_option() -> None:
@@ -113,7 +113,7 @@ def test_a_wrong_name_is_refused_in_the_same_words(slip: str) -> None:
         ("--data.alpha 0.1", "did you mean data.partition.alpha?"),
         ("--trainer.max_epochs 3", "did you mean trainer.max_rounds?"),
         ("--max-rounds 3", "did you mean trainer.max_rounds?"),
-        ("--epochs 3", "did you mean trainer.local_epochs?"),
+        ("--epochs 3", "did you mean trainer.max_rounds or trainer.local_epochs?"),
         ("--net DigitsMLP", "did you mean model.net?"),
         ("--model=FedGF --model.ascent SAM", "no such setting of this class; "),
         ("quickstart", "quickstart: give a config as --config quickstart"),
@@ -123,6 +123,16 @@ def test_a_wrong_name_is_refused_in_the_same_words(slip: str) -> None:
         ("--data.partition iid", "did you mean IID?"),
         ("--trainer.aggregation mean", "choose from CoordinateMedian, Krum, MultiKrum, NormClipping, TrimmedMean. "),
         ("--model.optimizer Adam", "did you mean AdamW? An optimizer of torch.optim goes by TorchOptimizer, as in "),
+        (
+            "--model.optimizer RMSprop",
+            "goes by TorchOptimizer, as in --model.optimizer TorchOptimizer --model.optimizer.name RMSprop",
+        ),
+        (
+            "--data FashionMNIST",
+            "did you mean FEMNIST? Another data set of torchvision goes by TorchvisionData, as in "
+            "--data TorchvisionData --data.name FashionMNIST",
+        ),
+        ("--data Mnist", "as in --data TorchvisionData --data.name MNIST"),
         ("--ckpt_path none/last.ckpt", "ckpt_path = none/last.ckpt: no such file; give a checkpoint file"),
     ],
 )

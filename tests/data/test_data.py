@@ -599,7 +599,7 @@ def test_image_folder(tmp_path):
     again.setup()
     assert torch.equal(again.x_train, data.x_train)
     (tmp_path / "train" / "emu").mkdir()
-    with pytest.raises(UserError, match=r"^root: no images of class 'emu' under '.*train'; expected"):
+    with pytest.raises(UserError, match=r"^data.root = .*: no images of class 'emu' under '.*train'; expected"):
         ImageFolder(str(tmp_path), 5).setup()
     (tmp_path / "train" / "emu").rmdir()
 
@@ -614,7 +614,7 @@ def test_image_folder(tmp_path):
     with pytest.raises(UserError, match=r"0.png': has more than 8 bits a channel \(I;16\); convert it to 8 bits$"):
         ImageFolder(str(tmp_path), 5).setup()
     with pytest.raises(
-        UserError, match=r"root: no images of each class under '.*train'; expected .*/train/<class>/\*.png"
+        UserError, match=r"data.root = .*: no images of each class under '.*train'; expected .*/train/<class>/\*.png"
     ):
         ImageFolder(str(tmp_path / "none"), 5).setup()
     with pytest.raises(UserError, match="image_size = 0: give a whole number"):

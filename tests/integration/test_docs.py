@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 import re
-import runpy
 import subprocess
 import sys
-import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +22,12 @@ from fl_lightning.algorithms import catalogue
 from fl_lightning.commands.shared import prediction
 from fl_lightning.commands.shared.configs import find_config
 from fl_lightning.core.rng import numpy_generator
-from fl_lightning.trainer import loop
-from tests import generated, page_code
+from tests import generated, renew
 from tests.runs import cli
 
 ROOT = Path(__file__).parents[2]
 PAGES = ROOT / "docs" / "algorithms"
-catalogue.entries = cache(catalogue.entries)  # each page's table is made of all
 TEXTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]
-TABLE = re.compile(r"<!-- catalogue -->\n(.*?)<!-- /catalogue -->", re.DOTALL)
 FENCE = re.compile(r"^```(sh|yaml|python)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
@@ -42,47 +35,38 @@ def name(text: Path) -> str:
     return str(text.relative_to(ROOT))
 
 
-@pytest.mark.parametrize("page", ["index.md", *sorted({e.page for e in catalogue.entries()})])
-def test_page_holds_the_table_of_the_catalogue(page: str) -> None:
-    found = TABLE.findall((PAGES / page).read_text())
-    renew = f"put the output of `python -m fl_lightning.algorithms.catalogue {page}` between its catalogue comments"
-    assert found == [catalogue.markdown(page)], f"docs/algorithms/{page} is out of date: {renew}"
+@pytest.mark.parametrize(
+    "file",
+    [
+        pytest.param(file, marks=[pytest.mark.slow] * (file.name == "privacy.md")) for file in renew.renewals()
+    ],  # it trains
+    ids=name,
+)
+def test_file_says_what_the_code_says(file: Path) -> None:
+    assert file.read_text() == renew.renewed(file), f"{name(file)} is out of date: run `make renew`"
+
+
+def test_figure_of_the_digits_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = renew.names_of("digits_table.py")["draw"]
+    monkeypatch.setitem(draw.__globals__, "FIGURE", tmp_path / "digits.png")
+    draw()
+    assert Image.open(tmp_path / "digits.png").size == Image.open(PAGES / "digits.png").size
 
 
 @pytest.mark.parametrize("algorithm", algorithms.__all__)
-def test_algorithm_has_a_page_with_its_command_box_and_code(algorithm: str) -> None:
+def test_algorithm_has_a_page(algorithm: str) -> None:
     page = PAGES / catalogue.Entry.of(getattr(algorithms, algorithm)).page
-    text = TABLE.sub("", page.read_text())
-    assert re.search(rf"--model {algorithm}\b", text), f"{page.name} shows no command for {algorithm}"
-    assert '<div class="box"' in text and page_code.BLOCK.search(text), f"{page.name} has no box, or no code beside it"
-
-
-@pytest.mark.parametrize("page", sorted(PAGES.glob("*.md")), ids=name)
-def test_page_holds_the_code_of_the_package(page: Path) -> None:
+    assert page.exists(), f"{algorithm} has no page {name(page)}: CONTRIBUTING.md shows one"
     text = page.read_text()
-    assert page_code.fill(text) == text, f"{page.name} is out of date: run `python -m tests.page_code`"
-
-
-def test_pages_hold_the_measured_numbers() -> None:
-    fill = runpy.run_path(str(ROOT / "benchmarks" / "digits_table.py"))["fill"]
-    for page in PAGES.glob("*.md"):
-        text = page.read_text()
-        assert fill(text) == text, f"{page.name} is out of date: run `python benchmarks/digits_table.py --draw`"
-
-
-@pytest.mark.parametrize(
-    ("script", "page"),
-    [
-        ("robustness.py --draw", "faults.md"),
-        ("compression_table.py", "compression.md"),
-        ("clock_figure.py --draw", "clock.md"),
-    ],
-)
-def test_page_holds_what_a_script_has_measured(script: str, page: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")  # as for a script
-    fill = runpy.run_path(str(ROOT / "benchmarks" / script.partition(" ")[0]))["fill"]
-    text = (ROOT / "docs" / page).read_text()
-    assert fill(text) == text, f"{page} is out of date: run `python benchmarks/{script}`"
+    parts = {
+        "command": rf"--model {algorithm}\b",
+        "box": '<div class="box"',
+        "code": "<!-- /code -->",
+        "row of the catalogue": rf"\| \[`{algorithm}`\]",
+        "row of the digits": rf"\| {algorithm} \|",
+    }
+    missing = [part for part, pattern in parts.items() if not re.search(pattern, text)]
+    assert not missing, f"{name(page)} has no {' and no '.join(missing)} of {algorithm}: CONTRIBUTING.md shows a page"
 
 
 @pytest.mark.parametrize("text", TEXTS, ids=name)
@@ -131,20 +115,10 @@ def test_notebook_shows_its_pictures(book: Path) -> None:
     assert len(text) < 300_000 and not re.search(r"/tmp/|/home/|/root/|site-packages", text)
 
 
-def test_architecture_quotes_the_loop() -> None:
-    quotes = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "architecture.md").read_text(), re.DOTALL)
-    bodies = [inspect.getsource(function).rpartition('"""\n')[2] for function in (loop.rounds, loop.close)]
-    assert quotes == [*map(textwrap.dedent, bodies)]
-
-
 # The batch script
 
 
 SCRIPT = ROOT / "examples" / "slurm.sh"
-
-
-def test_page_holds_the_batch_script() -> None:
-    assert f"```bash\n{SCRIPT.read_text()}```" in (ROOT / "docs" / "guides" / "cluster.md").read_text()
 
 
 @pytest.mark.parametrize(

@@ -121,6 +121,31 @@ def shows(message: str, *parts: str) -> None:
             "FlatnesMonitor",
             "did you mean FlatnessMonitor",
         ),
+        (
+            "--trainer.callbacks=ModelCheckpoint",
+            "trainer.callbacks = ",
+            "ModelCheckpoint",
+            "; use Checkpoints (monitor",
+        ),
+        (
+            "--trainer.callbacks+=lightning.pytorch.callbacks.BatchSizeFinder",
+            "trainer.callbacks = ",
+            "BatchSizeFinder",
+            ": a callback of lightning.Trainer; write a subclass of fl_lightning.Callback",
+        ),
+        (
+            "--trainer.callbacks=pytorch_lightning.callbacks.EarlyStopping",
+            "trainer.callbacks = ",
+            "EarlyStopping",
+            "; use lightning.pytorch.callbacks.EarlyStopping",
+        ),
+        (
+            "--trainer.callbacks=[Curves,lightning.pytorch.callbacks.ModelChekpoint]",
+            "trainer.callbacks = ",
+            "ModelChekpoint",
+            "it has ModelCheckpoint",
+        ),
+        ("--model.optimizer=torch.optim.Adam", "model.optimizer = ", "torch.optim.Adam: no SGD; ", "TorchOptimizer"),
         ("--trainer.callbacks=FlatnessMonitor", "trainer.callbacks = ", "FlatnessMonitor", "--trainer.callbacks+=Flat"),
         # keys
         ("--model.averagin=SWA", "model.averagin = ", "SWA", "did you mean model.averaging"),
@@ -138,6 +163,7 @@ def shows(message: str, *parts: str) -> None:
         ("--trainer.sampler=ReplaySampler", "trainer.sampler.rounds", "", "missing; give a value"),
         # types and ranges
         ("--trainer.max_rounds=many", "trainer.max_rounds = ", "many", "expected a whole number"),
+        ("--trainer.max_rounds=1e3", "trainer.max_rounds = ", "1000.0", "expected a whole number; write 1000"),
         ("--trainer.max_rounds=0", "trainer.max_rounds = ", "0", "at least 1"),
         ("--model.ascent=SAM --model.ascent.rho=big", "model.ascent.rho = ", "big", "expected a number"),
         ("--model.ascent=SAM --model.ascent.rho=-1", "ascent.rho = ", "-1", "0 or more"),
@@ -183,6 +209,12 @@ def shows(message: str, *parts: str) -> None:
 def test_argument(complaint: Complaint, args: str, key: str, value: str, remedy: str) -> None:
     model = () if "--model=" in args else ("--model=FedAvg",)
     shows(complaint("fit", *model, *DIGITS, *args.split()), key, value, remedy)
+
+
+def test_a_setting_that_a_class_needs_is_asked_for_alone(complaint: Complaint) -> None:
+    """A config would replace the class."""
+    message = complaint("fit", "--model=FedAvg", "--model.net=DigitsMLP", "--data=ImageFolder", "--data.root=flat")
+    assert message == "error: --data.image_size: missing; give a value"
 
 
 @pytest.mark.sampled(quick=25, slow=6)
@@ -312,6 +344,21 @@ def fedavg(**init_args: Any) -> dict[str, Any]:
             ("model.optimizer.momentun = 0.9", "did you mean model.optimizer.momentum?"),
         ),
         (fedavg(ascent=made("SAM", rho=[1])), ("model.ascent.rho = [1]", "expected a number")),
+        (
+            fedavg(optimizer=made("torch.optim.Adam", lr=0.1)),
+            ("model.optimizer = torch.optim.Adam: no SGD; an optimizer of torch.optim goes by TorchOptimizer",),
+        ),
+        *(
+            (
+                fedavg() | {"trainer": {"callbacks": ["Curves", made(f"{package}.callbacks.{name}", **settings)]}},
+                (f"trainer.callbacks = {name}: a callback of lightning.Trainer; use {ours}",),
+            )
+            for package, name, settings, ours in (
+                ("lightning.pytorch", "ModelCheckpoint", {"monitor": "val_loss"}, "Checkpoints (monitor, mode"),
+                ("pytorch_lightning", "Timer", {}, "trainer.max_time"),
+                ("pytorch_lightning", "EarlyStopping", {}, "lightning.pytorch.callbacks.EarlyStopping"),
+            )
+        ),
         (
             {"model": {**fedavg()["model"], "lr": 3}},
             ("model.lr = 3: the settings of a class stand under init_args, as",),

@@ -55,6 +55,40 @@ def test_a_trial_whose_metric_is_not_finite_has_failed(tmp_path: Path) -> None:
     assert states == {0.1: "finished", 0.2: "failed"}
 
 
+class Guess(Callback):
+    """The accuracy of one that guesses digits, or that of a model that has learned them."""
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def on_round_end(self, run: Run) -> None:
+        run.log({"server/test/acc": self.value})
+
+
+@pytest.mark.parametrize(
+    ("accuracies", "doubts"),
+    [
+        (
+            {0.1: 0.1, 0.2: 0.1},
+            ["a tie: 2 of 2 settings reach it, ", "at chance: a guess among 10 classes is right in 0.1 "],
+        ),
+        ({0.1: 0.05, 0.2: 0.103}, ["at chance: "]),
+        ({0.1: 0.8, 0.2: 0.8}, ["a tie: 2 of 2 "]),
+        ({0.1: 0.8, 0.2: 0.2}, []),
+    ],
+)
+def test_a_best_that_is_no_better_than_others_or_a_guess_says_so(
+    accuracies: dict[float, float], doubts: list[str], tmp_path: Path
+) -> None:
+    def guessing(trial: Trial, folder: Path) -> Built:
+        return build(trial, folder, engine="sequential", callbacks=[Guess(accuracies[trial.settings["model.rho"]])])
+
+    sweep = controller(tmp_path, [*accuracies], metric={"name": "server/test/acc", "goal": "maximize"})
+    assert sweep.doubts() == [] and all(found.error is None for found in sweep.run(guessing))
+    found = sweep.doubts()
+    assert len(found) == len(doubts) and all(map(str.startswith, found, doubts))
+
+
 def test_calls_on_one_folder_write_its_table_at_the_same_time(tmp_path: Path) -> None:
     sweep = controller(tmp_path, [0.1])
     for _ in sweep.run(build):

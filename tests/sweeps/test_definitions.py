@@ -102,6 +102,21 @@ def test_the_value_of_a_trial(name: str, values: list[float], expected: float | 
     assert found.value(None) is None and found.value(tmp_path / "nowhere") is None
 
 
+@pytest.mark.parametrize(
+    ("given", "form", "key"),
+    [
+        ({"optimizer": {"lr": {"values": [0.1]}}}, "model: {parameters: {optimizer: ...}}", "model.optimizer.lr"),
+        ({"rho": {"value": 0.1}, "beta": {"min": 1, "max": 2}}, "model: {parameters: {rho: ...}}", "model.rho"),
+        ({"net": {"value": {"class_path": "DigitsMLP"}}}, "model: {parameters: {net: ...}}", "model.net"),
+    ],
+)
+def test_nested_parameters_without_the_word(given: Any, form: str, key: str) -> None:
+    with pytest.raises(UserError) as error:
+        Parameter.of("model", given)
+    rule = f"nested settings stand under parameters; write {form}, or {key} as one key"
+    assert str(error.value) == f"parameters.model: {rule}"
+
+
 def test_nested_parameters_get_dotted_keys() -> None:
     nested = {"model": {"parameters": {"ascent": {"parameters": {"rho": {"value": 0.1}}}}}, "data.seed": {"value": 1}}
     assert flatten(nested) == {"model.ascent.rho": {"value": 0.1}, "data.seed": {"value": 1}}

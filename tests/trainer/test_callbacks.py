@@ -136,7 +136,7 @@ def test_unknown_metric_to_monitor(callback: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("callback", "remedy"),
     [
-        (theirs.ModelCheckpoint(), "ModelCheckpoint is a callback of lightning.Trainer; use Checkpoints"),
+        (theirs.ModelCheckpoint(), "ModelCheckpoint: a callback of lightning.Trainer; use Checkpoints"),
         (theirs.Timer("00:01:00:00"), "use trainer.max_time"),
         (theirs.RichProgressBar(), "use Progress"),
         (theirs.LearningRateMonitor(), "client/lr"),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -75,9 +77,21 @@ def test_objects_show_shapes_and_settings(tmp_path: Path) -> None:
         ),
         (
             lambda: trainer().fit(Digits(), FedAvg(DigitsMLP())),
-            "model = a Digits: give LocalObjective, such as ",
+            "model = a Digits: give LocalObjective, such as FedAvg(net); it is no model but a datamodule",
         ),  # type: ignore[arg-type]
-        (lambda: trainer().fit(FedAvg(DigitsMLP())), "datamodule: missing; give FederatedDataModule"),  # type: ignore[call-arg]
+        (lambda: trainer().fit(FedAvg(DigitsMLP())), "datamodule: missing; give FederatedDataModule, such as Digits()"),  # type: ignore[call-arg]
+        (lambda: FedAvg(), "model.net: missing; give torch.nn.Module, such as DigitsMLP()"),  # type: ignore[call-arg]
+        *(
+            (
+                partial(trainer, loggers=given),
+                f"trainer.loggers = {given}: give RunLogger or Logger or null, or a list of them, such as WandbLogger(",
+            )
+            for given in ("wandb", ["wandb"], True)
+        ),
+        (
+            lambda: trainer(eval_every=1e3),
+            "trainer.eval_every = 1000.0: give a whole number of at least 1, written 1000",
+        ),
         (
             lambda: trainer().fit(FedAvg(DigitsMLP()), data=Digits()),  # type: ignore[call-arg]
             "data = a Digits: no such argument; did you mean datamodule?",
@@ -95,7 +109,10 @@ def test_objects_show_shapes_and_settings(tmp_path: Path) -> None:
         (lambda: SGD(0.1, lr=0.2), "model.optimizer.lr = 0.2: it has a value already, "),  # type: ignore[misc]
         (lambda: trainer().fit(FedAvg(DigitsMLP()), Digits(), 3), "ckpt_path = 3: give text or null"),  # type: ignore[arg-type]
         (lambda: LoRA(DigitsMLP()), "model.net.targets: missing; give a list, each text"),  # type: ignore[call-arg]
-        (lambda: FedAvg(net=DigitsMLP), "model.net = the class DigitsMLP: give Module, such as DigitsMLP(...)"),  # type: ignore[arg-type]
+        (
+            lambda: FedAvg(net=DigitsMLP),
+            "model.net = the class DigitsMLP: give torch.nn.Module, such as DigitsMLP(...)",
+        ),  # type: ignore[arg-type]
         (lambda: FedAvg(DigitsMLP(), ascent="sam"), "model.ascent = sam: give Ascent or null, such as SAM(...)"),  # type: ignore[arg-type]
         (
             lambda: FedAvg(DigitsMLP(), optimizer=torch.optim.Adam),  # type: ignore[arg-type]
@@ -111,6 +128,14 @@ def test_slips_in_python(call: Callable[[], object], message: str) -> None:
     with pytest.raises(UserError) as error:
         call()
     assert str(error.value).startswith(message)  # the class that is named as an example is any that was imported
+
+
+def test_a_metric_by_a_name_that_is_like_it() -> None:
+    run = trainer().fit(FedAvg(DigitsMLP(4)), Digits(num_clients=2))
+    for given, meant in (("acc", "did you mean server/test/acc?"), ("nothing", "choose from client/")):
+        with pytest.raises(KeyError, match=rf"{given}.*no such name; {re.escape(meant)}"):
+            run.metrics[given]
+    assert "acc" not in run.metrics and run.metrics.get("acc") is None
 
 
 class Token(nn.Sequential):

@@ -1,7 +1,7 @@
 """What leaves a private run, noised or not: the table of docs/privacy.md, made from the code.
 
 A metric is private if it is the same in two runs whose releases are equal and whose clients, data and cohorts differ.
-``python -m tests.trainer.test_private_outputs`` writes the table into the page.
+``make renew`` writes it.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 import tempfile
 from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -27,7 +29,6 @@ from fl_lightning.results.metrics import is_protected, read_metrics
 from fl_lightning.trainer.aggregation.base import Plan
 from tests.runs import cli, run
 
-PAGE = Path(__file__).parents[2] / "docs/privacy.md"
 TABLE = re.compile(r"(?<=<!-- what leaves -->\n).*?(?=<!-- /what leaves -->)", re.DOTALL)
 HEADS = ("of", "protected: noised, or a function of noised sums and public data", "not private")
 Row = tuple[str, str, str]
@@ -196,18 +197,13 @@ def of_others() -> Iterator[Row]:
 
 
 def table() -> str:
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, redirect_stdout(StringIO()), redirect_stderr(StringIO()):
         rows = [HEADS, ("---",) * 3, *of_algorithms(), *of_parts(), *of_metrics(Path(folder) / "a")]
         rows += [*of_files(Path(folder) / "b"), *of_others()]
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
-@pytest.mark.slow
-def test_page_has_the_table() -> None:
-    assert TABLE.findall(PAGE.read_text()) == [table()], "run `python -m tests.trainer.test_private_outputs`"
-
-
-if __name__ == "__main__":
+def fill(page: str) -> str:
+    """The page with the table."""
     made = table()
-    PAGE.write_text(TABLE.sub(lambda _: made, PAGE.read_text()))
-    print(made)
+    return TABLE.sub(lambda _: made, page)

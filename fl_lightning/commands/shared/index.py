@@ -1,6 +1,6 @@
 """The index of the command line: what its answers need of the code, so that they import neither torch nor Lightning.
 
-``index.json`` is made from the code by ``python -m tests.command_index``, and a test compares the two.
+``index.json`` is made from the code by ``make renew``, and a test compares the two.
 """
 
 import json
@@ -67,7 +67,7 @@ def entry(command: str) -> dict[str, Any]:
         UserError: If it is newer than the index.
     """
     found: dict[str, Any] = index()["commands"].get(command, {})
-    require(bool(found), "subcommand", command, "newer than index.json; run `python -m tests.command_index`")
+    require(bool(found), "subcommand", command, "newer than index.json; run `make renew`")
     return found
 
 

@@ -22,7 +22,7 @@ from fl_lightning.commands.shared.unknown import (
     unknown_of,
     unknown_option,
 )
-from fl_lightning.core import UserError, folded, similar
+from fl_lightning.core import UserError, callback_of_lightning, folded, similar
 
 CLASS_KEYS = ("class_path", "init_args")
 """Keys of a class in a config."""
@@ -117,6 +117,16 @@ def _config_of_a_value(refusal: _Refusal) -> str | None:
     return None
 
 
+def _callback_of_lightning(refusal: _Refusal) -> str | None:
+    if refusal.path != "trainer.callbacks":
+        return None
+    given = " ".join(re.findall(r"(?:Given value|[Ii]mport path).*", refusal.message))
+    names = re.findall(r"\b(lightning\.pytorch|pytorch_lightning)\.callbacks\.(?:[a-z_]+\.)?([A-Z]\w*)", given)
+    theirs = import_module("lightning.pytorch.callbacks")
+    ours = ("lightning.pytorch", "EarlyStopping")
+    return next((callback_of_lightning(n) for at, n in names if hasattr(theirs, n) and (at, n) != ours), None)
+
+
 def _form_of_a_class(refusal: _Refusal) -> str | None:
     key = refusal.keys[0] if refusal.keys else ""
     misshapen = next(_misshapen(key, given_value(refusal.message)), None)
@@ -180,7 +190,7 @@ def _missing(refusal: _Refusal) -> str | None:
         if not path and match[1] not in ("data, model", "data", "model"):
             return f"{match[1]}: missing; {_places(command, match[1])}see `fl-lightning {command} --help`"
         names = ", ".join(f"--{path}.{name}".replace("--.", "--") for name in match[1].split(", "))
-        instead = "" if "." in path else ", --config (such as quickstart) or --ckpt_path (runs/...)"
+        instead = "" if path else ", --config (such as quickstart) or --ckpt_path (runs/...)"
         return f"{names}: missing; give a value{instead}"
     if match := refusal.find(r"^ *- (\S+ = \w+: needs .*)"):  # a class whose package is missing
         return match[1]
@@ -206,13 +216,16 @@ def _unexpected(refusal: _Refusal) -> str | None:
         return unknown_class(path, name, "")
     appended = "" if "{" in name else f", or --{path}+={name:.60}"
     remedy = f"; give [{name:.60}]{appended}" if listed else ""
+    if kind == "int" and re.fullmatch(r"-?\d+\.0", value):  # also 1e3, as YAML reads it
+        remedy = f"; write {value.removesuffix('.0')}"
     return f"{path} = {value:.60}: expected {WORDS['list'] if listed else WORDS.get(kind, kind)}{remedy}"
 
 
 def _raised_by_a_class(path: str, message: str, own: Sequence[str]) -> str:
     tried = (re.search(r"subclass of (\w+)|is not iterable", line) for line in own)
     if kind := next(filter(None, tried), None):
-        value = first_of(r"Given value: (?:NestedArg\(.*?val=)?(.*?)\)?$", message).strip("'")
+        value = first_of(r"Import path (\S+) does not", message)  # of a mapping
+        value = value or first_of(r"Given value: (?:NestedArg\(.*?val=)?(.*?)\)?$", message).strip("'")
         remedy = FOREIGN.get(path, "") if re.fullmatch(r"[\w.]+", value) else ""
         early = "; --config, if there is one, goes first" if "NestedArg(key=" in message else ""
         remedy = remedy or f"give its class by name or dotted path{early}"
@@ -224,6 +237,7 @@ def _raised_by_a_class(path: str, message: str, own: Sequence[str]) -> str:
 RULES: tuple[Callable[[_Refusal], str | None], ...] = (
     _unreadable_config,
     _config_of_a_value,
+    _callback_of_lightning,
     _form_of_a_class,
     _failed_import,
     _unknown_name,

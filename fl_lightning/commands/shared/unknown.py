@@ -5,12 +5,14 @@ import os
 import re
 import traceback
 from importlib import import_module
+from importlib.util import find_spec
 from itertools import takewhile
+from pathlib import Path
 from typing import Any
 
 from fl_lightning.commands.shared.arguments import PARTS
 from fl_lightning.commands.shared.index import entry, fitting_classes, keys_of, setting_names
-from fl_lightning.core import SYNONYMS, folded, similar
+from fl_lightning.core import OF_LIGHTNING, SYNONYMS, callback_of_lightning, folded, similar
 
 FOREIGN = {
     "data": "another data set of torchvision goes by TorchvisionData, as in --data TorchvisionData --data.name MNIST",
@@ -22,6 +24,8 @@ FOREIGN = {
     "--trainer.loggers+=lightning.pytorch.loggers.CometLogger",
 }
 """How classes of other packages are named, by the key of the setting."""
+WHERE = {"data": ("torchvision", "datasets", "MNIST"), "model.optimizer": ("torch", "optim", "Adam")}
+"""Packages and modules whose classes `FOREIGN` tells how to give, and the one that it has as an example."""
 MOST = 300
 """Letters of the parser's own words that a message shows."""
 
@@ -120,9 +124,16 @@ def unknown_class(path: str, name: str, wanted: str) -> str:
     }
     if method in known and parts and len(keys) == len(parts):
         return f"{path} = {name}: no such class; give --{path} {method} " + " ".join(f"--{keys[p]} {p}" for p in parts)
+    if path == "trainer.callbacks" and name in OF_LIGHTNING:
+        return callback_of_lightning(name)
     near = similar(name, known)
     choice = f"did you mean {', '.join(near)}?" if near else f"choose from {', '.join(known or sorted(bases))}."
     remedy = FOREIGN.get(path, "A class of your own goes by its dotted path")
+    if path in WHERE:
+        package, module, example = WHERE[path]
+        home = find_spec(package)  # read and not imported, which takes seconds
+        text = Path(home.origin).with_name(module).joinpath("__init__.py").read_text() if home and home.origin else ""
+        remedy = remedy.replace(example, name) if re.search(rf"\b{re.escape(name)}\b", text) else remedy
     return f"{path} = {name or repr('')}: no such class; {choice} {remedy[:1].upper()}{remedy[1:]}"
 
 

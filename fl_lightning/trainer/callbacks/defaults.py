@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
 from lightning.pytorch.trainer.states import TrainerFn
 
-from fl_lightning.core import UserError, ensure
+from fl_lightning.core import UserError, callback_of_lightning, ensure
 from fl_lightning.trainer.callbacks.checkpoints import Checkpoints, monitored
 from fl_lightning.trainer.callbacks.progress import Ending, Progress
 from fl_lightning.trainer.callbacks.results import Curves, Results
@@ -69,20 +69,6 @@ class EarlyStoppingAdapter(Callback):
         self.inner.load_state_dict({**state, "patience": self.inner.patience})  # that of now
 
 
-OURS = {
-    "ModelCheckpoint": "Checkpoints (monitor, mode, save_top_k)",
-    "Timer": "trainer.max_time",
-    "ModelSummary": "Progress",
-    "LearningRateMonitor": "the metric client/lr, which every run logs",
-    "StochasticWeightAveraging": "model.averaging: SWA",
-    "WeightAveraging": "model.averaging: EMA",
-    "EMAWeightAveraging": "model.averaging: EMA",
-    "GradientAccumulationScheduler": "data.batch_size",
-    **dict.fromkeys(("ProgressBar", "TQDMProgressBar", "RichProgressBar"), "Progress"),
-}
-"""What replaces a callback of Lightning, by the name of that callback."""
-
-
 def with_defaults(callbacks: Sequence[Any], progress: bool) -> list[Callback]:
     """Returns the given callbacks and the default ones, in the order of their calls.
 
@@ -112,8 +98,7 @@ def _accepted(callback: Any) -> Callback:
     if isinstance(callback, theirs.EarlyStopping):
         return EarlyStoppingAdapter(callback, callback.state_dict())
     if isinstance(callback, theirs.Callback):
-        remedy = f"use {OURS[name]}" if name in OURS else "write a subclass of fl_lightning.Callback"
-        raise UserError(f"trainer.callbacks: {name} is a callback of lightning.Trainer; {remedy}")
+        raise UserError(callback_of_lightning(name))
     if isinstance(callback, type):
         raise UserError(
             f"trainer.callbacks: {callback.__name__} is a class; give an object, as {callback.__name__}(...)"

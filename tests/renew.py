@@ -1,0 +1,132 @@
+"""What the repository's files say of the code, and of measurements that are stored: ``make renew`` writes it anew.
+
+A file is renewed by functions of its text. Each replaces what stands between its marks, or adds what is missing;
+nothing is measured for it. ``tests/integration/test_docs.py`` compares the files with what they would be.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import runpy
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterable
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from torch import nn
+
+from fl_lightning import algorithms
+from fl_lightning.algorithms import catalogue
+from fl_lightning.trainer import loop
+from tests import page_code
+from tests.trainer import test_private_outputs
+
+ROOT = Path(__file__).parents[1]
+DOCS, SCRIPTS = ROOT / "docs", ROOT / "benchmarks"
+PAGES = DOCS / "algorithms"
+Renewal = Callable[[str], str]
+
+
+def between(start: str, end: str, content: Callable[[], str]) -> Renewal:
+    """Replaces what stands between two marks."""
+    block = re.compile(f"(?<={re.escape(start)}).*?(?={re.escape(end)})", re.DOTALL)
+    return lambda text: block.sub(lambda _: content(), text)
+
+
+@cache
+def names_of(script: str) -> dict[str, Any]:
+    """What a script in benchmarks/ defines."""
+    with patch.object(sys, "path", [str(SCRIPTS), *sys.path]):
+        return runpy.run_path(str(SCRIPTS / script))
+
+
+def measured(script: str, function: str = "fill") -> Renewal:
+    """The function of a script that fills a page with what the script has measured."""
+    return lambda text: names_of(script)[function](text)
+
+
+def modules() -> list[str]:
+    """The modules of the algorithms."""
+    return sorted({entry.page.removesuffix(".md") for entry in catalogue.entries()})
+
+
+def references() -> str:
+    """The entries of the reference for the algorithms."""
+    return "\n" + "".join(f"::: fl_lightning.algorithms.{name}\n" for name in modules()) + "\n"
+
+
+def without_rounds() -> str:
+    """The algorithms that have a meaning without rounds."""
+    named = {name: getattr(algorithms, name)(nn.Linear(2, 3)) for name in sorted(algorithms.__all__, key=str.lower)}
+    return ", ".join(name for name, objective in named.items() if not objective.needs_rounds)
+
+
+def navigation(text: str) -> str:
+    """The site's navigation; a page that it lacks goes after the last one of an algorithm."""
+    entry = re.compile(r"^ +- .*: algorithms/(\w+)\.md\n", re.MULTILINE)
+    ends = {match[1]: match.end() for match in entry.finditer(text)}
+    last = max(end for name, end in ends.items() if name in modules())
+    new = [page for page in sorted(PAGES.glob("*.md")) if page.stem not in ends]
+    titles = [page.read_text().splitlines()[0].removeprefix("# ") for page in new]
+    lines = [f"      - {title}: algorithms/{page.name}\n" for title, page in zip(titles, new, strict=True)]
+    return text[:last] + "".join(lines) + text[last:]
+
+
+def loop_quotes(text: str) -> str:
+    """The page that quotes the loop."""
+    bodies = iter([inspect.getsource(function).rpartition('"""\n')[2] for function in (loop.rounds, loop.close)])
+    return re.sub("(?<=```python\n).*?(?=```)", lambda _: textwrap.dedent(next(bodies)), text, flags=re.DOTALL)
+
+
+def renewals() -> dict[Path, Iterable[Renewal]]:
+    """All files that are renewed, but the index of the command line, and what renews each."""
+    pages = {
+        page: (
+            between("<!-- catalogue -->\n", "<!-- /catalogue -->", partial(catalogue.markdown, page.name)),
+            page_code.fill,
+            measured("digits_table.py"),
+        )
+        for page in sorted(PAGES.glob("*.md"))
+    }
+    batch = (ROOT / "examples/slurm.sh").read_text()
+    return pages | {
+        DOCS / "architecture.md": (loop_quotes,),
+        DOCS / "clock.md": (
+            measured("clock_figure.py"),
+            between("<!-- without rounds -->\n", "\n<!-- /without rounds -->", without_rounds),
+        ),
+        DOCS / "compression.md": (measured("compression_table.py"),),
+        DOCS / "experiments.md": (measured("paper_tables.py", "renew"),),
+        **{page: (measured("paper_tables.py", "renew"),) for page in sorted(DOCS.glob("experiments/*.md"))},
+        DOCS / "faults.md": (measured("faults_table.py"), measured("robustness.py")),
+        DOCS / "guides/cluster.md": (between("```bash\n#!", "```", partial(batch.removeprefix, "#!")),),
+        DOCS / "privacy.md": (test_private_outputs.fill,),
+        DOCS / "reference.md": (between("<!-- algorithms -->\n", "<!-- /algorithms -->", references),),
+        ROOT / "mkdocs.yml": (navigation,),
+    }
+
+
+def renewed(file: Path) -> str:
+    """The text that a file has when it is renewed."""
+    text = file.read_text(encoding="utf-8")
+    for renewal in renewals()[file]:
+        text = renewal(text)
+    return text
+
+
+def main() -> None:
+    # in a process of its own, since a help lists classes in the order in which they are imported
+    subprocess.run([sys.executable, "-m", "tests.command_index"], cwd=ROOT, check=True)
+    for file in renewals():
+        if (text := renewed(file)) != file.read_text(encoding="utf-8"):
+            file.write_text(text, encoding="utf-8")
+            print(f"renewed: {file.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()
