@@ -111,7 +111,7 @@ def test_a_trial_that_fails_after_it_was_continued_is_not_repeated(tmp_path: Pat
         list(run_trials([trial(0.1)], tmp_path, partial(alone, callbacks=[Interrupt()])))
     for make in (partial(alone, callbacks=[Diverge()]), alone):
         (found,) = run_trials([trial(0.1)], tmp_path, make)
-        assert found.error == "round 4: not finite" and found.folder == run_folder(tmp_path, trial(0.1))
+        assert found.error == "round 3: not finite" and found.folder == run_folder(tmp_path, trial(0.1))
 
 
 @pytest.mark.usefixtures("one_program")
