@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 from statistics import fmean
 
-from fl_lightning.core import UserError, ensure
+from fl_lightning.core import UserError, checked, ensure
 from fl_lightning.results.configs import config_files, read_config, run_key, settings_of, telling
 from fl_lightning.results.metrics import FILE, NUMBER, Mode, average, deviation
 from fl_lightning.results.summary import SUMMARY, Summary, summarise
@@ -80,6 +80,7 @@ class Group:
         return [value for run in self.runs if (value := self.value(run, name)) is not None]
 
 
+@checked
 def compare(
     runs: str | Path | Sequence[str | Path],
     target: float | None = None,
@@ -289,6 +290,7 @@ class Difference:
         return mean if math.isnan(self.half) else f"{mean} [{', '.join(ends)}]"
 
 
+@checked
 def difference(group: Group, reference: Group, name: str) -> Difference | None:
     """Returns the paired difference of a statistic; None without a common seed.
 

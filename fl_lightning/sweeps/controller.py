@@ -18,7 +18,19 @@ from fl_lightning.results import SUFFIX, average, read_config, read_run, rounds_
 from fl_lightning.sweeps.early import StopEarly
 from fl_lightning.sweeps.file import Objective, Sweep
 from fl_lightning.sweeps.parameters import Settings
-from fl_lightning.sweeps.trials import Build, Check, Early, Outcome, Trial, in_order, name_of, newest_run, run_trials
+from fl_lightning.sweeps.trials import (
+    NAMED,
+    PLACE,
+    Build,
+    Check,
+    Early,
+    Outcome,
+    Trial,
+    in_order,
+    name_of,
+    newest_run,
+    run_trials,
+)
 from fl_lightning.trainer import InUse, RunFolder, locked
 
 BATCH = 4
@@ -42,7 +54,7 @@ class Controller:
         seed: Seed of the draws.
 
     Raises:
-        UserError: If seeds are given twice.
+        UserError: If seeds are given twice, or names or folders of runs are to vary.
 
     Attributes:
         objective: The metric that is optimised; by default the headline of the test accuracy.
@@ -54,6 +66,9 @@ class Controller:
         self.sweep, self.folder, self.seeds = sweep, folder, list(seeds)
         varied = any(parameter.key == SEED for parameter in sweep.parameters)
         require(not varied or self.seeds == [0], "seeds", self.seeds, f"the sweep varies {SEED} itself; leave it out")
+        for place in PLACE:
+            several = any(p.key == place and p.distribution != "constant" for p in sweep.parameters)
+            require(not several, "parameters", place, NAMED)
         self.objective = sweep.objective or Objective("server/test/acc_headline", "maximize")
         self.search = sweep.search(seed)
         self.trials: list[Trial] = []

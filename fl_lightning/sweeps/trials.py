@@ -32,6 +32,9 @@ STARTS = 3
 """A trial whose process is killed so many times after the same round is not started again."""
 POLL_S = 1.0
 """Seconds between two looks at trials that another process trains."""
+PLACE = ("trainer.name", "trainer.default_root_dir")
+"""Settings that do not vary between trials."""
+NAMED = "each trial has a folder of its own, named after what varies; leave it out"
 LONGEST = 150
 """Letters of a trial's name."""
 ONE_PROGRAM = re.compile(r"--(trainer\.seed|model\.(?!net\.)[\w.]+)=-?[\d.]+(e[+-]?\d+)?")

@@ -95,6 +95,25 @@ def test_append_adds_to_what_null_stands_for() -> None:
     assert [measure.class_path.rpartition(".")[2] for measure in measures] == [*default, "LPF"]
 
 
+def test_the_arguments_that_began_a_run_continue_it(tmp_path: Path) -> None:
+    """What they append is in the run's config already."""
+    appended = [
+        "--trainer.callbacks+=Checkpoints",
+        "--trainer.callbacks.every_n_rounds=1",
+        "--trainer.callbacks+=Curves",
+    ]
+    args = ["--model=FedAvg", *DIGITS, *appended, f"--trainer.default_root_dir={tmp_path}"]
+    cli("fit", *args)
+    folder = newest(tmp_path)
+    cli("fit", *args, "--trainer.max_rounds=3", f"--ckpt_path={folder / 'checkpoints/last.ckpt'}")
+    assert last(folder)["round"] == 3
+    one, other = (yaml.safe_load((folder / name).read_text()) for name in ("config.yaml", "config_round_2.yaml"))
+    assert one["trainer"]["callbacks"] == other["trainer"]["callbacks"] and len(one["trainer"]["callbacks"]) == 2
+    more = ["--trainer.callbacks+=[Curves, Trajectory]", f"--ckpt_path={folder / 'checkpoints/last.ckpt'}"]
+    found = FederatedCLI("fit", *more).config.trainer.callbacks
+    assert [each.class_path.rpartition(".")[2] for each in found] == ["Checkpoints", "Curves", "Trajectory"]
+
+
 def test_a_list_that_is_given_anew_has_nothing_of_the_one_before(tmp_path: Path) -> None:
     """In a config and as an argument: else a trace would be measured on the test set because lambda_max was."""
     first, second = (tmp_path / name for name in ("first.yaml", "second.yaml"))

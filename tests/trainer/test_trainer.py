@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -364,6 +365,29 @@ def test_complex_numbers_of_a_net_are_refused() -> None:
         UserError, match=r"^model\.net = Sequential: freqs is complex, .*; store torch.view_as_real of it$"
     ):
         FedAvg(net)
+
+
+class Detached(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.flatten(1)).detach()
+
+
+def test_nets_that_cannot_be_trained_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"^model\.net = Linear: weight, bias on the meta device, without values; "):
+        FedAvg(nn.Linear(64, 10, device="meta"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own: it is deprecated
+        scripted = torch.jit.script(nn.Linear(64, 10))
+    with pytest.raises(
+        UserError, match=r"of torch\.jit\.script, which tells nothing of its layers; give the module itself$"
+    ):
+        FedAvg(scripted)
+    for engine in ("sequential", "batched"):
+        trainer = FederatedTrainer(
+            max_rounds=1, clients_per_round=2, default_root_dir=str(tmp_path), engine=engine, accelerator="cpu"
+        )
+        with pytest.raises(UserError, match=r"^model\.net: the loss has no gradient with respect to its weights; "):
+            trainer.fit(FedAvg(Detached(64, 10)), Digits(num_clients=4))
 
 
 def test_clients_own_models_are_tested_from_a_checkpoint(tmp_path: Path) -> None:
