@@ -266,6 +266,8 @@ def _numbers(path: Path, what: str, *whole: str) -> Iterator[dict[str, float]]:
                     if not -LARGEST <= found[name] <= LARGEST:
                         raise ValueError(f"{name} beyond {LARGEST}")
                 yield found
+    except IsADirectoryError:
+        raise UserError(f"{path}: a folder; give the table of {what} in it") from None
     except (ValueError, OverflowError, csv.Error) as error:
         where = "" if line == 1 else f"line {line}: "
         raise UserError(

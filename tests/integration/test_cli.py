@@ -75,6 +75,11 @@ def test_print_config_is_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "flatness/lambda_max" in metrics(newest(tmp_path / "runs"))
 
 
+def test_whole_numbers_in_every_spelling() -> None:
+    found = FederatedCLI("fit", "--model=FedAvg", *DIGITS, "--trainer.max_rounds=1e1", "--trainer.seed=3.0").config
+    assert (found.trainer.max_rounds, found.trainer.seed) == (10, 3)
+
+
 def test_append_adds_to_what_null_stands_for() -> None:
     """Also after settings, and to a list that is given."""
     default, key = ["LambdaMax", "Discrepancy"], "--trainer.callbacks.metrics"

@@ -8,6 +8,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,7 @@ from fl_lightning import (
     FedAvg,
     FederatedTrainer,
     FedGMTv2,
+    FedSAM,
     FedSMOO,
     FlatnessMonitor,
     LambdaMax,
@@ -37,6 +39,7 @@ from fl_lightning import (
     UniformSampler,
     UserError,
     algorithms,
+    load_net,
 )
 from fl_lightning.algorithms.parts.schedules import Cosine
 from fl_lightning.core.flat import FlatSpec
@@ -365,6 +368,23 @@ def test_complex_numbers_of_a_net_are_refused() -> None:
         UserError, match=r"^model\.net = Sequential: freqs is complex, .*; store torch.view_as_real of it$"
     ):
         FedAvg(net)
+
+
+def test_a_run_with_numbers_of_numpy_goes_on(tmp_path: Path) -> None:
+    """Also within no_grad: else a loop over np.arange(5) would leave checkpoints that nothing reads."""
+
+    def trained(rounds: int, ckpt_path: str | None = None) -> Run:
+        trainer = FederatedTrainer(
+            max_rounds=rounds, clients_per_round=np.int32(2), seed=np.uint8(3), threads=1,
+            default_root_dir=str(tmp_path), accelerator="cpu",
+        )  # fmt: skip
+        data = Digits(num_clients=np.int64(4), seed=np.int64(1))
+        with torch.no_grad():
+            return trainer.fit(FedSAM(DigitsMLP(hidden=8), rho=np.float32(0.1)), data, ckpt_path)
+
+    first = trained(1)
+    assert trained(2, str(first.folder.last)).rounds_done == 2
+    assert isinstance(load_net(first.folder.path), DigitsMLP)
 
 
 class Detached(nn.Linear):

@@ -154,9 +154,15 @@ def _class_or_value(value: Any) -> Any:
 
 
 def whole_numbers(args: list[str], message: str) -> list[str]:
-    """Writes an integer that is given as 3.0 as 3, if the parser's message is about that."""
+    """Writes an integer that is given as 3.0 or 3e0 as 3, if the parser's message is about that."""
     found = re.search(r"Expected an? <class 'int'>\. Got value: (-?\d+)\.0+\s*$", message, re.M)
-    return [re.sub(rf"=({found[1]})\.0+$", r"=\1", arg) for arg in args] if found else args
+    number = re.compile(r"(-?\d+\.0+|-?\d+(\.\d*)?[eE]\+?\d+)")
+
+    def written(arg: str) -> str:
+        name, _, value = arg.partition("=")
+        return f"{name}={found[1]}" if found and number.fullmatch(value) and float(value) == float(found[1]) else arg
+
+    return [*map(written, args)]
 
 
 def _option(arg: str) -> str:
@@ -208,7 +214,7 @@ def _appended_once(config: Mapping[str, Any], args: Sequence[str]) -> list[str]:
 
 
 def _readable(arg: str) -> str:
-    name, equals, value = arg.partition("=")
+    name, _, value = arg.partition("=")
     if equals and name == "--config":
         return f"{name}={_loadable(find_config(value))}"
     if not equals or _option(arg) not in PARTS:
