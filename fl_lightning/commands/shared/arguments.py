@@ -214,7 +214,7 @@ def _appended_once(config: Mapping[str, Any], args: Sequence[str]) -> list[str]:
 
 
 def _readable(arg: str) -> str:
-    name, _, value = arg.partition("=")
+    name, equals, value = arg.partition("=")
     if equals and name == "--config":
         return f"{name}={_loadable(find_config(value))}"
     if not equals or _option(arg) not in PARTS:
