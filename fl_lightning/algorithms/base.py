@@ -116,6 +116,17 @@ class LocalObjective(Composed, SupervisedModule):
         self.net_buffers = Buffers(net, buffers) if named and buffers is not None else None
         lazy = any(isinstance(p, UninitializedParameter) for p in net.parameters())
         ensure(not lazy, f"model.net = {type(net).__name__} has lazy layers; give their numbers of inputs")
+        meta = [n for n, x in (*net.named_parameters(), *net.named_buffers()) if x.is_meta]
+        ensure(
+            not meta,
+            f"model.net = {type(net).__name__}: {', '.join(meta[:3])} on the meta device, without values; make it on "
+            "the CPU, or fill it by to_empty(device='cpu') and load_state_dict",
+        )
+        try:
+            net.get_submodule("")
+        except RuntimeError:
+            remedy = "of torch.jit.script, which tells nothing of its layers; give the module itself"
+            raise UserError(f"model.net = {type(net).__name__} {remedy}") from None
         ensure(
             any(p.requires_grad for p in net.parameters()),
             f"model.net = {type(net).__name__} has no parameter to train; set requires_grad of some",

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from fl_lightning.core import ensure, files, make_folder, write_atomically
+from fl_lightning.core import checked, ensure, files, make_folder, write_atomically
 from fl_lightning.results import is_private, read_config, say
 from fl_lightning.trainer import Run, RunFolder
 from fl_lightning.trainer.storage import checkpoint
@@ -56,6 +56,7 @@ def _is_export(path: Path) -> bool:
     return plain and files.fault(path) == files.UNMARKED
 
 
+@checked
 def load_net(run_folder: str | Path, client: int | None = None) -> nn.Module:
     """Returns the net of a run, on the CPU, with the weights and running statistics of its last checkpoint.
 

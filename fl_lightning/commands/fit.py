@@ -7,7 +7,7 @@ from typing import Any
 from fl_lightning.commands.shared import FederatedCLI, seeds_of, to_continue, trials, without
 from fl_lightning.core import require
 from fl_lightning.sweeps.parameters import combinations
-from fl_lightning.sweeps.trials import Trial, check_alone, name_of, run_trials
+from fl_lightning.sweeps.trials import NAMED, PLACE, Trial, check_alone, name_of, run_trials
 
 SUMMARY = "Train for trainer.max_rounds rounds."
 
@@ -51,6 +51,7 @@ def _grid(seeds: str | None, values: list[str]) -> dict[str, list[Any]]:
         key, equals, listed = given.partition("=")
         require(bool(equals), "values", given, "give a setting and its values, as in model.rho=0.02,0.05")
         require(key not in found, "values", given, f"{key} is there twice; give all its values at once")
+        require(key not in PLACE, "values", given, NAMED)
         found[key] = each = re.split(r",(?![^\[{]*[]}])", listed)  # a value may be a list: [1],[2]
         one = len(each) == 1 and listed.startswith("[")
         require(not one, "values", given, "list them without brackets, as in model.rho=0.02,0.05")

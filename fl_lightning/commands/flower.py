@@ -1,6 +1,7 @@
 """``fl-lightning flower``: a run as a Flower app."""
 
 import re
+import shlex
 from functools import cache, partial
 from pathlib import Path
 from string import Template
@@ -47,7 +48,7 @@ def run(cli: FederatedCLI, folder: str, /, nodes: int | None = None) -> None:
     texts = {file: Template(path.read_text(encoding="utf-8")) for file, path in templates.items()}
     filled = {file: text.substitute(name=name, nodes=nodes or 0) for file, text in texts.items()}
     write_new(folder, {"config.yaml": yaml.safe_dump(config, sort_keys=False), **filled})
-    say(f"start with: flwr run {folder}")
+    say(f"start with: flwr run {shlex.quote(folder)}")
 
 
 def client_app(config: str | Path) -> "ClientApp":

@@ -1,5 +1,6 @@
 """``fl-lightning init``: a folder to start from."""
 
+import shlex
 from pathlib import Path
 
 from fl_lightning.commands.shared.output import write_new
@@ -16,4 +17,4 @@ def run(folder: str, /) -> None:
         folder: The folder, new or empty; it is created.
     """
     write_new(folder, {file.name: file.read_text(encoding="utf-8") for file in sorted(STARTER.glob("*.*"))})
-    say(f"start with: cd {folder} && fl-lightning fit --config config.yaml")
+    say(f"start with: cd {shlex.quote(folder)} && fl-lightning fit --config config.yaml")

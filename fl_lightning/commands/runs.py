@@ -15,7 +15,7 @@ from rich.table import Table
 from fl_lightning.commands.shared.output import console, short_path, show_table
 from fl_lightning.core import UserError, ensure, read_json
 from fl_lightning.results import SUMMARY as ENDED
-from fl_lightning.results import config_files, read_config, say, summarise, window
+from fl_lightning.results import config_files, read_config, say, summarise, visible, window
 from fl_lightning.results.metrics import FILE, read_metrics, rounds_done
 from fl_lightning.trainer.storage.run_folder import in_use
 
@@ -132,7 +132,7 @@ def _table(found: list[Listed]) -> Table:
         name = fill(
             short_path(each.folder).replace("/", "/ "), max(room, 20), break_long_words=False, break_on_hyphens=False
         )
-        table.add_row(escape(name.replace("/ ", "/")), *row)
+        table.add_row(escape(visible(name.replace("/ ", "/"))), *row)
     return table
 
 

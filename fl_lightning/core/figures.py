@@ -177,6 +177,7 @@ def render(figure: Figure, **files: dict[str, Any]) -> list[bytes]:
     Raises:
         UserError: If its numbers are beyond what can be drawn.
     """
+    _show_as_written(figure)
     found = []
     for form, metadata in files.items():
         buffer = BytesIO()
@@ -185,6 +186,21 @@ def render(figure: Figure, **files: dict[str, Any]) -> list[bytes]:
         figure.set_layout_engine("none")  # all files have the layout of the first
         found.append(buffer.getvalue())
     return found
+
+
+def _show_as_written(figure: Figure) -> None:
+    """Lets texts such as the names of run folders stand as they are, without formulas and controls."""
+    from matplotlib.mathtext import MathTextParser
+    from matplotlib.text import Text
+
+    for text in figure.findobj(Text):
+        shown = "".join(c for c in text.get_text() if c.isprintable() or c == "\n")
+        if shown != text.get_text():  # else matplotlib's warning of a missing glyph has the control
+            text.set_text(shown)
+        try:
+            MathTextParser("path").parse(shown)
+        except ValueError:
+            text.set_parse_math(False)
 
 
 def figure_files(figure: Figure, name: str) -> dict[str, bytes]:

@@ -171,6 +171,15 @@ class FlatNet:
             p.data = part.view(shape)
 
     def gradient(self, loss: Tensor) -> Tensor:
-        """Returns the gradient of a scalar that the module computed, ``(d,)``."""
+        """Returns the gradient of a scalar that the module computed, ``(d,)``.
+
+        Raises:
+            UserError: If it does not depend on the weights.
+        """
+        ensure(
+            loss.requires_grad,
+            "model.net: the loss has no gradient with respect to its weights; compute outputs and loss by torch alone, "
+            "without detach(), no_grad() or numbers taken out of tensors",
+        )
         grads = torch.autograd.grad(loss, self._parameters, materialize_grads=True)
         return torch.cat([g.reshape(-1) for g in grads])

@@ -296,6 +296,7 @@ def _checking(init: Callable[..., None]) -> Callable[..., None]:
         from fl_lightning.core.made import Made  # it imports torch, which takes seconds; a table needs none
 
         key = self.config_key.format(type(self).__name__)
+        args, kwargs = tuple(map(_number, args)), {name: _number(value) for name, value in kwargs.items()}
         check_arguments(init, key, self, *args, **kwargs)
         bound = _signature(init)[0].bind(self, *args, **kwargs)
         vars(self).setdefault(RAN, {})[checked_init] = _exact(bound, _signature(init)[1])
@@ -320,6 +321,11 @@ def _checking(init: Callable[..., None]) -> Callable[..., None]:
             self.constructed(bound)
 
     return checked_init
+
+
+def _number(value: Any) -> Any:
+    """Returns a number of NumPy as one of Python, which a checkpoint takes; other values as they are."""
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def _exact(bound: inspect.BoundArguments, hints: Mapping[str, Any]) -> inspect.BoundArguments:

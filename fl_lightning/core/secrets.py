@@ -11,7 +11,7 @@ LEFT_OUT = re.compile(r"(?<![^/:,\s])\*{3}(?![^@,])")
 """Finds where one stood."""
 NAME = re.compile(
     r"passw|passphrase|secret|credential|bearer|cookies?$|authori[sz]ation|^key$|webhook([-_ ]?url)?$"
-    r"|amz[-_]signature$|(?<![a-z])(o?auth|pass|pwd|sig)$"
+    r"|amz[-_]signature$|(?<![a-z])(o?auth|otp|pass([-_]?code)?|pin([-_]?code)?|pwd|sig|licen[cs]e([-_]?(code|key))?)$"
     r"|(api|access|account|auth|client|private|service|session|signing|ssh|hf|hub|wandb|comet|neptune)[-_ ]?key"
     r"|(?<!bos_)(?<!cls_)(?<!eos_)(?<!mask_)(?<!pad_)(?<!sep_)(?<!unk_)token$",
     re.IGNORECASE,

@@ -77,8 +77,10 @@ class Arrays(FederatedDataModule):
         if self.path is not None:
             arrays, suffix = _read(Path(self.path), "r" if self.stream else None)
             x_train, y_train, x_test, y_test = (nested(arrays, key) for key in KEYS)
-            four = zip(KEYS, (x_train, y_train, x_test, y_test), strict=True)
+            four = [*zip(KEYS, (x_train, y_train, x_test, y_test), strict=True)]
             missing = [key for key, part in four if not (isinstance(part, Mapping) or np.ndim(part)) or not len(part)]
+            empty = [key for key, part in four if isinstance(part, np.ndarray) and part.ndim and not len(part)]
+            ensure(not empty, f"data.path = '{self.path}': {', '.join(empty)} without a sample; give at least one")
             needed = ", ".join(f"{key}{suffix}" for key in KEYS)
             ensure(not missing, f"data.path = '{self.path}' lacks {', '.join(missing)}; it needs {needed}")
             return x_train, np.array(y_train), x_test, np.array(y_test)

@@ -91,7 +91,10 @@ def numeric(name: str, array: Any) -> Tensor:
         UserError: If it holds no numbers.
     """
     try:
-        return array.detach().cpu() if isinstance(array, Tensor) else torch.from_numpy(np.ascontiguousarray(array))
+        if isinstance(array, Tensor):
+            return array.detach().cpu()
+        found = np.ascontiguousarray(array)
+        return torch.from_numpy(found.astype(found.dtype.newbyteorder("="), copy=False))
     except (TypeError, ValueError):
         raise UserError(
             f"{name}: {type(array).__name__} of {np.asarray(array).dtype} is not a numeric array; "

@@ -99,6 +99,7 @@ class Spectrum:
         return top / other if abs(other) > zero else math.nan
 
 
+@checked
 def lambda_max(
     a: Matrix,
     *,

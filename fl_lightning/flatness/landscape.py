@@ -140,6 +140,7 @@ def perturbation_curves(
     return Perturbation(**_shaped(values, 1 + directions, len(r)), radii=r)
 
 
+@checked
 def interpolate(
     model: nn.Module,
     loss: Loss,
@@ -175,6 +176,7 @@ def interpolate(
     return Interpolation(**_shaped(evaluate(model, loss, data, line, len(g), **options), len(g), order=order), gammas=g)
 
 
+@checked
 def surface(
     model: nn.Module,
     loss: Loss,
@@ -257,6 +259,7 @@ def filter_normalized(direction: Tensor, w: Tensor, spec: FlatSpec) -> Tensor:
     return torch.cat(parts, -1)
 
 
+@checked
 def random_plane(spec: FlatSpec, w: Tensor, seed: int = 0) -> Tensor:
     """Returns two filter-normalised random directions, ``(2, d)``.
 

@@ -146,6 +146,7 @@ def flatness_discrepancy(global_sharpness: float, local_sharpness: Sequence[floa
     return abs(global_sharpness - sum(m * s for m, s in zip(sizes, local_sharpness, strict=True)) / sum(sizes))
 
 
+@checked
 def measure_discrepancy(
     model: nn.Module,
     loss: Loss,

@@ -62,6 +62,7 @@ from .terminal import command as command
 from .terminal import filled as filled
 from .terminal import fitting as fitting
 from .terminal import say as say
+from .terminal import visible as visible
 from .varied import LEAST as LEAST
 from .varied import tried as tried
 from .yaml_text import NoValueError as NoValueError

@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 from statistics import fmean
 
-from fl_lightning.core import UserError, ensure
+from fl_lightning.core import UserError, checked, ensure, folded
 from fl_lightning.results.configs import config_files, read_config, run_key, settings_of, telling
 from fl_lightning.results.metrics import FILE, NUMBER, Mode, average, deviation
 from fl_lightning.results.summary import SUMMARY, Summary, summarise
@@ -80,6 +80,7 @@ class Group:
         return [value for run in self.runs if (value := self.value(run, name)) is not None]
 
 
+@checked
 def compare(
     runs: str | Path | Sequence[str | Path],
     target: float | None = None,
@@ -194,7 +195,7 @@ def of_run(groups: Iterable[Group], run: str | Path) -> Group:
     found = found or [group for group in groups if str(run) in (group.name, group.title, *group.settings.values())]
     if len(found) == 1:
         return found[0]
-    names = "; ".join(group.title for group in found or groups)
+    names = folded("; ".join(group.title for group in found or groups), 300)
     problem = f"of {len(found)} configs; give one of them" if found else "none of the runs; add it to them, or name one"
     raise UserError(f"reference = {run}: {problem}: {names}")
 
@@ -291,6 +292,7 @@ class Difference:
         return mean if math.isnan(self.half) else f"{mean} [{', '.join(ends)}]"
 
 
+@checked
 def difference(group: Group, reference: Group, name: str) -> Difference | None:
     """Returns the paired difference of a statistic; None without a common seed.
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, Literal, NamedTuple, overload
 
-from fl_lightning.core import UserError, parse_json, read_json, require, write_atomically
+from fl_lightning.core import UserError, checked, parse_json, read_json, require, write_atomically
 
 Mode = Literal["max", "min"]
 """Whether the largest or the smallest value of a metric is the best."""
@@ -266,6 +266,8 @@ def _numbers(path: Path, what: str, *whole: str) -> Iterator[dict[str, float]]:
                     if not -LARGEST <= found[name] <= LARGEST:
                         raise ValueError(f"{name} beyond {LARGEST}")
                 yield found
+    except IsADirectoryError:
+        raise UserError(f"{path}: a folder; give the table of {what} in it") from None
     except (ValueError, OverflowError, csv.Error) as error:
         where = "" if line == 1 else f"line {line}: "
         raise UserError(
@@ -273,13 +275,14 @@ def _numbers(path: Path, what: str, *whole: str) -> Iterator[dict[str, float]]:
         ) from None
 
 
-def read_metrics(path: Path) -> dict[str, Series]:
+@checked
+def read_metrics(path: str | Path) -> dict[str, Series]:
     """Returns the columns of a ``metrics.csv`` as (round, value) pairs, without empty cells.
 
     Raises:
         UserError: If the file is no table of numbers by round.
     """
-    rows, found = _numbers(path, "metrics", "round"), dict[str, Series]()
+    rows, found = _numbers(Path(path), "metrics", "round"), dict[str, Series]()
     next(rows)
     for row in rows:
         at = int(row.pop("round"))

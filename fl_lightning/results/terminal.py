@@ -29,12 +29,17 @@ def wrapped(text: str, stream: Any = None, joint: str = "") -> str:
         stream: The stream; None: the standard output.
         joint: What a broken line ends with.
     """
-    text = CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+    text = visible(text)
     if not (stream or sys.stdout).isatty():
         return text
     width = shutil.get_terminal_size().columns - len(joint)
     whole = textwrap.TextWrapper(width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
     return "\n".join(f"{joint}\n".join(whole.wrap(line)) for line in text.split("\n"))
+
+
+def visible(text: str) -> str:
+    """Returns a text with what a terminal takes for commands escaped."""
+    return CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
 def say(text: str, **options: Any) -> None:
@@ -59,7 +64,7 @@ def filled(heads: Sequence[str], rows: Iterable[Iterable[str]], left: int = 1, *
     """
     table = Table(*heads[:left], *(Column(head, justify="right") for head in heads[left:]), **options)
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(visible, row))
     return table
 
 

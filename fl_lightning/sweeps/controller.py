@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,22 @@ import yaml
 
 from fl_lightning.core import PositiveInt, json_text, make_folder, read_json, require, write_atomically
 from fl_lightning.results import SUFFIX, average, read_config, read_run, rounds_done, window_of, write_table
-from fl_lightning.sweeps.file import Objective, StopEarly, Sweep
+from fl_lightning.sweeps.early import StopEarly
+from fl_lightning.sweeps.file import Objective, Sweep
 from fl_lightning.sweeps.parameters import Settings
-from fl_lightning.sweeps.trials import Build, Check, Outcome, Trial, name_of, newest_run, run_trials
+from fl_lightning.sweeps.trials import (
+    NAMED,
+    PLACE,
+    Build,
+    Check,
+    Early,
+    Outcome,
+    Trial,
+    in_order,
+    name_of,
+    newest_run,
+    run_trials,
+)
 from fl_lightning.trainer import InUse, RunFolder, locked
 from fl_lightning.trainer.storage.provenance import PARTITION
 
@@ -44,7 +58,7 @@ class Controller:
         seed: Seed of the draws.
 
     Raises:
-        UserError: If seeds are given twice.
+        UserError: If seeds are given twice, or names or folders of runs are to vary.
 
     Attributes:
         objective: The metric that is optimised; by default the headline of the test accuracy.
@@ -56,6 +70,9 @@ class Controller:
         self.sweep, self.folder, self.seeds = sweep, folder, list(seeds)
         varied = any(parameter.key == SEED for parameter in sweep.parameters)
         require(not varied or self.seeds == [0], "seeds", self.seeds, f"the sweep varies {SEED} itself; leave it out")
+        for place in PLACE:
+            several = any(p.key == place and p.distribution != "constant" for p in sweep.parameters)
+            require(not several, "parameters", place, NAMED)
         self.objective = sweep.objective or Objective("server/test/acc_headline", "maximize")
         self.search = sweep.search(seed)
         self.trials: list[Trial] = []
@@ -89,7 +106,7 @@ class Controller:
                     if of_one[0].name not in self._settings:
                         self._settings[of_one[0].name] = settings, of_one
                         self.trials += of_one
-                ended = run_trials(self.trials[known:], self.folder, build, jobs, early=self._early(), check=check)
+                ended = run_trials(self.trials[known:], self.folder, build, jobs, early=self._early(known), check=check)
                 stack.enter_context(closing(ended))
                 for found in ended:
                     yield self._record(found)
@@ -116,9 +133,12 @@ class Controller:
                 write_atomically(file, json_text(sizes))
             yield proposed
 
-    def _early(self) -> StopEarly | None:
-        rule, folders = self.sweep.early, [self.folder / trial.name for trial in self.trials]
-        return None if rule is None else StopEarly(rule, self.objective.column, self.objective.sign, folders)
+    def _early(self, known: int) -> Early | None:
+        """Returns the rule for the trials after the first ``known`` ones, which have ended."""
+        rule, order = self.sweep.early, [*self.trials[:known], *in_order(self.trials[known:])]
+        if rule is None:
+            return None
+        return partial(StopEarly, rule, self.objective.column, self.objective.sign, self.folder, order)
 
     def _record(self, found: Outcome) -> Outcome:
         value = self.objective.value(found.folder)

@@ -1,6 +1,5 @@
 """A sweep's file in W&B's format."""
 
-import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -12,9 +11,8 @@ import yaml
 
 from fl_lightning.core import Checked, Interval, PositiveInt, UserError, ensure, folded, require
 from fl_lightning.results import SUFFIX, headline, load_yaml
-from fl_lightning.results.metrics import FILE, best_of, read_run
+from fl_lightning.results.metrics import best_of, read_run
 from fl_lightning.sweeps.parameters import LARGEST, Bayes, Parameter, Search, draws, flatten, grid
-from fl_lightning.trainer import Callback, Run
 
 Entry = TypeVar("Entry", bound=Checked)
 
@@ -23,7 +21,7 @@ class Hyperband(Checked, key="early_terminate"):
     """Hyperband's rule (Li et al. 2018) in the form of W&B.
 
     A trial is compared at brackets, which are numbers of evaluations. It ends if its metric at a bracket is worse than
-    the metric of the best ``1/eta`` of all trials that have reached the bracket.
+    the metric of the best ``1/eta`` of those that have reached the bracket: itself and the trials before it.
 
     Args:
         type: The rule's name in W&B's files.
@@ -69,7 +67,7 @@ class Hyperband(Checked, key="early_terminate"):
 
         Args:
             history: The metric of the trial at each evaluation; smaller is better.
-            histories: The histories of all trials, including this one.
+            histories: The histories that it is compared with, including this one.
         """
         reached = self.brackets(len(history))
         if not reached:
@@ -77,46 +75,6 @@ class Hyperband(Checked, key="early_terminate"):
         at = reached[-1]
         there = sorted(values[at - 1] for values in histories if len(values) >= at)
         return (history[at - 1] if self.strict else min(history)) > there[int(len(there) / self.eta)]
-
-
-class StopEarly(Callback):
-    """Ends a trial by Hyperband's rule; it reads the other trials from their ``metrics.csv``.
-
-    A file is read again only when it has changed. A value that is not finite counts as the worst.
-
-    Args:
-        rule: The rule.
-        metric: The metric, a column of ``metrics.csv``.
-        sign: 1 if smaller is better, -1 if larger is.
-        folders: The folders of all trials.
-    """
-
-    def __init__(self, rule: Hyperband, metric: str, sign: int, folders: Sequence[Path]) -> None:
-        self.rule, self.metric, self.sign, self.folders = rule, metric, sign, folders
-        self._read: dict[Path, tuple[tuple[int, int], list[float]]] = {}
-
-    def on_round_end(self, run: Run) -> None:
-        if self.metric not in run.round_metrics:
-            return
-        here = run.folder.metrics  # which lacks this round
-        own = [*self._history(here), self._loss(run.round_metrics[self.metric])]
-        if self.rule.brackets(len(own)):
-            paths = sorted(path for folder in self.folders for path in folder.glob(f"version_*/{FILE}"))
-            run.should_stop |= self.rule.stops(own, [own if path == here else self._history(path) for path in paths])
-
-    def _history(self, path: Path) -> list[float]:
-        try:
-            found = path.stat()
-        except FileNotFoundError:  # somebody has removed the run
-            return []
-        version = (found.st_mtime_ns, found.st_size)
-        if self._read.get(path, ((), []))[0] != version:
-            self._read[path] = version, [self._loss(value) for _, value in read_run(path.parent).get(self.metric, [])]
-        return self._read[path][1]
-
-    def _loss(self, value: float) -> float:
-        """Returns a value that is to be small."""
-        return self.sign * value if math.isfinite(value) else math.inf
 
 
 KEYS = ("method", "metric", "parameters", "early_terminate", "run_cap", "command")

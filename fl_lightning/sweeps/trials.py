@@ -6,7 +6,7 @@ import shutil
 import time
 import traceback
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.core import UnwrittenError, UserError, ensure, folded, grouped, make_folder
+from fl_lightning.core import DivergenceError, UnwrittenError, UserError, ensure, folded, grouped, make_folder
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.results import SUMMARY, differences, read_config, read_run, rounds_done
-from fl_lightning.sweeps.file import StopEarly
 from fl_lightning.sweeps.workers import train_here, train_in_processes
-from fl_lightning.trainer import FederatedTrainer, InUse, RunFolder, check_unused, locked, loop, parallel_runs
+from fl_lightning.trainer import Callback, FederatedTrainer, InUse, RunFolder, check_unused, locked, loop, parallel_runs
 
 WIDTH = 32
 """Largest number of trials that are trained as one program."""
@@ -33,6 +32,9 @@ STARTS = 3
 """A trial whose process is killed so many times after the same round is not started again."""
 POLL_S = 1.0
 """Seconds between two looks at trials that another process trains."""
+PLACE = ("trainer.name", "trainer.default_root_dir")
+"""Settings that do not vary between trials."""
+NAMED = "each trial has a folder of its own, named after what varies; leave it out"
 LONGEST = 150
 """Letters of a trial's name."""
 ONE_PROGRAM = re.compile(r"--(trainer\.seed|model\.(?!net\.)[\w.]+)=-?[\d.]+(e[+-]?\d+)?")
@@ -92,6 +94,25 @@ Build = Callable[[Trial, Path], Built]
 """Makes the run of a trial, in a folder."""
 Check = Callable[[Trial], Mapping[str, Any]]
 """Returns the resolved config of a trial; raises UserError if its arguments are wrong."""
+Early = Callable[[Trial, Collection[str]], Callback]
+"""Makes the callback that may end a trial early; it waits for no trial whose name is among the given ones."""
+
+
+class MustWaitError(Exception):
+    """A trial waits for another one, which nobody trains: it breaks off, and goes on after the other one."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Trials that may be one program.
+
+    Attributes:
+        trials: The trials.
+        ended: Names of the trials that have ended; all groups share this set.
+    """
+
+    trials: Sequence[Trial]
+    ended: set[str]
 
 
 def run_trials(
@@ -100,7 +121,7 @@ def run_trials(
     build: Build,
     jobs: int = 1,
     resume: bool = True,
-    early: StopEarly | None = None,
+    early: Early | None = None,
     check: Check | None = None,
 ) -> Generator[Outcome, None, None]:
     """Trains trials, and yields each when it has ended.
@@ -115,7 +136,7 @@ def run_trials(
         build: Makes the run of a trial; importable by name, if there are several processes.
         jobs: Number of processes.
         resume: Whether finished trials are kept and interrupted ones go on; else each gets a new run folder.
-        early: Ends trials early.
+        early: Ends trials early; trials that it waits for must come before, in the order of `in_order`.
         check: Returns the resolved config of a trial, by which a run in its folder is known to be the same trial; None:
             names suffice.
 
@@ -124,7 +145,7 @@ def run_trials(
     """
     twice = [name for name, times in Counter(trial.name for trial in trials).items() if times > 1]
     ensure(not twice, f"{', '.join(twice)}: two trials have this name; give them different ones")
-    todo = []
+    todo, over = [], set[str]()
     for trial in trials:
         if resume and check is not None:
             _check_same(trial, folder, check)
@@ -132,8 +153,18 @@ def run_trials(
         if found is None:
             todo.append(trial)
         else:
+            over.add(trial.name)
             yield replace(found, kept=True)
-    groups = deque(_groups(todo, -(-len(todo) // jobs) if jobs > 1 else WIDTH))
+    place_of = {trial.name: k for k, trial in enumerate(in_order(trials))}
+    todo.sort(key=lambda trial: place_of[trial.name])
+    groups = deque(Group(of, over) for of in _groups(todo, -(-len(todo) // jobs) if jobs > 1 else WIDTH))
+
+    def put_back(left: Sequence[Trial]) -> None:
+        """Puts trials, each on its own, at their places in the order."""
+        ordered = sorted([*groups, *(Group([trial], over) for trial in left)], key=lambda g: place_of[g.trials[0].name])
+        groups.clear()
+        groups.extend(ordered)
+
     train = partial(_train, folder, build, resume, early)
     starts: Counter[tuple[str, int]] = Counter()
     place = (
@@ -143,21 +174,22 @@ def run_trials(
     )
     with closing(place):
         for group, ended in place:
+            over.update(found.trial.name for found in ended or ())
             yield from ended or ()
-            names = {found.trial.name for found in ended or ()}
-            left = [trial for trial in group if trial.name not in names]
-            if ended is not None:  # they are no program, or another process trains them
-                if len(group) > 1:
-                    groups.extendleft([trial] for trial in reversed(left))
-                else:
-                    groups.extend([trial] for trial in left)
+            left = [trial for trial in group.trials if trial.name not in over]
+            if ended is not None:
+                if len(group.trials) > 1:  # they are no program
+                    put_back(left)
+                else:  # another process trains it, or one that it waits for
+                    groups.extend(Group([trial], over) for trial in left)
                 continue
             for trial in left:  # the process was killed, perhaps for the memory that they took together
                 start = (trial.name, rounds_done(read_run(newest_run(trial, folder))))
                 starts[start] += 1
                 if starts[start] < STARTS:
-                    groups.append([trial])
+                    put_back([trial])
                 else:
+                    over.add(trial.name)
                     error = f"its process was killed {STARTS} times after round {start[1]}; has it memory enough?"
                     yield Outcome(trial, newest_run(trial, folder), error)
 
@@ -205,6 +237,11 @@ def _spelled(value: Any) -> str:
     return str(value) if isinstance(value, float) and float(text) == value else text
 
 
+def in_order(trials: Sequence[Trial]) -> list[Trial]:
+    """Returns trials in the order in which they are trained: those that may be one program come together."""
+    return [trial for group in _groups(trials, WIDTH) for trial in group]
+
+
 def _groups(trials: Sequence[Trial], width: int) -> list[list[Trial]]:
     """Returns the trials in groups that may be one program each."""
     width = min(width, WIDTH)
@@ -227,14 +264,15 @@ def _check_same(trial: Trial, folder: Path, check: Check) -> None:
         ensure(not found, f"{newest} was trained with {', '.join(found)}; put that back, or take another folder")
 
 
-def _train(folder: Path, build: Build, resume: bool, early: StopEarly | None, trials: Sequence[Trial]) -> list[Outcome]:
+def _train(folder: Path, build: Build, resume: bool, early: Early | None, group: Group) -> list[Outcome]:
     """Trains a trial, or a group as one program; returns the outcomes of those that have ended.
 
-    Those are missing that another process trains, and the others of a group that is no faster as one program.
+    Those are missing that another process trains, the others of a group that is no faster as one program, and those
+    that wait for a trial that nobody trains.
     """
     with ExitStack() as locks:
         ended, free = [], []
-        for trial in trials:
+        for trial in group.trials:
             try:
                 locks.enter_context(locked(make_folder(folder / trial.name, "folder"), LOCK))
             except InUse:
@@ -243,45 +281,52 @@ def _train(folder: Path, build: Build, resume: bool, early: StopEarly | None, tr
                 ended.append(found)
             else:
                 free.append(trial)
-        if len(trials) == 1 and not ended and not free:
+        if len(group.trials) == 1 and not ended and not free:
             time.sleep(POLL_S)
-        return ended + ((_together if len(free) > 1 else _alone)(folder, build, resume, early, free) if free else [])
+        if not free:
+            return ended
+        not_awaited = {*group.ended, *(trial.name for trial in free)}
+        make = partial(_build, folder, build, early, not_awaited)
+        return ended + (_together if len(free) > 1 else _alone)(folder, make, resume, free)
 
 
-def _together(
-    folder: Path, build: Build, resume: bool, early: StopEarly | None, trials: Sequence[Trial]
-) -> list[Outcome]:
+def _together(folder: Path, make: Callable[[Trial], Built], resume: bool, trials: Sequence[Trial]) -> list[Outcome]:
     """Trains trials as one program; returns nothing if that is not faster or not possible."""
     try:
-        built = [_build(folder, build, early, trial) for trial in trials]
+        built = [make(trial) for trial in trials]
         first = built[0]
         with first.trainer.environment():
             paths = [_checkpoint(folder, trial, resume) for trial in trials]
             runs = parallel_runs.start([b.trainer for b in built], [b.model for b in built], first.data, paths)
             if not parallel_runs.pays(runs):
                 return []
-            broken = loop.train(runs)
-    except UserError:
+            broken = loop.train(runs, lambda run, error: _remember(run.folder.path, error))
+    except (UserError, MustWaitError):
         return []  # they cannot be one program; a mistake in a trial is its own
     except Exception:  # such as one for lack of memory
         traceback.print_exc()
         return []
     return [
-        _failed(trial, run.folder.path, broken[run]) if run in broken else Outcome(trial, run.folder.path)
+        Outcome(trial, _remember(run.folder.path, broken[run]), str(broken[run]))
+        if run in broken
+        else Outcome(trial, run.folder.path)
         for trial, run in zip(trials, runs, strict=True)
     ]
 
 
-def _alone(folder: Path, build: Build, resume: bool, early: StopEarly | None, trials: Sequence[Trial]) -> list[Outcome]:
+def _alone(folder: Path, make: Callable[[Trial], Built], resume: bool, trials: Sequence[Trial]) -> list[Outcome]:
     (trial,) = trials
     before = newest_run(trial, folder)
     try:
-        built = _build(folder, build, early, trial)
+        built = make(trial)
         train = built.trainer.fit if trial.command == "fit" else built.trainer.centralized
         run = train(built.model, built.data, _checkpoint(folder, trial, resume))
+    except MustWaitError:
+        return []
     except UserError as error:
         after = newest_run(trial, folder)
-        return [_failed(trial, after if after != before else None, error)]
+        began = after != before or isinstance(error, DivergenceError)
+        return [Outcome(trial, _remember(after, error) if began else None, str(error))]
     except Exception as error:  # not remembered: it may lie in the machine, or in code that will be mended
         traceback.print_exc()
         return [Outcome(trial, newest_run(trial, folder), folded(f"{type(error).__name__}: {error}"))]
@@ -298,11 +343,11 @@ def check_alone(n: int) -> None:
     ensure(n == 1, f"trainer.devices: {n} processes; {remedy}")
 
 
-def _build(folder: Path, build: Build, early: StopEarly | None, trial: Trial) -> Built:
+def _build(folder: Path, build: Build, early: Early | None, not_awaited: Collection[str], trial: Trial) -> Built:
     built = build(trial, folder)
     check_alone(built.trainer.fabric.world_size)
     if early is not None:
-        built.trainer.callbacks.append(early)
+        built.trainer.callbacks.append(early(trial, not_awaited))
     return built
 
 
@@ -322,8 +367,10 @@ def _checkpoint(folder: Path, trial: Trial, resume: bool) -> str | None:
     return None
 
 
-def _failed(trial: Trial, folder: Path | None, error: UserError) -> Outcome:
-    folder = folder if folder is not None and folder.is_dir() else None  # a mistake in round 1 leaves none
-    if folder is not None and not isinstance(error, UnwrittenError):  # a disk may have room at the next call
+def _remember(folder: Path | None, error: UserError) -> Path | None:
+    """Notes in the run folder of a trial, if there is one, why the trial failed; returns that folder."""
+    if folder is None or not folder.is_dir():  # a mistake in round 1 leaves none
+        return None
+    if not isinstance(error, UnwrittenError):  # a disk may have room at the next call
         (folder / FAILED).write_text(f"{error}\n", encoding="utf-8")
-    return Outcome(trial, folder, str(error))
+    return folder

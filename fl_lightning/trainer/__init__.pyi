@@ -29,5 +29,6 @@ from .storage.client_store import ClientStore as ClientStore
 from .storage.run_folder import InUse as InUse
 from .storage.run_folder import RunFolder as RunFolder
 from .storage.run_folder import check_unused as check_unused
+from .storage.run_folder import in_use as in_use
 from .storage.run_folder import locked as locked
 from .trainer import FederatedTrainer as FederatedTrainer

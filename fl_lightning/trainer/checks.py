@@ -42,8 +42,10 @@ def check_fit(run: Run) -> None:
         raise
     except MISFIT as error:
         shape = map_tensors(lambda v: tuple(v.shape), x)
+        tokens = isinstance(x, Tensor) and x.dtype in (torch.int64, torch.bool)
+        remedy = "choose a net for this data" + ", or give images as uint8 or float: whole numbers are tokens" * tokens
         raise UserError(
-            f"model.net = {net} cannot take a batch of shape {shape} ({_first_line(error)}); choose a net for this data"
+            f"model.net = {net} cannot take a batch of shape {shape} ({_first_line(error)}); {remedy}"
         ) from None
     embeddings = (nn.Embedding, nn.EmbeddingBag)
     sparse = [n for n, each in objective.net.named_modules() if isinstance(each, embeddings) and each.sparse]

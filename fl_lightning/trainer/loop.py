@@ -1,6 +1,6 @@
 """The loop over rounds: of one run, and of several whose local training is one program."""
 
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from typing import TypeAlias
@@ -69,8 +69,14 @@ def _evaluate(run: Run, losses: Sequence[float]) -> None:
         logger.log_clients("client/train/loss", losses, run.rounds_done)
 
 
-def train(runs: Sequence[Run]) -> dict[Run, UserError]:
+def train(
+    runs: Sequence[Run], on_break: Callable[[Run, UserError], object] = lambda run, error: None
+) -> dict[Run, UserError]:
     """Chooses the engine of runs, and trains them to their ends: the jobs of a phase of all runs are one program.
+
+    Args:
+        runs: The runs. Those in one round end it in this order.
+        on_break: Called with a run that breaks off, and its error, while the others go on.
 
     Returns:
         The runs that broke off by an error of their own, and the error.
@@ -92,6 +98,8 @@ def train(runs: Sequence[Run]) -> dict[Run, UserError]:
             pass
         except UserError as error:
             broken[run] = error
+            if results is not None:
+                on_break(run, error)
 
     with Interruption(), unbroken_output():
         try:
@@ -102,7 +110,7 @@ def train(runs: Sequence[Run]) -> dict[Run, UserError]:
             while jobs:
                 # resumed runs may have stopped in different rounds: those furthest behind go first
                 behind = min(run.rounds_done for run in jobs)
-                together = {run: len(of) for run, of in jobs.items() if run.rounds_done == behind}
+                together = {run: len(jobs[run]) for run in runs if run in jobs and run.rounds_done == behind}
                 results = iter(runs[0].engine.train([job for run in together for job in jobs[run]]))
                 if len(together) > 1:  # what breaks one run off leaves the results of the others
                     results = iter(list(results))

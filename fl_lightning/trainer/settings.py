@@ -239,6 +239,7 @@ class Settings(Checked, key="trainer"):
         """
         self.launch()  # Fabric divides the cores among its processes
         with (
+            torch.enable_grad(),  # whatever the caller has chosen
             cpu_threads(self.threads),
             collectives.lost_process(self.fabric),
             keep_freed_memory(self.fabric.device),

@@ -204,7 +204,7 @@ def test_help_lists_the_classes_that_fit(capsys: pytest.CaptureFixture[str]) -> 
 
 PASSES = """
 --config quickstart
---config quickstart --model FedSAM --model.rho 0.1 --trainer.max_rounds=3.0
+--config quickstart --model FedSAM --model.rho 0.1 --trainer.max_rounds=3.0 --trainer.seed 1e3
 --config quickstart --model my_methods.Mine --model.nothing 3 --model.ascent Other
 --config quickstart --model.optimizer TorchOptimizer --model.optimizer.name Adam
 --config quickstart --model.loss CrossEntropyLoss --model.net torch.nn.Linear

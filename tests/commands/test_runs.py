@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
+import warnings
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,22 @@ def test_a_list_changes_nothing_and_damage_is_a_state(
     (folder / "metrics.csv").unlink()  # as of a run that was killed in its first round
     cli("runs", ".")
     assert [*states(capsys.readouterr().out).values()] == [("interrupted", "0/2")]
+
+
+def test_names_are_neither_formulas_nor_controls(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, seed in (("$x_{$^", 0), ("a\x1b[31m", 1)):
+        run("fit", f"--trainer.seed={seed}", root=tmp_path, model=("FedAvg", "FedSAM")[seed]).rename(tmp_path / name)
+    capsys.readouterr()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        cli("compare", "$x_{$^", "a\x1b[31m", "--out=table")
+    cli("runs", ".")
+    out = capsys.readouterr().out
+    assert "a\\x1b[31m" in out and "$x_{$^" in out and "\x1b" not in out
+    assert (tmp_path / "table" / "curves.png").exists()
 
 
 @pytest.mark.parametrize(

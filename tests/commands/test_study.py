@@ -69,14 +69,20 @@ def test_nothing_that_was_measured_is_overwritten(tmp_path: Path, capsys: pytest
     assert f"results: {folder / 'landscape' / 'surface_2.json'}" in capsys.readouterr().out.replace("\n", "")
 
 
-def test_a_folder_that_cannot_be_made_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made_is_refused_before_anything_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     last = run("fit", root=tmp_path) / "checkpoints" / "last.ckpt"
     (tmp_path / "file").touch()
     out = tmp_path / "file" / "folder"
     for args in (
         ["flatness", f"--ckpt_path={last}", f"--out={out}"],
         ["interpolate", str(last), str(last), f"--out={out}"],
+        ["compare", str(last.parents[1]), f"--out={out}"],
+        ["report", str(last.parents[1]), f"--out={out}"],
     ):
+        capsys.readouterr()
         with pytest.raises(SystemExit) as exit:
             cli(*args)
+        assert capsys.readouterr().out == ""
         assert exit.value.code == f"error: out = {out}: cannot create this folder (Not a directory); choose another one"

@@ -163,6 +163,13 @@ def test_values_may_be_lists() -> None:
     }
 
 
+def test_names_and_folders_of_runs_do_not_vary(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"parameters = trainer.name: each trial has a folder of its own"):
+        cli("sweep", str(file(tmp_path, parameters={"trainer.name": {"values": ["a", "b"]}})), f"--out={tmp_path}")
+    with pytest.raises(SystemExit, match=r"values = trainer.name=a,b: each trial has a folder of its own"):
+        cli("fit", "--model=FedAvg", *DIGITS, "--values=trainer.name=a,b")
+
+
 @pytest.mark.slow
 def test_values_make_a_grid_of_any_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     values = ["--values=model=FedAvg,FedSAM", "--values", "data.num_clients=6,8", "--seeds=3"]

@@ -34,6 +34,10 @@ LOGGER = "{class_path: mine.Logger, init_args: {api_key: S3cret}}"
         ["--x.url", "https://discord.com/api/webhooks/1/S3cret"],
         ["--x.passwd", "S3cret"],
         ["--x.wandb_key=S3cret"],
+        ["--x.pin=S3cret"],
+        ["--x.pin_code", "S3cret"],
+        ["--x.license=S3cret"],
+        ["--x.opts={licence_key: S3cret, otp: S3cret}"],
         ["--x.opts={key: S3cret}"],
         ["--x.opts=[[api_key, S3cret]]"],
         ["--x.opts=[--token, S3cret]"],
@@ -55,7 +59,8 @@ def test_no_form_of_a_command_line_keeps_a_secret(words: list[str]) -> None:
 
 def test_other_words_stay() -> None:
     words = [
-        "--config", "quickstart", "--monkey=1", "--trainer.name=author-keys-2024", "--data.label_key=label",
+        "--config", "quickstart", "--monkey=1", "--x.pin_memory=true", "--x.spin=0.5", "--x.license_file=a.txt",
+        "--trainer.name=author-keys-2024", "--data.label_key=label",
         "--model.net.pad_token=[PAD]", "--ckpt_path", "runs/a/version_0/checkpoints/last.ckpt", "--model.lr=0.1",
         "--data.partition={class_path: Dirichlet, init_args: {alpha: 0.1}}", "--data.path=hf://datasets/a@main",
         "sweep.yaml", "--trainer.callbacks+=mine.Tokens", "--data.path=http://localhost:8080/x",

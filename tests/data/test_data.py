@@ -467,6 +467,15 @@ def test_npz(tmp_path):
     assert torch.equal(data.x_train, images())
     assert data.y_train.dtype == torch.int64
 
+    big_endian = {"x_train": XF.astype(">f8"), "y_train": Y.astype(">i4"), "x_test": XF[:12], "y_test": Y[:12]}
+    np.savez(path, **big_endian)
+    data = Arrays(str(path), num_clients=4, partition=IID())
+    data.setup()
+    assert torch.equal(data.x_train.double(), torch.from_numpy(XF)) and data.y_train.tolist() == Y.tolist()
+    np.savez(path, **{**big_endian, "x_test": XF[:0]})
+    with pytest.raises(UserError, match=r"path = '.*data.npz': x_test without a sample; give at least one$"):
+        Arrays(str(path)).setup()
+
     np.savez(path, x_train=X, y_train=Y)
     with pytest.raises(UserError, match=r"path = '.*data.npz' lacks x_test, y_test; it needs x_train"):
         Arrays(str(path)).setup()

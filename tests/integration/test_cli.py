@@ -75,6 +75,11 @@ def test_print_config_is_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "flatness/lambda_max" in metrics(newest(tmp_path / "runs"))
 
 
+def test_whole_numbers_in_every_spelling() -> None:
+    found = FederatedCLI("fit", "--model=FedAvg", *DIGITS, "--trainer.max_rounds=1e1", "--trainer.seed=3.0").config
+    assert (found.trainer.max_rounds, found.trainer.seed) == (10, 3)
+
+
 def test_append_adds_to_what_null_stands_for() -> None:
     """Also after settings, and to a list that is given."""
     default, key = ["LambdaMax", "Discrepancy"], "--trainer.callbacks.metrics"
@@ -93,6 +98,25 @@ def test_append_adds_to_what_null_stands_for() -> None:
         assert measures[-1].init_args.k == 3
     measures = FederatedCLI("flatness", "--model=FedAvg", *DIGITS, "--ckpt_path=last", "--metrics+=LPF").config.metrics
     assert [measure.class_path.rpartition(".")[2] for measure in measures] == [*default, "LPF"]
+
+
+def test_the_arguments_that_began_a_run_continue_it(tmp_path: Path) -> None:
+    """What they append is in the run's config already."""
+    appended = [
+        "--trainer.callbacks+=Checkpoints",
+        "--trainer.callbacks.every_n_rounds=1",
+        "--trainer.callbacks+=Curves",
+    ]
+    args = ["--model=FedAvg", *DIGITS, *appended, f"--trainer.default_root_dir={tmp_path}"]
+    cli("fit", *args)
+    folder = newest(tmp_path)
+    cli("fit", *args, "--trainer.max_rounds=3", f"--ckpt_path={folder / 'checkpoints/last.ckpt'}")
+    assert last(folder)["round"] == 3
+    one, other = (yaml.safe_load((folder / name).read_text()) for name in ("config.yaml", "config_round_2.yaml"))
+    assert one["trainer"]["callbacks"] == other["trainer"]["callbacks"] and len(one["trainer"]["callbacks"]) == 2
+    more = ["--trainer.callbacks+=[Curves, Trajectory]", f"--ckpt_path={folder / 'checkpoints/last.ckpt'}"]
+    found = FederatedCLI("fit", *more).config.trainer.callbacks
+    assert [each.class_path.rpartition(".")[2] for each in found] == ["Checkpoints", "Curves", "Trajectory"]
 
 
 def test_a_list_that_is_given_anew_has_nothing_of_the_one_before(tmp_path: Path) -> None:

@@ -149,6 +149,12 @@ def shows(message: str, *parts: str) -> None:
         ("--trainer.callbacks=FlatnessMonitor", "trainer.callbacks = ", "FlatnessMonitor", "--trainer.callbacks+=Flat"),
         # keys
         ("--model.averagin=SWA", "model.averagin = ", "SWA", "did you mean model.averaging"),
+        (
+            "--model.optimizer=TorchOptimizer --model.optimizer.name=Nope",
+            "model.optimizer.name = ",
+            "Nope",
+            "torch.optim",
+        ),
         ("--model.optimizer.lrr=0.1", "model.optimizer.lrr = ", "0.1", "did you mean model.optimizer.lr?"),
         ("--trainer.max_roundz=3", "trainer.max_roundz = ", "3", "did you mean trainer.max_rounds?"),
         ("--trainer.max_round=3", "trainer.max_round = ", "3", "did you mean trainer.max_rounds?"),

@@ -13,9 +13,8 @@ import pytest
 import yaml
 
 from fl_lightning.core import UserError
-from fl_lightning.results import metrics
 from fl_lightning.sweeps.controller import Controller
-from fl_lightning.sweeps.file import Hyperband, StopEarly, Sweep
+from fl_lightning.sweeps.file import Sweep
 from fl_lightning.sweeps.trials import Built, Trial
 from fl_lightning.trainer.run import Callback, Run
 from fl_lightning.trainer.storage.run_folder import locked
@@ -183,39 +182,3 @@ def test_bayes_follows_the_jobs_and_resumes_with_others(before: int, after: int,
     again = names(after, 10)
     assert again[:2] == first and len(again[2]) == min(max(after, 4), 20 - 2 * max(before, 4))
     assert sum(map(len, again)) == 20
-
-
-def test_early_termination_reads_a_file_once_a_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is not finite ends a trial, and a run folder that somebody removes does no harm."""
-    files = [tmp_path / f"t{k}" / "version_0" / "metrics.csv" for k in range(3)]
-    for file, value in zip(files, (0.5, 0.4, 0.1), strict=True):
-        file.parent.mkdir(parents=True)
-        file.write_text(f"round,a\n1,{value}\n")
-    read: list[Path] = []
-    monkeypatch.setattr(metrics, "read_metrics", lambda path, of=metrics.read_metrics: read.append(path) or of(path))
-    early = StopEarly(Hyperband("hyperband", min_iter=2, eta=2), "a", 1, [tmp_path / f"t{k}" for k in range(3)])
-
-    class Of:
-        """The attributes of a run that the rule looks at; its file lacks the round."""
-
-        def __init__(self, k: int, value: float) -> None:
-            self.should_stop, self.round_metrics = False, {"a": value}
-            self.folder = type("Folder", (), {"metrics": files[k]})
-
-    def stops(k: int, value: float) -> bool:
-        run: Any = Of(k, value)
-        early.on_round_end(run)
-        return bool(run.should_stop)
-
-    def write(k: int, line: str) -> None:
-        with files[k].open("a") as file:
-            file.write(line)
-
-    assert not stops(0, 0.5) and len(read) == 3
-    write(0, "2,0.5\n")
-    assert not stops(1, 0.4) and len(read) == 4
-    write(1, "2,0.4\n")
-    assert stops(2, float("nan")) and len(read) == 5
-    assert stops(2, float("nan")) and len(read) == 5
-    files[0].unlink()
-    assert not stops(0, 0.3) and not stops(1, 0.3) and len(read) == 5

@@ -19,9 +19,11 @@ import pytest
 import torch
 
 from fl_lightning import SGD, Checkpoints, Digits, DigitsMLP, FederatedTrainer, FedSAM, UserError
+from fl_lightning.core import DivergenceError
 from fl_lightning.sweeps import trials, workers
-from fl_lightning.sweeps.file import Hyperband, StopEarly
-from fl_lightning.sweeps.trials import Built, Trial, name_of, newest_run, run_trials
+from fl_lightning.sweeps.early import StopEarly
+from fl_lightning.sweeps.file import Hyperband
+from fl_lightning.sweeps.trials import Built, Group, Trial, name_of, newest_run, run_trials
 from fl_lightning.trainer.run import Callback, Run
 from fl_lightning.trainer.storage.run_folder import locked
 from tests.runs import FORKS, assert_same, metrics, state
@@ -98,6 +100,20 @@ def test_a_failed_trial_is_not_repeated_and_the_others_finish(tmp_path: Path) ->
     assert len(list(tmp_path.glob("*/version_*"))) == 3
 
 
+class Diverge(Callback):
+    def on_round_end(self, run: Run) -> None:
+        raise DivergenceError(f"round {run.rounds_done}: not finite")
+
+
+def test_a_trial_that_fails_after_it_was_continued_is_not_repeated(tmp_path: Path) -> None:
+    alone = partial(build, engine="sequential")
+    with pytest.raises(KeyboardInterrupt):
+        list(run_trials([trial(0.1)], tmp_path, partial(alone, callbacks=[Interrupt()])))
+    for make in (partial(alone, callbacks=[Diverge()]), alone):
+        (found,) = run_trials([trial(0.1)], tmp_path, make)
+        assert found.error == "round 3: not finite" and found.folder == run_folder(tmp_path, trial(0.1))
+
+
 @pytest.mark.usefixtures("one_program")
 def test_a_mistake_in_the_first_round_is_that_of_each_trial(tmp_path: Path) -> None:
     """It leaves no folder."""
@@ -142,10 +158,8 @@ def test_trials_are_one_program_only_if_they_differ_in_numbers() -> None:
 def test_those_that_end_early_leave_the_others_to_the_bit(engine: str, tmp_path: Path) -> None:
     """Three brackets; of three trials one goes on. The others are compared with the same program without a rule."""
     asked = [trial(rho) for rho in (0.01, 0.5, 0.9)]
-    early = StopEarly(
-        Hyperband("hyperband", min_iter=2), "server/test/acc", -1, [tmp_path / "early" / of.name for of in asked]
-    )
-
+    rule = Hyperband("hyperband", min_iter=2)
+    early = partial(StopEarly, rule, "server/test/acc", -1, tmp_path / "early", asked)
     make = partial(build, engine=engine)
 
     list(run_trials(asked, tmp_path / "early", make, early=early))
@@ -277,9 +291,9 @@ def build_killed(of: Trial, folder: Path) -> Built:
 def test_a_process_begins_anew(tmp_path: Path) -> None:
     """With what is pickled, and nothing else of the process that starts it."""
     train = partial(trials._train, tmp_path, build, True, None)
-    [(group, found)] = workers.train_in_processes(train, deque([[trial(0.1)]]), 1, tmp_path / "log")
-    assert [(o.trial, o.error) for o in found or ()] == [(group[0], None)]
-    assert run_folder(tmp_path, group[0]).name == "version_0"
+    [(group, found)] = workers.train_in_processes(train, deque([Group([trial(0.1)], set())]), 1, tmp_path / "log")
+    assert [(o.trial, o.error) for o in found or ()] == [(trial(0.1), None)]
+    assert run_folder(tmp_path, group.trials[0]).name == "version_0"
 
 
 @pytest.mark.slow

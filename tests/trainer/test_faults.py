@@ -501,6 +501,7 @@ def test_every_algorithm_ends(name: str, tmp_path: Path) -> None:
         (lambda: Faults(drop_before=1.0), "trainer.faults.drop_before = 1.0: give a finite number from 0 to below 1"),
         (lambda: Faults(drop_after=math.nan), "trainer.faults.drop_after = nan"),
         (lambda: Faults(available=[]), "trainer.faults.available = .*at least one round"),
+        (lambda: Faults(available="/dev/zero"), "trainer.faults.available = /dev/zero: no file"),
         (lambda: Faults(available="none.json"), "trainer.faults.available = none.json: no such file"),
         (lambda: Stragglers(0), "trainer.faults.stragglers.deadline = 0"),
         (lambda: Stragglers(3, "never"), "trainer.faults.stragglers.late = never: give one of partial, lost"),  # type: ignore[arg-type]

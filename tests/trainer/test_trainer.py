@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -27,6 +29,7 @@ from fl_lightning import (
     FedAvg,
     FederatedTrainer,
     FedGMTv2,
+    FedSAM,
     FedSMOO,
     FlatnessMonitor,
     LambdaMax,
@@ -36,6 +39,7 @@ from fl_lightning import (
     UniformSampler,
     UserError,
     algorithms,
+    load_net,
 )
 from fl_lightning.algorithms.catalogue import Entry
 from fl_lightning.algorithms.parts.schedules import Cosine
@@ -374,6 +378,46 @@ def test_complex_numbers_of_a_net_are_refused() -> None:
         UserError, match=r"^model\.net = Sequential: freqs is complex, .*; store torch.view_as_real of it$"
     ):
         FedAvg(net)
+
+
+def test_a_run_with_numbers_of_numpy_goes_on(tmp_path: Path) -> None:
+    """Also within no_grad: else a loop over np.arange(5) would leave checkpoints that nothing reads."""
+
+    def trained(rounds: int, ckpt_path: str | None = None) -> Run:
+        trainer = FederatedTrainer(
+            max_rounds=rounds, clients_per_round=np.int32(2), seed=np.uint8(3), threads=1,
+            default_root_dir=str(tmp_path), accelerator="cpu",
+        )  # fmt: skip
+        data = Digits(num_clients=np.int64(4), seed=np.int64(1))
+        with torch.no_grad():
+            return trainer.fit(FedSAM(DigitsMLP(hidden=8), rho=np.float32(0.1)), data, ckpt_path)
+
+    first = trained(1)
+    assert trained(2, str(first.folder.last)).rounds_done == 2
+    assert isinstance(load_net(first.folder.path), DigitsMLP)
+
+
+class Detached(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.flatten(1)).detach()
+
+
+def test_nets_that_cannot_be_trained_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"^model\.net = Linear: weight, bias on the meta device, without values; "):
+        FedAvg(nn.Linear(64, 10, device="meta"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own: it is deprecated
+        scripted = torch.jit.script(nn.Linear(64, 10))
+    with pytest.raises(
+        UserError, match=r"of torch\.jit\.script, which tells nothing of its layers; give the module itself$"
+    ):
+        FedAvg(scripted)
+    for engine in ("sequential", "batched"):
+        trainer = FederatedTrainer(
+            max_rounds=1, clients_per_round=2, default_root_dir=str(tmp_path), engine=engine, accelerator="cpu"
+        )
+        with pytest.raises(UserError, match=r"^model\.net: the loss has no gradient with respect to its weights; "):
+            trainer.fit(FedAvg(Detached(64, 10)), Digits(num_clients=4))
 
 
 def test_clients_own_models_are_tested_from_a_checkpoint(tmp_path: Path) -> None:

@@ -154,9 +154,15 @@ def _class_or_value(value: Any) -> Any:
 
 
 def whole_numbers(args: list[str], message: str) -> list[str]:
-    """Writes an integer that is given as 3.0 as 3, if the parser's message is about that."""
+    """Writes an integer that is given as 3.0 or 3e0 as 3, if the parser's message is about that."""
     found = re.search(r"Expected an? <class 'int'>\. Got value: (-?\d+)\.0+\s*$", message, re.M)
-    return [re.sub(rf"=({found[1]})\.0+$", r"=\1", arg) for arg in args] if found else args
+    number = re.compile(r"(-?\d+\.0+|-?\d+(\.\d*)?[eE]\+?\d+)")
+
+    def written(arg: str) -> str:
+        name, _, value = arg.partition("=")
+        return f"{name}={found[1]}" if found and number.fullmatch(value) and float(value) == float(found[1]) else arg
+
+    return [*map(written, args)]
 
 
 def _option(arg: str) -> str:
@@ -178,12 +184,33 @@ def _with_config_of_run(args: list[str]) -> list[str]:
             continue
         RunFolder.find_checkpoint(str(path), Path(), "")
         if (config := RunFolder(path.parent.parent).newest_config).is_file():
-            read_config(config)
-            return [f"--config={config}", *args]
+            return [f"--config={config}", *_appended_once(read_config(config), args), *args]
         require(
             "model" in map(_option, args), "ckpt_path", path, "no config.yaml of its run lies above it; give --config"
         )
     return args
+
+
+def _appended_once(config: Mapping[str, Any], args: Sequence[str]) -> list[str]:
+    """Returns arguments that take from a config's lists the classes that ``+=`` appends to them once more.
+
+    So the arguments that have begun a run also continue it.
+    """
+    again: dict[str, list[Any]] = {}
+    for key, value in (re.split(r"\+=", arg, maxsplit=1) for arg in args if re.match(r"--[\w.]+\+=", arg)):
+        with suppress(yaml.YAMLError):  # which the parser names
+            given = load_yaml(_yaml(value))
+            again.setdefault(key, []).extend(map(_class_or_value, given if isinstance(given, list) else [given]))
+    found = []
+    for key, names in again.items():
+        listed: Any = config
+        for part in key.removeprefix("--").split("."):
+            own = listed.get("init_args", listed) if isinstance(listed, Mapping) else {}
+            listed = own.get(part) if isinstance(own, Mapping) else None
+        kept = [each for each in listed or () if _class_or_value(each) not in names]
+        if isinstance(listed, list) and len(kept) < len(listed):
+            found.append(f"{key}={json.dumps(kept)}")
+    return found
 
 
 def _readable(arg: str) -> str:

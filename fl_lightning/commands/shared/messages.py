@@ -222,6 +222,7 @@ def _unexpected(refusal: _Refusal) -> str | None:
 
 
 def _raised_by_a_class(path: str, message: str, own: Sequence[str]) -> str:
+    own = [line for line in own if re.match(r"(trainer|model|data)\.[\w.]+ = ", line)] or own  # others were tried, too
     tried = (re.search(r"subclass of (\w+)|is not iterable", line) for line in own)
     if kind := next(filter(None, tried), None):
         value = first_of(r"Import path (\S+) does not", message)  # of a mapping

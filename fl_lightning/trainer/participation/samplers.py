@@ -159,12 +159,14 @@ def read_trace(path: str, key: str) -> list[list[int]]:
     Raises:
         UserError: If it is missing or of another format.
     """
+    form = "a JSON list of lists of ids"
+    ensure(Path(path).is_file() or not Path(path).exists(), f"{key} = {path}: no file; give {form}")
     try:
         rounds: list[list[int]] = json.loads(Path(path).read_text())
         if not all(type(k) is int for cohort in rounds for k in cohort):
             raise ValueError("an id is a whole number")
         return rounds
     except FileNotFoundError:
-        raise UserError(f"{key} = {path}: no such file; give a JSON list of lists of ids") from None
+        raise UserError(f"{key} = {path}: no such file; give {form}") from None
     except (ValueError, TypeError, OSError, RecursionError) as error:
-        raise UserError(f"{key} = {path}: not a JSON list of lists of ids ({error})") from None
+        raise UserError(f"{key} = {path}: not {form} ({error})") from None

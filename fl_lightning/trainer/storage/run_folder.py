@@ -200,11 +200,11 @@ def _lock(fd: int, folder: Path) -> None:
     os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
 
 
-def in_use(folder: Path) -> bool:
-    """Returns whether a run uses a run folder; no file changes."""
-    if sys.platform == "win32" or not (folder / LOCK).is_file():
+def in_use(folder: Path, name: str = LOCK) -> bool:
+    """Returns whether a folder is locked; no file changes. Arguments as for `locked`."""
+    if sys.platform == "win32" or not (folder / name).is_file():
         return False
-    with (folder / LOCK).open() as file:
+    with (folder / name).open() as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except OSError as error:
