@@ -13,6 +13,7 @@ from fl_lightning.data.minibatches import Block
 from fl_lightning.engine.base import COLUMNS, Carry, Fixed
 from fl_lightning.engine.batched import BatchedEngine
 from fl_lightning.engine.record import (
+    NOTHING,
     CudaGraph,
     Program,
     Record,
@@ -50,7 +51,7 @@ class GraphedEngine(BatchedEngine):
         """The records that were made so far."""
         return Records()
 
-    def _steps(self, carry: Carry, block: Block, fixed: Fixed, settings: Tensors) -> Carry:
+    def steps(self, carry: Carry, block: Block, fixed: Fixed, settings: Tensors = NOTHING) -> Carry:
         n, objective = len(block.y), self.objective
         parts = objective, objective.ascent, objective.optimizer, objective.loss, *objective.parts
         plain = plain_settings(parts, settings.values())
@@ -119,7 +120,7 @@ class GraphedEngine(BatchedEngine):
         with self.using(settings):
             take = self.objective.optimizer.begin(self.objective.flat, start)
             fixed = Fixed(received, start, teachers, constants, ctx, take)
-            return list(_tensors(super()._steps(_carry(named), block, fixed, settings)).values())
+            return list(_tensors(super().steps(_carry(named), block, fixed, settings)).values())
 
 
 def _prefixed(prefix: str, values: Mapping[str, Tensor]) -> Tensors:

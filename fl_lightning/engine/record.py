@@ -5,13 +5,13 @@ import os
 import re
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from numbers import Number
 from operator import attrgetter
 from pathlib import Path
-from types import NoneType
+from types import MappingProxyType, NoneType
 from typing import Any, NamedTuple
 
 import torch
@@ -20,9 +20,10 @@ from torch.fx import Graph, GraphModule
 
 from fl_lightning.core import ClientContext, UserError, processor
 
-Tensors = dict[str, Tensor]
+Tensors = Mapping[str, Tensor]
 Values = tuple[Tensor, ...]
 Replay = Callable[..., Values]
+NOTHING: Tensors = MappingProxyType({})
 aten = torch.ops.aten
 TAKE_TENSORS = {aten.mul.Tensor, aten.add.Tensor, aten.sub.Tensor, aten.div.Tensor}
 """Operations whose second argument may be a number or a tensor, with the same result in float32 and float64."""

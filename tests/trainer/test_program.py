@@ -236,7 +236,7 @@ def test_what_does_not_fit_into_memory_runs_one_by_one(tmp_path: Path, monkeypat
     def fails(*_: Any) -> None:
         raise torch.OutOfMemoryError("simulated")
 
-    monkeypatch.setattr(BatchedEngine, "train_together", fails)
+    monkeypatch.setattr(BatchedEngine, "rounds", fails)
     train(tmp_path, FedAvg, seen := Rounds(), max_rounds=3)
     assert seen.seen == [1, 2, 3]
 
