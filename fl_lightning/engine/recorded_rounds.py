@@ -1,0 +1,225 @@
+"""Whole rounds recorded as one function of arrays and replayed, without an object a client."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fl_lightning.core import ClientContext, State, Uploads, Watched, accumulator_dtype, k_lr_sums, to_device
+from fl_lightning.data.minibatches import whole_blocks
+from fl_lightning.engine.base import COLUMNS
+from fl_lightning.engine.named import below, carry_of, prefixed, tensors_of, tensors_of_carry
+from fl_lightning.engine.record import (
+    Numbers,
+    Program,
+    Replay,
+    Stage,
+    Tensors,
+    alike,
+    compiled,
+    composed,
+    plain_settings,
+    stage,
+)
+from fl_lightning.engine.rounds import Drawn, Rounds, Table, Trained
+from fl_lightning.engine.simplify import simplified
+
+if TYPE_CHECKING:
+    from fl_lightning.engine.graphed import GraphedEngine
+
+
+class RoundRecord(NamedTuple):
+    """A round that was recorded as three stages: what comes before, in and after the local steps.
+
+    Attributes:
+        stages: "send", "step" and "receive".
+        replay: Replays the round: the tensors of ``inputs`` to those of ``outputs``.
+        inputs: Names of the inputs.
+        outputs: Names of the outputs.
+        bits: Bits that the round puts on the wire.
+    """
+
+    stages: Mapping[str, Stage]
+    replay: Replay
+    inputs: Sequence[str]
+    outputs: Sequence[str]
+    bits: int
+
+    def hold(self, t: int) -> bool:
+        """Returns whether the record serves for round ``t``."""
+        return all(each.numbers.hold(t) for each in self.stages.values())
+
+
+class RecordedRounds(Rounds):
+    """Rounds as one recorded function each; those that cannot be recorded train as in `Rounds`, to the same bits.
+
+    A record needs as many clients in each round, few local steps, and hooks that draw no random numbers, look at no
+    values of tensors, and change nothing of their objects.
+    """
+
+    MOST = 8
+    """Maximum number of records of one program."""
+
+    engine: GraphedEngine
+
+    def __init__(self, engine: GraphedEngine, w0: Tensor, seed: int) -> None:
+        super().__init__(engine, w0, seed)
+        self._records: dict[Any, list[RoundRecord]] = {}
+        self._programs, self._refused, self._bits = 0, False, 0
+
+    def train(self, rounds: Sequence[Drawn], server: State, table: Table) -> Iterator[Trained]:
+        contexts = [drawn.contexts[0] for drawn in rounds]
+        arrays = self._arrays(rounds, table, server.w) if self._fit(rounds) else []
+        records = self._recorded(contexts, arrays, server, table) if arrays else []
+        if not records:
+            yield from super().train(rounds, server, table)
+            return
+        numbers = to_device(
+            [
+                [each.numbers.at(ctx.t) for each in record.stages.values()]
+                for ctx, record in zip(contexts, records, strict=True)
+            ],
+            server.w.device,
+            accumulator_dtype(server.w.device),
+        )
+        for record, named, inputs in zip(records, arrays, numbers.unbind(), strict=True):
+            started = time.perf_counter()
+            rows, met = table.take(named["places"])
+            ticks = dict(zip(record.stages, inputs.unbind(), strict=True))
+            values = {
+                **named,
+                **prefixed("server", server),
+                **prefixed("row", rows),
+                "met": met,
+                **prefixed("t", ticks),
+            }
+            with torch.no_grad():
+                after = dict(zip(record.outputs, record.replay(*[values[n] for n in record.inputs]), strict=True))
+            server = State({name: after[f"server.{name}"] for name in server})
+            table.put(named["places"], below("row", after))
+            yield Trained(server, after["numbers"], record.bits, time.perf_counter() - started)
+
+    def _fit(self, rounds: Sequence[Drawn]) -> bool:
+        """Returns whether the rounds can be recorded, as far as one knows before."""
+        width = self.engine.widened(max(len(drawn.clients) for drawn in rounds))
+        return (
+            not (self._refused or self.bits_depend_on_values)
+            and self.w0.device.type == "cpu"
+            and all(len(drawn.clients) == width for drawn in rounds)
+            and max(len(each) for drawn in rounds for each in drawn.minibatches) <= self.engine.UNROLLED
+        )
+
+    def _arrays(self, rounds: Sequence[Drawn], table: Table, w: Tensor) -> list[dict[str, Tensor]]:
+        """Returns what each of the rounds draws, as tensors by name."""
+        steps = max(len(each) for drawn in rounds for each in drawn.minibatches)
+        blocks = whole_blocks([drawn.minibatches for drawn in rounds], len(rounds[0].clients), steps)
+        columns = [[[[getattr(ctx, name)] for ctx in drawn.contexts] for name in COLUMNS] for drawn in rounds]
+        samples = [float(sum(ctx.n_k for ctx in drawn.contexts)) for drawn in rounds]
+        places = torch.stack([table.places(drawn.clients) for drawn in rounds])
+        device = w.device
+        return [
+            {
+                "places": where,
+                "samples": n,
+                "k_lr": k_lr,
+                **{f"ctx.{name}": column for name, column in zip(COLUMNS, its.unbind(), strict=True)},
+                **block.tensors(),
+            }
+            for where, n, k_lr, its, block in zip(
+                places.unbind(),
+                to_device(samples, device, accumulator_dtype(device)).unbind(),
+                to_device([k_lr_sums(drawn.contexts) for drawn in rounds], device, w.dtype).unbind(),
+                to_device(columns, device, w.dtype).unbind(),
+                blocks,
+                strict=True,
+            )
+        ]
+
+    def _recorded(
+        self, contexts: Sequence[ClientContext], arrays: Sequence[Tensors], server: State, table: Table
+    ) -> list[RoundRecord]:
+        """Returns a record for each round; none if they cannot be recorded."""
+        rows, met = table.take(arrays[0]["places"])
+        state = {**prefixed("server", server), **prefixed("row", rows), "met": met}
+        shapes = tuple((name, v.shape, v.dtype) for name, v in {**arrays[0], **state}.items())
+        objects = self.objective, self.objective.optimizer, self.objective.loss, *self.objective.all_parts
+        known = self._records.setdefault((shapes, plain_settings(objects, []), contexts[0].rounds, contexts[0].m), [])
+        found, before = list[RoundRecord](), len(known)
+        try:
+            for ctx, named in zip(contexts, arrays, strict=True):
+                record = next((each for each in known if each.hold(ctx.t)), None)
+                if record is None:
+                    if len(known) == before + self.MOST:
+                        return self._refuse()
+                    watched = Watched(objects)
+                    known.append(record := self._record({**named, **state}, ctx))
+                    if any(watched.changed()):
+                        return self._refuse()
+                found.append(record)
+            self._programs += 1
+            if self._programs & (self._programs - 1) == 0:  # the first, second, fourth, ...
+                again = self._stages({**arrays[-1], **state}, contexts[-1])
+                for one, other in zip(found[-1].stages.values(), again.values(), strict=True):
+                    if self._programs == 1 and not alike(one.text, other.text):
+                        return self._refuse()
+                    self.engine.check_alike(one, other)
+        except Exception:  # of hooks: if the mistake is theirs, they raise it when they are called as they are
+            return self._refuse()
+        return found
+
+    def _refuse(self) -> list[RoundRecord]:
+        """Trains all rounds to come as in `Rounds`."""
+        self._refused = True
+        return []
+
+    def _record(self, named: Tensors, ctx: ClientContext) -> RoundRecord:
+        stages = self._stages(named, ctx)
+        inputs = [*(name for name in named if name != "places"), *(f"t.{name}" for name in stages)]
+        outputs = stages["receive"].outputs
+        steps = [("t.step", stages["step"])] * len(named["block.y"])
+        order = [("t.send", stages["send"]), *steps, ("t.receive", stages["receive"])]
+        graph = simplified(composed(order, inputs, outputs))
+        replay: Replay = graph.forward
+        if self.engine.compile:
+            given = {**named, **dict.fromkeys(inputs[-len(stages) :], self._no_numbers(named))}
+            program, held = Program.of(graph, [given[name] for name in inputs])
+            replay = partial(compiled(program), *held)
+        return RoundRecord(stages, replay, inputs, outputs, self._bits)
+
+    def _stages(self, named: Tensors, ctx: ClientContext) -> dict[str, Stage]:
+        """Records what comes before, in and after the local steps of a round."""
+        columns, t = prefixed("ctx", below("ctx", named)), {"t": self._no_numbers(named)}
+        server, rows = (prefixed(name, below(name, named)) for name in ("server", "row"))
+        first = {**server, **rows, "met": named["met"], **columns, **t}
+        send = stage(self._send, first, ctx)
+        with torch.no_grad():
+            sent = dict(zip(send.outputs, send.graph(*first.values()), strict=True))
+        step = self.engine.step_stage({**sent, **columns, **prefixed("block", below("block", named)), **t}, ctx)
+        last = {**server, **sent, **columns, **{name: named[name] for name in ("samples", "k_lr")}, **t}
+        return {"send": send, "step": step, "receive": stage(self._receive, last, ctx)}
+
+    def _no_numbers(self, named: Tensors) -> Tensor:
+        return named["samples"].new_zeros(Numbers.MOST)
+
+    def _send(self, named: Tensors, ctx: ClientContext) -> Tensors:
+        """`send` with named tensors."""
+        ctx = self.engine.without_draws(ctx)
+        _, carry, fixed = self.send(State(below("server", named)), below("row", named), named["met"], ctx)
+        given = {name: v for name, v in tensors_of(fixed).items() if not name.startswith("ctx.")}
+        return {**tensors_of_carry(carry), **given}
+
+    def _receive(self, named: Tensors, ctx: ClientContext) -> Tensors:
+        """`receive` with named tensors."""
+        carry, fixed, server = carry_of(named), self.engine.fixed_of(named, ctx), State(below("server", named))
+
+        def average(upload: Tensors) -> Uploads:
+            rows = {name: upload[name] for name in self.objective.wire[1]}
+            return Uploads.of_rows(self.objective.weighting, rows, named["ctx.n_k"], named["samples"], named["k_lr"])
+
+        after, rows, numbers, self._bits = self.receive(server, fixed.received, carry, fixed, len(carry.w), average)
+        return {**prefixed("server", after), **prefixed("row", rows), "numbers": numbers}
