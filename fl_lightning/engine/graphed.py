@@ -109,7 +109,7 @@ class GraphedEngine(BatchedEngine):
     def _record(self, named: Tensors, ctx: ClientContext) -> Record:
         """Records one step; compiled it is as many steps as ``named`` has minibatches."""
         step = self.step_stage(named, ctx)
-        replay: Replay = simplified(step.graph).forward
+        replay: Replay = simplified(step.graph, constants=not self.compile).forward
         if self.compile:
             steps = len(named["block.y"])
             program, held = Program.of(composed([("t", step)] * steps, [*named], step.outputs), [*named.values()])

@@ -64,6 +64,8 @@ class RecordedRounds(Rounds):
 
     MOST = 8
     """Maximum number of records of one program."""
+    COMPARED = (1, 10, 100, 1000)
+    """Programs whose record is compared with a new one, of their last round."""
 
     engine: GraphedEngine
 
@@ -118,7 +120,7 @@ class RecordedRounds(Rounds):
         """Returns what each of the rounds draws, as tensors by name."""
         steps = max(len(each) for drawn in rounds for each in drawn.minibatches)
         blocks = whole_blocks([drawn.minibatches for drawn in rounds], len(rounds[0].clients), steps)
-        columns = [[[[getattr(ctx, name)] for ctx in drawn.contexts] for name in COLUMNS] for drawn in rounds]
+        columns = [[[getattr(ctx, name) for ctx in drawn.contexts] for name in COLUMNS] for drawn in rounds]
         samples = [float(sum(ctx.n_k for ctx in drawn.contexts)) for drawn in rounds]
         places = torch.stack([table.places(drawn.clients) for drawn in rounds])
         device = w.device
@@ -129,16 +131,23 @@ class RecordedRounds(Rounds):
                 "k_lr": k_lr,
                 **{f"ctx.{name}": column for name, column in zip(COLUMNS, its.unbind(), strict=True)},
                 **block.tensors(),
+                **self._class_counts(drawn, w),
             }
-            for where, n, k_lr, its, block in zip(
+            for where, n, k_lr, its, block, drawn in zip(
                 places.unbind(),
                 to_device(samples, device, accumulator_dtype(device)).unbind(),
                 to_device([k_lr_sums(drawn.contexts) for drawn in rounds], device, w.dtype).unbind(),
-                to_device(columns, device, w.dtype).unbind(),
+                to_device(columns, device, w.dtype)[..., None].unbind(),
                 blocks,
+                rounds,
                 strict=True,
             )
         ]
+
+    def _class_counts(self, drawn: Drawn, like: Tensor) -> dict[str, Tensor]:
+        """Returns the clients' numbers of samples of each class by name, if the objective uses them."""
+        counts = self.context(drawn, like).class_counts if self.objective.uses_class_counts else None
+        return {} if counts is None else {"ctx.class_counts": counts}
 
     def _recorded(
         self, contexts: Sequence[ClientContext], arrays: Sequence[Tensors], server: State, table: Table
@@ -162,7 +171,7 @@ class RecordedRounds(Rounds):
                         return self._refuse()
                 found.append(record)
             self._programs += 1
-            if self._programs & (self._programs - 1) == 0:  # the first, second, fourth, ...
+            if self._programs in self.COMPARED:
                 again = self._stages({**arrays[-1], **state}, contexts[-1])
                 for one, other in zip(found[-1].stages.values(), again.values(), strict=True):
                     if self._programs == 1 and not alike(one.text, other.text):
@@ -183,7 +192,7 @@ class RecordedRounds(Rounds):
         outputs = stages["receive"].outputs
         steps = [("t.step", stages["step"])] * len(named["block.y"])
         order = [("t.send", stages["send"]), *steps, ("t.receive", stages["receive"])]
-        graph = simplified(composed(order, inputs, outputs))
+        graph = simplified(composed(order, inputs, outputs), constants=not self.engine.compile)
         replay: Replay = graph.forward
         if self.engine.compile:
             given = {**named, **dict.fromkeys(inputs[-len(stages) :], self._no_numbers(named))}

@@ -160,11 +160,11 @@ class Rounds:
     def context(self, drawn: Drawn, like: Tensor) -> ClientContext:
         """Returns the contexts of a round's clients as one, whose attributes that differ are ``(clients, 1)``."""
         keys = [(self.seed, ctx.stream, ctx.phase, k) for k, ctx in zip(drawn.clients, drawn.contexts, strict=True)]
-        contexts, source = drawn.contexts, drawn.minibatches[0].source
-        if self.objective.uses_class_counts:
-            counts = [source.class_counts(k).to(like) for k in drawn.clients]
-            contexts = [replace(ctx, class_counts=of) for ctx, of in zip(contexts, counts, strict=True)]
-        return self.engine.together(contexts, like, Draws(keys, like.device, True))
+        ctx = self.engine.together(drawn.contexts, like, Draws(keys, like.device, True))
+        if not self.objective.uses_class_counts:
+            return ctx
+        source = drawn.minibatches[0].source
+        return replace(ctx, class_counts=torch.stack([source.class_counts(k) for k in drawn.clients]).to(like))
 
     def send(
         self, server: State, rows: Mapping[str, Tensor], met: Tensor, ctx: ClientContext
