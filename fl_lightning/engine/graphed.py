@@ -109,13 +109,19 @@ class GraphedEngine(BatchedEngine):
     def _record(self, named: Tensors, ctx: ClientContext) -> Record:
         """Records one step; compiled it is as many steps as ``named`` has minibatches."""
         step = self.step_stage(named, ctx)
-        replay: Replay = simplified(step.graph, constants=not self.compile).forward
         if self.compile:
-            steps = len(named["block.y"])
-            program, held = Program.of(composed([("t", step)] * steps, [*named], step.outputs), [*named.values()])
-            replay = partial(compiled(program), *held)
+            replay = self.compiled_steps(step, named, len(named["block.y"]))
+        else:
+            replay = simplified(step.graph).forward
         replay = CudaGraph(replay) if named["w"].is_cuda else partial(loop, replay)
         return Record(step, replay, ctx.t)
+
+    def compiled_steps(self, step: Stage, named: Tensors, steps: int) -> Replay:
+        """Returns the machine code of some steps, given their inputs, with the minibatches of all."""
+        simplified(step.graph, constants=False)  # the compiler sees more in the operations that make them
+        tensors = [named[name] for name in step.inputs]
+        program, held = Program.of(composed([("t", step)] * steps, step.inputs, step.outputs), tensors)
+        return partial(compiled(program), *held)
 
     def _recorded(self, named: Tensors, ctx: ClientContext) -> Tensors:
         """Takes a local step with named tensors; returns those that it changes."""

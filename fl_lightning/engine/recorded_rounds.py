@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -16,12 +16,11 @@ from fl_lightning.engine.base import COLUMNS
 from fl_lightning.engine.named import below, carry_of, prefixed, tensors_of, tensors_of_carry
 from fl_lightning.engine.record import (
     Numbers,
-    Program,
     Replay,
     Stage,
     Tensors,
+    Values,
     alike,
-    compiled,
     composed,
     plain_settings,
     stage,
@@ -38,21 +37,21 @@ class RoundRecord(NamedTuple):
 
     Attributes:
         stages: "send", "step" and "receive".
-        replay: Replays the round: the tensors of ``inputs`` to those of ``outputs``.
+        replay: Replays the round: the tensors of ``inputs`` to the outputs of the last stage.
         inputs: Names of the inputs.
-        outputs: Names of the outputs.
+        steps: Number of local steps.
         bits: Bits that the round puts on the wire.
     """
 
     stages: Mapping[str, Stage]
     replay: Replay
     inputs: Sequence[str]
-    outputs: Sequence[str]
+    steps: int
     bits: int
 
-    def hold(self, t: int) -> bool:
-        """Returns whether the record serves for round ``t``."""
-        return all(each.numbers.hold(t) for each in self.stages.values())
+    def serves(self, t: int, named: Tensors) -> bool:
+        """Returns whether the record is that of round ``t``, given what it draws."""
+        return self.steps == len(named["block.y"]) and all(each.numbers.hold(t) for each in self.stages.values())
 
 
 class RecordedRounds(Rounds):
@@ -90,7 +89,7 @@ class RecordedRounds(Rounds):
             accumulator_dtype(server.w.device),
         )
         for record, named, inputs in zip(records, arrays, numbers.unbind(), strict=True):
-            started = time.perf_counter()
+            started, outputs = time.perf_counter(), record.stages["receive"].outputs
             rows, met = table.take(named["places"])
             ticks = dict(zip(record.stages, inputs.unbind(), strict=True))
             values = {
@@ -101,7 +100,7 @@ class RecordedRounds(Rounds):
                 **prefixed("t", ticks),
             }
             with torch.no_grad():
-                after = dict(zip(record.outputs, record.replay(*[values[n] for n in record.inputs]), strict=True))
+                after = dict(zip(outputs, record.replay(*[values[n] for n in record.inputs]), strict=True))
             server = State({name: after[f"server.{name}"] for name in server})
             table.put(named["places"], below("row", after))
             yield Trained(server, after["numbers"], record.bits, time.perf_counter() - started)
@@ -118,7 +117,8 @@ class RecordedRounds(Rounds):
 
     def _arrays(self, rounds: Sequence[Drawn], table: Table, w: Tensor) -> list[dict[str, Tensor]]:
         """Returns what each of the rounds draws, as tensors by name."""
-        steps = max(len(each) for drawn in rounds for each in drawn.minibatches)
+        longest = max(len(each) for drawn in rounds for each in drawn.minibatches)
+        steps = 1 if self.engine.compile else longest  # a record of the longest serves all
         blocks = whole_blocks([drawn.minibatches for drawn in rounds], len(rounds[0].clients), steps)
         columns = [[[getattr(ctx, name) for ctx in drawn.contexts] for name in COLUMNS] for drawn in rounds]
         samples = [float(sum(ctx.n_k for ctx in drawn.contexts)) for drawn in rounds]
@@ -161,7 +161,7 @@ class RecordedRounds(Rounds):
         found, before = list[RoundRecord](), len(known)
         try:
             for ctx, named in zip(contexts, arrays, strict=True):
-                record = next((each for each in known if each.hold(ctx.t)), None)
+                record = next((each for each in known if each.serves(ctx.t, named)), None)
                 if record is None:
                     if len(known) == before + self.MOST:
                         return self._refuse()
@@ -172,7 +172,7 @@ class RecordedRounds(Rounds):
                 found.append(record)
             self._programs += 1
             if self._programs in self.COMPARED:
-                again = self._stages({**arrays[-1], **state}, contexts[-1])
+                again, _ = self._stages({**arrays[-1], **state}, contexts[-1])
                 for one, other in zip(found[-1].stages.values(), again.values(), strict=True):
                     if self._programs == 1 and not alike(one.text, other.text):
                         return self._refuse()
@@ -187,39 +187,45 @@ class RecordedRounds(Rounds):
         return []
 
     def _record(self, named: Tensors, ctx: ClientContext) -> RoundRecord:
-        stages = self._stages(named, ctx)
+        stages, example = self._stages(named, ctx)
+        send, step, receive = stages.values()
         inputs = [*(name for name in named if name != "places"), *(f"t.{name}" for name in stages)]
-        outputs = stages["receive"].outputs
-        steps = [("t.step", stages["step"])] * len(named["block.y"])
-        order = [("t.send", stages["send"]), *steps, ("t.receive", stages["receive"])]
-        graph = simplified(composed(order, inputs, outputs), constants=not self.engine.compile)
-        replay: Replay = graph.forward
-        if self.engine.compile:
-            given = {**named, **dict.fromkeys(inputs[-len(stages) :], self._no_numbers(named))}
-            program, held = Program.of(graph, [given[name] for name in inputs])
-            replay = partial(compiled(program), *held)
-        return RoundRecord(stages, replay, inputs, outputs, self._bits)
+        steps = len(named["block.y"])
+        if not self.engine.compile:
+            order = [("t.send", send), *[("t.step", step)] * steps, ("t.receive", receive)]
+            replay: Replay = simplified(composed(order, inputs, receive.outputs)).forward
+            return RoundRecord(stages, replay, inputs, steps, self._bits)
+        # compiled are the local steps, as in single rounds: to their bits, and by the same program
+        functions = simplified(send.graph), self.engine.compiled_steps(step, example, steps), simplified(receive.graph)
 
-    def _stages(self, named: Tensors, ctx: ClientContext) -> dict[str, Stage]:
-        """Records what comes before, in and after the local steps of a round."""
-        columns, t = prefixed("ctx", below("ctx", named)), {"t": self._no_numbers(named)}
+        def chained(*values: Tensor) -> Values:
+            known = dict(zip(inputs, values, strict=True))
+            for (name, each), function in zip(stages.items(), functions, strict=True):
+                known["t"] = known[f"t.{name}"]
+                known.update(zip(each.outputs, function(*[known[name] for name in each.inputs]), strict=True))
+            return tuple(known[name] for name in receive.outputs)
+
+        return RoundRecord(stages, chained, inputs, steps, self._bits)
+
+    def _stages(self, named: Tensors, ctx: ClientContext) -> tuple[dict[str, Stage], Tensors]:
+        """Records what comes before, in and after the local steps of a round; returns it with inputs of the steps."""
+        columns, t = prefixed("ctx", below("ctx", named)), {"t": named["samples"].new_zeros(Numbers.MOST)}
         server, rows = (prefixed(name, below(name, named)) for name in ("server", "row"))
         first = {**server, **rows, "met": named["met"], **columns, **t}
         send = stage(self._send, first, ctx)
         with torch.no_grad():
             sent = dict(zip(send.outputs, send.graph(*first.values()), strict=True))
-        step = self.engine.step_stage({**sent, **columns, **prefixed("block", below("block", named)), **t}, ctx)
-        last = {**server, **sent, **columns, **{name: named[name] for name in ("samples", "k_lr")}, **t}
-        return {"send": send, "step": step, "receive": stage(self._receive, last, ctx)}
-
-    def _no_numbers(self, named: Tensors) -> Tensor:
-        return named["samples"].new_zeros(Numbers.MOST)
+        of_step = {**sent, **columns, **t, **prefixed("block", below("block", named))}
+        last = {**server, **sent, **columns, **t, **{name: named[name] for name in ("samples", "k_lr")}}
+        step, receive = self.engine.step_stage(of_step, ctx), stage(self._receive, last, ctx)
+        return {"send": send, "step": step, "receive": receive}, of_step
 
     def _send(self, named: Tensors, ctx: ClientContext) -> Tensors:
         """`send` with named tensors."""
         ctx = self.engine.without_draws(ctx)
         _, carry, fixed = self.send(State(below("server", named)), below("row", named), named["met"], ctx)
         given = {name: v for name, v in tensors_of(fixed).items() if not name.startswith("ctx.")}
+        carry = replace(carry, w=carry.w.contiguous()) if self.engine.compile else carry  # as in single rounds
         return {**tensors_of_carry(carry), **given}
 
     def _receive(self, named: Tensors, ctx: ClientContext) -> Tensors:
