@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -256,9 +256,8 @@ class Uploads:
         self.names, self.weighting = tuple(names), weighting
         self.n: float = len(clients)
         self.samples: float | Tensor = sum(c.n_k for c in clients)
-        self._sums: dict[str, Sequence[Tensor] | Tensor] = {
-            "k_lr": to_device(k_lr_sums(clients), like.device, like.dtype)
-        }
+        k_lr = to_device(k_lr_sums(clients), like.device, like.dtype)
+        self._sums: dict[str, Any] = {"k_lr": k_lr}  # ``(2, ...)`` or pairs, plain and weighted by samples
         self._shared = {("k_lr", 0), ("k_lr", 1)}
 
     def add(self, upload: Mapping[str, Tensor], samples: int) -> None:

@@ -196,7 +196,8 @@ class RecordedRounds(Rounds):
             replay: Replay = simplified(composed(order, inputs, receive.outputs)).forward
             return RoundRecord(stages, replay, inputs, steps, self._bits)
         # compiled are the local steps, as in single rounds: to their bits, and by the same program
-        functions = simplified(send.graph), self.engine.compiled_steps(step, example, steps), simplified(receive.graph)
+        compiled = self.engine.compiled_steps(step, example, steps)
+        functions: list[Replay] = [simplified(send.graph).forward, compiled, simplified(receive.graph).forward]
 
         def chained(*values: Tensor) -> Values:
             known = dict(zip(inputs, values, strict=True))

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -216,7 +216,8 @@ class Rounds:
         after = objective.finish_round(after, server, _of_server(ctx))
         watched.warn_of_server(numbers=False)
         finite = torch.stack([is_finite(v).all() for v in (*upload.values(), *state.values())]).all() & after.finite()
-        loss = carry.loss[:n] / torch.clamp(ctx.K, min=1)[:n, 0]  # type: ignore[arg-type]  # K is (width, 1) here
+        steps: Any = ctx.K  # (clients, 1)
+        loss = carry.loss[:n] / steps.clamp(min=1)[:n, 0]
         numbers = torch.cat([finite[None].to(accumulator_dtype(loss.device)), loss.to(accumulator_dtype(loss.device))])
         kept = [objective.finish_client(State(row), after) for row in by_client(state, n)]
         rows = {name: torch.stack([row[name] for row in kept]) for name in state}

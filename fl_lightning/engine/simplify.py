@@ -2,19 +2,26 @@
 
 import re
 from operator import getitem
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
 aten = torch.ops.aten
-VIEWS = {
+VIEWS: set[Any] = {
     aten.view.default, aten._unsafe_view.default, aten.expand.default, aten.alias.default, aten.detach.default,
 }  # fmt: skip
 """Operations that return their input if shape and strides stay the same."""
-RESHAPES = {aten.view.default, aten._unsafe_view.default, aten.unsqueeze.default, aten.squeeze.dims, aten.squeeze.dim}
+RESHAPES: set[Any] = {
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.unsqueeze.default,
+    aten.squeeze.dims,
+    aten.squeeze.dim,
+}
 """Operations that change the shape and nothing else."""
-FILLED = {
+FILLED: dict[Any, int] = {
     aten.zeros_like.default: 0, aten.new_zeros.default: 0, aten.zeros.default: 0,
     aten.ones_like.default: 1, aten.new_ones.default: 1, aten.ones.default: 1,
 }  # fmt: skip
@@ -51,23 +58,23 @@ def simplified(graph: GraphModule, constants: bool = True) -> GraphModule:
 
 
 def _shorten(node: Node) -> None:
-    """Lets a node skip the ones before it where a row of a slice, or a view of a view, is one of the whole."""
-    of = node.args[0] if node.args else None
-    if not isinstance(of, Node) or of.op != "call_function":
+    """Lets a node skip the one before it, where a row of a slice, or a view of a view, is one of the whole."""
+    of: Any = node.args[0] if node.args else None
+    if not isinstance(of, Node):
         return
     if node.target is getitem and of.target is aten.unbind.int and of.args[1:] in ((), (0,)):
-        row, of = node.args[1], of.args[0]
+        rows, row = of.args[0], node.args[1]
     elif node.target is aten.select.int and node.args[1] == 0:
-        row = node.args[2]
+        rows, row = of, node.args[2]
     else:
-        row = None
-    if row == 0 and isinstance(of, Node) and of.target is aten.slice.Tensor and of.args[1] == 0:
-        node.target, node.args = aten.select.int, (of.args[0], 0, of.args[2])
-    base = of.args[0] if isinstance(of, Node) and of.args else None
-    if node.target in RESHAPES and of.target in RESHAPES and isinstance(base, Node):
-        value, whole = node.meta.get("val"), base.meta.get("val")
-        if isinstance(value, Tensor) and isinstance(whole, Tensor) and _is_view(whole, value):
-            node.target, node.args = aten.view.default, (base, [*value.shape])
+        rows = row = None
+    if row == 0 and isinstance(rows, Node) and rows.target is aten.slice.Tensor and rows.args[1] == 0:
+        node.target, node.args = aten.select.int, (rows.args[0], 0, rows.args[2])
+    elif {node.target, of.target} <= RESHAPES:
+        whole: Any = of.args[0]
+        value, base = node.meta.get("val"), whole.meta.get("val")
+        if isinstance(value, Tensor) and isinstance(base, Tensor) and _is_view(base, value):
+            node.target, node.args = aten.view.default, (whole, [*value.shape])
 
 
 def _is_view(whole: Tensor, value: Tensor) -> bool:
@@ -79,22 +86,12 @@ def _is_view(whole: Tensor, value: Tensor) -> bool:
 
 
 def _constant(graph: GraphModule, node: Node) -> Node | None:
-    """Returns a node with the value of one that is always the same, if it is small."""
-    value = node.meta.get("val")
-    if not isinstance(value, Tensor) or value.numel() > SMALL or node.op != "call_function":
+    """Returns a node with the value of one that is always the same everywhere, if it is small."""
+    value, fill = node.meta.get("val"), _fill(graph, node)
+    if fill is None or not isinstance(value, Tensor) or value.numel() > SMALL:
         return None
-    if node.target in FILLED:
-        fill = FILLED[node.target]
-    elif node.target in (aten.scalar_tensor.default, aten.full.default, aten.full_like.default):
-        fill = node.args[-1] if node.target is not aten.scalar_tensor.default else node.args[0]
-    elif node.target in (*VIEWS, *RESHAPES) and _filled(graph, node.args[0]) is not None:
-        fill = _filled(graph, node.args[0])
-    else:
-        return None
-    if isinstance(fill, Node):
-        return None
-    layout = "_".join(map(str, (*value.shape, "by", *value.stride())))
-    name = re.sub(r"\W", "_", f"constant_{fill}_{value.dtype}_{value.device}_{layout}")
+    layout = *value.shape, "by", *value.stride()
+    name = re.sub(r"\W", "_", "_".join(map(str, ("constant", fill, value.dtype, value.device, *layout))))
     if not hasattr(graph, name):
         size = 1 + sum((n - 1) * stride for n, stride in zip(value.shape, value.stride(), strict=True))
         memory = torch.full((max(size, 1),), fill, dtype=value.dtype, device=value.device)
@@ -105,11 +102,24 @@ def _constant(graph: GraphModule, node: Node) -> Node | None:
     return constant
 
 
-def _filled(graph: GraphModule, of: object) -> float | None:
-    """Returns the value that a constant has everywhere; None: it is no such constant."""
+def _fill(graph: GraphModule, node: Node) -> Any:
+    """Returns the value that an operation gives everywhere, always; None: it is not known."""
+    if node.op != "call_function":
+        return None
+    if node.target in FILLED:
+        return FILLED[node.target]
+    if node.target is aten.scalar_tensor.default:
+        return node.args[0]
+    if node.target in (aten.full.default, aten.full_like.default):
+        return None if isinstance(node.args[1], Node) else node.args[1]
+    return _filled(graph, node.args[0]) if node.target in VIEWS | RESHAPES else None
+
+
+def _filled(graph: GraphModule, of: object) -> Any:
+    """Returns the value that a constant of the record has everywhere; None: it is no such constant."""
     if isinstance(of, Node) and of.op == "get_attr" and str(of.target).startswith("constant_"):
         values = getattr(graph, str(of.target))
-        return float(values.flatten()[0]) if values.numel() else None
+        return values.flatten()[0].item() if values.numel() else None
     return None
 
 

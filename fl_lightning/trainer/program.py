@@ -132,7 +132,8 @@ def _train(run: Run, server: State, cohorts: Sequence[Cohort]) -> tuple[list[Tra
         with engine.checked():
             results = [*engine.rounds(store.w0, run.seed).train(drawn, server, table)]
         # the only time that the rounds wait for local training
-        columns = torch.cat([result.numbers for result in results]).cpu().split([len(of.numbers) for of in results])
+        read = torch.cat([result.numbers for result in results]).cpu()
+        columns = torch.split(read, [len(of.numbers) for of in results])
         finite = [*takewhile(lambda numbers: bool(numbers[0]), columns)]
         if len(finite) == len(results):
             return [replace(of, numbers=numbers) for of, numbers in zip(results, finite, strict=True)], table.rows(ids)
