@@ -44,10 +44,17 @@ class Numbers:
         self.values = list[Callable[[int], float]]()
         self.guards = list[Callable[[int], bool]]()
 
-    def input(self, value: Callable[[int], float]) -> Tensor:
-        """Returns the input that has this function of the round as its value, a scalar."""
+    def input(self, value: Callable[[int], float], others: Iterable[object]) -> Tensor:
+        """Returns the input that has this function of the round as its value.
+
+        Args:
+            value: The function.
+            others: What it meets in an operation; as Python's numbers, it takes the dtype of a scalar tensor.
+        """
         self.values.append(value)
-        return self.inputs[len(self.values) - 1]
+        dtypes = {x.dtype for x in others if isinstance(x, Tensor) and x.is_floating_point() and not x.ndim}
+        number = self.inputs[len(self.values) - 1]
+        return number.to(dtypes.pop()) if len(dtypes) == 1 else number
 
     def hold(self, t: int) -> bool:
         """Returns whether all comparisons have the same outcome in round ``t``."""
@@ -83,7 +90,7 @@ class RecordedRound:
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         def tensor(x: Any) -> Any:
-            return x.of.input(x.value) if isinstance(x, RecordedRound) else x
+            return x.of.input(x.value, args) if isinstance(x, RecordedRound) else x
 
         return function(*map(tensor, args), **{name: tensor(x) for name, x in (kwargs or {}).items()})
 
@@ -105,7 +112,7 @@ def _comparison(compare: Callable[[Any, Any], bool]) -> Callable[[RecordedRound,
 def _arithmetic(operation: Callable[[Any, Any], Any], swapped: bool) -> Callable[[RecordedRound, Any], Any]:
     def recorded(self: RecordedRound, other: Any) -> Any:
         if isinstance(other, Tensor):
-            number = self.of.input(self.value)
+            number = self.of.input(self.value, [other])
             if operation is operator.truediv and not swapped:  # as torch divides a number by a tensor
                 return other.reciprocal() * number
             return operation(other, number) if swapped else operation(number, other)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fl_lightning.core import ClientContext, State, Uploads, Watched, accumulator_dtype, k_lr_sums, to_device
+from fl_lightning.core import ClientContext, State, Uploads, Watched, accumulator_dtype, ensure, k_lr_sums, to_device
 from fl_lightning.data.minibatches import whole_blocks
 from fl_lightning.engine.base import COLUMNS
 from fl_lightning.engine.named import below, carry_of, prefixed, tensors_of, tensors_of_carry
@@ -165,10 +165,7 @@ class RecordedRounds(Rounds):
                 if record is None:
                     if len(known) == before + self.MOST:
                         return self._refuse()
-                    watched = Watched(objects)
                     known.append(record := self._record({**named, **state}, ctx))
-                    if any(watched.changed()):
-                        return self._refuse()
                 found.append(record)
             self._programs += 1
             if self._programs in self.COMPARED:
@@ -209,7 +206,21 @@ class RecordedRounds(Rounds):
         return RoundRecord(stages, chained, inputs, steps, self._bits)
 
     def _stages(self, named: Tensors, ctx: ClientContext) -> tuple[dict[str, Stage], Tensors]:
-        """Records what comes before, in and after the local steps of a round; returns it with inputs of the steps."""
+        """Records what comes before, in and after the local steps of a round; returns it with inputs of the steps.
+
+        Raises:
+            UserError: If hooks set attributes of their objects, which a record would not do; they are as before.
+        """
+        objects = self.objective, self.objective.optimizer, *self.objective.all_parts
+        watched, before = Watched(objects), [{**vars(owner)} for owner in objects]
+        found = self._stages_of(named, ctx)
+        changed = [*watched.changed()]
+        for owner, attributes in zip(objects, before, strict=True):
+            vars(owner).update(attributes)
+        ensure(not changed, f"hooks set {changed}")
+        return found
+
+    def _stages_of(self, named: Tensors, ctx: ClientContext) -> tuple[dict[str, Stage], Tensors]:
         columns, t = prefixed("ctx", below("ctx", named)), {"t": named["samples"].new_zeros(Numbers.MOST)}
         server, rows = (prefixed(name, below(name, named)) for name in ("server", "row"))
         first = {**server, **rows, "met": named["met"], **columns, **t}
