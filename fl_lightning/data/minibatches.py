@@ -125,16 +125,15 @@ def blocks(clients: Sequence[Minibatches], width: int, batch: int) -> Iterator[B
             at = end
 
 
-def whole_blocks(rounds: Sequence[Sequence[Minibatches]], width: int, steps: int = 1) -> list[Block]:
+def whole_blocks(rounds: Sequence[Sequence[Minibatches]], width: int) -> list[Block]:
     """Stacks the minibatches of several rounds, gathered at once; returns a block for each round.
 
     Args:
         rounds: For each round the minibatches of its clients, of one source that has a batch size.
         width: As for `blocks`.
-        steps: Minimum number of steps of a block; nobody is active in those that no client takes.
     """
     first, batch = rounds[0][0], rounds[0][0].source.batch_size or 1
-    each = [_Places.of(clients, width, batch, steps) for clients in rounds]
+    each = [_Places.of(clients, width, batch) for clients in rounds]
     (indices, draws), weights = _Places.joined(each).moved(first)
     whole = _stacked(first.source.samples(indices, draws, first.dtype), width, batch, *weights).tensors()
     parts = {name: torch.split(v, [len(places.active) for places in each]) for name, v in whole.items()}
@@ -164,9 +163,9 @@ class _Places:
     active: Tensor
 
     @classmethod
-    def of(cls, clients: Sequence[Minibatches], width: int, batch: int, steps: int = 1) -> "_Places":
-        """Returns the places of one block; arguments as for `blocks` and `whole_blocks`."""
-        sizes = np.zeros((width, max(steps, *map(len, clients))), np.int64)
+    def of(cls, clients: Sequence[Minibatches], width: int, batch: int) -> "_Places":
+        """Returns the places of one block; arguments as for `blocks`."""
+        sizes = np.zeros((width, max(map(len, clients))), np.int64)
         for row, client in zip(sizes, clients, strict=False):  # further rows are padding
             row[: len(client)] = client.sizes
         # position of every place in all clients' samples, joined; padding repeats a minibatch's last sample

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from fl_lightning.engine.record import (
     Values,
     alike,
     composed,
+    loop,
     plain_settings,
     stage,
 )
@@ -32,33 +34,34 @@ if TYPE_CHECKING:
     from fl_lightning.engine.graphed import GraphedEngine
 
 
-class RoundRecord(NamedTuple):
+@dataclass(frozen=True)
+class RoundRecord:
     """A round that was recorded as three stages: what comes before, in and after the local steps.
 
     Attributes:
         stages: "send", "step" and "receive".
-        replay: Replays the round: the tensors of ``inputs`` to the outputs of the last stage.
         inputs: Names of the inputs.
-        steps: Number of local steps.
+        example: Inputs of the steps.
         bits: Bits that the round puts on the wire.
+        replays: What replays a round with so many local steps: the tensors of ``inputs`` to the last stage's outputs.
     """
 
     stages: Mapping[str, Stage]
-    replay: Replay
     inputs: Sequence[str]
-    steps: int
+    example: Tensors
     bits: int
+    replays: dict[int, Replay] = field(default_factory=dict)
 
-    def serves(self, t: int, named: Tensors) -> bool:
-        """Returns whether the record is that of round ``t``, given what it draws."""
-        return self.steps == len(named["block.y"]) and all(each.numbers.hold(t) for each in self.stages.values())
+    def holds(self, t: int) -> bool:
+        """Returns whether the record serves for round ``t``."""
+        return all(each.numbers.hold(t) for each in self.stages.values())
 
 
 class RecordedRounds(Rounds):
     """Rounds as one recorded function each; those that cannot be recorded train as in `Rounds`, to the same bits.
 
-    A record needs as many clients in each round, few local steps, and hooks that draw no random numbers, look at no
-    values of tensors, and change nothing of their objects.
+    A record needs as many clients in each round, and hooks that draw no random numbers, look at no values of tensors,
+    and set nothing of their objects.
     """
 
     MOST = 8
@@ -100,7 +103,9 @@ class RecordedRounds(Rounds):
                 **prefixed("t", ticks),
             }
             with torch.no_grad():
-                after = dict(zip(outputs, record.replay(*[values[n] for n in record.inputs]), strict=True))
+                after = dict(
+                    zip(outputs, self._replay(record, named)(*[values[n] for n in record.inputs]), strict=True)
+                )
             server = State({name: after[f"server.{name}"] for name in server})
             table.put(named["places"], below("row", after))
             yield Trained(server, after["numbers"], record.bits, time.perf_counter() - started)
@@ -112,14 +117,11 @@ class RecordedRounds(Rounds):
             not (self._refused or self.bits_depend_on_values)
             and self.w0.device.type == "cpu"
             and all(len(drawn.clients) == width for drawn in rounds)
-            and max(len(each) for drawn in rounds for each in drawn.minibatches) <= self.engine.UNROLLED
         )
 
     def _arrays(self, rounds: Sequence[Drawn], table: Table, w: Tensor) -> list[dict[str, Tensor]]:
         """Returns what each of the rounds draws, as tensors by name."""
-        longest = max(len(each) for drawn in rounds for each in drawn.minibatches)
-        steps = 1 if self.engine.compile else longest  # a record of the longest serves all
-        blocks = whole_blocks([drawn.minibatches for drawn in rounds], len(rounds[0].clients), steps)
+        blocks = whole_blocks([drawn.minibatches for drawn in rounds], len(rounds[0].clients))
         columns = [[[getattr(ctx, name) for ctx in drawn.contexts] for name in COLUMNS] for drawn in rounds]
         samples = [float(sum(ctx.n_k for ctx in drawn.contexts)) for drawn in rounds]
         places = torch.stack([table.places(drawn.clients) for drawn in rounds])
@@ -155,13 +157,13 @@ class RecordedRounds(Rounds):
         """Returns a record for each round; none if they cannot be recorded."""
         rows, met = table.take(arrays[0]["places"])
         state = {**prefixed("server", server), **prefixed("row", rows), "met": met}
-        shapes = tuple((name, v.shape, v.dtype) for name, v in {**arrays[0], **state}.items())
+        shapes = tuple((n, v.shape[n[:6] == "block." :], v.dtype) for n, v in {**arrays[0], **state}.items())
         objects = self.objective, self.objective.optimizer, self.objective.loss, *self.objective.all_parts
         known = self._records.setdefault((shapes, plain_settings(objects, []), contexts[0].rounds, contexts[0].m), [])
         found, before = list[RoundRecord](), len(known)
         try:
             for ctx, named in zip(contexts, arrays, strict=True):
-                record = next((each for each in known if each.serves(ctx.t, named)), None)
+                record = next((each for each in known if each.holds(ctx.t)), None)
                 if record is None:
                     if len(known) == before + self.MOST:
                         return self._refuse()
@@ -185,25 +187,47 @@ class RecordedRounds(Rounds):
 
     def _record(self, named: Tensors, ctx: ClientContext) -> RoundRecord:
         stages, example = self._stages(named, ctx)
-        send, step, receive = stages.values()
         inputs = [*(name for name in named if name != "places"), *(f"t.{name}" for name in stages)]
+        return RoundRecord(stages, inputs, example, self._bits)
+
+    def _replay(self, record: RoundRecord, named: Tensors) -> Replay:
+        """Returns what replays a record with as many local steps as there are minibatches."""
         steps = len(named["block.y"])
-        if not self.engine.compile:
-            order = [("t.send", send), *[("t.step", step)] * steps, ("t.receive", receive)]
-            replay: Replay = simplified(composed(order, inputs, receive.outputs)).forward
-            return RoundRecord(stages, replay, inputs, steps, self._bits)
-        # compiled are the local steps, as in single rounds: to their bits, and by the same program
-        compiled = self.engine.compiled_steps(step, example, steps)
-        functions: list[Replay] = [simplified(send.graph).forward, compiled, simplified(receive.graph).forward]
+        if steps not in record.replays:
+            whole = not self.engine.compile and steps <= self.engine.UNROLLED
+            record.replays[steps] = self._composed(record, steps) if whole else self._chained(record, named, steps)
+        return record.replays[steps]
+
+    def _composed(self, record: RoundRecord, steps: int) -> Replay:
+        send, step, receive = record.stages.values()
+        order = [("t.send", send), *[("t.step", step)] * steps, ("t.receive", receive)]
+        return simplified(composed(order, record.inputs, receive.outputs)).forward
+
+    def _chained(self, record: RoundRecord, named: Tensors, steps: int) -> Replay:
+        """Compiled are the local steps alone: by the same program as in single rounds, to the same bits."""
+        send, step, receive = record.stages.values()
+        blocks = {name: v for name, v in named.items() if name.startswith("block.")}
+        unroll = steps if self.engine.compile and steps <= self.engine.UNROLLED else 1
+        one = {**record.example, **{name: v[:unroll] for name, v in blocks.items()}}
+        function = (
+            self.engine.compiled_steps(step, one, unroll) if self.engine.compile else simplified(step.graph).forward
+        )
+        carried = len(step.outputs)
+
+        def all_steps(*values: Tensor) -> Values:
+            rows = tuple(torch.unflatten(v, 0, (-1, unroll)) for v in values[-len(blocks) :])
+            return loop(function, values[:carried], values[carried : -len(blocks)], rows)
+
+        functions: list[Replay] = [simplified(send.graph).forward, all_steps, simplified(receive.graph).forward]
 
         def chained(*values: Tensor) -> Values:
-            known = dict(zip(inputs, values, strict=True))
-            for (name, each), function in zip(stages.items(), functions, strict=True):
+            known = dict(zip(record.inputs, values, strict=True))
+            for (name, each), replay in zip(record.stages.items(), functions, strict=True):
                 known["t"] = known[f"t.{name}"]
-                known.update(zip(each.outputs, function(*[known[name] for name in each.inputs]), strict=True))
+                known.update(zip(each.outputs, replay(*[known[name] for name in each.inputs]), strict=True))
             return tuple(known[name] for name in receive.outputs)
 
-        return RoundRecord(stages, chained, inputs, steps, self._bits)
+        return chained
 
     def _stages(self, named: Tensors, ctx: ClientContext) -> tuple[dict[str, Stage], Tensors]:
         """Records what comes before, in and after the local steps of a round; returns it with inputs of the steps.
@@ -214,10 +238,13 @@ class RecordedRounds(Rounds):
         objects = self.objective, self.objective.optimizer, *self.objective.all_parts
         watched, before = Watched(objects), [{**vars(owner)} for owner in objects]
         found = self._stages_of(named, ctx)
-        changed = [*watched.changed()]
+        changed = {name for _, name in watched.changed()}
         for owner, attributes in zip(objects, before, strict=True):
+            for name in vars(owner).keys() - attributes.keys():  # a cache may hold what was recorded
+                changed |= {name} - {n for n in {name} if isinstance(getattr(type(owner), n, None), cached_property)}
+                del vars(owner)[name]
             vars(owner).update(attributes)
-        ensure(not changed, f"hooks set {changed}")
+        ensure(not changed, f"hooks set {', '.join(sorted(changed))}")
         return found
 
     def _stages_of(self, named: Tensors, ctx: ClientContext) -> tuple[dict[str, Stage], Tensors]:
