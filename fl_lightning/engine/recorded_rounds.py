@@ -240,8 +240,9 @@ class RecordedRounds(Rounds):
         found = self._stages_of(named, ctx)
         changed = {name for _, name in watched.changed()}
         for owner, attributes in zip(objects, before, strict=True):
-            for name in vars(owner).keys() - attributes.keys():  # a cache may hold what was recorded
-                changed |= {name} - {n for n in {name} if isinstance(getattr(type(owner), n, None), cached_property)}
+            new = vars(owner).keys() - attributes.keys()
+            changed |= {name for name in new if not isinstance(getattr(type(owner), name, None), cached_property)}
+            for name in new:  # even a cache may hold what was recorded
                 del vars(owner)[name]
             vars(owner).update(attributes)
         ensure(not changed, f"hooks set {', '.join(sorted(changed))}")
