@@ -160,7 +160,7 @@ class RecordedRounds(Rounds):
         shapes = tuple((n, v.shape[n[:6] == "block." :], v.dtype) for n, v in {**arrays[0], **state}.items())
         objects = self.objective, self.objective.optimizer, self.objective.loss, *self.objective.all_parts
         known = self._records.setdefault((shapes, plain_settings(objects, []), contexts[0].rounds, contexts[0].m), [])
-        found, before = list[RoundRecord](), len(known)
+        found, before, self._programs = list[RoundRecord](), len(known), self._programs + 1
         try:
             for ctx, named in zip(contexts, arrays, strict=True):
                 record = next((each for each in known if each.holds(ctx.t)), None)
@@ -169,16 +169,21 @@ class RecordedRounds(Rounds):
                         return self._refuse()
                     known.append(record := self._record({**named, **state}, ctx))
                 found.append(record)
-            self._programs += 1
-            if self._programs in self.COMPARED:
-                again, _ = self._stages({**arrays[-1], **state}, contexts[-1])
-                for one, other in zip(found[-1].stages.values(), again.values(), strict=True):
-                    if self._programs == 1 and not alike(one.text, other.text):
-                        return self._refuse()
-                    self.engine.check_alike(one, other)
+            last = {**arrays[-1], **state}, contexts[-1]
+            changed = self._changed(found[-1], *last) if self._programs in self.COMPARED else []
         except Exception:  # of hooks: if the mistake is theirs, they raise it when they are called as they are
             return self._refuse()
+        if changed and self._programs == 1:
+            return self._refuse()
+        for one, other in changed:
+            self.engine.check_alike(one, other)
         return found
+
+    def _changed(self, record: RoundRecord, named: Tensors, ctx: ClientContext) -> list[tuple[Stage, Stage]]:
+        """Returns the stages of a record that are not what they are now."""
+        again, _ = self._stages(named, ctx)
+        pairs = zip(record.stages.values(), again.values(), strict=True)
+        return [(one, other) for one, other in pairs if not alike(one.text, other.text)]
 
     def _refuse(self) -> list[RoundRecord]:
         """Trains all rounds to come as in `Rounds`."""
