@@ -22,13 +22,13 @@ unexport PYTHONDONTWRITEBYTECODE
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  \033[1mmake %-10s\033[0m %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
-venv: $(VENV)/.installed ## Make .venv with the package in it; with LOCKED=1 exactly the versions of requirements.txt
+venv: $(VENV)/.installed ## Make .venv with the package in it; with LOCKED=1 exactly the versions of .ci/requirements.lock
 dev: $(VENV)/.installed-dev ## The same with all that tests, checks and documentation need
 
-lock: ## Renew requirements.txt: pinned versions with their hashes, for all systems and Pythons
+lock: ## Renew .ci/requirements.lock: pinned versions with their hashes, for all systems and Pythons
 	@command -v uv >/dev/null || { echo "needs uv, see https://docs.astral.sh/uv" >&2; exit 1; }
 	printf 'hatchling>=1.27\neditables\n' | uv pip compile pyproject.toml - --universal --python-version 3.11 --upgrade \
-		--generate-hashes --no-emit-index-url --no-annotate --no-header --quiet --output-file requirements.txt
+		--generate-hashes --no-emit-index-url --no-annotate --no-header --quiet --output-file .ci/requirements.lock
 
 $(BIN)/pip:
 	@python="$(PYTHON)"; \
@@ -36,8 +36,8 @@ $(BIN)/pip:
 	echo "$$python -m venv $(VENV)"; "$$python" -m venv $(VENV)
 
 ifdef LOCKED
-$(VENV)/.installed: pyproject.toml requirements.txt | $(BIN)/pip
-	$(RUN) pip install --require-hashes -r requirements.txt
+$(VENV)/.installed: pyproject.toml .ci/requirements.lock | $(BIN)/pip
+	$(RUN) pip install --require-hashes -r .ci/requirements.lock
 	$(RUN) pip install --no-deps --no-build-isolation -e .
 	@touch $@
 else

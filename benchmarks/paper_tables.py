@@ -1,6 +1,6 @@
-"""The tables of docs/experiments.md: the papers' numbers, how their cells are run, and the papers' figures.
+"""The tables of docs/experiments.md and of the papers' pages: their numbers, how their cells are run, their figures.
 
-``python benchmarks/paper_tables.py docs/experiments.md`` renews every block of a page between
+``python benchmarks/paper_tables.py docs/experiments.md docs/experiments/*.md`` renews every block of pages between
 ``<!-- papers: fedsam 2 -->`` (``files: fedsam``, ``rows: fedsam``, ``figures: fedsam``, ``known: cells``,
 ``known: figures``) and its end, ``<!-- /papers -->``;
 ``python benchmarks/paper_tables.py papers fedsam 2`` prints one.
@@ -122,5 +122,5 @@ if __name__ == "__main__":
     if sys.argv[1] in KINDS:
         print(KINDS[sys.argv[1]](*sys.argv[2:]), end="")
     else:
-        path = Path(sys.argv[1])
-        path.write_text(renew(path.read_text(encoding="utf-8")), encoding="utf-8")
+        for path in map(Path, sys.argv[1:]):
+            path.write_text(renew(path.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,7 +1,7 @@
 """Accuracy under bad clients on the digits: methods, aggregation rules, and kinds and shares of bad uploads.
 
 ``python benchmarks/robustness.py`` trains what docs/robustness.csv does not hold yet (in all a quarter of an hour),
-draws docs/robustness.png and renews the table of docs/robust.md; ``--draw`` trains nothing.
+draws docs/robustness.png and renews the table of docs/faults.md; ``--draw`` trains nothing.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from fl_lightning.results.metrics import read_metrics
 from fl_lightning.trainer import loop, parallel_runs
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-CSV, FIGURE, PAGE = DOCS / "robustness.csv", DOCS / "robustness.png", DOCS / "robust.md"
+CSV, FIGURE, PAGE = DOCS / "robustness.csv", DOCS / "robustness.png", DOCS / "faults.md"
 MARKS = ("<!-- robustness -->\n", "<!-- end -->\n")
 ROUNDS, LAST, SEEDS = 100, 10, (0, 1, 2)
 METHODS: dict[str, Callable[..., LocalObjective]] = {

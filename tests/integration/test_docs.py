@@ -73,7 +73,7 @@ def test_pages_hold_the_measured_numbers() -> None:
 @pytest.mark.parametrize(
     ("script", "page"),
     [
-        ("robustness.py --draw", "robust.md"),
+        ("robustness.py --draw", "faults.md"),
         ("compression_table.py", "compression.md"),
         ("clock_figure.py --draw", "clock.md"),
     ],
@@ -107,11 +107,16 @@ def test_site_asks_no_other_host() -> None:
     assert len(fonts) > 10 and all(font.is_file() for font in fonts)
 
 
-def test_citation_names_what_the_references_have() -> None:
+def test_citation_and_bibliography_name_what_the_references_have() -> None:
     found = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    known = (ROOT / "REFERENCES.md").read_text()
+    known = (ROOT / "docs" / "references.md").read_text()
     addresses = [paper["url"] for paper in found["references"]]
     assert len(addresses) == 5 and all(address in known for address in addresses)
+    entries = re.split(r"^@", (ROOT / "docs" / "references.bib").read_text(), flags=re.MULTILINE)[1:]
+    keys = [re.match(r"\w+\{(\w+),\n", entry)[1] for entry in entries]  # type: ignore[index]
+    assert len(keys) == len({*keys}) and all("  title = {{" in entry and "  year = {" in entry for entry in entries)
+    papers = {*re.findall(r"arxiv\.org/abs/([\d.]+)\)", known)}
+    assert papers - {*re.findall(r"eprint = \{([\d.]+)\}", "".join(entries))} == set()
 
 
 @pytest.mark.parametrize("book", sorted(ROOT.glob("notebooks/*.ipynb")), ids=name)
@@ -182,7 +187,6 @@ NOT_RUN = {
         "pre-commit": "the same",
         "pip": "nothing is installed by a test",
         "benchmarks/": "they measure for minutes; tests run their functions",
-        "gpu.sh": "on another machine; test_gpu.py runs it here in small",
         "torchrun": "several processes: test_processes.py",
         "flwr ": "it needs flwr, in an environment of its own: tests/flower/test_flower.py",
         "flower-super": "the same",
@@ -195,14 +199,10 @@ NOT_RUN = {
         "corruptions": "tests/commands/test_corruptions.py has its files",
         "ledger/cifar10": "hours",
         "ledger/digits": "a study has filled it",
-        "$W1": "hours on a GPU",
-        "--trainer.accelerator gpu": "the same",
     },
     "python": {
         "docs/architecture.md": "a quotation, held above",
         "docs/landscapes.md": "tests/flatness/test_landscape.py",
-        "w1-flatness": "of a run on a GPU",
-        "(x_0, y_0)": "a fragment; docs/python.md has the whole",
         "my_batches": "several processes: tests/flatness",
     },
     "yaml": {},
@@ -234,14 +234,18 @@ HOURS = {
 """What stays short where a page runs as it is written, by a part of the command, with the reason."""
 WRITTEN = [
     "docs/adapters.md",
+    "docs/coming.md",
     "docs/data.md",
     "docs/faq.md",
     "docs/guides/own-algorithm.md",
     "docs/index.md",
+    "docs/own-data.md",
     "docs/partitions.md",
     "docs/personal.md",
     "docs/planning.md",
+    "docs/resume.md",
     "docs/start.md",
+    "docs/tour.md",
 ]
 """Pages whose commands `make test-slow` runs as they are written; `make test-long` has the others."""
 MEASURED = 2
@@ -255,9 +259,10 @@ set -e
 
 
 def as_written(args: list[str]) -> list[str]:
-    """The arguments, but of what takes hours."""
+    """The arguments, but of what takes hours, and of several processes, which would end this one with them."""
     hours = args[0] in ("fit", "reproduce") and any(part in " ".join(args) for part in HOURS)
-    return shortened(args) if hours and not {"--dry-run", "debug/any"} & {*args} else args
+    several = "--trainer.strategy" in args
+    return shortened(args) if several or (hours and not {"--dry-run", "debug/any"} & {*args}) else args
 
 
 def shortened(args: list[str]) -> list[str]:

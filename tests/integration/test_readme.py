@@ -60,18 +60,11 @@ def test_the_first_commands(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_all_commands(tmp_path: Path) -> None:
-    """In a fresh copy of the repository, of which git sees no change afterwards; settings and Python as well."""
+    """In a fresh copy of the repository, of which git sees no change afterwards; Python as well."""
     clone(tmp_path)
     printed = run(commands(), tmp_path)
     assert "flatness: flatter" in printed, printed[-3000:]  # as README shows
-    (settings,), (python, _) = blocks("yaml"), blocks("python")
-    run(
-        [
-            f"cat > runs/settings.yaml <<'END'\n{settings}END",
-            "fl-lightning fit --config quickstart --config runs/settings.yaml --trainer.name settings",
-            f"python - <<'END'\n{python}END",
-        ],
-        tmp_path,
-    )
+    (python,) = blocks("python")
+    run([f"python - <<'END'\n{python}END"], tmp_path)
     changed = subprocess.run(["git", "status", "--porcelain"], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert changed.stdout == ""
