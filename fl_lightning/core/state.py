@@ -311,4 +311,5 @@ class Uploads:
             self._shared.add(self.share(self._sums, name, kind))
         if name not in self._sums:
             raise NoStateError(f"no upload '{name}' here; there are: {', '.join(self.names)}; declare it in up")
-        return self._sums[name][kind]
+        found: Tensor = self._sums[name][kind]
+        return found
