@@ -55,21 +55,40 @@ class GraphedEngine(BatchedEngine):
         return Records()
 
     def steps(self, carry: Carry, block: Block, fixed: Fixed, settings: Tensors = NOTHING) -> Carry:
-        n, device = len(block.y), carry.w.device
-        unroll = n if self.compile and n <= self.UNROLLED else 1
+        device, unroll = carry.w.device, self.unrolled(len(block.y))
         inputs = tensors_of(fixed) | prefixed("settings", settings)
         inputs["t"] = torch.zeros(Numbers.MOST, dtype=accumulator_dtype(device), device=device)
         carried = tensors_of_carry(replace(carry, w=carry.w.contiguous(), loss=torch.zeros_like(carry.loss)))
         steps = {name: torch.unflatten(v, 0, (-1, unroll)) for name, v in block.tensors().items()}
-        first = {name: v[0] for name, v in steps.items()}
-        named = {**carried, **inputs, **first}
-        record = self.records.find(named, fixed.ctx, self.plain(settings), self._record)
-        self._compare(record, named, fixed.ctx)
+        record = self.record_of({**carried, **inputs, **block.tensors()}, fixed.ctx, settings, check=True)
         inputs["t"] = to_device(record.stage.numbers.at(fixed.ctx.t), device, accumulator_dtype(device))
         with torch.no_grad():
             values = record.replay(*(tuple(tensors.values()) for tensors in (carried, inputs, steps)))
         end = carry_of(dict(zip(carried, values, strict=True)))
         return replace(end, loss=carry.loss + end.loss)
+
+    def unrolled(self, steps: int) -> int:
+        """Returns how many of a client's local steps are one record's replay."""
+        return steps if self.compile and steps <= self.UNROLLED else 1
+
+    def record_of(self, named: Tensors, ctx: ClientContext, settings: Tensors = NOTHING, check: bool = False) -> Record:
+        """Returns the record of the local steps of a round; a new one only if none serves.
+
+        Args:
+            named: The tensors that `tensors_of`, `tensors_of_carry` and `Block.tensors` name, with ``t``.
+            ctx: The context.
+            settings: The clients' own settings, ``(clients, 1)``, among the tensors.
+            check: Whether it is compared with a new one, if that is due.
+
+        Raises:
+            UserError: If a hook reads what has changed since.
+        """
+        blocks = {name: v[: self.unrolled(len(v))] for name, v in named.items() if name.startswith("block.")}
+        first = {**named, **blocks}
+        record = self.records.find(first, ctx, self.plain(settings), self._record)
+        if check:
+            self._compare(record, first, ctx)
+        return record
 
     def plain(self, settings: Tensors = NOTHING) -> tuple[Any, ...]:
         """Returns the plain settings on which a record depends, but for those that are its inputs."""

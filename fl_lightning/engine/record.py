@@ -185,6 +185,8 @@ def trace(
         named: The tensors; ``t`` are the numbers that `Numbers` has as inputs.
         ctx: The context.
     """
+    from torch._guards import TracingContext, tracing
+    from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
 
     numbers: list[Numbers] = []
@@ -195,7 +197,8 @@ def trace(
         columns = {name.removeprefix("ctx."): v for name, v in inputs.items() if name.startswith("ctx.")}
         return tuple(function(inputs, replace(ctx, t=RecordedRound(numbers[-1]), **columns)))  # type: ignore[arg-type]
 
-    graph = make_fx(flat)(*named.values())  # appends to ``numbers``
+    with tracing(TracingContext(FakeTensorMode(allow_fallback_kernels=True))):  # else torch makes one an operation
+        graph = make_fx(flat)(*named.values())  # appends to ``numbers``
     return numbers[-1], graph
 
 

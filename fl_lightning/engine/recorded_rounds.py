@@ -23,7 +23,6 @@ from fl_lightning.engine.record import (
     Values,
     alike,
     composed,
-    loop,
     plain_settings,
     stage,
 )
@@ -91,7 +90,7 @@ class RecordedRounds(Rounds):
             server.w.device,
             accumulator_dtype(server.w.device),
         )
-        for record, named, inputs in zip(records, arrays, numbers.unbind(), strict=True):
+        for ctx, record, named, inputs in zip(contexts, records, arrays, numbers.unbind(), strict=True):
             started, outputs = time.perf_counter(), record.stages["receive"].outputs
             rows, met = table.take(named["places"])
             ticks = dict(zip(record.stages, inputs.unbind(), strict=True))
@@ -104,7 +103,7 @@ class RecordedRounds(Rounds):
             }
             with torch.no_grad():
                 after = dict(
-                    zip(outputs, self._replay(record, named)(*[values[n] for n in record.inputs]), strict=True)
+                    zip(outputs, self._replay(record, named, ctx)(*[values[n] for n in record.inputs]), strict=True)
                 )
             server = State({name: after[f"server.{name}"] for name in server})
             table.put(named["places"], below("row", after))
@@ -169,21 +168,23 @@ class RecordedRounds(Rounds):
                         return self._refuse()
                     known.append(record := self._record({**named, **state}, ctx))
                 found.append(record)
-            last = {**arrays[-1], **state}, contexts[-1]
-            changed = self._changed(found[-1], *last) if self._programs in self.COMPARED else []
+            last = {**arrays[-1], **state}
+            changed = self._changed(found[-1], last, contexts[-1]) if self._programs in self.COMPARED else []
         except Exception:  # of hooks: if the mistake is theirs, they raise it when they are called as they are
             return self._refuse()
         if changed and self._programs == 1:
             return self._refuse()
-        for one, other in changed:
-            self.engine.check_alike(one, other)
+        for one, now in changed:
+            self.engine.check_alike(one, now)
+        self.engine.record_of(
+            {**found[-1].example, **prefixed("block", below("block", last))}, contexts[-1], check=True
+        )
         return found
 
     def _changed(self, record: RoundRecord, named: Tensors, ctx: ClientContext) -> list[tuple[Stage, Stage]]:
-        """Returns the stages of a record that are not what they are now."""
-        again, _ = self._stages(named, ctx)
-        pairs = zip(record.stages.values(), again.values(), strict=True)
-        return [(one, other) for one, other in pairs if not alike(one.text, other.text)]
+        """Returns the stages around the steps that are not what they are now, and these."""
+        pairs = ((record.stages[name], now) for name, now in self._around(named, ctx)[0].items())
+        return [(one, now) for one, now in pairs if not alike(one.text, now.text)]
 
     def _refuse(self) -> list[RoundRecord]:
         """Trains all rounds to come as in `Rounds`."""
@@ -191,58 +192,31 @@ class RecordedRounds(Rounds):
         return []
 
     def _record(self, named: Tensors, ctx: ClientContext) -> RoundRecord:
-        stages, example = self._stages(named, ctx)
+        stages, example = self._around(named, ctx)
+        stages = {
+            "send": stages["send"],
+            "step": self.engine.record_of(example, ctx).stage,
+            "receive": stages["receive"],
+        }
         inputs = [*(name for name in named if name != "places"), *(f"t.{name}" for name in stages)]
         return RoundRecord(stages, inputs, example, self._bits)
 
-    def _replay(self, record: RoundRecord, named: Tensors) -> Replay:
-        """Returns what replays a record with as many local steps as there are minibatches."""
-        steps = len(named["block.y"])
-        if steps not in record.replays:
-            whole = not self.engine.compile and steps <= self.engine.UNROLLED
-            record.replays[steps] = self._composed(record, steps) if whole else self._chained(record, named, steps)
-        return record.replays[steps]
-
-    def _composed(self, record: RoundRecord, steps: int) -> Replay:
-        send, step, receive = record.stages.values()
-        order = [("t.send", send), *[("t.step", step)] * steps, ("t.receive", receive)]
-        return simplified(composed(order, record.inputs, receive.outputs)).forward
-
-    def _chained(self, record: RoundRecord, named: Tensors, steps: int) -> Replay:
-        """Compiled are the local steps alone: by the same program as in single rounds, to the same bits."""
-        send, step, receive = record.stages.values()
-        blocks = {name: v for name, v in named.items() if name.startswith("block.")}
-        unroll = steps if self.engine.compile and steps <= self.engine.UNROLLED else 1
-        one = {**record.example, **{name: v[:unroll] for name, v in blocks.items()}}
-        function = (
-            self.engine.compiled_steps(step, one, unroll) if self.engine.compile else simplified(step.graph).forward
-        )
-        carried = len(step.outputs)
-
-        def all_steps(*values: Tensor) -> Values:
-            rows = tuple(torch.unflatten(v, 0, (-1, unroll)) for v in values[-len(blocks) :])
-            return loop(function, values[:carried], values[carried : -len(blocks)], rows)
-
-        functions: list[Replay] = [simplified(send.graph).forward, all_steps, simplified(receive.graph).forward]
-
-        def chained(*values: Tensor) -> Values:
-            known = dict(zip(record.inputs, values, strict=True))
-            for (name, each), replay in zip(record.stages.items(), functions, strict=True):
-                known["t"] = known[f"t.{name}"]
-                known.update(zip(each.outputs, replay(*[known[name] for name in each.inputs]), strict=True))
-            return tuple(known[name] for name in receive.outputs)
-
-        return chained
-
-    def _stages(self, named: Tensors, ctx: ClientContext) -> tuple[dict[str, Stage], Tensors]:
-        """Records what comes before, in and after the local steps of a round; returns it with inputs of the steps.
+    def _around(self, named: Tensors, ctx: ClientContext) -> tuple[dict[str, Stage], Tensors]:
+        """Records what comes before and after the local steps of a round; returns it, and inputs of the steps.
 
         Raises:
             UserError: If hooks set attributes of their objects, which a record would not do; they are as before.
         """
+        columns, t = prefixed("ctx", below("ctx", named)), {"t": named["samples"].new_zeros(Numbers.MOST)}
+        server, rows = (prefixed(name, below(name, named)) for name in ("server", "row"))
         objects = self.objective, self.objective.optimizer, *self.objective.all_parts
         watched, before = Watched(objects), [{**vars(owner)} for owner in objects]
-        found = self._stages_of(named, ctx)
+        first = {**server, **rows, "met": named["met"], **columns, **t}
+        send = stage(self._send, first, ctx)
+        with torch.no_grad():
+            sent = dict(zip(send.outputs, send.graph(*first.values()), strict=True))
+        last = {**server, **sent, **columns, **t, **{name: named[name] for name in ("samples", "k_lr")}}
+        receive = stage(self._receive, last, ctx)
         changed = {name for _, name in watched.changed()}
         for owner, attributes in zip(objects, before, strict=True):
             new = vars(owner).keys() - attributes.keys()
@@ -251,19 +225,46 @@ class RecordedRounds(Rounds):
                 del vars(owner)[name]
             vars(owner).update(attributes)
         ensure(not changed, f"hooks set {', '.join(sorted(changed))}")
-        return found
+        blocks = prefixed("block", below("block", named))
+        return {"send": send, "receive": receive}, {**sent, **columns, **t, **blocks}
 
-    def _stages_of(self, named: Tensors, ctx: ClientContext) -> tuple[dict[str, Stage], Tensors]:
-        columns, t = prefixed("ctx", below("ctx", named)), {"t": named["samples"].new_zeros(Numbers.MOST)}
-        server, rows = (prefixed(name, below(name, named)) for name in ("server", "row"))
-        first = {**server, **rows, "met": named["met"], **columns, **t}
-        send = stage(self._send, first, ctx)
-        with torch.no_grad():
-            sent = dict(zip(send.outputs, send.graph(*first.values()), strict=True))
-        of_step = {**sent, **columns, **t, **prefixed("block", below("block", named))}
-        last = {**server, **sent, **columns, **t, **{name: named[name] for name in ("samples", "k_lr")}}
-        step, receive = self.engine.step_stage(of_step, ctx), stage(self._receive, last, ctx)
-        return {"send": send, "step": step, "receive": receive}, of_step
+    def _replay(self, record: RoundRecord, named: Tensors, ctx: ClientContext) -> Replay:
+        """Returns what replays a record with as many local steps as there are minibatches."""
+        steps, send, receive = len(named["block.y"]), record.stages["send"], record.stages["receive"]
+        if steps in record.replays:
+            return record.replays[steps]
+        if not self.engine.compile and steps <= self.engine.UNROLLED:
+            order = [("t.send", send), *[("t.step", record.stages["step"])] * steps, ("t.receive", receive)]
+            replay: Replay = simplified(composed(order, record.inputs, receive.outputs)).forward
+        else:
+            replay = self._chained(record, named, ctx)
+        record.replays[steps] = replay
+        return replay
+
+    def _chained(self, record: RoundRecord, named: Tensors, ctx: ClientContext) -> Replay:
+        """Returns the replays of the stages one after another; that of the steps is the one of single rounds."""
+        blocks = {name: v for name, v in named.items() if name.startswith("block.")}
+        step, unroll = (
+            self.engine.record_of({**record.example, **blocks}, ctx),
+            self.engine.unrolled(len(blocks["block.y"])),
+        )
+        carried = len(step.stage.outputs)
+
+        def steps(*values: Tensor) -> Values:
+            rows = tuple(torch.unflatten(v, 0, (-1, unroll)) for v in values[-len(blocks) :])
+            return step.replay(values[:carried], values[carried : -len(blocks)], rows)
+
+        around = [simplified(record.stages[name].graph).forward for name in ("send", "receive")]
+        functions: list[Replay] = [around[0], steps, around[1]]
+
+        def chained(*values: Tensor) -> Values:
+            known = dict(zip(record.inputs, values, strict=True))
+            for (name, each), replay in zip(record.stages.items(), functions, strict=True):
+                known["t"] = known[f"t.{name}"]
+                known.update(zip(each.outputs, replay(*[known[name] for name in each.inputs]), strict=True))
+            return tuple(known[name] for name in record.stages["receive"].outputs)
+
+        return chained
 
     def _send(self, named: Tensors, ctx: ClientContext) -> Tensors:
         """`send` with named tensors."""
