@@ -112,3 +112,4 @@ from .state import State as State
 from .state import Upload as Upload
 from .state import Uploads as Uploads
 from .state import Weighting as Weighting
+from .state import k_lr_sums as k_lr_sums

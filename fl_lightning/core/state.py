@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -226,6 +226,11 @@ class ClientContext(RoundContext):
         return self.draw(lambda generator: torch.rand(v.shape[-1], generator=generator, dtype=v.dtype))
 
 
+def k_lr_sums(clients: Sequence[ClientContext]) -> list[list[float]]:
+    """Returns the sum of the clients' ``k_lr``, plain and weighted by samples, ``(2, 1)``."""
+    return [[sum(c.k_lr for c in clients)], [sum(c.k_lr * c.n_k for c in clients)]]
+
+
 class Uploads:
     """Averages of a cohort's uploads, which are all that the server sees of them, and of ``k_lr`` of the contexts.
 
@@ -250,9 +255,9 @@ class Uploads:
     ) -> None:
         self.names, self.weighting = tuple(names), weighting
         self.n: float = len(clients)
-        self.samples: float = sum(c.n_k for c in clients)
-        k_lr = [[sum(c.k_lr for c in clients)], [sum(c.k_lr * c.n_k for c in clients)]]
-        self._sums = {"k_lr": to_device(k_lr, like.device, like.dtype)}
+        self.samples: float | Tensor = sum(c.n_k for c in clients)
+        k_lr = to_device(k_lr_sums(clients), like.device, like.dtype)
+        self._sums: dict[str, Any] = {"k_lr": k_lr}  # ``(2, ...)`` or pairs, plain and weighted by samples
         self._shared = {("k_lr", 0), ("k_lr", 1)}
 
     def add(self, upload: Mapping[str, Tensor], samples: int) -> None:
@@ -264,6 +269,29 @@ class Uploads:
                 plain, weighted = self._sums[name]
                 plain.add_(upload[name])
                 weighted.add_(upload[name], alpha=samples)
+
+    @classmethod
+    def of_rows(
+        cls, weighting: Weighting, rows: Mapping[str, Tensor], counts: Tensor, samples: Tensor, k_lr: Tensor
+    ) -> "Uploads":
+        """Returns the averages of all uploads of a cohort, as a function of tensors, to the bits of `add` on the CPU.
+
+        Args:
+            weighting: Weights of `weighted`.
+            rows: The uploads by name, ``(clients, ...)``.
+            counts: Number of samples of each client, ``(clients, 1)``.
+            samples: Their sum, a scalar tensor.
+            k_lr: What `k_lr_sums` returns, ``(2, 1)``.
+        """
+        of = cls(rows, weighting, [], k_lr)
+        of.n, of.samples, of._sums["k_lr"] = len(counts), samples, k_lr
+        for name, values in rows.items():
+            first, *others = zip(values.unbind(), counts.unbind(), strict=True)
+            plain, weighted = first[0], first[0] * first[1]
+            for row, count in others:
+                plain, weighted = plain + row, torch.addcmul(weighted, row, count)
+            of._sums[name] = plain, weighted
+        return of
 
     def change(self, function: Callable[[str, Tensor | None], Tensor]) -> None:
         """Replaces the sums ``(2, ...)``, plain and weighted by samples, of each name (None: nothing was added)."""
@@ -283,4 +311,5 @@ class Uploads:
             self._shared.add(self.share(self._sums, name, kind))
         if name not in self._sums:
             raise NoStateError(f"no upload '{name}' here; there are: {', '.join(self.names)}; declare it in up")
-        return self._sums[name][kind]
+        found: Tensor = self._sums[name][kind]
+        return found

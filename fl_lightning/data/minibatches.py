@@ -125,15 +125,15 @@ def blocks(clients: Sequence[Minibatches], width: int, batch: int) -> Iterator[B
             at = end
 
 
-def whole_blocks(rounds: Sequence[Sequence[Minibatches]], width: int, batch: int) -> list[Block]:
+def whole_blocks(rounds: Sequence[Sequence[Minibatches]], width: int) -> list[Block]:
     """Stacks the minibatches of several rounds, gathered at once; returns a block for each round.
 
     Args:
-        rounds: For each round the minibatches of its clients, of one source.
+        rounds: For each round the minibatches of its clients, of one source that has a batch size.
         width: As for `blocks`.
-        batch: As for `blocks`.
     """
-    first, each = rounds[0][0], [_Places.of(clients, width, batch) for clients in rounds]
+    first, batch = rounds[0][0], rounds[0][0].source.batch_size or 1
+    each = [_Places.of(clients, width, batch) for clients in rounds]
     (indices, draws), weights = _Places.joined(each).moved(first)
     whole = _stacked(first.source.samples(indices, draws, first.dtype), width, batch, *weights).tensors()
     parts = {name: torch.split(v, [len(places.active) for places in each]) for name, v in whole.items()}

@@ -1,7 +1,7 @@
 """All clients of a block at once: the same hooks on ``(clients, d)``, gradients by vmap."""
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
@@ -16,6 +16,7 @@ from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.algorithms.module import Losses
 from fl_lightning.core import (
     ClientContext,
+    Draws,
     State,
     Upload,
     UserError,
@@ -28,9 +29,10 @@ from fl_lightning.core import (
     plain_recurrence,
     to_device,
 )
-from fl_lightning.data.minibatches import Block, Minibatches, blocks, whole_blocks
+from fl_lightning.data.minibatches import Block, blocks
 from fl_lightning.engine.base import COLUMNS, Carry, Engine, Fixed, Job, LocalResult
-from fl_lightning.engine.record import Tensors
+from fl_lightning.engine.record import NOTHING, Tensors
+from fl_lightning.engine.rounds import Rounds, by_client
 
 
 class BatchedEngine(Engine):
@@ -155,29 +157,18 @@ class BatchedEngine(Engine):
         """Returns the states of torch's global generators."""
         return [global_generator(torch.device(device)).get_state() for device in {"cpu", str(self.net.device)}]
 
-    def blocks_ahead(self, rounds: Sequence[Sequence[Minibatches]]) -> list[Block]:
-        """Returns a block for each of several rounds, for `train_together`; they have one batch size, which is set."""
-        self._widest = max(self._widest, *map(len, rounds))
-        return whole_blocks(rounds, self._widest, rounds[0][0].source.batch_size or 1)
+    def rounds(self, w0: Tensor, seed: int) -> Rounds:
+        """Returns what trains consecutive rounds, given the initial model ``(d,)`` and the seed of the run."""
+        return Rounds(self, w0, seed)
 
-    def train_together(self, jobs: Sequence[Job], block: Block) -> tuple[Upload, State, Tensor, Tensor]:
-        """Trains the clients of a round in one block.
-
-        Args:
-            jobs: Their jobs.
-            block: Their minibatches.
-
-        Returns:
-            Uploads and states, ``(clients, ...)`` by name; whether each client's are finite, and its loss,
-            ``(clients,)``.
-        """
-        carry, upload, state = self._trained(self._widened(jobs), [block])
-        return upload, state, *self._summary(jobs, carry, upload, state)
+    def widened(self, clients: int) -> int:
+        """Returns the width of blocks from now on: a narrower one is padded, so that shapes stay the same."""
+        self._widest = max(self._widest, clients)
+        return self._widest
 
     def _widened(self, jobs: Sequence[Job]) -> list[Job]:
-        """Returns jobs and padding: a narrower block gets clients that take no step, so that shapes stay the same."""
-        self._widest = max(self._widest, len(jobs))
-        return [*jobs, *repeat(jobs[0], self._widest - len(jobs))]
+        """Returns jobs and padding, clients that take no step."""
+        return [*jobs, *repeat(jobs[0], self.widened(len(jobs)) - len(jobs))]
 
     def _trained(self, rows: Sequence[Job], blocks: Iterable[Block]) -> tuple[Carry, Upload, State]:
         """Returns what local training ends with, uploads and states; each has a row for each client, or one for all."""
@@ -189,9 +180,10 @@ class BatchedEngine(Engine):
         state = State({name: torch.stack([job.state[name] for job in rows]) for name in rows[0].state})
         self.train_mode()
         with self.using(settings):
-            carry, fixed = self.begin(state, received, self._context(rows), received.w.expand(width, -1))
+            ctx = self.together([self.context(job) for job in rows], like, self.draws(rows))
+            carry, fixed = self.begin(state, received, ctx, received.w.expand(width, -1))
             for block in blocks:
-                carry = self._steps(carry, block, fixed, settings)
+                carry = self.steps(carry, block, fixed, settings)
             upload, state = self.finish(carry, fixed)
         uploads, states = ({n: v if v.ndim > 1 else v.expand(width, -1) for n, v in g.items()} for g in (upload, state))
         return carry, uploads, State(states)
@@ -203,18 +195,17 @@ class BatchedEngine(Engine):
         steps = to_device([max(job.ctx.K, 1) for job in jobs], carry.loss.device, carry.loss.dtype)
         return finite[:n], carry.loss[:n] / steps
 
-    def _context(self, jobs: Sequence[Job]) -> ClientContext:
+    def together(self, contexts: Sequence[ClientContext], like: Tensor, draws: Draws) -> ClientContext:
         """Returns the clients' contexts as one; attributes that differ between clients are ``(clients, 1)``."""
-        like, contexts = jobs[0].received.w, [self.context(job) for job in jobs]
         first = contexts[0]
         table = [[[getattr(ctx, name)] for ctx in contexts] for name in COLUMNS]
         columns: dict[str, Any] = dict(zip(COLUMNS, to_device(table, like.device, like.dtype).unbind(), strict=True))
         if counts := [ctx.class_counts for ctx in contexts if ctx.class_counts is not None]:
             columns["class_counts"] = torch.stack(counts)
-        return ClientContext(first.t, first.rounds, first.m, first.flat, first.phase, **columns, draws=self.draws(jobs))
+        return ClientContext(first.t, first.rounds, first.m, first.flat, first.phase, **columns, draws=draws)
 
-    def _steps(self, carry: Carry, block: Block, fixed: Fixed, settings: Tensors) -> Carry:
-        """Takes all steps of a block.
+    def steps(self, carry: Carry, block: Block, fixed: Fixed, settings: Tensors = NOTHING) -> Carry:
+        """Takes all local steps of a block.
 
         Args:
             carry: What the last block returned.
@@ -267,12 +258,6 @@ class BatchedEngine(Engine):
     def _output_of_mixed(self, v: Tensor, x: Tensor) -> Any:
         """Returns `_output` under autocast, which sees a convolution before vmap only within a derivative."""
         return vjp(partial(self._output, x=x), v)[0]
-
-
-def by_client(values: Mapping[str, Tensor], n: int) -> list[dict[str, Tensor]]:
-    """Returns the rows of the first ``n`` clients."""
-    columns = {name: v.unbind() for name, v in values.items()}
-    return [{name: column[i] for name, column in columns.items()} for i in range(n)]
 
 
 def is_out_of_memory(error: BaseException) -> bool:

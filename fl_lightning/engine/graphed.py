@@ -1,32 +1,36 @@
 """The batched engine with its local step recorded once and replayed."""
 
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
 
 from fl_lightning.core import ClientContext, Draws, State, accumulator_dtype, ensure, to_device
 from fl_lightning.data.minibatches import Block
-from fl_lightning.engine.base import COLUMNS, Carry, Fixed
+from fl_lightning.engine.base import Carry, Fixed
 from fl_lightning.engine.batched import BatchedEngine
+from fl_lightning.engine.named import below, carry_of, prefixed, tensors_of, tensors_of_carry
 from fl_lightning.engine.record import (
+    NOTHING,
     CudaGraph,
+    Numbers,
     Program,
     Record,
-    RecordedRound,
     Records,
     Replay,
+    Stage,
     Tensors,
     alike,
     compiled,
-    described,
+    composed,
     loop,
     plain_settings,
-    trace,
+    stage,
 )
+from fl_lightning.engine.recorded_rounds import RecordedRounds
+from fl_lightning.engine.rounds import Rounds
 from fl_lightning.engine.simplify import simplified
 
 REFUSED = (
@@ -50,37 +54,52 @@ class GraphedEngine(BatchedEngine):
         """The records that were made so far."""
         return Records()
 
-    def _steps(self, carry: Carry, block: Block, fixed: Fixed, settings: Tensors) -> Carry:
-        n, objective = len(block.y), self.objective
-        parts = objective, objective.ascent, objective.optimizer, objective.loss, *objective.parts
-        plain = plain_settings(parts, settings.values())
-        unroll = n if self.compile and n <= self.UNROLLED else 1
-        inputs: Tensors = {
-            **_prefixed("received", fixed.received),
-            **_prefixed("ctx", {name: getattr(fixed.ctx, name) for name in COLUMNS}),
-            **_prefixed("settings", settings),
-            **_prefixed("teacher", _numbered(fixed.teachers)),
-            **_prefixed("constant", _numbered(fixed.constants)),
-            "t": to_device(float(fixed.ctx.t), carry.w.device, accumulator_dtype(carry.w.device)),
-        }
-        if fixed.start is not fixed.received.w:
-            inputs["start"] = fixed.start
-        if fixed.ctx.class_counts is not None:
-            inputs["ctx.class_counts"] = fixed.ctx.class_counts
-        carried = _tensors(replace(carry, w=carry.w.contiguous(), loss=torch.zeros_like(carry.loss)))
+    def steps(self, carry: Carry, block: Block, fixed: Fixed, settings: Tensors = NOTHING) -> Carry:
+        device, unroll = carry.w.device, self.unrolled(len(block.y))
+        inputs = tensors_of(fixed) | prefixed("settings", settings)
+        inputs["t"] = torch.zeros(Numbers.MOST, dtype=accumulator_dtype(device), device=device)
+        carried = tensors_of_carry(replace(carry, w=carry.w.contiguous(), loss=torch.zeros_like(carry.loss)))
         steps = {name: torch.unflatten(v, 0, (-1, unroll)) for name, v in block.tensors().items()}
-        first = {name: v[0] for name, v in steps.items()}
-        named = {**carried, **inputs, **first}
-        record = self.records.find(named, fixed.ctx, plain, self._record)
-        self._compare(record, named, fixed.ctx)
+        record = self.record_of({**carried, **inputs, **block.tensors()}, fixed.ctx, settings, check=True)
+        inputs["t"] = to_device(record.stage.numbers.at(fixed.ctx.t), device, accumulator_dtype(device))
         with torch.no_grad():
             values = record.replay(*(tuple(tensors.values()) for tensors in (carried, inputs, steps)))
-        end = _carry(dict(zip(carried, values, strict=True)))
+        end = carry_of(dict(zip(carried, values, strict=True)))
         return replace(end, loss=carry.loss + end.loss)
 
-    def _trace(self, named: Tensors, ctx: ClientContext) -> tuple[RecordedRound, GraphModule]:
+    def unrolled(self, steps: int) -> int:
+        """Returns how many of a client's local steps are one record's replay."""
+        return steps if self.compile and steps <= self.UNROLLED else 1
+
+    def record_of(self, named: Tensors, ctx: ClientContext, settings: Tensors = NOTHING, check: bool = False) -> Record:
+        """Returns the record of the local steps of a round; a new one only if none serves.
+
+        Args:
+            named: The tensors that `tensors_of`, `tensors_of_carry` and `Block.tensors` name, with ``t``.
+            ctx: The context.
+            settings: The clients' own settings, ``(clients, 1)``, among the tensors.
+            check: Whether it is compared with a new one, if that is due.
+
+        Raises:
+            UserError: If a hook reads what has changed since.
+        """
+        blocks = {name: v[: self.unrolled(len(v))] for name, v in named.items() if name.startswith("block.")}
+        first = {**named, **blocks}
+        record = self.records.find(first, ctx, self.plain(settings), self._record)
+        if check:
+            self._compare(record, first, ctx)
+        return record
+
+    def plain(self, settings: Tensors = NOTHING) -> tuple[Any, ...]:
+        """Returns the plain settings on which a record depends, but for those that are its inputs."""
+        objective = self.objective
+        parts = objective, objective.ascent, objective.optimizer, objective.loss, *objective.parts
+        return plain_settings(parts, settings.values())
+
+    def step_stage(self, named: Tensors, ctx: ClientContext) -> Stage:
+        """Records one local step of the tensors that `tensors_of`, `tensors_of_carry` and `Block.tensors` name."""
         one = {name: value[:1] for name, value in named.items() if name.startswith("block.")}
-        return trace(self._recorded, named | one, ctx)
+        return stage(self._recorded, {**named, **one}, ctx)
 
     def _compare(self, record: Record, named: Tensors, ctx: ClientContext) -> None:
         """Compares a record with a new one: the first that is used in another round, and each in the last round.
@@ -91,54 +110,60 @@ class GraphedEngine(BatchedEngine):
         if ctx.t == record.compared or (self._compared and ctx.t + 1 < ctx.rounds):
             return
         self._compared, record.compared = True, ctx.t
+        self.check_alike(record.stage, self.step_stage(named, ctx))
+
+    def check_alike(self, one: Stage, other: Stage) -> None:
+        """Checks that two records of the same hooks are the same.
+
+        Raises:
+            UserError: If they differ.
+        """
         ensure(
-            alike(record.graph, described(self._trace(named, ctx)[1])),
+            alike(one.text, other.text),
             f"trainer.engine = graphed: a hook of {type(self.objective).__name__}, its net or its loss reads something "
-            f"that has changed since its step was recorded in round {record.round.t}; keep it as a number or a tensor "
+            f"that has changed since its step was recorded in round {one.numbers.t}; keep it as a number or a tensor "
             "on the objective itself, or use batched or sequential",
         )
 
     def _record(self, named: Tensors, ctx: ClientContext) -> Record:
         """Records one step; compiled it is as many steps as ``named`` has minibatches."""
-        recorded, graph = self._trace(named, ctx)
-        text = described(graph)
-        replay: Replay = simplified(graph).forward
+        step = self.step_stage(named, ctx)
         if self.compile:
-            steps = sum(name.startswith("block.") for name in named)
-            program, held = Program.of(graph, [*named.values()], steps)
-            replay = partial(compiled(program), *held)
+            replay = self.compiled_steps(step, named, len(named["block.y"]))
+        else:
+            replay = simplified(step.graph).forward
         replay = CudaGraph(replay) if named["w"].is_cuda else partial(loop, replay)
-        return Record(recorded, text, replay, ctx.t)
+        return Record(step, replay, ctx.t)
 
-    def _recorded(self, named: Tensors, ctx: ClientContext) -> list[Tensor]:
-        """Takes a few steps with named tensors; returns those that a step changes, in the same order."""
-        received, settings = State(_below("received", named)), _below("settings", named)
-        teachers, constants = (tuple(_below(name, named).values()) for name in ("teacher", "constant"))
-        start, block = named.get("start", received.w), Block.of(named)
-        ctx = replace(ctx, draws=Draws([], start.device, True, REFUSED))
-        with self.using(settings):
-            take = self.objective.optimizer.begin(self.objective.flat, start)
-            fixed = Fixed(received, start, teachers, constants, ctx, take)
-            return list(_tensors(super()._steps(_carry(named), block, fixed, settings)).values())
+    def compiled_steps(self, step: Stage, named: Tensors, steps: int) -> Replay:
+        """Returns the machine code of some steps, given their inputs, with the minibatches of all."""
+        simplified(step.graph, constants=False)  # the compiler sees more in the operations that make them
+        tensors = [named[name] for name in step.inputs]
+        program, held = Program.of(composed([("t", step)] * steps, step.inputs, step.outputs), tensors)
+        return partial(compiled(program), *held)
 
+    def _recorded(self, named: Tensors, ctx: ClientContext) -> Tensors:
+        """Takes a local step with named tensors; returns those that it changes."""
+        with self.using(below("settings", named)):
+            fixed = self.fixed_of(named, ctx)
+            return tensors_of_carry(super().steps(carry_of(named), Block.of(named), fixed, below("settings", named)))
 
-def _prefixed(prefix: str, values: Mapping[str, Tensor]) -> Tensors:
-    return {f"{prefix}.{name}": value for name, value in values.items()}
+    def fixed_of(self, named: Tensors, ctx: ClientContext) -> Fixed:
+        """Returns the arguments of which `tensors_of` returns the tensors; hooks cannot draw."""
+        received = State(below("received", named))
+        teachers, constants = (tuple(below(name, named).values()) for name in ("teacher", "constant"))
+        start = named.get("start", received.w)
+        ctx = self.without_draws(ctx)
+        take = self.objective.optimizer.begin(self.objective.flat, start)
+        return Fixed(received, start, teachers, constants, ctx, take)
 
+    def without_draws(self, ctx: ClientContext) -> ClientContext:
+        """Returns a context in which hooks cannot draw, since a record would repeat it."""
+        return replace(ctx, draws=Draws([], self.net.device, True, REFUSED))
 
-def _numbered(tensors: Sequence[Tensor]) -> Tensors:
-    return {str(i): tensor for i, tensor in enumerate(tensors)}
+    @cached_property
+    def _rounds(self) -> dict[int, RecordedRounds]:
+        return {}
 
-
-def _below(prefix: str, named: Tensors) -> Tensors:
-    return {name.removeprefix(f"{prefix}."): v for name, v in named.items() if name.startswith(f"{prefix}.")}
-
-
-def _tensors(carry: Carry) -> Tensors:
-    """Returns the tensors of a carry by name."""
-    return {"w": carry.w, "loss": carry.loss, **_prefixed("state", carry.state)}
-
-
-def _carry(named: Tensors) -> Carry:
-    """Returns the carry of which `_tensors` returns the tensors; other names are ignored."""
-    return Carry(named["w"], State(_below("state", named)), named["loss"])
+    def rounds(self, w0: Tensor, seed: int) -> Rounds:
+        return self._rounds.setdefault(seed, RecordedRounds(self, w0, seed))

@@ -5,58 +5,105 @@ import os
 import re
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from numbers import Number
 from operator import attrgetter
 from pathlib import Path
-from types import NoneType
+from types import MappingProxyType, NoneType
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
-from torch.fx import Graph, GraphModule
+from torch import Tensor, nn
+from torch.fx import Graph, GraphModule, Node
 
 from fl_lightning.core import ClientContext, UserError, processor
 
-Tensors = dict[str, Tensor]
+Tensors = Mapping[str, Tensor]
 Values = tuple[Tensor, ...]
 Replay = Callable[..., Values]
+NOTHING: Tensors = MappingProxyType({})
 aten = torch.ops.aten
 TAKE_TENSORS = {aten.mul.Tensor, aten.add.Tensor, aten.sub.Tensor, aten.div.Tensor}
 """Operations whose second argument may be a number or a tensor, with the same result in float32 and float64."""
 
 
-class RecordedRound:
-    """The number of the round while a step is recorded.
-
-    A comparison returns its outcome in this round, which becomes a guard of the record. Arithmetic is recorded, so that
-    a later round gets its own value. Python refuses anything else.
+class Numbers:
+    """What a record takes from the round: numbers computed from it, which are inputs, and outcomes of comparisons.
 
     Args:
-        t: The round.
-        tensor: The same number as an input of the record.
+        t: The round that is recorded.
+        inputs: The record's input with these numbers, ``(MOST,)``.
     """
 
-    def __init__(self, t: int, tensor: Tensor) -> None:
-        self.t, self.tensor = t, tensor
-        self.guards: list[tuple[Callable[[Any, Any], bool], Any, bool]] = []
+    MOST = 32
+
+    def __init__(self, t: int, inputs: Tensor) -> None:
+        self.t, self.inputs = t, inputs
+        self.values = list[Callable[[int], float]]()
+        self.guards = list[Callable[[int], bool]]()
+
+    def input(self, value: Callable[[int], float], others: Iterable[object]) -> Tensor:
+        """Returns the input that has this function of the round as its value.
+
+        Args:
+            value: The function.
+            others: What it meets in an operation; as Python's numbers, it takes the dtype of a scalar tensor.
+        """
+        self.values.append(value)
+        dtypes = {x.dtype for x in others if isinstance(x, Tensor) and x.is_floating_point() and not x.ndim}
+        number = self.inputs[len(self.values) - 1]
+        return number.to(dtypes.pop()) if len(dtypes) == 1 else number
 
     def hold(self, t: int) -> bool:
         """Returns whether all comparisons have the same outcome in round ``t``."""
-        return all(compare(t, other) is outcome for compare, other, outcome in self.guards)
+        return all(guard(t) for guard in self.guards)
+
+    def at(self, t: int) -> list[float]:
+        """Returns the inputs of round ``t``, ``(MOST,)``."""
+        return [float(value(t)) for value in self.values] + [0.0] * (self.MOST - len(self.values))
+
+
+class RecordedRound:
+    """The number of the round, or one computed from it, while a function is recorded.
+
+    A comparison returns its outcome in this round, which must hold wherever the record is used. Where the number meets
+    a tensor, it is an input of the record: Python computes it anew in each round. Python refuses anything else.
+
+    Args:
+        of: The numbers of the record.
+        value: The number as a function of the round; by default the round.
+    """
+
+    def __init__(self, of: Numbers, value: Callable[[int], Any] = int) -> None:
+        self.of, self.value = of, value
 
     def __bool__(self) -> bool:
         return bool(operator.ne(self, 0))
 
+    def __neg__(self) -> "RecordedRound":
+        return RecordedRound(self.of, lambda t: -self.value(t))
+
     __hash__ = None  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def tensor(x: Any) -> Any:
+            return x.of.input(x.value, args) if isinstance(x, RecordedRound) else x
+
+        return function(*map(tensor, args), **{name: tensor(x) for name, x in (kwargs or {}).items()})
+
+
+def _value(x: Any) -> Callable[[int], Any]:
+    return x.value if isinstance(x, RecordedRound) else lambda t: x
 
 
 def _comparison(compare: Callable[[Any, Any], bool]) -> Callable[[RecordedRound, Any], bool]:
     def guarded(self: RecordedRound, other: Any) -> bool:
-        outcome = compare(self.t, other)
-        self.guards.append((compare, other, outcome))
+        one, two = self.value, _value(other)
+        outcome = compare(one(self.of.t), two(self.of.t))
+        self.of.guards.append(lambda t: compare(one(t), two(t)) is outcome)
         return outcome
 
     return guarded
@@ -64,7 +111,13 @@ def _comparison(compare: Callable[[Any, Any], bool]) -> Callable[[RecordedRound,
 
 def _arithmetic(operation: Callable[[Any, Any], Any], swapped: bool) -> Callable[[RecordedRound, Any], Any]:
     def recorded(self: RecordedRound, other: Any) -> Any:
-        return operation(other, self.tensor) if swapped else operation(self.tensor, other)
+        if isinstance(other, Tensor):
+            number = self.of.input(self.value, [other])
+            if operation is operator.truediv and not swapped:  # as torch divides a number by a tensor
+                return other.reciprocal() * number
+            return operation(other, number) if swapped else operation(number, other)
+        one, two = (_value(other), self.value) if swapped else (self.value, _value(other))
+        return RecordedRound(self.of, lambda t: operation(one(t), two(t)))
 
     return recorded
 
@@ -78,17 +131,15 @@ for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
 
 @dataclass
 class Record:
-    """A function that was recorded.
+    """A local step that was recorded.
 
     Attributes:
-        round: The round, with its guards.
-        graph: What was recorded.
+        stage: The step.
         replay: Replays it.
         compared: The round in which it was last recorded, for use or to compare.
     """
 
-    round: RecordedRound
-    graph: tuple[str, list[Any]]
+    stage: "Stage"
     replay: Replay
     compared: int
 
@@ -109,7 +160,7 @@ class Records:
         """Returns the result of ``make(named, ctx)`` for these tensors, settings and round, cached if possible."""
         key = (*((n, v.shape, v.dtype) for n, v in named.items()), settings, ctx.rounds, ctx.m, ctx.phase)
         found = self._records.get(key)
-        if found is None or not found.round.hold(ctx.t):
+        if found is None or not found.stage.numbers.hold(ctx.t):
             self._records.pop(key, None)
             if len(self._records) >= self.KEPT:
                 del self._records[next(iter(self._records))]
@@ -126,26 +177,93 @@ def plain_settings(parts: Iterable[object], inputs: Iterable[Tensor]) -> tuple[A
 
 def trace(
     function: Callable[[Tensors, ClientContext], Sequence[Tensor]], named: Tensors, ctx: ClientContext
-) -> tuple[RecordedRound, GraphModule]:
-    """Returns the operations of a function of named tensors; the round and ``ctx.<attribute>`` are inputs as well.
+) -> tuple[Numbers, GraphModule]:
+    """Returns the operations of a function of named tensors; ``ctx.<attribute>`` are inputs as well.
 
     Args:
         function: A function of the tensors, and of the context that contains them, to tensors.
-        named: The tensors; ``t`` is the round.
+        named: The tensors; ``t`` are the numbers that `Numbers` has as inputs.
         ctx: The context.
     """
+    from torch._guards import TracingContext, tracing
+    from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    rounds: list[RecordedRound] = []
+    numbers: list[Numbers] = []
 
     def flat(*tensors: Tensor) -> Values:
         inputs = dict(zip(named, tensors, strict=True))
-        rounds.append(RecordedRound(ctx.t, inputs["t"]))
+        numbers.append(Numbers(ctx.t, inputs["t"]))
         columns = {name.removeprefix("ctx."): v for name, v in inputs.items() if name.startswith("ctx.")}
-        return tuple(function(inputs, replace(ctx, t=rounds[-1], **columns)))  # type: ignore[arg-type]
+        return tuple(function(inputs, replace(ctx, t=RecordedRound(numbers[-1]), **columns)))  # type: ignore[arg-type]
 
-    graph = make_fx(flat)(*named.values())  # appends to ``rounds``
-    return rounds[-1], graph
+    with tracing(TracingContext(FakeTensorMode(allow_fallback_kernels=True))):  # else torch makes one an operation
+        graph = make_fx(flat)(*named.values())  # appends to ``numbers``
+    return numbers[-1], graph
+
+
+class Stage(NamedTuple):
+    """A part of a program: a record, whose inputs and outputs have names.
+
+    Attributes:
+        numbers: What it takes from the round, its input ``t``.
+        graph: The record.
+        text: What `described` returns of it as it was recorded.
+        inputs: Names of its inputs.
+        outputs: Names of its outputs.
+    """
+
+    numbers: Numbers
+    graph: GraphModule
+    text: tuple[str, list[Any]]
+    inputs: Sequence[str]
+    outputs: Sequence[str]
+
+
+def stage(function: Callable[[Tensors, ClientContext], Tensors], named: Tensors, ctx: ClientContext) -> Stage:
+    """Records a function of named tensors to named tensors; see `trace`."""
+    outputs: list[str] = []
+
+    def values(inputs: Tensors, ctx: ClientContext) -> list[Tensor]:
+        found = function(inputs, ctx)
+        outputs[:] = found
+        return [*found.values()]
+
+    numbers, graph = trace(values, named, ctx)
+    return Stage(numbers, graph, described(graph), [*named], outputs)
+
+
+def composed(stages: Sequence[tuple[str, Stage]], inputs: Sequence[str], outputs: Sequence[str]) -> GraphModule:
+    """Returns stages one after another as one record: each takes the values that inputs and earlier stages name.
+
+    Args:
+        stages: The stages, each with the name of its input ``t``. One that is there several times has the rows of the
+            inputs ``block.*`` in turn.
+        inputs: Names of the inputs.
+        outputs: Names of the outputs.
+    """
+    program, root, used = Graph(), nn.Module(), dict[int, int]()
+    values = {name: program.placeholder(re.sub(r"\W", "_", name)) for name in inputs}
+    for t, each in stages:
+        nodes, row = each.graph.graph.nodes, used.get(id(each), 0)
+        used[id(each)] = row + 1
+        known = dict[Node, Node]()
+        for name, node in zip(each.inputs, [n for n in nodes if n.op == "placeholder"], strict=True):
+            value = values[t if name == "t" else name]
+            if name.startswith("block."):
+                value = program.call_function(aten.slice.Tensor, (value, 0, row, row + 1))
+            value.meta.setdefault("val", node.meta.get("val"))
+            known[node] = value
+        for node in nodes:
+            if node.op == "get_attr":
+                name = f"of_{[*used].index(id(each))}_{node.target}".replace(".", "_")
+                setattr(root, name, attrgetter(node.target)(each.graph))
+                known[node] = program.get_attr(name)
+                known[node].meta = {**node.meta}
+        found: Any = program.graph_copy(each.graph.graph, known)
+        values |= dict(zip(each.outputs, found, strict=True))
+    program.output(tuple(values[name] for name in outputs))
+    return GraphModule(root, program)
 
 
 def described(graph: GraphModule) -> tuple[str, list[Any]]:
@@ -211,34 +329,32 @@ class Program:
     graph: GraphModule = field(compare=False)
 
     @classmethod
-    def of(cls, step: GraphModule, tensors: Sequence[Tensor], each: int) -> tuple["Program", Values]:
-        """Returns the program of a few steps, and the tensors that the record of one holds.
+    def of(cls, graph: GraphModule, tensors: Sequence[Tensor]) -> tuple["Program", Values]:
+        """Returns the program of a record, which is changed, and the tensors that it holds.
 
         Args:
-            step: The record of one, which is changed: it maps its first inputs to their new values.
-            tensors: Inputs of the program but for those that the record holds.
-            each: How many of them, the last ones, hold one row for each step, ``(steps, ...)``.
+            graph: The record.
+            tensors: Its inputs.
         """
-        _hold_numbers(step)
-        program, attributes = Graph(), [node for node in step.graph.nodes if node.op == "get_attr"]
-        objects = {node.target: attrgetter(node.target)(step) for node in attributes}
-        held = {name: value for name, value in objects.items() if isinstance(value, Tensor)}
-        of_name = {name: program.placeholder(f"held_{i}") for i, name in enumerate(held)}
-        known = {node: of_name[node.target] for node in attributes if node.target in held}
-        inputs = [node for node in step.graph.nodes if node.op == "placeholder"]
-        given = [program.placeholder(node.name) for node in inputs]
-        rows, count = given[-each:], len(tensors[-1])
-        for i in range(count):
-            given[-each:] = [program.call_function(aten.slice.Tensor, (v, 0, i, i + 1)) for v in rows]
-            carried: Any = program.graph_copy(step.graph, known | dict(zip(inputs, given, strict=True)))
-            given[: len(carried)] = carried
-        program.output(carried)
-        graph = GraphModule(step, program)
+        _hold_numbers(graph)
+        first = next(iter(graph.graph.nodes))
+        held, others = dict[str, Tensor](), list[Any]()
+        inputs = dict[str, Node]()
+        for node in [*graph.graph.find_nodes(op="get_attr")]:
+            value = attrgetter(node.target)(graph)
+            if not isinstance(value, Tensor):
+                others.append(value)
+                continue
+            if node.target not in held:
+                held[node.target] = value
+                with graph.graph.inserting_before(first):
+                    inputs[node.target] = graph.graph.placeholder(f"held_{len(held)}")
+            node.replace_all_uses_with(inputs[node.target])
+            graph.graph.erase_node(node)
+        graph.recompile()
         layouts = [(v.dtype, v.device, v.shape, v.stride()) for v in (*held.values(), *tensors)]
-        functions = dict.fromkeys(node.target for node in program.nodes if node.op == "call_function")
-        others = [value for name, value in objects.items() if name not in held]
-        key = graph.code, *functions, *others, *layouts, torch.get_num_threads()
-        return cls(key, graph), (*held.values(),)
+        functions = dict.fromkeys(node.target for node in graph.graph.nodes if node.op == "call_function")
+        return cls((graph.code, *functions, *others, *layouts, torch.get_num_threads()), graph), (*held.values(),)
 
 
 def _hold_numbers(step: GraphModule) -> None:

@@ -1,20 +1,16 @@
 """Consecutive rounds as one program, where nobody looks at the run between them."""
 
 import math
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import takewhile
 
 import torch
-from torch import Tensor
 
-from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.algorithms.parts.base import Part
-from fl_lightning.core import State, Watched, accumulator_dtype, ensure
+from fl_lightning.core import State, ensure
 from fl_lightning.data.minibatches import CHUNK
-from fl_lightning.engine import Job
-from fl_lightning.engine.batched import BatchedEngine, by_client, is_out_of_memory
+from fl_lightning.engine.batched import BatchedEngine, is_out_of_memory
+from fl_lightning.engine.rounds import Drawn, Table, Trained
 from fl_lightning.trainer.aggregation.base import Mean
 from fl_lightning.trainer.cohort import Cohort
 from fl_lightning.trainer.loggers.base import TAKEN_BACK
@@ -40,6 +36,7 @@ def length(run: Run) -> int:
         and run.fabric.world_size == 1
         and objective.phases == 1
         and not objective.trains_alone
+        and not run.varied
         and run.data.batch_size is not None
         and run.settings.asynchronous is None
         and (run.timing is None or math.isinf(run.timing.clock.max_time_s))
@@ -62,29 +59,28 @@ def train(run: Run) -> bool:
     Returns:
         Whether it has trained any; otherwise the run is as before.
     """
-    clock = Clock()
+    clock, before = Clock(), run.server
     cohorts = _cohorts(run, length(run))
     try:
-        trained = _train(run, cohorts) if len(cohorts) > 1 else []
+        trained, rows = _train(run, before, cohorts) if len(cohorts) > 1 else ([], {})
     except (RuntimeError, MemoryError) as error:
         # a part may decompose what is not finite; the next round runs by itself, without it or in smaller blocks
         unfit = is_out_of_memory(error) or isinstance(error, torch.linalg.LinAlgError)  # type: ignore[attr-defined]
         if not unfit:
             raise
-        trained = []
+        trained, rows = [], {}
     training_s = sum(done.training_s for done in trained)
-    rows: dict[int, State] = {}
     for cohort, done in zip(cohorts, trained, strict=False):
-        rows |= done.rows
         run.apply(run.state.after_round(done.server, done.bits, {"refused": []}), {})
         steps = sum(cohort.attendance.steps.values())
         passes = steps * sum(run.objective.passes)
         spent = clock.spent(run, cohort, done.bits, steps, passes, training_s, rounds=len(trained))
         seconds = run.timing.metrics(run.metrics, [cohort.attendance]) if run.timing else {}
-        loss = {"client/train/loss": float(done.losses.mean()), "client/refused": 0}
+        loss = {"client/train/loss": float(done.numbers[1:].mean()), "client/refused": 0}
         run.log({**loss, **divergences(run), **seconds, **spent})
         logged = run.write_metrics()
         if run.should_stop:  # by a logger, as of a single round
+            _, rows = _train(run, before, cohorts[: cohorts.index(cohort) + 1])
             break
     if not trained:
         return False
@@ -99,17 +95,6 @@ def train(run: Run) -> bool:
     run.clients.stage(rows)
     run.call("on_round_logged", logged)
     return True
-
-
-@dataclass(frozen=True)
-class Trained:
-    """The result of a round: the server's state, the clients' by id, their losses ``(clients,)``, bits, and seconds."""
-
-    server: State
-    rows: Mapping[int, State]
-    losses: Tensor
-    bits: int
-    training_s: float
 
 
 def _cohorts(run: Run, n: int) -> list[Cohort]:
@@ -129,44 +114,29 @@ def _cohorts(run: Run, n: int) -> list[Cohort]:
     return cohorts
 
 
-def _train(run: Run, cohorts: Sequence[Cohort]) -> list[Trained]:
-    """Trains the cohorts one after another; returns the results before the first one that is not finite."""
-    objective, engine, rule = run.objective, run.engine, run.aggregation
+def _train(run: Run, server: State, cohorts: Sequence[Cohort]) -> tuple[list[Trained], dict[int, State]]:
+    """Trains the cohorts one after another, from a state of the server on.
+
+    Returns:
+        The results before the first one that is not finite, and the states of their clients, by id.
+    """
+    engine, store = run.engine, run.clients
     assert isinstance(engine, BatchedEngine)
-    batches = [[run.minibatches(k, ctx) for k, ctx in zip(c.clients, c.contexts, strict=True)] for c in cohorts]
-    server, rows, scratch = run.server, dict[int, State](), objective.scratch_inits()
-    # those of others may depend on values
-    alike = all(type(part).bits is Part.bits for part in objective.all_parts)
-    alike = alike and type(objective).bits is LocalObjective.bits
-    results = list[Trained]()
-    with engine.checked():
-        for cohort, its, block in zip(cohorts, batches, engine.blocks_ahead(batches), strict=True):
-            ctx = run.round_context(cohort.t)
-            sent = objective.begin_phase(server, ctx)
-            jobs = [
-                Job(k, run.clients.get(k, sent.w, scratch, rows.get(k)), sent, own, each, run.seed, run.varied)
-                for k, own, each in zip(cohort.clients, cohort.contexts, its, strict=True)
-            ]
-            before = time.perf_counter()
-            upload, state, ok, losses = engine.train_together(jobs, block)
-            training_s = time.perf_counter() - before
-            uploads, arrived = rule.uploads(objective, cohort.contexts, ctx, sent.w), by_client(upload, len(jobs))
-            for each, client in zip(arrived, cohort.contexts, strict=True):
-                uploads.add(each, client.n_k)
-            watched = Watched((objective, *objective.all_parts))
-            after = objective.finish_phase(server, sent, uploads, ctx)
-            server = objective.finish_round(after, server, ctx)
-            watched.warn_of_server(numbers=False)
-            kept = [objective.finish_client(State(row), server) for row in by_client(state, len(jobs))]
-            new = dict(zip(cohort.clients, kept, strict=True))
-            rows |= new
-            up = [objective.bits(each, up=True) for each in arrived[: 1 if alike else None]]
-            bits = len(jobs) * objective.bits(sent, up=False) + sum(up) * (len(jobs) // len(up))
-            finite = (ok.all() & after.finite()).to(accumulator_dtype(losses.device))
-            results.append(Trained(server, new, torch.cat([finite[None], losses.to(finite)]), bits, training_s))
-    read = torch.cat(
-        [result.losses for result in results]
-    ).cpu()  # the only time that the rounds wait for local training
-    columns = torch.split(read, [len(result.losses) for result in results])
-    finite_rounds = takewhile(lambda pair: bool(pair[1][0]), zip(results, columns, strict=True))
-    return [replace(result, losses=column[1:]) for result, column in finite_rounds]
+    drawn = [
+        Drawn(c.clients, c.contexts, [run.minibatches(k, ctx) for k, ctx in zip(c.clients, c.contexts, strict=True)])
+        for c in cohorts
+    ]
+    ids = list(dict.fromkeys(k for cohort in cohorts for k in cohort.clients))
+    while drawn:
+        table = Table({k: store.row(k) for k in ids}, store.inits, store.w0)
+        with engine.checked():
+            results = [*engine.rounds(store.w0, run.seed).train(drawn, server, table)]
+        # the only time that the rounds wait for local training
+        read = torch.cat([result.numbers for result in results]).cpu()
+        columns = torch.split(read, [len(of.numbers) for of in results])
+        finite = [*takewhile(lambda numbers: bool(numbers[0]), columns)]
+        if len(finite) == len(results):
+            return [replace(of, numbers=numbers) for of, numbers in zip(results, finite, strict=True)], table.rows(ids)
+        drawn = drawn[: len(finite)]  # once more, for the rows before the first round that is not finite
+        ids = list(dict.fromkeys(k for of in drawn for k in of.clients))
+    return [], {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -44,3 +45,18 @@ def test_averages(samples: list[int], weighting: str, seed: int, order: object) 
     for one in averages(a[:1].expand_as(a), samples, weighting):
         torch.testing.assert_close(one, a[0])
     assert bool(((weighted >= a.amin(0) - 1e-12) & (weighted <= a.amax(0) + 1e-12)).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("clients", [1, 2, 7, 100])
+def test_those_of_rows_have_the_same_bits(clients: int, dtype: torch.dtype) -> None:
+    for seed in range(5):
+        draw = torch.Generator().manual_seed(seed)
+        vectors = torch.randn(clients, 33, generator=draw, dtype=dtype)
+        samples = torch.randint(1, 100_000, (clients,), generator=draw).tolist()
+        counts, k_lr = torch.tensor(samples, dtype=dtype)[:, None], torch.zeros(2, 1, dtype=dtype)
+        total = torch.tensor(float(sum(samples)))
+        for weighting in ("samples", "uniform"):
+            rows = Uploads.of_rows(weighting, {"w": vectors}, counts, total, k_lr)  # type: ignore[arg-type]
+            means = averages(vectors, samples, weighting)
+            assert torch.equal(rows.mean("w"), means[0]) and torch.equal(rows.weighted("w"), means[1])

@@ -40,7 +40,7 @@ from fl_lightning.algorithms.parts.schedules import Cosine
 from fl_lightning.core import Draws
 from fl_lightning.engine import ENGINES, BatchedEngine, GraphedEngine, choice
 from fl_lightning.engine.base import changed
-from fl_lightning.engine.record import RecordedRound
+from fl_lightning.engine.record import Numbers, RecordedRound
 from fl_lightning.trainer.callbacks import Callback
 from fl_lightning.trainer.engine_choice import choose_engine
 from fl_lightning.trainer.run import Run
@@ -195,10 +195,13 @@ def test_a_setting_changed_during_the_run_is_seen(number: Any, tmp_path: Path) -
 
 
 def test_arithmetic_on_the_recorded_round() -> None:
-    t = RecordedRound(3, torch.tensor(3.0))
-    assert t < 5 and not t >= 4 and t
-    assert float(1 - t / 6) == 0.5 and float(2 * t + 1) == 7
-    assert t.hold(2) and not t.hold(5) and not t.hold(0)
+    numbers = Numbers(3, torch.arange(1.0, 1 + Numbers.MOST))
+    t, v = RecordedRound(numbers), torch.full((2,), 4.0)
+    assert t < 5 and not t >= 4 and t and 1 - t / 6 == 0.5 and -(2 * t) + 1 < 0
+    assert (v * (1 - t / 6)).tolist() == [4, 4] and (t**2 / v).tolist() == [0.5, 0.5]  # of the first two inputs
+    assert torch.where(v > 0, 2**t, v).tolist() == [3, 3]
+    assert numbers.at(5) == [1 - 5 / 6, 25, 32] + [0] * (Numbers.MOST - 3)
+    assert numbers.hold(3) and not any(map(numbers.hold, (0, 2, 4, 5)))
     with pytest.raises(TypeError):
         range(t)  # type: ignore[arg-type]
 

@@ -72,6 +72,12 @@ def one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(program, "TAKEN_BACK", 0)
 
 
+def recorded(run: Run) -> int:
+    """Returns how many records of whole rounds a run has made; 0 if it cannot record them."""
+    [rounds] = run.engine._rounds.values()  # type: ignore[attr-defined]
+    return 0 if rounds._refused else sum(map(len, rounds._records.values()))
+
+
 def check_same(one: Run, other: Run) -> None:
     assert_same(state(one.folder.path), state(other.folder.path))
     assert metrics(one.folder.path) == metrics(other.folder.path)
@@ -96,6 +102,88 @@ def test_the_bits_are_those_of_single_rounds(
     alone = train(tmp_path, CLASSES[name], seen := Rounds(), engine=engine)
     assert seen.seen == every
     check_same(together, alone)
+    if engine == "graphed" and name != "NaiveFedGloSS":
+        assert recorded(together)
+
+
+class Counts(FedAvg):
+    """Counts the server's steps outside its state."""
+
+    steps = 0
+
+    def server_step(self, server: State, sent: State, uploads: Any, ctx: Any) -> State:
+        self.steps += 1
+        return server.replace(w=uploads.weighted("w") * (1 + 0.01 * self.steps))
+
+
+class Looks(FedAvg):
+    """Looks at values of the server's state."""
+
+    def server_step(self, server: State, sent: State, uploads: Any, ctx: Any) -> State:
+        return server.replace(w=uploads.weighted("w") * (1.01 if float(uploads.mean("w")[0]) > 0 else 0.99))
+
+
+class Draws(FedAvg):
+    """Draws before its first step."""
+
+    def local_start(self, client: State, received: State, ctx: Any) -> Any:
+        return received.w + 0.01 * ctx.randn_like(received.w), client
+
+
+class Keeps(FedAvg):
+    """Keeps the model of the first contact, and what the server sent last; clients see them as vectors."""
+
+    client_state = {"first": "w", "last": "zeros", "number": 2.0}
+
+    def local_end(self, w: Any, client: State, received: State, ctx: Any) -> Any:
+        return {"w": w + 0.1 * (client.first - client.last) / client.number}, client.replace(number=client.number + 1)
+
+    def client_round_end(self, client: State, server: State) -> State:
+        assert client.first.ndim == 1
+        return client.replace(last=server.w * server.w.dot(client.first).sign())
+
+
+class Scheduled(FedAvg):
+    """Its server's hooks compute with the round."""
+
+    def broadcast(self, server: State, ctx: Any) -> State:
+        radius = min(ctx.t, 5) / 50 if ctx.t % 4 else 0.9**ctx.t
+        return server.replace(w=server.w + radius / server.w.norm() * server.w)
+
+    def server_step(self, server: State, sent: State, uploads: Any, ctx: Any) -> State:
+        return server.replace(w=uploads.weighted("w") * (1 - 0.01 / (ctx.t + 1)))
+
+
+def swa(net: Any, **more: Any) -> FedAvg:
+    return FedAvg(net, averaging=fl.SWA(start=3, cycle=3), **more)
+
+
+swa.__name__ = "FedAvg"
+
+
+@pytest.mark.parametrize(
+    ("make", "records", "more"),
+    [
+        (Counts, 0, {}),
+        (Looks, 0, {}),
+        (Draws, 0, {}),
+        (Keeps, 1, {}),
+        (Scheduled, 3, {}),
+        (swa, 5, {}),
+        (fl.SCAFFOLD, 1, {"local_epochs": 2}),
+        (fl.SCAFFOLD, 1, {"local_steps": 9}),
+        (FedAvg, 0, {"sampler": fl.BernoulliSampler(0.5)}),
+        (FedAvg, 1, {"clients_per_round": 1}),
+    ],
+)
+def test_which_rounds_are_recorded(
+    make: Any, records: int, more: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others train as their hooks are written; all have the bits of single rounds."""
+    together = train(tmp_path, make, Rounds(), **more)
+    one_by_one(monkeypatch)
+    check_same(together, train(tmp_path, make, Rounds(), **more))
+    assert recorded(together) == records
 
 
 class Positive(Part):
@@ -236,7 +324,7 @@ def test_what_does_not_fit_into_memory_runs_one_by_one(tmp_path: Path, monkeypat
     def fails(*_: Any) -> None:
         raise torch.OutOfMemoryError("simulated")
 
-    monkeypatch.setattr(BatchedEngine, "train_together", fails)
+    monkeypatch.setattr(BatchedEngine, "rounds", fails)
     train(tmp_path, FedAvg, seen := Rounds(), max_rounds=3)
     assert seen.seen == [1, 2, 3]
 

@@ -1,5 +1,6 @@
 """Averages of the global model over rounds: clients never see them, evaluation and flatness use them."""
 
+import math
 from collections.abc import Mapping
 from typing import Literal
 
@@ -96,9 +97,11 @@ class SWA(Averaging):
         past = ctx.t - self.start_round(ctx.rounds)
         if past < 0:  # again, if a run goes on with more rounds: a fraction of them then ends later
             return server.replace(swa_n=server.swa_n * 0 - 1)
-        if past == 0 or float(server.swa_n) < 0:  # nobody may have answered in its first round
-            n = server.swa_n * 0 + (1 if self.init_in_average else 0)
-            server = server.replace(swa_w=before.w.clone(), swa_n=n)
+        begins = server.swa_n < (math.inf if past == 0 else 0)  # nobody may have answered in its first round
+        first = 1.0 if self.init_in_average else 0.0
+        server = server.replace(
+            swa_w=torch.where(begins, before.w, server.swa_w), swa_n=torch.where(begins, first, server.swa_n)
+        )
         at_end = ctx.t % self.cycle == self.cycle - 1
         due = at_end if self.collect == "cycle_end" else past > 0 and past % self.cycle == 0
         if due:

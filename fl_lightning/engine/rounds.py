@@ -1,0 +1,247 @@
+"""Whole rounds as functions of arrays: what the server sends, local training of its clients, and the server's step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fl_lightning.algorithms.base import LocalObjective
+from fl_lightning.algorithms.parts.base import Part
+from fl_lightning.core import (
+    ClientContext,
+    Draws,
+    Init,
+    RoundContext,
+    State,
+    Upload,
+    Uploads,
+    Watched,
+    accumulator_dtype,
+    is_finite,
+    to_device,
+)
+from fl_lightning.data.minibatches import Minibatches, whole_blocks
+from fl_lightning.engine.base import Carry, Fixed
+
+if TYPE_CHECKING:
+    from fl_lightning.engine.batched import BatchedEngine
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """What a round draws before anybody trains.
+
+    Attributes:
+        clients: Ids of its clients.
+        contexts: Their contexts.
+        minibatches: Their data.
+    """
+
+    clients: Sequence[int]
+    contexts: Sequence[ClientContext]
+    minibatches: Sequence[Minibatches]
+
+    def padded(self, width: int) -> Drawn:
+        """Returns a round of ``width`` clients: its own, and the first one again, which has no further data."""
+        more = width - len(self.clients)
+        return replace(
+            self,
+            clients=[*self.clients, *[self.clients[0]] * more],
+            contexts=[*self.contexts, *[self.contexts[0]] * more],
+        )
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The result of a round.
+
+    Attributes:
+        server: The server's state.
+        numbers: Whether all is finite, and the training loss of each client, ``(1 + clients,)``.
+        bits: Bits that went over the wire.
+        training_s: Seconds of local training; of a recorded round, seconds of the whole round.
+    """
+
+    server: State
+    numbers: Tensor
+    bits: int
+    training_s: float
+
+
+class Table:
+    """The states of the clients of some rounds, a row a client.
+
+    Args:
+        rows: The states, by id; None: a client that the server has never met.
+        inits: Initial values of a client's state, by name.
+        w0: The initial model, ``(d,)``.
+
+    Attributes:
+        columns: The states, ``(clients, ...)`` by name.
+        met: Whether the server has met each client, ``(clients, 1)``.
+    """
+
+    def __init__(self, rows: Mapping[int, State | None], inits: Mapping[str, Init], w0: Tensor) -> None:
+        first = State.initial(inits, w0, w0)
+        known = [first if row is None else row for row in rows.values()]
+        self.columns = {name: torch.stack([row[name] for row in known]) for name in inits}
+        self.met = to_device([[row is not None] for row in rows.values()], w0.device)
+        self._places = {client: place for place, client in enumerate(rows)}
+
+    def places(self, clients: Sequence[int]) -> Tensor:
+        """Returns the places of some clients, ``(clients,)``."""
+        return to_device([self._places[k] for k in clients], self.met.device)
+
+    def take(self, places: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        """Returns the states at some places, and whether the server has met their clients."""
+        return {name: v.index_select(0, places) for name, v in self.columns.items()}, self.met.index_select(0, places)
+
+    def put(self, places: Tensor, rows: Mapping[str, Tensor]) -> None:
+        """Replaces the states at some places."""
+        for name, values in rows.items():
+            self.columns[name].index_copy_(0, places, values)
+        self.met.index_fill_(0, places, True)
+
+    def rows(self, clients: Sequence[int]) -> dict[int, State]:
+        """Returns the states of some clients, by id."""
+        columns = {name: v.unbind() for name, v in self.columns.items()}
+        return {k: State({name: v[self._places[k]] for name, v in columns.items()}) for k in clients}
+
+
+class Rounds:
+    """Trains consecutive rounds of one phase, each in one block; the server averages the uploads by their mean.
+
+    Args:
+        engine: Trains the clients.
+        w0: The initial model, ``(d,)``.
+        seed: Seed of the run.
+    """
+
+    def __init__(self, engine: BatchedEngine, w0: Tensor, seed: int) -> None:
+        self.engine, self.objective, self.w0, self.seed = engine, engine.objective, w0, seed
+
+    def train(self, rounds: Sequence[Drawn], server: State, table: Table) -> Iterator[Trained]:
+        """Yields the result of each round.
+
+        Args:
+            rounds: What they draw.
+            server: The server's state before the first.
+            table: States of their clients; when a result is yielded, those after its round.
+        """
+        width = self.engine.widened(max(len(drawn.clients) for drawn in rounds))
+        for drawn, block in zip(rounds, whole_blocks([drawn.minibatches for drawn in rounds], width), strict=True):
+            started, padded = time.perf_counter(), drawn.padded(width)
+            ctx = self.context(padded, server.w)
+            places = table.places(padded.clients)
+            sent, carry, fixed = self.send(server, *table.take(places), ctx)
+            carry = self.engine.steps(carry, block, fixed)
+            training_s = time.perf_counter() - started
+            n = len(drawn.clients)
+            server, rows, numbers, bits = self.receive(
+                server, sent, carry, fixed, n, partial(self.average, drawn.contexts)
+            )
+            table.put(places[:n], rows)
+            yield Trained(server, numbers, bits, training_s)
+
+    def average(self, clients: Sequence[ClientContext], upload: Upload) -> Uploads:
+        """Returns the averages of the clients' uploads, ``(clients, ...)`` by name."""
+        like = next(iter(upload.values()))
+        averages = Uploads(self.objective.wire[1], self.objective.weighting, clients, like)
+        for row, client in zip(by_client(upload, len(clients)), clients, strict=True):
+            averages.add(row, client.n_k)
+        return averages
+
+    def context(self, drawn: Drawn, like: Tensor) -> ClientContext:
+        """Returns the contexts of a round's clients as one, whose attributes that differ are ``(clients, 1)``."""
+        keys = [(self.seed, ctx.stream, ctx.phase, k) for k, ctx in zip(drawn.clients, drawn.contexts, strict=True)]
+        ctx = self.engine.together(drawn.contexts, like, Draws(keys, like.device, True))
+        if not self.objective.uses_class_counts:
+            return ctx
+        source = drawn.minibatches[0].source
+        return replace(ctx, class_counts=torch.stack([source.class_counts(k) for k in drawn.clients]).to(like))
+
+    def send(
+        self, server: State, rows: Mapping[str, Tensor], met: Tensor, ctx: ClientContext
+    ) -> tuple[State, Carry, Fixed]:
+        """Calls the hooks of a round before the first local step.
+
+        Args:
+            server: The server's state.
+            rows: States of the clients, ``(clients, ...)`` by name.
+            met: Whether the server has met each client, ``(clients, 1)``.
+            ctx: The clients' context.
+
+        Returns:
+            What the server sends, and the arguments of the first step.
+        """
+        objective, clients = self.objective, len(met)
+        sent = objective.begin_phase(server, _of_server(ctx))
+        at_first = {name for name, init in objective.client_inits().items() if isinstance(init, str) and init == "w"}
+        rows = {name: torch.where(met, v, sent.w) if name in at_first else v for name, v in rows.items()}
+        fresh = State.initial(objective.scratch_inits(), self.w0, sent.w)
+        scratch = {name: v.expand(clients, *v.shape) for name, v in fresh.items()}
+        return sent, *self.engine.begin(State({**rows, **scratch}), sent, ctx, sent.w.expand(clients, -1))
+
+    def receive(
+        self, server: State, sent: State, carry: Carry, fixed: Fixed, n: int, average: Callable[[Upload], Uploads]
+    ) -> tuple[State, dict[str, Tensor], Tensor, int]:
+        """Calls the hooks of a round after the last local step.
+
+        Args:
+            server: The server's state.
+            sent: What it has sent.
+            carry: What the last step returned.
+            fixed: The arguments of all steps.
+            n: Number of clients; further rows are padding.
+            average: Averages uploads, ``(n, ...)`` by name.
+
+        Returns:
+            The server's next state; the states that clients keep, ``(n, ...)`` by name; and numbers and bits as in
+            `Trained`.
+        """
+        objective, ctx, width = self.objective, fixed.ctx, len(carry.w)
+        all_uploads, states = self.engine.finish(carry, fixed)
+        upload, state = (
+            {name: (v if v.ndim > 1 else v.expand(width, -1))[:n] for name, v in group.items()}
+            for group in (all_uploads, states)
+        )
+        watched = Watched((objective, *objective.all_parts))
+        after = objective.finish_phase(server, sent, average(upload), _of_server(ctx))
+        after = objective.finish_round(after, server, _of_server(ctx))
+        watched.warn_of_server(numbers=False)
+        finite = torch.stack([is_finite(v).all() for v in (*upload.values(), *state.values())]).all() & after.finite()
+        steps: Any = ctx.K  # (clients, 1)
+        loss = carry.loss[:n] / steps.clamp(min=1)[:n, 0]
+        numbers = torch.cat([finite[None].to(accumulator_dtype(loss.device)), loss.to(accumulator_dtype(loss.device))])
+        kept = [objective.finish_client(State(row), after) for row in by_client(state, n)]
+        rows = {name: torch.stack([row[name] for row in kept]) for name in state}
+        return after, rows, numbers, self.bits(sent, upload, n)
+
+    def bits(self, sent: State, upload: Upload, n: int) -> int:
+        """Returns the bits that a round puts on the wire."""
+        objective = self.objective
+        up = [objective.bits(row, up=True) for row in by_client(upload, n)[: n if self.bits_depend_on_values else 1]]
+        return n * objective.bits(sent, up=False) + sum(up) * (n // len(up))
+
+    @property
+    def bits_depend_on_values(self) -> bool:
+        """Whether the bits of an upload may depend on its values, not only on its shape."""
+        alike = all(type(part).bits is Part.bits for part in self.objective.all_parts)
+        return not (alike and type(self.objective).bits is LocalObjective.bits)
+
+
+def by_client(values: Mapping[str, Tensor], n: int) -> list[dict[str, Tensor]]:
+    """Returns the rows of the first ``n`` clients."""
+    columns = {name: v.unbind() for name, v in values.items()}
+    return [{name: column[i] for name, column in columns.items()} for i in range(n)]
+
+
+def _of_server(ctx: ClientContext) -> RoundContext:
+    """Returns the context of the server's hooks."""
+    return RoundContext(ctx.t, ctx.rounds, ctx.m, ctx.flat, ctx.phase)
